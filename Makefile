@@ -1,0 +1,52 @@
+# Two commands do everything: `make demo` and `make test`. Both set up .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help setup demo test test-all test-gpu check format docs offline-site clean
+
+help:
+	@echo "make demo      train a small language model on all local cores, write text with it, audit the run"
+	@echo "make test      the tests (make test-all adds the long ones)"
+	@echo "make check     format, lint, types, layers"
+	@echo "make docs      build the documentation into site/"
+
+setup: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11 [setup-python]"; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: this Python has no venv; on Debian and Ubuntu: apt-get install python3-venv [setup-venv]"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[run,dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/meshwright train examples/demo.toml
+	$(BIN)/meshwright generate $$(ls -td runs/demo-* | head -n 1) --prompt 'def ' --tokens 120
+	$(BIN)/meshwright audit $$(ls -td runs/demo-* | head -n 1)
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-all: setup
+	$(BIN)/python -m pytest -m 'not gpu'
+
+test-gpu:
+	$(PYTHON) -m pytest -m gpu tests/gpu
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: setup
+	$(BIN)/zensical build --clean
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache site build dist

@@ -1,0 +1,184 @@
+"""The command line: parsing, the exit status, and errors without tracebacks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from meshwright import __version__
+from meshwright.cli.output import Output
+from meshwright.core.errors import MeshwrightError, Problem, UserError
+
+app = typer.Typer(
+    name="meshwright",
+    help="Plans, runs, survives and explains distributed training.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else there.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key.path=value, laid over the job file.", metavar="KEY=VALUE")]
+JobSource = Annotated[str, typer.Argument(help="Job file, plan file, or name of a model preset.", metavar="JOB")]
+
+
+def main() -> None:
+    """Run a command and exit with its status."""
+    try:
+        status = app(standalone_mode=False)
+    except typer.Abort:
+        status = 130
+    except BrokenPipeError:  # the reader of our output went away
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
+    except Exception as error:
+        # Typer carries its own copy of click, under a private name: its usage errors are known by their form.
+        if not hasattr(error, "format_message"):
+            raise
+        context = getattr(error, "ctx", None)
+        usage = f"{context.get_usage()}\n" if context is not None else ""
+        sys.stderr.write(f"{usage}error: {error.format_message()} [cli-usage]\n")
+        status = 2
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def guarded(output: Output, command: Callable[[], int | None]) -> None:
+    """Run a command's body; our errors become messages and an exit status."""
+    from meshwright.cli.nearest import price_of_nearest  # noqa: PLC0415  (only needed when something is wrong)
+
+    try:
+        status = command() or 0
+    except MeshwrightError as error:
+        output.failure(error, price_of_nearest(error))
+        status = error.exit_status
+    except KeyboardInterrupt:
+        output.errors.print("interrupted")
+        status = 130
+    raise typer.Exit(status)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"meshwright {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Plans, runs, survives and explains distributed training."""
+
+
+@app.command()
+def plan(
+    job: JobSource,
+    overrides: Overrides = None,
+    on: Annotated[str | None, typer.Option(help="Cluster: nodes x devices x preset, such as 8x8xh100-sxm.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 50,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the best plan to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict memory, bytes and time of the layouts, and rank them."""
+    from meshwright.cli.plan import show_plan  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: show_plan(output, job, overrides or [], on, top, out))
+
+
+@app.command()
+def train(
+    job: JobSource,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Plan if needed, train, and audit the run against the plan."""
+    from meshwright.cli.train import run_training  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: run_training(output, job, overrides or [], resume))
+
+
+@app.command()
+def audit(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.", metavar="RUN")],
+    as_json: Json = False,
+) -> None:
+    """Show what the plan promised beside what the run did."""
+    from meshwright.cli.audit import audit_folder  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: audit_folder(output, run))
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a folder of them, or a run.")],
+    prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Choose among this many; 0 for all.")] = 40,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same text.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Write text with a trained model."""
+    from meshwright.cli.generate import write_text  # noqa: PLC0415
+
+    output = Output(as_json)
+    settings: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
+    guarded(output, lambda: write_text(output, checkpoint, prompt, settings))
+
+
+@app.command()
+def prepare(
+    corpus: Annotated[Path, typer.Argument(help="What to prepare, as TOML.", metavar="CORPUS.toml")],
+    as_json: Json = False,
+) -> None:
+    """Turn text into token shards."""
+    from meshwright.cli.prepare import prepare_file  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: prepare_file(output, corpus))
+
+
+@app.command()
+def schema(as_json: Json = False) -> None:
+    """Print the JSON Schema of the job file."""
+    import json  # noqa: PLC0415
+
+    from meshwright.spec.translate import job_schema  # noqa: PLC0415
+
+    typer.echo(json.dumps(job_schema(), indent=None if as_json else 2))
+
+
+def require_packages(*packages: tuple[str, str], needed_for: str) -> None:
+    """Refuse early, naming the extra, where a package is missing.
+
+    Args:
+        packages: Pairs of package and extra.
+        needed_for: What needs it, in words.
+    """
+    from importlib.util import find_spec  # noqa: PLC0415
+
+    from meshwright.core.errors import missing_package  # noqa: PLC0415
+
+    for package, extra in packages:
+        try:
+            found = find_spec(package) is not None
+        except ImportError:
+            found = False
+        if not found:
+            raise missing_package(package, extra, needed_for)
+
+
+def no_such_folder(path: Path, code: str) -> UserError:
+    """The error for a folder that is not there."""
+    return UserError(Problem(code, "is not there", path=str(path)))

@@ -1,0 +1,70 @@
+"""``meshwright audit``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwright.cli.output import Output
+from meshwright.core.units import format_bytes, format_rate, format_seconds
+from meshwright.explain.audit import Audit, audit_run
+from meshwright.explain.record import RunRecord, read_record
+from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
+
+CHECK_FAILED = 3
+
+
+def audit_folder(output: Output, run_dir: Path) -> int:
+    """Audit a finished run; status 3 if a promise did not hold."""
+    record = read_record(run_dir)
+    plan = read_plan(run_dir / PLAN_FILE)
+    verdict = audit_run(plan, record)
+    describe_audit(output, plan, record, verdict)
+    output.result({"run_dir": str(run_dir), "status": record.status, **verdict.as_dict()})
+    return 0 if verdict.ok else CHECK_FAILED
+
+
+def describe_audit(output: Output, plan: Plan, record: RunRecord, verdict: Audit) -> None:
+    """Predicted and measured side by side, then the verdict in words."""
+    rows = [
+        (
+            str(row.rank),
+            row.kind,
+            str(row.predicted),
+            "not measured" if row.measured is None else str(row.measured),
+            ("within 5%" if row.tolerance else "equal") if row.held else "DIFFERS",
+        )
+        for row in verdict.state
+    ]
+    output.table("Memory in bytes", ("rank", "what", "predicted", "measured", ""), rows)
+    output.say()
+    if verdict.collectives:
+        moved = [
+            (
+                row.axis,
+                row.op,
+                row.phase,
+                f"{row.predicted_calls} / {row.calls}",
+                f"{row.predicted_bytes} / {row.bytes}",
+                "equal" if row.equal else "DIFFERS",
+            )
+            for row in verdict.collectives
+        ]
+        columns = ("axis", "op", "phase", "calls predicted / measured", "bytes predicted / measured", "")
+        output.table("Collectives of the whole run, a rank", columns, moved)
+    else:
+        output.say("Collectives: none predicted, none measured")
+    output.say()
+    if record.tokens_per_s:
+        measured_s = record.tokens_per_step / record.tokens_per_s
+        output.say(
+            f"Step: predicted {format_seconds(plan.step_s)}, measured {format_seconds(measured_s)} "
+            f"({format_rate(record.tokens_per_s, 'tokens')}, MFU {record.mfu or 0:.1%} of {record.peak_basis}); shown, not judged"
+        )
+    for note in record.notes:
+        output.say(f"Note: {note}")
+    if verdict.ok:
+        total = sum(plan.ranks[0].state_bytes.values())
+        output.say(f"Audit: the plan held. {format_bytes(total)} of state a rank and every collective are equal.")
+        return
+    for difference in verdict.differences:
+        output.say(f"Audit: {difference} [audit-differs]")

@@ -1,0 +1,97 @@
+"""Finds or prepares the data of a job, before anything is planned or written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli.output import Output
+from meshwright.cli.prepare import prepare_with_progress, summarise
+from meshwright.core.errors import Problem, UserError
+from meshwright.prepare.dataset import TokenDataset
+from meshwright.prepare.shards import is_prepared_folder
+from meshwright.prepare.sources import STDLIB, iter_files, source_problem
+from meshwright.prepare.spec import parse_corpus_spec
+from meshwright.prepare.tokenizer import parse_tokenizer_name
+from meshwright.spec.job import Data, Job
+
+
+def settle_data(output: Output, job: Job) -> Path:
+    """The prepared folder that the job trains on; prepares it if the path is text.
+
+    Raises:
+        UserError: No text, too little of it, or more tokens than the model's vocabulary.
+    """
+    folder = Path(job.data.path)
+    if folder.is_dir() and is_prepared_folder(folder):
+        _refuse_preparing(job.data)
+    else:
+        folder = _prepare_cached(output, job.data)
+    dataset = TokenDataset.open(folder, "train", job.data.seq_len)
+    if dataset.vocab_size > job.model.vocab_size:
+        raise UserError(
+            Problem(
+                "model-vocab-small",
+                f"is smaller than the tokenizer's vocabulary of {dataset.vocab_size}",
+                path="model.vocab_size",
+                value=job.model.vocab_size,
+                fix=f"Use {-(-dataset.vocab_size // 64) * 64} (a multiple of 64) or more, or a smaller tokenizer",
+            )
+        )
+    if dataset.dropped_tokens:
+        output.say(
+            f"data: {len(dataset)} samples of {job.data.seq_len} tokens in {folder}; "
+            f"{dataset.dropped_tokens} tokens at the shards' ends fill no sample and are dropped"
+        )
+    samples = job.train.steps * job.train.global_batch
+    if samples > len(dataset):
+        output.say(f"data: {samples} samples are asked for, so all are read {samples / len(dataset):.1f} times")
+    return folder
+
+
+def _refuse_preparing(data: Data) -> None:
+    """What was decided when the folder was prepared cannot be set again."""
+    for key in ("tokenizer", "eval_fraction"):
+        value = getattr(data, key)
+        if value is not None:
+            rule = f"has no effect: data.path={data.path} is already prepared"
+            raise UserError(
+                Problem("data-already-prepared", rule, path=f"data.{key}", value=value, fix=f"Leave data.{key} out")
+            )
+
+
+def _prepare_cached(output: Output, data: Data) -> Path:
+    """Prepare text once; the folder's name stands for the text and how it was prepared."""
+    base = Path.cwd()
+    if problem := source_problem(data.path, base):
+        raise UserError(problem)
+    tokenizer = data.tokenizer or "byte"
+    parse_tokenizer_name(tokenizer)
+    settings: dict[str, Any] = {"sources": [data.path], "tokenizer": tokenizer}
+    if data.eval_fraction is not None:
+        settings["eval_fraction"] = data.eval_fraction
+    folder = Path(data.cache) / _fingerprint(settings, base)
+    if is_prepared_folder(folder):
+        return folder
+    spec = parse_corpus_spec({**settings, "out": str(folder)})
+    output.say(summarise(prepare_with_progress(output, spec, base)))
+    return folder
+
+
+def _fingerprint(settings: dict[str, Any], base: Path) -> str:
+    """A name that changes when the text, the tokenizer or the split may have changed."""
+    source, choice = settings["sources"][0], parse_tokenizer_name(settings["tokenizer"])
+    facts: list[object] = [settings]
+    if source == STDLIB:
+        facts.append(sys.version)
+    else:
+        files = iter_files(source, base, frozenset(), lambda *_: None)
+        facts.append([(name, path.stat().st_size, path.stat().st_mtime_ns) for name, path in files])
+    if choice.kind == "file" and Path(choice.path).is_file():
+        facts.append(hashlib.sha256(Path(choice.path).read_bytes()).hexdigest())
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    stem = "".join(c if c.isalnum() else "-" for c in Path(source.removeprefix("builtin:")).stem) or "corpus"
+    return f"{stem}-{choice.kind}{choice.vocab_size or ''}-{digest}"

@@ -1,0 +1,42 @@
+"""``meshwright generate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from meshwright.cli.app import require_packages
+from meshwright.cli.output import Output
+from meshwright.core.errors import Problem, UserError
+from meshwright.launch.environment import prepare_environment
+from meshwright.spec.cluster import count_cores
+from meshwright.survive.checkpoint.manifest import MANIFEST, find_newest
+
+
+def write_text(output: Output, path: Path, prompt: str, settings: dict[str, Any]) -> int:
+    """Generate from a checkpoint, from the newest in a folder of them, or from a run's newest."""
+    require_packages(("torch", "run"), ("safetensors", "run"), needed_for="generating text")
+    checkpoint = find_checkpoint(path)
+    prepare_environment(threads=count_cores())
+    from meshwright.run.generate import generate_text  # noqa: PLC0415
+
+    with Progress(console=output.errors, transient=True, disable=not output.errors.is_terminal) as bar:
+        task = bar.add_task("writing", total=settings["tokens"])
+        text = generate_text(checkpoint, prompt, heard=lambda n: bar.update(task, completed=n), **settings)
+    output.say(f"{prompt}{text}")
+    output.result({"checkpoint": str(checkpoint), "prompt": prompt, "text": text, **settings})
+    return 0
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that a path means."""
+    if (path / MANIFEST).is_file():
+        return path
+    for root in (path, path / "checkpoints"):
+        found = find_newest(root)
+        if found is not None:
+            return found[0]
+    fix = "Give a checkpoint, a folder of checkpoints, or the folder of a run"
+    raise UserError(Problem("checkpoint-missing", "holds no checkpoint", path=str(path), fix=fix))

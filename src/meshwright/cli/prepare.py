@@ -1,0 +1,44 @@
+"""``meshwright prepare``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from meshwright.cli.output import Output
+from meshwright.core.units import format_bytes, format_count, format_rate
+from meshwright.prepare.build import CorpusSpec, PrepareReport, load_corpus_spec, prepare_corpus
+
+
+def prepare_file(output: Output, corpus: Path) -> int:
+    """Prepare what a CORPUS.toml describes."""
+    report = prepare_with_progress(output, load_corpus_spec(corpus), corpus.parent)
+    output.say(summarise(report))
+    for name in report.quarantined_names[:5]:
+        output.say(f"  quarantined: {name}")
+    output.result(report.as_dict())
+    return 0
+
+
+def prepare_with_progress(output: Output, spec: CorpusSpec, base: Path) -> PrepareReport:
+    """Prepare, with a line that moves while it does."""
+    columns = (SpinnerColumn(), TextColumn("preparing {task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=output.errors, transient=True) as progress:
+        task = progress.add_task(", ".join(spec.sources))
+        names = ", ".join(spec.sources)
+
+        def moved(documents: int, read_bytes: int) -> None:
+            progress.update(task, description=f"{names}: {documents} documents, {format_bytes(read_bytes)}")
+
+        return prepare_corpus(spec, base, moved)
+
+
+def summarise(report: PrepareReport) -> str:
+    """What was done, in one line."""
+    return (
+        f"prepared {report.documents_out} documents ({report.train_documents} to train on, "
+        f"{report.eval_documents} held out; {report.duplicates} duplicates and {report.quarantined} unreadable "
+        f"left out) as {format_count(report.tokens)} tokens in {report.out}, "
+        f"{format_rate(report.bytes_per_s, 'B')}"
+    )

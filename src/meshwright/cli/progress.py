@@ -1,0 +1,77 @@
+"""Progress of a run, made from its events: a bar on a terminal, plain lines in a pipe or a log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from meshwright.core.events import Event
+from meshwright.core.units import format_bytes, format_count, format_seconds
+
+PLAIN_LINES = 20
+"""About this many step lines in a log, whatever the number of steps."""
+
+
+class ProgressView:
+    """Shows events of rank 0, and whatever any rank has to complain about."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._first = 0
+        self._started = time.monotonic()
+        self._bar: Progress | None = None
+        self._task = None
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Draw the bar while inside, where there is a terminal."""
+        if not self._console.is_terminal:
+            yield
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
+        with Progress(*columns, console=self._console) as bar:
+            self._bar = bar
+            self._task = bar.add_task("starting the ranks", total=self._steps)
+            yield
+        self._bar = None
+
+    def feed(self, event: Event) -> None:
+        """Show one event."""
+        name, rank = event["event"], event["rank"]
+        if name == "step" and rank == 0:
+            self._show_step(event)
+        elif name == "ready" and rank == 0:
+            self._first, self._started = event["step"], time.monotonic()
+        elif name == "eval" and rank == 0:
+            self._line(f"step {event['step']}: evaluation loss {event['loss']:.4f} on {event['samples']} samples")
+        elif name == "checkpoint":
+            size = format_bytes(event["bytes"])
+            self._line(f"step {event['step']}: checkpoint {event['path']} ({size}, {format_seconds(event['seconds'])})")
+        elif name == "checkpoint_failed":
+            self._line(f"warning: step {event['step']}: no checkpoint: {event['reason']}; training goes on")
+        elif name == "events_lost" and "reason" in event:
+            self._line(f"warning: rank {rank} cannot write its events ({event['reason']}); lines are lost, training goes on")
+        elif name == "resumed" and rank == 0:
+            self._line(f"resumed from {event['checkpoint']} at step {event['step']}")
+
+    def _show_step(self, event: Event) -> None:
+        step = event["step"]
+        busy = event.get("utilisation")
+        done, passed = step - self._first, time.monotonic() - self._started
+        left = format_seconds(passed / done * (self._steps - step)) if done else "?"
+        text = (
+            f"step {step}/{self._steps}  loss {event['loss']:.4f}  {format_count(event['tokens_per_s'])} tokens/s  "
+            f"MFU {event['mfu']:.1%}  device {'?' if busy is None else f'{busy:.0%}'}  left {left}"
+        )
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=step, description=text)
+        elif step in (self._first + 1, self._steps) or step % max(1, self._steps // PLAIN_LINES) == 0:
+            self._console.print(text)
+
+    def _line(self, text: str) -> None:
+        self._console.print(text)

@@ -1,0 +1,84 @@
+"""``torchrun -m meshwright train JOB``: the launcher has started the ranks; rank 0 plans for all.
+
+Every rank runs the same command. Rank 0 plans, writes the run's folder and tells the others where it is,
+through the store at which they meet anyway; at the end it waits for their last events and audits.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+from meshwright.cli.output import Output
+from meshwright.cli.progress import ProgressView
+from meshwright.core.errors import MeshwrightError, Problem, UserError
+from meshwright.explain.record import read_record
+from meshwright.launch.environment import loopback_interface, prepare_environment
+from meshwright.launch.exits import EXIT_OK
+from meshwright.plan.contract import PLAN_FILE, read_plan
+from meshwright.spec.layout import DEGREES
+from meshwright.spec.load import apply_override, read_tree
+
+REFUSED = "!"
+
+
+def run_as_rank(output: Output, source: str, overrides: list[str], resume: bool) -> int:
+    """Train as the rank that the launcher's variables name."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    prepare_environment(threads=1)
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+    import torch.distributed as dist  # noqa: PLC0415
+
+    from meshwright.run.worker import run_rank  # noqa: PLC0415
+
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=600)))
+    if rank == 0:
+        run_dir = _plan_for_all(output, store, source, overrides, resume, world_size)
+    else:
+        run_dir = store.get("meshwright/run_dir").decode()
+        if run_dir == REFUSED:  # rank 0 has said why
+            return UserError.exit_status
+    steps = read_plan(Path(run_dir) / PLAN_FILE).job.train.steps
+    view = ProgressView(output.errors, steps)
+    with view.shown() if rank == 0 else nullcontext():
+        status = run_rank(run_dir, view.feed if rank == 0 else None, dist.PrefixStore("ranks", store))
+    store.set(f"meshwright/done/{rank}", str(status))
+    if rank != 0 or status != EXIT_OK:
+        return status
+    store.wait([f"meshwright/done/{other}" for other in range(world_size)], timedelta(seconds=60))
+    from meshwright.cli.train import report  # noqa: PLC0415
+
+    folder = Path(run_dir)
+    return report(output, read_plan(folder / PLAN_FILE), read_record(folder), folder)
+
+
+def _plan_for_all(
+    output: Output, store: object, source: str, overrides: list[str], resume: bool, world_size: int
+) -> str:
+    from meshwright.cli.train import prepare_run  # noqa: PLC0415
+
+    tell = getattr(store, "set")  # noqa: B009  (torch's stores have no stubs that mypy accepts)
+    try:
+        prepared = prepare_run(output, source, _with_degree(source, overrides, world_size), resume)
+        if prepared.plan.world_size != world_size:
+            rule = f"needs {prepared.plan.world_size} ranks, the launcher started {world_size}"
+            raise UserError(Problem("launch-world-size", rule, path="layout", fix="Start as many as the layout has"))
+    except MeshwrightError:
+        tell("meshwright/run_dir", REFUSED)
+        raise
+    tell("meshwright/run_dir", prepared.assignment.run_dir)
+    return prepared.assignment.run_dir
+
+
+def _with_degree(source: str, overrides: list[str], world_size: int) -> list[str]:
+    """A layout that is left to the planner takes the ranks that the launcher has started."""
+    tree = read_tree(source)
+    for text in overrides:
+        apply_override(tree, text)
+    layout = tree.get("layout", {})
+    if isinstance(layout, dict) and not any(key in layout for key in DEGREES):
+        return [*overrides, "layout.mode=given", f"layout.dp_replicate={world_size}"]
+    return overrides

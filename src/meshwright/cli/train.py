@@ -1,0 +1,219 @@
+"""``meshwright train``: everything that can be refused is refused before the first file is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli.app import require_packages
+from meshwright.cli.audit import CHECK_FAILED, describe_audit
+from meshwright.cli.data import settle_data
+from meshwright.cli.output import Output
+from meshwright.cli.plan import describe_plan
+from meshwright.cli.progress import ProgressView
+from meshwright.core.errors import MeshwrightError, Problem, UserError
+from meshwright.core.events import EVENTS_FILE, Event, read_events
+from meshwright.explain.audit import Audit, audit_run
+from meshwright.explain.record import RunRecord
+from meshwright.launch.assignment import Assignment
+from meshwright.launch.environment import prepare_environment
+from meshwright.launch.local import LocalLaunch
+from meshwright.plan.contract import PLAN_FILE, Plan, build_plan, is_plan, layout_keys, read_plan, write_plan
+from meshwright.spec.job import Job
+from meshwright.spec.load import load_job
+from meshwright.survive.checkpoint.manifest import find_newest, list_checkpoints, read_manifest
+
+ENTRY = "meshwright.run.worker:run_rank"
+PRELOAD = ("torch", "torch.distributed", "meshwright.cli", "meshwright.run.worker")
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that is ready to start."""
+
+    plan: Plan
+    assignment: Assignment
+    fresh: bool
+    """The run's folder did not exist before."""
+
+
+def run_training(output: Output, source: str, overrides: list[str], resume: bool) -> int:
+    """Train on this machine, or as one rank of a launcher that has set torchrun's variables."""
+    require_packages(("torch", "run"), ("safetensors", "run"), needed_for="training")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from meshwright.cli.torchrun import run_as_rank  # noqa: PLC0415
+
+        return run_as_rank(output, source, overrides, resume)
+    prepared = prepare_run(output, source, overrides, resume)
+    return run_prepared(output, prepared)
+
+
+def prepare_run(output: Output, source: str, overrides: list[str], resume: bool) -> Prepared:
+    """Check everything, plan, and write the run's folder."""
+    path = Path(source)
+    ready_plan = read_plan(path) if not overrides and is_plan(path) else None
+    job = ready_plan.job if ready_plan else load_job(source, overrides)
+    data_dir = settle_data(output, job)
+    plan = ready_plan or build_plan(job)[0]
+    describe_plan(output, plan)
+    cores = job.cluster.world_size
+    if plan.world_size > cores:
+        output.warn(f"{plan.world_size} ranks share {cores} {job.cluster.device_name}s: it works, but slower")
+    return _write_run(output, plan, data_dir, resume)
+
+
+def run_prepared(output: Output, prepared: Prepared) -> int:
+    """Start the ranks, show their progress, audit at the end."""
+    plan, assignment = prepared.plan, prepared.assignment
+    job, run_dir = plan.job, Path(assignment.run_dir)
+    for notice in prepare_environment(threads=1, deterministic=job.train.deterministic):
+        output.say(notice)
+    record, view = RunRecord(), ProgressView(output.errors, job.train.steps)
+
+    def hear(event: Event) -> None:
+        record.feed(event)
+        view.feed(event)
+
+    launch = LocalLaunch(
+        entry=ENTRY,
+        run_dir=run_dir,
+        world_size=plan.world_size,
+        generation=assignment.generation,
+        stop_grace_s=job.survive.stop_grace_s,
+        listener=hear,
+        preload=PRELOAD,
+    )
+    try:
+        with view.shown():
+            launch.run()
+    except MeshwrightError as error:
+        output.failure(error, [f"run folder: {run_dir}"])
+        return error.exit_status
+    return report(output, plan, record, run_dir)
+
+
+def report(output: Output, plan: Plan, record: RunRecord, run_dir: Path) -> int:
+    """Audit, print, and turn the outcome into an exit status."""
+    verdict = audit_run(plan, record)
+    output.say()
+    describe_audit(output, plan, record, verdict)
+    output.say()
+    if record.losses:
+        held_out = f", {record.eval_loss:.4f} on held-out data" if record.eval_loss is not None else ""
+        output.say(f"{record.status}: loss {record.losses[0]:.4f} to {record.losses[-1]:.4f}{held_out}")
+    for failure in record.checkpoint_failures:
+        output.warn(f"a checkpoint was not written: {failure}")
+    for rank, lost in record.events_lost.items():
+        output.warn(f"rank {rank} lost {lost} or more lines of events.jsonl")
+    if record.checkpoint:
+        output.say(f"checkpoint: {record.checkpoint}")
+    output.say(f"run folder: {run_dir}")
+    output.result(summary(plan, record, verdict, run_dir))
+    if record.status == "interrupted":
+        return INTERRUPTED
+    return 0 if verdict.ok else CHECK_FAILED
+
+
+def summary(plan: Plan, record: RunRecord, verdict: Audit, run_dir: Path) -> dict[str, Any]:
+    """The object of ``train --json``."""
+    kinds = list(plan.ranks[0].state_bytes)
+    measured = [record.state.get(rank, {}).get("state_bytes", {}) for rank in range(plan.world_size)]
+    return {
+        "status": record.status,
+        "run_dir": str(run_dir),
+        "layout": layout_keys(plan.job),
+        "world_size": plan.world_size,
+        "losses": record.losses,
+        "eval_loss": record.eval_loss,
+        "tokens_per_s": record.tokens_per_s,
+        "mfu": record.mfu,
+        "mfu_basis": record.peak_basis,
+        "peak_memory_bytes": [record.state.get(r, {}).get("peak_bytes") for r in range(plan.world_size)],
+        "predicted_peak_memory_bytes": [r.peak_bytes for r in plan.ranks],
+        "state_bytes": {kind: [state.get(kind) for state in measured] for kind in kinds},
+        "predicted_state_bytes": {kind: [r.state_bytes[kind] for r in plan.ranks] for kind in kinds},
+        "collectives": [dataclasses.asdict(row) for row in verdict.collectives],
+        "checkpoint": record.checkpoint,
+        "audit_ok": verdict.ok,
+        "differences": list(verdict.differences),
+    }
+
+
+def _write_run(output: Output, plan: Plan, data_dir: Path, resume: bool) -> Prepared:
+    """Choose the run's folder and the checkpoint to resume; write plan and assignment."""
+    job = plan.job
+    run_dir = _run_dir(job, resume)
+    checkpoints = Path(job.checkpoint.dir) if job.checkpoint.dir else run_dir / "checkpoints"
+    resume_from = _find_resume(output, job, checkpoints) if resume else None
+    if not resume and list_checkpoints(checkpoints):
+        rule = "holds checkpoints of another run"
+        fix = "Add --resume to go on from them, or name another folder"
+        raise UserError(Problem("checkpoint-dir-used", rule, path=str(checkpoints), fix=fix))
+    fresh = not run_dir.exists()
+    generation = _next_generation(run_dir)
+    assignment = Assignment(
+        run_dir=str(run_dir),
+        data_dir=str(data_dir.resolve()),
+        checkpoint_dir=str(checkpoints),
+        resume_from=str(resume_from) if resume_from else None,
+        generation=generation,
+    )
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_plan(plan, run_dir / PLAN_FILE)
+        assignment.write()
+        (run_dir / EVENTS_FILE).touch()
+        checkpoints.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if fresh:
+            shutil.rmtree(run_dir, ignore_errors=True)
+        rule = f"cannot be written: {error.strerror or error}"
+        raise UserError(Problem("run-not-writable", rule, path=str(run_dir), fix="Set run_dir elsewhere")) from None
+    return Prepared(plan, assignment, fresh)
+
+
+def _run_dir(job: Job, resume: bool) -> Path:
+    """The folder asked for; else a fresh numbered one, or the newest with checkpoints to resume."""
+    if job.run_dir is not None:
+        given = Path(job.run_dir)
+        if not resume and (given / EVENTS_FILE).exists():
+            fix = "Add --resume to go on with it, or name another folder"
+            raise UserError(Problem("run-exists", "holds a run already", path="run_dir", value=job.run_dir, fix=fix))
+        return given
+    runs = Path("runs")
+    numbered = [(int(p.name.rpartition("-")[2]), p) for p in runs.glob(f"{job.name}-[0-9]*") if p.name[len(job.name) + 1 :].isdigit()]
+    if resume and job.checkpoint.dir is None:
+        with_checkpoints = [p for _, p in sorted(numbered) if list_checkpoints(p / "checkpoints")]
+        if not with_checkpoints:
+            rule = f"has no run with a checkpoint under {runs}"
+            raise UserError(Problem("resume-nothing", rule, path=job.name, fix="Leave out --resume"))
+        return with_checkpoints[-1]
+    return runs / f"{job.name}-{max((n for n, _ in numbered), default=0) + 1}"
+
+
+def _find_resume(output: Output, job: Job, checkpoints: Path) -> Path:
+    found = find_newest(checkpoints)
+    if found is None:
+        rule = "holds no checkpoint"
+        raise UserError(Problem("resume-nothing", rule, path=str(checkpoints), fix="Leave out --resume"))
+    checkpoint, refused = found
+    for sentence in refused:
+        output.warn(f"passed over: {sentence}")
+    step = read_manifest(checkpoint, verify=False).step
+    if step >= job.train.steps:
+        rule = f"is at step {step} already, and train.steps={job.train.steps}"
+        raise UserError(Problem("resume-complete", rule, path=str(checkpoint), fix="Raise train.steps to go on"))
+    return checkpoint
+
+
+def _next_generation(run_dir: Path) -> int:
+    events = run_dir / EVENTS_FILE
+    if not events.exists():
+        return 0
+    log = read_events(events)
+    return log.last_generation + 1 if log.events else 0

@@ -1,0 +1,1 @@
+"""Errors, units, events: what every other layer speaks. Standard library only."""

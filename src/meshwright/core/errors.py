@@ -1,0 +1,105 @@
+"""Every error that a user can meet, with its exit status.
+
+The tree::
+
+    MeshwrightError
+    ├── UserError         exit 2: the user's mistake; a list of problems, each with a code
+    ├── CheckFailedError  exit 3: a contract did not hold (audit, prove, validate, faults)
+    ├── RunFailedError    exit 4: a rank died or the run could not go on
+    └── InterruptedRunError  exit 130: Ctrl-C or SIGTERM, after a clean stop
+
+A problem says what (dotted key and value), the rule with its numbers, the nearest fix, and a code in
+brackets. The codes are documented in ``docs/errors.md``; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, in a form that people and programs can read."""
+
+    code: str
+    """Stable code, ``area-what``."""
+    rule: str
+    """What is wrong and the rule that says so, with its numbers."""
+    path: str = ""
+    """Dotted key in the job file, a file path, or empty."""
+    value: Any = None
+    """The offending value, if there is one to show."""
+    fix: str = ""
+    """The nearest thing that would work, as an instruction."""
+
+    def __str__(self) -> str:
+        """One line, ending in the code."""
+        what = self.path
+        if self.path and self.value is not None:
+            what = f"{self.path}={self.value!r}" if isinstance(self.value, str) else f"{self.path}={self.value}"
+        sentence = f"{what} {self.rule}".strip().rstrip(".")
+        fix = self.fix.rstrip(".")
+        fix += "" if not fix or fix.endswith("?") else "."
+        return " ".join(part for part in (f"{sentence}.", fix, f"[{self.code}]") if part)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The problem for ``--json``."""
+        shown = self.value if isinstance(self.value, str | int | float | bool | None) else str(self.value)
+        return {
+            "code": self.code,
+            "path": self.path,
+            "value": shown,
+            "rule": self.rule,
+            "fix": self.fix,
+            "message": str(self),
+        }
+
+
+class MeshwrightError(Exception):
+    """Base of all errors that end a command with a message instead of a traceback."""
+
+    exit_status = 1
+
+    def __init__(self, *problems: Problem) -> None:
+        assert problems, "an error names at least one problem"
+        super().__init__(*problems)
+        self.problems: tuple[Problem, ...] = problems
+
+    def __str__(self) -> str:
+        return "\n".join(str(p) for p in self.problems)
+
+
+class UserError(MeshwrightError):
+    """The user's mistake: a job file, an argument, a missing file or package."""
+
+    exit_status = 2
+
+
+class CheckFailedError(MeshwrightError):
+    """A contract did not hold."""
+
+    exit_status = 3
+
+
+class RunFailedError(MeshwrightError):
+    """The run could not go on: a rank died, a device was lost."""
+
+    exit_status = 4
+
+
+class InterruptedRunError(MeshwrightError):
+    """The user or the scheduler asked the run to stop."""
+
+    exit_status = 130
+
+
+def missing_package(package: str, extra: str, needed_for: str) -> UserError:
+    """The error for a package that belongs to an extra which is not installed."""
+    return UserError(
+        Problem(
+            code="install-missing-extra",
+            rule=f"the package {package!r} is not installed, and {needed_for} needs it",
+            fix=f"Install the extra: pip install 'meshwright[{extra}]'",
+        )
+    )

@@ -1,0 +1,145 @@
+"""Events: one JSON object a line, written by every rank, read by everything that shows or judges a run.
+
+``events.jsonl`` is the truth of a run. Each line is written with a single ``write`` on a file opened for
+appending, so the lines of several ranks never mix. A full disk loses lines but never stops training: the
+writer counts what it lost, says so once on standard error, and records the gap when there is room again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+EVENTS_VERSION = 1
+EVENTS_FILE = "events.jsonl"
+
+Event = dict[str, Any]
+Listener = Callable[[Event], None]
+
+
+class EventWriter:
+    """Appends events of one rank; tells listeners first, so that a full disk does not blind them."""
+
+    def __init__(self, path: Path, rank: int, generation: int = 0, listener: Listener | None = None) -> None:
+        self.rank = rank
+        self.generation = generation
+        self.lost = 0
+        self._listener = listener
+        self._path = path
+        self._torn = False
+        self._fd = -1
+
+    def write(self, event: str, **fields: Any) -> Event:
+        """Record one event; returns the object that was written."""
+        record: Event = {
+            "v": EVENTS_VERSION,
+            "event": event,
+            "time": time.time(),
+            "rank": self.rank,
+            "generation": self.generation,
+            **fields,
+        }
+        if self._listener is not None:
+            self._listener(record)
+        if self.lost and self._append({**record, "event": "events_lost", "count": self.lost}):
+            self.lost = 0
+        if not self._append(record):
+            self._lose()
+        return record
+
+    def close(self) -> None:
+        """Close the file; a later write opens it again."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _append(self, record: Event) -> bool:
+        line = json.dumps(record, separators=(",", ":"), default=str).encode() + b"\n"
+        if self._torn:
+            line = b"\n" + line
+        try:
+            if self._fd < 0:
+                self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            written = os.write(self._fd, line)
+        except OSError as error:
+            self._error = error
+            return False
+        self._torn = written < len(line)
+        if self._torn:
+            self._error = OSError(f"wrote {written} of {len(line)} bytes")
+        return not self._torn
+
+    def _lose(self) -> None:
+        self.lost += 1
+        if self.lost == 1:
+            lost: Event = {
+                "v": EVENTS_VERSION,
+                "event": "events_lost",
+                "time": time.time(),
+                "rank": self.rank,
+                "generation": self.generation,
+                "count": 1,
+                "reason": str(self._error),
+            }
+            if self._listener is not None:
+                self._listener(lost)
+            warn(f"rank {self.rank}: cannot write {self._path} ({self._error}); log lines are lost, training goes on")
+
+
+@dataclass
+class EventLog:
+    """What was read back from ``events.jsonl``."""
+
+    events: list[Event] = field(default_factory=list)
+    unreadable: int = 0
+    """Lines that were torn or are not JSON."""
+
+    def of(self, name: str, generation: int | None = None) -> list[Event]:
+        """All events of one name, in file order."""
+        return [
+            e for e in self.events if e["event"] == name and generation in (None, e.get("generation"))
+        ]
+
+    @property
+    def last_generation(self) -> int:
+        """The newest attempt in the log; 0 for an empty one."""
+        return max((int(e.get("generation", 0)) for e in self.events), default=0)
+
+
+def read_events(path: Path) -> EventLog:
+    """Read a log, skipping torn lines and counting them."""
+    log = EventLog()
+    for record in _lines(path):
+        if record is None:
+            log.unreadable += 1
+        else:
+            log.events.append(record)
+    return log
+
+
+def _lines(path: Path) -> Iterator[Event | None]:
+    with path.open("rb") as file:
+        for line in file:
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError:
+                yield None
+                continue
+            yield record if isinstance(record, dict) and "event" in record else None
+
+
+def warn(message: str) -> None:
+    """Say something on standard error; a closed or full standard error is not worth a crash."""
+    try:
+        sys.stderr.write(f"meshwright: {message}\n")
+        sys.stderr.flush()
+    except OSError:
+        pass

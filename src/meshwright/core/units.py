@@ -1,0 +1,45 @@
+"""Numbers with their units, for people."""
+
+from __future__ import annotations
+
+MIB = 1024**2
+GIB = 1024**3
+MEGABYTE = 10**6
+GIGABYTE = 10**9
+
+
+def format_bytes(count: float) -> str:
+    """Decimal bytes with three significant digits: ``1.24 GB``."""
+    return f"{_scaled(count)}B"
+
+
+def format_count(count: float) -> str:
+    """A count with three significant digits: ``8.03 G``; no unit."""
+    return _scaled(count).strip()
+
+
+def format_rate(per_second: float, unit: str) -> str:
+    """A rate: ``412 GFLOP/s``."""
+    return f"{_scaled(per_second)}{unit}/s"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration: ``820 us``, ``41.3 ms``, ``2.50 s``, ``3 min 20 s``, ``5 h 12 min``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    if seconds < 120:
+        return f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 120:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"
+
+
+def _scaled(value: float) -> str:
+    for limit, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g} {prefix}" if abs(value) < 1000 * limit else f"{value / limit:.0f} {prefix}"
+    return f"{value:.3g} " if value != int(value) else f"{int(value)} "

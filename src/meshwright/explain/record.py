@@ -1,0 +1,124 @@
+"""What a run did, folded from its events; fed live by a run or from ``events.jsonl`` afterwards."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.core.errors import Problem, UserError
+from meshwright.core.events import EVENTS_FILE, Event, read_events
+
+
+@dataclass
+class RunRecord:
+    """One attempt at a run. Keeps what reports need, not every event."""
+
+    status: str = "unfinished"
+    losses: list[float] = field(default_factory=list)
+    """Of each step, from rank 0."""
+    eval_loss: float | None = None
+    step_times_s: list[float] = field(default_factory=list)
+    mfus: list[float] = field(default_factory=list)
+    tokens_per_step: int = 0
+    peak_basis: str = ""
+    state: dict[int, Event] = field(default_factory=dict)
+    """The audited step of each rank."""
+    collectives: dict[int, Event] = field(default_factory=dict)
+    """The counts of each rank."""
+    checkpoint: str | None = None
+    checkpoint_failures: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    events_lost: dict[int, int] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+
+    def feed(self, event: Event) -> None:
+        """Take in one event."""
+        handler = getattr(self, f"_on_{event['event']}", None)
+        if handler is not None:
+            handler(event)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of the whole run, by the median step; the first two steps, one of them audited, are left out."""
+        times = self.step_times_s[2:] or self.step_times_s
+        return self.tokens_per_step / statistics.median(times) if times else None
+
+    @property
+    def mfu(self) -> float | None:
+        """By the median step."""
+        values = self.mfus[2:] or self.mfus
+        return statistics.median(values) if values else None
+
+    def _on_ready(self, event: Event) -> None:
+        if event["rank"] == 0:
+            self.peak_basis = event["peak_basis"]
+
+    def _on_step(self, event: Event) -> None:
+        if event["rank"] == 0:
+            self.losses.append(event["loss"])
+            self.step_times_s.append(event["step_s"])
+            self.mfus.append(event["mfu"])
+            self.tokens_per_step = event["tokens"]
+
+    def _on_eval(self, event: Event) -> None:
+        self.eval_loss = event["loss"]
+
+    def _on_state(self, event: Event) -> None:
+        self.state[event["rank"]] = event
+
+    def _on_collectives(self, event: Event) -> None:
+        self.collectives[event["rank"]] = event
+
+    def _on_checkpoint(self, event: Event) -> None:
+        self.checkpoint = event["path"]
+
+    def _on_checkpoint_failed(self, event: Event) -> None:
+        self.checkpoint_failures.append(f"step {event['step']}: {event['reason']}")
+
+    def _on_resumed(self, event: Event) -> None:
+        if event["rank"] == 0:
+            self.notes += event["notes"]
+
+    def _on_no_evaluation(self, event: Event) -> None:
+        if event["rank"] == 0:
+            self.notes.append(f"no evaluation: {event['reason']}")
+
+    def _on_events_lost(self, event: Event) -> None:
+        self.events_lost[event["rank"]] = max(event["count"], self.events_lost.get(event["rank"], 0))
+
+    def _on_error(self, event: Event) -> None:
+        self.errors.append(f"rank {event['rank']}: {event['message'].splitlines()[0]}")
+
+    def _on_finished(self, event: Event) -> None:
+        if event["rank"] == 0:
+            self.status = event["status"]
+
+
+def read_record(run_dir: Path, generation: int | None = None) -> RunRecord:
+    """The newest attempt in a run's folder, or the one asked for."""
+    path = run_dir / EVENTS_FILE
+    try:
+        log = read_events(path)
+    except FileNotFoundError:
+        rule = "is not the folder of a run: it has no events.jsonl"
+        raise UserError(Problem("run-missing", rule, path=str(run_dir), fix="Give the run_dir of a train")) from None
+    except OSError as error:
+        raise UserError(Problem("run-unreadable", f"cannot be read: {error}", path=str(path))) from None
+    wanted = log.last_generation if generation is None else generation
+    record = RunRecord()
+    for event in log.events:
+        if event.get("generation", 0) == wanted:
+            feed_checked(record, event)
+    if log.unreadable:
+        record.notes.append(f"{log.unreadable} lines of {path.name} are torn or not JSON and were skipped")
+    return record
+
+
+def feed_checked(record: RunRecord, event: dict[str, Any]) -> None:
+    """Feed an event from a file, which may have been edited or written by another version."""
+    try:
+        record.feed(event)
+    except (KeyError, TypeError, AttributeError) as error:
+        record.notes.append(f"an event {event.get('event')!r} lacks what is expected ({error}) and was skipped")

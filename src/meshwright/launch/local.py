@@ -1,0 +1,235 @@
+"""Runs the ranks of one machine in one terminal: starts them, listens to them, ends with all of them.
+
+The rendezvous store lives here, outside the ranks, on a loopback socket that we open ourselves (torch's
+own would listen on every address), and every attempt has its own generation of keys. Ranks are forked from
+a server process that has imported torch once; each sends its events through a pipe, so that this process
+knows the last sign of life of every rank even when the disk is full. A rank whose supervisor is gone ends
+itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from meshwright.core.errors import Problem, RunFailedError
+from meshwright.core.events import Event
+from meshwright.launch.environment import GENERATION_VARIABLE, STORE_VARIABLE, loopback_interface
+from meshwright.launch.exits import EXIT_OK, EXIT_PEER_LOST
+
+LOGS = "logs"
+
+
+@dataclass
+class _Rank:
+    """One child as the supervisor sees it."""
+
+    rank: int
+    process: Any
+    events: connection.Connection | None
+    last_event: Event = field(default_factory=dict)
+    error: Event | None = None
+
+    @property
+    def alive(self) -> bool:
+        return bool(self.process.is_alive())
+
+
+@dataclass
+class LocalLaunch:
+    """What to start, and who is told about it."""
+
+    entry: str
+    """``module:function``, called as ``function(run_dir, listener)`` in each rank."""
+    run_dir: Path
+    world_size: int
+    generation: int
+    stop_grace_s: float
+    listener: Callable[[Event], None]
+    preload: Sequence[str] = ()
+    """Modules that are imported once for all ranks."""
+
+    def run(self) -> bool:
+        """Run to the end; returns whether it was interrupted.
+
+        Raises:
+            RunFailedError: Naming the rank that died, its exit status and its last event.
+        """
+        (self.run_dir / LOGS).mkdir(exist_ok=True)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(self.preload))
+        with contextlib.ExitStack() as stack:
+            store = stack.enter_context(_listening_socket()) if self.world_size > 1 else None
+            ranks = [self._start(context, rank, store) for rank in range(self.world_size)]
+            stack.callback(_end_all, ranks)
+            stop = stack.enter_context(_forwarded_signals(ranks))
+            keep = _serve_store(store) if store is not None else None
+            failed = self._watch(ranks)
+            del keep
+        if failed is not None:
+            raise RunFailedError(self._obituary(failed))
+        return stop.is_set()
+
+    def _start(self, context: Any, rank: int, store: socket.socket | None) -> _Rank:
+        receiver, sender = context.Pipe(duplex=False)
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.world_size),
+            GENERATION_VARIABLE: str(self.generation),
+        }
+        if store is not None:
+            environment[STORE_VARIABLE] = "127.0.0.1:{}".format(store.getsockname()[1])
+            environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", loopback_interface())
+        log = self.run_dir / LOGS / f"rank-{rank}.log"
+        arguments = (self.entry, str(self.run_dir), environment, str(log), sender)
+        process = context.Process(target=_enter_rank, args=arguments, name=f"rank-{rank}", daemon=False)
+        process.start()
+        sender.close()
+        return _Rank(rank, process, receiver)
+
+    def _watch(self, ranks: list[_Rank]) -> _Rank | None:
+        """Pass events on until all ranks have ended; after a failure, for at most the grace period."""
+        failed: _Rank | None = None
+        deadline = float("inf")
+        while any(r.alive or r.events for r in ranks) and time.monotonic() < deadline:
+            waiting: list[Any] = [r.events for r in ranks if r.events]
+            waiting += [r.process.sentinel for r in ranks if r.alive]
+            connection.wait(waiting, timeout=0.5)
+            for rank in ranks:
+                self._drain(rank)
+            dead = [r for r in ranks if not r.alive and r.process.exitcode != EXIT_OK]
+            if dead and deadline == float("inf"):
+                deadline = time.monotonic() + self.stop_grace_s
+        dead = [r for r in ranks if not r.alive and r.process.exitcode != EXIT_OK]
+        # Victims of another rank's death say so; a rank that died without a word outranks one that reported.
+        dead.sort(key=lambda r: (r.process.exitcode == EXIT_PEER_LOST, r.process.exitcode > 0))
+        failed = dead[0] if dead else None
+        return failed
+
+    def _drain(self, rank: _Rank) -> None:
+        while rank.events is not None and rank.events.poll():
+            try:
+                event = json.loads(rank.events.recv_bytes())
+            except EOFError:
+                rank.events.close()
+                rank.events = None
+                return
+            rank.last_event = event
+            if event["event"] == "error":
+                rank.error = event
+            self.listener(event)
+
+    def _obituary(self, rank: _Rank) -> Problem:
+        status = rank.process.exitcode
+        how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        last = rank.last_event
+        if rank.error is not None:
+            problems = rank.error.get("problems") or []
+            if problems:
+                first = problems[0]
+                return Problem(first["code"], first["rule"], first["path"], first["value"], first["fix"])
+            how += f": {rank.error['kind']}: {rank.error['message'].splitlines()[0]}"
+        step = f" of step {last['step']}" if "step" in last else ""
+        age = f", {time.time() - last['time']:.1f} s ago" if last else ""
+        seen = f"its last event was {last['event']!r}{step}{age}" if last else "it sent no event"
+        log = self.run_dir / LOGS / f"rank-{rank.rank}.log"
+        return Problem(
+            "run-rank-died",
+            f"rank {rank.rank} of {self.world_size} on {socket.gethostname()} died ({how}); {seen}",
+            fix=f"Its output is in {log}; meshwright train --resume goes on from the last checkpoint",
+        )
+
+
+def _enter_rank(
+    entry: str, run_dir: str, environment: dict[str, str], log: str, sender: connection.Connection
+) -> None:
+    """First thing in a child: environment, output, ties to the parent; then the rank itself."""
+    os.environ.update(environment)
+    with contextlib.suppress(OSError):
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    module, _, function = entry.partition(":")
+
+    def tell(event: Event) -> None:
+        with contextlib.suppress(OSError):
+            sender.send_bytes(json.dumps(event, default=str).encode())
+
+    status = getattr(importlib.import_module(module), function)(run_dir, tell)
+    sender.close()
+    os._exit(status)  # skips destructors that could wait for ranks which are gone
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a rank is a child of the supervisor"
+    connection.wait([parent.sentinel])
+    os._exit(EXIT_PEER_LOST)
+
+
+@contextlib.contextmanager
+def _listening_socket() -> Iterator[socket.socket]:
+    """A loopback socket: ranks may connect at once and are served when torch is loaded here."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1024)
+        yield listener
+
+
+def _serve_store(listener: socket.socket) -> object:
+    """Let torch serve its key-value store on our socket; lives as long as the returned object."""
+    import torch.distributed as dist  # noqa: PLC0415  (launch needs torch for this alone)
+
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
+    )
+
+
+@contextlib.contextmanager
+def _forwarded_signals(ranks: Sequence[_Rank]) -> Iterator[threading.Event]:
+    """First SIGINT or SIGTERM: ask the ranks to stop after their step. Second: end them now."""
+    asked = threading.Event()
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for rank in ranks:
+            if rank.alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.process.pid, signal.SIGKILL if asked.is_set() else signal.SIGTERM)
+        asked.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_all(ranks: Sequence[_Rank]) -> None:
+    """Leave no child behind."""
+    for rank in ranks:
+        if rank.alive:
+            rank.process.kill()
+        rank.process.join()
+        if rank.events is not None:
+            rank.events.close()

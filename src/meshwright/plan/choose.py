@@ -1,0 +1,139 @@
+"""Chooses the layout: one process, or how many replicas. "One device is enough" is a valid answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+
+from meshwright.core.errors import Problem, UserError
+from meshwright.core.units import format_bytes, format_seconds
+from meshwright.plan.comms import Traffic, predict_traffic
+from meshwright.plan.compute import StepTime, estimate_step
+from meshwright.plan.ledger import Ledger, predict_ledger
+from meshwright.spec.job import Job
+from meshwright.spec.layout import Layout
+
+USABLE_MEMORY = 0.92
+"""Share of a device's memory that tensors may take: the rest is the framework's and the allocator's."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout with everything that was predicted of it."""
+
+    layout: Layout
+    share: int
+    """Samples of the fullest rank in one step."""
+    micro_batches: int
+    ledger: Ledger
+    traffic: tuple[Traffic, ...]
+    time: StepTime
+    fits: bool
+
+    @property
+    def name(self) -> str:
+        """How it is spoken of."""
+        ranks = self.layout.dp_replicate
+        return "one process" if ranks == 1 else f"{ranks} replicas"
+
+
+@dataclass(frozen=True)
+class Search:
+    """What was looked at and what was found, best first."""
+
+    candidates: tuple[Candidate, ...]
+    evaluated: int
+    seconds: float
+
+    @property
+    def fitting(self) -> tuple[Candidate, ...]:
+        """Those whose predicted peak fits the device."""
+        return tuple(c for c in self.candidates if c.fits)
+
+
+def search_layouts(job: Job) -> Search:
+    """Evaluate the given layout, or every number of replicas that the cluster holds."""
+    started = time.perf_counter()
+    if job.layout.mode == "given":
+        degrees = [job.layout.dp_replicate]
+    else:
+        degrees = list(range(1, min(job.cluster.world_size, job.train.global_batch) + 1))
+    candidates = [evaluate(job, dataclasses.replace(job.layout, mode="given", dp_replicate=n)) for n in degrees]
+    candidates.sort(key=lambda c: (not c.fits, c.time.total_s))
+    return Search(tuple(candidates), len(candidates), time.perf_counter() - started)
+
+
+def evaluate(job: Job, layout: Layout) -> Candidate:
+    """Memory, bytes and time of one layout; picks the micro-batch if it is left open."""
+    share = -(-job.train.global_batch // layout.data_degree)
+    usable = int(job.cluster.memory_bytes * USABLE_MEMORY)
+    micro = layout.micro_batch or _largest_micro_batch(job, layout, share, usable)
+    layout = dataclasses.replace(layout, micro_batch=micro)
+    placed = dataclasses.replace(job, layout=layout)
+    micro_batches = -(-share // micro)
+    ledger = predict_ledger(placed, micro, micro_batches)
+    traffic = tuple(predict_traffic(placed))
+    padded_share = micro * micro_batches
+    step = estimate_step(placed, padded_share, micro_batches, traffic)
+    return Candidate(layout, share, micro_batches, ledger, traffic, step, ledger.first_peak_bytes <= usable)
+
+
+def _largest_micro_batch(job: Job, layout: Layout, share: int, usable: int) -> int:
+    """The largest that fits and leaves at least 2 x pp micro-batches, evened out; 1 if none does."""
+    low, high = 1, -(-share // min(share, 2 * layout.pp))
+    placed = dataclasses.replace(job, layout=layout)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if predict_ledger(placed, middle, -(-share // middle)).first_peak_bytes <= usable:
+            low = middle
+        else:
+            high = middle - 1
+    return -(-share // -(-share // low))
+
+
+def explain_choice(job: Job, search: Search) -> list[str]:
+    """Why the best is best, in sentences."""
+    best = search.candidates[0]
+    if job.layout.mode == "given":
+        reasons = [f"{best.name}: given in the job"]
+    else:
+        reasons = [f"{best.name}: the shortest predicted step of {search.evaluated} layouts"]
+    if best.layout.dp_replicate == 1 and job.layout.mode == "auto" and job.cluster.world_size > 1:
+        reasons[0] += "; one device is enough, communication would cost more than it gives"
+    reasons += [_why_not(best, other) for other in search.candidates[1:4]]
+    if job.layout.micro_batch is None:
+        rule = "the largest that fits and leaves two micro-batches a stage"
+        reasons.append(f"micro_batch={best.layout.micro_batch}: {rule}")
+    padding = best.layout.dp_replicate * best.micro_batches * (best.layout.micro_batch or 1)
+    if padding > job.train.global_batch:
+        empty = padding - job.train.global_batch
+        reasons.append(f"{empty} of {padding} samples a step are zero-weight padding, so that all ranks run alike")
+    return reasons
+
+
+def _why_not(best: Candidate, other: Candidate) -> str:
+    if not other.fits:
+        return f"not {other.name}: its peak of {format_bytes(other.ledger.first_peak_bytes)} does not fit"
+    slower = other.time.total_s / best.time.total_s - 1
+    return f"not {other.name}: {format_seconds(other.time.total_s)} a step, {slower:.0%} more"
+
+
+def require_fit(job: Job, search: Search) -> Candidate:
+    """The best candidate, or the error that says by how much nothing fits."""
+    if search.fitting:
+        return search.fitting[0]
+    closest = min(search.candidates, key=lambda c: c.ledger.first_peak_bytes)
+    usable = int(job.cluster.memory_bytes * USABLE_MEMORY)
+    largest = max(closest.ledger.lines, key=lambda line: line.bytes)
+    raise UserError(
+        Problem(
+            code="plan-nothing-fits",
+            path=job.name,
+            rule=f"does not fit: {closest.name} with micro_batch={closest.layout.micro_batch} needs "
+            f"{format_bytes(closest.ledger.first_peak_bytes)} a device, {format_bytes(usable)} of "
+            f"{format_bytes(job.cluster.memory_bytes)} are usable; the largest line is {largest.name} "
+            f"with {format_bytes(largest.bytes)}",
+            fix="Use a smaller model or data.seq_len, or devices with more memory",
+        )
+    )

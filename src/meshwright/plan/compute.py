@@ -1,0 +1,94 @@
+"""Time of a step: matrix work, the optimizer, and the part of the communication that nothing hides.
+
+This is the skeleton's estimate: rates of the cluster, one efficiency a kind of device, ring all-reduces.
+It ranks one process against replicas; it does not claim more, and its interval says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.plan.comms import Traffic
+from meshwright.plan.shapes import FLOAT32_BYTES, count_matmul_parameters, count_parameters
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import Model
+
+EFFICIENCY = {"cpu": 0.45, "cuda": 0.45}
+"""Rate of a whole eager step over the rate of a large matrix product: assumed, not calibrated."""
+OVERLAP = {"cpu": 0.5, "cuda": 0.9}
+"""Share of the gradient reduction that hides behind the last backward pass (CPU: measured with gloo)."""
+UNCERTAINTY = 2.0
+"""The interval is the estimate divided and multiplied by this."""
+OPTIMIZER_PASSES = 7
+"""Reads and writes of float32 arrays as large as the parameters in one AdamW step."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step on the slowest rank."""
+
+    compute_s: float
+    optimizer_s: float
+    communication_s: float
+    exposed_s: float
+    """The part of the communication that delays the step."""
+
+    @property
+    def total_s(self) -> float:
+        """The whole step."""
+        return self.compute_s + self.optimizer_s + self.exposed_s
+
+    def breakdown(self) -> dict[str, float]:
+        """The parts that add up to the step."""
+        return {"compute": self.compute_s, "optimizer": self.optimizer_s, "communication": self.exposed_s}
+
+
+def flops_per_token(model: Model, seq_len: int) -> float:
+    """Forward and backward FLOPs of one token.
+
+    6 for each parameter that multiplies activations (the head included, the input embedding not), plus
+    attention with the causal half counted once: 2 products x 2 x seq_len / 2 x query width, times 3.
+    """
+    attention = 6.0 * seq_len * model.query_size * model.num_layers
+    return 6.0 * count_matmul_parameters(model) + attention
+
+
+def matmul_rate(cluster: Cluster, precision: str) -> float:
+    """The large-product rate that a precision reaches."""
+    return cluster.bf16_flops_per_s if precision == "bf16" else cluster.fp32_flops_per_s
+
+
+def peak_rate(cluster: Cluster, precision: str) -> tuple[float, str]:
+    """What MFU is counted against before a run, and its name."""
+    if cluster.matmul_flops_per_s is not None:
+        return cluster.matmul_flops_per_s, "cluster.matmul_flops_per_s"
+    if precision == "bf16" and cluster.peak_bf16_flops_per_s is not None:
+        return cluster.peak_bf16_flops_per_s, "the data sheet's dense bf16 peak"
+    return matmul_rate(cluster, precision), "the cluster's large-product rate"
+
+
+def estimate_step(job: Job, share: int, micro_batches: int, traffic: Sequence[Traffic]) -> StepTime:
+    """The step of the rank with ``share`` samples, padding included."""
+    cluster, train = job.cluster, job.train
+    tokens = share * job.data.seq_len
+    rate = matmul_rate(cluster, train.precision) * EFFICIENCY[cluster.device]
+    compute_s = tokens * flops_per_token(job.model, job.data.seq_len) / rate
+    moved = OPTIMIZER_PASSES * FLOAT32_BYTES * count_parameters(job.model)
+    optimizer_s = moved / cluster.memory_bytes_per_s
+    crossing = job.layout.dp_replicate > cluster.devices_per_node
+    bandwidth = (cluster.nic_bytes_per_s if crossing else None) or cluster.link_bytes_per_s
+    latency = (cluster.nic_latency_s if crossing else None) or cluster.link_latency_s
+    communication_s = control_s = 0.0
+    for row in traffic:
+        if row.phase != "step":
+            continue
+        ring_s = row.bytes * 2 * (row.ranks - 1) / row.ranks / bandwidth + row.calls * latency
+        if row.axis == "control":
+            control_s += ring_s
+        else:
+            communication_s += ring_s
+    last_backward_s = compute_s * 2 / 3 / micro_batches
+    hidden_s = min(communication_s * OVERLAP[cluster.device], last_backward_s)
+    return StepTime(compute_s, optimizer_s, communication_s + control_s, communication_s - hidden_s + control_s)

@@ -1,0 +1,210 @@
+"""The plan as a file: what was decided and what every rank is predicted to hold and move.
+
+Written before any rank starts, read by the run (what to do) and by the audit (what was promised).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from meshwright import __version__
+from meshwright.core.errors import Problem, UserError
+from meshwright.plan.buckets import bucket_parameters
+from meshwright.plan.choose import Candidate, Search, explain_choice, require_fit, search_layouts
+from meshwright.plan.comms import Traffic
+from meshwright.plan.compute import UNCERTAINTY, flops_per_token, peak_rate
+from meshwright.plan.ledger import Line
+from meshwright.plan.shapes import count_parameters, list_parameters
+from meshwright.spec.job import Job
+from meshwright.spec.load import PLAN_KEY, build_job, job_tree
+
+PLAN_VERSION = 1
+PLAN_FILE = "plan.toml"
+
+
+@dataclass(frozen=True)
+class RankPrediction:
+    """What one rank is predicted to hold."""
+
+    rank: int
+    state_bytes: dict[str, int]
+    peak_bytes: int
+    peak_at: str
+    first_peak_bytes: int
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job with its layout settled, and the predictions."""
+
+    job: Job
+    micro_batches: int
+    step_s: float
+    breakdown_s: dict[str, float]
+    tokens_per_step: int
+    flops_per_token: float
+    parameters: int
+    ranks: tuple[RankPrediction, ...]
+    collectives: tuple[Traffic, ...]
+    buckets: tuple[tuple[str, ...], ...]
+    reasons: tuple[str, ...]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return self.job.layout.world_size
+
+    @property
+    def mfu(self) -> float:
+        """Predicted share of the peak rate."""
+        rate, _ = peak_rate(self.job.cluster, self.job.train.precision)
+        return self.tokens_per_step * self.flops_per_token / self.step_s / self.world_size / rate
+
+    def summary(self) -> dict[str, Any]:
+        """The layout for ``--json``, with INTERFACES' keys."""
+        rank = self.ranks[0]
+        lines = [dataclasses.asdict(line) for line in rank.lines]
+        return {
+            "layout": layout_keys(self.job),
+            "step_s": self.step_s,
+            "step_s_low": self.step_s / UNCERTAINTY,
+            "step_s_high": self.step_s * UNCERTAINTY,
+            "tokens_per_s_per_device": self.tokens_per_step / self.step_s / self.world_size,
+            "mfu": self.mfu,
+            "memory_bytes": {"every rank": {"peak": rank.peak_bytes, "peak_at": rank.peak_at, "lines": lines}},
+            "breakdown_s": self.breakdown_s,
+            "collectives": [dataclasses.asdict(row) for row in self.collectives],
+            "reasons": list(self.reasons),
+        }
+
+
+def build_plan(job: Job) -> tuple[Plan, Search]:
+    """Search, choose, and write down what the choice promises."""
+    search = search_layouts(job)
+    best = require_fit(job, search)
+    return plan_of(job, best, explain_choice(job, search)), search
+
+
+def plan_of(job: Job, candidate: Candidate, reasons: list[str]) -> Plan:
+    """The contract for one candidate."""
+    placed = dataclasses.replace(job, layout=candidate.layout)
+    parameters = list_parameters(job.model)
+    ledger = candidate.ledger
+    ranks = tuple(
+        RankPrediction(rank, ledger.state_bytes, ledger.peak_bytes, ledger.peak_at, ledger.first_peak_bytes, ledger.lines)
+        for rank in range(candidate.layout.world_size)
+    )
+    replicated = candidate.layout.dp_replicate > 1
+    buckets = bucket_parameters(parameters, candidate.layout.bucket_mb) if replicated else []
+    return Plan(
+        job=placed,
+        micro_batches=candidate.micro_batches,
+        step_s=candidate.time.total_s,
+        breakdown_s=candidate.time.breakdown(),
+        tokens_per_step=job.train.global_batch * job.data.seq_len,
+        flops_per_token=flops_per_token(job.model, job.data.seq_len),
+        parameters=count_parameters(job.model),
+        ranks=ranks,
+        collectives=candidate.traffic,
+        buckets=tuple(tuple(names) for names in buckets),
+        reasons=tuple(reasons),
+    )
+
+
+def layout_keys(job: Job) -> dict[str, Any]:
+    """The layout as plain keys, without what is None."""
+    return {k: v for k, v in dataclasses.asdict(job.layout).items() if v is not None}
+
+
+def plan_tree(plan: Plan) -> dict[str, Any]:
+    """The plan as plain tables."""
+    return {
+        PLAN_KEY: PLAN_VERSION,
+        "written_by": f"meshwright {__version__}",
+        "world_size": plan.world_size,
+        "reasons": list(plan.reasons),
+        "job": job_tree(plan.job),
+        "predicted": {
+            "micro_batches": plan.micro_batches,
+            "step_s": plan.step_s,
+            "tokens_per_step": plan.tokens_per_step,
+            "flops_per_token": plan.flops_per_token,
+            "parameters": plan.parameters,
+            "breakdown_s": plan.breakdown_s,
+            "collectives": [dataclasses.asdict(row) for row in plan.collectives],
+            "buckets": [list(names) for names in plan.buckets],
+            "ranks": [dataclasses.asdict(rank) for rank in plan.ranks],
+        },
+    }
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Write the plan; a reader never sees half of one."""
+    draft = path.with_name(path.name + ".part")
+    try:
+        draft.write_text(tomli_w.dumps(plan_tree(plan)), encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise UserError(Problem("plan-not-writable", f"cannot be written: {error}", path=str(path))) from None
+
+
+def is_plan(path: Path) -> bool:
+    """Whether a file is a plan rather than a job."""
+    try:
+        return PLAN_KEY in tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan back, checking its version and its job."""
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(Problem("plan-missing", "is not there", path=str(path))) from None
+    except (OSError, ValueError) as error:
+        raise UserError(Problem("plan-unreadable", f"cannot be read: {error}", path=str(path))) from None
+    if tree.get(PLAN_KEY) != PLAN_VERSION:
+        rule = f"has plan version {tree.get(PLAN_KEY)}; this is version {PLAN_VERSION}"
+        raise UserError(Problem("plan-version", rule, path=str(path), fix="Plan the job again"))
+    job = build_job(tree["job"])
+    try:
+        return _plan_from(tree, job)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(Problem("plan-unreadable", f"is not a whole plan: {error!r}", path=str(path))) from None
+
+
+def _plan_from(tree: dict[str, Any], job: Job) -> Plan:
+    predicted = tree["predicted"]
+    ranks = tuple(
+        RankPrediction(
+            rank["rank"],
+            dict(rank["state_bytes"]),
+            rank["peak_bytes"],
+            rank["peak_at"],
+            rank["first_peak_bytes"],
+            tuple(Line(**line) for line in rank["lines"]),
+        )
+        for rank in predicted["ranks"]
+    )
+    return Plan(
+        job=job,
+        micro_batches=predicted["micro_batches"],
+        step_s=predicted["step_s"],
+        breakdown_s=dict(predicted["breakdown_s"]),
+        tokens_per_step=predicted["tokens_per_step"],
+        flops_per_token=predicted["flops_per_token"],
+        parameters=predicted["parameters"],
+        ranks=ranks,
+        collectives=tuple(Traffic(**row) for row in predicted["collectives"]),
+        buckets=tuple(tuple(names) for names in predicted["buckets"]),
+        reasons=tuple(tree["reasons"]),
+    )

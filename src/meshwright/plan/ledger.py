@@ -1,0 +1,158 @@
+"""The memory ledger: what one rank holds, line by line, each with its formula.
+
+State is exact to the byte. The peak in a step walks the points at which an eager forward and backward can
+be largest: the loss, the head, and each block on the way back. It counts live tensors, not the process and
+not the allocator's slack.
+
+T is the tokens of one micro-batch, D hidden, Q and K widths of all query and key heads, F feed-forward,
+H heads, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.plan.buckets import bucket_parameters
+from meshwright.plan.comms import WIRE_BYTES
+from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, list_parameters
+from meshwright.spec.job import Job
+
+INT64_BYTES = 8
+ADAM_MOMENTS = 2
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the ledger."""
+
+    name: str
+    bytes: int
+    formula: str
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Memory of one rank."""
+
+    lines: tuple[Line, ...]
+    state_bytes: dict[str, int]
+    """Parameters, gradients, optimizer; after backward, before the optimizer's step."""
+    peak_bytes: int
+    """Largest sum of live tensors from forward to backward."""
+    peak_at: str
+    """Where in the step that is."""
+    first_peak_bytes: int
+    """The same in the first step of an attempt."""
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A moment of the step and what lives there beside parameters and optimizer state."""
+
+    name: str
+    activations: int
+    temporary: int
+    gradients: int
+
+
+def predict_ledger(job: Job, micro_batch: int, micro_batches: int) -> Ledger:
+    """What a rank of a replicated layout holds."""
+    parameters = list_parameters(job.model)
+    count = sum(p.count for p in parameters)
+    state = {
+        "parameters": count * FLOAT32_BYTES,
+        "gradients": count * FLOAT32_BYTES,
+        "optimizer": count * ADAM_MOMENTS * FLOAT32_BYTES + len(parameters) * FLOAT32_BYTES,
+    }
+    buffers = 2 * job.data.seq_len * job.model.head_size * FLOAT32_BYTES
+    shape = _Shape.of(job, micro_batch)
+    # DDP keeps its buckets; accumulation keeps the sums: either way all gradients live through the step.
+    kept = job.layout.dp_replicate > 1 or micro_batches > 1
+    points = _points(job, parameters, shape, kept)
+    top = max(points, key=lambda p: p.activations + p.temporary + p.gradients)
+    lines = (
+        Line("parameters", state["parameters"], f"{count} x 4 (float32)"),
+        Line("optimizer", state["optimizer"], f"{count} x 8 (two moments) + {len(parameters)} x 4 (step counts)"),
+        Line("gradients at the peak", top.gradients, f"of {count} x 4 (float32)"),
+        Line("activations", top.activations, shape.formula),
+        Line("temporary", top.temporary, f"largest at: {top.name}"),
+        Line("rotary tables", buffers, f"2 x {job.data.seq_len} x {job.model.head_size} x 4"),
+        Line("batch", shape.batch_bytes, f"{shape.tokens} tokens and targets x 8"),
+    )
+    peak = sum(line.bytes for line in lines)
+    # Until DDP has reduced once, accumulated gradients are not yet views of its buckets: a second copy.
+    second_copy = state["gradients"] if job.layout.dp_replicate > 1 and micro_batches > 1 else 0
+    return Ledger(lines, state, peak, top.name, peak + second_copy)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Sizes of one micro-batch."""
+
+    tokens: int
+    element_bytes: int
+    """Bytes of a matrix product's operands: 2 under bf16."""
+    block: int
+    """Bytes that one block keeps for its backward pass, bf16 copies of its weights included."""
+    tail: int
+    """Bytes that the final norm and the head keep, without the loss."""
+    log_softmax: int
+    batch_bytes: int
+    formula: str
+
+    @classmethod
+    def of(cls, job: Job, micro_batch: int) -> _Shape:
+        model = job.model
+        tokens = micro_batch * job.data.seq_len
+        low = 2 if job.train.precision == "bf16" else FLOAT32_BYTES
+        width, queries, keys, ffn = model.hidden_size, model.query_size, model.kv_size, model.ffn_size
+        # A norm keeps its input and the normalised input in float32, and its output as the products read it.
+        norm = tokens * ((2 * width + 1) * FLOAT32_BYTES + width * low)
+        attention = tokens * ((2 * queries + 2 * keys) * low + model.num_heads * FLOAT32_BYTES)
+        feed_forward = tokens * 4 * ffn * low
+        cast = low if low != FLOAT32_BYTES else 0
+        weights = 2 * width * (queries + keys) + 3 * width * ffn
+        formula = f"{tokens} tokens x (6 D + 2 Q + 2 K + 4 F + H) x L={model.num_layers}, and the final norm"
+        return cls(
+            tokens=tokens,
+            element_bytes=low,
+            block=2 * norm + attention + feed_forward + weights * cast,
+            tail=norm + model.vocab_size * width * cast,
+            log_softmax=tokens * model.vocab_size * FLOAT32_BYTES,
+            batch_bytes=2 * tokens * INT64_BYTES,
+            formula=formula,
+        )
+
+
+def _points(job: Job, parameters: Sequence[Parameter], shape: _Shape, kept: bool) -> list[_Point]:
+    """The moments at which a step can be largest, in the order of the backward pass."""
+    model = job.model
+    all_gradients = sum(p.count for p in parameters) * FLOAT32_BYTES
+    stack = shape.block * model.num_layers + shape.tail
+    head_weight = model.vocab_size * model.hidden_size * FLOAT32_BYTES
+    hidden = shape.tokens * model.hidden_size * FLOAT32_BYTES
+    early = all_gradients if kept else 0
+    points = [
+        _Point("loss, backward", stack + shape.log_softmax, 2 * shape.log_softmax, early),
+        _Point("head, backward", stack, shape.log_softmax + head_weight + hidden, early),
+    ]
+    temporary = shape.tokens * (3 * model.ffn_size + 2 * model.hidden_size) * shape.element_bytes
+    temporary += model.ffn_size * model.hidden_size * FLOAT32_BYTES + _wire_bytes(job, parameters)
+    block_gradients = sum(p.count for p in parameters if p.name.startswith("blocks.0.")) * FLOAT32_BYTES
+    done = model.hidden_size * FLOAT32_BYTES + head_weight  # a tied head's gradient waits for the embedding's
+    for layer in reversed(range(model.num_layers)):
+        gradients = all_gradients if kept else done
+        points.append(_Point(f"block {layer}, backward", shape.block * (layer + 1), temporary, gradients))
+        done += block_gradients
+    points.append(_Point("embedding, backward", 0, head_weight, all_gradients))
+    return points
+
+
+def _wire_bytes(job: Job, parameters: Sequence[Parameter]) -> int:
+    """The copy that a compressed all-reduce sends."""
+    if job.compression.kind == "none" or job.layout.dp_replicate == 1:
+        return 0
+    sizes = {p.name: p.count for p in parameters}
+    buckets = bucket_parameters(parameters, job.layout.bucket_mb)
+    return max(sum(sizes[name] for name in bucket) for bucket in buckets) * WIRE_BYTES[job.compression.kind]

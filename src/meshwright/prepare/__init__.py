@@ -1,0 +1,21 @@
+"""From text to token shards, and from token shards to samples in a fixed order.
+
+The layer exists so that what a run reads is a function of the input and nothing else: the same text gives the
+same bytes on disk, and the same seed gives the same order of samples on any number of ranks.
+
+======================  =================================================================================
+``tokenizer``           bytes, or byte-level BPE; how either is saved, named and fingerprinted
+``sources``             which files a source names, in which order
+``corpus``              which documents the files hold; duplicates and quarantine
+``stage``               writing a folder so that nothing half-written is ever visible
+``shards``              the on-disk format: index, shard files, checks
+``writer``              writing shards
+``spec``                ``CORPUS.toml``
+``split``               which documents are held out
+``build``               the embedded engine: corpus to prepared folder
+``order``               position in training to sample number
+``dataset``             sample number to tokens
+======================  =================================================================================
+
+It needs numpy and pydantic, ``tokenizers`` only for BPE, and never torch.
+"""

@@ -1,0 +1,128 @@
+"""The order of samples: a function of (seed, epoch, global sample index), and of nothing else.
+
+Training resumes with the same order after any failure and on any number of ranks because no state is kept:
+the sample at a position is computed. Three decisions, and why:
+
+*   **Windows.** Samples are permuted within windows of fixed size, and windows are visited one after the
+    other. That keeps reads within a stretch of one memory-mapped file, and it makes the order of old data
+    independent of data that comes later. (Documents are not shuffled over the whole corpus; a corpus whose
+    files differ much should be mixed when it is prepared.)
+*   **Shards.** A window never spans shards, and a shard's last, partial window is permuted within itself. So
+    shards that are appended come after everything that was there, and reorder none of it. What appending does
+    change is the length of the epoch, hence the positions at which later epochs begin.
+*   **Our own bijection.** A Feistel network is a bijection whatever its round function is; ours mixes like
+    SplitMix64 (Steele, Lea and Flood, 2014). NumPy's generators are not used: NumPy reserves the right to
+    change their streams between versions, and a run must be able to resume after an upgrade.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+WINDOW = 65536
+"""Samples that are permuted among themselves."""
+
+_MAX_WINDOW = 2**48
+_ROUNDS = 8
+_MASK_64 = 2**64 - 1
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+Uint64s = npt.NDArray[np.uint64]
+Int64s = npt.NDArray[np.int64]
+
+
+class SampleOrder:
+    """Which sample is read at which position; positions count on over all epochs."""
+
+    def __init__(self, shard_sample_counts: Sequence[int], seed: int, window: int = WINDOW) -> None:
+        """Fix the order.
+
+        Args:
+            shard_sample_counts: Samples in each shard, in index order; zeros are allowed.
+            seed: Any integer; its lowest 64 bits count.
+            window: Samples that are permuted among themselves.
+        """
+        if not 1 <= window <= _MAX_WINDOW:
+            raise ValueError(f"window={window} is not between 1 and {_MAX_WINDOW}")
+        if any(count < 0 for count in shard_sample_counts):
+            raise ValueError(f"a shard has a negative number of samples: {list(shard_sample_counts)}")
+        self.seed = seed
+        self.window = window
+        self._counts: Int64s = np.asarray(list(shard_sample_counts), dtype=np.int64)
+        self._starts: Int64s = np.concatenate(([0], np.cumsum(self._counts)))[:-1].astype(np.int64)
+        self.samples_per_epoch = int(self._counts.sum())
+
+    def sample_at(self, position: int) -> int:
+        """The sample at one position; see :meth:`samples_at`."""
+        return int(self.samples_at(np.asarray([position], dtype=np.int64))[0])
+
+    def samples_at(self, positions: npt.ArrayLike) -> Int64s:
+        """The samples at many positions.
+
+        Args:
+            positions: Global positions, any shape; the epoch is ``position // samples_per_epoch``.
+
+        Returns:
+            Sample numbers in the numbering of the dataset, in the shape of ``positions``.
+        """
+        asked: Int64s = np.asarray(positions, dtype=np.int64)
+        flat = asked.reshape(-1)
+        if flat.size == 0:
+            return asked.copy()
+        if self.samples_per_epoch == 0:
+            raise ValueError("there are no samples to order")
+        if int(flat.min()) < 0:
+            raise ValueError(f"positions start at 0; asked for {int(flat.min())}")
+        epoch, offset = np.divmod(flat, self.samples_per_epoch)
+        shard = np.searchsorted(self._starts, offset, side="right") - 1
+        local = offset - self._starts[shard]
+        window_begin = local // self.window * self.window
+        size = np.minimum(self.window, self._counts[shard] - window_begin)
+        first = self._starts[shard] + window_begin
+        index = (local - window_begin).astype(np.uint64)
+        permuted = _permute(index, size.astype(np.uint64), self._keys(epoch, first))
+        return (first + permuted.astype(np.int64)).reshape(asked.shape)
+
+    def _keys(self, epoch: Int64s, first: Int64s) -> Uint64s:
+        """One key for each (seed, epoch, window); a window is known by its first sample."""
+        seed = np.asarray([self.seed & _MASK_64], dtype=np.uint64)
+        key = _mix(_mix(seed + _GOLDEN) + epoch.astype(np.uint64) * _GOLDEN)
+        return _mix(key ^ _mix(first.astype(np.uint64) + _GOLDEN))
+
+
+def _mix(x: Uint64s) -> Uint64s:
+    """SplitMix64's finalizer; arrays only, because NumPy warns when a scalar overflows."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _permute(index: Uint64s, size: Uint64s, key: Uint64s) -> Uint64s:
+    """Map ``index`` one to one onto ``range(size)``, element by element.
+
+    The network works on an even number of bits, so its domain is up to four times ``size``. Cycle walking
+    (apply again until the value falls into the range) makes it a bijection of the range itself: following a
+    cycle of a bijection from inside the range always comes back inside.
+    """
+    # frexp's exponent is the bit length, exactly, for integers below 2**53.
+    bits = np.frexp((size - np.uint64(1)).astype(np.float64))[1]
+    half = np.maximum(1, (bits + 1) // 2).astype(np.uint64)
+    out = index.copy()
+    walking = np.arange(out.size)
+    while walking.size:
+        out[walking] = _feistel(out[walking], half[walking], key[walking])
+        walking = walking[out[walking] >= size[walking]]
+    return out
+
+
+def _feistel(value: Uint64s, half: Uint64s, key: Uint64s) -> Uint64s:
+    """One pass of the balanced network over ``2 * half`` bits."""
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    left, right = value >> half, value & mask
+    for _ in range(_ROUNDS):
+        key = key + _GOLDEN
+        left, right = right, left ^ (_mix(right ^ key) & mask)
+    return (left << half) | right

@@ -1,0 +1,1 @@
+"""Executes a plan: mesh, models, parallelisms, loop. The layer that imports torch."""

@@ -1,0 +1,58 @@
+"""Which rank trains on which samples, in micro-batches of one size.
+
+Samples of a step are a function of the position alone. They are dealt to the data ranks as evenly as
+possible; a rank with fewer fills up with zero-weight samples, whose targets are all ignored, so that every
+rank runs the same number of micro-batches of the same shape and no global batch is illegal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from meshwright.prepare.dataset import TokenDataset
+from meshwright.run.models.llama import IGNORED
+
+
+def deal(count: int, rank: int, ranks: int) -> range:
+    """The part of ``count`` samples that falls to a rank: contiguous, sizes differ by at most one."""
+    base, extra = divmod(count, ranks)
+    start = rank * base + min(rank, extra)
+    return range(start, start + base + (rank < extra))
+
+
+@dataclass(frozen=True)
+class Batcher:
+    """Cuts lists of samples into this rank's micro-batches."""
+
+    dataset: TokenDataset
+    rank: int
+    ranks: int
+    micro_batch: int
+
+    def micro_batches(self, samples: npt.NDArray[np.int64]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Tokens and targets, each (micro_batch, seq_len); as many as the fullest rank needs."""
+        mine = samples[list(deal(len(samples), self.rank, self.ranks))]
+        fullest = len(deal(len(samples), 0, self.ranks))
+        for start in range(0, fullest, self.micro_batch):
+            rows = self.dataset.read(mine[start : start + self.micro_batch])
+            yield self._pad(rows)
+
+    def count_targets(self, samples: npt.NDArray[np.int64]) -> int:
+        """Targets of all ranks together: every rank knows the divisor of the loss without asking."""
+        return self.dataset.count_targets(samples)
+
+    def _pad(self, rows: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        shape = (self.micro_batch, self.dataset.seq_len)
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        targets = torch.full(shape, IGNORED, dtype=torch.int64)
+        if len(rows):
+            real = torch.from_numpy(rows)
+            tokens[: len(rows)] = real[:, :-1]
+            targets[: len(rows)] = real[:, 1:]
+        return tokens, targets

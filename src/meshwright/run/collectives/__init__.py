@@ -1,0 +1,1 @@
+"""Collectives: counted here, as what really goes through the process groups."""

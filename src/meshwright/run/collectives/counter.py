@@ -1,0 +1,115 @@
+"""Counts every collective that reaches a process group, by axis, operation and phase.
+
+Each collective of torch, whoever calls it (DDP's C++ reducer, a hook, DTensor, user code), goes through
+torch's dispatcher as an operator of the ``c10d`` namespace. We put a kernel in front of those operators:
+it counts and passes on. That costs microseconds a collective and nothing for other operations, so it is
+always on; a dispatch mode would tax every operation of every step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+OPERATIONS = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "send": "send",
+    "barrier": "barrier",
+}
+"""Operators of the ``c10d`` namespace and the names that the audit uses; receives count at the sender."""
+
+DISPATCH_KEYS = ("AutogradCPU", "AutogradCUDA")
+
+
+@dataclass
+class Tally:
+    """Calls and bytes of one kind."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+class CollectiveCounter:
+    """Counts from ``install`` until ``remove``; ``phase`` says what the process is doing."""
+
+    def __init__(self) -> None:
+        self.phase = "setup"
+        self._axes: dict[str, tuple[str, int]] = {}
+        self._tallies: defaultdict[tuple[str, str, str, int], Tally] = defaultdict(Tally)
+        self._library: torch.library.Library | None = None
+
+    def install(self) -> None:
+        """Start counting."""
+        self._library = torch.library.Library("c10d", "IMPL")
+        for operator, name in OPERATIONS.items():
+            if hasattr(torch.ops.c10d, operator):
+                for key in DISPATCH_KEYS:
+                    self._library.impl(operator, self._kernel(operator, name), key)
+
+    def remove(self) -> None:
+        """Stop counting."""
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+
+    def name_axis(self, group: dist.ProcessGroup, axis: str) -> None:
+        """Calls on ``group`` count for ``axis``; groups without a name count under their own."""
+        self._axes[group.group_name] = (axis, group.size())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The counts, as the audit reads them."""
+        return [
+            {"axis": axis, "op": op, "phase": phase, "ranks": ranks, "calls": t.calls, "bytes": t.bytes}
+            for (axis, op, phase, ranks), t in sorted(self._tallies.items())
+        ]
+
+    def _kernel(self, operator: str, name: str) -> Callable[..., Any]:
+        overload = getattr(torch.ops.c10d, operator).default
+
+        def count_and_pass(*args: Any, **kwargs: Any) -> Any:
+            self._count(name, args)
+            with torch._C._AutoDispatchBelowAutograd():
+                return overload(*args, **kwargs)
+
+        return count_and_pass
+
+    def _count(self, op: str, args: tuple[Any, ...]) -> None:
+        group = next(a for a in args if isinstance(a, torch.ScriptObject))
+        unboxed = dist.ProcessGroup.unbox(group)
+        axis, ranks = self._axes.get(unboxed.group_name, (f"group {unboxed.group_name}", unboxed.size()))
+        tally = self._tallies[axis, op, self.phase, ranks]
+        tally.calls += 1
+        if op != "barrier":
+            tally.bytes += max(_tensor_bytes(a) for a in args if isinstance(a, Tensor | list | tuple))
+
+
+def _tensor_bytes(argument: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in _tensors(argument))
+
+
+def _tensors(argument: Any) -> Iterator[Tensor]:
+    if isinstance(argument, Tensor):
+        yield argument
+    elif isinstance(argument, list | tuple):
+        for part in argument:
+            yield from _tensors(part)

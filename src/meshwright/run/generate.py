@@ -1,0 +1,73 @@
+"""Writes text with a checkpoint's model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from meshwright.prepare.tokenizer import load_tokenizer
+from meshwright.run.models.llama import Llama
+from meshwright.spec.model import Model
+from meshwright.survive.checkpoint.manifest import read_manifest
+from meshwright.survive.checkpoint.plain import MODEL_FILE, load_tensors
+
+
+def load_model(checkpoint: Path, device: torch.device) -> Llama:
+    """The model of a checkpoint that has been verified."""
+    manifest = read_manifest(checkpoint)
+    model = Llama(Model(**manifest.model), manifest.seq_len)
+    tensors = load_tensors(checkpoint, MODEL_FILE)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[name])
+    return model.to(device).eval()
+
+
+@torch.no_grad()
+def generate_text(
+    checkpoint: Path,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    heard: Callable[[int], None] | None = None,
+) -> str:
+    """Go on from a prompt; ends early at the end of a document.
+
+    Args:
+        checkpoint: Folder of a checkpoint.
+        prompt: Text to go on from; empty starts a new document.
+        tokens: Tokens to write at most.
+        temperature: 0 takes the likeliest token every time.
+        top_k: Choose among this many; 0 for all.
+        seed: The same seed writes the same text.
+        heard: Told how many tokens are written.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = load_model(checkpoint, device), load_tokenizer(checkpoint)
+    generator = torch.Generator().manual_seed(seed)
+    ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
+    written: list[int] = []
+    for count in range(tokens):
+        window = torch.tensor([ids[-model.seq_len :]], device=device)
+        logits = model(window)[0, -1].float().cpu()[: tokenizer.vocab_size]
+        chosen = _choose(logits, temperature, top_k, generator)
+        if chosen == tokenizer.end_of_document:
+            break
+        ids.append(chosen)
+        written.append(chosen)
+        if heard is not None:
+            heard(count + 1)
+    return tokenizer.decode(written)
+
+
+def _choose(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k:
+        least = logits.topk(min(top_k, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))

@@ -1,0 +1,206 @@
+"""The training loop: forward, backward, update, report, evaluate, save; top to bottom."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import numpy as np
+import torch
+from torch import nn
+
+from meshwright.core.errors import Problem, RunFailedError
+from meshwright.core.units import format_bytes
+from meshwright.run.memory import PeakTracker, state_bytes
+from meshwright.run.mesh import move
+from meshwright.run.optimizer import lr_at, set_lr
+from meshwright.run.parallel.apply import without_reduction
+from meshwright.run.probe import Utilisation, find_peak
+from meshwright.run.session import Session, save
+from meshwright.survive.checkpoint.manifest import mark_best, rotate
+
+
+def train(session: Session) -> None:
+    """Train until the job's last step, or until a rank wants to stop."""
+    job, events = session.job, session.events
+    first_step = session.first_step = session.step
+    audited_step = min(first_step + 1, job.train.steps - 1)  # the second one, if there is one: nothing is new
+    peak_flops, peak_basis = find_peak(job, session.ranks.device)
+    events.write("ready", step=first_step, steps=job.train.steps, peak_flops_per_s=peak_flops, peak_basis=peak_basis)
+    utilisation = Utilisation(session.ranks.device)
+    saver = Saver(session)
+    eval_loss: float | None = None
+    evaluations = 0
+    stopping = False
+    while session.step < job.train.steps and not stopping:
+        started = time.perf_counter()
+        session.counter.phase = "step"
+        positions = np.arange(session.position, session.position + job.train.global_batch)
+        samples = session.order.samples_at(positions)
+        divisor = session.train_batches.count_targets(samples)
+        with audited(session) if session.step == audited_step else nullcontext():
+            loss_sum, targets = forward_backward(session, samples, divisor)
+        grad_norm = update(session)
+        loss_sum, counted, stops = session.ranks.add_up([loss_sum, float(targets), float(session.stop_wanted)])
+        assert counted == divisor, f"{counted:.0f} targets were trained on, {divisor} were expected"
+        session.step += 1
+        session.position += job.train.global_batch
+        step_s = time.perf_counter() - started
+        loss, stopping = loss_sum / divisor, stops > 0
+        rate = divisor / step_s
+        events.write(
+            "step",
+            step=session.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr_at(session.step - 1, job.train),
+            tokens=divisor,
+            step_s=step_s,
+            tokens_per_s=rate,
+            mfu=rate * session.plan.flops_per_token / session.ranks.world_size / peak_flops,
+            utilisation=utilisation.look(),
+        )
+        if not math.isfinite(loss):
+            raise _diverged(session, loss)
+        last = stopping or session.step == job.train.steps
+        if _due(job.train.eval_every, session.step) or (last and not stopping):
+            eval_loss = evaluate(session)
+            evaluations += eval_loss is not None
+        saver.after_step(last, eval_loss)
+    steps = session.step - first_step
+    events.write("collectives", rows=session.counter.rows(), steps=steps, evaluations=evaluations)
+    events.write("finished", status="interrupted" if stopping else "complete", step=session.step, steps=steps)
+
+
+def forward_backward(session: Session, samples: np.ndarray, divisor: int) -> tuple[float, int]:  # type: ignore[type-arg]
+    """Gradients of one step; returns this rank's summed loss and its number of targets."""
+    device = session.ranks.device
+    micro_batches = session.plan.micro_batches
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    targets_seen = 0
+    for index, (tokens, targets) in enumerate(session.train_batches.micro_batches(samples)):
+        targets_seen += int((targets >= 0).sum())
+        with without_reduction(session.module, last=index == micro_batches - 1):
+            with precision(session):
+                loss = session.module(move(tokens, device), move(targets, device))
+            (loss / divisor).backward()
+        loss_sum += loss.detach()
+    return loss_sum.item(), targets_seen
+
+
+def update(session: Session) -> float | None:
+    """Clip, step, clear; returns the gradient norm of the whole model where it was needed."""
+    train, grad_norm = session.job.train, None
+    if train.clip:
+        grad_norm = float(nn.utils.clip_grad_norm_(session.model.parameters(), train.clip))
+    set_lr(session.optimizer, lr_at(session.step, train))
+    session.optimizer.step()
+    # DDP's gradients are views of its buckets: dropped, the next accumulation would hold a second copy.
+    session.optimizer.zero_grad(set_to_none=session.module is session.model)
+    return grad_norm
+
+
+@torch.no_grad()
+def evaluate(session: Session) -> float | None:
+    """Loss on the first held-out samples, the same ones every time; None if there are none."""
+    session.counter.phase = "eval"
+    available = len(session.eval_batches.dataset)
+    samples = np.arange(min(available, session.job.train.eval_samples))
+    if not len(samples):
+        session.events.write("no_evaluation", reason="the held-out split has less than one sequence")
+        return None
+    device = session.ranks.device
+    loss_sum, targets_seen = 0.0, 0
+    for tokens, targets in session.eval_batches.micro_batches(samples):
+        with precision(session):
+            loss_sum += session.model(move(tokens, device), move(targets, device)).item()
+        targets_seen += int((targets >= 0).sum())
+    loss_sum, counted = session.ranks.add_up([loss_sum, float(targets_seen)])
+    session.events.write("eval", step=session.step, loss=loss_sum / counted, samples=len(samples))
+    return loss_sum / counted
+
+
+@contextmanager
+def audited(session: Session) -> Iterator[None]:
+    """Measure the state and the peak of one step, after backward and before the update."""
+    device = session.ranks.device
+    gradients = [p.grad for p in session.model.parameters() if p.grad is not None]
+    tracker: AbstractContextManager[object] = nullcontext()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        moments = [value for state in session.optimizer.state.values() for value in state.values()]
+        tracker = PeakTracker([*session.model.parameters(), *session.model.buffers(), *moments, *gradients])
+    with tracker:
+        yield
+    state = state_bytes(session.model, session.optimizer)
+    if isinstance(tracker, PeakTracker):
+        # DDP has its buckets from construction on, but they can only be seen once a step has filled them.
+        unseen = session.module is not session.model and not gradients
+        peak = tracker.peak_bytes + (state["gradients"] if unseen else 0)
+    else:
+        peak = torch.cuda.max_memory_allocated(device)
+    session.events.write("state", step=session.step, state_bytes=state, peak_bytes=peak, first_step=session.step == session.first_step)
+
+
+def precision(session: Session) -> torch.autocast:
+    """bf16 for the matrix products where the job asks for it; weights and sums stay float32."""
+    enabled = session.job.train.precision == "bf16"
+    return torch.autocast(session.ranks.device.type, torch.bfloat16, enabled=enabled)
+
+
+class Saver:
+    """Decides when rank 0 saves; the others go on and meet it in the next reduction."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._saved_at = time.monotonic()
+
+    def after_step(self, last: bool, eval_loss: float | None) -> None:
+        """Save if it is time, at the end, or if the evaluation is the best so far."""
+        session, keep = self._session, self._session.job.checkpoint
+        if session.ranks.rank != 0:
+            return
+        minutes = (time.monotonic() - self._saved_at) / 60
+        timely = 0 < keep.every_minutes <= minutes
+        best = keep.on_best and eval_loss is not None and eval_loss < session.best_eval_loss
+        if best and eval_loss is not None:
+            session.best_eval_loss = eval_loss
+        if last or best or timely or _due(keep.every_steps, session.step):
+            self._save(eval_loss, best)
+
+    def _save(self, eval_loss: float | None, best: bool) -> None:
+        session = self._session
+        started = time.perf_counter()
+        self._saved_at = time.monotonic()
+        try:
+            path = save(session, eval_loss)
+            if best:
+                mark_best(path.parent, path)
+            rotate(path.parent, session.job.checkpoint.keep_last)
+        except OSError as error:  # a full disk costs a checkpoint, not the run
+            session.events.write("checkpoint_failed", step=session.step, reason=str(error))
+            return
+        size = sum(p.stat().st_size for p in path.iterdir())
+        session.events.write(
+            "checkpoint", step=session.step, path=str(path), bytes=size, seconds=time.perf_counter() - started
+        )
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _diverged(session: Session, loss: float) -> RunFailedError:
+    state = format_bytes(sum(session.plan.ranks[0].state_bytes.values()))
+    return RunFailedError(
+        Problem(
+            "train-not-finite",
+            f"is {loss} at step {session.step} on all {session.ranks.world_size} ranks; "
+            f"the {state} of state are not worth keeping",
+            path="loss",
+            fix="Lower train.lr, lengthen train.warmup, or resume from the last checkpoint with either",
+        )
+    )

@@ -1,0 +1,80 @@
+"""Measured memory: live tensor bytes, by asking torch, not the operating system.
+
+``state_bytes`` looks at the tensors that stay. ``PeakTracker`` watches every operation of one step on CPU
+and adds up the storages that come and go; on GPUs the allocator already knows.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the tensors, counting an element that two of them share once."""
+    seen: set[tuple[int, int]] = set()
+    total = 0
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+        if key not in seen:
+            seen.add(key)
+            total += tensor.numel() * tensor.element_size()
+    return total
+
+
+def state_bytes(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Parameters, gradients and optimizer state of this rank, to the byte."""
+    parameters = list(module.parameters())
+    moments = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    return {
+        "parameters": unique_bytes(parameters),
+        "gradients": unique_bytes(p.grad for p in parameters),
+        "optimizer": unique_bytes(moments),
+    }
+
+
+class PeakTracker(TorchDispatchMode):
+    """Largest sum of live storages while active, the given ones included from the start."""
+
+    def __init__(self, alive: Iterable[Tensor | None]) -> None:
+        super().__init__()
+        self._live: dict[int, weakref.ref[Any]] = {}
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._known = list(alive)  # held, so that none of them leaves uncounted
+        for tensor in self._known:
+            if tensor is not None:
+                self._enter(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, then count what it made; views and in-place results are not new."""
+        kwargs = kwargs or {}
+        given = {id(t.untyped_storage()) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **kwargs)
+        for leaf in tree_iter(result):
+            if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in given:
+                self._enter(leaf)
+        return result
+
+    def _enter(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._live:
+            return
+        size = storage.nbytes()
+
+        def leave(_: object) -> None:
+            self.live_bytes -= size
+            self._live.pop(key, None)
+
+        self._live[key] = weakref.ref(storage, leave)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)

@@ -1,0 +1,1 @@
+"""Models, each built so that its initial weights depend on (seed, parameter name) alone."""

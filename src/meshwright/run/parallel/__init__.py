@@ -1,0 +1,1 @@
+"""One module a parallelism; ``apply`` shows the order on one screen."""

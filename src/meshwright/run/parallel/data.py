@@ -1,0 +1,78 @@
+"""Replicated data parallelism: torch's DDP, with its buckets fixed before the first step.
+
+Every rank holds the whole model and reads other samples. In the backward pass each bucket of gradients is
+summed over ``dp_replicate``: every rank sends its bucket and receives the sum. The loss is already divided
+by the global number of target tokens, so the sum is the gradient; DDP's own mean is not used.
+
+No ``from __future__ import annotations`` here: DDP compares a hook's annotations with the classes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright.run.mesh import Ranks
+from meshwright.spec.job import Job
+
+
+class FixedBucketDDP(DistributedDataParallel):
+    """DDP whose buckets hold parameters in reverse registration order and never change.
+
+    Uses three private parts of torch: ``_build_params_for_reducer``, and the reducer's
+    ``_push_all_rebuilt_params`` and ``_rebuild_buckets``. Tried on 2.11 and 2.13;
+    ``tests/multiproc/test_ddp_buckets.py`` fails if a version changes them.
+    """
+
+    def _build_params_for_reducer(self) -> Any:
+        parameters, expect_sparse = super()._build_params_for_reducer()
+        return list(reversed(parameters)), list(reversed(expect_sparse))
+
+    def fix_buckets(self) -> None:
+        """Rebuild the buckets now, in the order given above; costs two small broadcasts from rank 0."""
+        self.reducer._push_all_rebuilt_params()
+        rebuilt = self.reducer._rebuild_buckets()
+        assert rebuilt, "DDP did not rebuild its buckets; this torch version keeps them elsewhere"
+
+
+def sum_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Sum a bucket over the replicas, in float32."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def compressed_hook(dtype: torch.dtype) -> Callable[..., torch.futures.Future[torch.Tensor]]:
+    """Sum a bucket over the replicas in a smaller type: half the bytes, rounded sums."""
+
+    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        full = bucket.buffer()
+        work = dist.all_reduce(full.to(dtype), group=group, async_op=True)
+        return work.get_future().then(lambda done: full.copy_(done.value()[0]))
+
+    return hook
+
+
+HOOKS = {
+    "none": sum_hook,
+    "bf16": compressed_hook(torch.bfloat16),
+    "fp16": compressed_hook(torch.float16),
+}
+
+
+def apply_replicate(module: nn.Module, job: Job, ranks: Ranks) -> FixedBucketDDP:
+    """Wrap a module whose weights are already equal on all ranks: nothing is broadcast."""
+    group = ranks.group("dp_replicate")
+    replicated = FixedBucketDDP(
+        module,
+        process_group=group,
+        bucket_cap_mb=job.layout.bucket_mb,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
+        init_sync=False,
+    )
+    replicated.register_comm_hook(group, HOOKS[job.compression.kind])
+    replicated.fix_buckets()
+    return replicated

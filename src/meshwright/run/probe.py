@@ -1,0 +1,75 @@
+"""What this device reaches: the peak for MFU, and how busy it is."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import threading
+import time
+
+import torch
+
+from meshwright.plan.compute import peak_rate
+from meshwright.spec.job import Job
+
+PROBE_SECONDS = 1.0
+
+
+def measure_matmul(device: torch.device, dtype: torch.dtype, seconds: float = PROBE_SECONDS) -> float:
+    """Rate of large matrix products on this device: the best of those that fit into ``seconds``."""
+    size = 8192 if device.type == "cuda" else 768
+    left = torch.rand((size, size), device=device).to(dtype)
+    best = 0.0
+    deadline = time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        started = time.perf_counter()
+        torch.mm(left, left)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = max(best, 2.0 * size**3 / (time.perf_counter() - started))
+    return best
+
+
+def find_peak(job: Job, device: torch.device) -> tuple[float, str]:
+    """FLOP/s that MFU is counted against, and in words what it is."""
+    if job.cluster.preset == "local" and job.cluster.matmul_flops_per_s is None:
+        dtype = torch.bfloat16 if job.train.precision == "bf16" else torch.float32
+        rate = measure_matmul(device, dtype)
+        return rate, f"a {PROBE_SECONDS:.0f}-second {job.train.precision} matmul on this device"
+    return peak_rate(job.cluster, job.train.precision)
+
+
+class Utilisation:
+    """How busy the device was since the last look: processor time, or what nvidia-smi says."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._wall, self._cpu = time.perf_counter(), _cpu_seconds()
+        self._gpu: float | None = None
+        if device.type == "cuda":
+            threading.Thread(target=self._watch_gpu, daemon=True).start()
+
+    def look(self) -> float | None:
+        """A share of the device; None while it is not known."""
+        if self._device.type == "cuda":
+            return self._gpu
+        wall, cpu = time.perf_counter(), _cpu_seconds()
+        spent, passed = cpu - self._cpu, wall - self._wall
+        self._wall, self._cpu = wall, cpu
+        return min(1.0, spent / passed / torch.get_num_threads()) if passed > 0 else None
+
+    def _watch_gpu(self) -> None:
+        query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+        query += ["-i", str(self._device.index or 0)]
+        while True:
+            try:
+                answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+                self._gpu = float(answer.split()[0]) / 100
+            except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+                return
+            time.sleep(2.0)
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime

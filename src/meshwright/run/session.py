@@ -1,0 +1,179 @@
+"""Everything that one rank holds while it trains, built in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.errors import Problem, UserError
+from meshwright.core.events import EventWriter
+from meshwright.launch.assignment import Assignment
+from meshwright.plan.contract import Plan
+from meshwright.prepare.dataset import TokenDataset
+from meshwright.prepare.order import SampleOrder
+from meshwright.prepare.shards import ShardFolder
+from meshwright.prepare.tokenizer import TOKENIZER_FILE
+from meshwright.run.batches import Batcher
+from meshwright.run.collectives.counter import CollectiveCounter
+from meshwright.run.mesh import Ranks
+from meshwright.run.models.init import build_model
+from meshwright.run.models.llama import Llama
+from meshwright.run.optimizer import build_optimizer
+from meshwright.run.parallel.apply import apply_layout
+from meshwright.spec.job import Job
+from meshwright.survive.checkpoint import plain
+from meshwright.survive.checkpoint.manifest import Manifest, read_manifest
+
+
+@dataclass
+class Session:
+    """One rank's objects and its place in the run."""
+
+    plan: Plan
+    assignment: Assignment
+    ranks: Ranks
+    counter: CollectiveCounter
+    events: EventWriter
+    model: Llama
+    module: nn.Module
+    """The model as the layout wraps it; what is called."""
+    optimizer: torch.optim.AdamW
+    train_batches: Batcher
+    eval_batches: Batcher
+    order: SampleOrder
+    data_sha256: str
+    """Of the index, which holds the shards' own checksums."""
+    step: int = 0
+    """Optimizer steps done."""
+    first_step: int = 0
+    """Where this attempt began."""
+    position: int = 0
+    """Samples consumed."""
+    stop_wanted: bool = False
+    """Set by a signal; the ranks agree on it at the end of a step."""
+    best_eval_loss: float = field(default=float("inf"))
+
+    @property
+    def job(self) -> Job:
+        """The settled job."""
+        return self.plan.job
+
+
+def build_session(
+    plan: Plan, assignment: Assignment, ranks: Ranks, counter: CollectiveCounter, events: EventWriter
+) -> Session:
+    """Build model, optimizer and data of this rank; load the checkpoint if there is one to resume."""
+    job = plan.job
+    torch.use_deterministic_algorithms(job.train.deterministic)
+    model = build_model(job, ranks.device)
+    data_dir = Path(assignment.data_dir)
+    train_data = TokenDataset.open(data_dir, "train", job.data.seq_len)
+    eval_data = TokenDataset.open(data_dir, "eval", job.data.seq_len)
+    assert job.layout.micro_batch is not None, "a plan settles the micro-batch"
+
+    def batcher(dataset: TokenDataset) -> Batcher:
+        return Batcher(dataset, ranks.rank, job.layout.data_degree, job.layout.micro_batch or 1)
+
+    session = Session(
+        plan=plan,
+        assignment=assignment,
+        ranks=ranks,
+        counter=counter,
+        events=events,
+        model=model,
+        module=apply_layout(model, job, ranks),
+        optimizer=build_optimizer(model, job.train),
+        train_batches=batcher(train_data),
+        eval_batches=batcher(eval_data),
+        order=SampleOrder(train_data.shard_sample_counts, job.train.seed),
+        data_sha256=hashlib.sha256(ShardFolder.open(data_dir).index.to_bytes()).hexdigest(),
+    )
+    if assignment.resume_from is not None:
+        _resume(session, Path(assignment.resume_from))
+    return session
+
+
+def optimizer_tensors(session: Session) -> dict[str, Tensor]:
+    """The optimizer's state by parameter name."""
+    names = {parameter: name for name, parameter in session.model.named_parameters()}
+    return {
+        f"{names[parameter]}:{key}": value
+        for parameter, state in session.optimizer.state.items()
+        for key, value in state.items()
+    }
+
+
+def model_tensors(session: Session) -> dict[str, Tensor]:
+    """The parameters by name; a tied head is not a second one."""
+    return {name: parameter.detach() for name, parameter in session.model.named_parameters()}
+
+
+def save(session: Session, eval_loss: float | None) -> Path:
+    """Write a checkpoint of this moment; called by rank 0 alone."""
+    job = session.job
+    root = Path(session.assignment.checkpoint_dir)
+    manifest = Manifest(
+        step=session.step,
+        position=session.position,
+        world_size=session.ranks.world_size,
+        model=dataclasses.asdict(job.model),
+        train=dataclasses.asdict(job.train),
+        seq_len=job.data.seq_len,
+        data_sha256=session.data_sha256,
+        buckets=[list(names) for names in session.plan.buckets],
+        eval_loss=eval_loss,
+    )
+    tokenizer = session.train_batches.dataset.tokenizer_folder / TOKENIZER_FILE
+    return plain.save_checkpoint(root, manifest, model_tensors(session), optimizer_tensors(session), (tokenizer,))
+
+
+@torch.no_grad()
+def _resume(session: Session, checkpoint: Path) -> None:
+    manifest = read_manifest(checkpoint, verify=False)  # whoever named it has verified it
+    check_same_model(manifest, session.job, checkpoint)
+    pairs = (
+        (plain.MODEL_FILE, model_tensors(session)),
+        (plain.OPTIMIZER_FILE, optimizer_tensors(session)),
+    )
+    for name, targets in pairs:
+        saved = plain.load_tensors(checkpoint, name)
+        if saved.keys() != targets.keys():
+            raise _mismatch(checkpoint, f"{sorted(saved.keys() ^ targets.keys())[0]} is on one side only")
+        for key, target in targets.items():
+            target.copy_(saved[key])
+    session.step, session.position = manifest.step, manifest.position
+    notes = _differences(manifest, session)
+    session.events.write("resumed", checkpoint=str(checkpoint), step=session.step, notes=notes)
+
+
+def check_same_model(manifest: Manifest, job: Job, checkpoint: Path) -> None:
+    """A checkpoint of another model cannot be resumed."""
+    for key, value in dataclasses.asdict(job.model).items():
+        if key not in ("preset", "init_std") and manifest.model.get(key) != value:
+            raise _mismatch(checkpoint, f"model.{key} is {manifest.model.get(key)} there and {value} in the job")
+
+
+def _differences(manifest: Manifest, session: Session) -> list[str]:
+    """What makes the curve go on differently, in sentences; empty if it goes on bit by bit."""
+    job, notes = session.job, []
+    if manifest.world_size != session.ranks.world_size:
+        notes.append(f"{manifest.world_size} ranks before, {session.ranks.world_size} now: equal up to rounding")
+    elif manifest.buckets != [list(names) for names in session.plan.buckets]:
+        notes.append("the gradient buckets are cut differently: equal up to rounding")
+    if manifest.data_sha256 != session.data_sha256:
+        notes.append("the data are not the same as before")
+    for key, value in dataclasses.asdict(job.train).items():
+        if key not in ("eval_every", "eval_samples") and manifest.train.get(key) != value:
+            notes.append(f"train.{key} was {manifest.train.get(key)}, is {value}")
+    return notes
+
+
+def _mismatch(checkpoint: Path, rule: str) -> UserError:
+    return UserError(
+        Problem("resume-mismatch", f"does not fit this job: {rule}", path=str(checkpoint), fix="Use its own job file")
+    )

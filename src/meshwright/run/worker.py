@@ -1,0 +1,90 @@
+"""One rank, from its start to its exit status."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.events import EVENTS_FILE, EventWriter, Listener
+from meshwright.launch.assignment import Assignment
+from meshwright.launch.exits import EXIT_ERROR, EXIT_OK, EXIT_PEER_LOST
+from meshwright.plan.contract import PLAN_FILE, read_plan
+from meshwright.run.collectives.counter import CollectiveCounter
+from meshwright.run.loop import train
+from meshwright.run.mesh import join_ranks, leave_ranks
+from meshwright.run.session import build_session
+
+PEER_LOST_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+"""What gloo says when another rank went away: this rank is a victim, not the cause."""
+
+
+def run_rank(run_dir: str, listener: Listener | None = None, store: dist.Store | None = None) -> int:
+    """Train as this rank; returns the exit status.
+
+    Args:
+        run_dir: Folder with the plan and the assignment.
+        listener: Told every event of this rank.
+        store: Where the ranks meet, if not at the supervisor's.
+    """
+    folder = Path(run_dir)
+    rank = int(os.environ.get("RANK", "0"))
+    assignment = Assignment.read(folder)
+    events = EventWriter(folder / EVENTS_FILE, rank, assignment.generation, listener)
+    stop = _StopSwitch()
+    try:
+        events.write("started", pid=os.getpid(), host=socket.gethostname(), torch=torch.__version__)
+        plan = read_plan(folder / PLAN_FILE)
+        counter = CollectiveCounter()
+        counter.install()
+        ranks = join_ranks(plan.job, counter, store)
+        session = build_session(plan, assignment, ranks, counter, events)
+        stop.bind(session)
+        train(session)
+        leave_ranks(ranks)
+        counter.remove()
+    except Exception as error:
+        return _report(events, error)
+    finally:
+        events.close()
+    return EXIT_OK
+
+
+class _StopSwitch:
+    """Turns SIGINT and SIGTERM into a wish that the ranks agree on at the end of a step."""
+
+    def __init__(self) -> None:
+        self._pulled = False
+        self._session: Any = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._pull)
+
+    def bind(self, session: Any) -> None:
+        """From now on the session is told; a wish from before is passed on."""
+        self._session = session
+        session.stop_wanted = self._pulled
+
+    def _pull(self, *_: object) -> None:
+        self._pulled = True
+        if self._session is not None:
+            self._session.stop_wanted = True
+
+
+def _report(events: EventWriter, error: Exception) -> int:
+    """Write down what went wrong; victims of another rank's death say so by their status."""
+    trace = traceback.format_exc()
+    victim = any(sign in str(error) for sign in PEER_LOST_SIGNS)
+    problems = [p.as_dict() for p in error.problems] if isinstance(error, MeshwrightError) else []
+    status = EXIT_PEER_LOST if victim else EXIT_ERROR
+    if isinstance(error, MeshwrightError):
+        status = error.exit_status
+    events.write("error", message=str(error), kind=type(error).__name__, problems=problems, victim=victim)
+    os.write(2, trace.encode())
+    return status

@@ -1,0 +1,95 @@
+"""The cluster: on what the model is trained.
+
+Figures of devices and links are data files under ``presets/clusters``. ``local`` is this machine: its
+devices are its GPUs if it has any, else its cores, one rank and one thread to a core.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict
+
+from meshwright.spec.fields import SECTION_CONFIG, Count, Positive
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices, their memory and rates, and the links between them."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
+
+    device: Literal["cpu", "cuda"]
+    """Kind of device."""
+    devices_per_node: Count
+    """GPUs, or cores, in one machine."""
+    memory_bytes: Count
+    """Memory of one device."""
+    memory_bytes_per_s: Positive
+    """Bandwidth of a device's memory."""
+    fp32_flops_per_s: Positive
+    """Rate of a large float32 matrix product."""
+    bf16_flops_per_s: Positive
+    """Rate of a large bf16 matrix product: what is reached, not the peak in a data sheet."""
+    link_bytes_per_s: Positive
+    """Bandwidth of one device's link to others in its node, one direction."""
+    link_latency_s: Positive
+    """Time of a collective call that moves almost nothing, inside a node."""
+    preset: str | None = None
+    """Name of a cluster preset; `local` is this machine."""
+    file: str | None = None
+    """A TOML file with these fields, in place of a preset."""
+    nodes: Count = 1
+    """Machines."""
+    device_name: str = ""
+    """What the figures belong to."""
+    peak_bf16_flops_per_s: Positive | None = None
+    """Peak in the data sheet; MFU is counted against it where it is known."""
+    nic_bytes_per_s: Positive | None = None
+    """Bandwidth of one device's share of the network between nodes."""
+    nic_latency_s: Positive | None = None
+    """Time of a collective call that moves almost nothing, between nodes."""
+    matmul_flops_per_s: Positive | None = None
+    """Peak that MFU is counted against; on `local`, measured in one second at the start if left out."""
+    basis: str = ""
+    """Where the figures come from."""
+
+    @property
+    def world_size(self) -> int:
+        """Devices in the whole cluster."""
+        return self.nodes * self.devices_per_node
+
+
+def count_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def find_gpus() -> list[tuple[str, int]]:
+    """Name and memory bytes of each visible NVIDIA GPU, found without torch."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [line.rsplit(",", 1) for line in answer.splitlines() if "," in line]
+    gpus = [(name.strip(), int(float(mib)) * 1024**2) for name, mib in rows]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return gpus if visible is None else gpus[: len(visible.split(","))]
+
+
+def machine_memory_bytes() -> int:
+    """Memory that processes of this machine may still take."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 4 * 1024**3
+    kib = {key: int(rest.split()[0]) for key, rest in (line.split(":", 1) for line in lines)}
+    return kib.get("MemAvailable", kib.get("MemTotal", 4 * 1024**2)) * 1024

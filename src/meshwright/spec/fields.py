@@ -1,0 +1,24 @@
+"""Constrained field types shared by the sections of a job.
+
+A section is a plain frozen dataclass. Pydantic reads it from TOML, so that all mistakes are reported at
+once; the attribute docstring under each field feeds the JSON Schema and the documentation.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+
+SECTION_CONFIG = ConfigDict(extra="forbid", use_attribute_docstrings=True, strict=False)
+"""Unknown keys are errors; docstrings become descriptions."""
+
+Count = Annotated[int, Field(ge=1, strict=True)]
+"""A whole number, at least 1."""
+Natural = Annotated[int, Field(ge=0, strict=True)]
+"""A whole number, at least 0."""
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+OpenFraction = Annotated[float, Field(ge=0, lt=1)]
+Flag = Annotated[bool, Field(strict=True)]

@@ -1,0 +1,163 @@
+"""The job: everything that one training run is told, in one frozen object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.fields import (
+    SECTION_CONFIG,
+    Count,
+    Flag,
+    Fraction,
+    Natural,
+    NonNegative,
+    OpenFraction,
+    Positive,
+)
+from meshwright.spec.layout import Layout
+from meshwright.spec.model import Model
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is read."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
+
+    path: str
+    """A prepared folder, a text file, a folder or glob of text, or `builtin:python-stdlib`."""
+    seq_len: Count
+    """Tokens in one sample."""
+    tokenizer: str | None = None
+    """`byte` (if left out), `bpe:SIZE` (trained on the corpus), or the path of a tokenizer.json."""
+    mask: Literal["causal", "document"] = "causal"
+    """Whether attention crosses document boundaries."""
+    prompt_masking: Flag = False
+    """Count no loss on prompts."""
+    eval_fraction: Annotated[float, Field(gt=0, le=0.5)] | None = None
+    """Share of the documents held out for evaluation; 0.01 if left out."""
+    cache: str = ".meshwright/data"
+    """Where a corpus that is not a prepared folder is prepared."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """How it is trained."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
+
+    steps: Count
+    """Optimizer steps."""
+    global_batch: Count
+    """Samples in one step, over all ranks; the same loss curve for every layout."""
+    optimizer: Literal["adamw"] = "adamw"
+    """The update rule."""
+    lr: Positive = 3e-4
+    """Peak learning rate, before lr_scaling."""
+    min_lr_ratio: Fraction = 0.1
+    """Where the cosine ends, as a fraction of the peak."""
+    schedule: Literal["constant", "cosine"] = "cosine"
+    """Learning rate after the warm-up."""
+    warmup: Natural = 0
+    """Steps of linear warm-up."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How lr grows with global_batch / lr_base_batch."""
+    lr_base_batch: Count | None = None
+    """The batch that lr was tuned for; needed by `linear` and `sqrt`."""
+    beta1: OpenFraction = 0.9
+    """AdamW's first decay."""
+    beta2: OpenFraction = 0.95
+    """AdamW's second decay."""
+    eps: Positive = 1e-8
+    """AdamW's denominator guard."""
+    weight_decay: NonNegative = 0.1
+    """Decoupled decay of matrices; norms have none."""
+    clip: NonNegative = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    """Precision of the matrix products; weights, gradients and reductions stay float32."""
+    seed: Natural = 0
+    """Decides the initial weights and the order of samples."""
+    compile: Flag = False
+    """Compile each block."""
+    eval_every: Natural = 0
+    """Steps between evaluations; 0 evaluates at the end only."""
+    eval_samples: Count = 64
+    """Held-out samples in one evaluation (fewer if the split has fewer)."""
+    deterministic: Flag = False
+    """Refuse operations whose result can change from run to run."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is kept."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
+
+    dir: str | None = None
+    """Folder of the checkpoints; `checkpoints` in the run's folder if left out."""
+    every_steps: Natural = 0
+    """Steps between checkpoints; 0 saves at the end only."""
+    every_minutes: NonNegative = 0.0
+    """Minutes between checkpoints; 0 for none."""
+    keep_last: Count = 2
+    """Older ones are removed; the best one is kept apart."""
+    on_best: Flag = False
+    """Also keep the one with the lowest evaluation loss."""
+
+
+@dataclass(frozen=True)
+class Survive:
+    """How long to wait before a silence is a failure."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
+
+    collective_timeout_s: Positive = 600.0
+    """A collective that takes longer ends the run."""
+    stop_grace_s: Positive = 10.0
+    """Time that ranks get to end after another one failed."""
+
+
+@dataclass(frozen=True)
+class Consistency:
+    """How closely replicas agree."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
+
+    mode: Literal["synchronous", "bounded-stale", "local-sgd", "gossip"] = "synchronous"
+    """`synchronous` is built; the others are not yet."""
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What gradients look like on the wire."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
+
+    kind: Literal["none", "bf16", "fp16", "int8", "topk", "powersgd"] = "none"
+    """`bf16` and `fp16` halve the bytes and leave the equal-loss contract; others are not built yet."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
+
+    model: Model
+    cluster: Cluster
+    data: Data
+    train: Train
+    name: str = "job"
+    """Names the run's folder; the job file's name if left out."""
+    run_dir: str | None = None
+    """Folder of this run; a fresh one under `runs/` if left out."""
+    layout: Layout = field(default_factory=Layout)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    survive: Survive = field(default_factory=Survive)
+    consistency: Consistency = field(default_factory=Consistency)
+    compression: Compression = field(default_factory=Compression)

@@ -1,0 +1,248 @@
+"""The legality table: which settings go together, and why not.
+
+One row is one rule. A row with ``built=False`` is a combination that is sound but that this version does
+not run yet; the others can never run. No rule raises: each returns the problem it found, so that a job
+gets all of them at once. ``nearest_legal_layout`` names what would run instead; its price is the
+planner's business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.core.errors import Problem
+from meshwright.spec.job import Job
+from meshwright.spec.layout import Layout
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of the table."""
+
+    code: str
+    statement: str
+    """The rule in words, for the documentation."""
+    check: Callable[[Job], Problem | None]
+    built: bool = True
+    """False: sound, but not built yet."""
+
+
+def find_problems(job: Job) -> list[Problem]:
+    """Every rule that the job breaks; for one key, what can never run hides what is not built yet."""
+    found: dict[str, Problem] = {}
+    for rule in sorted(RULES, key=lambda r: not r.built):
+        problem = rule.check(job)
+        if problem is not None:
+            found.setdefault(problem.path, problem)
+    return list(found.values())
+
+
+def nearest_legal_layout(job: Job) -> Layout:
+    """The layout closest to the asked one that this version runs: the same ranks, as replicas."""
+    world_size = min(job.layout.world_size, job.cluster.world_size)
+    return Layout(
+        mode="given",
+        dp_replicate=world_size,
+        micro_batch=job.layout.micro_batch,
+        bucket_mb=job.layout.bucket_mb,
+    )
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _list(numbers: Iterable[int]) -> str:
+    *most, last = [str(n) for n in numbers]
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _read(job: Job, path: str) -> Any:
+    value: Any = job
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _divides(code: str, degree: str, whole: str, why: str) -> Rule:
+    """``degree`` must divide ``whole`` (dotted paths)."""
+
+    def check(job: Job) -> Problem | None:
+        small, large = _read(job, degree), _read(job, whole)
+        if large % small == 0:
+            return None
+        rule = f"does not divide {whole}={large}; {why}"
+        return Problem(code, rule, path=degree, value=small, fix=f"Use {_list(divisors(large))}")
+
+    return Rule(code, f"`{degree}` divides `{whole}`: {why}.", check)
+
+
+def _needs(code: str, path: str, idle: Any, needed: str, why: str) -> Rule:
+    """A setting other than ``idle`` needs the degree ``needed`` above one."""
+
+    def check(job: Job) -> Problem | None:
+        value = _read(job, path)
+        if value == idle or _read(job, needed) > 1:
+            return None
+        fix = f"Set {needed} above 1, or leave {path} out"
+        return Problem(code, f"has no effect with {needed}=1: {why}", path=path, value=value, fix=fix)
+
+    return Rule(code, f"`{path}` other than `{idle}` needs `{needed}` > 1: {why}.", check)
+
+
+def _not_built(path: str, built: tuple[Any, ...], what: str) -> Rule:
+    """Values of ``path`` outside ``built`` are planned, not built."""
+    code = f"{path.replace('.', '-').replace('_', '-')}-not-built"
+
+    def check(job: Job) -> Problem | None:
+        value = _read(job, path)
+        if value in built:
+            return None
+        runs = " or ".join("leave it out" if b is None else f"{path}={_toml(b)}" for b in built)
+        return Problem(code, f"asks for {what}, which is not built yet", path=path, value=value, fix=f"Use {runs}")
+
+    return Rule(code, f"{what[0].upper()}{what[1:]} (`{path}`).", check, built=False)
+
+
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _check_pp_layers(job: Job) -> Problem | None:
+    stages = job.layout.pp * job.layout.virtual_stages
+    if stages <= job.model.num_layers:
+        return None
+    rule = f"times layout.virtual_stages={job.layout.virtual_stages} gives {stages} stages for "
+    rule += f"model.num_layers={job.model.num_layers}; every stage holds at least one layer"
+    return Problem("layout-pp-layers", rule, path="layout.pp", value=job.layout.pp, fix="Use fewer stages")
+
+
+def _check_zero_shard(job: Job) -> Problem | None:
+    layout = job.layout
+    if layout.dp_shard > 1 and layout.zero == 0:
+        rule = f"shards nothing over layout.dp_shard={layout.dp_shard}; ZeRO stage 0 is plain replication"
+        fix = f"Use layout.dp_replicate={layout.dp_shard} instead, or layout.zero=1, 2 or 3"
+        return Problem("layout-zero-dp-shard", rule, path="layout.zero", value=0, fix=fix)
+    return None
+
+
+def _check_cp_seq(job: Job) -> Problem | None:
+    pieces = 2 * job.layout.cp
+    if job.layout.cp == 1 or job.data.seq_len % pieces == 0:
+        return None
+    rule = f"needs data.seq_len={job.data.seq_len} to split into {pieces} equal pieces (two a rank, for balance)"
+    fix = f"Use a data.seq_len that is a multiple of {pieces}"
+    return Problem("layout-cp-seq-len", rule, path="layout.cp", value=job.layout.cp, fix=fix)
+
+
+def _check_ep(job: Job) -> Problem | None:
+    for name in ("ep", "etp"):
+        value = getattr(job.layout, name)
+        if value > 1:
+            rule = "splits experts, but the model is dense: it has none"
+            return Problem("layout-ep-dense", rule, path=f"layout.{name}", value=value, fix=f"Leave layout.{name} out")
+    return None
+
+
+def _check_world(job: Job) -> Problem | None:
+    """More ranks than cores is a warning elsewhere; more than GPUs cannot run."""
+    world, devices = job.layout.world_size, job.cluster.world_size
+    if world <= devices or (job.cluster.device == "cpu" and job.cluster.preset == "local"):
+        return None
+    rule = f"needs {world} devices, the cluster has {devices} ({job.cluster.device_name})"
+    return Problem("layout-world-size", rule, path="layout", fix="Use fewer ranks or more nodes")
+
+
+def _check_micro_batch(job: Job) -> Problem | None:
+    micro, batch = job.layout.micro_batch, job.train.global_batch
+    share = -(-batch // job.layout.data_degree)
+    if micro is None or micro <= share:
+        return None
+    rule = f"is more than a rank's share of train.global_batch={batch}, which is {share}"
+    return Problem("layout-micro-batch", rule, path="layout.micro_batch", value=micro, fix=f"Use {share} or less")
+
+
+def _check_heads(job: Job) -> Problem | None:
+    model = job.model
+    if model.head_dim is None and model.hidden_size % model.num_heads:
+        rule = f"does not divide model.hidden_size={model.hidden_size}; heads share the width evenly"
+        near = [d for d in divisors(model.hidden_size) if d <= 2 * model.num_heads]
+        fix = f"Use {_list(near[-4:])}, or set model.head_dim"
+        return Problem("model-heads-width", rule, path="model.num_heads", value=model.num_heads, fix=fix)
+    if model.head_size % 2:
+        rule = "is odd; rotary embedding turns pairs"
+        return Problem("model-head-dim-odd", rule, path="model.head_dim", value=model.head_size, fix="Use an even one")
+    return None
+
+
+def _check_lr_base(job: Job) -> Problem | None:
+    train = job.train
+    if (train.lr_scaling == "none") == (train.lr_base_batch is None):
+        return None
+    if train.lr_base_batch is None:
+        rule = "needs the batch that train.lr was tuned for"
+        fix = "Set train.lr_base_batch, or train.lr_scaling=none"
+        return Problem("train-lr-base-batch", rule, path="train.lr_scaling", value=train.lr_scaling, fix=fix)
+    return Problem(
+        "train-lr-base-batch",
+        "has no effect with train.lr_scaling=none",
+        path="train.lr_base_batch",
+        value=train.lr_base_batch,
+        fix="Set train.lr_scaling to linear or sqrt, or leave it out",
+    )
+
+
+def _check_warmup(job: Job) -> Problem | None:
+    train = job.train
+    if train.warmup <= train.steps:
+        return None
+    rule = f"is longer than the run of train.steps={train.steps}"
+    return Problem("train-warmup-long", rule, path="train.warmup", value=train.warmup, fix=f"Use at most {train.steps}")
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("model-heads-width", "`model.num_heads` divides `model.hidden_size`, unless `head_dim` is set.", _check_heads),
+    Rule("model-head-dim-odd", "`model.head_dim` is even: rotary embedding turns pairs.", _check_heads),
+    _divides("model-kv-heads", "model.num_kv_heads", "model.num_heads", "query heads share key heads evenly"),
+    _divides("layout-tp-heads", "layout.tp", "model.num_heads", "heads split evenly over tp"),
+    _divides("layout-tp-kv-heads", "layout.tp", "model.num_kv_heads", "key heads split evenly over tp"),
+    _divides("layout-tp-ffn", "layout.tp", "model.ffn_size", "the feed-forward splits evenly over tp"),
+    Rule("layout-pp-layers", "`pp` x `virtual_stages` is at most `model.num_layers`.", _check_pp_layers),
+    Rule("layout-zero-dp-shard", "`dp_shard` > 1 needs ZeRO stage 1, 2 or 3.", _check_zero_shard),
+    _needs("layout-zero-unsharded", "layout.zero", 0, "layout.dp_shard", "there is nothing to shard over"),
+    Rule("layout-cp-seq-len", "`data.seq_len` splits into 2 x `cp` equal pieces.", _check_cp_seq),
+    Rule("layout-ep-dense", "`ep` and `etp` split experts; a dense model has none.", _check_ep),
+    _needs("layout-sequence-parallel-tp", "layout.sequence_parallel", False, "layout.tp", "it shards within tp"),
+    _needs("layout-virtual-stages-pp", "layout.virtual_stages", 1, "layout.pp", "only pipelines have stages"),
+    Rule("layout-world-size", "The degrees multiply to at most the cluster's devices.", _check_world),
+    Rule("layout-micro-batch", "`micro_batch` is at most a rank's share of the batch.", _check_micro_batch),
+    Rule("train-lr-base-batch", "`lr_scaling` and `lr_base_batch` come together.", _check_lr_base),
+    Rule("train-warmup-long", "`train.warmup` is at most `train.steps`.", _check_warmup),
+    _not_built("layout.pp", (1,), "pipeline parallelism"),
+    _not_built("layout.dp_shard", (1,), "sharded data parallelism (ZeRO)"),
+    _not_built("layout.cp", (1,), "context parallelism"),
+    _not_built("layout.tp", (1,), "tensor parallelism"),
+    _not_built("layout.recompute", ("none",), "recomputation of activations"),
+    _not_built("layout.offload", ("none",), "offloading"),
+    _not_built("layout.accumulate", ("sharded",), "deferred accumulation under ZeRO"),
+    _not_built("layout.schedule", ("1f1b",), "another pipeline schedule"),
+    _not_built("layout.context", ("ring",), "another context method"),
+    _not_built("layout.prefetch", (1,), "another prefetch depth under ZeRO"),
+    _not_built("train.precision", ("fp32", "bf16"), "fp16 or fp8 training"),
+    _not_built("train.compile", (False,), "compiled blocks"),
+    _not_built("data.mask", ("causal",), "attention within documents only"),
+    _not_built("data.prompt_masking", (False,), "masked prompts"),
+    _not_built("model.hf", (None,), "a model from a Hugging Face folder"),
+    _not_built("consistency.mode", ("synchronous",), "relaxed consistency"),
+    _not_built("compression.kind", ("none", "bf16", "fp16"), "this compression"),
+)
+"""The table. Rows that can never run come first, then what is not built yet."""
+
+
+def with_layout(job: Job, layout: Layout) -> Job:
+    """The same job with another layout."""
+    return dataclasses.replace(job, layout=layout)

@@ -1,0 +1,261 @@
+"""From a TOML file and ``key.path=value`` overrides to a checked ``Job``.
+
+The order matters: overrides are laid over the file, presets under both, defaults fill the rest, and only
+then is anything validated. Every mistake found on the way is reported in one error.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+import tomllib
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from meshwright.core.errors import Problem, UserError
+from meshwright.spec.cluster import count_cores, find_gpus, machine_memory_bytes
+from meshwright.spec.job import Job
+from meshwright.spec.layout import DEGREES
+from meshwright.spec.legality import find_problems
+from meshwright.spec.presets import preset_names, read_preset
+from meshwright.spec.translate import translate_errors
+
+Tree = dict[str, Any]
+
+PLAN_KEY = "meshwright_plan"
+"""A file with this key is a plan; its job lies under ``job``."""
+
+PRESET_JOB: Tree = {
+    "data": {"path": "builtin:python-stdlib", "seq_len": 4096},
+    "train": {"steps": 1000, "global_batch": 512, "precision": "bf16"},
+}
+"""What a bare preset name means to ``plan``."""
+
+STAND_INS: Tree = {
+    "model": dict.fromkeys(
+        ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size"), 1024
+    ),
+    "data": {"path": "-", "seq_len": 1024},
+    "train": {"steps": 10**9, "global_batch": 10**9},
+}
+"""Values for required keys that are missing or wrong, so that the other rules can still be checked."""
+
+
+class SpecError(UserError):
+    """A job that cannot run; carries what could be read of it, so that the nearest legal one can be priced."""
+
+    def __init__(self, job: Job | None, *problems: Problem) -> None:
+        super().__init__(*problems)
+        self.job = job
+
+
+def load_job(source: str, overrides: Sequence[str] = (), on: str | None = None) -> Job:
+    """Read a job file, a plan, or a model preset's name.
+
+    Args:
+        source: Path of a TOML file, or the name of a model preset.
+        overrides: ``key.path=value`` texts, the last one wins.
+        on: A cluster such as ``8x8xh100-sxm`` (nodes x devices x preset) in place of the job's.
+
+    Raises:
+        UserError: With every problem that was found.
+    """
+    tree = read_tree(source)
+    problems = [p for text in overrides if (p := apply_override(tree, text))]
+    if on is not None and (problem := _apply_on(tree, on)):
+        problems.append(problem)
+    return build_job(tree, problems)
+
+
+def build_job(tree: Tree, problems: Sequence[Problem] = ()) -> Job:
+    """Fill presets and defaults, then check everything; earlier problems are reported along."""
+    found = list(problems)
+    tree = copy.deepcopy(tree)
+    found += _fill_presets(tree)
+    found += _settle_layout(tree)
+    job, wrong = _validate(tree)
+    found += wrong
+    if job is None:  # look further without the offending keys, to report everything at once
+        paths = {p.path for p in wrong}
+        stand_in, _ = _validate(_without(tree, paths))
+        legal = find_problems(stand_in) if stand_in else []
+        found += [p for p in legal if not any(path in str(p) for path in paths)]
+        raise SpecError(stand_in, *found)
+    found += find_problems(job)
+    if found:
+        raise SpecError(job, *found)
+    return job
+
+
+def read_tree(source: str) -> Tree:
+    """The raw tables of a job file, of the job inside a plan, or of a bare model preset."""
+    path = Path(source)
+    if not path.exists() and source in preset_names("models"):
+        return {"name": source, "model": {"preset": source}, **copy.deepcopy(PRESET_JOB)}
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        rule = "is neither a file nor a model preset"
+        fix = f"Give a job file, or one of {', '.join(preset_names('models'))}"
+        raise UserError(Problem("job-missing-file", rule, path=source, fix=fix)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(Problem("job-unreadable", f"cannot be read: {error}", path=source)) from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(Problem("job-bad-toml", f"is not TOML: {error}", path=source)) from None
+    if PLAN_KEY in tree:
+        return dict(tree["job"])
+    tree.setdefault("name", path.stem)
+    return tree
+
+
+def apply_override(tree: Tree, text: str) -> Problem | None:
+    """Lay one ``key.path=value`` over the tables; returns what is wrong with it, if anything."""
+    key, separator, value = text.partition("=")
+    if not separator or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key):
+        return Problem(
+            "job-bad-override", "is not of the form key.path=value", path=text, fix="Write, say, train.lr=3e-4"
+        )
+    table = tree
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            return Problem("job-bad-override", f"cannot be set: {parent} is not a table", path=key)
+    table[leaf] = _parse_value(value)
+    return None
+
+
+def _parse_value(text: str) -> Any:
+    """A TOML value where it is one, else the text itself, so that ``bf16`` needs no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _apply_on(tree: Tree, on: str) -> Problem | None:
+    match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([a-z][\w.-]*)", on)
+    if match is None or "0" in (match[1], match[2]):
+        fix = "Write nodes x devices x preset, such as 8x8xh100-sxm, or a preset alone"
+        return Problem("cluster-bad-on", "is not a cluster", path="--on", value=on, fix=fix)
+    nodes, devices, preset = match.groups()
+    if devices is None:
+        nodes, devices = None, nodes
+    tree["cluster"] = {"preset": preset}
+    if nodes is not None:
+        tree["cluster"]["nodes"] = int(nodes)
+    if devices is not None:
+        tree["cluster"]["devices_per_node"] = int(devices)
+    return None
+
+
+def _fill_presets(tree: Tree) -> list[Problem]:
+    """Lay the named presets under the model and the cluster."""
+    problems: list[Problem] = []
+    model = tree.get("model")
+    if isinstance(model, dict) and isinstance(model.get("preset"), str):
+        fields = read_preset("models", model["preset"])
+        if isinstance(fields, Problem):
+            problems.append(fields)
+        else:
+            tree["model"] = {**fields, **model}
+    cluster = tree.setdefault("cluster", {})
+    if not isinstance(cluster, dict):
+        return problems
+    if "file" in cluster:
+        base = _read_cluster_file(str(cluster["file"]))
+    else:
+        base = read_preset("clusters", str(cluster.setdefault("preset", "local")))
+        if cluster["preset"] == "local" and isinstance(base, dict):
+            base = {**base, **_this_machine(str(cluster.get("device", "auto")))}
+    if isinstance(base, Problem):
+        problems.append(base)
+        base = {k: v for k, v in _local_figures().items() if k not in cluster}
+    tree["cluster"] = {**base, **cluster}
+    return problems
+
+
+def _local_figures() -> Tree:
+    local = read_preset("clusters", "local")
+    assert isinstance(local, dict), "the local cluster's preset is part of the package"
+    return local
+
+
+def _read_cluster_file(name: str) -> Tree | Problem:
+    try:
+        return tomllib.loads(Path(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return Problem("cluster-file-unreadable", f"cannot be read: {error}", path="cluster.file", value=name)
+
+
+def _this_machine(device: str) -> Tree:
+    """Devices and memory of this machine, over the assumed rates of ``local``."""
+    gpus = find_gpus() if device != "cpu" else []
+    if gpus:
+        name, memory_bytes = gpus[0]
+        known = next((p for p in preset_names("clusters") if p.split("-")[0].upper() in name.upper()), None)
+        figures = read_preset("clusters", known) if known else {}
+        assert isinstance(figures, dict), "a listed preset can be read"
+        return {
+            **figures,
+            "device": "cuda",
+            "device_name": name,
+            "devices_per_node": len(gpus),
+            "memory_bytes": memory_bytes,
+        }
+    cores = count_cores()
+    return {"devices_per_node": cores, "memory_bytes": machine_memory_bytes() // cores}
+
+
+def _settle_layout(tree: Tree) -> list[Problem]:
+    """Naming any degree makes the layout given; dp_shard without zero means ZeRO-3."""
+    layout = tree.get("layout")
+    if not isinstance(layout, dict):
+        return []
+    named = [key for key in (*DEGREES, "zero") if key in layout]
+    if named and layout.get("mode") == "auto":
+        rule = f"leaves the degrees to the planner, but layout.{named[0]} is given"
+        fix = f"Leave out layout.mode, or {', '.join('layout.' + n for n in named)}"
+        return [Problem("layout-auto-with-degrees", rule, path="layout.mode", value="auto", fix=fix)]
+    if named:
+        layout["mode"] = "given"
+    if isinstance(layout.get("dp_shard"), int) and layout["dp_shard"] > 1:
+        layout.setdefault("zero", 3)
+    return []
+
+
+def _validate(tree: Tree) -> tuple[Job | None, list[Problem]]:
+    try:
+        return TypeAdapter(Job).validate_python(tree), []
+    except ValidationError as error:
+        return None, translate_errors(error)
+
+
+def _without(tree: Tree, paths: Collection[str]) -> Tree:
+    """The tables without the named keys, required ones replaced, so that the rest can still be checked."""
+    pruned = copy.deepcopy(tree)
+    for path in paths:
+        *parents, leaf = path.split(".")
+        table: Any = pruned
+        stand_in: Any = STAND_INS
+        for parent in parents:
+            table = table.get(parent, {}) if isinstance(table, dict) else {}
+            stand_in = stand_in.get(parent, {})
+        if isinstance(table, dict):
+            table.pop(leaf, None)
+            if leaf in stand_in:
+                table[leaf] = stand_in[leaf]
+    return pruned
+
+
+def job_tree(job: Job) -> Tree:
+    """A job as plain tables, without what is None: ready for TOML."""
+    return _drop_none(dataclasses.asdict(job))
+
+
+def _drop_none(tree: Tree) -> Tree:
+    return {k: _drop_none(v) if isinstance(v, dict) else v for k, v in tree.items() if v is not None}

@@ -1,0 +1,100 @@
+"""Pydantic's findings in our words: dotted path, rule, nearest fix, code. Also the JSON Schema."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from meshwright.core.errors import Problem
+from meshwright.spec.job import Job
+
+_RANGE = {
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("more than", "gt"),
+    "less_than_equal": ("at most", "le"),
+    "less_than": ("less than", "lt"),
+}
+_EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "a text"}
+
+
+def translate_errors(error: ValidationError) -> list[Problem]:
+    """One problem for each finding; findings about one union are folded into one."""
+    problems: dict[str, Problem] = {}
+    for finding in error.errors(include_url=False):
+        path = ".".join(str(part) for part in finding["loc"])
+        problems.setdefault(path, _translate(path, finding))
+    return list(problems.values())
+
+
+def _translate(path: str, finding: Any) -> Problem:
+    kind, value, context = finding["type"], finding["input"], finding.get("ctx", {})
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        return _unknown_key(path)
+    if kind in ("missing", "missing_argument"):
+        return _missing_key(path)
+    if kind == "literal_error":
+        choices = context["expected"]
+        near = difflib.get_close_matches(str(value), choices.replace("'", "").replace(" or ", ", ").split(", "), n=1)
+        fix = f"Did you mean {near[0]!r}?" if near else ""
+        return Problem("job-not-a-choice", f"is not one of {choices}", path=path, value=value, fix=fix)
+    if kind in _RANGE:
+        words, key = _RANGE[kind]
+        return Problem(
+            "job-out-of-range", f"is out of range: it must be {words} {context[key]}", path=path, value=value
+        )
+    if kind.startswith("dataclass"):
+        return Problem(
+            "job-wrong-type", "must be a table", path=path, value=value, fix=f"Write [{path}] and its keys below"
+        )
+    expected = _EXPECTED.get(kind.split("_")[0], finding["msg"])
+    fix = "Write it without quotes" if isinstance(value, str) and "number" in expected else ""
+    return Problem("job-wrong-type", f"must be {expected}", path=path, value=value, fix=fix)
+
+
+def _unknown_key(path: str) -> Problem:
+    *parents, leaf = path.split(".")
+    owner = section_type(parents)
+    keys = [f.name for f in dataclasses.fields(owner)] if owner else []
+    near = difflib.get_close_matches(leaf, keys, n=1, cutoff=0.5)
+    table = f"[{'.'.join(parents)}]" if parents else "a job"
+    fix = f"Did you mean {near[0]}?" if near else f"{table} has {', '.join(keys)}"
+    return Problem("job-unknown-key", "is not a key that is known", path=path, fix=fix)
+
+
+def _missing_key(path: str) -> Problem:
+    fix = f"Add it to [{path.rpartition('.')[0]}]" if "." in path else f"Add the table [{path}]"
+    if path.startswith("model."):
+        fix += ", or name a model.preset"
+    return Problem("job-missing-key", "is missing", path=path, fix=fix)
+
+
+def section_type(path: list[str]) -> Any:
+    """The dataclass at a dotted path of the job, or None."""
+    owner: Any = Job
+    for part in path:
+        hint = typing.get_type_hints(owner).get(part)
+        if isinstance(hint, types.UnionType):
+            hint = next((a for a in typing.get_args(hint) if dataclasses.is_dataclass(a)), None)
+        if hint is None or not dataclasses.is_dataclass(hint):
+            return None
+        owner = hint
+    return owner
+
+
+def job_schema() -> dict[str, Any]:
+    """JSON Schema of the job file.
+
+    What a preset fills in is not required of the file, so `required` is dropped from those two sections.
+    """
+    schema = TypeAdapter(Job).json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "Meshwright job"
+    schema["required"] = ["model", "data", "train"]
+    for section in ("Model", "Cluster"):
+        schema["$defs"][section].pop("required", None)
+    return schema

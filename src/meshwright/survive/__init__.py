@@ -1,0 +1,1 @@
+"""What outlives a failure: checkpoints today; membership and recovery later."""

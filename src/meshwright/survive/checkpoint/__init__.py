@@ -1,0 +1,1 @@
+"""Checkpoints: safetensors and a JSON manifest with checksums; no pickle."""

@@ -1,0 +1,127 @@
+"""What checkpoints there are and whether they are whole; reads and rotates without torch.
+
+A checkpoint is a folder ``step-00000100`` with ``model.safetensors``, ``optimizer.safetensors``, the
+tokenizer and ``manifest.json``, which is written last and holds size and SHA-256 of the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.core.errors import Problem, UserError
+
+CHECKPOINT_VERSION = 1
+MANIFEST = "manifest.json"
+BEST_FILE = "best"
+"""Names the checkpoint with the lowest evaluation loss; rotation spares it."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is a checkpoint of."""
+
+    step: int
+    """Optimizer steps done."""
+    position: int
+    """Samples consumed: where the data go on."""
+    world_size: int
+    model: dict[str, Any]
+    train: dict[str, Any]
+    seq_len: int
+    data_sha256: str
+    """Identity of the data that the position counts in."""
+    buckets: list[list[str]]
+    """DDP's bucket boundaries: with the same ones the curve goes on bit by bit."""
+    eval_loss: float | None = None
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    version: int = CHECKPOINT_VERSION
+
+
+def checkpoint_name(step: int) -> str:
+    """Folder of a step's checkpoint; names sort by step."""
+    return f"step-{step:08d}"
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """Finished checkpoints, oldest first."""
+    return sorted(p.parent for p in root.glob(f"step-*/{MANIFEST}"))
+
+
+def rotate(root: Path, keep_last: int) -> None:
+    """Remove all but the newest ``keep_last`` checkpoints and the best one."""
+    best = best_checkpoint(root)
+    for old in list_checkpoints(root)[:-keep_last]:
+        if old.name != best:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def best_checkpoint(root: Path) -> str | None:
+    """Name of the best checkpoint, if one was marked."""
+    try:
+        return (root / BEST_FILE).read_text(encoding="utf-8").strip() or None
+    except OSError:
+        return None
+
+
+def mark_best(root: Path, checkpoint: Path) -> None:
+    """Spare this checkpoint from rotation until a better one comes."""
+    draft = root / f".{BEST_FILE}.part"
+    draft.write_text(checkpoint.name + "\n", encoding="utf-8")
+    draft.replace(root / BEST_FILE)
+
+
+def read_manifest(checkpoint: Path, verify: bool = True) -> Manifest:
+    """Read and check a manifest: the version must be ours and every file there.
+
+    Args:
+        checkpoint: The folder.
+        verify: Also read every file and compare its checksum.
+    """
+    path = checkpoint / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        manifest = Manifest(**content)
+    except FileNotFoundError:
+        rule = "is not a checkpoint: it has no manifest.json"
+        raise UserError(Problem("checkpoint-missing", rule, path=str(checkpoint))) from None
+    except (OSError, ValueError, TypeError) as error:
+        raise _broken(checkpoint, f"has a manifest that cannot be read: {error}") from None
+    if manifest.version != CHECKPOINT_VERSION:
+        raise _broken(checkpoint, f"has version {manifest.version}; this is version {CHECKPOINT_VERSION}")
+    for name, facts in manifest.files.items():
+        path = checkpoint / name
+        if Path(name).name != name or not path.is_file() or path.stat().st_size != facts["bytes"]:
+            raise _broken(checkpoint, f"is not whole: {name} is missing or has another size")
+        if verify and file_sha256(path) != facts["sha256"]:
+            raise _broken(checkpoint, f"is damaged: {name} has another checksum than the manifest")
+    return manifest
+
+
+def find_newest(root: Path) -> tuple[Path, list[str]] | None:
+    """The newest checkpoint that verifies, and a sentence for each newer one that does not."""
+    refused: list[str] = []
+    for checkpoint in reversed(list_checkpoints(root)):
+        try:
+            read_manifest(checkpoint)
+        except UserError as error:
+            refused.append(str(error))
+        else:
+            return checkpoint, refused
+    if refused:
+        raise UserError(Problem("checkpoint-none-good", f"holds no whole checkpoint: {refused[0]}", path=str(root)))
+    return None
+
+
+def _broken(checkpoint: Path, rule: str) -> UserError:
+    return UserError(Problem("checkpoint-broken", rule, path=str(checkpoint), fix="Use an older checkpoint"))
+
+
+def file_sha256(path: Path) -> str:
+    """Checksum of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
