@@ -25,8 +25,12 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else there.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key.path=value, laid over the job file.", metavar="KEY=VALUE")]
-JobSource = Annotated[str, typer.Argument(help="Job file, plan file, or name of a model preset.", metavar="JOB")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="key.path=value, laid over the job file.", metavar="KEY=VALUE")
+]
+JobSource = Annotated[
+    str, typer.Argument(help="Job file, plan file, or name of a model preset.", metavar="JOB")
+]
 
 
 def main() -> None:
@@ -72,7 +76,9 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Plans, runs, survives and explains distributed training."""
 
@@ -81,7 +87,9 @@ def _root(
 def plan(
     job: JobSource,
     overrides: Overrides = None,
-    on: Annotated[str | None, typer.Option(help="Cluster: nodes x devices x preset, such as 8x8xh100-sxm.")] = None,
+    on: Annotated[
+        str | None, typer.Option(help="Cluster: nodes x devices x preset, such as 8x8xh100-sxm.")
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 50,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the best plan to this file.")] = None,
     as_json: Json = False,

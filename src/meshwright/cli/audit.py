@@ -56,15 +56,20 @@ def describe_audit(output: Output, plan: Plan, record: RunRecord, verdict: Audit
     output.say()
     if record.tokens_per_s:
         measured_s = record.tokens_per_step / record.tokens_per_s
+        rate = (
+            f"{format_rate(record.tokens_per_s, 'tokens')}, MFU {record.mfu or 0:.1%} of {record.peak_basis}"
+        )
         output.say(
             f"Step: predicted {format_seconds(plan.step_s)}, measured {format_seconds(measured_s)} "
-            f"({format_rate(record.tokens_per_s, 'tokens')}, MFU {record.mfu or 0:.1%} of {record.peak_basis}); shown, not judged"
+            f"({rate}); shown, not judged"
         )
     for note in record.notes:
         output.say(f"Note: {note}")
     if verdict.ok:
         total = sum(plan.ranks[0].state_bytes.values())
-        output.say(f"Audit: the plan held. {format_bytes(total)} of state a rank and every collective are equal.")
+        output.say(
+            f"Audit: the plan held. {format_bytes(total)} of state a rank and every collective are equal."
+        )
         return
     for difference in verdict.differences:
         output.say(f"Audit: {difference} [audit-differs]")

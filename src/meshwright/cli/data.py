@@ -38,7 +38,7 @@ def settle_data(output: Output, job: Job) -> Path:
                 f"is smaller than the tokenizer's vocabulary of {dataset.vocab_size}",
                 path="model.vocab_size",
                 value=job.model.vocab_size,
-                fix=f"Use {-(-dataset.vocab_size // 64) * 64} (a multiple of 64) or more, or a smaller tokenizer",
+                fix=f"Use {-(-dataset.vocab_size // 64) * 64} (a multiple of 64) or more, or fewer tokens",
             )
         )
     if dataset.dropped_tokens:
@@ -48,7 +48,9 @@ def settle_data(output: Output, job: Job) -> Path:
         )
     samples = job.train.steps * job.train.global_batch
     if samples > len(dataset):
-        output.say(f"data: {samples} samples are asked for, so all are read {samples / len(dataset):.1f} times")
+        output.say(
+            f"data: {samples} samples are asked for, so all are read {samples / len(dataset):.1f} times"
+        )
     return folder
 
 
@@ -59,7 +61,13 @@ def _refuse_preparing(data: Data) -> None:
         if value is not None:
             rule = f"has no effect: data.path={data.path} is already prepared"
             raise UserError(
-                Problem("data-already-prepared", rule, path=f"data.{key}", value=value, fix=f"Leave data.{key} out")
+                Problem(
+                    "data-already-prepared",
+                    rule,
+                    path=f"data.{key}",
+                    value=value,
+                    fix=f"Leave data.{key} out",
+                )
             )
 
 

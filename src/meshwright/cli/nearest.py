@@ -20,7 +20,7 @@ def price_of_nearest(error: MeshwrightError) -> list[str]:
     if any(problem.code.startswith("layout-") for problem in find_problems(job)):
         return []
     candidate = evaluate(job, layout)
-    cost = f"{format_seconds(candidate.time.total_s)} a step, {format_bytes(candidate.ledger.peak_bytes)} a device"
+    step, peak = format_seconds(candidate.time.total_s), format_bytes(candidate.ledger.peak_bytes)
     fits = "" if candidate.fits else ", which does not fit"
     named = f"{layout.named_degrees()} layout.micro_batch={candidate.layout.micro_batch}"
-    return [f"nearest layout that runs: {named} (predicted {cost}{fits})"]
+    return [f"nearest layout that runs: {named} (predicted {step} a step, {peak} a device{fits})"]

@@ -17,14 +17,16 @@ from rich.text import Text
 
 from meshwright.core.errors import MeshwrightError
 
+PIPE_WIDTH = 140
+
 
 class Output:
     """Prints for people or for programs."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
-        self.errors = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
-        self._people = self.errors if as_json else Console(markup=False, highlight=False, soft_wrap=True)
+        self.errors = _console(stderr=True)
+        self._people = self.errors if as_json else _console(stderr=False)
 
     def say(self, text: str = "") -> None:
         """A line for people."""
@@ -38,7 +40,9 @@ class Output:
         """A table for people; columns after the first are aligned right where they hold numbers."""
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
         for index, column in enumerate(columns):
-            numeric = bool(rows) and all(r[index][:1].isdigit() or r[index][:1] in "-+" for r in rows if r[index])
+            numeric = bool(rows) and all(
+                r[index][:1].isdigit() or r[index][:1] in "-+" for r in rows if r[index]
+            )
             table.add_column(Text(column), justify="right" if numeric else "left", overflow="fold")
         for row in rows:
             table.add_row(*[Text(cell) for cell in row])
@@ -57,3 +61,11 @@ class Output:
         for line in also:
             self.errors.print(line)
         self.result({"status": "error", "errors": [p.as_dict() for p in error.problems], "notes": list(also)})
+
+
+def _console(stderr: bool) -> Console:
+    """A console that leaves brackets alone; in a pipe it is wide, so that tables do not fold."""
+    console = Console(stderr=stderr, markup=False, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    return console

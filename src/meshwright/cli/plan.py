@@ -12,7 +12,9 @@ from meshwright.plan.contract import Plan, build_plan, plan_of, write_plan
 from meshwright.spec.load import load_job
 
 
-def show_plan(output: Output, source: str, overrides: list[str], on: str | None, top: int, out: Path | None) -> int:
+def show_plan(
+    output: Output, source: str, overrides: list[str], on: str | None, top: int, out: Path | None
+) -> int:
     """Rank the layouts and show the best one whole."""
     job = load_job(source, overrides, on)
     plan, search = build_plan(job)
@@ -42,13 +44,16 @@ def show_plan(output: Output, source: str, overrides: list[str], on: str | None,
 def describe_plan(output: Output, plan: Plan) -> None:
     """The choice, its reasons, its ledger and its collectives."""
     job = plan.job
-    where = f"{plan.world_size} of {job.cluster.world_size} devices ({job.cluster.device_name}, {job.cluster.preset})"
+    cluster = f"{job.cluster.device_name}, {job.cluster.preset or job.cluster.file}"
+    where = f"{plan.world_size} of {job.cluster.world_size} devices ({cluster})"
     output.say(f"{job.name}: {format_count(plan.parameters)} parameters on {where}")
     for reason in plan.reasons:
         output.say(f"  {reason}")
     low, high = format_seconds(plan.step_s / UNCERTAINTY), format_seconds(plan.step_s * UNCERTAINTY)
     rate = format_rate(plan.tokens_per_step / plan.step_s, "tokens")
-    output.say(f"  predicted step {format_seconds(plan.step_s)} ({low} to {high}), {rate}, MFU {plan.mfu:.0%}")
+    output.say(
+        f"  predicted step {format_seconds(plan.step_s)} ({low} to {high}), {rate}, MFU {plan.mfu:.0%}"
+    )
     _, peak = peak_rate(job.cluster, job.train.precision)
     output.say(f"  MFU counts against {peak}; rates: {job.cluster.basis}")
     rank = plan.ranks[0]
@@ -58,10 +63,13 @@ def describe_plan(output: Output, plan: Plan) -> None:
     output.table("Memory of every rank", ("", "bytes", "formula"), rows)
     if plan.collectives:
         moved = [
-            (t.axis, t.op, t.phase, str(t.ranks), str(t.calls), format_bytes(t.bytes)) for t in plan.collectives
+            (t.axis, t.op, t.phase, str(t.ranks), str(t.calls), format_bytes(t.bytes))
+            for t in plan.collectives
         ]
         output.say()
-        output.table("Collectives of every rank, each time", ("axis", "op", "phase", "ranks", "calls", "bytes"), moved)
+        output.table(
+            "Collectives of every rank, each time", ("axis", "op", "phase", "ranks", "calls", "bytes"), moved
+        )
 
 
 def _row(candidate: Candidate) -> tuple[str, ...]:
@@ -72,5 +80,3 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
         format_bytes(candidate.ledger.peak_bytes),
         "yes" if candidate.fits else "no",
     )
-
-

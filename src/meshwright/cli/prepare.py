@@ -38,7 +38,7 @@ def summarise(report: PrepareReport) -> str:
     """What was done, in one line."""
     return (
         f"prepared {report.documents_out} documents ({report.train_documents} to train on, "
-        f"{report.eval_documents} held out; {report.duplicates} duplicates and {report.quarantined} unreadable "
+        f"{report.eval_documents} held out; {report.duplicates} duplicates, {report.quarantined} unreadable "
         f"left out) as {format_count(report.tokens)} tokens in {report.out}, "
         f"{format_rate(report.bytes_per_s, 'B')}"
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from meshwright.core.events import Event
 from meshwright.core.units import format_bytes, format_count, format_seconds
@@ -25,7 +25,7 @@ class ProgressView:
         self._first = 0
         self._started = time.monotonic()
         self._bar: Progress | None = None
-        self._task = None
+        self._task: TaskID | None = None
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -48,14 +48,17 @@ class ProgressView:
         elif name == "ready" and rank == 0:
             self._first, self._started = event["step"], time.monotonic()
         elif name == "eval" and rank == 0:
-            self._line(f"step {event['step']}: evaluation loss {event['loss']:.4f} on {event['samples']} samples")
+            self._line(
+                f"step {event['step']}: evaluation loss {event['loss']:.4f} on {event['samples']} samples"
+            )
         elif name == "checkpoint":
-            size = format_bytes(event["bytes"])
-            self._line(f"step {event['step']}: checkpoint {event['path']} ({size}, {format_seconds(event['seconds'])})")
+            cost = f"{format_bytes(event['bytes'])}, {format_seconds(event['seconds'])}"
+            self._line(f"step {event['step']}: checkpoint {event['path']} ({cost})")
         elif name == "checkpoint_failed":
             self._line(f"warning: step {event['step']}: no checkpoint: {event['reason']}; training goes on")
         elif name == "events_lost" and "reason" in event:
-            self._line(f"warning: rank {rank} cannot write its events ({event['reason']}); lines are lost, training goes on")
+            what = f"rank {rank} cannot write its events ({event['reason']})"
+            self._line(f"warning: {what}; lines are lost, training goes on")
         elif name == "resumed" and rank == 0:
             self._line(f"resumed from {event['checkpoint']} at step {event['step']}")
 
@@ -64,8 +67,9 @@ class ProgressView:
         busy = event.get("utilisation")
         done, passed = step - self._first, time.monotonic() - self._started
         left = format_seconds(passed / done * (self._steps - step)) if done else "?"
+        rate = format_count(event["tokens_per_s"])
         text = (
-            f"step {step}/{self._steps}  loss {event['loss']:.4f}  {format_count(event['tokens_per_s'])} tokens/s  "
+            f"step {step}/{self._steps}  loss {event['loss']:.4f}  {rate} tokens/s  "
             f"MFU {event['mfu']:.1%}  device {'?' if busy is None else f'{busy:.0%}'}  left {left}"
         )
         if self._bar is not None and self._task is not None:

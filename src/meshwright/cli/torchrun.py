@@ -65,7 +65,9 @@ def _plan_for_all(
         prepared = prepare_run(output, source, _with_degree(source, overrides, world_size), resume)
         if prepared.plan.world_size != world_size:
             rule = f"needs {prepared.plan.world_size} ranks, the launcher started {world_size}"
-            raise UserError(Problem("launch-world-size", rule, path="layout", fix="Start as many as the layout has"))
+            raise UserError(
+                Problem("launch-world-size", rule, path="layout", fix="Start as many as the layout has")
+            )
     except MeshwrightError:
         tell("meshwright/run_dir", REFUSED)
         raise

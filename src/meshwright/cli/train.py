@@ -25,7 +25,7 @@ from meshwright.launch.local import LocalLaunch
 from meshwright.plan.contract import PLAN_FILE, Plan, build_plan, is_plan, layout_keys, read_plan, write_plan
 from meshwright.spec.job import Job
 from meshwright.spec.load import load_job
-from meshwright.survive.checkpoint.manifest import find_newest, list_checkpoints, read_manifest
+from meshwright.survive.checkpoint.manifest import check_same_model, find_newest, list_checkpoints, read_manifest
 
 ENTRY = "meshwright.run.worker:run_rank"
 PRELOAD = ("torch", "torch.distributed", "meshwright.cli", "meshwright.run.worker")
@@ -169,11 +169,15 @@ def _write_run(output: Output, plan: Plan, data_dir: Path, resume: bool) -> Prep
         assignment.write()
         (run_dir / EVENTS_FILE).touch()
         checkpoints.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, UserError) as error:
         if fresh:
             shutil.rmtree(run_dir, ignore_errors=True)
+        if isinstance(error, UserError):
+            raise
         rule = f"cannot be written: {error.strerror or error}"
-        raise UserError(Problem("run-not-writable", rule, path=str(run_dir), fix="Set run_dir elsewhere")) from None
+        raise UserError(
+            Problem("run-not-writable", rule, path=str(run_dir), fix="Set run_dir elsewhere")
+        ) from None
     return Prepared(plan, assignment, fresh)
 
 
@@ -183,10 +187,16 @@ def _run_dir(job: Job, resume: bool) -> Path:
         given = Path(job.run_dir)
         if not resume and (given / EVENTS_FILE).exists():
             fix = "Add --resume to go on with it, or name another folder"
-            raise UserError(Problem("run-exists", "holds a run already", path="run_dir", value=job.run_dir, fix=fix))
+            raise UserError(
+                Problem("run-exists", "holds a run already", path="run_dir", value=job.run_dir, fix=fix)
+            )
         return given
     runs = Path("runs")
-    numbered = [(int(p.name.rpartition("-")[2]), p) for p in runs.glob(f"{job.name}-[0-9]*") if p.name[len(job.name) + 1 :].isdigit()]
+    numbered = [
+        (int(p.name.rpartition("-")[2]), p)
+        for p in runs.glob(f"{job.name}-[0-9]*")
+        if p.name[len(job.name) + 1 :].isdigit()
+    ]
     if resume and job.checkpoint.dir is None:
         with_checkpoints = [p for _, p in sorted(numbered) if list_checkpoints(p / "checkpoints")]
         if not with_checkpoints:
@@ -204,10 +214,13 @@ def _find_resume(output: Output, job: Job, checkpoints: Path) -> Path:
     checkpoint, refused = found
     for sentence in refused:
         output.warn(f"passed over: {sentence}")
-    step = read_manifest(checkpoint, verify=False).step
-    if step >= job.train.steps:
-        rule = f"is at step {step} already, and train.steps={job.train.steps}"
-        raise UserError(Problem("resume-complete", rule, path=str(checkpoint), fix="Raise train.steps to go on"))
+    manifest = read_manifest(checkpoint, verify=False)
+    check_same_model(manifest, job.model, checkpoint)
+    if manifest.step >= job.train.steps:
+        rule = f"is at step {manifest.step} already, and train.steps={job.train.steps}"
+        raise UserError(
+            Problem("resume-complete", rule, path=str(checkpoint), fix="Raise train.steps to go on")
+        )
     return checkpoint
 
 

@@ -37,7 +37,9 @@ class Problem:
         """One line, ending in the code."""
         what = self.path
         if self.path and self.value is not None:
-            what = f"{self.path}={self.value!r}" if isinstance(self.value, str) else f"{self.path}={self.value}"
+            what = (
+                f"{self.path}={self.value!r}" if isinstance(self.value, str) else f"{self.path}={self.value}"
+            )
         sentence = f"{what} {self.rule}".strip().rstrip(".")
         fix = self.fix.rstrip(".")
         fix += "" if not fix or fix.endswith("?") else "."

@@ -89,7 +89,8 @@ class EventWriter:
             }
             if self._listener is not None:
                 self._listener(lost)
-            warn(f"rank {self.rank}: cannot write {self._path} ({self._error}); log lines are lost, training goes on")
+            what = f"rank {self.rank}: cannot write {self._path} ({self._error})"
+            warn(f"{what}; log lines are lost, training goes on")
 
 
 @dataclass
@@ -102,9 +103,7 @@ class EventLog:
 
     def of(self, name: str, generation: int | None = None) -> list[Event]:
         """All events of one name, in file order."""
-        return [
-            e for e in self.events if e["event"] == name and generation in (None, e.get("generation"))
-        ]
+        return [e for e in self.events if e["event"] == name and generation in (None, e.get("generation"))]
 
     @property
     def last_generation(self) -> int:

@@ -134,9 +134,8 @@ def _state_difference(row: StateRow) -> str:
     if row.measured is None:
         return f"rank {row.rank}: {row.kind} was not measured; predicted {format_bytes(row.predicted)}"
     share = (row.measured - row.predicted) / row.predicted if row.predicted else float("inf")
-    return (
-        f"rank {row.rank}: {row.kind} is {row.measured} bytes, predicted {row.predicted} ({share:+.1%}"
-        + (f", {row.tolerance:.0%} allowed)" if row.tolerance else ", equal is required)")
+    return f"rank {row.rank}: {row.kind} is {row.measured} bytes, predicted {row.predicted} ({share:+.1%}" + (
+        f", {row.tolerance:.0%} allowed)" if row.tolerance else ", equal is required)"
     )
 
 

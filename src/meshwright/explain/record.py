@@ -103,7 +103,9 @@ def read_record(run_dir: Path, generation: int | None = None) -> RunRecord:
         log = read_events(path)
     except FileNotFoundError:
         rule = "is not the folder of a run: it has no events.jsonl"
-        raise UserError(Problem("run-missing", rule, path=str(run_dir), fix="Give the run_dir of a train")) from None
+        raise UserError(
+            Problem("run-missing", rule, path=str(run_dir), fix="Give the run_dir of a train")
+        ) from None
     except OSError as error:
         raise UserError(Problem("run-unreadable", f"cannot be read: {error}", path=str(path))) from None
     wanted = log.last_generation if generation is None else generation
@@ -121,4 +123,6 @@ def feed_checked(record: RunRecord, event: dict[str, Any]) -> None:
     try:
         record.feed(event)
     except (KeyError, TypeError, AttributeError) as error:
-        record.notes.append(f"an event {event.get('event')!r} lacks what is expected ({error}) and was skipped")
+        record.notes.append(
+            f"an event {event.get('event')!r} lacks what is expected ({error}) and was skipped"
+        )

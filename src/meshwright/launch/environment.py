@@ -31,7 +31,9 @@ def prepare_environment(
             f"ONEDNN_MAX_CPU_ISA={SAFE_ISA} set for the ranks"
         )
     environ.setdefault("OMP_NUM_THREADS", str(threads))
-    environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # a restarted torchrun must not read old keys
+    environ.setdefault(
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"
+    )  # a restarted torchrun must not read old keys
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if deterministic:
         environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -93,7 +93,7 @@ class LocalLaunch:
             GENERATION_VARIABLE: str(self.generation),
         }
         if store is not None:
-            environment[STORE_VARIABLE] = "127.0.0.1:{}".format(store.getsockname()[1])
+            environment[STORE_VARIABLE] = f"127.0.0.1:{store.getsockname()[1]}"
             environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", loopback_interface())
         log = self.run_dir / LOGS / f"rank-{rank}.log"
         arguments = (self.entry, str(self.run_dir), environment, str(log), sender)
@@ -104,7 +104,6 @@ class LocalLaunch:
 
     def _watch(self, ranks: list[_Rank]) -> _Rank | None:
         """Pass events on until all ranks have ended; after a failure, for at most the grace period."""
-        failed: _Rank | None = None
         deadline = float("inf")
         while any(r.alive or r.events for r in ranks) and time.monotonic() < deadline:
             waiting: list[Any] = [r.events for r in ranks if r.events]
@@ -118,8 +117,7 @@ class LocalLaunch:
         dead = [r for r in ranks if not r.alive and r.process.exitcode != EXIT_OK]
         # Victims of another rank's death say so; a rank that died without a word outranks one that reported.
         dead.sort(key=lambda r: (r.process.exitcode == EXIT_PEER_LOST, r.process.exitcode > 0))
-        failed = dead[0] if dead else None
-        return failed
+        return dead[0] if dead else None
 
     def _drain(self, rank: _Rank) -> None:
         while rank.events is not None and rank.events.poll():

@@ -59,7 +59,9 @@ def search_layouts(job: Job) -> Search:
         degrees = [job.layout.dp_replicate]
     else:
         degrees = list(range(1, min(job.cluster.world_size, job.train.global_batch) + 1))
-    candidates = [evaluate(job, dataclasses.replace(job.layout, mode="given", dp_replicate=n)) for n in degrees]
+    candidates = [
+        evaluate(job, dataclasses.replace(job.layout, mode="given", dp_replicate=n)) for n in degrees
+    ]
     candidates.sort(key=lambda c: (not c.fits, c.time.total_s))
     return Search(tuple(candidates), len(candidates), time.perf_counter() - started)
 
@@ -108,7 +110,9 @@ def explain_choice(job: Job, search: Search) -> list[str]:
     padding = best.layout.dp_replicate * best.micro_batches * (best.layout.micro_batch or 1)
     if padding > job.train.global_batch:
         empty = padding - job.train.global_batch
-        reasons.append(f"{empty} of {padding} samples a step are zero-weight padding, so that all ranks run alike")
+        reasons.append(
+            f"{empty} of {padding} samples a step are zero-weight padding, so that all ranks run alike"
+        )
     return reasons
 
 

@@ -91,4 +91,6 @@ def estimate_step(job: Job, share: int, micro_batches: int, traffic: Sequence[Tr
             communication_s += ring_s
     last_backward_s = compute_s * 2 / 3 / micro_batches
     hidden_s = min(communication_s * OVERLAP[cluster.device], last_backward_s)
-    return StepTime(compute_s, optimizer_s, communication_s + control_s, communication_s - hidden_s + control_s)
+    return StepTime(
+        compute_s, optimizer_s, communication_s + control_s, communication_s - hidden_s + control_s
+    )

@@ -78,7 +78,9 @@ class Plan:
             "step_s_high": self.step_s * UNCERTAINTY,
             "tokens_per_s_per_device": self.tokens_per_step / self.step_s / self.world_size,
             "mfu": self.mfu,
-            "memory_bytes": {"every rank": {"peak": rank.peak_bytes, "peak_at": rank.peak_at, "lines": lines}},
+            "memory_bytes": {
+                "every rank": {"peak": rank.peak_bytes, "peak_at": rank.peak_at, "lines": lines}
+            },
             "breakdown_s": self.breakdown_s,
             "collectives": [dataclasses.asdict(row) for row in self.collectives],
             "reasons": list(self.reasons),
@@ -98,7 +100,9 @@ def plan_of(job: Job, candidate: Candidate, reasons: list[str]) -> Plan:
     parameters = list_parameters(job.model)
     ledger = candidate.ledger
     ranks = tuple(
-        RankPrediction(rank, ledger.state_bytes, ledger.peak_bytes, ledger.peak_at, ledger.first_peak_bytes, ledger.lines)
+        RankPrediction(
+            rank, ledger.state_bytes, ledger.peak_bytes, ledger.peak_at, ledger.first_peak_bytes, ledger.lines
+        )
         for rank in range(candidate.layout.world_size)
     )
     replicated = candidate.layout.dp_replicate > 1
@@ -179,7 +183,9 @@ def read_plan(path: Path) -> Plan:
     try:
         return _plan_from(tree, job)
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(Problem("plan-unreadable", f"is not a whole plan: {error!r}", path=str(path))) from None
+        raise UserError(
+            Problem("plan-unreadable", f"is not a whole plan: {error!r}", path=str(path))
+        ) from None
 
 
 def _plan_from(tree: dict[str, Any], job: Job) -> Plan:

@@ -73,7 +73,11 @@ def predict_ledger(job: Job, micro_batch: int, micro_batches: int) -> Ledger:
     top = max(points, key=lambda p: p.activations + p.temporary + p.gradients)
     lines = (
         Line("parameters", state["parameters"], f"{count} x 4 (float32)"),
-        Line("optimizer", state["optimizer"], f"{count} x 8 (two moments) + {len(parameters)} x 4 (step counts)"),
+        Line(
+            "optimizer",
+            state["optimizer"],
+            f"{count} x 8 (two moments) + {len(parameters)} x 4 (step counts)",
+        ),
         Line("gradients at the peak", top.gradients, f"of {count} x 4 (float32)"),
         Line("activations", top.activations, shape.formula),
         Line("temporary", top.temporary, f"largest at: {top.name}"),
@@ -137,8 +141,11 @@ def _points(job: Job, parameters: Sequence[Parameter], shape: _Shape, kept: bool
         _Point("loss, backward", stack + shape.log_softmax, 2 * shape.log_softmax, early),
         _Point("head, backward", stack, shape.log_softmax + head_weight + hidden, early),
     ]
-    temporary = shape.tokens * (3 * model.ffn_size + 2 * model.hidden_size) * shape.element_bytes
-    temporary += model.ffn_size * model.hidden_size * FLOAT32_BYTES + _wire_bytes(job, parameters)
+    # The feed-forward's backward is the widest of a block: the gradient of its product with that of either
+    # the down matrix or the product's other factor, beside the residual's gradient.
+    inner = shape.tokens * model.ffn_size * shape.element_bytes
+    down_weight = model.ffn_size * model.hidden_size * FLOAT32_BYTES
+    temporary = hidden + inner + max(inner, down_weight) + _wire_bytes(job, parameters)
     block_gradients = sum(p.count for p in parameters if p.name.startswith("blocks.0.")) * FLOAT32_BYTES
     done = model.hidden_size * FLOAT32_BYTES + head_weight  # a tied head's gradient waits for the embedding's
     for layer in reversed(range(model.num_layers)):

@@ -28,7 +28,9 @@ def train(session: Session) -> None:
     first_step = session.first_step = session.step
     audited_step = min(first_step + 1, job.train.steps - 1)  # the second one, if there is one: nothing is new
     peak_flops, peak_basis = find_peak(job, session.ranks.device)
-    events.write("ready", step=first_step, steps=job.train.steps, peak_flops_per_s=peak_flops, peak_basis=peak_basis)
+    events.write(
+        "ready", step=first_step, steps=job.train.steps, peak_flops_per_s=peak_flops, peak_basis=peak_basis
+    )
     utilisation = Utilisation(session.ranks.device)
     saver = Saver(session)
     eval_loss: float | None = None
@@ -43,7 +45,9 @@ def train(session: Session) -> None:
         with audited(session) if session.step == audited_step else nullcontext():
             loss_sum, targets = forward_backward(session, samples, divisor)
         grad_norm = update(session)
-        loss_sum, counted, stops = session.ranks.add_up([loss_sum, float(targets), float(session.stop_wanted)])
+        loss_sum, counted, stops = session.ranks.add_up(
+            [loss_sum, float(targets), float(session.stop_wanted)]
+        )
         assert counted == divisor, f"{counted:.0f} targets were trained on, {divisor} were expected"
         session.step += 1
         session.position += job.train.global_batch
@@ -74,7 +78,7 @@ def train(session: Session) -> None:
     events.write("finished", status="interrupted" if stopping else "complete", step=session.step, steps=steps)
 
 
-def forward_backward(session: Session, samples: np.ndarray, divisor: int) -> tuple[float, int]:  # type: ignore[type-arg]
+def forward_backward(session: Session, samples: np.ndarray, divisor: int) -> tuple[float, int]:
     """Gradients of one step; returns this rank's summed loss and its number of targets."""
     device = session.ranks.device
     micro_batches = session.plan.micro_batches
@@ -142,7 +146,13 @@ def audited(session: Session) -> Iterator[None]:
         peak = tracker.peak_bytes + (state["gradients"] if unseen else 0)
     else:
         peak = torch.cuda.max_memory_allocated(device)
-    session.events.write("state", step=session.step, state_bytes=state, peak_bytes=peak, first_step=session.step == session.first_step)
+    session.events.write(
+        "state",
+        step=session.step,
+        state_bytes=state,
+        peak_bytes=peak,
+        first_step=session.step == session.first_step,
+    )
 
 
 def precision(session: Session) -> torch.autocast:

@@ -23,7 +23,7 @@ def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
     for tensor in tensors:
         if tensor is None:
             continue
-        key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+        key = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()))
         if key not in seen:
             seen.add(key)
             total += tensor.numel() * tensor.element_size()

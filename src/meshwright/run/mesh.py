@@ -15,6 +15,7 @@ from meshwright.launch.environment import GENERATION_VARIABLE, STORE_VARIABLE
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.spec.job import Job
 
+
 @dataclass(frozen=True)
 class Ranks:
     """This rank's place, and the groups it speaks in."""
@@ -39,7 +40,7 @@ class Ranks:
             return values
         summed = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(summed, group=self.control)
-        return summed.tolist()  # type: ignore[no-any-return]
+        return summed.tolist()
 
 
 def join_ranks(job: Job, counter: CollectiveCounter, store: dist.Store | None = None) -> Ranks:
@@ -58,7 +59,9 @@ def join_ranks(job: Job, counter: CollectiveCounter, store: dist.Store | None = 
     backend = "nccl" if device.type == "cuda" else "gloo"
     store = store or _supervisor_store(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    assert dist.get_world_size() == world_size, f"{dist.get_world_size()} ranks came, {world_size} were planned"
+    assert dist.get_world_size() == world_size, (
+        f"{dist.get_world_size()} ranks came, {world_size} were planned"
+    )
     mesh = init_device_mesh(device.type, (job.layout.dp_replicate,), mesh_dim_names=("dp_replicate",))
     control = dist.new_group(timeout=timeout)
     counter.name_axis(mesh.get_group("dp_replicate"), "dp_replicate")

@@ -22,7 +22,12 @@ from meshwright.run.loop import train
 from meshwright.run.mesh import join_ranks, leave_ranks
 from meshwright.run.session import build_session
 
-PEER_LOST_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+PEER_LOST_SIGNS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection refused",
+)
 """What gloo says when another rank went away: this rank is a victim, not the cause."""
 
 

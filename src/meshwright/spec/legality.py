@@ -103,7 +103,9 @@ def _not_built(path: str, built: tuple[Any, ...], what: str) -> Rule:
         if value in built:
             return None
         runs = " or ".join("leave it out" if b is None else f"{path}={_toml(b)}" for b in built)
-        return Problem(code, f"asks for {what}, which is not built yet", path=path, value=value, fix=f"Use {runs}")
+        return Problem(
+            code, f"asks for {what}, which is not built yet", path=path, value=value, fix=f"Use {runs}"
+        )
 
     return Rule(code, f"{what[0].upper()}{what[1:]} (`{path}`).", check, built=False)
 
@@ -134,7 +136,9 @@ def _check_cp_seq(job: Job) -> Problem | None:
     pieces = 2 * job.layout.cp
     if job.layout.cp == 1 or job.data.seq_len % pieces == 0:
         return None
-    rule = f"needs data.seq_len={job.data.seq_len} to split into {pieces} equal pieces (two a rank, for balance)"
+    rule = (
+        f"needs data.seq_len={job.data.seq_len} to split into {pieces} equal pieces (two a rank, for balance)"
+    )
     fix = f"Use a data.seq_len that is a multiple of {pieces}"
     return Problem("layout-cp-seq-len", rule, path="layout.cp", value=job.layout.cp, fix=fix)
 
@@ -144,7 +148,9 @@ def _check_ep(job: Job) -> Problem | None:
         value = getattr(job.layout, name)
         if value > 1:
             rule = "splits experts, but the model is dense: it has none"
-            return Problem("layout-ep-dense", rule, path=f"layout.{name}", value=value, fix=f"Leave layout.{name} out")
+            return Problem(
+                "layout-ep-dense", rule, path=f"layout.{name}", value=value, fix=f"Leave layout.{name} out"
+            )
     return None
 
 
@@ -163,7 +169,9 @@ def _check_micro_batch(job: Job) -> Problem | None:
     if micro is None or micro <= share:
         return None
     rule = f"is more than a rank's share of train.global_batch={batch}, which is {share}"
-    return Problem("layout-micro-batch", rule, path="layout.micro_batch", value=micro, fix=f"Use {share} or less")
+    return Problem(
+        "layout-micro-batch", rule, path="layout.micro_batch", value=micro, fix=f"Use {share} or less"
+    )
 
 
 def _check_heads(job: Job) -> Problem | None:
@@ -175,7 +183,9 @@ def _check_heads(job: Job) -> Problem | None:
         return Problem("model-heads-width", rule, path="model.num_heads", value=model.num_heads, fix=fix)
     if model.head_size % 2:
         rule = "is odd; rotary embedding turns pairs"
-        return Problem("model-head-dim-odd", rule, path="model.head_dim", value=model.head_size, fix="Use an even one")
+        return Problem(
+            "model-head-dim-odd", rule, path="model.head_dim", value=model.head_size, fix="Use an even one"
+        )
     return None
 
 
@@ -196,16 +206,12 @@ def _check_lr_base(job: Job) -> Problem | None:
     )
 
 
-def _check_warmup(job: Job) -> Problem | None:
-    train = job.train
-    if train.warmup <= train.steps:
-        return None
-    rule = f"is longer than the run of train.steps={train.steps}"
-    return Problem("train-warmup-long", rule, path="train.warmup", value=train.warmup, fix=f"Use at most {train.steps}")
-
-
 RULES: tuple[Rule, ...] = (
-    Rule("model-heads-width", "`model.num_heads` divides `model.hidden_size`, unless `head_dim` is set.", _check_heads),
+    Rule(
+        "model-heads-width",
+        "`model.num_heads` divides `model.hidden_size`, unless `head_dim` is set.",
+        _check_heads,
+    ),
     Rule("model-head-dim-odd", "`model.head_dim` is even: rotary embedding turns pairs.", _check_heads),
     _divides("model-kv-heads", "model.num_kv_heads", "model.num_heads", "query heads share key heads evenly"),
     _divides("layout-tp-heads", "layout.tp", "model.num_heads", "heads split evenly over tp"),
@@ -216,12 +222,13 @@ RULES: tuple[Rule, ...] = (
     _needs("layout-zero-unsharded", "layout.zero", 0, "layout.dp_shard", "there is nothing to shard over"),
     Rule("layout-cp-seq-len", "`data.seq_len` splits into 2 x `cp` equal pieces.", _check_cp_seq),
     Rule("layout-ep-dense", "`ep` and `etp` split experts; a dense model has none.", _check_ep),
-    _needs("layout-sequence-parallel-tp", "layout.sequence_parallel", False, "layout.tp", "it shards within tp"),
+    _needs(
+        "layout-sequence-parallel-tp", "layout.sequence_parallel", False, "layout.tp", "it shards within tp"
+    ),
     _needs("layout-virtual-stages-pp", "layout.virtual_stages", 1, "layout.pp", "only pipelines have stages"),
     Rule("layout-world-size", "The degrees multiply to at most the cluster's devices.", _check_world),
     Rule("layout-micro-batch", "`micro_batch` is at most a rank's share of the batch.", _check_micro_batch),
     Rule("train-lr-base-batch", "`lr_scaling` and `lr_base_batch` come together.", _check_lr_base),
-    Rule("train-warmup-long", "`train.warmup` is at most `train.steps`.", _check_warmup),
     _not_built("layout.pp", (1,), "pipeline parallelism"),
     _not_built("layout.dp_shard", (1,), "sharded data parallelism (ZeRO)"),
     _not_built("layout.cp", (1,), "context parallelism"),

@@ -46,7 +46,7 @@ STAND_INS: Tree = {
 
 
 class SpecError(UserError):
-    """A job that cannot run; carries what could be read of it, so that the nearest legal one can be priced."""
+    """A job that cannot run; carries what could be read of it, to price the nearest legal one."""
 
     def __init__(self, job: Job | None, *problems: Problem) -> None:
         super().__init__(*problems)
@@ -117,7 +117,10 @@ def apply_override(tree: Tree, text: str) -> Problem | None:
     key, separator, value = text.partition("=")
     if not separator or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key):
         return Problem(
-            "job-bad-override", "is not of the form key.path=value", path=text, fix="Write, say, train.lr=3e-4"
+            "job-bad-override",
+            "is not of the form key.path=value",
+            path=text,
+            fix="Write, say, train.lr=3e-4",
         )
     table = tree
     *parents, leaf = key.split(".")

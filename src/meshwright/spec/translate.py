@@ -39,7 +39,9 @@ def _translate(path: str, finding: Any) -> Problem:
         return _missing_key(path)
     if kind == "literal_error":
         choices = context["expected"]
-        near = difflib.get_close_matches(str(value), choices.replace("'", "").replace(" or ", ", ").split(", "), n=1)
+        near = difflib.get_close_matches(
+            str(value), choices.replace("'", "").replace(" or ", ", ").split(", "), n=1
+        )
         fix = f"Did you mean {near[0]!r}?" if near else ""
         return Problem("job-not-a-choice", f"is not one of {choices}", path=path, value=value, fix=fix)
     if kind in _RANGE:
@@ -49,7 +51,11 @@ def _translate(path: str, finding: Any) -> Problem:
         )
     if kind.startswith("dataclass"):
         return Problem(
-            "job-wrong-type", "must be a table", path=path, value=value, fix=f"Write [{path}] and its keys below"
+            "job-wrong-type",
+            "must be a table",
+            path=path,
+            value=value,
+            fix=f"Write [{path}] and its keys below",
         )
     expected = _EXPECTED.get(kind.split("_")[0], finding["msg"])
     fix = "Write it without quotes" if isinstance(value, str) and "number" in expected else ""

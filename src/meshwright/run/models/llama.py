@@ -10,7 +10,7 @@ F feed-forward, V vocabulary.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor, nn
 
 from meshwright.spec.model import Model
@@ -76,7 +76,7 @@ class Attention(nn.Module):
         mixed_BHTE = F.scaled_dot_product_attention(
             q_BHTE, k_BKTE, v_BKTE, is_causal=True, enable_gqa=self.grouped
         )
-        return self.wo(mixed_BHTE.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
+        return self.wo(mixed_BHTE.transpose(1, 2).reshape(batch, length, -1))
 
 
 class FeedForward(nn.Module):
@@ -90,7 +90,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Each position on its own."""
-        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))  # type: ignore[no-any-return]
+        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
 
 
 class Block(nn.Module):
@@ -106,7 +106,7 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
         """One block."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE)
-        return x_BTD + self.ffn(self.ffn_norm(x_BTD))  # type: ignore[no-any-return]
+        return x_BTD + self.ffn(self.ffn_norm(x_BTD))
 
 
 class Llama(nn.Module):
@@ -122,6 +122,8 @@ class Llama(nn.Module):
         if model.tied_embeddings:
             self.head.weight = self.embed.weight
         cos_TE, sin_TE = build_rope(seq_len, model.head_size, model.rope_theta, self.embed.weight.device)
+        self.rope_cos: Tensor
+        self.rope_sin: Tensor
         self.register_buffer("rope_cos", cos_TE, persistent=False)
         self.register_buffer("rope_sin", sin_TE, persistent=False)
 
@@ -139,7 +141,7 @@ class Llama(nn.Module):
             x_BTD = block(x_BTD, cos_TE, sin_TE)
         logits_BTV = self.head(self.norm(x_BTD))
         if targets_BT is None:
-            return logits_BTV  # type: ignore[no-any-return]
+            return logits_BTV
         return F.cross_entropy(
             logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=IGNORED, reduction="sum"
         )

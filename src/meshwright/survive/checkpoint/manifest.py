@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import Problem, UserError
+from meshwright.spec.model import Model
 
 CHECKPOINT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -113,8 +114,20 @@ def find_newest(root: Path) -> tuple[Path, list[str]] | None:
         else:
             return checkpoint, refused
     if refused:
-        raise UserError(Problem("checkpoint-none-good", f"holds no whole checkpoint: {refused[0]}", path=str(root)))
+        raise UserError(
+            Problem("checkpoint-none-good", f"holds no whole checkpoint: {refused[0]}", path=str(root))
+        )
     return None
+
+
+def check_same_model(manifest: Manifest, model: Model, checkpoint: Path) -> None:
+    """A checkpoint of another model cannot be resumed."""
+    for key, value in asdict(model).items():
+        there = manifest.model.get(key)
+        if key not in ("preset", "init_std") and there != value:
+            rule = f"does not fit this job: model.{key} is {there} there and {value} in the job"
+            fix = "Use the job file that it came from"
+            raise UserError(Problem("resume-mismatch", rule, path=str(checkpoint), fix=fix))
 
 
 def _broken(checkpoint: Path, rule: str) -> UserError:

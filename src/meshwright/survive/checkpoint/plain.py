@@ -39,7 +39,9 @@ def save_checkpoint(
         save_file(dict(optimizer), draft / OPTIMIZER_FILE)
         for extra in extra_files:
             shutil.copyfile(extra, draft / extra.name)
-        files = {p.name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in sorted(draft.iterdir())}
+        files = {
+            p.name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in sorted(draft.iterdir())
+        }
         content = {**asdict(manifest), "files": files}
         (draft / MANIFEST).write_text(json.dumps(content, indent=1), encoding="utf-8")
         for written in draft.iterdir():
@@ -59,7 +61,7 @@ def save_checkpoint(
 
 def load_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:
     """The tensors of one file, on the CPU."""
-    return load_file(checkpoint / name)  # type: ignore[no-any-return]
+    return load_file(checkpoint / name)
 
 
 def _flush(path: Path) -> None:

@@ -1,0 +1,93 @@
+"""Shared by all tests: the environment that torch needs, a corpus, and a way to train on real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.launch.environment import prepare_environment
+
+prepare_environment(threads=1)  # before anything imports torch
+os.environ["OMP_NUM_THREADS"] = "1"
+
+TINY = """
+name = "tiny"
+[model]
+preset = "tiny"
+[data]
+path = "{corpus}"
+seq_len = 32
+[train]
+steps = 6
+global_batch = 12
+lr = 3e-3
+warmup = 2
+eval_samples = 16
+[cluster]
+matmul_flops_per_s = 1e11
+"""
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty small documents of plain text, different enough to learn something from."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(40):
+        lines = [f"document {number} line {line}: {'the quick brown fox ' * (line % 5)}" for line in range(40)]
+        (folder / f"{number:02d}.txt").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The corpus as byte-level shards, an eighth of it held out."""
+    from meshwright.prepare.build import CorpusSpec, prepare_corpus
+
+    out = tmp_path_factory.mktemp("prepared") / "bytes"
+    prepare_corpus(CorpusSpec(sources=(str(corpus),), out=str(out), eval_fraction=0.125), Path())
+    return out
+
+
+@pytest.fixture
+def job_file(tmp_path: Path, prepared: Path) -> Path:
+    """A job that trains in a moment."""
+    path = tmp_path / "job.toml"
+    path.write_text(TINY.format(corpus=prepared))
+    return path
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished run."""
+
+    status: int
+    result: dict[str, Any]
+    run_dir: Path
+
+    @property
+    def losses(self) -> list[float]:
+        return self.result["losses"]
+
+
+@pytest.fixture
+def train(job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """Train in real processes from inside the test; by default the audit must hold."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*overrides: str, resume: bool = False, expect: int = 0) -> Trained:
+        from meshwright.cli.output import Output
+        from meshwright.cli.train import run_training
+
+        capfd.readouterr()
+        status = run_training(Output(as_json=True), str(job_file), list(overrides), resume)
+        out, err = capfd.readouterr()
+        assert status == expect, f"exit status {status}, expected {expect}\n{err}"
+        result = json.loads(out)
+        return Trained(status, result, Path(result.get("run_dir", "")))
+
+    return run

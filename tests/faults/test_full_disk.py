@@ -1,0 +1,63 @@
+"""A full disk costs log lines and checkpoints, never the run. On a real, small file system."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 400 kB, smaller than one checkpoint."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(mount)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"mounting a small file system needs root: {done.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "--lazy", str(mount)], check=True)
+
+
+def test_training_goes_on_when_the_disk_is_full(command, job_file, small_disk):
+    """Events and checkpoints cannot be written; the run ends well and says what it lost."""
+    run_dir = small_disk / "run"
+    running = command(
+        "train", job_file, "layout.dp_replicate=2", "train.steps=40", "checkpoint.every_steps=10",
+        f"run_dir={run_dir}", "--json",
+    )  # fmt: skip
+    running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 3)
+    filler = os.open(small_disk / "filler", os.O_WRONLY | os.O_CREAT)
+    with pytest.raises(OSError, match="No space left"):
+        while True:
+            os.write(filler, b"x" * 4096)
+    os.close(filler)
+    status, out, err = running.finish()
+    result = json.loads(out)
+    assert len(result["losses"]) == 40, err
+    assert result["audit_ok"], result["differences"]
+    assert status == 0, err
+    assert "lines are lost, training goes on" in err
+    assert "no checkpoint" in err
+    assert not list(run_dir.glob("checkpoints/.*")), "a half-written checkpoint was left behind"
+
+
+def test_a_disk_that_is_full_from_the_start_is_refused(command, job_file, small_disk):
+    """Nothing can be written at all: a clear error before any rank starts, and no folder is left."""
+    (small_disk / "filler").write_bytes(b"x" * 350_000)
+    filler = os.open(small_disk / "filler2", os.O_WRONLY | os.O_CREAT)
+    with pytest.raises(OSError, match="No space left"):
+        while True:
+            os.write(filler, b"x" * 1024)
+    os.close(filler)
+    run_dir = small_disk / "run"
+    status, _, err = command("train", job_file, f"run_dir={run_dir}").finish()
+    assert status == 2
+    assert "-not-writable]" in err
+    assert not run_dir.exists()

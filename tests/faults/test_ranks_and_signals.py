@@ -1,0 +1,167 @@
+"""Ranks that die, users who press Ctrl-C, supervisors that vanish: by really killing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LONG = ("train.steps=100000", "layout.dp_replicate=2")
+
+
+@pytest.fixture(autouse=True)
+def _planted_entries_are_importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "multiproc"))
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False
+
+
+def test_kill_minus_nine_of_a_rank_ends_the_run_naming_it(command, job_file, tmp_path):
+    """Within 30 s, with rank, signal and last event; exit status 4; no process is left behind."""
+    run_dir = tmp_path / "run"
+    running = command("train", job_file, *LONG, f"run_dir={run_dir}")
+    victim = running.wait_for(run_dir, lambda e: e["event"] == "started" and e["rank"] == 1)["pid"]
+    other = running.wait_for(run_dir, lambda e: e["event"] == "started" and e["rank"] == 0)["pid"]
+    running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 3 and e["rank"] == 1)
+    killed_at = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    status, _, err = running.finish()
+    assert time.monotonic() - killed_at < 30
+    assert status == 4
+    assert "rank 1 of 2" in err
+    assert "SIGKILL" in err
+    assert "its last event was 'step' of step" in err
+    assert "[run-rank-died]" in err
+    assert "Traceback" not in err
+    assert not _is_running(other)
+
+
+def test_a_rank_that_raises_is_named_not_its_victims(train, monkeypatch):
+    """Rank 1's own exception is the story; rank 0, which lost its peer, is not."""
+    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:raises_in_step_three")
+    failed = train("layout.dp_replicate=3", expect=4)
+    (error,) = failed.result["errors"]
+    assert error["code"] == "run-rank-died"
+    assert "rank 1 of 3" in error["message"]
+    assert "the cat sat on the keyboard" in error["message"]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(train, monkeypatch):
+    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:nan_in_step_three")
+    failed = train("layout.dp_replicate=2", expect=4)
+    assert failed.result["errors"][0]["code"] == "train-not-finite"
+    assert "at step 3" in failed.result["errors"][0]["message"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_stops_after_the_step_with_a_checkpoint(command, job_file, tmp_path, number):
+    """Exit status 130, a checkpoint of that step, an audit that holds; and it can be resumed."""
+    run_dir = tmp_path / "run"
+    running = command("train", job_file, *LONG, f"run_dir={run_dir}", "--json")
+    running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 5)
+    running.process.send_signal(number)
+    status, out, err = running.finish()
+    assert status == 130, err
+    result = json.loads(out)
+    assert result["status"] == "interrupted"
+    assert result["audit_ok"], result["differences"]
+    done = len(result["losses"])
+    assert Path(tmp_path, result["checkpoint"]).name == f"step-{done:08d}"
+    again = command("train", job_file, LONG[1], f"run_dir={run_dir}", f"train.steps={done + 2}", "--resume", "--json")
+    status, out, err = again.finish()
+    assert status == 0, err
+    assert len(json.loads(out)["losses"]) == 2
+
+
+def test_ctrl_c_in_a_terminal_reaches_the_whole_group(command, job_file, tmp_path):
+    """A terminal signals every process of the group at once; the stop is as clean."""
+    run_dir = tmp_path / "run"
+    running = command("train", job_file, *LONG, f"run_dir={run_dir}", "--json")
+    running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 5)
+    os.killpg(running.process.pid, signal.SIGINT)
+    status, out, err = running.finish()
+    assert status == 130, err
+    assert json.loads(out)["checkpoint"]
+    assert "Traceback" not in err
+
+
+def test_ranks_end_when_their_supervisor_vanishes(command, job_file, tmp_path):
+    """kill -9 of the supervisor: no rank is left computing for nobody."""
+    run_dir = tmp_path / "run"
+    running = command("train", job_file, *LONG, f"run_dir={run_dir}")
+    running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 3)
+    pids = [e["pid"] for e in running.events(run_dir) if e["event"] == "started"]
+    assert len(pids) == 2
+    running.process.kill()
+    running.process.communicate()
+    deadline = time.monotonic() + 30
+    while any(_is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, "ranks outlived their supervisor"
+        time.sleep(0.05)
+
+
+def test_everything_listens_on_loopback_only(command, job_file, tmp_path):
+    """The store and gloo's sockets are not reachable from other machines."""
+    run_dir = tmp_path / "run"
+    running = command("train", job_file, *LONG, f"run_dir={run_dir}")
+    running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 2)
+    pids = [running.process.pid, *(e["pid"] for e in running.events(run_dir) if e["event"] == "started")]
+    inodes = set()
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target = str(fd.readlink())
+            except FileNotFoundError:
+                continue
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    listening = []
+    for table, loopback in (("tcp", "0100007F"), ("tcp6", "00000000000000000000000001000000")):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                listening.append(fields[1].split(":")[0])
+                assert fields[1].split(":")[0] == loopback, f"{table} {fields[1]} listens beyond loopback"
+    assert listening, "the store must listen somewhere, or this test looks in the wrong place"
+    running.process.send_signal(signal.SIGTERM)
+    assert running.finish()[0] == 130
+
+
+def test_torchrun_starts_the_same_run(job_file, tmp_path, train):
+    """``torchrun -m meshwright train`` gives the losses and the audit of our own launcher."""
+    import subprocess
+
+    ours = train("layout.dp_replicate=2")
+    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS",)}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "meshwright",
+         "train", str(job_file), "--json", f"run_dir={tmp_path / 'launched'}"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["losses"] == ours.losses
+    assert result["audit_ok"], result["differences"]
+    assert result["world_size"] == 2
+
+
+def test_torchrun_with_the_wrong_number_of_ranks_is_refused(job_file, tmp_path):
+    import subprocess
+
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "meshwright",
+         "train", str(job_file), "layout.dp_replicate=3"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "[launch-world-size]" in done.stderr

@@ -1,0 +1,151 @@
+"""The commands as a user meets them: good and bad input, in processes of their own where torch is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NO_TORCH = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+sys.meta_path.insert(0, Missing())
+from meshwright.cli import main
+sys.argv = ["meshwright", *sys.argv[1:]]
+main()
+"""
+
+
+def run(*arguments: object, cwd: Path, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    start = [sys.executable, "-c", code] if code else [sys.executable, "-m", "meshwright"]
+    return subprocess.run(
+        [*start, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_train_generate_audit_end_to_end(job_file, tmp_path):
+    """Text in, trained model, text out, audit: the whole path in real commands."""
+    done = run("train", job_file, "layout.dp_replicate=2", "train.steps=3", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Audit: the plan held." in done.stdout
+    assert "step 3/3" in done.stderr, "plain progress lines where there is no terminal"
+    assert "\x1b" not in done.stderr
+    written = [run("generate", "runs/tiny-1", "--prompt", "the ", "--tokens", 20, "--json", cwd=tmp_path) for _ in "ab"]
+    texts = [json.loads(w.stdout)["text"] for w in written]
+    assert texts[0] == texts[1], "the same seed writes the same text"
+    audit = run("audit", "runs/tiny-1", cwd=tmp_path)
+    assert audit.returncode == 0
+    assert "Audit: the plan held." in audit.stdout
+
+
+def test_without_torch_planning_works_and_training_names_the_extra(job_file, tmp_path):
+    planned = run("plan", job_file, "-o", "plan.toml", cwd=tmp_path, code=NO_TORCH)
+    assert planned.returncode == 0, planned.stderr
+    assert (tmp_path / "plan.toml").exists()
+    refused = run("train", job_file, cwd=tmp_path, code=NO_TORCH)
+    assert refused.returncode == 2
+    assert "meshwright[run]" in refused.stderr
+    assert refused.stderr.rstrip().endswith("[install-missing-extra]")
+    assert "Traceback" not in refused.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_written_plan_is_what_runs(job_file, tmp_path):
+    assert run("plan", job_file, "layout.dp_replicate=2", "-o", "plan.toml", cwd=tmp_path).returncode == 0
+    done = run("train", "plan.toml", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["world_size"] == 2
+    ran = (tmp_path / "runs/tiny-1/plan.toml").read_text()
+    assert ran == (tmp_path / "plan.toml").read_text()
+
+
+def empty_folder(tmp_path: Path) -> list[str]:
+    (tmp_path / "empty").mkdir()
+    return ["data.path=empty"]
+
+
+def short_corpus(tmp_path: Path) -> list[str]:
+    (tmp_path / "short.txt").write_text("too short")
+    return ["data.path=short.txt"]
+
+
+def binary_corpus(tmp_path: Path) -> list[str]:
+    (tmp_path / "data.bin").write_bytes(bytes(range(256)) * 40)
+    return ["data.path=data.bin"]
+
+
+def run_dir_in_a_file(tmp_path: Path) -> list[str]:
+    (tmp_path / "file").write_text("")
+    return ["run_dir=file/run"]
+
+
+def used_run_dir(tmp_path: Path) -> list[str]:
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/events.jsonl").write_text("")
+    return ["run_dir=used"]
+
+
+BAD = [
+    (lambda _: ["train.stepz=3"], "job-unknown-key"),
+    (lambda _: ["train.steps=soon"], "job-wrong-type"),
+    (lambda _: ["data.path=nowhere.txt"], "data-path-missing"),
+    (empty_folder, "data-corpus-empty"),
+    (short_corpus, "data-corpus-short"),
+    (binary_corpus, "data-corpus-empty"),
+    (lambda _: ["model.vocab_size=64"], "model-vocab-small"),
+    (lambda _: ["data.tokenizer=byte"], "data-already-prepared"),
+    (lambda _: ["data.path=builtin:tolstoy"], "data-source-unknown"),
+    (run_dir_in_a_file, "run-not-writable"),
+    (used_run_dir, "run-exists"),
+    (lambda _: ["layout.tp=2"], "layout-tp-not-built"),
+    (lambda _: ["layout.tp=3"], "layout-tp-heads"),
+    (lambda _: ["layout.dp_shard=2"], "layout-dp-shard-not-built"),
+    (lambda _: ["train.precision=fp16"], "train-precision-not-built"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "code"), BAD, ids=[code for _, code in BAD])
+def test_bad_input_is_one_clear_error_and_nothing_is_written(job_file, tmp_path, spoil, code):
+    overrides = spoil(tmp_path)
+    before = sorted(p for p in tmp_path.rglob("*"))
+    refused = run("train", job_file, *overrides, "--json", cwd=tmp_path)
+    assert refused.returncode == 2, refused.stderr
+    assert code in [e["code"] for e in json.loads(refused.stdout)["errors"]]
+    assert f"[{code}]" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    after = sorted(p for p in tmp_path.rglob("*") if ".meshwright" not in p.parts)
+    assert after == before
+
+
+def test_no_write_permission_is_a_clear_error(job_file, tmp_path):
+    """Root may write anywhere unless it gives that right up, which the command does here."""
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o555)
+    command = [sys.executable, "-m", "meshwright", "train", str(job_file), f"run_dir={locked / 'run'}"]
+    if os.geteuid() == 0:
+        command = ["setpriv", "--bounding-set=-dac_override", *command]
+    refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 2, refused.stderr
+    assert "[run-not-writable]" in refused.stderr
+    assert "Permission denied" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not any(locked.iterdir())
+
+
+def test_more_ranks_than_cores_is_a_warning(job_file, tmp_path):
+    done = run("train", job_file, "layout.dp_replicate=3", "cluster.devices_per_node=2", "train.steps=1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "warning: 3 ranks share 2 cores" in done.stderr
+
+
+def test_illegal_layout_gets_the_nearest_one_with_its_price(job_file, tmp_path):
+    refused = run("train", job_file, "layout.tp=2", cwd=tmp_path)
+    assert "nearest layout that runs: layout.dp_replicate=2 layout.micro_batch=3" in refused.stderr
+    assert "a step" in refused.stderr

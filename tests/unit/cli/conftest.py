@@ -1,0 +1,80 @@
+"""Runs the command line inside the test process, through the same ``main`` as the installed command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from meshwright.cli import main
+
+GOOD = """
+[model]
+preset = "tiny"
+[cluster]
+preset = "h100-sxm"
+[data]
+path = "text"
+seq_len = 32
+[train]
+steps = 4
+global_batch = 8
+"""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command left behind."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The one object on standard output, read by a strict reader; fails if there is anything else."""
+        assert self.out.count("\n") == 1, f"not one line: {self.out!r}"
+
+        def refuse(constant: str) -> None:
+            raise ValueError(f"{constant} is not JSON")
+
+        found = json.loads(self.out, parse_constant=refuse)
+        assert isinstance(found, dict), f"not an object: {self.out!r}"
+        return found
+
+    @property
+    def codes(self) -> list[str]:
+        """The codes at the ends of the error lines."""
+        lines = [line for line in self.err.splitlines() if line.startswith("error: ")]
+        assert all(line.endswith("]") for line in lines), self.err
+        return [line.rpartition("[")[2][:-1] for line in lines]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path) -> Callable[..., Ran]:
+    """``cli("plan", "tiny", "--json")``, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["meshwright", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_of:
+            main()
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err, err
+        return Ran(exit_of.value.code, out, err)
+
+    return run
+
+
+@pytest.fixture
+def good(tmp_path) -> str:
+    """A job file without mistakes."""
+    path = tmp_path / "good.toml"
+    path.write_text(GOOD)
+    return str(path)

@@ -1,0 +1,208 @@
+"""``audit`` on kept, doctored and broken folders; ``prepare``; what ``train`` and ``generate`` refuse."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "run-v1"
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A copy of the golden run, to be doctored."""
+    folder = tmp_path / "run"
+    shutil.copytree(GOLDEN, folder)
+    return folder
+
+
+def doctor(folder: Path, name: str, rank: int, change) -> None:
+    """Change one event of the run."""
+    log = folder / "events.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    for event in events:
+        if event["event"] == name and event["rank"] == rank:
+            change(event)
+    log.write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def add_call(event):
+    event["rows"].append(
+        {"axis": "tp", "op": "all_gather", "phase": "step", "ranks": 2, "calls": 1, "bytes": 8}
+    )
+
+
+def more_bytes(event):
+    event["rows"][2]["bytes"] += 1
+
+
+def test_a_run_that_kept_its_plan_exits_0_and_says_so(cli, run_dir):
+    ran = cli("audit", run_dir)
+    assert ran.status == 0
+    assert "Audit: the plan held." in ran.out
+    assert "DIFFERS" not in ran.out
+    assert "shown, not judged" in ran.out
+
+
+def test_audit_json_is_one_object(cli, run_dir):
+    found = cli("audit", run_dir, "--json").json
+    assert found["audit_ok"] is True
+    assert found["differences"] == []
+    assert (found["status"], found["run_dir"]) == ("complete", str(run_dir))
+    assert len(found["state"]) == 8
+    assert len(found["collectives"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        (
+            "collectives",
+            add_call,
+            "axis tp, all_gather in phase step: 1 calls and 8 bytes, predicted 0 and 0",
+        ),
+        ("collectives", more_bytes, "axis dp_replicate, all_reduce in phase step"),
+        ("state", lambda e: e["state_bytes"].update(optimizer=1), "rank 1: optimizer is 1 bytes"),
+        ("state", lambda e: e.update(peak_bytes=2 * e["peak_bytes"]), "rank 1: peak is 4745928 bytes"),
+        ("state", lambda e: e.update(event="other"), "rank 1: parameters was not measured"),
+        ("collectives", lambda e: e.update(event="other"), "the collectives of rank 1 were not reported"),
+    ],
+)
+def test_a_doctored_run_exits_3_and_names_what_differs(cli, run_dir, name, change, says):
+    doctor(run_dir, name, 1, change)
+    ran = cli("audit", run_dir)
+    assert ran.status == 3
+    (line,) = [text for text in ran.out.splitlines() if says in text and text.startswith("Audit: ")]
+    assert line.endswith("[audit-differs]")
+    assert "the plan held" not in ran.out
+
+
+def test_a_doctored_run_with_json_exits_3_with_the_difference(cli, run_dir):
+    doctor(run_dir, "collectives", 0, more_bytes)
+    ran = cli("audit", run_dir, "--json")
+    assert ran.status == 3
+    assert ran.json["audit_ok"] is False
+    assert len(ran.json["differences"]) == 1
+
+
+def test_a_doctored_plan_exits_3_too(cli, run_dir):
+    plan = run_dir / "plan.toml"
+    plan.write_text(plan.read_text().replace("optimizer = 756304", "optimizer = 756300", 1))
+    ran = cli("audit", run_dir)
+    assert ran.status == 3
+    assert "rank 0: optimizer is 756304 bytes, predicted 756300" in ran.out
+
+
+def test_a_log_with_a_torn_last_line_is_audited_and_noted(cli, run_dir):
+    with (run_dir / "events.jsonl").open("a") as log:
+        log.write('{"event":"fini')
+    ran = cli("audit", run_dir)
+    assert ran.status == 0
+    assert "1 lines of events.jsonl are torn" in ran.out
+
+
+def test_a_damaged_event_is_a_verdict_and_not_a_traceback(cli, run_dir):
+    doctor(run_dir, "state", 1, lambda event: event.pop("state_bytes"))
+    assert cli("audit", run_dir).status == 3
+
+
+@pytest.mark.parametrize(("remove", "code"), [("events.jsonl", "run-missing"), ("plan.toml", "plan-missing")])
+def test_half_a_run_exits_2(cli, run_dir, remove, code):
+    (run_dir / remove).unlink()
+    ran = cli("audit", run_dir, "--json")
+    assert ran.status == 2
+    assert ran.codes == [code]
+    assert ran.json["errors"][0]["code"] == code
+
+
+def test_a_folder_that_is_not_there_exits_2(cli):
+    ran = cli("audit", "gone")
+    assert (ran.status, ran.codes) == (2, ["run-missing"])
+
+
+def test_a_plan_of_another_version_exits_2(cli, run_dir):
+    plan = run_dir / "plan.toml"
+    plan.write_text(plan.read_text().replace("meshwright_plan = 1", "meshwright_plan = 9"))
+    ran = cli("audit", run_dir)
+    assert (ran.status, ran.codes) == (2, ["plan-version"])
+
+
+# prepare
+
+
+def test_prepare_writes_shards_and_one_object(cli, tmp_path):
+    (tmp_path / "text").mkdir()
+    for number in range(20):
+        (tmp_path / f"text/{number}.txt").write_text(f"document {number}\n" * 9)
+    (tmp_path / "corpus.toml").write_text('sources = ["text"]\nout = "shards"\neval_fraction = 0.2\n')
+    ran = cli("prepare", "corpus.toml", "--json")
+    assert ran.status == 0
+    keys = "engine documents_in documents_out duplicates quarantined tokens shards sha256 seconds bytes_per_s"
+    assert set(keys.split()) <= set(ran.json)
+    assert (tmp_path / "shards").is_dir()
+
+
+def test_prepare_refuses_a_corpus_file_with_all_its_mistakes(cli, tmp_path):
+    (tmp_path / "corpus.toml").write_text('source = ["text"]\nout = 5\n')
+    ran = cli("prepare", "corpus.toml", "--json")
+    assert ran.status == 2
+    assert sorted(ran.codes) == ["corpus-bad-value", "corpus-missing-key", "corpus-unknown-key"]
+    assert len(ran.json["errors"]) == 3
+
+
+# What train and generate refuse before any process starts
+
+
+@pytest.fixture
+def text_job(good, tmp_path):
+    """The good job with some text to read."""
+    (tmp_path / "text").mkdir()
+    for number in range(20):
+        (tmp_path / f"text/{number}.txt").write_text(f"document {number}\n" * 30)
+    return good
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code"),
+    [
+        (["layout.tp=2"], "layout-tp-not-built"),
+        (["train.stepps=1"], "job-unknown-key"),
+        (["data.path=gone"], None),
+        (["model.vocab_size=64"], "model-vocab-small"),
+        (["data.tokenizer=nonsense"], None),
+        (["--resume"], "resume-nothing"),
+        (["--resume", "run_dir=gone"], "resume-nothing"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_train_refuses_with_a_code_and_makes_no_run_folder(cli, text_job, tmp_path, overrides, code):
+    ran = cli("train", text_job, *overrides, "--json")
+    assert ran.status == 2, ran.err
+    assert ran.json["status"] == "error"
+    assert len(ran.codes) >= 1
+    if code is not None:
+        assert code in ran.codes
+    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "gone").exists()
+
+
+def test_train_does_not_write_over_a_run(cli, text_job, run_dir):
+    before = (run_dir / "events.jsonl").read_bytes()
+    ran = cli("train", text_job, f"run_dir={run_dir}")
+    assert (ran.status, ran.codes) == (2, ["run-exists"])
+    assert (run_dir / "events.jsonl").read_bytes() == before
+
+
+def test_train_of_a_model_that_does_not_fit_makes_no_run_folder(cli, text_job, tmp_path):
+    ran = cli("train", text_job, "cluster.memory_bytes=1000")
+    assert (ran.status, ran.codes) == (2, ["plan-nothing-fits"])
+    assert not (tmp_path / "runs").exists()
+
+
+def test_generate_without_a_checkpoint_exits_2(cli, run_dir):
+    ran = cli("generate", run_dir, "--json")
+    assert (ran.status, ran.codes) == (2, ["checkpoint-missing"])
+    assert ran.json["status"] == "error"

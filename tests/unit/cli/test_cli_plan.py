@@ -1,0 +1,294 @@
+"""``plan`` and ``schema``, and what all commands share: exit statuses, ``--json``, errors with codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from meshwright.cli.output import Output
+from meshwright.plan.contract import read_plan
+from meshwright.spec.presets import preset_names
+
+SMALL = ("data.seq_len=32", "train.global_batch=8")
+
+
+# plan
+
+
+@pytest.mark.parametrize("preset", ["tiny", "demo-3m", "llama3.2-1b"])
+def test_planning_a_preset_shows_ledger_reasons_and_collectives(cli, preset):
+    ran = cli("plan", preset, "--on", "8xh100-sxm")
+    assert ran.status == 0
+    assert ran.err == ""
+    for words in (
+        preset,
+        "parameters on",
+        "predicted step",
+        "Memory of every rank",
+        "peak in a step",
+        "micro_batch=",
+    ):
+        assert words in ran.out
+    assert "Layouts, best first" in ran.out
+
+
+@pytest.mark.parametrize("preset", preset_names("models"))
+def test_every_preset_is_planned_or_refused_with_a_reason(cli, preset):
+    ran = cli("plan", preset, "--on", "h200-sxm", "--json")
+    fits = preset not in ("llama2-13b", "llama2-70b", "llama3-70b", "llama3-405b")
+    assert ran.status == (0 if fits else 2)
+    assert ran.codes == ([] if fits else ["plan-nothing-fits"])
+
+
+def test_plan_json_is_one_object_with_the_keys_of_interfaces(cli, good):
+    ran = cli("plan", good, "--json")
+    assert ran.status == 0
+    found = ran.json
+    assert set(found) >= {"evaluated", "pruned", "illegal", "fit", "search_s", "layouts"}
+    assert found["evaluated"] == found["fit"] == len(found["layouts"]) == 8
+    steps = [layout["step_s"] for layout in found["layouts"]]
+    assert steps == sorted(steps), "best first"
+    assert {layout["layout"]["dp_replicate"] for layout in found["layouts"]} == set(range(1, 9))
+    assert found["layouts"][0]["reasons"]
+
+
+def test_with_json_people_read_standard_error(cli, good):
+    ran = cli("plan", good, "--json")
+    assert "Memory of every rank" in ran.err
+    assert "Memory of every rank" not in ran.out
+
+
+def test_top_limits_the_layouts(cli, good):
+    assert len(cli("plan", good, "--json", "--top", "3").json["layouts"]) == 3
+
+
+def test_a_plan_written_with_o_can_be_read_and_planned_again(cli, good, tmp_path):
+    ran = cli("plan", good, "-o", "plan.toml", "layout.dp_replicate=2")
+    assert ran.status == 0
+    assert "written to plan.toml" in ran.out
+    assert read_plan(tmp_path / "plan.toml").world_size == 2
+    again = cli("plan", "plan.toml", "--json")
+    assert again.status == 0
+    assert again.json["layouts"][0]["layout"]["dp_replicate"] == 2
+
+
+def test_a_plan_that_cannot_be_written_is_the_users_mistake(cli, good):
+    assert cli("plan", good, "-o", "gone/plan.toml").codes == ["plan-not-writable"]
+
+
+def test_nothing_fits_exits_2_with_the_numbers_and_writes_nothing(cli, tmp_path):
+    ran = cli("plan", "llama3-70b", "--on", "8xh100-sxm", "-o", "plan.toml", "--json")
+    assert ran.status == 2
+    assert ran.codes == ["plan-nothing-fits"]
+    (error,) = ran.json["errors"]
+    assert error["code"] == "plan-nothing-fits"
+    assert "GB a device" in error["message"]
+    assert list(tmp_path.glob("plan*")) == []
+
+
+def test_overrides_and_on_reach_the_plan(cli, good):
+    ran = cli(
+        "plan", good, "model.num_layers=1", "--on", "2x2xa100-80g-sxm", "layout.dp_replicate=4", "--json"
+    )
+    (layout,) = ran.json["layouts"]
+    assert layout["layout"]["dp_replicate"] == 4
+    assert "4 of 4 devices" in ran.err
+
+
+# Illegal layouts get a price
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "layout.tp=2",
+        "layout.pp=2",
+        "layout.cp=2",
+        "layout.dp_shard=2",
+        "layout.tp=3",
+        "layout.dp_replicate=9",
+    ],
+)
+def test_an_illegal_layout_gets_the_nearest_legal_one_with_its_price(cli, good, override):
+    ran = cli("plan", good, override, "--json")
+    assert ran.status == 2
+    assert all(code.startswith("layout-") for code in ran.codes)
+    (note,) = ran.json["notes"]
+    ranks = min(int(override.partition("=")[2]), 8)
+    assert note.startswith(f"nearest layout that runs: layout.dp_replicate={ranks} layout.micro_batch=")
+    assert " a step, " in note
+    assert note.endswith("B a device)")
+    assert note in ran.err
+
+
+def test_the_nearest_layout_runs_when_it_is_asked_for(cli, good):
+    note = cli("plan", good, "layout.tp=4", "--json").json["notes"][0]
+    overrides = note.removeprefix("nearest layout that runs: ").partition(" (")[0].split()
+    assert cli("plan", good, *overrides).status == 0
+
+
+def test_a_micro_batch_too_large_for_the_replicas_does_not_keep_the_price_away(cli, good):
+    notes = cli("plan", good, "layout.tp=2", "layout.micro_batch=8", "--json").json["notes"]
+    assert len(notes) == 1
+
+
+def test_a_nearest_layout_that_does_not_fit_says_so(cli):
+    ran = cli("plan", "llama3-70b", "--on", "8xh100-sxm", "layout.tp=8")
+    assert "nearest layout that runs: layout.dp_replicate=8" in ran.err
+    assert "which does not fit" in ran.err
+
+
+def test_no_price_is_invented_for_a_job_of_which_half_is_missing(cli, tmp_path):
+    """A figure that rests on stand-in values is no prediction."""
+    (tmp_path / "half.toml").write_text(
+        '[model]\npreset = "tiny"\n[cluster]\npreset = "h100-sxm"\n[layout]\ntp = 2\n'
+    )
+    ran = cli("plan", "half.toml", "--json")
+    assert ran.status == 2
+    assert ran.json["notes"] == []
+
+
+def test_a_mistake_outside_the_layout_gets_no_layout_advice(cli, good):
+    assert cli("plan", good, "train.steps=0", "--json").json["notes"] == []
+
+
+# Errors
+
+
+def test_all_mistakes_come_in_one_go_a_line_each(cli, good):
+    ran = cli("plan", good, "train.stepps=4", "train.lr=[]", "layout.tp=3", "data.seq_len=0")
+    assert ran.status == 2
+    assert sorted(ran.codes) == ["job-out-of-range", "job-unknown-key", "job-wrong-type", "layout-tp-heads"]
+    assert ran.out == ""
+
+
+def test_an_error_is_one_json_object_with_every_problem(cli, good):
+    ran = cli("plan", good, "train.steps=0", "train.precision=bf61", "--json")
+    assert ran.status == 2
+    found = ran.json
+    assert found["status"] == "error"
+    assert {(e["code"], e["path"]) for e in found["errors"]} == {
+        ("job-out-of-range", "train.steps"),
+        ("job-not-a-choice", "train.precision"),
+    }
+    assert all(e["message"].endswith(f"[{e['code']}]") for e in found["errors"])
+
+
+def test_an_error_line_is_not_wrapped_however_narrow_the_terminal(cli, good):
+    ran = cli("plan", good, "cluster.preset=h100")
+    (line,) = [text for text in ran.err.splitlines() if text]
+    assert len(line) > 80
+    assert line.endswith("[cluster-unknown-preset]")
+
+
+def test_square_brackets_in_a_value_are_shown_as_they_are(cli):
+    ran = cli("plan", "[bold]gone[/bold].toml")
+    assert "[bold]gone[/bold].toml" in ran.err
+    assert ran.codes == ["job-missing-file"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", "tiny", "--nope"),
+        ("plan",),
+        ("plan", "tiny", "--top", "0"),
+        ("plan", "tiny", "--top", "many"),
+        ("fly",),
+        ("audit",),
+        ("generate", "run", "--temperature", "-1"),
+        ("schema", "extra"),
+        ("--nope",),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_command_line_exits_2_with_usage_and_a_code(cli, arguments):
+    ran = cli(*arguments)
+    assert ran.status == 2
+    assert ran.codes == ["cli-usage"]
+    assert "Usage: meshwright" in ran.err
+    assert ran.out == ""
+
+
+def test_a_wrong_command_line_with_json_is_an_object_too(cli):
+    ran = cli("plan", "tiny", "--nope", "--json")
+    assert ran.status == 2
+    assert ran.json["errors"][0]["code"] == "cli-usage"
+
+
+def test_no_arguments_show_the_help_and_not_an_error(cli):
+    ran = cli()
+    assert "Commands:" in ran.out + ran.err
+    assert "error:" not in ran.err
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_exits_0(cli, option):
+    ran = cli(option)
+    assert ran.status == 0
+    assert "Commands:" in ran.out
+
+
+def test_version_exits_0_and_prints_one_line(cli):
+    ran = cli("--version")
+    assert ran.status == 0
+    assert ran.out.startswith("meshwright ")
+    assert ran.out.count("\n") == 1
+
+
+def test_a_loss_that_is_not_a_number_is_still_json(cli, capsys):
+    """Runs diverge; the object must be readable by every JSON reader when they do."""
+
+    def refuse(constant):
+        raise ValueError(f"{constant} is not JSON")
+
+    Output(as_json=True).result({"losses": [1.0, float("nan"), float("inf")]})
+    json.loads(capsys.readouterr().out, parse_constant=refuse)
+
+
+# schema
+
+
+def test_schema_is_json_and_the_same_with_and_without_the_flag(cli):
+    people, programs = cli("schema"), cli("schema", "--json")
+    assert people.status == programs.status == 0
+    assert json.loads(people.out) == programs.json
+    assert "layout" in programs.json["properties"]
+
+
+# Without torch
+
+
+BLOCKED = (
+    "import sys\n"
+    "for name in ('torch', 'tokenizers', 'safetensors', 'transformers'): sys.modules[name] = None\n"
+    "from meshwright.cli import main\n"
+    "sys.argv = ['meshwright', *sys.argv[1:]]\n"
+    "main()\n"
+)
+
+
+def without_torch(tmp_path, *arguments):
+    command = [sys.executable, "-W", "error", "-c", BLOCKED, *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env=dict(os.environ), check=False
+    )
+
+
+def test_planning_works_where_torch_cannot_be_imported(tmp_path):
+    ran = without_torch(tmp_path, "plan", "tiny", *SMALL, "--on", "2xh100-sxm", "-o", "plan.toml", "--json")
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["fit"] == 2
+    assert read_plan(tmp_path / "plan.toml").job.name == "tiny"
+
+
+def test_training_without_torch_names_the_extra(tmp_path, good):
+    ran = without_torch(tmp_path, "train", good, "--json")
+    assert ran.returncode == 2, ran.stderr
+    (error,) = json.loads(ran.stdout)["errors"]
+    assert error["code"] == "install-missing-extra"
+    assert "meshwright[run]" in error["fix"]

@@ -1,0 +1,34 @@
+"""The traps that a user must never meet are set before torch is imported, and never over the user's will."""
+
+from __future__ import annotations
+
+from meshwright.launch import environment
+
+
+def test_amx_is_capped_and_said(monkeypatch):
+    monkeypatch.setattr(environment, "_claims_amx", lambda: True)
+    variables: dict[str, str] = {}
+    (notice,) = environment.prepare_environment(1, environ=variables)
+    assert variables["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_FP16"
+    assert "ONEDNN_MAX_CPU_ISA" in notice
+
+
+def test_nothing_is_capped_without_amx(monkeypatch):
+    monkeypatch.setattr(environment, "_claims_amx", lambda: False)
+    variables: dict[str, str] = {}
+    assert environment.prepare_environment(1, environ=variables) == []
+    assert "ONEDNN_MAX_CPU_ISA" not in variables
+
+
+def test_what_the_user_set_stays(monkeypatch):
+    monkeypatch.setattr(environment, "_claims_amx", lambda: True)
+    variables = {"ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "7"}
+    assert environment.prepare_environment(1, environ=variables) == []
+    assert variables["ONEDNN_MAX_CPU_ISA"] == "AVX2"
+    assert variables["OMP_NUM_THREADS"] == "7"
+
+
+def test_deterministic_runs_get_a_fixed_cublas_workspace():
+    variables: dict[str, str] = {}
+    environment.prepare_environment(1, deterministic=True, environ=variables)
+    assert variables["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

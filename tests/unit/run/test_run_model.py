@@ -1,0 +1,122 @@
+"""The model: its parameters are the planned ones, its start depends on names alone, its mathematics hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.plan.shapes import list_parameters
+from meshwright.run.models.init import initialise, parameter_seed
+from meshwright.run.models.llama import IGNORED, Llama, apply_rope, build_rope
+from meshwright.spec.model import Model
+
+
+def small(**changes) -> Model:
+    fields = dict(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=50)
+    return Model(**{**fields, **changes})
+
+
+def built(model: Model, seed: int = 0) -> Llama:
+    net = Llama(model, 16)
+    initialise(net, seed, model.init_std)
+    return net
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("head_dim", [None, 12])
+def test_parameters_are_the_planned_ones_in_order(tied, head_dim):
+    """plan.shapes lists, without torch, exactly what torch registers."""
+    model = small(tied_embeddings=tied, head_dim=head_dim)
+    planned = [(p.name, p.shape) for p in list_parameters(model)]
+    assert [(n, tuple(p.shape)) for n, p in Llama(model, 16).named_parameters()] == planned
+
+
+def test_start_depends_on_seed_and_name_only():
+    """A parameter's first values do not change when other parameters come or go, or the order changes."""
+    deep, shallow = built(small(num_layers=4)), built(small(num_layers=1))
+    torch.testing.assert_close(deep.blocks[0].ffn.up.weight, shallow.blocks[0].ffn.up.weight, rtol=0, atol=0)
+    assert not torch.equal(deep.blocks[0].ffn.up.weight, deep.blocks[1].ffn.up.weight)
+    assert not torch.equal(built(small(), seed=1).embed.weight, built(small(), seed=2).embed.weight)
+
+
+def test_start_is_frozen():
+    """The generator's seed is part of the contract: a change would silently change every run."""
+    assert parameter_seed(0, "embed.weight") == 922937692374169618
+    expected = [0.009152090176939964, -0.002937102457508445, -0.01635526679456234]
+    assert built(small()).embed.weight.flatten()[:3].tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_global_random_state_is_neither_used_nor_touched():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    model = small()
+    net = Llama(model, 16)
+    torch.set_rng_state(before)
+    initialise(net, 0, 0.02)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_no_position_sees_the_future():
+    net = built(small())
+    tokens = torch.randint(0, 50, (1, 16), generator=torch.Generator().manual_seed(3))
+    changed = tokens.clone()
+    changed[0, 10:] = (changed[0, 10:] + 1) % 50
+    torch.testing.assert_close(net(tokens)[0, :10], net(changed)[0, :10])
+    assert not torch.allclose(net(tokens)[0, 10:], net(changed)[0, 10:])
+
+
+def test_grouped_queries_equal_repeated_keys():
+    """Two query heads on one key head are the same as two copies of that key head."""
+    grouped, full = small(num_kv_heads=2), small(num_kv_heads=4)
+    one, other = built(grouped), built(full)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            source = dict(one.named_parameters())[name]
+            if ".wk." in name or ".wv." in name:
+                source = source.view(2, 8, -1).repeat_interleave(2, dim=0).reshape(parameter.shape)
+            parameter.copy_(source)
+    tokens = torch.arange(16).view(1, 16)
+    torch.testing.assert_close(one(tokens), other(tokens))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 20), st.integers(0, 20), st.integers(0, 11))
+def test_rotary_products_depend_on_distance_alone(i, j, shift):
+    cos, sin = build_rope(64, 8, 10000.0, torch.device("cpu"))
+    q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0))
+
+    def product(a: int, b: int) -> float:
+        return float(
+            (
+                apply_rope(q, cos[a : a + 1], sin[a : a + 1]) * apply_rope(k, cos[b : b + 1], sin[b : b + 1])
+            ).sum()
+        )
+
+    assert product(i, j) == pytest.approx(product(i + shift, j + shift), abs=1e-4)
+
+
+def test_loss_is_a_sum_and_ignored_targets_weigh_nothing():
+    net = built(small())
+    tokens = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(1))
+    targets = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(2))
+    whole = net(tokens, targets)
+    parts = net(tokens[:1], targets[:1]) + net(tokens[1:], targets[1:])
+    torch.testing.assert_close(whole, parts)
+    targets[1] = IGNORED
+    torch.testing.assert_close(net(tokens, targets), net(tokens[:1], targets[:1]))
+    nothing = net(tokens, torch.full_like(targets, IGNORED))
+    assert nothing.item() == 0.0
+    nothing.backward()
+    assert all(torch.count_nonzero(p.grad) == 0 for p in net.parameters()), (
+        "zero-weight samples have no gradient"
+    )
+
+
+def test_tied_head_is_the_embedding():
+    net = built(small(tied_embeddings=True))
+    assert net.head.weight is net.embed.weight
+    assert sum(p.numel() for p in net.parameters()) == sum(
+        p.count for p in list_parameters(small(tied_embeddings=True))
+    )

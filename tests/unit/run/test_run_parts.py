@@ -1,0 +1,149 @@
+"""Optimizer, batches, counter, memory, peak: each alone, in one process."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.plan.ledger import predict_ledger
+from meshwright.run.batches import Batcher, deal
+from meshwright.run.memory import PeakTracker, state_bytes, unique_bytes
+from meshwright.run.models.init import build_model
+from meshwright.run.models.llama import IGNORED
+from meshwright.run.optimizer import build_optimizer, lr_at, scaled_lr
+from meshwright.run.probe import measure_matmul
+from meshwright.spec.job import Train
+from meshwright.spec.load import load_job
+
+
+def test_learning_rate_warms_up_then_falls_to_the_floor():
+    train = Train(steps=110, global_batch=1, lr=1.0, warmup=10, min_lr_ratio=0.1)
+    assert [lr_at(s, train) for s in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0])
+    assert lr_at(10, train) == pytest.approx(1.0)
+    assert lr_at(60, train) == pytest.approx(0.55)
+    assert lr_at(110, train) == pytest.approx(0.1)
+    assert lr_at(60, Train(steps=110, global_batch=1, lr=1.0, schedule="constant")) == 1.0
+
+
+def test_warm_up_longer_than_the_run_never_divides_by_zero():
+    train = Train(steps=2, global_batch=1, lr=1.0, warmup=5)
+    assert [lr_at(s, train) for s in (0, 1)] == pytest.approx([0.2, 0.4])
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
+def test_scaling_rules(rule, factor):
+    base = None if rule == "none" else 8
+    assert (
+        scaled_lr(Train(steps=1, global_batch=32, lr=0.5, lr_scaling=rule, lr_base_batch=base))
+        == 0.5 * factor
+    )
+
+
+def test_state_made_at_once_equals_state_made_by_torch(job_file):
+    """Three steps with our optimizer and with torch's lazy one: the same bits."""
+    job = load_job(str(job_file))
+    ours, theirs = (build_model(job, torch.device("cpu")) for _ in range(2))
+    eager = build_optimizer(ours, job.train)
+    groups = [
+        {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": job.train.weight_decay},
+        {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    betas = (job.train.beta1, job.train.beta2)
+    lazy = torch.optim.AdamW(groups, lr=job.train.lr, betas=betas, eps=job.train.eps, fused=True)
+    tokens = torch.arange(32).view(1, 32)
+    for _ in range(3):
+        for model, optimizer in ((ours, eager), (theirs, lazy)):
+            model(tokens, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@given(st.integers(0, 200), st.integers(1, 17))
+def test_samples_are_dealt_once_each_and_evenly(count, ranks):
+    hands = [deal(count, rank, ranks) for rank in range(ranks)]
+    assert [s for hand in hands for s in hand] == list(range(count))
+    assert max(map(len, hands)) - min(map(len, hands)) <= 1
+    assert len(hands[0]) == max(map(len, hands)), "rank 0 is the fullest: it sets the number of micro-batches"
+
+
+class Rows:
+    """Stands in for a dataset: row i holds i, i+1, ..."""
+
+    seq_len = 4
+
+    def read(self, indices):
+        return (
+            np.stack([np.arange(i, i + 5) for i in indices]) if len(indices) else np.empty((0, 5), np.int64)
+        )
+
+    def count_targets(self, indices):
+        return 4 * len(indices)
+
+
+@given(st.integers(1, 30), st.integers(1, 7), st.integers(1, 6))
+def test_every_rank_runs_the_same_micro_batches_and_every_sample_counts_once(count, ranks, micro):
+    samples = np.arange(100, 100 + count)
+    shapes, seen = set(), []
+    for rank in range(ranks):
+        batches = list(Batcher(Rows(), rank, ranks, micro).micro_batches(samples))
+        shapes.add((len(batches), micro))
+        for tokens, targets in batches:
+            assert tokens.shape == targets.shape == (micro, 4)
+            real = targets[:, 0] != IGNORED
+            seen += tokens[real][:, 0].tolist()
+            assert (targets[~real] == IGNORED).all()
+    assert len(shapes) == 1
+    assert sorted(seen) == samples.tolist()
+    assert Batcher(Rows(), 0, ranks, micro).count_targets(samples) == 4 * count
+
+
+def test_shared_storage_counts_once():
+    whole = torch.zeros(10)
+    assert unique_bytes([whole[:4], whole[4:], whole[:4], None]) == 40
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"model.vocab_size": 4096, "model.tied_embeddings": "false"},
+        {"model.num_layers": 6, "model.hidden_size": 192, "model.ffn_size": 512, "data.seq_len": 128},
+        {"model.num_layers": 5, "model.num_heads": 8, "model.num_kv_heads": 8, "model.hidden_size": 128},
+        {"model.hidden_size": 64, "model.head_dim": 32, "model.ffn_size": 1024},
+    ],
+    ids=str,
+)
+def test_predicted_peak_is_within_five_per_cent(job_file, shape, micro_batches, precision):
+    """The torch-free ledger against every tensor that one eager step really holds; the state to the byte."""
+    overrides = [f"{k}={v}" for k, v in shape.items()] + [f"train.precision={precision}"]
+    job = load_job(str(job_file), overrides)
+    model = build_model(job, torch.device("cpu"))
+    optimizer = build_optimizer(model, job.train)
+    moments = [v for state in optimizer.state.values() for v in state.values()]
+    batch = torch.randint(0, job.model.vocab_size, (4, job.data.seq_len + 1))
+    with PeakTracker([*model.parameters(), *model.buffers(), *moments]) as tracker:
+        for _ in range(micro_batches):
+            tokens, targets = batch[:, :-1].clone(), batch[:, 1:].clone()
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                loss = model(tokens, targets)
+            (loss / 7).backward()
+            del tokens, targets, loss
+    ledger = predict_ledger(job, 4, micro_batches)
+    assert state_bytes(model, optimizer) == ledger.state_bytes
+    assert ledger.peak_bytes == pytest.approx(tracker.peak_bytes, rel=0.05), ledger.peak_at
+    assert sum(line.bytes for line in ledger.lines) == ledger.peak_bytes
+
+
+def test_matmul_probe_gives_a_rate():
+    rate = measure_matmul(torch.device("cpu"), torch.float32, seconds=0.02)
+    assert math.isfinite(rate)
+    assert rate > 1e8

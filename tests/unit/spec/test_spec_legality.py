@@ -1,0 +1,203 @@
+"""The legality table: every row can be met, says what to do, and the nearest layout is legal."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.core.errors import UserError
+from meshwright.spec.layout import Layout
+from meshwright.spec.legality import RULES, divisors, find_problems, nearest_legal_layout, with_layout
+from meshwright.spec.load import SpecError, build_job
+
+CASES = {
+    "model-heads-width": {"model": {"num_heads": 6}},
+    "model-head-dim-odd": {"model": {"head_dim": 7}},
+    "model-kv-heads": {"model": {"num_kv_heads": 3}},
+    "layout-tp-heads": {"layout": {"tp": 3}},
+    "layout-tp-kv-heads": {"layout": {"tp": 4}},
+    "layout-tp-ffn": {"layout": {"tp": 2}, "model": {"ffn_size": 129}},
+    "layout-pp-layers": {"layout": {"pp": 4}},
+    "layout-zero-dp-shard": {"layout": {"dp_shard": 2, "zero": 0}},
+    "layout-zero-unsharded": {"layout": {"zero": 1}},
+    "layout-cp-seq-len": {"layout": {"cp": 2}, "data": {"seq_len": 30}},
+    "layout-ep-dense": {"layout": {"ep": 2}},
+    "layout-sequence-parallel-tp": {"layout": {"sequence_parallel": True}},
+    "layout-virtual-stages-pp": {"layout": {"virtual_stages": 2}},
+    "layout-world-size": {"layout": {"dp_replicate": 9}},
+    "layout-micro-batch": {"layout": {"micro_batch": 9}},
+    "train-lr-base-batch": {"train": {"lr_scaling": "linear"}},
+    "layout-pp-not-built": {"layout": {"pp": 2}},
+    "layout-dp-shard-not-built": {"layout": {"dp_shard": 2}},
+    "layout-cp-not-built": {"layout": {"cp": 2}},
+    "layout-tp-not-built": {"layout": {"tp": 2}},
+    "layout-recompute-not-built": {"layout": {"recompute": "full"}},
+    "layout-offload-not-built": {"layout": {"offload": "all"}},
+    "layout-accumulate-not-built": {"layout": {"accumulate": "deferred"}},
+    "layout-schedule-not-built": {"layout": {"schedule": "gpipe"}},
+    "layout-context-not-built": {"layout": {"context": "ulysses"}},
+    "layout-prefetch-not-built": {"layout": {"prefetch": 2}},
+    "train-precision-not-built": {"train": {"precision": "fp8"}},
+    "train-compile-not-built": {"train": {"compile": True}},
+    "data-mask-not-built": {"data": {"mask": "document"}},
+    "data-prompt-masking-not-built": {"data": {"prompt_masking": True}},
+    "model-hf-not-built": {"model": {"hf": "folder"}},
+    "consistency-mode-not-built": {"consistency": {"mode": "gossip"}},
+    "compression-kind-not-built": {"compression": {"kind": "topk"}},
+}
+"""A job for each row; a row without one fails below."""
+
+
+def test_every_row_of_the_table_has_a_case_and_every_case_a_row():
+    assert set(CASES) == {rule.code for rule in RULES}
+
+
+def test_codes_are_not_used_twice():
+    found = [rule.code for rule in RULES]
+    assert len(found) == len(set(found))
+
+
+@pytest.mark.parametrize("code", CASES)
+def test_each_rule_can_be_broken_and_then_says_what_to_do(refused, code):
+    problem = next(p for p in refused(**CASES[code]) if p.code == code)
+    assert problem.fix, "a rule names the nearest fix"
+    assert problem.path, "a rule names the key"
+    assert str(problem).endswith(f"[{code}]")
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
+def test_each_rule_has_a_sentence_for_the_documentation(rule):
+    assert rule.statement.endswith(".")
+    assert "`" in rule.statement or rule.code == "layout-world-size"
+
+
+def test_what_is_not_built_is_marked_so_and_only_that():
+    assert all((not rule.built) == rule.code.endswith("-not-built") for rule in RULES)
+
+
+def test_a_legal_job_breaks_no_rule(tree):
+    assert find_problems(build_job(tree())) == []
+
+
+def test_the_house_styles_example_reads_word_for_word(refused):
+    (problem,) = refused(model={"preset": "llama3-8b"}, layout={"tp": 6})
+    assert str(problem) == (
+        "layout.tp=6 does not divide model.num_heads=32; heads split evenly over tp. "
+        "Use 1, 2, 4, 8, 16 or 32. [layout-tp-heads]"
+    )
+
+
+def test_what_can_never_run_hides_what_is_not_built_for_the_same_key(refused):
+    assert [p.code for p in refused(layout={"tp": 3})] == ["layout-tp-heads"]
+
+
+def test_several_illegal_settings_are_all_reported(refused):
+    problems = refused(layout={"tp": 3, "pp": 4, "cp": 2}, data={"seq_len": 30}, train={"compile": True})
+    assert {p.path for p in problems} >= {"layout.tp", "layout.pp", "layout.cp", "train.compile"}
+
+
+def test_more_ranks_than_cores_is_legal_on_this_machine_but_not_on_gpus(tree, refused):
+    local = {"preset": "local", "device": "cpu", "devices_per_node": 2}
+    assert build_job(tree(cluster=local, layout={"dp_replicate": 4})).layout.world_size == 4
+    assert "layout-world-size" in [p.code for p in refused(layout={"dp_replicate": 9})]
+
+
+@pytest.mark.parametrize("degree", range(1, 9))
+def test_every_data_degree_is_legal_for_every_batch(tree, degree):
+    """4 -> 3 ranks keeps the batch: ranks short of samples run zero-weight micro-batches."""
+    assert (
+        build_job(tree(layout={"dp_replicate": degree}, train={"global_batch": 5})).layout.dp_replicate
+        == degree
+    )
+
+
+def test_a_head_width_that_is_given_need_not_divide(tree):
+    assert build_job(tree(model={"num_heads": 6, "head_dim": 16})).model.query_size == 96
+
+
+@pytest.mark.parametrize("scaling", ["linear", "sqrt"])
+def test_lr_scaling_and_its_base_come_together(tree, refused, scaling):
+    build_job(tree(train={"lr_scaling": scaling, "lr_base_batch": 4}))
+    assert [p.path for p in refused(train={"lr_base_batch": 4})] == ["train.lr_base_batch"]
+
+
+def test_divisors_are_exact():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(1) == [1]
+
+
+# The nearest legal layout
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp": 2},
+        {"pp": 2, "tp": 2},
+        {"dp_shard": 4, "micro_batch": 2},
+        {"tp": 64},
+        {"dp_replicate": 2, "zero": 1},
+        {"dp_replicate": 9},
+        {"tp": 2, "micro_batch": 8},
+        {"cp": 8, "micro_batch": 3, "bucket_mb": 1.0},
+        {"micro_batch": 99},
+    ],
+)
+def test_the_nearest_legal_layout_is_legal(tree, layout):
+    with pytest.raises(SpecError) as caught:
+        build_job(tree(layout=layout))
+    asked = caught.value.job
+    nearest = nearest_legal_layout(asked)
+    assert find_problems(with_layout(asked, nearest)) == []
+    assert nearest.world_size == min(asked.layout.world_size, 8)
+
+
+degree = st.sampled_from([1, 2, 3, 4, 8])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    degrees=st.fixed_dictionaries(dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), degree)),
+    micro_batch=st.none() | st.integers(1, 12),
+    global_batch=st.integers(1, 24),
+)
+def test_the_nearest_legal_layout_is_legal_whatever_was_asked(degrees, micro_batch, global_batch):
+    tables = {
+        "model": {"preset": "tiny"},
+        "cluster": {"preset": "h100-sxm"},
+        "data": {"path": "text", "seq_len": 32},
+        "train": {"steps": 4, "global_batch": global_batch},
+        "layout": {k: v for k, v in {**degrees, "micro_batch": micro_batch}.items() if v is not None},
+    }
+    try:
+        asked = build_job(tables)
+    except SpecError as error:
+        asked = error.job
+    assert find_problems(with_layout(asked, nearest_legal_layout(asked))) == []
+
+
+def test_the_nearest_layout_keeps_the_bucket_and_the_micro_batch(tree):
+    job = build_job(tree(layout={"dp_replicate": 2, "micro_batch": 2, "bucket_mb": 3.0}))
+    nearest = nearest_legal_layout(job)
+    assert (nearest.mode, nearest.micro_batch, nearest.bucket_mb) == ("given", 2, 3.0)
+
+
+def test_every_pair_of_unbuilt_degrees_is_refused_with_both_named(refused):
+    """No combination slips through because its parts hide each other."""
+    for one, other in itertools.combinations(("pp", "cp", "tp", "dp_shard"), 2):
+        paths = {p.path for p in refused(layout={one: 2, other: 2})}
+        assert {f"layout.{one}", f"layout.{other}"} <= paths, (one, other)
+
+
+def test_degrees_name_themselves_as_overrides():
+    assert Layout(dp_replicate=2, tp=4).named_degrees() == "layout.dp_replicate=2 layout.tp=4"
+    assert "one process" in Layout().named_degrees()
+
+
+def test_refusals_are_user_errors(tree):
+    with pytest.raises(UserError) as caught:
+        build_job(tree(layout={"tp": 2}))
+    assert caught.value.exit_status == 2

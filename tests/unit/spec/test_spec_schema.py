@@ -1,0 +1,125 @@
+"""The JSON Schema names every key with its words; sections are frozen and say what each field is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+
+import pytest
+
+from meshwright.spec.job import (
+    Checkpoint,
+    Cluster,
+    Compression,
+    Consistency,
+    Data,
+    Job,
+    Layout,
+    Model,
+    Survive,
+    Train,
+)
+from meshwright.spec.load import build_job
+from meshwright.spec.translate import job_schema, section_type
+
+SECTIONS = (Model, Cluster, Data, Train, Layout, Checkpoint, Survive, Consistency, Compression)
+
+
+@pytest.fixture(scope="module")
+def schema():
+    return job_schema()
+
+
+def test_the_schema_is_json_and_says_which_dialect(schema):
+    assert json.loads(json.dumps(schema)) == schema
+    assert schema["$schema"].startswith("https://json-schema.org/")
+    assert schema["type"] == "object"
+    assert schema["additionalProperties"] is False
+
+
+def test_every_reference_in_the_schema_leads_somewhere(schema):
+    def references(node):
+        if isinstance(node, dict):
+            if "$ref" in node:
+                yield node["$ref"]
+            for child in node.values():
+                yield from references(child)
+        elif isinstance(node, list):
+            for child in node:
+                yield from references(child)
+
+    found = set(references(schema))
+    assert found == {f"#/$defs/{section.__name__}" for section in SECTIONS}
+    assert set(schema["$defs"]) == {section.__name__ for section in SECTIONS}
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda s: s.__name__)
+def test_every_key_of_a_section_is_in_the_schema_with_a_description(schema, section):
+    keys = schema["$defs"][section.__name__]["properties"]
+    assert set(keys) == {field.name for field in dataclasses.fields(section)}
+    assert [name for name, key in keys.items() if not key.get("description")] == []
+    assert schema["$defs"][section.__name__]["additionalProperties"] is False
+
+
+def test_the_schema_names_every_table(schema):
+    assert set(schema["properties"]) == {field.name for field in dataclasses.fields(Job)}
+    assert schema["required"] == ["model", "data", "train"], "the cluster defaults to local"
+
+
+def test_what_a_preset_fills_in_is_not_required_of_the_file(schema):
+    assert "required" not in schema["$defs"]["Model"]
+    assert "required" not in schema["$defs"]["Cluster"]
+    assert set(schema["$defs"]["Train"]["required"]) == {"steps", "global_batch"}
+
+
+def test_the_schema_carries_limits_and_choices(schema):
+    layout = schema["$defs"]["Layout"]["properties"]
+    assert layout["tp"]["minimum"] == 1
+    assert (layout["zero"]["minimum"], layout["zero"]["maximum"]) == (0, 3)
+    assert layout["mode"]["enum"] == ["auto", "given"]
+    assert layout["schedule"]["enum"] == ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe-v"]
+
+
+@pytest.mark.parametrize("section", [*SECTIONS, Job], ids=lambda s: s.__name__)
+def test_a_section_is_frozen(section):
+    assert section.__dataclass_params__.frozen
+
+
+def test_a_job_cannot_be_changed_in_place(tree):
+    job = build_job(tree())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        job.name = "other"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        job.layout.tp = 2
+    assert isinstance(hash(job), int), "frozen all the way down"
+
+
+INTERFACES = {
+    Data: "path tokenizer seq_len mask prompt_masking",
+    Train: "steps global_batch optimizer lr warmup lr_scaling weight_decay clip precision seed compile "
+    "eval_every deterministic",
+    Checkpoint: "dir every_steps every_minutes keep_last on_best",
+    Layout: "mode pp dp_replicate dp_shard cp tp ep etp zero accumulate sequence_parallel schedule "
+    "virtual_stages context micro_batch recompute offload prefetch bucket_mb",
+    Consistency: "mode",
+    Compression: "kind",
+}
+
+
+@pytest.mark.parametrize(("section", "keys"), INTERFACES.items(), ids=lambda x: getattr(x, "__name__", ""))
+def test_the_keys_that_interfaces_fixes_are_there(section, keys):
+    assert set(keys.split()) <= {field.name for field in dataclasses.fields(section)}
+
+
+def test_a_dotted_path_finds_its_section():
+    assert section_type([]) is Job
+    assert section_type(["train"]) is Train
+    assert section_type(["train", "lr"]) is None
+    assert section_type(["nowhere"]) is None
+
+
+def test_every_annotation_of_a_job_resolves():
+    """Pydantic and the documentation read them; a name missing at run time would show only there."""
+    for section in (*SECTIONS, Job):
+        assert typing.get_type_hints(section, include_extras=True)

@@ -1,0 +1,346 @@
+"""The documentation says what the program does: keys, rules, codes, events, examples and links.
+
+The tables of ``docs/job-file.md`` and ``docs/legality.md`` are written from the code. After a change, write
+them again with ``python tests/unit/test_docs.py``.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.cli.app import app
+from meshwright.core.errors import CheckFailedError, InterruptedRunError, RunFailedError, UserError
+from meshwright.prepare.spec import load_corpus_spec
+from meshwright.spec.legality import RULES
+from meshwright.spec.load import load_job
+from meshwright.spec.translate import job_schema
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+SOURCE = ROOT / "src" / "meshwright"
+PAGES = sorted(DOCS.rglob("*.md"))
+ALL_TEXT = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")] + PAGES
+
+CODE = r"[a-z]+(?:-[a-z0-9]+)+"
+REWRITE = "write the tables again: python tests/unit/test_docs.py"
+PRESET_CODE = "{section}-unknown-preset"
+"""The one code that is put together at run time, beside those of the legality table."""
+
+
+def id_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+# Tables written from the code
+
+
+def generated(name: str) -> str:
+    return {"job-file": job_tables, "legality": legality_tables}[name]()
+
+
+def job_tables() -> str:
+    schema = job_schema()
+    top = {k: v for k, v in schema["properties"].items() if "$ref" not in v}
+    parts = ["## Top level", "", *key_table("", top, set())]
+    for section, reference in schema["properties"].items():
+        if "$ref" not in reference:
+            continue
+        kind = reference["$ref"].rpartition("/")[2]
+        definition = schema["$defs"][kind]
+        required = set(definition.get("required", ()))
+        parts += ["", f"## `[{section}]`", "", str(definition["description"]), ""]
+        parts += key_table(f"{section}.", definition["properties"], required)
+    return "\n".join(parts)
+
+
+def key_table(prefix: str, properties: dict[str, Any], required: set[str]) -> list[str]:
+    rows = ["| key | type | if left out | meaning |", "|---|---|---|---|"]
+    for key, facts in properties.items():
+        meaning = facts.get("description", "").replace("|", "\\|").replace("\n", " ")
+        rows.append(
+            f"| `{prefix}{key}` | {type_of(facts)} | {default_of(key, facts, required)} | {meaning} |"
+        )
+    return rows
+
+
+def type_of(facts: dict[str, Any]) -> str:
+    if "anyOf" in facts:
+        return type_of(next(option for option in facts["anyOf"] if option.get("type") != "null"))
+    if "enum" in facts:
+        return ", ".join(f"`{value}`" for value in facts["enum"])
+    if "const" in facts:
+        return f"`{facts['const']}`"
+    words = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "text"}
+    bounds = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
+    limits = [f"{sign} {facts[bound]}" for bound, sign in bounds if bound in facts]
+    return ", ".join([words[facts["type"]], *limits])
+
+
+def default_of(key: str, facts: dict[str, Any], required: set[str]) -> str:
+    if key in required:
+        return "an error"
+    if "default" not in facts:
+        return "from the preset"
+    value = facts["default"]
+    if value is None:
+        return "see the meaning"
+    return f"`{str(value).lower()}`" if isinstance(value, bool) else f"`{value}`"
+
+
+def legality_tables() -> str:
+    parts: list[str] = []
+    for built, title in ((True, "## Can never run"), (False, "## Sound, not built yet")):
+        rows = [f"| `{rule.code}` | {rule.statement} |" for rule in RULES if rule.built is built]
+        parts += [title, "", "| code | rule |", "|---|---|", *rows, ""]
+    return "\n".join(parts).rstrip()
+
+
+BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(\n<!-- end generated -->)", re.DOTALL)
+
+
+def rewrite(text: str) -> str:
+    return BLOCK.sub(lambda match: f"{match[1]}{generated(match[2])}{match[3]}", text)
+
+
+@pytest.mark.parametrize("name", ["job-file", "legality"])
+def test_generated_tables_are_up_to_date(name: str) -> None:
+    page = (DOCS / f"{name}.md").read_text()
+    assert f"<!-- generated: {name} -->" in page
+    assert page == rewrite(page), REWRITE
+
+
+def test_job_page_names_every_key_and_no_other() -> None:
+    schema = job_schema()
+    keys = set()
+    for section, facts in schema["properties"].items():
+        if "$ref" in facts:
+            kind = facts["$ref"].rpartition("/")[2]
+            keys |= {f"{section}.{key}" for key in schema["$defs"][kind]["properties"]}
+        else:
+            keys.add(section)
+    named = set(re.findall(r"^\| `([\w.]+)` \|", (DOCS / "job-file.md").read_text(), re.MULTILINE))
+    assert len(keys) > 50
+    assert named == keys, REWRITE
+
+
+def test_legality_page_has_every_rule() -> None:
+    page = (DOCS / "legality.md").read_text()
+    assert len(RULES) > 20
+    for rule in RULES:
+        assert f"| `{rule.code}` | {rule.statement} |" in page, REWRITE
+
+
+# Error codes
+
+
+def source_trees() -> Iterator[tuple[Path, ast.Module]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        yield path, ast.parse(path.read_text())
+
+
+def used_codes() -> tuple[set[str], list[str]]:
+    """The codes in the source, and the places where one is built in a way that this test cannot read."""
+    codes = {rule.code for rule in RULES}
+    unread: list[str] = []
+    for path, tree in source_trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Problem":
+                given = [k.value for k in node.keywords if k.arg == "code"] + node.args[:1]
+                expression = given[0]
+                if isinstance(expression, ast.Constant):
+                    codes.add(expression.value)
+                elif isinstance(expression, ast.JoinedStr) and ast.unparse(expression) == f"f'{PRESET_CODE}'":
+                    codes |= {PRESET_CODE.format(section=kind) for kind in ("model", "cluster")}
+                elif not is_passed_on(expression):
+                    unread.append(f"{path.name}:{node.lineno}: {ast.unparse(expression)}")
+    for path in (*sorted(SOURCE.rglob("*.py")), ROOT / "Makefile"):
+        codes |= set(re.findall(rf"\[({CODE})\]\\?[\"n]", path.read_text()))
+    return codes, unread
+
+
+def is_passed_on(expression: ast.expr) -> bool:
+    """A code that a helper takes from its caller, or that is repeated from a rank's own error."""
+    return ast.unparse(expression) in ("code", "first['code']")
+
+
+def test_every_error_code_is_documented_and_no_other() -> None:
+    codes, unread = used_codes()
+    assert not unread, "codes that are neither literals nor of the legality table"
+    documented = re.findall(rf"^\| `({CODE})` \|", (DOCS / "errors.md").read_text(), re.MULTILINE)
+    assert len(codes) > 60
+    assert sorted(set(documented)) == sorted(codes)
+    assert len(documented) == len(set(documented)), "a code has two rows"
+
+
+def test_helpers_that_take_a_code_are_given_literals() -> None:
+    """What `is_passed_on` lets through must be visible somewhere: in the table, or as a caller's literal."""
+    codes, _ = used_codes()
+    for _, tree in source_trees():
+        functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+        helpers = {f.name for f in functions if any(a.arg == "code" for a in f.args.args)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in helpers:
+                literals = {a.value for a in ast.walk(node) if isinstance(a, ast.Constant)}
+                assert literals & codes, f"{ast.unparse(node)} passes a code that is not documented"
+
+
+def test_exit_statuses_are_documented() -> None:
+    page = (DOCS / "errors.md").read_text()
+    for error in (UserError, CheckFailedError, RunFailedError, InterruptedRunError):
+        assert re.search(rf"^\| {error.exit_status} \|", page, re.MULTILINE), error.__name__
+
+
+# Events
+
+
+def used_events() -> dict[str, set[str]]:
+    """The fields of each event that a rank writes."""
+    fields: defaultdict[str, set[str]] = defaultdict(set)
+    for _, tree in source_trees():
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
+                continue
+            name = node.args[0]
+            owner = ast.unparse(node.func.value)
+            if node.func.attr == "write" and owner.endswith("events") and isinstance(name, ast.Constant):
+                fields[name.value] |= {k.arg for k in node.keywords if k.arg}
+    fields["events_lost"] |= {"count", "reason"}
+    return dict(fields)
+
+
+def test_every_event_and_field_is_documented() -> None:
+    page = (DOCS / "events.md").read_text()
+    rows = dict(re.findall(r"^\| `([a-z_]+)` \| (.*)$", page, re.MULTILINE))
+    common = {"v", "event", "time", "rank", "generation"}
+    events = used_events()
+    assert len(events) >= 10
+    assert set(rows) - common == set(events)
+    assert common <= set(rows)
+    for event, fields in events.items():
+        named = set(re.findall(r"`([a-z_0-9]+)`", rows[event]))
+        assert fields <= named, f"{event}: {sorted(fields - named)} not documented"
+
+
+# Examples, links, commands
+
+
+def fenced(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def marked(marker: str) -> list[Any]:
+    """TOML blocks whose first line is a comment with a file's name: complete files."""
+    blocks = [(p, b) for p in ALL_TEXT for b in fenced(p, "toml") if b.startswith(f"# {marker}\n")]
+    return [pytest.param(block, id=f"{id_of(path)}-{n}") for n, (path, block) in enumerate(blocks)]
+
+
+@pytest.mark.parametrize("block", marked("job.toml"))
+def test_complete_jobs_load(block: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(block)
+    assert load_job(str(path)).name == "job"
+
+
+@pytest.mark.parametrize("block", marked("corpus.toml"))
+def test_complete_corpora_load(block: str, tmp_path: Path) -> None:
+    path = tmp_path / "corpus.toml"
+    path.write_text(block)
+    assert load_corpus_spec(path).sources
+
+
+def test_there_are_complete_examples() -> None:
+    assert len(marked("job.toml")) >= 2
+    assert marked("corpus.toml")
+
+
+def anchors(path: Path) -> set[str]:
+    """Anchors of a page's headings, as the site and code hosts make them."""
+    text = re.sub(r"^```.*?^```", "", rewrite(path.read_text()), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+
+
+@pytest.mark.parametrize("path", ALL_TEXT, ids=id_of)
+def test_internal_links_resolve(path: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        linked = (path.parent / name).resolve() if name else path
+        assert linked.exists(), f"{target} leads nowhere"
+        if DOCS in path.parents:
+            assert DOCS in linked.parents, f"{target} is not part of the site"
+        if anchor:
+            assert anchor in anchors(linked), f"{target}: no such heading"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert listed == {page.relative_to(DOCS).as_posix() for page in PAGES}
+
+
+def test_commands_shown_are_commands() -> None:
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    shown = defaultdict(list)
+    for path in ALL_TEXT:
+        for block in fenced(path, "(?:sh|bash|console)"):
+            for name in re.findall(r"(?:^|\s|/)meshwright ([a-z][a-z-]+)", block):
+                shown[name].append(id_of(path))
+    assert {"plan", "train", "audit"} <= set(shown)
+    assert set(shown) <= known, {name: shown[name] for name in set(shown) - known}
+
+
+def test_readme_names_the_two_commands() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in ("demo", "test"):
+        assert f"make {target}" in (ROOT / "README.md").read_text()
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_changelog_has_an_unreleased_section() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert "keepachangelog.com" in text
+    assert re.search(r"^## \[Unreleased\]\n+### Added\n", text, re.MULTILINE)
+
+
+def test_site_builds_without_warnings(tmp_path: Path) -> None:
+    """Built in a copy, so that neither `site/` nor a cache is left in the tree."""
+    zensical = Path(sys.executable).with_name("zensical")
+    assert zensical.exists(), "zensical is part of the dev extra: pip install 'meshwright[dev]'"
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    shutil.copytree(DOCS, tmp_path / "docs")
+    (tmp_path / "src").symlink_to(ROOT / "src")
+    environment = {**os.environ, "PYTHONWARNINGS": "default"}
+    build = subprocess.run(
+        [zensical, "build", "--clean", "--strict"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert build.returncode == 0, build.stdout + build.stderr
+    for page in PAGES:
+        relative = page.relative_to(DOCS).with_suffix("")
+        folder = relative.parent if relative.name == "index" else relative
+        assert (tmp_path / "site" / folder / "index.html").is_file(), page.name
+    built = (tmp_path / "site" / "api" / "index.html").read_text()
+    assert "meshwright.plan.contract.Plan" in built, "the reference was not filled in"
+
+
+if __name__ == "__main__":
+    for rewritten in (DOCS / "job-file.md", DOCS / "legality.md"):
+        rewritten.write_text(rewrite(rewritten.read_text()))

@@ -1,0 +1,195 @@
+"""House rules as tests: lengths, names, docstrings, asserts with text, commands, and imports without torch."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.app import app
+from meshwright.spec.legality import RULES
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "meshwright"
+MODULES = sorted(SOURCE.rglob("*.py"))
+MOST_LINES = 600
+MOST_FUNCTION_LINES = 100
+MOST_ARGUMENTS = 10
+COMMANDS = {"plan", "train", "audit", "generate", "prepare", "schema"}
+NO_TORCH = ("core", "spec", "plan", "prepare", "explain", "launch")
+HEAVY = ("torch", "tokenizers", "transformers", "safetensors", "ray", "pyspark")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(SOURCE))
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [n for n in ast.walk(parsed(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def test_there_is_something_to_check():
+    assert len(MODULES) > 40
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_file_is_not_too_long(path):
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MOST_LINES, f"{name_of(path)} has {lines} lines; {MOST_LINES} at most"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_no_function_is_too_long(path):
+    long = {
+        f.name: n for f in functions(path) if (n := (f.end_lineno or 0) - f.lineno + 1) > MOST_FUNCTION_LINES
+    }
+    assert long == {}, f"{MOST_FUNCTION_LINES} lines at most"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_no_function_takes_too_many_arguments(path):
+    def count(function) -> int:
+        taken = function.args
+        return len(
+            [a for a in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs) if a.arg not in ("self", "cls")]
+        )
+
+    assert {f.name: count(f) for f in functions(path) if count(f) > MOST_ARGUMENTS} == {}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_module_says_why_it_exists(path):
+    assert ast.get_docstring(parsed(path)), f"{name_of(path)} has no docstring"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_nothing_is_printed_past_the_output(path):
+    calls = [n for n in ast.walk(parsed(path)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+    assert [c.lineno for c in calls if c.func.id == "print"] == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_an_assert_carries_text(path):
+    assert [n.lineno for n in ast.walk(parsed(path)) if isinstance(n, ast.Assert) and n.msg is None] == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_all_is_sorted(path):
+    for node in parsed(path).body:
+        if isinstance(node, ast.Assign) and any(getattr(t, "id", "") == "__all__" for t in node.targets):
+            names = ast.literal_eval(node.value)
+            assert names == sorted(names)
+
+
+def test_no_module_is_a_drawer():
+    assert [
+        name_of(p) for p in MODULES if p.stem in ("utils", "util", "helpers", "helper", "common", "misc")
+    ] == []
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if p.parts[len(SOURCE.parts)] in NO_TORCH], ids=name_of)
+def test_layers_without_torch_import_it_nowhere_at_the_top(path):
+    """``launch`` may do so lazily, inside a function; the others not even there (import-linter)."""
+    names = set()
+    for node in parsed(path).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add((node.module or "").split(".")[0])
+    assert names & set(HEAVY) == set()
+
+
+# Error codes
+
+
+def codes_in_source() -> set[str]:
+    """First arguments of ``Problem(...)`` that are plain texts, and the codes of the legality table."""
+    found = {rule.code for rule in RULES}
+    for path in MODULES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Problem":
+                given = [*node.args[:1], *(k.value for k in node.keywords if k.arg == "code")]
+                found |= {a.value for a in given if isinstance(a, ast.Constant) and isinstance(a.value, str)}
+    return found
+
+
+def test_codes_are_of_the_form_area_what():
+    found = codes_in_source()
+    assert len(found) > 50
+    assert [code for code in found if not re.fullmatch(r"[a-z]+(-[a-z0-9]+)+", code)] == []
+
+
+def test_every_code_has_its_words_in_the_documentation():
+    """``core/errors.py`` promises it."""
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    assert sorted(code for code in codes_in_source() if code not in page) == []
+
+
+# The command line
+
+
+def test_the_commands_are_the_documented_ones():
+    assert {command.name or command.callback.__name__ for command in app.registered_commands} == COMMANDS
+
+
+def test_every_command_takes_json_and_has_help():
+    import inspect
+
+    for command in app.registered_commands:
+        assert "as_json" in inspect.signature(command.callback).parameters, command.callback.__name__
+        assert command.callback.__doc__
+
+
+# Imports
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level packages in ``sys.modules`` after running ``code`` in a fresh interpreter."""
+    script = f"{code}\nimport json, sys\nsys.stdout.write(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert ran.returncode == 0, ran.stderr
+    return set(json.loads(ran.stdout))
+
+
+def dotted(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_planning_diagnosis_and_every_command_import_no_torch_and_no_tokenizers():
+    """Each module of those layers, and each command's own module, imported for real."""
+    layers = ("core", "spec", "plan", "explain", "prepare", "launch", "cli")
+    wanted = [dotted(p) for p in MODULES if p.parts[len(SOURCE.parts)] in layers]
+    assert len(wanted) > 30
+    assert loaded_by("\n".join(f"import {name}" for name in wanted)) & set(HEAVY) == set()
+
+
+def test_help_loads_nothing_heavy():
+    """A fast start is a matter of what is loaded: neither torch nor numpy nor pydantic for ``--help``."""
+    loaded = loaded_by("import meshwright.cli.app")
+    assert loaded & {*HEAVY, "numpy", "pydantic"} == set()
+
+
+def test_importing_the_package_configures_nothing():
+    """No environment variable, signal or logging handler changes on import."""
+    code = (
+        "import os, signal, logging\n"
+        "before = (dict(os.environ), signal.getsignal(signal.SIGTERM), list(logging.getLogger().handlers))\n"
+        "import meshwright.cli.app, meshwright.plan.contract, meshwright.explain.audit\n"
+        "after = (dict(os.environ), signal.getsignal(signal.SIGTERM), list(logging.getLogger().handlers))\n"
+        "assert before == after, 'something was configured on import'\n"
+    )
+    loaded_by(code)
