@@ -45,6 +45,14 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# For a machine that has torch and safetensors but can install nothing: copy .offline-site there beside src/, then
+# PYTHONPATH=src:.offline-site python3 -m meshwright ... (OFFLINE_PYTHON is the version of that machine's Python).
+OFFLINE_PYTHON ?= 3.12
+offline-site: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target .offline-site --upgrade \
+	  --python-version $(OFFLINE_PYTHON) --only-binary=:all: --constraint constraints.txt \
+	  pydantic typer rich tomli-w pytest pytest-timeout hypothesis
+
 docs: setup
 	$(BIN)/zensical build --clean
 

@@ -29,6 +29,7 @@ lr = 3e-3
 warmup = 2
 eval_samples = 16
 [cluster]
+device = "cpu"
 matmul_flops_per_s = 1e11
 """
 
@@ -38,7 +39,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Forty small documents of plain text, different enough to learn something from."""
     folder = tmp_path_factory.mktemp("corpus")
     for number in range(40):
-        lines = [f"document {number} line {line}: {'the quick brown fox ' * (line % 5)}" for line in range(40)]
+        lines = [
+            f"document {number} line {line}: {'the quick brown fox ' * (line % 5)}" for line in range(40)
+        ]
         (folder / f"{number:02d}.txt").write_text("\n".join(lines))
     return folder
 

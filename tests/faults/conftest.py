@@ -37,7 +37,9 @@ class Command:
             return []
         return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
-    def wait_for(self, run_dir: Path, wanted: Callable[[dict[str, Any]], bool], limit_s: float = 60) -> dict[str, Any]:
+    def wait_for(
+        self, run_dir: Path, wanted: Callable[[dict[str, Any]], bool], limit_s: float = 60
+    ) -> dict[str, Any]:
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             for event in self.events(run_dir):

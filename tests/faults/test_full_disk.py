@@ -17,7 +17,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     mount = tmp_path / "disk"
     mount.mkdir()
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(mount)], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(mount)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         pytest.skip(f"mounting a small file system needs root: {done.stderr.strip()}")

@@ -77,7 +77,9 @@ def test_ctrl_c_stops_after_the_step_with_a_checkpoint(command, job_file, tmp_pa
     assert result["audit_ok"], result["differences"]
     done = len(result["losses"])
     assert Path(tmp_path, result["checkpoint"]).name == f"step-{done:08d}"
-    again = command("train", job_file, LONG[1], f"run_dir={run_dir}", f"train.steps={done + 2}", "--resume", "--json")
+    again = command(
+        "train", job_file, LONG[1], f"run_dir={run_dir}", f"train.steps={done + 2}", "--resume", "--json"
+    )
     status, out, err = again.finish()
     assert status == 0, err
     assert len(json.loads(out)["losses"]) == 2

@@ -16,9 +16,9 @@ def extra_all_reduce(run_dir, listener):
     """A rank that reduces something more in every step."""
     honest = loop.update
 
-    def update(session):
+    def update(session, lr):
         dist.all_reduce(torch.zeros(3), group=session.ranks.group("dp_replicate"))
-        return honest(session)
+        return honest(session, lr)
 
     loop.update = update
     return run_rank(run_dir, listener)
@@ -28,10 +28,10 @@ def extra_broadcast_once(run_dir, listener):
     """A rank that broadcasts once, on a group that no axis owns, in the third step."""
     honest = loop.update
 
-    def update(session):
+    def update(session, lr):
         if session.step == 2:
             dist.broadcast(torch.zeros(5, dtype=torch.float64), 0, group=dist.new_group())
-        return honest(session)
+        return honest(session, lr)
 
     loop.update = update
     return run_rank(run_dir, listener)

@@ -37,7 +37,10 @@ def test_train_generate_audit_end_to_end(job_file, tmp_path):
     assert "Audit: the plan held." in done.stdout
     assert "step 3/3" in done.stderr, "plain progress lines where there is no terminal"
     assert "\x1b" not in done.stderr
-    written = [run("generate", "runs/tiny-1", "--prompt", "the ", "--tokens", 20, "--json", cwd=tmp_path) for _ in "ab"]
+    written = [
+        run("generate", "runs/tiny-1", "--prompt", "the ", "--tokens", 20, "--json", cwd=tmp_path)
+        for _ in "ab"
+    ]
     texts = [json.loads(w.stdout)["text"] for w in written]
     assert texts[0] == texts[1], "the same seed writes the same text"
     audit = run("audit", "runs/tiny-1", cwd=tmp_path)
@@ -140,7 +143,14 @@ def test_no_write_permission_is_a_clear_error(job_file, tmp_path):
 
 
 def test_more_ranks_than_cores_is_a_warning(job_file, tmp_path):
-    done = run("train", job_file, "layout.dp_replicate=3", "cluster.devices_per_node=2", "train.steps=1", cwd=tmp_path)
+    done = run(
+        "train",
+        job_file,
+        "layout.dp_replicate=3",
+        "cluster.devices_per_node=2",
+        "train.steps=1",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert "warning: 3 ranks share 2 cores" in done.stderr
 

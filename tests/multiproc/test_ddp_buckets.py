@@ -54,7 +54,15 @@ def inspect_buckets(run_dir, listener):
     stock_seen: dict[str, object] = {}
     _calls_by_step(stock, job, counter, stock_seen)
     if ranks.rank == 0:
-        listener({"event": "buckets", "rank": 0, "ours": seen["calls"], "stock": stock_seen["calls"], "names": buckets})
+        listener(
+            {
+                "event": "buckets",
+                "rank": 0,
+                "ours": seen["calls"],
+                "stock": stock_seen["calls"],
+                "names": buckets,
+            }
+        )
     leave_ranks(ranks)
     return 0
 

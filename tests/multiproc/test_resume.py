@@ -63,8 +63,13 @@ def test_a_damaged_checkpoint_is_passed_over(train, capfd):
 
 
 def test_rotation_keeps_the_last_and_the_best(train):
-    trained = train("train.steps=6", "checkpoint.every_steps=1", "checkpoint.keep_last=2", "train.eval_every=1",
-                    "checkpoint.on_best=true")
+    trained = train(
+        "train.steps=6",
+        "checkpoint.every_steps=1",
+        "checkpoint.keep_last=2",
+        "train.eval_every=1",
+        "checkpoint.on_best=true",
+    )
     kept = sorted(p.name for p in (trained.run_dir / "checkpoints").iterdir() if p.is_dir())
     assert kept[-2:] == ["step-00000005", "step-00000006"]
     best = (trained.run_dir / "checkpoints" / "best").read_text().strip()

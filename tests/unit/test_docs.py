@@ -106,17 +106,17 @@ def legality_tables() -> str:
     return "\n".join(parts).rstrip()
 
 
-BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(\n<!-- end generated -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end generated -->)", re.DOTALL)
 
 
 def rewrite(text: str) -> str:
-    return BLOCK.sub(lambda match: f"{match[1]}{generated(match[2])}{match[3]}", text)
+    return BLOCK.sub(lambda match: f"{match[1]}\n{generated(match[2])}\n\n{match[3]}", text)
 
 
 @pytest.mark.parametrize("name", ["job-file", "legality"])
 def test_generated_tables_are_up_to_date(name: str) -> None:
     page = (DOCS / f"{name}.md").read_text()
-    assert f"<!-- generated: {name} -->" in page
+    assert [match[2] for match in BLOCK.finditer(page)] == [name]
     assert page == rewrite(page), REWRITE
 
 

@@ -1,4 +1,4 @@
-"""House rules as tests: lengths, names, docstrings, asserts with text, commands, and imports without torch."""
+"""House rules as tests: lengths, names, docstrings, asserts with text, commands, imports without torch."""
 
 from __future__ import annotations
 
@@ -156,7 +156,8 @@ def test_every_command_takes_json_and_has_help():
 
 def loaded_by(code: str) -> set[str]:
     """Top-level packages in ``sys.modules`` after running ``code`` in a fresh interpreter."""
-    script = f"{code}\nimport json, sys\nsys.stdout.write(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
+    names = "sorted({m.split('.')[0] for m in sys.modules})"
+    script = f"{code}\nimport json, sys\nsys.stdout.write(json.dumps({names}))"
     ran = subprocess.run(
         [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False, cwd=ROOT
     )

@@ -25,7 +25,12 @@ from meshwright.launch.local import LocalLaunch
 from meshwright.plan.contract import PLAN_FILE, Plan, build_plan, is_plan, layout_keys, read_plan, write_plan
 from meshwright.spec.job import Job
 from meshwright.spec.load import load_job
-from meshwright.survive.checkpoint.manifest import check_same_model, find_newest, list_checkpoints, read_manifest
+from meshwright.survive.checkpoint.manifest import (
+    check_same_model,
+    find_newest,
+    list_checkpoints,
+    read_manifest,
+)
 
 ENTRY = "meshwright.run.worker:run_rank"
 PRELOAD = ("torch", "torch.distributed", "meshwright.cli", "meshwright.run.worker")

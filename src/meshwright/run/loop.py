@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.core.errors import Problem, RunFailedError
 from meshwright.core.units import format_bytes
@@ -21,54 +22,23 @@ from meshwright.run.probe import Utilisation, find_peak
 from meshwright.run.session import Session, save
 from meshwright.survive.checkpoint.manifest import mark_best, rotate
 
+Samples = npt.NDArray[np.int64]
+
 
 def train(session: Session) -> None:
     """Train until the job's last step, or until a rank wants to stop."""
     job, events = session.job, session.events
     first_step = session.first_step = session.step
     audited_step = min(first_step + 1, job.train.steps - 1)  # the second one, if there is one: nothing is new
-    peak_flops, peak_basis = find_peak(job, session.ranks.device)
-    events.write(
-        "ready", step=first_step, steps=job.train.steps, peak_flops_per_s=peak_flops, peak_basis=peak_basis
-    )
-    utilisation = Utilisation(session.ranks.device)
+    meter = Meter(session)
     saver = Saver(session)
-    eval_loss: float | None = None
     evaluations = 0
     stopping = False
     while session.step < job.train.steps and not stopping:
-        started = time.perf_counter()
-        session.counter.phase = "step"
-        positions = np.arange(session.position, session.position + job.train.global_batch)
-        samples = session.order.samples_at(positions)
-        divisor = session.train_batches.count_targets(samples)
         with audited(session) if session.step == audited_step else nullcontext():
-            loss_sum, targets = forward_backward(session, samples, divisor)
-        grad_norm = update(session)
-        loss_sum, counted, stops = session.ranks.add_up(
-            [loss_sum, float(targets), float(session.stop_wanted)]
-        )
-        assert counted == divisor, f"{counted:.0f} targets were trained on, {divisor} were expected"
-        session.step += 1
-        session.position += job.train.global_batch
-        step_s = time.perf_counter() - started
-        loss, stopping = loss_sum / divisor, stops > 0
-        rate = divisor / step_s
-        events.write(
-            "step",
-            step=session.step,
-            loss=loss,
-            grad_norm=grad_norm,
-            lr=lr_at(session.step - 1, job.train),
-            tokens=divisor,
-            step_s=step_s,
-            tokens_per_s=rate,
-            mfu=rate * session.plan.flops_per_token / session.ranks.world_size / peak_flops,
-            utilisation=utilisation.look(),
-        )
-        if not math.isfinite(loss):
-            raise _diverged(session, loss)
+            stopping = train_step(session, meter)
         last = stopping or session.step == job.train.steps
+        eval_loss = None
         if _due(job.train.eval_every, session.step) or (last and not stopping):
             eval_loss = evaluate(session)
             evaluations += eval_loss is not None
@@ -78,7 +48,41 @@ def train(session: Session) -> None:
     events.write("finished", status="interrupted" if stopping else "complete", step=session.step, steps=steps)
 
 
-def forward_backward(session: Session, samples: np.ndarray, divisor: int) -> tuple[float, int]:
+def train_step(session: Session, meter: Meter) -> bool:
+    """One optimizer step with its event; returns whether a rank wants to stop after it."""
+    started = time.perf_counter()
+    session.counter.phase = "step"
+    positions = np.arange(session.position, session.position + session.job.train.global_batch)
+    samples = session.order.samples_at(positions)
+    divisor = session.train_batches.count_targets(samples)
+    own_loss, own_targets = forward_backward(session, samples, divisor)
+    if session.after_backward is not None:
+        session.after_backward()
+    lr = lr_at(session.step, session.job.train)
+    grad_norm = update(session, lr)
+    # The first look at a device value in this step: all its work is queued by now.
+    loss_sum, counted, stops = session.ranks.add_up([own_loss, own_targets, session.stop_wanted])
+    assert counted == divisor, f"{counted:.0f} targets were trained on, {divisor} were expected"
+    session.step += 1
+    session.position += len(samples)
+    loss = loss_sum / divisor
+    step_s = time.perf_counter() - started
+    session.events.write(
+        "step",
+        step=session.step,
+        loss=loss,
+        grad_norm=None if grad_norm is None else float(grad_norm),
+        lr=lr,
+        tokens=divisor,
+        step_s=step_s,
+        **meter.read(divisor / step_s),
+    )
+    if not math.isfinite(loss):
+        raise _diverged(session, loss)
+    return stops > 0
+
+
+def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[Tensor, int]:
     """Gradients of one step; returns this rank's summed loss and its number of targets."""
     device = session.ranks.device
     micro_batches = session.plan.micro_batches
@@ -91,15 +95,15 @@ def forward_backward(session: Session, samples: np.ndarray, divisor: int) -> tup
                 loss = session.module(move(tokens, device), move(targets, device))
             (loss / divisor).backward()
         loss_sum += loss.detach()
-    return loss_sum.item(), targets_seen
+    return loss_sum, targets_seen
 
 
-def update(session: Session) -> float | None:
+def update(session: Session, lr: float) -> Tensor | None:
     """Clip, step, clear; returns the gradient norm of the whole model where it was needed."""
-    train, grad_norm = session.job.train, None
-    if train.clip:
-        grad_norm = float(nn.utils.clip_grad_norm_(session.model.parameters(), train.clip))
-    set_lr(session.optimizer, lr_at(session.step, train))
+    clip, grad_norm = session.job.train.clip, None
+    if clip:
+        grad_norm = nn.utils.clip_grad_norm_(session.model.parameters(), clip)
+    set_lr(session.optimizer, lr)
     session.optimizer.step()
     # DDP's gradients are views of its buckets: dropped, the next accumulation would hold a second copy.
     session.optimizer.zero_grad(set_to_none=session.module is session.model)
@@ -128,31 +132,51 @@ def evaluate(session: Session) -> float | None:
 
 @contextmanager
 def audited(session: Session) -> Iterator[None]:
-    """Measure the state and the peak of one step, after backward and before the update."""
+    """Measure the state and the peak of one step, from its start to before the update."""
     device = session.ranks.device
     gradients = [p.grad for p in session.model.parameters() if p.grad is not None]
-    tracker: AbstractContextManager[object] = nullcontext()
+    moments = [value for state in session.optimizer.state.values() for value in state.values()]
+    alive = [*session.model.parameters(), *session.model.buffers(), *moments, *gradients]
+    tracker = None if device.type == "cuda" else PeakTracker(alive)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    else:
-        moments = [value for state in session.optimizer.state.values() for value in state.values()]
-        tracker = PeakTracker([*session.model.parameters(), *session.model.buffers(), *moments, *gradients])
-    with tracker:
+
+    def measure() -> None:
+        state = state_bytes(session.model, session.optimizer)
+        if tracker is None:
+            peak = torch.cuda.max_memory_allocated(device)
+        else:
+            # DDP has its buckets from construction on; they can only be seen once a step has filled them.
+            unseen = session.module is not session.model and not gradients
+            peak = tracker.peak_bytes + (state["gradients"] if unseen else 0)
+        first = session.step == session.first_step
+        session.events.write("state", step=session.step, state_bytes=state, peak_bytes=peak, first_step=first)
+
+    session.after_backward = measure
+    with tracker or nullcontext():
         yield
-    state = state_bytes(session.model, session.optimizer)
-    if isinstance(tracker, PeakTracker):
-        # DDP has its buckets from construction on, but they can only be seen once a step has filled them.
-        unseen = session.module is not session.model and not gradients
-        peak = tracker.peak_bytes + (state["gradients"] if unseen else 0)
-    else:
-        peak = torch.cuda.max_memory_allocated(device)
-    session.events.write(
-        "state",
-        step=session.step,
-        state_bytes=state,
-        peak_bytes=peak,
-        first_step=session.step == session.first_step,
-    )
+    session.after_backward = None
+
+
+class Meter:
+    """Turns tokens a second into MFU, and knows how busy the device is."""
+
+    def __init__(self, session: Session) -> None:
+        peak_flops, basis = find_peak(session.job, session.ranks.device)
+        steps = session.job.train.steps
+        session.events.write(
+            "ready", step=session.step, steps=steps, peak_flops_per_s=peak_flops, peak_basis=basis
+        )
+        self._mfu_of_rate = session.plan.flops_per_token / session.ranks.world_size / peak_flops
+        self._utilisation = Utilisation(session.ranks.device)
+
+    def read(self, tokens_per_s: float) -> dict[str, float | None]:
+        """The figures of a step that has just ended."""
+        return {
+            "tokens_per_s": tokens_per_s,
+            "mfu": tokens_per_s * self._mfu_of_rate,
+            "utilisation": self._utilisation.look(),
+        }
 
 
 def precision(session: Session) -> torch.autocast:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -31,16 +32,17 @@ class Ranks:
         assert self.mesh is not None, f"one process has no group for {axis}"
         return self.mesh.get_group(axis)
 
-    def add_up(self, values: list[float]) -> list[float]:
+    def add_up(self, values: Sequence[Tensor | float]) -> list[float]:
         """Sum small control values over all ranks: every rank sends its own and gets the sums.
 
         One process gets its own values back and calls nothing.
         """
-        if self.control is None:
-            return values
-        summed = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(summed, group=self.control)
-        return summed.tolist()
+        with torch.no_grad():
+            scalars = [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]
+            summed = torch.stack(scalars)
+            if self.control is not None:
+                dist.all_reduce(summed, group=self.control)
+            return summed.tolist()
 
 
 def join_ranks(job: Job, counter: CollectiveCounter, store: dist.Store | None = None) -> Ranks:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -55,7 +56,9 @@ class Session:
     """Samples consumed."""
     stop_wanted: bool = False
     """Set by a signal; the ranks agree on it at the end of a step."""
-    best_eval_loss: float = field(default=float("inf"))
+    best_eval_loss: float = float("inf")
+    after_backward: Callable[[], None] | None = None
+    """Called between backward and update, where the state is largest: the audit's place."""
 
     @property
     def job(self) -> Job:

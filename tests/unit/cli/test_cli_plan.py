@@ -39,7 +39,7 @@ def test_planning_a_preset_shows_ledger_reasons_and_collectives(cli, preset):
 @pytest.mark.parametrize("preset", preset_names("models"))
 def test_every_preset_is_planned_or_refused_with_a_reason(cli, preset):
     ran = cli("plan", preset, "--on", "h200-sxm", "--json")
-    fits = preset not in ("llama2-13b", "llama2-70b", "llama3-70b", "llama3-405b")
+    fits = preset in ("tiny", "demo-3m", "llama3.2-1b", "llama3.2-3b")  # 16 bytes a parameter, replicated
     assert ran.status == (0 if fits else 2)
     assert ran.codes == ([] if fits else ["plan-nothing-fits"])
 
@@ -86,7 +86,7 @@ def test_nothing_fits_exits_2_with_the_numbers_and_writes_nothing(cli, tmp_path)
     assert ran.codes == ["plan-nothing-fits"]
     (error,) = ran.json["errors"]
     assert error["code"] == "plan-nothing-fits"
-    assert "GB a device" in error["message"]
+    assert "needs 1.42 TB a device, 73.6 GB of 80 GB are usable" in error["message"]
     assert list(tmp_path.glob("plan*")) == []
 
 
@@ -210,7 +210,7 @@ def test_a_wrong_command_line_exits_2_with_usage_and_a_code(cli, arguments):
     ran = cli(*arguments)
     assert ran.status == 2
     assert ran.codes == ["cli-usage"]
-    assert "Usage: meshwright" in ran.err
+    assert ran.err.startswith("Usage: ")
     assert ran.out == ""
 
 

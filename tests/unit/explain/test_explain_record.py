@@ -164,7 +164,7 @@ def test_a_damaged_measurement_fails_the_audit_and_is_no_traceback(
 def test_a_generation_that_is_no_number_is_no_traceback(kept, run_folder):
     events = kept()
     events[1]["generation"] = "first"
-    assert read_record(run_folder(events)).losses == [4.0, 3.0, 2.0]
+    assert read_record(run_folder(events)).losses[-3:] == [4.0, 3.0, 2.0]
 
 
 # The golden run

@@ -170,11 +170,16 @@ def test_compute_is_flops_over_the_reached_rate(make_job):
     assert step.compute_s == pytest.approx(8 * 32 * 591_744 / (0.45 * 6.7e13))
 
 
-def test_communication_between_nodes_is_slower_than_inside_one(make_job):
-    inside = make_job(cluster={"nodes": 2}, layout={"dp_replicate": 8})
-    across = make_job(cluster={"nodes": 2}, layout={"dp_replicate": 9}, train={"global_batch": 9})
-    times = [estimate_step(job, 1, 1, predict_traffic(job)).communication_s for job in (inside, across)]
-    assert times[0] < times[1]
+@pytest.mark.parametrize(
+    ("ranks", "bytes_per_s", "latency_s"), [(8, 4.5e11, 2e-5), (9, 5e10, 4e-5)], ids=["in a node", "across"]
+)
+def test_a_reduction_is_a_ring_on_the_link_that_it_crosses(make_job, ranks, bytes_per_s, latency_s):
+    """2 (n - 1) / n of the bytes, gradients and control, over NVLink or the network; a latency a call."""
+    tables = {"cluster": {"nodes": 2}, "train": {"global_batch": 9}, "layout": {"dp_replicate": ranks}}
+    job = make_job(**tables)
+    step = estimate_step(job, 1, 1, predict_traffic(job))
+    ring_s = 2 * (ranks - 1) / ranks * (4 * 94_528 + 24) / bytes_per_s + 2 * latency_s
+    assert step.communication_s == pytest.approx(ring_s)
 
 
 def test_exposed_communication_is_never_more_than_all_of_it_nor_negative(make_job):

@@ -63,6 +63,16 @@ def test_the_peak_grows_with_the_micro_batch(make_job, micro, ranks, micro_batch
     assert less.first_peak_bytes < more.first_peak_bytes
 
 
+@pytest.mark.parametrize(("ranks", "micro_batches", "held"), [(1, 1, 0), (1, 2, 1), (2, 1, 1), (2, 2, 1)])
+def test_gradients_live_at_the_loss_only_if_ddp_or_accumulation_keeps_them(
+    make_job, ranks, micro_batches, held
+):
+    ledger = predict_ledger(make_job(layout={"dp_replicate": ranks}), 8, micro_batches)
+    assert ledger.peak_at == "loss, backward"
+    (gradients,) = [line.bytes for line in ledger.lines if line.name.startswith("gradients")]
+    assert gradients == held * ledger.state_bytes["gradients"]
+
+
 def test_the_peak_holds_the_state_at_least(make_job):
     for micro_batches in (1, 2):
         ledger = predict_ledger(make_job(layout={"dp_replicate": 2}), 1, micro_batches)

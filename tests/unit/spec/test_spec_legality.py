@@ -78,6 +78,11 @@ def test_what_is_not_built_is_marked_so_and_only_that():
     assert all((not rule.built) == rule.code.endswith("-not-built") for rule in RULES)
 
 
+def test_rows_that_can_never_run_come_before_those_not_built():
+    built = [rule.built for rule in RULES]
+    assert built == sorted(built, reverse=True)
+
+
 def test_a_legal_job_breaks_no_rule(tree):
     assert find_problems(build_job(tree())) == []
 

@@ -7,6 +7,7 @@ by the global number of target tokens, so the sum is the gradient; DDP's own mea
 No ``from __future__ import annotations`` here: DDP compares a hook's annotations with the classes.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.run.mesh import Ranks
 from meshwright.spec.job import Job
+
+
+SYNC_BUFFERS = "broadcast_buffers"
+"""Keyword for whether buffers are broadcast in every forward; torch 2.13 has a new name for it."""
+if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
+    SYNC_BUFFERS = "forward_sync_buffers"
 
 
 class FixedBucketDDP(DistributedDataParallel):
@@ -70,8 +77,8 @@ def apply_replicate(module: nn.Module, job: Job, ranks: Ranks) -> FixedBucketDDP
         process_group=group,
         bucket_cap_mb=job.layout.bucket_mb,
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,
         init_sync=False,
+        **{SYNC_BUFFERS: False},
     )
     replicated.register_comm_hook(group, HOOKS[job.compression.kind])
     replicated.fix_buckets()

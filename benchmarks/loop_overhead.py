@@ -1,0 +1,140 @@
+"""What the loop costs over a bare torch loop with the same model: one process, one thread, CPU.
+
+Both train the same model on the same batches, step by step in turn, in one process, so that whatever else
+the machine does hits both alike. The figure is the median over pairs of (ours - bare) / bare. Our side is
+everything that a run does in a step: order of samples, memory-mapped reading, accumulation, clipping,
+learning rate, counting, the event's line.
+
+    python benchmarks/loop_overhead.py [--pairs 100]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from meshwright.launch.environment import prepare_environment
+
+os.environ["OMP_NUM_THREADS"] = "1"
+prepare_environment(threads=1)
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from meshwright.core.events import EVENTS_FILE, EventWriter  # noqa: E402
+from meshwright.launch.assignment import Assignment  # noqa: E402
+from meshwright.plan.contract import build_plan  # noqa: E402
+from meshwright.prepare.build import CorpusSpec, prepare_corpus  # noqa: E402
+from meshwright.run.collectives.counter import CollectiveCounter  # noqa: E402
+from meshwright.run.loop import Meter, train_step  # noqa: E402
+from meshwright.run.mesh import join_ranks  # noqa: E402
+from meshwright.run.models.init import build_model  # noqa: E402
+from meshwright.run.session import build_session  # noqa: E402
+from meshwright.spec.load import build_job  # noqa: E402
+
+
+def build_ours(folder: Path, micro_batch: int):
+    """A session as a rank builds it."""
+    prepared = folder / "data"
+    prepare_corpus(CorpusSpec(sources=("builtin:python-stdlib",), out=str(prepared)), folder)
+    tree = {
+        "model": {"num_layers": 6, "hidden_size": 192, "num_heads": 6, "num_kv_heads": 2, "ffn_size": 512,
+                  "vocab_size": 320, "tied_embeddings": True},
+        "data": {"path": str(prepared), "seq_len": 128},
+        "train": {"steps": 10**6, "global_batch": 8, "lr": 1e-3},
+        "layout": {"dp_replicate": 1, "micro_batch": micro_batch},
+        "cluster": {"device": "cpu", "matmul_flops_per_s": 1e11},
+    }  # fmt: skip
+    plan, _ = build_plan(build_job(tree))
+    counter = CollectiveCounter()
+    counter.install()
+    assignment = Assignment(str(folder), str(prepared), str(folder / "checkpoints"))
+    events = EventWriter(folder / EVENTS_FILE, 0)
+    return build_session(plan, assignment, join_ranks(plan.job, counter), counter, events)
+
+
+def build_bare(session):
+    """The loop that one writes by hand: memmap, slices, forward, backward, clip, step."""
+    job = session.job
+    model = build_model(job, torch.device("cpu"))
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": job.train.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=job.train.lr, betas=(0.9, 0.95), fused=True)
+    tokens = np.memmap(next(Path(session.assignment.data_dir).glob("train-*.bin")), dtype=np.uint16, mode="r")
+    length, batch, micro = job.data.seq_len, job.train.global_batch, job.layout.micro_batch
+    position = 0
+
+    def step() -> float:
+        nonlocal position
+        total = 0.0
+        for _ in range(batch // micro):
+            starts = [(position + i) * length for i in range(micro)]
+            rows = torch.from_numpy(np.stack([tokens[s : s + length + 1].astype(np.int64) for s in starts]))
+            position += micro
+            loss = model(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) / (batch * length)
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), job.train.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total
+
+    return step
+
+
+def measure(pairs: int, micro_batch: int) -> dict[str, object]:
+    """Interleave and compare."""
+    with tempfile.TemporaryDirectory() as folder:
+        session = build_ours(Path(folder), micro_batch)
+        bare, meter = build_bare(session), Meter(session)
+        for _ in range(5):
+            train_step(session, meter)
+            bare()
+        ours_s, bare_s = [], []
+        for pair in range(pairs):
+            order = ((train_step, (session, meter), ours_s), (bare, (), bare_s))
+            for function, arguments, times in order if pair % 2 else reversed(order):
+                started = time.perf_counter()
+                function(*arguments)
+                times.append(time.perf_counter() - started)
+        ratios = [(a - b) / b for a, b in zip(ours_s, bare_s, strict=True)]
+    return {
+        "micro_batch": micro_batch,
+        "pairs": pairs,
+        "ours_s": statistics.median(ours_s),
+        "bare_s": statistics.median(bare_s),
+        "overhead": statistics.median(ratios),
+    }
+
+
+def main() -> None:
+    """Print the overhead with and without accumulation."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=100)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    rows = [measure(arguments.pairs, micro_batch) for micro_batch in (8, 2)]
+    machine = f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, torch {torch.__version__}"
+    result = {"date": str(datetime.datetime.now(tz=datetime.UTC).date()), "machine": machine, "rows": rows}
+    if arguments.json:
+        print(json.dumps(result))
+        return
+    print(f"loop overhead, {result['date']}, {machine}")
+    for row in rows:
+        print(
+            f"  micro_batch {row['micro_batch']}: ours {row['ours_s'] * 1e3:.2f} ms, bare {row['bare_s'] * 1e3:.2f} ms, "
+            f"median of {row['pairs']} pairs {row['overhead']:+.2%} (at most +2% is promised)"
+        )
+
+
+if __name__ == "__main__":
+    main()

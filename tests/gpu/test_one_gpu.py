@@ -1,0 +1,47 @@
+"""One GPU, the same job file as on CPU. Runs from source: ``PYTHONPATH=src python3 -m pytest -m gpu tests/gpu``."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+ON_GPU = ("cluster.device=cuda",)
+
+
+def test_the_job_file_of_the_cpu_runs_on_the_gpu_with_the_same_loss(train):
+    """float32 on both: the curves agree, and the audit holds on the GPU."""
+    on_cpu = train("layout.dp_replicate=1")
+    on_gpu = train(*ON_GPU)
+    assert on_gpu.result["layout"]["dp_replicate"] == 1
+    assert on_gpu.losses == pytest.approx(on_cpu.losses, rel=1e-3)
+
+
+def test_state_is_equal_and_the_peak_within_five_per_cent(train):
+    """A model large enough that the library's workspace is not the story."""
+    shape = ["model.num_layers=8", "model.hidden_size=1024", "model.num_heads=16", "model.num_kv_heads=8"]
+    shape += ["model.ffn_size=4096", "model.vocab_size=32000", "data.seq_len=512", "train.global_batch=16"]
+    for precision in ("fp32", "bf16"):
+        result = train(*ON_GPU, *shape, f"train.precision={precision}", "train.steps=3").result
+        assert result["audit_ok"], result["differences"]
+        assert result["state_bytes"] == result["predicted_state_bytes"]
+
+
+def test_a_resumed_run_on_the_gpu_goes_on(train):
+    first = train(*ON_GPU, "train.steps=6", "checkpoint.every_steps=3", "train.deterministic=true")
+    (first.run_dir / "checkpoints/step-00000006/manifest.json").unlink()
+    second = train(*ON_GPU, "train.steps=6", "train.deterministic=true", resume=True)
+    assert second.losses == pytest.approx(first.losses[3:], rel=1e-6)
+
+
+def test_generate_uses_the_gpu(train, tmp_path):
+    from meshwright.run.generate import generate_text
+
+    trained = train(*ON_GPU)
+    text = generate_text(tmp_path / trained.result["checkpoint"], "the ", 8, 0.0, 0, 0)
+    assert isinstance(text, str)
