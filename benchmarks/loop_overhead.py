@@ -18,6 +18,7 @@ import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from meshwright.launch.environment import prepare_environment
@@ -36,11 +37,11 @@ from meshwright.run.collectives.counter import CollectiveCounter  # noqa: E402
 from meshwright.run.loop import Meter, train_step  # noqa: E402
 from meshwright.run.mesh import join_ranks  # noqa: E402
 from meshwright.run.models.init import build_model  # noqa: E402
-from meshwright.run.session import build_session  # noqa: E402
+from meshwright.run.session import Session, build_session  # noqa: E402
 from meshwright.spec.load import build_job  # noqa: E402
 
 
-def build_ours(folder: Path, micro_batch: int):
+def build_ours(folder: Path, micro_batch: int) -> Session:
     """A session as a rank builds it."""
     prepared = folder / "data"
     prepare_corpus(CorpusSpec(sources=("builtin:python-stdlib",), out=str(prepared)), folder)
@@ -60,7 +61,7 @@ def build_ours(folder: Path, micro_batch: int):
     return build_session(plan, assignment, join_ranks(plan.job, counter), counter, events)
 
 
-def build_bare(session):
+def build_bare(session: Session) -> Callable[[], float]:
     """The loop that one writes by hand: memmap, slices, forward, backward, clip, step."""
     job = session.job
     model = build_model(job, torch.device("cpu"))
@@ -91,7 +92,7 @@ def build_bare(session):
     return step
 
 
-def measure(pairs: int, micro_batch: int) -> dict[str, object]:
+def measure(pairs: int, micro_batch: int) -> dict[str, float]:
     """Interleave and compare."""
     with tempfile.TemporaryDirectory() as folder:
         session = build_ours(Path(folder), micro_batch)
@@ -118,22 +119,21 @@ def measure(pairs: int, micro_batch: int) -> dict[str, object]:
 
 def main() -> None:
     """Print the overhead with and without accumulation."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     rows = [measure(arguments.pairs, micro_batch) for micro_batch in (8, 2)]
-    machine = f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, torch {torch.__version__}"
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
     result = {"date": str(datetime.datetime.now(tz=datetime.UTC).date()), "machine": machine, "rows": rows}
     if arguments.json:
         print(json.dumps(result))
         return
     print(f"loop overhead, {result['date']}, {machine}")
     for row in rows:
-        print(
-            f"  micro_batch {row['micro_batch']}: ours {row['ours_s'] * 1e3:.2f} ms, bare {row['bare_s'] * 1e3:.2f} ms, "
-            f"median of {row['pairs']} pairs {row['overhead']:+.2%} (at most +2% is promised)"
-        )
+        ours_ms, bare_ms = row["ours_s"] * 1e3, row["bare_s"] * 1e3
+        print(f"  micro_batch {row['micro_batch']}: ours {ours_ms:.2f} ms, bare {bare_ms:.2f} ms,", end=" ")
+        print(f"median of {row['pairs']} pairs {row['overhead']:+.2%} (at most +2% is promised)")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ warmup = 2
 eval_samples = 16
 [cluster]
 device = "cpu"
+devices_per_node = 2
 matmul_flops_per_s = 1e11
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -98,7 +99,7 @@ def test_ctrl_c_in_a_terminal_reaches_the_whole_group(command, job_file, tmp_pat
 
 
 def test_ranks_end_when_their_supervisor_vanishes(command, job_file, tmp_path):
-    """kill -9 of the supervisor: no rank is left computing for nobody."""
+    """After kill -9 of the supervisor no rank is left computing for nobody."""
     run_dir = tmp_path / "run"
     running = command("train", job_file, *LONG, f"run_dir={run_dir}")
     running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 3)
@@ -139,17 +140,20 @@ def test_everything_listens_on_loopback_only(command, job_file, tmp_path):
     assert running.finish()[0] == 130
 
 
+def _torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Two ranks, started by torchrun and not by us."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "meshwright", "train", *arguments]
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
 def test_torchrun_starts_the_same_run(job_file, tmp_path, train):
     """``torchrun -m meshwright train`` gives the losses and the audit of our own launcher."""
-    import subprocess
-
     ours = train("layout.dp_replicate=2")
-    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS",)}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "meshwright",
-         "train", str(job_file), "--json", f"run_dir={tmp_path / 'launched'}"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = _torchrun(tmp_path, str(job_file), "--json", f"run_dir={tmp_path / 'launched'}")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["losses"] == ours.losses
@@ -158,12 +162,6 @@ def test_torchrun_starts_the_same_run(job_file, tmp_path, train):
 
 
 def test_torchrun_with_the_wrong_number_of_ranks_is_refused(job_file, tmp_path):
-    import subprocess
-
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "meshwright",
-         "train", str(job_file), "layout.dp_replicate=3"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = _torchrun(tmp_path, str(job_file), "layout.dp_replicate=3")
     assert done.returncode != 0
     assert "[launch-world-size]" in done.stderr

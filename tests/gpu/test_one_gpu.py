@@ -1,4 +1,4 @@
-"""One GPU, the same job file as on CPU. Runs from source: ``PYTHONPATH=src python3 -m pytest -m gpu tests/gpu``."""
+"""One GPU, the same job file as on CPU. From source: ``PYTHONPATH=src python3 -m pytest -m gpu``."""
 
 from __future__ import annotations
 

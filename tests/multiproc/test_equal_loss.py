@@ -104,7 +104,7 @@ def test_deterministic_mode_repeats_to_the_last_bit(train):
 
 
 def test_learning_rate_scaling_is_what_the_job_says(train):
-    """sqrt scaling from a base batch of 3 doubles the rate: the same as doubling train.lr."""
+    """Square-root scaling from a base batch of 3 doubles the rate: the same as doubling train.lr."""
     scaled = train("train.lr_scaling=sqrt", "train.lr_base_batch=3")
     doubled = train("train.lr=6e-3")
     plain = train()

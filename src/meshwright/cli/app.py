@@ -17,7 +17,6 @@ from meshwright.core.errors import MeshwrightError, Problem, UserError
 app = typer.Typer(
     name="meshwright",
     help="Plans, runs, survives and explains distributed training.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -36,7 +35,7 @@ JobSource = Annotated[
 def main() -> None:
     """Run a command and exit with its status."""
     try:
-        status = app(standalone_mode=False)
+        status = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except typer.Abort:
         status = 130
     except BrokenPipeError:  # the reader of our output went away
@@ -47,9 +46,11 @@ def main() -> None:
         if not hasattr(error, "format_message"):
             raise
         context = getattr(error, "ctx", None)
-        usage = f"{context.get_usage()}\n" if context is not None else ""
-        sys.stderr.write(f"{usage}error: {error.format_message()} [cli-usage]\n")
-        status = 2
+        if context is not None:
+            sys.stderr.write(f"{context.get_usage()}\n")
+        wrong = UserError(Problem("cli-usage", error.format_message()))
+        Output(as_json="--json" in sys.argv).failure(wrong)
+        status = wrong.exit_status
     sys.exit(status if isinstance(status, int) else 0)
 
 
@@ -185,8 +186,3 @@ def require_packages(*packages: tuple[str, str], needed_for: str) -> None:
             found = False
         if not found:
             raise missing_package(package, extra, needed_for)
-
-
-def no_such_folder(path: Path, code: str) -> UserError:
-    """The error for a folder that is not there."""
-    return UserError(Problem(code, "is not there", path=str(path)))

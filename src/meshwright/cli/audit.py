@@ -51,6 +51,8 @@ def describe_audit(output: Output, plan: Plan, record: RunRecord, verdict: Audit
         ]
         columns = ("axis", "op", "phase", "calls predicted / measured", "bytes predicted / measured", "")
         output.table("Collectives of the whole run, a rank", columns, moved)
+    elif plan.collectives:
+        output.say("Collectives: predicted, but no rank reported any; the run did not end")
     else:
         output.say("Collectives: none predicted, none measured")
     output.say()

@@ -6,7 +6,6 @@ results are on standard output and progress on standard error.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.core.errors import MeshwrightError
+from meshwright.core.events import to_json
 
 PIPE_WIDTH = 140
 
@@ -51,7 +51,7 @@ class Output:
     def result(self, content: dict[str, Any]) -> None:
         """The object of ``--json``; nothing without it."""
         if self.as_json:
-            sys.stdout.write(json.dumps(content, default=str) + "\n")
+            sys.stdout.write(to_json(content) + "\n")
             sys.stdout.flush()
 
     def failure(self, error: MeshwrightError, also: Sequence[str] = ()) -> None:

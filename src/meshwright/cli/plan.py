@@ -32,7 +32,7 @@ def show_plan(
         {
             "evaluated": search.evaluated,
             "pruned": 0,
-            "illegal": 0,
+            "illegal": search.illegal,
             "fit": len(search.fitting),
             "search_s": search.seconds,
             "layouts": [p.summary() for p in shown],

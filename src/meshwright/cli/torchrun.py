@@ -13,7 +13,7 @@ from pathlib import Path
 
 from meshwright.cli.output import Output
 from meshwright.cli.progress import ProgressView
-from meshwright.core.errors import MeshwrightError, Problem, UserError
+from meshwright.core.errors import MeshwrightError, UserError
 from meshwright.explain.record import read_record
 from meshwright.launch.environment import loopback_interface, prepare_environment
 from meshwright.launch.exits import EXIT_OK
@@ -27,7 +27,7 @@ REFUSED = "!"
 def run_as_rank(output: Output, source: str, overrides: list[str], resume: bool) -> int:
     """Train as the rank that the launcher's variables name."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    prepare_environment(threads=1)
+    notices = prepare_environment(threads=1)
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
     import torch.distributed as dist  # noqa: PLC0415
@@ -36,6 +36,8 @@ def run_as_rank(output: Output, source: str, overrides: list[str], resume: bool)
 
     store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=600)))
     if rank == 0:
+        for notice in notices:
+            output.say(notice)
         run_dir = _plan_for_all(output, store, source, overrides, resume, world_size)
     else:
         run_dir = store.get("meshwright/run_dir").decode()
@@ -62,12 +64,8 @@ def _plan_for_all(
 
     tell = getattr(store, "set")  # noqa: B009  (torch's stores have no stubs that mypy accepts)
     try:
-        prepared = prepare_run(output, source, _with_degree(source, overrides, world_size), resume)
-        if prepared.plan.world_size != world_size:
-            rule = f"needs {prepared.plan.world_size} ranks, the launcher started {world_size}"
-            raise UserError(
-                Problem("launch-world-size", rule, path="layout", fix="Start as many as the layout has")
-            )
+        overrides = _with_degree(source, overrides, world_size)
+        prepared = prepare_run(output, source, overrides, resume, started=world_size)
     except MeshwrightError:
         tell("meshwright/run_dir", REFUSED)
         raise

@@ -58,13 +58,28 @@ def run_training(output: Output, source: str, overrides: list[str], resume: bool
     return run_prepared(output, prepared)
 
 
-def prepare_run(output: Output, source: str, overrides: list[str], resume: bool) -> Prepared:
-    """Check everything, plan, and write the run's folder."""
+def prepare_run(
+    output: Output, source: str, overrides: list[str], resume: bool, started: int | None = None
+) -> Prepared:
+    """Check everything, plan, and write the run's folder.
+
+    Args:
+        output: Where people read.
+        source: Job file, plan file or preset.
+        overrides: ``key.path=value`` texts.
+        resume: Go on from a checkpoint.
+        started: Ranks that a launcher has started already, if one has.
+    """
     path = Path(source)
     ready_plan = read_plan(path) if not overrides and is_plan(path) else None
     job = ready_plan.job if ready_plan else load_job(source, overrides)
     data_dir = settle_data(output, job)
     plan = ready_plan or build_plan(job)[0]
+    if started is not None and plan.world_size != started:
+        rule = f"needs {plan.world_size} ranks, the launcher started {started}"
+        raise UserError(
+            Problem("launch-world-size", rule, path="layout", fix="Start as many as the layout has")
+        )
     describe_plan(output, plan)
     cores = job.cluster.world_size
     if plan.world_size > cores:
@@ -76,7 +91,7 @@ def run_prepared(output: Output, prepared: Prepared) -> int:
     """Start the ranks, show their progress, audit at the end."""
     plan, assignment = prepared.plan, prepared.assignment
     job, run_dir = plan.job, Path(assignment.run_dir)
-    for notice in prepare_environment(threads=1, deterministic=job.train.deterministic):
+    for notice in prepare_environment(threads=1):
         output.say(notice)
     record, view = RunRecord(), ProgressView(output.errors, job.train.steps)
 
@@ -127,7 +142,7 @@ def report(output: Output, plan: Plan, record: RunRecord, run_dir: Path) -> int:
 def summary(plan: Plan, record: RunRecord, verdict: Audit, run_dir: Path) -> dict[str, Any]:
     """The object of ``train --json``."""
     kinds = list(plan.ranks[0].state_bytes)
-    measured = [record.state.get(rank, {}).get("state_bytes", {}) for rank in range(plan.world_size)]
+    found = [record.state.get(rank) for rank in range(plan.world_size)]
     return {
         "status": record.status,
         "run_dir": str(run_dir),
@@ -138,9 +153,9 @@ def summary(plan: Plan, record: RunRecord, verdict: Audit, run_dir: Path) -> dic
         "tokens_per_s": record.tokens_per_s,
         "mfu": record.mfu,
         "mfu_basis": record.peak_basis,
-        "peak_memory_bytes": [record.state.get(r, {}).get("peak_bytes") for r in range(plan.world_size)],
+        "peak_memory_bytes": [measured.peak_bytes if measured else None for measured in found],
         "predicted_peak_memory_bytes": [r.peak_bytes for r in plan.ranks],
-        "state_bytes": {kind: [state.get(kind) for state in measured] for kind in kinds},
+        "state_bytes": {kind: [m.state_bytes.get(kind) if m else None for m in found] for kind in kinds},
         "predicted_state_bytes": {kind: [r.state_bytes[kind] for r in plan.ranks] for kind in kinds},
         "collectives": [dataclasses.asdict(row) for row in verdict.collectives],
         "checkpoint": record.checkpoint,

@@ -8,6 +8,7 @@ writer counts what it lost, says so once on standard error, and records the gap 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -37,30 +38,33 @@ class EventWriter:
 
     def write(self, event: str, **fields: Any) -> Event:
         """Record one event; returns the object that was written."""
-        record: Event = {
-            "v": EVENTS_VERSION,
-            "event": event,
-            "time": time.time(),
-            "rank": self.rank,
-            "generation": self.generation,
-            **fields,
-        }
+        record = {**self._stamp(event), **fields}
         if self._listener is not None:
             self._listener(record)
-        if self.lost and self._append({**record, "event": "events_lost", "count": self.lost}):
+        if self.lost and self._append(self._gap()):
             self.lost = 0
         if not self._append(record):
             self._lose()
         return record
 
     def close(self) -> None:
-        """Close the file; a later write opens it again."""
+        """Close the file; a later write opens it again. Listeners learn how many lines were lost."""
+        if self.lost and self._listener is not None:
+            self._listener(self._gap())
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
+    def _stamp(self, event: str) -> Event:
+        now = time.time()
+        generation = self.generation
+        return {"v": EVENTS_VERSION, "event": event, "time": now, "rank": self.rank, "generation": generation}
+
+    def _gap(self) -> Event:
+        return {**self._stamp("events_lost"), "count": self.lost}
+
     def _append(self, record: Event) -> bool:
-        line = json.dumps(record, separators=(",", ":"), default=str).encode() + b"\n"
+        line = to_json(record).encode() + b"\n"
         if self._torn:
             line = b"\n" + line
         try:
@@ -78,17 +82,8 @@ class EventWriter:
     def _lose(self) -> None:
         self.lost += 1
         if self.lost == 1:
-            lost: Event = {
-                "v": EVENTS_VERSION,
-                "event": "events_lost",
-                "time": time.time(),
-                "rank": self.rank,
-                "generation": self.generation,
-                "count": 1,
-                "reason": str(self._error),
-            }
             if self._listener is not None:
-                self._listener(lost)
+                self._listener({**self._gap(), "reason": str(self._error)})
             what = f"rank {self.rank}: cannot write {self._path} ({self._error})"
             warn(f"{what}; log lines are lost, training goes on")
 
@@ -108,7 +103,8 @@ class EventLog:
     @property
     def last_generation(self) -> int:
         """The newest attempt in the log; 0 for an empty one."""
-        return max((int(e.get("generation", 0)) for e in self.events), default=0)
+        numbers = [e.get("generation", 0) for e in self.events]
+        return max((n for n in numbers if isinstance(n, int)), default=0)
 
 
 def read_events(path: Path) -> EventLog:
@@ -133,6 +129,22 @@ def _lines(path: Path) -> Iterator[Event | None]:
                 yield None
                 continue
             yield record if isinstance(record, dict) and "event" in record else None
+
+
+def to_json(content: Any) -> str:
+    """One line of JSON; a number that JSON does not know (NaN, infinity) becomes null."""
+    try:
+        return json.dumps(content, separators=(",", ":"), default=str, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(content), separators=(",", ":"), default=str)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def warn(message: str) -> None:

@@ -39,11 +39,10 @@ def format_seconds(seconds: float) -> str:
 
 
 def _scaled(value: float) -> str:
+    """Three significant digits and a prefix; rounding comes first, so that 999,600 is 1 M."""
+    rounded = float(f"{value:.3g}")
     for limit, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
-            return (
-                f"{value / limit:.3g} {prefix}"
-                if abs(value) < 1000 * limit
-                else f"{value / limit:.0f} {prefix}"
-            )
-    return f"{value:.3g} " if value != int(value) else f"{int(value)} "
+        if abs(rounded) >= limit:
+            scaled = rounded / limit
+            return f"{scaled:.3g} {prefix}" if abs(scaled) < 1000 else f"{scaled:.0f} {prefix}"
+    return f"{rounded:.3g} "

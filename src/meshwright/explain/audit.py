@@ -6,11 +6,13 @@ not judged. What was not measured is a failure too: a contract that nobody check
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwright.core.units import format_bytes
-from meshwright.explain.record import RunRecord
+from meshwright.explain.record import Counted, RunRecord
+from meshwright.plan.comms import Traffic
 from meshwright.plan.contract import Plan
 
 PEAK_TOLERANCE = 0.05
@@ -93,41 +95,49 @@ def audit_run(plan: Plan, record: RunRecord) -> Audit:
 def _state_rows(plan: Plan, record: RunRecord) -> list[StateRow]:
     rows: list[StateRow] = []
     for promised in plan.ranks:
-        measured = record.state.get(promised.rank)
+        found = record.state.get(promised.rank)
         for kind, predicted in promised.state_bytes.items():
-            found = measured["state_bytes"].get(kind) if measured else None
-            rows.append(StateRow(promised.rank, kind, predicted, found))
-        first = bool(measured and measured.get("first_step"))
-        peak = promised.first_peak_bytes if first else promised.peak_bytes
-        found = measured["peak_bytes"] if measured else None
-        rows.append(StateRow(promised.rank, "peak", peak, found, PEAK_TOLERANCE))
+            measured = found.state_bytes.get(kind) if found else None
+            rows.append(StateRow(promised.rank, kind, predicted, measured))
+        peak = promised.first_peak_bytes if found and found.first_step else promised.peak_bytes
+        rows.append(
+            StateRow(promised.rank, "peak", peak, found.peak_bytes if found else None, PEAK_TOLERANCE)
+        )
     return rows
+
+
+Kind = tuple[str, str, str, int]
+"""Axis, operation, phase and number of ranks in the group."""
 
 
 def _collective_rows(plan: Plan, record: RunRecord) -> list[CollectiveRow]:
     """For each kind of collective, the rank that is furthest from the promise."""
-    promised = {(t.axis, t.op, t.phase): t for t in plan.collectives}
-    rows: dict[tuple[str, str, str], CollectiveRow] = {}
-    for event in record.collectives.values():
-        times = {"setup": 1, "step": event["steps"], "eval": event["evaluations"]}
-        found = {(r["axis"], r["op"], r["phase"]): r for r in event["rows"]}
-        for key in promised.keys() | found.keys():
-            axis, op, phase = key
-            promise, seen = promised.get(key), found.get(key)
+    promised = _add_up(plan.collectives)
+    rows: dict[Kind, CollectiveRow] = {}
+    for reported in record.collectives.values():
+        times = {"setup": 1, "step": reported.steps, "eval": reported.evaluations}
+        found = _add_up(reported.rows)
+        for kind in promised.keys() | found.keys():
+            calls, sent = found.get(kind, (0, 0))
+            promised_calls, promised_bytes = promised.get(kind, (0, 0))
+            occurrences = times.get(kind[2], 0)
             row = CollectiveRow(
-                axis=axis,
-                op=op,
-                phase=phase,
-                ranks=promise.ranks if promise else seen["ranks"] if seen else 0,
-                calls=seen["calls"] if seen else 0,
-                bytes=seen["bytes"] if seen else 0,
-                predicted_calls=promise.calls * times.get(phase, 0) if promise else 0,
-                predicted_bytes=promise.bytes * times.get(phase, 0) if promise else 0,
+                *kind, calls, sent, promised_calls * occurrences, promised_bytes * occurrences
             )
-            if key not in rows or (rows[key].equal and not row.equal):
-                rows[key] = row
+            if kind not in rows or (rows[kind].equal and not row.equal):
+                rows[kind] = row
     order = {"setup": 0, "step": 1, "eval": 2}
-    return [rows[key] for key in sorted(rows, key=lambda k: (order.get(k[2], 3), k[0], k[1]))]
+    return [rows[kind] for kind in sorted(rows, key=lambda k: (order.get(k[2], 3), *k))]
+
+
+def _add_up(rows: Iterable[Traffic | Counted]) -> dict[Kind, tuple[int, int]]:
+    """Calls and bytes by kind; rows of the same kind are added."""
+    sums: dict[Kind, tuple[int, int]] = {}
+    for row in rows:
+        kind = (row.axis, row.op, row.phase, row.ranks)
+        calls, sent = sums.get(kind, (0, 0))
+        sums[kind] = (calls + row.calls, sent + row.bytes)
+    return sums
 
 
 def _state_difference(row: StateRow) -> str:

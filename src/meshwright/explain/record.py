@@ -7,8 +7,44 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import EVENTS_FILE, Event, read_events
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Memory of one rank in its audited step."""
+
+    state_bytes: dict[str, int]
+    peak_bytes: int
+    first_step: bool
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Calls and bytes of one kind of collective."""
+
+    axis: str
+    op: str
+    phase: str
+    ranks: int
+    calls: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Everything that one rank sent, and in how many steps and evaluations."""
+
+    rows: tuple[Counted, ...]
+    steps: int
+    evaluations: int
+
+
+_MEASURED: TypeAdapter[Measured] = TypeAdapter(Measured)
+_COLLECTIVES: TypeAdapter[Collectives] = TypeAdapter(Collectives)
 
 
 @dataclass
@@ -23,9 +59,9 @@ class RunRecord:
     mfus: list[float] = field(default_factory=list)
     tokens_per_step: int = 0
     peak_basis: str = ""
-    state: dict[int, Event] = field(default_factory=dict)
+    state: dict[int, Measured] = field(default_factory=dict)
     """The audited step of each rank."""
-    collectives: dict[int, Event] = field(default_factory=dict)
+    collectives: dict[int, Collectives] = field(default_factory=dict)
     """The counts of each rank."""
     checkpoint: str | None = None
     checkpoint_failures: list[str] = field(default_factory=list)
@@ -66,10 +102,10 @@ class RunRecord:
         self.eval_loss = event["loss"]
 
     def _on_state(self, event: Event) -> None:
-        self.state[event["rank"]] = event
+        self.state[event["rank"]] = _MEASURED.validate_python(event)
 
     def _on_collectives(self, event: Event) -> None:
-        self.collectives[event["rank"]] = event
+        self.collectives[event["rank"]] = _COLLECTIVES.validate_python(event)
 
     def _on_checkpoint(self, event: Event) -> None:
         self.checkpoint = event["path"]
@@ -122,7 +158,6 @@ def feed_checked(record: RunRecord, event: dict[str, Any]) -> None:
     """Feed an event from a file, which may have been edited or written by another version."""
     try:
         record.feed(event)
-    except (KeyError, TypeError, AttributeError) as error:
-        record.notes.append(
-            f"an event {event.get('event')!r} lacks what is expected ({error}) and was skipped"
-        )
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        record.notes.append(f"an event {event.get('event')!r} is not as expected ({reason}) and was skipped")

@@ -17,9 +17,7 @@ GENERATION_VARIABLE = "MESHWRIGHT_GENERATION"
 """The attempt; keys of the store are kept apart by it."""
 
 
-def prepare_environment(
-    threads: int, deterministic: bool = False, environ: MutableMapping[str, str] = os.environ
-) -> list[str]:
+def prepare_environment(threads: int, environ: MutableMapping[str, str] = os.environ) -> list[str]:
     """Set what torch reads on import; returns a sentence for each thing that a user should know."""
     notices: list[str] = []
     if _claims_amx() and "ONEDNN_MAX_CPU_ISA" not in environ:
@@ -35,8 +33,6 @@ def prepare_environment(
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"
     )  # a restarted torchrun must not read old keys
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if deterministic:
-        environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return notices
 
 

@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any
 
 from meshwright.core.errors import Problem, RunFailedError
-from meshwright.core.events import Event
+from meshwright.core.events import Event, to_json
 from meshwright.launch.environment import GENERATION_VARIABLE, STORE_VARIABLE, loopback_interface
 from meshwright.launch.exits import EXIT_OK, EXIT_PEER_LOST
 
@@ -61,6 +61,8 @@ class LocalLaunch:
     listener: Callable[[Event], None]
     preload: Sequence[str] = ()
     """Modules that are imported once for all ranks."""
+    saved: bool = False
+    """A checkpoint exists: one was heard of."""
 
     def run(self) -> bool:
         """Run to the end; returns whether it was interrupted.
@@ -130,6 +132,7 @@ class LocalLaunch:
             rank.last_event = event
             if event["event"] == "error":
                 rank.error = event
+            self.saved |= event["event"] in ("checkpoint", "resumed")
             self.listener(event)
 
     def _obituary(self, rank: _Rank) -> Problem:
@@ -146,10 +149,13 @@ class LocalLaunch:
         age = f", {time.time() - last['time']:.1f} s ago" if last else ""
         seen = f"its last event was {last['event']!r}{step}{age}" if last else "it sent no event"
         log = self.run_dir / LOGS / f"rank-{rank.rank}.log"
+        way_on = "meshwright train --resume goes on from the last checkpoint"
+        if not self.saved:
+            way_on = "there is no checkpoint yet; checkpoint.every_steps writes them on the way"
         return Problem(
             "run-rank-died",
             f"rank {rank.rank} of {self.world_size} on {socket.gethostname()} died ({how}); {seen}",
-            fix=f"Its output is in {log}; meshwright train --resume goes on from the last checkpoint",
+            fix=f"Its output is in {log}; {way_on}",
         )
 
 
@@ -167,7 +173,7 @@ def _enter_rank(
 
     def tell(event: Event) -> None:
         with contextlib.suppress(OSError):
-            sender.send_bytes(json.dumps(event, default=str).encode())
+            sender.send_bytes(to_json(event).encode())
 
     status = getattr(importlib.import_module(module), function)(run_dir, tell)
     sender.close()

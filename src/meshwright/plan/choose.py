@@ -44,6 +44,8 @@ class Search:
 
     candidates: tuple[Candidate, ...]
     evaluated: int
+    illegal: int
+    """Layouts that a given micro-batch rules out."""
     seconds: float
 
     @property
@@ -55,15 +57,19 @@ class Search:
 def search_layouts(job: Job) -> Search:
     """Evaluate the given layout, or every number of replicas that the cluster holds."""
     started = time.perf_counter()
+    illegal = 0
     if job.layout.mode == "given":
         degrees = [job.layout.dp_replicate]
     else:
         degrees = list(range(1, min(job.cluster.world_size, job.train.global_batch) + 1))
+        micro = job.layout.micro_batch or 1
+        legal = [n for n in degrees if micro <= -(-job.train.global_batch // n)]
+        illegal, degrees = len(degrees) - len(legal), legal
     candidates = [
         evaluate(job, dataclasses.replace(job.layout, mode="given", dp_replicate=n)) for n in degrees
     ]
     candidates.sort(key=lambda c: (not c.fits, c.time.total_s))
-    return Search(tuple(candidates), len(candidates), time.perf_counter() - started)
+    return Search(tuple(candidates), len(candidates), illegal, time.perf_counter() - started)
 
 
 def evaluate(job: Job, layout: Layout) -> Candidate:
@@ -76,8 +82,7 @@ def evaluate(job: Job, layout: Layout) -> Candidate:
     micro_batches = -(-share // micro)
     ledger = predict_ledger(placed, micro, micro_batches)
     traffic = tuple(predict_traffic(placed))
-    padded_share = micro * micro_batches
-    step = estimate_step(placed, padded_share, micro_batches, traffic)
+    step = estimate_step(placed, micro_batches, ledger.kept_bytes, traffic)
     return Candidate(layout, share, micro_batches, ledger, traffic, step, ledger.first_peak_bytes <= usable)
 
 

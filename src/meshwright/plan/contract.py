@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+from pydantic import TypeAdapter, ValidationError
 
 from meshwright import __version__
 from meshwright.core.errors import Problem, UserError
@@ -85,6 +86,9 @@ class Plan:
             "collectives": [dataclasses.asdict(row) for row in self.collectives],
             "reasons": list(self.reasons),
         }
+
+
+_PLAN: TypeAdapter[Plan] = TypeAdapter(Plan)
 
 
 def build_plan(job: Job) -> tuple[Plan, Search]:
@@ -179,38 +183,15 @@ def read_plan(path: Path) -> Plan:
     if tree.get(PLAN_KEY) != PLAN_VERSION:
         rule = f"has plan version {tree.get(PLAN_KEY)}; this is version {PLAN_VERSION}"
         raise UserError(Problem("plan-version", rule, path=str(path), fix="Plan the job again"))
-    job = build_job(tree["job"])
+    predicted, job = tree.get("predicted"), tree.get("job")
+    if not isinstance(job, dict) or not isinstance(predicted, dict):
+        rule = "is not a whole plan: it has no job or no predictions"
+        raise UserError(Problem("plan-unreadable", rule, path=str(path)))
+    content = {"job": build_job(job), "reasons": tree.get("reasons"), **predicted}
     try:
-        return _plan_from(tree, job)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            Problem("plan-unreadable", f"is not a whole plan: {error!r}", path=str(path))
-        ) from None
-
-
-def _plan_from(tree: dict[str, Any], job: Job) -> Plan:
-    predicted = tree["predicted"]
-    ranks = tuple(
-        RankPrediction(
-            rank["rank"],
-            dict(rank["state_bytes"]),
-            rank["peak_bytes"],
-            rank["peak_at"],
-            rank["first_peak_bytes"],
-            tuple(Line(**line) for line in rank["lines"]),
-        )
-        for rank in predicted["ranks"]
-    )
-    return Plan(
-        job=job,
-        micro_batches=predicted["micro_batches"],
-        step_s=predicted["step_s"],
-        breakdown_s=dict(predicted["breakdown_s"]),
-        tokens_per_step=predicted["tokens_per_step"],
-        flops_per_token=predicted["flops_per_token"],
-        parameters=predicted["parameters"],
-        ranks=ranks,
-        collectives=tuple(Traffic(**row) for row in predicted["collectives"]),
-        buckets=tuple(tuple(names) for names in predicted["buckets"]),
-        reasons=tuple(tree["reasons"]),
-    )
+        return _PLAN.validate_python(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        rule = f"is not a whole plan: {where}: {first['msg']}"
+        raise UserError(Problem("plan-unreadable", rule, path=str(path))) from None

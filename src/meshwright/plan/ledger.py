@@ -4,8 +4,13 @@ State is exact to the byte. The peak in a step walks the points at which an eage
 be largest: the loss, the head, and each block on the way back. It counts live tensors, not the process and
 not the allocator's slack.
 
-T is the tokens of one micro-batch, D hidden, Q and K widths of all query and key heads, F feed-forward,
-H heads, V vocabulary, L layers.
+With T tokens in a micro-batch, D hidden, Q and K the widths of all query and key heads, F feed-forward, H
+heads and e bytes an element (2 under bf16, else 4), a block keeps on CPU::
+
+    T x (2 x ((2 D + 1) x 4 + D e)  +  (2 Q + 2 K) e + 4 H  +  4 F e)
+         two norms                     attention               feed-forward
+
+and under bf16 also a copy of its matrices. On GPUs a norm is one kernel and keeps D instead of 2 D.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.core.units import MIB
 from meshwright.plan.buckets import bucket_parameters
 from meshwright.plan.comms import WIRE_BYTES
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, list_parameters
@@ -20,6 +26,8 @@ from meshwright.spec.job import Job
 
 INT64_BYTES = 8
 ADAM_MOMENTS = 2
+GPU_WORKSPACE_BYTES = 64 * MIB
+"""What the matrix libraries take on a Hopper GPU (measured on one H200, torch 2.11)."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,8 @@ class Ledger:
     """Where in the step that is."""
     first_peak_bytes: int
     """The same in the first step of an attempt."""
+    kept_bytes: int
+    """Activations that one micro-batch keeps from forward to backward."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,8 @@ class _Point:
     activations: int
     temporary: int
     gradients: int
+    formula: str
+    """The activations as a sum that can be checked."""
 
 
 def predict_ledger(job: Job, micro_batch: int, micro_batches: int) -> Ledger:
@@ -71,23 +83,22 @@ def predict_ledger(job: Job, micro_batch: int, micro_batches: int) -> Ledger:
     kept = job.layout.dp_replicate > 1 or micro_batches > 1
     points = _points(job, parameters, shape, kept)
     top = max(points, key=lambda p: p.activations + p.temporary + p.gradients)
-    lines = (
+    lines = [
         Line("parameters", state["parameters"], f"{count} x 4 (float32)"),
-        Line(
-            "optimizer",
-            state["optimizer"],
-            f"{count} x 8 (two moments) + {len(parameters)} x 4 (step counts)",
-        ),
+        Line("optimizer", state["optimizer"], f"{count} x 8 (moments) + {len(parameters)} x 4 (step counts)"),
         Line("gradients at the peak", top.gradients, f"of {count} x 4 (float32)"),
-        Line("activations", top.activations, shape.formula),
+        Line("activations", top.activations, top.formula),
         Line("temporary", top.temporary, f"largest at: {top.name}"),
         Line("rotary tables", buffers, f"2 x {job.data.seq_len} x {job.model.head_size} x 4"),
-        Line("batch", shape.batch_bytes, f"{shape.tokens} tokens and targets x 8"),
-    )
+        Line("batch", shape.batch_bytes, f"2 x {shape.tokens} tokens x 8"),
+    ]
+    if job.cluster.device == "cuda":
+        lines.append(Line("library workspace", GPU_WORKSPACE_BYTES, "cuBLAS and cuBLASLt, 32 MiB each"))
     peak = sum(line.bytes for line in lines)
     # Until DDP has reduced once, accumulated gradients are not yet views of its buckets: a second copy.
     second_copy = state["gradients"] if job.layout.dp_replicate > 1 and micro_batches > 1 else 0
-    return Ledger(lines, state, peak, top.name, peak + second_copy)
+    kept_bytes = shape.block * job.model.num_layers + shape.tail + shape.log_softmax
+    return Ledger(tuple(lines), state, peak, top.name, peak + second_copy, kept_bytes)
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,6 @@ class _Shape:
     """Bytes that the final norm and the head keep, without the loss."""
     log_softmax: int
     batch_bytes: int
-    formula: str
 
     @classmethod
     def of(cls, job: Job, micro_batch: int) -> _Shape:
@@ -111,13 +121,14 @@ class _Shape:
         tokens = micro_batch * job.data.seq_len
         low = 2 if job.train.precision == "bf16" else FLOAT32_BYTES
         width, queries, keys, ffn = model.hidden_size, model.query_size, model.kv_size, model.ffn_size
-        # A norm keeps its input and the normalised input in float32, and its output as the products read it.
-        norm = tokens * ((2 * width + 1) * FLOAT32_BYTES + width * low)
+        # A norm keeps its input in float32 and its output as the products read it; on CPU, where it is not
+        # one kernel, also the normalised input.
+        copies = 1 if job.cluster.device == "cuda" else 2
+        norm = tokens * ((copies * width + 1) * FLOAT32_BYTES + width * low)
         attention = tokens * ((2 * queries + 2 * keys) * low + model.num_heads * FLOAT32_BYTES)
         feed_forward = tokens * 4 * ffn * low
         cast = low if low != FLOAT32_BYTES else 0
         weights = 2 * width * (queries + keys) + 3 * width * ffn
-        formula = f"{tokens} tokens x (6 D + 2 Q + 2 K + 4 F + H) x L={model.num_layers}, and the final norm"
         return cls(
             tokens=tokens,
             element_bytes=low,
@@ -125,7 +136,6 @@ class _Shape:
             tail=norm + model.vocab_size * width * cast,
             log_softmax=tokens * model.vocab_size * FLOAT32_BYTES,
             batch_bytes=2 * tokens * INT64_BYTES,
-            formula=formula,
         )
 
 
@@ -137,9 +147,11 @@ def _points(job: Job, parameters: Sequence[Parameter], shape: _Shape, kept: bool
     head_weight = model.vocab_size * model.hidden_size * FLOAT32_BYTES
     hidden = shape.tokens * model.hidden_size * FLOAT32_BYTES
     early = all_gradients if kept else 0
+    layers, loss = model.num_layers, shape.log_softmax
+    blocks = f"{layers} blocks x {shape.block} + {shape.tail} (final norm)"
     points = [
-        _Point("loss, backward", stack + shape.log_softmax, 2 * shape.log_softmax, early),
-        _Point("head, backward", stack, shape.log_softmax + head_weight + hidden, early),
+        _Point("loss, backward", stack + loss, 2 * loss, early, f"{blocks} + {loss} (log-softmax)"),
+        _Point("head, backward", stack, loss + head_weight + hidden, early, blocks),
     ]
     # The feed-forward's backward is the widest of a block: the gradient of its product with that of either
     # the down matrix or the product's other factor, beside the residual's gradient.
@@ -150,9 +162,10 @@ def _points(job: Job, parameters: Sequence[Parameter], shape: _Shape, kept: bool
     done = model.hidden_size * FLOAT32_BYTES + head_weight  # a tied head's gradient waits for the embedding's
     for layer in reversed(range(model.num_layers)):
         gradients = all_gradients if kept else done
-        points.append(_Point(f"block {layer}, backward", shape.block * (layer + 1), temporary, gradients))
+        name, formula = f"block {layer}, backward", f"{layer + 1} blocks x {shape.block}"
+        points.append(_Point(name, shape.block * (layer + 1), temporary, gradients, formula))
         done += block_gradients
-    points.append(_Point("embedding, backward", 0, head_weight, all_gradients))
+    points.append(_Point("embedding, backward", 0, head_weight, all_gradients, "none"))
     return points
 
 

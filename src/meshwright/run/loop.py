@@ -200,8 +200,8 @@ class Saver:
         minutes = (time.monotonic() - self._saved_at) / 60
         timely = 0 < keep.every_minutes <= minutes
         best = keep.on_best and eval_loss is not None and eval_loss < session.best_eval_loss
-        if best and eval_loss is not None:
-            session.best_eval_loss = eval_loss
+        if eval_loss is not None:
+            session.best_eval_loss = min(eval_loss, session.best_eval_loss)
         if last or best or timely or _due(keep.every_steps, session.step):
             self._save(eval_loss, best)
 

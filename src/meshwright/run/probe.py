@@ -62,12 +62,12 @@ class Utilisation:
         query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
         query += ["-i", str(self._device.index or 0)]
         while True:
+            time.sleep(2.0)  # nvidia-smi looks back: what it says at once is about the past
             try:
                 answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
                 self._gpu = float(answer.split()[0]) / 100
             except (OSError, subprocess.SubprocessError, ValueError, IndexError):
                 return
-            time.sleep(2.0)
 
 
 def _cpu_seconds() -> float:

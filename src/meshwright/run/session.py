@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +74,8 @@ def build_session(
     """Build model, optimizer and data of this rank; load the checkpoint if there is one to resume."""
     job = plan.job
     torch.use_deterministic_algorithms(job.train.deterministic)
+    if job.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
     model = build_model(job, ranks.device)
     data_dir = Path(assignment.data_dir)
     train_data = TokenDataset.open(data_dir, "train", job.data.seq_len)
@@ -129,6 +133,7 @@ def save(session: Session, eval_loss: float | None) -> Path:
         data_sha256=session.data_sha256,
         buckets=[list(names) for names in session.plan.buckets],
         eval_loss=eval_loss,
+        best_eval_loss=None if math.isinf(session.best_eval_loss) else session.best_eval_loss,
     )
     tokenizer = session.train_batches.dataset.tokenizer_folder / TOKENIZER_FILE
     return plain.save_checkpoint(
@@ -149,6 +154,8 @@ def _resume(session: Session, checkpoint: Path) -> None:
         for key, target in targets.items():
             target.copy_(saved[key])
     session.step, session.position = manifest.step, manifest.position
+    if manifest.best_eval_loss is not None:
+        session.best_eval_loss = manifest.best_eval_loss
     notes = _differences(manifest, session)
     session.events.write("resumed", checkpoint=str(checkpoint), step=session.step, notes=notes)
 

@@ -17,8 +17,10 @@ Count = Annotated[int, Field(ge=1, strict=True)]
 """A whole number, at least 1."""
 Natural = Annotated[int, Field(ge=0, strict=True)]
 """A whole number, at least 0."""
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-OpenFraction = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
+OpenFraction = Annotated[float, Field(ge=0, lt=1, strict=True)]
+Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
+"""Letters, digits, dots and dashes: names a folder, so it cannot leave its place."""
 Flag = Annotated[bool, Field(strict=True)]

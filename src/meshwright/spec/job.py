@@ -13,6 +13,7 @@ from meshwright.spec.fields import (
     Count,
     Flag,
     Fraction,
+    Name,
     Natural,
     NonNegative,
     OpenFraction,
@@ -38,7 +39,7 @@ class Data:
     """Whether attention crosses document boundaries."""
     prompt_masking: Flag = False
     """Count no loss on prompts."""
-    eval_fraction: Annotated[float, Field(gt=0, le=0.5)] | None = None
+    eval_fraction: Annotated[float, Field(gt=0, le=0.5, strict=True)] | None = None
     """Share of the documents held out for evaluation; 0.01 if left out."""
     cache: str = ".meshwright/data"
     """Where a corpus that is not a prepared folder is prepared."""
@@ -152,7 +153,7 @@ class Job:
     cluster: Cluster
     data: Data
     train: Train
-    name: str = "job"
+    name: Name = "job"
     """Names the run's folder; the job file's name if left out."""
     run_dir: str | None = None
     """Folder of this run; a fresh one under `runs/` if left out."""

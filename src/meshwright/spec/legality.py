@@ -43,10 +43,11 @@ def find_problems(job: Job) -> list[Problem]:
 def nearest_legal_layout(job: Job) -> Layout:
     """The layout closest to the asked one that this version runs: the same ranks, as replicas."""
     world_size = min(job.layout.world_size, job.cluster.world_size)
+    micro, share = job.layout.micro_batch, -(-job.train.global_batch // world_size)
     return Layout(
         mode="given",
         dp_replicate=world_size,
-        micro_batch=job.layout.micro_batch,
+        micro_batch=None if micro is None else min(micro, share),
         bucket_mb=job.layout.bucket_mb,
     )
 
@@ -91,7 +92,7 @@ def _needs(code: str, path: str, idle: Any, needed: str, why: str) -> Rule:
         fix = f"Set {needed} above 1, or leave {path} out"
         return Problem(code, f"has no effect with {needed}=1: {why}", path=path, value=value, fix=fix)
 
-    return Rule(code, f"`{path}` other than `{idle}` needs `{needed}` > 1: {why}.", check)
+    return Rule(code, f"`{path}` other than `{_toml(idle)}` needs `{needed}` > 1: {why}.", check)
 
 
 def _not_built(path: str, built: tuple[Any, ...], what: str) -> Rule:
@@ -102,10 +103,10 @@ def _not_built(path: str, built: tuple[Any, ...], what: str) -> Rule:
         value = _read(job, path)
         if value in built:
             return None
-        runs = " or ".join("leave it out" if b is None else f"{path}={_toml(b)}" for b in built)
-        return Problem(
-            code, f"asks for {what}, which is not built yet", path=path, value=value, fix=f"Use {runs}"
+        fix = (
+            "Leave it out" if built == (None,) else "Use " + " or ".join(f"{path}={_toml(b)}" for b in built)
         )
+        return Problem(code, f"asks for {what}, which is not built yet", path=path, value=value, fix=fix)
 
     return Rule(code, f"{what[0].upper()}{what[1:]} (`{path}`).", check, built=False)
 

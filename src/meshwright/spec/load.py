@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.spec.cluster import count_cores, find_gpus, machine_memory_bytes
@@ -22,7 +22,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.layout import DEGREES
 from meshwright.spec.legality import find_problems
 from meshwright.spec.presets import preset_names, read_preset
-from meshwright.spec.translate import translate_errors
+from meshwright.spec.translate import JOB, takes_text, translate_errors
 
 Tree = dict[str, Any]
 
@@ -36,21 +36,43 @@ PRESET_JOB: Tree = {
 """What a bare preset name means to ``plan``."""
 
 STAND_INS: Tree = {
-    "model": dict.fromkeys(
-        ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size"), 1024
-    ),
-    "data": {"path": "-", "seq_len": 1024},
-    "train": {"steps": 10**9, "global_batch": 10**9},
+    "model": {
+        "num_layers": 2**20,
+        "hidden_size": 2**20,
+        "num_heads": 2**10,
+        "num_kv_heads": 2**10,
+        "ffn_size": 2**20,
+        "vocab_size": 2**20,
+    },
+    "cluster": {
+        "preset": "local",
+        "device": "cpu",
+        "devices_per_node": 2**20,
+        "memory_bytes": 2**60,
+        "memory_bytes_per_s": 1.0,
+        "fp32_flops_per_s": 1.0,
+        "bf16_flops_per_s": 1.0,
+        "link_bytes_per_s": 1.0,
+        "link_latency_s": 1.0,
+    },
+    "data": {"path": "-", "seq_len": 2**20},
+    "train": {"steps": 2**40, "global_batch": 2**40},
 }
-"""Values for required keys that are missing or wrong, so that the other rules can still be checked."""
+"""Values for required keys that are missing or wrong, so that the other rules can still be checked.
+
+What a rule then says about one of these values is not reported: the user never wrote it.
+"""
 
 
 class SpecError(UserError):
-    """A job that cannot run; carries what could be read of it, to price the nearest legal one."""
+    """A job that cannot run; carries the job if only rules forbid it, to price the nearest legal one."""
 
     def __init__(self, job: Job | None, *problems: Problem) -> None:
         super().__init__(*problems)
         self.job = job
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.job, *self.problems)
 
 
 def load_job(source: str, overrides: Sequence[str] = (), on: str | None = None) -> Job:
@@ -65,9 +87,10 @@ def load_job(source: str, overrides: Sequence[str] = (), on: str | None = None) 
         UserError: With every problem that was found.
     """
     tree = read_tree(source)
-    problems = [p for text in overrides if (p := apply_override(tree, text))]
+    problems: list[Problem] = []
     if on is not None and (problem := _apply_on(tree, on)):
         problems.append(problem)
+    problems += [p for text in overrides if (p := apply_override(tree, text))]
     return build_job(tree, problems)
 
 
@@ -79,16 +102,24 @@ def build_job(tree: Tree, problems: Sequence[Problem] = ()) -> Job:
     found += _settle_layout(tree)
     job, wrong = _validate(tree)
     found += wrong
-    if job is None:  # look further without the offending keys, to report everything at once
-        paths = {p.path for p in wrong}
-        stand_in, _ = _validate(_without(tree, paths))
-        legal = find_problems(stand_in) if stand_in else []
-        found += [p for p in legal if not any(path in str(p) for path in paths)]
-        raise SpecError(stand_in, *found)
-    found += find_problems(job)
-    if found:
-        raise SpecError(job, *found)
-    return job
+    if job is not None and not found:
+        found = find_problems(job)
+        if found:
+            raise SpecError(job, *found)
+        return job
+    # Something is wrong already: look further without the offending keys, to report everything at once.
+    unsure = {p.path for p in found}
+    unsure |= {path.removesuffix(".preset") for path in unsure if path.endswith(".preset")}
+    unsure |= {"cluster" for path in unsure if path == "cluster.file"}
+    checkable = job or _validate(_without(tree, {p.path for p in wrong}))[0]
+    if checkable is not None:
+        found += [p for p in find_problems(checkable) if not any(_speaks_of(p, path) for path in unsure)]
+    raise SpecError(None, *found)
+
+
+def _speaks_of(problem: Problem, path: str) -> bool:
+    """Whether a problem is about a key, or about a value in a table, that is itself in doubt."""
+    return re.search(rf"(?<![\w.]){re.escape(path)}(\.\w+)*=", str(problem)) is not None
 
 
 def read_tree(source: str) -> Tree:
@@ -107,8 +138,10 @@ def read_tree(source: str) -> Tree:
     except tomllib.TOMLDecodeError as error:
         raise UserError(Problem("job-bad-toml", f"is not TOML: {error}", path=source)) from None
     if PLAN_KEY in tree:
+        if not isinstance(tree.get("job"), dict):
+            raise UserError(Problem("plan-unreadable", "is not a whole plan: it has no job", path=source))
         return dict(tree["job"])
-    tree.setdefault("name", path.stem)
+    tree.setdefault("name", re.sub(r"[^\w.-]", "-", path.stem).lstrip(".-") or "job")
     return tree
 
 
@@ -128,7 +161,7 @@ def apply_override(tree: Tree, text: str) -> Problem | None:
         table = table.setdefault(parent, {})
         if not isinstance(table, dict):
             return Problem("job-bad-override", f"cannot be set: {parent} is not a table", path=key)
-    table[leaf] = _parse_value(value)
+    table[leaf] = value if takes_text(key.split(".")) and value[:1] not in "'\"" else _parse_value(value)
     return None
 
 
@@ -164,11 +197,11 @@ def _fill_presets(tree: Tree) -> list[Problem]:
         fields = read_preset("models", model["preset"])
         if isinstance(fields, Problem):
             problems.append(fields)
-        else:
-            tree["model"] = {**fields, **model}
+            fields = STAND_INS["model"]
+        tree["model"] = {**fields, **model}
     cluster = tree.setdefault("cluster", {})
-    if not isinstance(cluster, dict):
-        return problems
+    if not isinstance(cluster, dict) or STAND_INS["cluster"].keys() - {"preset"} <= cluster.keys():
+        return problems  # a plan's cluster is complete: neither file nor machine is asked again
     if "file" in cluster:
         base = _read_cluster_file(str(cluster["file"]))
     else:
@@ -177,15 +210,9 @@ def _fill_presets(tree: Tree) -> list[Problem]:
             base = {**base, **_this_machine(str(cluster.get("device", "auto")))}
     if isinstance(base, Problem):
         problems.append(base)
-        base = {k: v for k, v in _local_figures().items() if k not in cluster}
+        base = STAND_INS["cluster"]
     tree["cluster"] = {**base, **cluster}
     return problems
-
-
-def _local_figures() -> Tree:
-    local = read_preset("clusters", "local")
-    assert isinstance(local, dict), "the local cluster's preset is part of the package"
-    return local
 
 
 def _read_cluster_file(name: str) -> Tree | Problem:
@@ -233,7 +260,7 @@ def _settle_layout(tree: Tree) -> list[Problem]:
 
 def _validate(tree: Tree) -> tuple[Job | None, list[Problem]]:
     try:
-        return TypeAdapter(Job).validate_python(tree), []
+        return JOB.validate_python(tree), []
     except ValidationError as error:
         return None, translate_errors(error)
 

@@ -13,6 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 from meshwright.core.errors import Problem
 from meshwright.spec.job import Job
 
+JOB: TypeAdapter[Job] = TypeAdapter(Job)
+
 _RANGE = {
     "greater_than_equal": ("at least", "ge"),
     "greater_than": ("more than", "gt"),
@@ -49,6 +51,11 @@ def _translate(path: str, finding: Any) -> Problem:
         return Problem(
             "job-out-of-range", f"is out of range: it must be {words} {context[key]}", path=path, value=value
         )
+    if kind == "finite_number":
+        return Problem("job-out-of-range", "is out of range: it must be finite", path=path, value=value)
+    if kind == "string_pattern_mismatch":
+        rule = "must be letters, digits, dots and dashes"
+        return Problem("job-out-of-range", rule, path=path, value=value, fix="It names a folder")
     if kind.startswith("dataclass"):
         return Problem(
             "job-wrong-type",
@@ -92,12 +99,21 @@ def section_type(path: list[str]) -> Any:
     return owner
 
 
+def takes_text(path: list[str]) -> bool:
+    """Whether a key holds a text, so that an override needs no quotes even where it looks like a number."""
+    owner = section_type(path[:-1])
+    if owner is None:
+        return False
+    hint = typing.get_type_hints(owner).get(path[-1])
+    return hint is str or (isinstance(hint, types.UnionType) and str in typing.get_args(hint))
+
+
 def job_schema() -> dict[str, Any]:
     """JSON Schema of the job file.
 
     What a preset fills in is not required of the file, so `required` is dropped from those two sections.
     """
-    schema = TypeAdapter(Job).json_schema()
+    schema = JOB.json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "Meshwright job"
     schema["required"] = ["model", "data", "train"]

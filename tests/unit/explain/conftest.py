@@ -24,7 +24,7 @@ def plan() -> Plan:
     job = build_job(
         {
             "model": {"preset": "tiny"},
-            "cluster": {"preset": "h100-sxm"},
+            "cluster": {"preset": "local", "device": "cpu", "devices_per_node": 2},
             "data": {"path": "text", "seq_len": 32},
             "train": {"steps": STEPS, "global_batch": 8},
             "layout": {"dp_replicate": 2, "bucket_mb": 0.1},

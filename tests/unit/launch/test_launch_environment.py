@@ -26,9 +26,3 @@ def test_what_the_user_set_stays(monkeypatch):
     assert environment.prepare_environment(1, environ=variables) == []
     assert variables["ONEDNN_MAX_CPU_ISA"] == "AVX2"
     assert variables["OMP_NUM_THREADS"] == "7"
-
-
-def test_deterministic_runs_get_a_fixed_cublas_workspace():
-    variables: dict[str, str] = {}
-    environment.prepare_environment(1, deterministic=True, environ=variables)
-    assert variables["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

@@ -159,15 +159,20 @@ def test_the_parts_of_a_step_add_up_and_one_process_communicates_nothing(make_jo
 
 def test_twice_the_samples_take_twice_the_compute(make_job):
     job = make_job()
-    one, two = (estimate_step(job, share, 1, []) for share in (4, 8))
+    one, two = (estimate_step(job, micro_batches, 10**9, []) for micro_batches in (4, 8))
     assert two.compute_s == pytest.approx(2 * one.compute_s)
     assert two.optimizer_s == one.optimizer_s
 
 
-def test_compute_is_flops_over_the_reached_rate(make_job):
-    """8 x 32 tokens x 591,744 FLOPs over 45% of 67 TFLOP/s."""
-    step = estimate_step(make_job(), 8, 1, [])
-    assert step.compute_s == pytest.approx(8 * 32 * 591_744 / (0.45 * 6.7e13))
+def test_compute_is_products_and_memory_or_the_host_if_that_is_slower(make_job):
+    """On a GPU: 8 x 32 tokens x 591,744 FLOPs over 80% of 67 TFLOP/s, and 8 passes over 10 GB at 3.35 TB/s."""
+    job = make_job(layout={"micro_batch": 8})
+    step = estimate_step(job, 1, 10**10, [])
+    assert step.compute_s == pytest.approx(8 * 32 * 591_744 / (0.8 * 6.7e13) + 8 * 1e10 / 3.35e12)
+    small = estimate_step(job, 1, 1, [])
+    assert small.compute_s == pytest.approx((job.model.num_layers + 1) * 2e-3), (
+        "launching costs more than work"
+    )
 
 
 @pytest.mark.parametrize(

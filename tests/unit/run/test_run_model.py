@@ -14,8 +14,8 @@ from meshwright.spec.model import Model
 
 
 def small(**changes) -> Model:
-    fields = dict(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=50)
-    return Model(**{**fields, **changes})
+    fields = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48}
+    return Model(**{**fields, "vocab_size": 50, **changes})
 
 
 def built(model: Model, seed: int = 0) -> Llama:

@@ -247,7 +247,7 @@ def test_a_cluster_file_gives_the_figures_and_the_job_may_change_them(tree, tmp_
         ({"cluster": 5}, "job-wrong-type", "cluster", "must be a table. Write [cluster]"),
         ({"train": {"steps": 0}}, "job-out-of-range", "train.steps", "must be at least 1"),
         ({"train": {"lr": 0.0}}, "job-out-of-range", "train.lr", "must be more than 0"),
-        ({"train": {"lr": float("nan")}}, "job-out-of-range", "train.lr", "must be more than 0"),
+        ({"train": {"lr": float("nan")}}, "job-out-of-range", "train.lr", "must be finite"),
         ({"train": {"beta1": 1.0}}, "job-out-of-range", "train.beta1", "must be less than 1"),
         ({"data": {"eval_fraction": 0.9}}, "job-out-of-range", "data.eval_fraction", "at most 0.5"),
         ({"layout": {"zero": 4}}, "job-out-of-range", "layout.zero", "must be at most 3"),

@@ -9,7 +9,7 @@ No ``from __future__ import annotations`` here: DDP compares a hook's annotation
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.run.mesh import Ranks
 from meshwright.spec.job import Job
-
 
 SYNC_BUFFERS = "broadcast_buffers"
 """Keyword for whether buffers are broadcast in every forward; torch 2.13 has a new name for it."""
@@ -78,7 +77,7 @@ def apply_replicate(module: nn.Module, job: Job, ranks: Ranks) -> FixedBucketDDP
         bucket_cap_mb=job.layout.bucket_mb,
         gradient_as_bucket_view=True,
         init_sync=False,
-        **{SYNC_BUFFERS: False},
+        **cast(Any, {SYNC_BUFFERS: False}),
     )
     replicated.register_comm_hook(group, HOOKS[job.compression.kind])
     replicated.fix_buckets()

@@ -39,6 +39,9 @@ class Manifest:
     buckets: list[list[str]]
     """DDP's bucket boundaries: with the same ones the curve goes on bit by bit."""
     eval_loss: float | None = None
+    """Evaluation at this step, if there was one."""
+    best_eval_loss: float | None = None
+    """The lowest so far in the whole run."""
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     version: int = CHECKPOINT_VERSION
 
@@ -55,6 +58,8 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 def rotate(root: Path, keep_last: int) -> None:
     """Remove all but the newest ``keep_last`` checkpoints and the best one."""
+    for draft in root.glob(".step-*.part"):  # of a writer that was killed; there is one writer a folder
+        shutil.rmtree(draft, ignore_errors=True)
     best = best_checkpoint(root)
     for old in list_checkpoints(root)[:-keep_last]:
         if old.name != best:

@@ -45,6 +45,7 @@ def save_checkpoint(
         content = {**asdict(manifest), "files": files}
         (draft / MANIFEST).write_text(json.dumps(content, indent=1), encoding="utf-8")
         for written in draft.iterdir():
+            written.chmod(0o644)  # safetensors makes files that only their owner can read
             _flush(written)
         _flush(draft)
         if final.exists():  # a resumed run reached a step that it had saved before
