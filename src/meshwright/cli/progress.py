@@ -68,8 +68,9 @@ class ProgressView:
         done, passed = step - self._first, time.monotonic() - self._started
         left = format_seconds(passed / done * (self._steps - step)) if done else "?"
         rate = format_count(event["tokens_per_s"])
+        loss = "not finite" if event["loss"] is None else f"{event['loss']:.4f}"
         text = (
-            f"step {step}/{self._steps}  loss {event['loss']:.4f}  {rate} tokens/s  "
+            f"step {step}/{self._steps}  loss {loss}  {rate} tokens/s  "
             f"MFU {event['mfu']:.1%}  device {'?' if busy is None else f'{busy:.0%}'}  left {left}"
         )
         if self._bar is not None and self._task is not None:

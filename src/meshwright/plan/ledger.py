@@ -159,13 +159,19 @@ def _points(job: Job, parameters: Sequence[Parameter], shape: _Shape, kept: bool
     down_weight = model.ffn_size * model.hidden_size * FLOAT32_BYTES
     temporary = hidden + inner + max(inner, down_weight) + _wire_bytes(job, parameters)
     block_gradients = sum(p.count for p in parameters if p.name.startswith("blocks.0.")) * FLOAT32_BYTES
-    done = model.hidden_size * FLOAT32_BYTES + head_weight  # a tied head's gradient waits for the embedding's
+    done = model.hidden_size * FLOAT32_BYTES + head_weight
+    tied = model.tied_embeddings
+    if tied and kept:  # the head's part of the shared gradient waits for the embedding's, beside the sums
+        temporary += head_weight
     for layer in reversed(range(model.num_layers)):
         gradients = all_gradients if kept else done
         name, formula = f"block {layer}, backward", f"{layer + 1} blocks x {shape.block}"
         points.append(_Point(name, shape.block * (layer + 1), temporary, gradients, formula))
         done += block_gradients
-    points.append(_Point("embedding, backward", 0, head_weight, all_gradients, "none"))
+    # A tied gradient is made of two parts and their sum; the sum is the gradient unless others are kept.
+    parts = 3 if tied else 1
+    last = head_weight * (parts if kept else parts - 1)
+    points.append(_Point("embedding, backward", 0, last, all_gradients, "none"))
     return points
 
 

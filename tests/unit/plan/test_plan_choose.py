@@ -165,7 +165,7 @@ def test_twice_the_samples_take_twice_the_compute(make_job):
 
 
 def test_compute_is_products_and_memory_or_the_host_if_that_is_slower(make_job):
-    """On a GPU: 8 x 32 tokens x 591,744 FLOPs over 80% of 67 TFLOP/s, and 8 passes over 10 GB at 3.35 TB/s."""
+    """On a GPU: 8 x 32 tokens x 591,744 FLOPs over 80% of 67 TFLOP/s; 8 passes over 10 GB at 3.35 TB/s."""
     job = make_job(layout={"micro_batch": 8})
     step = estimate_step(job, 1, 10**10, [])
     assert step.compute_s == pytest.approx(8 * 32 * 591_744 / (0.8 * 6.7e13) + 8 * 1e10 / 3.35e12)
