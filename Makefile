@@ -23,7 +23,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/meshwright train examples/demo.toml
-	$(BIN)/meshwright generate $$(ls -td runs/demo-* | head -n 1) --prompt 'def ' --tokens 120
+	$(BIN)/meshwright generate $$(ls -td runs/demo-* | head -n 1) --prompt 'def ' --tokens 160 --temperature 0.7
 	$(BIN)/meshwright audit $$(ls -td runs/demo-* | head -n 1)
 
 test: setup

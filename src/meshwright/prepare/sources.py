@@ -17,7 +17,17 @@ from meshwright.core.errors import Problem
 BUILTIN = "builtin:"
 STDLIB = "builtin:python-stdlib"
 
-_STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_STDLIB_SKIPPED = frozenset(
+    {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idle_test",
+        "__pycache__",
+        "encodings",
+    }  # the last: tables
+)
 
 Quarantine = Callable[[str, str], None]
 """Called with the name of something unreadable, and the reason."""

@@ -70,7 +70,7 @@ def test_fitting_ends_exactly_at_the_usable_share_of_the_memory(make_job):
         ("tiny", "h100-sxm", 8),
         ("llama3.2-1b", "h100-sxm", 512),
         ("llama3.2-1b", "a100-80g-sxm", 6),
-        ("demo-3m", "b200", 3),
+        ("demo-2m", "b200", 3),
     ],
 )
 def test_auto_is_never_worse_than_any_number_of_replicas_that_could_have_been_given(

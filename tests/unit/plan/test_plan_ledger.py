@@ -10,7 +10,7 @@ from meshwright.plan.comms import predict_traffic
 from meshwright.plan.ledger import predict_ledger
 from meshwright.plan.shapes import count_parameters, list_parameters
 
-PRESETS = ("tiny", "demo-3m", "llama3.2-1b", "llama3-8b")
+PRESETS = ("tiny", "demo-2m", "llama3.2-1b", "llama3-8b")
 
 
 @pytest.mark.parametrize("preset", PRESETS)
