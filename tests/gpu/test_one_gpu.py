@@ -11,7 +11,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-ON_GPU = ("cluster.device=cuda",)
+ON_GPU = ("cluster.device=cuda", "cluster.devices_per_node=1")
 
 
 def test_the_job_file_of_the_cpu_runs_on_the_gpu_with_the_same_loss(train):
@@ -30,6 +30,19 @@ def test_state_is_equal_and_the_peak_within_five_per_cent(train):
         result = train(*ON_GPU, *shape, f"train.precision={precision}", "train.steps=3").result
         assert result["audit_ok"], result["differences"]
         assert result["state_bytes"] == result["predicted_state_bytes"]
+
+
+@pytest.mark.parametrize("heads", [2, 4], ids=["grouped", "full"])
+def test_float32_attention_never_holds_the_scores(train, heads):
+    """Long sequences in float32: the fused kernel runs, grouped heads or not; the peak says so."""
+    shape = [
+        "model.num_layers=4",
+        "model.hidden_size=256",
+        f"model.num_kv_heads={heads}",
+        "data.seq_len=1024",
+    ]
+    result = train(*ON_GPU, *shape, "train.global_batch=16", "train.steps=3").result
+    assert result["audit_ok"], result["differences"]
 
 
 def test_a_resumed_run_on_the_gpu_goes_on(train):

@@ -10,7 +10,8 @@ heads and e bytes an element (2 under bf16, else 4), a block keeps on CPU::
     T x (2 x ((2 D + 1) x 4 + D e)  +  (2 Q + 2 K) e + 4 H  +  4 F e)
          two norms                     attention               feed-forward
 
-and under bf16 also a copy of its matrices. On GPUs a norm is one kernel and keeps D instead of 2 D.
+and under bf16 also a copy of its matrices. On GPUs a norm is one kernel and keeps D instead of 2 D; in
+float32 attention keeps 2 Q for its 2 K there.
 """
 
 from __future__ import annotations
@@ -125,7 +126,9 @@ class _Shape:
         # one kernel, also the normalised input.
         copies = 1 if job.cluster.device == "cuda" else 2
         norm = tokens * ((copies * width + 1) * FLOAT32_BYTES + width * low)
-        attention = tokens * ((2 * queries + 2 * keys) * low + model.num_heads * FLOAT32_BYTES)
+        # In float32 on GPUs, keys and values are repeated for every query head before attention.
+        kept_keys = queries if job.cluster.device == "cuda" and low == FLOAT32_BYTES else keys
+        attention = tokens * ((2 * queries + 2 * kept_keys) * low + model.num_heads * FLOAT32_BYTES)
         feed_forward = tokens * 4 * ffn * low
         cast = low if low != FLOAT32_BYTES else 0
         weights = 2 * width * (queries + keys) + 3 * width * ffn

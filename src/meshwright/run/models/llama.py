@@ -57,7 +57,7 @@ class Attention(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.head_size = model.head_size
-        self.grouped = model.num_heads != model.num_kv_heads
+        self.groups = model.num_heads // model.num_kv_heads
         self.wq = nn.Linear(model.hidden_size, model.query_size, bias=False)
         self.wk = nn.Linear(model.hidden_size, model.kv_size, bias=False)
         self.wv = nn.Linear(model.hidden_size, model.kv_size, bias=False)
@@ -73,8 +73,14 @@ class Attention(nn.Module):
         q_BHTE = apply_rope(heads(self.wq(x_BTD)), cos_TE, sin_TE)
         k_BKTE = apply_rope(heads(self.wk(x_BTD)), cos_TE, sin_TE)
         v_BKTE = heads(self.wv(x_BTD))
+        grouped = self.groups > 1
+        if grouped and q_BHTE.is_cuda and q_BHTE.dtype == torch.float32:
+            # No fused GPU kernel takes grouped heads in float32: torch would build the whole score matrix.
+            k_BKTE = k_BKTE.repeat_interleave(self.groups, dim=1)
+            v_BKTE = v_BKTE.repeat_interleave(self.groups, dim=1)
+            grouped = False
         mixed_BHTE = F.scaled_dot_product_attention(
-            q_BHTE, k_BKTE, v_BKTE, is_causal=True, enable_gqa=self.grouped
+            q_BHTE, k_BKTE, v_BKTE, is_causal=True, enable_gqa=grouped
         )
         return self.wo(mixed_BHTE.transpose(1, 2).reshape(batch, length, -1))
 
