@@ -35,6 +35,8 @@ from meshwright.survive.checkpoint.manifest import (
 ENTRY = "meshwright.run.worker:run_rank"
 PRELOAD = ("torch", "torch.distributed", "meshwright.cli", "meshwright.run.worker")
 INTERRUPTED = 130
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+"""Ranks that compute on cores do not wake up the GPUs beside them."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ def run_prepared(output: Output, prepared: Prepared) -> int:
         generation=assignment.generation,
         stop_grace_s=job.survive.stop_grace_s,
         listener=hear,
+        environment=NO_GPU if job.cluster.device == "cpu" else {},
         preload=PRELOAD,
     )
     try:

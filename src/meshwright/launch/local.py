@@ -18,7 +18,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
@@ -59,6 +59,8 @@ class LocalLaunch:
     generation: int
     stop_grace_s: float
     listener: Callable[[Event], None]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Set in every rank, beside torchrun's variables."""
     preload: Sequence[str] = ()
     """Modules that are imported once for all ranks."""
     saved: bool = False
@@ -88,6 +90,7 @@ class LocalLaunch:
     def _start(self, context: Any, rank: int, store: socket.socket | None) -> _Rank:
         receiver, sender = context.Pipe(duplex=False)
         environment = {
+            **self.environment,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self.world_size),
