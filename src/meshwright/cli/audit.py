@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwright.cli.output import Output
+from meshwright.core.errors import CheckFailedError
 from meshwright.core.units import format_bytes, format_rate, format_seconds
 from meshwright.explain.audit import Audit, audit_run
 from meshwright.explain.record import RunRecord, read_record
 from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
 
-CHECK_FAILED = 3
+CHECK_FAILED = CheckFailedError.exit_status
 
 
 def audit_folder(output: Output, run_dir: Path) -> int:

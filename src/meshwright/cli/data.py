@@ -12,7 +12,7 @@ from meshwright.cli.output import Output
 from meshwright.cli.prepare import prepare_with_progress, summarise
 from meshwright.core.errors import Problem, UserError
 from meshwright.prepare.dataset import TokenDataset
-from meshwright.prepare.shards import is_prepared_folder
+from meshwright.prepare.shards import looks_prepared
 from meshwright.prepare.sources import STDLIB, iter_files, source_problem
 from meshwright.prepare.spec import parse_corpus_spec
 from meshwright.prepare.tokenizer import parse_tokenizer_name
@@ -26,11 +26,12 @@ def settle_data(output: Output, job: Job) -> Path:
         UserError: No text, too little of it, or more tokens than the model's vocabulary.
     """
     folder = Path(job.data.path)
-    if folder.is_dir() and is_prepared_folder(folder):
+    if looks_prepared(folder):
         _refuse_preparing(job.data)
     else:
         folder = _prepare_cached(output, job.data)
     dataset = TokenDataset.open(folder, "train", job.data.seq_len)
+    dataset.load_tokenizer()  # that it is the one which made the shards
     if dataset.vocab_size > job.model.vocab_size:
         raise UserError(
             Problem(
@@ -82,7 +83,7 @@ def _prepare_cached(output: Output, data: Data) -> Path:
     if data.eval_fraction is not None:
         settings["eval_fraction"] = data.eval_fraction
     folder = Path(data.cache) / _fingerprint(settings, base)
-    if is_prepared_folder(folder):
+    if looks_prepared(folder):
         return folder
     spec = parse_corpus_spec({**settings, "out": str(folder)})
     output.say(summarise(prepare_with_progress(output, spec, base)))
@@ -97,9 +98,18 @@ def _fingerprint(settings: dict[str, Any], base: Path) -> str:
         facts.append(sys.version)
     else:
         files = iter_files(source, base, frozenset(), lambda *_: None)
-        facts.append([(name, path.stat().st_size, path.stat().st_mtime_ns) for name, path in files])
+        facts.append([(name, *_size_and_time(path)) for name, path in files])
     if choice.kind == "file" and Path(choice.path).is_file():
         facts.append(hashlib.sha256(Path(choice.path).read_bytes()).hexdigest())
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     stem = "".join(c if c.isalnum() else "-" for c in Path(source.removeprefix("builtin:")).stem) or "corpus"
     return f"{stem}-{choice.kind}{choice.vocab_size or ''}-{digest}"
+
+
+def _size_and_time(path: Path) -> tuple[int, int]:
+    """What changes with a file's content; a file that cannot be looked at is quarantined later."""
+    try:
+        facts = path.stat()
+    except OSError:
+        return 0, 0
+    return facts.st_size, facts.st_mtime_ns

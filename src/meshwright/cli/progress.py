@@ -49,7 +49,7 @@ class ProgressView:
             self._first, self._started = event["step"], time.monotonic()
         elif name == "eval" and rank == 0:
             self._line(
-                f"step {event['step']}: evaluation loss {event['loss']:.4f} on {event['samples']} samples"
+                f"step {event['step']}: evaluation loss {_shown(event['loss'])} on {event['samples']} samples"
             )
         elif name == "checkpoint":
             cost = f"{format_bytes(event['bytes'])}, {format_seconds(event['seconds'])}"
@@ -59,6 +59,8 @@ class ProgressView:
         elif name == "events_lost" and "reason" in event:
             what = f"rank {rank} cannot write its events ({event['reason']})"
             self._line(f"warning: {what}; lines are lost, training goes on")
+        elif name == "stopping":
+            self._line("stopping after this step, with a checkpoint; Ctrl-C again ends it at once")
         elif name == "resumed" and rank == 0:
             self._line(f"resumed from {event['checkpoint']} at step {event['step']}")
 
@@ -68,7 +70,7 @@ class ProgressView:
         done, passed = step - self._first, time.monotonic() - self._started
         left = format_seconds(passed / done * (self._steps - step)) if done else "?"
         rate = format_count(event["tokens_per_s"])
-        loss = "not finite" if event["loss"] is None else f"{event['loss']:.4f}"
+        loss = _shown(event["loss"])
         text = (
             f"step {step}/{self._steps}  loss {loss}  {rate} tokens/s  "
             f"MFU {event['mfu']:.1%}  device {'?' if busy is None else f'{busy:.0%}'}  left {left}"
@@ -80,3 +82,8 @@ class ProgressView:
 
     def _line(self, text: str) -> None:
         self._console.print(text)
+
+
+def _shown(loss: float | None) -> str:
+    """A loss for people; JSON has no number for one that is not finite."""
+    return "not finite" if loss is None else f"{loss:.4f}"

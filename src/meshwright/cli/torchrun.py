@@ -13,6 +13,7 @@ from pathlib import Path
 
 from meshwright.cli.output import Output
 from meshwright.cli.progress import ProgressView
+from meshwright.cli.train import Resume, prepare_run, report
 from meshwright.core.errors import MeshwrightError, UserError
 from meshwright.explain.record import read_record
 from meshwright.launch.environment import loopback_interface, prepare_environment
@@ -22,6 +23,8 @@ from meshwright.spec.layout import DEGREES
 from meshwright.spec.load import apply_override, read_tree
 
 REFUSED = "!"
+PATIENCE = timedelta(hours=24)
+"""How long ranks wait while rank 0 prepares data; the launcher ends them if it dies."""
 
 
 def run_as_rank(output: Output, source: str, overrides: list[str], resume: bool) -> int:
@@ -34,43 +37,43 @@ def run_as_rank(output: Output, source: str, overrides: list[str], resume: bool)
 
     from meshwright.run.worker import run_rank  # noqa: PLC0415
 
-    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=600)))
+    shared, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=PATIENCE))
+    # The launcher's store outlives an attempt: keys of an earlier one must not be read.
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    store = dist.PrefixStore(f"meshwright-attempt-{attempt}", shared)
     if rank == 0:
         for notice in notices:
-            output.say(notice)
-        run_dir = _plan_for_all(output, store, source, overrides, resume, world_size)
+            output.errors.print(notice)
+        resuming: Resume = "must" if resume else "may" if attempt else "no"
+        run_dir = _plan_for_all(output, store, source, overrides, resuming, world_size)
     else:
-        run_dir = store.get("meshwright/run_dir").decode()
+        run_dir = store.get("run_dir").decode()
         if run_dir == REFUSED:  # rank 0 has said why
             return UserError.exit_status
     steps = read_plan(Path(run_dir) / PLAN_FILE).job.train.steps
     view = ProgressView(output.errors, steps)
     with view.shown() if rank == 0 else nullcontext():
         status = run_rank(run_dir, view.feed if rank == 0 else None, dist.PrefixStore("ranks", store))
-    store.set(f"meshwright/done/{rank}", str(status))
+    store.set(f"done/{rank}", str(status))
     if rank != 0 or status != EXIT_OK:
         return status
-    store.wait([f"meshwright/done/{other}" for other in range(world_size)], timedelta(seconds=60))
-    from meshwright.cli.train import report  # noqa: PLC0415
-
+    store.wait([f"done/{other}" for other in range(world_size)], PATIENCE)
     folder = Path(run_dir)
     return report(output, read_plan(folder / PLAN_FILE), read_record(folder), folder)
 
 
 def _plan_for_all(
-    output: Output, store: object, source: str, overrides: list[str], resume: bool, world_size: int
+    output: Output, store: object, source: str, overrides: list[str], resume: Resume, world_size: int
 ) -> str:
-    from meshwright.cli.train import prepare_run  # noqa: PLC0415
-
     tell = getattr(store, "set")  # noqa: B009  (torch's stores have no stubs that mypy accepts)
     try:
         overrides = _with_degree(source, overrides, world_size)
         prepared = prepare_run(output, source, overrides, resume, started=world_size)
     except MeshwrightError:
-        tell("meshwright/run_dir", REFUSED)
+        tell("run_dir", REFUSED)
         raise
-    tell("meshwright/run_dir", prepared.assignment.run_dir)
-    return prepared.assignment.run_dir
+    tell("run_dir", prepared.assignment.run_dir)
+    return prepared.assignment.run_dir  # the lock is dropped with this process
 
 
 def _with_degree(source: str, overrides: list[str], world_size: int) -> list[str]:

@@ -7,7 +7,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.cli.app import require_packages
 from meshwright.cli.audit import CHECK_FAILED, describe_audit
@@ -15,18 +15,20 @@ from meshwright.cli.data import settle_data
 from meshwright.cli.output import Output
 from meshwright.cli.plan import describe_plan
 from meshwright.cli.progress import ProgressView
-from meshwright.core.errors import MeshwrightError, Problem, UserError
+from meshwright.core.errors import InterruptedRunError, MeshwrightError, Problem, RunFailedError, UserError
 from meshwright.core.events import EVENTS_FILE, Event, read_events
 from meshwright.explain.audit import Audit, audit_run
 from meshwright.explain.record import RunRecord
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.environment import prepare_environment
 from meshwright.launch.local import LocalLaunch
+from meshwright.launch.lock import RunLock
 from meshwright.plan.contract import PLAN_FILE, Plan, build_plan, is_plan, layout_keys, read_plan, write_plan
+from meshwright.spec.cluster import find_gpus
 from meshwright.spec.job import Job
 from meshwright.spec.load import load_job
 from meshwright.survive.checkpoint.manifest import (
-    check_same_model,
+    check_same_job,
     find_newest,
     list_checkpoints,
     read_manifest,
@@ -34,9 +36,12 @@ from meshwright.survive.checkpoint.manifest import (
 
 ENTRY = "meshwright.run.worker:run_rank"
 PRELOAD = ("torch", "torch.distributed", "meshwright.cli", "meshwright.run.worker")
-INTERRUPTED = 130
+INTERRUPTED = InterruptedRunError.exit_status
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """Ranks that compute on cores do not wake up the GPUs beside them."""
+
+
+Resume = Literal["no", "must", "may"]
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,8 @@ class Prepared:
 
     plan: Plan
     assignment: Assignment
-    fresh: bool
-    """The run's folder did not exist before."""
+    lock: RunLock
+    """Held while the run goes on: no second command writes into its folder."""
 
 
 def run_training(output: Output, source: str, overrides: list[str], resume: bool) -> int:
@@ -56,12 +61,13 @@ def run_training(output: Output, source: str, overrides: list[str], resume: bool
         from meshwright.cli.torchrun import run_as_rank  # noqa: PLC0415
 
         return run_as_rank(output, source, overrides, resume)
-    prepared = prepare_run(output, source, overrides, resume)
-    return run_prepared(output, prepared)
+    prepared = prepare_run(output, source, overrides, "must" if resume else "no")
+    with prepared.lock:
+        return run_prepared(output, prepared)
 
 
 def prepare_run(
-    output: Output, source: str, overrides: list[str], resume: bool, started: int | None = None
+    output: Output, source: str, overrides: list[str], resume: Resume, started: int | None = None
 ) -> Prepared:
     """Check everything, plan, and write the run's folder.
 
@@ -69,7 +75,7 @@ def prepare_run(
         output: Where people read.
         source: Job file, plan file or preset.
         overrides: ``key.path=value`` texts.
-        resume: Go on from a checkpoint.
+        resume: Whether to go on from a checkpoint; "may" starts afresh where there is none.
         started: Ranks that a launcher has started already, if one has.
     """
     path = Path(source)
@@ -82,6 +88,8 @@ def prepare_run(
         raise UserError(
             Problem("launch-world-size", rule, path="layout", fix="Start as many as the layout has")
         )
+    if started is None:
+        _require_devices(job, plan.world_size)
     describe_plan(output, plan)
     cores = job.cluster.world_size
     if plan.world_size > cores:
@@ -94,7 +102,8 @@ def run_prepared(output: Output, prepared: Prepared) -> int:
     plan, assignment = prepared.plan, prepared.assignment
     job, run_dir = plan.job, Path(assignment.run_dir)
     for notice in prepare_environment(threads=1):
-        output.say(notice)
+        if job.train.precision != "fp32":
+            output.say(notice)
     record, view = RunRecord(), ProgressView(output.errors, job.train.steps)
 
     def hear(event: Event) -> None:
@@ -113,10 +122,15 @@ def run_prepared(output: Output, prepared: Prepared) -> int:
     )
     try:
         with view.shown():
-            launch.run()
+            interrupted = launch.run()
     except MeshwrightError as error:
         output.failure(error, [f"run folder: {run_dir}"])
         return error.exit_status
+    if interrupted and record.status == "unfinished":
+        rule = "was ended at once, before the step was done and saved"
+        problem = Problem("run-ended-at-once", rule, path=str(run_dir))
+        output.failure(InterruptedRunError(problem))
+        return INTERRUPTED
     return report(output, plan, record, run_dir)
 
 
@@ -130,7 +144,7 @@ def report(output: Output, plan: Plan, record: RunRecord, run_dir: Path) -> int:
         held_out = f", {record.eval_loss:.4f} on held-out data" if record.eval_loss is not None else ""
         output.say(f"{record.status}: loss {record.losses[0]:.4f} to {record.losses[-1]:.4f}{held_out}")
     for failure in record.checkpoint_failures:
-        output.warn(f"a checkpoint was not written: {failure}")
+        output.warn(f"a checkpoint was not written: {failure} [checkpoint-not-written]")
     for rank, lost in record.events_lost.items():
         output.warn(f"rank {rank} lost {lost} or more lines of events.jsonl")
     if record.checkpoint:
@@ -139,6 +153,8 @@ def report(output: Output, plan: Plan, record: RunRecord, run_dir: Path) -> int:
     output.result(summary(plan, record, verdict, run_dir))
     if record.status == "interrupted":
         return INTERRUPTED
+    if record.last_checkpoint_failed:  # what was trained is lost: a script must not take it for done
+        return RunFailedError.exit_status
     return 0 if verdict.ok else CHECK_FAILED
 
 
@@ -157,7 +173,7 @@ def summary(plan: Plan, record: RunRecord, verdict: Audit, run_dir: Path) -> dic
         "mfu": record.mfu,
         "mfu_basis": record.peak_basis,
         "peak_memory_bytes": [measured.peak_bytes if measured else None for measured in found],
-        "predicted_peak_memory_bytes": [r.peak_bytes for r in plan.ranks],
+        "predicted_peak_memory_bytes": [row.predicted for row in verdict.state if row.kind == "peak"],
         "state_bytes": {kind: [m.state_bytes.get(kind) if m else None for m in found] for kind in kinds},
         "predicted_state_bytes": {kind: [r.state_bytes[kind] for r in plan.ranks] for kind in kinds},
         "collectives": [dataclasses.asdict(row) for row in verdict.collectives],
@@ -167,70 +183,98 @@ def summary(plan: Plan, record: RunRecord, verdict: Audit, run_dir: Path) -> dic
     }
 
 
-def _write_run(output: Output, plan: Plan, data_dir: Path, resume: bool) -> Prepared:
-    """Choose the run's folder and the checkpoint to resume; write plan and assignment."""
+def _write_run(output: Output, plan: Plan, data_dir: Path, resume: Resume) -> Prepared:
+    """Choose the run's folder and the checkpoint to resume; lock it; write plan and assignment."""
     job = plan.job
     run_dir = _run_dir(job, resume)
     checkpoints = Path(job.checkpoint.dir) if job.checkpoint.dir else run_dir / "checkpoints"
-    resume_from = _find_resume(output, job, checkpoints) if resume else None
-    if not resume and list_checkpoints(checkpoints):
+    resume_from = None if resume == "no" else _find_resume(output, job, checkpoints, resume)
+    if resume == "no" and list_checkpoints(checkpoints):
         rule = "holds checkpoints of another run"
         fix = "Add --resume to go on from them, or name another folder"
         raise UserError(Problem("checkpoint-dir-used", rule, path=str(checkpoints), fix=fix))
-    fresh = not run_dir.exists()
-    generation = _next_generation(run_dir)
-    assignment = Assignment(
-        run_dir=str(run_dir),
-        data_dir=str(data_dir.resolve()),
-        checkpoint_dir=str(checkpoints),
-        resume_from=str(resume_from) if resume_from else None,
-        generation=generation,
-    )
+    fresh = not (run_dir / EVENTS_FILE).exists()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        lock = RunLock.take(run_dir)
+        generation = _next_generation(run_dir)
+        assignment = Assignment(
+            run_dir=str(run_dir),
+            data_dir=str(data_dir.resolve()),
+            checkpoint_dir=str(checkpoints),
+            resume_from=str(resume_from) if resume_from else None,
+            generation=generation,
+        )
         write_plan(plan, run_dir / PLAN_FILE)
         assignment.write()
         (run_dir / EVENTS_FILE).touch()
         checkpoints.mkdir(parents=True, exist_ok=True)
     except (OSError, UserError) as error:
-        if fresh:
+        if fresh and not (isinstance(error, UserError) and error.problems[0].code == "run-busy"):
             shutil.rmtree(run_dir, ignore_errors=True)
         if isinstance(error, UserError):
             raise
+        where = str(error.filename or run_dir)
         rule = f"cannot be written: {error.strerror or error}"
-        raise UserError(
-            Problem("run-not-writable", rule, path=str(run_dir), fix="Set run_dir elsewhere")
-        ) from None
-    return Prepared(plan, assignment, fresh)
+        fix = "Set run_dir or checkpoint.dir elsewhere"
+        raise UserError(Problem("run-not-writable", rule, path=where, fix=fix)) from None
+    return Prepared(plan, assignment, lock)
 
 
-def _run_dir(job: Job, resume: bool) -> Path:
+def _run_dir(job: Job, resume: Resume) -> Path:
     """The folder asked for; else a fresh numbered one, or the newest with checkpoints to resume."""
     if job.run_dir is not None:
         given = Path(job.run_dir)
-        if not resume and (given / EVENTS_FILE).exists():
-            fix = "Add --resume to go on with it, or name another folder"
-            raise UserError(
-                Problem("run-exists", "holds a run already", path="run_dir", value=job.run_dir, fix=fix)
-            )
+        if resume == "no" and (given / EVENTS_FILE).exists():
+            rule, fix = "holds a run already", "Add --resume to go on with it, or name another folder"
+            raise UserError(Problem("run-exists", rule, path="run_dir", value=job.run_dir, fix=fix))
         return given
     runs = Path("runs")
-    numbered = [
-        (int(p.name.rpartition("-")[2]), p)
-        for p in runs.glob(f"{job.name}-[0-9]*")
-        if p.name[len(job.name) + 1 :].isdigit()
-    ]
-    if resume and job.checkpoint.dir is None:
-        with_checkpoints = [p for _, p in sorted(numbered) if list_checkpoints(p / "checkpoints")]
-        if not with_checkpoints:
+    found = [(path.name.removeprefix(f"{job.name}-"), path) for path in runs.glob(f"{job.name}-*")]
+    numbered = sorted((int(number), path) for number, path in found if number.isdigit())
+    if resume != "no" and job.checkpoint.dir is None:
+        with_checkpoints = [path for _, path in numbered if list_checkpoints(path / "checkpoints")]
+        if with_checkpoints:
+            return with_checkpoints[-1]
+        if resume == "must":
             rule = f"has no run with a checkpoint under {runs}"
             raise UserError(Problem("resume-nothing", rule, path=job.name, fix="Leave out --resume"))
-        return with_checkpoints[-1]
-    return runs / f"{job.name}-{max((n for n, _ in numbered), default=0) + 1}"
+    return _make_numbered(runs, job.name, numbered[-1][0] + 1 if numbered else 1)
 
 
-def _find_resume(output: Output, job: Job, checkpoints: Path) -> Path:
+def _make_numbered(runs: Path, name: str, number: int) -> Path:
+    """Make the next free folder; two commands at once get two."""
+    while True:
+        folder = runs / f"{name}-{number}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            rule = f"cannot be made: {error.strerror or error}"
+            fix = "Set run_dir elsewhere"
+            raise UserError(Problem("run-not-writable", rule, path=str(folder), fix=fix)) from None
+        else:
+            return folder
+
+
+def _require_devices(job: Job, world_size: int) -> None:
+    """The local launcher starts ranks here: what is planned for elsewhere can be planned, not trained."""
+    cluster = job.cluster
+    if cluster.nodes > 1:
+        rule = f"cannot be trained from here: {cluster.nodes} nodes need a launcher that starts ranks on each"
+        fix = "Use torchrun on every node, or cluster.nodes=1"
+        raise UserError(Problem("cluster-not-here", rule, path="cluster.nodes", value=cluster.nodes, fix=fix))
+    if cluster.device == "cuda" and (found := len(find_gpus())) < world_size:
+        rule = f"needs {world_size} GPUs here, and there are {found}"
+        fix = "Use cluster.preset=local, or cluster.device=cpu"
+        raise UserError(Problem("cluster-not-here", rule, path="cluster.device", value="cuda", fix=fix))
+
+
+def _find_resume(output: Output, job: Job, checkpoints: Path, resume: Resume) -> Path | None:
     found = find_newest(checkpoints)
+    if found is None and resume == "may":
+        return None
     if found is None:
         rule = "holds no checkpoint"
         raise UserError(Problem("resume-nothing", rule, path=str(checkpoints), fix="Leave out --resume"))
@@ -238,7 +282,7 @@ def _find_resume(output: Output, job: Job, checkpoints: Path) -> Path:
     for sentence in refused:
         output.warn(f"passed over: {sentence}")
     manifest = read_manifest(checkpoint, verify=False)
-    check_same_model(manifest, job.model, checkpoint)
+    check_same_job(manifest, job.model, job.data.seq_len, checkpoint)
     if manifest.step >= job.train.steps:
         rule = f"is at step {manifest.step} already, and train.steps={job.train.steps}"
         raise UserError(

@@ -94,7 +94,7 @@ class EventLog:
 
     events: list[Event] = field(default_factory=list)
     unreadable: int = 0
-    """Lines that were torn or are not JSON."""
+    """Lines that were torn, are not JSON, or are of another version."""
 
     def of(self, name: str, generation: int | None = None) -> list[Event]:
         """All events of one name, in file order."""
@@ -128,7 +128,8 @@ def _lines(path: Path) -> Iterator[Event | None]:
             except ValueError:
                 yield None
                 continue
-            yield record if isinstance(record, dict) and "event" in record else None
+            known = isinstance(record, dict) and "event" in record and record.get("v") == EVENTS_VERSION
+            yield record if known else None
 
 
 def to_json(content: Any) -> str:

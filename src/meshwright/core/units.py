@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 MIB = 1024**2
-GIB = 1024**3
-MEGABYTE = 10**6
-GIGABYTE = 10**9
 
 
 def format_bytes(count: float) -> str:

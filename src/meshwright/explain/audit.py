@@ -1,7 +1,7 @@
 """The audit: what the plan promised beside what the run did.
 
-State and collectives must be **equal**, on every rank; the peak may differ by 5%. Step time is shown and
-not judged. What was not measured is a failure too: a contract that nobody checked did not hold.
+State and collectives must be **equal**, on every rank; activations and peak may differ by 5%. Step time is
+shown and not judged. What was not measured is a failure too: a contract that nobody checked did not hold.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwright.core.units import format_bytes
-from meshwright.explain.record import Counted, RunRecord
+from meshwright.explain.record import RunRecord
 from meshwright.plan.comms import Traffic
 from meshwright.plan.contract import Plan
 
 PEAK_TOLERANCE = 0.05
+"""For what depends on torch's kernels: activations and the peak."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ def _state_rows(plan: Plan, record: RunRecord) -> list[StateRow]:
         for kind, predicted in promised.state_bytes.items():
             measured = found.state_bytes.get(kind) if found else None
             rows.append(StateRow(promised.rank, kind, predicted, measured))
+        kept = found.activation_bytes if found else None
+        rows.append(StateRow(promised.rank, "activations", promised.activation_bytes, kept, PEAK_TOLERANCE))
         peak = promised.first_peak_bytes if found and found.first_step else promised.peak_bytes
         rows.append(
             StateRow(promised.rank, "peak", peak, found.peak_bytes if found else None, PEAK_TOLERANCE)
@@ -130,7 +133,7 @@ def _collective_rows(plan: Plan, record: RunRecord) -> list[CollectiveRow]:
     return [rows[kind] for kind in sorted(rows, key=lambda k: (order.get(k[2], 3), *k))]
 
 
-def _add_up(rows: Iterable[Traffic | Counted]) -> dict[Kind, tuple[int, int]]:
+def _add_up(rows: Iterable[Traffic]) -> dict[Kind, tuple[int, int]]:
     """Calls and bytes by kind; rows of the same kind are added."""
     sums: dict[Kind, tuple[int, int]] = {}
     for row in rows:

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import EVENTS_FILE, Event, read_events
+from meshwright.plan.comms import Traffic
 
 
 @dataclass(frozen=True)
@@ -18,27 +19,16 @@ class Measured:
     """Memory of one rank in its audited step."""
 
     state_bytes: dict[str, int]
+    activation_bytes: int
     peak_bytes: int
     first_step: bool
-
-
-@dataclass(frozen=True)
-class Counted:
-    """Calls and bytes of one kind of collective."""
-
-    axis: str
-    op: str
-    phase: str
-    ranks: int
-    calls: int
-    bytes: int
 
 
 @dataclass(frozen=True)
 class Collectives:
     """Everything that one rank sent, and in how many steps and evaluations."""
 
-    rows: tuple[Counted, ...]
+    rows: tuple[Traffic, ...]
     steps: int
     evaluations: int
 
@@ -65,9 +55,9 @@ class RunRecord:
     """The counts of each rank."""
     checkpoint: str | None = None
     checkpoint_failures: list[str] = field(default_factory=list)
+    last_checkpoint_failed: bool = False
     notes: list[str] = field(default_factory=list)
     events_lost: dict[int, int] = field(default_factory=dict)
-    errors: list[str] = field(default_factory=list)
 
     def feed(self, event: Event) -> None:
         """Take in one event."""
@@ -109,8 +99,10 @@ class RunRecord:
 
     def _on_checkpoint(self, event: Event) -> None:
         self.checkpoint = event["path"]
+        self.last_checkpoint_failed = False
 
     def _on_checkpoint_failed(self, event: Event) -> None:
+        self.last_checkpoint_failed = True
         self.checkpoint_failures.append(f"step {event['step']}: {event['reason']}")
 
     def _on_resumed(self, event: Event) -> None:
@@ -123,9 +115,6 @@ class RunRecord:
 
     def _on_events_lost(self, event: Event) -> None:
         self.events_lost[event["rank"]] = max(event["count"], self.events_lost.get(event["rank"], 0))
-
-    def _on_error(self, event: Event) -> None:
-        self.errors.append(f"rank {event['rank']}: {event['message'].splitlines()[0]}")
 
     def _on_finished(self, event: Event) -> None:
         if event["rank"] == 0:
@@ -150,7 +139,9 @@ def read_record(run_dir: Path, generation: int | None = None) -> RunRecord:
         if event.get("generation", 0) == wanted:
             feed_checked(record, event)
     if log.unreadable:
-        record.notes.append(f"{log.unreadable} lines of {path.name} are torn or not JSON and were skipped")
+        record.notes.append(
+            f"{log.unreadable} lines of {path.name} are torn, or of another version, and were skipped"
+        )
     return record
 
 

@@ -29,9 +29,6 @@ def prepare_environment(threads: int, environ: MutableMapping[str, str] = os.env
             f"ONEDNN_MAX_CPU_ISA={SAFE_ISA} set for the ranks"
         )
     environ.setdefault("OMP_NUM_THREADS", str(threads))
-    environ.setdefault(
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"
-    )  # a restarted torchrun must not read old keys
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return notices
 

@@ -20,13 +20,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from meshwright.core.errors import Problem, RunFailedError
-from meshwright.core.events import Event, to_json
+from meshwright.core.events import Event, to_json, warn
 from meshwright.launch.environment import GENERATION_VARIABLE, STORE_VARIABLE, loopback_interface
 from meshwright.launch.exits import EXIT_OK, EXIT_PEER_LOST
 
@@ -67,7 +67,7 @@ class LocalLaunch:
     """A checkpoint exists: one was heard of."""
 
     def run(self) -> bool:
-        """Run to the end; returns whether it was interrupted.
+        """Run to the end; returns whether it was asked to stop.
 
         Raises:
             RunFailedError: Naming the rank that died, its exit status and its last event.
@@ -75,17 +75,20 @@ class LocalLaunch:
         (self.run_dir / LOGS).mkdir(exist_ok=True)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(self.preload))
+        ranks: list[_Rank] = []
         with contextlib.ExitStack() as stack:
-            store = stack.enter_context(_listening_socket()) if self.world_size > 1 else None
-            ranks = [self._start(context, rank, store) for rank in range(self.world_size)]
+            stop = stack.enter_context(_caught_signals())
             stack.callback(_end_all, ranks)
-            stop = stack.enter_context(_forwarded_signals(ranks))
+            _start_forkserver()
+            store = stack.enter_context(_listening_socket()) if self.world_size > 1 else None
+            for rank in range(self.world_size):
+                ranks.append(self._start(context, rank, store))  # noqa: PERF401  (one that fails leaves the others)
             keep = _serve_store(store) if store is not None else None
-            failed = self._watch(ranks)
+            failed = self._watch(ranks, stop)
             del keep
-        if failed is not None:
+        if failed is not None and not stop:
             raise RunFailedError(self._obituary(failed))
-        return stop.is_set()
+        return bool(stop)
 
     def _start(self, context: Any, rank: int, store: socket.socket | None) -> _Rank:
         receiver, sender = context.Pipe(duplex=False)
@@ -107,28 +110,55 @@ class LocalLaunch:
         sender.close()
         return _Rank(rank, process, receiver)
 
-    def _watch(self, ranks: list[_Rank]) -> _Rank | None:
-        """Pass events on until all ranks have ended; after a failure, for at most the grace period."""
+    def _watch(self, ranks: list[_Rank], stop: list[int]) -> _Rank | None:
+        """Pass events and signals on until all ranks have ended; after a failure, for the grace period."""
         deadline = float("inf")
-        while any(r.alive or r.events for r in ranks) and time.monotonic() < deadline:
+        asked = 0
+        dead: list[_Rank] = []  # in the order in which they died: the first is the likeliest cause
+        while any(r.alive for r in ranks) and time.monotonic() < deadline:
             waiting: list[Any] = [r.events for r in ranks if r.events]
             waiting += [r.process.sentinel for r in ranks if r.alive]
             connection.wait(waiting, timeout=0.5)
-            for rank in ranks:
-                self._drain(rank)
-            dead = [r for r in ranks if not r.alive and r.process.exitcode != EXIT_OK]
+            self._look(ranks, dead)
             if dead and deadline == float("inf"):
                 deadline = time.monotonic() + self.stop_grace_s
-        dead = [r for r in ranks if not r.alive and r.process.exitcode != EXIT_OK]
-        # Victims of another rank's death say so; a rank that died without a word outranks one that reported.
-        dead.sort(key=lambda r: (r.process.exitcode == EXIT_PEER_LOST, r.process.exitcode > 0))
+            if len(stop) > asked:
+                asked = len(stop)
+                self._forward(ranks, asked)
+        self._look(ranks, dead)
+        # Victims of another rank's death say so by their status, where they can tell.
+        dead.sort(key=lambda r: r.process.exitcode == EXIT_PEER_LOST)
         return dead[0] if dead else None
+
+    def _look(self, ranks: list[_Rank], dead: list[_Rank]) -> None:
+        """Hear every rank out, and add those that have died badly since the last look."""
+        for rank in ranks:
+            gone = not rank.alive  # first: what a rank said before it died is then all there
+            self._drain(rank)
+            if gone and rank.process.exitcode != EXIT_OK and rank not in dead:
+                dead.append(rank)
+
+    def _forward(self, ranks: list[_Rank], asked: int) -> None:
+        """First signal: ask the ranks to stop after their step. Second: end them now."""
+        for rank in ranks:
+            if rank.alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.process.pid, signal.SIGTERM if asked == 1 else signal.SIGKILL)
+        if asked == 1:
+            self._tell({"event": "stopping", "rank": 0})
+
+    def _tell(self, event: Event) -> None:
+        """Tell the listener; what it makes of an event must not end a run."""
+        try:
+            self.listener(event)
+        except Exception as error:
+            warn(f"an event could not be shown ({error!r}): {event}")
 
     def _drain(self, rank: _Rank) -> None:
         while rank.events is not None and rank.events.poll():
             try:
                 event = json.loads(rank.events.recv_bytes())
-            except EOFError:
+            except (EOFError, OSError):
                 rank.events.close()
                 rank.events = None
                 return
@@ -136,7 +166,7 @@ class LocalLaunch:
             if event["event"] == "error":
                 rank.error = event
             self.saved |= event["event"] in ("checkpoint", "resumed")
-            self.listener(event)
+            self._tell(event)
 
     def _obituary(self, rank: _Rank) -> Problem:
         status = rank.process.exitcode
@@ -209,24 +239,35 @@ def _serve_store(listener: socket.socket) -> object:
     )
 
 
-@contextlib.contextmanager
-def _forwarded_signals(ranks: Sequence[_Rank]) -> Iterator[threading.Event]:
-    """First SIGINT or SIGTERM: ask the ranks to stop after their step. Second: end them now."""
-    asked = threading.Event()
+def _start_forkserver() -> None:
+    """Start the server that ranks are forked from; Ctrl-C must not reach it while it imports."""
+    if threading.current_thread() is not threading.main_thread():
+        forkserver.ensure_running()
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        for rank in ranks:
-            if rank.alive:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(rank.process.pid, signal.SIGKILL if asked.is_set() else signal.SIGTERM)
-        asked.set()
+
+@contextlib.contextmanager
+def _caught_signals() -> Iterator[list[int]]:
+    """Collect SIGINT, SIGTERM and SIGHUP instead of dying of them; the watch acts on what is collected."""
+    caught: list[int] = []
+
+    def catch(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
 
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield caught
         return
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup wants it ignored
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, catch) for number in numbers}
     try:
-        yield asked
+        yield caught
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -237,6 +278,7 @@ def _end_all(ranks: Sequence[_Rank]) -> None:
     for rank in ranks:
         if rank.alive:
             rank.process.kill()
+    for rank in ranks:
         rank.process.join()
         if rank.events is not None:
             rank.events.close()

@@ -38,6 +38,8 @@ class RankPrediction:
     peak_bytes: int
     peak_at: str
     first_peak_bytes: int
+    activation_bytes: int
+    """What one micro-batch keeps from forward to backward."""
     lines: tuple[Line, ...]
 
 
@@ -105,7 +107,13 @@ def plan_of(job: Job, candidate: Candidate, reasons: list[str]) -> Plan:
     ledger = candidate.ledger
     ranks = tuple(
         RankPrediction(
-            rank, ledger.state_bytes, ledger.peak_bytes, ledger.peak_at, ledger.first_peak_bytes, ledger.lines
+            rank=rank,
+            state_bytes=ledger.state_bytes,
+            peak_bytes=ledger.peak_bytes,
+            peak_at=ledger.peak_at,
+            first_peak_bytes=ledger.first_peak_bytes,
+            activation_bytes=ledger.kept_bytes,
+            lines=ledger.lines,
         )
         for rank in range(candidate.layout.world_size)
     )

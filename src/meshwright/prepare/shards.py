@@ -203,6 +203,15 @@ class ShardFolder:
             raise UserError(_broken(self.folder / name, f"cannot be mapped: {error}")) from error
 
 
+def looks_prepared(folder: Path) -> bool:
+    """Whether a folder has the index of prepared data, whole or not."""
+    try:
+        index = json.loads((folder / INDEX_FILE).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(index, dict) and "splits" in index
+
+
 def is_prepared_folder(folder: Path) -> bool:
     """Whether a folder holds prepared data and nothing else, so that replacing it loses nothing."""
     if not folder.is_dir():

@@ -10,8 +10,8 @@ import torch
 from meshwright.prepare.tokenizer import load_tokenizer
 from meshwright.run.models.llama import Llama
 from meshwright.spec.model import Model
-from meshwright.survive.checkpoint.manifest import read_manifest
-from meshwright.survive.checkpoint.plain import MODEL_FILE, load_tensors
+from meshwright.survive.checkpoint.manifest import MODEL_FILE, read_manifest
+from meshwright.survive.checkpoint.plain import load_tensors
 
 
 def load_model(checkpoint: Path, device: torch.device) -> Llama:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -13,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.core.errors import Problem, RunFailedError
-from meshwright.core.units import format_bytes
-from meshwright.run.memory import PeakTracker, state_bytes
 from meshwright.run.mesh import move
 from meshwright.run.optimizer import lr_at, set_lr
 from meshwright.run.parallel.apply import without_reduction
 from meshwright.run.probe import Utilisation, find_peak
 from meshwright.run.session import Session, save
+from meshwright.run.step_audit import StepAudit
 from meshwright.survive.checkpoint.manifest import mark_best, rotate
 
 Samples = npt.NDArray[np.int64]
@@ -35,7 +33,8 @@ def train(session: Session) -> None:
     evaluations = 0
     stopping = False
     while session.step < job.train.steps and not stopping:
-        with audited(session) if session.step == audited_step else nullcontext():
+        session.audit = StepAudit(session) if session.step == audited_step else None
+        with session.audit or nullcontext():
             stopping = train_step(session, meter)
         last = stopping or session.step == job.train.steps
         eval_loss = None
@@ -56,8 +55,8 @@ def train_step(session: Session, meter: Meter) -> bool:
     samples = session.order.samples_at(positions)
     divisor = session.train_batches.count_targets(samples)
     own_loss, own_targets = forward_backward(session, samples, divisor)
-    if session.after_backward is not None:
-        session.after_backward()
+    if session.audit is not None:
+        session.audit.after_backward()
     lr = lr_at(session.step, session.job.train)
     grad_norm = update(session, lr)
     # The first look at a device value in this step: all its work is queued by now.
@@ -78,7 +77,9 @@ def train_step(session: Session, meter: Meter) -> bool:
         **meter.read(divisor / step_s),
     )
     if not math.isfinite(loss):
-        raise _diverged(session, loss)
+        raise _diverged(session, "loss", loss)
+    if grad_norm is not None and not math.isfinite(float(grad_norm)):
+        raise _diverged(session, "gradient norm", float(grad_norm))
     return stops > 0
 
 
@@ -90,9 +91,13 @@ def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[
     targets_seen = 0
     for index, (tokens, targets) in enumerate(session.train_batches.micro_batches(samples)):
         targets_seen += int((targets >= 0).sum())
+        if session.audit is not None:
+            session.audit.before_forward()
         with without_reduction(session.module, last=index == micro_batches - 1):
             with precision(session):
                 loss = session.module(move(tokens, device), move(targets, device))
+            if session.audit is not None:
+                session.audit.after_forward()
             (loss / divisor).backward()
         loss_sum += loss.detach()
     return loss_sum, targets_seen
@@ -128,34 +133,6 @@ def evaluate(session: Session) -> float | None:
     loss_sum, counted = session.ranks.add_up([loss_sum, float(targets_seen)])
     session.events.write("eval", step=session.step, loss=loss_sum / counted, samples=len(samples))
     return loss_sum / counted
-
-
-@contextmanager
-def audited(session: Session) -> Iterator[None]:
-    """Measure the state and the peak of one step, from its start to before the update."""
-    device = session.ranks.device
-    gradients = [p.grad for p in session.model.parameters() if p.grad is not None]
-    moments = [value for state in session.optimizer.state.values() for value in state.values()]
-    alive = [*session.model.parameters(), *session.model.buffers(), *moments, *gradients]
-    tracker = None if device.type == "cuda" else PeakTracker(alive)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-    def measure() -> None:
-        state = state_bytes(session.model, session.optimizer)
-        if tracker is None:
-            peak = torch.cuda.max_memory_allocated(device)
-        else:
-            # DDP has its buckets from construction on; they can only be seen once a step has filled them.
-            unseen = session.module is not session.model and not gradients
-            peak = tracker.peak_bytes + (state["gradients"] if unseen else 0)
-        first = session.step == session.first_step
-        session.events.write("state", step=session.step, state_bytes=state, peak_bytes=peak, first_step=first)
-
-    session.after_backward = measure
-    with tracker or nullcontext():
-        yield
-    session.after_backward = None
 
 
 class Meter:
@@ -209,11 +186,14 @@ class Saver:
         session = self._session
         started = time.perf_counter()
         self._saved_at = time.monotonic()
+        for name, parameter in session.model.named_parameters():
+            if not bool(torch.isfinite(parameter).all()):  # never over a good checkpoint
+                raise _diverged(session, f"weight {name}", float("nan"))
         try:
             path = save(session, eval_loss)
             if best:
                 mark_best(path.parent, path)
-            rotate(path.parent, session.job.checkpoint.keep_last)
+            rotate(path.parent, session.job.checkpoint.keep_last, path)
         except OSError as error:  # a full disk costs a checkpoint, not the run
             session.events.write("checkpoint_failed", step=session.step, reason=str(error))
             return
@@ -227,14 +207,7 @@ def _due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _diverged(session: Session, loss: float) -> RunFailedError:
-    state = format_bytes(sum(session.plan.ranks[0].state_bytes.values()))
-    return RunFailedError(
-        Problem(
-            "train-not-finite",
-            f"is {loss} at step {session.step} on all {session.ranks.world_size} ranks; "
-            f"the {state} of state are not worth keeping",
-            path="loss",
-            fix="Lower train.lr, lengthen train.warmup, or resume from the last checkpoint with either",
-        )
-    )
+def _diverged(session: Session, what: str, value: float) -> RunFailedError:
+    rule = f"is {value} at step {session.step}; nothing was saved since"
+    fix = "Lower train.lr, lengthen train.warmup, or resume from the last checkpoint with either"
+    return RunFailedError(Problem("train-not-finite", rule, path=what, fix=fix))

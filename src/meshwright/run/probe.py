@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import threading
@@ -60,7 +61,9 @@ class Utilisation:
 
     def _watch_gpu(self) -> None:
         query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
-        query += ["-i", str(self._device.index or 0)]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        index = self._device.index or 0
+        query += ["-i", visible[index] if index < len(visible) and visible[index] else str(index)]
         while True:
             time.sleep(2.0)  # nvidia-smi looks back: what it says at once is about the past
             try:

@@ -6,9 +6,9 @@ import dataclasses
 import hashlib
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,10 @@ from meshwright.run.optimizer import build_optimizer
 from meshwright.run.parallel.apply import apply_layout
 from meshwright.spec.job import Job
 from meshwright.survive.checkpoint import plain
-from meshwright.survive.checkpoint.manifest import Manifest, read_manifest
+from meshwright.survive.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, Manifest, read_manifest
+
+if TYPE_CHECKING:
+    from meshwright.run.step_audit import StepAudit
 
 
 @dataclass
@@ -59,8 +62,8 @@ class Session:
     stop_wanted: bool = False
     """Set by a signal; the ranks agree on it at the end of a step."""
     best_eval_loss: float = float("inf")
-    after_backward: Callable[[], None] | None = None
-    """Called between backward and update, where the state is largest: the audit's place."""
+    audit: StepAudit | None = None
+    """Watches the one step that is audited."""
 
     @property
     def job(self) -> Job:
@@ -132,6 +135,9 @@ def save(session: Session, eval_loss: float | None) -> Path:
         seq_len=job.data.seq_len,
         data_sha256=session.data_sha256,
         buckets=[list(names) for names in session.plan.buckets],
+        micro_batch=job.layout.micro_batch or 0,
+        compression=job.compression.kind,
+        torch=torch.__version__,
         eval_loss=eval_loss,
         best_eval_loss=None if math.isinf(session.best_eval_loss) else session.best_eval_loss,
     )
@@ -145,8 +151,8 @@ def save(session: Session, eval_loss: float | None) -> Path:
 def _resume(session: Session, checkpoint: Path) -> None:
     manifest = read_manifest(checkpoint, verify=False)  # whoever named it has verified it
     pairs = (
-        (plain.MODEL_FILE, model_tensors(session)),
-        (plain.OPTIMIZER_FILE, optimizer_tensors(session)),
+        (MODEL_FILE, model_tensors(session)),
+        (OPTIMIZER_FILE, optimizer_tensors(session)),
     )
     for name, targets in pairs:
         saved = plain.load_tensors(checkpoint, name)
@@ -169,6 +175,14 @@ def _differences(manifest: Manifest, session: Session) -> list[str]:
         )
     elif manifest.buckets != [list(names) for names in session.plan.buckets]:
         notes.append("the gradient buckets are cut differently: equal up to rounding")
+    facts = (
+        ("layout.micro_batch", manifest.micro_batch, job.layout.micro_batch),
+        ("compression.kind", manifest.compression, job.compression.kind),
+        ("torch", manifest.torch, torch.__version__),
+    )
+    notes += [
+        f"{name} was {before}, is {now}: equal up to rounding" for name, before, now in facts if before != now
+    ]
     if manifest.data_sha256 != session.data_sha256:
         notes.append("the data are not the same as before")
     for key, value in dataclasses.asdict(job.train).items():

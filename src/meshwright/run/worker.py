@@ -27,6 +27,7 @@ PEER_LOST_SIGNS = (
     "Connection reset by peer",
     "Broken pipe",
     "Connection refused",
+    "Timed out",
 )
 """What gloo says when another rank went away: this rank is a victim, not the cause."""
 
@@ -68,7 +69,7 @@ class _StopSwitch:
     def __init__(self) -> None:
         self._pulled = False
         self._session: Any = None
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._pull)
 
     def bind(self, session: Any) -> None:

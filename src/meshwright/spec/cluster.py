@@ -66,8 +66,20 @@ class Cluster:
 
 
 def count_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use: its affinity, within the limit of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _cgroup("cpu.max").partition(" ")
+    if quota.isdigit() and period.strip().isdigit():
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def _cgroup(name: str) -> str:
+    """A limit of the container that this process runs in, if there is one (cgroup v2)."""
+    try:
+        return Path("/sys/fs/cgroup", name).read_text().strip()
+    except OSError:
+        return ""
 
 
 def find_gpus() -> list[tuple[str, int]]:
@@ -82,7 +94,10 @@ def find_gpus() -> list[tuple[str, int]]:
     rows = [line.rsplit(",", 1) for line in answer.splitlines() if "," in line]
     gpus = [(name.strip(), int(float(mib)) * 1024**2) for name, mib in rows]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return gpus if visible is None else gpus[: len(visible.split(","))]
+    if visible is None:
+        return gpus
+    chosen = [int(part) for part in visible.split(",") if part.strip().isdigit()]
+    return [gpus[index] for index in chosen if index < len(gpus)] or gpus[: len(visible.split(","))]
 
 
 def machine_memory_bytes() -> int:
@@ -92,4 +107,8 @@ def machine_memory_bytes() -> int:
     except OSError:
         return 4 * 1024**3
     kib = {key: int(rest.split()[0]) for key, rest in (line.split(":", 1) for line in lines)}
-    return kib.get("MemAvailable", kib.get("MemTotal", 4 * 1024**2)) * 1024
+    available = kib.get("MemAvailable", kib.get("MemTotal", 4 * 1024**2)) * 1024
+    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
+    if limit.isdigit() and used.isdigit():
+        available = min(available, max(1, int(limit) - int(used)))
+    return available

@@ -13,6 +13,7 @@ from meshwright.spec.fields import (
     Count,
     Flag,
     Fraction,
+    Location,
     Name,
     Natural,
     NonNegative,
@@ -29,7 +30,7 @@ class Data:
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
-    path: str
+    path: Location
     """A prepared folder, a text file, a folder or glob of text, or `builtin:python-stdlib`."""
     seq_len: Count
     """Tokens in one sample."""
@@ -41,7 +42,7 @@ class Data:
     """Count no loss on prompts."""
     eval_fraction: Annotated[float, Field(gt=0, le=0.5, strict=True)] | None = None
     """Share of the documents held out for evaluation; 0.01 if left out."""
-    cache: str = ".meshwright/data"
+    cache: Location = ".meshwright/data"
     """Where a corpus that is not a prepared folder is prepared."""
 
 
@@ -99,11 +100,11 @@ class Checkpoint:
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
-    dir: str | None = None
+    dir: Location | None = None
     """Folder of the checkpoints; `checkpoints` in the run's folder if left out."""
     every_steps: Natural = 0
-    """Steps between checkpoints; 0 saves at the end only."""
-    every_minutes: NonNegative = 0.0
+    """Steps between checkpoints; 0 for none on the way. There is always one at the end."""
+    every_minutes: NonNegative = 30.0
     """Minutes between checkpoints; 0 for none."""
     keep_last: Count = 2
     """Older ones are removed; the best one is kept apart."""
@@ -155,7 +156,7 @@ class Job:
     train: Train
     name: Name = "job"
     """Names the run's folder; the job file's name if left out."""
-    run_dir: str | None = None
+    run_dir: Location | None = None
     """Folder of this run; a fresh one under `runs/` if left out."""
     layout: Layout = field(default_factory=Layout)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from meshwright.spec.fields import SECTION_CONFIG, Count, Flag, Natural, Positive
+from meshwright.spec.fields import SECTION_CONFIG, Count, Flag, Natural
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first; `ep` divides dp_shard x cp x tp and adds no ranks."""
@@ -56,7 +56,7 @@ class Layout:
     """What leaves the device between uses."""
     prefetch: Natural = 1
     """Layers gathered ahead under ZeRO-3."""
-    bucket_mb: Positive = 25.0
+    bucket_mb: Annotated[float, Field(gt=0, le=65536, strict=True)] = 25.0
     """Size of one gradient all-reduce of DDP, in MiB."""
 
     @property

@@ -227,11 +227,8 @@ def _this_machine(device: str) -> Tree:
     gpus = find_gpus() if device != "cpu" else []
     if gpus:
         name, memory_bytes = gpus[0]
-        known = next((p for p in preset_names("clusters") if p.split("-")[0].upper() in name.upper()), None)
-        figures = read_preset("clusters", known) if known else {}
-        assert isinstance(figures, dict), "a listed preset can be read"
         return {
-            **figures,
+            **_figures_of(name, memory_bytes),
             "device": "cuda",
             "device_name": name,
             "devices_per_node": len(gpus),
@@ -239,6 +236,14 @@ def _this_machine(device: str) -> Tree:
         }
     cores = count_cores()
     return {"devices_per_node": cores, "memory_bytes": machine_memory_bytes() // cores}
+
+
+def _figures_of(gpu: str, memory_bytes: int) -> Tree:
+    """The figures of the preset with this GPU's model name and the nearest memory; none if it is unknown."""
+    words = set(re.split(r"[^A-Z0-9]+", gpu.upper()))
+    presets = [read_preset("clusters", name) for name in preset_names("clusters")]
+    known = [p for p in presets if isinstance(p, dict) and str(p["device_name"]).split("-")[0] in words]
+    return min(known, key=lambda p: abs(p["memory_bytes"] - memory_bytes), default={})
 
 
 def _settle_layout(tree: Tree) -> list[Problem]:

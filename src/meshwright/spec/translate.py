@@ -53,6 +53,8 @@ def _translate(path: str, finding: Any) -> Problem:
         )
     if kind == "finite_number":
         return Problem("job-out-of-range", "is out of range: it must be finite", path=path, value=value)
+    if kind in ("string_too_short", "string_too_long"):
+        return Problem("job-out-of-range", "is too short or too long", path=path, value=value)
     if kind == "string_pattern_mismatch":
         rule = "must be letters, digits, dots and dashes"
         return Problem("job-out-of-range", rule, path=path, value=value, fix="It names a folder")

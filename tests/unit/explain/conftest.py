@@ -48,6 +48,7 @@ def kept(plan: Plan) -> Callable[..., Events]:
                 found.append({**head, "event": "step", "step": step, **facts})
             found.append({**head, "event": "eval", "step": STEPS, "loss": 5.5, "samples": 64})
             state = {"state_bytes": dict(promised.state_bytes), "peak_bytes": promised.peak_bytes}
+            state["activation_bytes"] = promised.activation_bytes
             found.append({**head, "event": "state", "step": 1, "first_step": False, **state})
             rows = [
                 {

@@ -1,9 +1,10 @@
 """Counts every collective that reaches a process group, by axis, operation and phase.
 
-Each collective of torch, whoever calls it (DDP's C++ reducer, a hook, DTensor, user code), goes through
-torch's dispatcher as an operator of the ``c10d`` namespace. We put a kernel in front of those operators:
-it counts and passes on. That costs microseconds a collective and nothing for other operations, so it is
-always on; a dispatch mode would tax every operation of every step.
+Each collective of torch, whoever calls it (DDP's C++ reducer, a hook, functional collectives as DTensor
+uses them, user code in inference mode), ends in torch's dispatcher as an operator of the ``c10d`` namespace
+on the tensors' device. We put a kernel in place of the last one there: it counts and calls the original.
+That costs microseconds a collective and nothing for other operations, so it is always on; a dispatch mode
+would tax every operation of every step.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ OPERATIONS = {
     "scatter_": "scatter",
     "send": "send",
     "barrier": "barrier",
+    "monitored_barrier_": "barrier",
 }
 """Operators of the ``c10d`` namespace and the names that the audit uses; receives count at the sender."""
 
-DISPATCH_KEYS = ("AutogradCPU", "AutogradCUDA")
+DISPATCH_KEYS = ("CPU", "CUDA")
+"""Devices on which collectives run; below them there is only the backend."""
 
 
 @dataclass
@@ -65,9 +68,10 @@ class CollectiveCounter:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the kernel in front replaces torch's pass-through is meant
             for operator, name in OPERATIONS.items():
-                if hasattr(torch.ops.c10d, operator):
-                    for key in DISPATCH_KEYS:
-                        self._library.impl(operator, self._kernel(operator, name), key)
+                for key in DISPATCH_KEYS:
+                    kernel = self._kernel(operator, name, key)
+                    if kernel is not None:
+                        self._library.impl(operator, kernel, key)
 
     def remove(self) -> None:
         """Stop counting."""
@@ -86,13 +90,16 @@ class CollectiveCounter:
             for (axis, op, phase, ranks), t in sorted(self._tallies.items())
         ]
 
-    def _kernel(self, operator: str, name: str) -> Callable[..., Any]:
-        overload = getattr(torch.ops.c10d, operator).default
+    def _kernel(self, operator: str, name: str, key: str) -> Callable[..., Any] | None:
+        try:
+            original = torch.library.get_kernel(getattr(torch.ops.c10d, operator).default, key)
+        except (AttributeError, RuntimeError):  # this version, or this device, has no such operation
+            return None
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
         def count_and_pass(*args: Any, **kwargs: Any) -> Any:
             self._count(name, args)
-            with torch._C._AutoDispatchBelowAutograd():
-                return overload(*args, **kwargs)
+            return original.call_boxed(keys, *args, **kwargs)
 
         return count_and_pass
 

@@ -13,13 +13,25 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from meshwright.core.errors import Problem, UserError
 from meshwright.spec.model import Model
 
 CHECKPOINT_VERSION = 1
 MANIFEST = "manifest.json"
+MODEL_FILE = "model.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
 BEST_FILE = "best"
 """Names the checkpoint with the lowest evaluation loss; rotation spares it."""
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a file of a checkpoint must be."""
+
+    bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -42,8 +54,14 @@ class Manifest:
     """Evaluation at this step, if there was one."""
     best_eval_loss: float | None = None
     """The lowest so far in the whole run."""
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    micro_batch: int = 0
+    compression: str = "none"
+    torch: str = ""
+    files: dict[str, FileFacts] = field(default_factory=dict)
     version: int = CHECKPOINT_VERSION
+
+
+_MANIFEST: TypeAdapter[Manifest] = TypeAdapter(Manifest)
 
 
 def checkpoint_name(step: int) -> str:
@@ -56,12 +74,16 @@ def list_checkpoints(root: Path) -> list[Path]:
     return sorted(p.parent for p in root.glob(f"step-*/{MANIFEST}"))
 
 
-def rotate(root: Path, keep_last: int) -> None:
-    """Remove all but the newest ``keep_last`` checkpoints and the best one."""
-    for draft in root.glob(".step-*.part"):  # of a writer that was killed; there is one writer a folder
-        shutil.rmtree(draft, ignore_errors=True)
+def rotate(root: Path, keep_last: int, newest: Path) -> None:
+    """Remove all but the last ``keep_last`` checkpoints up to the one just written, and the best one.
+
+    A later one can only be left over from an attempt that this one passed over; it is not counted.
+    """
+    for left in (*root.glob(".step-*.part"), *root.glob(".step-*.old")):  # by a writer that was killed
+        shutil.rmtree(left, ignore_errors=True)
     best = best_checkpoint(root)
-    for old in list_checkpoints(root)[:-keep_last]:
+    done = [path for path in list_checkpoints(root) if path.name <= newest.name]
+    for old in done[:-keep_last]:
         if old.name != best:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -91,19 +113,27 @@ def read_manifest(checkpoint: Path, verify: bool = True) -> Manifest:
     path = checkpoint / MANIFEST
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        manifest = Manifest(**content)
     except FileNotFoundError:
         rule = "is not a checkpoint: it has no manifest.json"
         raise UserError(Problem("checkpoint-missing", rule, path=str(checkpoint))) from None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise _broken(checkpoint, f"has a manifest that cannot be read: {error}") from None
-    if manifest.version != CHECKPOINT_VERSION:
-        raise _broken(checkpoint, f"has version {manifest.version}; this is version {CHECKPOINT_VERSION}")
-    for name, facts in manifest.files.items():
+    version = content.get("version") if isinstance(content, dict) else None
+    if version != CHECKPOINT_VERSION:
+        raise _broken(checkpoint, f"has version {version}; this is version {CHECKPOINT_VERSION}")
+    try:
+        manifest = _MANIFEST.validate_python(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise _broken(checkpoint, f"has a manifest that is not whole: {where}: {first['msg']}") from None
+    for name in (MODEL_FILE, OPTIMIZER_FILE, *manifest.files):
+        facts = manifest.files.get(name)
         path = checkpoint / name
-        if Path(name).name != name or not path.is_file() or path.stat().st_size != facts["bytes"]:
+        plain_file = Path(name).name == name and path.is_file() and not path.is_symlink()
+        if facts is None or not plain_file or path.stat().st_size != facts.bytes:
             raise _broken(checkpoint, f"is not whole: {name} is missing or has another size")
-        if verify and file_sha256(path) != facts["sha256"]:
+        if verify and file_sha256(path) != facts.sha256:
             raise _broken(checkpoint, f"is damaged: {name} has another checksum than the manifest")
     return manifest
 
@@ -125,8 +155,12 @@ def find_newest(root: Path) -> tuple[Path, list[str]] | None:
     return None
 
 
-def check_same_model(manifest: Manifest, model: Model, checkpoint: Path) -> None:
-    """A checkpoint of another model cannot be resumed."""
+def check_same_job(manifest: Manifest, model: Model, seq_len: int, checkpoint: Path) -> None:
+    """A checkpoint of another model, or of samples cut to another length, cannot be resumed."""
+    if manifest.seq_len != seq_len:
+        rule = f"does not fit this job: data.seq_len is {manifest.seq_len} there and {seq_len} in the job"
+        fix = "Use the same length: the position in the data counts samples of it"
+        raise UserError(Problem("resume-mismatch", rule, path=str(checkpoint), fix=fix))
     for key, value in asdict(model).items():
         there = manifest.model.get(key)
         if key not in ("preset", "init_std") and there != value:

@@ -10,17 +10,22 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from meshwright.survive.checkpoint.manifest import MANIFEST, Manifest, checkpoint_name, file_sha256
-
-MODEL_FILE = "model.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
+from meshwright.survive.checkpoint.manifest import (
+    MANIFEST,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    FileFacts,
+    Manifest,
+    checkpoint_name,
+    file_sha256,
+)
 
 
 def save_checkpoint(
@@ -39,19 +44,19 @@ def save_checkpoint(
         save_file(dict(optimizer), draft / OPTIMIZER_FILE)
         for extra in extra_files:
             shutil.copyfile(extra, draft / extra.name)
-        files = {
-            p.name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in sorted(draft.iterdir())
-        }
-        content = {**asdict(manifest), "files": files}
+        files = {p.name: FileFacts(p.stat().st_size, file_sha256(p)) for p in sorted(draft.iterdir())}
+        content = asdict(replace(manifest, files=files))
         (draft / MANIFEST).write_text(json.dumps(content, indent=1), encoding="utf-8")
         for written in draft.iterdir():
             written.chmod(0o644)  # safetensors makes files that only their owner can read
             _flush(written)
         _flush(draft)
+        aside = root / f".{final.name}.old"
         if final.exists():  # a resumed run reached a step that it had saved before
-            shutil.rmtree(final)
+            final.rename(aside)
         draft.rename(final)
         _flush(root)
+        shutil.rmtree(aside, ignore_errors=True)
     except BaseException as error:
         shutil.rmtree(draft, ignore_errors=True)
         if isinstance(error, SafetensorError):  # its way to say that the disk is full

@@ -1,0 +1,44 @@
+"""One command a run: a lock on the run's folder that the system drops when its holder dies."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from meshwright.core.errors import Problem, UserError
+
+LOCK_FILE = "lock"
+
+
+@dataclass(frozen=True)
+class RunLock:
+    """Held from ``take`` to the end of the ``with`` block."""
+
+    fd: int
+
+    @classmethod
+    def take(cls, run_dir: Path) -> RunLock:
+        """Lock a folder, or say who has it."""
+        fd = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(fd, 64).decode(errors="replace").strip() or "unknown"
+            os.close(fd)
+            rule = f"is in use by another meshwright (process {holder})"
+            fix = "Wait for it, or name another run_dir"
+            raise UserError(Problem("run-busy", rule, path=str(run_dir), fix=fix)) from None
+        os.ftruncate(fd, 0)
+        os.write(fd, f"{os.getpid()}\n".encode())
+        return cls(fd)
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self.fd)

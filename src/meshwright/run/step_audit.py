@@ -1,0 +1,72 @@
+"""Measures one step: the state, the activations that wait for the backward pass, and the peak."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+
+from meshwright.run.memory import PeakTracker, state_bytes
+from meshwright.run.session import Session
+
+
+class StepAudit:
+    """Watches one step from its start to before the update; a context around the step.
+
+    On CPU every operation is looked at, which makes this one step slower; on GPUs the allocator knows.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._device = session.ranks.device
+        gradients = [p.grad for p in session.model.parameters() if p.grad is not None]
+        moments = [value for state in session.optimizer.state.values() for value in state.values()]
+        alive = [*session.model.parameters(), *session.model.buffers(), *moments, *gradients]
+        self._tracker = None if self._device.type == "cuda" else PeakTracker(alive)
+        # DDP has its buckets from construction on; they can only be seen once a step has filled them.
+        self._unseen_buckets = session.module is not session.model and not gradients
+        self._before_forward = 0
+        self._activations = 0
+
+    def __enter__(self) -> StepAudit:
+        if self._tracker is None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            self._tracker.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._tracker is not None:
+            self._tracker.__exit__(kind, error, trace)
+
+    def before_forward(self) -> None:
+        """A micro-batch begins."""
+        self._before_forward = self._live_bytes()
+
+    def after_forward(self) -> None:
+        """What came to life in the forward pass and still lives is what the backward pass waits for."""
+        self._activations = max(self._activations, self._live_bytes() - self._before_forward)
+
+    def after_backward(self) -> None:
+        """The moment at which the state is defined: write down everything."""
+        session = self._session
+        state = state_bytes(session.model, session.optimizer)
+        if self._tracker is None:
+            peak = torch.cuda.max_memory_allocated(self._device)
+        else:
+            peak = self._tracker.peak_bytes + (state["gradients"] if self._unseen_buckets else 0)
+        session.events.write(
+            "state",
+            step=session.step,
+            state_bytes=state,
+            activation_bytes=self._activations,
+            peak_bytes=peak,
+            first_step=session.step == session.first_step,
+        )
+
+    def _live_bytes(self) -> int:
+        if self._tracker is None:
+            return torch.cuda.memory_allocated(self._device)
+        return self._tracker.live_bytes
