@@ -72,6 +72,7 @@ class Trained:
     status: int
     result: dict[str, Any]
     run_dir: Path
+    messages: str
 
     @property
     def losses(self) -> list[float]:
@@ -92,6 +93,6 @@ def train(job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
         out, err = capfd.readouterr()
         assert status == expect, f"exit status {status}, expected {expect}\n{err}"
         result = json.loads(out)
-        return Trained(status, result, Path(result.get("run_dir", "")))
+        return Trained(status, result, Path(result.get("run_dir", "")), err)
 
     return run

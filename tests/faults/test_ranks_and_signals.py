@@ -64,6 +64,46 @@ def test_a_loss_that_is_not_finite_stops_the_run(train, monkeypatch):
     assert "at step 3" in failed.result["errors"][0]["message"]
 
 
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+def test_weights_that_are_not_finite_never_replace_a_good_checkpoint(train, monkeypatch, clip):
+    """The loss of the step is fine, its gradient is not: the run stops, the checkpoint before it stays."""
+    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:infinite_gradient")
+    options = ["checkpoint.every_steps=1", "checkpoint.keep_last=1", f"train.clip={clip}", "run_dir=run"]
+    failed = train("layout.dp_replicate=2", *options, expect=4)
+    assert failed.result["errors"][0]["code"] == "train-not-finite"
+    assert [p.name for p in Path("run/checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_a_second_ctrl_c_ends_it_at_once(command, job_file, tmp_path):
+    """A rank that is frozen never ends its step: exit status 130 all the same, and nobody is left."""
+    run_dir = tmp_path / "run"
+    running = command("train", job_file, *LONG, f"run_dir={run_dir}")
+    running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 3)
+    pids = [e["pid"] for e in running.events(run_dir) if e["event"] == "started"]
+    os.kill(pids[1], signal.SIGSTOP)
+    running.process.send_signal(signal.SIGINT)
+    assert any("Ctrl-C again ends it at once" in line for line in running.process.stderr)
+    running.process.send_signal(signal.SIGINT)
+    status, _, err = running.finish()
+    assert status == 130
+    assert "[run-ended-at-once]" in err
+    assert not any(_is_running(pid) for pid in pids)
+
+
+def test_ctrl_c_while_the_ranks_start_is_quiet(command, job_file, tmp_path):
+    """The whole group is signalled while torch is being imported: no traceback, exit status 130."""
+    run_dir = tmp_path / "run"
+    running = command("train", job_file, *LONG, f"run_dir={run_dir}")
+    deadline = time.monotonic() + 60
+    while not (run_dir / "logs").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(running.process.pid, signal.SIGINT)
+    status, _, err = running.finish()
+    assert status == 130, err
+    assert "Traceback" not in err
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_stops_after_the_step_with_a_checkpoint(command, job_file, tmp_path, number):
     """Exit status 130, a checkpoint of that step, an audit that holds; and it can be resumed."""
@@ -159,6 +199,43 @@ def test_torchrun_starts_the_same_run(job_file, tmp_path, train):
     assert result["losses"] == ours.losses
     assert result["audit_ok"], result["differences"]
     assert result["world_size"] == 2
+
+
+def test_a_restart_by_torchrun_goes_on_from_the_checkpoint(job_file, tmp_path):
+    """Rank 1 is killed; torchrun starts all again in the same store: the second attempt resumes and ends."""
+    run_dir = tmp_path / "launched"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        *launcher,
+        "--max-restarts",
+        "1",
+        "-m",
+        "meshwright",
+        "train",
+        str(job_file),
+        f"run_dir={run_dir}",
+    ]
+    command += ["train.steps=300", "checkpoint.every_steps=5"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        events = run_dir / "events.jsonl"
+        deadline = time.monotonic() + 90
+        pid = None
+        while pid is None or not list((run_dir / "checkpoints").glob("step-*/manifest.json")):
+            assert time.monotonic() < deadline, "no checkpoint"
+            assert running.poll() is None, running.communicate()
+            started = [json.loads(x) for x in events.read_text().splitlines()] if events.exists() else []
+            pid = next((e["pid"] for e in started if e["event"] == "started" and e["rank"] == 1), None)
+            time.sleep(0.02)
+        os.kill(pid, signal.SIGKILL)
+        _, err = running.communicate(timeout=150)
+    assert running.returncode == 0, err
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    (resumed,) = [e for e in lines if e["event"] == "resumed" and e["rank"] == 0]
+    assert resumed["generation"] == 1
+    assert resumed["step"] >= 5
+    assert lines[-1]["event"] == "finished"
 
 
 def test_torchrun_with_the_wrong_number_of_ranks_is_refused(job_file, tmp_path):

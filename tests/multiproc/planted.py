@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 from meshwright.run import loop
 from meshwright.run.worker import run_rank
@@ -37,16 +35,32 @@ def extra_broadcast_once(run_dir, listener):
     return run_rank(run_dir, listener)
 
 
-def killed_in_step_three(run_dir, listener):
-    """Rank 1 is killed, as by the kernel, in the middle of its third step."""
-    honest = loop.forward_backward
+def hidden_collectives(run_dir, listener):
+    """Collectives by ways that leave autograd out: a functional one, and one in inference mode."""
+    honest = loop.update
 
-    def forward_backward(session, samples, divisor):
-        if session.step == 2 and session.ranks.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return honest(session, samples, divisor)
+    def update(session, lr):
+        if session.step == 2:
+            group = session.ranks.group("dp_replicate")
+            functional.all_reduce(torch.zeros(4), "sum", group).sum()
+            with torch.inference_mode():
+                dist.broadcast(torch.zeros(2), 0, group=group)
+        return honest(session, lr)
 
-    loop.forward_backward = forward_backward
+    loop.update = update
+    return run_rank(run_dir, listener)
+
+
+def infinite_gradient(run_dir, listener):
+    """One gradient overflows in the third step; the loss of that step is still fine."""
+    honest = loop.update
+
+    def update(session, lr):
+        if session.step == 2:
+            session.model.norm.weight.grad[0] = float("inf")
+        return honest(session, lr)
+
+    loop.update = update
     return run_rank(run_dir, listener)
 
 
@@ -74,4 +88,16 @@ def nan_in_step_three(run_dir, listener):
         return honest(session, samples, divisor)
 
     loop.forward_backward = forward_backward
+    return run_rank(run_dir, listener)
+
+
+def not_deterministic(run_dir, listener):
+    """An operation that torch cannot promise to repeat."""
+    honest = loop.update
+
+    def update(session, lr):
+        torch.zeros(3).put_(torch.tensor([0]), torch.tensor([1.0]), accumulate=False)
+        return honest(session, lr)
+
+    loop.update = update
     return run_rank(run_dir, listener)

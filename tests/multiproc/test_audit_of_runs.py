@@ -70,6 +70,15 @@ def test_a_single_stray_broadcast_is_found(train, monkeypatch):
     assert "the plan has no such call" in difference
 
 
+def test_collectives_that_leave_autograd_out_are_counted_too(train, monkeypatch):
+    """A functional collective, as DTensor makes them, and one in inference mode."""
+    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:hidden_collectives")
+    trained = train("layout.dp_replicate=2", expect=3)
+    reduced, broadcast = sorted(trained.result["differences"])
+    assert "all_reduce in phase step: 7 calls" in reduced
+    assert "broadcast in phase step: 1 calls and 8 bytes" in broadcast
+
+
 def test_events_hold_every_rank_and_every_step(train):
     """events.jsonl is the truth: a step line from each rank for each step, every line versioned."""
     trained = train("layout.dp_replicate=2", "train.steps=4")

@@ -97,10 +97,15 @@ def test_bf16_runs_and_stays_near_float32(train):
     assert rounded.losses != exact.losses
 
 
-def test_deterministic_mode_repeats_to_the_last_bit(train):
+def test_deterministic_mode_repeats_to_the_last_bit_and_refuses_what_would_not(train, monkeypatch):
+    """An operation without a repeatable version is an error in the rank, not a silent difference."""
     first = train("layout.dp_replicate=2", "train.deterministic=true")
     second = train("layout.dp_replicate=2", "train.deterministic=true")
     assert first.losses == second.losses
+    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:not_deterministic")
+    assert train("layout.dp_replicate=2").result["status"] == "complete"
+    refused = train("layout.dp_replicate=2", "train.deterministic=true", expect=4)
+    assert "deterministic" in refused.result["errors"][0]["message"]
 
 
 def test_learning_rate_scaling_is_what_the_job_says(train):

@@ -51,7 +51,7 @@ def test_resume_in_place_adds_a_generation(train):
     assert '"generation":1' in events
 
 
-def test_a_damaged_checkpoint_is_passed_over(train, capfd):
+def test_a_damaged_checkpoint_is_passed_over(train):
     """One flipped byte in the newest: it is named, and the one before is used."""
     first = train("train.steps=6", "checkpoint.every_steps=2", "checkpoint.keep_last=9")
     newest = _checkpoint(first.run_dir, 6) / "model.safetensors"
@@ -60,6 +60,8 @@ def test_a_damaged_checkpoint_is_passed_over(train, capfd):
     newest.write_bytes(damaged)
     resumed = train("train.steps=6", resume=True)
     assert resumed.losses == first.losses[4:]
+    assert "passed over" in resumed.messages
+    assert "step-00000006 is damaged" in resumed.messages
 
 
 def test_rotation_keeps_the_last_and_the_best(train):

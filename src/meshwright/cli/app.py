@@ -133,9 +133,11 @@ def generate(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a folder of them, or a run.")],
     prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest.")] = 0.8,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, max=100.0, help="0 always takes the likeliest.")
+    ] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Choose among this many; 0 for all.")] = 40,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed, the same text.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Write text with a trained model."""

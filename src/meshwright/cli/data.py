@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import sys
@@ -86,7 +87,16 @@ def _prepare_cached(output: Output, data: Data) -> Path:
     if looks_prepared(folder):
         return folder
     spec = parse_corpus_spec({**settings, "out": str(folder)})
-    output.say(summarise(prepare_with_progress(output, spec, base)))
+    try:
+        report = prepare_with_progress(output, spec, base)
+    except UserError as error:
+        if error.problems[0].code not in ("data-not-writable", "data-out-exists"):
+            raise
+        problems = [
+            dataclasses.replace(p, fix="Set data.cache to a folder that can be") for p in error.problems
+        ]
+        raise UserError(*problems) from None
+    output.say(summarise(report))
     return folder
 
 

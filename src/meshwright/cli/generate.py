@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ def write_text(output: Output, path: Path, prompt: str, settings: dict[str, Any]
     with Progress(console=output.errors, transient=True, disable=not output.errors.is_terminal) as bar:
         task = bar.add_task("writing", total=settings["tokens"])
         text = generate_text(checkpoint, prompt, heard=lambda n: bar.update(task, completed=n), **settings)
-    output.say(f"{prompt}{text}")
+    shown = f"{prompt}{text}"
+    if sys.stdout.isatty():  # an untrained model writes control characters too
+        shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in shown)
+    output.say(shown)
     output.result({"checkpoint": str(checkpoint), "prompt": prompt, "text": text, **settings})
     return 0
 

@@ -23,8 +23,9 @@ def prepare_file(output: Output, corpus: Path) -> int:
 
 def prepare_with_progress(output: Output, spec: CorpusSpec, base: Path) -> PrepareReport:
     """Prepare, with a line that moves while it does."""
+    quiet = not output.errors.is_terminal
     columns = (SpinnerColumn(), TextColumn("preparing {task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=output.errors, transient=True) as progress:
+    with Progress(*columns, console=output.errors, transient=True, disable=quiet) as progress:
         task = progress.add_task(", ".join(spec.sources))
         names = ", ".join(spec.sources)
 

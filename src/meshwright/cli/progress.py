@@ -5,13 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
 
 from meshwright.core.events import Event
 from meshwright.core.units import format_bytes, format_count, format_seconds
+from meshwright.explain.record import RunRecord
+from meshwright.explain.tensorboard import TensorBoardSink
+from meshwright.spec.job import Job
 
+WIDE_ENOUGH = 100
+"""Columns of a terminal on which a bar fits beside the figures."""
 PLAIN_LINES = 20
 """About this many step lines in a log, whatever the number of steps."""
 
@@ -33,7 +39,9 @@ class ProgressView:
         if not self._console.is_terminal:
             yield
             return
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
+        columns: list[ProgressColumn] = [TextColumn("{task.description}")]
+        if self._console.width >= WIDE_ENOUGH:  # the figures matter more than the bar
+            columns.append(BarColumn(bar_width=None))
         with Progress(*columns, console=self._console) as bar:
             self._bar = bar
             self._task = bar.add_task("starting the ranks", total=self._steps)
@@ -68,12 +76,12 @@ class ProgressView:
         step = event["step"]
         busy = event.get("utilisation")
         done, passed = step - self._first, time.monotonic() - self._started
-        left = format_seconds(passed / done * (self._steps - step)) if done else "?"
+        left = format_seconds(round(passed / done * (self._steps - step))) if done else "?"
         rate = format_count(event["tokens_per_s"])
         loss = _shown(event["loss"])
         text = (
-            f"step {step}/{self._steps}  loss {loss}  {rate} tokens/s  "
-            f"MFU {event['mfu']:.1%}  device {'?' if busy is None else f'{busy:.0%}'}  left {left}"
+            f"step {step}/{self._steps} loss {loss} {rate} tokens/s "
+            f"MFU {event['mfu']:.1%} device {'?' if busy is None else f'{busy:.0%}'} left {left}"
         )
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=step, description=text)
@@ -82,6 +90,32 @@ class ProgressView:
 
     def _line(self, text: str) -> None:
         self._console.print(text)
+
+
+class Audience:
+    """Everybody who follows a run: the record for the report, the progress, the curves."""
+
+    def __init__(self, console: Console, job: Job, run_dir: Path) -> None:
+        self.record = RunRecord()
+        self._view = ProgressView(console, job.train.steps)
+        self._curves = TensorBoardSink(run_dir) if job.train.tensorboard else None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Show the progress while inside; flush the curves at the end."""
+        try:
+            with self._view.shown():
+                yield
+        finally:
+            if self._curves is not None:
+                self._curves.close()
+
+    def hear(self, event: Event) -> None:
+        """Pass one event on to all."""
+        self.record.feed(event)
+        self._view.feed(event)
+        if self._curves is not None:
+            self._curves.feed(event)
 
 
 def _shown(loss: float | None) -> str:

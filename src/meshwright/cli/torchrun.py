@@ -7,12 +7,11 @@ through the store at which they meet anyway; at the end it waits for their last 
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
 from meshwright.cli.output import Output
-from meshwright.cli.progress import ProgressView
+from meshwright.cli.progress import Audience
 from meshwright.cli.train import Resume, prepare_run, report
 from meshwright.core.errors import MeshwrightError, UserError
 from meshwright.explain.record import read_record
@@ -50,16 +49,20 @@ def run_as_rank(output: Output, source: str, overrides: list[str], resume: bool)
         run_dir = store.get("run_dir").decode()
         if run_dir == REFUSED:  # rank 0 has said why
             return UserError.exit_status
-    steps = read_plan(Path(run_dir) / PLAN_FILE).job.train.steps
-    view = ProgressView(output.errors, steps)
-    with view.shown() if rank == 0 else nullcontext():
-        status = run_rank(run_dir, view.feed if rank == 0 else None, dist.PrefixStore("ranks", store))
+    folder = Path(run_dir)
+    plan = read_plan(folder / PLAN_FILE)
+    meeting = dist.PrefixStore("ranks", store)
+    if rank == 0:
+        audience = Audience(output.errors, plan.job, folder)
+        with audience.listening():
+            status = run_rank(run_dir, audience.hear, meeting)
+    else:
+        status = run_rank(run_dir, None, meeting)
     store.set(f"done/{rank}", str(status))
     if rank != 0 or status != EXIT_OK:
         return status
     store.wait([f"done/{other}" for other in range(world_size)], PATIENCE)
-    folder = Path(run_dir)
-    return report(output, read_plan(folder / PLAN_FILE), read_record(folder), folder)
+    return report(output, plan, read_record(folder), folder)
 
 
 def _plan_for_all(

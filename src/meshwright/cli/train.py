@@ -14,9 +14,9 @@ from meshwright.cli.audit import CHECK_FAILED, describe_audit
 from meshwright.cli.data import settle_data
 from meshwright.cli.output import Output
 from meshwright.cli.plan import describe_plan
-from meshwright.cli.progress import ProgressView
+from meshwright.cli.progress import Audience
 from meshwright.core.errors import InterruptedRunError, MeshwrightError, Problem, RunFailedError, UserError
-from meshwright.core.events import EVENTS_FILE, Event, read_events
+from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.explain.audit import Audit, audit_run
 from meshwright.explain.record import RunRecord
 from meshwright.launch.assignment import Assignment
@@ -27,6 +27,7 @@ from meshwright.plan.contract import PLAN_FILE, Plan, build_plan, is_plan, layou
 from meshwright.spec.cluster import find_gpus
 from meshwright.spec.job import Job
 from meshwright.spec.load import load_job
+from meshwright.spec.presets import preset_names
 from meshwright.survive.checkpoint.manifest import (
     check_same_job,
     find_newest,
@@ -79,8 +80,16 @@ def prepare_run(
         started: Ranks that a launcher has started already, if one has.
     """
     path = Path(source)
+    if not path.exists() and source in preset_names("models"):
+        rule = "is a model preset: it says what to train, but neither on what data nor how long"
+        fix = (
+            f"Write a job file with model.preset = {source!r}; examples/quickstart.toml is one to start from"
+        )
+        raise UserError(Problem("train-needs-job", rule, path=source, fix=fix))
     ready_plan = read_plan(path) if not overrides and is_plan(path) else None
     job = ready_plan.job if ready_plan else load_job(source, overrides)
+    if job.train.tensorboard:
+        require_packages(("tensorboard", "tensorboard"), needed_for="train.tensorboard")
     data_dir = settle_data(output, job)
     plan = ready_plan or build_plan(job)[0]
     if started is not None and plan.world_size != started:
@@ -104,34 +113,29 @@ def run_prepared(output: Output, prepared: Prepared) -> int:
     for notice in prepare_environment(threads=1):
         if job.train.precision != "fp32":
             output.say(notice)
-    record, view = RunRecord(), ProgressView(output.errors, job.train.steps)
-
-    def hear(event: Event) -> None:
-        record.feed(event)
-        view.feed(event)
-
+    audience = Audience(output.errors, job, run_dir)
     launch = LocalLaunch(
         entry=ENTRY,
         run_dir=run_dir,
         world_size=plan.world_size,
         generation=assignment.generation,
         stop_grace_s=job.survive.stop_grace_s,
-        listener=hear,
+        listener=audience.hear,
         environment=NO_GPU if job.cluster.device == "cpu" else {},
         preload=PRELOAD,
     )
     try:
-        with view.shown():
+        with audience.listening():
             interrupted = launch.run()
     except MeshwrightError as error:
         output.failure(error, [f"run folder: {run_dir}"])
         return error.exit_status
-    if interrupted and record.status == "unfinished":
+    if interrupted and audience.record.status == "unfinished":
         rule = "was ended at once, before the step was done and saved"
         problem = Problem("run-ended-at-once", rule, path=str(run_dir))
         output.failure(InterruptedRunError(problem))
         return INTERRUPTED
-    return report(output, plan, record, run_dir)
+    return report(output, plan, audience.record, run_dir)
 
 
 def report(output: Output, plan: Plan, record: RunRecord, run_dir: Path) -> int:
@@ -227,6 +231,9 @@ def _run_dir(job: Job, resume: Resume) -> Path:
         given = Path(job.run_dir)
         if resume == "no" and (given / EVENTS_FILE).exists():
             rule, fix = "holds a run already", "Add --resume to go on with it, or name another folder"
+            raise UserError(Problem("run-exists", rule, path="run_dir", value=job.run_dir, fix=fix))
+        if not (given / EVENTS_FILE).exists() and given.is_dir() and any(given.iterdir()):
+            rule, fix = "is a folder with other things in it", "Name a new folder"
             raise UserError(Problem("run-exists", rule, path="run_dir", value=job.run_dir, fix=fix))
         return given
     runs = Path("runs")

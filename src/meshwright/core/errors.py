@@ -43,7 +43,8 @@ class Problem:
         sentence = f"{what} {self.rule}".strip().rstrip(".")
         fix = self.fix.rstrip(".")
         fix += "" if not fix or fix.endswith("?") else "."
-        return " ".join(part for part in (f"{sentence}.", fix, f"[{self.code}]") if part)
+        sentence += "" if sentence.endswith("?") else "."
+        return " ".join(part for part in (sentence, fix, f"[{self.code}]") if part)
 
     def as_dict(self) -> dict[str, Any]:
         """The problem for ``--json``."""

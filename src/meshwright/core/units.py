@@ -22,9 +22,9 @@ def format_rate(per_second: float, unit: str) -> str:
 
 def format_seconds(seconds: float) -> str:
     """A duration: ``820 us``, ``41.3 ms``, ``2.50 s``, ``3 min 20 s``, ``5 h 12 min``."""
-    if seconds < 1e-3:
+    if 0 < seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
-    if seconds < 1:
+    if 0 < seconds < 1:
         return f"{seconds * 1e3:.1f} ms"
     if seconds < 120:
         return f"{seconds:.2f} s"

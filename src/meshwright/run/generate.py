@@ -65,7 +65,7 @@ def generate_text(
 
 
 def _choose(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    if temperature == 0:
+    if temperature < 1e-4:  # dividing by less would leave the range of float32
         return int(logits.argmax())
     if top_k:
         least = logits.topk(min(top_k, len(logits))).values[-1]

@@ -90,6 +90,8 @@ class Train:
     """Steps between evaluations; 0 evaluates at the end only."""
     eval_samples: Count = 64
     """Held-out samples in one evaluation (fewer if the split has fewer)."""
+    tensorboard: Flag = False
+    """Write curves for TensorBoard into the run's folder (extra `tensorboard`)."""
     deterministic: Flag = False
     """Refuse operations whose result can change from run to run."""
 

@@ -52,7 +52,7 @@ def test_audit_json_is_one_object(cli, run_dir):
     assert found["audit_ok"] is True
     assert found["differences"] == []
     assert (found["status"], found["run_dir"]) == ("complete", str(run_dir))
-    assert len(found["state"]) == 8
+    assert len(found["state"]) == 10
     assert len(found["collectives"]) == 4
 
 
@@ -162,6 +162,8 @@ def text_job(good, tmp_path):
     (tmp_path / "text").mkdir()
     for number in range(20):
         (tmp_path / f"text/{number}.txt").write_text(f"document {number}\n" * 30)
+    job = Path(good).read_text().replace('preset = "h100-sxm"', 'preset = "local"\ndevice = "cpu"')
+    Path(good).write_text(job)
     return good
 
 
@@ -173,6 +175,8 @@ def text_job(good, tmp_path):
         (["data.path=gone"], None),
         (["model.vocab_size=64"], "model-vocab-small"),
         (["data.tokenizer=nonsense"], None),
+        (["cluster.device=cuda", "cluster.nodes=2"], "cluster-not-here"),
+        (["cluster.preset=h100-sxm", "cluster.device=cuda"], "cluster-not-here"),
         (["--resume"], "resume-nothing"),
         (["--resume", "run_dir=gone"], "resume-nothing"),
     ],

@@ -13,7 +13,7 @@ def test_a_run_that_kept_its_plan_passes(plan, kept, record_of):
     audit = audit_run(plan, record_of(kept()))
     assert audit.ok
     assert audit.differences == ()
-    assert len(audit.state) == 2 * 4, "parameters, gradients, optimizer and peak of two ranks"
+    assert len(audit.state) == 2 * 5, "parameters, gradients, optimizer, activations and peak of two ranks"
     assert all(row.held for row in audit.state)
     assert len(audit.collectives) == 4
     assert all(row.equal for row in audit.collectives)
@@ -141,7 +141,7 @@ def test_what_was_not_measured_did_not_hold(plan, kept, record_of):
     events = [e for e in kept() if not (e["event"] == "state" and e["rank"] == 1)]
     audit = audit_run(plan, record_of(events))
     assert [d.split(" was not measured")[0] for d in audit.differences] == [
-        f"rank 1: {kind}" for kind in ("parameters", "gradients", "optimizer", "peak")
+        f"rank 1: {kind}" for kind in ("parameters", "gradients", "optimizer", "activations", "peak")
     ]
 
 
@@ -160,7 +160,7 @@ def test_ranks_whose_collectives_were_not_reported_are_named(plan, kept, record_
 
 def test_an_empty_record_fails_in_everything(plan, record_of):
     audit = audit_run(plan, record_of([]))
-    assert len(audit.differences) == 2 * 4 + 1
+    assert len(audit.differences) == 2 * 5 + 1
     assert "rank 0, 1" in audit.differences[-1]
 
 
@@ -176,7 +176,7 @@ def test_the_audit_as_json_carries_the_verdict_of_every_row(plan, kept, record_o
     shown = audit_run(plan, record_of(events)).as_dict()
     assert shown["audit_ok"] is False
     assert len(shown["differences"]) == 1
-    assert [row["ok"] for row in shown["state"]] == [True] * 6 + [False, True]
+    assert [row["ok"] for row in shown["state"]] == [True] * 7 + [False, True, True]
     assert set(shown["collectives"][0]) == {
         "axis",
         "op",

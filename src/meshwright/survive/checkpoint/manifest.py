@@ -145,7 +145,7 @@ def find_newest(root: Path) -> tuple[Path, list[str]] | None:
         try:
             read_manifest(checkpoint)
         except UserError as error:
-            refused.append(str(error))
+            refused.append(f"{checkpoint} {error.problems[0].rule}")
         else:
             return checkpoint, refused
     if refused:

@@ -1,0 +1,54 @@
+"""Curves for TensorBoard, made from the events of a run like everything else that is shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from meshwright.core.events import Event
+
+FOLDER = "tensorboard"
+
+STEP_SCALARS = {
+    "loss": "loss/train",
+    "lr": "optimizer/lr",
+    "grad_norm": "optimizer/grad_norm",
+    "tokens_per_s": "speed/tokens_per_s",
+    "mfu": "speed/mfu",
+    "utilisation": "speed/device_utilisation",
+}
+"""Fields of a ``step`` event and the names of their curves."""
+
+
+class TensorBoardSink:
+    """Writes the scalars of rank 0's events; needs the package ``tensorboard``, not torch."""
+
+    def __init__(self, run_dir: Path) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2  # noqa: PLC0415  (an extra)
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # noqa: PLC0415
+
+        self._event: Any = event_pb2.Event
+        self._summary: Any = summary_pb2.Summary
+        self._writer: Any = EventFileWriter(str(run_dir / FOLDER))
+
+    def feed(self, event: Event) -> None:
+        """Take in one event."""
+        if event["rank"] != 0:
+            return
+        if event["event"] == "step":
+            self._write(event, {name: event.get(field) for field, name in STEP_SCALARS.items()})
+        elif event["event"] == "eval":
+            self._write(event, {"loss/eval": event["loss"]})
+
+    def close(self) -> None:
+        """Flush what is buffered."""
+        self._writer.close()
+
+    def _write(self, event: Event, scalars: dict[str, float | None]) -> None:
+        values = [
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in scalars.items()
+            if value is not None
+        ]
+        summary = self._summary(value=values)
+        self._writer.add_event(self._event(wall_time=event["time"], step=event["step"], summary=summary))

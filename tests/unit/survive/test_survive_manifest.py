@@ -1,0 +1,119 @@
+"""Checkpoints are found, verified and rotated without torch; old ones stay readable."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from meshwright.core.errors import UserError
+from meshwright.survive.checkpoint.manifest import (
+    MANIFEST,
+    check_same_job,
+    find_newest,
+    list_checkpoints,
+    mark_best,
+    read_manifest,
+    rotate,
+)
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint-v1"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Four copies of a real checkpoint, as steps 2, 4, 6 and 8."""
+    for step in (2, 4, 6, 8):
+        shutil.copytree(GOLDEN, tmp_path / f"step-{step:08d}")
+    return tmp_path
+
+
+def damage(checkpoint: Path, name: str = "model.safetensors") -> None:
+    """Flip one bit."""
+    content = bytearray((checkpoint / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (checkpoint / name).write_bytes(content)
+
+
+def test_a_checkpoint_of_version_1_is_still_read():
+    manifest = read_manifest(GOLDEN)
+    assert (manifest.step, manifest.position, manifest.world_size) == (2, 4, 1)
+    assert manifest.model["hidden_size"] == 8
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "tokenizer.json"])
+def test_one_flipped_bit_in_any_file_is_found(root, name):
+    damage(root / "step-00000008", name)
+    with pytest.raises(UserError, match="another checksum") as caught:
+        read_manifest(root / "step-00000008")
+    assert caught.value.problems[0].code == "checkpoint-broken"
+
+
+def test_the_newest_that_verifies_is_used_and_the_others_are_named(root):
+    damage(root / "step-00000008")
+    (root / "step-00000006" / "optimizer.safetensors").write_bytes(b"")
+    found = find_newest(root)
+    assert found is not None
+    checkpoint, refused = found
+    assert checkpoint.name == "step-00000004"
+    assert [sentence.split(" ")[0].rpartition("/")[2] for sentence in refused] == [
+        "step-00000008",
+        "step-00000006",
+    ]
+
+
+def test_rotation_never_removes_what_was_just_written(root):
+    """A later, damaged one is left over from an attempt that was passed over: it does not count."""
+    damage(root / "step-00000008")
+    rotate(root, 1, root / "step-00000006")
+    assert [c.name for c in list_checkpoints(root)] == ["step-00000006", "step-00000008"]
+
+
+def test_rotation_spares_the_best_and_sweeps_what_killed_writers_left(root):
+    mark_best(root, root / "step-00000002")
+    (root / ".step-00000005.77.part").mkdir()
+    (root / ".step-00000003.old").mkdir()
+    rotate(root, 1, root / "step-00000008")
+    assert [c.name for c in list_checkpoints(root)] == ["step-00000002", "step-00000008"]
+    assert not list(root.glob(".step-*"))
+
+
+def forget_files(content):
+    content["files"] = {}
+
+
+def escape(content):
+    content["files"]["../secret"] = {"bytes": 0, "sha256": ""}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (forget_files, "model.safetensors is missing"),
+        (escape, "../secret is missing"),
+        (lambda c: c.update(step="x"), "step"),
+        (lambda c: c.update(version=2, new_field=1), "has version 2; this is version 1"),
+        (lambda c: c["files"].update({"model.safetensors": 5}), "files.model.safetensors"),
+    ],
+)
+def test_a_manifest_that_is_not_ours_is_refused_with_the_reason(root, change, says):
+    path = root / "step-00000008" / MANIFEST
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError) as caught:
+        read_manifest(root / "step-00000008")
+    assert caught.value.problems[0].code == "checkpoint-broken"
+    assert says in str(caught.value)
+
+
+def test_another_sequence_length_cannot_be_resumed():
+    from meshwright.spec.model import Model
+
+    manifest = read_manifest(GOLDEN)
+    model = Model(**manifest.model)
+    check_same_job(manifest, model, 8, GOLDEN)
+    with pytest.raises(UserError, match=r"data\.seq_len is 8 there and 16 in the job"):
+        check_same_job(manifest, model, 16, GOLDEN)
