@@ -76,7 +76,8 @@ class ProgressView:
         step = event["step"]
         busy = event.get("utilisation")
         done, passed = step - self._first, time.monotonic() - self._started
-        left = format_seconds(round(passed / done * (self._steps - step))) if done else "?"
+        seconds = round(passed / done * (self._steps - step)) if done else 0
+        left = f"{seconds} s" if seconds < 120 else format_seconds(seconds)
         rate = format_count(event["tokens_per_s"])
         loss = _shown(event["loss"])
         text = (

@@ -90,7 +90,6 @@ def prepare_run(
     job = ready_plan.job if ready_plan else load_job(source, overrides)
     if job.train.tensorboard:
         require_packages(("tensorboard", "tensorboard"), needed_for="train.tensorboard")
-    data_dir = settle_data(output, job)
     plan = ready_plan or build_plan(job)[0]
     if started is not None and plan.world_size != started:
         rule = f"needs {plan.world_size} ranks, the launcher started {started}"
@@ -99,6 +98,7 @@ def prepare_run(
         )
     if started is None:
         _require_devices(job, plan.world_size)
+    data_dir = settle_data(output, job)
     describe_plan(output, plan)
     cores = job.cluster.world_size
     if plan.world_size > cores:
@@ -239,13 +239,14 @@ def _run_dir(job: Job, resume: Resume) -> Path:
     runs = Path("runs")
     found = [(path.name.removeprefix(f"{job.name}-"), path) for path in runs.glob(f"{job.name}-*")]
     numbered = sorted((int(number), path) for number, path in found if number.isdigit())
-    if resume != "no" and job.checkpoint.dir is None:
+    if resume == "may" and numbered:  # the run that an earlier attempt of this launch has begun
+        return numbered[-1][1]
+    if resume == "must" and job.checkpoint.dir is None:
         with_checkpoints = [path for _, path in numbered if list_checkpoints(path / "checkpoints")]
-        if with_checkpoints:
-            return with_checkpoints[-1]
-        if resume == "must":
+        if not with_checkpoints:
             rule = f"has no run with a checkpoint under {runs}"
             raise UserError(Problem("resume-nothing", rule, path=job.name, fix="Leave out --resume"))
+        return with_checkpoints[-1]
     return _make_numbered(runs, job.name, numbered[-1][0] + 1 if numbered else 1)
 
 

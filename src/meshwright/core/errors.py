@@ -6,7 +6,7 @@ The tree::
     ├── UserError         exit 2: the user's mistake; a list of problems, each with a code
     ├── CheckFailedError  exit 3: a contract did not hold (audit, prove, validate, faults)
     ├── RunFailedError    exit 4: a rank died or the run could not go on
-    └── InterruptedRunError  exit 130: Ctrl-C or SIGTERM, after a clean stop
+    └── InterruptedRunError  exit 130: Ctrl-C, SIGTERM or SIGHUP
 
 A problem says what (dotted key and value), the rule with its numbers, the nearest fix, and a code in
 brackets. The codes are documented in ``docs/errors.md``; a test holds the two together.

@@ -197,6 +197,7 @@ def _enter_rank(
 ) -> None:
     """First thing in a child: environment, output, ties to the parent; then the rank itself."""
     os.environ.update(environment)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the supervisor decides what a hang-up means
     with contextlib.suppress(OSError):
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(fd, 1)
@@ -257,7 +258,8 @@ def _caught_signals() -> Iterator[list[int]]:
     caught: list[int] = []
 
     def catch(number: int, frame: FrameType | None) -> None:
-        caught.append(number)
+        if number != signal.SIGHUP or not caught:  # a closing terminal may hang up twice
+            caught.append(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield caught

@@ -70,7 +70,9 @@ class _StopSwitch:
         self._pulled = False
         self._session: Any = None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._pull)
+            hangup = number == signal.SIGHUP
+            if not (hangup and signal.getsignal(number) is signal.SIG_IGN):  # nohup, or our supervisor
+                signal.signal(number, self._pull)
 
     def bind(self, session: Any) -> None:
         """From now on the session is told; a wish from before is passed on."""
