@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from meshwright.core.errors import Problem, UserError
+from meshwright.core.files import sync_path
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -67,17 +68,11 @@ def staged_folder(out: Path, may_replace: Callable[[Path], bool]) -> Iterator[Pa
     try:
         yield temporary
         with storage_errors(out):
-            _sync_folder(temporary)
+            sync_path(temporary)
             _publish(temporary, place)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def sync_file(path: Path) -> None:
-    """Flush a file that is already closed to the device."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _check_place(out: Path, place: Path, may_replace: Callable[[Path], bool]) -> None:
@@ -105,19 +100,10 @@ def _publish(temporary: Path, place: Path) -> None:
         if replaced:
             aside.rename(place)
         raise
-    _sync_folder(place.parent)
+    sync_path(place.parent)
     if replaced:
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def _sibling(place: Path, what: str) -> Path:
     return place.with_name(f".{place.name}.{os.getpid()}-{secrets.token_hex(4)}.{what}")
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the names in a folder, without which a renamed file may be lost with the power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

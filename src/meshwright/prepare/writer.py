@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.core.files import sync_path
 from meshwright.prepare.shards import (
     INDEX_FILE,
     SHARD_TOKENS,
@@ -26,7 +27,7 @@ from meshwright.prepare.shards import (
     SplitEntry,
     TokenizerEntry,
 )
-from meshwright.prepare.stage import storage_errors, sync_file
+from meshwright.prepare.stage import storage_errors
 from meshwright.prepare.tokenizer import TOKENIZER_FILE, Tokenizer
 
 _BUFFER_BYTES = 1024**2
@@ -86,9 +87,9 @@ class ShardWriter:
                 splits=SplitEntries(train=train, eval=held_out),
             )
             tokenizer.save(self._folder)
-            sync_file(self._folder / TOKENIZER_FILE)
+            sync_path(self._folder / TOKENIZER_FILE)
             (self._folder / INDEX_FILE).write_bytes(index.to_bytes())
-            sync_file(self._folder / INDEX_FILE)
+            sync_path(self._folder / INDEX_FILE)
         return index
 
 
@@ -135,11 +136,11 @@ class _SplitWriter:
         if self._file is None:
             return
         self._file.close()
-        sync_file(self._folder / f"{self._stem}.bin")
+        sync_path(self._folder / f"{self._stem}.bin")
         starts = np.asarray(self._starts, dtype="<u8").tobytes()
         documents_file = self._folder / f"{self._stem}.docs.u64"
         documents_file.write_bytes(starts)
-        sync_file(documents_file)
+        sync_path(documents_file)
         entry = ShardEntry(
             file=f"{self._stem}.bin",
             tokens=self._tokens,

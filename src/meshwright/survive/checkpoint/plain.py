@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from meshwright.core.files import sync_path
 from meshwright.survive.checkpoint.manifest import (
     MANIFEST,
     MODEL_FILE,
@@ -49,13 +50,13 @@ def save_checkpoint(
         (draft / MANIFEST).write_text(json.dumps(content, indent=1), encoding="utf-8")
         for written in draft.iterdir():
             written.chmod(0o644)  # safetensors makes files that only their owner can read
-            _flush(written)
-        _flush(draft)
+            sync_path(written)
+        sync_path(draft)
         aside = root / f".{final.name}.old"
         if final.exists():  # a resumed run reached a step that it had saved before
             final.rename(aside)
         draft.rename(final)
-        _flush(root)
+        sync_path(root)
         shutil.rmtree(aside, ignore_errors=True)
     except BaseException as error:
         shutil.rmtree(draft, ignore_errors=True)
@@ -68,11 +69,3 @@ def save_checkpoint(
 def load_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:
     """The tensors of one file, on the CPU."""
     return load_file(checkpoint / name)
-
-
-def _flush(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
