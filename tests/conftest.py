@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from meshwright.launch.environment import prepare_environment
 
 prepare_environment(threads=1)  # before anything imports torch
 os.environ["OMP_NUM_THREADS"] = "1"
+
+settings.register_profile("meshwright", deadline=None, derandomize=True)  # no verdict on a busy machine
+settings.load_profile("meshwright")
 
 TINY = """
 name = "tiny"

@@ -57,6 +57,34 @@ def test_a_rank_that_raises_is_named_not_its_victims(train, monkeypatch):
     assert "the cat sat on the keyboard" in error["message"]
 
 
+def test_the_first_to_fail_is_named_even_if_the_next_does_not_look_like_a_victim(train, monkeypatch):
+    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:cause_and_consequence")
+    failed = train("layout.dp_replicate=2", expect=4)
+    assert "rank 1 of 2" in failed.result["errors"][0]["message"]
+    assert "the cause" in failed.result["errors"][0]["message"]
+
+
+def test_a_hang_up_stops_a_run_unless_nohup(command, job_file, tmp_path):
+    """A dropped connection stops the run with a checkpoint; under nohup the whole group ignores it."""
+    run_dir = tmp_path / "run"
+    running = command("train", job_file, *LONG, f"run_dir={run_dir}")
+    running.wait_for(run_dir, lambda e: e["event"] == "step" and e["step"] == 3)
+    os.killpg(running.process.pid, signal.SIGHUP)
+    os.killpg(running.process.pid, signal.SIGHUP)
+    assert running.finish()[0] == 130
+    assert list(run_dir.glob("checkpoints/step-*/manifest.json"))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does; children inherit it
+    try:
+        kept = command(
+            "train", job_file, "layout.dp_replicate=2", "train.steps=40", f"run_dir={tmp_path / 'kept'}"
+        )
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    kept.wait_for(tmp_path / "kept", lambda e: e["event"] == "step" and e["step"] == 3)
+    os.killpg(kept.process.pid, signal.SIGHUP)
+    assert kept.finish()[0] == 0
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(train, monkeypatch):
     monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:nan_in_step_three")
     failed = train("layout.dp_replicate=2", expect=4)

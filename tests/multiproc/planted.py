@@ -101,3 +101,19 @@ def not_deterministic(run_dir, listener):
 
     loop.update = update
     return run_rank(run_dir, listener)
+
+
+def cause_and_consequence(run_dir, listener):
+    """Rank 1 fails; rank 0 fails of it, with an error that does not look like a lost peer."""
+    honest = loop.forward_backward
+
+    def forward_backward(session, samples, divisor):
+        if session.step == 2 and session.ranks.rank == 1:
+            raise RuntimeError("the cause")
+        try:
+            return honest(session, samples, divisor)
+        except RuntimeError:
+            raise ValueError("a consequence") from None
+
+    loop.forward_backward = forward_backward
+    return run_rank(run_dir, listener)

@@ -42,6 +42,8 @@ class _Rank:
     events: connection.Connection | None
     last_event: Event = field(default_factory=dict)
     error: Event | None = None
+    died_at: float = 0.0
+    """When it reported its error, else when it was found dead."""
 
     @property
     def alive(self) -> bool:
@@ -114,7 +116,7 @@ class LocalLaunch:
         """Pass events and signals on until all ranks have ended; after a failure, for the grace period."""
         deadline = float("inf")
         asked = 0
-        dead: list[_Rank] = []  # in the order in which they died: the first is the likeliest cause
+        dead: list[_Rank] = []
         while any(r.alive for r in ranks) and time.monotonic() < deadline:
             waiting: list[Any] = [r.events for r in ranks if r.events]
             waiting += [r.process.sentinel for r in ranks if r.alive]
@@ -126,9 +128,8 @@ class LocalLaunch:
                 asked = len(stop)
                 self._forward(ranks, asked)
         self._look(ranks, dead)
-        # Victims of another rank's death say so by their status, where they can tell.
-        dead.sort(key=lambda r: r.process.exitcode == EXIT_PEER_LOST)
-        return dead[0] if dead else None
+        # The first to die is the likeliest cause; victims say so by their status, where they can tell.
+        return min(dead, key=lambda r: (r.process.exitcode == EXIT_PEER_LOST, r.died_at), default=None)
 
     def _look(self, ranks: list[_Rank], dead: list[_Rank]) -> None:
         """Hear every rank out, and add those that have died badly since the last look."""
@@ -136,6 +137,7 @@ class LocalLaunch:
             gone = not rank.alive  # first: what a rank said before it died is then all there
             self._drain(rank)
             if gone and rank.process.exitcode != EXIT_OK and rank not in dead:
+                rank.died_at = rank.error["time"] if rank.error else time.time()
                 dead.append(rank)
 
     def _forward(self, ranks: list[_Rank], asked: int) -> None:
@@ -198,6 +200,7 @@ def _enter_rank(
     """First thing in a child: environment, output, ties to the parent; then the rank itself."""
     os.environ.update(environment)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the supervisor decides what a hang-up means
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until the rank can stop cleanly
     with contextlib.suppress(OSError):
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(fd, 1)
@@ -241,15 +244,17 @@ def _serve_store(listener: socket.socket) -> object:
 
 
 def _start_forkserver() -> None:
-    """Start the server that ranks are forked from; Ctrl-C must not reach it while it imports."""
+    """Start the server that ranks are forked from, deaf to signals that reach the whole process group."""
     if threading.current_thread() is not threading.main_thread():
         forkserver.ensure_running()
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
         forkserver.ensure_running()
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -1,15 +1,17 @@
 """Counts every collective that reaches a process group, by axis, operation and phase.
 
 Each collective of torch, whoever calls it (DDP's C++ reducer, a hook, functional collectives as DTensor
-uses them, user code in inference mode), ends in torch's dispatcher as an operator of the ``c10d`` namespace
-on the tensors' device. We put a kernel in place of the last one there: it counts and calls the original.
-That costs microseconds a collective and nothing for other operations, so it is always on; a dispatch mode
-would tax every operation of every step.
+uses them, user code in inference mode), goes through torch's dispatcher as an operator of the ``c10d``
+namespace. We put a kernel just above the devices' kernels (the key ``BackendSelect``, which no mode leaves
+out): it counts and passes on. That costs microseconds a collective and nothing for other operations, so it
+is always on; a dispatch mode would tax every operation of every step.
+
+Passing on must release Python's global lock: gloo's threads take it while they hold the lock that enqueuing
+needs. ``redispatch`` does; calling what ``torch.library.get_kernel`` gives does not, and hangs now and then.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -41,8 +43,11 @@ OPERATIONS = {
 }
 """Operators of the ``c10d`` namespace and the names that the audit uses; receives count at the sender."""
 
-DISPATCH_KEYS = ("CPU", "CUDA")
-"""Devices on which collectives run; below them there is only the backend."""
+DEVICE_KEYS = {
+    device: torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device.upper()))
+    for device in ("cpu", "cuda")
+}
+"""Where a call goes on, by the device of its tensors."""
 
 
 @dataclass
@@ -65,13 +70,9 @@ class CollectiveCounter:
     def install(self) -> None:
         """Start counting."""
         self._library = torch.library.Library("c10d", "IMPL")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the kernel in front replaces torch's pass-through is meant
-            for operator, name in OPERATIONS.items():
-                for key in DISPATCH_KEYS:
-                    kernel = self._kernel(operator, name, key)
-                    if kernel is not None:
-                        self._library.impl(operator, kernel, key)
+        for operator, name in OPERATIONS.items():
+            if hasattr(torch.ops.c10d, operator):
+                self._library.impl(operator, self._kernel(operator, name), "BackendSelect")
 
     def remove(self) -> None:
         """Stop counting."""
@@ -90,16 +91,13 @@ class CollectiveCounter:
             for (axis, op, phase, ranks), t in sorted(self._tallies.items())
         ]
 
-    def _kernel(self, operator: str, name: str, key: str) -> Callable[..., Any] | None:
-        try:
-            original = torch.library.get_kernel(getattr(torch.ops.c10d, operator).default, key)
-        except (AttributeError, RuntimeError):  # this version, or this device, has no such operation
-            return None
-        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    def _kernel(self, operator: str, name: str) -> Callable[..., Any]:
+        overload = getattr(torch.ops.c10d, operator).default
 
         def count_and_pass(*args: Any, **kwargs: Any) -> Any:
             self._count(name, args)
-            return original.call_boxed(keys, *args, **kwargs)
+            device = next(_tensors(args)).device.type
+            return overload.redispatch(DEVICE_KEYS[device], *args, **kwargs)
 
         return count_and_pass
 

@@ -1,0 +1,38 @@
+"""Counting stands in the way of nothing: many collectives with Python futures, on two groups at once."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from meshwright.launch.local import LocalLaunch
+from meshwright.run.collectives.counter import CollectiveCounter
+from meshwright.run.mesh import join_ranks, leave_ranks
+from meshwright.spec.load import load_job
+
+ROUNDS = 2000
+
+
+def hammer(run_dir, listener):
+    """In a rank: asynchronous reductions whose futures run Python, beside synchronous ones."""
+    counter = CollectiveCounter()
+    counter.install()
+    ranks = join_ranks(load_job(run_dir + "/job.toml", ["layout.dp_replicate=2"]), counter)
+    for _ in range(ROUNDS):
+        work = dist.all_reduce(torch.ones(1000), group=ranks.group("dp_replicate"), async_op=True)
+        future = work.get_future().then(lambda done: done.value()[0])
+        ranks.add_up([1.0])
+        assert future.wait()[0] == 2.0
+        del work, future
+    if ranks.rank == 0:
+        listener({"event": "counted", "rank": 0, "rows": counter.rows()})
+    leave_ranks(ranks)
+    return 0
+
+
+def test_counting_never_blocks_the_threads_that_communicate(job_file, tmp_path):
+    """A counter that kept Python's lock while passing on hung here within seconds."""
+    heard = []
+    LocalLaunch(f"{__name__}:hammer", tmp_path, 2, 0, 10.0, heard.append).run()
+    (event,) = [e for e in heard if e["event"] == "counted"]
+    assert {row["axis"]: row["calls"] for row in event["rows"]} == {"dp_replicate": ROUNDS, "control": ROUNDS}
