@@ -31,6 +31,8 @@ from meshwright.launch.environment import GENERATION_VARIABLE, STORE_VARIABLE, l
 from meshwright.launch.exits import EXIT_OK, EXIT_PEER_LOST
 
 LOGS = "logs"
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What a terminal or a scheduler sends to all processes at once."""
 
 
 @dataclass
@@ -199,8 +201,10 @@ def _enter_rank(
 ) -> None:
     """First thing in a child: environment, output, ties to the parent; then the rank itself."""
     os.environ.update(environment)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the supervisor decides what a hang-up means
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the supervisor decides what these two mean
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until the rank can stop cleanly
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
     with contextlib.suppress(OSError):
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(fd, 1)
@@ -244,17 +248,15 @@ def _serve_store(listener: socket.socket) -> object:
 
 
 def _start_forkserver() -> None:
-    """Start the server that ranks are forked from, deaf to signals that reach the whole process group."""
-    if threading.current_thread() is not threading.main_thread():
-        forkserver.ensure_running()
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    """Start the server that ranks are forked from, deaf to signals that reach the whole process group.
+
+    They are blocked, not ignored: what arrives here meanwhile is kept, and the server inherits the mask.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:
         forkserver.ensure_running()
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
