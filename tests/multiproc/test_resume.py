@@ -101,6 +101,8 @@ def test_a_checkpoint_folder_of_another_run_is_not_mixed_up(train, job_file, tmp
     from meshwright.cli.train import run_training
 
     train("train.steps=2", f"checkpoint.dir={tmp_path / 'shared'}")
+    before = sorted(tmp_path.glob("runs/*"))
     with pytest.raises(UserError) as caught:
         run_training(Output(as_json=True), str(job_file), [f"checkpoint.dir={tmp_path / 'shared'}"], False)
     assert caught.value.problems[0].code == "checkpoint-dir-used"
+    assert sorted(tmp_path.glob("runs/*")) == before, "a refused run leaves no folder"

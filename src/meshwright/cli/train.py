@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -192,11 +193,13 @@ def _write_run(output: Output, plan: Plan, data_dir: Path, resume: Resume) -> Pr
     job = plan.job
     run_dir = _run_dir(job, resume)
     checkpoints = Path(job.checkpoint.dir) if job.checkpoint.dir else run_dir / "checkpoints"
-    resume_from = None if resume == "no" else _find_resume(output, job, checkpoints, resume)
-    if resume == "no" and list_checkpoints(checkpoints):
-        rule = "holds checkpoints of another run"
-        fix = "Add --resume to go on from them, or name another folder"
-        raise UserError(Problem("checkpoint-dir-used", rule, path=str(checkpoints), fix=fix))
+    try:
+        resume_from = _choose_checkpoint(output, job, checkpoints, resume)
+    except UserError:
+        if job.run_dir is None:  # the numbered folder was made just now; one with a run in it is not empty
+            with contextlib.suppress(OSError):
+                run_dir.rmdir()
+        raise
     fresh = not (run_dir / EVENTS_FILE).exists()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -279,7 +282,14 @@ def _require_devices(job: Job, world_size: int) -> None:
         raise UserError(Problem("cluster-not-here", rule, path="cluster.device", value="cuda", fix=fix))
 
 
-def _find_resume(output: Output, job: Job, checkpoints: Path, resume: Resume) -> Path | None:
+def _choose_checkpoint(output: Output, job: Job, checkpoints: Path, resume: Resume) -> Path | None:
+    """The checkpoint to go on from; None for a run that starts at the beginning."""
+    if resume == "no" and list_checkpoints(checkpoints):
+        rule = "holds checkpoints of another run"
+        fix = "Add --resume to go on from them, or name another folder"
+        raise UserError(Problem("checkpoint-dir-used", rule, path=str(checkpoints), fix=fix))
+    if resume == "no":
+        return None
     found = find_newest(checkpoints)
     if found is None and resume == "may":
         return None
