@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -251,9 +251,13 @@ def _start_forkserver() -> None:
     """Start the server that ranks are forked from, deaf to signals that reach the whole process group.
 
     They are blocked, not ignored: what arrives here meanwhile is kept, and the server inherits the mask.
+    Starting multiprocessing's resource tracker, which the server's start includes, unblocks them again in
+    this process: it comes first, and the mask is set once more.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
