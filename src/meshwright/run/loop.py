@@ -89,13 +89,13 @@ def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[
     micro_batches = session.plan.micro_batches
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     targets_seen = 0
-    for index, (tokens, targets) in enumerate(session.train_batches.micro_batches(samples)):
-        targets_seen += int((targets >= 0).sum())
+    for index, batch in enumerate(session.train_batches.micro_batches(samples)):
+        targets_seen += int((batch[1] >= 0).sum())
         if session.audit is not None:
             session.audit.before_forward()
         with without_reduction(session.module, last=index == micro_batches - 1):
             with precision(session):
-                loss = session.module(move(tokens, device), move(targets, device))
+                loss = session.module(*[move(t, device) for t in batch])
             if session.audit is not None:
                 session.audit.after_forward()
             (loss / divisor).backward()
@@ -126,10 +126,10 @@ def evaluate(session: Session) -> float | None:
         return None
     device = session.ranks.device
     loss_sum, targets_seen = 0.0, 0
-    for tokens, targets in session.eval_batches.micro_batches(samples):
+    for batch in session.eval_batches.micro_batches(samples):
         with precision(session):
-            loss_sum += session.model(move(tokens, device), move(targets, device)).item()
-        targets_seen += int((targets >= 0).sum())
+            loss_sum += session.model(*[move(t, device) for t in batch]).item()
+        targets_seen += int((batch[1] >= 0).sum())
     loss_sum, counted = session.ranks.add_up([loss_sum, float(targets_seen)])
     session.events.write("eval", step=session.step, loss=loss_sum / counted, samples=len(samples))
     return loss_sum / counted
