@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.comms import Traffic
+from meshwright.plan.resnet_shapes import image_flops
 from meshwright.plan.shapes import FLOAT32_BYTES, count_matmul_parameters, count_parameters
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
-from meshwright.spec.model import DecoderModel, Model
+from meshwright.spec.model import DecoderModel, Model, ResNetModel
 
 EFFICIENCY = 0.8
 """Rate of a step's matrix products over the rate of one large product."""
@@ -51,12 +52,14 @@ class StepTime:
 
 
 def flops_per_token(model: Model, seq_len: int) -> float:
-    """Forward and backward FLOPs of one token.
+    """Forward and backward FLOPs of one token, or of one image.
 
-    6 for each parameter that multiplies activations (the head included, the input embedding not), plus
+    Of a token: 6 for each parameter that multiplies activations (the head included, the input embedding not), plus
     attention with the causal half counted once: 2 products x 2 x seq_len / 2 x query width, times 3.
+    Of an image: see ``image_flops``.
     """
-    assert isinstance(model, DecoderModel), "only decoders are planned yet"
+    if isinstance(model, ResNetModel):
+        return float(image_flops(model))
     attention = 6.0 * seq_len * model.query_size * model.num_layers
     return 6.0 * count_matmul_parameters(model) + attention
 

@@ -1,7 +1,7 @@
 """The memory ledger: what one rank holds, line by line, each with its formula.
 
 State is exact to the byte. The peak is the largest of the moments that the model's own module lists
-(``decoder_memory``). It counts live tensors, not the process and not the allocator's slack.
+(``decoder_memory``, ``resnet_memory``). It counts live tensors, not the process and not the allocator's slack.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from meshwright.plan.buckets import bucket_parameters
 from meshwright.plan.comms import WIRE_BYTES
 from meshwright.plan.decoder_memory import trace_decoder
 from meshwright.plan.moments import Line, StepMemory
+from meshwright.plan.resnet_memory import trace_resnet
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, list_parameters
 from meshwright.spec.job import Job
-from meshwright.spec.model import DecoderModel
+from meshwright.spec.model import ResNetModel
 
 ADAM_MOMENTS = 2
 GPU_WORKSPACE_BYTES = 64 * MIB
@@ -82,7 +83,8 @@ def predict_ledger(job: Job, micro_batch: int, micro_batches: int) -> Ledger:
 
 def _trace(job: Job, parameters: Sequence[Parameter], micro_batch: int, sums_kept: bool) -> StepMemory:
     """The moments of the job's model."""
-    assert isinstance(job.model, DecoderModel), "only decoders are planned yet"
+    if isinstance(job.model, ResNetModel):
+        return trace_resnet(job, job.model, parameters, micro_batch, sums_kept)
     return trace_decoder(job, job.model, parameters, micro_batch, sums_kept)
 
 

@@ -10,7 +10,8 @@ import functools
 import math
 from dataclasses import dataclass
 
-from meshwright.spec.model import DecoderModel, Model
+from meshwright.plan.resnet_shapes import list_convs
+from meshwright.spec.model import DecoderModel, Model, ResNetModel
 
 FLOAT32_BYTES = 4
 
@@ -31,7 +32,8 @@ class Parameter:
 @functools.lru_cache(maxsize=64)
 def list_parameters(model: Model) -> tuple[Parameter, ...]:
     """All parameters, in registration order; a tied head is the embedding and is not listed again."""
-    assert isinstance(model, DecoderModel), "only decoders are planned yet"
+    if isinstance(model, ResNetModel):
+        return tuple(_list_resnet(model))
     width = model.hidden_size
     parameters = [Parameter("embed.weight", (model.vocab_size, width))]
     if model.positions == "learned":
@@ -42,6 +44,26 @@ def list_parameters(model: Model) -> tuple[Parameter, ...]:
     if not model.tied_embeddings:
         parameters.append(Parameter("head.weight", (model.vocab_size, width)))
     return tuple(parameters)
+
+
+def _list_resnet(model: ResNetModel) -> list[Parameter]:
+    """Each convolution with its norm, then the classifier."""
+    shape = list_convs(model)
+    parameters: list[Parameter] = []
+    for conv in shape.convs:
+        parameters.append(
+            Parameter(f"{conv.name}.conv.weight", (conv.outer, conv.inner, conv.kernel, conv.kernel))
+        )
+        parameters += [Parameter(f"{conv.name}.norm.{part}", (conv.outer,)) for part in ("weight", "bias")]
+    head = Parameter("head.weight", (model.num_classes, shape.features))
+    return [*parameters, head, Parameter("head.bias", (model.num_classes,))]
+
+
+def count_statistics(model: Model) -> int:
+    """Elements of the running means and variances of batch norms, which are state but not trained."""
+    if not isinstance(model, ResNetModel) or model.norm != "batch":
+        return 0
+    return sum(2 * conv.outer for conv in list_convs(model).convs)
 
 
 def _list_block(model: DecoderModel) -> list[Parameter]:

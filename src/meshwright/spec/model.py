@@ -115,6 +115,10 @@ class ResNetModel:
     """Standard deviation of the classifier's initial weights; convolutions start as He et al. say."""
 
 
+BOTTLENECK_GROWTH = 4
+"""How many times wider than its inner convolutions a bottleneck block ends."""
+
+
 def _kind(value: Any) -> str:
     if isinstance(value, ResNetModel):
         return "resnet"

@@ -10,8 +10,9 @@ from torch import nn
 
 from meshwright.plan.decoder_memory import loss_chunk
 from meshwright.run.models.decoder import Decoder
+from meshwright.run.models.resnet import ResNet
 from meshwright.spec.job import Job
-from meshwright.spec.model import DecoderModel
+from meshwright.spec.model import ResNetModel
 
 
 def parameter_seed(seed: int, name: str) -> int:
@@ -39,11 +40,14 @@ def initialise(module: nn.Module, seed: int, std: float) -> None:
         parameter.copy_(drawn)
 
 
-def build_model(job: Job, device: torch.device) -> Decoder:
+def build_model(job: Job, device: torch.device) -> Decoder | ResNet:
     """The job's model with its initial weights, on its device."""
     model = job.model
-    assert isinstance(model, DecoderModel), "only decoders are built yet"
+    network: Decoder | ResNet
     with torch.device(device):
-        network = Decoder(model, job.data.seq_len, loss_chunk(job, model), job.layout.recompute)
+        if isinstance(model, ResNetModel):
+            network = ResNet(model, job.layout.recompute)
+        else:
+            network = Decoder(model, job.data.seq_len, loss_chunk(job, model), job.layout.recompute)
     initialise(network, job.train.seed, model.init_std)
     return network
