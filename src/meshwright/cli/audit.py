@@ -10,6 +10,7 @@ from meshwright.core.units import format_bytes, format_rate, format_seconds
 from meshwright.explain.audit import Audit, audit_run
 from meshwright.explain.record import RunRecord, read_record
 from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
+from meshwright.spec.model import BATCH_NORM_NOTE
 
 CHECK_FAILED = CheckFailedError.exit_status
 
@@ -60,12 +61,14 @@ def describe_audit(output: Output, plan: Plan, record: RunRecord, verdict: Audit
     if record.tokens_per_s:
         measured_s = record.tokens_per_step / record.tokens_per_s
         rate = (
-            f"{format_rate(record.tokens_per_s, 'tokens')}, MFU {record.mfu or 0:.1%} of {record.peak_basis}"
+            f"{format_rate(record.tokens_per_s, plan.job.unit)}, MFU {record.mfu or 0:.1%} of {record.peak_basis}"
         )
         output.say(
             f"Step: predicted {format_seconds(plan.step_s)}, measured {format_seconds(measured_s)} "
             f"({rate}); shown, not judged"
         )
+    if plan.job.mixes_samples:
+        output.say(f"Note: {BATCH_NORM_NOTE}")
     for note in record.notes:
         output.say(f"Note: {note}")
     if verdict.ok:

@@ -13,28 +13,34 @@ from meshwright.cli.output import Output
 from meshwright.cli.prepare import prepare_with_progress, summarise
 from meshwright.core.errors import Problem, UserError
 from meshwright.prepare.dataset import TokenDataset
+from meshwright.prepare.images import ImageShape, check_images, looks_like_images, open_images
 from meshwright.prepare.shards import looks_prepared
 from meshwright.prepare.sources import STDLIB, iter_files, source_problem
 from meshwright.prepare.spec import parse_corpus_spec
 from meshwright.prepare.tokenizer import parse_tokenizer_name
-from meshwright.spec.job import Data, Job
-from meshwright.spec.model import DecoderModel
+from meshwright.spec.job import SYNTHETIC_IMAGES, Data, Job
+from meshwright.spec.model import ResNetModel
 
 
 def settle_data(output: Output, job: Job) -> Path:
     """The prepared folder that the job trains on; prepares it if the path is text.
 
     Raises:
-        UserError: No text, too little of it, or more tokens than the model's vocabulary.
+        UserError: No text, too little of it, or more tokens than the model's vocabulary; images that the
+            model cannot read.
     """
+    if isinstance(job.model, ResNetModel):
+        return _settle_images(output, job, job.model)
     folder = Path(job.data.path)
+    if looks_like_images(folder):
+        rule, fix = "holds images; this model reads text", "Name text, or a ResNet"
+        raise UserError(Problem("data-not-for-text", rule, path="data.path", value=job.data.path, fix=fix))
     if looks_prepared(folder):
         _refuse_preparing(job.data)
     else:
         folder = _prepare_cached(output, job.data)
     dataset = TokenDataset.open(folder, "train", job.data.seq_len)
     dataset.load_tokenizer()  # that it is the one which made the shards
-    assert isinstance(job.model, DecoderModel), "text is for decoders"
     if dataset.vocab_size > job.model.vocab_size:
         raise UserError(
             Problem(
@@ -50,12 +56,29 @@ def settle_data(output: Output, job: Job) -> Path:
             f"data: {len(dataset)} samples of {job.data.seq_len} tokens in {folder}; "
             f"{dataset.dropped_tokens} tokens at the shards' ends fill no sample and are dropped"
         )
-    samples = job.train.steps * job.train.global_batch
-    if samples > len(dataset):
-        output.say(
-            f"data: {samples} samples are asked for, so all are read {samples / len(dataset):.1f} times"
-        )
+    _say_epochs(output, job, len(dataset))
     return folder
+
+
+def _settle_images(output: Output, job: Job, model: ResNetModel) -> Path:
+    """The folder of images, looked through; synthetic ones have none."""
+    folder = Path(job.data.path)
+    shape = ImageShape(model.channels, model.image_size, model.num_classes)
+    if job.data.path != SYNTHETIC_IMAGES:
+        if looks_prepared(folder) or folder.is_file():
+            rule = "is text; this model reads images"
+            fix = f"Use {SYNTHETIC_IMAGES}, or a folder with images.npy and labels.npy"
+            problem = Problem("data-not-for-images", rule, path="data.path", value=job.data.path, fix=fix)
+            raise UserError(problem)
+        check_images(folder, shape, job.data.eval_fraction)
+    _say_epochs(output, job, len(open_images(job.data.path, "train", shape, job.data.eval_fraction)))
+    return folder
+
+
+def _say_epochs(output: Output, job: Job, available: int) -> None:
+    samples = job.train.steps * job.train.global_batch
+    if samples > available:
+        output.say(f"data: {samples} samples are asked for, so all are read {samples / available:.1f} times")
 
 
 def _refuse_preparing(data: Data) -> None:

@@ -50,7 +50,7 @@ def describe_plan(output: Output, plan: Plan) -> None:
     for reason in plan.reasons:
         output.say(f"  {reason}")
     low, high = format_seconds(plan.step_s / UNCERTAINTY), format_seconds(plan.step_s * UNCERTAINTY)
-    rate = format_rate(plan.tokens_per_step / plan.step_s, "tokens")
+    rate = format_rate(plan.tokens_per_step / plan.step_s, job.unit)
     output.say(
         f"  predicted step {format_seconds(plan.step_s)} ({low} to {high}), {rate}, MFU {plan.mfu:.0%}"
     )

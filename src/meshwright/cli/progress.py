@@ -25,8 +25,9 @@ PLAIN_LINES = 20
 class ProgressView:
     """Shows events of rank 0, and whatever any rank has to complain about."""
 
-    def __init__(self, console: Console, steps: int) -> None:
+    def __init__(self, console: Console, steps: int, unit: str) -> None:
         self._console = console
+        self._unit = unit
         self._steps = steps
         self._first = 0
         self._started = time.monotonic()
@@ -81,7 +82,7 @@ class ProgressView:
         rate = format_count(event["tokens_per_s"])
         loss = _shown(event["loss"])
         text = (
-            f"step {step}/{self._steps} loss {loss} {rate} tokens/s "
+            f"step {step}/{self._steps} loss {loss} {rate} {self._unit}/s "
             f"MFU {event['mfu']:.1%} device {'?' if busy is None else f'{busy:.0%}'} left {left}"
         )
         if self._bar is not None and self._task is not None:
@@ -98,7 +99,7 @@ class Audience:
 
     def __init__(self, console: Console, job: Job, run_dir: Path) -> None:
         self.record = RunRecord()
-        self._view = ProgressView(console, job.train.steps)
+        self._view = ProgressView(console, job.train.steps, job.unit)
         self._curves = TensorBoardSink(run_dir) if job.train.tensorboard else None
 
     @contextmanager

@@ -28,6 +28,7 @@ from meshwright.plan.contract import PLAN_FILE, Plan, build_plan, is_plan, layou
 from meshwright.spec.cluster import find_gpus
 from meshwright.spec.job import Job
 from meshwright.spec.load import load_job
+from meshwright.spec.model import BATCH_NORM_NOTE
 from meshwright.spec.presets import preset_names
 from meshwright.survive.checkpoint.manifest import (
     check_same_job,
@@ -101,6 +102,8 @@ def prepare_run(
         _require_devices(job, plan.world_size)
     data_dir = settle_data(output, job)
     describe_plan(output, plan)
+    if job.mixes_samples:
+        output.warn(BATCH_NORM_NOTE)
     cores = job.cluster.world_size
     if plan.world_size > cores:
         output.warn(f"{plan.world_size} ranks share {cores} {job.cluster.device_name}s: it works, but slower")

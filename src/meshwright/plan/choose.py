@@ -13,6 +13,8 @@ from meshwright.plan.compute import StepTime, estimate_step
 from meshwright.plan.ledger import Ledger, predict_ledger
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
+from meshwright.spec.legality import divisors
+from meshwright.spec.model import BATCH_NORM_NOTE, ResNetModel
 
 USABLE_MEMORY = 0.92
 """Share of a device's memory that tensors may take: the rest is the framework's and the allocator's."""
@@ -62,14 +64,21 @@ def search_layouts(job: Job) -> Search:
         degrees = [job.layout.dp_replicate]
     else:
         degrees = list(range(1, min(job.cluster.world_size, job.train.global_batch) + 1))
-        micro = job.layout.micro_batch or 1
-        legal = [n for n in degrees if micro <= -(-job.train.global_batch // n)]
+        legal = [n for n in degrees if _can_deal(job, n)]
         illegal, degrees = len(degrees) - len(legal), legal
     candidates = [
         evaluate(job, dataclasses.replace(job.layout, mode="given", dp_replicate=n)) for n in degrees
     ]
     candidates.sort(key=lambda c: (not c.fits, c.time.total_s))
     return Search(tuple(candidates), len(candidates), illegal, time.perf_counter() - started)
+
+
+def _can_deal(job: Job, ranks: int) -> bool:
+    """Whether the micro-batch, where it is given, suits the share of a rank."""
+    batch, micro = job.train.global_batch, job.layout.micro_batch or 1
+    if isinstance(job.model, ResNetModel) and job.mixes_samples:  # nothing may be padded
+        return batch % (ranks * micro) == 0 and batch // ranks >= job.model.least_micro_batch
+    return micro <= -(-batch // ranks)
 
 
 def evaluate(job: Job, layout: Layout) -> Candidate:
@@ -90,6 +99,8 @@ def _largest_micro_batch(job: Job, layout: Layout, share: int, usable: int) -> i
     """The largest that fits and leaves at least 2 x pp micro-batches, evened out; 1 if none does."""
     low, high = 1, -(-share // min(share, 2 * layout.pp))
     placed = dataclasses.replace(job, layout=layout)
+    if isinstance(job.model, ResNetModel) and job.mixes_samples:
+        return _largest_divisor(placed, job.model.least_micro_batch, high, share, usable)
     while low < high:
         middle = (low + high + 1) // 2
         if predict_ledger(placed, middle, -(-share // middle)).first_peak_bytes <= usable:
@@ -97,6 +108,15 @@ def _largest_micro_batch(job: Job, layout: Layout, share: int, usable: int) -> i
         else:
             high = middle - 1
     return -(-share // -(-share // low))
+
+
+def _largest_divisor(job: Job, least: int, most: int, share: int, usable: int) -> int:
+    """The same where nothing may be padded: the largest that fits of those that divide the share."""
+    sizes = [d for d in divisors(share) if least <= d <= max(least, most)] or [share]
+    for size in reversed(sizes):
+        if predict_ledger(job, size, share // size).first_peak_bytes <= usable:
+            return size
+    return sizes[0]
 
 
 def explain_choice(job: Job, search: Search) -> list[str]:
@@ -111,7 +131,10 @@ def explain_choice(job: Job, search: Search) -> list[str]:
     reasons += [_why_not(best, other) for other in search.candidates[1:4]]
     if job.layout.micro_batch is None:
         rule = "the largest that fits and leaves two micro-batches a stage"
+        rule += " and divides a rank's share" if job.mixes_samples else ""
         reasons.append(f"micro_batch={best.layout.micro_batch}: {rule}")
+    if job.mixes_samples:
+        reasons.append(BATCH_NORM_NOTE)
     padding = best.layout.dp_replicate * best.micro_batches * (best.layout.micro_batch or 1)
     if padding > job.train.global_batch:
         empty = padding - job.train.global_batch
@@ -143,6 +166,7 @@ def require_fit(job: Job, search: Search) -> Candidate:
             f"{format_bytes(closest.ledger.first_peak_bytes)} a device, {format_bytes(usable)} of "
             f"{format_bytes(job.cluster.memory_bytes)} are usable; the largest line is {largest.name} "
             f"with {format_bytes(largest.bytes)}",
-            fix="Use a smaller model or data.seq_len, or devices with more memory",
+            fix=f"Use a smaller model{'' if job.unit == 'images' else ' or data.seq_len'}, "
+            "or devices with more memory",
         )
     )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.buckets import bucket_parameters
-from meshwright.plan.shapes import list_parameters
+from meshwright.plan.shapes import FLOAT32_BYTES, count_statistics, list_parameters
 from meshwright.spec.job import Job
 
 INT32_BYTES = 4
@@ -44,12 +44,15 @@ def predict_traffic(job: Job) -> list[Traffic]:
     parameters = list_parameters(job.model)
     buckets = bucket_parameters(parameters, job.layout.bucket_mb)
     wire_bytes = sum(p.count for p in parameters) * WIRE_BYTES[job.compression.kind]
-    return [
+    rows = [
         _fixed_buckets(len(parameters), buckets, ranks),
         Traffic("dp_replicate", "all_reduce", "step", ranks, len(buckets), wire_bytes),
         Traffic("control", "all_reduce", "step", ranks, 1, CONTROL_STEP_VALUES * FLOAT64_BYTES),
         Traffic("control", "all_reduce", "eval", ranks, 1, CONTROL_EVAL_VALUES * FLOAT64_BYTES),
     ]
+    if statistics := count_statistics(job.model):  # averaged at the end of a step, all in one call
+        rows.append(Traffic("dp_replicate", "all_reduce", "step", ranks, 1, statistics * FLOAT32_BYTES))
+    return rows
 
 
 def _fixed_buckets(parameters: int, buckets: Sequence[object], ranks: int) -> Traffic:

@@ -89,11 +89,11 @@ class SampleOrder:
     def _keys(self, epoch: Int64s, first: Int64s) -> Uint64s:
         """One key for each (seed, epoch, window); a window is known by its first sample."""
         seed = np.asarray([self.seed & _MASK_64], dtype=np.uint64)
-        key = _mix(_mix(seed + _GOLDEN) + epoch.astype(np.uint64) * _GOLDEN)
-        return _mix(key ^ _mix(first.astype(np.uint64) + _GOLDEN))
+        key = mix(mix(seed + _GOLDEN) + epoch.astype(np.uint64) * _GOLDEN)
+        return mix(key ^ mix(first.astype(np.uint64) + _GOLDEN))
 
 
-def _mix(x: Uint64s) -> Uint64s:
+def mix(x: Uint64s) -> Uint64s:
     """SplitMix64's finalizer; arrays only, because NumPy warns when a scalar overflows."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -124,5 +124,5 @@ def _feistel(value: Uint64s, half: Uint64s, key: Uint64s) -> Uint64s:
     left, right = value >> half, value & mask
     for _ in range(_ROUNDS):
         key = key + _GOLDEN
-        left, right = right, left ^ (_mix(right ^ key) & mask)
+        left, right = right, left ^ (mix(right ^ key) & mask)
     return (left << half) | right

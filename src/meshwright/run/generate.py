@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from meshwright.core.errors import Problem, UserError
 from meshwright.prepare.tokenizer import load_tokenizer
 from meshwright.run.models.decoder import Decoder
 from meshwright.spec.model import DecoderModel
@@ -17,6 +18,9 @@ from meshwright.survive.checkpoint.plain import load_tensors
 def load_model(checkpoint: Path, device: torch.device) -> Decoder:
     """The model of a checkpoint that has been verified."""
     manifest = read_manifest(checkpoint)
+    if manifest.model.get("architecture") == "resnet":
+        rule, fix = "is a model of images: it writes no text", "Give a checkpoint of a decoder"
+        raise UserError(Problem("generate-not-text", rule, path=str(checkpoint), fix=fix))
     model = Decoder(DecoderModel(**manifest.model), manifest.seq_len)
     tensors = load_tensors(checkpoint, MODEL_FILE)
     with torch.no_grad():

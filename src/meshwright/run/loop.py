@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from meshwright.core.errors import Problem, RunFailedError
 from meshwright.run.mesh import move
 from meshwright.run.optimizer import lr_at, set_lr
-from meshwright.run.parallel.apply import without_reduction
+from meshwright.run.parallel.apply import agree_on_statistics, without_reduction
 from meshwright.run.probe import Utilisation, find_peak
-from meshwright.run.session import Session, save
+from meshwright.run.session import Session, model_tensors, save
 from meshwright.run.step_audit import StepAudit
 from meshwright.survive.checkpoint.manifest import mark_best, rotate
 
@@ -59,6 +59,7 @@ def train_step(session: Session, meter: Meter) -> bool:
         session.audit.after_backward()
     lr = lr_at(session.step, session.job.train)
     grad_norm = update(session, lr)
+    agree_on_statistics(session.model, session.job, session.ranks)
     # The first look at a device value in this step: all its work is queued by now.
     loss_sum, counted, stops = session.ranks.add_up([own_loss, own_targets, session.stop_wanted])
     assert counted == divisor, f"{counted:.0f} targets were trained on, {divisor} were expected"
@@ -122,14 +123,17 @@ def evaluate(session: Session) -> float | None:
     available = len(session.eval_batches.dataset)
     samples = np.arange(min(available, session.job.train.eval_samples))
     if not len(samples):
-        session.events.write("no_evaluation", reason="the held-out split has less than one sequence")
+        session.events.write("no_evaluation", reason="the held-out split has less than one sample")
         return None
     device = session.ranks.device
     loss_sum, targets_seen = 0.0, 0
+    if session.job.mixes_samples:  # a batch norm then reads its running statistics
+        session.model.eval()
     for batch in session.eval_batches.micro_batches(samples):
         with precision(session):
             loss_sum += session.model(*[move(t, device) for t in batch]).item()
         targets_seen += int((batch[1] >= 0).sum())
+    session.model.train()
     loss_sum, counted = session.ranks.add_up([loss_sum, float(targets_seen)])
     session.events.write("eval", step=session.step, loss=loss_sum / counted, samples=len(samples))
     return loss_sum / counted
@@ -186,8 +190,8 @@ class Saver:
         session = self._session
         started = time.perf_counter()
         self._saved_at = time.monotonic()
-        for name, parameter in session.model.named_parameters():
-            if not bool(torch.isfinite(parameter).all()):  # never over a good checkpoint
+        for name, tensor in model_tensors(session).items():
+            if not bool(torch.isfinite(tensor).all()):  # never over a good checkpoint
                 raise _diverged(session, f"weight {name}", float("nan"))
         try:
             path = save(session, eval_loss)

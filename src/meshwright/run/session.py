@@ -22,12 +22,15 @@ from meshwright.prepare.shards import ShardFolder
 from meshwright.prepare.tokenizer import TOKENIZER_FILE
 from meshwright.run.batches import Batcher
 from meshwright.run.collectives.counter import CollectiveCounter
+from meshwright.run.image_batches import ImageBatcher, open_image_batches
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder
 from meshwright.run.models.init import build_model
+from meshwright.run.models.resnet import ResNet
 from meshwright.run.optimizer import build_optimizer
 from meshwright.run.parallel.apply import apply_layout
 from meshwright.spec.job import Job
+from meshwright.spec.model import ResNetModel
 from meshwright.survive.checkpoint import plain
 from meshwright.survive.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, Manifest, read_manifest
 
@@ -44,15 +47,15 @@ class Session:
     ranks: Ranks
     counter: CollectiveCounter
     events: EventWriter
-    model: Decoder
+    model: Decoder | ResNet
     module: nn.Module
     """The model as the layout wraps it; what is called."""
     optimizer: torch.optim.AdamW
-    train_batches: Batcher
-    eval_batches: Batcher
+    train_batches: Batcher | ImageBatcher
+    eval_batches: Batcher | ImageBatcher
     order: SampleOrder
     data_sha256: str
-    """Of the index, which holds the shards' own checksums."""
+    """Of the index, which holds the shards' own checksums; of images, see ``prepare.images``."""
     step: int = 0
     """Optimizer steps done."""
     first_step: int = 0
@@ -80,14 +83,8 @@ def build_session(
     if job.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
     model = build_model(job, ranks.device)
-    data_dir = Path(assignment.data_dir)
-    train_data = TokenDataset.open(data_dir, "train", job.data.seq_len)
-    eval_data = TokenDataset.open(data_dir, "eval", job.data.seq_len)
     assert job.layout.micro_batch is not None, "a plan settles the micro-batch"
-
-    def batcher(dataset: TokenDataset) -> Batcher:
-        return Batcher(dataset, ranks.rank, job.layout.data_degree, job.layout.micro_batch or 1)
-
+    train_batches, eval_batches, data_sha256 = _open_data(job, Path(assignment.data_dir), ranks)
     session = Session(
         plan=plan,
         assignment=assignment,
@@ -97,14 +94,29 @@ def build_session(
         model=model,
         module=apply_layout(model, job, ranks),
         optimizer=build_optimizer(model, job.train),
-        train_batches=batcher(train_data),
-        eval_batches=batcher(eval_data),
-        order=SampleOrder(train_data.shard_sample_counts, job.train.seed),
-        data_sha256=hashlib.sha256(ShardFolder.open(data_dir).index.to_bytes()).hexdigest(),
+        train_batches=train_batches,
+        eval_batches=eval_batches,
+        order=SampleOrder(train_batches.dataset.shard_sample_counts, job.train.seed),
+        data_sha256=data_sha256,
     )
     if assignment.resume_from is not None:
         _resume(session, Path(assignment.resume_from))
     return session
+
+
+def _open_data(
+    job: Job, data_dir: Path, ranks: Ranks
+) -> tuple[Batcher, Batcher, str] | tuple[ImageBatcher, ImageBatcher, str]:
+    """This rank's samples to train on and to evaluate with, and the identity of the data."""
+    if isinstance(job.model, ResNetModel):
+        return open_image_batches(job, job.model, data_dir, ranks.rank)
+
+    def batcher(split: str) -> Batcher:
+        dataset = TokenDataset.open(data_dir, split, job.data.seq_len)
+        return Batcher(dataset, ranks.rank, job.layout.data_degree, job.layout.micro_batch or 1)
+
+    digest = hashlib.sha256(ShardFolder.open(data_dir).index.to_bytes()).hexdigest()
+    return batcher("train"), batcher("eval"), digest
 
 
 def optimizer_tensors(session: Session) -> dict[str, Tensor]:
@@ -118,8 +130,11 @@ def optimizer_tensors(session: Session) -> dict[str, Tensor]:
 
 
 def model_tensors(session: Session) -> dict[str, Tensor]:
-    """The parameters by name; a tied head is not a second one."""
-    return {name: parameter.detach() for name, parameter in session.model.named_parameters()}
+    """The parameters by name, a tied head not a second time, and the running statistics of batch norms."""
+    tensors = {name: parameter.detach() for name, parameter in session.model.named_parameters()}
+    if session.job.mixes_samples:
+        tensors |= dict(session.model.named_buffers())
+    return tensors
 
 
 def save(session: Session, eval_loss: float | None) -> Path:
@@ -141,10 +156,9 @@ def save(session: Session, eval_loss: float | None) -> Path:
         eval_loss=eval_loss,
         best_eval_loss=None if math.isinf(session.best_eval_loss) else session.best_eval_loss,
     )
-    tokenizer = session.train_batches.dataset.tokenizer_folder / TOKENIZER_FILE
-    return plain.save_checkpoint(
-        root, manifest, model_tensors(session), optimizer_tensors(session), (tokenizer,)
-    )
+    data = session.train_batches.dataset
+    extra = (data.tokenizer_folder / TOKENIZER_FILE,) if isinstance(data, TokenDataset) else ()
+    return plain.save_checkpoint(root, manifest, model_tensors(session), optimizer_tensors(session), extra)
 
 
 @torch.no_grad()

@@ -21,7 +21,10 @@ from meshwright.spec.fields import (
     Positive,
 )
 from meshwright.spec.layout import Layout
-from meshwright.spec.model import TaggedModel
+from meshwright.spec.model import ResNetModel, TaggedModel
+
+SYNTHETIC_IMAGES = "builtin:synthetic-images"
+"""The path of images that are computed, not read."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,9 @@ class Data:
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
     path: Location
-    """A prepared folder, a text file, a folder or glob of text, or `builtin:python-stdlib`."""
+    """A prepared folder, a text file, a folder or glob of text, or `builtin:python-stdlib`; for images a folder with images.npy and labels.npy, or `builtin:synthetic-images`."""
     seq_len: Count
-    """Tokens in one sample."""
+    """Tokens in one sample; for images it is left out."""
     tokenizer: str | None = None
     """`byte` (if left out), `bpe:SIZE` (trained on the corpus), or the path of a tokenizer.json."""
     mask: Literal["causal", "document"] = "causal"
@@ -41,7 +44,7 @@ class Data:
     prompt_masking: Flag = False
     """Count no loss on prompts."""
     eval_fraction: Annotated[float, Field(gt=0, le=0.5, strict=True)] | None = None
-    """Share of the documents held out for evaluation; 0.01 if left out."""
+    """Share of the documents or images held out for evaluation; 0.01 if left out."""
     cache: Location = ".meshwright/data"
     """Where a corpus that is not a prepared folder is prepared."""
 
@@ -165,3 +168,13 @@ class Job:
     survive: Survive = field(default_factory=Survive)
     consistency: Consistency = field(default_factory=Consistency)
     compression: Compression = field(default_factory=Compression)
+
+    @property
+    def unit(self) -> str:
+        """What a target is a part of, for people: a loss, a rate or a batch counts these."""
+        return "images" if isinstance(self.model, ResNetModel) else "tokens"
+
+    @property
+    def mixes_samples(self) -> bool:
+        """Whether samples of a micro-batch see each other (batch norm): the loss then depends on the layout."""
+        return isinstance(self.model, ResNetModel) and self.model.norm == "batch"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.core.errors import Problem
-from meshwright.spec.job import Job
+from meshwright.spec.job import SYNTHETIC_IMAGES, Job
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import DecoderModel, ResNetModel
 
@@ -44,6 +44,9 @@ def find_problems(job: Job) -> list[Problem]:
 def nearest_legal_layout(job: Job) -> Layout:
     """The layout closest to the asked one that this version runs: the same ranks, as replicas."""
     world_size = min(job.layout.world_size, job.cluster.world_size)
+    if job.mixes_samples:
+        most = job.train.global_batch
+        return Layout(mode="given", dp_replicate=max(d for d in divisors(most) if d <= world_size))
     micro, share = job.layout.micro_batch, -(-job.train.global_batch // world_size)
     return Layout(
         mode="given",
@@ -217,11 +220,73 @@ def _check_positions(job: Job) -> Problem | None:
 def _check_image_data(job: Job) -> Problem | None:
     if not isinstance(job.model, ResNetModel):
         return None
-    for path, plain in (("data.seq_len", 1), ("data.mask", "causal"), ("data.prompt_masking", False)):
+    if job.data.path.startswith("builtin:") and job.data.path != SYNTHETIC_IMAGES:
+        fix = f"Use {SYNTHETIC_IMAGES}, or a folder with images.npy and labels.npy"
+        rule = "is text; this model reads images"
+        return Problem("data-not-for-images", rule, path="data.path", value=job.data.path, fix=fix)
+    for path, plain in TEXT_SETTINGS:
         if (value := _read(job, path)) != plain:
             rule = "is a setting of text; this model reads images"
             leaf = path.rpartition(".")[2]
             return Problem("data-not-for-images", rule, path=path, value=value, fix=f"Leave {leaf} out")
+    return None
+
+
+def _check_text_data(job: Job) -> Problem | None:
+    if isinstance(job.model, ResNetModel) or job.data.path != SYNTHETIC_IMAGES:
+        return None
+    fix = "Use builtin:python-stdlib, or a path of text"
+    rule = "is images; this model reads text"
+    return Problem("data-not-for-text", rule, path="data.path", value=job.data.path, fix=fix)
+
+
+def _check_image_split(job: Job) -> Problem | None:
+    if job.data.path != SYNTHETIC_IMAGES or job.data.eval_fraction is None:
+        return None
+    rule, fix = f"has no effect: {SYNTHETIC_IMAGES} has its own held-out images", "Leave it out"
+    value = job.data.eval_fraction
+    return Problem("data-already-split", rule, path="data.eval_fraction", value=value, fix=fix)
+
+
+def _check_image_recompute(job: Job) -> Problem | None:
+    layout, path = job.layout, "layout.recompute"
+    if not isinstance(job.model, ResNetModel) or layout.recompute == "none":
+        return None
+    if layout.recompute == "selective":
+        rule = "keeps matrix products, and the products of a ResNet are convolutions"
+        return Problem(
+            "layout-recompute-images", rule, path=path, value="selective", fix=f"Use {path}=full or none"
+        )
+    if job.mixes_samples:
+        rule = "runs each block twice, and model.norm=batch would count its statistics twice"
+        fix = f"Use {path}=none, or model.norm=group"
+        return Problem("layout-recompute-images", rule, path=path, value=layout.recompute, fix=fix)
+    return None
+
+
+def _check_batch_norm(job: Job) -> Problem | None:
+    """Batch norm must never see zero-weight samples, so that nothing may be left to pad."""
+    if not job.mixes_samples:
+        return None
+    code, batch, layout = "layout-batch-norm", job.train.global_batch, job.layout
+    assert isinstance(job.model, ResNetModel), "only a ResNet has batch norms"
+    ranks, least = layout.data_degree, job.model.least_micro_batch
+    if batch % ranks:
+        rule = f"does not divide train.global_batch={batch}; with model.norm=batch no rank may pad its share"
+        near = [d for d in divisors(batch) if d <= 2 * ranks]
+        fix = f"Use {_list(near[-4:])}, or model.norm=group"
+        return Problem(code, rule, path="layout.dp_replicate", value=ranks, fix=fix)
+    share, micro = batch // ranks, layout.micro_batch
+    if share < least:
+        rule = f"gives a rank {share} of the {least} samples that model.norm=batch needs: its last stage sees "
+        rule += "one pixel an image, and one value has no variance"
+        fix = "Use a larger train.global_batch or model.image_size, or fewer ranks"
+        return Problem(code, rule, path="train.global_batch", value=batch, fix=fix)
+    if micro is not None and micro <= share and (share % micro or micro < least):
+        rule = f"does not cut a rank's {share} samples (train.global_batch={batch} / {ranks}) into equal parts of "
+        rule += f"{least} or more; with model.norm=batch none may be padded"
+        fix = f"Use {_list([d for d in divisors(share) if d >= least][:8])}, or model.norm=group"
+        return Problem(code, rule, path="layout.micro_batch", value=micro, fix=fix)
     return None
 
 
@@ -262,6 +327,15 @@ def _check_lr_base(job: Job) -> Problem | None:
     )
 
 
+TEXT_SETTINGS: tuple[tuple[str, Any], ...] = (
+    ("data.seq_len", 1),
+    ("data.tokenizer", None),
+    ("data.mask", "causal"),
+    ("data.prompt_masking", False),
+    ("data.cache", ".meshwright/data"),
+)
+"""Keys of text and what they are where nobody set them."""
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "model-heads-width",
@@ -277,9 +351,23 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("model-norm-groups", "`model.norm_groups` divides `model.width`.", _check_norm_groups),
     Rule(
-        "data-not-for-images", "A ResNet takes no `seq_len`, `mask` or `prompt_masking`.", _check_image_data
+        "data-not-for-images",
+        "A ResNet reads images, and takes no `seq_len`, `tokenizer`, `mask`, `prompt_masking` or `cache`.",
+        _check_image_data,
     ),
+    Rule("data-not-for-text", "A decoder reads text.", _check_text_data),
+    Rule("data-already-split", "`eval_fraction` is for data that are not split already.", _check_image_split),
     Rule("layout-image-axes", "A ResNet is replicated: no `pp`, `cp` or `tp`.", _check_image_layout),
+    Rule(
+        "layout-recompute-images",
+        'A ResNet recomputes `"none"` or `"full"`, and with batch norm nothing.',
+        _check_image_recompute,
+    ),
+    Rule(
+        "layout-batch-norm",
+        'With `norm = "batch"`, ranks x `micro_batch` divides `train.global_batch`: padding would be counted.',
+        _check_batch_norm,
+    ),
     _divides("layout-tp-heads", "layout.tp", "model.num_heads", "heads split evenly over tp"),
     _divides("layout-tp-kv-heads", "layout.tp", "model.num_kv_heads", "key heads split evenly over tp"),
     _divides("layout-tp-ffn", "layout.tp", "model.ffn_size", "the feed-forward splits evenly over tp"),

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.spec.cluster import count_cores, find_gpus, machine_memory_bytes
-from meshwright.spec.job import Job
+from meshwright.spec.job import SYNTHETIC_IMAGES, Job
 from meshwright.spec.layout import DEGREES
 from meshwright.spec.legality import find_problems
 from meshwright.spec.presets import preset_names, read_preset
@@ -29,6 +29,7 @@ Tree = dict[str, Any]
 PLAN_KEY = "meshwright_plan"
 """A file with this key is a plan; its job lies under ``job``."""
 
+PRESET_IMAGE_DATA: Tree = {"data": {"path": SYNTHETIC_IMAGES}}
 PRESET_JOB: Tree = {
     "data": {"path": "builtin:python-stdlib", "seq_len": 4096},
     "train": {"steps": 1000, "global_batch": 512, "precision": "bf16"},
@@ -127,7 +128,11 @@ def read_tree(source: str) -> Tree:
     """The raw tables of a job file, of the job inside a plan, or of a bare model preset."""
     path = Path(source)
     if not path.exists() and source in preset_names("models"):
-        return {"name": source, "model": {"preset": source}, **copy.deepcopy(PRESET_JOB)}
+        tree = {"name": source, "model": {"preset": source}, **copy.deepcopy(PRESET_JOB)}
+        fields = read_preset("models", source)
+        if isinstance(fields, dict) and fields.get("architecture") == "resnet":
+            tree |= copy.deepcopy(PRESET_IMAGE_DATA)
+        return tree
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

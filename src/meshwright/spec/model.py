@@ -114,7 +114,23 @@ class ResNetModel:
     init_std: Positive = 0.01
     """Standard deviation of the classifier's initial weights; convolutions start as He et al. say."""
 
+    @property
+    def last_side(self) -> int:
+        """Height and width that the last stage is left with: every halving rounds up."""
+        halvings = len(self.blocks) - 1 + (2 if self.stem == "imagenet" else 0)
+        return -(-self.image_size // 2**halvings)
 
+    @property
+    def least_micro_batch(self) -> int:
+        """Samples that a micro-batch needs: a batch norm over a single value has no variance."""
+        return 2 if self.norm == "batch" and self.last_side == 1 else 1
+
+
+BATCH_NORM_NOTE = (
+    "model.norm=batch mixes the samples of a micro-batch: the loss depends on layout and micro-batch, "
+    "and the promise of equal losses does not hold"
+)
+"""What is said wherever a batch norm is planned, run or audited."""
 BOTTLENECK_GROWTH = 4
 """How many times wider than its inner convolutions a bottleneck block ends."""
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import nn
 
 from meshwright.run.mesh import Ranks
-from meshwright.run.parallel.data import FixedBucketDDP, apply_replicate
+from meshwright.run.parallel.data import FixedBucketDDP, apply_replicate, average_statistics
 from meshwright.spec.job import Job
 
 
@@ -23,3 +23,9 @@ def without_reduction(module: nn.Module, last: bool) -> AbstractContextManager[N
     if isinstance(module, FixedBucketDDP) and not last:
         return module.no_sync()
     return nullcontext()
+
+
+def agree_on_statistics(module: nn.Module, job: Job, ranks: Ranks) -> None:
+    """After a step: what batch norms have seen becomes the same on all ranks; other models have nothing."""
+    if job.mixes_samples and job.layout.dp_replicate > 1:
+        average_statistics(module, ranks)

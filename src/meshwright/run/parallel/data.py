@@ -68,6 +68,20 @@ HOOKS = {
 }
 
 
+@torch.no_grad()
+def average_statistics(module: nn.Module, ranks: Ranks) -> None:
+    """Running statistics become their mean over the replicas: every rank sends its own and gets the sum.
+
+    So evaluation and checkpoints do not depend on the rank. All travel in one call.
+    """
+    buffers = list(module.buffers())
+    flat = torch.cat([buffer.flatten() for buffer in buffers])
+    dist.all_reduce(flat, group=ranks.group("dp_replicate"))
+    flat /= ranks.world_size
+    for buffer, mean in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+        buffer.copy_(mean.view_as(buffer))
+
+
 def apply_replicate(module: nn.Module, job: Job, ranks: Ranks) -> FixedBucketDDP:
     """Wrap a module whose weights are already equal on all ranks: nothing is broadcast."""
     group = ranks.group("dp_replicate")
