@@ -60,9 +60,8 @@ def describe_audit(output: Output, plan: Plan, record: RunRecord, verdict: Audit
     output.say()
     if record.tokens_per_s:
         measured_s = record.tokens_per_step / record.tokens_per_s
-        rate = (
-            f"{format_rate(record.tokens_per_s, plan.job.unit)}, MFU {record.mfu or 0:.1%} of {record.peak_basis}"
-        )
+        rate = format_rate(record.tokens_per_s, plan.job.unit)
+        rate += f", MFU {record.mfu or 0:.1%} of {record.peak_basis}"
         output.say(
             f"Step: predicted {format_seconds(plan.step_s)}, measured {format_seconds(measured_s)} "
             f"({rate}); shown, not judged"

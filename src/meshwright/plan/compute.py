@@ -54,8 +54,8 @@ class StepTime:
 def flops_per_token(model: Model, seq_len: int) -> float:
     """Forward and backward FLOPs of one token, or of one image.
 
-    Of a token: 6 for each parameter that multiplies activations (the head included, the input embedding not), plus
-    attention with the causal half counted once: 2 products x 2 x seq_len / 2 x query width, times 3.
+    Of a token: 6 for each parameter that multiplies activations (the head included, the input embedding not),
+    plus attention with the causal half counted once: 2 products x 2 x seq_len / 2 x query width, times 3.
     Of an image: see ``image_flops``.
     """
     if isinstance(model, ResNetModel):

@@ -242,7 +242,7 @@ class _Walk:
         self.moments.append(Moment(name, self.activations, self.temporary + extra, self.gradients, formula))
 
     def _make(self, name: str, made: int, read: int = 0, saved: int = 0) -> None:
-        """An operation: its results come to life, then the gradient that it read and what it had saved die."""
+        """An operation: its results come to life, then the gradient that it read and what it saved die."""
         self._at(name, made)
         self.temporary += made - read
         self.activations -= saved

@@ -1,4 +1,4 @@
-"""Every convolution of a ResNet with its image sizes: what its parameters, FLOPs and memory are counted from."""
+"""Every convolution of a ResNet with its image sizes: parameters, FLOPs and memory are counted from them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def list_convs(model: ResNetModel) -> NetShape:
 def _block(model: ResNetModel, name: str, inner: int, width: int, side: int, after: int) -> BlockShape:
     if model.bottleneck:
         outer = width * BOTTLENECK_GROWTH
-        parts = (
+        parts: tuple[Conv, ...] = (
             Conv(f"{name}.parts.0", inner, width, 1, side, side),
             Conv(f"{name}.parts.1", width, width, 3, side, after),
             Conv(f"{name}.parts.2", width, outer, 1, after, after),

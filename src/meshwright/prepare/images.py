@@ -1,12 +1,12 @@
 """Images with labels: a folder of two arrays, or a synthetic set that is computed and never stored.
 
-A folder has ``images.npy`` (N x C x H x W or N x H x W x C, uint8 or float32) and ``labels.npy`` (N integers),
-which are mapped, not loaded. Images are held out for evaluation by ``eval_images.npy`` and
+A folder has ``images.npy`` (N x C x H x W or N x H x W x C, uint8 or float32) and ``labels.npy`` (N whole
+numbers), which are mapped, not loaded. Images are held out for evaluation by ``eval_images.npy`` and
 ``eval_labels.npy`` if they are there; else by a hash of an image's number, so that images appended later move
 none of the earlier ones from one split to the other.
 
-What is read is what the model reads: float32, channels first. Bytes 0 to 255 become -1 to 1; float32 images are
-passed on as they are, so whoever wrote them has normalised them.
+What is read is what the model reads: float32, channels first. Bytes 0 to 255 become -1 to 1; float32 images
+are passed on as they are, so whoever wrote them has normalised them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.prepare.order import mix
+from meshwright.prepare.order import Uint64s, mix
 from meshwright.spec.job import SYNTHETIC_IMAGES
 
 SYNTHETIC_SAMPLES = {"train": 4096, "eval": 512}
@@ -53,7 +53,7 @@ class ImageShape:
 
 
 class SyntheticImages:
-    """Waves whose direction, length and colour are the class's, under noise; a function of the number alone."""
+    """Waves whose direction, length and colour are the class's, under noise; a function of the number."""
 
     sha256 = hashlib.sha256(b"meshwright synthetic images 1").hexdigest()
 
@@ -67,12 +67,12 @@ class SyntheticImages:
 
     def read(self, indices: npt.ArrayLike) -> tuple[Float32s, Int64s]:
         """Images (n, channels, side, side) and labels (n)."""
-        numbers = _checked(indices, len(self)).astype(np.uint64) + np.uint64(self._first)
+        numbers: Uint64s = (_checked(indices, len(self)) + self._first).astype(np.uint64)
         shape = self.shape
         drawn = _draw(numbers)
         labels = (drawn % np.uint64(shape.classes)).astype(np.int64)
         phase = _unit(mix(drawn)) * 2 * np.pi
-        places = mix(drawn + _GOLDEN)[:, None] + np.arange(shape.pixels, dtype=np.uint64)
+        places = np.add.outer(mix(drawn + _GOLDEN), np.arange(shape.pixels, dtype=np.uint64))
         noise = _unit(_draw(places)).reshape(-1, shape.channels, shape.side, shape.side)
         angle = np.pi * labels / shape.classes
         waves = 2 + labels % 3
@@ -205,7 +205,9 @@ def _find_problems(folder: Path, prefix: str, shape: ImageShape) -> list[Problem
         return problems
     images, labels = opened
     problems = _check_array(images_path, images, shape) + _check_labels(labels_path, labels, shape)
-    if labels.ndim and images.ndim and len(images) != len(labels):
+    if problems:  # only arrays of the right kind are counted
+        return problems
+    if len(images) != len(labels):
         rule = f"has {len(images)} images, and {labels_path.name} has {len(labels)} labels"
         problems.append(Problem("data-images-count", rule, path=str(images_path), fix="Give one for each"))
     elif not len(labels):
@@ -270,11 +272,11 @@ def _checked(indices: npt.ArrayLike, count: int) -> Int64s:
     return wanted
 
 
-def _draw(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _draw(numbers: Uint64s) -> Uint64s:
     """64 random bits for each number, by SplitMix64."""
     return mix((numbers + np.uint64(1)) * _GOLDEN)
 
 
-def _unit(drawn: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+def _unit(drawn: Uint64s) -> npt.NDArray[np.float64]:
     """64 random bits as a number from 0 to 1; the upper 53, which float64 holds exactly."""
     return (drawn >> np.uint64(11)).astype(np.float64) / 2.0**53

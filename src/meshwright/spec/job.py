@@ -34,7 +34,8 @@ class Data:
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
     path: Location
-    """A prepared folder, a text file, a folder or glob of text, or `builtin:python-stdlib`; for images a folder with images.npy and labels.npy, or `builtin:synthetic-images`."""
+    """Text: a prepared folder, a file, a folder, a glob or `builtin:python-stdlib`. Images: a folder of arrays or
+    `builtin:synthetic-images`."""
     seq_len: Count
     """Tokens in one sample; for images it is left out."""
     tokenizer: str | None = None
@@ -176,5 +177,5 @@ class Job:
 
     @property
     def mixes_samples(self) -> bool:
-        """Whether samples of a micro-batch see each other (batch norm): the loss then depends on the layout."""
+        """Whether samples of a micro-batch see each other (batch norm): the layout then changes the loss."""
         return isinstance(self.model, ResNetModel) and self.model.norm == "batch"

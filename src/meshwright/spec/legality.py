@@ -278,13 +278,17 @@ def _check_batch_norm(job: Job) -> Problem | None:
         return Problem(code, rule, path="layout.dp_replicate", value=ranks, fix=fix)
     share, micro = batch // ranks, layout.micro_batch
     if share < least:
-        rule = f"gives a rank {share} of the {least} samples that model.norm=batch needs: its last stage sees "
+        rule = (
+            f"gives a rank {share} of the {least} samples that model.norm=batch needs: its last stage sees "
+        )
         rule += "one pixel an image, and one value has no variance"
         fix = "Use a larger train.global_batch or model.image_size, or fewer ranks"
         return Problem(code, rule, path="train.global_batch", value=batch, fix=fix)
     if micro is not None and micro <= share and (share % micro or micro < least):
-        rule = f"does not cut a rank's {share} samples (train.global_batch={batch} / {ranks}) into equal parts of "
-        rule += f"{least} or more; with model.norm=batch none may be padded"
+        rule = (
+            f"does not cut a rank's {share} samples (train.global_batch={batch} / {ranks}) into equal parts "
+        )
+        rule += f"of {least} or more; with model.norm=batch none may be padded"
         fix = f"Use {_list([d for d in divisors(share) if d >= least][:8])}, or model.norm=group"
         return Problem(code, rule, path="layout.micro_batch", value=micro, fix=fix)
     return None
@@ -365,7 +369,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "layout-batch-norm",
-        'With `norm = "batch"`, ranks x `micro_batch` divides `train.global_batch`: padding would be counted.',
+        'With `norm = "batch"`, ranks x `micro_batch` divides `train.global_batch`: no padding is counted.',
         _check_batch_norm,
     ),
     _divides("layout-tp-heads", "layout.tp", "model.num_heads", "heads split evenly over tp"),

@@ -118,7 +118,7 @@ class ResNetModel:
     def last_side(self) -> int:
         """Height and width that the last stage is left with: every halving rounds up."""
         halvings = len(self.blocks) - 1 + (2 if self.stem == "imagenet" else 0)
-        return -(-self.image_size // 2**halvings)
+        return -(-self.image_size >> halvings)
 
     @property
     def least_micro_batch(self) -> int:

@@ -161,9 +161,8 @@ def check_same_job(manifest: Manifest, model: Model, seq_len: int, checkpoint: P
         rule = f"does not fit this job: data.seq_len is {manifest.seq_len} there and {seq_len} in the job"
         fix = "Use the same length: the position in the data counts samples of it"
         raise UserError(Problem("resume-mismatch", rule, path=str(checkpoint), fix=fix))
-    for key, value in asdict(model).items():
+    for key, value in json.loads(json.dumps(asdict(model))).items():  # tuples as the manifest has them
         there = manifest.model.get(key)
-        value = list(value) if isinstance(value, tuple) else value  # as JSON has it
         if key not in ("preset", "init_std") and there != value:
             rule = f"does not fit this job: model.{key} is {there} there and {value} in the job"
             fix = "Use the job file that it came from"

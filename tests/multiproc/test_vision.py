@@ -1,0 +1,98 @@
+"""A ResNet on real ranks: equal losses with GroupNorm, an audited batch norm, and bit-identical resumes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from meshwright.core.errors import UserError
+
+IMAGES = """
+name = "images"
+[model]
+preset = "resnet-tiny"
+image_size = 16
+[data]
+path = "builtin:synthetic-images"
+[train]
+steps = 6
+global_batch = 10
+lr = 3e-3
+warmup = 2
+eval_samples = 16
+[cluster]
+device = "cpu"
+devices_per_node = 2
+matmul_flops_per_s = 1e11
+"""
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    path = tmp_path / "images.toml"
+    path.write_text(IMAGES)
+    return path
+
+
+def test_one_to_three_ranks_give_the_same_losses_and_hold_the_plan(train):
+    """Batch 10 on three ranks is padded with zero-weight images; evaluation too; one rank recomputes."""
+    alone = train("layout.dp_replicate=1", "layout.micro_batch=10")
+    assert alone.losses[-1] != alone.losses[0]
+    for layout in (
+        ["layout.dp_replicate=2", "layout.micro_batch=2"],
+        ["layout.dp_replicate=3", "layout.recompute=full"],
+    ):
+        spread = train(*layout)
+        assert spread.result["audit_ok"]
+        assert spread.losses == pytest.approx(alone.losses, rel=1e-5), layout
+        assert spread.result["eval_loss"] == pytest.approx(alone.result["eval_loss"], rel=1e-5)
+    assert "images/s" in spread.messages
+    assert "tokens/s" not in spread.messages
+
+
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_a_resumed_run_is_bit_identical(train, tmp_path, norm):
+    """Running statistics are a part of the checkpoint, the same on both ranks; batch norm says what it is."""
+    common = ["layout.dp_replicate=2", f"model.norm={norm}", "checkpoint.every_steps=3", "train.eval_every=3"]
+    straight = train(*common)
+    assert straight.result["audit_ok"]
+    assert ("mixes the samples" in straight.messages) == (norm == "batch")
+    rescued = tmp_path / "rescued"
+    shutil.copytree(straight.run_dir / "checkpoints" / "step-00000003", rescued / "step-00000003")
+    resumed = train(*common, f"checkpoint.dir={rescued}", resume=True)
+    assert resumed.losses == straight.losses[3:]
+    assert resumed.result["eval_loss"] == straight.result["eval_loss"]
+    names = ("model.safetensors", "optimizer.safetensors")
+    for name in names:
+        ours = (rescued / "step-00000006" / name).read_bytes()
+        assert ours == (straight.run_dir / "checkpoints" / "step-00000006" / name).read_bytes(), name
+    saved = load_file(rescued / "step-00000006" / "model.safetensors")
+    statistics = [name for name in saved if name.endswith("running_var")]
+    assert bool(statistics) == (norm == "batch")
+    for name in statistics:
+        assert not bool((saved[name] == 1).all()), f"{name} never moved"
+
+
+def test_bf16_and_a_folder_of_images_train_and_text_is_refused_from_them(train, tmp_path):
+    """uint8 images with the channels last, one process in bf16; ``generate`` says that there is no text."""
+    from meshwright.cli.generate import write_text
+    from meshwright.cli.output import Output
+
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    draw = np.random.default_rng(0)
+    np.save(folder / "images.npy", draw.integers(0, 256, (40, 16, 16, 3), dtype=np.uint8))
+    np.save(folder / "labels.npy", draw.integers(0, 10, 40))
+    trained = train(f"data.path={folder}", "data.eval_fraction=0.2", "train.precision=bf16", "train.steps=3")
+    assert trained.result["audit_ok"]
+    manifest = json.loads((Path(trained.result["checkpoint"]) / "manifest.json").read_text())
+    assert manifest["model"]["architecture"] == "resnet"
+    settings = {"tokens": 1, "temperature": 0.0, "top_k": 0, "seed": 0}
+    with pytest.raises(UserError) as caught:
+        write_text(Output(as_json=True), trained.run_dir, "a", settings)
+    assert caught.value.problems[0].code == "generate-not-text"

@@ -1,0 +1,162 @@
+"""A ResNet in the plan: published counts, FLOPs by hand, batch norm's traffic, micro-batches and reasons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshwright.core.errors import UserError
+from meshwright.plan.choose import explain_choice, search_layouts
+from meshwright.plan.comms import predict_traffic
+from meshwright.plan.compute import flops_per_token
+from meshwright.plan.contract import build_plan, read_plan, write_plan
+from meshwright.plan.ledger import predict_ledger
+from meshwright.plan.resnet_shapes import list_convs
+from meshwright.plan.shapes import count_parameters, count_statistics, list_parameters
+from meshwright.spec.job import Job
+from meshwright.spec.load import build_job, load_job
+from meshwright.spec.model import ResNetModel
+
+
+def make(model: dict[str, Any] | None = None, **tables: dict[str, Any]) -> Job:
+    tree: dict[str, Any] = {
+        "model": {"preset": "resnet-tiny", **(model or {})},
+        "cluster": {"preset": "h100-sxm"},
+        "data": {"path": "builtin:synthetic-images"},
+        "train": {"steps": 4, "global_batch": 24},
+    }
+    for name, keys in tables.items():
+        tree[name] = {**tree.get(name, {}), **keys}
+    return build_job(tree)
+
+
+def codes(**arguments: Any) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        make(**arguments)
+    return [p.code for p in caught.value.problems]
+
+
+@pytest.mark.parametrize(("name", "count"), [("resnet18", 11_689_512), ("resnet50", 25_557_032)])
+def test_parameters_are_as_many_as_torchvision_has(name, count):
+    assert count_parameters(load_job(name, on="h100-sxm").model) == count
+
+
+@pytest.mark.parametrize(("name", "multiplications"), [("resnet18", 1.814e9), ("resnet50", 4.089e9)])
+def test_flops_agree_with_the_published_multiplications(name, multiplications):
+    """Three times two for each, less the input gradient of the first layer (118 million multiplications)."""
+    model = load_job(name, on="h100-sxm").model
+    first = 112 * 112 * 64 * 3 * 49
+    assert flops_per_token(model, 1) == pytest.approx(6 * multiplications - 2 * first, rel=1e-3)
+
+
+def test_flops_of_a_small_net_equal_the_hand_computed_value():
+    """Stem 2 x 4 x 1 x 9 x 64 (twice), block 2 convolutions 2 x 4 x 4 x 9 x 64, head 2 x 4 x 3 (thrice)."""
+    model = ResNetModel(
+        architecture="resnet", blocks=(1,), num_classes=3, image_size=8, channels=1, width=4, stem="small"
+    )
+    assert flops_per_token(model, 1) == 2 * 4608 + 3 * (2 * 18432 + 24)
+
+
+def test_image_sizes_round_up_and_the_last_one_is_what_the_model_says():
+    model = ResNetModel(architecture="resnet", blocks=(1, 1, 1, 1), num_classes=2, image_size=45, width=32)
+    sides = [block.parts[-1].side for block in list_convs(model).blocks]
+    assert sides == [12, 6, 3, 2]
+    assert model.last_side == 2
+
+
+def test_a_plan_of_images_survives_its_file(tmp_path):
+    """Tuples of blocks, images for tokens, the same predictions."""
+    plan, _ = build_plan(make())
+    write_plan(plan, tmp_path / "plan.toml")
+    assert read_plan(tmp_path / "plan.toml") == plan
+    assert plan.job.unit == "images"
+    assert plan.tokens_per_step == 24
+
+
+def test_recomputation_keeps_less_and_batch_norm_has_statistics():
+    plain, again = (predict_ledger(make(layout={"recompute": mode}), 8, 1) for mode in ("none", "full"))
+    assert again.kept_bytes < 0.5 * plain.kept_bytes
+    assert again.touched_bytes == plain.touched_bytes == plain.kept_bytes
+    mixed = predict_ledger(make({"norm": "batch"}), 8, 1)
+    statistics = next(line.bytes for line in mixed.lines if line.name == "running statistics")
+    norms = [p for p in list_parameters(make().model) if ".norm." in p.name]
+    assert statistics == 4 * sum(p.count for p in norms)
+
+
+def test_batch_norm_is_one_more_reduction_a_step():
+    """All running statistics in one call; none with one process, none with GroupNorm."""
+    two = {"dp_replicate": 2}
+    group, batch = (predict_traffic(make({"norm": norm}, layout=two)) for norm in ("group", "batch"))
+    extra = [row for row in batch if row not in group]
+    assert [(r.axis, r.op, r.phase, r.calls) for r in extra] == [("dp_replicate", "all_reduce", "step", 1)]
+    assert extra[0].bytes == 4 * count_statistics(make({"norm": "batch"}).model)
+    assert predict_traffic(make({"norm": "batch"}, layout={"dp_replicate": 1})) == []
+
+
+def test_batch_norm_is_dealt_evenly_and_says_what_it_is():
+    """Of 1 to 8 ranks only divisors of 24 are looked at, and every micro-batch divides the share."""
+    job = make({"norm": "batch"})
+    search = search_layouts(job)
+    assert {c.layout.dp_replicate for c in search.candidates} == {1, 2, 3, 4, 6, 8}
+    assert search.illegal == 2
+    for candidate in search.candidates:
+        assert candidate.share % candidate.layout.micro_batch == 0
+    reasons = "\n".join(explain_choice(job, search))
+    assert "promise of equal losses does not hold" in reasons
+    assert "padding" not in reasons
+    assert "promise" not in "\n".join(explain_choice(make(), search_layouts(make())))
+
+
+@pytest.mark.parametrize(
+    ("tables", "value"),
+    [
+        ({"layout": {"dp_replicate": 5}}, "layout.dp_replicate=5"),
+        ({"layout": {"dp_replicate": 2, "micro_batch": 5}}, "layout.micro_batch=5"),
+        ({"layout": {"micro_batch": 7}}, "layout.micro_batch=7"),
+        ({"model": {"norm": "batch", "image_size": 4}, "train": {"global_batch": 1}}, "train.global_batch=1"),
+        (
+            {"model": {"norm": "batch", "image_size": 4}, "layout": {"dp_replicate": 2, "micro_batch": 1}},
+            "layout.micro_batch=1",
+        ),
+    ],
+)
+def test_batch_norm_refuses_what_it_would_have_to_pad(tables, value):
+    """The error names the key, the batch and what would do."""
+    model = tables.get("model", {"norm": "batch"})
+    rest = {k: v for k, v in tables.items() if k != "model"}
+    with pytest.raises(UserError) as caught:
+        make(model, **rest)
+    problem = caught.value.problems[0]
+    assert problem.code == "layout-batch-norm"
+    assert str(problem).startswith(value)
+    assert make({"norm": "group"}, layout={"dp_replicate": 5}).layout.dp_replicate == 5
+
+
+def test_one_pixel_needs_two_samples_and_the_planner_knows():
+    """A share of two would be cut in two micro-batches of one, and one value has no variance."""
+    job = make({"norm": "batch", "image_size": 4}, train={"global_batch": 2}, layout={"dp_replicate": 1})
+    assert search_layouts(job).candidates[0].layout.micro_batch == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"layout": {"recompute": "selective"}}, ["layout-recompute-images"]),
+        ({"model": {"norm": "batch"}, "layout": {"recompute": "full"}}, ["layout-recompute-images"]),
+        ({"data": {"path": "builtin:python-stdlib"}}, ["data-not-for-images"]),
+        ({"data": {"tokenizer": "byte"}}, ["data-not-for-images"]),
+        ({"data": {"seq_len": 8}}, ["data-not-for-images"]),
+        ({"data": {"eval_fraction": 0.1}}, ["data-already-split"]),
+        ({"layout": {"tp": 2}}, ["layout-image-axes"]),
+        ({"model": {"norm_groups": 5}}, ["model-norm-groups"]),
+    ],
+)
+def test_what_a_resnet_cannot_do_is_refused(arguments, expected):
+    assert codes(**arguments) == expected
+
+
+def test_a_decoder_reads_no_images(make_job):
+    with pytest.raises(UserError) as caught:
+        make_job(data={"path": "builtin:synthetic-images"})
+    assert caught.value.problems[0].code == "data-not-for-text"
