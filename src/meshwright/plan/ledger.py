@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from meshwright.core.units import MIB
 from meshwright.plan.buckets import bucket_parameters
 from meshwright.plan.comms import WIRE_BYTES
+from meshwright.plan.optimizer import predict_optimizer
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, list_parameters
 from meshwright.spec.job import Job
 
 INT64_BYTES = 8
-ADAM_MOMENTS = 2
 GPU_WORKSPACE_BYTES = 64 * MIB
 """What the matrix libraries take on a Hopper GPU (measured on one H200, torch 2.11)."""
 
@@ -73,10 +73,11 @@ def predict_ledger(job: Job, micro_batch: int, micro_batches: int) -> Ledger:
     """What a rank of a replicated layout holds."""
     parameters = list_parameters(job.model)
     count = sum(p.count for p in parameters)
+    optimizer = predict_optimizer(parameters, job.train)
     state = {
         "parameters": count * FLOAT32_BYTES,
         "gradients": count * FLOAT32_BYTES,
-        "optimizer": count * ADAM_MOMENTS * FLOAT32_BYTES + len(parameters) * FLOAT32_BYTES,
+        "optimizer": optimizer.state_bytes,
     }
     buffers = 2 * job.data.seq_len * job.model.head_size * FLOAT32_BYTES
     shape = _Shape.of(job, micro_batch)
@@ -86,7 +87,7 @@ def predict_ledger(job: Job, micro_batch: int, micro_batches: int) -> Ledger:
     top = max(points, key=lambda p: p.activations + p.temporary + p.gradients)
     lines = [
         Line("parameters", state["parameters"], f"{count} x 4 (float32)"),
-        Line("optimizer", state["optimizer"], f"{count} x 8 (moments) + {len(parameters)} x 4 (step counts)"),
+        Line("optimizer", optimizer.state_bytes, optimizer.formula),
         Line("gradients at the peak", top.gradients, f"of {count} x 4 (float32)"),
         Line("activations", top.activations, top.formula),
         Line("temporary", top.temporary, f"largest at: {top.name}"),

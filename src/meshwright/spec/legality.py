@@ -16,6 +16,17 @@ from typing import Any
 from meshwright.core.errors import Problem
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
+from meshwright.spec.recipe_rules import (
+    OPTIONAL_KEYS,
+    check_decay_room,
+    check_muon_whole,
+    check_nesterov,
+    check_noise_scale,
+    check_noise_scale_layout,
+    check_unused,
+    unused_code,
+    unused_statement,
+)
 
 
 @dataclass(frozen=True)
@@ -230,6 +241,14 @@ RULES: tuple[Rule, ...] = (
     Rule("layout-world-size", "The degrees multiply to at most the cluster's devices.", _check_world),
     Rule("layout-micro-batch", "`micro_batch` is at most a rank's share of the batch.", _check_micro_batch),
     Rule("train-lr-base-batch", "`lr_scaling` and `lr_base_batch` come together.", _check_lr_base),
+    *(Rule(unused_code(key), unused_statement(key), check_unused(key)) for key in OPTIONAL_KEYS),
+    Rule("train-nesterov-momentum", "`nesterov` needs a `momentum` above 0.", check_nesterov),
+    Rule("train-wsd-room", "With `wsd`, warm-up and final fall fit into `train.steps`.", check_decay_room),
+    Rule(
+        "train-noise-scale-parts",
+        "`noise_scale_every` needs two ranks or two micro-batches: it compares a part with the whole.",
+        check_noise_scale,
+    ),
     _not_built("layout.pp", (1,), "pipeline parallelism"),
     _not_built("layout.dp_shard", (1,), "sharded data parallelism (ZeRO)"),
     _not_built("layout.cp", (1,), "context parallelism"),
@@ -244,6 +263,13 @@ RULES: tuple[Rule, ...] = (
     _not_built("train.compile", (False,), "compiled blocks"),
     _not_built("data.mask", ("causal",), "attention within documents only"),
     _not_built("data.prompt_masking", (False,), "masked prompts"),
+    Rule("train-muon-not-built", "Muon on cut matrices (`dp_shard`, `tp`).", check_muon_whole, built=False),
+    Rule(
+        "train-noise-scale-not-built",
+        "The gradient noise scale in layouts other than replicas (`noise_scale_every`).",
+        check_noise_scale_layout,
+        built=False,
+    ),
     _not_built("model.hf", (None,), "a model from a Hugging Face folder"),
     _not_built("consistency.mode", ("synchronous",), "relaxed consistency"),
     _not_built("compression.kind", ("none", "bf16", "fp16"), "this compression"),
