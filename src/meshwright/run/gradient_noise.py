@@ -59,6 +59,11 @@ def add_noise(module: nn.Module, train: Train, step: int) -> None:
         parameter.grad.add_(drawn.to(parameter.grad.device))
 
 
+def separate(part: float, whole: float, k: float) -> tuple[float, float]:
+    """|G|^2 and T / N of the formulas above."""
+    return (k * whole - part) / (k - 1), (part - whole) / (k - 1)
+
+
 class NoiseScale:
     """Measures the gradient noise scale in every so many steps, and averages.
 
@@ -126,9 +131,10 @@ class NoiseScale:
         whole = float(self._whole)
         if k <= 1 or not math.isfinite(part + whole):  # one part had everything; or an overflow of fp16
             return None
-        self._mean_square = MEMORY * self._mean_square + (1 - MEMORY) * (k * whole - part) / (k - 1)
-        self._mean_noise = MEMORY * self._mean_noise + (1 - MEMORY) * (part - whole) / (k - 1)
-        if self._mean_square <= 0:  # so far the noise hides the gradient
+        square, noise = separate(part, whole, k)
+        self._mean_square = MEMORY * self._mean_square + (1 - MEMORY) * square
+        self._mean_noise = MEMORY * self._mean_noise + (1 - MEMORY) * noise
+        if self._mean_square <= 0 or self._mean_noise < 0:  # the estimates are still too rough to tell
             return None
         return samples * self._mean_noise / self._mean_square
 

@@ -58,7 +58,7 @@ class Train:
     global_batch: Count
     """Samples in one step, over all ranks; the same loss curve for every layout."""
     optimizer: Literal["adamw", "sgd", "lion", "muon"] = "adamw"
-    """The update rule; each reads its own keys and has its own defaults, see `docs/optimizers.md`."""
+    """The update rule; each reads its own keys and has its own defaults, see the page Optimizers."""
     lr: Positive | None = None
     """Peak learning rate, before lr_scaling; 3e-4 if left out, `sgd` 0.1, `lion` 1e-4."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -56,7 +58,7 @@ def test_no_schedule_jumps_rises_after_warm_up_or_leaves_its_bounds(schedule, st
     assume(schedule != "wsd" or warmup + fall <= steps)  # else refused: train-wsd-room
     rates = [lr_at(s, train) for s in range(steps + 1)]
     slope = max(1 / max(1, warmup), 1.6 / fall)  # a cosine is steepest in its middle, pi / 2
-    assert all(abs(a - b) <= slope + 1e-9 for a, b in zip(rates, rates[1:], strict=False))
+    assert all(abs(a - b) <= slope + 1e-9 for a, b in itertools.pairwise(rates))
     assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
     assert all(0 <= rate <= 1 + 1e-9 for rate in rates)
 

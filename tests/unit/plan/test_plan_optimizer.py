@@ -17,7 +17,8 @@ from meshwright.plan.optimizer import (
     state_keys,
 )
 from meshwright.plan.shapes import Parameter, list_parameters
-from meshwright.spec.recipe import OPTIMIZERS, setting
+from meshwright.spec.load import build_job, job_tree
+from meshwright.spec.recipe import OPTIMIZERS, setting, settled
 
 HIDDEN = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
 """Elements of the matrices inside the two blocks of `tiny`."""
@@ -84,6 +85,14 @@ def test_defaults_are_the_optimizers_own_and_are_printed(make_job):
     (reason,) = [r for r in build_plan(lion)[0].reasons if r.startswith("lion takes")]
     assert "lr=0.0001, weight_decay=0.3, beta2=0.99: every element" in reason
     assert not [r for r in build_plan(make_job())[0].reasons if "takes" in r]
+
+
+def test_a_plan_laid_over_with_another_optimizer_takes_its_defaults(make_job):
+    """Keys that were left out stay out of the plan's job: none of AdamW's gets in the way of SGD."""
+    tree = job_tree(make_job(layout={"dp_replicate": 1}))
+    sgd = build_job(tree | {"train": tree["train"] | {"optimizer": "sgd", "schedule": "constant"}})
+    assert (setting(sgd.train, "momentum"), setting(sgd.train, "lr")) == (0.9, 0.1)
+    assert settled(sgd.train)["beta1"] is None
 
 
 def test_a_measured_noise_scale_adds_two_values_to_the_control_reduction(make_job):

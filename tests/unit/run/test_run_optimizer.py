@@ -1,4 +1,4 @@
-"""Every optimizer: against the paper's or torch's own update, its state, its groups, resuming, and learning."""
+"""Every optimizer: against the paper's or torch's own update, its state, groups, resuming, and learning."""
 
 from __future__ import annotations
 
@@ -87,10 +87,9 @@ def test_resuming_by_name_is_bit_identical(job_file, kind):
 
 
 @every_optimizer
-def test_defaults_train_the_tiny_model(job_file, kind):
-    """Thirty steps over three batches at ten times the default rate lower the loss by a tenth at least."""
-    job, model, optimizer = build(job_file, kind)
-    assert job.train.lr == 3e-3, "the test's job says so for all; each has its own default"
+def test_each_trains_the_tiny_model(job_file, kind):
+    """Thirty steps over three batches, at a rate for so short a run, lower the loss by a tenth at least."""
+    _, model, optimizer = build(job_file, kind)
     set_lr(optimizer, 1.0 if "sgd" in kind else 3e-3)
     losses = take_steps(model, optimizer, 30)
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])

@@ -141,6 +141,43 @@ def test_lr_scaling_and_its_base_come_together(tree, refused, scaling):
     assert [p.path for p in refused(train={"lr_base_batch": 4})] == ["train.lr_base_batch"]
 
 
+def test_every_key_that_the_optimizer_ignores_is_named_at_once(refused):
+    """With the optimizers that would read it; a default that is spelled out is no less ignored."""
+    problems = refused(train={"optimizer": "sgd", "beta1": 0.9, "eps": 1e-8, "decay_fraction": 0.1})
+    assert {p.code for p in problems} == {
+        "train-beta1-unused",
+        "train-eps-unused",
+        "train-decay-fraction-unused",
+    }
+    assert str(problems[0]) == (
+        "train.beta1=0.9 has no effect with train.optimizer=sgd. "
+        "Leave it out, or use train.optimizer=adamw, lion or muon. [train-beta1-unused]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("train", "layout"),
+    [
+        ({"global_batch": 1}, {"dp_replicate": 2}),
+        ({"global_batch": 8}, {"micro_batch": 8}),
+        ({"global_batch": 8}, {"micro_batch": 8, "dp_replicate": 1}),
+    ],
+    ids=str,
+)
+def test_a_noise_scale_needs_a_part_of_the_batch(tree, refused, train, layout):
+    (problem,) = refused(train={**train, "noise_scale_every": 5}, layout=layout)
+    assert problem.code == "train-noise-scale-parts"
+    smaller = {"layout": {**layout, "micro_batch": 4}, "train": {"noise_scale_every": 5}}
+    assert build_job(tree(**smaller)).train.noise_scale_every == 5
+
+
+def test_a_wsd_fall_may_take_all_that_warm_up_leaves(tree, refused):
+    wsd = {"schedule": "wsd", "steps": 10, "decay_fraction": 0.7}
+    build_job(tree(train={**wsd, "warmup": 3}))
+    (problem,) = refused(train={**wsd, "warmup": 4})
+    assert "Use a warm-up of 3 steps or less" in str(problem)
+
+
 def test_divisors_are_exact():
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
     assert divisors(1) == [1]
