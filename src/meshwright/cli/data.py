@@ -18,6 +18,7 @@ from meshwright.prepare.sources import STDLIB, iter_files, source_problem
 from meshwright.prepare.spec import parse_corpus_spec
 from meshwright.prepare.tokenizer import parse_tokenizer_name
 from meshwright.spec.job import Data, Job
+from meshwright.spec.model import DecoderModel
 
 
 def settle_data(output: Output, job: Job) -> Path:
@@ -33,6 +34,7 @@ def settle_data(output: Output, job: Job) -> Path:
         folder = _prepare_cached(output, job.data)
     dataset = TokenDataset.open(folder, "train", job.data.seq_len)
     dataset.load_tokenizer()  # that it is the one which made the shards
+    assert isinstance(job.model, DecoderModel), "text is for decoders"
     if dataset.vocab_size > job.model.vocab_size:
         raise UserError(
             Problem(

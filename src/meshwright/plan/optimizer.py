@@ -24,7 +24,8 @@ from meshwright.spec.recipe import setting
 
 BLOCK_PREFIX = "blocks."
 """Hidden layers; their matrices are what Muon is for."""
-EMBEDDING = "embed.weight"
+EMBEDDINGS = ("embed.weight", "positions.weight")
+"""Tables of which a step reads some rows only."""
 STEP_COUNT = "step"
 """The one state that is a single number."""
 STATE_KEYS = {
@@ -50,7 +51,7 @@ def rule_of(name: str, dims: int, train: Train) -> str:
 
 def decays(name: str, dims: int, train: Train) -> bool:
     """Whether a parameter has weight decay: norms and biases never have."""
-    return dims >= 2 and (train.decay_embeddings or name != EMBEDDING)
+    return dims >= 2 and (train.decay_embeddings or name not in EMBEDDINGS)
 
 
 def state_keys(rule: str, train: Train) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwright.prepare.dataset import TokenDataset
-from meshwright.run.models.llama import IGNORED
+from meshwright.run.models.loss import IGNORED
 
 
 def deal(count: int, rank: int, ranks: int) -> range:

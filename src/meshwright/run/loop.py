@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.core.errors import Problem, RunFailedError
 from meshwright.plan.learning_rate import lr_at
@@ -70,24 +70,31 @@ def train_step(session: Session, meter: Meter) -> bool:
     assert counted == divisor, f"{counted:.0f} targets were trained on, {divisor} were expected"
     session.step += 1
     session.position += len(samples)
-    loss = loss_sum / divisor
+    loss, norm = loss_sum / divisor, None if grad_norm is None else float(grad_norm)
     step_s = time.perf_counter() - started
     session.events.write(
         "step",
         step=session.step,
         loss=loss,
-        grad_norm=None if grad_norm is None else float(grad_norm),
+        grad_norm=norm,
         lr=lr,
         noise_scale=session.noise_scale.estimate(noise_sums, len(samples)),
         tokens=divisor,
         step_s=step_s,
         **meter.read(divisor / step_s),
+        **session.precision.look(loss, norm),
     )
+    session.precision.require_scale(session.step)
+    if not session.precision.skipped:
+        _require_finite(session, loss, norm)
+    return stops > 0
+
+
+def _require_finite(session: Session, loss: float, grad_norm: float | None) -> None:
     if not math.isfinite(loss):
         raise _diverged(session, "loss", loss)
-    if grad_norm is not None and not math.isfinite(float(grad_norm)):
-        raise _diverged(session, "gradient norm", float(grad_norm))
-    return stops > 0
+    if grad_norm is not None and not math.isfinite(grad_norm):
+        raise _diverged(session, "gradient norm", grad_norm)
 
 
 def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[Tensor, int]:
@@ -96,16 +103,16 @@ def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[
     micro_batches = session.plan.micro_batches
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     targets_seen = 0
-    for index, (tokens, targets) in enumerate(session.train_batches.micro_batches(samples)):
-        targets_seen += int((targets >= 0).sum())
+    for index, batch in enumerate(session.train_batches.micro_batches(samples)):
+        targets_seen += int((batch[1] >= 0).sum())
         if session.audit is not None:
             session.audit.before_forward()
         with without_reduction(session.module, last=index == micro_batches - 1):
-            with precision(session):
-                loss = session.module(move(tokens, device), move(targets, device))
+            with session.precision.products():
+                loss = session.module(*[move(t, device) for t in batch])
             if session.audit is not None:
                 session.audit.after_forward()
-            (loss / divisor).backward()
+            session.precision.backward(loss / divisor)
         session.noise_scale.after_micro_batch(targets_seen)
         loss_sum += loss.detach()
     return loss_sum, targets_seen
@@ -113,12 +120,11 @@ def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[
 
 def update(session: Session, lr: float) -> Tensor | None:
     """Clip, step, clear; returns the gradient norm of the whole model where it was needed."""
-    clip, grad_norm = session.job.train.clip, None
-    if clip:
-        grad_norm = nn.utils.clip_grad_norm_(session.model.parameters(), clip)
+    precision = session.precision
+    grad_norm = precision.clip(list(session.model.parameters()), session.optimizer, session.job.train.clip)
     add_noise(session.model, session.job.train, session.step)
     set_lr(session.optimizer, lr)
-    session.optimizer.step()
+    precision.step(session.optimizer)
     # DDP's gradients are views of its buckets: dropped, the next accumulation would hold a second copy.
     session.optimizer.zero_grad(set_to_none=session.module is session.model)
     return grad_norm
@@ -135,10 +141,10 @@ def evaluate(session: Session) -> float | None:
         return None
     device = session.ranks.device
     loss_sum, targets_seen = 0.0, 0
-    for tokens, targets in session.eval_batches.micro_batches(samples):
-        with precision(session):
-            loss_sum += session.model(move(tokens, device), move(targets, device)).item()
-        targets_seen += int((targets >= 0).sum())
+    for batch in session.eval_batches.micro_batches(samples):
+        with session.precision.products():
+            loss_sum += session.model(*[move(t, device) for t in batch]).item()
+        targets_seen += int((batch[1] >= 0).sum())
     loss_sum, counted = session.ranks.add_up([loss_sum, float(targets_seen)])
     session.events.write("eval", step=session.step, loss=loss_sum / counted, samples=len(samples))
     return loss_sum / counted
@@ -163,12 +169,6 @@ class Meter:
             "mfu": tokens_per_s * self._mfu_of_rate,
             "utilisation": self._utilisation.look(),
         }
-
-
-def precision(session: Session) -> torch.autocast:
-    """bf16 for the matrix products where the job asks for it; weights and sums stay float32."""
-    enabled = session.job.train.precision == "bf16"
-    return torch.autocast(session.ranks.device.type, torch.bfloat16, enabled=enabled)
 
 
 class Saver:

@@ -24,10 +24,11 @@ from meshwright.run.batches import Batcher
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.gradient_noise import NoiseScale
 from meshwright.run.mesh import Ranks
+from meshwright.run.models.decoder import Decoder, compile_blocks
 from meshwright.run.models.init import build_model
-from meshwright.run.models.llama import Llama
 from meshwright.run.optimizer import build_optimizer
 from meshwright.run.parallel.apply import apply_layout
+from meshwright.run.precision import Precision
 from meshwright.spec.job import Job, Train
 from meshwright.spec.recipe import settled
 from meshwright.survive.checkpoint import plain
@@ -49,11 +50,12 @@ class Session:
     ranks: Ranks
     counter: CollectiveCounter
     events: EventWriter
-    model: Llama
+    model: Decoder
     module: nn.Module
     """The model as the layout wraps it; what is called."""
     optimizer: torch.optim.Optimizer
     noise_scale: NoiseScale
+    precision: Precision
     train_batches: Batcher
     eval_batches: Batcher
     order: SampleOrder
@@ -94,6 +96,8 @@ def build_session(
     def batcher(dataset: TokenDataset) -> Batcher:
         return Batcher(dataset, ranks.rank, job.layout.data_degree, job.layout.micro_batch or 1)
 
+    if job.train.compile:
+        compile_blocks(model, backend=job.train.compile_backend)
     module = apply_layout(model, job, ranks)
     session = Session(
         plan=plan,
@@ -105,6 +109,7 @@ def build_session(
         module=module,
         optimizer=build_optimizer(model, job.train),
         noise_scale=NoiseScale(module, job.train.noise_scale_every),
+        precision=Precision(job, ranks.device),
         train_batches=batcher(train_data),
         eval_batches=batcher(eval_data),
         order=SampleOrder(train_data.shard_sample_counts, job.train.seed),
@@ -146,6 +151,7 @@ def save(session: Session, eval_loss: float | None) -> Path:
         micro_batch=job.layout.micro_batch or 0,
         compression=job.compression.kind,
         torch=torch.__version__,
+        loss_scale=session.precision.state(),
         eval_loss=eval_loss,
         best_eval_loss=None if math.isinf(session.best_eval_loss) else session.best_eval_loss,
     )
@@ -168,6 +174,7 @@ def _resume(session: Session, checkpoint: Path) -> None:
         for key, target in targets.items():
             target.copy_(saved[key])
     session.step, session.position = manifest.step, manifest.position
+    session.precision.load(manifest.loss_scale)
     if manifest.best_eval_loss is not None:
         session.best_eval_loss = manifest.best_eval_loss
     notes = _differences(manifest, session)

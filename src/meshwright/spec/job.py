@@ -22,7 +22,7 @@ from meshwright.spec.fields import (
     Share,
 )
 from meshwright.spec.layout import Layout
-from meshwright.spec.model import Model
+from meshwright.spec.model import TaggedModel
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Train:
     """Decay of matrices, norms have none; decoupled, but for `sgd` added to the gradient. 0.1 if left out,
     `sgd` 1e-4, `lion` 0.3."""
     decay_embeddings: Flag = True
-    """Whether the input embedding (and a head tied to it) decays like the other matrices."""
+    """Whether the embeddings of tokens (and a head tied to it) and of positions decay like other matrices."""
     grad_noise: NonNegative = 0.0
     """Variance of the Gaussian noise that is added to each gradient element after clipping, at step 0; falls
     with (1 + step)^0.55. 0 adds none."""
@@ -97,10 +97,14 @@ class Train:
     """Largest global gradient norm; 0 turns clipping off."""
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
     """Precision of the matrix products; weights, gradients and reductions stay float32."""
+    loss_scale: Positive = 65536.0
+    """First loss scale under fp16; halved by a step that overflows, doubled after 2,000 that do not."""
     seed: Natural = 0
     """Decides the initial weights and the order of samples."""
     compile: Flag = False
-    """Compile each block."""
+    """Compile each block with torch.compile; the peak of memory is then measured, not predicted."""
+    compile_backend: Literal["inductor", "aot_eager"] = "inductor"
+    """`inductor` makes fast code; `aot_eager` only traces, for tests."""
     eval_every: Natural = 0
     """Steps between evaluations; 0 evaluates at the end only."""
     eval_samples: Count = 64
@@ -167,7 +171,7 @@ class Job:
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
-    model: Model
+    model: TaggedModel
     cluster: Cluster
     data: Data
     train: Train

@@ -8,7 +8,7 @@ import torch
 
 from meshwright.run.gradient_noise import MEMORY, NoiseScale, add_noise, noise_std, separate
 from meshwright.run.models.init import build_model
-from meshwright.run.models.llama import IGNORED
+from meshwright.run.models.loss import IGNORED
 from meshwright.spec.job import Train
 from meshwright.spec.load import load_job
 

@@ -114,10 +114,10 @@ def test_a_manifest_that_is_not_ours_is_refused_with_the_reason(root, change, sa
 
 
 def test_another_sequence_length_cannot_be_resumed():
-    from meshwright.spec.model import Model
+    from meshwright.spec.model import DecoderModel
 
     manifest = read_manifest(GOLDEN)
-    model = Model(**manifest.model)
+    model = DecoderModel(**manifest.model)
     check_same_job(manifest, model, 8, GOLDEN)
     with pytest.raises(UserError, match=r"data\.seq_len is 8 there and 16 in the job"):
         check_same_job(manifest, model, 16, GOLDEN)

@@ -59,6 +59,8 @@ class Manifest:
     micro_batch: int = 0
     compression: str = "none"
     torch: str = ""
+    loss_scale: dict[str, float] | None = None
+    """fp16's loss scale and how it moves."""
     files: dict[str, FileFacts] = field(default_factory=dict)
     version: int = CHECKPOINT_VERSION
 
