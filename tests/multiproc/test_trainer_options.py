@@ -21,7 +21,7 @@ def test_bf16_and_fp16_follow_the_float32_curve_for_200_steps(train):
 
 
 def test_an_fp16_step_that_overflows_is_skipped_by_all_ranks_and_resumed_alike(train, job_file):
-    """A first scale that must overflow: steps are skipped, the loss stays, then it learns; resume is equal."""
+    """A first scale that must overflow: steps are skipped, then it learns; a resumed run is equal."""
     scale = ("train.precision=fp16", "train.loss_scale=1e9", "train.steps=24", "train.lr=2e-3", REPLICATED)
     whole = train("run_dir=whole", *scale)
     events = [e for e in read(whole.run_dir) if e["event"] == "step"]

@@ -31,6 +31,7 @@ from meshwright.spec.load import load_job
 from meshwright.spec.presets import preset_names
 from meshwright.survive.checkpoint.manifest import (
     check_same_job,
+    check_same_optimizer,
     find_newest,
     list_checkpoints,
     read_manifest,
@@ -315,6 +316,7 @@ def _choose_checkpoint(output: Output, job: Job, checkpoints: Path, resume: Resu
         output.warn(f"passed over: {sentence}")
     manifest = read_manifest(checkpoint, verify=False)
     check_same_job(manifest, job.model, job.data.seq_len, checkpoint)
+    check_same_optimizer(manifest, job.train, checkpoint)
     if manifest.step >= job.train.steps:
         rule = f"is at step {manifest.step} already, and train.steps={job.train.steps}"
         raise UserError(

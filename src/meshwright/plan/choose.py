@@ -10,10 +10,12 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.plan.comms import Traffic, predict_traffic
 from meshwright.plan.compute import StepTime, estimate_step
+from meshwright.plan.learning_rate import explain_lr
 from meshwright.plan.ledger import Ledger, predict_ledger
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout, Recompute
 from meshwright.spec.legality import find_problems, with_layout
+from meshwright.spec.recipe import explain_defaults
 
 USABLE_MEMORY = 0.92
 """Share of a device's memory that tensors may take: the rest is the framework's and the allocator's."""
@@ -119,7 +121,7 @@ def explain_choice(job: Job, search: Search) -> list[str]:
         reasons.append(
             f"{empty} of {padding} samples a step are zero-weight padding, so that all ranks run alike"
         )
-    return reasons
+    return reasons + explain_lr(job.train) + explain_defaults(job.train)
 
 
 def _why_not(best: Candidate, other: Candidate) -> str:

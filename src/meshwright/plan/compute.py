@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.comms import Traffic
-from meshwright.plan.shapes import FLOAT32_BYTES, count_matmul_parameters, count_parameters
+from meshwright.plan.optimizer import predict_optimizer
+from meshwright.plan.shapes import count_matmul_parameters, list_parameters
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel, Model
@@ -28,8 +29,6 @@ RECOMPUTE_PASSES = {"none": 0, "selective": 2, "full": 3}
 """Times that the activations cross it once more when they are computed again."""
 UNCERTAINTY = 2.0
 """The interval is the estimate divided and multiplied by this."""
-OPTIMIZER_PASSES = 7
-"""Reads and writes of float32 arrays as large as the parameters in one AdamW step."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,8 @@ def estimate_step(job: Job, micro_batches: int, touched_bytes: int, traffic: Seq
     # A GPU computes while the host goes on; a core is both.
     on_gpu = cluster.device == "cuda"
     compute_s = max(matmul_s + memory_s, host_s) if on_gpu else matmul_s + memory_s + host_s
-    moved = OPTIMIZER_PASSES * FLOAT32_BYTES * count_parameters(job.model)
-    optimizer_s = moved / cluster.memory_bytes_per_s
+    optimizer = predict_optimizer(list_parameters(job.model), train)
+    optimizer_s = optimizer.moved_bytes / cluster.memory_bytes_per_s + optimizer.flops / rate
     crossing = job.layout.dp_replicate > cluster.devices_per_node
     bandwidth = (cluster.nic_bytes_per_s if crossing else None) or cluster.link_bytes_per_s
     latency = (cluster.nic_latency_s if crossing else None) or cluster.link_latency_s

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from meshwright.core.errors import Problem, RunFailedError
+from meshwright.plan.learning_rate import lr_at
+from meshwright.run.gradient_noise import add_noise
 from meshwright.run.mesh import move
-from meshwright.run.optimizer import lr_at, set_lr
+from meshwright.run.optimizer import set_lr
 from meshwright.run.parallel.apply import without_reduction
 from meshwright.run.probe import Utilisation, find_peak
 from meshwright.run.session import Session, save
@@ -51,16 +53,20 @@ def train_step(session: Session, meter: Meter) -> bool:
     """One optimizer step with its event; returns whether a rank wants to stop after it."""
     started = time.perf_counter()
     session.counter.phase = "step"
+    session.noise_scale.begin(session.step + 1)
     positions = np.arange(session.position, session.position + session.job.train.global_batch)
     samples = session.order.samples_at(positions)
     divisor = session.train_batches.count_targets(samples)
     own_loss, own_targets = forward_backward(session, samples, divisor)
     if session.audit is not None:
         session.audit.after_backward()
+    noise = session.noise_scale.parts(divisor, own_targets)
     lr = lr_at(session.step, session.job.train)
     grad_norm = update(session, lr)
     # The first look at a device value in this step: all its work is queued by now.
-    loss_sum, counted, stops = session.ranks.add_up([own_loss, own_targets, session.stop_wanted])
+    loss_sum, counted, stops, *noise_sums = session.ranks.add_up(
+        [own_loss, own_targets, session.stop_wanted, *noise]
+    )
     assert counted == divisor, f"{counted:.0f} targets were trained on, {divisor} were expected"
     session.step += 1
     session.position += len(samples)
@@ -72,6 +78,7 @@ def train_step(session: Session, meter: Meter) -> bool:
         loss=loss,
         grad_norm=norm,
         lr=lr,
+        noise_scale=session.noise_scale.estimate(noise_sums, len(samples)),
         tokens=divisor,
         step_s=step_s,
         **meter.read(divisor / step_s),
@@ -106,6 +113,7 @@ def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[
             if session.audit is not None:
                 session.audit.after_forward()
             session.precision.backward(loss / divisor)
+        session.noise_scale.after_micro_batch(targets_seen)
         loss_sum += loss.detach()
     return loss_sum, targets_seen
 
@@ -114,6 +122,7 @@ def update(session: Session, lr: float) -> Tensor | None:
     """Clip, step, clear; returns the gradient norm of the whole model where it was needed."""
     precision = session.precision
     grad_norm = precision.clip(list(session.model.parameters()), session.optimizer, session.job.train.clip)
+    add_noise(session.model, session.job.train, session.step)
     set_lr(session.optimizer, lr)
     precision.step(session.optimizer)
     # DDP's gradients are views of its buckets: dropped, the next accumulation would hold a second copy.

@@ -17,6 +17,17 @@ from meshwright.core.errors import Problem
 from meshwright.spec.job import Job, Train
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import DecoderModel, ResNetModel
+from meshwright.spec.recipe_rules import (
+    OPTIONAL_KEYS,
+    check_decay_room,
+    check_muon_whole,
+    check_nesterov,
+    check_noise_scale,
+    check_noise_scale_layout,
+    check_unused,
+    unused_code,
+    unused_statement,
+)
 
 
 @dataclass(frozen=True)
@@ -312,6 +323,14 @@ RULES: tuple[Rule, ...] = (
         "train-compile-backend", "train.compile_backend", "train.compile", True, "nothing is compiled"
     ),
     Rule("train-lr-base-batch", "`lr_scaling` and `lr_base_batch` come together.", _check_lr_base),
+    *(Rule(unused_code(key), unused_statement(key), check_unused(key)) for key in OPTIONAL_KEYS),
+    Rule("train-nesterov-momentum", "`nesterov` needs a `momentum` above 0.", check_nesterov),
+    Rule("train-wsd-room", "With `wsd`, warm-up and final fall fit into `train.steps`.", check_decay_room),
+    Rule(
+        "train-noise-scale-parts",
+        "`noise_scale_every` needs two ranks or two micro-batches: it compares a part with the whole.",
+        check_noise_scale,
+    ),
     _not_built("layout.pp", (1,), "pipeline parallelism"),
     _not_built("layout.dp_shard", (1,), "sharded data parallelism (ZeRO)"),
     _not_built("layout.cp", (1,), "context parallelism"),
@@ -323,6 +342,13 @@ RULES: tuple[Rule, ...] = (
     _not_built("layout.prefetch", (1,), "another prefetch depth under ZeRO"),
     _not_built("train.precision", ("fp32", "bf16", "fp16"), "fp8 training"),
     _not_built("data.prompt_masking", (False,), "masked prompts"),
+    Rule("train-muon-not-built", "Muon on cut matrices (`dp_shard`, `tp`).", check_muon_whole, built=False),
+    Rule(
+        "train-noise-scale-not-built",
+        "The gradient noise scale in layouts other than replicas (`noise_scale_every`).",
+        check_noise_scale_layout,
+        built=False,
+    ),
     _not_built("model.hf", (None,), "a model from a Hugging Face folder"),
     _not_built("consistency.mode", ("synchronous",), "relaxed consistency"),
     _not_built("compression.kind", ("none", "bf16", "fp16"), "this compression"),

@@ -15,33 +15,9 @@ from meshwright.run.batches import Batcher, deal
 from meshwright.run.memory import PeakTracker, state_bytes, unique_bytes
 from meshwright.run.models.init import build_model
 from meshwright.run.models.loss import IGNORED
-from meshwright.run.optimizer import build_optimizer, lr_at, scaled_lr
+from meshwright.run.optimizer import build_optimizer
 from meshwright.run.probe import measure_matmul
-from meshwright.spec.job import Train
 from meshwright.spec.load import load_job
-
-
-def test_learning_rate_warms_up_then_falls_to_the_floor():
-    train = Train(steps=110, global_batch=1, lr=1.0, warmup=10, min_lr_ratio=0.1)
-    assert [lr_at(s, train) for s in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0])
-    assert lr_at(10, train) == pytest.approx(1.0)
-    assert lr_at(60, train) == pytest.approx(0.55)
-    assert lr_at(110, train) == pytest.approx(0.1)
-    assert lr_at(60, Train(steps=110, global_batch=1, lr=1.0, schedule="constant")) == 1.0
-
-
-def test_warm_up_longer_than_the_run_never_divides_by_zero():
-    train = Train(steps=2, global_batch=1, lr=1.0, warmup=5)
-    assert [lr_at(s, train) for s in (0, 1)] == pytest.approx([0.2, 0.4])
-
-
-@pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
-def test_scaling_rules(rule, factor):
-    base = None if rule == "none" else 8
-    assert (
-        scaled_lr(Train(steps=1, global_batch=32, lr=0.5, lr_scaling=rule, lr_base_batch=base))
-        == 0.5 * factor
-    )
 
 
 def test_state_made_at_once_equals_state_made_by_torch(job_file):
@@ -50,11 +26,10 @@ def test_state_made_at_once_equals_state_made_by_torch(job_file):
     ours, theirs = (build_model(job, torch.device("cpu")) for _ in range(2))
     eager = build_optimizer(ours, job.train)
     groups = [
-        {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": job.train.weight_decay},
+        {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    betas = (job.train.beta1, job.train.beta2)
-    lazy = torch.optim.AdamW(groups, lr=job.train.lr, betas=betas, eps=job.train.eps, fused=True)
+    lazy = torch.optim.AdamW(groups, lr=job.train.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
     tokens = torch.arange(32).view(1, 32)
     for _ in range(3):
         for model, optimizer in ((ours, eager), (theirs, lazy)):
