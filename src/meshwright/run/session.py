@@ -22,20 +22,26 @@ from meshwright.prepare.shards import ShardFolder
 from meshwright.prepare.tokenizer import TOKENIZER_FILE
 from meshwright.run.batches import Batcher
 from meshwright.run.collectives.counter import CollectiveCounter
+from meshwright.run.gradient_noise import NoiseScale
 from meshwright.run.image_batches import ImageBatcher, open_image_batches
 from meshwright.run.mesh import Ranks
-from meshwright.run.models.decoder import Decoder
+from meshwright.run.models.decoder import Decoder, compile_blocks
 from meshwright.run.models.init import build_model
 from meshwright.run.models.resnet import ResNet
 from meshwright.run.optimizer import build_optimizer
 from meshwright.run.parallel.apply import apply_layout
-from meshwright.spec.job import Job
+from meshwright.run.precision import Precision
+from meshwright.spec.job import Job, Train
 from meshwright.spec.model import ResNetModel
+from meshwright.spec.recipe import settled
 from meshwright.survive.checkpoint import plain
 from meshwright.survive.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, Manifest, read_manifest
 
 if TYPE_CHECKING:
     from meshwright.run.step_audit import StepAudit
+
+NEW_KEYS = {f.name: f.default for f in dataclasses.fields(Train) if f.default is not dataclasses.MISSING}
+"""What a key was in a checkpoint that is older than the key."""
 
 
 @dataclass
@@ -50,7 +56,9 @@ class Session:
     model: Decoder | ResNet
     module: nn.Module
     """The model as the layout wraps it; what is called."""
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
+    noise_scale: NoiseScale
+    precision: Precision
     train_batches: Batcher | ImageBatcher
     eval_batches: Batcher | ImageBatcher
     order: SampleOrder
@@ -85,6 +93,10 @@ def build_session(
     model = build_model(job, ranks.device)
     assert job.layout.micro_batch is not None, "a plan settles the micro-batch"
     train_batches, eval_batches, data_sha256 = _open_data(job, Path(assignment.data_dir), ranks)
+    if job.train.compile:
+        assert isinstance(model, Decoder), "the legality table compiles decoders only"
+        compile_blocks(model, backend=job.train.compile_backend)
+    module = apply_layout(model, job, ranks)
     session = Session(
         plan=plan,
         assignment=assignment,
@@ -92,8 +104,10 @@ def build_session(
         counter=counter,
         events=events,
         model=model,
-        module=apply_layout(model, job, ranks),
+        module=module,
         optimizer=build_optimizer(model, job.train),
+        noise_scale=NoiseScale(module, job.train.noise_scale_every),
+        precision=Precision(job, ranks.device),
         train_batches=train_batches,
         eval_batches=eval_batches,
         order=SampleOrder(train_batches.dataset.shard_sample_counts, job.train.seed),
@@ -146,13 +160,14 @@ def save(session: Session, eval_loss: float | None) -> Path:
         position=session.position,
         world_size=session.ranks.world_size,
         model=dataclasses.asdict(job.model),
-        train=dataclasses.asdict(job.train),
+        train=settled(job.train),
         seq_len=job.data.seq_len,
         data_sha256=session.data_sha256,
         buckets=[list(names) for names in session.plan.buckets],
         micro_batch=job.layout.micro_batch or 0,
         compression=job.compression.kind,
         torch=torch.__version__,
+        loss_scale=session.precision.state(),
         eval_loss=eval_loss,
         best_eval_loss=None if math.isinf(session.best_eval_loss) else session.best_eval_loss,
     )
@@ -174,6 +189,7 @@ def _resume(session: Session, checkpoint: Path) -> None:
         for key, target in targets.items():
             target.copy_(saved[key])
     session.step, session.position = manifest.step, manifest.position
+    session.precision.load(manifest.loss_scale)
     if manifest.best_eval_loss is not None:
         session.best_eval_loss = manifest.best_eval_loss
     notes = _differences(manifest, session)
@@ -199,7 +215,8 @@ def _differences(manifest: Manifest, session: Session) -> list[str]:
     ]
     if manifest.data_sha256 != session.data_sha256:
         notes.append("the data are not the same as before")
-    for key, value in dataclasses.asdict(job.train).items():
-        if key not in ("eval_every", "eval_samples") and manifest.train.get(key) != value:
-            notes.append(f"train.{key} was {manifest.train.get(key)}, is {value}")
+    for key, value in settled(job.train).items():
+        before = manifest.train.get(key, NEW_KEYS.get(key))
+        if key not in ("eval_every", "eval_samples", "noise_scale_every") and before != value:
+            notes.append(f"train.{key} was {before}, is {value}")
     return notes

@@ -9,14 +9,36 @@ planner's business.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from meshwright.core.errors import Problem
-from meshwright.spec.job import SYNTHETIC_IMAGES, Job
+from meshwright.spec.image_rules import (
+    check_batch_norm,
+    check_image_data,
+    check_image_layout,
+    check_image_recompute,
+    check_image_split,
+    check_image_training,
+    check_norm_groups,
+    check_text_data,
+)
+from meshwright.spec.job import Job, Train
 from meshwright.spec.layout import Layout
-from meshwright.spec.model import DecoderModel, ResNetModel
+from meshwright.spec.model import DecoderModel
+from meshwright.spec.numbers import divisors, list_numbers
+from meshwright.spec.recipe_rules import (
+    OPTIONAL_KEYS,
+    check_decay_room,
+    check_muon_whole,
+    check_nesterov,
+    check_noise_scale,
+    check_noise_scale_layout,
+    check_unused,
+    unused_code,
+    unused_statement,
+)
 
 
 @dataclass(frozen=True)
@@ -45,8 +67,8 @@ def nearest_legal_layout(job: Job) -> Layout:
     """The layout closest to the asked one that this version runs: the same ranks, as replicas."""
     world_size = min(job.layout.world_size, job.cluster.world_size)
     if job.mixes_samples:
-        most = job.train.global_batch
-        return Layout(mode="given", dp_replicate=max(d for d in divisors(most) if d <= world_size))
+        whole = [d for d in range(1, world_size + 1) if job.train.global_batch % d == 0]
+        return Layout(mode="given", dp_replicate=whole[-1], bucket_mb=job.layout.bucket_mb)
     micro, share = job.layout.micro_batch, -(-job.train.global_batch // world_size)
     return Layout(
         mode="given",
@@ -54,16 +76,6 @@ def nearest_legal_layout(job: Job) -> Layout:
         micro_batch=None if micro is None else min(micro, share),
         bucket_mb=job.layout.bucket_mb,
     )
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    return [d for d in range(1, number + 1) if number % d == 0]
-
-
-def _list(numbers: Iterable[int]) -> str:
-    *most, last = [str(n) for n in numbers]
-    return f"{', '.join(most)} or {last}" if most else last
 
 
 def _read(job: Job, path: str) -> Any:
@@ -83,7 +95,7 @@ def _divides(code: str, degree: str, whole: str, why: str) -> Rule:
         if large % small == 0:
             return None
         rule = f"does not divide {whole}={large}; {why}"
-        return Problem(code, rule, path=degree, value=small, fix=f"Use {_list(divisors(large))}")
+        return Problem(code, rule, path=degree, value=small, fix=f"Use {list_numbers(divisors(large))}")
 
     return Rule(code, f"`{degree}` divides `{whole}`: {why}.", check)
 
@@ -99,6 +111,21 @@ def _needs(code: str, path: str, idle: Any, needed: str, why: str) -> Rule:
         return Problem(code, f"has no effect with {needed}=1: {why}", path=path, value=value, fix=fix)
 
     return Rule(code, f"`{path}` other than `{_toml(idle)}` needs `{needed}` > 1: {why}.", check)
+
+
+def _only_with(code: str, path: str, other: str, needed: Any, why: str) -> Rule:
+    """A setting of ``[train]`` other than its default has an effect only where ``other`` is ``needed``."""
+    idle = getattr(Train, path.removeprefix("train."))
+
+    def check(job: Job) -> Problem | None:
+        value = _read(job, path)
+        if value == idle or _read(job, other) == needed:
+            return None
+        fix = f"Set {other}={_toml(needed)}, or leave {path} out"
+        rule = f"has an effect only with {other}={_toml(needed)}: {why}"
+        return Problem(code, rule, path=path, value=value, fix=fix)
+
+    return Rule(code, f"`{path}` needs `{other} = {_toml(needed)}`: {why}.", check)
 
 
 def _not_built(path: str, built: tuple[Any, ...], what: str) -> Rule:
@@ -192,7 +219,7 @@ def _check_heads(job: Job) -> Problem | None:
     if model.head_dim is None and model.hidden_size % model.num_heads:
         rule = f"does not divide model.hidden_size={model.hidden_size}; heads share the width evenly"
         near = [d for d in divisors(model.hidden_size) if d <= 2 * model.num_heads]
-        fix = f"Use {_list(near[-4:])}, or set model.head_dim"
+        fix = f"Use {list_numbers(near[-4:])}, or set model.head_dim"
         return Problem("model-heads-width", rule, path="model.num_heads", value=model.num_heads, fix=fix)
     if model.head_size % 2 and model.positions == "rope":
         rule = "is odd; rotary embedding turns pairs"
@@ -217,103 +244,6 @@ def _check_positions(job: Job) -> Problem | None:
     return Problem("model-max-positions", rule, path="data.seq_len", value=job.data.seq_len, fix=fix)
 
 
-def _check_image_data(job: Job) -> Problem | None:
-    if not isinstance(job.model, ResNetModel):
-        return None
-    if job.data.path.startswith("builtin:") and job.data.path != SYNTHETIC_IMAGES:
-        fix = f"Use {SYNTHETIC_IMAGES}, or a folder with images.npy and labels.npy"
-        rule = "is text; this model reads images"
-        return Problem("data-not-for-images", rule, path="data.path", value=job.data.path, fix=fix)
-    for path, plain in TEXT_SETTINGS:
-        if (value := _read(job, path)) != plain:
-            rule = "is a setting of text; this model reads images"
-            leaf = path.rpartition(".")[2]
-            return Problem("data-not-for-images", rule, path=path, value=value, fix=f"Leave {leaf} out")
-    return None
-
-
-def _check_text_data(job: Job) -> Problem | None:
-    if isinstance(job.model, ResNetModel) or job.data.path != SYNTHETIC_IMAGES:
-        return None
-    fix = "Use builtin:python-stdlib, or a path of text"
-    rule = "is images; this model reads text"
-    return Problem("data-not-for-text", rule, path="data.path", value=job.data.path, fix=fix)
-
-
-def _check_image_split(job: Job) -> Problem | None:
-    if job.data.path != SYNTHETIC_IMAGES or job.data.eval_fraction is None:
-        return None
-    rule, fix = f"has no effect: {SYNTHETIC_IMAGES} has its own held-out images", "Leave it out"
-    value = job.data.eval_fraction
-    return Problem("data-already-split", rule, path="data.eval_fraction", value=value, fix=fix)
-
-
-def _check_image_recompute(job: Job) -> Problem | None:
-    layout, path = job.layout, "layout.recompute"
-    if not isinstance(job.model, ResNetModel) or layout.recompute == "none":
-        return None
-    if layout.recompute == "selective":
-        rule = "keeps matrix products, and the products of a ResNet are convolutions"
-        return Problem(
-            "layout-recompute-images", rule, path=path, value="selective", fix=f"Use {path}=full or none"
-        )
-    if job.mixes_samples:
-        rule = "runs each block twice, and model.norm=batch would count its statistics twice"
-        fix = f"Use {path}=none, or model.norm=group"
-        return Problem("layout-recompute-images", rule, path=path, value=layout.recompute, fix=fix)
-    return None
-
-
-def _check_batch_norm(job: Job) -> Problem | None:
-    """Batch norm must never see zero-weight samples, so that nothing may be left to pad."""
-    if not job.mixes_samples:
-        return None
-    code, batch, layout = "layout-batch-norm", job.train.global_batch, job.layout
-    assert isinstance(job.model, ResNetModel), "only a ResNet has batch norms"
-    ranks, least = layout.data_degree, job.model.least_micro_batch
-    if batch % ranks:
-        rule = f"does not divide train.global_batch={batch}; with model.norm=batch no rank may pad its share"
-        near = [d for d in divisors(batch) if d <= 2 * ranks]
-        fix = f"Use {_list(near[-4:])}, or model.norm=group"
-        return Problem(code, rule, path="layout.dp_replicate", value=ranks, fix=fix)
-    share, micro = batch // ranks, layout.micro_batch
-    if share < least:
-        rule = (
-            f"gives a rank {share} of the {least} samples that model.norm=batch needs: its last stage sees "
-        )
-        rule += "one pixel an image, and one value has no variance"
-        fix = "Use a larger train.global_batch or model.image_size, or fewer ranks"
-        return Problem(code, rule, path="train.global_batch", value=batch, fix=fix)
-    if micro is not None and micro <= share and (share % micro or micro < least):
-        rule = (
-            f"does not cut a rank's {share} samples (train.global_batch={batch} / {ranks}) into equal parts "
-        )
-        rule += f"of {least} or more; with model.norm=batch none may be padded"
-        fix = f"Use {_list([d for d in divisors(share) if d >= least][:8])}, or model.norm=group"
-        return Problem(code, rule, path="layout.micro_batch", value=micro, fix=fix)
-    return None
-
-
-def _check_image_layout(job: Job) -> Problem | None:
-    if not isinstance(job.model, ResNetModel):
-        return None
-    for axis in ("pp", "cp", "tp"):
-        if (value := getattr(job.layout, axis)) > 1:
-            rule = "splits a decoder; a ResNet is replicated"
-            fix = f"Use layout.dp_replicate={value}"
-            return Problem("layout-image-axes", rule, path=f"layout.{axis}", value=value, fix=fix)
-    return None
-
-
-def _check_norm_groups(job: Job) -> Problem | None:
-    model = job.model
-    if not isinstance(model, ResNetModel) or model.norm == "batch" or model.width % model.norm_groups == 0:
-        return None
-    rule = f"does not divide model.width={model.width}; a GroupNorm has groups of equal size"
-    fix = f"Use {_list(d for d in divisors(model.width) if d <= 64)}"
-    return Problem("model-norm-groups", rule, path="model.norm_groups", value=model.norm_groups, fix=fix)
-
-
 def _check_lr_base(job: Job) -> Problem | None:
     train = job.train
     if (train.lr_scaling == "none") == (train.lr_base_batch is None):
@@ -331,15 +261,6 @@ def _check_lr_base(job: Job) -> Problem | None:
     )
 
 
-TEXT_SETTINGS: tuple[tuple[str, Any], ...] = (
-    ("data.seq_len", 1),
-    ("data.tokenizer", None),
-    ("data.mask", "causal"),
-    ("data.prompt_masking", False),
-    ("data.cache", ".meshwright/data"),
-)
-"""Keys of text and what they are where nobody set them."""
-
 RULES: tuple[Rule, ...] = (
     Rule(
         "model-heads-width",
@@ -353,24 +274,31 @@ RULES: tuple[Rule, ...] = (
         '`positions = "learned"` needs `max_positions`, at least `data.seq_len`.',
         _check_positions,
     ),
-    Rule("model-norm-groups", "`model.norm_groups` divides `model.width`.", _check_norm_groups),
+    Rule("model-norm-groups", "`model.norm_groups` divides `model.width`.", check_norm_groups),
     Rule(
         "data-not-for-images",
         "A ResNet reads images, and takes no `seq_len`, `tokenizer`, `mask`, `prompt_masking` or `cache`.",
-        _check_image_data,
+        check_image_data,
     ),
-    Rule("data-not-for-text", "A decoder reads text.", _check_text_data),
-    Rule("data-already-split", "`eval_fraction` is for data that are not split already.", _check_image_split),
-    Rule("layout-image-axes", "A ResNet is replicated: no `pp`, `cp` or `tp`.", _check_image_layout),
+    Rule("data-not-for-text", "A decoder reads text.", check_text_data),
+    Rule("data-already-split", "`eval_fraction` is for data that are not split already.", check_image_split),
+    Rule(
+        "layout-image-axes", "A ResNet is replicated: no `pp`, `dp_shard`, `cp` or `tp`.", check_image_layout
+    ),
     Rule(
         "layout-recompute-images",
         'A ResNet recomputes `"none"` or `"full"`, and with batch norm nothing.',
-        _check_image_recompute,
+        check_image_recompute,
+    ),
+    Rule(
+        "train-not-for-images",
+        "A ResNet takes no `compile`, no `muon` and no `decay_embeddings`.",
+        check_image_training,
     ),
     Rule(
         "layout-batch-norm",
         'With `norm = "batch"`, ranks x `micro_batch` divides `train.global_batch`: no padding is counted.',
-        _check_batch_norm,
+        check_batch_norm,
     ),
     _divides("layout-tp-heads", "layout.tp", "model.num_heads", "heads split evenly over tp"),
     _divides("layout-tp-kv-heads", "layout.tp", "model.num_kv_heads", "key heads split evenly over tp"),
@@ -386,7 +314,19 @@ RULES: tuple[Rule, ...] = (
     _needs("layout-virtual-stages-pp", "layout.virtual_stages", 1, "layout.pp", "only pipelines have stages"),
     Rule("layout-world-size", "The degrees multiply to at most the cluster's devices.", _check_world),
     Rule("layout-micro-batch", "`micro_batch` is at most a rank's share of the batch.", _check_micro_batch),
+    _only_with("train-loss-scale", "train.loss_scale", "train.precision", "fp16", "the others need no scale"),
+    _only_with(
+        "train-compile-backend", "train.compile_backend", "train.compile", True, "nothing is compiled"
+    ),
     Rule("train-lr-base-batch", "`lr_scaling` and `lr_base_batch` come together.", _check_lr_base),
+    *(Rule(unused_code(key), unused_statement(key), check_unused(key)) for key in OPTIONAL_KEYS),
+    Rule("train-nesterov-momentum", "`nesterov` needs a `momentum` above 0.", check_nesterov),
+    Rule("train-wsd-room", "With `wsd`, warm-up and final fall fit into `train.steps`.", check_decay_room),
+    Rule(
+        "train-noise-scale-parts",
+        "`noise_scale_every` needs two ranks or two micro-batches: it compares a part with the whole.",
+        check_noise_scale,
+    ),
     _not_built("layout.pp", (1,), "pipeline parallelism"),
     _not_built("layout.dp_shard", (1,), "sharded data parallelism (ZeRO)"),
     _not_built("layout.cp", (1,), "context parallelism"),
@@ -396,10 +336,15 @@ RULES: tuple[Rule, ...] = (
     _not_built("layout.schedule", ("1f1b",), "another pipeline schedule"),
     _not_built("layout.context", ("ring",), "another context method"),
     _not_built("layout.prefetch", (1,), "another prefetch depth under ZeRO"),
-    _not_built("train.precision", ("fp32", "bf16"), "fp16 or fp8 training"),
-    _not_built("train.compile", (False,), "compiled blocks"),
-    _not_built("data.mask", ("causal",), "attention within documents only"),
+    _not_built("train.precision", ("fp32", "bf16", "fp16"), "fp8 training"),
     _not_built("data.prompt_masking", (False,), "masked prompts"),
+    Rule("train-muon-not-built", "Muon on cut matrices (`dp_shard`, `tp`).", check_muon_whole, built=False),
+    Rule(
+        "train-noise-scale-not-built",
+        "The gradient noise scale in layouts other than replicas (`noise_scale_every`).",
+        check_noise_scale_layout,
+        built=False,
+    ),
     _not_built("model.hf", (None,), "a model from a Hugging Face folder"),
     _not_built("consistency.mode", ("synchronous",), "relaxed consistency"),
     _not_built("compression.kind", ("none", "bf16", "fp16"), "this compression"),

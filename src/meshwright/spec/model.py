@@ -108,7 +108,7 @@ class ResNetModel:
     norm: Literal["group", "batch"] = "group"
     """`batch` mixes the samples of a micro-batch: the loss then depends on the layout."""
     norm_groups: Count = 32
-    """Groups of a GroupNorm; divides width."""
+    """Groups of a GroupNorm; divides width. A batch norm has none."""
     norm_eps: Positive = 1e-5
     """Added to the variance in a norm."""
     init_std: Positive = 0.01

@@ -149,6 +149,9 @@ def test_one_pixel_needs_two_samples_and_the_planner_knows():
         ({"data": {"seq_len": 8}}, ["data-not-for-images"]),
         ({"data": {"eval_fraction": 0.1}}, ["data-already-split"]),
         ({"layout": {"tp": 2}}, ["layout-image-axes"]),
+        ({"train": {"compile": True}}, ["train-not-for-images"]),
+        ({"train": {"optimizer": "muon"}}, ["train-not-for-images"]),
+        ({"train": {"decay_embeddings": False}}, ["train-not-for-images"]),
         ({"model": {"norm_groups": 5}}, ["model-norm-groups"]),
     ],
 )

@@ -13,7 +13,8 @@ import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor, nn
 
 from meshwright.run.models.loss import IGNORED
-from meshwright.run.recompute import Recompute, run_recomputed
+from meshwright.run.recompute import run_recomputed
+from meshwright.spec.layout import Recompute
 from meshwright.spec.model import BOTTLENECK_GROWTH, ResNetModel
 
 

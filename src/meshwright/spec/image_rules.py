@@ -1,0 +1,136 @@
+"""Checks of jobs with images; the rows are in the legality table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.core.errors import Problem
+from meshwright.spec.job import SYNTHETIC_IMAGES, Job
+from meshwright.spec.model import ResNetModel
+from meshwright.spec.numbers import divisors, list_numbers, near_divisors
+
+TEXT_SETTINGS: tuple[tuple[str, Any], ...] = (
+    ("data.seq_len", 1),
+    ("data.tokenizer", None),
+    ("data.mask", "causal"),
+    ("data.prompt_masking", False),
+    ("data.cache", ".meshwright/data"),
+)
+"""Keys of text and what they are where nobody set them."""
+
+
+def check_image_data(job: Job) -> Problem | None:
+    """Text and its settings are not for a model of images."""
+    if not isinstance(job.model, ResNetModel):
+        return None
+    if job.data.path.startswith("builtin:") and job.data.path != SYNTHETIC_IMAGES:
+        fix = f"Use {SYNTHETIC_IMAGES}, or a folder with images.npy and labels.npy"
+        rule = "is text; this model reads images"
+        return Problem("data-not-for-images", rule, path="data.path", value=job.data.path, fix=fix)
+    for path, plain in TEXT_SETTINGS:
+        if (value := getattr(job.data, path.removeprefix("data."))) != plain:
+            rule = "is a setting of text; this model reads images"
+            leaf = path.rpartition(".")[2]
+            return Problem("data-not-for-images", rule, path=path, value=value, fix=f"Leave {leaf} out")
+    return None
+
+
+def check_text_data(job: Job) -> Problem | None:
+    """Images are not for a model of text."""
+    if isinstance(job.model, ResNetModel) or job.data.path != SYNTHETIC_IMAGES:
+        return None
+    fix = "Use builtin:python-stdlib, or a path of text"
+    rule = "is images; this model reads text"
+    return Problem("data-not-for-text", rule, path="data.path", value=job.data.path, fix=fix)
+
+
+def check_image_split(job: Job) -> Problem | None:
+    """Synthetic images are split already."""
+    if job.data.path != SYNTHETIC_IMAGES or job.data.eval_fraction is None:
+        return None
+    rule, fix = f"has no effect: {SYNTHETIC_IMAGES} has its own held-out images", "Leave it out"
+    value = job.data.eval_fraction
+    return Problem("data-already-split", rule, path="data.eval_fraction", value=value, fix=fix)
+
+
+def check_image_recompute(job: Job) -> Problem | None:
+    """A ResNet's blocks are computed again wholly, or not; not with batch norm."""
+    layout, path = job.layout, "layout.recompute"
+    if not isinstance(job.model, ResNetModel) or layout.recompute == "none":
+        return None
+    if layout.recompute == "selective":
+        rule = "keeps matrix products, and the products of a ResNet are convolutions"
+        return Problem(
+            "layout-recompute-images", rule, path=path, value="selective", fix=f"Use {path}=full or none"
+        )
+    if job.mixes_samples:
+        rule = "runs each block twice, and model.norm=batch would count its statistics twice"
+        fix = f"Use {path}=none, or model.norm=group"
+        return Problem("layout-recompute-images", rule, path=path, value=layout.recompute, fix=fix)
+    return None
+
+
+def check_image_training(job: Job) -> Problem | None:
+    """What is for decoders alone."""
+    if not isinstance(job.model, ResNetModel):
+        return None
+    if job.train.compile:
+        rule = "is for the equal blocks of a decoder; those of a ResNet differ, and each would be compiled"
+        return Problem("train-not-for-images", rule, path="train.compile", value=True, fix="Leave it out")
+    if job.train.optimizer == "muon":
+        rule = "is for the matrices of a decoder's blocks; a ResNet's are convolutions"
+        fix = "Use train.optimizer=sgd or adamw"
+        return Problem("train-not-for-images", rule, path="train.optimizer", value="muon", fix=fix)
+    if not job.train.decay_embeddings:
+        rule = "has no effect: a ResNet has no embeddings"
+        fix = "Leave it out"
+        return Problem("train-not-for-images", rule, path="train.decay_embeddings", value=False, fix=fix)
+    return None
+
+
+def check_batch_norm(job: Job) -> Problem | None:
+    """Batch norm must never see zero-weight samples, so that nothing may be left to pad."""
+    if not job.mixes_samples:
+        return None
+    code, batch, layout = "layout-batch-norm", job.train.global_batch, job.layout
+    assert isinstance(job.model, ResNetModel), "only a ResNet has batch norms"
+    ranks, least = layout.data_degree, job.model.least_micro_batch
+    if batch % ranks:
+        rule = f"does not divide train.global_batch={batch}; with model.norm=batch no rank may pad its share"
+        fix = f"Use {list_numbers(near_divisors(batch, ranks))}, or model.norm=group"
+        return Problem(code, rule, path="layout.dp_replicate", value=ranks, fix=fix)
+    share, micro = batch // ranks, layout.micro_batch
+    if share < least:
+        rule = f"gives a rank {share} of the {least} samples that model.norm=batch needs: its last stage "
+        rule += "sees one pixel an image, and one value has no variance"
+        fix = "Use a larger train.global_batch or model.image_size, or fewer ranks"
+        return Problem(code, rule, path="train.global_batch", value=batch, fix=fix)
+    if micro is not None and micro <= share and (share % micro or micro < least):
+        rule = f"does not cut a rank's {share} samples (train.global_batch={batch} / {ranks}) into equal "
+        rule += f"parts of {least} or more; with model.norm=batch none may be padded"
+        sizes = [d for d in near_divisors(share, micro) if d >= least] or [share]
+        fix = f"Use {list_numbers(sizes)}, or model.norm=group"
+        return Problem(code, rule, path="layout.micro_batch", value=micro, fix=fix)
+    return None
+
+
+def check_image_layout(job: Job) -> Problem | None:
+    """A ResNet is not cut."""
+    if not isinstance(job.model, ResNetModel):
+        return None
+    for axis in ("pp", "dp_shard", "cp", "tp"):
+        if (value := getattr(job.layout, axis)) > 1:
+            rule = "cuts a decoder; a ResNet is replicated"
+            fix = f"Use layout.dp_replicate={value}"
+            return Problem("layout-image-axes", rule, path=f"layout.{axis}", value=value, fix=fix)
+    return None
+
+
+def check_norm_groups(job: Job) -> Problem | None:
+    """Groups of a GroupNorm have equal sizes."""
+    model = job.model
+    if not isinstance(model, ResNetModel) or model.norm == "batch" or model.width % model.norm_groups == 0:
+        return None
+    rule = f"does not divide model.width={model.width}; a GroupNorm has groups of equal size"
+    fix = f"Use {list_numbers(d for d in divisors(model.width) if d <= 64)}"
+    return Problem("model-norm-groups", rule, path="model.norm_groups", value=model.norm_groups, fix=fix)
