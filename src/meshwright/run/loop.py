@@ -53,7 +53,8 @@ def train_step(session: Session, meter: Meter) -> bool:
     session.counter.phase = "step"
     positions = np.arange(session.position, session.position + session.job.train.global_batch)
     samples = session.order.samples_at(positions)
-    divisor = session.train_batches.count_targets(samples)
+    targets = session.train_batches.count_targets(samples)
+    divisor = max(targets, 1)  # a batch of nothing but long, masked prompts has none, and no gradient
     own_loss, own_targets = forward_backward(session, samples, divisor)
     if session.audit is not None:
         session.audit.after_backward()
@@ -61,7 +62,7 @@ def train_step(session: Session, meter: Meter) -> bool:
     grad_norm = update(session, lr)
     # The first look at a device value in this step: all its work is queued by now.
     loss_sum, counted, stops = session.ranks.add_up([own_loss, own_targets, session.stop_wanted])
-    assert counted == divisor, f"{counted:.0f} targets were trained on, {divisor} were expected"
+    assert counted == targets, f"{counted:.0f} targets were trained on, {targets} were expected"
     session.step += 1
     session.position += len(samples)
     loss = loss_sum / divisor
@@ -72,9 +73,9 @@ def train_step(session: Session, meter: Meter) -> bool:
         loss=loss,
         grad_norm=None if grad_norm is None else float(grad_norm),
         lr=lr,
-        tokens=divisor,
+        tokens=targets,
         step_s=step_s,
-        **meter.read(divisor / step_s),
+        **meter.read(targets / step_s),
     )
     if not math.isfinite(loss):
         raise _diverged(session, "loss", loss)
@@ -89,13 +90,13 @@ def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[
     micro_batches = session.plan.micro_batches
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     targets_seen = 0
-    for index, (tokens, targets) in enumerate(session.train_batches.micro_batches(samples)):
-        targets_seen += int((targets >= 0).sum())
+    for index, batch in enumerate(session.train_batches.micro_batches(samples)):
+        targets_seen += int((batch[1] >= 0).sum())
         if session.audit is not None:
             session.audit.before_forward()
         with without_reduction(session.module, last=index == micro_batches - 1):
             with precision(session):
-                loss = session.module(move(tokens, device), move(targets, device))
+                loss = session.module(*[move(t, device) for t in batch])
             if session.audit is not None:
                 session.audit.after_forward()
             (loss / divisor).backward()
@@ -126,11 +127,15 @@ def evaluate(session: Session) -> float | None:
         return None
     device = session.ranks.device
     loss_sum, targets_seen = 0.0, 0
-    for tokens, targets in session.eval_batches.micro_batches(samples):
+    for batch in session.eval_batches.micro_batches(samples):
         with precision(session):
-            loss_sum += session.model(move(tokens, device), move(targets, device)).item()
-        targets_seen += int((targets >= 0).sum())
+            loss_sum += session.model(*[move(t, device) for t in batch]).item()
+        targets_seen += int((batch[1] >= 0).sum())
     loss_sum, counted = session.ranks.add_up([loss_sum, float(targets_seen)])
+    if not counted:
+        reason = f"the first {len(samples)} held-out samples hold masked prompts alone"
+        session.events.write("no_evaluation", reason=reason)
+        return None
     session.events.write("eval", step=session.step, loss=loss_sum / counted, samples=len(samples))
     return loss_sum / counted
 

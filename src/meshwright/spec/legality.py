@@ -207,6 +207,16 @@ def _check_lr_base(job: Job) -> Problem | None:
     )
 
 
+def _check_fields(job: Job) -> Problem | None:
+    for key in ("prompt_field", "answer_field"):
+        value = getattr(job.data, key)
+        if value is not None and job.data.template is None:
+            rule = "has no effect without data.template: only a template joins prompts and answers"
+            fix = "Set data.template, for example to chatml, or leave it out"
+            return Problem("data-template-needed", rule, path=f"data.{key}", value=value, fix=fix)
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "model-heads-width",
@@ -229,6 +239,9 @@ RULES: tuple[Rule, ...] = (
     _needs("layout-virtual-stages-pp", "layout.virtual_stages", 1, "layout.pp", "only pipelines have stages"),
     Rule("layout-world-size", "The degrees multiply to at most the cluster's devices.", _check_world),
     Rule("layout-micro-batch", "`micro_batch` is at most a rank's share of the batch.", _check_micro_batch),
+    Rule(
+        "data-template-needed", "`data.prompt_field` and `answer_field` need `data.template`.", _check_fields
+    ),
     Rule("train-lr-base-batch", "`lr_scaling` and `lr_base_batch` come together.", _check_lr_base),
     _not_built("layout.pp", (1,), "pipeline parallelism"),
     _not_built("layout.dp_shard", (1,), "sharded data parallelism (ZeRO)"),
@@ -242,8 +255,6 @@ RULES: tuple[Rule, ...] = (
     _not_built("layout.prefetch", (1,), "another prefetch depth under ZeRO"),
     _not_built("train.precision", ("fp32", "bf16"), "fp16 or fp8 training"),
     _not_built("train.compile", (False,), "compiled blocks"),
-    _not_built("data.mask", ("causal",), "attention within documents only"),
-    _not_built("data.prompt_masking", (False,), "masked prompts"),
     _not_built("model.hf", (None,), "a model from a Hugging Face folder"),
     _not_built("consistency.mode", ("synchronous",), "relaxed consistency"),
     _not_built("compression.kind", ("none", "bf16", "fp16"), "this compression"),
