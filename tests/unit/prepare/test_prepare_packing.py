@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -42,7 +44,7 @@ def cut_rows(rows):
 
 def positions_of(document):
     whole = [*document, END]
-    return list(zip(whole[:-1], whole[1:], strict=True))
+    return list(pairwise(whole))
 
 
 documents = st.lists(st.lists(st.integers(1, 255), max_size=30), min_size=1, max_size=12)
@@ -53,7 +55,7 @@ documents = st.lists(st.lists(st.integers(1, 255), max_size=30), min_size=1, max
 def test_every_position_of_every_document_is_in_one_row_once(
     documents, shard_tokens, seq_len, tmp_path_factory
 ):
-    """Joined again in order, the pieces of all rows are the documents; only long ones are cut, into full rows."""
+    """Joined in order, the pieces of all rows are the documents; only long ones are cut, into full rows."""
     folder = write(tmp_path_factory.mktemp("data"), documents, shard_tokens)
     dataset = TokenDataset(ShardFolder.open(folder), "train", seq_len, "document")
     rows = dataset.read(np.arange(len(dataset)))
@@ -80,7 +82,7 @@ def test_a_row_is_closed_only_when_the_next_piece_does_not_fit(sizes, seq_len, t
     folder = write(tmp_path_factory.mktemp("data"), [[1] * size for size in sizes])
     dataset = TokenDataset(ShardFolder.open(folder), "train", seq_len, "document")
     rows = [pieces for pieces, _ in cut_rows(dataset.read(np.arange(len(dataset))))]
-    for row, following in zip(rows, rows[1:], strict=False):
+    for row, following in pairwise(rows):
         assert sum(map(len, row)) + len(following[0]) > seq_len
 
 
@@ -95,14 +97,14 @@ def test_a_row_is_closed_only_when_the_next_piece_does_not_fit(sizes, seq_len, t
 def test_masked_targets_are_ignored_and_counted(
     data, documents, shard_tokens, seq_len, mask, tmp_path_factory
 ):
-    """Targets with and without masking differ exactly where the next token is a prompt's; counts agree by row."""
+    """Targets with and without masking differ exactly where the next token is a prompt's; counts agree."""
     documents = [[1, *document] for document in documents]
     marks = [data.draw(st.lists(st.integers(0, 1), min_size=len(d), max_size=len(d))) for d in documents]
     folder = write(tmp_path_factory.mktemp("data"), documents, shard_tokens, marks)
     opened = ShardFolder.open(folder)
     masked = TokenDataset(opened, "train", seq_len, mask, prompt_masking=True)
     everything = TokenDataset(opened, "train", seq_len, mask)
-    # The same shards once more with the mark in place of the token: what a target's mark is, without our code.
+    # The same shards with the mark in place of the token: a target's mark without our code for marks.
     twin = write(tmp_path_factory.mktemp("twin"), [[m + 1 for m in ms] for ms in marks], shard_tokens)
     of_marks = TokenDataset(ShardFolder.open(twin), "train", seq_len, mask)
     assert masked.shard_sample_counts == everything.shard_sample_counts
@@ -171,7 +173,7 @@ def test_a_sample_may_be_all_prompt_but_not_a_split(mask, tmp_path):
 
 
 def test_marks_are_part_of_the_format(tmp_path):
-    """One byte a token, its end included; checked like the other files; absent from the index where there are none."""
+    """One byte a token, its end included; checked like the other files."""
     write(tmp_path, [[1, 2, 3], [4, 5]], marks=[[0, 1, 1], [1, 0]])
     assert (tmp_path / "train-00000.marks.u8").read_bytes() == bytes([0, 1, 1, 1, 1, 0, 0])
     opened = ShardFolder.open(tmp_path)
