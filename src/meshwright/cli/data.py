@@ -19,6 +19,7 @@ from meshwright.prepare.spec import parse_corpus_spec
 from meshwright.prepare.templates import load_template
 from meshwright.prepare.tokenizer import load_tokenizer, parse_tokenizer_name
 from meshwright.spec.job import Data, Job
+from meshwright.spec.model import DecoderModel
 
 
 def settle_data(output: Output, job: Job) -> Path:
@@ -37,6 +38,7 @@ def settle_data(output: Output, job: Job) -> Path:
         for split in SPLITS
     )
     dataset.load_tokenizer()  # that it is the one which made the shards
+    assert isinstance(job.model, DecoderModel), "text is for decoders"
     if dataset.vocab_size > job.model.vocab_size:
         raise UserError(
             Problem(

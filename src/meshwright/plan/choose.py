@@ -82,7 +82,7 @@ def evaluate(job: Job, layout: Layout) -> Candidate:
     micro_batches = -(-share // micro)
     ledger = predict_ledger(placed, micro, micro_batches)
     traffic = tuple(predict_traffic(placed))
-    step = estimate_step(placed, micro_batches, ledger.kept_bytes, traffic)
+    step = estimate_step(placed, micro_batches, ledger.touched_bytes, traffic)
     return Candidate(layout, share, micro_batches, ledger, traffic, step, ledger.first_peak_bytes <= usable)
 
 

@@ -14,12 +14,12 @@ from meshwright.plan.comms import Traffic
 from meshwright.plan.shapes import FLOAT32_BYTES, count_matmul_parameters, count_parameters
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
-from meshwright.spec.model import Model
+from meshwright.spec.model import DecoderModel, Model
 
 EFFICIENCY = 0.8
 """Rate of a step's matrix products over the rate of one large product."""
 ACTIVATION_PASSES = 8
-"""Times that the kept activations cross the memory bus in forward and backward."""
+"""Times that the activations cross the memory bus in forward and backward."""
 HOST_S = {"cpu": 1.0e-3, "cuda": 2.0e-3}
 """Time that eager Python takes for one block of one micro-batch, however small."""
 OVERLAP = {"cpu": 0.5, "cuda": 0.9}
@@ -56,8 +56,14 @@ def flops_per_token(model: Model, seq_len: int) -> float:
     6 for each parameter that multiplies activations (the head included, the input embedding not), plus
     attention with the causal half counted once: 2 products x 2 x seq_len / 2 x query width, times 3.
     """
+    assert isinstance(model, DecoderModel), "only decoders are planned yet"
     attention = 6.0 * seq_len * model.query_size * model.num_layers
     return 6.0 * count_matmul_parameters(model) + attention
+
+
+def _depth(model: Model) -> int:
+    """Blocks that the host sends one after the other."""
+    return model.num_layers if isinstance(model, DecoderModel) else sum(model.blocks)
 
 
 def matmul_rate(cluster: Cluster, precision: str) -> float:
@@ -74,21 +80,21 @@ def peak_rate(cluster: Cluster, precision: str) -> tuple[float, str]:
     return matmul_rate(cluster, precision), "the cluster's large-product rate"
 
 
-def estimate_step(job: Job, micro_batches: int, kept_bytes: int, traffic: Sequence[Traffic]) -> StepTime:
+def estimate_step(job: Job, micro_batches: int, touched_bytes: int, traffic: Sequence[Traffic]) -> StepTime:
     """The step of a rank.
 
     Args:
         job: With the layout settled, its micro-batch included.
         micro_batches: Of one step.
-        kept_bytes: Activations that one micro-batch keeps for its backward pass.
+        touched_bytes: Activations that one micro-batch makes.
         traffic: The collectives of the layout.
     """
     cluster, train = job.cluster, job.train
     tokens = micro_batches * (job.layout.micro_batch or 1) * job.data.seq_len
     rate = matmul_rate(cluster, train.precision) * EFFICIENCY
     matmul_s = tokens * flops_per_token(job.model, job.data.seq_len) / rate
-    memory_s = micro_batches * kept_bytes * ACTIVATION_PASSES / cluster.memory_bytes_per_s
-    host_s = micro_batches * (job.model.num_layers + 1) * HOST_S[cluster.device]
+    memory_s = micro_batches * touched_bytes * ACTIVATION_PASSES / cluster.memory_bytes_per_s
+    host_s = micro_batches * (_depth(job.model) + 1) * HOST_S[cluster.device]
     # A GPU computes while the host goes on; a core is both.
     on_gpu = cluster.device == "cuda"
     compute_s = max(matmul_s + memory_s, host_s) if on_gpu else matmul_s + memory_s + host_s

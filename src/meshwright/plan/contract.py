@@ -20,7 +20,7 @@ from meshwright.plan.buckets import bucket_parameters
 from meshwright.plan.choose import Candidate, Search, explain_choice, require_fit, search_layouts
 from meshwright.plan.comms import Traffic
 from meshwright.plan.compute import UNCERTAINTY, flops_per_token, peak_rate
-from meshwright.plan.ledger import Line
+from meshwright.plan.moments import Line
 from meshwright.plan.shapes import count_parameters, list_parameters
 from meshwright.spec.job import Job
 from meshwright.spec.load import PLAN_KEY, build_job, job_tree

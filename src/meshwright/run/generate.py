@@ -8,16 +8,16 @@ from pathlib import Path
 import torch
 
 from meshwright.prepare.tokenizer import load_tokenizer
-from meshwright.run.models.llama import Llama
-from meshwright.spec.model import Model
+from meshwright.run.models.decoder import Decoder
+from meshwright.spec.model import DecoderModel
 from meshwright.survive.checkpoint.manifest import MODEL_FILE, read_manifest
 from meshwright.survive.checkpoint.plain import load_tensors
 
 
-def load_model(checkpoint: Path, device: torch.device) -> Llama:
+def load_model(checkpoint: Path, device: torch.device) -> Decoder:
     """The model of a checkpoint that has been verified."""
     manifest = read_manifest(checkpoint)
-    model = Llama(Model(**manifest.model), manifest.seq_len)
+    model = Decoder(DecoderModel(**manifest.model), manifest.seq_len)
     tensors = load_tensors(checkpoint, MODEL_FILE)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -23,8 +23,8 @@ from meshwright.prepare.tokenizer import TOKENIZER_FILE
 from meshwright.run.batches import Batcher
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.mesh import Ranks
+from meshwright.run.models.decoder import Decoder
 from meshwright.run.models.init import build_model
-from meshwright.run.models.llama import Llama
 from meshwright.run.optimizer import build_optimizer
 from meshwright.run.parallel.apply import apply_layout
 from meshwright.spec.job import Job
@@ -44,7 +44,7 @@ class Session:
     ranks: Ranks
     counter: CollectiveCounter
     events: EventWriter
-    model: Llama
+    model: Decoder
     module: nn.Module
     """The model as the layout wraps it; what is called."""
     optimizer: torch.optim.AdamW

@@ -21,7 +21,7 @@ from meshwright.spec.fields import (
     Positive,
 )
 from meshwright.spec.layout import Layout
-from meshwright.spec.model import Model
+from meshwright.spec.model import TaggedModel
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Job:
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
-    model: Model
+    model: TaggedModel
     cluster: Cluster
     data: Data
     train: Train

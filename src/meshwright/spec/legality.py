@@ -16,6 +16,7 @@ from typing import Any
 from meshwright.core.errors import Problem
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
+from meshwright.spec.model import DecoderModel, ResNetModel
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ def _divides(code: str, degree: str, whole: str, why: str) -> Rule:
     """``degree`` must divide ``whole`` (dotted paths)."""
 
     def check(job: Job) -> Problem | None:
+        if not isinstance(job.model, DecoderModel):
+            return None
         small, large = _read(job, degree), _read(job, whole)
         if large % small == 0:
             return None
@@ -116,6 +119,8 @@ def _toml(value: Any) -> str:
 
 
 def _check_pp_layers(job: Job) -> Problem | None:
+    if not isinstance(job.model, DecoderModel):
+        return None
     stages = job.layout.pp * job.layout.virtual_stages
     if stages <= job.model.num_layers:
         return None
@@ -177,17 +182,65 @@ def _check_micro_batch(job: Job) -> Problem | None:
 
 def _check_heads(job: Job) -> Problem | None:
     model = job.model
+    if not isinstance(model, DecoderModel):
+        return None
     if model.head_dim is None and model.hidden_size % model.num_heads:
         rule = f"does not divide model.hidden_size={model.hidden_size}; heads share the width evenly"
         near = [d for d in divisors(model.hidden_size) if d <= 2 * model.num_heads]
         fix = f"Use {_list(near[-4:])}, or set model.head_dim"
         return Problem("model-heads-width", rule, path="model.num_heads", value=model.num_heads, fix=fix)
-    if model.head_size % 2:
+    if model.head_size % 2 and model.positions == "rope":
         rule = "is odd; rotary embedding turns pairs"
         return Problem(
             "model-head-dim-odd", rule, path="model.head_dim", value=model.head_size, fix="Use an even one"
         )
     return None
+
+
+def _check_positions(job: Job) -> Problem | None:
+    model = job.model
+    if not isinstance(model, DecoderModel) or model.positions == "rope":
+        return None
+    if model.max_positions is None:
+        rule = "needs the number of positions to learn"
+        fix = f"Set model.max_positions={job.data.seq_len} or more"
+        return Problem("model-max-positions", rule, path="model.positions", value="learned", fix=fix)
+    if job.data.seq_len <= model.max_positions:
+        return None
+    rule = f"is more than model.max_positions={model.max_positions}, the learned positions"
+    fix = f"Use {model.max_positions} or less"
+    return Problem("model-max-positions", rule, path="data.seq_len", value=job.data.seq_len, fix=fix)
+
+
+def _check_image_data(job: Job) -> Problem | None:
+    if not isinstance(job.model, ResNetModel):
+        return None
+    for path, plain in (("data.seq_len", 1), ("data.mask", "causal"), ("data.prompt_masking", False)):
+        if (value := _read(job, path)) != plain:
+            rule = "is a setting of text; this model reads images"
+            leaf = path.rpartition(".")[2]
+            return Problem("data-not-for-images", rule, path=path, value=value, fix=f"Leave {leaf} out")
+    return None
+
+
+def _check_image_layout(job: Job) -> Problem | None:
+    if not isinstance(job.model, ResNetModel):
+        return None
+    for axis in ("pp", "cp", "tp"):
+        if (value := getattr(job.layout, axis)) > 1:
+            rule = "splits a decoder; a ResNet is replicated"
+            fix = f"Use layout.dp_replicate={value}"
+            return Problem("layout-image-axes", rule, path=f"layout.{axis}", value=value, fix=fix)
+    return None
+
+
+def _check_norm_groups(job: Job) -> Problem | None:
+    model = job.model
+    if not isinstance(model, ResNetModel) or model.norm == "batch" or model.width % model.norm_groups == 0:
+        return None
+    rule = f"does not divide model.width={model.width}; a GroupNorm has groups of equal size"
+    fix = f"Use {_list(d for d in divisors(model.width) if d <= 64)}"
+    return Problem("model-norm-groups", rule, path="model.norm_groups", value=model.norm_groups, fix=fix)
 
 
 def _check_lr_base(job: Job) -> Problem | None:
@@ -225,6 +278,16 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("model-head-dim-odd", "`model.head_dim` is even: rotary embedding turns pairs.", _check_heads),
     _divides("model-kv-heads", "model.num_kv_heads", "model.num_heads", "query heads share key heads evenly"),
+    Rule(
+        "model-max-positions",
+        '`positions = "learned"` needs `max_positions`, at least `data.seq_len`.',
+        _check_positions,
+    ),
+    Rule("model-norm-groups", "`model.norm_groups` divides `model.width`.", _check_norm_groups),
+    Rule(
+        "data-not-for-images", "A ResNet takes no `seq_len`, `mask` or `prompt_masking`.", _check_image_data
+    ),
+    Rule("layout-image-axes", "A ResNet is replicated: no `pp`, `cp` or `tp`.", _check_image_layout),
     _divides("layout-tp-heads", "layout.tp", "model.num_heads", "heads split evenly over tp"),
     _divides("layout-tp-kv-heads", "layout.tp", "model.num_kv_heads", "key heads split evenly over tp"),
     _divides("layout-tp-ffn", "layout.tp", "model.ffn_size", "the feed-forward splits evenly over tp"),
@@ -247,7 +310,6 @@ RULES: tuple[Rule, ...] = (
     _not_built("layout.dp_shard", (1,), "sharded data parallelism (ZeRO)"),
     _not_built("layout.cp", (1,), "context parallelism"),
     _not_built("layout.tp", (1,), "tensor parallelism"),
-    _not_built("layout.recompute", ("none",), "recomputation of activations"),
     _not_built("layout.offload", ("none",), "offloading"),
     _not_built("layout.accumulate", ("sharded",), "deferred accumulation under ZeRO"),
     _not_built("layout.schedule", ("1f1b",), "another pipeline schedule"),

@@ -35,15 +35,16 @@ PRESET_JOB: Tree = {
 }
 """What a bare preset name means to ``plan``."""
 
+DECODER_STAND_IN: Tree = {
+    "num_layers": 2**20,
+    "hidden_size": 2**20,
+    "num_heads": 2**10,
+    "num_kv_heads": 2**10,
+    "ffn_size": 2**20,
+    "vocab_size": 2**20,
+}
 STAND_INS: Tree = {
-    "model": {
-        "num_layers": 2**20,
-        "hidden_size": 2**20,
-        "num_heads": 2**10,
-        "num_kv_heads": 2**10,
-        "ffn_size": 2**20,
-        "vocab_size": 2**20,
-    },
+    "model": {**DECODER_STAND_IN, "blocks": (2**20,), "num_classes": 2**20, "image_size": 2**10},
     "cluster": {
         "preset": "local",
         "device": "cpu",
@@ -197,8 +198,11 @@ def _fill_presets(tree: Tree) -> list[Problem]:
         fields = read_preset("models", model["preset"])
         if isinstance(fields, Problem):
             problems.append(fields)
-            fields = STAND_INS["model"]
-        tree["model"] = {**fields, **model}
+            fields = DECODER_STAND_IN
+        tree["model"] = model = {**fields, **model}
+    data = tree.get("data")
+    if isinstance(model, dict) and model.get("architecture") == "resnet" and isinstance(data, dict):
+        data.setdefault("seq_len", 1)  # a sample is one image with one target
     cluster = tree.setdefault("cluster", {})
     if not isinstance(cluster, dict) or STAND_INS["cluster"].keys() - {"preset"} <= cluster.keys():
         return problems  # a plan's cluster is complete: neither file nor machine is asked again

@@ -1,18 +1,18 @@
-"""The model: what is trained."""
+"""The model: what is trained. A decoder of language, or a ResNet for images."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from meshwright.spec.fields import SECTION_CONFIG, Count, Flag, Positive
 
 
 @dataclass(frozen=True)
-class Model:
-    """A Llama-shaped decoder: grouped-query attention, RoPE, RMSNorm, SwiGLU."""
+class DecoderModel:
+    """A decoder: Llama-shaped as it stands (RoPE, RMSNorm, SwiGLU, no biases), GPT-shaped by its options."""
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
@@ -25,25 +25,45 @@ class Model:
     num_kv_heads: Count
     """Key and value heads; divides num_heads."""
     ffn_size: Count
-    """Inner width of the SwiGLU feed-forward."""
+    """Inner width of the feed-forward."""
     vocab_size: Count
     """Rows of the embedding; at least the tokenizer's."""
     preset: str | None = None
     """The preset that the other fields came from, if any."""
     architecture: Literal["llama"] = "llama"
-    """Shape of a block."""
+    """`llama`: a decoder, with the parts that the keys below choose; `resnet`: see there."""
     head_dim: Count | None = None
     """Width of one head; hidden_size / num_heads if left out."""
+    positions: Literal["rope", "learned"] = "rope"
+    """Rotary positions, or a learned table of max_positions rows."""
+    max_positions: Count | None = None
+    """Longest sequence that the model knows; `learned` needs it, for `rope` it is only written down."""
     rope_theta: Positive = 10000.0
     """Base of the rotary position embedding."""
+    rope_factor: Positive | None = None
+    """Stretch of the slow rotations (Llama 3.1's rule); none if left out."""
+    rope_low_freq_factor: Positive = 1.0
+    """Rotations that turn less than this often in rope_original_positions are stretched wholly."""
+    rope_high_freq_factor: Positive = 4.0
+    """Rotations that turn more often than this are left alone."""
+    rope_original_positions: Count = 8192
+    """Sequence length before the stretch."""
+    norm: Literal["rms", "layer"] = "rms"
+    """RMSNorm, or LayerNorm with bias."""
     norm_eps: Positive = 1e-5
-    """Added to the mean square in RMSNorm."""
+    """Added to the mean square (or variance) in a norm."""
+    activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
+    """Feed-forward: gated by SiLU, or two matrices around GELU (exact, or GPT-2's tanh form)."""
+    attention_bias: Flag = False
+    """Biases on the four projections of attention."""
+    ffn_bias: Flag = False
+    """Biases on the matrices of the feed-forward."""
     tied_embeddings: Flag = False
     """The head uses the embedding's weight."""
     init_std: Positive = 0.02
-    """Standard deviation of the initial weights (norms start at one)."""
+    """Standard deviation of the initial weights (norms start at one, biases at zero)."""
     hf: str | None = None
-    """Folder with a Hugging Face config.json (not built yet)."""
+    """Folder with a Hugging Face config.json; its weights are the initial ones if it has any."""
 
     @property
     def head_size(self) -> int:
@@ -59,3 +79,51 @@ class Model:
     def kv_size(self) -> int:
         """Width of all key (or value) heads together."""
         return self.num_kv_heads * self.head_size
+
+
+@dataclass(frozen=True)
+class ResNetModel:
+    """A residual network for images (He et al. 2015), with GroupNorm so that no sample sees another."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
+
+    architecture: Literal["resnet"]
+    """`resnet`."""
+    blocks: Annotated[tuple[Count, ...], Field(min_length=1, max_length=8)]
+    """Residual blocks of each stage; each stage after the first halves the image and doubles the width."""
+    num_classes: Count
+    """Rows of the classifier; at least the labels' number."""
+    image_size: Count
+    """Height and width of an image, in pixels."""
+    preset: str | None = None
+    """The preset that the other fields came from, if any."""
+    channels: Count = 3
+    """Colours of a pixel."""
+    width: Count = 64
+    """Channels of the first stage."""
+    bottleneck: Flag = False
+    """Blocks of 1x1, 3x3, 1x1 convolutions with four times the width (ResNet-50), not two 3x3 (ResNet-18)."""
+    stem: Literal["imagenet", "small"] = "imagenet"
+    """First layers: 7x7 stride 2 and a max-pool, or one 3x3 for small images."""
+    norm: Literal["group", "batch"] = "group"
+    """`batch` mixes the samples of a micro-batch: the loss then depends on the layout."""
+    norm_groups: Count = 32
+    """Groups of a GroupNorm; divides width."""
+    norm_eps: Positive = 1e-5
+    """Added to the variance in a norm."""
+    init_std: Positive = 0.01
+    """Standard deviation of the classifier's initial weights; convolutions start as He et al. say."""
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, ResNetModel):
+        return "resnet"
+    return "resnet" if isinstance(value, dict) and value.get("architecture") == "resnet" else "decoder"
+
+
+Model = DecoderModel | ResNetModel
+TaggedModel = Annotated[
+    Annotated[DecoderModel, Tag("decoder")] | Annotated[ResNetModel, Tag("resnet")], Discriminator(_kind)
+]
+"""How a model is read: `architecture` says which."""
+MODEL_TAGS = ("decoder", "resnet")

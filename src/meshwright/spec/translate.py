@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from meshwright.core.errors import Problem
 from meshwright.spec.job import Job
+from meshwright.spec.model import MODEL_TAGS, ResNetModel
 
 JOB: TypeAdapter[Job] = TypeAdapter(Job)
 
@@ -28,15 +29,23 @@ def translate_errors(error: ValidationError) -> list[Problem]:
     """One problem for each finding; findings about one union are folded into one."""
     problems: dict[str, Problem] = {}
     for finding in error.errors(include_url=False):
-        path = ".".join(str(part) for part in finding["loc"])
+        path = _dotted(finding["loc"])
         problems.setdefault(path, _translate(path, finding))
     return list(problems.values())
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    """The key's path as the user writes it: pydantic names the kind of model too."""
+    parts = [str(part) for part in location]
+    if parts[:1] == ["model"] and parts[1:2] and parts[1] in MODEL_TAGS:
+        del parts[1]
+    return ".".join(parts)
 
 
 def _translate(path: str, finding: Any) -> Problem:
     kind, value, context = finding["type"], finding["input"], finding.get("ctx", {})
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        return _unknown_key(path)
+        return _unknown_key(path, ResNetModel if finding["loc"][:2] == ("model", "resnet") else None)
     if kind in ("missing", "missing_argument"):
         return _missing_key(path)
     if kind == "literal_error":
@@ -71,9 +80,9 @@ def _translate(path: str, finding: Any) -> Problem:
     return Problem("job-wrong-type", f"must be {expected}", path=path, value=value, fix=fix)
 
 
-def _unknown_key(path: str) -> Problem:
+def _unknown_key(path: str, owner: Any = None) -> Problem:
     *parents, leaf = path.split(".")
-    owner = section_type(parents)
+    owner = owner or section_type(parents)
     keys = [f.name for f in dataclasses.fields(owner)] if owner else []
     near = difflib.get_close_matches(leaf, keys, n=1, cutoff=0.5)
     table = f"[{'.'.join(parents)}]" if parents else "a job"
@@ -89,11 +98,11 @@ def _missing_key(path: str) -> Problem:
 
 
 def section_type(path: list[str]) -> Any:
-    """The dataclass at a dotted path of the job, or None."""
+    """The dataclass at a dotted path of the job, the first of several kinds; or None."""
     owner: Any = Job
     for part in path:
         hint = typing.get_type_hints(owner).get(part)
-        if isinstance(hint, types.UnionType):
+        if typing.get_origin(hint) in (types.UnionType, typing.Union):
             hint = next((a for a in typing.get_args(hint) if dataclasses.is_dataclass(a)), None)
         if hint is None or not dataclasses.is_dataclass(hint):
             return None
@@ -113,12 +122,14 @@ def takes_text(path: list[str]) -> bool:
 def job_schema() -> dict[str, Any]:
     """JSON Schema of the job file.
 
-    What a preset fills in is not required of the file, so `required` is dropped from those two sections.
+    What a preset fills in is not required of the file, so `required` is dropped from those sections.
     """
     schema = JOB.json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "Meshwright job"
     schema["required"] = ["model", "data", "train"]
-    for section in ("Model", "Cluster"):
+    for section in ("DecoderModel", "ResNetModel", "Cluster"):
         schema["$defs"][section].pop("required", None)
+    model = schema["properties"]["model"]
+    model["anyOf"] = model.pop("oneOf")  # a bare preset may be of either kind
     return schema

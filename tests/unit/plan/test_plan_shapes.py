@@ -13,7 +13,7 @@ from meshwright.plan.buckets import bucket_parameters
 from meshwright.plan.compute import flops_per_token
 from meshwright.plan.shapes import Parameter, count_matmul_parameters, count_parameters, list_parameters
 from meshwright.spec.load import load_job
-from meshwright.spec.model import Model
+from meshwright.spec.model import DecoderModel
 
 PUBLISHED = {
     "llama2-7b": 6_738_415_616,
@@ -28,7 +28,7 @@ PUBLISHED = {
 """Parameters as the weights on the Hugging Face hub have them."""
 
 models = st.builds(
-    Model,
+    DecoderModel,
     num_layers=st.integers(1, 4),
     hidden_size=st.integers(1, 48),
     num_heads=st.integers(1, 4),
@@ -40,7 +40,7 @@ models = st.builds(
 )
 
 
-def preset(name: str) -> Model:
+def preset(name: str) -> DecoderModel:
     return load_job(name, on="h100-sxm").model
 
 

@@ -8,29 +8,54 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.plan.shapes import list_parameters
+from meshwright.run.models.decoder import Decoder, apply_rope, build_rope
 from meshwright.run.models.init import initialise, parameter_seed
-from meshwright.run.models.llama import IGNORED, Llama, apply_rope, build_rope
-from meshwright.spec.model import Model
+from meshwright.run.models.loss import IGNORED
+from meshwright.spec.model import DecoderModel
 
 
-def small(**changes) -> Model:
+def small(**changes) -> DecoderModel:
     fields = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48}
-    return Model(**{**fields, "vocab_size": 50, **changes})
+    return DecoderModel(**{**fields, "vocab_size": 50, **changes})
 
 
-def built(model: Model, seed: int = 0) -> Llama:
-    net = Llama(model, 16)
+def built(model: DecoderModel, seed: int = 0) -> Decoder:
+    net = Decoder(model, 16)
     initialise(net, seed, model.init_std)
     return net
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("head_dim", [None, 12])
-def test_parameters_are_the_planned_ones_in_order(tied, head_dim):
+GPT = {
+    "num_kv_heads": 4,
+    "positions": "learned",
+    "max_positions": 24,
+    "norm": "layer",
+    "activation": "gelu_tanh",
+    "attention_bias": True,
+    "ffn_bias": True,
+    "tied_embeddings": True,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tied_embeddings": True},
+        {"head_dim": 12},
+        GPT,
+        {"norm": "layer"},
+        {"activation": "gelu", "ffn_bias": True},
+        {"attention_bias": True},
+        {"positions": "learned", "max_positions": 16},
+    ],
+    ids=str,
+)
+def test_parameters_are_the_planned_ones_in_order(changes):
     """plan.shapes lists, without torch, exactly what torch registers."""
-    model = small(tied_embeddings=tied, head_dim=head_dim)
+    model = small(**changes)
     planned = [(p.name, p.shape) for p in list_parameters(model)]
-    assert [(n, tuple(p.shape)) for n, p in Llama(model, 16).named_parameters()] == planned
+    assert [(n, tuple(p.shape)) for n, p in Decoder(model, 16).named_parameters()] == planned
 
 
 def test_start_depends_on_seed_and_name_only():
@@ -52,7 +77,7 @@ def test_global_random_state_is_neither_used_nor_touched():
     torch.manual_seed(1)
     before = torch.get_rng_state()
     model = small()
-    net = Llama(model, 16)
+    net = Decoder(model, 16)
     torch.set_rng_state(before)
     initialise(net, 0, 0.02)
     assert torch.equal(torch.get_rng_state(), before)
@@ -84,7 +109,7 @@ def test_grouped_queries_equal_repeated_keys():
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 20), st.integers(0, 20), st.integers(0, 11))
 def test_rotary_products_depend_on_distance_alone(i, j, shift):
-    cos, sin = build_rope(64, 8, 10000.0, torch.device("cpu"))
+    cos, sin = build_rope(small(), 64, torch.device("cpu"))
     q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0))
 
     def product(a: int, b: int) -> float:

@@ -16,7 +16,7 @@ from meshwright.prepare.dataset import Rows
 from meshwright.run.batches import Batcher, deal
 from meshwright.run.memory import PeakTracker, state_bytes, unique_bytes
 from meshwright.run.models.init import build_model
-from meshwright.run.models.llama import IGNORED
+from meshwright.run.models.loss import IGNORED
 from meshwright.run.optimizer import build_optimizer, lr_at, scaled_lr
 from meshwright.run.probe import measure_matmul
 from meshwright.spec.job import Train

@@ -16,14 +16,25 @@ from meshwright.spec.job import (
     Data,
     Job,
     Layout,
-    Model,
     Survive,
     Train,
 )
 from meshwright.spec.load import build_job
+from meshwright.spec.model import DecoderModel, ResNetModel
 from meshwright.spec.translate import job_schema, section_type
 
-SECTIONS = (Model, Cluster, Data, Train, Layout, Checkpoint, Survive, Consistency, Compression)
+SECTIONS = (
+    DecoderModel,
+    ResNetModel,
+    Cluster,
+    Data,
+    Train,
+    Layout,
+    Checkpoint,
+    Survive,
+    Consistency,
+    Compression,
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +79,7 @@ def test_the_schema_names_every_table(schema):
 
 
 def test_what_a_preset_fills_in_is_not_required_of_the_file(schema):
-    assert "required" not in schema["$defs"]["Model"]
+    assert "required" not in schema["$defs"]["DecoderModel"]
     assert "required" not in schema["$defs"]["Cluster"]
     assert set(schema["$defs"]["Train"]["required"]) == {"steps", "global_batch"}
 

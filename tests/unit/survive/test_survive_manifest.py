@@ -121,10 +121,10 @@ def test_a_manifest_that_is_not_ours_is_refused_with_the_reason(root, change, sa
 def test_samples_made_in_another_way_cannot_be_resumed(key, here, says):
     """The golden checkpoint names neither mask nor prompts: it is of a time when there was one way."""
     from meshwright.spec.job import Data
-    from meshwright.spec.model import Model
+    from meshwright.spec.model import DecoderModel
 
     manifest = read_manifest(GOLDEN)
-    model = Model(**manifest.model)
+    model = DecoderModel(**manifest.model)
     data = Data(path="text", seq_len=8)
     check_same_job(manifest, model, data, GOLDEN)
     with pytest.raises(UserError, match=says) as caught:

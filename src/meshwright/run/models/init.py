@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import math
 
 import torch
 from torch import nn
 
-from meshwright.run.models.llama import Llama
+from meshwright.plan.decoder_memory import loss_chunk
+from meshwright.run.models.decoder import Decoder
 from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
 
 
 def parameter_seed(seed: int, name: str) -> int:
@@ -19,22 +22,28 @@ def parameter_seed(seed: int, name: str) -> int:
 
 @torch.no_grad()
 def initialise(module: nn.Module, seed: int, std: float) -> None:
-    """Fill every parameter in place: norms with one, the rest from its own generator.
+    """Fill every parameter in place: norms with one, biases with zero, the rest from its own generator.
+
+    Convolutions, which have four dims, are drawn as He et al. (2015) say, by the values that leave them.
 
     Numbers are drawn on the CPU whatever the device, so that a run on GPUs starts from the same weights.
     """
     for name, parameter in module.named_parameters():
         if parameter.ndim == 1:
-            parameter.fill_(1.0)
+            parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
             continue
+        fan_out = parameter.shape[0] * math.prod(parameter.shape[2:])
+        spread = math.sqrt(2 / fan_out) if parameter.ndim == 4 else std
         generator = torch.Generator().manual_seed(parameter_seed(seed, name))
-        drawn = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+        drawn = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, spread, generator=generator)
         parameter.copy_(drawn)
 
 
-def build_model(job: Job, device: torch.device) -> Llama:
+def build_model(job: Job, device: torch.device) -> Decoder:
     """The job's model with its initial weights, on its device."""
+    model = job.model
+    assert isinstance(model, DecoderModel), "only decoders are built yet"
     with torch.device(device):
-        model = Llama(job.model, job.data.seq_len)
-    initialise(model, job.train.seed, job.model.init_std)
-    return model
+        network = Decoder(model, job.data.seq_len, loss_chunk(job, model), job.layout.recompute)
+    initialise(network, job.train.seed, model.init_std)
+    return network

@@ -1,0 +1,192 @@
+"""What a decoder's step holds, moment by moment; walks the points at which an eager step can be largest.
+
+With T tokens in a micro-batch, D hidden, Q and K the widths of all query and key heads, F feed-forward, H
+heads, V vocabulary and e bytes an element (2 under bf16 and fp16, else 4), a Llama-shaped block keeps on
+CPU::
+
+    T x (2 x ((2 D + 1) x 4 + D e)  +  (2 Q + 2 K) e + 4 H  +  4 F e)
+         two norms                     attention               feed-forward
+
+and in 16 bits also a copy of its matrices. On GPUs an RMSNorm is one kernel and keeps D instead of 2 D, as
+LayerNorm does everywhere; in float32 attention keeps 2 Q for its 2 K there. GELU keeps 2 F for SwiGLU's 4 F.
+
+Recomputation ``full`` keeps T x D x 4 a block, ``selective`` also the products' outputs: T x ((2 Q + 2 K + D)
+e + 4 H + 2 F e). Either way one whole block lives while its backward pass runs.
+
+The loss holds the logits of a chunk of tokens twice in float32, and makes the head's gradient (V x D x 4) in
+the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.plan.moments import Line, Moment, StepMemory
+from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
+
+INT64_BYTES = 8
+LOSS_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**29}
+"""Logits held at once: 4 MB on a core, near its cache; 2 GiB on a GPU, which likes large products."""
+
+
+def loss_chunk(job: Job, model: DecoderModel) -> int:
+    """Tokens whose logits the loss holds at once."""
+    return max(1, LOSS_CHUNK_ELEMENTS[job.cluster.device] // model.vocab_size)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of one micro-batch's tensors."""
+
+    tokens: int
+    low: int
+    """Bytes of a matrix product's operands: 2 under bf16 and fp16."""
+    hidden: int
+    """The residual stream: T x D x 4."""
+    inner: int
+    """One tensor inside the feed-forward: T x F x e."""
+    norm: int
+    """What a norm keeps, without its output."""
+    block: int
+    """What a block keeps without recomputation, 16-bit copies of its weights included."""
+    copies: int
+    """16-bit copies of a block's weights."""
+    waiting: int
+    """What a block keeps until its backward pass begins."""
+    waiting_formula: str
+
+    @classmethod
+    def of(cls, job: Job, model: DecoderModel, micro_batch: int) -> _Sizes:
+        tokens = micro_batch * job.data.seq_len
+        low = 2 if job.train.precision in ("bf16", "fp16") else FLOAT32_BYTES
+        on_gpu = job.cluster.device == "cuda"
+        width, queries, keys, ffn = model.hidden_size, model.query_size, model.kv_size, model.ffn_size
+        gated = model.activation == "swiglu"
+        hidden, inner = tokens * width * FLOAT32_BYTES, tokens * ffn * low
+        norm = _norm_bytes(model, tokens, on_gpu)
+        # On GPUs keys and values are repeated for every query head in float32 and behind a mask.
+        repeated = on_gpu and (low == FLOAT32_BYTES or job.data.mask == "document")
+        attention = (
+            2 * queries + 2 * (queries if repeated else keys)
+        ) * low + model.num_heads * FLOAT32_BYTES
+        matrices = 2 * width * (queries + keys) + (3 if gated else 2) * width * ffn
+        copies = matrices * low if low != FLOAT32_BYTES else 0
+        block = 2 * (norm + tokens * width * low) + tokens * attention + (4 if gated else 2) * inner + copies
+        products = (2 * queries + 2 * keys + width) * low + model.num_heads * FLOAT32_BYTES
+        waiting = {
+            "none": (block, f"{block} a block"),
+            "selective": (
+                hidden + tokens * products + (2 if gated else 1) * inner,
+                f"{hidden} (input) + {tokens * products + (2 if gated else 1) * inner} (products) a block",
+            ),
+            "full": (hidden, f"{tokens} x {width} x 4 (input) a block"),
+        }[job.layout.recompute]
+        return cls(tokens, low, hidden, inner, norm, block, copies, *waiting)
+
+
+def _norm_bytes(model: DecoderModel, tokens: int, on_gpu: bool) -> int:
+    """A norm keeps its input in float32 and statistics; RMSNorm on CPU, not one kernel, its result too."""
+    width = model.hidden_size
+    if model.norm == "layer":
+        return tokens * (width + 2) * FLOAT32_BYTES
+    return tokens * ((1 if on_gpu else 2) * width + 1) * FLOAT32_BYTES
+
+
+def trace_decoder(
+    job: Job, model: DecoderModel, parameters: Sequence[Parameter], micro_batch: int, sums_kept: bool
+) -> StepMemory:
+    """The moments of a step.
+
+    Args:
+        job: With its layout settled.
+        model: The job's model.
+        parameters: Of the model.
+        micro_batch: Samples of one forward pass.
+        sums_kept: Whether gradients live through the whole step (DDP's buckets, accumulation).
+    """
+    sizes = _Sizes.of(job, model, micro_batch)
+    stack = sizes.waiting * model.num_layers
+    head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
+    loss = sizes.tokens * model.hidden_size * sizes.low + head
+    moments = [
+        _loss_moment(job, model, parameters, sizes, sums_kept),
+        *_backward_moments(model, parameters, sizes, sums_kept),
+    ]
+    always = _always(job, model, sizes, micro_batch)
+    made_in_forward = sum(line.bytes for line in always if line.name == "document mask")
+    logits = sizes.tokens * model.vocab_size * FLOAT32_BYTES
+    return StepMemory(
+        moments=tuple(moments),
+        always=always,
+        kept_bytes=stack + sizes.norm + loss + made_in_forward,
+        touched_bytes=sizes.block * model.num_layers + sizes.norm + logits,
+    )
+
+
+def _always(job: Job, model: DecoderModel, sizes: _Sizes, micro_batch: int) -> tuple[Line, ...]:
+    """What lives from the start of the forward pass to the end of the backward pass."""
+    length, documents = job.data.seq_len, job.data.mask == "document"
+    lines = []
+    if model.positions == "rope":
+        tables = 2 * length * model.head_size * FLOAT32_BYTES
+        lines.append(Line("rotary tables", tables, f"2 x {length} x {model.head_size} x 4"))
+    tensors = (3 if documents else 2) + (documents and model.positions == "learned")
+    batch = tensors * sizes.tokens * INT64_BYTES
+    lines.append(Line("batch", batch, f"{tensors} x {sizes.tokens} tokens x 8"))
+    if documents:
+        mask = micro_batch * length * length * sizes.low
+        lines.append(Line("document mask", mask, f"{micro_batch} x {length} x {length} x {sizes.low}"))
+    return tuple(lines)
+
+
+def _loss_moment(
+    job: Job, model: DecoderModel, parameters: Sequence[Parameter], sizes: _Sizes, sums_kept: bool
+) -> Moment:
+    """The loss, in the forward pass: the whole stack waits, and the head's gradient grows."""
+    head_elements = model.vocab_size * model.hidden_size
+    width = sizes.tokens * model.hidden_size * sizes.low
+    chunk = min(sizes.tokens, loss_chunk(job, model)) * model.vocab_size
+    temporary = 2 * width + head_elements * FLOAT32_BYTES + chunk * 2 * FLOAT32_BYTES
+    if sizes.low != FLOAT32_BYTES:
+        copy = head_elements * sizes.low
+        temporary += copy + max(0, copy - chunk * (2 * FLOAT32_BYTES - sizes.low))
+        if job.layout.recompute != "none":  # the blocks' copies live until the forward pass ends
+            temporary += sizes.copies * model.num_layers
+    gradients = sum(p.count for p in parameters) * FLOAT32_BYTES if sums_kept else 0
+    activations = sizes.waiting * model.num_layers + sizes.norm
+    formula = f"{model.num_layers} blocks, {sizes.waiting_formula}, + {sizes.norm} (final norm)"
+    return Moment("loss, forward", activations, temporary, gradients, formula)
+
+
+def _backward_moments(
+    model: DecoderModel, parameters: Sequence[Parameter], sizes: _Sizes, sums_kept: bool
+) -> list[Moment]:
+    """Each block on the way back, then the embedding."""
+    all_gradients = sum(p.count for p in parameters) * FLOAT32_BYTES
+    head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
+    # The feed-forward's backward is the widest of a block: beside the residual's gradient, that of its inner
+    # product with the down matrix's; or, where a product has two factors, with one more inner gradient.
+    down = model.ffn_size * model.hidden_size * FLOAT32_BYTES
+    temporary = sizes.hidden + sizes.inner + (max(sizes.inner, down) if model.activation == "swiglu" else down)
+    tied = model.tied_embeddings
+    if (
+        tied and sums_kept
+    ):  # the head's part of the shared gradient waits for the embedding's, beside the sums
+        temporary += head
+    block_gradients = sum(p.count for p in parameters if p.name.startswith("blocks.0.")) * FLOAT32_BYTES
+    done = head + sum(p.count for p in parameters if p.name.startswith("norm.")) * FLOAT32_BYTES
+    moments = []
+    for layer in reversed(range(model.num_layers)):
+        name = f"block {layer}, backward"
+        formula = f"{layer} blocks, {sizes.waiting_formula}, + {sizes.block} (this block)"
+        gradients = all_gradients if sums_kept else done
+        moments.append(Moment(name, sizes.waiting * layer + sizes.block, temporary, gradients, formula))
+        done += block_gradients
+    # A tied gradient is made of two parts and their sum; the sum is the gradient unless others are kept.
+    parts = 3 if tied else 1
+    last = head * (parts if sums_kept else parts - 1)
+    moments.append(Moment("embedding, backward", 0, last, all_gradients, "none"))
+    return moments

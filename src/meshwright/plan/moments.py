@@ -1,0 +1,45 @@
+"""The moments of a step at which a rank can hold most, as the models' ledgers describe them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the ledger."""
+
+    name: str
+    bytes: int
+    formula: str
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment of the step and what lives there beside parameters, optimizer state and what always lives."""
+
+    name: str
+    activations: int
+    temporary: int
+    gradients: int
+    formula: str
+    """The activations as a sum that can be checked."""
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return self.activations + self.temporary + self.gradients
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """What one micro-batch of a model brings to life in a step."""
+
+    moments: tuple[Moment, ...]
+    """In the order of the step."""
+    always: tuple[Line, ...]
+    """What lives from the first moment to the last: the batch, tables, masks."""
+    kept_bytes: int
+    """Alive between forward and backward because the backward pass needs it."""
+    touched_bytes: int
+    """What would be kept without recomputation: a measure of the traffic that is not matrix products."""

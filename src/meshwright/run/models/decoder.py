@@ -1,0 +1,225 @@
+"""A decoder: grouped-query attention and a feed-forward, each behind a norm, with the parts the model names.
+
+Llama-shaped as it stands, GPT-shaped with learned positions, LayerNorm, GELU and biases. Parameter names and
+registration order are the contract with ``plan.shapes``, which lists the same table without torch; a test
+holds the two together.
+
+Shape suffixes: B batch, T tokens of a sequence, D hidden, H query heads, K key heads, E head size,
+F feed-forward, V vocabulary, N = B x T.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
+from torch import Tensor, nn
+
+from meshwright.run.models.loss import linear_cross_entropy
+from meshwright.run.models.norms import build_norm, product_dtype
+from meshwright.run.recompute import Recompute, run_recomputed
+from meshwright.spec.model import DecoderModel
+
+
+def build_rope(model: DecoderModel, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position and frequency, each (seq_len, head_size), float32."""
+    exponents = torch.arange(0, model.head_size, 2, dtype=torch.float64, device=device) / model.head_size
+    frequencies = stretch(model, model.rope_theta**-exponents)
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64, device=device), frequencies)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().float(), angles.sin().float()
+
+
+def stretch(model: DecoderModel, frequencies: Tensor) -> Tensor:
+    """Llama 3.1's rule for longer contexts: slow rotations are slowed down further, fast ones left alone.
+
+    In between, the two are mixed by how often the rotation turns within the original positions.
+    """
+    if model.rope_factor is None:
+        return frequencies
+    turns = model.rope_original_positions * frequencies / (2 * math.pi)
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / model.rope_factor)
+
+
+def apply_rope(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    """Turn each pair (i, i + E/2) by its position's angle."""
+    first, second = x_BHTE.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x_BHTE * cos_TE + turned * sin_TE).to(x_BHTE.dtype)
+
+
+def document_mask(segments_BT: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores, (B, 1, T, T): 0 for earlier positions of the same document and itself.
+
+    Made once for all blocks, in the precision of the scores: attention would turn a mask of truth values into
+    this form in every block, and keep it there.
+    """
+    seen_BTT = (segments_BT.unsqueeze(2) == segments_BT.unsqueeze(1)).tril_()
+    hidden = torch.full(seen_BTT.shape, float("-inf"), dtype=dtype, device=segments_BT.device)
+    return hidden.masked_fill_(seen_BTT, 0.0).unsqueeze(1)
+
+
+def document_positions(segments_BT: Tensor) -> Tensor:
+    """Positions that begin again with every document."""
+    length = segments_BT.shape[1]
+    index_BT = torch.arange(length, device=segments_BT.device).expand_as(segments_BT)
+    begins_BT = torch.ones_like(segments_BT, dtype=torch.bool)
+    begins_BT[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
+    return index_BT - torch.where(begins_BT, index_BT, 0).cummax(dim=1).values
+
+
+class Attention(nn.Module):
+    """Causal self-attention in which groups of query heads share one key and value head."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        super().__init__()
+        self.head_size = model.head_size
+        self.groups = model.num_heads // model.num_kv_heads
+        bias = model.attention_bias
+        self.wq = nn.Linear(model.hidden_size, model.query_size, bias=bias)
+        self.wk = nn.Linear(model.hidden_size, model.kv_size, bias=bias)
+        self.wv = nn.Linear(model.hidden_size, model.kv_size, bias=bias)
+        self.wo = nn.Linear(model.query_size, model.hidden_size, bias=bias)
+
+    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+        """Mix along the sequence; position t sees positions up to t, of its own document with a mask."""
+        batch, length, _ = x_BTD.shape
+
+        def heads(projected: Tensor) -> Tensor:
+            return projected.view(batch, length, -1, self.head_size).transpose(1, 2)
+
+        q_BHTE, k_BKTE, v_BKTE = heads(self.wq(x_BTD)), heads(self.wk(x_BTD)), heads(self.wv(x_BTD))
+        if rope is not None:
+            q_BHTE, k_BKTE = apply_rope(q_BHTE, *rope), apply_rope(k_BKTE, *rope)
+        grouped = self.groups > 1
+        if grouped and q_BHTE.is_cuda and (q_BHTE.dtype == torch.float32 or mask is not None):
+            # No fused GPU kernel takes grouped heads in float32, or with a mask: torch would build the whole
+            # score matrix.
+            k_BKTE = k_BKTE.repeat_interleave(self.groups, dim=1)
+            v_BKTE = v_BKTE.repeat_interleave(self.groups, dim=1)
+            grouped = False
+        mixed_BHTE = F.scaled_dot_product_attention(
+            q_BHTE, k_BKTE, v_BKTE, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+        )
+        return self.wo(mixed_BHTE.transpose(1, 2).reshape(batch, length, -1))
+
+
+class GatedFeedForward(nn.Module):
+    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        super().__init__()
+        self.gate = nn.Linear(model.hidden_size, model.ffn_size, bias=model.ffn_bias)
+        self.up = nn.Linear(model.hidden_size, model.ffn_size, bias=model.ffn_bias)
+        self.down = nn.Linear(model.ffn_size, model.hidden_size, bias=model.ffn_bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Each position on its own."""
+        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class FeedForward(nn.Module):
+    """Two matrices around GELU: ``down(gelu(up(x)))``."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        super().__init__()
+        self.approximate = "tanh" if model.activation == "gelu_tanh" else "none"
+        self.up = nn.Linear(model.hidden_size, model.ffn_size, bias=model.ffn_bias)
+        self.down = nn.Linear(model.ffn_size, model.hidden_size, bias=model.ffn_bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Each position on its own."""
+        return self.down(F.gelu(self.up(x_BTD), approximate=self.approximate))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind a norm and beside a residual."""
+
+    def __init__(self, model: DecoderModel, recompute: Recompute) -> None:
+        super().__init__()
+        self.recompute: Recompute = recompute
+        self.attention_norm = build_norm(model)
+        self.attention = Attention(model)
+        self.ffn_norm = build_norm(model)
+        self.ffn = GatedFeedForward(model) if model.activation == "swiglu" else FeedForward(model)
+        self.products = sum(isinstance(module, nn.Linear) for module in self.modules())
+
+    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+        """One block, keeping for the backward pass what the layout says."""
+        return run_recomputed(self._compute, self.recompute, self.products, x_BTD, rope, mask)
+
+    def _compute(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask)
+        return x_BTD + self.ffn(self.ffn_norm(x_BTD))
+
+
+class Decoder(nn.Module):
+    """Token ids in; logits, or the summed loss where targets are given, out."""
+
+    def __init__(
+        self, model: DecoderModel, seq_len: int, loss_chunk: int = 1024, recompute: Recompute = "none"
+    ) -> None:
+        """Build it with uninitialised weights.
+
+        Args:
+            model: Its shape.
+            seq_len: Longest sequence that it will read.
+            loss_chunk: Tokens whose logits are held at once in training.
+            recompute: What each block computes again in the backward pass.
+        """
+        super().__init__()
+        self.seq_len, self.loss_chunk = seq_len, loss_chunk
+        self.embed = nn.Embedding(model.vocab_size, model.hidden_size)
+        if model.positions == "learned":
+            assert model.max_positions is not None, "the legality table asks for max_positions"
+            self.positions: nn.Embedding | None = nn.Embedding(model.max_positions, model.hidden_size)
+        else:
+            self.positions = None
+        self.blocks = nn.ModuleList(Block(model, recompute) for _ in range(model.num_layers))
+        self.norm = build_norm(model)
+        self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
+        if model.tied_embeddings:
+            self.head.weight = self.embed.weight
+        self.rope_cos: Tensor
+        self.rope_sin: Tensor
+        if model.positions == "rope":
+            cos_TE, sin_TE = build_rope(model, seq_len, self.embed.weight.device)
+            self.register_buffer("rope_cos", cos_TE, persistent=False)
+            self.register_buffer("rope_sin", sin_TE, persistent=False)
+
+    def forward(
+        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, segments_BT: Tensor | None = None
+    ) -> Tensor:
+        """Logits (B, T, V), or the loss **summed** over the targets that are not ``IGNORED``.
+
+        The caller divides by the number of targets in the whole global batch: a mean here would weigh
+        ranks and micro-batches instead of tokens. With segments, no position sees another document.
+        """
+        length = tokens_BT.shape[1]
+        assert length <= self.seq_len, f"{length} tokens, but positions are built for {self.seq_len}"
+        x_BTD, rope = self.embed(tokens_BT), None
+        mask = None if segments_BT is None else document_mask(segments_BT, product_dtype(x_BTD))
+        if self.positions is None:
+            rope = (self.rope_cos[:length], self.rope_sin[:length])
+        elif segments_BT is None:
+            x_BTD = x_BTD + self.positions.weight[:length]
+        else:
+            x_BTD = x_BTD + self.positions(document_positions(segments_BT))
+        for block in self.blocks:
+            x_BTD = block(x_BTD, rope, mask)
+        x_BTD = self.norm(x_BTD)
+        if targets_BT is None:
+            return self.head(x_BTD)
+        return linear_cross_entropy(
+            x_BTD.flatten(0, 1), self.head.weight, targets_BT.flatten(), self.loss_chunk
+        )
+
+
+def compile_blocks(decoder: Decoder, **options: Any) -> None:
+    """Compile each block on its own: they share one graph, and what is around them stays eager."""
+    for block in decoder.blocks:
+        block.compile(dynamic=False, **options)

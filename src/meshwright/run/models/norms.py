@@ -1,0 +1,58 @@
+"""Norms that compute in float32 and hand on what the next product reads."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
+from torch import Tensor, nn
+
+from meshwright.spec.model import DecoderModel
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation of the last dim."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise."""
+        return cast_for_product(F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps), x)
+
+
+class LayerNorm(nn.Module):
+    """Mean and variance normalisation of the last dim."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise."""
+        normal = F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.eps)
+        return cast_for_product(normal, x)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The precision of the matrix products that read ``x``."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def cast_for_product(normal: Tensor, x: Tensor) -> Tensor:
+    """A norm's output in the precision of the products that read it.
+
+    Under autocast it is cast here, once: left to autocast, each product that reads it would cast, and keep,
+    a copy of its own (three for attention, two for the feed-forward).
+    """
+    return normal.to(product_dtype(x))
+
+
+def build_norm(model: DecoderModel) -> RMSNorm | LayerNorm:
+    """The norm that the model names."""
+    kind = RMSNorm if model.norm == "rms" else LayerNorm
+    return kind(model.hidden_size, model.norm_eps)

@@ -1,0 +1,69 @@
+"""Recomputation: what a block keeps for its backward pass, and what it computes again there.
+
+``none`` keeps everything, ``full`` only the block's input. ``selective`` keeps the outputs of the matrix
+products and of attention, which are dear, and computes norms, rotations and activations again, which are
+cheap; the last product of a block is not kept, as nothing in the block's backward pass reads its output.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+Recompute = Literal["none", "selective", "full"]
+
+_aten = torch.ops.aten
+PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
+ATTENTIONS = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+"""Kernels that attention may become: on CPU, and the three of CUDA."""
+
+
+def run_recomputed(
+    compute: Callable[..., Tensor], recompute: Recompute, products: int, *inputs: Any
+) -> Tensor:
+    """Call a block's computation so that it keeps what the mode says.
+
+    Args:
+        compute: The block.
+        recompute: The mode.
+        products: Matrix products in the block.
+        inputs: Of the block.
+    """
+    if recompute == "none" or not torch.is_grad_enabled():
+        return compute(*inputs)
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn
+    if recompute == "selective":
+        options["context_fn"] = functools.partial(_keep_products, products)
+    return checkpoint(compute, *inputs, **options)
+
+
+def _keep_products(products: int) -> Any:
+    return create_selective_checkpoint_contexts(functools.partial(_policy, products, {}))
+
+
+def _policy(
+    products: int, seen: dict[bool, int], context: Any, operation: Any, *_: Any, **__: Any
+) -> CheckpointPolicy:
+    """Keep attention and every product but the last; forward and recomputation count alike."""
+    if operation in PRODUCTS:
+        number = seen[context.is_recompute] = seen.get(context.is_recompute, 0) + 1
+        kept = number < products
+    else:
+        kept = operation in ATTENTIONS
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
