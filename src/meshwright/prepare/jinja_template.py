@@ -200,7 +200,10 @@ def _to_json(value: object, **options: Any) -> str:
 
 def _free_character(texts: Sequence[str]) -> str:
     used = set().union(*texts)
-    return next(chr(code) for code in _STAND_INS if chr(code) not in used)
+    free = next((chr(code) for code in _STAND_INS if chr(code) not in used), None)
+    if free is None:
+        raise ValueError("it uses every character of Unicode's private area")
+    return free
 
 
 def _hide(text: str, special_tokens: Sequence[str], stand_in: str) -> str:
