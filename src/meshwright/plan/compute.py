@@ -68,15 +68,15 @@ def _depth(model: Model) -> int:
 
 def matmul_rate(cluster: Cluster, precision: str) -> float:
     """The large-product rate that a precision reaches."""
-    return cluster.bf16_flops_per_s if precision == "bf16" else cluster.fp32_flops_per_s
+    return cluster.fp32_flops_per_s if precision == "fp32" else cluster.bf16_flops_per_s
 
 
 def peak_rate(cluster: Cluster, precision: str) -> tuple[float, str]:
     """What MFU is counted against before a run, and its name."""
     if cluster.matmul_flops_per_s is not None:
         return cluster.matmul_flops_per_s, "cluster.matmul_flops_per_s"
-    if precision == "bf16" and cluster.peak_bf16_flops_per_s is not None:
-        return cluster.peak_bf16_flops_per_s, "the data sheet's dense bf16 peak"
+    if precision != "fp32" and cluster.peak_bf16_flops_per_s is not None:
+        return cluster.peak_bf16_flops_per_s, "the data sheet's dense 16-bit peak"
     return matmul_rate(cluster, precision), "the cluster's large-product rate"
 
 

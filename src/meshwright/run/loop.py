@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.core.errors import Problem, RunFailedError
 from meshwright.run.mesh import move
@@ -65,23 +65,30 @@ def train_step(session: Session, meter: Meter) -> bool:
     assert counted == targets, f"{counted:.0f} targets were trained on, {targets} were expected"
     session.step += 1
     session.position += len(samples)
-    loss = loss_sum / divisor
+    loss, norm = loss_sum / divisor, None if grad_norm is None else float(grad_norm)
     step_s = time.perf_counter() - started
     session.events.write(
         "step",
         step=session.step,
         loss=loss,
-        grad_norm=None if grad_norm is None else float(grad_norm),
+        grad_norm=norm,
         lr=lr,
         tokens=targets,
         step_s=step_s,
         **meter.read(targets / step_s),
+        **session.precision.look(loss, norm),
     )
+    session.precision.require_scale(session.step)
+    if not session.precision.skipped:
+        _require_finite(session, loss, norm)
+    return stops > 0
+
+
+def _require_finite(session: Session, loss: float, grad_norm: float | None) -> None:
     if not math.isfinite(loss):
         raise _diverged(session, "loss", loss)
-    if grad_norm is not None and not math.isfinite(float(grad_norm)):
-        raise _diverged(session, "gradient norm", float(grad_norm))
-    return stops > 0
+    if grad_norm is not None and not math.isfinite(grad_norm):
+        raise _diverged(session, "gradient norm", grad_norm)
 
 
 def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[Tensor, int]:
@@ -95,22 +102,21 @@ def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[
         if session.audit is not None:
             session.audit.before_forward()
         with without_reduction(session.module, last=index == micro_batches - 1):
-            with precision(session):
+            with session.precision.products():
                 loss = session.module(*[move(t, device) for t in batch])
             if session.audit is not None:
                 session.audit.after_forward()
-            (loss / divisor).backward()
+            session.precision.backward(loss / divisor)
         loss_sum += loss.detach()
     return loss_sum, targets_seen
 
 
 def update(session: Session, lr: float) -> Tensor | None:
     """Clip, step, clear; returns the gradient norm of the whole model where it was needed."""
-    clip, grad_norm = session.job.train.clip, None
-    if clip:
-        grad_norm = nn.utils.clip_grad_norm_(session.model.parameters(), clip)
+    precision = session.precision
+    grad_norm = precision.clip(list(session.model.parameters()), session.optimizer, session.job.train.clip)
     set_lr(session.optimizer, lr)
-    session.optimizer.step()
+    precision.step(session.optimizer)
     # DDP's gradients are views of its buckets: dropped, the next accumulation would hold a second copy.
     session.optimizer.zero_grad(set_to_none=session.module is session.model)
     return grad_norm
@@ -128,7 +134,7 @@ def evaluate(session: Session) -> float | None:
     device = session.ranks.device
     loss_sum, targets_seen = 0.0, 0
     for batch in session.eval_batches.micro_batches(samples):
-        with precision(session):
+        with session.precision.products():
             loss_sum += session.model(*[move(t, device) for t in batch]).item()
         targets_seen += int((batch[1] >= 0).sum())
     loss_sum, counted = session.ranks.add_up([loss_sum, float(targets_seen)])
@@ -159,12 +165,6 @@ class Meter:
             "mfu": tokens_per_s * self._mfu_of_rate,
             "utilisation": self._utilisation.look(),
         }
-
-
-def precision(session: Session) -> torch.autocast:
-    """bf16 for the matrix products where the job asks for it; weights and sums stay float32."""
-    enabled = session.job.train.precision == "bf16"
-    return torch.autocast(session.ranks.device.type, torch.bfloat16, enabled=enabled)
 
 
 class Saver:

@@ -23,10 +23,11 @@ from meshwright.prepare.tokenizer import TOKENIZER_FILE
 from meshwright.run.batches import Batcher
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.mesh import Ranks
-from meshwright.run.models.decoder import Decoder
+from meshwright.run.models.decoder import Decoder, compile_blocks
 from meshwright.run.models.init import build_model
 from meshwright.run.optimizer import build_optimizer
 from meshwright.run.parallel.apply import apply_layout
+from meshwright.run.precision import Precision
 from meshwright.spec.job import Job
 from meshwright.survive.checkpoint import plain
 from meshwright.survive.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, Manifest, read_manifest
@@ -48,6 +49,7 @@ class Session:
     module: nn.Module
     """The model as the layout wraps it; what is called."""
     optimizer: torch.optim.AdamW
+    precision: Precision
     train_batches: Batcher
     eval_batches: Batcher
     order: SampleOrder
@@ -89,6 +91,8 @@ def build_session(
     def batcher(dataset: TokenDataset) -> Batcher:
         return Batcher(dataset, ranks.rank, job.layout.data_degree, job.layout.micro_batch or 1)
 
+    if job.train.compile:
+        compile_blocks(model, backend=job.train.compile_backend)
     session = Session(
         plan=plan,
         assignment=assignment,
@@ -98,6 +102,7 @@ def build_session(
         model=model,
         module=apply_layout(model, job, ranks),
         optimizer=build_optimizer(model, job.train),
+        precision=Precision(job, ranks.device),
         train_batches=batcher(train_data),
         eval_batches=batcher(eval_data),
         order=SampleOrder(train_data.shard_sample_counts, job.train.seed),
@@ -141,6 +146,7 @@ def save(session: Session, eval_loss: float | None) -> Path:
         micro_batch=job.layout.micro_batch or 0,
         compression=job.compression.kind,
         torch=torch.__version__,
+        loss_scale=session.precision.state(),
         eval_loss=eval_loss,
         best_eval_loss=None if math.isinf(session.best_eval_loss) else session.best_eval_loss,
     )
@@ -163,6 +169,7 @@ def _resume(session: Session, checkpoint: Path) -> None:
         for key, target in targets.items():
             target.copy_(saved[key])
     session.step, session.position = manifest.step, manifest.position
+    session.precision.load(manifest.loss_scale)
     if manifest.best_eval_loss is not None:
         session.best_eval_loss = manifest.best_eval_loss
     notes = _differences(manifest, session)

@@ -88,10 +88,14 @@ class Train:
     """Largest global gradient norm; 0 turns clipping off."""
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
     """Precision of the matrix products; weights, gradients and reductions stay float32."""
+    loss_scale: Positive = 65536.0
+    """First loss scale under fp16; halved by a step that overflows, doubled after 2,000 that do not."""
     seed: Natural = 0
     """Decides the initial weights and the order of samples."""
     compile: Flag = False
-    """Compile each block."""
+    """Compile each block with torch.compile; the peak of memory is then measured, not predicted."""
+    compile_backend: Literal["inductor", "aot_eager"] = "inductor"
+    """`inductor` makes fast code; `aot_eager` only traces, for tests."""
     eval_every: Natural = 0
     """Steps between evaluations; 0 evaluates at the end only."""
     eval_samples: Count = 64

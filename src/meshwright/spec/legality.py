@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.core.errors import Problem
-from meshwright.spec.job import Job
+from meshwright.spec.job import Job, Train
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import DecoderModel, ResNetModel
 
@@ -96,6 +96,21 @@ def _needs(code: str, path: str, idle: Any, needed: str, why: str) -> Rule:
         return Problem(code, f"has no effect with {needed}=1: {why}", path=path, value=value, fix=fix)
 
     return Rule(code, f"`{path}` other than `{_toml(idle)}` needs `{needed}` > 1: {why}.", check)
+
+
+def _only_with(code: str, path: str, other: str, needed: Any, why: str) -> Rule:
+    """A setting of ``[train]`` other than its default has an effect only where ``other`` is ``needed``."""
+    idle = getattr(Train, path.removeprefix("train."))
+
+    def check(job: Job) -> Problem | None:
+        value = _read(job, path)
+        if value == idle or _read(job, other) == needed:
+            return None
+        fix = f"Set {other}={_toml(needed)}, or leave {path} out"
+        rule = f"has an effect only with {other}={_toml(needed)}: {why}"
+        return Problem(code, rule, path=path, value=value, fix=fix)
+
+    return Rule(code, f"`{path}` needs `{other} = {_toml(needed)}`: {why}.", check)
 
 
 def _not_built(path: str, built: tuple[Any, ...], what: str) -> Rule:
@@ -305,6 +320,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "data-template-needed", "`data.prompt_field` and `answer_field` need `data.template`.", _check_fields
     ),
+    _only_with("train-loss-scale", "train.loss_scale", "train.precision", "fp16", "the others need no scale"),
+    _only_with(
+        "train-compile-backend", "train.compile_backend", "train.compile", True, "nothing is compiled"
+    ),
     Rule("train-lr-base-batch", "`lr_scaling` and `lr_base_batch` come together.", _check_lr_base),
     _not_built("layout.pp", (1,), "pipeline parallelism"),
     _not_built("layout.dp_shard", (1,), "sharded data parallelism (ZeRO)"),
@@ -315,8 +334,7 @@ RULES: tuple[Rule, ...] = (
     _not_built("layout.schedule", ("1f1b",), "another pipeline schedule"),
     _not_built("layout.context", ("ring",), "another context method"),
     _not_built("layout.prefetch", (1,), "another prefetch depth under ZeRO"),
-    _not_built("train.precision", ("fp32", "bf16"), "fp16 or fp8 training"),
-    _not_built("train.compile", (False,), "compiled blocks"),
+    _not_built("train.precision", ("fp32", "bf16", "fp16"), "fp8 training"),
     _not_built("model.hf", (None,), "a model from a Hugging Face folder"),
     _not_built("consistency.mode", ("synchronous",), "relaxed consistency"),
     _not_built("compression.kind", ("none", "bf16", "fp16"), "this compression"),

@@ -125,12 +125,30 @@ def test_shared_storage_counts_once():
     assert unique_bytes([whole[:4], whole[4:], whole[:4], None]) == 40
 
 
+GPT = {
+    "model.positions": "learned",
+    "model.max_positions": 64,
+    "model.norm": "layer",
+    "model.activation": "gelu_tanh",
+    "model.attention_bias": "true",
+    "model.ffn_bias": "true",
+}
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize(
     "shape",
     [
         {},
+        {"layout.recompute": "selective", "model.num_layers": 5},
+        {"layout.recompute": "full", "model.num_layers": 5},
+        {"layout.recompute": "full", "model.vocab_size": 4096},
+        {"layout.recompute": "selective", "data.mask": "document", "model.num_layers": 4},
+        GPT,
+        {**GPT, "layout.recompute": "selective", "data.mask": "document", "model.vocab_size": 3000},
+        {**GPT, "layout.recompute": "full", "model.num_kv_heads": 4},
+        {"data.mask": "document", "data.seq_len": 64},
         {"model.vocab_size": 4096, "model.tied_embeddings": "false"},
         {"model.num_layers": 6, "model.hidden_size": 192, "model.ffn_size": 512, "data.seq_len": 128},
         {"model.num_layers": 5, "model.num_heads": 8, "model.num_kv_heads": 8, "model.hidden_size": 128},
@@ -148,14 +166,19 @@ def test_predicted_peak_is_within_five_per_cent(job_file, shape, micro_batches, 
     batch = torch.randint(0, job.model.vocab_size, (4, job.data.seq_len + 1))
     with PeakTracker([*model.parameters(), *model.buffers(), *moments]) as tracker:
         for _ in range(micro_batches):
-            tokens, targets = batch[:, :-1].clone(), batch[:, 1:].clone()
+            inputs = [batch[:, :-1].clone(), batch[:, 1:].clone()]
+            if job.data.mask == "document":
+                inputs.append(torch.arange(job.data.seq_len).div(5, rounding_mode="floor").repeat(4, 1))
+            before = tracker.live_bytes
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-                loss = model(tokens, targets)
+                loss = model(*inputs)
+            kept = tracker.live_bytes - before
             (loss / 7).backward()
-            del tokens, targets, loss
+            del inputs, loss
     ledger = predict_ledger(job, 4, micro_batches)
     assert state_bytes(model, optimizer) == ledger.state_bytes
     assert ledger.peak_bytes == pytest.approx(tracker.peak_bytes, rel=0.05), ledger.peak_at
+    assert ledger.kept_bytes == pytest.approx(kept, rel=0.05)
     assert sum(line.bytes for line in ledger.lines) == ledger.peak_bytes
 
 

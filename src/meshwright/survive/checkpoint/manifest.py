@@ -60,6 +60,8 @@ class Manifest:
     torch: str = ""
     mask: str = "causal"
     prompt_masking: bool = False
+    loss_scale: dict[str, float] | None = None
+    """fp16's loss scale and how it moves."""
     files: dict[str, FileFacts] = field(default_factory=dict)
     version: int = CHECKPOINT_VERSION
 
