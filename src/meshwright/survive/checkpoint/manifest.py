@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +168,9 @@ def check_same_job(manifest: Manifest, model: Model, data: Data, checkpoint: Pat
             rule = f"does not fit this job: data.{key} is {there} there and {here} in the job"
             fix = "Use the same value: the position in the data counts samples made with it"
             raise UserError(Problem("resume-mismatch", rule, path=str(checkpoint), fix=fix))
+    defaults = {known.name: known.default for known in fields(model)}
     for key, value in asdict(model).items():
-        there = manifest.model.get(key)
+        there = manifest.model.get(key, defaults[key])  # a checkpoint from before there was such a key
         if key not in ("preset", "init_std") and there != value:
             rule = f"does not fit this job: model.{key} is {there} there and {value} in the job"
             fix = "Use the job file that it came from"
