@@ -24,6 +24,8 @@ HOST_S = {"cpu": 1.0e-3, "cuda": 2.0e-3}
 """Time that eager Python takes for one block of one micro-batch, however small."""
 OVERLAP = {"cpu": 0.5, "cuda": 0.9}
 """Share of the gradient reduction that hides behind the last backward pass (CPU: measured with gloo)."""
+RECOMPUTE_PASSES = {"none": 0, "selective": 2, "full": 3}
+"""Times that the activations cross it once more when they are computed again."""
 UNCERTAINTY = 2.0
 """The interval is the estimate divided and multiplied by this."""
 OPTIMIZER_PASSES = 7
@@ -61,6 +63,15 @@ def flops_per_token(model: Model, seq_len: int) -> float:
     return 6.0 * count_matmul_parameters(model) + attention
 
 
+def recomputed_flops(job: Job) -> float:
+    """FLOPs that recomputation adds to one token: the blocks' forward pass, and not the head's."""
+    model = job.model
+    if job.layout.recompute != "full" or not isinstance(model, DecoderModel):
+        return 0.0
+    head = model.vocab_size * model.hidden_size
+    return flops_per_token(model, job.data.seq_len) / 3 - 2.0 * head
+
+
 def _depth(model: Model) -> int:
     """Blocks that the host sends one after the other."""
     return model.num_layers if isinstance(model, DecoderModel) else sum(model.blocks)
@@ -92,8 +103,10 @@ def estimate_step(job: Job, micro_batches: int, touched_bytes: int, traffic: Seq
     cluster, train = job.cluster, job.train
     tokens = micro_batches * (job.layout.micro_batch or 1) * job.data.seq_len
     rate = matmul_rate(cluster, train.precision) * EFFICIENCY
-    matmul_s = tokens * flops_per_token(job.model, job.data.seq_len) / rate
-    memory_s = micro_batches * touched_bytes * ACTIVATION_PASSES / cluster.memory_bytes_per_s
+    flops = flops_per_token(job.model, job.data.seq_len) + recomputed_flops(job)
+    matmul_s = tokens * flops / rate
+    passes = ACTIVATION_PASSES + RECOMPUTE_PASSES[job.layout.recompute]
+    memory_s = micro_batches * touched_bytes * passes / cluster.memory_bytes_per_s
     host_s = micro_batches * (_depth(job.model) + 1) * HOST_S[cluster.device]
     # A GPU computes while the host goes on; a core is both.
     on_gpu = cluster.device == "cuda"

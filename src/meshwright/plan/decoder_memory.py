@@ -185,7 +185,7 @@ def _backward_moments(
         name = f"block {layer}, backward"
         formula = f"{layer} blocks, {sizes.waiting_formula}, + {sizes.block} (this block)"
         gradients = all_gradients if sums_kept else done
-        moments.append(Moment(name, sizes.waiting * layer + sizes.block, temporary, gradients, formula))
+        moments.append(Moment(name, sizes.waiting * layer + sizes.block, temporary, gradients, formula, True))
         done += block_gradients
     # A tied gradient is made of two parts and their sum; the sum is the gradient unless others are kept.
     parts = 3 if tied else 1

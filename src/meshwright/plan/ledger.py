@@ -54,14 +54,14 @@ def predict_ledger(job: Job, micro_batch: int, micro_batches: int) -> Ledger:
     # DDP keeps its buckets; accumulation keeps the sums: either way all gradients live through the step.
     sums_kept = job.layout.dp_replicate > 1 or micro_batches > 1
     memory = _trace(job, parameters, micro_batch, sums_kept)
-    top = max(memory.moments, key=lambda moment: moment.bytes)
     wire = _wire_bytes(job, parameters)
+    top = max(memory.moments, key=lambda moment: moment.bytes + wire * moment.reducing)
     lines = [
         Line("parameters", state["parameters"], f"{count} x 4 (float32)"),
         Line("optimizer", state["optimizer"], f"{count} x 8 (moments) + {len(parameters)} x 4 (step counts)"),
         Line("gradients at the peak", top.gradients, f"of {count} x 4 (float32)"),
         Line("activations", top.activations, top.formula),
-        Line("temporary", top.temporary + wire, f"largest at: {top.name}"),
+        Line("temporary", top.temporary + wire * top.reducing, f"largest at: {top.name}"),
         *memory.always,
     ]
     if job.cluster.device == "cuda":

@@ -13,6 +13,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.legality import RULES, divisors, find_problems, nearest_legal_layout, with_layout
 from meshwright.spec.load import SpecError, build_job
 
+RESNET = {"preset": None, "architecture": "resnet", "blocks": [1, 1], "num_classes": 10, "image_size": 32}
 CASES = {
     "model-heads-width": {"model": {"num_heads": 6}},
     "model-head-dim-odd": {"model": {"head_dim": 7}},
@@ -29,19 +30,23 @@ CASES = {
     "layout-virtual-stages-pp": {"layout": {"virtual_stages": 2}},
     "layout-world-size": {"layout": {"dp_replicate": 9}},
     "layout-micro-batch": {"layout": {"micro_batch": 9}},
+    "model-max-positions": {"model": {"positions": "learned", "max_positions": 16}},
+    "model-norm-groups": {"model": {**RESNET, "norm_groups": 7}},
+    "data-not-for-images": {"model": RESNET, "data": {"seq_len": 32}},
+    "layout-image-axes": {"model": RESNET, "layout": {"tp": 2}},
+    "train-loss-scale": {"train": {"loss_scale": 8.0}},
+    "train-compile-backend": {"train": {"compile_backend": "aot_eager"}},
     "train-lr-base-batch": {"train": {"lr_scaling": "linear"}},
     "layout-pp-not-built": {"layout": {"pp": 2}},
     "layout-dp-shard-not-built": {"layout": {"dp_shard": 2}},
     "layout-cp-not-built": {"layout": {"cp": 2}},
     "layout-tp-not-built": {"layout": {"tp": 2}},
-    "layout-recompute-not-built": {"layout": {"recompute": "full"}},
     "layout-offload-not-built": {"layout": {"offload": "all"}},
     "layout-accumulate-not-built": {"layout": {"accumulate": "deferred"}},
     "layout-schedule-not-built": {"layout": {"schedule": "gpipe"}},
     "layout-context-not-built": {"layout": {"context": "ulysses"}},
     "layout-prefetch-not-built": {"layout": {"prefetch": 2}},
     "train-precision-not-built": {"train": {"precision": "fp8"}},
-    "train-compile-not-built": {"train": {"compile": True}},
     "data-template-needed": {"data": {"answer_field": "output"}},
     "model-hf-not-built": {"model": {"hf": "folder"}},
     "consistency-mode-not-built": {"consistency": {"mode": "gossip"}},
@@ -99,8 +104,8 @@ def test_what_can_never_run_hides_what_is_not_built_for_the_same_key(refused):
 
 
 def test_several_illegal_settings_are_all_reported(refused):
-    problems = refused(layout={"tp": 3, "pp": 4, "cp": 2}, data={"seq_len": 30}, train={"compile": True})
-    assert {p.path for p in problems} >= {"layout.tp", "layout.pp", "layout.cp", "train.compile"}
+    problems = refused(layout={"tp": 3, "pp": 4, "cp": 2}, data={"seq_len": 30}, train={"precision": "fp8"})
+    assert {p.path for p in problems} >= {"layout.tp", "layout.pp", "layout.cp", "train.precision"}
 
 
 def test_more_ranks_than_cores_is_legal_on_this_machine_but_not_on_gpus(tree, refused):
