@@ -1,12 +1,12 @@
 """Training steps on one device: ours beside transformers' Llama with torch.compile, same shape, same batch.
 
-Each runs in a process of its own. Ours is a rank's session and step as ``meshwright train`` runs them (eager, and
-compiled); theirs is the loop that one writes by hand: float32 weights, bf16 autocast, fused AdamW, clipping.
+Each runs in a process of its own. Ours is a rank's session and step as ``meshwright train`` runs them, eager
+and compiled; theirs is the loop that one writes by hand: float32 weights, bf16 autocast, fused AdamW, clipping.
 FLOPs are counted alike for both: 6 for each parameter but the input embedding a token, plus causal attention
 (half). The shape is Llama 3.2 1B's, untied.
 
     python benchmarks/one_device.py                      # on a GPU: 8 x 4096 tokens
-    python benchmarks/one_device.py --small              # a shape that a CPU can do, to try the benchmark itself
+    python benchmarks/one_device.py --small              # what a CPU can do, to try the benchmark
 """
 
 from __future__ import annotations
