@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from meshwright.prepare.dataset import IGNORED
 from meshwright.prepare.images import ImageDataset, ImageShape, open_images
 from meshwright.run.batches import deal
-from meshwright.run.models.loss import IGNORED
 from meshwright.spec.job import SYNTHETIC_IMAGES, Job
 from meshwright.spec.model import ResNetModel
 

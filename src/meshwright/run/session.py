@@ -126,7 +126,8 @@ def _open_data(
         return open_image_batches(job, job.model, data_dir, ranks.rank)
 
     def batcher(split: str) -> Batcher:
-        dataset = TokenDataset.open(data_dir, split, job.data.seq_len)
+        rows = (job.data.seq_len, job.data.mask, job.data.prompt_masking)
+        dataset = TokenDataset.open(data_dir, split, *rows)
         return Batcher(dataset, ranks.rank, job.layout.data_degree, job.layout.micro_batch or 1)
 
     digest = hashlib.sha256(ShardFolder.open(data_dir).index.to_bytes()).hexdigest()
@@ -162,6 +163,8 @@ def save(session: Session, eval_loss: float | None) -> Path:
         model=dataclasses.asdict(job.model),
         train=settled(job.train),
         seq_len=job.data.seq_len,
+        mask=job.data.mask,
+        prompt_masking=job.data.prompt_masking,
         data_sha256=session.data_sha256,
         buckets=[list(names) for names in session.plan.buckets],
         micro_batch=job.layout.micro_batch or 0,

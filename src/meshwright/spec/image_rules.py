@@ -14,6 +14,9 @@ TEXT_SETTINGS: tuple[tuple[str, Any], ...] = (
     ("data.tokenizer", None),
     ("data.mask", "causal"),
     ("data.prompt_masking", False),
+    ("data.template", None),
+    ("data.prompt_field", None),
+    ("data.answer_field", None),
     ("data.cache", ".meshwright/data"),
 )
 """Keys of text and what they are where nobody set them."""

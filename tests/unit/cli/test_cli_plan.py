@@ -39,7 +39,7 @@ def test_planning_a_preset_shows_ledger_reasons_and_collectives(cli, preset):
 @pytest.mark.parametrize("preset", preset_names("models"))
 def test_every_preset_is_planned_or_refused_with_a_reason(cli, preset):
     ran = cli("plan", preset, "--on", "h200-sxm", "--json")
-    fits = preset in ("tiny", "demo-2m", "llama3.2-1b", "llama3.2-3b")  # 16 bytes a parameter, replicated
+    fits = preset in ("tiny", "demo-2m", "llama3.2-1b", "llama3.2-3b", "resnet-tiny", "resnet18", "resnet50")
     assert ran.status == (0 if fits else 2)
     assert ran.codes == ([] if fits else ["plan-nothing-fits"])
 

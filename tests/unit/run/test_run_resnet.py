@@ -12,11 +12,11 @@ from torch import nn
 
 from meshwright.plan.ledger import predict_ledger
 from meshwright.plan.shapes import count_statistics, list_parameters
+from meshwright.prepare.dataset import IGNORED
 from meshwright.prepare.images import ImageShape, open_images
 from meshwright.run.image_batches import ImageBatcher
 from meshwright.run.memory import PeakTracker, state_bytes
 from meshwright.run.models.init import build_model
-from meshwright.run.models.loss import IGNORED
 from meshwright.run.models.resnet import BatchNorm, ResNet
 from meshwright.run.optimizer import build_optimizer
 from meshwright.spec.job import SYNTHETIC_IMAGES, Job

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor, nn
 
-from meshwright.run.models.loss import IGNORED
+from meshwright.prepare.dataset import IGNORED
 from meshwright.run.recompute import run_recomputed
 from meshwright.spec.layout import Recompute
 from meshwright.spec.model import BOTTLENECK_GROWTH, ResNetModel
