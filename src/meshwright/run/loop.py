@@ -143,8 +143,7 @@ def evaluate(session: Session) -> float | None:
         return None
     device = session.ranks.device
     loss_sum, targets_seen = 0.0, 0
-    if session.job.mixes_samples:  # a batch norm then reads its running statistics
-        session.model.eval()
+    session.model.train(not session.job.mixes_samples)  # else a batch norm reads its running statistics
     for batch in session.eval_batches.micro_batches(samples):
         with session.precision.products():
             loss_sum += session.model(*[move(t, device) for t in batch]).item()
