@@ -27,6 +27,9 @@ class Precision:
 
     def __init__(self, job: Job, device: torch.device) -> None:
         self._device = device.type
+        torch.backends.cudnn.allow_tf32 = (
+            False  # fp32 means it: left alone, convolutions on GPUs round to TF32
+        )
         self._low = LOW_PRECISION.get(job.train.precision)
         self._scaled = job.train.precision == "fp16"
         self._scaler = torch.amp.GradScaler(

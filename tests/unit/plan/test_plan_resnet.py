@@ -159,6 +159,12 @@ def test_what_a_resnet_cannot_do_is_refused(arguments, expected):
     assert codes(**arguments) == expected
 
 
+def test_a_batch_that_is_not_known_is_not_taken_apart():
+    """The stand-in for a wrong global batch is huge: its divisors must not be looked for one by one."""
+    wrong = {"model": {"norm": "batch"}, "train": {"global_batch": "x"}, "layout": {"dp_replicate": 3}}
+    assert codes(**wrong) == ["job-wrong-type"]
+
+
 def test_a_decoder_reads_no_images(make_job):
     with pytest.raises(UserError) as caught:
         make_job(data={"path": "builtin:synthetic-images"})
