@@ -129,6 +129,33 @@ def audit(
 
 
 @app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(help="Folder that holds runs.", metavar="DIR")] = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """List runs, newest first: how far they came and whether their plans held."""
+    from meshwright.cli.runs import show_runs  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: show_runs(output, folder))
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.", metavar="RUN")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the page here; RUN/report.html if left out.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show a run's curves, memory and audit, and write them as one HTML page."""
+    from meshwright.cli.runs import show_report  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: show_report(output, run, out))
+
+
+@app.command()
 def generate(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a folder of them, or a run.")],
     prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
