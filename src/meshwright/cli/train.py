@@ -83,12 +83,7 @@ def prepare_run(
         started: Ranks that a launcher has started already, if one has.
     """
     path = Path(source)
-    if not path.exists() and source in preset_names("models"):
-        rule = "is a model preset: it says what to train, but neither on what data nor how long"
-        fix = (
-            f"Write a job file with model.preset = {source!r}; examples/quickstart.toml is one to start from"
-        )
-        raise UserError(Problem("train-needs-job", rule, path=source, fix=fix))
+    refuse_preset(source)
     ready_plan = read_plan(path) if not overrides and is_plan(path) else None
     job = ready_plan.job if ready_plan else load_job(source, overrides)
     _require_followers(job)
@@ -99,13 +94,23 @@ def prepare_run(
             Problem("launch-world-size", rule, path="layout", fix="Start as many as the layout has")
         )
     if started is None:
-        _require_devices(job, plan.world_size)
+        require_devices(job, plan.world_size)
     data_dir = settle_data(output, job)
     describe_plan(output, plan)
     cores = job.cluster.world_size
     if plan.world_size > cores:
         output.warn(f"{plan.world_size} ranks share {cores} {job.cluster.device_name}s: it works, but slower")
     return _write_run(output, plan, data_dir, resume)
+
+
+def refuse_preset(source: str) -> None:
+    """A preset alone is enough to plan and too little to run."""
+    if not Path(source).exists() and source in preset_names("models"):
+        rule = "is a model preset: it says what to train, but neither on what data nor how long"
+        fix = (
+            f"Write a job file with model.preset = {source!r}; examples/quickstart.toml is one to start from"
+        )
+        raise UserError(Problem("train-needs-job", rule, path=source, fix=fix))
 
 
 def _require_followers(job: Job) -> None:
@@ -287,7 +292,7 @@ def _make_numbered(runs: Path, name: str, number: int) -> Path:
             return folder
 
 
-def _require_devices(job: Job, world_size: int) -> None:
+def require_devices(job: Job, world_size: int) -> None:
     """The local launcher starts ranks here: what is planned for elsewhere can be planned, not trained."""
     cluster = job.cluster
     if cluster.nodes > 1:

@@ -24,10 +24,10 @@ class _Canvas:
             down = self.height - 1 - y
             self._cells[down // 4][x // 2] |= BITS[down % 4][x % 2]
 
-    def line(self, start: tuple[int, int], end: tuple[int, int]) -> None:
-        """Dots from one place to another."""
+    def line(self, start: tuple[int, int], end: tuple[int, int], every: int = 1) -> None:
+        """Dots from one place to another, or every so many of them."""
         steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
-        for n in range(steps + 1):
+        for n in range(0, steps + 1, every):
             x = start[0] + (end[0] - start[0]) * n / steps
             y = start[1] + (end[1] - start[1]) * n / steps
             self.dot(round(x), round(y))
@@ -50,11 +50,7 @@ def draw_text(chart: Chart, columns: int = 64, rows: int = 10) -> list[str]:
                 canvas.dot(*places[0])
                 # A long series falls on the same dots again and again.
                 for start, end in dict.fromkeys(pairwise(places)):
-                    if series.dashed:
-                        canvas.dot(*start)
-                        canvas.dot(*end)
-                    else:
-                        canvas.line(start, end)
+                    canvas.line(start, end, every=4 if series.dashed else 1)
     return _framed(chart, canvas.rows(), across, up)
 
 

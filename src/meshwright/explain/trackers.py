@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import queue
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ QUEUE_LENGTH = 10_000
 FINISH_S = 60.0
 """Time that a tracker gets at the end of a run to send what is left."""
 REACH_S = 20
-"""Time that W&B gets to reach its server before it writes into the run's folder instead."""
+"""Time that a tracker gets to reach its server."""
 
 Warn = Callable[[str], None]
 
@@ -56,8 +57,8 @@ class Tracker(Protocol):
 class WandbTracker:
     """A run of Weights & Biases: offline in the run's folder, unless a key or a mode is set."""
 
-    def __init__(self, project: str, job: Job, run_dir: Path) -> None:
-        self._project, self._job, self._run_dir = project, job, run_dir
+    def __init__(self, project: str, job: Job, run_dir: Path, warn: Warn) -> None:
+        self._project, self._job, self._run_dir, self._warn = project, job, run_dir, warn
         self._run: Any = None
 
     def start(self) -> None:
@@ -69,6 +70,7 @@ class WandbTracker:
         try:
             self._run = self._open(wandb, mode)
         except wandb.errors.CommError:
+            self._warn(f"W&B's server cannot be reached; it writes into {self._run_dir} instead")
             self._run = self._open(wandb, "offline")
 
     def _open(self, wandb: Any, mode: str) -> Any:
@@ -91,7 +93,7 @@ class WandbTracker:
         """The figures of the whole run, its page, and how it ended."""
         self._run.summary.update({"status": ending.status, **plain_figures(ending.summary)})
         if ending.page is not None:
-            self._run.save(str(ending.page), base_path=str(ending.page.parent), policy="now")
+            shutil.copy(ending.page, self._run.dir)  # what lies there is uploaded at the end
         self._run.finish(exit_code=0 if ending.status == "complete" else 1)
 
 
@@ -106,6 +108,8 @@ class MlflowTracker:
     def start(self) -> None:
         """Open the run, in a new experiment if there is none of that name."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # its own 7 take minutes
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(REACH_S))
         import mlflow  # noqa: PLC0415  (an extra)
 
         location = None
@@ -202,7 +206,7 @@ def build_trackers(job: Job, run_dir: Path, warn: Warn) -> list[GuardedTracker]:
     """The trackers that a job asks for."""
     wanted: list[tuple[str, Tracker]] = []
     if job.train.wandb is not None:
-        wanted.append(("W&B", WandbTracker(job.train.wandb, job, run_dir)))
+        wanted.append(("W&B", WandbTracker(job.train.wandb, job, run_dir, warn)))
     if job.train.mlflow is not None:
         wanted.append(("MLflow", MlflowTracker(job.train.mlflow, job, run_dir)))
     return [GuardedTracker(name, tracker, warn) for name, tracker in wanted]
