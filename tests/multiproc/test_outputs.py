@@ -10,7 +10,6 @@ import pytest
 
 from meshwright.cli.bench import bench_scaling
 from meshwright.cli.output import Output
-from meshwright.core.events import EVENTS_FILE
 from meshwright.explain.listing import summarise_run
 
 
@@ -42,8 +41,6 @@ def test_a_failed_run_leaves_a_page_that_says_so(train, tmp_path):
 
 def test_a_page_that_cannot_be_written_is_a_warning(train, tmp_path):
     """Its place is taken by a folder: the run is complete and its status is 0."""
-    (tmp_path / "taken" / "report.html").mkdir(parents=True)
-    (tmp_path / "taken" / EVENTS_FILE).touch()
     train("layout.dp_replicate=1", "run_dir=fresh", "train.steps=2", "checkpoint.every_steps=1")
     (tmp_path / "fresh" / "report.html").unlink()
     (tmp_path / "fresh" / "report.html").mkdir()

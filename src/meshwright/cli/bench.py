@@ -189,6 +189,10 @@ def _show(
     more = ("reduce", "exposed", "overlap", "spread", "audit", "")
     output.table("Scaling", (*columns, *more), [_cells(row) for row in rows])
     output.say(basis(rows, steps))
+    if any(row.noisy for row in rows):
+        output.say(
+            "noisy: the overlap's quartiles are more than 50% apart; use more --steps or a quiet machine"
+        )
     output.say()
     chart = scaling_chart(rows, weak)
     for line in draw_text(chart, columns=48):
@@ -218,7 +222,7 @@ def _cells(row: ScalingRow) -> tuple[str, ...]:
         "" if alone else f"{row.overlap:.0%}",
         "" if alone else f"{row.overlap_low:.0%} to {row.overlap_high:.0%}",
         "ok" if row.audit_ok else "differs",
-        "shared cores" if row.shared_cores else "",
+        ", ".join(word for word, says in (("shared cores", row.shared_cores), ("noisy", row.noisy)) if says),
     )
 
 

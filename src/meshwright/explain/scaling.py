@@ -22,6 +22,8 @@ from meshwright.plan.contract import Plan
 WARM_UP = 3
 """Rounds that are not counted: the first step, the audited one, and one more."""
 FEWEST_STEPS = WARM_UP + 3
+WIDE_SPREAD = 0.5
+"""Quartiles of the overlap that lie further apart say more about the machine than about the job."""
 
 Times = Mapping[str, Sequence[float]]
 """``normal_s``, ``unreduced_s`` and ``reductions_s`` of one rank, a value a round."""
@@ -52,6 +54,12 @@ class ScalingRow:
     predicted_step_s: float
     shared_cores: bool
     audit_ok: bool
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the overlap is lost in what else goes on."""
+        low, high = self.overlap_low, self.overlap_high
+        return low is not None and high is not None and high - low > WIDE_SPREAD
 
     def as_dict(self) -> dict[str, Any]:
         """The row for ``--json``."""

@@ -44,6 +44,13 @@ def test_noise_does_not_leave_the_range_of_a_share(plan, unreduced, overlap):
     assert row.exposed_s >= 0
 
 
+def test_an_overlap_that_is_lost_in_noise_is_marked(plan):
+    steady = times([10.0] * 4, [9.0] * 4, [4.0] * 4)
+    wild = times([10.0, 12.0, 8.0, 14.0], [9.0] * 4, [4.0] * 4)
+    assert not build_row(plan, [steady, steady], 256, True, None).noisy
+    assert build_row(plan, [wild, wild], 256, True, None).noisy
+
+
 def test_the_slowest_rank_of_each_round_counts(plan):
     quick = times([1.0, 9.0, 1.0], [1.0, 8.0, 1.0], [1.0] * 3)
     slow = times([5.0, 1.0, 5.0], [4.0, 1.0, 4.0], [2.0] * 3)
