@@ -7,6 +7,7 @@ classes with a second set for dark surroundings, so that a chart needs no script
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -17,6 +18,10 @@ MOST_TOOLTIPS = 120
 """Places of a series that say their value when pointed at."""
 MOST_DOTS = 40
 """A longer series is a line without dots."""
+MOST_NAMES = 6
+"""More marks than this have their names in tooltips only."""
+MIDDLES = 180
+"""Columns whose medians are drawn over a series that has more points than pixels."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,13 @@ def thin(points: Sequence[Point], columns: int) -> list[Point]:
     return kept + _outline(column)
 
 
+def middles(points: Sequence[Point], columns: int) -> list[Point]:
+    """The median of each of so many equal stretches: where a line goes that is too dense to be seen."""
+    length = -(-len(points) // columns)
+    stretches = [points[start : start + length] for start in range(0, len(points), length)]
+    return [(s[len(s) // 2][0], statistics.median(y for _, y in s)) for s in stretches]
+
+
 def _outline(column: Sequence[Point]) -> list[Point]:
     lowest = min(range(len(column)), key=lambda i: column[i][1])
     highest = max(range(len(column)), key=lambda i: column[i][1])
@@ -171,6 +183,9 @@ def format_value(value: float) -> str:
     """A value on an axis or in a tooltip: four significant digits, with a prefix for the large ones."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
+    if abs(value) < 1e-3:
+        mantissa, _, exponent = f"{value:.3e}".partition("e")
+        return f"{float(mantissa):.4g}e{int(exponent)}"
     for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit and (abs(value) >= 1e4 or limit > 1e3):
             return f"{value / limit:.4g} {prefix}"
@@ -185,6 +200,7 @@ STYLE = """
 .mw-chart .frame { stroke: #8a919b; stroke-width: 1; fill: none; }
 .mw-chart .mark { stroke: #8a919b; stroke-width: 1; stroke-dasharray: 2 3; }
 .mw-chart .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
+.mw-chart .faint { stroke-opacity: .3; stroke-width: 1; }
 .mw-chart .dashed { stroke-dasharray: 6 4; }
 .mw-chart .hit { fill: transparent; stroke: none; }
 .mw-chart .s0 { stroke: #1f62b5; } .mw-chart .d0 { fill: #1f62b5; }
@@ -216,7 +232,7 @@ class Frame:
 
     width: int
     height: int
-    left: int = 66
+    left: int = 72
     right: int = 18
     top: int = 48
     bottom: int = 46
@@ -278,6 +294,8 @@ def _marks(chart: Chart, frame: Frame, across: Axis) -> list[str]:
                 f'<line class="mark" x1="{x}" x2="{x}" y1="{frame.y(1)}" y2="{frame.y(0)}">'
                 f"<title>{escape(name)}</title></line>"
             )
+            if len(chart.marks) > MOST_NAMES:
+                continue
             anchor = "start" if across.place(value) < 0.8 else "end"
             parts.append(f'<text x="{x}" y="{frame.y(1) - 4}" text-anchor="{anchor}">{escape(name)}</text>')
     return parts
@@ -291,8 +309,11 @@ def _series(chart: Chart, series: Series, frame: Frame, across: Axis, up: Axis) 
         for run in unbroken(segment):
             places = thin(run, frame.columns)
             shown += places
-            line = " ".join(f"{frame.x(across.place(x))},{frame.y(up.place(y))}" for x, y in places)
-            parts.append(f'<polyline class="line s{series.style}{dashed}" points="{line}"/>')
+            dense = len(places) < len(run)
+            look = f"line s{series.style}{dashed}"
+            parts.append(_line(look + (" faint" if dense else ""), places, frame, across, up))
+            if dense:
+                parts.append(_line(look, middles(run, MIDDLES), frame, across, up))
     if len(shown) <= MOST_DOTS and not series.dashed:
         parts += [
             f'<circle class="d{series.style}" cx="{frame.x(across.place(x))}" '
@@ -307,6 +328,11 @@ def _series(chart: Chart, series: Series, frame: Frame, across: Axis, up: Axis) 
             f"<title>{escape(says)}</title></circle>"
         )
     return parts
+
+
+def _line(look: str, points: Sequence[Point], frame: Frame, across: Axis, up: Axis) -> str:
+    places = " ".join(f"{frame.x(across.place(x))},{frame.y(up.place(y))}" for x, y in points)
+    return f'<polyline class="{look}" points="{places}"/>'
 
 
 def _words(chart: Chart, frame: Frame) -> list[str]:

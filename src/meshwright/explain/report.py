@@ -162,7 +162,7 @@ class RunReport:
     def verdict_text(self) -> str:
         """The audit in one sentence."""
         if not self.audited:
-            return f"The run is {self.status}: its promises are not judged."
+            return f"Promises are not judged: the run's status is {self.status}."
         if self.verdict.ok:
             total = sum(self.plan.ranks[0].state_bytes.values())
             return f"The plan held: {format_bytes(total)} of state a rank and every collective are equal."

@@ -72,6 +72,16 @@ def test_a_short_series_is_not_thinned():
     assert thin(points, 500) == points
 
 
+def test_a_line_that_is_too_dense_gets_its_medians_drawn_over_it():
+    """All extremes stay, faint; the line on top is where most points are."""
+    points = [(float(n), 100.0 if n % 50 == 0 else 1.0) for n in range(20_000)]
+    raw, over = ET.fromstring(draw_svg(chart_of(*points))).iter(f"{SVG}polyline")
+    assert "faint" in raw.get("class")
+    assert "faint" not in over.get("class")
+    heights = {place.split(",")[1] for place in over.get("points").split()}
+    assert len(heights) == 1, "the spikes do not move the medians"
+
+
 def test_names_from_files_are_text_and_the_picture_is_whole_xml():
     evil = '<script>alert("x")</script>&'
     series = (Series(evil, (((1.0, 2.0), (2.0, 1.0)),)), Series("other", (((1.0, 1.0),),), 1))
