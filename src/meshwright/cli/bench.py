@@ -31,7 +31,6 @@ from meshwright.plan.contract import PLAN_FILE, Plan, build_plan, write_plan
 from meshwright.spec.cluster import count_cores
 from meshwright.spec.layout import DEGREES
 from meshwright.spec.load import apply_override, load_job, read_tree
-from meshwright.spec.sample import sample_unit
 
 ENTRY = "meshwright.run.bench.scaling:run_rank"
 
@@ -184,7 +183,7 @@ def measure_row(output: Output, plan: Plan, data_dir: Path) -> Heard:
 def _show(
     output: Output, plans: list[Plan], rows: list[ScalingRow], steps: int, weak: bool, out: Path
 ) -> None:
-    unit = sample_unit(plans[0].job)
+    unit = plans[0].job.unit
     columns = ("ranks", "batch", unit, "micro", "step", "predicted", unit + "/s", "speed-up", "efficiency")
     more = ("reduce", "exposed", "overlap", "spread", "audit", "")
     output.table("Scaling", (*columns, *more), [_cells(row) for row in rows])

@@ -13,7 +13,6 @@ from meshwright.explain.audit import audit_run
 from meshwright.explain.scan import LastAttempt
 from meshwright.launch.lock import is_held
 from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
-from meshwright.spec.sample import sample_unit
 
 FINISHED = ("complete", "interrupted")
 
@@ -85,7 +84,7 @@ def summarise_run(folder: Path) -> RunSummary:
         loss=record.losses[-1] if record.losses else None,
         eval_loss=record.eval_loss,
         tokens_per_s=record.tokens_per_s,
-        unit=sample_unit(plan.job) if plan else "tokens",
+        unit=plan.job.unit if plan else "tokens",
         audit_ok=audit_run(plan, record).ok if plan and status in FINISHED else None,
         began=found.began if found.began is not None else _changed(folder),
         size_bytes=_size(folder),

@@ -19,7 +19,6 @@ from meshwright.explain.listing import FINISHED, settle_status
 from meshwright.explain.plot import Chart
 from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
 from meshwright.spec.load import job_tree
-from meshwright.spec.sample import sample_unit
 
 PAGE_FILE = "report.html"
 
@@ -49,7 +48,7 @@ class RunReport:
     @property
     def unit(self) -> str:
         """What the run counts."""
-        return sample_unit(self.plan.job)
+        return self.plan.job.unit
 
     @property
     def audited(self) -> bool:
@@ -63,7 +62,7 @@ class RunReport:
             ("Model", f"{_model_name(job.model)}, {format_count(self.plan.parameters)} parameters"),
             ("Layout", f"{job.layout.named_degrees()}; {_count(self.plan.world_size, 'rank')}"),
             ("Batch", self._batch()),
-            ("Data", f"{job.data.path}, {job.data.seq_len} {self.unit} a sample"),
+            ("Data", self._data()),
             ("Precision", job.train.precision),
             ("Steps", f"{newest.last_step} of {job.train.steps}"),
             ("Loss", self._losses()),
@@ -77,6 +76,10 @@ class RunReport:
             rows.append(("MFU", f"{record.mfu:.1%} of {record.peak_basis or 'the peak'}"))
         rows += self._where_and_when()
         return rows
+
+    def _data(self) -> str:
+        data = self.plan.job.data
+        return data.path if self.unit == "images" else f"{data.path}, {data.seq_len} {self.unit} a sample"
 
     def _batch(self) -> str:
         job = self.plan.job
@@ -115,7 +118,7 @@ class RunReport:
         series = [self.history.series("loss", "training")]
         if any(c.evaluations for c in self.history.curves):
             series.append(self.history.evaluations("held out"))
-        unit = f"nats a {self.unit.removesuffix('s')}"
+        unit = "nats an image" if self.unit == "images" else "nats a token"
         return Chart("Loss", "step", unit, tuple(series), self.history.restarts(), whole_x=True)
 
     def rate_chart(self) -> Chart:
