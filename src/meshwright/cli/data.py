@@ -16,7 +16,7 @@ from meshwright.prepare.dataset import TokenDataset
 from meshwright.prepare.shards import looks_prepared
 from meshwright.prepare.sources import STDLIB, iter_files, source_problem
 from meshwright.prepare.spec import parse_corpus_spec
-from meshwright.prepare.tokenizer import parse_tokenizer_name
+from meshwright.prepare.tokenizer import TOKENIZER_FILE, parse_tokenizer_name
 from meshwright.spec.job import Data, Job
 from meshwright.spec.model import DecoderModel
 
@@ -31,7 +31,7 @@ def settle_data(output: Output, job: Job) -> Path:
     if looks_prepared(folder):
         _refuse_preparing(job.data)
     else:
-        folder = _prepare_cached(output, job.data)
+        folder = _prepare_cached(output, dataclasses.replace(job.data, tokenizer=_tokenizer_name(job)))
     dataset = TokenDataset.open(folder, "train", job.data.seq_len)
     dataset.load_tokenizer()  # that it is the one which made the shards
     assert isinstance(job.model, DecoderModel), "text is for decoders"
@@ -42,7 +42,9 @@ def settle_data(output: Output, job: Job) -> Path:
                 f"is smaller than the tokenizer's vocabulary of {dataset.vocab_size}",
                 path="model.vocab_size",
                 value=job.model.vocab_size,
-                fix=f"Use {-(-dataset.vocab_size // 64) * 64} (a multiple of 64) or more, or fewer tokens",
+                fix="Set data.tokenizer to one that fits, such as the model folder's own tokenizer.json"
+                if job.model.hf
+                else f"Use {-(-dataset.vocab_size // 64) * 64} (a multiple of 64) or more, or fewer tokens",
             )
         )
     if dataset.dropped_tokens:
@@ -56,6 +58,14 @@ def settle_data(output: Output, job: Job) -> Path:
             f"data: {samples} samples are asked for, so all are read {samples / len(dataset):.1f} times"
         )
     return folder
+
+
+def _tokenizer_name(job: Job) -> str | None:
+    """The tokenizer asked for; else that of the model's Hugging Face folder, if it has one."""
+    folder = job.model.hf if isinstance(job.model, DecoderModel) else None
+    if job.data.tokenizer is None and folder is not None and (Path(folder) / TOKENIZER_FILE).is_file():
+        return str(Path(folder) / TOKENIZER_FILE)
+    return job.data.tokenizer
 
 
 def _refuse_preparing(data: Data) -> None:

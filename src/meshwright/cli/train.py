@@ -16,6 +16,7 @@ from meshwright.cli.data import settle_data
 from meshwright.cli.output import Output
 from meshwright.cli.plan import describe_plan
 from meshwright.cli.progress import Audience
+from meshwright.cli.weights import find_initial_weights, settle_weights
 from meshwright.core.errors import InterruptedRunError, MeshwrightError, Problem, RunFailedError, UserError
 from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.explain.audit import Audit, audit_run
@@ -99,6 +100,8 @@ def prepare_run(
         )
     if started is None:
         _require_devices(job, plan.world_size)
+    if resume == "no":
+        find_initial_weights(job)  # refused before data are prepared, which may take long
     data_dir = settle_data(output, job)
     describe_plan(output, plan)
     cores = job.cluster.world_size
@@ -195,6 +198,7 @@ def _write_run(output: Output, plan: Plan, data_dir: Path, resume: Resume) -> Pr
     checkpoints = Path(job.checkpoint.dir) if job.checkpoint.dir else run_dir / "checkpoints"
     try:
         resume_from = _choose_checkpoint(output, job, checkpoints, resume)
+        hf_weights = resume_from is None and settle_weights(output, job)
     except UserError:
         if job.run_dir is None:  # the numbered folder was made just now; one with a run in it is not empty
             with contextlib.suppress(OSError):
@@ -210,6 +214,7 @@ def _write_run(output: Output, plan: Plan, data_dir: Path, resume: Resume) -> Pr
             data_dir=str(data_dir.resolve()),
             checkpoint_dir=str(checkpoints),
             resume_from=str(resume_from) if resume_from else None,
+            hf_weights=hf_weights,
             generation=generation,
         )
         write_plan(plan, run_dir / PLAN_FILE)

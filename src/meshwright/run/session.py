@@ -79,7 +79,7 @@ def build_session(
     torch.use_deterministic_algorithms(job.train.deterministic)
     if job.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
-    model = build_model(job, ranks.device)
+    model = build_model(job, ranks.device, from_hf=assignment.hf_weights)
     data_dir = Path(assignment.data_dir)
     train_data = TokenDataset.open(data_dir, "train", job.data.seq_len)
     eval_data = TokenDataset.open(data_dir, "eval", job.data.seq_len)

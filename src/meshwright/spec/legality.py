@@ -306,7 +306,6 @@ RULES: tuple[Rule, ...] = (
     _not_built("train.compile", (False,), "compiled blocks"),
     _not_built("data.mask", ("causal",), "attention within documents only"),
     _not_built("data.prompt_masking", (False,), "masked prompts"),
-    _not_built("model.hf", (None,), "a model from a Hugging Face folder"),
     _not_built("consistency.mode", ("synchronous",), "relaxed consistency"),
     _not_built("compression.kind", ("none", "bf16", "fp16"), "this compression"),
 )

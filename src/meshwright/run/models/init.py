@@ -10,8 +10,10 @@ from torch import nn
 
 from meshwright.plan.decoder_memory import loss_chunk
 from meshwright.run.models.decoder import Decoder
+from meshwright.run.models.hf import load_hf_weights
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
+from meshwright.survive.hf.weights import require_weights
 
 
 def parameter_seed(seed: int, name: str) -> int:
@@ -39,11 +41,20 @@ def initialise(module: nn.Module, seed: int, std: float) -> None:
         parameter.copy_(drawn)
 
 
-def build_model(job: Job, device: torch.device) -> Decoder:
-    """The job's model with its initial weights, on its device."""
+def build_model(job: Job, device: torch.device, from_hf: bool = False) -> Decoder:
+    """The job's model with its initial weights, on its device.
+
+    Args:
+        job: The settled job.
+        device: Where the weights lie.
+        from_hf: Take them from the folder ``model.hf``, which must have some, and draw none.
+    """
     model = job.model
     assert isinstance(model, DecoderModel), "only decoders are built yet"
     with torch.device(device):
         network = Decoder(model, job.data.seq_len, loss_chunk(job, model), job.layout.recompute)
-    initialise(network, job.train.seed, model.init_std)
+    if from_hf:
+        load_hf_weights(network, require_weights(model), model)
+    else:
+        initialise(network, job.train.seed, model.init_std)
     return network

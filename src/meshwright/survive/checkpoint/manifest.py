@@ -163,7 +163,7 @@ def check_same_job(manifest: Manifest, model: Model, seq_len: int, checkpoint: P
         raise UserError(Problem("resume-mismatch", rule, path=str(checkpoint), fix=fix))
     for key, value in asdict(model).items():
         there = manifest.model.get(key)
-        if key not in ("preset", "init_std") and there != value:
+        if key not in ("preset", "init_std", "hf") and there != value:
             rule = f"does not fit this job: model.{key} is {there} there and {value} in the job"
             fix = "Use the job file that it came from"
             raise UserError(Problem("resume-mismatch", rule, path=str(checkpoint), fix=fix))
