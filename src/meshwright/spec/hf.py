@@ -90,11 +90,6 @@ def notes_on(model: Model) -> list[str]:
     return [f"model: {config.architecture} of {model.hf}", *config.notes]
 
 
-def read_model(folder: Path) -> DecoderModel:
-    """The model of a folder, outside of a job."""
-    return DecoderModel(**read_config(folder).fields)
-
-
 def read_config(folder: Path) -> HfConfig:
     """Read and translate a folder's config.json.
 

@@ -81,11 +81,11 @@ def find_weights(folder: Path, model: DecoderModel) -> HfWeights | None:
 
 
 def require_weights(model: DecoderModel) -> HfWeights:
-    """The weights of the model's folder, which were there when the run was prepared."""
+    """The weights of the model's folder, where it must have some."""
     assert model.hf is not None, "called for models with a folder"
     found = find_weights(Path(model.hf), model)
     if found is None:
-        rule, fix = "holds no weights any more, and the run begins with them", "Put them back"
+        rule, fix = f"holds neither {WEIGHTS_FILE} nor {INDEX_FILE}", "Download the whole folder"
         raise UserError(_broken(Path(model.hf), rule, fix))
     return found
 
