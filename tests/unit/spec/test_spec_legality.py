@@ -44,7 +44,6 @@ CASES = {
     "train-compile-not-built": {"train": {"compile": True}},
     "data-mask-not-built": {"data": {"mask": "document"}},
     "data-prompt-masking-not-built": {"data": {"prompt_masking": True}},
-    "model-hf-not-built": {"model": {"hf": "folder"}},
     "consistency-mode-not-built": {"consistency": {"mode": "gossip"}},
     "compression-kind-not-built": {"compression": {"kind": "topk"}},
 }
