@@ -293,6 +293,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 def test_commands_shown_are_commands() -> None:
     known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    known |= {group.name for group in app.registered_groups}
     shown = defaultdict(list)
     for path in ALL_TEXT:
         for block in fenced(path, "(?:sh|bash|console)"):

@@ -22,6 +22,7 @@ MOST_LINES = 600
 MOST_FUNCTION_LINES = 100
 MOST_ARGUMENTS = 10
 COMMANDS = {"plan", "train", "audit", "generate", "prepare", "schema"}
+SUBCOMMANDS = {"checkpoint": {"export"}}
 NO_TORCH = ("core", "spec", "plan", "prepare", "explain", "launch")
 HEAVY = ("torch", "tokenizers", "transformers", "safetensors", "ray", "pyspark")
 
@@ -140,13 +141,18 @@ def test_every_code_has_its_words_in_the_documentation():
 
 
 def test_the_commands_are_the_documented_ones():
-    assert {command.name or command.callback.__name__ for command in app.registered_commands} == COMMANDS
+    def names(commands) -> set[str]:
+        return {command.name or command.callback.__name__ for command in commands}
+
+    assert names(app.registered_commands) == COMMANDS
+    assert {g.name: names(g.typer_instance.registered_commands) for g in app.registered_groups} == SUBCOMMANDS
 
 
 def test_every_command_takes_json_and_has_help():
     import inspect
 
-    for command in app.registered_commands:
+    below = [c for group in app.registered_groups for c in group.typer_instance.registered_commands]
+    for command in (*app.registered_commands, *below):
         assert "as_json" in inspect.signature(command.callback).parameters, command.callback.__name__
         assert command.callback.__doc__
 

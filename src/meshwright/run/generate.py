@@ -16,7 +16,6 @@ from meshwright.survive.checkpoint.manifest import MANIFEST, MODEL_FILE, read_ma
 from meshwright.survive.checkpoint.plain import load_tensors
 from meshwright.survive.hf.weights import require_weights
 
-
 LONGEST_WINDOW = 4096
 """Tokens that a model of a Hugging Face folder looks back; many know more positions than fit in memory."""
 

@@ -1,7 +1,7 @@
 """From a Hugging Face ``config.json`` to the fields of a decoder; neither weights nor torch are read.
 
-What a config says is taken, refused by name, or told: a key that changes the mathematics and is not built here
-is an error, dropout and keys that mean nothing to these architectures are notes.
+What a config says is taken, refused by name, or told: a key that changes the mathematics and is not built
+here is an error, dropout and keys that mean nothing to these architectures are notes.
 """
 
 from __future__ import annotations
@@ -145,9 +145,8 @@ def _find_architecture(folder: Path, content: Tree) -> str:
     name = named[0] if isinstance(named, list) and len(named) == 1 else named
     if not name and isinstance(kind, str):
         name = by_kind.get(kind, kind)
-    known = isinstance(name, str) and name in _ARCHITECTURES
-    if known and kind in (None, _ARCHITECTURES[name][0]):
-        return str(name)
+    if isinstance(name, str) and name in _ARCHITECTURES and kind in (None, _ARCHITECTURES[name][0]):
+        return name
     said = f"architectures={named}, model_type={kind}"
     rule = f"is of an architecture that is not built: {CONFIG_FILE} says {said}"
     fix = f"Built are {', '.join(_ARCHITECTURES)}"
@@ -286,7 +285,7 @@ def _read_mistral(reader: _Reader) -> Tree:
 
 
 def _read_rope(reader: _Reader, max_positions: int) -> Tree:
-    """Rotary positions in both forms: `rope_theta` and `rope_scaling`, or `rope_parameters` with all of it."""
+    """Rotary positions in both forms: `rope_theta` with `rope_scaling`, or all of it in `rope_parameters`."""
     content = reader.content
     reader.taken |= {"rope_scaling", "rope_parameters", "original_max_position_embeddings"}
     old, new = content.get("rope_scaling") or {}, content.get("rope_parameters") or {}

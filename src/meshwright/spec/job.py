@@ -35,7 +35,7 @@ class Data:
     seq_len: Count
     """Tokens in one sample."""
     tokenizer: str | None = None
-    """`byte` (if left out), `bpe:SIZE` (trained on the corpus), or the path of a tokenizer.json."""
+    """`byte`, `bpe:SIZE` (trained on the corpus), or a tokenizer.json; left out, model.hf's, else `byte`."""
     mask: Literal["causal", "document"] = "causal"
     """Whether attention crosses document boundaries."""
     prompt_masking: Flag = False

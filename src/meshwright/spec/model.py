@@ -63,7 +63,7 @@ class DecoderModel:
     init_std: Positive = 0.02
     """Standard deviation of the initial weights (norms start at one, biases at zero)."""
     hf: Location | None = None
-    """Folder with a Hugging Face config.json; its weights are the initial ones if it has any."""
+    """Folder with a Hugging Face config.json, in place of the fields; its weights, if any, are the first."""
 
     @property
     def head_size(self) -> int:

@@ -55,7 +55,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("Llama", {**LLAMA, "tie_word_embeddings": True, "num_key_value_heads": 6}),
     "biased": ("Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-3}),
     "stretched": ("Llama", {**LLAMA, "rope_parameters": STRETCHED}),
-    "long": ("Llama", {**LLAMA, "max_position_embeddings": 4096, "rope_parameters": {**STRETCHED, "original_max_position_embeddings": 512}}),
+    "long": (
+        "Llama",
+        {
+            **LLAMA,
+            "max_position_embeddings": 4096,
+            "rope_parameters": {**STRETCHED, "original_max_position_embeddings": 512},
+        },
+    ),
     "wide heads": ("Llama", {**LLAMA, "head_dim": 16}),
     "mistral": ("Mistral", {**LLAMA, "sliding_window": SEQ_LEN}),
     "gpt2": ("GPT2", GPT2),
@@ -237,7 +244,11 @@ def test_the_byte_tokenizer_has_a_form_that_transformers_reads(tmp_path, text):
     assert theirs(text)["input_ids"] == ByteTokenizer().encode(text)
     assert theirs.decode(theirs(text)["input_ids"]) == text
     ours = load_tokenizer(tmp_path)
-    assert (ours.encode(text), ours.vocab_size, ours.end_of_document) == (ByteTokenizer().encode(text), 257, 256)
+    assert (ours.encode(text), ours.vocab_size, ours.end_of_document) == (
+        ByteTokenizer().encode(text),
+        257,
+        256,
+    )
 
 
 def test_a_folder_writes_text(saved):

@@ -106,9 +106,10 @@ def test_rotary_positions_in_every_form(built, form):
     model = built({**LLAMA, **form})
     assert (model.rope_theta, model.rope_factor, model.rope_original_positions) == (5e5, 8.0, 512)
     inner = next(v for v in form.values() if isinstance(v, dict))
-    model = built({**LLAMA, **form, "rope_scaling": {**inner, "original_max_position_embeddings": 32}} | {
-        "rope_parameters": None
-    })
+    model = built(
+        {**LLAMA, **form, "rope_scaling": {**inner, "original_max_position_embeddings": 32}}
+        | {"rope_parameters": None}
+    )
     assert model.rope_original_positions == 32
 
 

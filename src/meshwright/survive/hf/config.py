@@ -33,7 +33,9 @@ def require_hf_form(model: DecoderModel) -> str:
     elif model.hidden_size % model.num_heads:
         strange.append(("num_heads", model.num_heads, f"divides hidden_size={model.hidden_size}"))
     problems = [
-        Problem("export-no-hf-form", f"has no Hugging Face form: {name} {why}", path=f"model.{key}", value=value)
+        Problem(
+            "export-no-hf-form", f"has no Hugging Face form: {name} {why}", path=f"model.{key}", value=value
+        )
         for key, value, why in strange
     ]
     if problems:

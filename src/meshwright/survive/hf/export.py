@@ -49,7 +49,11 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str, shard_bytes: int)
         dtype: A key of ``DTYPES``.
         shard_bytes: Tensors of one file take no more, unless a single one does.
     """
+    out = Path(os.path.abspath(out))  # noqa: PTH100  (a name to put the draft beside, also for "..")
     manifest = read_manifest(checkpoint)
+    if (kind := manifest.model.get("architecture")) != "llama":
+        rule = "has no Hugging Face form here; decoders have"
+        raise UserError(Problem("export-no-hf-form", rule, path="model.architecture", value=kind))
     model = DecoderModel(**manifest.model)
     architecture = require_hf_form(model)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -77,7 +81,9 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str, shard_bytes: int)
         sync_path(out.parent)
     except (OSError, SafetensorError) as error:  # the second is its way to say that the disk is full
         rule = f"cannot be written: {getattr(error, 'strerror', None) or error}"
-        raise UserError(Problem("export-not-writable", rule, path=str(out), fix="Name another place")) from None
+        raise UserError(
+            Problem("export-not-writable", rule, path=str(out), fix="Name another place")
+        ) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return Exported(architecture, manifest.step, total, tuple(sorted(p.name for p in out.iterdir())))
@@ -124,7 +130,9 @@ def _iter_hf_tensors(
         for name in list_hf_shapes(model):
             ours = [mine for mine, place in places.items() if place.name == name]
             parts = [file.get_tensor(mine) for mine in ours]
-            turned = [part.T if places[mine].transposed else part for mine, part in zip(ours, parts, strict=True)]
+            turned = [
+                part.T if places[mine].transposed else part for mine, part in zip(ours, parts, strict=True)
+            ]
             tensor = turned[0] if len(turned) == 1 else torch.cat(turned, dim=-1)
             low = tensor.to(dtype).contiguous()
             if not low.isfinite().all():

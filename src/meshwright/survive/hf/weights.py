@@ -99,7 +99,9 @@ def _list_files(folder: Path) -> list[Path] | None:
         return _read_index(index)
     if strange := sorted(p.name for p in folder.glob("*.safetensors")):
         rule = f"holds {_name(strange)}, but neither {WEIGHTS_FILE} nor {INDEX_FILE}"
-        raise UserError(_broken(folder, rule, "Download the whole folder, or remove them to train from scratch"))
+        raise UserError(
+            _broken(folder, rule, "Download the whole folder, or remove them to train from scratch")
+        )
     if pickles := sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern)):
         rule = f"holds weights as pickles, which can run code when they are read: {_name(pickles)}"
         fix = "Convert them: in transformers, from_pretrained(folder).save_pretrained(folder)"
