@@ -28,11 +28,10 @@ def bare_loop(job_file: Path, prepared: Path, overrides: list[str]) -> tuple[lis
     order = SampleOrder(data.shard_sample_counts, job.train.seed)
     model = build_model(job, torch.device("cpu"))
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": job.train.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    betas = (job.train.beta1, job.train.beta2)
-    optimizer = torch.optim.AdamW(groups, lr=job.train.lr, betas=betas, eps=job.train.eps)
+    optimizer = torch.optim.AdamW(groups, lr=job.train.lr, betas=(0.9, 0.95), eps=1e-8)
     losses = []
     for step in range(job.train.steps):
         positions = np.arange(step * job.train.global_batch, (step + 1) * job.train.global_batch)

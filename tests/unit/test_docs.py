@@ -51,17 +51,23 @@ def generated(name: str) -> str:
 
 def job_tables() -> str:
     schema = job_schema()
-    top = {k: v for k, v in schema["properties"].items() if "$ref" not in v}
+    top = {k: v for k, v in schema["properties"].items() if not kinds_of(v)}
     parts = ["## Top level", "", *key_table("", top, set())]
     for section, reference in schema["properties"].items():
-        if "$ref" not in reference:
-            continue
-        kind = reference["$ref"].rpartition("/")[2]
-        definition = schema["$defs"][kind]
-        required = set(definition.get("required", ()))
-        parts += ["", f"## `[{section}]`", "", str(definition["description"]), ""]
-        parts += key_table(f"{section}.", definition["properties"], required)
+        kinds = kinds_of(reference)
+        for kind in kinds:
+            definition = schema["$defs"][kind]
+            required = set(definition.get("required", ()))
+            which = f": {kind.removesuffix('Model').lower()}" if len(kinds) > 1 else ""
+            parts += ["", f"## `[{section}]`{which}", "", str(definition["description"]), ""]
+            parts += key_table(f"{section}.", definition["properties"], required)
     return "\n".join(parts)
+
+
+def kinds_of(facts: dict[str, Any]) -> list[str]:
+    """The kinds of table that a section may be; none for a plain key."""
+    options = [facts, *facts.get("anyOf", ())]
+    return [option["$ref"].rpartition("/")[2] for option in options if "$ref" in option]
 
 
 def key_table(prefix: str, properties: dict[str, Any], required: set[str]) -> list[str]:
@@ -81,6 +87,8 @@ def type_of(facts: dict[str, Any]) -> str:
         return ", ".join(f"`{value}`" for value in facts["enum"])
     if "const" in facts:
         return f"`{facts['const']}`"
+    if facts["type"] == "array":
+        return f"list of: {type_of(facts['items'])}"
     words = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "text"}
     bounds = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
     limits = [f"{sign} {facts[bound]}" for bound, sign in bounds if bound in facts]
@@ -124,10 +132,10 @@ def test_job_page_names_every_key_and_no_other() -> None:
     schema = job_schema()
     keys = set()
     for section, facts in schema["properties"].items():
-        if "$ref" in facts:
-            kind = facts["$ref"].rpartition("/")[2]
+        kinds = kinds_of(facts)
+        for kind in kinds:
             keys |= {f"{section}.{key}" for key in schema["$defs"][kind]["properties"]}
-        else:
+        if not kinds:
             keys.add(section)
     named = set(re.findall(r"^\| `([\w.]+)` \|", (DOCS / "job-file.md").read_text(), re.MULTILINE))
     assert len(keys) > 50

@@ -7,7 +7,7 @@ from pathlib import Path
 from meshwright.cli.output import Output
 from meshwright.core.errors import CheckFailedError
 from meshwright.core.units import format_bytes, format_rate, format_seconds
-from meshwright.explain.audit import Audit, audit_run
+from meshwright.explain.audit import Audit, StateRow, audit_run
 from meshwright.explain.record import RunRecord, read_record
 from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
 
@@ -24,6 +24,12 @@ def audit_folder(output: Output, run_dir: Path) -> int:
     return 0 if verdict.ok else CHECK_FAILED
 
 
+def _word(row: StateRow) -> str:
+    if row.compiled:
+        return "compiled, not judged"
+    return ("within 5%" if row.tolerance else "equal") if row.held else "DIFFERS"
+
+
 def describe_audit(output: Output, plan: Plan, record: RunRecord, verdict: Audit) -> None:
     """Predicted and measured side by side, then the verdict in words."""
     rows = [
@@ -32,7 +38,7 @@ def describe_audit(output: Output, plan: Plan, record: RunRecord, verdict: Audit
             row.kind,
             str(row.predicted),
             "not measured" if row.measured is None else str(row.measured),
-            ("within 5%" if row.tolerance else "equal") if row.held else "DIFFERS",
+            _word(row),
         )
         for row in verdict.state
     ]

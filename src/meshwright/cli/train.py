@@ -32,6 +32,7 @@ from meshwright.spec.load import load_job
 from meshwright.spec.presets import preset_names
 from meshwright.survive.checkpoint.manifest import (
     check_same_job,
+    check_same_optimizer,
     find_newest,
     list_checkpoints,
     read_manifest,
@@ -43,6 +44,9 @@ INTERRUPTED = InterruptedRunError.exit_status
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """Ranks that compute on cores do not wake up the GPUs beside them."""
 
+
+ONE_COMPILER = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+"""Every rank compiles for itself; a pool of compilers in each would outnumber the cores."""
 
 Resume = Literal["no", "must", "may"]
 
@@ -92,6 +96,8 @@ def prepare_run(
     job = ready_plan.job if ready_plan else load_job(source, overrides)
     if job.train.tensorboard:
         require_packages(("tensorboard", "tensorboard"), needed_for="train.tensorboard")
+    if job.train.compile and job.train.compile_backend == "inductor":
+        _require_compiler()
     plan = ready_plan or build_plan(job)[0]
     if started is not None and plan.world_size != started:
         rule = f"needs {plan.world_size} ranks, the launcher started {started}"
@@ -125,7 +131,7 @@ def run_prepared(output: Output, prepared: Prepared) -> int:
         generation=assignment.generation,
         stop_grace_s=job.survive.stop_grace_s,
         listener=audience.hear,
-        environment=NO_GPU if job.cluster.device == "cpu" else {},
+        environment={**ONE_COMPILER, **(NO_GPU if job.cluster.device == "cpu" else {})},
         preload=PRELOAD,
     )
     try:
@@ -287,6 +293,15 @@ def _require_devices(job: Job, world_size: int) -> None:
         raise UserError(Problem("cluster-not-here", rule, path="cluster.device", value="cuda", fix=fix))
 
 
+def _require_compiler() -> None:
+    """Torch's compiler writes C++: without a compiler it would fail in the first step, in a page of text."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        rule = f"needs a C++ compiler, and there is no {compiler}"
+        fix = "Install one (Debian and Ubuntu: apt-get install g++), set CXX, or leave train.compile out"
+        raise UserError(Problem("train-compile-no-compiler", rule, path="train.compile", value=True, fix=fix))
+
+
 def _choose_checkpoint(output: Output, job: Job, checkpoints: Path, resume: Resume) -> Path | None:
     """The checkpoint to go on from; None for a run that starts at the beginning."""
     if resume == "no" and list_checkpoints(checkpoints):
@@ -306,6 +321,7 @@ def _choose_checkpoint(output: Output, job: Job, checkpoints: Path, resume: Resu
         output.warn(f"passed over: {sentence}")
     manifest = read_manifest(checkpoint, verify=False)
     check_same_job(manifest, job.model, job.data.seq_len, checkpoint)
+    check_same_optimizer(manifest, job.train, checkpoint)
     if manifest.step >= job.train.steps:
         rule = f"is at step {manifest.step} already, and train.steps={job.train.steps}"
         raise UserError(

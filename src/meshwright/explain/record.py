@@ -19,9 +19,11 @@ class Measured:
     """Memory of one rank in its audited step."""
 
     state_bytes: dict[str, int]
-    activation_bytes: int
-    peak_bytes: int
+    activation_bytes: int | None
+    """None where compiled code hides it."""
+    peak_bytes: int | None
     first_step: bool
+    compiled: bool = False
 
 
 @dataclass(frozen=True)

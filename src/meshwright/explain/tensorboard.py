@@ -13,6 +13,7 @@ STEP_SCALARS = {
     "loss": "loss/train",
     "lr": "optimizer/lr",
     "grad_norm": "optimizer/grad_norm",
+    "noise_scale": "optimizer/noise_scale",
     "tokens_per_s": "speed/tokens_per_s",
     "mfu": "speed/mfu",
     "utilisation": "speed/device_utilisation",

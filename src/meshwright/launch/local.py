@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing import connection, forkserver, resource_tracker, util
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -218,6 +218,7 @@ def _enter_rank(
 
     status = getattr(importlib.import_module(module), function)(run_dir, tell)
     sender.close()
+    util._exit_function()  # type: ignore[attr-defined]  # what a child's end does: frees named semaphores
     os._exit(status)  # skips destructors that could wait for ranks which are gone
 
 

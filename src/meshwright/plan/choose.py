@@ -10,9 +10,12 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.plan.comms import Traffic, predict_traffic
 from meshwright.plan.compute import StepTime, estimate_step
+from meshwright.plan.learning_rate import explain_lr
 from meshwright.plan.ledger import Ledger, predict_ledger
 from meshwright.spec.job import Job
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import Layout, Recompute
+from meshwright.spec.legality import find_problems, with_layout
+from meshwright.spec.recipe import explain_defaults
 
 USABLE_MEMORY = 0.92
 """Share of a device's memory that tensors may take: the rest is the framework's and the allocator's."""
@@ -118,7 +121,7 @@ def explain_choice(job: Job, search: Search) -> list[str]:
         reasons.append(
             f"{empty} of {padding} samples a step are zero-weight padding, so that all ranks run alike"
         )
-    return reasons
+    return reasons + explain_lr(job.train) + explain_defaults(job.train)
 
 
 def _why_not(best: Candidate, other: Candidate) -> str:
@@ -128,6 +131,20 @@ def _why_not(best: Candidate, other: Candidate) -> str:
     return f"not {other.name}: {format_seconds(other.time.total_s)} a step, {slower:.0%} more"
 
 
+def _less_memory(job: Job, closest: Candidate) -> str:
+    """The mildest recomputation with which it would fit, as the beginning of an advice."""
+    modes: tuple[Recompute, ...] = ("none", "selective", "full")
+    for mode in modes[modes.index(job.layout.recompute) + 1 :]:
+        layout = dataclasses.replace(closest.layout, recompute=mode)
+        if find_problems(with_layout(job, layout)):
+            continue
+        other = evaluate(job, layout)
+        if other.fits:
+            peak = format_bytes(other.ledger.first_peak_bytes)
+            return f"layout.recompute={mode} ({peak}, a step {format_seconds(other.time.total_s)}), "
+    return ""
+
+
 def require_fit(job: Job, search: Search) -> Candidate:
     """The best candidate, or the error that says by how much nothing fits."""
     if search.fitting:
@@ -135,6 +152,7 @@ def require_fit(job: Job, search: Search) -> Candidate:
     closest = min(search.candidates, key=lambda c: c.ledger.first_peak_bytes)
     usable = int(job.cluster.memory_bytes * USABLE_MEMORY)
     largest = max(closest.ledger.lines, key=lambda line: line.bytes)
+    milder = _less_memory(job, closest)
     raise UserError(
         Problem(
             code="plan-nothing-fits",
@@ -143,6 +161,6 @@ def require_fit(job: Job, search: Search) -> Candidate:
             f"{format_bytes(closest.ledger.first_peak_bytes)} a device, {format_bytes(usable)} of "
             f"{format_bytes(job.cluster.memory_bytes)} are usable; the largest line is {largest.name} "
             f"with {format_bytes(largest.bytes)}",
-            fix="Use a smaller model or data.seq_len, or devices with more memory",
+            fix=f"Use {milder}a smaller model or data.seq_len, or devices with more memory",
         )
     )

@@ -18,6 +18,8 @@ INT32_BYTES = 4
 FLOAT64_BYTES = 8
 CONTROL_STEP_VALUES = 3
 """Loss sum, target tokens, wish to stop: reduced once a step."""
+CONTROL_NOISE_VALUES = 2
+"""Squared norm and number of parts for the gradient noise scale: in every step of a job that measures it."""
 CONTROL_EVAL_VALUES = 2
 """Loss sum and target tokens of an evaluation."""
 WIRE_BYTES = {"none": 4, "bf16": 2, "fp16": 2}
@@ -44,10 +46,11 @@ def predict_traffic(job: Job) -> list[Traffic]:
     parameters = list_parameters(job.model)
     buckets = bucket_parameters(parameters, job.layout.bucket_mb)
     wire_bytes = sum(p.count for p in parameters) * WIRE_BYTES[job.compression.kind]
+    values = CONTROL_STEP_VALUES + (CONTROL_NOISE_VALUES if job.train.noise_scale_every else 0)
     return [
         _fixed_buckets(len(parameters), buckets, ranks),
         Traffic("dp_replicate", "all_reduce", "step", ranks, len(buckets), wire_bytes),
-        Traffic("control", "all_reduce", "step", ranks, 1, CONTROL_STEP_VALUES * FLOAT64_BYTES),
+        Traffic("control", "all_reduce", "step", ranks, 1, values * FLOAT64_BYTES),
         Traffic("control", "all_reduce", "eval", ranks, 1, CONTROL_EVAL_VALUES * FLOAT64_BYTES),
     ]
 

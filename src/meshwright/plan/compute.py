@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.comms import Traffic
-from meshwright.plan.shapes import FLOAT32_BYTES, count_matmul_parameters, count_parameters
+from meshwright.plan.optimizer import predict_optimizer
+from meshwright.plan.shapes import count_matmul_parameters, list_parameters
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel, Model
@@ -24,10 +25,10 @@ HOST_S = {"cpu": 1.0e-3, "cuda": 2.0e-3}
 """Time that eager Python takes for one block of one micro-batch, however small."""
 OVERLAP = {"cpu": 0.5, "cuda": 0.9}
 """Share of the gradient reduction that hides behind the last backward pass (CPU: measured with gloo)."""
+RECOMPUTE_PASSES = {"none": 0, "selective": 2, "full": 3}
+"""Times that the activations cross it once more when they are computed again."""
 UNCERTAINTY = 2.0
 """The interval is the estimate divided and multiplied by this."""
-OPTIMIZER_PASSES = 7
-"""Reads and writes of float32 arrays as large as the parameters in one AdamW step."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,15 @@ def flops_per_token(model: Model, seq_len: int) -> float:
     return 6.0 * count_matmul_parameters(model) + attention
 
 
+def recomputed_flops(job: Job) -> float:
+    """FLOPs that recomputation adds to one token: the blocks' forward pass, and not the head's."""
+    model = job.model
+    if job.layout.recompute != "full" or not isinstance(model, DecoderModel):
+        return 0.0
+    head = model.vocab_size * model.hidden_size
+    return flops_per_token(model, job.data.seq_len) / 3 - 2.0 * head
+
+
 def _depth(model: Model) -> int:
     """Blocks that the host sends one after the other."""
     return model.num_layers if isinstance(model, DecoderModel) else sum(model.blocks)
@@ -68,15 +78,15 @@ def _depth(model: Model) -> int:
 
 def matmul_rate(cluster: Cluster, precision: str) -> float:
     """The large-product rate that a precision reaches."""
-    return cluster.bf16_flops_per_s if precision == "bf16" else cluster.fp32_flops_per_s
+    return cluster.fp32_flops_per_s if precision == "fp32" else cluster.bf16_flops_per_s
 
 
 def peak_rate(cluster: Cluster, precision: str) -> tuple[float, str]:
     """What MFU is counted against before a run, and its name."""
     if cluster.matmul_flops_per_s is not None:
         return cluster.matmul_flops_per_s, "cluster.matmul_flops_per_s"
-    if precision == "bf16" and cluster.peak_bf16_flops_per_s is not None:
-        return cluster.peak_bf16_flops_per_s, "the data sheet's dense bf16 peak"
+    if precision != "fp32" and cluster.peak_bf16_flops_per_s is not None:
+        return cluster.peak_bf16_flops_per_s, "the data sheet's dense 16-bit peak"
     return matmul_rate(cluster, precision), "the cluster's large-product rate"
 
 
@@ -92,14 +102,16 @@ def estimate_step(job: Job, micro_batches: int, touched_bytes: int, traffic: Seq
     cluster, train = job.cluster, job.train
     tokens = micro_batches * (job.layout.micro_batch or 1) * job.data.seq_len
     rate = matmul_rate(cluster, train.precision) * EFFICIENCY
-    matmul_s = tokens * flops_per_token(job.model, job.data.seq_len) / rate
-    memory_s = micro_batches * touched_bytes * ACTIVATION_PASSES / cluster.memory_bytes_per_s
+    flops = flops_per_token(job.model, job.data.seq_len) + recomputed_flops(job)
+    matmul_s = tokens * flops / rate
+    passes = ACTIVATION_PASSES + RECOMPUTE_PASSES[job.layout.recompute]
+    memory_s = micro_batches * touched_bytes * passes / cluster.memory_bytes_per_s
     host_s = micro_batches * (_depth(job.model) + 1) * HOST_S[cluster.device]
     # A GPU computes while the host goes on; a core is both.
     on_gpu = cluster.device == "cuda"
     compute_s = max(matmul_s + memory_s, host_s) if on_gpu else matmul_s + memory_s + host_s
-    moved = OPTIMIZER_PASSES * FLOAT32_BYTES * count_parameters(job.model)
-    optimizer_s = moved / cluster.memory_bytes_per_s
+    optimizer = predict_optimizer(list_parameters(job.model), train)
+    optimizer_s = optimizer.moved_bytes / cluster.memory_bytes_per_s + optimizer.flops / rate
     crossing = job.layout.dp_replicate > cluster.devices_per_node
     bandwidth = (cluster.nic_bytes_per_s if crossing else None) or cluster.link_bytes_per_s
     latency = (cluster.nic_latency_s if crossing else None) or cluster.link_latency_s

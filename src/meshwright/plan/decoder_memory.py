@@ -1,16 +1,17 @@
 """What a decoder's step holds, moment by moment; walks the points at which an eager step can be largest.
 
 With T tokens in a micro-batch, D hidden, Q and K the widths of all query and key heads, F feed-forward, H
-heads, V vocabulary and e bytes an element (2 under bf16 and fp16, else 4), a Llama-shaped block keeps on CPU::
+heads, V vocabulary and e bytes an element (2 under bf16 and fp16, else 4), a Llama-shaped block keeps on
+CPU::
 
     T x (2 x ((2 D + 1) x 4 + D e)  +  (2 Q + 2 K) e + 4 H  +  4 F e)
          two norms                     attention               feed-forward
 
-and in 16 bits also a copy of its matrices. On GPUs an RMSNorm is one kernel and keeps D instead of 2 D; so
-does LayerNorm everywhere. In float32 attention keeps 2 Q for its 2 K on GPUs. GELU keeps 2 F for SwiGLU's 4 F.
+and in 16 bits also a copy of its matrices. On GPUs an RMSNorm is one kernel and keeps D instead of 2 D, as
+LayerNorm does everywhere; in float32 attention keeps 2 Q for its 2 K there. GELU keeps 2 F for SwiGLU's 4 F.
 
-Recomputation ``full`` keeps T x D x 4 a block, ``selective`` also the products' outputs: T x ((2 Q + 2 K + D) e
-+ 4 H + 2 F e). Either way one whole block lives while its backward pass runs.
+Recomputation ``full`` keeps T x D x 4 a block, ``selective`` also the products' outputs: T x ((2 Q + 2 K + D)
+e + 4 H + 2 F e). Either way one whole block lives while its backward pass runs.
 
 The loss holds the logits of a chunk of tokens twice in float32, and makes the head's gradient (V x D x 4) in
 the forward pass.
@@ -28,7 +29,7 @@ from meshwright.spec.model import DecoderModel
 
 INT64_BYTES = 8
 LOSS_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**29}
-"""Logits held at once: 4 MB on a core, near its cache; 2 GiB on a GPU, where few large products are faster."""
+"""Logits held at once: 4 MB on a core, near its cache; 2 GiB on a GPU, which likes large products."""
 
 
 def loss_chunk(job: Job, model: DecoderModel) -> int:
@@ -87,7 +88,7 @@ class _Sizes:
 
 
 def _norm_bytes(model: DecoderModel, tokens: int, on_gpu: bool) -> int:
-    """A norm keeps its input in float32 and its statistics; RMSNorm on CPU, not one kernel, the result too."""
+    """A norm keeps its input in float32 and statistics; RMSNorm on CPU, not one kernel, its result too."""
     width = model.hidden_size
     if model.norm == "layer":
         return tokens * (width + 2) * FLOAT32_BYTES
@@ -144,7 +145,7 @@ def _always(job: Job, model: DecoderModel, sizes: _Sizes, micro_batch: int) -> t
 def _loss_moment(
     job: Job, model: DecoderModel, parameters: Sequence[Parameter], sizes: _Sizes, sums_kept: bool
 ) -> Moment:
-    """The last chunk of the loss, in the forward pass: the whole stack waits, and the head's gradient grows."""
+    """The loss, in the forward pass: the whole stack waits, and the head's gradient grows."""
     head_elements = model.vocab_size * model.hidden_size
     width = sizes.tokens * model.hidden_size * sizes.low
     chunk = min(sizes.tokens, loss_chunk(job, model)) * model.vocab_size
@@ -166,10 +167,12 @@ def _backward_moments(
     """Each block on the way back, then the embedding."""
     all_gradients = sum(p.count for p in parameters) * FLOAT32_BYTES
     head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
-    # The feed-forward's backward is the widest of a block: the gradient of its product with that of either
-    # the down matrix or the product's other factor, beside the residual's gradient.
+    # The feed-forward's backward is the widest of a block: beside the residual's gradient, that of its inner
+    # product with the down matrix's; or, where a product has two factors, with one more inner gradient.
     down = model.ffn_size * model.hidden_size * FLOAT32_BYTES
-    temporary = sizes.hidden + sizes.inner + max(sizes.inner, down)
+    temporary = (
+        sizes.hidden + sizes.inner + (max(sizes.inner, down) if model.activation == "swiglu" else down)
+    )
     tied = model.tied_embeddings
     if (
         tied and sums_kept
@@ -182,7 +185,7 @@ def _backward_moments(
         name = f"block {layer}, backward"
         formula = f"{layer} blocks, {sizes.waiting_formula}, + {sizes.block} (this block)"
         gradients = all_gradients if sums_kept else done
-        moments.append(Moment(name, sizes.waiting * layer + sizes.block, temporary, gradients, formula))
+        moments.append(Moment(name, sizes.waiting * layer + sizes.block, temporary, gradients, formula, True))
         done += block_gradients
     # A tied gradient is made of two parts and their sum; the sum is the gradient unless others are kept.
     parts = 3 if tied else 1

@@ -14,11 +14,11 @@ from meshwright.plan.buckets import bucket_parameters
 from meshwright.plan.comms import WIRE_BYTES
 from meshwright.plan.decoder_memory import trace_decoder
 from meshwright.plan.moments import Line, StepMemory
+from meshwright.plan.optimizer import predict_optimizer
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, list_parameters
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
-ADAM_MOMENTS = 2
 GPU_WORKSPACE_BYTES = 64 * MIB
 """What the matrix libraries take on a Hopper GPU (measured on one H200, torch 2.11)."""
 
@@ -46,22 +46,23 @@ def predict_ledger(job: Job, micro_batch: int, micro_batches: int) -> Ledger:
     """What a rank of a replicated layout holds."""
     parameters = list_parameters(job.model)
     count = sum(p.count for p in parameters)
+    optimizer = predict_optimizer(parameters, job.train)
     state = {
         "parameters": count * FLOAT32_BYTES,
         "gradients": count * FLOAT32_BYTES,
-        "optimizer": count * ADAM_MOMENTS * FLOAT32_BYTES + len(parameters) * FLOAT32_BYTES,
+        "optimizer": optimizer.state_bytes,
     }
     # DDP keeps its buckets; accumulation keeps the sums: either way all gradients live through the step.
     sums_kept = job.layout.dp_replicate > 1 or micro_batches > 1
     memory = _trace(job, parameters, micro_batch, sums_kept)
-    top = max(memory.moments, key=lambda moment: moment.bytes)
     wire = _wire_bytes(job, parameters)
+    top = max(memory.moments, key=lambda moment: moment.bytes + wire * moment.reducing)
     lines = [
         Line("parameters", state["parameters"], f"{count} x 4 (float32)"),
-        Line("optimizer", state["optimizer"], f"{count} x 8 (moments) + {len(parameters)} x 4 (step counts)"),
+        Line("optimizer", optimizer.state_bytes, optimizer.formula),
         Line("gradients at the peak", top.gradients, f"of {count} x 4 (float32)"),
         Line("activations", top.activations, top.formula),
-        Line("temporary", top.temporary + wire, f"largest at: {top.name}"),
+        Line("temporary", top.temporary + wire * top.reducing, f"largest at: {top.name}"),
         *memory.always,
     ]
     if job.cluster.device == "cuda":

@@ -24,6 +24,8 @@ class Moment:
     gradients: int
     formula: str
     """The activations as a sum that can be checked."""
+    reducing: bool = False
+    """Whether gradients are on the wire: a compressed copy then lives beside them."""
 
     @property
     def bytes(self) -> int:

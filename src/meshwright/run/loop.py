@@ -9,11 +9,13 @@ from contextlib import nullcontext
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.core.errors import Problem, RunFailedError
+from meshwright.plan.learning_rate import lr_at
+from meshwright.run.gradient_noise import add_noise
 from meshwright.run.mesh import move
-from meshwright.run.optimizer import lr_at, set_lr
+from meshwright.run.optimizer import set_lr
 from meshwright.run.parallel.apply import without_reduction
 from meshwright.run.probe import Utilisation, find_peak
 from meshwright.run.session import Session, save
@@ -51,36 +53,48 @@ def train_step(session: Session, meter: Meter) -> bool:
     """One optimizer step with its event; returns whether a rank wants to stop after it."""
     started = time.perf_counter()
     session.counter.phase = "step"
+    session.noise_scale.begin(session.step + 1)
     positions = np.arange(session.position, session.position + session.job.train.global_batch)
     samples = session.order.samples_at(positions)
     divisor = session.train_batches.count_targets(samples)
     own_loss, own_targets = forward_backward(session, samples, divisor)
     if session.audit is not None:
         session.audit.after_backward()
+    noise = session.noise_scale.parts(divisor, own_targets)
     lr = lr_at(session.step, session.job.train)
     grad_norm = update(session, lr)
     # The first look at a device value in this step: all its work is queued by now.
-    loss_sum, counted, stops = session.ranks.add_up([own_loss, own_targets, session.stop_wanted])
+    loss_sum, counted, stops, *noise_sums = session.ranks.add_up(
+        [own_loss, own_targets, session.stop_wanted, *noise]
+    )
     assert counted == divisor, f"{counted:.0f} targets were trained on, {divisor} were expected"
     session.step += 1
     session.position += len(samples)
-    loss = loss_sum / divisor
+    loss, norm = loss_sum / divisor, None if grad_norm is None else float(grad_norm)
     step_s = time.perf_counter() - started
     session.events.write(
         "step",
         step=session.step,
         loss=loss,
-        grad_norm=None if grad_norm is None else float(grad_norm),
+        grad_norm=norm,
         lr=lr,
+        noise_scale=session.noise_scale.estimate(noise_sums, len(samples)),
         tokens=divisor,
         step_s=step_s,
         **meter.read(divisor / step_s),
+        **session.precision.look(loss, norm),
     )
+    session.precision.require_scale(session.step)
+    if not session.precision.skipped:
+        _require_finite(session, loss, norm)
+    return stops > 0
+
+
+def _require_finite(session: Session, loss: float, grad_norm: float | None) -> None:
     if not math.isfinite(loss):
         raise _diverged(session, "loss", loss)
-    if grad_norm is not None and not math.isfinite(float(grad_norm)):
-        raise _diverged(session, "gradient norm", float(grad_norm))
-    return stops > 0
+    if grad_norm is not None and not math.isfinite(grad_norm):
+        raise _diverged(session, "gradient norm", grad_norm)
 
 
 def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[Tensor, int]:
@@ -94,22 +108,23 @@ def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[
         if session.audit is not None:
             session.audit.before_forward()
         with without_reduction(session.module, last=index == micro_batches - 1):
-            with precision(session):
+            with session.precision.products():
                 loss = session.module(*[move(t, device) for t in batch])
             if session.audit is not None:
                 session.audit.after_forward()
-            (loss / divisor).backward()
+            session.precision.backward(loss / divisor)
+        session.noise_scale.after_micro_batch(targets_seen)
         loss_sum += loss.detach()
     return loss_sum, targets_seen
 
 
 def update(session: Session, lr: float) -> Tensor | None:
     """Clip, step, clear; returns the gradient norm of the whole model where it was needed."""
-    clip, grad_norm = session.job.train.clip, None
-    if clip:
-        grad_norm = nn.utils.clip_grad_norm_(session.model.parameters(), clip)
+    precision = session.precision
+    grad_norm = precision.clip(list(session.model.parameters()), session.optimizer, session.job.train.clip)
+    add_noise(session.model, session.job.train, session.step)
     set_lr(session.optimizer, lr)
-    session.optimizer.step()
+    precision.step(session.optimizer)
     # DDP's gradients are views of its buckets: dropped, the next accumulation would hold a second copy.
     session.optimizer.zero_grad(set_to_none=session.module is session.model)
     return grad_norm
@@ -127,7 +142,7 @@ def evaluate(session: Session) -> float | None:
     device = session.ranks.device
     loss_sum, targets_seen = 0.0, 0
     for batch in session.eval_batches.micro_batches(samples):
-        with precision(session):
+        with session.precision.products():
             loss_sum += session.model(*[move(t, device) for t in batch]).item()
         targets_seen += int((batch[1] >= 0).sum())
     loss_sum, counted = session.ranks.add_up([loss_sum, float(targets_seen)])
@@ -154,12 +169,6 @@ class Meter:
             "mfu": tokens_per_s * self._mfu_of_rate,
             "utilisation": self._utilisation.look(),
         }
-
-
-def precision(session: Session) -> torch.autocast:
-    """bf16 for the matrix products where the job asks for it; weights and sums stay float32."""
-    enabled = session.job.train.precision == "bf16"
-    return torch.autocast(session.ranks.device.type, torch.bfloat16, enabled=enabled)
 
 
 class Saver:

@@ -1,61 +1,95 @@
-"""The optimizer, its parameter groups and the learning rate of each step."""
+"""The optimizer and its parameter groups, both by parameter name.
+
+Which rule moves a parameter, whether it decays and what is kept for it is the table of ``plan.optimizer``.
+"""
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
 
+from meshwright.plan.learning_rate import scaled_lr
+from meshwright.plan.optimizer import STEP_COUNT, decays, rule_of, state_keys
+from meshwright.run.update_rules.lion import Lion
+from meshwright.run.update_rules.muon import Muon
 from meshwright.spec.job import Train
+from meshwright.spec.recipe import setting
+
+Group = dict[str, Any]
 
 
-def scaled_lr(train: Train) -> float:
-    """The peak learning rate after the job's scaling rule; ``none`` leaves it alone."""
-    if train.lr_scaling == "none" or train.lr_base_batch is None:
-        return train.lr
-    ratio = train.global_batch / train.lr_base_batch
-    return train.lr * (ratio if train.lr_scaling == "linear" else math.sqrt(ratio))
-
-
-def lr_at(step: int, train: Train) -> float:
-    """Linear warm-up to the peak, then constant or a cosine down to ``min_lr_ratio`` of it."""
-    peak = scaled_lr(train)
-    if step < train.warmup:
-        return peak * (step + 1) / train.warmup
-    if train.schedule == "constant":
-        return peak
-    progress = (step - train.warmup) / max(1, train.steps - train.warmup)
-    floor = peak * train.min_lr_ratio
-    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-
-
-def build_optimizer(module: nn.Module, train: Train) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only, its state made at once.
+def build_optimizer(module: nn.Module, train: Train) -> Optimizer:
+    """The job's optimizer, with its state made at once.
 
     Torch makes the state in the first step; then the first step would hold less than the others and a
     resumed run would load into nothing.
     """
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    decayed = [p for _, p in named if p.ndim >= 2]
-    plain = [p for _, p in named if p.ndim < 2]
-    groups = [
-        {"params": decayed, "weight_decay": train.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        groups, lr=scaled_lr(train), betas=(train.beta1, train.beta2), eps=train.eps, fused=True
-    )
-    for parameter in (*decayed, *plain):
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
+    optimizer = _BUILDERS[train.optimizer](train, named)
+    for name, parameter in named:
+        keys = state_keys(rule_of(name, parameter.ndim, train), train)
+        if keys:
+            optimizer.state[parameter] = {key: _blank(key, parameter) for key in keys}
     return optimizer
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_lr(optimizer: Optimizer, lr: float) -> None:
     """Set the rate of every group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def build_groups(train: Train, named: list[tuple[str, nn.Parameter]], rule: str) -> list[Group]:
+    """The parameters of one rule: those that decay, then those that do not."""
+    mine = [(name, p) for name, p in named if rule_of(name, p.ndim, train) == rule]
+    decayed = [p for name, p in mine if decays(name, p.ndim, train)]
+    plain = [p for name, p in mine if not decays(name, p.ndim, train)]
+    groups = (
+        {"params": decayed, "weight_decay": setting(train, "weight_decay")},
+        {"params": plain, "weight_decay": 0.0},
+    )
+    return [group for group in groups if group["params"]]
+
+
+def _blank(key: str, parameter: Tensor) -> Tensor:
+    if key == STEP_COUNT:
+        return torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return torch.zeros_like(parameter)
+
+
+def _build_adamw(train: Train, named: list[tuple[str, nn.Parameter]]) -> Optimizer:
+    groups = build_groups(train, named, "adamw")
+    return AdamW(groups, lr=scaled_lr(train), betas=_betas(train), eps=setting(train, "eps"), fused=True)
+
+
+def _build_sgd(train: Train, named: list[tuple[str, nn.Parameter]]) -> Optimizer:
+    groups = build_groups(train, named, "sgd")
+    momentum, nesterov = setting(train, "momentum"), bool(setting(train, "nesterov"))
+    return SGD(groups, lr=scaled_lr(train), momentum=momentum, nesterov=nesterov, fused=True)
+
+
+def _build_lion(train: Train, named: list[tuple[str, nn.Parameter]]) -> Optimizer:
+    return Lion(build_groups(train, named, "lion"), lr=scaled_lr(train), betas=_betas(train))
+
+
+def _build_muon(train: Train, named: list[tuple[str, nn.Parameter]]) -> Optimizer:
+    return Muon(
+        matrices=build_groups(train, named, "muon"),
+        others=build_groups(train, named, "adamw"),
+        lr=scaled_lr(train),
+        momentum=setting(train, "momentum"),
+        nesterov=bool(setting(train, "nesterov")),
+        betas=_betas(train),
+        eps=setting(train, "eps"),
+        dtype=torch.float32 if train.precision == "fp32" else torch.bfloat16,
+    )
+
+
+def _betas(train: Train) -> tuple[float, float]:
+    return setting(train, "beta1"), setting(train, "beta2")
+
+
+_BUILDERS = {"adamw": _build_adamw, "sgd": _build_sgd, "lion": _build_lion, "muon": _build_muon}

@@ -11,6 +11,7 @@ import time
 import torch
 
 from meshwright.plan.compute import peak_rate
+from meshwright.run.precision import LOW_PRECISION
 from meshwright.spec.job import Job
 
 PROBE_SECONDS = 1.0
@@ -34,7 +35,7 @@ def measure_matmul(device: torch.device, dtype: torch.dtype, seconds: float = PR
 def find_peak(job: Job, device: torch.device) -> tuple[float, str]:
     """FLOP/s that MFU is counted against, and in words what it is."""
     if job.cluster.preset == "local" and job.cluster.matmul_flops_per_s is None:
-        dtype = torch.bfloat16 if job.train.precision == "bf16" else torch.float32
+        dtype = LOW_PRECISION.get(job.train.precision, torch.float32)
         rate = measure_matmul(device, dtype)
         return rate, f"a {PROBE_SECONDS:.0f}-second {job.train.precision} matmul on this device"
     return peak_rate(job.cluster, job.train.precision)

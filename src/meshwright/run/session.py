@@ -22,17 +22,23 @@ from meshwright.prepare.shards import ShardFolder
 from meshwright.prepare.tokenizer import TOKENIZER_FILE
 from meshwright.run.batches import Batcher
 from meshwright.run.collectives.counter import CollectiveCounter
+from meshwright.run.gradient_noise import NoiseScale
 from meshwright.run.mesh import Ranks
-from meshwright.run.models.decoder import Decoder
+from meshwright.run.models.decoder import Decoder, compile_blocks
 from meshwright.run.models.init import build_model
 from meshwright.run.optimizer import build_optimizer
 from meshwright.run.parallel.apply import apply_layout
-from meshwright.spec.job import Job
+from meshwright.run.precision import Precision
+from meshwright.spec.job import Job, Train
+from meshwright.spec.recipe import settled
 from meshwright.survive.checkpoint import plain
 from meshwright.survive.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, Manifest, read_manifest
 
 if TYPE_CHECKING:
     from meshwright.run.step_audit import StepAudit
+
+NEW_KEYS = {f.name: f.default for f in dataclasses.fields(Train) if f.default is not dataclasses.MISSING}
+"""What a key was in a checkpoint that is older than the key."""
 
 
 @dataclass
@@ -47,7 +53,9 @@ class Session:
     model: Decoder
     module: nn.Module
     """The model as the layout wraps it; what is called."""
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
+    noise_scale: NoiseScale
+    precision: Precision
     train_batches: Batcher
     eval_batches: Batcher
     order: SampleOrder
@@ -88,6 +96,9 @@ def build_session(
     def batcher(dataset: TokenDataset) -> Batcher:
         return Batcher(dataset, ranks.rank, job.layout.data_degree, job.layout.micro_batch or 1)
 
+    if job.train.compile:
+        compile_blocks(model, backend=job.train.compile_backend)
+    module = apply_layout(model, job, ranks)
     session = Session(
         plan=plan,
         assignment=assignment,
@@ -95,8 +106,10 @@ def build_session(
         counter=counter,
         events=events,
         model=model,
-        module=apply_layout(model, job, ranks),
+        module=module,
         optimizer=build_optimizer(model, job.train),
+        noise_scale=NoiseScale(module, job.train.noise_scale_every),
+        precision=Precision(job, ranks.device),
         train_batches=batcher(train_data),
         eval_batches=batcher(eval_data),
         order=SampleOrder(train_data.shard_sample_counts, job.train.seed),
@@ -131,13 +144,14 @@ def save(session: Session, eval_loss: float | None) -> Path:
         position=session.position,
         world_size=session.ranks.world_size,
         model=dataclasses.asdict(job.model),
-        train=dataclasses.asdict(job.train),
+        train=settled(job.train),
         seq_len=job.data.seq_len,
         data_sha256=session.data_sha256,
         buckets=[list(names) for names in session.plan.buckets],
         micro_batch=job.layout.micro_batch or 0,
         compression=job.compression.kind,
         torch=torch.__version__,
+        loss_scale=session.precision.state(),
         eval_loss=eval_loss,
         best_eval_loss=None if math.isinf(session.best_eval_loss) else session.best_eval_loss,
     )
@@ -160,6 +174,7 @@ def _resume(session: Session, checkpoint: Path) -> None:
         for key, target in targets.items():
             target.copy_(saved[key])
     session.step, session.position = manifest.step, manifest.position
+    session.precision.load(manifest.loss_scale)
     if manifest.best_eval_loss is not None:
         session.best_eval_loss = manifest.best_eval_loss
     notes = _differences(manifest, session)
@@ -185,7 +200,8 @@ def _differences(manifest: Manifest, session: Session) -> list[str]:
     ]
     if manifest.data_sha256 != session.data_sha256:
         notes.append("the data are not the same as before")
-    for key, value in dataclasses.asdict(job.train).items():
-        if key not in ("eval_every", "eval_samples") and manifest.train.get(key) != value:
-            notes.append(f"train.{key} was {manifest.train.get(key)}, is {value}")
+    for key, value in settled(job.train).items():
+        before = manifest.train.get(key, NEW_KEYS.get(key))
+        if key not in ("eval_every", "eval_samples", "noise_scale_every") and before != value:
+            notes.append(f"train.{key} was {before}, is {value}")
     return notes

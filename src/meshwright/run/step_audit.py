@@ -13,7 +13,8 @@ from meshwright.run.session import Session
 class StepAudit:
     """Watches one step from its start to before the update; a context around the step.
 
-    On CPU every operation is looked at, which makes this one step slower; on GPUs the allocator knows.
+    On CPU every operation is looked at, which makes this one step slower; on GPUs the allocator knows. What
+    compiled code makes and frees inside cannot be looked at on CPU: then only the state is measured.
     """
 
     def __init__(self, session: Session) -> None:
@@ -22,17 +23,19 @@ class StepAudit:
         gradients = [p.grad for p in session.model.parameters() if p.grad is not None]
         moments = [value for state in session.optimizer.state.values() for value in state.values()]
         alive = [*session.model.parameters(), *session.model.buffers(), *moments, *gradients]
-        self._tracker = None if self._device.type == "cuda" else PeakTracker(alive)
+        self._compiled = session.job.train.compile
+        self._on_gpu = self._device.type == "cuda"
+        self._tracker = None if self._on_gpu or self._compiled else PeakTracker(alive)
         # DDP has its buckets from construction on; they can only be seen once a step has filled them.
         self._unseen_buckets = session.module is not session.model and not gradients
         self._before_forward = 0
         self._activations = 0
 
     def __enter__(self) -> StepAudit:
-        if self._tracker is None:
-            torch.cuda.reset_peak_memory_stats(self._device)
-        else:
+        if self._tracker is not None:
             self._tracker.__enter__()
+        elif self._on_gpu:
+            torch.cuda.reset_peak_memory_stats(self._device)
         return self
 
     def __exit__(
@@ -53,20 +56,22 @@ class StepAudit:
         """The moment at which the state is defined: write down everything."""
         session = self._session
         state = state_bytes(session.model, session.optimizer)
-        if self._tracker is None:
-            peak = torch.cuda.max_memory_allocated(self._device)
-        else:
+        peak = None
+        if self._tracker is not None:
             peak = self._tracker.peak_bytes + (state["gradients"] if self._unseen_buckets else 0)
+        elif self._on_gpu:
+            peak = torch.cuda.max_memory_allocated(self._device)
         session.events.write(
             "state",
             step=session.step,
             state_bytes=state,
-            activation_bytes=self._activations,
+            activation_bytes=None if peak is None else self._activations,
             peak_bytes=peak,
+            compiled=self._compiled,
             first_step=session.step == session.first_step,
         )
 
     def _live_bytes(self) -> int:
-        if self._tracker is None:
-            return torch.cuda.memory_allocated(self._device)
-        return self._tracker.live_bytes
+        if self._tracker is not None:
+            return self._tracker.live_bytes
+        return torch.cuda.memory_allocated(self._device) if self._on_gpu else 0

@@ -21,6 +21,8 @@ Positive = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
 OpenFraction = Annotated[float, Field(ge=0, lt=1, strict=True)]
+Share = Annotated[float, Field(gt=0, le=1, strict=True)]
+"""A part of something, not nothing."""
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=100)]
 """Letters, digits, dots and dashes: names a folder, so it cannot leave its place."""
 Location = Annotated[str, Field(min_length=1)]

@@ -19,6 +19,7 @@ from meshwright.spec.fields import (
     NonNegative,
     OpenFraction,
     Positive,
+    Share,
 )
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import TaggedModel
@@ -56,36 +57,54 @@ class Train:
     """Optimizer steps."""
     global_batch: Count
     """Samples in one step, over all ranks; the same loss curve for every layout."""
-    optimizer: Literal["adamw"] = "adamw"
-    """The update rule."""
-    lr: Positive = 3e-4
-    """Peak learning rate, before lr_scaling."""
-    min_lr_ratio: Fraction = 0.1
-    """Where the cosine ends, as a fraction of the peak."""
-    schedule: Literal["constant", "cosine"] = "cosine"
-    """Learning rate after the warm-up."""
+    optimizer: Literal["adamw", "sgd", "lion", "muon"] = "adamw"
+    """The update rule; each reads its own keys and has its own defaults, see the page Optimizers."""
+    lr: Positive | None = None
+    """Peak learning rate, before lr_scaling; 3e-4 if left out, `sgd` 0.1, `lion` 1e-4."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """Learning rate after the warm-up; `wsd` stays at the peak and falls linearly at the end."""
     warmup: Natural = 0
     """Steps of linear warm-up."""
+    min_lr_ratio: Fraction | None = None
+    """Where the schedule ends, as a fraction of the peak; 0.1 if left out."""
+    decay_fraction: Share | None = None
+    """Share of the steps in which `wsd` falls; 0.2 if left out."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """How lr grows with global_batch / lr_base_batch."""
     lr_base_batch: Count | None = None
     """The batch that lr was tuned for; needed by `linear` and `sqrt`."""
-    beta1: OpenFraction = 0.9
-    """AdamW's first decay."""
-    beta2: OpenFraction = 0.95
-    """AdamW's second decay."""
-    eps: Positive = 1e-8
-    """AdamW's denominator guard."""
-    weight_decay: NonNegative = 0.1
-    """Decoupled decay of matrices; norms have none."""
+    beta1: OpenFraction | None = None
+    """First decay of `adamw`, `lion` and muon's AdamW part; 0.9 if left out."""
+    beta2: OpenFraction | None = None
+    """Second decay of the same; 0.95 if left out, `lion` 0.99."""
+    eps: Positive | None = None
+    """AdamW's denominator guard; 1e-8 if left out."""
+    momentum: OpenFraction | None = None
+    """Decay of the momentum of `sgd` (0.9 if left out; 0 keeps no state) and `muon` (0.95)."""
+    nesterov: Flag | None = None
+    """Look ahead along the momentum; if left out, `sgd` does not and `muon` does."""
+    weight_decay: NonNegative | None = None
+    """Decay of matrices, norms have none; decoupled, but for `sgd` added to the gradient. 0.1 if left out,
+    `sgd` 1e-4, `lion` 0.3."""
+    decay_embeddings: Flag = True
+    """Whether the embeddings of tokens (and a head tied to it) and of positions decay like other matrices."""
+    grad_noise: NonNegative = 0.0
+    """Variance of the Gaussian noise that is added to each gradient element after clipping, at step 0; falls
+    with (1 + step)^0.55. 0 adds none."""
+    noise_scale_every: Natural = 0
+    """Steps between measurements of the gradient noise scale; 0 measures none."""
     clip: NonNegative = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
     """Precision of the matrix products; weights, gradients and reductions stay float32."""
+    loss_scale: Positive = 65536.0
+    """First loss scale under fp16; halved by a step that overflows, doubled after 2,000 that do not."""
     seed: Natural = 0
     """Decides the initial weights and the order of samples."""
     compile: Flag = False
-    """Compile each block."""
+    """Compile each block with torch.compile; the peak of memory is then measured, not predicted."""
+    compile_backend: Literal["inductor", "aot_eager"] = "inductor"
+    """`inductor` makes fast code; `aot_eager` only traces, for tests."""
     eval_every: Natural = 0
     """Steps between evaluations; 0 evaluates at the end only."""
     eval_samples: Count = 64

@@ -12,6 +12,7 @@ from meshwright.spec.fields import SECTION_CONFIG, Count, Flag, Natural
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first; `ep` divides dp_shard x cp x tp and adds no ranks."""
 DEGREES = (*AXES, "ep", "etp")
+Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Layout:
     """How cp exchanges keys and values."""
     micro_batch: Count | None = None
     """Samples in one forward pass on a rank; the largest that fits if left out."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Which activations are computed again in the backward pass."""
+    recompute: Recompute = "none"
+    """What is computed again in the backward pass: norms and activations (selective), or whole blocks."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """What leaves the device between uses."""
     prefetch: Natural = 1

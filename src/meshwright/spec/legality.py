@@ -14,9 +14,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.core.errors import Problem
-from meshwright.spec.job import Job
+from meshwright.spec.job import Job, Train
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import DecoderModel, ResNetModel
+from meshwright.spec.recipe_rules import (
+    OPTIONAL_KEYS,
+    check_decay_room,
+    check_muon_whole,
+    check_nesterov,
+    check_noise_scale,
+    check_noise_scale_layout,
+    check_unused,
+    unused_code,
+    unused_statement,
+)
 
 
 @dataclass(frozen=True)
@@ -96,6 +107,21 @@ def _needs(code: str, path: str, idle: Any, needed: str, why: str) -> Rule:
         return Problem(code, f"has no effect with {needed}=1: {why}", path=path, value=value, fix=fix)
 
     return Rule(code, f"`{path}` other than `{_toml(idle)}` needs `{needed}` > 1: {why}.", check)
+
+
+def _only_with(code: str, path: str, other: str, needed: Any, why: str) -> Rule:
+    """A setting of ``[train]`` other than its default has an effect only where ``other`` is ``needed``."""
+    idle = getattr(Train, path.removeprefix("train."))
+
+    def check(job: Job) -> Problem | None:
+        value = _read(job, path)
+        if value == idle or _read(job, other) == needed:
+            return None
+        fix = f"Set {other}={_toml(needed)}, or leave {path} out"
+        rule = f"has an effect only with {other}={_toml(needed)}: {why}"
+        return Problem(code, rule, path=path, value=value, fix=fix)
+
+    return Rule(code, f"`{path}` needs `{other} = {_toml(needed)}`: {why}.", check)
 
 
 def _not_built(path: str, built: tuple[Any, ...], what: str) -> Rule:
@@ -292,7 +318,19 @@ RULES: tuple[Rule, ...] = (
     _needs("layout-virtual-stages-pp", "layout.virtual_stages", 1, "layout.pp", "only pipelines have stages"),
     Rule("layout-world-size", "The degrees multiply to at most the cluster's devices.", _check_world),
     Rule("layout-micro-batch", "`micro_batch` is at most a rank's share of the batch.", _check_micro_batch),
+    _only_with("train-loss-scale", "train.loss_scale", "train.precision", "fp16", "the others need no scale"),
+    _only_with(
+        "train-compile-backend", "train.compile_backend", "train.compile", True, "nothing is compiled"
+    ),
     Rule("train-lr-base-batch", "`lr_scaling` and `lr_base_batch` come together.", _check_lr_base),
+    *(Rule(unused_code(key), unused_statement(key), check_unused(key)) for key in OPTIONAL_KEYS),
+    Rule("train-nesterov-momentum", "`nesterov` needs a `momentum` above 0.", check_nesterov),
+    Rule("train-wsd-room", "With `wsd`, warm-up and final fall fit into `train.steps`.", check_decay_room),
+    Rule(
+        "train-noise-scale-parts",
+        "`noise_scale_every` needs two ranks or two micro-batches: it compares a part with the whole.",
+        check_noise_scale,
+    ),
     _not_built("layout.pp", (1,), "pipeline parallelism"),
     _not_built("layout.dp_shard", (1,), "sharded data parallelism (ZeRO)"),
     _not_built("layout.cp", (1,), "context parallelism"),
@@ -302,10 +340,15 @@ RULES: tuple[Rule, ...] = (
     _not_built("layout.schedule", ("1f1b",), "another pipeline schedule"),
     _not_built("layout.context", ("ring",), "another context method"),
     _not_built("layout.prefetch", (1,), "another prefetch depth under ZeRO"),
-    _not_built("train.precision", ("fp32", "bf16"), "fp16 or fp8 training"),
-    _not_built("train.compile", (False,), "compiled blocks"),
-    _not_built("data.mask", ("causal",), "attention within documents only"),
+    _not_built("train.precision", ("fp32", "bf16", "fp16"), "fp8 training"),
     _not_built("data.prompt_masking", (False,), "masked prompts"),
+    Rule("train-muon-not-built", "Muon on cut matrices (`dp_shard`, `tp`).", check_muon_whole, built=False),
+    Rule(
+        "train-noise-scale-not-built",
+        "The gradient noise scale in layouts other than replicas (`noise_scale_every`).",
+        check_noise_scale_layout,
+        built=False,
+    ),
     _not_built("consistency.mode", ("synchronous",), "relaxed consistency"),
     _not_built("compression.kind", ("none", "bf16", "fp16"), "this compression"),
 )

@@ -86,7 +86,7 @@ def test_nothing_fits_exits_2_with_the_numbers_and_writes_nothing(cli, tmp_path)
     assert ran.codes == ["plan-nothing-fits"]
     (error,) = ran.json["errors"]
     assert error["code"] == "plan-nothing-fits"
-    assert "needs 1.39 TB a device, 73.6 GB of 80 GB are usable" in error["message"]
+    assert "needs 1.4 TB a device, 73.6 GB of 80 GB are usable" in error["message"]
     assert list(tmp_path.glob("plan*")) == []
 
 

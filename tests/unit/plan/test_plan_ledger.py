@@ -68,7 +68,7 @@ def test_gradients_live_at_the_loss_only_if_ddp_or_accumulation_keeps_them(
     make_job, ranks, micro_batches, held
 ):
     ledger = predict_ledger(make_job(layout={"dp_replicate": ranks}), 8, micro_batches)
-    assert ledger.peak_at == "loss, backward"
+    assert ledger.peak_at == "loss, forward"
     (gradients,) = [line.bytes for line in ledger.lines if line.name.startswith("gradients")]
     assert gradients == held * ledger.state_bytes["gradients"]
 

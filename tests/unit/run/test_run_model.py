@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.plan.shapes import list_parameters
-from meshwright.run.models.decoder import Decoder, apply_rope, build_rope
+from meshwright.run.models.decoder import Decoder, apply_rope, build_rope, stretch
 from meshwright.run.models.init import initialise, parameter_seed
 from meshwright.run.models.loss import IGNORED
 from meshwright.spec.model import DecoderModel
@@ -145,3 +145,43 @@ def test_tied_head_is_the_embedding():
     assert sum(p.numel() for p in net.parameters()) == sum(
         p.count for p in list_parameters(small(tied_embeddings=True))
     )
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"positions": "learned", "max_positions": 16}], ids=["rope", "learned"]
+)
+def test_packed_documents_equal_the_same_documents_alone(changes):
+    """Behind the document mask no document sees another, and positions begin again: the losses add up."""
+    net = built(small(**changes))
+    documents = [torch.randint(0, 50, (n,), generator=torch.Generator().manual_seed(n)) for n in (7, 4, 5)]
+    packed = torch.cat(documents).view(1, -1)
+    targets = (packed + 1) % 50
+    segments = torch.cat([torch.full((len(d),), i) for i, d in enumerate(documents)]).view(1, -1)
+    together = net(packed, targets, segments)
+    together.backward()
+    gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
+    net.zero_grad()
+    alone = sum(net(d.view(1, -1), ((d + 1) % 50).view(1, -1)) for d in documents)
+    alone.backward()
+    torch.testing.assert_close(together, alone)
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(net(packed, targets), alone), "without the mask they do see each other"
+
+
+def test_biases_start_at_zero_and_norms_at_one():
+    net = built(small(**GPT))
+    assert not net.blocks[0].attention.wq.bias.any()
+    assert not net.norm.bias.any()
+    assert (net.norm.weight == 1).all()
+
+
+def test_slow_rotations_are_stretched_and_fast_ones_left_alone():
+    """Llama 3.1's rule: below the low factor a frequency is divided, above the high one it is not."""
+    plain, longer = small(head_dim=8), small(head_dim=8, rope_factor=8.0, rope_original_positions=64)
+    frequencies = torch.tensor([1.0, 0.2, 0.01, 0.0001], dtype=torch.float64)
+    stretched = stretch(longer, frequencies)
+    assert torch.equal(stretch(plain, frequencies), frequencies)
+    assert stretched[0] == 1.0
+    assert stretched[3] == pytest.approx(0.0001 / 8)
+    assert 0.2 / 8 < stretched[1] < 0.2

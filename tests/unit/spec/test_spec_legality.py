@@ -13,6 +13,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.legality import RULES, divisors, find_problems, nearest_legal_layout, with_layout
 from meshwright.spec.load import SpecError, build_job
 
+RESNET = {"preset": None, "architecture": "resnet", "blocks": [1, 1], "num_classes": 10, "image_size": 32}
 CASES = {
     "model-heads-width": {"model": {"num_heads": 6}},
     "model-head-dim-odd": {"model": {"head_dim": 7}},
@@ -29,20 +30,35 @@ CASES = {
     "layout-virtual-stages-pp": {"layout": {"virtual_stages": 2}},
     "layout-world-size": {"layout": {"dp_replicate": 9}},
     "layout-micro-batch": {"layout": {"micro_batch": 9}},
+    "model-max-positions": {"model": {"positions": "learned", "max_positions": 16}},
+    "model-norm-groups": {"model": {**RESNET, "norm_groups": 7}},
+    "data-not-for-images": {"model": RESNET, "data": {"seq_len": 32}},
+    "layout-image-axes": {"model": RESNET, "layout": {"tp": 2}},
+    "train-loss-scale": {"train": {"loss_scale": 8.0}},
+    "train-compile-backend": {"train": {"compile_backend": "aot_eager"}},
     "train-lr-base-batch": {"train": {"lr_scaling": "linear"}},
+    "train-beta1-unused": {"train": {"optimizer": "sgd", "beta1": 0.9}},
+    "train-beta2-unused": {"train": {"optimizer": "sgd", "beta2": 0.95}},
+    "train-eps-unused": {"train": {"optimizer": "lion", "eps": 1e-8}},
+    "train-momentum-unused": {"train": {"momentum": 0.0}},
+    "train-nesterov-unused": {"train": {"nesterov": False}},
+    "train-min-lr-ratio-unused": {"train": {"schedule": "constant", "min_lr_ratio": 0.1}},
+    "train-decay-fraction-unused": {"train": {"decay_fraction": 0.2}},
+    "train-nesterov-momentum": {"train": {"optimizer": "sgd", "momentum": 0.0, "nesterov": True}},
+    "train-wsd-room": {"train": {"schedule": "wsd", "warmup": 3, "decay_fraction": 0.5}},
+    "train-noise-scale-parts": {"train": {"noise_scale_every": 1}, "layout": {"micro_batch": 8}},
     "layout-pp-not-built": {"layout": {"pp": 2}},
     "layout-dp-shard-not-built": {"layout": {"dp_shard": 2}},
     "layout-cp-not-built": {"layout": {"cp": 2}},
     "layout-tp-not-built": {"layout": {"tp": 2}},
-    "layout-recompute-not-built": {"layout": {"recompute": "full"}},
     "layout-offload-not-built": {"layout": {"offload": "all"}},
     "layout-accumulate-not-built": {"layout": {"accumulate": "deferred"}},
     "layout-schedule-not-built": {"layout": {"schedule": "gpipe"}},
     "layout-context-not-built": {"layout": {"context": "ulysses"}},
     "layout-prefetch-not-built": {"layout": {"prefetch": 2}},
     "train-precision-not-built": {"train": {"precision": "fp8"}},
-    "train-compile-not-built": {"train": {"compile": True}},
-    "data-mask-not-built": {"data": {"mask": "document"}},
+    "train-muon-not-built": {"train": {"optimizer": "muon"}, "layout": {"tp": 2}},
+    "train-noise-scale-not-built": {"train": {"noise_scale_every": 1}, "layout": {"pp": 2}},
     "data-prompt-masking-not-built": {"data": {"prompt_masking": True}},
     "consistency-mode-not-built": {"consistency": {"mode": "gossip"}},
     "compression-kind-not-built": {"compression": {"kind": "topk"}},
@@ -99,8 +115,8 @@ def test_what_can_never_run_hides_what_is_not_built_for_the_same_key(refused):
 
 
 def test_several_illegal_settings_are_all_reported(refused):
-    problems = refused(layout={"tp": 3, "pp": 4, "cp": 2}, data={"seq_len": 30}, train={"compile": True})
-    assert {p.path for p in problems} >= {"layout.tp", "layout.pp", "layout.cp", "train.compile"}
+    problems = refused(layout={"tp": 3, "pp": 4, "cp": 2}, data={"seq_len": 30}, train={"precision": "fp8"})
+    assert {p.path for p in problems} >= {"layout.tp", "layout.pp", "layout.cp", "train.precision"}
 
 
 def test_more_ranks_than_cores_is_legal_on_this_machine_but_not_on_gpus(tree, refused):
@@ -126,6 +142,43 @@ def test_a_head_width_that_is_given_need_not_divide(tree):
 def test_lr_scaling_and_its_base_come_together(tree, refused, scaling):
     build_job(tree(train={"lr_scaling": scaling, "lr_base_batch": 4}))
     assert [p.path for p in refused(train={"lr_base_batch": 4})] == ["train.lr_base_batch"]
+
+
+def test_every_key_that_the_optimizer_ignores_is_named_at_once(refused):
+    """With the optimizers that would read it; a default that is spelled out is no less ignored."""
+    problems = refused(train={"optimizer": "sgd", "beta1": 0.9, "eps": 1e-8, "decay_fraction": 0.1})
+    assert {p.code for p in problems} == {
+        "train-beta1-unused",
+        "train-eps-unused",
+        "train-decay-fraction-unused",
+    }
+    assert str(problems[0]) == (
+        "train.beta1=0.9 has no effect with train.optimizer=sgd. "
+        "Leave it out, or use train.optimizer=adamw, lion or muon. [train-beta1-unused]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("train", "layout"),
+    [
+        ({"global_batch": 1}, {"dp_replicate": 2}),
+        ({"global_batch": 8}, {"micro_batch": 8}),
+        ({"global_batch": 8}, {"micro_batch": 8, "dp_replicate": 1}),
+    ],
+    ids=str,
+)
+def test_a_noise_scale_needs_a_part_of_the_batch(tree, refused, train, layout):
+    (problem,) = refused(train={**train, "noise_scale_every": 5}, layout=layout)
+    assert problem.code == "train-noise-scale-parts"
+    smaller = {"layout": {**layout, "micro_batch": 4}, "train": {"noise_scale_every": 5}}
+    assert build_job(tree(**smaller)).train.noise_scale_every == 5
+
+
+def test_a_wsd_fall_may_take_all_that_warm_up_leaves(tree, refused):
+    wsd = {"schedule": "wsd", "steps": 10, "decay_fraction": 0.7}
+    build_job(tree(train={**wsd, "warmup": 3}))
+    (problem,) = refused(train={**wsd, "warmup": 4})
+    assert "Use a warm-up of 3 steps or less" in str(problem)
 
 
 def test_divisors_are_exact():

@@ -415,8 +415,8 @@ def test_all_mistakes_are_reported_in_one_error(job_file):
     [
         ({"train": {"steps": "x"}, "layout": {"tp": 3}}, "layout-tp-heads"),
         ({"train": None, "layout": {"tp": 3}}, "layout-tp-heads"),
-        ({"data": {"seq_len": 0}, "train": {"compile": True}}, "train-compile-not-built"),
-        ({"train": {"lr": "x", "compile": True}}, "train-compile-not-built"),
+        ({"data": {"seq_len": 0}, "train": {"precision": "fp8"}}, "train-precision-not-built"),
+        ({"train": {"lr": "x", "precision": "fp8"}}, "train-precision-not-built"),
         # the path of the first mistake is part of a word in the second one's sentence
         ({"data": None, "layout": {"dp_shard": 2}}, "layout-dp-shard-not-built"),
         ({"train": {"lr": "x", "lr_scaling": "linear"}}, "train-lr-base-batch"),

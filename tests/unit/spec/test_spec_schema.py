@@ -14,16 +14,27 @@ from meshwright.spec.job import (
     Compression,
     Consistency,
     Data,
-    DecoderModel,
     Job,
     Layout,
     Survive,
     Train,
 )
 from meshwright.spec.load import build_job
+from meshwright.spec.model import DecoderModel, ResNetModel
 from meshwright.spec.translate import job_schema, section_type
 
-SECTIONS = (DecoderModel, Cluster, Data, Train, Layout, Checkpoint, Survive, Consistency, Compression)
+SECTIONS = (
+    DecoderModel,
+    ResNetModel,
+    Cluster,
+    Data,
+    Train,
+    Layout,
+    Checkpoint,
+    Survive,
+    Consistency,
+    Compression,
+)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -9,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from meshwright.core.errors import UserError
+from meshwright.spec.job import Train
+from meshwright.spec.recipe import settled
 from meshwright.survive.checkpoint.manifest import (
     MANIFEST,
     check_same_job,
+    check_same_optimizer,
     find_newest,
     list_checkpoints,
     mark_best,
@@ -117,3 +121,16 @@ def test_another_sequence_length_cannot_be_resumed():
     check_same_job(manifest, model, 8, GOLDEN)
     with pytest.raises(UserError, match=r"data\.seq_len is 8 there and 16 in the job"):
         check_same_job(manifest, model, 16, GOLDEN)
+
+
+def test_state_of_another_optimizer_cannot_be_resumed():
+    """By name, and where SGD had no momentum and so no state; the same optimizer with other rates is fine."""
+    manifest = read_manifest(GOLDEN)
+    common = {"steps": 4, "global_batch": 2}
+    check_same_optimizer(manifest, Train(**common, lr=1.0, beta2=0.5), GOLDEN)
+    with pytest.raises(UserError, match=r"train\.optimizer is adamw there and lion in the job"):
+        check_same_optimizer(manifest, Train(**common, optimizer="lion"), GOLDEN)
+    sgd = dataclasses.replace(manifest, train=settled(Train(**common, optimizer="sgd", momentum=0.0)))
+    check_same_optimizer(sgd, Train(**common, optimizer="sgd", momentum=0.0), GOLDEN)
+    with pytest.raises(UserError, match=r"train\.momentum is 0\.0 there and 0\.9 in the job"):
+        check_same_optimizer(sgd, Train(**common, optimizer="sgd"), GOLDEN)

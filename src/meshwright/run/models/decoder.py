@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from meshwright.run.models.loss import linear_cross_entropy
 from meshwright.run.models.norms import build_norm, product_dtype
-from meshwright.run.recompute import Recompute, run_recomputed
+from meshwright.run.recompute import run_recomputed
+from meshwright.spec.layout import Recompute
 from meshwright.spec.model import DecoderModel
 
 

@@ -71,6 +71,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad_weight_VD.addmm_(grad_CV.T, x_CD)
                 else:
                     grad_weight_VD.add_(grad_CV.T @ x_CD)  # summed over chunks in float32
+            del grad_CV  # or it would live beside the next chunk's logits
         ctx.gradients = (grad_x_ND, grad_weight_VD)
         return torch.stack(losses).sum()
 

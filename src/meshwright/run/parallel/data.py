@@ -25,6 +25,23 @@ if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).paramete
     SYNC_BUFFERS = "forward_sync_buffers"
 
 
+class LocalSquare:
+    """Squared norm of this rank's own gradients, taken bucket by bucket before they are summed."""
+
+    def __init__(self) -> None:
+        self._wanted = False
+        self.total: torch.Tensor | float = 0.0
+
+    def begin(self, wanted: bool) -> None:
+        """A step begins; only a step that wants the norm pays for it."""
+        self._wanted, self.total = wanted, 0.0
+
+    def see(self, bucket: torch.Tensor) -> None:
+        """Add one bucket."""
+        if self._wanted:
+            self.total = self.total + torch.linalg.vector_norm(bucket).double().square()
+
+
 class FixedBucketDDP(DistributedDataParallel):
     """DDP whose buckets hold parameters in reverse registration order and never change.
 
@@ -32,6 +49,8 @@ class FixedBucketDDP(DistributedDataParallel):
     ``_push_all_rebuilt_params`` and ``_rebuild_buckets``. Tried on 2.11 and 2.13;
     ``tests/multiproc/test_ddp_buckets.py`` fails if a version changes them.
     """
+
+    local_square: LocalSquare
 
     def _build_params_for_reducer(self) -> Any:
         parameters, expect_sparse = super()._build_params_for_reducer()
@@ -68,6 +87,18 @@ HOOKS = {
 }
 
 
+def watched(
+    hook: Callable[..., torch.futures.Future[torch.Tensor]], local: LocalSquare
+) -> Callable[..., Any]:
+    """The hook, with a look at each bucket before it is sent."""
+
+    def look(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        local.see(bucket.buffer())
+        return hook(group, bucket)
+
+    return look
+
+
 def apply_replicate(module: nn.Module, job: Job, ranks: Ranks) -> FixedBucketDDP:
     """Wrap a module whose weights are already equal on all ranks: nothing is broadcast."""
     group = ranks.group("dp_replicate")
@@ -79,6 +110,7 @@ def apply_replicate(module: nn.Module, job: Job, ranks: Ranks) -> FixedBucketDDP
         init_sync=False,
         **cast(Any, {SYNC_BUFFERS: False}),
     )
-    replicated.register_comm_hook(group, HOOKS[job.compression.kind])
+    replicated.local_square = LocalSquare()
+    replicated.register_comm_hook(group, watched(HOOKS[job.compression.kind], replicated.local_square))
     replicated.fix_buckets()
     return replicated

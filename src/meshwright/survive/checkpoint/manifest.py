@@ -16,7 +16,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.core.errors import Problem, UserError
+from meshwright.spec.job import Train
 from meshwright.spec.model import Model
+from meshwright.spec.recipe import setting
 
 CHECKPOINT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -57,6 +59,8 @@ class Manifest:
     micro_batch: int = 0
     compression: str = "none"
     torch: str = ""
+    loss_scale: dict[str, float] | None = None
+    """fp16's loss scale and how it moves."""
     files: dict[str, FileFacts] = field(default_factory=dict)
     version: int = CHECKPOINT_VERSION
 
@@ -167,6 +171,21 @@ def check_same_job(manifest: Manifest, model: Model, seq_len: int, checkpoint: P
             rule = f"does not fit this job: model.{key} is {there} there and {value} in the job"
             fix = "Use the job file that it came from"
             raise UserError(Problem("resume-mismatch", rule, path=str(checkpoint), fix=fix))
+
+
+def check_same_optimizer(manifest: Manifest, train: Train, checkpoint: Path) -> None:
+    """State of one update rule means nothing to another."""
+    there = manifest.train.get("optimizer", "adamw")
+    if there != train.optimizer:
+        rule = f"does not fit this job: train.optimizer is {there} there and {train.optimizer} in the job"
+        fix = f"Use train.optimizer={there}: its state cannot become that of another"
+        raise UserError(Problem("resume-mismatch", rule, path=str(checkpoint), fix=fix))
+    momentum = setting(train, "momentum") if there == "sgd" else 0.0
+    if there == "sgd" and (manifest.train.get("momentum") == 0) != (momentum == 0):
+        before = manifest.train.get("momentum")
+        rule = f"does not fit this job: train.momentum is {before} there and {momentum} in the job"
+        fix = "Resume with a momentum where there was one, and without where there was none"
+        raise UserError(Problem("resume-mismatch", rule, path=str(checkpoint), fix=fix))
 
 
 def _broken(checkpoint: Path, rule: str) -> UserError:

@@ -1,0 +1,101 @@
+"""The precision of the matrix products, and the loss scale that fp16 needs.
+
+Weights, gradients, reductions and optimizer state are float32 in every mode. bf16 and fp16 are what the
+products read (autocast). fp16 has a small range: the loss is multiplied by a scale before the backward pass
+and the gradients divided by it after; a step whose gradients overflow is skipped and halves the scale, 2,000
+good ones double it (torch's ``GradScaler``). Gradients are reduced before anyone looks, so all ranks skip
+the same steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.errors import Problem, RunFailedError
+from meshwright.spec.job import Job
+
+LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LEAST_SCALE = 1.0
+"""Below this the scale divides instead of multiplying: what overflows then is not the scale's doing."""
+
+
+class Precision:
+    """How a rank computes; one object for a whole run."""
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self._device = device.type
+        self._low = LOW_PRECISION.get(job.train.precision)
+        self._scaled = job.train.precision == "fp16"
+        self._scaler = torch.amp.GradScaler(
+            self._device, init_scale=job.train.loss_scale, enabled=self._scaled
+        )
+        self.skipped = False
+        """Whether the last step was skipped."""
+        self._skipped_in_a_row = 0
+
+    def products(self) -> torch.autocast:
+        """Around a forward pass."""
+        return torch.autocast(self._device, self._low or torch.bfloat16, enabled=self._low is not None)
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of a loss, scaled where the precision needs it."""
+        self._scaler.scale(loss).backward()
+
+    def clip(
+        self, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, most: float
+    ) -> Tensor | None:
+        """Take the scale out of the gradients and clip them; returns their norm where it was needed."""
+        self._scaler.unscale_(optimizer)
+        if not most and not self._scaled:
+            return None
+        return nn.utils.clip_grad_norm_(parameters, most or float("inf"))
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the optimizer's step, unless a gradient overflowed."""
+        self._scaler.step(optimizer)
+        self._scaler.update()
+
+    def look(self, loss: float, grad_norm: float | None) -> dict[str, Any]:
+        """What the step's event says of the scale, once its values may be looked at."""
+        if not self._scaled:
+            self.skipped = False
+            return {"loss_scale": None, "skipped": False}
+        finite = grad_norm is not None and torch.isfinite(torch.tensor([loss, grad_norm])).all()
+        self.skipped = not finite
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if self.skipped else 0
+        return {"loss_scale": float(self._scaler.get_scale()), "skipped": self.skipped}
+
+    def require_scale(self, step: int) -> None:
+        """Give up where the scale is of no use any more.
+
+        Raises:
+            RunFailedError: So many steps in a row overflowed that the scale fell below one.
+        """
+        if self.skipped and (scale := float(self._scaler.get_scale())) < LEAST_SCALE:
+            raise _collapsed(step, scale, self._skipped_in_a_row)
+
+    def state(self) -> dict[str, float] | None:
+        """What a checkpoint keeps."""
+        if not self._scaled:
+            return None
+        return {key: float(value) for key, value in self._scaler.state_dict().items()}
+
+    def load(self, state: dict[str, float] | None) -> None:
+        """Go on from a checkpoint; one of another precision has nothing to say."""
+        if self._scaled and state is not None:
+            counts = {"growth_interval", "_growth_tracker"}
+            self._scaler.load_state_dict({k: int(v) if k in counts else v for k, v in state.items()})
+
+
+def _collapsed(step: int, scale: float, skipped: int) -> RunFailedError:
+    rule = (
+        f"collapsed at step {step}: it fell to {scale:g} because the gradients of the last {skipped} steps, "
+        f"from step {step - skipped + 1} on, overflowed in fp16 whatever the scale; nothing was saved since"
+    )
+    fix = (
+        "Use train.precision=bf16, a lower train.lr or a longer train.warmup; resume from the last checkpoint"
+    )
+    return RunFailedError(Problem("train-fp16-collapsed", rule, path="loss scale", fix=fix))

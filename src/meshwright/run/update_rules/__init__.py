@@ -1,0 +1,1 @@
+"""Update rules that torch does not have in the form that the contracts need."""

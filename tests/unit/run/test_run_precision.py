@@ -1,0 +1,73 @@
+"""The loss scale of fp16: skips what overflows, remembers itself, and says when it collapses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.core.errors import RunFailedError
+from meshwright.run.precision import Precision
+from meshwright.spec.load import load_job
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def job(job_file):
+    return load_job(str(job_file), ["train.precision=fp16", "train.loss_scale=8"])
+
+
+def take(precision: Precision, weight: nn.Parameter, optimizer, value: float) -> dict:
+    """One step on a loss whose gradient is ``value``."""
+    precision.backward((weight * value).sum())
+    norm = precision.clip([weight], optimizer, 0.0)
+    precision.step(optimizer)
+    optimizer.zero_grad()
+    return precision.look(1.0, float(norm))
+
+
+def test_the_scale_cancels_out(job):
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    said = take(Precision(job, CPU), weight, optimizer, 3.0)
+    assert weight.item() == 1.0 - 0.5 * 3.0
+    assert said == {"loss_scale": 8.0, "skipped": False}
+
+
+def test_a_step_that_overflows_is_skipped_and_halves_the_scale(job):
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    said = take(Precision(job, CPU), weight, optimizer, float("inf"))
+    assert weight.item() == 1.0
+    assert said == {"loss_scale": 4.0, "skipped": True}
+
+
+def test_a_collapse_names_its_step_and_where_it_began(job):
+    weight = nn.Parameter(torch.ones(1))
+    optimizer, precision = torch.optim.SGD([weight], lr=0.5), Precision(job, CPU)
+    take(precision, weight, optimizer, 1.0)
+    for step in range(2, 5):
+        take(precision, weight, optimizer, float("nan"))
+        precision.require_scale(step)
+    take(precision, weight, optimizer, float("nan"))
+    with pytest.raises(
+        RunFailedError, match=r"collapsed at step 5: it fell to 0.5 .* from step 2 on"
+    ) as error:
+        precision.require_scale(5)
+    assert error.value.problems[0].code == "train-fp16-collapsed"
+
+
+def test_the_scale_goes_on_from_a_checkpoint(job):
+    weight = nn.Parameter(torch.ones(1))
+    optimizer, before, after = torch.optim.SGD([weight], lr=0.5), Precision(job, CPU), Precision(job, CPU)
+    take(before, weight, optimizer, float("inf"))
+    after.load(before.state())
+    assert after.state() == before.state()
+    assert take(after, weight, optimizer, float("inf"))["loss_scale"] == 2.0
+
+
+def test_other_precisions_have_no_scale(job_file):
+    precision = Precision(load_job(str(job_file), ["train.precision=bf16"]), CPU)
+    assert precision.state() is None
+    assert precision.look(float("nan"), None) == {"loss_scale": None, "skipped": False}
