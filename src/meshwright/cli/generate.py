@@ -13,7 +13,7 @@ from meshwright.cli.output import Output
 from meshwright.core.errors import Problem, UserError
 from meshwright.launch.environment import prepare_environment
 from meshwright.spec.cluster import count_cores
-from meshwright.spec.hf import CONFIG_FILE
+from meshwright.spec.hf_reader import CONFIG_FILE
 from meshwright.survive.checkpoint.manifest import MANIFEST, find_newest
 
 

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.spec.hf_keys import HARMLESS, IDLE_VALUES, ROPE_KEYS
+from meshwright.spec.hf_reader import CONFIG_FILE, IDLE_VALUES, ROPE_KEYS, ConfigReader, bad_config
 from meshwright.spec.model import DecoderModel, Model
 
-CONFIG_FILE = "config.json"
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 """GPT-2's names for an activation and ours."""
 FREE_BESIDE_HF = frozenset({"hf", "init_std", "preset"})
@@ -98,7 +97,7 @@ def read_config(folder: Path) -> HfConfig:
     """
     content = _read_json(folder)
     architecture = _find_architecture(folder, content)
-    reader = _Reader(folder, content)
+    reader = ConfigReader(folder, content)
     fields = _ARCHITECTURES[architecture][1](reader)
     window = reader.count("sliding_window", 4096 if architecture == "MistralForCausalLM" else None)
     reader.finish()
@@ -115,9 +114,11 @@ def _read_json(folder: Path) -> Tree:
         raise UserError(_missing(folder)) from None
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UserError(_bad(folder, f"has a {CONFIG_FILE} that cannot be read as JSON: {reason}")) from None
+        raise UserError(
+            bad_config(folder, f"has a {CONFIG_FILE} that cannot be read as JSON: {reason}")
+        ) from None
     if not isinstance(content, dict):
-        raise UserError(_bad(folder, f"has a {CONFIG_FILE} that holds no JSON object"))
+        raise UserError(bad_config(folder, f"has a {CONFIG_FILE} that holds no JSON object"))
     return content
 
 
@@ -132,10 +133,6 @@ def _missing(folder: Path) -> Problem:
         shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
         rule = f"has no {CONFIG_FILE}; it holds {shown or 'nothing'}"
     return Problem("model-hf-missing", rule, path="model.hf", value=str(folder), fix=fix)
-
-
-def _bad(folder: Path, rule: str, fix: str = "") -> Problem:
-    return Problem("model-hf-config", rule, path="model.hf", value=str(folder), fix=fix)
 
 
 def _find_architecture(folder: Path, content: Tree) -> str:
@@ -171,89 +168,15 @@ def _find_conflicts(folder: Path, fields: Tree, model: Tree) -> list[Problem]:
     return problems
 
 
-class _Reader:
-    """Takes keys out of a config, each once; what is left over at the end is judged too."""
-
-    def __init__(self, folder: Path, content: Tree) -> None:
-        self.folder, self.content = folder, content
-        self.problems: list[Problem] = []
-        self.notes: list[str] = []
-        self.taken: set[str] = set()
-
-    def count(self, key: str, *default: int | None) -> Any:
-        """A whole number, at least 1; without a default the key must be there."""
-        return self._take(key, default, lambda v: type(v) is int and v >= 1, "a whole number, at least 1")
-
-    def number(self, key: str, *default: float) -> Any:
-        """A number above 0, as a float."""
-        found = self._take(key, default, _is_positive, "a number above 0")
-        return float(found) if _is_positive(found) else found
-
-    def flag(self, key: str, default: bool) -> Any:
-        """True or false."""
-        return self._take(key, (default,), lambda v: isinstance(v, bool), "true or false")
-
-    def choice(self, key: str, choices: tuple[str, ...], default: str) -> str:
-        """One of the texts that are built; another one is refused by name."""
-        self.taken.add(key)
-        value = self.content.get(key)
-        if value is not None and value not in choices:
-            self.refuse(key, value, f"built: {', '.join(choices)}")
-        return value if value in choices else default
-
-    def dropout(self, *keys: str) -> None:
-        """Shares of values to drop in training, which is not done here."""
-        said = [f"{key}={self.content[key]}" for key in keys if self.content.get(key)]
-        self.taken.update(keys)
-        if said:
-            self.notes.append(f"dropout is not applied: {CONFIG_FILE} says {', '.join(said)}")
-
-    def refuse(self, key: str, value: Any, why: str) -> None:
-        """A key's value is not built."""
-        rule = f"has a {CONFIG_FILE} with {key}={json.dumps(value)}, which is not supported; {why}"
-        self.problems.append(Problem("model-hf-unsupported", rule, path="model.hf", value=str(self.folder)))
-
-    def finish(self) -> None:
-        """Judge the keys that were not asked for."""
-        unread = []
-        for key in sorted(self.content.keys() - self.taken - HARMLESS):
-            value = self.content[key]
-            if key in IDLE_VALUES:
-                if value is not None and value not in IDLE_VALUES[key]:
-                    idle = " or ".join(json.dumps(v) for v in IDLE_VALUES[key]) or "null"
-                    self.refuse(key, value, f"supported: {idle}")
-            elif value is not None and not key.startswith("_"):
-                unread.append(key)
-        if unread:
-            self.notes.append(f"keys of {CONFIG_FILE} without a meaning here, not read: {', '.join(unread)}")
-
-    def _take(self, key: str, default: tuple[Any, ...], good: Callable[[Any], bool], expected: str) -> Any:
-        self.taken.add(key)
-        value = self.content.get(key)
-        if value is None and default:
-            return default[0]
-        if value is None:
-            self.problems.append(_bad(self.folder, f"has a {CONFIG_FILE} without {key}", f"Add {key} to it"))
-        elif not good(value):
-            rule = f"has a {CONFIG_FILE} with {key}={json.dumps(value)}; it must be {expected}"
-            self.problems.append(_bad(self.folder, rule))
-        else:
-            return value
-        return 1  # goes nowhere: there is a problem
-
-
-def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < 1e300
-
-
-def _read_llama(reader: _Reader) -> Tree:
+def _read_llama(reader: ConfigReader) -> Tree:
     heads, hidden = reader.count("num_attention_heads"), reader.count("hidden_size")
     head_dim = reader.count("head_dim", None)
     reader.choice("hidden_act", ("silu", "swish"), "silu")
     reader.dropout("attention_dropout")
     reader.taken.add("layer_types")
-    if set(map(str, reader.content.get("layer_types") or ())) - {"full_attention"}:
-        reader.refuse("layer_types", reader.content["layer_types"], "supported: full_attention")
+    kinds = reader.content.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and all(k == "full_attention" for k in kinds)):
+        reader.refuse("layer_types", kinds, "supported: full_attention")
     max_positions = reader.count("max_position_embeddings", 2048)
     return {
         "architecture": "llama",
@@ -274,9 +197,10 @@ def _read_llama(reader: _Reader) -> Tree:
     }
 
 
-def _read_mistral(reader: _Reader) -> Tree:
+def _read_mistral(reader: ConfigReader) -> Tree:
     """Llama with a window; its class knows no biases, whatever the config says."""
-    reader.count("num_key_value_heads")  # transformers' own default is 8, not the number of heads
+    if "num_key_value_heads" not in reader.content:
+        reader.count("num_key_value_heads")  # missing: transformers' own default is 8, not the heads
     fields = _read_llama(reader)
     for key, field in (("attention_bias", "attention_bias"), ("mlp_bias", "ffn_bias")):
         if fields[field]:
@@ -284,7 +208,7 @@ def _read_mistral(reader: _Reader) -> Tree:
     return fields
 
 
-def _read_rope(reader: _Reader, max_positions: int) -> Tree:
+def _read_rope(reader: ConfigReader, max_positions: int) -> Tree:
     """Rotary positions in both forms: `rope_theta` with `rope_scaling`, or all of it in `rope_parameters`."""
     content = reader.content
     reader.taken |= {"rope_scaling", "rope_parameters", "original_max_position_embeddings"}
@@ -303,7 +227,7 @@ def _read_rope(reader: _Reader, max_positions: int) -> Tree:
     for unknown in sorted(given.keys() - ROPE_KEYS[kind]):
         if given[unknown] is not None and given[unknown] not in IDLE_VALUES.get(unknown, ()):
             reader.refuse(f"{key}.{unknown}", given[unknown], f"type {kind!r} has no such key")
-    inner = _Reader(reader.folder, given)
+    inner = ConfigReader(reader.folder, given)
     inner.problems = reader.problems
     inside = inner.number("rope_theta", 0.0)
     theta = reader.number("rope_theta", inside or 10000.0)
@@ -324,7 +248,7 @@ def _read_rope(reader: _Reader, max_positions: int) -> Tree:
     }
 
 
-def _read_gpt2(reader: _Reader) -> Tree:
+def _read_gpt2(reader: ConfigReader) -> Tree:
     width, heads = reader.count("n_embd"), reader.count("n_head")
     activation = reader.choice("activation_function", tuple(ACTIVATIONS), "gelu_new")
     reader.dropout("attn_pdrop", "embd_pdrop", "resid_pdrop")
@@ -348,7 +272,7 @@ def _read_gpt2(reader: _Reader) -> Tree:
     }
 
 
-_ARCHITECTURES: dict[str, tuple[str, Callable[[_Reader], Tree]]] = {
+_ARCHITECTURES: dict[str, tuple[str, Callable[[ConfigReader], Tree]]] = {
     "LlamaForCausalLM": ("llama", _read_llama),
     "MistralForCausalLM": ("mistral", _read_mistral),
     "GPT2LMHeadModel": ("gpt2", _read_gpt2),

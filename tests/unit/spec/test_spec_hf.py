@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from meshwright.core.errors import UserError
 from meshwright.plan.contract import build_plan, read_plan, write_plan
+from meshwright.plan.shapes import count_parameters
 from meshwright.spec.hf import check_config, read_config
+from meshwright.spec.hf_reader import IDLE_VALUES, ROPE_KEYS
 from meshwright.spec.load import build_job, load_job
+from meshwright.spec.model import DecoderModel
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -35,6 +41,8 @@ GPT2: dict[str, Any] = {
     "n_positions": 128,
     "vocab_size": 320,
 }
+KEYS = sorted({*LLAMA, *GPT2, *IDLE_VALUES, *ROPE_KEYS["llama3"], "rope_scaling", "rope_parameters"})
+KEYS += ["layer_types", "hidden_act", "activation_function", "attn_pdrop", "tie_word_embeddings", "head_dim"]
 STRETCH = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -83,6 +91,42 @@ def test_llama_fields(built):
     assert (model.attention_bias, model.ffn_bias, model.tied_embeddings) == (True, True, True)
     assert (model.positions, model.norm, model.activation) == ("rope", "rms", "swiglu")
     assert (model.norm_eps, model.rope_theta, model.max_positions) == (1e-6, 10000.0, 512)
+
+
+PUBLISHED = {
+    "Llama 3.1 8B": (
+        LLAMA
+        | {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+        }
+        | {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072},
+        8_030_261_248,
+    ),
+    "Mistral 7B": (
+        MISTRAL
+        | {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+        }
+        | {"num_key_value_heads": 8, "vocab_size": 32000, "sliding_window": 4096},
+        7_241_732_096,
+    ),
+    "GPT-2": (
+        GPT2 | {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257},
+        124_439_808,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_published_number_of_parameters(built, name):
+    config, parameters = PUBLISHED[name]
+    assert count_parameters(built(config)) == parameters
 
 
 def test_keys_that_old_configs_leave_out_have_the_meaning_of_transformers(built):
@@ -201,6 +245,22 @@ def test_an_unknown_architecture_names_the_known_ones(problems, change):
     found = problems({**LLAMA, **change})
     assert [p.code for p in found] == ["model-hf-architecture"]
     assert "LlamaForCausalLM, MistralForCausalLM, GPT2LMHeadModel" in found[0].fix
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@given(st.sampled_from([LLAMA, MISTRAL, GPT2]), st.dictionaries(st.sampled_from(KEYS), JSON, max_size=3))
+def test_no_config_is_worse_than_refused(folder, base, change):
+    """Whatever JSON stands at the keys that are read, the answer is a model or a list of problems."""
+    path = folder({**base, **change})
+    with contextlib.suppress(UserError):
+        assert DecoderModel(**read_config(path).fields).head_size >= 0
 
 
 def test_the_model_type_is_enough(built):
