@@ -35,9 +35,11 @@ def bare_loop(job_file: Path, prepared: Path, overrides: list[str]) -> tuple[lis
     losses = []
     for step in range(job.train.steps):
         positions = np.arange(step * job.train.global_batch, (step + 1) * job.train.global_batch)
-        rows = torch.from_numpy(data.read(order.samples_at(positions)))
-        logits = model(rows[:, :-1])
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        rows = data.read(order.samples_at(positions))
+        logits = model(torch.from_numpy(rows.tokens))
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), torch.from_numpy(rows.targets).flatten()
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), job.train.clip)
         if step < job.train.warmup:

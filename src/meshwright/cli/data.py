@@ -12,11 +12,12 @@ from typing import Any
 from meshwright.cli.output import Output
 from meshwright.cli.prepare import prepare_with_progress, summarise
 from meshwright.core.errors import Problem, UserError
-from meshwright.prepare.dataset import TokenDataset
-from meshwright.prepare.shards import looks_prepared
-from meshwright.prepare.sources import STDLIB, iter_files, source_problem
+from meshwright.prepare.dataset import TokenDataset, no_prompts
+from meshwright.prepare.shards import SPLITS, looks_prepared
+from meshwright.prepare.sources import STDLIB, iter_files, locate, source_problem
 from meshwright.prepare.spec import parse_corpus_spec
-from meshwright.prepare.tokenizer import TOKENIZER_FILE, parse_tokenizer_name
+from meshwright.prepare.templates import load_template
+from meshwright.prepare.tokenizer import TOKENIZER_FILE, load_tokenizer, parse_tokenizer_name
 from meshwright.spec.job import Data, Job
 from meshwright.spec.model import DecoderModel
 
@@ -32,7 +33,10 @@ def settle_data(output: Output, job: Job) -> Path:
         _refuse_preparing(job.data)
     else:
         folder = _prepare_cached(output, dataclasses.replace(job.data, tokenizer=_tokenizer_name(job)))
-    dataset = TokenDataset.open(folder, "train", job.data.seq_len)
+    dataset, _ = (
+        TokenDataset.open(folder, split, job.data.seq_len, job.data.mask, job.data.prompt_masking)
+        for split in SPLITS
+    )
     dataset.load_tokenizer()  # that it is the one which made the shards
     assert isinstance(job.model, DecoderModel), "text is for decoders"
     if dataset.vocab_size > job.model.vocab_size:
@@ -47,7 +51,13 @@ def settle_data(output: Output, job: Job) -> Path:
                 else f"Use {-(-dataset.vocab_size // 64) * 64} (a multiple of 64) or more, or fewer tokens",
             )
         )
-    if dataset.dropped_tokens:
+    if job.data.mask == "document":
+        share = dataset.padding / (len(dataset) * job.data.seq_len)
+        output.say(
+            f"data: {len(dataset)} samples of whole documents, {job.data.seq_len} tokens each, in {folder}; "
+            f"{share:.1%} of them is padding"
+        )
+    elif dataset.dropped_tokens:
         output.say(
             f"data: {len(dataset)} samples of {job.data.seq_len} tokens in {folder}; "
             f"{dataset.dropped_tokens} tokens at the shards' ends fill no sample and are dropped"
@@ -70,7 +80,7 @@ def _tokenizer_name(job: Job) -> str | None:
 
 def _refuse_preparing(data: Data) -> None:
     """What was decided when the folder was prepared cannot be set again."""
-    for key in ("tokenizer", "eval_fraction"):
+    for key in ("tokenizer", "eval_fraction", "template"):
         value = getattr(data, key)
         if value is not None:
             rule = f"has no effect: data.path={data.path} is already prepared"
@@ -92,10 +102,14 @@ def _prepare_cached(output: Output, data: Data) -> Path:
         raise UserError(problem)
     tokenizer = data.tokenizer or "byte"
     parse_tokenizer_name(tokenizer)
+    if data.prompt_masking and data.template is None:  # said before the text is prepared, which may take long
+        raise UserError(no_prompts("no data.template is given"))
+    template = data.template and load_template(data.template, base, tokenizer)
     settings: dict[str, Any] = {"sources": [data.path], "tokenizer": tokenizer}
-    if data.eval_fraction is not None:
-        settings["eval_fraction"] = data.eval_fraction
-    folder = Path(data.cache) / _fingerprint(settings, base)
+    for key in ("eval_fraction", "template", "prompt_field", "answer_field"):
+        if getattr(data, key) is not None:
+            settings[key] = getattr(data, key)
+    folder = Path(data.cache) / _fingerprint(settings, base, template.identity if template else "")
     if looks_prepared(folder):
         return folder
     spec = parse_corpus_spec({**settings, "out": str(folder)})
@@ -112,8 +126,8 @@ def _prepare_cached(output: Output, data: Data) -> Path:
     return folder
 
 
-def _fingerprint(settings: dict[str, Any], base: Path) -> str:
-    """A name that changes when the text, the tokenizer or the split may have changed."""
+def _fingerprint(settings: dict[str, Any], base: Path, template: str) -> str:
+    """A name that changes when the text, the tokenizer, the template or the split may have changed."""
     source, choice = settings["sources"][0], parse_tokenizer_name(settings["tokenizer"])
     facts: list[object] = [settings]
     if source == STDLIB:
@@ -121,8 +135,10 @@ def _fingerprint(settings: dict[str, Any], base: Path) -> str:
     else:
         files = iter_files(source, base, frozenset(), lambda *_: None)
         facts.append([(name, *_size_and_time(path)) for name, path in files])
-    if choice.kind == "file" and Path(choice.path).is_file():
-        facts.append(hashlib.sha256(Path(choice.path).read_bytes()).hexdigest())
+    if choice.kind == "file":
+        facts.append(load_tokenizer(locate(choice.path, base)).fingerprint())
+    if template:
+        facts.append(template)
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     stem = "".join(c if c.isalnum() else "-" for c in Path(source.removeprefix("builtin:")).stem) or "corpus"
     return f"{stem}-{choice.kind}{choice.vocab_size or ''}-{digest}"

@@ -37,9 +37,11 @@ def prepare_with_progress(output: Output, spec: CorpusSpec, base: Path) -> Prepa
 
 def summarise(report: PrepareReport) -> str:
     """What was done, in one line."""
+    prompts = f"({format_count(report.prompt_tokens)} of prompts) " if report.prompt_tokens else ""
     return (
         f"prepared {report.documents_out} documents ({report.train_documents} to train on, "
         f"{report.eval_documents} held out; {report.duplicates} duplicates, {report.quarantined} unreadable "
-        f"left out) as {format_count(report.tokens)} tokens in {report.out}, "
+        f"left out) as {format_count(report.tokens)} tokens "
+        f"{prompts}in {report.out}, "
         f"{format_rate(report.bytes_per_s, 'B')}"
     )

@@ -320,7 +320,7 @@ def _choose_checkpoint(output: Output, job: Job, checkpoints: Path, resume: Resu
     for sentence in refused:
         output.warn(f"passed over: {sentence}")
     manifest = read_manifest(checkpoint, verify=False)
-    check_same_job(manifest, job.model, job.data.seq_len, checkpoint)
+    check_same_job(manifest, job.model, job.data, checkpoint)
     check_same_optimizer(manifest, job.train, checkpoint)
     if manifest.step >= job.train.steps:
         rule = f"is at step {manifest.step} already, and train.steps={job.train.steps}"

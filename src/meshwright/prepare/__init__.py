@@ -7,6 +7,10 @@ same bytes on disk, and the same seed gives the same order of samples on any num
 ``tokenizer``           bytes, or byte-level BPE; how either is saved, named and fingerprinted
 ``sources``             which files a source names, in which order
 ``corpus``              which documents the files hold; duplicates and quarantine
+``conversation``        instruction data: prompts, answers and messages of a line
+``templates``           chat templates: the built-in ones, and which one a name means
+``jinja_template``      chat templates in jinja, and where their answers are
+``encode``              documents to tokens, and which of them belong to answers
 ``stage``               writing a folder so that nothing half-written is ever visible
 ``shards``              the on-disk format: index, shard files, checks
 ``writer``              writing shards
@@ -14,8 +18,10 @@ same bytes on disk, and the same seed gives the same order of samples on any num
 ``split``               which documents are held out
 ``build``               the embedded engine: corpus to prepared folder
 ``order``               position in training to sample number
-``dataset``             sample number to tokens
+``packing``             which tokens of a shard make up a sample
+``dataset``             sample number to tokens, targets and documents
 ======================  =================================================================================
 
-It needs numpy and pydantic, ``tokenizers`` only for BPE, and never torch.
+It needs numpy and pydantic, ``tokenizers`` only for BPE, ``jinja2`` only for
+templates in jinja, and never torch.
 """

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.prepare.corpus import CorpusTally, Document, iter_corpus
+from meshwright.prepare.corpus import CorpusTally, Document, Reading, iter_corpus
+from meshwright.prepare.encode import encode_documents, text_outside
 from meshwright.prepare.shards import ShardFolder, is_prepared_folder
 from meshwright.prepare.sources import locate
 from meshwright.prepare.spec import CorpusSpec, load_corpus_spec
 from meshwright.prepare.split import Side, assign_splits, cut_inside
 from meshwright.prepare.stage import staged_folder
+from meshwright.prepare.templates import load_template
 from meshwright.prepare.tokenizer import (
     BpeTokenizer,
     ByteTokenizer,
@@ -58,6 +60,8 @@ class PrepareReport:
     """A corpus of one document is cut inside: then train and eval have one each."""
     tokens: int
     """Tokens of both splits, ends of documents included."""
+    prompt_tokens: int
+    """Those of them that belong to prompts; 0 without a template."""
     shards: int
     sha256: str
     """Of the token files in index order, then the index."""
@@ -87,15 +91,20 @@ def prepare_corpus(spec: CorpusSpec, base: Path, progress: Progress | None = Non
     tally = CorpusTally()
     # The folder first: that it cannot be written should be known before hours of reading.
     with staged_folder(out, may_replace=is_prepared_folder) as folder:
-        tokenizer = _build_tokenizer(spec, base, out)
-        documents = iter_corpus(spec.sources, base, text_field=spec.text_field, exclude=(out,), tally=tally)
+        template = spec.template and load_template(spec.template, base, spec.tokenizer, key="template")
+        reading = Reading(spec.text_field, template or None, spec.prompt_field, spec.answer_field)
+        tokenizer = _build_tokenizer(spec, base, out, reading)
+        reading = replace(reading, special_tokens=tuple(tokenizer.special_tokens))
+        documents = iter_corpus(spec.sources, base, reading=reading, exclude=(out,), tally=tally)
         assigned = assign_splits(documents, spec.eval_fraction, spec.seed)
-        with ShardWriter(folder, tokenizer, spec.shard_tokens, shown=out) as writer:
+        marked = reading.template is not None
+        with ShardWriter(folder, tokenizer, spec.shard_tokens, shown=out, marked=marked) as writer:
             for batch in _batches(assigned):
                 _write_batch(batch, tokenizer, writer, spec.eval_fraction)
                 if progress is not None:
                     progress(tally.documents_in, tally.text_bytes)
             index = writer.finish()
+            prompt_tokens = writer.prompt_tokens
         sha256 = ShardFolder(folder, index).content_sha256()
     seconds = time.monotonic() - started
     train, held_out = index.splits.train, index.splits.eval
@@ -110,6 +119,7 @@ def prepare_corpus(spec: CorpusSpec, base: Path, progress: Progress | None = Non
         train_documents=train.documents,
         eval_documents=held_out.documents,
         tokens=train.tokens + held_out.tokens,
+        prompt_tokens=prompt_tokens,
         shards=len(index.shards),
         sha256=sha256,
         seconds=seconds,
@@ -118,14 +128,18 @@ def prepare_corpus(spec: CorpusSpec, base: Path, progress: Progress | None = Non
     )
 
 
-def _build_tokenizer(spec: CorpusSpec, base: Path, out: Path) -> Tokenizer:
+def _build_tokenizer(spec: CorpusSpec, base: Path, out: Path, reading: Reading) -> Tokenizer:
     choice = parse_tokenizer_name(spec.tokenizer, key="tokenizer")
     if choice.kind == "byte":
         return ByteTokenizer()
     if choice.kind == "file":
         return load_tokenizer(locate(choice.path, base))
-    documents = iter_corpus(spec.sources, base, text_field=spec.text_field, exclude=(out,))
-    return BpeTokenizer.train((document.text for document in documents), choice.vocab_size)
+    documents = iter_corpus(spec.sources, base, reading=reading, exclude=(out,))
+    if reading.template is None:
+        return BpeTokenizer.train((document.text for document in documents), choice.vocab_size)
+    markers = reading.template.markers
+    texts = (text for document in documents for text in text_outside(document.parts, markers))
+    return BpeTokenizer.train(texts, choice.vocab_size, markers)
 
 
 def _batches(assigned: Iterable[tuple[Side, Document]]) -> Iterator[list[tuple[Side, Document]]]:
@@ -145,12 +159,12 @@ def _batches(assigned: Iterable[tuple[Side, Document]]) -> Iterator[list[tuple[S
 def _write_batch(
     batch: list[tuple[Side, Document]], tokenizer: Tokenizer, writer: ShardWriter, eval_fraction: float
 ) -> None:
-    encoded = tokenizer.encode_batch([document.text for _, document in batch])
-    for (side, _), tokens in zip(batch, encoded, strict=True):
+    encoded = encode_documents(tokenizer, [document for _, document in batch])
+    for (side, _), document in zip(batch, encoded, strict=True):
         if side != "both":
-            writer.add(side, tokens)
+            writer.add(side, document.tokens, document.marks)
             continue
-        train, held_out = cut_inside(tokens, eval_fraction)
-        writer.add("train", train)
-        if len(held_out):
-            writer.add("eval", held_out)
+        at = cut_inside(len(document.tokens), eval_fraction)
+        for name, part in (("train", slice(0, at)), ("eval", slice(at, None))):
+            if len(tokens := document.tokens[part]):
+                writer.add(name, tokens, None if document.marks is None else document.marks[part])

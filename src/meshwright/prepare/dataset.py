@@ -1,25 +1,44 @@
-"""Samples from prepared data, memory-mapped.
+"""Samples from prepared data, memory-mapped: a sample is one row of a packing (see ``packing``).
 
-Packing: within each shard, sample ``i`` covers tokens ``i * seq_len`` to ``i * seq_len + seq_len`` inclusive,
-that is ``seq_len + 1`` tokens: the first ``seq_len`` are inputs, the last ``seq_len`` targets. Neighbours
-share one token, and each token is a target once. Samples never span shards, so appending shards renumbers
-nothing; what does not fill a sample at a shard's end is dropped and counted. The order of reading is the
-business of ``order``.
+A row has tokens and their targets, and for ``mask="document"`` also the number of each position's document
+within the row, so that attention and positions can start anew in each of them. A target that does not count
+in the loss (padding, or a prompt where prompts are masked) is ``IGNORED``. The order of reading is left to
+``order``.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from meshwright.core.errors import Problem, UserError
+from meshwright.prepare.packing import DocumentPacking, Packing, Pieces, WindowPacking
 from meshwright.prepare.shards import ShardEntry, ShardFolder, broken_shards
 from meshwright.prepare.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 
+IGNORED = -100
+"""A target that carries no loss: padding, a masked prompt, a zero-weight sample."""
+
 Int64s = npt.NDArray[np.int64]
+Mask = Literal["causal", "document"]
+
+_PACKINGS_HELD = 4
+"""Shards whose packing is in memory; samples are read shard by shard, so few are in use at a time."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Samples, each array of shape ``(n, seq_len)``."""
+
+    tokens: Int64s
+    targets: Int64s
+    """The token after each, or ``IGNORED``."""
+    segments: Int64s | None
+    """For ``mask="document"``: number of the document within the row, from 0; padding has the last number."""
 
 
 class TokenDataset:
@@ -28,100 +47,104 @@ class TokenDataset:
     Shards are mapped when they are first read. A copy sent to another process maps them there.
     """
 
-    def __init__(self, shards: ShardFolder, split: str, seq_len: int) -> None:
+    def __init__(
+        self,
+        shards: ShardFolder,
+        split: str,
+        seq_len: int,
+        mask: Mask = "causal",
+        prompt_masking: bool = False,
+    ) -> None:
         """Use :meth:`open`, which also checks that there is something to train on."""
         if seq_len < 1:
             raise ValueError(f"seq_len={seq_len} must be at least 1")
         self.split = split
         self.seq_len = seq_len
+        self.mask = mask
+        self.prompt_masking = prompt_masking
         self._folder = shards
         self._shards: tuple[ShardEntry, ...] = shards.index.split(split).shards
-        self.shard_sample_counts: tuple[int, ...] = tuple((s.tokens - 1) // seq_len for s in self._shards)
+        self._packings: dict[int, Packing] = {}
+        self._targets: dict[int, Int64s] = {}
+        self.shard_sample_counts: tuple[int, ...] = tuple(
+            self._pack(s).rows for s in range(len(self._shards))
+        )
         self._starts: Int64s = np.concatenate(([0], np.cumsum(self.shard_sample_counts))).astype(np.int64)
-        self._rows: dict[int, npt.NDArray[Any]] = {}
 
     @classmethod
-    def open(cls, folder: Path, split: str, seq_len: int) -> TokenDataset:
+    def open(
+        cls,
+        folder: Path,
+        split: str,
+        seq_len: int,
+        mask: Mask = "causal",
+        prompt_masking: bool = False,
+    ) -> TokenDataset:
         """Open a split of a prepared folder.
 
         Args:
             folder: A folder that ``meshwright prepare`` wrote.
             split: ``train`` or ``eval``.
-            seq_len: Inputs of a sample.
+            seq_len: Positions of a sample.
+            mask: ``causal`` for samples that run on over documents, ``document`` for whole documents in rows.
+            prompt_masking: Whether targets in prompts are ignored.
 
         Raises:
-            UserError: The folder is broken, or ``train`` has less than one sample. ``eval`` may have none:
-                then :attr:`is_empty` is true, and the caller says that there is no evaluation.
+            UserError: The folder is broken, has no marks where prompts are to be masked, has samples but no
+                target, or ``train`` has no sample. ``eval`` may have none: then :attr:`is_empty` is
+                true, and the caller says that there is no evaluation.
         """
-        dataset = cls(ShardFolder.open(folder), split, seq_len)
+        opened = ShardFolder.open(folder)
+        if prompt_masking and any(s.marks_file is None for s in opened.index.split(split).shards):
+            raise UserError(no_prompts(f"{folder} was prepared without a template"))
+        dataset = cls(opened, split, seq_len, mask, prompt_masking)
         if split == "train" and dataset.is_empty:
-            longest = dataset.longest_sequence
-            has = f"the longest shard of {folder} has {longest + 1}" if longest else f"{folder} has none"
-            raise UserError(
-                Problem(
-                    code="data-corpus-short",
-                    path="data.seq_len",
-                    value=seq_len,
-                    rule=f"needs {seq_len + 1} tokens in one shard, and {has}",
-                    fix=f"Use data.seq_len={longest} or less, or add text" if longest else "Add text",
-                )
-            )
+            raise UserError(dataset._too_short())
+        if not dataset.is_empty and not any(dataset._count(s).any() for s in range(len(dataset._shards))):
+            raise UserError(dataset._no_targets())
         return dataset
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def __getitem__(self, index: int) -> Int64s:
-        """The ``seq_len + 1`` tokens of one sample."""
-        shard, row = self._locate(index)
-        sample: Int64s = self._map_rows(shard)[row].astype(np.int64)
-        return sample
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_rows": {}}
+        return {**self.__dict__, "_packings": {}, "_targets": {}}
 
-    def read(self, indices: npt.ArrayLike) -> Int64s:
-        """Many samples at once.
+    def read(self, indices: npt.ArrayLike) -> Rows:
+        """Samples.
 
         Args:
             indices: Sample numbers, in any order, repeats allowed.
-
-        Returns:
-            An array of shape ``(n, seq_len + 1)``.
         """
-        wanted: Int64s = np.asarray(indices, dtype=np.int64).reshape(-1)
-        out: Int64s = np.empty((wanted.size, self.seq_len + 1), dtype=np.int64)
-        if wanted.size == 0:
-            return out
-        if int(wanted.min()) < 0 or int(wanted.max()) >= len(self):
-            raise IndexError(f"samples {wanted.min()} to {wanted.max()} asked of {len(self)}")
-        shards = np.searchsorted(self._starts, wanted, side="right") - 1
-        for shard in np.unique(shards):
-            chosen = shards == shard
-            out[chosen] = self._map_rows(int(shard))[wanted[chosen] - self._starts[shard]]
-        return out
-
-    def document_starts(self, index: int) -> Int64s:
-        """Where documents start in a sample, as offsets 0 to ``seq_len``.
-
-        A document mask needs these. A sample inside a long document has none; the offset ``seq_len`` is only
-        a target.
-        """
-        shard, row = self._locate(index)
-        begin = row * self.seq_len
-        starts = self._folder.map_documents(self._shards[shard])
-        # Same dtype as the file: mixed integers would make NumPy convert the whole file to float64.
-        low, high = np.searchsorted(starts, np.asarray([begin, begin + self.seq_len + 1], dtype=np.uint64))
-        return starts[low:high].astype(np.int64) - begin
-
-    def target_count(self, index: int) -> int:
-        """Tokens of a sample that count in the loss: all targets, as nothing is masked here."""
-        self._locate(index)
-        return self.seq_len
+        wanted, shards = self._locate(indices)
+        shape = (wanted.size, self.seq_len)
+        tokens: Int64s = np.zeros(shape, dtype=np.int64)
+        targets: Int64s = np.full(shape, IGNORED, dtype=np.int64)
+        segments: Int64s | None = np.zeros(shape, dtype=np.int64) if self.mask == "document" else None
+        for shard in np.unique(shards).tolist():
+            chosen = np.flatnonzero(shards == shard)
+            pieces = self._pack(shard).pieces(wanted[chosen] - self._starts[shard])
+            source, place = _spread(pieces, chosen, self.seq_len)
+            data = self._folder.map_tokens(self._shards[shard])
+            following: Int64s = data[source + 1].astype(np.int64)
+            if self.prompt_masking:
+                following[self._folder.map_marks(self._shards[shard])[source + 1] == 0] = IGNORED
+            tokens.reshape(-1)[place] = data[source]
+            targets.reshape(-1)[place] = following
+            if segments is not None:
+                segments[chosen] = np.bincount(pieces.row, minlength=chosen.size)[:, None]  # padding's number
+                segments.reshape(-1)[place] = np.repeat(pieces.number, pieces.size)
+        return Rows(tokens, targets, segments)
 
     def count_targets(self, indices: npt.ArrayLike) -> int:
-        """The same for many samples together, without reading them."""
-        return int(np.size(np.asarray(indices))) * self.seq_len
+        """Targets of samples that count in the loss, all together; counted once a shard, then looked up."""
+        wanted, shards = self._locate(indices)
+        if self.mask == "causal" and not self.prompt_masking:
+            return wanted.size * self.seq_len
+        return sum(
+            int(self._count(shard)[wanted[shards == shard] - self._starts[shard]].sum())
+            for shard in np.unique(shards).tolist()
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -130,8 +153,10 @@ class TokenDataset:
 
     @property
     def longest_sequence(self) -> int:
-        """The largest ``seq_len`` that would give a sample; 0 if none does."""
-        return max((shard.tokens - 1 for shard in self._shards), default=0)
+        """The largest ``seq_len`` that a shard fills, or with ``mask="document"`` a document; 0 if none."""
+        if self.mask == "causal":
+            return max((shard.tokens - 1 for shard in self._shards), default=0)
+        return max((int(self._document_sizes(shard).max()) - 1 for shard in self._shards), default=0)
 
     @property
     def tokens(self) -> int:
@@ -140,9 +165,17 @@ class TokenDataset:
 
     @property
     def dropped_tokens(self) -> int:
-        """Tokens at the shards' ends that fill no sample."""
+        """Tokens in no sample: at the shards' ends, or with ``mask="document"`` documents of one token."""
+        if self.mask == "document":
+            return sum(int((self._document_sizes(shard) == 1).sum()) for shard in self._shards)
         counted = zip(self._shards, self.shard_sample_counts, strict=True)
         return sum(s.tokens - (count * self.seq_len + 1 if count else 0) for s, count in counted)
+
+    @property
+    def padding(self) -> int:
+        """Positions of all samples that hold no token of a document."""
+        filled = sum(int(self._pack(s).count_positions().sum()) for s in range(len(self._shards)))
+        return len(self) * self.seq_len - filled
 
     @property
     def vocab_size(self) -> int:
@@ -171,16 +204,74 @@ class TokenDataset:
             raise broken_shards(self.tokenizer_folder / TOKENIZER_FILE, rule)
         return tokenizer
 
-    def _locate(self, index: int) -> tuple[int, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} asked of {len(self)}")
-        shard = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return shard, int(index - self._starts[shard])
+    def _locate(self, indices: npt.ArrayLike) -> tuple[Int64s, Int64s]:
+        """Sample numbers as an array, and the shard of each."""
+        wanted: Int64s = np.asarray(indices, dtype=np.int64).reshape(-1)
+        if wanted.size and (int(wanted.min()) < 0 or int(wanted.max()) >= len(self)):
+            raise IndexError(f"samples {wanted.min()} to {wanted.max()} asked of {len(self)}")
+        return wanted, np.searchsorted(self._starts, wanted, side="right") - 1
 
-    def _map_rows(self, shard: int) -> npt.NDArray[Any]:
-        """The samples of a shard as the rows of a view; no copy is made."""
-        if shard not in self._rows:
-            tokens = self._folder.map_tokens(self._shards[shard])
-            windows = np.lib.stride_tricks.sliding_window_view(tokens, self.seq_len + 1)
-            self._rows[shard] = windows[:: self.seq_len]
-        return self._rows[shard]
+    def _pack(self, shard: int) -> Packing:
+        if shard not in self._packings:
+            entry = self._shards[shard]
+            if self.mask == "causal":
+                packing: Packing = WindowPacking(entry.tokens, self.seq_len)
+            else:
+                packing = DocumentPacking(self._folder.map_documents(entry), entry.tokens, self.seq_len)
+            if len(self._packings) == _PACKINGS_HELD:
+                del self._packings[next(iter(self._packings))]
+            self._packings[shard] = packing
+        return self._packings[shard]
+
+    def _count(self, shard: int) -> Int64s:
+        """Targets of each sample of a shard."""
+        if shard not in self._targets:
+            packing, entry = self._pack(shard), self._shards[shard]
+            if self.prompt_masking:
+                self._targets[shard] = packing.count_marked(self._folder.map_marks(entry))
+            else:
+                self._targets[shard] = packing.count_positions()
+        return self._targets[shard]
+
+    def _document_sizes(self, shard: ShardEntry) -> Int64s:
+        starts = self._folder.map_documents(shard).astype(np.int64)
+        return np.append(starts[1:], shard.tokens) - starts
+
+    def _too_short(self) -> Problem:
+        folder, longest = self._folder.folder, self.longest_sequence
+        has = f"the longest shard of {folder} has {longest + 1}" if longest else f"{folder} has none"
+        return Problem(
+            code="data-corpus-short",
+            path="data.seq_len",
+            value=self.seq_len,
+            rule=f"needs {self.seq_len + 1} tokens in one shard, and {has}",
+            fix=f"Use data.seq_len={longest} or less, or add text" if longest else "Add text",
+        )
+
+    def _no_targets(self) -> Problem:
+        return Problem(
+            code="data-no-targets",
+            path="data.prompt_masking",
+            value=self.prompt_masking,
+            rule=f"leaves nothing to learn: no target of the split {self.split!r} belongs to an answer "
+            f"({len(self)} samples of {self.seq_len} in {self._folder.folder})",
+            fix="Check the answers in the data, or set data.prompt_masking=false",
+        )
+
+
+def no_prompts(why: str) -> Problem:
+    """The problem of masking prompts in data that does not say what a prompt is."""
+    return Problem(
+        code="data-no-prompts",
+        path="data.prompt_masking",
+        value=True,
+        rule=f"needs data that knows its prompts, and {why}",
+        fix="Use lines with prompt and answer, or messages, and a template, such as data.template=chatml",
+    )
+
+
+def _spread(pieces: Pieces, rows: Int64s, seq_len: int) -> tuple[Int64s, Int64s]:
+    """For each position of the pieces: its input token in the shard, and its place in the flat result."""
+    ramp = np.arange(int(pieces.size.sum())) - np.repeat(np.cumsum(pieces.size) - pieces.size, pieces.size)
+    places = rows[pieces.row] * seq_len + pieces.offset
+    return np.repeat(pieces.begin, pieces.size) + ramp, np.repeat(places, pieces.size) + ramp

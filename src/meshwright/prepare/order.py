@@ -55,10 +55,6 @@ class SampleOrder:
         self._starts: Int64s = np.concatenate(([0], np.cumsum(self._counts)))[:-1].astype(np.int64)
         self.samples_per_epoch = int(self._counts.sum())
 
-    def sample_at(self, position: int) -> int:
-        """The sample at one position; see :meth:`samples_at`."""
-        return int(self.samples_at(np.asarray([position], dtype=np.int64))[0])
-
     def samples_at(self, positions: npt.ArrayLike) -> Int64s:
         """The samples at many positions.
 

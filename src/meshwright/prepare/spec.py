@@ -38,11 +38,17 @@ class CorpusSpec:
     out: Text
     """Folder for the prepared data; one that was prepared before is replaced."""
     tokenizer: Text = "byte"
-    """``byte``, ``bpe:4096`` (trains one on this corpus), or a path to a ``tokenizer.json``."""
+    """``byte``, ``bpe:4096`` (trains one on this corpus), or a path to a ``tokenizer.json`` or its folder."""
     eval_fraction: Annotated[float, Field(gt=0, le=0.5, strict=True)] = 0.01
     """Fraction of the documents that is held out for evaluation."""
     text_field: Text = "text"
-    """The field of a ``.jsonl`` line that holds the text."""
+    """The field of a ``.jsonl`` line that holds the text, where there is no template."""
+    template: Text | None = None
+    """Chat template for instruction data: a built-in one, ``tokenizer``, or a path; see ``templates``."""
+    prompt_field: Text = "prompt"
+    """The field of a ``.jsonl`` line that holds the prompt, where it has no ``messages``."""
+    answer_field: Text = "answer"
+    """The field of a ``.jsonl`` line that holds the answer."""
     shard_tokens: Annotated[int, Field(ge=1, le=2**40, strict=True)] = SHARD_TOKENS
     """Tokens in a shard, at most, unless one document is longer."""
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
@@ -91,9 +97,22 @@ def parse_corpus_spec(content: dict[str, Any]) -> CorpusSpec:
             parse_tokenizer_name(name, key="tokenizer")
         except UserError as error:
             problems += error.problems
+    problems += _fields_without_use(content)
     if problems or spec is None:
         raise UserError(*problems)
     return spec
+
+
+def _fields_without_use(content: dict[str, Any]) -> list[Problem]:
+    """Fields that the choice of template makes idle."""
+    idle = ("text_field",) if "template" in content else ("prompt_field", "answer_field")
+    needs = "with a template" if "template" in content else "without a template"
+    fix = "Leave it out" if "template" in content else 'Add, for example, template = "chatml"'
+    return [
+        Problem("corpus-idle-key", f"has no effect {needs}", path=key, value=content[key], fix=fix)
+        for key in idle
+        if key in content
+    ]
 
 
 def _problem(detail: dict[str, Any]) -> Problem:

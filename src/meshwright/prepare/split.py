@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
-
-import numpy.typing as npt
+from typing import Literal
 
 from meshwright.prepare.corpus import Document
 
@@ -66,11 +64,10 @@ def assign_splits(
         yield (other if passed_on else "both"), held[2]
 
 
-def cut_inside(tokens: npt.NDArray[Any], eval_fraction: float) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Cut the only document at a token boundary into (train, eval); eval is empty only for a single token.
+def cut_inside(tokens: int, eval_fraction: float) -> int:
+    """Where the only document is cut: the tokens before go to train, the others are held out.
 
-    A byte-level token may be a part of a character, so the cut may be inside one.
+    Nothing is held out only of a single token. A byte-level token may be a part of a character, so the cut
+    may be inside one.
     """
-    held_out = min(max(1, round(len(tokens) * eval_fraction)), len(tokens) - 1)
-    at = len(tokens) - held_out
-    return tokens[:at], tokens[at:]
+    return tokens - min(max(1, round(tokens * eval_fraction)), tokens - 1)

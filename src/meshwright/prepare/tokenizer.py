@@ -33,7 +33,15 @@ MIN_BPE_VOCAB = 300
 """256 bytes, the end of document, and some merges: less is the byte tokenizer with extra steps."""
 MAX_BPE_VOCAB = 1_000_000
 
-_KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+_KNOWN_ENDS = (
+    END_OF_DOCUMENT,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|im_end|>",
+    "[SEP]",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
@@ -48,6 +56,8 @@ class Tokenizer(Protocol):
     """All token numbers are below it."""
     end_of_document: int
     """The token that follows each document."""
+    special_tokens: dict[str, int]
+    """Tokens that no text becomes, by how a template spells them."""
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without an end of document."""
@@ -71,6 +81,10 @@ class ByteTokenizer:
     name = "byte"
     vocab_size = 257
     end_of_document = 256
+
+    def __init__(self) -> None:
+        """There is one such tokenizer; templates find no special tokens in it."""
+        self.special_tokens: dict[str, int] = {}
 
     def encode(self, text: str) -> list[int]:
         """The bytes of the text in UTF-8; lone surrogates become ``?``."""
@@ -134,14 +148,16 @@ class BpeTokenizer:
             raise ValueError(f"it has no token that ends a document (looked for {', '.join(_KNOWN_ENDS)})")
         self.end_of_document = ends[0]
         self.end_token: str = self._inner.id_to_token(ends[0])
+        added = self._inner.get_added_tokens_decoder()
+        self.special_tokens: dict[str, int] = {t.content: i for i, t in added.items() if t.special}
         self.vocab_size = max(vocab.values()) + 1
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
+    def train(cls, texts: Iterable[str], vocab_size: int, markers: Sequence[str] = ()) -> BpeTokenizer:
         """Train on texts, which are read once, as a stream.
 
         The same texts in the same order give the same tokenizer. A small corpus may not have enough pairs to
-        merge; then ``vocab_size`` comes out smaller than asked.
+        merge; then ``vocab_size`` comes out smaller than asked. ``markers`` become special tokens.
         """
         library = _tokenizers()
         inner = library.Tokenizer(library.models.BPE())
@@ -149,7 +165,7 @@ class BpeTokenizer:
         inner.decoder = library.decoders.ByteLevel()
         trainer = library.trainers.BpeTrainer(
             vocab_size=vocab_size,
-            special_tokens=[END_OF_DOCUMENT],
+            special_tokens=[END_OF_DOCUMENT, *markers],
             initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
@@ -222,11 +238,11 @@ class TokenizerChoice:
     vocab_size: int = 0
     """For ``bpe``: the vocabulary to train."""
     path: str = ""
-    """For ``file``: the path as the user wrote it."""
+    """For ``file``: the path of a ``tokenizer.json``, or of a folder with one, as the user wrote it."""
 
 
 def parse_tokenizer_name(text: str, key: str = "data.tokenizer") -> TokenizerChoice:
-    """Read ``byte``, ``bpe:4096`` or a path to a ``tokenizer.json``.
+    """Read ``byte``, ``bpe:4096`` or a path to a ``tokenizer.json`` or to a folder that has one.
 
     A path is recognised by its form (it ends in ``.json`` or has a slash), so that the answer does not depend
     on which files happen to exist.
@@ -252,6 +268,8 @@ def parse_tokenizer_name(text: str, key: str = "data.tokenizer") -> TokenizerCho
     else:
         rule = "is not a tokenizer"
     fix = "Use 'byte', 'bpe:4096' (trains a vocabulary of that size), or a path to a tokenizer.json"
+    if re.fullmatch(r"[\w.~-]+", text) and not text.startswith("bpe"):
+        fix += f" or to a folder that has one, with a slash: './{text}'"
     raise UserError(Problem(code="data-tokenizer-unknown", path=key, value=text, rule=rule, fix=fix))
 
 

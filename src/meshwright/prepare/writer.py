@@ -10,7 +10,7 @@ from array import array
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +37,12 @@ class ShardWriter:
     """Writes the splits of one prepared folder."""
 
     def __init__(
-        self, folder: Path, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS, shown: Path | None = None
+        self,
+        folder: Path,
+        tokenizer: Tokenizer,
+        shard_tokens: int = SHARD_TOKENS,
+        shown: Path | None = None,
+        marked: bool = False,
     ) -> None:
         """Begin an empty folder.
 
@@ -46,12 +51,15 @@ class ShardWriter:
             tokenizer: What made the tokens; it is saved with them.
             shard_tokens: Tokens in a shard, at most, unless one document is longer.
             shown: The folder to name in errors, where ``folder`` is temporary.
+            marked: Whether documents come with marks, which say what belongs to answers.
         """
+        self.prompt_tokens = 0
+        """Tokens so far that belong to prompts."""
         self._folder = folder
         self._shown = shown or folder
         self._tokenizer = tokenizer
         self._dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
-        self._splits = {name: _SplitWriter(folder, name, shard_tokens) for name in SPLITS}
+        self._splits = {name: _SplitWriter(folder, name, shard_tokens, marked) for name in SPLITS}
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -62,13 +70,15 @@ class ShardWriter:
         for split in self._splits.values():
             split.abandon()
 
-    def add(self, split: str, tokens: npt.NDArray[Any]) -> None:
-        """Append one document; its end is added here."""
+    def add(self, split: str, tokens: npt.NDArray[Any], marks: npt.NDArray[np.uint8] | None = None) -> None:
+        """Append one document; its end is added here, and belongs to what the document ends with."""
         document = np.empty(len(tokens) + 1, dtype=self._dtype)
         document[:-1] = tokens
         document[-1] = self._tokenizer.end_of_document
         with storage_errors(self._shown):
-            self._splits[split].add(document)
+            self._splits[split].add(document, None if marks is None else np.append(marks, marks[-1:]))
+        if marks is not None:
+            self.prompt_tokens += len(document) - int(marks.sum()) - int(marks[-1])
 
     def finish(self) -> ShardIndex:
         """Close the last shards, flush everything to the device, and write the index."""
@@ -96,37 +106,41 @@ class ShardWriter:
 class _SplitWriter:
     """The shards of one split; at most one is open."""
 
-    def __init__(self, folder: Path, name: str, shard_tokens: int) -> None:
+    def __init__(self, folder: Path, name: str, shard_tokens: int, marked: bool) -> None:
         self._folder = folder
         self._name = name
         self._shard_tokens = shard_tokens
+        self._marked = marked
         self._done: list[ShardEntry] = []
-        self._file: BinaryIO | None = None
+        self._file: _HashedFile | None = None
+        self._marks: _HashedFile | None = None
         self._tokens = 0
         self._starts = array("Q")
-        self._digest = hashlib.sha256()
 
-    def add(self, document: npt.NDArray[Any]) -> None:
+    def add(self, document: npt.NDArray[Any], marks: npt.NDArray[np.uint8] | None) -> None:
+        assert (marks is not None) == self._marked, "all documents of a folder have marks, or none"
         if self._file is not None and self._tokens + len(document) > self._shard_tokens:
             self._close_shard()
         if self._file is None:
-            self._file = (self._folder / f"{self._stem}.bin").open("xb", buffering=_BUFFER_BYTES)
-            self._tokens, self._starts, self._digest = 0, array("Q"), hashlib.sha256()
+            self._file = _HashedFile(self._folder / f"{self._stem}.bin")
+            self._marks = _HashedFile(self._folder / f"{self._stem}.marks.u8") if self._marked else None
+            self._tokens, self._starts = 0, array("Q")
         self._starts.append(self._tokens)
         self._tokens += len(document)
-        data = document.tobytes()
-        self._digest.update(data)
-        self._file.write(data)
+        self._file.write(document.tobytes())
+        if self._marks is not None and marks is not None:
+            self._marks.write(marks.astype(np.uint8).tobytes())
 
     def finish(self) -> tuple[ShardEntry, ...]:
         self._close_shard()
         return tuple(self._done)
 
     def abandon(self) -> None:
-        if self._file is not None:
-            with suppress(OSError):  # closing writes what is buffered, and the disk may be full
-                self._file.close()
-            self._file = None
+        for file in (self._file, self._marks):
+            if file is not None:
+                with suppress(OSError):  # closing writes what is buffered, and the disk may be full
+                    file.close()
+        self._file = self._marks = None
 
     @property
     def _stem(self) -> str:
@@ -135,19 +149,43 @@ class _SplitWriter:
     def _close_shard(self) -> None:
         if self._file is None:
             return
-        self._file.close()
-        sync_path(self._folder / f"{self._stem}.bin")
+        for file in (self._file, self._marks):
+            if file is not None:
+                file.close()
+                sync_path(file.path)
         starts = np.asarray(self._starts, dtype="<u8").tobytes()
         documents_file = self._folder / f"{self._stem}.docs.u64"
         documents_file.write_bytes(starts)
         sync_path(documents_file)
         entry = ShardEntry(
-            file=f"{self._stem}.bin",
+            file=self._file.path.name,
             tokens=self._tokens,
-            sha256=self._digest.hexdigest(),
+            sha256=self._file.sha256,
             documents_file=documents_file.name,
             documents=len(self._starts),
             documents_sha256=hashlib.sha256(starts).hexdigest(),
+            marks_file=self._marks.path.name if self._marks else None,
+            marks_sha256=self._marks.sha256 if self._marks else None,
         )
-        self._file = None
+        self._file = self._marks = None
         self._done.append(entry)
+
+
+class _HashedFile:
+    """A new file whose checksum is known when it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._digest = hashlib.sha256()
+        self._file = path.open("xb", buffering=_BUFFER_BYTES)
+
+    def write(self, data: bytes) -> None:
+        self._digest.update(data)
+        self._file.write(data)
+
+    def close(self) -> None:
+        self._file.close()
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()

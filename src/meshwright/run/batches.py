@@ -15,8 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from meshwright.prepare.dataset import TokenDataset
-from meshwright.run.models.loss import IGNORED
+from meshwright.prepare.dataset import IGNORED, Rows, TokenDataset
 
 
 def deal(count: int, rank: int, ranks: int) -> range:
@@ -35,24 +34,24 @@ class Batcher:
     ranks: int
     micro_batch: int
 
-    def micro_batches(self, samples: npt.NDArray[np.int64]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Tokens and targets, each (micro_batch, seq_len); as many as the fullest rank needs."""
+    def micro_batches(self, samples: npt.NDArray[np.int64]) -> Iterator[tuple[Tensor, ...]]:
+        """The model's arguments, each (micro_batch, seq_len); as many as the fullest rank needs.
+
+        Tokens and targets; with ``data.mask=document`` also segments, the number of each token's document.
+        """
         mine = samples[list(deal(len(samples), self.rank, self.ranks))]
         fullest = len(deal(len(samples), 0, self.ranks))
         for start in range(0, fullest, self.micro_batch):
-            rows = self.dataset.read(mine[start : start + self.micro_batch])
-            yield self._pad(rows)
+            yield self._pad(self.dataset.read(mine[start : start + self.micro_batch]))
 
     def count_targets(self, samples: npt.NDArray[np.int64]) -> int:
         """Targets of all ranks together: every rank knows the divisor of the loss without asking."""
         return self.dataset.count_targets(samples)
 
-    def _pad(self, rows: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        shape = (self.micro_batch, self.dataset.seq_len)
-        tokens = torch.zeros(shape, dtype=torch.int64)
-        targets = torch.full(shape, IGNORED, dtype=torch.int64)
-        if len(rows):
-            real = torch.from_numpy(rows)
-            tokens[: len(rows)] = real[:, :-1]
-            targets[: len(rows)] = real[:, 1:]
-        return tokens, targets
+    def _pad(self, rows: Rows) -> tuple[Tensor, ...]:
+        """Fill up with zero-weight samples: zeros, one document, no target."""
+        missing = ((0, self.micro_batch - len(rows.tokens)), (0, 0))
+        arrays = [np.pad(rows.tokens, missing), np.pad(rows.targets, missing, constant_values=IGNORED)]
+        if rows.segments is not None:
+            arrays.append(np.pad(rows.segments, missing))
+        return tuple(torch.from_numpy(array) for array in arrays)

@@ -56,7 +56,8 @@ def train_step(session: Session, meter: Meter) -> bool:
     session.noise_scale.begin(session.step + 1)
     positions = np.arange(session.position, session.position + session.job.train.global_batch)
     samples = session.order.samples_at(positions)
-    divisor = session.train_batches.count_targets(samples)
+    targets = session.train_batches.count_targets(samples)
+    divisor = max(targets, 1)  # a batch of nothing but long, masked prompts has none, and no gradient
     own_loss, own_targets = forward_backward(session, samples, divisor)
     if session.audit is not None:
         session.audit.after_backward()
@@ -67,7 +68,7 @@ def train_step(session: Session, meter: Meter) -> bool:
     loss_sum, counted, stops, *noise_sums = session.ranks.add_up(
         [own_loss, own_targets, session.stop_wanted, *noise]
     )
-    assert counted == divisor, f"{counted:.0f} targets were trained on, {divisor} were expected"
+    assert counted == targets, f"{counted:.0f} targets were trained on, {targets} were expected"
     session.step += 1
     session.position += len(samples)
     loss, norm = loss_sum / divisor, None if grad_norm is None else float(grad_norm)
@@ -79,9 +80,9 @@ def train_step(session: Session, meter: Meter) -> bool:
         grad_norm=norm,
         lr=lr,
         noise_scale=session.noise_scale.estimate(noise_sums, len(samples)),
-        tokens=divisor,
+        tokens=targets,
         step_s=step_s,
-        **meter.read(divisor / step_s),
+        **meter.read(targets / step_s),
         **session.precision.look(loss, norm),
     )
     session.precision.require_scale(session.step)
@@ -146,6 +147,10 @@ def evaluate(session: Session) -> float | None:
             loss_sum += session.model(*[move(t, device) for t in batch]).item()
         targets_seen += int((batch[1] >= 0).sum())
     loss_sum, counted = session.ranks.add_up([loss_sum, float(targets_seen)])
+    if not counted:
+        reason = f"the first {len(samples)} held-out samples hold masked prompts alone"
+        session.events.write("no_evaluation", reason=reason)
+        return None
     session.events.write("eval", step=session.step, loss=loss_sum / counted, samples=len(samples))
     return loss_sum / counted
 

@@ -89,8 +89,9 @@ def build_session(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
     model = build_model(job, ranks.device, from_hf=assignment.hf_weights)
     data_dir = Path(assignment.data_dir)
-    train_data = TokenDataset.open(data_dir, "train", job.data.seq_len)
-    eval_data = TokenDataset.open(data_dir, "eval", job.data.seq_len)
+    rows = (job.data.seq_len, job.data.mask, job.data.prompt_masking)
+    train_data = TokenDataset.open(data_dir, "train", *rows)
+    eval_data = TokenDataset.open(data_dir, "eval", *rows)
     assert job.layout.micro_batch is not None, "a plan settles the micro-batch"
 
     def batcher(dataset: TokenDataset) -> Batcher:
@@ -146,6 +147,8 @@ def save(session: Session, eval_loss: float | None) -> Path:
         model=dataclasses.asdict(job.model),
         train=settled(job.train),
         seq_len=job.data.seq_len,
+        mask=job.data.mask,
+        prompt_masking=job.data.prompt_masking,
         data_sha256=session.data_sha256,
         buckets=[list(names) for names in session.plan.buckets],
         micro_batch=job.layout.micro_batch or 0,

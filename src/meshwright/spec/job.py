@@ -32,15 +32,21 @@ class Data:
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
     path: Location
-    """A prepared folder, a text file, a folder or glob of text, or `builtin:python-stdlib`."""
+    """A prepared folder, a text or .jsonl file, a folder or glob of them, or `builtin:python-stdlib`."""
     seq_len: Count
     """Tokens in one sample."""
     tokenizer: str | None = None
-    """`byte`, `bpe:SIZE` (trained on the corpus), or a tokenizer.json; left out, model.hf's, else `byte`."""
+    """`byte`, `bpe:SIZE` (trained on the text), tokenizer.json or its folder; left out, model.hf's or `byte`."""
     mask: Literal["causal", "document"] = "causal"
-    """Whether attention crosses document boundaries."""
+    """Whether attention crosses document boundaries; with `document`, samples hold whole documents."""
     prompt_masking: Flag = False
-    """Count no loss on prompts."""
+    """Count the loss on answers only, not on prompts; needs instruction data."""
+    template: Location | None = None
+    """Chat template of instruction data: `alpaca`, `chatml`, `llama3`, `plain`, `tokenizer`, or a path."""
+    prompt_field: Location | None = None
+    """Field of a .jsonl line that holds the prompt, where it has no `messages`; `prompt` if left out."""
+    answer_field: Location | None = None
+    """Field of a .jsonl line that holds the answer; `answer` if left out."""
     eval_fraction: Annotated[float, Field(gt=0, le=0.5, strict=True)] | None = None
     """Share of the documents held out for evaluation; 0.01 if left out."""
     cache: Location = ".meshwright/data"

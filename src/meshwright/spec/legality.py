@@ -286,6 +286,16 @@ def _check_lr_base(job: Job) -> Problem | None:
     )
 
 
+def _check_fields(job: Job) -> Problem | None:
+    for key in ("prompt_field", "answer_field"):
+        value = getattr(job.data, key)
+        if value is not None and job.data.template is None:
+            rule = "has no effect without data.template: only a template joins prompts and answers"
+            fix = "Set data.template, for example to chatml, or leave it out"
+            return Problem("data-template-needed", rule, path=f"data.{key}", value=value, fix=fix)
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "model-heads-width",
@@ -318,6 +328,9 @@ RULES: tuple[Rule, ...] = (
     _needs("layout-virtual-stages-pp", "layout.virtual_stages", 1, "layout.pp", "only pipelines have stages"),
     Rule("layout-world-size", "The degrees multiply to at most the cluster's devices.", _check_world),
     Rule("layout-micro-batch", "`micro_batch` is at most a rank's share of the batch.", _check_micro_batch),
+    Rule(
+        "data-template-needed", "`data.prompt_field` and `answer_field` need `data.template`.", _check_fields
+    ),
     _only_with("train-loss-scale", "train.loss_scale", "train.precision", "fp16", "the others need no scale"),
     _only_with(
         "train-compile-backend", "train.compile_backend", "train.compile", True, "nothing is compiled"
@@ -341,7 +354,6 @@ RULES: tuple[Rule, ...] = (
     _not_built("layout.context", ("ring",), "another context method"),
     _not_built("layout.prefetch", (1,), "another prefetch depth under ZeRO"),
     _not_built("train.precision", ("fp32", "bf16", "fp16"), "fp8 training"),
-    _not_built("data.prompt_masking", (False,), "masked prompts"),
     Rule("train-muon-not-built", "Muon on cut matrices (`dp_shard`, `tp`).", check_muon_whole, built=False),
     Rule(
         "train-noise-scale-not-built",

@@ -8,11 +8,11 @@ import os
 import pytest
 
 from meshwright.core.errors import UserError
-from meshwright.prepare.corpus import NAMED_AT_MOST, CorpusTally, iter_corpus, iter_documents
+from meshwright.prepare.corpus import NAMED_AT_MOST, CorpusTally, Reading, iter_corpus
 
 
 def names(source, base, **options) -> list[str]:
-    return [document.name for document in iter_documents(source, base, **options)]
+    return [document.name for document in iter_corpus([source], base, **options)]
 
 
 def codes(error) -> list[str]:
@@ -44,7 +44,7 @@ def test_a_folder_is_read_in_a_fixed_order(tree, monkeypatch):
 
 
 def test_text_is_not_changed(tree):
-    assert [d.text for d in iter_documents("tree/a.txt", tree)] == ["text of a.txt\r\n"]
+    assert [d.text for d in iter_corpus(["tree/a.txt"], tree)] == ["text of a.txt\r\n"]
 
 
 def test_globs_and_absolute_paths(tree):
@@ -76,7 +76,7 @@ def test_jsonl_gives_a_document_a_line(tmp_path):
     lines += ['{"body": 5}', "[1]", '{"body": "\\ud800"}', "[" * 100_000, '{"body": ""}', '{"body": "one"}']
     (tmp_path / "a.jsonl").write_text("\ufeff" + "\n".join(lines))
     tally = CorpusTally()
-    documents = list(iter_documents("a.jsonl", tmp_path, text_field="body", tally=tally))
+    documents = list(iter_corpus(["a.jsonl"], tmp_path, reading=Reading(text_field="body"), tally=tally))
     assert [(d.name, d.text) for d in documents] == [("a.jsonl:1", "one"), ("a.jsonl:3", "two\n")]
     assert (tally.documents_in, tally.quarantined, tally.empty, tally.duplicates) == (10, 6, 1, 1)
     assert tally.quarantined_names[0] == "a.jsonl:4: no text in the field 'body'"
@@ -91,7 +91,7 @@ def test_the_unreadable_is_quarantined_and_named(tmp_path):
     with open(os.fsencode(tmp_path) + b"/\xff.txt", "wb") as file:  # noqa: PTH123 - a name that is not UTF-8
         file.write(b"\xff")
     tally = CorpusTally()
-    assert [d.text for d in iter_documents(str(tmp_path), tmp_path, tally=tally)] == ["good é"]
+    assert [d.text for d in iter_corpus([str(tmp_path)], tmp_path, tally=tally)] == ["good é"]
     assert tally.quarantined == 5
     named = "\n".join(tally.quarantined_names)
     for part in (
@@ -115,7 +115,7 @@ def test_unreadable_for_permission_is_quarantined(tree, monkeypatch):
 
     monkeypatch.setattr(type(tree), "read_bytes", refuse)
     tally = CorpusTally()
-    assert len(list(iter_documents("tree", tree, tally=tally))) == 3
+    assert len(list(iter_corpus(["tree"], tree, tally=tally))) == 3
     assert tally.quarantined_names == ["tree/b.txt: Permission denied"]
 
 
@@ -129,7 +129,7 @@ def test_a_folder_that_cannot_be_listed_is_quarantined(tree, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", refuse)
     tally = CorpusTally()
-    assert len(list(iter_documents("tree", tree, tally=tally))) == 3
+    assert len(list(iter_corpus(["tree"], tree, tally=tally))) == 3
     assert tally.quarantined_names == ["tree/m: Permission denied"]
 
 
@@ -172,7 +172,7 @@ def test_a_named_path_that_cannot_be_read_is_an_error(kind, tree, monkeypatch):
 
         monkeypatch.setattr(type(tree), "open", refuse)
     with pytest.raises(UserError) as error:
-        iter_documents(source, tree)
+        iter_corpus([source], tree)
     assert codes(error) == ["data-path-unreadable"]
 
 
@@ -180,7 +180,7 @@ def test_a_named_path_that_cannot_be_read_is_an_error(kind, tree, monkeypatch):
 def test_no_text_at_all_is_an_error(content, tmp_path):
     (tmp_path / "only.txt").write_bytes(content)
     with pytest.raises(UserError) as error:
-        list(iter_documents("only.txt", tmp_path))
+        list(iter_corpus(["only.txt"], tmp_path))
     assert codes(error) == ["data-corpus-empty"]
     assert "only.txt gives no text" in str(error.value)
 
@@ -188,7 +188,7 @@ def test_no_text_at_all_is_an_error(content, tmp_path):
 def test_an_empty_folder_is_an_error(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError) as error:
-        list(iter_documents("empty", tmp_path))
+        list(iter_corpus(["empty"], tmp_path))
     assert codes(error) == ["data-corpus-empty"]
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from meshwright.prepare.dataset import IGNORED
 from meshwright.run.gradient_noise import MEMORY, NoiseScale, add_noise, noise_std, separate
 from meshwright.run.models.init import build_model
-from meshwright.run.models.loss import IGNORED
 from meshwright.spec.job import Train
 from meshwright.spec.load import load_job
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 
+from meshwright.prepare.dataset import IGNORED
 from meshwright.run.memory import PeakTracker
-from meshwright.run.models.loss import IGNORED, linear_cross_entropy
+from meshwright.run.models.loss import linear_cross_entropy
 
 TOKENS, WIDTH, WORDS = 37, 16, 50
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.plan.shapes import list_parameters
+from meshwright.prepare.dataset import IGNORED
 from meshwright.run.models.decoder import Decoder, apply_rope, build_rope, stretch
 from meshwright.run.models.init import initialise, parameter_seed
-from meshwright.run.models.loss import IGNORED
 from meshwright.spec.model import DecoderModel
 
 

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.plan.ledger import predict_ledger
+from meshwright.prepare import dataset
+from meshwright.prepare.dataset import IGNORED, Rows
 from meshwright.run.batches import Batcher, deal
 from meshwright.run.memory import PeakTracker, state_bytes, unique_bytes
 from meshwright.run.models.init import build_model
-from meshwright.run.models.loss import IGNORED
 from meshwright.run.optimizer import build_optimizer
 from meshwright.run.probe import measure_matmul
 from meshwright.spec.load import load_job
@@ -48,35 +49,49 @@ def test_samples_are_dealt_once_each_and_evenly(count, ranks):
     assert len(hands[0]) == max(map(len, hands)), "rank 0 is the fullest: it sets the number of micro-batches"
 
 
-class Rows:
-    """Stands in for a dataset: row i holds i, i+1, ..."""
+class Counting:
+    """Stands in for a dataset: row i holds i, i+1, ..., and is document 3 of something."""
 
     seq_len = 4
 
+    def __init__(self, mask="causal"):
+        self.mask = mask
+
     def read(self, indices):
-        return (
-            np.stack([np.arange(i, i + 5) for i in indices]) if len(indices) else np.empty((0, 5), np.int64)
-        )
+        tokens = np.asarray(indices)[:, None] + np.arange(4)
+        return Rows(tokens, tokens + 1, np.full_like(tokens, 3) if self.mask == "document" else None)
 
     def count_targets(self, indices):
         return 4 * len(indices)
 
 
+@pytest.mark.parametrize("mask", ["causal", "document"])
 @given(st.integers(1, 30), st.integers(1, 7), st.integers(1, 6))
-def test_every_rank_runs_the_same_micro_batches_and_every_sample_counts_once(count, ranks, micro):
+def test_every_rank_runs_the_same_micro_batches_and_every_sample_counts_once(mask, count, ranks, micro):
     samples = np.arange(100, 100 + count)
     shapes, seen = set(), []
     for rank in range(ranks):
-        batches = list(Batcher(Rows(), rank, ranks, micro).micro_batches(samples))
+        batches = list(Batcher(Counting(mask), rank, ranks, micro).micro_batches(samples))
         shapes.add((len(batches), micro))
-        for tokens, targets in batches:
+        for tokens, targets, *segments in batches:
             assert tokens.shape == targets.shape == (micro, 4)
+            assert tokens.dtype == targets.dtype == torch.int64
+            assert len(segments) == (mask == "document"), "the model's third argument, where it is needed"
             real = targets[:, 0] != IGNORED
             seen += tokens[real][:, 0].tolist()
             assert (targets[~real] == IGNORED).all()
+            assert (tokens[~real] == 0).all()
+            for numbers in segments:
+                assert (numbers[real] == 3).all()
+                assert (numbers[~real] == 0).all()
     assert len(shapes) == 1
     assert sorted(seen) == samples.tolist()
-    assert Batcher(Rows(), 0, ranks, micro).count_targets(samples) == 4 * count
+    assert Batcher(Counting(), 0, ranks, micro).count_targets(samples) == 4 * count
+
+
+def test_data_and_model_agree_on_what_is_ignored():
+    """The data layer cannot import the model's number."""
+    assert dataset.IGNORED == IGNORED
 
 
 def test_shared_storage_counts_once():

@@ -59,7 +59,7 @@ CASES = {
     "train-precision-not-built": {"train": {"precision": "fp8"}},
     "train-muon-not-built": {"train": {"optimizer": "muon"}, "layout": {"tp": 2}},
     "train-noise-scale-not-built": {"train": {"noise_scale_every": 1}, "layout": {"pp": 2}},
-    "data-prompt-masking-not-built": {"data": {"prompt_masking": True}},
+    "data-template-needed": {"data": {"answer_field": "output"}},
     "consistency-mode-not-built": {"consistency": {"mode": "gossip"}},
     "compression-kind-not-built": {"compression": {"kind": "topk"}},
 }

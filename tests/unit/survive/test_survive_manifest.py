@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,14 +114,26 @@ def test_a_manifest_that_is_not_ours_is_refused_with_the_reason(root, change, sa
     assert says in str(caught.value)
 
 
-def test_another_sequence_length_cannot_be_resumed():
+@pytest.mark.parametrize(
+    ("key", "here", "says"),
+    [
+        ("seq_len", 16, r"data\.seq_len is 8 there and 16 in the job"),
+        ("mask", "document", r"data\.mask is causal there and document in the job"),
+        ("prompt_masking", True, r"data\.prompt_masking is False there and True in the job"),
+    ],
+)
+def test_samples_made_in_another_way_cannot_be_resumed(key, here, says):
+    """The golden checkpoint names neither mask nor prompts: it is of a time when there was one way."""
+    from meshwright.spec.job import Data
     from meshwright.spec.model import DecoderModel
 
     manifest = read_manifest(GOLDEN)
     model = DecoderModel(**manifest.model)
-    check_same_job(manifest, model, 8, GOLDEN)
-    with pytest.raises(UserError, match=r"data\.seq_len is 8 there and 16 in the job"):
-        check_same_job(manifest, model, 16, GOLDEN)
+    data = Data(path="text", seq_len=8)
+    check_same_job(manifest, model, data, GOLDEN)
+    with pytest.raises(UserError, match=says) as caught:
+        check_same_job(manifest, model, replace(data, **{key: here}), GOLDEN)
+    assert caught.value.problems[0].code == "resume-mismatch"
 
 
 def test_state_of_another_optimizer_cannot_be_resumed():

@@ -17,8 +17,7 @@ import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-IGNORED = -100
-"""A target that carries no loss: padding, a masked prompt, a zero-weight sample."""
+from meshwright.prepare.dataset import IGNORED
 
 
 def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, chunk: int) -> Tensor:

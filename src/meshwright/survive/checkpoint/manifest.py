@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.spec.job import Train
+from meshwright.spec.job import Data, Train
 from meshwright.spec.model import Model
 from meshwright.spec.recipe import setting
 
@@ -59,6 +59,8 @@ class Manifest:
     micro_batch: int = 0
     compression: str = "none"
     torch: str = ""
+    mask: str = "causal"
+    prompt_masking: bool = False
     loss_scale: dict[str, float] | None = None
     """fp16's loss scale and how it moves."""
     files: dict[str, FileFacts] = field(default_factory=dict)
@@ -159,14 +161,17 @@ def find_newest(root: Path) -> tuple[Path, list[str]] | None:
     return None
 
 
-def check_same_job(manifest: Manifest, model: Model, seq_len: int, checkpoint: Path) -> None:
-    """A checkpoint of another model, or of samples cut to another length, cannot be resumed."""
-    if manifest.seq_len != seq_len:
-        rule = f"does not fit this job: data.seq_len is {manifest.seq_len} there and {seq_len} in the job"
-        fix = "Use the same length: the position in the data counts samples of it"
-        raise UserError(Problem("resume-mismatch", rule, path=str(checkpoint), fix=fix))
+def check_same_job(manifest: Manifest, model: Model, data: Data, checkpoint: Path) -> None:
+    """A checkpoint of another model, or of samples that were made in another way, cannot be resumed."""
+    for key in ("seq_len", "mask", "prompt_masking"):
+        there, here = getattr(manifest, key), getattr(data, key)
+        if there != here:
+            rule = f"does not fit this job: data.{key} is {there} there and {here} in the job"
+            fix = "Use the same value: the position in the data counts samples made with it"
+            raise UserError(Problem("resume-mismatch", rule, path=str(checkpoint), fix=fix))
+    defaults = {known.name: known.default for known in fields(model)}
     for key, value in asdict(model).items():
-        there = manifest.model.get(key)
+        there = manifest.model.get(key, defaults[key])  # a checkpoint from before there was such a key
         if key not in ("preset", "init_std", "hf") and there != value:
             rule = f"does not fit this job: model.{key} is {there} there and {value} in the job"
             fix = "Use the job file that it came from"

@@ -1,0 +1,39 @@
+"""Masked prompts and document masks on real ranks: the same loss for every layout."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from meshwright.core.events import read_events
+
+SETTINGS = ("data.path=qa.jsonl", "data.template=plain", "data.mask=document", "data.prompt_masking=true")
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    """Prompts of very different lengths, some many rows long, with short answers."""
+    lines = [
+        json.dumps({"prompt": f"question {n}? " * (30 if n % 4 == 0 else 1), "answer": f"answer {n}"})
+        for n in range(40)
+    ]
+    (tmp_path / "qa.jsonl").write_text("\n".join(lines))
+
+
+def steps_of(trained):
+    events = read_events(trained.run_dir / "events.jsonl").events
+    return [e for e in events if e["event"] == "step" and e["rank"] == 0]
+
+
+def test_one_and_three_ranks_agree_with_masked_prompts_and_whole_documents(train, pairs):
+    """Two samples over three ranks: one rank has zero-weight rows, and some steps have no target at all."""
+    asked = (*SETTINGS, "data.eval_fraction=0.2", "train.global_batch=2", "train.steps=12")
+    one, three = (train(*asked, f"layout.dp_replicate={ranks}") for ranks in (1, 3))
+    counts = [step["tokens"] for step in steps_of(one)]
+    assert 0 in counts, "a batch of prompts alone"
+    assert max(counts) > 0
+    assert counts == [step["tokens"] for step in steps_of(three)]
+    assert all((loss == 0) == (count == 0) for loss, count in zip(one.losses, counts, strict=True))
+    assert three.losses == pytest.approx(one.losses, rel=1e-5)
+    assert three.result["eval_loss"] == pytest.approx(one.result["eval_loss"], rel=1e-5)

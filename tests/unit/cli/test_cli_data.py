@@ -1,0 +1,127 @@
+"""The data of a job: prepared once, and again when something changed; refusals name the key."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.data import settle_data
+from meshwright.cli.output import Output
+from meshwright.core.errors import UserError
+from meshwright.prepare.build import CorpusSpec, prepare_corpus
+from meshwright.prepare.dataset import TokenDataset
+from meshwright.prepare.tokenizer import BpeTokenizer
+from meshwright.spec.load import load_job
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "instruct.toml"
+
+
+@pytest.fixture
+def settle(tmp_path, monkeypatch):
+    """Settle the data of a small job; a mapping of data's keys replaces the usual ones."""
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"prompt": f"ask {n}", "answer": f"say {n}"}) for n in range(40)]
+    (tmp_path / "qa.jsonl").write_text("\n".join(lines))
+
+    def run(vocab_size=1024, **data):
+        job = load_job("tiny", [f"model.vocab_size={vocab_size}", "data.path=qa.jsonl", "data.seq_len=64"])
+        asked = {"template": "chatml", "mask": "document", "prompt_masking": True, **data}
+        job = dataclasses.replace(job, data=dataclasses.replace(job.data, **asked))
+        return settle_data(Output(as_json=True), job)
+
+    return run
+
+
+def codes(error) -> list[tuple[str, str]]:
+    return [(problem.code, problem.path.rpartition("/")[2]) for problem in error.value.problems]
+
+
+def test_an_instruction_file_is_prepared_once_and_again_when_something_changed(settle, tmp_path, capsys):
+    first = settle()
+    assert "of prompts" in capsys.readouterr().err
+    assert settle() == first
+    assert "prepared" not in capsys.readouterr().err, "found in the cache"
+    others = {settle(template="plain"), settle(prompt_field="answer", answer_field="prompt")}
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
+    others.add(settle(template="mine.jinja"))
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.content }}.{% endfor %}")
+    others.add(settle(template="mine.jinja"))
+    assert len(others | {first}) == 5
+    assert settle(mask="causal", prompt_masking=False) == first, "how it is read does not change the folder"
+
+
+def test_padding_is_told(settle, capsys):
+    folder = settle()
+    dataset = TokenDataset.open(folder, "train", 64, "document")
+    share = dataset.padding / (64 * len(dataset))
+    assert f"{share:.1%} of them is padding" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({"template": None}, ("data-no-prompts", "data.prompt_masking")),
+        ({"template": "chatlm"}, ("data-template-unknown", "data.template")),
+        ({"template": "tokenizer"}, ("data-template-unknown", "data.template")),
+        ({"prompt_field": "question"}, ("data-corpus-empty", "qa.jsonl")),
+        ({"tokenizer": "./nope"}, ("data-tokenizer-unreadable", "nope")),
+        ({"tokenizer": "nope"}, ("data-tokenizer-unknown", "data.tokenizer")),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_prepared(settle, tmp_path, data, expected):
+    with pytest.raises(UserError) as error:
+        settle(**data)
+    assert codes(error) == [expected]
+    assert not list((tmp_path / ".meshwright").glob("data/*"))
+
+
+def test_a_prepared_folder_takes_no_template(settle, tmp_path):
+    prepare_corpus(CorpusSpec(("qa.jsonl",), "done", template="plain"), tmp_path)
+    assert settle(path="done", template=None) == Path("done")
+    with pytest.raises(UserError) as error:
+        settle(path="done")
+    assert codes(error) == [("data-already-prepared", "data.template")]
+
+
+def test_a_prepared_folder_without_prompts_is_refused(settle, tmp_path):
+    (tmp_path / "plain.txt").write_text("text " * 100)
+    prepare_corpus(CorpusSpec(("plain.txt",), "done"), tmp_path)
+    with pytest.raises(UserError, match="done was prepared without a template"):
+        settle(path="done", template=None)
+
+
+def test_a_tokenizer_folder_is_read_with_its_template_and_must_fit_the_model(settle, tmp_path):
+    """Added tokens have the highest numbers: they count when the vocabulary is compared."""
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("jinja2")
+    (tmp_path / "hf").mkdir()
+    trained = BpeTokenizer.train(["ask say"] * 3, 300)
+    trained.save(tmp_path / "hf")
+    content = json.loads((tmp_path / "hf/tokenizer.json").read_text())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    content["added_tokens"].append(
+        {"id": max(content["model"]["vocab"].values()) + 1, "content": "<|turn|>", **flags}
+    )
+    (tmp_path / "hf/tokenizer.json").write_text(json.dumps(content))
+    template = "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}"
+    (tmp_path / "hf/tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(UserError) as error:
+        settle(tokenizer="./hf", template="tokenizer", vocab_size=256)
+    assert codes(error) == [("model-vocab-small", "model.vocab_size")]
+    added = BpeTokenizer((tmp_path / "hf/tokenizer.json").read_text()).special_tokens["<|turn|>"]
+    dataset = TokenDataset.open(settle(tokenizer="./hf", template="tokenizer"), "train", 64, "document")
+    assert (dataset.read([0]).tokens == added).sum() >= 2
+    assert f"vocabulary of {added + 1}." in str(error.value)
+
+
+def test_the_example_is_whole(settle, monkeypatch):
+    """Its lines are all read, some with several turns, and something is held out."""
+    monkeypatch.chdir(EXAMPLE.parents[1])
+    job = load_job(str(EXAMPLE))
+    assert (job.data.mask, job.data.prompt_masking) == ("document", True)
+    lines = [json.loads(line) for line in Path(job.data.path).read_text().splitlines()]
+    assert 40 <= len(lines) <= 80
+    assert any("messages" in line for line in lines)
