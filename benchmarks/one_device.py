@@ -1,7 +1,7 @@
 """Training steps on one device: ours beside transformers' Llama with torch.compile, same shape, same batch.
 
 Each runs in a process of its own. Ours is a rank's session and step as ``meshwright train`` runs them, eager
-and compiled; theirs is the loop that one writes by hand: float32 weights, bf16 autocast, fused AdamW, clipping.
+and compiled; theirs is the loop that one writes by hand: float32 weights, bf16 autocast, fused AdamW, clips.
 FLOPs are counted alike for both: 6 for each parameter but the input embedding a token, plus causal attention
 (half). The shape is Llama 3.2 1B's, untied.
 

@@ -32,6 +32,51 @@ def test_state_is_equal_and_the_peak_within_five_per_cent(train):
         assert result["state_bytes"] == result["predicted_state_bytes"]
 
 
+WIDE = (
+    "model.num_layers=6",
+    "model.hidden_size=512",
+    "model.num_heads=8",
+    "model.num_kv_heads=4",
+    "model.ffn_size=2048",
+    "model.vocab_size=32000",
+    "data.seq_len=256",
+    "train.global_batch=16",
+    "train.steps=4",
+)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_recomputation_changes_no_loss_and_the_ledger_knows(train, precision, recompute):
+    plain = train(*ON_GPU, *WIDE, f"train.precision={precision}", "run_dir=plain")
+    saved = train(
+        *ON_GPU, *WIDE, f"train.precision={precision}", f"layout.recompute={recompute}", "run_dir=saved"
+    )
+    assert saved.losses == pytest.approx(plain.losses, rel=1e-4)
+    assert saved.result["peak_memory_bytes"][0] < plain.result["peak_memory_bytes"][0]
+    assert saved.result["audit_ok"], saved.result["differences"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_document_mask_runs_in_a_fused_kernel(train, precision):
+    """The peak is the ledger's: no kernel builds the score matrix of every head."""
+    result = train(*ON_GPU, *WIDE, "data.mask=document", f"train.precision={precision}").result
+    assert result["audit_ok"], result["differences"]
+
+
+def test_compiled_blocks_give_the_same_losses(train):
+    plain = train(*ON_GPU, *WIDE, "train.precision=bf16", "run_dir=plain")
+    compiled = train(*ON_GPU, *WIDE, "train.precision=bf16", "train.compile=true", "run_dir=compiled")
+    assert compiled.losses == pytest.approx(plain.losses, rel=1e-2)
+    assert compiled.result["audit_ok"], compiled.result["differences"]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lion", "muon"])
+def test_every_optimizer_holds_the_predicted_state(train, optimizer):
+    result = train(*ON_GPU, *WIDE, f"train.optimizer={optimizer}").result
+    assert result["audit_ok"], result["differences"]
+
+
 @pytest.mark.parametrize("heads", [2, 4], ids=["grouped", "full"])
 def test_float32_attention_never_holds_the_scores(train, heads):
     """Long sequences in float32: the fused kernel runs, grouped heads or not; the peak says so."""

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.plan.ledger import predict_ledger
-from meshwright.prepare import dataset
 from meshwright.prepare.dataset import IGNORED, Rows
 from meshwright.run.batches import Batcher, deal
 from meshwright.run.memory import PeakTracker, state_bytes, unique_bytes
@@ -87,11 +86,6 @@ def test_every_rank_runs_the_same_micro_batches_and_every_sample_counts_once(mas
     assert len(shapes) == 1
     assert sorted(seen) == samples.tolist()
     assert Batcher(Counting(), 0, ranks, micro).count_targets(samples) == 4 * count
-
-
-def test_data_and_model_agree_on_what_is_ignored():
-    """The data layer cannot import the model's number."""
-    assert dataset.IGNORED == IGNORED
 
 
 def test_shared_storage_counts_once():
