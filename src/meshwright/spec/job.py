@@ -36,7 +36,7 @@ class Data:
     seq_len: Count
     """Tokens in one sample."""
     tokenizer: str | None = None
-    """`byte`, `bpe:SIZE` (trained on the text), a tokenizer.json or its folder; else model.hf's, or `byte`."""
+    """`byte`, `bpe:SIZE` (trained on it), a tokenizer.json or its folder; else model.hf's, or `byte`."""
     mask: Literal["causal", "document"] = "causal"
     """Whether attention crosses document boundaries; with `document`, samples hold whole documents."""
     prompt_masking: Flag = False
