@@ -26,6 +26,8 @@ app = typer.Typer(
 
 checkpoint_app = typer.Typer(help="What is kept of runs.", rich_markup_mode=None)
 app.add_typer(checkpoint_app, name="checkpoint")
+bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None, no_args_is_help=True)
+app.add_typer(bench, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else there.")]
 Overrides = Annotated[
@@ -133,6 +135,33 @@ def audit(
 
 
 @app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(help="Folder that holds runs.", metavar="DIR")] = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """List runs, newest first: how far they came and whether their plans held."""
+    from meshwright.cli.runs import show_runs  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: show_runs(output, folder))
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.", metavar="RUN")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the page here; RUN/report.html if left out.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show a run's curves, memory and audit, and write them as one HTML page."""
+    from meshwright.cli.runs import show_report  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: show_report(output, run, out))
+
+
+@app.command()
 def generate(
     checkpoint: Annotated[
         Path, typer.Argument(help="A checkpoint, a folder of them, a run, or a Hugging Face folder.")
@@ -189,6 +218,25 @@ def export(
 
     output = Output(as_json)
     guarded(output, lambda: export_folder(output, path, out, dtype.value, shard_gb))
+
+
+@bench.command()
+def scaling(
+    job: JobSource,
+    overrides: Overrides = None,
+    ranks: Annotated[
+        str | None, typer.Option(help="Numbers of ranks, such as 1,2,4; up to all devices if left out.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Rounds for each; the first three are not counted.")] = 12,
+    weak: Annotated[bool, typer.Option("--weak", help="Let the global batch grow with the ranks.")] = False,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the picture goes.")] = Path("scaling.svg"),
+    as_json: Json = False,
+) -> None:
+    """Measure speed-up, efficiency and overlap of a job on 1 to N ranks."""
+    from meshwright.cli.bench import bench_scaling  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: bench_scaling(output, job, overrides or [], ranks, steps, weak, out))
 
 
 @app.command()

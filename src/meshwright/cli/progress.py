@@ -14,6 +14,7 @@ from meshwright.core.events import Event
 from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.explain.record import RunRecord
 from meshwright.explain.tensorboard import TensorBoardSink
+from meshwright.explain.trackers import Ending, build_trackers
 from meshwright.spec.job import Job
 
 WIDE_ENOUGH = 100
@@ -100,6 +101,7 @@ class Audience:
         self.record = RunRecord()
         self._view = ProgressView(console, job.train.steps)
         self._curves = TensorBoardSink(run_dir) if job.train.tensorboard else None
+        self._trackers = build_trackers(job, run_dir, lambda text: console.print(f"warning: {text}"))
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -117,6 +119,13 @@ class Audience:
         self._view.feed(event)
         if self._curves is not None:
             self._curves.feed(event)
+        for tracker in self._trackers:
+            tracker.feed(event)
+
+    def dismiss(self, ending: Ending) -> None:
+        """Tell the trackers how it ended; after that nobody listens."""
+        for tracker in self._trackers:
+            tracker.close(ending)
 
 
 def _shown(loss: float | None) -> str:

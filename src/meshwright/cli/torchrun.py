@@ -12,9 +12,11 @@ from pathlib import Path
 
 from meshwright.cli.output import Output
 from meshwright.cli.progress import Audience
+from meshwright.cli.runs import leave_page
 from meshwright.cli.train import Resume, prepare_run, report
 from meshwright.core.errors import MeshwrightError, UserError
 from meshwright.explain.record import read_record
+from meshwright.explain.trackers import Ending
 from meshwright.launch.environment import loopback_interface, prepare_environment
 from meshwright.launch.exits import EXIT_OK
 from meshwright.plan.contract import PLAN_FILE, read_plan
@@ -52,17 +54,19 @@ def run_as_rank(output: Output, source: str, overrides: list[str], resume: bool)
     folder = Path(run_dir)
     plan = read_plan(folder / PLAN_FILE)
     meeting = dist.PrefixStore("ranks", store)
-    if rank == 0:
-        audience = Audience(output.errors, plan.job, folder)
-        with audience.listening():
-            status = run_rank(run_dir, audience.hear, meeting)
-    else:
+    if rank != 0:
         status = run_rank(run_dir, None, meeting)
+        store.set(f"done/{rank}", str(status))
+        return status
+    audience = Audience(output.errors, plan.job, folder)
+    with audience.listening():
+        status = run_rank(run_dir, audience.hear, meeting)
     store.set(f"done/{rank}", str(status))
-    if rank != 0 or status != EXIT_OK:
+    if status != EXIT_OK:
+        audience.dismiss(Ending("failed", page=leave_page(output, folder, "failed")))
         return status
     store.wait([f"done/{other}" for other in range(world_size)], PATIENCE)
-    return report(output, plan, read_record(folder), folder)
+    return report(output, plan, read_record(folder), folder, audience)
 
 
 def _plan_for_all(

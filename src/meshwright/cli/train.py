@@ -16,11 +16,13 @@ from meshwright.cli.data import settle_data
 from meshwright.cli.output import Output
 from meshwright.cli.plan import describe_plan
 from meshwright.cli.progress import Audience
+from meshwright.cli.runs import leave_page
 from meshwright.cli.weights import find_initial_weights, settle_weights
 from meshwright.core.errors import InterruptedRunError, MeshwrightError, Problem, RunFailedError, UserError
 from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.explain.audit import Audit, audit_run
 from meshwright.explain.record import RunRecord
+from meshwright.explain.trackers import Ending
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.environment import prepare_environment
 from meshwright.launch.local import LocalLaunch
@@ -86,16 +88,10 @@ def prepare_run(
         started: Ranks that a launcher has started already, if one has.
     """
     path = Path(source)
-    if not path.exists() and source in preset_names("models"):
-        rule = "is a model preset: it says what to train, but neither on what data nor how long"
-        fix = (
-            f"Write a job file with model.preset = {source!r}; examples/quickstart.toml is one to start from"
-        )
-        raise UserError(Problem("train-needs-job", rule, path=source, fix=fix))
+    refuse_preset(source)
     ready_plan = read_plan(path) if not overrides and is_plan(path) else None
     job = ready_plan.job if ready_plan else load_job(source, overrides)
-    if job.train.tensorboard:
-        require_packages(("tensorboard", "tensorboard"), needed_for="train.tensorboard")
+    _require_followers(job)
     if job.train.compile and job.train.compile_backend == "inductor":
         _require_compiler()
     plan = ready_plan or build_plan(job)[0]
@@ -105,7 +101,7 @@ def prepare_run(
             Problem("launch-world-size", rule, path="layout", fix="Start as many as the layout has")
         )
     if started is None:
-        _require_devices(job, plan.world_size)
+        require_devices(job, plan.world_size)
     if resume == "no":
         find_initial_weights(job)  # refused before data are prepared, which may take long
     data_dir = settle_data(output, job)
@@ -114,6 +110,28 @@ def prepare_run(
     if plan.world_size > cores:
         output.warn(f"{plan.world_size} ranks share {cores} {job.cluster.device_name}s: it works, but slower")
     return _write_run(output, plan, data_dir, resume)
+
+
+def refuse_preset(source: str) -> None:
+    """A preset alone is enough to plan and too little to run."""
+    if not Path(source).exists() and source in preset_names("models"):
+        rule = "is a model preset: it says what to train, but neither on what data nor how long"
+        fix = (
+            f"Write a job file with model.preset = {source!r}; examples/quickstart.toml is one to start from"
+        )
+        raise UserError(Problem("train-needs-job", rule, path=source, fix=fix))
+
+
+def _require_followers(job: Job) -> None:
+    """Whoever the job wants to be followed by must be installed."""
+    if job.train.tensorboard:
+        require_packages(("tensorboard", "tensorboard"), needed_for="train.tensorboard")
+    if job.train.wandb is not None:
+        require_packages(("wandb", "wandb"), needed_for="train.wandb")
+    if job.train.mlflow is not None:
+        require_packages(
+            ("mlflow", "mlflow"), ("sqlalchemy", "mlflow"), ("alembic", "mlflow"), needed_for="train.mlflow"
+        )
 
 
 def run_prepared(output: Output, prepared: Prepared) -> int:
@@ -139,17 +157,19 @@ def run_prepared(output: Output, prepared: Prepared) -> int:
             interrupted = launch.run()
     except MeshwrightError as error:
         output.failure(error, [f"run folder: {run_dir}"])
+        audience.dismiss(Ending("failed", page=leave_page(output, run_dir, "failed")))
         return error.exit_status
     if interrupted and audience.record.status == "unfinished":
         rule = "was ended at once, before the step was done and saved"
         problem = Problem("run-ended-at-once", rule, path=str(run_dir))
         output.failure(InterruptedRunError(problem))
+        audience.dismiss(Ending("unfinished", page=leave_page(output, run_dir, "unfinished")))
         return INTERRUPTED
-    return report(output, plan, audience.record, run_dir)
+    return report(output, plan, audience.record, run_dir, audience)
 
 
-def report(output: Output, plan: Plan, record: RunRecord, run_dir: Path) -> int:
-    """Audit, print, and turn the outcome into an exit status."""
+def report(output: Output, plan: Plan, record: RunRecord, run_dir: Path, audience: Audience) -> int:
+    """Audit, print, leave a page, and turn the outcome into an exit status."""
     verdict = audit_run(plan, record)
     output.say()
     describe_audit(output, plan, record, verdict)
@@ -164,7 +184,10 @@ def report(output: Output, plan: Plan, record: RunRecord, run_dir: Path) -> int:
     if record.checkpoint:
         output.say(f"checkpoint: {record.checkpoint}")
     output.say(f"run folder: {run_dir}")
-    output.result(summary(plan, record, verdict, run_dir))
+    page = leave_page(output, run_dir, record.status)
+    figures = summary(plan, record, verdict, run_dir)
+    audience.dismiss(Ending(record.status, figures, page))
+    output.result({**figures, "report": str(page) if page else None})
     if record.status == "interrupted":
         return INTERRUPTED
     if record.last_checkpoint_failed:  # what was trained is lost: a script must not take it for done
@@ -280,7 +303,7 @@ def _make_numbered(runs: Path, name: str, number: int) -> Path:
             return folder
 
 
-def _require_devices(job: Job, world_size: int) -> None:
+def require_devices(job: Job, world_size: int) -> None:
     """The local launcher starts ranks here: what is planned for elsewhere can be planned, not trained."""
     cluster = job.cluster
     if cluster.nodes > 1:

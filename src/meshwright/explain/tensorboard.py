@@ -6,19 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.events import Event
+from meshwright.explain.scalars import scalars_of
 
 FOLDER = "tensorboard"
-
-STEP_SCALARS = {
-    "loss": "loss/train",
-    "lr": "optimizer/lr",
-    "grad_norm": "optimizer/grad_norm",
-    "noise_scale": "optimizer/noise_scale",
-    "tokens_per_s": "speed/tokens_per_s",
-    "mfu": "speed/mfu",
-    "utilisation": "speed/device_utilisation",
-}
-"""Fields of a ``step`` event and the names of their curves."""
 
 
 class TensorBoardSink:
@@ -34,22 +24,11 @@ class TensorBoardSink:
 
     def feed(self, event: Event) -> None:
         """Take in one event."""
-        if event["rank"] != 0:
-            return
-        if event["event"] == "step":
-            self._write(event, {name: event.get(field) for field, name in STEP_SCALARS.items()})
-        elif event["event"] == "eval":
-            self._write(event, {"loss/eval": event["loss"]})
+        if scalars := scalars_of(event):
+            values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+            summary = self._summary(value=values)
+            self._writer.add_event(self._event(wall_time=event["time"], step=event["step"], summary=summary))
 
     def close(self) -> None:
         """Flush what is buffered."""
         self._writer.close()
-
-    def _write(self, event: Event, scalars: dict[str, float | None]) -> None:
-        values = [
-            self._summary.Value(tag=name, simple_value=value)
-            for name, value in scalars.items()
-            if value is not None
-        ]
-        summary = self._summary(value=values)
-        self._writer.add_event(self._event(wall_time=event["time"], step=event["step"], summary=summary))

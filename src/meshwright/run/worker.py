@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from meshwright.plan.contract import PLAN_FILE, read_plan
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.loop import train
 from meshwright.run.mesh import join_ranks, leave_ranks
-from meshwright.run.session import build_session
+from meshwright.run.session import Session, build_session
 
 PEER_LOST_SIGNS = (
     "Connection closed by peer",
@@ -33,9 +34,20 @@ PEER_LOST_SIGNS = (
 
 
 def run_rank(run_dir: str, listener: Listener | None = None, store: dist.Store | None = None) -> int:
-    """Train as this rank; returns the exit status.
+    """Train as this rank; returns the exit status."""
+    return run_session(train, run_dir, listener, store)
+
+
+def run_session(
+    work: Callable[[Session], None],
+    run_dir: str,
+    listener: Listener | None = None,
+    store: dist.Store | None = None,
+) -> int:
+    """Meet the other ranks, build this rank's session, work with it; returns the exit status.
 
     Args:
+        work: What is done with the session: training, or a benchmark.
         run_dir: Folder with the plan and the assignment.
         listener: Told every event of this rank.
         store: Where the ranks meet, if not at the supervisor's.
@@ -53,7 +65,7 @@ def run_rank(run_dir: str, listener: Listener | None = None, store: dist.Store |
         ranks = join_ranks(plan.job, counter, store)
         session = build_session(plan, assignment, ranks, counter, events)
         stop.bind(session)
-        train(session)
+        work(session)
         leave_ranks(ranks)
         counter.remove()
     except Exception as error:

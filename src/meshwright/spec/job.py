@@ -117,6 +117,10 @@ class Train:
     """Held-out samples in one evaluation (fewer if the split has fewer)."""
     tensorboard: Flag = False
     """Write curves for TensorBoard into the run's folder (extra `tensorboard`)."""
+    wandb: Location | None = None
+    """Project of Weights & Biases (extra `wandb`); offline in the run's folder without a key."""
+    mlflow: Location | None = None
+    """Experiment of MLflow (extra `mlflow`); in the run's folder without a server."""
     deterministic: Flag = False
     """Refuse operations whose result can change from run to run."""
 

@@ -1,0 +1,250 @@
+"""``meshwright bench scaling``: the same job on 1 to N ranks, a few steps each, by the real launcher."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli.app import require_packages
+from meshwright.cli.data import settle_data
+from meshwright.cli.output import Output
+from meshwright.cli.train import NO_GPU, PRELOAD, refuse_preset, require_devices
+from meshwright.core.errors import InterruptedRunError, Problem, UserError
+from meshwright.core.events import Event
+from meshwright.core.units import format_count, format_seconds
+from meshwright.explain.audit import audit_run
+from meshwright.explain.plot import draw_svg
+from meshwright.explain.scaling import FEWEST_STEPS, ScalingRow, basis, build_row, scaling_chart
+from meshwright.explain.scan import Attempt
+from meshwright.explain.text_plot import draw_text
+from meshwright.launch.assignment import Assignment
+from meshwright.launch.environment import prepare_environment
+from meshwright.launch.local import LocalLaunch
+from meshwright.plan.contract import PLAN_FILE, Plan, build_plan, write_plan
+from meshwright.spec.cluster import count_cores
+from meshwright.spec.layout import DEGREES
+from meshwright.spec.load import apply_override, load_job, read_tree
+from meshwright.spec.sample import sample_unit
+
+ENTRY = "meshwright.run.bench.scaling:run_rank"
+
+
+@dataclass
+class Heard:
+    """What the ranks of one row said."""
+
+    attempt: Attempt = field(default_factory=lambda: Attempt(0))
+    times: dict[int, Event] = field(default_factory=dict)
+    steps: int = 0
+
+    def feed(self, event: Event) -> None:
+        """Take in one event."""
+        self.attempt.feed(event)
+        if event["event"] == "scaling":
+            self.times[event["rank"]] = event
+        elif event["event"] == "step" and event["rank"] == 0:
+            self.steps += 1
+
+
+def bench_scaling(
+    output: Output,
+    source: str,
+    overrides: list[str],
+    ranks: str | None,
+    steps: int,
+    weak: bool,
+    out: Path,
+) -> int:
+    """Measure every number of ranks, then show the table and the picture."""
+    require_packages(("torch", "run"), ("safetensors", "run"), needed_for="bench scaling")
+    refuse_preset(source)
+    if steps < FEWEST_STEPS:
+        rule = f"is too few: the first {FEWEST_STEPS - 3} are not counted, and 3 is the least for a median"
+        fix = f"Use {FEWEST_STEPS} or more"
+        raise UserError(Problem("bench-steps", rule, path="--steps", value=steps, fix=fix))
+    _require_place(out)
+    _settle_degrees(output, source, overrides)
+    plans = plan_rows(source, overrides, ranks, steps, weak)
+    data_dir = settle_data(output, plans[0].job)
+    prepare_environment(threads=1)
+    rows: list[ScalingRow] = []
+    heard = Heard()
+    for plan in plans:
+        heard = measure_row(output, plan, data_dir)
+        verdict = audit_run(plan, heard.attempt.record)
+        for difference in verdict.differences:
+            output.warn(f"{plan.world_size} ranks: {difference} [audit-differs]")
+        times: list[Any] = [heard.times[rank] for rank in range(plan.world_size)]
+        tokens = heard.attempt.record.tokens_per_step
+        rows.append(build_row(plan, times, tokens, verdict.ok, rows[0] if rows else None))
+    _show(output, plans, rows, steps, weak, out)
+    output.result(
+        {
+            "rows": [row.as_dict() for row in rows],
+            "weak": weak,
+            "machine": _machine(plans[0], heard.attempt),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "basis": basis(rows, steps),
+            "plot": str(out),
+        }
+    )
+    return 0
+
+
+def plan_rows(source: str, overrides: list[str], ranks: str | None, steps: int, weak: bool) -> list[Plan]:
+    """A plan for each number of ranks; nothing is started before all of them are legal."""
+    given = ["layout.mode=given", f"train.steps={steps}"]
+    alone = load_job(source, [*overrides, *given, "layout.dp_replicate=1"])
+    plans = []
+    for number in chosen_ranks(ranks, alone.cluster.world_size):
+        batch = alone.train.global_batch * (number if weak else 1)
+        settled = [*given, f"layout.dp_replicate={number}", f"train.global_batch={batch}"]
+        job = load_job(source, [*overrides, *settled])
+        require_devices(job, number)
+        plans.append(build_plan(job)[0])
+    return plans
+
+
+def chosen_ranks(text: str | None, devices: int) -> list[int]:
+    """Those asked for; else powers of two up to the devices, and all of them."""
+    if text is None:
+        powers = [2**n for n in range(devices.bit_length()) if 2**n <= devices]
+        return sorted({*powers, devices})
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        rule = "is not a list of numbers of ranks, each 1 or more"
+        raise UserError(Problem("bench-ranks", rule, path="--ranks", value=text, fix="Write, say, 1,2,4"))
+    return sorted({int(part) for part in parts})
+
+
+def _settle_degrees(output: Output, source: str, overrides: list[str]) -> None:
+    """The benchmark sets the number of replicas itself; other degrees would not be what is measured."""
+    tree = read_tree(source)
+    for text in overrides:
+        apply_override(tree, text)  # what is wrong with one is said when the job is loaded
+    layout = tree.get("layout")
+    named = {key: layout[key] for key in DEGREES if key in layout} if isinstance(layout, dict) else {}
+    replicas = named.pop("dp_replicate", 1)
+    for key, value in named.items():
+        if isinstance(value, int) and value > 1:
+            rule = "cannot be measured: bench scaling changes the number of replicas, all else must be 1"
+            fix = f"Leave layout.{key} out"
+            raise UserError(Problem("bench-layout", rule, path=f"layout.{key}", value=value, fix=fix))
+    if replicas != 1:
+        output.warn(f"layout.dp_replicate={replicas} of the job is replaced by each number of ranks measured")
+
+
+def _require_place(out: Path) -> None:
+    """Whether the picture can be written is known before minutes are spent on it."""
+    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+        rule = "cannot be written"
+        raise UserError(Problem("bench-not-writable", rule, path=str(out), fix="Name another file with -o"))
+
+
+def measure_row(output: Output, plan: Plan, data_dir: Path) -> Heard:
+    """Run one number of ranks in a folder that is removed, unless a rank's log in it is needed."""
+    folder = Path(tempfile.mkdtemp(prefix="meshwright-bench-"))
+    write_plan(plan, folder / PLAN_FILE)
+    Assignment(str(folder), str(data_dir.resolve()), str(folder / "checkpoints")).write()
+    rounds, heard = plan.job.train.steps, Heard()
+    name = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
+
+    def listen(event: Event, show: Callable[[str], None]) -> None:
+        heard.feed(event)
+        if event["event"] == "step" and event["rank"] == 0:
+            show(f"{name}: {heard.steps} of {rounds * (2 if plan.world_size > 1 else 1)} steps")
+
+    if not output.errors.is_terminal:
+        output.errors.print(f"measuring {name}: {rounds} rounds")
+    with output.errors.status(f"{name}: starting") as status:
+        launch = LocalLaunch(
+            entry=ENTRY,
+            run_dir=folder,
+            world_size=plan.world_size,
+            generation=0,
+            stop_grace_s=plan.job.survive.stop_grace_s,
+            listener=lambda event: listen(event, status.update),
+            environment=NO_GPU if plan.job.cluster.device == "cpu" else {},
+            preload=PRELOAD,
+        )
+        interrupted = launch.run()  # a rank that dies leaves the folder: the error names its log
+    shutil.rmtree(folder, ignore_errors=True)
+    if interrupted:
+        raise InterruptedRunError(Problem("bench-interrupted", f"interrupted while measuring {name}"))
+    return heard
+
+
+def _show(
+    output: Output, plans: list[Plan], rows: list[ScalingRow], steps: int, weak: bool, out: Path
+) -> None:
+    unit = sample_unit(plans[0].job)
+    columns = ("ranks", "batch", unit, "micro", "step", "predicted", unit + "/s", "speed-up", "efficiency")
+    more = ("reduce", "exposed", "overlap", "spread", "audit", "")
+    output.table("Scaling", (*columns, *more), [_cells(row) for row in rows])
+    output.say(basis(rows, steps))
+    if any(row.noisy for row in rows):
+        output.say(
+            "noisy: the overlap's quartiles are more than 50% apart; use more --steps or a quiet machine"
+        )
+    output.say()
+    chart = scaling_chart(rows, weak)
+    for line in draw_text(chart, columns=48):
+        output.say(line)
+    try:
+        out.write_text(draw_svg(chart, 640, 400, standalone=True), encoding="utf-8")
+    except OSError as error:
+        output.warn(f"the picture was not written: {error}")
+        return
+    output.say(f"\npicture: {out}")
+
+
+def _cells(row: ScalingRow) -> tuple[str, ...]:
+    alone = row.overlap is None
+    return (
+        str(row.ranks),
+        str(row.global_batch),
+        format_count(row.tokens_per_step),
+        f"{row.micro_batches} x {row.micro_batch}",
+        format_seconds(row.step_s),
+        format_seconds(row.predicted_step_s),
+        format_count(row.tokens_per_s),
+        f"{row.speedup:.2f}",
+        f"{row.efficiency:.0%}",
+        "" if alone else format_seconds(row.communication_s),
+        "" if alone else format_seconds(row.exposed_s),
+        "" if alone else f"{row.overlap:.0%}",
+        "" if alone else f"{row.overlap_low:.0%} to {row.overlap_high:.0%}",
+        "ok" if row.audit_ok else "differs",
+        ", ".join(word for word, says in (("shared cores", row.shared_cores), ("noisy", row.noisy)) if says),
+    )
+
+
+def _machine(plan: Plan, attempt: Attempt) -> dict[str, Any]:
+    """Where the figures were measured."""
+    cluster = plan.job.cluster
+    return {
+        "host": attempt.host or platform.node(),
+        "processor": _processor(),
+        "cores": count_cores(),
+        "device": cluster.device,
+        "device_name": cluster.device_name,
+        "devices": cluster.world_size,
+        "python": platform.python_version(),
+        "torch": attempt.torch,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

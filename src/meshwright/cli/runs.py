@@ -1,0 +1,103 @@
+"""``meshwright runs`` and ``meshwright report``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from meshwright.cli.output import Output
+from meshwright.core.errors import Problem, UserError
+from meshwright.core.units import format_bytes, format_rate
+from meshwright.explain.listing import RunSummary, list_runs
+from meshwright.explain.report import PAGE_FILE, RunReport, read_report
+from meshwright.explain.report_page import write_page
+from meshwright.explain.text_plot import draw_text
+
+COLUMNS = ("name", "status", "steps", "ranks", "loss", "held-out", "speed", "audit", "began", "size", "")
+
+
+def show_runs(output: Output, folder: Path) -> int:
+    """List what is in a folder of runs."""
+    if not folder.is_dir():
+        rule = "is not a folder"
+        fix = "Name the folder that holds the runs; train makes runs/ where it is started"
+        raise UserError(Problem("runs-missing", rule, path=str(folder), fix=fix))
+    try:
+        found = list_runs(folder)
+    except OSError as error:
+        rule = f"cannot be read: {error.strerror or error}"
+        raise UserError(Problem("run-unreadable", rule, path=str(folder))) from None
+    if found:
+        output.table(f"Runs in {folder}", COLUMNS, [_row(run) for run in found])
+    else:
+        output.say(f"no runs in {folder}")
+    output.result({"dir": str(folder), "runs": [run.as_dict() for run in found]})
+    return 0
+
+
+def _row(run: RunSummary) -> tuple[str, ...]:
+    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began)) if run.began else "-"
+    return (
+        run.name,
+        run.status,
+        f"{run.steps}/{'?' if run.steps_asked is None else run.steps_asked}",
+        "-" if run.ranks is None else str(run.ranks),
+        _loss(run.loss),
+        _loss(run.eval_loss),
+        format_rate(run.tokens_per_s, run.unit) if run.tokens_per_s else "-",
+        {True: "ok", False: "differs", None: "-"}[run.audit_ok],
+        began,
+        format_bytes(run.size_bytes),
+        run.reason,
+    )
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def show_report(output: Output, run_dir: Path, out: Path | None) -> int:
+    """Print a run's report and write its page."""
+    report = read_report(run_dir)
+    page = out or run_dir / PAGE_FILE
+    write_page(report, page)
+    describe_report(output, report)
+    output.say(f"\npage: {page}")
+    output.result({**report.as_dict(), "page": str(page)})
+    return 0
+
+
+def describe_report(output: Output, report: RunReport) -> None:
+    """The report as text: facts, the loss, verdict and warnings."""
+    output.say(f"{report.run_dir}: {report.status}")
+    width = max(len(key) for key, _ in report.facts())
+    for key, value in report.facts():
+        output.say(f"  {key:<{width}}  {value}")
+    for chart in (report.loss_chart(), report.rate_chart()):
+        lines = draw_text(chart)
+        if lines:
+            output.say()
+            for line in lines:
+                output.say(line)
+    restarts = [name for _, name in report.history.restarts()]
+    if restarts:
+        output.say(f"  {', '.join(restarts)}")
+    output.say()
+    output.say(f"Audit: {report.verdict_text()}")
+    for note in report.notes():
+        output.say(f"Note: {note}")
+    for warning in report.warnings():
+        output.say(f"Warning: {warning}")
+
+
+def leave_page(output: Output, run_dir: Path, status: str | None = None) -> Path | None:
+    """Write the page of a run that has just ended; what goes wrong is a warning and never the run's fate."""
+    page = run_dir / PAGE_FILE
+    try:
+        report = read_report(run_dir, status)
+        write_page(report, page)
+    except Exception as error:
+        output.warn(f"the report was not written: {error}")
+        return None
+    output.say(f"report: {page}")
+    return page

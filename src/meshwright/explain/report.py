@@ -1,0 +1,230 @@
+"""The report of a run: what was trained, how it went, and what was promised beside what was done.
+
+Gathers everything from the run's folder; ``report_page.py`` draws it as one page, the command line as text.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from meshwright.core.units import format_bytes, format_count, format_rate, format_seconds
+from meshwright.explain.audit import Audit, audit_run
+from meshwright.explain.history import History, read_history
+from meshwright.explain.listing import FINISHED, settle_status
+from meshwright.explain.plot import Chart
+from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
+from meshwright.spec.load import job_tree
+from meshwright.spec.sample import sample_unit
+
+PAGE_FILE = "report.html"
+
+NAMES = {
+    "lr": ("Learning rate", "learning rate"),
+    "grad_norm": ("Gradient norm before clipping", "norm"),
+    "mfu": ("Model FLOP utilisation", "share of the peak"),
+    "utilisation": ("How busy the device was", "share"),
+    "loss_scale": ("Loss scale", "factor"),
+    "skipped": ("Steps that were not taken", "skipped"),
+    "noise_scale": ("Gradient noise scale", "samples"),
+}
+"""Titles and units of fields that have a small curve; another field is called by its own name."""
+OWN_CHART = frozenset({"loss", "tokens_per_s"})
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Everything that is shown about a run."""
+
+    run_dir: Path
+    plan: Plan
+    history: History
+    verdict: Audit
+    status: str
+
+    @property
+    def unit(self) -> str:
+        """What the run counts."""
+        return sample_unit(self.plan.job)
+
+    @property
+    def audited(self) -> bool:
+        """Whether the run came to an end at which promises can be judged."""
+        return self.status in FINISHED
+
+    def facts(self) -> list[tuple[str, str]]:
+        """What was trained and what came out, as pairs for people."""
+        job, newest, record = self.plan.job, self.history.newest, self.history.newest.record
+        rows = [
+            ("Model", f"{_model_name(job.model)}, {format_count(self.plan.parameters)} parameters"),
+            ("Layout", f"{job.layout.named_degrees()}; {_count(self.plan.world_size, 'rank')}"),
+            ("Batch", self._batch()),
+            ("Data", f"{job.data.path}, {job.data.seq_len} {self.unit} a sample"),
+            ("Precision", job.train.precision),
+            ("Steps", f"{newest.last_step} of {job.train.steps}"),
+            ("Loss", self._losses()),
+        ]
+        if record.tokens_per_s:
+            took = record.tokens_per_step / record.tokens_per_s
+            step = f"{format_seconds(took)} measured, {format_seconds(self.plan.step_s)} predicted"
+            rows.append(("Step time", f"{step} (shown, not judged)"))
+            rows.append(("Throughput", format_rate(record.tokens_per_s, self.unit)))
+        if record.mfu:
+            rows.append(("MFU", f"{record.mfu:.1%} of {record.peak_basis or 'the peak'}"))
+        rows += self._where_and_when()
+        return rows
+
+    def _batch(self) -> str:
+        job = self.plan.job
+        micro = f"{_count(self.plan.micro_batches, 'micro-batch', 'es')} of {job.layout.micro_batch} a rank"
+        return f"{job.train.global_batch} samples a step; {micro}"
+
+    def _losses(self) -> str:
+        record = self.history.newest.record
+        if not record.losses:
+            return "no step was done"
+        text = f"{_figure(record.losses[0])} to {_figure(record.losses[-1])}"
+        if len(self.history.attempts) > 1:
+            text += " in the newest attempt"
+        return text + (f"; {_figure(record.eval_loss)} held out" if record.eval_loss is not None else "")
+
+    def _where_and_when(self) -> list[tuple[str, str]]:
+        newest, rows = self.history.newest, []
+        first = next((a.began for a in self.history.attempts if a.began), None)
+        if first:
+            rows.append(("Began", time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(first))))
+        took = sum((a.ended or 0) - (a.began or 0) for a in self.history.attempts)
+        rows.append(("Took", f"{format_seconds(took)} in {_count(len(self.history.attempts), 'attempt')}"))
+        cluster = self.plan.job.cluster
+        where = (
+            f"{cluster.device_name or cluster.device} ({cluster.preset or cluster.file or cluster.device})"
+        )
+        rows.append(("On", f"{where}{f', host {newest.host}' if newest.host else ''}"))
+        if newest.torch:
+            rows.append(("Torch", newest.torch))
+        if newest.record.checkpoint:
+            rows.append(("Checkpoint", newest.record.checkpoint))
+        return rows
+
+    def loss_chart(self) -> Chart:
+        """Training and held-out loss over all attempts."""
+        series = [self.history.series("loss", "training")]
+        if any(c.evaluations for c in self.history.curves):
+            series.append(self.history.evaluations("held out"))
+        unit = f"nats a {self.unit.removesuffix('s')}"
+        return Chart("Loss", "step", unit, tuple(series), self.history.restarts(), whole_x=True)
+
+    def rate_chart(self) -> Chart:
+        """Throughput; the audited step is slow and stays in the picture."""
+        series = (self.history.series("tokens_per_s", "measured", style=3),)
+        unit = f"{self.unit} a second"
+        marks = self.history.restarts()
+        return Chart("Throughput", "step", unit, series, marks, from_zero=True, whole_x=True)
+
+    def small_charts(self) -> list[Chart]:
+        """Every other figure of the steps, also those that this version does not know."""
+        charts = []
+        for name in self.history.fields():
+            if name not in OWN_CHART:
+                title, unit = NAMES.get(name, (name.replace("_", " "), name))
+                series = (self.history.series(name, name.replace("_", " ")),)
+                log = name in ("loss_scale", "noise_scale") and all(y > 0 for _, y in series[0].points())
+                marks = self.history.restarts()
+                zero = name not in ("lr", "loss_scale", "noise_scale")
+                charts.append(Chart(title, "step", unit, series, marks, log, zero and not log, whole_x=True))
+        return charts
+
+    def warnings(self) -> list[str]:
+        """What a reader must know: failures, lost lines, differences."""
+        found = []
+        for number, attempt in enumerate(self.history.attempts):
+            which = f"attempt {number}: " if len(self.history.attempts) > 1 else ""
+            found += [f"{which}{error}" for error in attempt.errors]
+            found += [f"{which}no checkpoint at {text}" for text in attempt.record.checkpoint_failures]
+            lost = attempt.record.events_lost
+            found += [f"{which}rank {r} lost {n} or more lines of events.jsonl" for r, n in lost.items()]
+        if self.history.unreadable:
+            torn = _count(self.history.unreadable, "line")
+            found.append(f"{torn} of events.jsonl torn, or of another version: skipped")
+        if self.audited:
+            found += self.verdict.differences
+        return found
+
+    def notes(self) -> list[str]:
+        """What is worth knowing and no trouble."""
+        notes = [note for attempt in self.history.attempts for note in attempt.record.notes]
+        return [*self.plan.reasons, *dict.fromkeys(notes)]
+
+    def verdict_text(self) -> str:
+        """The audit in one sentence."""
+        if not self.audited:
+            return f"Promises are not judged: the run's status is {self.status}."
+        if self.verdict.ok:
+            total = sum(self.plan.ranks[0].state_bytes.values())
+            return f"The plan held: {format_bytes(total)} of state a rank and every collective are equal."
+        return f"The plan did not hold: {_count(len(self.verdict.differences), 'difference')}."
+
+    def job_text(self) -> str:
+        """The settled job as TOML."""
+        return tomli_w.dumps(job_tree(self.plan.job))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report for ``--json``."""
+        newest, record = self.history.newest, self.history.newest.record
+        return {
+            "run_dir": str(self.run_dir),
+            "status": self.status,
+            "facts": dict(self.facts()),
+            "steps": newest.last_step,
+            "steps_asked": self.plan.job.train.steps,
+            "world_size": self.plan.world_size,
+            "attempts": [
+                {
+                    "generation": attempt.generation,
+                    "status": attempt.status,
+                    "began": attempt.began,
+                    "ended": attempt.ended,
+                    "resumed_at": attempt.resumed_at,
+                    "last_step": attempt.last_step,
+                }
+                for attempt in self.history.attempts
+            ],
+            "loss": record.losses[-1] if record.losses else None,
+            "eval_loss": record.eval_loss,
+            "tokens_per_s": record.tokens_per_s,
+            "mfu": record.mfu,
+            "step_s": record.tokens_per_step / record.tokens_per_s if record.tokens_per_s else None,
+            "predicted_step_s": self.plan.step_s,
+            "warnings": self.warnings(),
+            "notes": self.notes(),
+            "audit": self.verdict.as_dict() if self.audited else None,
+        }
+
+
+def read_report(run_dir: Path, status: str | None = None) -> RunReport:
+    """Gather the report of a run's folder.
+
+    Args:
+        run_dir: The folder.
+        status: How the run ended, if the caller knows better than the events: it may be the run itself.
+    """
+    history = read_history(run_dir)
+    plan = read_plan(run_dir / PLAN_FILE)
+    settled = status or settle_status(run_dir, history.newest.status)
+    return RunReport(run_dir, plan, history, audit_run(plan, history.newest.record), settled)
+
+
+def _model_name(model: Any) -> str:
+    return str(getattr(model, "preset", None) or getattr(model, "architecture", None) or "model")
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
+
+
+def _figure(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"

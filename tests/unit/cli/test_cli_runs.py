@@ -1,0 +1,123 @@
+"""``runs``, ``report`` and what ``bench scaling`` refuses, through the command line."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "run-v1"
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """A folder with one good run, one damaged, and something else."""
+    shutil.copytree(GOLDEN, tmp_path / "runs" / "good-1")
+    shutil.copytree(GOLDEN, tmp_path / "runs" / "torn-1")
+    (tmp_path / "runs" / "torn-1" / "plan.toml").write_text("x")
+    (tmp_path / "runs" / "other").mkdir()
+    return tmp_path / "runs"
+
+
+def test_runs_are_listed_for_programs_and_people(cli, runs):
+    listed = {run["name"]: run for run in cli("runs", "--json").json["runs"]}
+    assert set(listed) == {"good-1", "torn-1"}
+    assert (listed["good-1"]["status"], listed["good-1"]["audit_ok"]) == ("complete", True)
+    assert listed["torn-1"]["status"] == "damaged"
+    assert listed["torn-1"]["reason"]
+    shown = cli("runs", runs)
+    assert shown.status == 0
+    assert "good-1" in shown.out
+    assert "4/4" in shown.out
+    assert "damaged" in shown.out
+
+
+def test_a_folder_that_is_not_there_is_an_error_and_an_empty_one_is_not(cli, tmp_path):
+    ran = cli("runs", "nowhere")
+    assert (ran.status, ran.codes) == (2, ["runs-missing"])
+    (tmp_path / "empty").mkdir()
+    assert cli("runs", "empty", "--json").json["runs"] == []
+
+
+def test_report_prints_and_leaves_a_page(cli, runs):
+    shown = cli("report", runs / "good-1")
+    assert shown.status == 0
+    assert "The plan held" in shown.out
+    assert any("\u2800" < character <= "\u28ff" for character in shown.out), "no dots of a curve"
+    assert (runs / "good-1" / "report.html").read_text().startswith("<!DOCTYPE html>")
+    elsewhere = cli("report", runs / "good-1", "-o", "mine.html", "--json").json
+    assert (elsewhere["page"], elsewhere["status"], elsewhere["audit"]["audit_ok"]) == (
+        "mine.html",
+        "complete",
+        True,
+    )
+    assert Path("mine.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("nowhere",), "run-missing"),
+        (("runs/other",), "run-missing"),
+        (("runs/torn-1",), "plan-unreadable"),
+        (("runs/good-1", "-o", "no/where.html"), "report-not-writable"),
+    ],
+)
+def test_report_refuses(cli, runs, arguments, code):
+    ran = cli("report", *arguments)
+    assert (ran.status, ran.codes) == (2, [code])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("--ranks", "0"), "bench-ranks"),
+        (("--ranks", "1,two"), "bench-ranks"),
+        (("--ranks", ""), "bench-ranks"),
+        (("--ranks", "1,-2"), "bench-ranks"),
+        (("--steps", "5"), "bench-steps"),
+        (("layout.tp=2",), "bench-layout"),
+        (("layout.dp_shard=2",), "bench-layout"),
+        (("-o", "no/where.svg"), "bench-not-writable"),
+        (("train.lr=-1",), "job-out-of-range"),
+        (("layout.micro_batch=8", "--ranks", "1,2"), "layout-micro-batch"),
+    ],
+)
+def test_bench_scaling_refuses_before_anything_runs(cli, good, arguments, code):
+    ran = cli("bench", "scaling", good, "cluster.preset=local", "cluster.device=cpu", *arguments)
+    assert (ran.status, ran.codes) == (2, [code]), ran.err
+    assert not Path("scaling.svg").exists()
+
+
+def test_bench_scaling_needs_a_job_not_a_preset(cli):
+    ran = cli("bench", "scaling", "tiny")
+    assert (ran.status, ran.codes) == (2, ["train-needs-job"])
+
+
+@pytest.mark.parametrize(
+    ("devices", "asked", "chosen"),
+    [
+        (1, None, [1]),
+        (2, None, [1, 2]),
+        (6, None, [1, 2, 4, 6]),
+        (8, None, [1, 2, 4, 8]),
+        (2, "4, 1,4", [1, 4]),
+    ],
+)
+def test_ranks_are_powers_of_two_and_all_devices(devices, asked, chosen):
+    from meshwright.cli.bench import chosen_ranks
+
+    assert chosen_ranks(asked, devices) == chosen
+
+
+@pytest.mark.parametrize("key", ["wandb", "mlflow"])
+def test_a_missing_tracker_is_refused_before_anything_is_written(cli, good, key, monkeypatch, tmp_path):
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == key else real(name))
+    ran = cli("train", good, f"train.{key}=name", "cluster.preset=local", "cluster.device=cpu")
+    assert (ran.status, ran.codes) == (2, ["install-missing-extra"])
+    assert f"meshwright[{key}]" in ran.err
+    assert not (tmp_path / "runs").exists()
