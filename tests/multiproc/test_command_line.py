@@ -110,7 +110,7 @@ BAD = [
     (lambda _: ["layout.tp=2"], "layout-tp-not-built"),
     (lambda _: ["layout.tp=3"], "layout-tp-heads"),
     (lambda _: ["layout.dp_shard=2"], "layout-dp-shard-not-built"),
-    (lambda _: ["train.precision=fp16"], "train-precision-not-built"),
+    (lambda _: ["train.precision=fp8"], "train-precision-not-built"),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+checkpoint_app = typer.Typer(help="What is kept of runs.", rich_markup_mode=None)
+app.add_typer(checkpoint_app, name="checkpoint")
 bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None, no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
@@ -160,7 +163,9 @@ def report(
 
 @app.command()
 def generate(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a folder of them, or a run.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint, a folder of them, a run, or a Hugging Face folder.")
+    ],
     prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 200,
     temperature: Annotated[
@@ -188,6 +193,31 @@ def prepare(
 
     output = Output(as_json)
     guarded(output, lambda: prepare_file(output, corpus))
+
+
+class Dtype(StrEnum):
+    """Types that weights are exported in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@checkpoint_app.command()
+def export(
+    path: Annotated[Path, typer.Argument(help="A checkpoint, a folder of them, or a run.", metavar="DIR")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; new or empty.", metavar="OUT")],
+    dtype: Annotated[Dtype, typer.Option(help="Type of the weights.")] = Dtype.float32,
+    shard_gb: Annotated[
+        float, typer.Option(min=1e-9, help="Largest file of weights, in 10^9 bytes; larger ones are cut.")
+    ] = 5.0,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder."""
+    from meshwright.cli.checkpoint import export_folder  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: export_folder(output, path, out, dtype.value, shard_gb))
 
 
 @bench.command()

@@ -18,9 +18,9 @@ from meshwright.prepare.shards import SPLITS, looks_prepared
 from meshwright.prepare.sources import STDLIB, iter_files, locate, source_problem
 from meshwright.prepare.spec import parse_corpus_spec
 from meshwright.prepare.templates import load_template
-from meshwright.prepare.tokenizer import load_tokenizer, parse_tokenizer_name
+from meshwright.prepare.tokenizer import TOKENIZER_FILE, load_tokenizer, parse_tokenizer_name
 from meshwright.spec.job import SYNTHETIC_IMAGES, Data, Job
-from meshwright.spec.model import ResNetModel
+from meshwright.spec.model import DecoderModel, ResNetModel
 
 
 def settle_data(output: Output, job: Job) -> Path:
@@ -39,7 +39,7 @@ def settle_data(output: Output, job: Job) -> Path:
     if looks_prepared(folder):
         _refuse_preparing(job.data)
     else:
-        folder = _prepare_cached(output, job.data)
+        folder = _prepare_cached(output, dataclasses.replace(job.data, tokenizer=_tokenizer_name(job)))
     dataset, _ = (
         TokenDataset.open(folder, split, job.data.seq_len, job.data.mask, job.data.prompt_masking)
         for split in SPLITS
@@ -52,7 +52,9 @@ def settle_data(output: Output, job: Job) -> Path:
                 f"is smaller than the tokenizer's vocabulary of {dataset.vocab_size}",
                 path="model.vocab_size",
                 value=job.model.vocab_size,
-                fix=f"Use {-(-dataset.vocab_size // 64) * 64} (a multiple of 64) or more, or fewer tokens",
+                fix="Set data.tokenizer to one that fits, such as the model folder's own tokenizer.json"
+                if job.model.hf
+                else f"Use {-(-dataset.vocab_size // 64) * 64} (a multiple of 64) or more, or fewer tokens",
             )
         )
     if job.data.mask == "document":
@@ -89,6 +91,14 @@ def _say_epochs(output: Output, job: Job, available: int) -> None:
     samples = job.train.steps * job.train.global_batch
     if samples > available:
         output.say(f"data: {samples} samples are asked for, so all are read {samples / available:.1f} times")
+
+
+def _tokenizer_name(job: Job) -> str | None:
+    """The tokenizer asked for; else that of the model's Hugging Face folder, if it has one."""
+    folder = job.model.hf if isinstance(job.model, DecoderModel) else None
+    if job.data.tokenizer is None and folder is not None and (Path(folder) / TOKENIZER_FILE).is_file():
+        return str(Path(folder) / TOKENIZER_FILE)
+    return job.data.tokenizer
 
 
 def _refuse_preparing(data: Data) -> None:

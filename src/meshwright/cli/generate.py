@@ -13,13 +13,14 @@ from meshwright.cli.output import Output
 from meshwright.core.errors import Problem, UserError
 from meshwright.launch.environment import prepare_environment
 from meshwright.spec.cluster import count_cores
+from meshwright.spec.hf_reader import CONFIG_FILE
 from meshwright.survive.checkpoint.manifest import MANIFEST, find_newest
 
 
 def write_text(output: Output, path: Path, prompt: str, settings: dict[str, Any]) -> int:
-    """Generate from a checkpoint, from the newest in a folder of them, or from a run's newest."""
+    """Generate from a checkpoint, the newest of a folder or a run, or from a Hugging Face folder."""
     require_packages(("torch", "run"), ("safetensors", "run"), needed_for="generating text")
-    checkpoint = find_checkpoint(path)
+    checkpoint = path if (path / CONFIG_FILE).is_file() else find_checkpoint(path)
     prepare_environment(threads=count_cores())
     from meshwright.run.generate import generate_text  # noqa: PLC0415
 

@@ -17,6 +17,7 @@ from meshwright.cli.output import Output
 from meshwright.cli.plan import describe_plan
 from meshwright.cli.progress import Audience
 from meshwright.cli.runs import leave_page
+from meshwright.cli.weights import find_initial_weights, settle_weights
 from meshwright.core.errors import InterruptedRunError, MeshwrightError, Problem, RunFailedError, UserError
 from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.explain.audit import Audit, audit_run
@@ -102,6 +103,8 @@ def prepare_run(
         )
     if started is None:
         require_devices(job, plan.world_size)
+    if resume == "no":
+        find_initial_weights(job)  # refused before data are prepared, which may take long
     data_dir = settle_data(output, job)
     describe_plan(output, plan)
     if job.mixes_samples:
@@ -227,6 +230,7 @@ def _write_run(output: Output, plan: Plan, data_dir: Path, resume: Resume) -> Pr
     checkpoints = Path(job.checkpoint.dir) if job.checkpoint.dir else run_dir / "checkpoints"
     try:
         resume_from = _choose_checkpoint(output, job, checkpoints, resume)
+        hf_weights = resume_from is None and settle_weights(output, job)
     except UserError:
         if job.run_dir is None:  # the numbered folder was made just now; one with a run in it is not empty
             with contextlib.suppress(OSError):
@@ -242,6 +246,7 @@ def _write_run(output: Output, plan: Plan, data_dir: Path, resume: Resume) -> Pr
             data_dir=str(data_dir.resolve()),
             checkpoint_dir=str(checkpoints),
             resume_from=str(resume_from) if resume_from else None,
+            hf_weights=hf_weights,
             generation=generation,
         )
         write_plan(plan, run_dir / PLAN_FILE)

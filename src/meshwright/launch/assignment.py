@@ -19,6 +19,8 @@ class Assignment:
     checkpoint_dir: str
     resume_from: str | None = None
     """A checkpoint, verified by whoever wrote this."""
+    hf_weights: bool = False
+    """The initial weights are those of ``model.hf``: every rank reads them there."""
     generation: int = 0
     """Which attempt this is."""
 

@@ -22,6 +22,7 @@ from meshwright.plan.comms import Traffic
 from meshwright.plan.compute import UNCERTAINTY, flops_per_token, peak_rate
 from meshwright.plan.moments import Line
 from meshwright.plan.shapes import count_parameters, list_parameters
+from meshwright.spec.hf import notes_on
 from meshwright.spec.job import Job
 from meshwright.spec.load import PLAN_KEY, build_job, job_tree
 
@@ -97,7 +98,7 @@ def build_plan(job: Job) -> tuple[Plan, Search]:
     """Search, choose, and write down what the choice promises."""
     search = search_layouts(job)
     best = require_fit(job, search)
-    return plan_of(job, best, explain_choice(job, search)), search
+    return plan_of(job, best, [*explain_choice(job, search), *notes_on(job.model)]), search
 
 
 def plan_of(job: Job, candidate: Candidate, reasons: list[str]) -> Plan:
@@ -195,7 +196,7 @@ def read_plan(path: Path) -> Plan:
     if not isinstance(job, dict) or not isinstance(predicted, dict):
         rule = "is not a whole plan: it has no job or no predictions"
         raise UserError(Problem("plan-unreadable", rule, path=str(path)))
-    content = {"job": build_job(job), "reasons": tree.get("reasons"), **predicted}
+    content = {"job": build_job(job, settled=True), "reasons": tree.get("reasons"), **predicted}
     try:
         return _PLAN.validate_python(content)
     except ValidationError as error:

@@ -131,7 +131,7 @@ class BpeTokenizer:
             UserError: ``tokenizers`` is not installed.
             ValueError: The text is not a tokenizer, or it has no token that can end a document.
         """
-        self._serialized = serialized
+        self.serialized = serialized
         try:
             self._inner: Any = _tokenizers().Tokenizer.from_str(serialized)
         except UserError:
@@ -147,6 +147,7 @@ class BpeTokenizer:
         if not ends:
             raise ValueError(f"it has no token that ends a document (looked for {', '.join(_KNOWN_ENDS)})")
         self.end_of_document = ends[0]
+        self.end_token: str = self._inner.id_to_token(ends[0])
         added = self._inner.get_added_tokens_decoder()
         self.special_tokens: dict[str, int] = {t.content: i for i, t in added.items() if t.special}
         self.vocab_size = max(vocab.values()) + 1
@@ -189,11 +190,11 @@ class BpeTokenizer:
 
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json``."""
-        (folder / TOKENIZER_FILE).write_bytes(self._serialized.encode())
+        (folder / TOKENIZER_FILE).write_bytes(self.serialized.encode())
 
     def fingerprint(self) -> str:
         """SHA-256 of what :meth:`save` writes."""
-        return hashlib.sha256(self._serialized.encode()).hexdigest()
+        return hashlib.sha256(self.serialized.encode()).hexdigest()
 
 
 def load_tokenizer(folder_or_file: Path) -> Tokenizer:

@@ -10,13 +10,21 @@ import torch
 from meshwright.core.errors import Problem, UserError
 from meshwright.prepare.tokenizer import load_tokenizer
 from meshwright.run.models.decoder import Decoder
+from meshwright.run.models.hf import load_hf_weights
+from meshwright.spec.hf import read_config
 from meshwright.spec.model import DecoderModel
-from meshwright.survive.checkpoint.manifest import MODEL_FILE, read_manifest
+from meshwright.survive.checkpoint.manifest import MANIFEST, MODEL_FILE, read_manifest
 from meshwright.survive.checkpoint.plain import load_tensors
+from meshwright.survive.hf.weights import require_weights
+
+LONGEST_WINDOW = 4096
+"""Tokens that a model of a Hugging Face folder looks back; many know more positions than fit in memory."""
 
 
 def load_model(checkpoint: Path, device: torch.device) -> Decoder:
-    """The model of a checkpoint that has been verified."""
+    """The model of a checkpoint, which is verified first, or of a Hugging Face folder."""
+    if not (checkpoint / MANIFEST).is_file():
+        return _load_hf(checkpoint, device)
     manifest = read_manifest(checkpoint)
     if manifest.model.get("architecture") == "resnet":
         rule, fix = "is a model of images: it writes no text", "Give a checkpoint of a decoder"
@@ -26,6 +34,15 @@ def load_model(checkpoint: Path, device: torch.device) -> Decoder:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[name])
+    return model.to(device).eval()
+
+
+def _load_hf(folder: Path, device: torch.device) -> Decoder:
+    config = read_config(folder)
+    shape = DecoderModel(**config.fields, hf=str(folder))
+    known = (shape.max_positions, config.sliding_window, LONGEST_WINDOW)
+    model = Decoder(shape, min(length for length in known if length is not None))
+    load_hf_weights(model, require_weights(shape), shape)
     return model.to(device).eval()
 
 
@@ -42,7 +59,7 @@ def generate_text(
     """Go on from a prompt; ends early at the end of a document.
 
     Args:
-        checkpoint: Folder of a checkpoint.
+        checkpoint: Folder of a checkpoint, or a Hugging Face folder with weights and tokenizer.json.
         prompt: Text to go on from; empty starts a new document.
         tokens: Tokens to write at most.
         temperature: 0 takes the likeliest token every time.

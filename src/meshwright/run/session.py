@@ -90,7 +90,7 @@ def build_session(
     torch.use_deterministic_algorithms(job.train.deterministic)
     if job.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
-    model = build_model(job, ranks.device)
+    model = build_model(job, ranks.device, from_hf=assignment.hf_weights)
     assert job.layout.micro_batch is not None, "a plan settles the micro-batch"
     train_batches, eval_batches, data_sha256 = _open_data(job, Path(assignment.data_dir), ranks)
     if job.train.compile:

@@ -40,7 +40,7 @@ class Data:
     seq_len: Count
     """Tokens in one sample; for images it is left out."""
     tokenizer: str | None = None
-    """`byte` (if left out), `bpe:SIZE` (trained on the text), or a path to a tokenizer.json or its folder."""
+    """`byte`, `bpe:SIZE` (trained on it), a tokenizer.json or its folder; else model.hf's, or `byte`."""
     mask: Literal["causal", "document"] = "causal"
     """Whether attention crosses document boundaries; with `document`, samples hold whole documents."""
     prompt_masking: Flag = False

@@ -361,7 +361,6 @@ RULES: tuple[Rule, ...] = (
         check_noise_scale_layout,
         built=False,
     ),
-    _not_built("model.hf", (None,), "a model from a Hugging Face folder"),
     _not_built("consistency.mode", ("synchronous",), "relaxed consistency"),
     _not_built("compression.kind", ("none", "bf16", "fp16"), "this compression"),
 )

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.spec.cluster import count_cores, find_gpus, machine_memory_bytes
+from meshwright.spec.hf import is_settled, lay_under
 from meshwright.spec.job import SYNTHETIC_IMAGES, Job
 from meshwright.spec.layout import DEGREES
 from meshwright.spec.legality import find_problems
@@ -30,6 +31,9 @@ PLAN_KEY = "meshwright_plan"
 """A file with this key is a plan; its job lies under ``job``."""
 
 PRESET_IMAGE_DATA: Tree = {"data": {"path": SYNTHETIC_IMAGES}}
+HF_CHECKED = ("model.", "data.seq_len")
+"""Overrides of a plan that must be held against the model's Hugging Face folder again."""
+
 PRESET_JOB: Tree = {
     "data": {"path": "builtin:python-stdlib", "seq_len": 4096},
     "train": {"steps": 1000, "global_batch": 512, "precision": "bf16"},
@@ -89,18 +93,25 @@ def load_job(source: str, overrides: Sequence[str] = (), on: str | None = None) 
         UserError: With every problem that was found.
     """
     tree = read_tree(source)
+    settled = is_settled(tree.get("model")) and not any(t.startswith(HF_CHECKED) for t in overrides)
     problems: list[Problem] = []
     if on is not None and (problem := _apply_on(tree, on)):
         problems.append(problem)
     problems += [p for text in overrides if (p := apply_override(tree, text))]
-    return build_job(tree, problems)
+    return build_job(tree, problems, settled)
 
 
-def build_job(tree: Tree, problems: Sequence[Problem] = ()) -> Job:
-    """Fill presets and defaults, then check everything; earlier problems are reported along."""
+def build_job(tree: Tree, problems: Sequence[Problem] = (), settled: bool = False) -> Job:
+    """Fill presets and defaults, then check everything.
+
+    Args:
+        tree: The raw tables.
+        problems: Found earlier; they are reported along.
+        settled: The model comes from a plan: its Hugging Face folder is not read again.
+    """
     found = list(problems)
     tree = copy.deepcopy(tree)
-    found += _fill_presets(tree)
+    found += _fill_presets(tree, settled)
     found += _settle_layout(tree)
     job, wrong = _validate(tree)
     found += wrong
@@ -111,7 +122,7 @@ def build_job(tree: Tree, problems: Sequence[Problem] = ()) -> Job:
         return job
     # Something is wrong already: look further without the offending keys, to report everything at once.
     unsure = {p.path for p in found}
-    unsure |= {path.removesuffix(".preset") for path in unsure if path.endswith(".preset")}
+    unsure |= {path.rpartition(".")[0] for path in unsure if path.endswith((".preset", ".hf"))}
     unsure |= {"cluster" for path in unsure if path == "cluster.file"}
     checkable = job or _validate(_without(tree, {p.path for p in wrong}))[0]
     if checkable is not None:
@@ -195,10 +206,13 @@ def _apply_on(tree: Tree, on: str) -> Problem | None:
     return None
 
 
-def _fill_presets(tree: Tree) -> list[Problem]:
-    """Lay the named presets under the model and the cluster."""
+def _fill_presets(tree: Tree, settled: bool) -> list[Problem]:
+    """Lay the named presets, or a Hugging Face config, under the model and the cluster."""
     problems: list[Problem] = []
     model = tree.get("model")
+    if isinstance(model, dict) and isinstance(model.get("hf"), str) and model["hf"] and not settled:
+        filled, problems = lay_under(model, _table(tree, "data").get("seq_len"))
+        tree["model"] = model = {**(DECODER_STAND_IN if problems else {}), **filled}
     if isinstance(model, dict) and isinstance(model.get("preset"), str):
         fields = read_preset("models", model["preset"])
         if isinstance(fields, Problem):
@@ -222,6 +236,11 @@ def _fill_presets(tree: Tree) -> list[Problem]:
         base = STAND_INS["cluster"]
     tree["cluster"] = {**base, **cluster}
     return problems
+
+
+def _table(tree: Tree, name: str) -> Tree:
+    found = tree.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def _read_cluster_file(name: str) -> Tree | Problem:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from meshwright.spec.fields import SECTION_CONFIG, Count, Flag, Positive
+from meshwright.spec.fields import SECTION_CONFIG, Count, Flag, Location, Positive
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class DecoderModel:
     """The head uses the embedding's weight."""
     init_std: Positive = 0.02
     """Standard deviation of the initial weights (norms start at one, biases at zero)."""
-    hf: str | None = None
-    """Folder with a Hugging Face config.json; its weights are the initial ones if it has any."""
+    hf: Location | None = None
+    """Folder with a Hugging Face config.json, in place of the fields; its weights, if any, are the first."""
 
     @property
     def head_size(self) -> int:

@@ -58,12 +58,12 @@ def test_figures_of_rank_0_become_curves():
 
 
 def test_a_figure_without_a_name_of_its_own_has_a_curve_too():
-    event = {**STEPS[0], "skipped": True, "noise_scale": 8.5, "note": "text", "tokens": 9, "step_s": 1.0}
+    event = {**STEPS[0], "skipped": True, "new_figure": 8.5, "note": "text", "tokens": 9, "step_s": 1.0}
     assert scalars_of(event) == {
         "loss/train": 5.0,
         "optimizer/lr": 0.1,
         "step/skipped": 1.0,
-        "step/noise_scale": 8.5,
+        "step/new_figure": 8.5,
     }
 
 

@@ -69,7 +69,6 @@ CASES = {
     "train-muon-not-built": {"train": {"optimizer": "muon"}, "layout": {"tp": 2}},
     "train-noise-scale-not-built": {"train": {"noise_scale_every": 1}, "layout": {"pp": 2}},
     "data-template-needed": {"data": {"answer_field": "output"}},
-    "model-hf-not-built": {"model": {"hf": "folder"}},
     "consistency-mode-not-built": {"consistency": {"mode": "gossip"}},
     "compression-kind-not-built": {"compression": {"kind": "topk"}},
 }

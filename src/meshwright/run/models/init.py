@@ -10,9 +10,11 @@ from torch import nn
 
 from meshwright.plan.decoder_memory import loss_chunk
 from meshwright.run.models.decoder import Decoder
+from meshwright.run.models.hf import load_hf_weights
 from meshwright.run.models.resnet import ResNet
 from meshwright.spec.job import Job
-from meshwright.spec.model import ResNetModel
+from meshwright.spec.model import DecoderModel, ResNetModel
+from meshwright.survive.hf.weights import require_weights
 
 
 def parameter_seed(seed: int, name: str) -> int:
@@ -40,8 +42,14 @@ def initialise(module: nn.Module, seed: int, std: float) -> None:
         parameter.copy_(drawn)
 
 
-def build_model(job: Job, device: torch.device) -> Decoder | ResNet:
-    """The job's model with its initial weights, on its device."""
+def build_model(job: Job, device: torch.device, from_hf: bool = False) -> Decoder | ResNet:
+    """The job's model with its initial weights, on its device.
+
+    Args:
+        job: The settled job.
+        device: Where the weights lie.
+        from_hf: Take them from the folder ``model.hf``, which must have some, and draw none.
+    """
     model = job.model
     network: Decoder | ResNet
     with torch.device(device):
@@ -49,5 +57,10 @@ def build_model(job: Job, device: torch.device) -> Decoder | ResNet:
             network = ResNet(model, job.layout.recompute)
         else:
             network = Decoder(model, job.data.seq_len, loss_chunk(job, model), job.layout.recompute)
-    initialise(network, job.train.seed, model.init_std)
+    if from_hf:
+        assert isinstance(network, Decoder), "only decoders come from Hugging Face"
+        assert isinstance(model, DecoderModel), "and have their table"
+        load_hf_weights(network, require_weights(model), model)
+    else:
+        initialise(network, job.train.seed, model.init_std)
     return network

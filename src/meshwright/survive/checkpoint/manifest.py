@@ -172,7 +172,7 @@ def check_same_job(manifest: Manifest, model: Model, data: Data, checkpoint: Pat
     defaults = {known.name: known.default for known in fields(model)}
     for key, value in json.loads(json.dumps(asdict(model))).items():  # tuples as the manifest has them
         there = manifest.model.get(key, defaults[key])  # a checkpoint from before there was such a key
-        if key not in ("preset", "init_std") and there != value:
+        if key not in ("preset", "init_std", "hf") and there != value:
             rule = f"does not fit this job: model.{key} is {there} there and {value} in the job"
             fix = "Use the job file that it came from"
             raise UserError(Problem("resume-mismatch", rule, path=str(checkpoint), fix=fix))

@@ -1,0 +1,65 @@
+"""What a safetensors file holds, from its header alone: names, types and shapes, without reading a tensor.
+
+The format: eight bytes with the header's length (little-endian), the header as JSON, then the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LENGTH_BYTES = 8
+MOST_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+ELEMENT_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2}
+ELEMENT_BYTES |= {"U16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """One tensor of a file."""
+
+    dtype: str
+    """As the format writes it: F32, BF16, ..."""
+    shape: tuple[int, ...]
+    bytes: int
+
+
+def read_tensor_header(path: Path) -> dict[str, TensorFacts]:
+    """The tensors of a file, by name.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is not a safetensors file, or not a whole one; the text says why.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        if size < LENGTH_BYTES or length > MOST_HEADER_BYTES:
+            raise ValueError("it is not a safetensors file")
+        if LENGTH_BYTES + length > size:
+            raise ValueError(f"it is cut off: {size} bytes, and its header alone takes {length}")
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        tensors = {name: _facts(entry) for name, entry in header.items() if name != "__metadata__"}
+        ends = [int(header[name]["data_offsets"][1]) for name in tensors]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise ValueError("it is not a safetensors file: its header cannot be read") from None
+    expected = LENGTH_BYTES + length + max(ends, default=0)
+    if size != expected:
+        how = "is cut off" if size < expected else "has bytes left over"
+        raise ValueError(f"it {how}: {size} bytes, and by its header it has {expected}")
+    return tensors
+
+
+def _facts(entry: dict[str, Any]) -> TensorFacts:
+    begin, end = entry["data_offsets"]
+    facts = TensorFacts(str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), end - begin)
+    known = ELEMENT_BYTES.get(facts.dtype)
+    if begin < 0 or facts.bytes < 0 or (known and known * math.prod(facts.shape) != facts.bytes):
+        raise ValueError("offsets and shape do not agree")
+    return facts

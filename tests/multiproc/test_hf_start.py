@@ -1,0 +1,70 @@
+"""Real runs that start from a Hugging Face folder: one rank, two ranks, resumed, refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from meshwright.core.errors import UserError
+from meshwright.survive.hf.export import export_checkpoint
+
+
+@pytest.fixture
+def folder(train, tmp_path) -> Path:
+    """A model that was trained here and exported, in shards."""
+    trained = train("train.steps=2", "layout.dp_replicate=1")
+    out = tmp_path / "folder"
+    export_checkpoint(Path(trained.result["checkpoint"]), out, "float32", 100_000)
+    assert len(list(out.glob("*.safetensors"))) > 1
+    return out
+
+
+@pytest.fixture
+def from_folder(train, folder, job_file):
+    """Train from that folder."""
+    job_file.write_text(job_file.read_text().replace('preset = "tiny"', f'hf = "{folder}"'))
+    return train
+
+
+def test_two_ranks_start_from_the_same_weights_as_one(from_folder, folder):
+    """Equal losses, and not those of a fresh model: every rank has read the files. Then it is resumed."""
+    common = ("train.steps=3", "checkpoint.every_steps=1", "checkpoint.keep_last=9")
+    one = from_folder("name=one", "layout.dp_replicate=1", *common)
+    two = from_folder("name=two", "layout.dp_replicate=2", *common)
+    assert two.losses == pytest.approx(one.losses, rel=1e-5)
+    assert f"files of {folder}" in one.messages
+    weights = {
+        name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()
+    }
+    first = load_file(one.run_dir / "checkpoints" / "step-00000001" / "model.safetensors")
+    moved = (first["norm.weight"] - weights["model.norm.weight"]).abs().max()
+    assert 0 < moved < 0.01, "one step away from the folder's weights"
+    assert torch.allclose(first["embed.weight"], weights["model.embed_tokens.weight"], atol=0.01)
+    # A checkpoint wins over the folder, whose weights may be gone by then.
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    shutil.rmtree(one.run_dir / "checkpoints" / "step-00000003")
+    resumed = from_folder("name=one", "layout.dp_replicate=1", *common, resume=True)
+    assert resumed.losses == one.losses[2:]
+
+
+def test_a_folder_without_weights_starts_from_scratch_and_a_broken_one_is_refused(from_folder, folder):
+    """The same losses as a fresh model of that shape; before that, a cut shard leaves no run behind."""
+    shard = min(folder.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(UserError) as caught:
+        from_folder("name=bad", "layout.dp_replicate=1")
+    assert [p.code for p in caught.value.problems] == ["model-hf-weights-broken"]
+    assert not list(Path("runs").glob("bad-*"))
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    fresh = from_folder("name=scratch", "layout.dp_replicate=1", "train.steps=2")
+    assert "from scratch" in fresh.messages
+    earlier = [json.loads(line) for line in Path("runs/tiny-1/events.jsonl").read_text().splitlines()]
+    losses = [event["loss"] for event in earlier if event["event"] == "step"]
+    assert fresh.losses == losses
