@@ -42,7 +42,8 @@ from meshwright.survive.checkpoint.manifest import (
 )
 
 ENTRY = "meshwright.run.worker:run_rank"
-PRELOAD = ("torch", "torch.distributed", "meshwright.cli", "meshwright.run.worker")
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "meshwright.cli", "meshwright.run.worker")
+"""What ranks share from birth; torch's optimizers load its compiler, so it is there too."""
 INTERRUPTED = InterruptedRunError.exit_status
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """Ranks that compute on cores do not wake up the GPUs beside them."""

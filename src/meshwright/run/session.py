@@ -87,7 +87,8 @@ def build_session(
 ) -> Session:
     """Build model, optimizer and data of this rank; load the checkpoint if there is one to resume."""
     job = plan.job
-    torch.use_deterministic_algorithms(job.train.deterministic)
+    if job.train.deterministic != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(job.train.deterministic)  # loads torch's compiler: two seconds
     if job.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
     model = build_model(job, ranks.device, from_hf=assignment.hf_weights)
