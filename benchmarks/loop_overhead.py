@@ -39,6 +39,7 @@ from meshwright.run.mesh import join_ranks  # noqa: E402
 from meshwright.run.models.init import build_model  # noqa: E402
 from meshwright.run.session import Session, build_session  # noqa: E402
 from meshwright.spec.load import build_job  # noqa: E402
+from meshwright.spec.recipe import setting  # noqa: E402
 
 
 def build_ours(folder: Path, micro_batch: int) -> Session:
@@ -66,7 +67,10 @@ def build_bare(session: Session) -> Callable[[], float]:
     job = session.job
     model = build_model(job, torch.device("cpu"))
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": job.train.weight_decay},
+        {
+            "params": [p for p in model.parameters() if p.ndim >= 2],
+            "weight_decay": setting(job.train, "weight_decay"),
+        },
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=job.train.lr, betas=(0.9, 0.95), fused=True)
