@@ -51,7 +51,7 @@ def test_a_page_that_cannot_be_written_is_a_warning(train, tmp_path):
 
 
 def test_scaling_is_measured_and_audited_and_leaves_only_its_picture(job_file, tmp_path, monkeypatch, capfd):
-    """Two numbers of ranks on real processes; the plan holds for each although (b) and (c) move bytes too."""
+    """Two numbers of ranks on real processes; the plan holds for each; reductions are seen."""
     monkeypatch.chdir(tmp_path)
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -71,6 +71,7 @@ def test_scaling_is_measured_and_audited_and_leaves_only_its_picture(job_file, t
     assert (one["audit_ok"], two["audit_ok"]) == (True, True), err
     assert (one["overlap"], one["communication_s"], one["speedup"]) == (None, 0.0, 1.0)
     assert two["communication_s"] > 0
+    assert 0 < two["exposed_s"] <= two["communication_s"] < two["step_s"]
     assert 0 <= two["overlap_low"] <= two["overlap_high"] <= 1
     assert two["tokens_per_s"] == pytest.approx(two["tokens_per_step"] / two["step_s"])
     assert two["efficiency"] == pytest.approx(two["speedup"] / 2)

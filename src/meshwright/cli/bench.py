@@ -152,16 +152,16 @@ def measure_row(output: Output, plan: Plan, data_dir: Path) -> Heard:
     folder = Path(tempfile.mkdtemp(prefix="meshwright-bench-"))
     write_plan(plan, folder / PLAN_FILE)
     Assignment(str(folder), str(data_dir.resolve()), str(folder / "checkpoints")).write()
-    rounds, heard = plan.job.train.steps, Heard()
+    steps, heard = plan.job.train.steps, Heard()
     name = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
 
     def listen(event: Event, show: Callable[[str], None]) -> None:
         heard.feed(event)
         if event["event"] == "step" and event["rank"] == 0:
-            show(f"{name}: {heard.steps} of {rounds * (2 if plan.world_size > 1 else 1)} steps")
+            show(f"{name}: {heard.steps} of {steps} steps")
 
     if not output.errors.is_terminal:
-        output.errors.print(f"measuring {name}: {rounds} rounds")
+        output.errors.print(f"measuring {name}: {steps} steps")
     with output.errors.status(f"{name}: starting") as status:
         launch = LocalLaunch(
             entry=ENTRY,
@@ -188,10 +188,6 @@ def _show(
     more = ("reduce", "exposed", "overlap", "spread", "audit", "")
     output.table("Scaling", (*columns, *more), [_cells(row) for row in rows])
     output.say(basis(rows, steps))
-    if any(row.noisy for row in rows):
-        output.say(
-            "noisy: the overlap's quartiles are more than 50% apart; use more --steps or a quiet machine"
-        )
     output.say()
     chart = scaling_chart(rows, weak)
     for line in draw_text(chart, columns=48):
@@ -221,7 +217,7 @@ def _cells(row: ScalingRow) -> tuple[str, ...]:
         "" if alone else f"{row.overlap:.0%}",
         "" if alone else f"{row.overlap_low:.0%} to {row.overlap_high:.0%}",
         "ok" if row.audit_ok else "differs",
-        ", ".join(word for word, says in (("shared cores", row.shared_cores), ("noisy", row.noisy)) if says),
+        "shared cores" if row.shared_cores else "",
     )
 
 

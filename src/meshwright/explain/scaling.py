@@ -1,12 +1,14 @@
 """From the times that ranks report to a row of the scaling table, and the picture of all rows.
 
-In every round each rank times a normal step (a), the same step without gradient reductions (b), and the
-reductions alone (c). A round's time is that of the slowest rank. Then::
+Each rank notes when a bucket of gradients is complete and when its sum is there, on the clock that the
+processes of one machine share. A reduction is under way from when the last rank has sent the bucket to when the
+last rank has the sum; waiting for a rank that is late is not counted. Of each step::
 
-    exposed = median(a - b)                 what the reductions add to the step
-    overlap = 1 - exposed / median(c)       the share of them that hides behind the backward pass
+    communication = time during which at least one reduction is under way
+    exposed       = the part of it after the last bucket became ready: the backward pass is over by then
+    overlap       = 1 - exposed / communication
 
-clipped to 0 and 1. The spread of the overlap is that of its values by round: the quartiles.
+The row has the medians over the steps; the overlap's spread is its quartiles.
 """
 
 from __future__ import annotations
@@ -20,13 +22,11 @@ from meshwright.explain.plot import Chart, Series
 from meshwright.plan.contract import Plan
 
 WARM_UP = 3
-"""Rounds that are not counted: the first step, the audited one, and one more."""
+"""Steps that are not counted: the first, the audited one, and one more."""
 FEWEST_STEPS = WARM_UP + 3
-WIDE_SPREAD = 0.5
-"""Quartiles of the overlap that lie further apart say more about the machine than about the job."""
 
-Times = Mapping[str, Sequence[float]]
-"""``normal_s``, ``unreduced_s`` and ``reductions_s`` of one rank, a value a round."""
+Times = Mapping[str, Any]
+"""``step_s`` of one rank, and ``buckets``: of each step, when each bucket was ready and reduced."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +55,14 @@ class ScalingRow:
     shared_cores: bool
     audit_ok: bool
 
-    @property
-    def noisy(self) -> bool:
-        """Whether the overlap is lost in what else goes on."""
-        low, high = self.overlap_low, self.overlap_high
-        return low is not None and high is not None and high - low > WIDE_SPREAD
-
     def as_dict(self) -> dict[str, Any]:
         """The row for ``--json``."""
         return asdict(self)
 
 
-def slowest(times: Sequence[Times], name: str) -> list[float]:
-    """Of each counted round, the time of the slowest rank."""
-    return [max(values) for values in zip(*(rank[name] for rank in times), strict=True)][WARM_UP:]
+def slowest(times: Sequence[Times]) -> list[float]:
+    """Of each counted step, the time of the slowest rank."""
+    return [max(values) for values in zip(*(rank["step_s"] for rank in times), strict=True)][WARM_UP:]
 
 
 def build_row(
@@ -83,12 +77,14 @@ def build_row(
         audit_ok: Whether the plan held.
         base: The row that speed-up is counted against; this one if there is none.
     """
-    normal = slowest(times, "normal_s")
-    step_s = statistics.median(normal)
-    low, high = quartiles(normal)
+    steps = slowest(times)
+    step_s = statistics.median(steps)
+    low, high = quartiles(steps)
     rate = tokens_per_step / step_s
     speedup = rate / base.tokens_per_s if base else 1.0
-    communication_s, exposed_s, overlaps = _overlap(normal, times)
+    reduced = [_reductions(step) for step in zip(*(rank["buckets"] for rank in times), strict=True)][WARM_UP:]
+    moving = [(whole, exposed) for whole, exposed in reduced if whole > 0]
+    overlaps = [1 - exposed / whole for whole, exposed in moving]
     layout = plan.job.layout
     return ScalingRow(
         ranks=plan.world_size,
@@ -102,9 +98,9 @@ def build_row(
         tokens_per_s=rate,
         speedup=speedup,
         efficiency=speedup * (base.ranks if base else plan.world_size) / plan.world_size,
-        communication_s=communication_s,
-        exposed_s=exposed_s,
-        overlap=_clip(1 - exposed_s / communication_s) if overlaps else None,
+        communication_s=statistics.median(whole for whole, _ in moving) if moving else 0.0,
+        exposed_s=statistics.median(exposed for _, exposed in moving) if moving else 0.0,
+        overlap=statistics.median(overlaps) if overlaps else None,
         overlap_low=quartiles(overlaps)[0] if overlaps else None,
         overlap_high=quartiles(overlaps)[1] if overlaps else None,
         predicted_step_s=plan.step_s,
@@ -113,25 +109,26 @@ def build_row(
     )
 
 
-def _overlap(normal: Sequence[float], times: Sequence[Times]) -> tuple[float, float, list[float]]:
-    """Communication alone, its exposed part, and the overlap by round; zeros where nothing is reduced."""
-    if not times[0]["reductions_s"]:
-        return 0.0, 0.0, []
-    unreduced, alone = slowest(times, "unreduced_s"), slowest(times, "reductions_s")
-    differences = [a - b for a, b in zip(normal, unreduced, strict=True)]
-    communication_s = statistics.median(alone)
-    overlaps = [_clip(1 - d / communication_s) for d in differences]
-    return communication_s, max(0.0, statistics.median(differences)), overlaps
+def _reductions(ranks: Sequence[Sequence[Sequence[float]]]) -> tuple[float, float]:
+    """How long reductions were under way in one step, and how long after the last bucket was ready."""
+    spans = []
+    for bucket in zip(*ranks, strict=True):  # the same bucket on every rank
+        begin, end = max(ready for ready, _ in bucket), max(reduced for _, reduced in bucket)
+        spans.append((begin, max(begin, end)))
+    if not spans:
+        return 0.0, 0.0
+    last_ready = max(begin for begin, _ in spans)
+    whole, covered = 0.0, min(begin for begin, _ in spans)
+    for begin, end in sorted(spans):
+        whole += max(0.0, end - max(begin, covered))
+        covered = max(covered, end)
+    return whole, max(0.0, covered - last_ready)
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
     """The first and the third."""
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
     return first, third
-
-
-def _clip(share: float) -> float:
-    return min(1.0, max(0.0, share))
 
 
 def scaling_chart(rows: Sequence[ScalingRow], weak: bool) -> Chart:
@@ -151,11 +148,12 @@ def scaling_chart(rows: Sequence[ScalingRow], weak: bool) -> Chart:
     )
 
 
-def basis(rows: Sequence[ScalingRow], rounds: int) -> str:
+def basis(rows: Sequence[ScalingRow], steps: int) -> str:
     """How the figures came about, in a sentence."""
-    counted, first = rounds - WARM_UP, rows[0].ranks
+    counted, first = steps - WARM_UP, rows[0].ranks
     return (
-        f"medians of {counted} rounds after {WARM_UP} of warm-up, slowest rank of each; "
+        f"medians of {counted} steps after {WARM_UP} of warm-up, slowest rank of each; "
         f"speed-up and efficiency against {first} rank{'s' if first > 1 else ''}; "
-        "exposed = step - step without reductions, interleaved; overlap = 1 - exposed / reductions alone"
+        "reduce = time with a reduction under way, exposed = its part after the backward pass, "
+        "overlap = 1 - exposed / reduce"
     )

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,12 +61,8 @@ class Tally:
 class CollectiveCounter:
     """Counts from ``install`` until ``remove``; ``phase`` says what the process is doing."""
 
-    ASIDE = "aside"
-    """The phase of what no plan speaks of."""
-
     def __init__(self) -> None:
         self.phase = "setup"
-        self._aside = False
         self._axes: dict[str, tuple[str, int]] = {}
         self._tallies: defaultdict[tuple[str, str, str, int], Tally] = defaultdict(Tally)
         self._library: torch.library.Library | None = None
@@ -88,15 +83,6 @@ class CollectiveCounter:
     def name_axis(self, group: dist.ProcessGroup, axis: str) -> None:
         """Calls on ``group`` count for ``axis``; groups without a name count under their own."""
         self._axes[group.group_name] = (axis, group.size())
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Calls inside count under a phase of their own, whatever ``phase`` says."""
-        self._aside = True
-        try:
-            yield
-        finally:
-            self._aside = False
 
     def rows(self) -> list[dict[str, Any]]:
         """The counts, as the audit reads them."""
@@ -119,8 +105,7 @@ class CollectiveCounter:
         group = next(a for a in args if isinstance(a, torch.ScriptObject))
         unboxed = dist.ProcessGroup.unbox(group)
         axis, ranks = self._axes.get(unboxed.group_name, (f"group {unboxed.group_name}", unboxed.size()))
-        phase = self.ASIDE if self._aside else self.phase
-        tally = self._tallies[axis, op, phase, ranks]
+        tally = self._tallies[axis, op, self.phase, ranks]
         tally.calls += 1
         if op != "barrier":
             tally.bytes += max(_tensor_bytes(a) for a in args if isinstance(a, Tensor | list | tuple))

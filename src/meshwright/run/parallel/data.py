@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.run.mesh import Ranks
+from meshwright.run.parallel.bucket_times import BucketTimes
 from meshwright.spec.job import Job
 
 SYNC_BUFFERS = "broadcast_buffers"
@@ -51,6 +52,8 @@ class FixedBucketDDP(DistributedDataParallel):
     """
 
     local_square: LocalSquare
+    times: BucketTimes | None = None
+    """Told when buckets are ready and reduced, where somebody wants to know."""
 
     def _build_params_for_reducer(self) -> Any:
         parameters, expect_sparse = super()._build_params_for_reducer()
@@ -88,13 +91,22 @@ HOOKS = {
 
 
 def watched(
-    hook: Callable[..., torch.futures.Future[torch.Tensor]], local: LocalSquare
+    hook: Callable[..., torch.futures.Future[torch.Tensor]], replicated: FixedBucketDDP
 ) -> Callable[..., Any]:
-    """The hook, with a look at each bucket before it is sent."""
+    """The hook, with a look at each bucket before it is sent, and at the clock."""
 
     def look(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        local.see(bucket.buffer())
-        return hook(group, bucket)
+        replicated.local_square.see(bucket.buffer())
+        times, index = replicated.times, bucket.index()
+        if times is None:
+            return hook(group, bucket)
+
+        def arrived(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            times.reduced(index)
+            return done.value()
+
+        times.ready(index)
+        return hook(group, bucket).then(arrived)
 
     return look
 
@@ -125,6 +137,6 @@ def apply_replicate(module: nn.Module, job: Job, ranks: Ranks) -> FixedBucketDDP
         **cast(Any, {SYNC_BUFFERS: False}),
     )
     replicated.local_square = LocalSquare()
-    replicated.register_comm_hook(group, watched(HOOKS[job.compression.kind], replicated.local_square))
+    replicated.register_comm_hook(group, watched(HOOKS[job.compression.kind], replicated))
     replicated.fix_buckets()
     return replicated
