@@ -167,6 +167,9 @@ def generate(
         Path, typer.Argument(help="A checkpoint, a folder of them, a run, or a Hugging Face folder.")
     ],
     prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
+    template: Annotated[
+        str | None, typer.Option(help="Chat template: the prompt is a user's message, the text its answer.")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 200,
     temperature: Annotated[
         float, typer.Option(min=0.0, max=100.0, help="0 always takes the likeliest.")
@@ -180,7 +183,7 @@ def generate(
 
     output = Output(as_json)
     settings: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
-    guarded(output, lambda: write_text(output, checkpoint, prompt, settings))
+    guarded(output, lambda: write_text(output, checkpoint, prompt, template, settings))
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """From the times that ranks report to a row of the scaling table, and the picture of all rows.
 
 Each rank notes when a bucket of gradients is complete and when its sum is there, on the clock that the
-processes of one machine share. A reduction is under way from when the last rank has sent the bucket to when the
+processes of one machine share. A reduction is under way from when the last rank has sent the bucket until the
 last rank has the sum; waiting for a rank that is late is not counted. Of each step::
 
     communication = time during which at least one reduction is under way

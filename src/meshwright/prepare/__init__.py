@@ -11,6 +11,7 @@ same bytes on disk, and the same seed gives the same order of samples on any num
 ``templates``           chat templates: the built-in ones, and which one a name means
 ``jinja_template``      chat templates in jinja, and where their answers are
 ``encode``              documents to tokens, and which of them belong to answers
+``question``            a prompt as tokens, up to where the answer begins
 ``stage``               writing a folder so that nothing half-written is ever visible
 ``shards``              the on-disk format: index, shard files, checks
 ``writer``              writing shards

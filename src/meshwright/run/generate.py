@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 
 from meshwright.core.errors import Problem, UserError
+from meshwright.prepare.conversation import Template
+from meshwright.prepare.question import encode_question
 from meshwright.prepare.tokenizer import load_tokenizer
 from meshwright.run.models.decoder import Decoder
 from meshwright.run.models.hf import load_hf_weights
@@ -54,9 +56,10 @@ def generate_text(
     temperature: float,
     top_k: int,
     seed: int,
+    template: Template | None = None,
     heard: Callable[[int], None] | None = None,
 ) -> str:
-    """Go on from a prompt; ends early at the end of a document.
+    """Go on from a prompt; ends early at the end of a document or of an answer.
 
     Args:
         checkpoint: Folder of a checkpoint, or a Hugging Face folder with weights and tokenizer.json.
@@ -65,18 +68,20 @@ def generate_text(
         temperature: 0 takes the likeliest token every time.
         top_k: Choose among this many; 0 for all.
         seed: The same seed writes the same text.
+        template: Makes the prompt a user's message; None takes it as it is.
         heard: Told how many tokens are written.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_model(checkpoint, device), load_tokenizer(checkpoint)
     generator = torch.Generator().manual_seed(seed)
-    ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
+    question = encode_question(tokenizer, prompt, template)
+    ids = list(question.tokens)
     written: list[int] = []
     for count in range(tokens):
         window = torch.tensor([ids[-model.seq_len :]], device=device)
         logits = model(window)[0, -1].float().cpu()[: tokenizer.vocab_size]
         chosen = _choose(logits, temperature, top_k, generator)
-        if chosen == tokenizer.end_of_document:
+        if chosen in question.ends:
             break
         ids.append(chosen)
         written.append(chosen)
