@@ -181,6 +181,11 @@ def report(output: Output, plan: Plan, record: RunRecord, run_dir: Path, audienc
     if record.losses:
         held_out = f", {record.eval_loss:.4f} on held-out data" if record.eval_loss is not None else ""
         output.say(f"{record.status}: loss {record.losses[0]:.4f} to {record.losses[-1]:.4f}{held_out}")
+    if record.skipped_steps:
+        steps = f"{record.skipped_steps} of {len(record.losses)} steps"
+        output.say(
+            f"{steps} were not taken: fp16 gradients overflowed and the loss scale was halved each time"
+        )
     for failure in record.checkpoint_failures:
         output.warn(f"a checkpoint was not written: {failure} [checkpoint-not-written]")
     for rank, lost in record.events_lost.items():

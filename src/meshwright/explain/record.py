@@ -50,6 +50,8 @@ class RunRecord:
     step_times_s: list[float] = field(default_factory=list)
     mfus: list[float] = field(default_factory=list)
     tokens_per_step: int = 0
+    skipped_steps: int = 0
+    """Steps that were not taken because fp16 gradients overflowed."""
     peak_basis: str = ""
     state: dict[int, Measured] = field(default_factory=dict)
     """The audited step of each rank."""
@@ -89,6 +91,7 @@ class RunRecord:
             self.step_times_s.append(event["step_s"])
             self.mfus.append(event["mfu"])
             self.tokens_per_step = event["tokens"]
+            self.skipped_steps += bool(event.get("skipped"))
 
     def _on_eval(self, event: Event) -> None:
         self.eval_loss = event["loss"]

@@ -36,8 +36,8 @@ table { border-collapse: collapse; font-size: .9rem; }
 th, td { padding: .25rem .8rem .25rem 0; text-align: left; }
 th { font-weight: 600; border-bottom: 1px solid #8a919b; } td { border-bottom: 1px solid #e3e6ea; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
-.charts { display: flex; flex-wrap: wrap; gap: 1rem; }
-.charts svg, figure svg { max-width: 100%; height: auto; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(26rem, 100%), 1fr)); gap: 1rem; }
+.charts svg { width: 100%; height: auto; } figure svg { max-width: 100%; height: auto; }
 figure { margin: 0 0 1rem; }
 li { overflow-wrap: anywhere; } summary { cursor: pointer; margin: .5rem 0; }
 pre { background: #f3f5f7; padding: .8rem 1rem; overflow-x: auto; font-size: .85rem; border-radius: .3rem; }

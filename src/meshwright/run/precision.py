@@ -65,7 +65,7 @@ class Precision:
         """What the step's event says of the scale, once its values may be looked at."""
         if not self._scaled:
             self.skipped = False
-            return {"loss_scale": None, "skipped": False}
+            return {"loss_scale": None, "skipped": None}
         finite = grad_norm is not None and torch.isfinite(torch.tensor([loss, grad_norm])).all()
         self.skipped = not finite
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if self.skipped else 0
