@@ -7,9 +7,9 @@ from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import EVENTS_FILE, Event
 from meshwright.explain.plot import Series
+from meshwright.explain.record import events_of_a_run
 from meshwright.explain.scan import Attempt, Scan, scan_events
 
 NOT_CURVES = frozenset({"v", "event", "time", "rank", "generation", "step", "tokens", "step_s"})
@@ -92,16 +92,9 @@ def read_history(run_dir: Path) -> History:
     """Read a run's events once."""
     path = run_dir / EVENTS_FILE
     history, scan = History(), Scan()
-    try:
+    with events_of_a_run(run_dir):
         for event in scan_events(path, scan):
             _take(history, event)
-    except FileNotFoundError:
-        rule = "is not the folder of a run: it has no events.jsonl"
-        raise UserError(
-            Problem("run-missing", rule, path=str(run_dir), fix="Give the run_dir of a train")
-        ) from None
-    except OSError as error:
-        raise UserError(Problem("run-unreadable", f"cannot be read: {error}", path=str(path))) from None
     history.unreadable = scan.unreadable
     return history
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,18 +128,25 @@ class RunRecord:
             self.status = event["status"]
 
 
+@contextlib.contextmanager
+def events_of_a_run(run_dir: Path) -> Iterator[None]:
+    """Around the reading of a run's events: says what is wrong with the folder, if anything is."""
+    try:
+        yield
+    except FileNotFoundError:
+        rule = "is not the folder of a run: it has no events.jsonl"
+        problem = Problem("run-missing", rule, path=str(run_dir), fix="Give the run_dir of a train")
+        raise UserError(problem) from None
+    except OSError as error:
+        where = str(run_dir / EVENTS_FILE)
+        raise UserError(Problem("run-unreadable", f"cannot be read: {error}", path=where)) from None
+
+
 def read_record(run_dir: Path, generation: int | None = None) -> RunRecord:
     """The newest attempt in a run's folder, or the one asked for."""
     path = run_dir / EVENTS_FILE
-    try:
+    with events_of_a_run(run_dir):
         log = read_events(path)
-    except FileNotFoundError:
-        rule = "is not the folder of a run: it has no events.jsonl"
-        raise UserError(
-            Problem("run-missing", rule, path=str(run_dir), fix="Give the run_dir of a train")
-        ) from None
-    except OSError as error:
-        raise UserError(Problem("run-unreadable", f"cannot be read: {error}", path=str(path))) from None
     wanted = log.last_generation if generation is None else generation
     record = RunRecord()
     for event in log.events:
