@@ -30,11 +30,13 @@ from meshwright.spec.model import DecoderModel
 INT64_BYTES = 8
 LOSS_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**29}
 """Logits held at once: 4 MB on a core, near its cache; 2 GiB on a GPU, which likes large products."""
+LEAST_LOSS_CHUNK = 256
+"""Tokens of a chunk at least: each chunk passes over the head's whole gradient."""
 
 
 def loss_chunk(job: Job, model: DecoderModel) -> int:
     """Tokens whose logits the loss holds at once."""
-    return max(1, LOSS_CHUNK_ELEMENTS[job.cluster.device] // model.vocab_size)
+    return max(LEAST_LOSS_CHUNK, LOSS_CHUNK_ELEMENTS[job.cluster.device] // model.vocab_size)
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _softmax_gradient(log_probs_CV: Tensor, targets_C: Tensor) -> Tensor:
     """Probabilities less one at the target, zero for ignored targets; in place."""
     counted_C1 = (targets_C != IGNORED).unsqueeze(1)
+    rows_C = torch.arange(len(targets_C), device=targets_C.device)
     probs_CV = log_probs_CV.exp_()
-    probs_CV.scatter_add_(
-        1, targets_C.clamp(min=0).unsqueeze(1), -torch.ones_like(targets_C.unsqueeze(1), dtype=probs_CV.dtype)
-    )
+    probs_CV[rows_C, targets_C.clamp(min=0)] -= 1.0  # sets elements: deterministic on every device
     return probs_CV.mul_(counted_C1)
