@@ -185,8 +185,14 @@ def _show(
 ) -> None:
     unit = plans[0].job.unit
     columns = ("ranks", "batch", unit, "micro", "step", "predicted", unit + "/s", "speed-up", "efficiency")
-    more = ("reduce", "exposed", "overlap", "spread", "audit", "")
-    output.table("Scaling", (*columns, *more), [_cells(row) for row in rows])
+    output.table("Scaling", (*columns, "audit"), [_cells(row) for row in rows])
+    reduced = [_reduction_cells(row) for row in rows if row.overlap is not None]
+    if reduced:  # a table of its own: together they would be wider than a terminal
+        output.say()
+        output.table("Reductions", ("ranks", "reduce", "exposed", "overlap", "spread"), reduced)
+    if shared := [str(row.ranks) for row in rows if row.shared_cores]:
+        cores = plans[0].job.cluster.world_size
+        output.say(f"shared cores: {', '.join(shared)} ranks on {cores}; each has less than a core of its own")
     output.say(basis(rows, steps))
     output.say()
     chart = scaling_chart(rows, weak)
@@ -201,7 +207,6 @@ def _show(
 
 
 def _cells(row: ScalingRow) -> tuple[str, ...]:
-    alone = row.overlap is None
     return (
         str(row.ranks),
         str(row.global_batch),
@@ -212,12 +217,17 @@ def _cells(row: ScalingRow) -> tuple[str, ...]:
         format_count(row.tokens_per_s),
         f"{row.speedup:.2f}",
         f"{row.efficiency:.0%}",
-        "" if alone else format_seconds(row.communication_s),
-        "" if alone else format_seconds(row.exposed_s),
-        "" if alone else f"{row.overlap:.0%}",
-        "" if alone else f"{row.overlap_low:.0%} to {row.overlap_high:.0%}",
         "ok" if row.audit_ok else "differs",
-        "shared cores" if row.shared_cores else "",
+    )
+
+
+def _reduction_cells(row: ScalingRow) -> tuple[str, ...]:
+    return (
+        str(row.ranks),
+        format_seconds(row.communication_s),
+        format_seconds(row.exposed_s),
+        f"{row.overlap:.0%}",
+        f"{row.overlap_low:.0%} to {row.overlap_high:.0%}",
     )
 
 
