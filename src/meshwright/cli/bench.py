@@ -20,7 +20,7 @@ from meshwright.core.errors import InterruptedRunError, Problem, UserError
 from meshwright.core.events import Event
 from meshwright.core.units import format_count, format_seconds
 from meshwright.explain.audit import audit_run
-from meshwright.explain.plot import draw_svg
+from meshwright.explain.plot import Chart, draw_svg
 from meshwright.explain.scaling import FEWEST_STEPS, ScalingRow, basis, build_row, scaling_chart
 from meshwright.explain.scan import Attempt
 from meshwright.explain.text_plot import draw_text
@@ -83,13 +83,16 @@ def bench_scaling(
         times: list[Any] = [heard.times[rank] for rank in range(plan.world_size)]
         tokens = heard.attempt.record.tokens_per_step
         rows.append(build_row(plan, times, tokens, verdict.ok, rows[0] if rows else None))
-    _show(output, plans, rows, steps, weak, out)
+    machine, date = _machine(plans[0], heard.attempt), datetime.now(UTC).isoformat(timespec="seconds")
+    where = machine["processor"] if machine["device"] == "cpu" else machine["device_name"]
+    chart = scaling_chart(rows, weak, note=f"{plans[0].job.name} on {where}, {date[:10]}")
+    _show(output, plans, rows, steps, chart, out)
     output.result(
         {
             "rows": [row.as_dict() for row in rows],
             "weak": weak,
-            "machine": _machine(plans[0], heard.attempt),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": machine,
+            "date": date,
             "basis": basis(rows, steps),
             "plot": str(out),
         }
@@ -181,7 +184,7 @@ def measure_row(output: Output, plan: Plan, data_dir: Path) -> Heard:
 
 
 def _show(
-    output: Output, plans: list[Plan], rows: list[ScalingRow], steps: int, weak: bool, out: Path
+    output: Output, plans: list[Plan], rows: list[ScalingRow], steps: int, chart: Chart, out: Path
 ) -> None:
     unit = plans[0].job.unit
     columns = ("ranks", "batch", unit, "micro", "step", "predicted", unit + "/s", "speed-up", "efficiency")
@@ -192,10 +195,11 @@ def _show(
         output.table("Reductions", ("ranks", "reduce", "exposed", "overlap", "spread"), reduced)
     if shared := [str(row.ranks) for row in rows if row.shared_cores]:
         cores = plans[0].job.cluster.world_size
-        output.say(f"shared cores: {', '.join(shared)} ranks on {cores}; each has less than a core of its own")
+        output.say(
+            f"shared cores: {', '.join(shared)} ranks on {cores}; each has less than a core of its own"
+        )
     output.say(basis(rows, steps))
     output.say()
-    chart = scaling_chart(rows, weak)
     for line in draw_text(chart, columns=48):
         output.say(line)
     try:

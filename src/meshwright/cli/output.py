@@ -58,7 +58,9 @@ class Output:
             numeric = bool(rows) and all(
                 r[index][:1].isdigit() or r[index][:1] in "-+" for r in rows if r[index]
             )
-            table.add_column(Text(column), justify="right" if numeric else "left", overflow="fold", no_wrap=bool(spare))
+            table.add_column(
+                Text(column), justify="right" if numeric else "left", overflow="fold", no_wrap=bool(spare)
+            )
         for row in rows:
             table.add_row(*[Text(cell) for cell in row])
         self._people.print(table)
@@ -85,9 +87,7 @@ class Output:
             sys.stdout.write(to_json(content) + "\n")
             sys.stdout.flush()
 
-    def failure(
-        self, error: MeshwrightError, also: Sequence[str] = (), run_dir: Path | None = None
-    ) -> None:
+    def failure(self, error: MeshwrightError, also: Sequence[str] = (), run_dir: Path | None = None) -> None:
         """An error, a line a problem, on standard error; as an object too with ``--json``.
 
         Args:

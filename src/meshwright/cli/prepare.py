@@ -39,15 +39,15 @@ def prepare_with_progress(output: Output, spec: CorpusSpec, base: Path) -> Prepa
 def summarise(report: PrepareReport) -> str:
     """What was done, in one line, and a line for each of the first few documents that could not be read."""
     prompts = f"({format_count(report.prompt_tokens)} of prompts) " if report.prompt_tokens else ""
-    lines = [
+    done = (
         f"prepared {report.documents_out} documents ({report.train_documents} to train on, "
         f"{report.eval_documents} held out; {report.duplicates} duplicates, {report.quarantined} unreadable "
         f"left out) as {format_count(report.tokens)} tokens "
         f"{prompts}in {report.out}, "
         f"{format_rate(report.bytes_per_s, 'B')}"
-    ]
+    )
     named = report.quarantined_names[:MOST_NAMED]
-    lines += [f"  left out: {name}" for name in named]
+    lines = [done, *(f"  left out: {name}" for name in named)]
     if report.quarantined > len(named):
         lines.append(f"  and {report.quarantined - len(named)} more")
     return "\n".join(lines)

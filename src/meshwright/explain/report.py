@@ -16,7 +16,7 @@ from meshwright.core.units import format_bytes, format_count, format_rate, forma
 from meshwright.explain.audit import Audit, audit_run
 from meshwright.explain.history import History, read_history
 from meshwright.explain.listing import FINISHED, settle_status
-from meshwright.explain.plot import Chart
+from meshwright.explain.plot import Chart, Series
 from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
 from meshwright.spec.load import job_tree
 
@@ -119,14 +119,17 @@ class RunReport:
         if any(c.evaluations for c in self.history.curves):
             series.append(self.history.evaluations("held out"))
         unit = "nats an image" if self.unit == "images" else "nats a token"
-        return Chart("Loss", "step", unit, tuple(series), self.history.restarts(), whole_x=True)
+        return self._over_steps("Loss", unit, tuple(series))
+
+    def _over_steps(self, title: str, unit: str, series: tuple[Series, ...], **more: bool) -> Chart:
+        """A chart with the same x axis and the same marks as all the others."""
+        marks = (*self.history.restarts(), *self.history.not_finite())
+        return Chart(title, "step", unit, series, marks, whole_x=True, x_range=self.history.steps(), **more)
 
     def rate_chart(self) -> Chart:
         """Throughput; the audited step is slow and stays in the picture."""
         series = (self.history.series("tokens_per_s", "measured", style=3),)
-        unit = f"{self.unit} a second"
-        marks = self.history.restarts()
-        return Chart("Throughput", "step", unit, series, marks, from_zero=True, whole_x=True)
+        return self._over_steps("Throughput", f"{self.unit} a second", series, from_zero=True)
 
     def small_charts(self) -> list[Chart]:
         """Every other figure of the steps, also those that this version does not know."""
@@ -136,9 +139,8 @@ class RunReport:
                 title, unit = NAMES.get(name, (name.replace("_", " "), name))
                 series = (self.history.series(name, name.replace("_", " ")),)
                 log = name in ("loss_scale", "noise_scale") and all(y > 0 for _, y in series[0].points())
-                marks = self.history.restarts()
-                zero = name not in ("lr", "loss_scale", "noise_scale")
-                charts.append(Chart(title, "step", unit, series, marks, log, zero and not log, whole_x=True))
+                zero = name not in ("lr", "loss_scale", "noise_scale") and not log
+                charts.append(self._over_steps(title, unit, series, log_y=log, from_zero=zero))
         return charts
 
     def warnings(self) -> list[str]:
@@ -160,7 +162,8 @@ class RunReport:
     def notes(self) -> list[str]:
         """What is worth knowing and no trouble."""
         notes = [note for attempt in self.history.attempts for note in attempt.record.notes]
-        return [*self.plan.reasons, *dict.fromkeys(notes)]
+        broken = [name for _, name in self.history.not_finite()]
+        return [*broken, *self.plan.reasons, *dict.fromkeys(notes)]
 
     def verdict_text(self) -> str:
         """The audit in one sentence."""

@@ -37,8 +37,8 @@ th, td { padding: .25rem .8rem .25rem 0; text-align: left; }
 th { font-weight: 600; border-bottom: 1px solid #8a919b; } td { border-bottom: 1px solid #e3e6ea; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(26rem, 100%), 1fr)); gap: 1rem; }
-.charts svg { width: 100%; height: auto; } figure svg { max-width: 100%; height: auto; }
-figure { margin: 0 0 1rem; }
+.charts svg { width: 100%; height: auto; } figure svg { max-width: 100%; min-width: 52rem; height: auto; }
+figure { margin: 0 0 1rem; overflow-x: auto; }
 li { overflow-wrap: anywhere; } summary { cursor: pointer; margin: .5rem 0; }
 pre { background: #f3f5f7; padding: .8rem 1rem; overflow-x: auto; font-size: .85rem; border-radius: .3rem; }
 footer { margin-top: 2.5rem; color: #59616b; font-size: .85rem; }
@@ -48,6 +48,7 @@ body { color: #e4e7eb; background: #16191d; } dt, footer { color: #a2a9b2; }
 td { border-color: #30363e; } pre { background: #20252b; }
 } }
 @media print { body { max-width: none; padding: 0; font-size: 11px; color-scheme: light; }
+figure svg { min-width: 0; } figure { overflow: visible; }
 figure, svg, tr { break-inside: avoid; } h2 { break-after: avoid; } .wide, pre { overflow: visible; }
 pre { white-space: pre-wrap; } details::details-content { content-visibility: visible; display: block; } }
 """

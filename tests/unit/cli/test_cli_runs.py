@@ -59,7 +59,9 @@ def test_a_group_without_a_command_says_which_there_are(cli):
 
 def test_only_plan_offers_to_take_a_preset(cli):
     helps = {command: cli(*command.split(), "-h").out for command in ("plan", "train", "bench scaling")}
-    assert [command for command, text in helps.items() if "preset" in text.partition("Options")[0]] == ["plan"]
+    assert [command for command, text in helps.items() if "preset" in text.partition("Options")[0]] == [
+        "plan"
+    ]
 
 
 def test_a_folder_that_is_not_there_is_an_error_and_an_empty_one_is_not(cli, tmp_path):
