@@ -56,7 +56,7 @@ def main() -> None:
         if context is not None:
             sys.stderr.write(f"{context.get_usage()}\n")
         message = error.format_message()
-        if message.startswith("Missing command"):
+        if context is not None and message.startswith("Missing command"):
             message = f"name a command: {', '.join(context.command.list_commands(context))}"
         wrong = UserError(Problem("cli-usage", message))
         Output(as_json="--json" in sys.argv).failure(wrong)

@@ -50,7 +50,7 @@ def _row(run: RunSummary) -> tuple[str, ...]:
         _loss(run.loss),
         _loss(run.eval_loss),
         format_rate(run.tokens_per_s, run.unit) if run.tokens_per_s else "-",
-        {True: "ok", False: "differs", None: "-"}[run.audit_ok],
+        "not measured" if run.measured is False else {True: "ok", False: "differs", None: "-"}[run.audit_ok],
         began,
         format_bytes(run.size_bytes),
     )

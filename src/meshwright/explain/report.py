@@ -12,8 +12,8 @@ from typing import Any
 
 import tomli_w
 
-from meshwright.core.units import format_bytes, format_count, format_rate, format_seconds
-from meshwright.explain.audit import Audit, audit_run
+from meshwright.core.units import format_count, format_rate, format_seconds
+from meshwright.explain.audit import Audit, audit_run, held_text
 from meshwright.explain.history import History, read_history
 from meshwright.explain.listing import FINISHED, settle_status
 from meshwright.explain.plot import Chart, Series
@@ -84,7 +84,7 @@ class RunReport:
     def _batch(self) -> str:
         job = self.plan.job
         micro = f"{_count(self.plan.micro_batches, 'micro-batch', 'es')} of {job.layout.micro_batch} a rank"
-        return f"{job.train.global_batch} samples a step; {micro}"
+        return f"{_count(job.train.global_batch, 'sample')} a step; {micro}"
 
     def _losses(self) -> str:
         record = self.history.newest.record
@@ -121,10 +121,13 @@ class RunReport:
         unit = "nats an image" if self.unit == "images" else "nats a token"
         return self._over_steps("Loss", unit, tuple(series))
 
-    def _over_steps(self, title: str, unit: str, series: tuple[Series, ...], **more: bool) -> Chart:
+    def _over_steps(
+        self, title: str, unit: str, series: tuple[Series, ...], log_y: bool = False, from_zero: bool = False
+    ) -> Chart:
         """A chart with the same x axis and the same marks as all the others."""
         marks = (*self.history.restarts(), *self.history.not_finite())
-        return Chart(title, "step", unit, series, marks, whole_x=True, x_range=self.history.steps(), **more)
+        steps = self.history.steps()
+        return Chart(title, "step", unit, series, marks, log_y, from_zero, whole_x=True, x_range=steps)
 
     def rate_chart(self) -> Chart:
         """Throughput; the audited step is slow and stays in the picture."""
@@ -170,8 +173,9 @@ class RunReport:
         if not self.audited:
             return f"Promises are not judged: the run's status is {self.status}."
         if self.verdict.ok:
-            total = sum(self.plan.ranks[0].state_bytes.values())
-            return f"The plan held: {format_bytes(total)} of state a rank and every collective are equal."
+            return f"The plan held: {held_text(self.plan)}"
+        if not self.verdict.measured:
+            return f"Not measured: {self.verdict.differences[-1]}."
         return f"The plan did not hold: {_count(len(self.verdict.differences), 'difference')}."
 
     def job_text(self) -> str:

@@ -127,8 +127,10 @@ def _head(report: RunReport, name: str) -> str:
     badge = f'<span class="badge {kind}">{escape(report.status)}</span>'
     if report.audited:
         kept = report.verdict.ok
-        word = "audit ok" if kept else "audit differs"
-        badge += f' <span class="badge {"good" if kept else "bad"}">{word}</span>'
+        word, kind = ("audit ok", "good") if kept else ("audit differs", "bad")
+        if not report.verdict.measured:
+            word, kind = "not measured", "open"
+        badge += f' <span class="badge {kind}">{word}</span>'
     pairs = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in report.facts())
     return f"<h1>{escape(name)} {badge}</h1>\n<dl>{pairs}</dl>"
 
@@ -194,7 +196,7 @@ def _folded(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequ
 def _audit(report: RunReport) -> list[str]:
     """Every promise with its verdict."""
     parts = ["<h2>Audit</h2>", f"<p>{escape(report.verdict_text())}</p>"]
-    rows = [_state_cells(row, report.audited) for row in report.verdict.state]
+    rows = [_state_cells(row, report.audited and row.measured is not None) for row in report.verdict.state]
     columns = ("rank", "promise", "predicted bytes", "measured bytes", "allowed", "verdict")
     # Ranks of replicas promise the same: those that differ come first, so that a fold hides none of them.
     rows.sort(key=lambda cells: "differs" not in cells[-1])

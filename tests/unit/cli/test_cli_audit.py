@@ -109,6 +109,28 @@ def test_a_damaged_event_is_a_verdict_and_not_a_traceback(cli, run_dir):
     assert cli("audit", run_dir).status == 3
 
 
+@pytest.mark.parametrize(
+    ("status", "says", "word"),
+    [
+        (None, "the run did not come to its end: not measured on every rank: memory and collectives", "-"),
+        ("interrupted", "stopped before the audited step: nothing was measured", "not measured"),
+    ],
+)
+def test_a_run_that_measured_nothing_gets_one_sentence(cli, run_dir, status, says, word):
+    """Status 3 all the same, but no line for each promise; ``runs`` does not call it a difference."""
+    log = run_dir / "events.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    kept = [
+        e for e in events if e["event"] not in ("state", "collectives", *(() if status else ("finished",)))
+    ]
+    log.write_text("".join(json.dumps({**e, "status": status} if "status" in e else e) + "\n" for e in kept))
+    ran = cli("audit", run_dir)
+    assert ran.status == 3
+    assert [t for t in ran.out.splitlines() if t.startswith("Audit: ")] == [f"Audit: {says} [audit-differs]"]
+    assert "DIFFERS" not in ran.out
+    assert f"  {word}  " in cli("runs", run_dir).out
+
+
 @pytest.mark.parametrize(("remove", "code"), [("events.jsonl", "run-missing"), ("plan.toml", "plan-missing")])
 def test_half_a_run_exits_2(cli, run_dir, remove, code):
     (run_dir / remove).unlink()
