@@ -195,9 +195,7 @@ def _show(
         output.table("Reductions", ("ranks", "reduce", "exposed", "overlap", "spread"), reduced)
     if shared := [str(row.ranks) for row in rows if row.shared_cores]:
         cores = plans[0].job.cluster.world_size
-        output.say(
-            f"shared cores: {', '.join(shared)} ranks on {cores}; each has less than a core of its own"
-        )
+        output.say(f"shared cores: {', '.join(shared)} ranks on {cores} cores, less than one each")
     output.say(basis(rows, steps))
     output.say()
     for line in draw_text(chart, columns=48):

@@ -183,17 +183,26 @@ def unbroken(segment: Sequence[Point]) -> Iterator[list[Point]]:
         yield run
 
 
-def format_value(value: float) -> str:
-    """A value on an axis or in a tooltip: four digits, with a prefix or a power for the large ones."""
+def tick_labels(ticks: Sequence[float]) -> list[str]:
+    """The ticks as text, with as many digits as it takes to tell them apart."""
+    for digits in range(4, 10):
+        labels = [format_value(tick, digits) for tick in ticks]
+        if len(set(labels)) == len(labels):
+            break
+    return labels
+
+
+def format_value(value: float, digits: int = 4) -> str:
+    """A value on an axis or in a tooltip, with a prefix or a power for the large ones."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
     if abs(value) < 1e-3 or abs(value) >= 1e15:
-        mantissa, _, exponent = f"{value:.3e}".partition("e")
-        return f"{float(mantissa):.4g}e{int(exponent)}"
+        mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+        return f"{float(mantissa):.{digits}g}e{int(exponent)}"
     for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit and (abs(value) >= 1e4 or limit > 1e3):
-            return f"{value / limit:.4g} {prefix}"
-    return f"{value:.4g}"
+            return f"{value / limit:.{digits}g} {prefix}"
+    return f"{value:.{digits}g}"
 
 
 STYLE = """
@@ -262,7 +271,7 @@ TITLE_Y, NOTE_LINE, LEGEND_LINE = 22, 16, 18
 
 def build_frame(chart: Chart, up: Axis, width: int, height: int) -> Frame:
     """Room for the longest label beside the axis, and for all lines above it."""
-    longest = max(len(format_value(tick)) for tick in up.ticks) if up.ticks else 0
+    longest = max(map(len, tick_labels(up.ticks)), default=0)
     top = 48 + (NOTE_LINE if chart.note else 0) + (0 if _legend_beside_title(chart, width) else LEGEND_LINE)
     return Frame(width, height, left=max(72, 34 + 7 * longest), top=top)
 
@@ -299,14 +308,14 @@ def draw_svg(chart: Chart, width: int = 720, height: int = 300, standalone: bool
 def _grid(chart: Chart, frame: Frame, across: Axis, up: Axis) -> list[str]:
     left, right, bottom, top = frame.x(0), frame.x(1), frame.y(0), frame.y(1)
     parts: list[str] = []
-    for tick in up.ticks:
+    for tick, label in zip(up.ticks, tick_labels(up.ticks), strict=True):
         y = frame.y(up.place(tick))
         parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text x="{left - 7}" y="{y + 4}" text-anchor="end">{format_value(tick)}</text>')
-    for tick in across.ticks:
+        parts.append(f'<text x="{left - 7}" y="{y + 4}" text-anchor="end">{label}</text>')
+    for tick, label in zip(across.ticks, tick_labels(across.ticks), strict=True):
         x = frame.x(across.place(tick))
         parts.append(f'<line class="frame" x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 5}"/>')
-        parts.append(f'<text x="{x}" y="{bottom + 19}" text-anchor="middle">{format_value(tick)}</text>')
+        parts.append(f'<text x="{x}" y="{bottom + 19}" text-anchor="middle">{label}</text>')
     parts.append(f'<path class="frame" d="M{left} {top}V{bottom}H{right}"/>')
     return parts
 

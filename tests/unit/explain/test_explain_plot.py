@@ -19,6 +19,7 @@ from meshwright.explain.plot import (
     log_ticks,
     round_ticks,
     thin,
+    tick_labels,
     x_axis,
     y_axis,
 )
@@ -134,8 +135,13 @@ def test_the_left_margin_has_room_for_the_longest_label(values):
     """Seven pixels a character, beside the axis' own name."""
     chart = chart_of((1, values[0]), (2, values[1]))
     up = y_axis(chart)
-    longest = max(len(format_value(tick)) for tick in up.ticks)
+    longest = max(map(len, tick_labels(up.ticks)))
     assert build_frame(chart, up, 640, 400).left >= 20 + 7 * longest + 7
+
+
+def test_ticks_close_together_can_be_told_apart():
+    assert tick_labels((5.7684, 5.7686, 5.7688)) == ["5.7684", "5.7686", "5.7688"]
+    assert tick_labels((0, 5000, 10000)) == ["0", "5000", "10 k"]
 
 
 def test_very_large_values_are_powers():
