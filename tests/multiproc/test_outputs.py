@@ -33,8 +33,10 @@ def test_a_failed_run_leaves_a_page_that_says_so(train, tmp_path):
     """The learning rate makes the loss infinite: exit status 4, a page all the same."""
     failed = train("layout.dp_replicate=1", "run_dir=run", "train.lr=1e30", "train.clip=0.0", expect=4)
     assert failed.result["status"] == "error"
+    assert failed.result["run_dir"] == "run"
     page = (tmp_path / "run" / "report.html").read_text()
     assert 'class="badge bad">failed' in page
+    assert "loss not finite at step" in page
     assert "train-not-finite" in page
     assert summarise_run(tmp_path / "run").status == "failed"
 

@@ -24,6 +24,7 @@ from meshwright.core.errors import CheckFailedError, InterruptedRunError, RunFai
 from meshwright.prepare.spec import load_corpus_spec
 from meshwright.spec.legality import RULES
 from meshwright.spec.load import load_job
+from meshwright.spec.presets import preset_names
 from meshwright.spec.translate import job_schema
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,12 @@ PRESET_CODE = "{section}-unknown-preset"
 
 def id_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
+
+
+def test_every_preset_is_listed() -> None:
+    listed = (DOCS / "job-file.md").read_text().partition("## Presets")[2]
+    missing = [n for kind in ("models", "clusters") for n in preset_names(kind) if f"`{n}`" not in listed]
+    assert missing == []
 
 
 # Tables written from the code
@@ -99,7 +106,7 @@ def default_of(key: str, facts: dict[str, Any], required: set[str]) -> str:
     if key in required:
         return "an error"
     if "default" not in facts:
-        return "from the preset"
+        return "an error, except for images" if key == "seq_len" else "from the preset"
     value = facts["default"]
     if value is None:
         return "see the meaning"

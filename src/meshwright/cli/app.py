@@ -26,16 +26,17 @@ app = typer.Typer(
 
 checkpoint_app = typer.Typer(help="What is kept of runs.", rich_markup_mode=None)
 app.add_typer(checkpoint_app, name="checkpoint")
-bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None, no_args_is_help=True)
+bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else there.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="key.path=value, laid over the job file.", metavar="KEY=VALUE")
 ]
-JobSource = Annotated[
+PlanSource = Annotated[
     str, typer.Argument(help="Job file, plan file, or name of a model preset.", metavar="JOB")
 ]
+JobSource = Annotated[str, typer.Argument(help="Job file or plan file.", metavar="JOB")]
 
 
 def main() -> None:
@@ -54,7 +55,10 @@ def main() -> None:
         context = getattr(error, "ctx", None)
         if context is not None:
             sys.stderr.write(f"{context.get_usage()}\n")
-        wrong = UserError(Problem("cli-usage", error.format_message()))
+        message = error.format_message()
+        if context is not None and message.startswith("Missing command"):
+            message = f"name a command: {', '.join(context.command.list_commands(context))}"
+        wrong = UserError(Problem("cli-usage", message))
         Output(as_json="--json" in sys.argv).failure(wrong)
         status = wrong.exit_status
     sys.exit(status if isinstance(status, int) else 0)
@@ -92,7 +96,7 @@ def _root(
 
 @app.command()
 def plan(
-    job: JobSource,
+    job: PlanSource,
     overrides: Overrides = None,
     on: Annotated[
         str | None, typer.Option(help="Cluster: nodes x devices x preset, such as 8x8xh100-sxm.")

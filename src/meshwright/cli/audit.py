@@ -6,8 +6,8 @@ from pathlib import Path
 
 from meshwright.cli.output import Output
 from meshwright.core.errors import CheckFailedError
-from meshwright.core.units import format_bytes, format_rate, format_seconds
-from meshwright.explain.audit import Audit, StateRow, audit_run
+from meshwright.core.units import format_rate, format_seconds
+from meshwright.explain.audit import Audit, StateRow, audit_run, held_text
 from meshwright.explain.record import RunRecord, read_record
 from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
 from meshwright.spec.model import BATCH_NORM_NOTE
@@ -28,6 +28,8 @@ def audit_folder(output: Output, run_dir: Path) -> int:
 def _word(row: StateRow) -> str:
     if row.compiled:
         return "compiled, not judged"
+    if row.measured is None:
+        return ""  # the cell beside it says so
     return ("within 5%" if row.tolerance else "equal") if row.held else "DIFFERS"
 
 
@@ -43,7 +45,10 @@ def describe_audit(output: Output, plan: Plan, record: RunRecord, verdict: Audit
         )
         for row in verdict.state
     ]
-    output.table("Memory in bytes", ("rank", "what", "predicted", "measured", ""), rows)
+    if verdict.measured:
+        output.table("Memory in bytes", ("rank", "what", "predicted", "measured", ""), rows)
+    else:
+        output.say("Memory: predicted, but no rank measured any; the run did not get to the audited step")
     output.say()
     if verdict.collectives:
         moved = [
@@ -77,10 +82,7 @@ def describe_audit(output: Output, plan: Plan, record: RunRecord, verdict: Audit
     for note in record.notes:
         output.say(f"Note: {note}")
     if verdict.ok:
-        total = sum(plan.ranks[0].state_bytes.values())
-        output.say(
-            f"Audit: the plan held. {format_bytes(total)} of state a rank and every collective are equal."
-        )
+        output.say(f"Audit: the plan held. {held_text(plan)}")
         return
     for difference in verdict.differences:
         output.say(f"Audit: {difference} [audit-differs]")

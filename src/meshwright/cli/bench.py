@@ -20,7 +20,7 @@ from meshwright.core.errors import InterruptedRunError, Problem, UserError
 from meshwright.core.events import Event
 from meshwright.core.units import format_count, format_seconds
 from meshwright.explain.audit import audit_run
-from meshwright.explain.plot import draw_svg
+from meshwright.explain.plot import Chart, draw_svg
 from meshwright.explain.scaling import FEWEST_STEPS, ScalingRow, basis, build_row, scaling_chart
 from meshwright.explain.scan import Attempt
 from meshwright.explain.text_plot import draw_text
@@ -83,13 +83,16 @@ def bench_scaling(
         times: list[Any] = [heard.times[rank] for rank in range(plan.world_size)]
         tokens = heard.attempt.record.tokens_per_step
         rows.append(build_row(plan, times, tokens, verdict.ok, rows[0] if rows else None))
-    _show(output, plans, rows, steps, weak, out)
+    machine, date = _machine(plans[0], heard.attempt), datetime.now(UTC).isoformat(timespec="seconds")
+    where = machine["processor"] if machine["device"] == "cpu" else machine["device_name"]
+    chart = scaling_chart(rows, weak, note=f"{plans[0].job.name} on {where}, {date[:10]}")
+    _show(output, plans, rows, steps, chart, out)
     output.result(
         {
             "rows": [row.as_dict() for row in rows],
             "weak": weak,
-            "machine": _machine(plans[0], heard.attempt),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": machine,
+            "date": date,
             "basis": basis(rows, steps),
             "plot": str(out),
         }
@@ -181,15 +184,20 @@ def measure_row(output: Output, plan: Plan, data_dir: Path) -> Heard:
 
 
 def _show(
-    output: Output, plans: list[Plan], rows: list[ScalingRow], steps: int, weak: bool, out: Path
+    output: Output, plans: list[Plan], rows: list[ScalingRow], steps: int, chart: Chart, out: Path
 ) -> None:
     unit = plans[0].job.unit
     columns = ("ranks", "batch", unit, "micro", "step", "predicted", unit + "/s", "speed-up", "efficiency")
-    more = ("reduce", "exposed", "overlap", "spread", "audit", "")
-    output.table("Scaling", (*columns, *more), [_cells(row) for row in rows])
+    output.table("Scaling", (*columns, "audit"), [_cells(row) for row in rows])
+    reduced = [_reduction_cells(row) for row in rows if row.overlap is not None]
+    if reduced:  # a table of its own: together they would be wider than a terminal
+        output.say()
+        output.table("Reductions", ("ranks", "reduce", "exposed", "overlap", "spread"), reduced)
+    if shared := [str(row.ranks) for row in rows if row.shared_cores]:
+        cores = plans[0].job.cluster.world_size
+        output.say(f"shared cores: {', '.join(shared)} ranks on {cores} cores, less than one each")
     output.say(basis(rows, steps))
     output.say()
-    chart = scaling_chart(rows, weak)
     for line in draw_text(chart, columns=48):
         output.say(line)
     try:
@@ -201,7 +209,6 @@ def _show(
 
 
 def _cells(row: ScalingRow) -> tuple[str, ...]:
-    alone = row.overlap is None
     return (
         str(row.ranks),
         str(row.global_batch),
@@ -212,12 +219,17 @@ def _cells(row: ScalingRow) -> tuple[str, ...]:
         format_count(row.tokens_per_s),
         f"{row.speedup:.2f}",
         f"{row.efficiency:.0%}",
-        "" if alone else format_seconds(row.communication_s),
-        "" if alone else format_seconds(row.exposed_s),
-        "" if alone else f"{row.overlap:.0%}",
-        "" if alone else f"{row.overlap_low:.0%} to {row.overlap_high:.0%}",
         "ok" if row.audit_ok else "differs",
-        "shared cores" if row.shared_cores else "",
+    )
+
+
+def _reduction_cells(row: ScalingRow) -> tuple[str, ...]:
+    return (
+        str(row.ranks),
+        format_seconds(row.communication_s),
+        format_seconds(row.exposed_s),
+        f"{row.overlap:.0%}",
+        f"{row.overlap_low:.0%} to {row.overlap_high:.0%}",
     )
 
 

@@ -36,9 +36,10 @@ def write_text(
         heard = partial(_advance, bar, task)
         text = generate_text(checkpoint, prompt, template=chat, heard=heard, **settings)
     shown = f"{prompt}{text}" if chat is None else text
-    if sys.stdout.isatty():  # an untrained model writes control characters too
+    if not output.as_json and sys.stdout.isatty():  # an untrained model writes control characters too
         shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in shown)
-    output.say(shown)
+    if not output.as_json:  # the object holds it
+        output.say(shown)
     output.result(
         {"checkpoint": str(checkpoint), "prompt": prompt, "template": template, "text": text, **settings}
     )

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +20,8 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.core.events import to_json
 
 PIPE_WIDTH = 140
+COLUMN_GAP = 2
+"""Spaces between columns."""
 
 
 class Output:
@@ -36,17 +40,46 @@ class Output:
         """A warning, on standard error."""
         self.errors.print(f"warning: {text}")
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A table for people; columns after the first are aligned right where they hold numbers."""
+    def table(
+        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str] = ()
+    ) -> None:
+        """A table for people; columns after the first are aligned right where they hold numbers.
+
+        Args:
+            title: Above it.
+            columns: Its headings.
+            rows: Its cells.
+            spare: Columns that are left out, in this order, where the terminal is too narrow for all; such a
+                table never breaks a cell.
+        """
+        columns, rows, left_out = self._fitting(columns, rows, spare)
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
         for index, column in enumerate(columns):
             numeric = bool(rows) and all(
                 r[index][:1].isdigit() or r[index][:1] in "-+" for r in rows if r[index]
             )
-            table.add_column(Text(column), justify="right" if numeric else "left", overflow="fold")
+            table.add_column(
+                Text(column), justify="right" if numeric else "left", overflow="fold", no_wrap=bool(spare)
+            )
         for row in rows:
             table.add_row(*[Text(cell) for cell in row])
         self._people.print(table)
+        if left_out:
+            self.say(f"(no room for {', '.join(left_out)})")
+
+    def _fitting(
+        self, columns: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str]
+    ) -> tuple[list[str], list[list[str]], list[str]]:
+        """Columns and rows that fit the width, and the columns left out for it."""
+        widths = {c: max(map(cell_len, (c, *(row[i] for row in rows)))) for i, c in enumerate(columns)}
+        kept, left_out = list(columns), []
+        for name in spare:
+            if sum(widths[c] + COLUMN_GAP for c in kept) - COLUMN_GAP <= self._people.width:
+                break
+            kept.remove(name)
+            left_out.append(name)
+        cells = [[row[i] for i, c in enumerate(columns) if c in kept] for row in rows]
+        return kept, cells, left_out
 
     def result(self, content: dict[str, Any]) -> None:
         """The object of ``--json``; nothing without it."""
@@ -54,13 +87,20 @@ class Output:
             sys.stdout.write(to_json(content) + "\n")
             sys.stdout.flush()
 
-    def failure(self, error: MeshwrightError, also: Sequence[str] = ()) -> None:
-        """An error, a line a problem, on standard error; as an object too with ``--json``."""
+    def failure(self, error: MeshwrightError, also: Sequence[str] = (), run_dir: Path | None = None) -> None:
+        """An error, a line a problem, on standard error; as an object too with ``--json``.
+
+        Args:
+            error: What went wrong.
+            also: Lines that help to mend it.
+            run_dir: The folder of the run that failed, if one had begun.
+        """
         for problem in error.problems:
             self.errors.print(f"error: {problem}")
         for line in also:
             self.errors.print(line)
-        self.result({"status": "error", "errors": [p.as_dict() for p in error.problems], "notes": list(also)})
+        content = {"status": "error", "errors": [p.as_dict() for p in error.problems], "notes": list(also)}
+        self.result(content if run_dir is None else {**content, "run_dir": str(run_dir)})
 
 
 def _console(stderr: bool) -> Console:

@@ -45,8 +45,11 @@ def describe_plan(output: Output, plan: Plan) -> None:
     """The choice, its reasons, its ledger and its collectives."""
     job = plan.job
     cluster = f"{job.cluster.device_name}, {job.cluster.preset or job.cluster.file}"
-    where = f"{plan.world_size} of {job.cluster.world_size} devices ({cluster})"
-    output.say(f"{job.name}: {format_count(plan.parameters)} parameters on {where}")
+    ranks, devices = plan.world_size, job.cluster.world_size
+    share = (
+        f"on {ranks} of {devices} devices" if ranks <= devices else f"in {ranks} ranks on {devices} devices"
+    )
+    output.say(f"{job.name}: {format_count(plan.parameters)} parameters {share} ({cluster})")
     for reason in plan.reasons:
         output.say(f"  {reason}")
     low, high = format_seconds(plan.step_s / UNCERTAINTY), format_seconds(plan.step_s * UNCERTAINTY)

@@ -58,9 +58,8 @@ class ProgressView:
         elif name == "ready" and rank == 0:
             self._first, self._started = event["step"], time.monotonic()
         elif name == "eval" and rank == 0:
-            self._line(
-                f"step {event['step']}: evaluation loss {_shown(event['loss'])} on {event['samples']} samples"
-            )
+            on = f"{event['samples']} sample{'' if event['samples'] == 1 else 's'}"
+            self._line(f"step {event['step']}: evaluation loss {_shown(event['loss'])} on {on}")
         elif name == "checkpoint":
             cost = f"{format_bytes(event['bytes'])}, {format_seconds(event['seconds'])}"
             self._line(f"step {event['step']}: checkpoint {event['path']} ({cost})")

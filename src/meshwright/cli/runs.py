@@ -13,7 +13,9 @@ from meshwright.explain.report import PAGE_FILE, RunReport, read_report
 from meshwright.explain.report_page import write_page
 from meshwright.explain.text_plot import draw_text
 
-COLUMNS = ("name", "status", "steps", "ranks", "loss", "held-out", "speed", "audit", "began", "size", "")
+COLUMNS = ("name", "status", "steps", "ranks", "loss", "held-out", "speed", "audit", "began", "size")
+SPARE = ("size", "ranks", "began", "speed")
+"""Columns that a narrow terminal does without, the first ones first."""
 
 
 def show_runs(output: Output, folder: Path) -> int:
@@ -28,7 +30,10 @@ def show_runs(output: Output, folder: Path) -> int:
         rule = f"cannot be read: {error.strerror or error}"
         raise UserError(Problem("run-unreadable", rule, path=str(folder))) from None
     if found:
-        output.table(f"Runs in {folder}", COLUMNS, [_row(run) for run in found])
+        output.table(f"Runs in {folder}", COLUMNS, [_row(run) for run in found], spare=SPARE)
+        for run in found:
+            if run.reason:  # a sentence is too long for a column
+                output.say(f"{run.name}: {' '.join(run.reason.split())}")
     else:
         output.say(f"no runs in {folder}")
     output.result({"dir": str(folder), "runs": [run.as_dict() for run in found]})
@@ -45,10 +50,9 @@ def _row(run: RunSummary) -> tuple[str, ...]:
         _loss(run.loss),
         _loss(run.eval_loss),
         format_rate(run.tokens_per_s, run.unit) if run.tokens_per_s else "-",
-        {True: "ok", False: "differs", None: "-"}[run.audit_ok],
+        "not measured" if run.measured is False else {True: "ok", False: "differs", None: "-"}[run.audit_ok],
         began,
         format_bytes(run.size_bytes),
-        run.reason,
     )
 
 

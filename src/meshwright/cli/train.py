@@ -84,7 +84,7 @@ def prepare_run(
 
     Args:
         output: Where people read.
-        source: Job file, plan file or preset.
+        source: Job file or plan file.
         overrides: ``key.path=value`` texts.
         resume: Whether to go on from a checkpoint; "may" starts afresh where there is none.
         started: Ranks that a launcher has started already, if one has.
@@ -160,13 +160,13 @@ def run_prepared(output: Output, prepared: Prepared) -> int:
         with audience.listening():
             interrupted = launch.run()
     except MeshwrightError as error:
-        output.failure(error, [f"run folder: {run_dir}"])
+        output.failure(error, [f"run folder: {run_dir}"], run_dir)
         audience.dismiss(Ending("failed", page=leave_page(output, run_dir, "failed")))
         return error.exit_status
     if interrupted and audience.record.status == "unfinished":
         rule = "was ended at once, before the step was done and saved"
         problem = Problem("run-ended-at-once", rule, path=str(run_dir))
-        output.failure(InterruptedRunError(problem))
+        output.failure(InterruptedRunError(problem), run_dir=run_dir)
         audience.dismiss(Ending("unfinished", page=leave_page(output, run_dir, "unfinished")))
         return INTERRUPTED
     return report(output, plan, audience.record, run_dir, audience)

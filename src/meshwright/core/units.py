@@ -26,7 +26,7 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds * 1e6:.0f} us"
     if 0 < seconds < 1:
         return f"{seconds * 1e3:.1f} ms"
-    if seconds < 120:
+    if round(seconds, 2) < 60:
         return f"{seconds:.2f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 120:

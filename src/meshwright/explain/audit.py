@@ -75,6 +75,11 @@ class Audit:
         """Whether every promise held."""
         return not self.differences
 
+    @property
+    def measured(self) -> bool:
+        """Whether the audited step was reached on any rank."""
+        return any(row.measured is not None for row in self.state)
+
     def as_dict(self) -> dict[str, Any]:
         """The audit for ``--json``."""
         return {
@@ -89,13 +94,42 @@ def audit_run(plan: Plan, record: RunRecord) -> Audit:
     """Hold a run against its plan."""
     state = _state_rows(plan, record)
     collectives = _collective_rows(plan, record)
-    differences = [_state_difference(row) for row in state if not row.held]
+    cut_short = _cut_short(plan, record)
+    known = [row for row in state if row.measured is not None] if cut_short else state
+    differences = [_state_difference(row) for row in known if not row.held]
     differences += [_collective_difference(row) for row in collectives if not row.equal]
     unheard = [rank for rank in range(plan.world_size) if rank not in record.collectives]
-    if unheard:
+    if cut_short:
+        differences.append(cut_short)
+    elif unheard:
         ranks = ", ".join(str(r) for r in unheard)
         differences.append(f"the collectives of rank {ranks} were not reported: the run did not end there")
     return Audit(tuple(state), tuple(collectives), tuple(differences))
+
+
+def held_text(plan: Plan) -> str:
+    """What was equal, for a plan that held."""
+    total = format_bytes(sum(plan.ranks[0].state_bytes.values()))
+    if not plan.collectives:
+        return f"{total} of state a rank is equal; there are no collectives."
+    return f"{total} of state a rank and every collective are equal."
+
+
+def _cut_short(plan: Plan, record: RunRecord) -> str:
+    """One sentence about all that a run did not come to measure; nothing for a run that came so far."""
+    everywhere = set(range(plan.world_size))
+    missing = [
+        name
+        for name, found in (("memory", record.state), ("collectives", record.collectives))
+        if not everywhere <= set(found)
+    ]
+    if record.status == "unfinished":
+        without = f": not measured on every rank: {' and '.join(missing)}" if missing else ""
+        return f"the run did not come to its end{without}"
+    if record.status == "interrupted" and not record.state:
+        what = "memory was not measured" if record.collectives else "nothing was measured"
+        return f"stopped before the audited step: {what}"
+    return ""
 
 
 def _state_rows(plan: Plan, record: RunRecord) -> list[StateRow]:

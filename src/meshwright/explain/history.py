@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from array import array
 from dataclasses import dataclass, field
@@ -81,6 +82,24 @@ class History:
             at = attempt.resumed_at or 0
             places.append((float(at), f"restart {number} at step {at}"))
         return tuple(places)
+
+    def not_finite(self) -> tuple[tuple[float, str], ...]:
+        """Where the loss of an attempt was not finite for the first time, with a name each."""
+        places = []
+        for curves in self.curves:
+            found = (
+                s
+                for s, y in zip(curves.steps, curves.values.get("loss", ()), strict=False)
+                if not math.isfinite(y)
+            )
+            places += [(step, f"loss not finite at step {step:.0f}") for step in itertools.islice(found, 1)]
+        return tuple(places)
+
+    def steps(self) -> tuple[float, float] | None:
+        """The first and the last step of all attempts."""
+        found = [step for curves in self.curves for step in curves.steps]
+        found += [step for curves in self.curves for step, _ in curves.evaluations]
+        return (min(found), max(found)) if found else None
 
 
 def as_number(value: object) -> float:

@@ -36,6 +36,8 @@ class RunSummary:
     """What is counted a second."""
     audit_ok: bool | None = None
     """Only judged when the run has ended well: before that, promises cannot have been kept."""
+    measured: bool | None = None
+    """Whether the audited step was reached; like ``audit_ok``, only said when the run has ended well."""
     began: float | None = None
     """Seconds since 1970."""
     size_bytes: int = 0
@@ -72,6 +74,7 @@ def summarise_run(folder: Path) -> RunSummary:
     attempt, record = found.attempt, found.attempt.record
     broken = plan is None or not (folder / EVENTS_FILE).exists()
     status = "damaged" if broken else settle_status(folder, attempt.status)
+    verdict = audit_run(plan, record) if plan and status in FINISHED else None
     reasons = [*damage, *attempt.errors[:1]] if status in ("damaged", "failed") else damage
     return RunSummary(
         name=folder.name or str(folder.resolve().name),
@@ -85,7 +88,8 @@ def summarise_run(folder: Path) -> RunSummary:
         eval_loss=record.eval_loss,
         tokens_per_s=record.tokens_per_s,
         unit=plan.job.unit if plan else "tokens",
-        audit_ok=audit_run(plan, record).ok if plan and status in FINISHED else None,
+        audit_ok=verdict.ok if verdict else None,
+        measured=verdict.measured if verdict else None,
         began=found.began if found.began is not None else _changed(folder),
         size_bytes=_size(folder),
         reason="; ".join(reasons),

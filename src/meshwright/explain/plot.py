@@ -55,6 +55,10 @@ class Chart:
     """Whether the y axis begins at 0."""
     whole_x: bool = False
     """Whether x counts things: no ticks between whole numbers."""
+    x_range: tuple[float, float] | None = None
+    """Where the x axis begins and ends, so that several charts agree; by the points if left out."""
+    note: str = ""
+    """A small line below the title."""
 
     @property
     def empty(self) -> bool:
@@ -123,11 +127,11 @@ def y_axis(chart: Chart, about: int = 5) -> Axis:
 
 
 def x_axis(chart: Chart) -> Axis:
-    """The horizontal axis, from the first to the last point."""
-    values = [x for s in chart.series for x, _ in s.points()]
+    """The horizontal axis, from the first to the last point; a single one is in the middle."""
+    values = [*(x for s in chart.series for x, _ in s.points()), *(chart.x_range or ())]
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     if high <= low:
-        low, high = low - 1, high + 1
+        return Axis(low - 1, high + 1, (low,))
     return Axis(low, high, round_ticks(low, high, about=8, whole=chart.whole_x))
 
 
@@ -179,23 +183,33 @@ def unbroken(segment: Sequence[Point]) -> Iterator[list[Point]]:
         yield run
 
 
-def format_value(value: float) -> str:
-    """A value on an axis or in a tooltip: four significant digits, with a prefix for the large ones."""
+def tick_labels(ticks: Sequence[float]) -> list[str]:
+    """The ticks as text, with as many digits as it takes to tell them apart."""
+    for digits in range(4, 10):
+        labels = [format_value(tick, digits) for tick in ticks]
+        if len(set(labels)) == len(labels):
+            break
+    return labels
+
+
+def format_value(value: float, digits: int = 4) -> str:
+    """A value on an axis or in a tooltip, with a prefix or a power for the large ones."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
-    if abs(value) < 1e-3:
-        mantissa, _, exponent = f"{value:.3e}".partition("e")
-        return f"{float(mantissa):.4g}e{int(exponent)}"
+    if abs(value) < 1e-3 or abs(value) >= 1e15:
+        mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+        return f"{float(mantissa):.{digits}g}e{int(exponent)}"
     for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit and (abs(value) >= 1e4 or limit > 1e3):
-            return f"{value / limit:.4g} {prefix}"
-    return f"{value:.4g}"
+            return f"{value / limit:.{digits}g} {prefix}"
+    return f"{value:.{digits}g}"
 
 
 STYLE = """
 .mw-chart { font: 12px system-ui, sans-serif; }
 .mw-chart text { fill: #3b4048; }
 .mw-chart .t { font-size: 14px; font-weight: 600; fill: #16191d; }
+.mw-chart .note { font-size: 11px; }
 .mw-chart .grid { stroke: #e3e6ea; stroke-width: 1; }
 .mw-chart .frame { stroke: #8a919b; stroke-width: 1; fill: none; }
 .mw-chart .mark { stroke: #8a919b; stroke-width: 1; stroke-dasharray: 2 3; }
@@ -251,9 +265,30 @@ class Frame:
         return round(self.height - self.bottom - place * (self.height - self.top - self.bottom), 1)
 
 
+TITLE_Y, NOTE_LINE, LEGEND_LINE = 22, 16, 18
+"""Where the title stands, and how much further down the next lines are, in pixels."""
+
+
+def build_frame(chart: Chart, up: Axis, width: int, height: int) -> Frame:
+    """Room for the longest label beside the axis, and for all lines above it."""
+    longest = max(map(len, tick_labels(up.ticks)), default=0)
+    top = 48 + (NOTE_LINE if chart.note else 0) + (0 if _legend_beside_title(chart, width) else LEGEND_LINE)
+    return Frame(width, height, left=max(72, 34 + 7 * longest), top=top)
+
+
+def _legend_width(chart: Chart) -> float:
+    return sum(7.0 * len(series.name) + 44 for series in chart.series) if len(chart.series) > 1 else 0.0
+
+
+def _legend_beside_title(chart: Chart, width: int) -> bool:
+    """Whether both fit into one line."""
+    return 12 + 8.0 * len(chart.title) + _legend_width(chart) + 18 <= width
+
+
 def draw_svg(chart: Chart, width: int = 720, height: int = 300, standalone: bool = False) -> str:
     """The chart as an SVG element, or as a file of its own."""
-    frame, across, up = Frame(width, height), x_axis(chart), y_axis(chart, about=height // 56)
+    across, up = x_axis(chart), y_axis(chart, about=height // 56)
+    frame = build_frame(chart, up, width, height)
     parts = [
         (
             f'<svg class="mw-chart" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
@@ -273,14 +308,14 @@ def draw_svg(chart: Chart, width: int = 720, height: int = 300, standalone: bool
 def _grid(chart: Chart, frame: Frame, across: Axis, up: Axis) -> list[str]:
     left, right, bottom, top = frame.x(0), frame.x(1), frame.y(0), frame.y(1)
     parts: list[str] = []
-    for tick in up.ticks:
+    for tick, label in zip(up.ticks, tick_labels(up.ticks), strict=True):
         y = frame.y(up.place(tick))
         parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text x="{left - 7}" y="{y + 4}" text-anchor="end">{format_value(tick)}</text>')
-    for tick in across.ticks:
+        parts.append(f'<text x="{left - 7}" y="{y + 4}" text-anchor="end">{label}</text>')
+    for tick, label in zip(across.ticks, tick_labels(across.ticks), strict=True):
         x = frame.x(across.place(tick))
         parts.append(f'<line class="frame" x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 5}"/>')
-        parts.append(f'<text x="{x}" y="{bottom + 19}" text-anchor="middle">{format_value(tick)}</text>')
+        parts.append(f'<text x="{x}" y="{bottom + 19}" text-anchor="middle">{label}</text>')
     parts.append(f'<path class="frame" d="M{left} {top}V{bottom}H{right}"/>')
     return parts
 
@@ -340,7 +375,7 @@ def _words(chart: Chart, frame: Frame) -> list[str]:
     middle = (frame.top + frame.height - frame.bottom) / 2
     unit = chart.y_label + (" (log)" if chart.log_y else "")
     parts = [
-        f'<text class="t" x="12" y="22">{escape(chart.title)}</text>',
+        f'<text class="t" x="12" y="{TITLE_Y}">{escape(chart.title)}</text>',
         (
             f'<text x="{frame.left + frame.columns / 2}" y="{frame.height - 8}" text-anchor="middle">'
             f"{escape(chart.x_label)}</text>"
@@ -350,13 +385,18 @@ def _words(chart: Chart, frame: Frame) -> list[str]:
             f"{escape(unit)}</text>"
         ),
     ]
+    y = TITLE_Y
+    if chart.note:
+        parts.append(f'<text class="note" x="12" y="{TITLE_Y + NOTE_LINE}">{escape(chart.note)}</text>')
+    if not _legend_beside_title(chart, frame.width):
+        y += LEGEND_LINE + (NOTE_LINE if chart.note else 0)
     if len(chart.series) > 1:
         x = float(frame.width - frame.right)
         for series in reversed(chart.series):
             x -= 7.0 * len(series.name)
             dashed = " dashed" if series.dashed else ""
-            parts.append(f'<text x="{x:.0f}" y="22">{escape(series.name)}</text>')
-            place = f'x1="{x - 26:.0f}" x2="{x - 6:.0f}" y1="18" y2="18"'
+            parts.append(f'<text x="{x:.0f}" y="{y}">{escape(series.name)}</text>')
+            place = f'x1="{x - 26:.0f}" x2="{x - 6:.0f}" y1="{y - 4}" y2="{y - 4}"'
             parts.append(f'<line class="line s{series.style}{dashed}" {place}/>')
             x -= 44
     return parts

@@ -12,11 +12,11 @@ from typing import Any
 
 import tomli_w
 
-from meshwright.core.units import format_bytes, format_count, format_rate, format_seconds
-from meshwright.explain.audit import Audit, audit_run
+from meshwright.core.units import format_count, format_rate, format_seconds
+from meshwright.explain.audit import Audit, audit_run, held_text
 from meshwright.explain.history import History, read_history
 from meshwright.explain.listing import FINISHED, settle_status
-from meshwright.explain.plot import Chart
+from meshwright.explain.plot import Chart, Series
 from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
 from meshwright.spec.load import job_tree
 
@@ -84,7 +84,7 @@ class RunReport:
     def _batch(self) -> str:
         job = self.plan.job
         micro = f"{_count(self.plan.micro_batches, 'micro-batch', 'es')} of {job.layout.micro_batch} a rank"
-        return f"{job.train.global_batch} samples a step; {micro}"
+        return f"{_count(job.train.global_batch, 'sample')} a step; {micro}"
 
     def _losses(self) -> str:
         record = self.history.newest.record
@@ -119,14 +119,20 @@ class RunReport:
         if any(c.evaluations for c in self.history.curves):
             series.append(self.history.evaluations("held out"))
         unit = "nats an image" if self.unit == "images" else "nats a token"
-        return Chart("Loss", "step", unit, tuple(series), self.history.restarts(), whole_x=True)
+        return self._over_steps("Loss", unit, tuple(series))
+
+    def _over_steps(
+        self, title: str, unit: str, series: tuple[Series, ...], log_y: bool = False, from_zero: bool = False
+    ) -> Chart:
+        """A chart with the same x axis and the same marks as all the others."""
+        marks = (*self.history.restarts(), *self.history.not_finite())
+        steps = self.history.steps()
+        return Chart(title, "step", unit, series, marks, log_y, from_zero, whole_x=True, x_range=steps)
 
     def rate_chart(self) -> Chart:
         """Throughput; the audited step is slow and stays in the picture."""
         series = (self.history.series("tokens_per_s", "measured", style=3),)
-        unit = f"{self.unit} a second"
-        marks = self.history.restarts()
-        return Chart("Throughput", "step", unit, series, marks, from_zero=True, whole_x=True)
+        return self._over_steps("Throughput", f"{self.unit} a second", series, from_zero=True)
 
     def small_charts(self) -> list[Chart]:
         """Every other figure of the steps, also those that this version does not know."""
@@ -136,9 +142,8 @@ class RunReport:
                 title, unit = NAMES.get(name, (name.replace("_", " "), name))
                 series = (self.history.series(name, name.replace("_", " ")),)
                 log = name in ("loss_scale", "noise_scale") and all(y > 0 for _, y in series[0].points())
-                marks = self.history.restarts()
-                zero = name not in ("lr", "loss_scale", "noise_scale")
-                charts.append(Chart(title, "step", unit, series, marks, log, zero and not log, whole_x=True))
+                zero = name not in ("lr", "loss_scale", "noise_scale") and not log
+                charts.append(self._over_steps(title, unit, series, log_y=log, from_zero=zero))
         return charts
 
     def warnings(self) -> list[str]:
@@ -160,15 +165,17 @@ class RunReport:
     def notes(self) -> list[str]:
         """What is worth knowing and no trouble."""
         notes = [note for attempt in self.history.attempts for note in attempt.record.notes]
-        return [*self.plan.reasons, *dict.fromkeys(notes)]
+        broken = [name for _, name in self.history.not_finite()]
+        return [*broken, *self.plan.reasons, *dict.fromkeys(notes)]
 
     def verdict_text(self) -> str:
         """The audit in one sentence."""
         if not self.audited:
             return f"Promises are not judged: the run's status is {self.status}."
         if self.verdict.ok:
-            total = sum(self.plan.ranks[0].state_bytes.values())
-            return f"The plan held: {format_bytes(total)} of state a rank and every collective are equal."
+            return f"The plan held: {held_text(self.plan)}"
+        if not self.verdict.measured:
+            return f"Not measured: {self.verdict.differences[-1]}."
         return f"The plan did not hold: {_count(len(self.verdict.differences), 'difference')}."
 
     def job_text(self) -> str:

@@ -37,8 +37,8 @@ th, td { padding: .25rem .8rem .25rem 0; text-align: left; }
 th { font-weight: 600; border-bottom: 1px solid #8a919b; } td { border-bottom: 1px solid #e3e6ea; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(26rem, 100%), 1fr)); gap: 1rem; }
-.charts svg { width: 100%; height: auto; } figure svg { max-width: 100%; height: auto; }
-figure { margin: 0 0 1rem; }
+.charts svg { width: 100%; height: auto; } figure svg { max-width: 100%; min-width: 52rem; height: auto; }
+figure { margin: 0 0 1rem; overflow-x: auto; }
 li { overflow-wrap: anywhere; } summary { cursor: pointer; margin: .5rem 0; }
 pre { background: #f3f5f7; padding: .8rem 1rem; overflow-x: auto; font-size: .85rem; border-radius: .3rem; }
 footer { margin-top: 2.5rem; color: #59616b; font-size: .85rem; }
@@ -48,6 +48,7 @@ body { color: #e4e7eb; background: #16191d; } dt, footer { color: #a2a9b2; }
 td { border-color: #30363e; } pre { background: #20252b; }
 } }
 @media print { body { max-width: none; padding: 0; font-size: 11px; color-scheme: light; }
+figure svg { min-width: 0; } figure { overflow: visible; }
 figure, svg, tr { break-inside: avoid; } h2 { break-after: avoid; } .wide, pre { overflow: visible; }
 pre { white-space: pre-wrap; } details::details-content { content-visibility: visible; display: block; } }
 """
@@ -126,8 +127,10 @@ def _head(report: RunReport, name: str) -> str:
     badge = f'<span class="badge {kind}">{escape(report.status)}</span>'
     if report.audited:
         kept = report.verdict.ok
-        word = "audit ok" if kept else "audit differs"
-        badge += f' <span class="badge {"good" if kept else "bad"}">{word}</span>'
+        word, kind = ("audit ok", "good") if kept else ("audit differs", "bad")
+        if not report.verdict.measured:
+            word, kind = "not measured", "open"
+        badge += f' <span class="badge {kind}">{word}</span>'
     pairs = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in report.facts())
     return f"<h1>{escape(name)} {badge}</h1>\n<dl>{pairs}</dl>"
 
@@ -193,7 +196,7 @@ def _folded(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequ
 def _audit(report: RunReport) -> list[str]:
     """Every promise with its verdict."""
     parts = ["<h2>Audit</h2>", f"<p>{escape(report.verdict_text())}</p>"]
-    rows = [_state_cells(row, report.audited) for row in report.verdict.state]
+    rows = [_state_cells(row, report.audited and row.measured is not None) for row in report.verdict.state]
     columns = ("rank", "promise", "predicted bytes", "measured bytes", "allowed", "verdict")
     # Ranks of replicas promise the same: those that differ come first, so that a fold hides none of them.
     rows.sort(key=lambda cells: "differs" not in cells[-1])

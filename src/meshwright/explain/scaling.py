@@ -131,8 +131,8 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     return first, third
 
 
-def scaling_chart(rows: Sequence[ScalingRow], weak: bool) -> Chart:
-    """Speed-up over ranks, beside the ideal."""
+def scaling_chart(rows: Sequence[ScalingRow], weak: bool, note: str = "") -> Chart:
+    """Speed-up over ranks, beside the ideal; the note says what was measured, where and when."""
     first = rows[0]
     ideal = tuple((float(row.ranks), row.ranks / first.ranks) for row in rows)
     measured = tuple((float(row.ranks), row.speedup) for row in rows)
@@ -145,6 +145,7 @@ def scaling_chart(rows: Sequence[ScalingRow], weak: bool) -> Chart:
         series=(Series("ideal", (ideal,), 2, dashed=True), Series("measured", (measured,), 0)),
         from_zero=True,
         whole_x=True,
+        note=note,
     )
 
 

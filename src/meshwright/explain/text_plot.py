@@ -67,6 +67,11 @@ def _framed(chart: Chart, drawn: list[str], across: Axis, up: Axis) -> list[str]
     lines = [f"{chart.title} ({chart.y_label}{', log' if chart.log_y else ''}: {names})"]
     lines += [f"{label:>{margin}} │{row}".rstrip() for label, row in zip(labels, drawn, strict=True)]
     lines.append(f"{'':>{margin}} └{'─' * len(drawn[0])}")
+    if len(across.ticks) == 1:  # a single place, in the middle
+        lines.append(
+            f"{'':>{margin}}  {f'{chart.x_label} {format_value(across.ticks[0])}':^{len(drawn[0])}}".rstrip()
+        )
+        return lines
     left, right = format_value(across.low), format_value(across.high)
     space = max(1, len(drawn[0]) - len(left) - len(right))
     name = chart.x_label.center(space) if len(chart.x_label) + 2 <= space else " " * space

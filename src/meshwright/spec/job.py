@@ -112,7 +112,7 @@ class Train:
     seed: Natural = 0
     """Decides the initial weights and the order of samples."""
     compile: Flag = False
-    """Compile each block with torch.compile; the peak of memory is then measured, not predicted."""
+    """Compile each block with torch.compile; activations and peak are then shown, not judged."""
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
     """`inductor` makes fast code; `aot_eager` only traces, for tests."""
     eval_every: Natural = 0

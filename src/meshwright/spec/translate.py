@@ -63,9 +63,11 @@ def _translate(path: str, finding: Any) -> Problem:
     if kind == "finite_number":
         return Problem("job-out-of-range", "is out of range: it must be finite", path=path, value=value)
     if kind in ("string_too_short", "string_too_long"):
-        return Problem("job-out-of-range", "is too short or too long", path=path, value=value)
+        longest = context.get("max_length")
+        rule = f"must have at most {longest} characters" if longest else "must not be empty"
+        return Problem("job-out-of-range", rule, path=path, value=value)
     if kind == "string_pattern_mismatch":
-        rule = "must be letters, digits, dots and dashes"
+        rule = "must be letters, digits, dots, dashes and underscores"
         return Problem("job-out-of-range", rule, path=path, value=value, fix="It names a folder")
     if kind.startswith("dataclass"):
         return Problem(
@@ -122,7 +124,8 @@ def takes_text(path: list[str]) -> bool:
 def job_schema() -> dict[str, Any]:
     """JSON Schema of the job file.
 
-    What a preset fills in is not required of the file, so `required` is dropped from those sections.
+    What a preset fills in is not required of the file, so `required` is dropped from those sections; so is
+    the length of a sample, which only text has.
     """
     schema = JOB.json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
@@ -130,6 +133,7 @@ def job_schema() -> dict[str, Any]:
     schema["required"] = ["model", "data", "train"]
     for section in ("DecoderModel", "ResNetModel", "Cluster"):
         schema["$defs"][section].pop("required", None)
+    schema["$defs"]["Data"]["required"].remove("seq_len")
     model = schema["properties"]["model"]
     model["anyOf"] = model.pop("oneOf")  # a bare preset may be of either kind
     return schema

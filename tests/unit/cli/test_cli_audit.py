@@ -109,6 +109,28 @@ def test_a_damaged_event_is_a_verdict_and_not_a_traceback(cli, run_dir):
     assert cli("audit", run_dir).status == 3
 
 
+@pytest.mark.parametrize(
+    ("status", "says", "word"),
+    [
+        (None, "the run did not come to its end: not measured on every rank: memory and collectives", "-"),
+        ("interrupted", "stopped before the audited step: nothing was measured", "not measured"),
+    ],
+)
+def test_a_run_that_measured_nothing_gets_one_sentence(cli, run_dir, status, says, word):
+    """Status 3 all the same, but no line for each promise; ``runs`` does not call it a difference."""
+    log = run_dir / "events.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    kept = [
+        e for e in events if e["event"] not in ("state", "collectives", *(() if status else ("finished",)))
+    ]
+    log.write_text("".join(json.dumps({**e, "status": status} if "status" in e else e) + "\n" for e in kept))
+    ran = cli("audit", run_dir)
+    assert ran.status == 3
+    assert [t for t in ran.out.splitlines() if t.startswith("Audit: ")] == [f"Audit: {says} [audit-differs]"]
+    assert "DIFFERS" not in ran.out
+    assert f"  {word}  " in cli("runs", run_dir).out
+
+
 @pytest.mark.parametrize(("remove", "code"), [("events.jsonl", "run-missing"), ("plan.toml", "plan-missing")])
 def test_half_a_run_exits_2(cli, run_dir, remove, code):
     (run_dir / remove).unlink()
@@ -143,6 +165,17 @@ def test_prepare_writes_shards_and_one_object(cli, tmp_path):
     keys = "engine documents_in documents_out duplicates quarantined tokens shards sha256 seconds bytes_per_s"
     assert set(keys.split()) <= set(ran.json)
     assert (tmp_path / "shards").is_dir()
+
+
+def test_prepare_names_the_first_documents_left_out_and_counts_the_others(cli, tmp_path):
+    (tmp_path / "text").mkdir()
+    lines = [f'{{"text": "document {number} of a corpus"}}' for number in range(20)]
+    (tmp_path / "text" / "a.jsonl").write_text("\n".join([*lines, *["{torn"] * 8]))
+    (tmp_path / "corpus.toml").write_text('sources = ["text"]\nout = "shards"\n')
+    shown = cli("prepare", "corpus.toml").out.splitlines()
+    named = [line for line in shown if line.startswith("  left out: text/a.jsonl:")]
+    assert [line.split(":")[2] for line in named] == ["21", "22", "23", "24", "25"]
+    assert shown[-1] == "  and 3 more"
 
 
 def test_prepare_refuses_a_corpus_file_with_all_its_mistakes(cli, tmp_path):

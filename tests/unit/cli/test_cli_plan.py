@@ -62,6 +62,14 @@ def test_with_json_people_read_standard_error(cli, good):
     assert "Memory of every rank" not in ran.out
 
 
+def test_more_ranks_than_devices_are_said_so(cli, good):
+    """Ranks may share devices: then it is not so many of so few."""
+    few = ("cluster.preset=local", "cluster.device=cpu", "cluster.devices_per_node=2")
+    shown = cli("plan", good, *few, "layout.mode=given", "layout.dp_replicate=4").out
+    assert "in 4 ranks on 2 devices" in shown
+    assert "on 1 of 2 devices" in cli("plan", good, *few, "layout.mode=given", "layout.dp_replicate=1").out
+
+
 def test_top_limits_the_layouts(cli, good):
     assert len(cli("plan", good, "--json", "--top", "3").json["layouts"]) == 3
 

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.cli.output import Output
+from meshwright.cli.runs import show_runs
+
 GOLDEN = Path(__file__).parents[2] / "golden" / "run-v1"
 
 
@@ -31,6 +34,34 @@ def test_runs_are_listed_for_programs_and_people(cli, runs):
     assert "good-1" in shown.out
     assert "4/4" in shown.out
     assert "damaged" in shown.out
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_runs_fit_the_terminal_and_the_reason_has_a_line_of_its_own(runs, capsys, width):
+    """Names and statuses are never broken; a narrow terminal does without the least columns."""
+    output = Output(as_json=False)
+    output._people.width = width
+    show_runs(output, runs)
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if line.startswith(("good-1 ", "torn-1 "))]
+    assert [row.split()[:2] for row in sorted(rows)] == [["good-1", "complete"], ["torn-1", "damaged"]]
+    assert max(map(len, rows)) <= width
+    assert len([line for line in lines if line.startswith("torn-1: ")]) == 1
+    assert ("(no room for size" in lines[-2]) == (width < 120)
+
+
+def test_a_group_without_a_command_says_which_there_are(cli):
+    for group, command in (("bench", "scaling"), ("checkpoint", "export")):
+        ran = cli(group)
+        assert (ran.status, ran.codes) == (2, ["cli-usage"])
+        assert f"error: name a command: {command}" in ran.err
+
+
+def test_only_plan_offers_to_take_a_preset(cli):
+    helps = {command: cli(*command.split(), "-h").out for command in ("plan", "train", "bench scaling")}
+    assert [command for command, text in helps.items() if "preset" in text.partition("Options")[0]] == [
+        "plan"
+    ]
 
 
 def test_a_folder_that_is_not_there_is_an_error_and_an_empty_one_is_not(cli, tmp_path):

@@ -158,10 +158,47 @@ def test_ranks_whose_collectives_were_not_reported_are_named(plan, kept, record_
     assert "the collectives of rank 1 were not reported" in difference
 
 
-def test_an_empty_record_fails_in_everything(plan, record_of):
-    audit = audit_run(plan, record_of([]))
-    assert len(audit.differences) == 2 * 5 + 1
-    assert "rank 0, 1" in audit.differences[-1]
+@pytest.mark.parametrize(
+    ("gone", "says"),
+    [
+        (
+            ("finished", "state", "collectives"),
+            "did not come to its end: not measured on every rank: memory and c",
+        ),
+        (("finished", "collectives"), "did not come to its end: not measured on every rank: collectives"),
+        (("finished",), "the run did not come to its end"),
+    ],
+)
+def test_a_run_that_did_not_end_fails_in_one_sentence(plan, kept, record_of, gone, says):
+    audit = audit_run(plan, record_of([e for e in kept() if e["event"] not in gone]))
+    (difference,) = audit.differences
+    assert says in difference
+    assert not audit.ok
+    assert audit.measured is ("state" not in gone)
+
+
+def test_a_run_that_did_not_end_still_names_what_differs(plan, kept, record_of, find):
+    events = [e for e in kept() if e["event"] not in ("finished", "collectives")]
+    find(events, "state", 1)["state_bytes"]["optimizer"] += 1
+    first, second = audit_run(plan, record_of(events)).differences
+    assert first.startswith("rank 1: optimizer is ")
+    assert "did not come to its end" in second
+
+
+@pytest.mark.parametrize(
+    ("also", "says"), [((), "memory was not measured"), (("collectives",), "nothing was")]
+)
+def test_a_run_interrupted_before_the_audited_step_fails_in_one_sentence(plan, kept, record_of, also, says):
+    events = [e for e in kept() if e["event"] not in ("state", *also)]
+    events = [{**e, "status": "interrupted"} if e["event"] == "finished" else e for e in events]
+    audit = audit_run(plan, record_of(events))
+    (difference,) = audit.differences
+    assert difference.startswith(f"stopped before the audited step: {says}")
+    assert (audit.ok, audit.measured) == (False, False)
+
+
+def test_an_empty_record_fails(plan, record_of):
+    assert len(audit_run(plan, record_of([])).differences) == 1
 
 
 def test_a_state_row_with_nothing_predicted_holds_only_for_nothing():

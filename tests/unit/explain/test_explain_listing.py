@@ -28,6 +28,14 @@ def test_a_broken_promise_is_shown(kept, run_folder, find):
     assert summarise_run(run_folder(events)).audit_ok is False
 
 
+def test_a_run_that_stopped_before_the_audited_step_was_not_measured(kept, run_folder):
+    events = [{**e, "status": "interrupted"} if e["event"] == "finished" else e for e in kept()]
+    folder = run_folder([e for e in events if e["event"] != "state"])
+    run = summarise_run(folder)
+    assert (run.status, run.audit_ok, run.measured) == ("interrupted", False, False)
+    assert summarise_run(run_folder(kept())).measured is True
+
+
 def test_only_the_newest_attempt_counts_and_attempts_are_counted(kept, run_folder):
     late = [{**e, "loss": 1.25} if e["event"] == "step" else e for e in kept(generation=1)]
     run = summarise_run(run_folder(kept() + late))

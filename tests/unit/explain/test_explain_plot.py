@@ -13,10 +13,14 @@ from meshwright.explain.plot import (
     MOST_TOOLTIPS,
     Chart,
     Series,
+    build_frame,
     draw_svg,
+    format_value,
     log_ticks,
     round_ticks,
     thin,
+    tick_labels,
+    x_axis,
     y_axis,
 )
 from meshwright.explain.text_plot import draw_text
@@ -124,3 +128,43 @@ def test_the_text_plot_falls_with_the_loss():
     assert rows[4][-2:].strip()
     assert not rows[4][:10].strip()
     assert lines[-1].split() == ["0", "step", "10"]
+
+
+@pytest.mark.parametrize("values", [(2.980e-4, 2.985e-4), (1e17, 5e17), (1.0, 2.0)])
+def test_the_left_margin_has_room_for_the_longest_label(values):
+    """Seven pixels a character, beside the axis' own name."""
+    chart = chart_of((1, values[0]), (2, values[1]))
+    up = y_axis(chart)
+    longest = max(map(len, tick_labels(up.ticks)))
+    assert build_frame(chart, up, 640, 400).left >= 20 + 7 * longest + 7
+
+
+def test_ticks_close_together_can_be_told_apart():
+    assert tick_labels((5.7684, 5.7686, 5.7688)) == ["5.7684", "5.7686", "5.7688"]
+    assert tick_labels((0, 5000, 10000)) == ["0", "5000", "10 k"]
+
+
+def test_very_large_values_are_powers():
+    assert [format_value(v) for v in (5e17, -2.5e30, 3e12)] == ["5e17", "-2.5e30", "3 T"]
+
+
+def test_a_long_title_sends_the_legend_to_a_line_of_its_own():
+    """Title, note and legend stand at different heights, all above the plot."""
+    lines = tuple(Series(name, (((1.0, 1.0), (2.0, 2.0)),)) for name in ("ideal", "measured"))
+
+    def heights(chart: Chart) -> dict[str, float]:
+        drawn = ET.fromstring(draw_svg(chart, 640, 400))
+        return {e.text: float(e.get("y")) for e in drawn.iter(f"{SVG}text")}
+
+    short = heights(Chart("Loss", "step", "nats", lines))
+    assert short["Loss"] == short["measured"]
+    title = "Speed-up, weak scaling: the batch grows with the ranks"
+    long = heights(Chart(title, "ranks", "times", lines, note="demo on a machine"))
+    assert long[title] < long["demo on a machine"] < long["measured"] == long["ideal"]
+    assert build_frame(Chart(title, "", "", lines), y_axis(chart_of((1, 1), (2, 2))), 640, 400).top > 48
+
+
+def test_a_single_place_is_in_the_middle_of_the_axis():
+    across = x_axis(chart_of((4, 1.0), whole_x=True))
+    assert (across.ticks, across.place(4)) == ((4,), 0.5)
+    assert draw_text(chart_of((4, 1.0), whole_x=True))[-1].strip() == "step 4"

@@ -11,6 +11,7 @@ import pytest
 
 from meshwright.core.errors import UserError
 from meshwright.explain.history import read_history
+from meshwright.explain.plot import x_axis
 from meshwright.explain.report import read_report
 from meshwright.explain.report_page import draw_page, write_page
 
@@ -156,6 +157,9 @@ def test_a_loss_that_is_not_finite_is_reported(kept, run_folder):
     events = [{**e, "loss": None} if e["event"] == "step" and e["step"] == 4 else e for e in kept()]
     report = read_report(run_folder(events))
     assert "not finite" in dict(report.facts())["Loss"]
+    assert "loss not finite at step 4" in report.notes()
+    charts = [report.loss_chart(), report.rate_chart(), *report.small_charts()]
+    assert {(x_axis(c).low, x_axis(c).high) for c in charts} == {(1, 4)}, "the last step stays in the picture"
     assert "nan" not in re.sub(r"<style>.*?</style>", "", draw_page(report), flags=re.DOTALL)
     assert json.dumps(report.as_dict())
 

@@ -250,6 +250,8 @@ def test_a_cluster_file_gives_the_figures_and_the_job_may_change_them(tree, tmp_
         ({"train": {"lr": float("nan")}}, "job-out-of-range", "train.lr", "must be finite"),
         ({"train": {"beta1": 1.0}}, "job-out-of-range", "train.beta1", "must be less than 1"),
         ({"data": {"eval_fraction": 0.9}}, "job-out-of-range", "data.eval_fraction", "at most 0.5"),
+        ({"train": {"wandb": ""}}, "job-out-of-range", "train.wandb", "must not be empty"),
+        ({"name": "x" * 101}, "job-out-of-range", "name", "must have at most 100 characters"),
         ({"layout": {"zero": 4}}, "job-out-of-range", "layout.zero", "must be at most 3"),
         ({"train": {"precision": "bf61"}}, "job-not-a-choice", "train.precision", "Did you mean 'bf16'?"),
         ({"layout": {"mode": "atuo"}}, "job-not-a-choice", "layout.mode", "is not one of 'auto' or 'given'"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tomllib
 import typing
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +25,7 @@ from meshwright.spec.load import build_job
 from meshwright.spec.model import DecoderModel, ResNetModel
 from meshwright.spec.translate import job_schema, section_type
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 SECTIONS = (
     DecoderModel,
     ResNetModel,
@@ -82,6 +85,20 @@ def test_what_a_preset_fills_in_is_not_required_of_the_file(schema):
     assert "required" not in schema["$defs"]["DecoderModel"]
     assert "required" not in schema["$defs"]["Cluster"]
     assert set(schema["$defs"]["Train"]["required"]) == {"steps", "global_batch"}
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_an_example_has_what_the_schema_requires_and_nothing_else(schema, example):
+    """Editors check job files against the schema: it must not refuse what is trained with every day."""
+    tree = tomllib.loads(example.read_text())
+    assert set(schema["required"]) <= set(tree) <= set(schema["properties"])
+    for name, table in tree.items():
+        if not isinstance(table, dict):
+            continue
+        key = schema["properties"][name]
+        kinds = [r["$ref"].rpartition("/")[2] for r in (key, *key.get("anyOf", ())) if "$ref" in r]
+        found = [schema["$defs"][kind] for kind in kinds]
+        assert any(set(d.get("required", ())) <= set(table) <= set(d["properties"]) for d in found), name
 
 
 def test_the_schema_carries_limits_and_choices(schema):
