@@ -50,7 +50,7 @@ class Search:
     candidates: tuple[Candidate, ...]
     evaluated: int
     illegal: int
-    """Layouts that a given micro-batch rules out."""
+    """Layouts that a rule forbids, or that a given micro-batch rules out."""
     seconds: float
 
     @property
@@ -60,7 +60,11 @@ class Search:
 
 
 def search_layouts(job: Job) -> Search:
-    """Evaluate the given layout, or every number of replicas that the cluster holds."""
+    """Evaluate the given layout, or every number of replicas that the cluster holds.
+
+    Raises:
+        UserError: The rules forbid every one of them, now that its micro-batch is settled.
+    """
     started = time.perf_counter()
     illegal = 0
     if job.layout.mode == "given":
@@ -69,9 +73,15 @@ def search_layouts(job: Job) -> Search:
         degrees = list(range(1, min(job.cluster.world_size, job.train.global_batch) + 1))
         legal = [n for n in degrees if _can_deal(job, n)]
         illegal, degrees = len(degrees) - len(legal), legal
-    candidates = [
+    evaluated = [
         evaluate(job, dataclasses.replace(job.layout, mode="given", dp_replicate=n)) for n in degrees
     ]
+    # The job's rules were checked with the micro-batch left open; here it is settled.
+    problems = [find_problems(with_layout(job, c.layout)) for c in evaluated]
+    candidates = [c for c, found in zip(evaluated, problems, strict=True) if not found]
+    if not candidates:
+        raise UserError(*problems[0])
+    illegal += len(evaluated) - len(candidates)
     candidates.sort(key=lambda c: (not c.fits, c.time.total_s))
     return Search(tuple(candidates), len(candidates), illegal, time.perf_counter() - started)
 

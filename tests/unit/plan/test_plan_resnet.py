@@ -139,6 +139,16 @@ def test_one_pixel_needs_two_samples_and_the_planner_knows():
     assert search_layouts(job).candidates[0].layout.micro_batch == 2
 
 
+def test_a_settled_micro_batch_is_held_against_the_rules_again():
+    """One pixel and a prime share leave one micro-batch: no part for a noise scale; a share of six has one."""
+    model, train = {"norm": "batch", "image_size": 4}, {"global_batch": 5, "noise_scale_every": 1}
+    with pytest.raises(UserError) as caught:
+        search_layouts(make(model, train=train, layout={"dp_replicate": 1}))
+    assert [p.code for p in caught.value.problems] == ["train-noise-scale-parts"]
+    search = search_layouts(make(model, train={**train, "global_batch": 6}))
+    assert {c.layout.dp_replicate: c.layout.micro_batch for c in search.candidates} == {1: 3, 2: 3, 3: 2}
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
