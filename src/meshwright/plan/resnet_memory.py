@@ -14,8 +14,8 @@ convolution keeps a 16-bit copy of what it reads. Workspaces of the convolution 
 
 Recomputation ``full`` keeps the input of each block; one whole block lives while its backward pass runs.
 
-On CPU a micro-batch is read while the one before it still lives: two batches beside the sums of gradients. That
-is the peak where a net is so small that its activations take less than its images.
+On CPU a micro-batch is read while the one before it still lives: two batches beside the sums of gradients.
+That is the peak where a net is so small that its activations take less than its images.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def test_one_pixel_needs_two_samples_and_the_planner_knows():
 
 
 def test_a_settled_micro_batch_is_held_against_the_rules_again():
-    """One pixel and a prime share leave one micro-batch: no part for a noise scale; a share of six has one."""
+    """One pixel and a prime share leave one micro-batch: no part for a noise scale; six have one."""
     model, train = {"norm": "batch", "image_size": 4}, {"global_batch": 5, "noise_scale_every": 1}
     with pytest.raises(UserError) as caught:
         search_layouts(make(model, train=train, layout={"dp_replicate": 1}))
