@@ -147,6 +147,28 @@ def test_missing_and_extra_weights_are_listed_with_their_number(whole):
     assert "model.layers.1.input_layernorm.weight" in extra.rule
 
 
+def test_weights_are_listed_under_the_names_that_the_file_has(tmp_path):
+    """A bare GPT-2 leaves the prefix out; what it lacks and what is too much are named in its own way."""
+    tensors = {name.removeprefix("transformer."): value for name, value in tensors_of(GPT2).items()}
+    del tensors["ln_f.bias"]
+    tensors["foo.bar"] = np.zeros(2, np.float32)
+    tensors["wpe.weight"] = np.zeros((1, 8), np.float32)
+    tensors["ln_f.weight"] = np.zeros(8, np.int8)
+    save_file(tensors, tmp_path / WEIGHTS_FILE)
+    listed = [p.rule.rpartition(": ")[2] for p in problems_of(tmp_path, GPT2)]
+    assert listed == ["ln_f.bias", "foo.bar", "wpe.weight is 1x8, not 16x8", "ln_f.weight is I8"]
+
+
+def test_a_whole_file_with_one_bare_name_keeps_its_prefix(whole):
+    """An extra tensor without the prefix says nothing about the names of the others."""
+    tensors = tensors_of(LLAMA)
+    del tensors["model.norm.weight"]
+    save_file({**tensors, "foo.bar": np.zeros(2, np.float32)}, whole / WEIGHTS_FILE)
+    missing, extra = problems_of(whole)
+    assert missing.rule.endswith(": model.norm.weight")
+    assert extra.rule.endswith(": foo.bar")
+
+
 def test_other_shapes_are_listed(whole):
     wider = DecoderModel(**{**LLAMA.__dict__, "ffn_size": 16})
     (shape,) = problems_of(whole, wider)
