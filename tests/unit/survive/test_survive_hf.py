@@ -14,10 +14,11 @@ from safetensors.numpy import save_file
 from meshwright.core.errors import UserError
 from meshwright.core.tensor_header import TensorFacts, read_tensor_header
 from meshwright.plan.shapes import list_parameters
+from meshwright.spec.hf import INDEX_FILE, WEIGHTS_FILE
 from meshwright.spec.model import DecoderModel
 from meshwright.survive.hf.config import require_hf_form
 from meshwright.survive.hf.names import list_hf_shapes, list_places
-from meshwright.survive.hf.weights import INDEX_FILE, WEIGHTS_FILE, find_weights
+from meshwright.survive.hf.weights import find_weights
 
 LLAMA = DecoderModel(
     num_layers=2, hidden_size=8, num_heads=4, num_kv_heads=2, ffn_size=12, vocab_size=20, attention_bias=True

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.tensor_header import TensorFacts, read_tensor_header
+from meshwright.spec.hf import INDEX_FILE, WEIGHTS_FILE
 from meshwright.spec.model import DecoderModel
 from meshwright.survive.hf.names import HEAD, bare_name, full_name, is_buffer, list_hf_shapes, list_places
 
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 DTYPES = ("F32", "BF16", "F16")
 MOST_NAMED = 10
 _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
