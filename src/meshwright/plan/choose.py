@@ -15,7 +15,7 @@ from meshwright.plan.ledger import Ledger, predict_ledger
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout, Recompute
 from meshwright.spec.legality import find_problems, with_layout
-from meshwright.spec.model import BATCH_NORM_NOTE, ResNetModel
+from meshwright.spec.model import BATCH_NORM_NOTE, DecoderModel, ResNetModel
 from meshwright.spec.numbers import divisors
 from meshwright.spec.recipe import explain_defaults
 
@@ -154,7 +154,17 @@ def explain_choice(job: Job, search: Search) -> list[str]:
         reasons.append(
             f"{empty} of {padding} samples a step are zero-weight padding, so that all ranks run alike"
         )
-    return reasons + explain_lr(job.train) + explain_defaults(job.train)
+    return reasons + _explain_positions(job) + explain_lr(job.train) + explain_defaults(job.train)
+
+
+def _explain_positions(job: Job) -> list[str]:
+    """A warning where sequences are longer than what a model with rotary positions was made for."""
+    model, length = job.model, job.data.seq_len
+    if not isinstance(model, DecoderModel) or model.max_positions is None or length <= model.max_positions:
+        return []
+    known = f"model.max_positions={model.max_positions}, the longest sequence that the model knows"
+    unseen = "weights that were trained before have never seen the positions behind it"
+    return [f"warning: data.seq_len={length} is more than {known}: {unseen}"]
 
 
 def _why_not(best: Candidate, other: Candidate) -> str:

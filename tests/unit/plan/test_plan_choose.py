@@ -210,3 +210,12 @@ def test_predicted_mfu_is_a_fraction_and_follows_its_definition(make_job):
     rate = plan.tokens_per_step * plan.flops_per_token / plan.step_s / plan.world_size
     assert plan.mfu == pytest.approx(rate / 9.89e14)
     assert 0 < plan.mfu < 1
+
+
+def test_sequences_longer_than_the_model_knows_are_warned_of(make_job):
+    """Rotary positions go on, so that it runs; where the positions are enough, nothing is said."""
+    for known, warned in ((16, True), (32, False), (None, False)):
+        job = make_job(model={"max_positions": known})
+        found = [r for r in explain_choice(job, search_layouts(job)) if r.startswith("warning:")]
+        assert bool(found) == warned, known
+        assert all("data.seq_len=32 is more than model.max_positions=16" in reason for reason in found)
