@@ -88,7 +88,7 @@ class _Sizes:
     def of(cls, job: Job, model: ResNetModel, micro_batch: int) -> _Sizes:
         low = 2 if job.train.precision in ("bf16", "fp16") else FLOAT32_BYTES
         wide = FLOAT32_BYTES if job.cluster.device == "cuda" and model.norm == "group" else low
-        groups = model.norm_groups if model.norm == "group" else 0
+        groups = model.groups if model.norm == "group" else 0
         recomputed = job.layout.recompute == "full"
         return cls(micro_batch, model.num_classes, low, wide, groups, recomputed)
 

@@ -38,7 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "grey": {**SMALL, "blocks": [1, 1, 1, 1], "bottleneck": True, "channels": 1, "image_size": 64},
     "narrow": {**SMALL, "blocks": [2, 2], "width": 1, "norm_groups": 1},
-    "batch norm": {**SMALL, "blocks": [1, 2], "norm": "batch", "image_size": 32},
+    "batch norm": {**SMALL, "blocks": [1, 2], "norm": "batch", "norm_groups": None, "image_size": 32},
 }
 
 
