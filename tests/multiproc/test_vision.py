@@ -94,5 +94,5 @@ def test_bf16_and_a_folder_of_images_train_and_text_is_refused_from_them(train, 
     assert manifest["model"]["architecture"] == "resnet"
     settings = {"tokens": 1, "temperature": 0.0, "top_k": 0, "seed": 0}
     with pytest.raises(UserError) as caught:
-        write_text(Output(as_json=True), trained.run_dir, "a", settings)
+        write_text(Output(as_json=True), trained.run_dir, "a", None, settings)
     assert caught.value.problems[0].code == "generate-not-text"
