@@ -39,24 +39,16 @@ def settle_data(output: Output, job: Job) -> Path:
     if looks_prepared(folder):
         _refuse_preparing(job.data)
     else:
-        folder = _prepare_cached(output, dataclasses.replace(job.data, tokenizer=_tokenizer_name(job)))
+        name = _tokenizer_name(job)
+        if name is not None and parse_tokenizer_name(name).kind == "file":  # known before hours of reading
+            _require_vocabulary(job.model, load_tokenizer(locate(name, Path.cwd())).vocab_size)
+        folder = _prepare_cached(output, dataclasses.replace(job.data, tokenizer=name))
     dataset, _ = (
         TokenDataset.open(folder, split, job.data.seq_len, job.data.mask, job.data.prompt_masking)
         for split in SPLITS
     )
     dataset.load_tokenizer()  # that it is the one which made the shards
-    if dataset.vocab_size > job.model.vocab_size:
-        raise UserError(
-            Problem(
-                "model-vocab-small",
-                f"is smaller than the tokenizer's vocabulary of {dataset.vocab_size}",
-                path="model.vocab_size",
-                value=job.model.vocab_size,
-                fix="Set data.tokenizer to one that fits, such as the model folder's own tokenizer.json"
-                if job.model.hf
-                else f"Use {-(-dataset.vocab_size // 64) * 64} (a multiple of 64) or more, or fewer tokens",
-            )
-        )
+    _require_vocabulary(job.model, dataset.vocab_size)
     if job.data.mask == "document":
         share = dataset.padding / (len(dataset) * job.data.seq_len)
         output.say(
@@ -93,12 +85,31 @@ def _say_epochs(output: Output, job: Job, available: int) -> None:
         output.say(f"data: {samples} samples are asked for, so all are read {samples / available:.1f} times")
 
 
+def _require_vocabulary(model: DecoderModel, tokens: int) -> None:
+    """Every token must have a row in the embedding."""
+    if tokens <= model.vocab_size:
+        return
+    fix = f"Use {-(-tokens // 64) * 64} (a multiple of 64) or more, or fewer tokens"
+    if model.hf:
+        fix = "Set data.tokenizer to the one that the model was trained with"
+    rule = f"is smaller than the tokenizer's vocabulary of {tokens}"
+    value = model.vocab_size
+    raise UserError(Problem("model-vocab-small", rule, path="model.vocab_size", value=value, fix=fix))
+
+
 def _tokenizer_name(job: Job) -> str | None:
-    """The tokenizer asked for; else that of the model's Hugging Face folder, if it has one."""
-    folder = job.model.hf if isinstance(job.model, DecoderModel) else None
-    if job.data.tokenizer is None and folder is not None and (Path(folder) / TOKENIZER_FILE).is_file():
-        return str(Path(folder) / TOKENIZER_FILE)
-    return job.data.tokenizer
+    """The tokenizer asked for; else that of the model's Hugging Face folder, which one with weights needs."""
+    hf = job.model.hf if isinstance(job.model, DecoderModel) else None
+    if job.data.tokenizer is not None or hf is None:
+        return job.data.tokenizer
+    folder = Path(hf)
+    if (folder / TOKENIZER_FILE).is_file():
+        return str(folder / TOKENIZER_FILE)
+    if any(folder.glob("*.safetensors")):
+        rule = f"has weights but no {TOKENIZER_FILE}: their tokens would mean something else here"
+        fix = "Set data.tokenizer to the one that the model was trained with; byte if that was bytes"
+        raise UserError(Problem("model-hf-tokenizer", rule, path="model.hf", value=hf, fix=fix))
+    return None
 
 
 def _refuse_preparing(data: Data) -> None:

@@ -81,7 +81,7 @@ class ProgressView:
         seconds = round(passed / done * (self._steps - step)) if done else 0
         left = f"{seconds} s" if seconds < 120 else format_seconds(seconds)
         rate = format_count(event["tokens_per_s"])
-        loss = _shown(event["loss"])
+        loss = _shown(event["loss"]) + (" (overflow, not taken)" if event.get("skipped") else "")
         text = (
             f"step {step}/{self._steps} loss {loss} {rate} {self._unit}/s "
             f"MFU {event['mfu']:.1%} device {'?' if busy is None else f'{busy:.0%}'} left {left}"

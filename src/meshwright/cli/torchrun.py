@@ -14,7 +14,8 @@ from meshwright.cli.output import Output
 from meshwright.cli.progress import Audience
 from meshwright.cli.runs import leave_page
 from meshwright.cli.train import Resume, prepare_run, report
-from meshwright.core.errors import MeshwrightError, UserError
+from meshwright.core.errors import MeshwrightError, Problem, RunFailedError, UserError
+from meshwright.core.events import Event
 from meshwright.explain.record import read_record
 from meshwright.explain.trackers import Ending
 from meshwright.launch.environment import loopback_interface, prepare_environment
@@ -59,14 +60,31 @@ def run_as_rank(output: Output, source: str, overrides: list[str], resume: bool)
         store.set(f"done/{rank}", str(status))
         return status
     audience = Audience(output.errors, plan.job, folder)
+    failures: list[Event] = []
+
+    def hear(event: Event) -> None:
+        audience.hear(event)
+        if event["event"] == "error":
+            failures.append(event)
+
     with audience.listening():
-        status = run_rank(run_dir, audience.hear, meeting)
+        status = run_rank(run_dir, hear, meeting)
     store.set(f"done/{rank}", str(status))
     if status != EXIT_OK:
+        output.failure(RunFailedError(*_problems(failures, rank)), [f"run folder: {folder}"])
         audience.dismiss(Ending("failed", page=leave_page(output, folder, "failed")))
         return status
     store.wait([f"done/{other}" for other in range(world_size)], PATIENCE)
     return report(output, plan, read_record(folder), folder, audience)
+
+
+def _problems(failures: list[Event], rank: int) -> list[Problem]:
+    """What this rank said of its end."""
+    said = [Problem.from_dict(problem) for event in failures for problem in event["problems"]]
+    if said or not failures:
+        return said or [Problem("run-rank-died", f"rank {rank} ended without a word")]
+    words = f"rank {rank} ended: {failures[0]['kind']}: {failures[0]['message'].splitlines()[0]}"
+    return [Problem("run-rank-died", words)]
 
 
 def _plan_for_all(

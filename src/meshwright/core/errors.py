@@ -46,6 +46,11 @@ class Problem:
         sentence += "" if sentence.endswith("?") else "."
         return " ".join(part for part in (sentence, fix, f"[{self.code}]") if part)
 
+    @classmethod
+    def from_dict(cls, facts: dict[str, Any]) -> Problem:
+        """A problem that another process wrote down with :meth:`as_dict`."""
+        return cls(facts["code"], facts["rule"], facts["path"], facts["value"], facts["fix"])
+
     def as_dict(self) -> dict[str, Any]:
         """The problem for ``--json``."""
         shown = self.value if isinstance(self.value, str | int | float | bool | None) else str(self.value)

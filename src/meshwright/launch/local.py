@@ -179,8 +179,7 @@ class LocalLaunch:
         if rank.error is not None:
             problems = rank.error.get("problems") or []
             if problems:
-                first = problems[0]
-                return Problem(first["code"], first["rule"], first["path"], first["value"], first["fix"])
+                return Problem.from_dict(problems[0])
             how += f": {rank.error['kind']}: {rank.error['message'].splitlines()[0]}"
         step = f" of step {last['step']}" if "step" in last else ""
         age = f", {time.time() - last['time']:.1f} s ago" if last else ""

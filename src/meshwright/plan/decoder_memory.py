@@ -30,13 +30,14 @@ from meshwright.spec.model import DecoderModel
 INT64_BYTES = 8
 LOSS_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**29}
 """Logits held at once: 4 MB on a core, near its cache; 2 GiB on a GPU, which likes large products."""
-LEAST_LOSS_CHUNK = 256
-"""Tokens of a chunk at least: each chunk passes over the head's whole gradient."""
+LOSS_CHUNK_TOKENS = (256, 4096)
+"""Tokens of a chunk: not few, as each passes over the head's gradient; not many, as fp16 sums over them."""
 
 
 def loss_chunk(job: Job, model: DecoderModel) -> int:
     """Tokens whose logits the loss holds at once."""
-    return max(LEAST_LOSS_CHUNK, LOSS_CHUNK_ELEMENTS[job.cluster.device] // model.vocab_size)
+    least, most = LOSS_CHUNK_TOKENS
+    return min(most, max(least, LOSS_CHUNK_ELEMENTS[job.cluster.device] // model.vocab_size))
 
 
 @dataclass(frozen=True)
@@ -176,21 +177,22 @@ def _backward_moments(
         sizes.hidden + sizes.inner + (max(sizes.inner, down) if model.activation == "swiglu" else down)
     )
     tied = model.tied_embeddings
-    if (
-        tied and sums_kept
-    ):  # the head's part of the shared gradient waits for the embedding's, beside the sums
+    if tied and sums_kept:  # the head's part of the shared gradient waits for the embedding's
         temporary += head
     block_gradients = sum(p.count for p in parameters if p.name.startswith("blocks.0.")) * FLOAT32_BYTES
     done = head + sum(p.count for p in parameters if p.name.startswith("norm.")) * FLOAT32_BYTES
+    shared = head if tied else 0  # complete only when the embedding's part is there
     moments = []
     for layer in reversed(range(model.num_layers)):
         name = f"block {layer}, backward"
         formula = f"{layer} blocks, {sizes.waiting_formula}, + {sizes.block} (this block)"
         gradients = all_gradients if sums_kept else done
-        moments.append(Moment(name, sizes.waiting * layer + sizes.block, temporary, gradients, formula, True))
+        alive = sizes.waiting * layer + sizes.block
+        moments.append(Moment(name, alive, temporary, gradients, formula, done - shared))
         done += block_gradients
     # A tied gradient is made of two parts and their sum; the sum is the gradient unless others are kept.
     parts = 3 if tied else 1
     last = head * (parts if sums_kept else parts - 1)
-    moments.append(Moment("embedding, backward", 0, last, all_gradients, "none"))
+    moments.append(Moment("embedding, backward", 0, last, all_gradients, "none", done - shared))
+    moments.append(Moment("last bucket", 0, 0, all_gradients, "none", all_gradients))
     return moments

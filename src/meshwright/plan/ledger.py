@@ -14,7 +14,7 @@ from meshwright.core.units import MIB
 from meshwright.plan.buckets import bucket_parameters
 from meshwright.plan.comms import WIRE_BYTES
 from meshwright.plan.decoder_memory import trace_decoder
-from meshwright.plan.moments import Line, StepMemory
+from meshwright.plan.moments import Line, Moment, StepMemory
 from meshwright.plan.optimizer import predict_optimizer
 from meshwright.plan.resnet_memory import trace_resnet
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, list_parameters
@@ -57,27 +57,30 @@ def predict_ledger(job: Job, micro_batch: int, micro_batches: int) -> Ledger:
     # DDP keeps its buckets; accumulation keeps the sums: either way all gradients live through the step.
     sums_kept = job.layout.dp_replicate > 1 or micro_batches > 1
     memory = _trace(job, parameters, micro_batch, sums_kept)
-    wire = _wire_bytes(job, parameters)
-    top = max(memory.moments, key=lambda moment: moment.bytes + wire * moment.reducing)
+    buckets = _sent_buckets(job, parameters)
+    top = max(memory.moments, key=lambda moment: moment.bytes + _wire_bytes(buckets, moment))
     lines = [
         Line("parameters", state["parameters"], f"{count} x 4 (float32)"),
         Line("optimizer", optimizer.state_bytes, optimizer.formula),
         Line("gradients at the peak", top.gradients, f"of {count} x 4 (float32)"),
         Line("activations", top.activations, top.formula),
-        Line("temporary", top.temporary + wire * top.reducing, f"largest at: {top.name}"),
+        Line("temporary", top.temporary + _wire_bytes(buckets, top), f"largest at: {top.name}"),
         *memory.always,
     ]
     if job.cluster.device == "cuda":
         lines.append(Line("library workspace", GPU_WORKSPACE_BYTES, "cuBLAS and cuBLASLt, 32 MiB each"))
     peak = sum(line.bytes for line in lines)
-    # Until DDP has reduced once, accumulated gradients are not yet views of its buckets: a second copy.
-    second_copy = state["gradients"] if job.layout.dp_replicate > 1 and micro_batches > 1 else 0
+    first_more = 0
+    if job.layout.dp_replicate > 1 and micro_batches > 1:
+        alone = _trace(job, parameters, micro_batch, sums_kept=False)
+        first_more = _second_copy(memory, alone, buckets, state["gradients"], micro_batches)
+        first_more -= top.bytes + _wire_bytes(buckets, top)
     return Ledger(
         lines=tuple(lines),
         state_bytes=state,
         peak_bytes=peak,
         peak_at=top.name,
-        first_peak_bytes=peak + second_copy,
+        first_peak_bytes=peak + first_more,
         kept_bytes=memory.kept_bytes,
         touched_bytes=memory.touched_bytes,
     )
@@ -90,10 +93,45 @@ def _trace(job: Job, parameters: Sequence[Parameter], micro_batch: int, sums_kep
     return trace_decoder(job, job.model, parameters, micro_batch, sums_kept)
 
 
-def _wire_bytes(job: Job, parameters: Sequence[Parameter]) -> int:
-    """The copy that a compressed all-reduce sends."""
+def _second_copy(
+    kept: StepMemory, alone: StepMemory, buckets: Sequence[_Bucket], gradients: int, micro_batches: int
+) -> int:
+    """The largest moment of an attempt's first step, when DDP has not yet reduced once.
+
+    Accumulated gradients are then not views of its buckets, which lie beside them. The first micro-batch
+    makes them one by one; middle ones hold both whole; in the last each becomes a view when it is complete.
+    """
+    largest = max(moment.bytes + gradients for moment in alone.moments)
+    for moment in kept.moments:
+        waiting = gradients - moment.complete_bytes
+        largest = max(largest, moment.bytes + waiting + _wire_bytes(buckets, moment))
+        if micro_batches > 2:
+            largest = max(largest, moment.bytes + gradients)
+    return largest
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """A bucket of gradients that is sent in a smaller type."""
+
+    complete_bytes: int
+    """Gradients, in the order of the backward pass, by which it is complete."""
+    wire_bytes: int
+
+
+def _sent_buckets(job: Job, parameters: Sequence[Parameter]) -> list[_Bucket]:
+    """The buckets that are copied to be sent; none without compression."""
     if job.compression.kind == "none" or job.layout.dp_replicate == 1:
-        return 0
+        return []
     sizes = {p.name: p.count for p in parameters}
-    buckets = bucket_parameters(parameters, job.layout.bucket_mb)
-    return max(sum(sizes[name] for name in bucket) for bucket in buckets) * WIRE_BYTES[job.compression.kind]
+    buckets, complete = [], 0
+    for names in bucket_parameters(parameters, job.layout.bucket_mb):
+        count = sum(sizes[name] for name in names)
+        complete += count * FLOAT32_BYTES
+        buckets.append(_Bucket(complete, count * WIRE_BYTES[job.compression.kind]))
+    return buckets
+
+
+def _wire_bytes(buckets: Sequence[_Bucket], moment: Moment) -> int:
+    """The largest copy that may be on its way at a moment."""
+    return max((b.wire_bytes for b in buckets if b.complete_bytes <= moment.complete_bytes), default=0)

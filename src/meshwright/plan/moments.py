@@ -24,8 +24,8 @@ class Moment:
     gradients: int
     formula: str
     """The activations as a sum that can be checked."""
-    reducing: bool = False
-    """Whether gradients are on the wire: a compressed copy then lives beside them."""
+    complete_bytes: int = 0
+    """Gradients that are complete by then, in the order of the backward pass; their buckets may be sent."""
 
     @property
     def bytes(self) -> int:

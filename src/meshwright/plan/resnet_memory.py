@@ -24,7 +24,6 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from meshwright.core.units import MIB
 from meshwright.plan.moments import Line, Moment, StepMemory
 from meshwright.plan.resnet_shapes import BlockShape, Conv, NetShape, list_convs
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, count_statistics
@@ -49,7 +48,7 @@ def trace_resnet(
     sizes = _Sizes.of(job, model, micro_batch)
     all_gradients = sum(p.count for p in parameters) * FLOAT32_BYTES
     net = list_convs(model)
-    walk = _Walk(sizes, net, all_gradients if sums_kept else None, int(job.layout.bucket_mb * MIB))
+    walk = _Walk(sizes, net, all_gradients if sums_kept else None)
     walk.run()
     left = (walk.activations, walk.temporary, walk.gradients)
     assert left == (0, 0, all_gradients), f"the walk through the backward pass ends with {left}"
@@ -155,8 +154,6 @@ class _Walk:
     net: NetShape
     sums: int | None
     """All gradients, where they live through the step; else they come one by one."""
-    bucket_bytes: int
-    """Gradients that are reduced together: once so many are done, some are on the wire."""
     moments: list[Moment] = field(default_factory=list)
     activations: int = 0
     temporary: int = 0
@@ -178,7 +175,7 @@ class _Walk:
         for number in reversed(range(len(net.blocks))):
             self._block(number)
         self._stem()
-        self.moments.append(Moment("last bucket", 0, 0, self.gradients, "none", reducing=True))
+        self.moments.append(Moment("last bucket", 0, 0, self.gradients, "none", self.done_bytes))
 
     def _head(self) -> None:
         """Softmax, then the classifier: its weight's gradient beside its input's."""
@@ -252,9 +249,9 @@ class _Walk:
     def _at(self, name: str, extra: int) -> None:
         """Write down a moment at which ``extra`` bytes live beside what lives anyway."""
         formula = f"{self.activations} of {self.sizes.kept(self.net)} kept"
-        reducing = self.done_bytes >= self.bucket_bytes
+        temporary = self.temporary + extra
         self.moments.append(
-            Moment(name, self.activations, self.temporary + extra, self.gradients, formula, reducing)
+            Moment(name, self.activations, temporary, self.gradients, formula, self.done_bytes)
         )
 
     def _make(self, name: str, made: int, read: int = 0, saved: int = 0) -> None:

@@ -90,17 +90,18 @@ class TokenDataset:
             prompt_masking: Whether targets in prompts are ignored.
 
         Raises:
-            UserError: The folder is broken, has no marks where prompts are to be masked, has samples but no
-                target, or ``train`` has no sample. ``eval`` may have none: then :attr:`is_empty` is
-                true, and the caller says that there is no evaluation.
+            UserError: The folder is broken, has no marks where prompts are to be masked, or ``train`` has no
+                sample or no target. ``eval`` may have none: the caller then says that there is no evaluation.
         """
         opened = ShardFolder.open(folder)
         if prompt_masking and any(s.marks_file is None for s in opened.index.split(split).shards):
             raise UserError(no_prompts(f"{folder} was prepared without a template"))
         dataset = cls(opened, split, seq_len, mask, prompt_masking)
-        if split == "train" and dataset.is_empty:
+        if split != "train":
+            return dataset
+        if dataset.is_empty:
             raise UserError(dataset._too_short())
-        if not dataset.is_empty and not any(dataset._count(s).any() for s in range(len(dataset._shards))):
+        if not any(dataset._count(s).any() for s in range(len(dataset._shards))):
             raise UserError(dataset._no_targets())
         return dataset
 

@@ -61,7 +61,8 @@ def assign_splits(
             yield side, farther[2]
     if held is not None and not settled:
         other: Side = "train" if held[0] == "eval" else "eval"
-        yield (other if passed_on else "both"), held[2]
+        alone: Side = "train" if held[2].parts else "both"  # a conversation is never cut
+        yield (other if passed_on else alone), held[2]
 
 
 def cut_inside(tokens: int, eval_fraction: float) -> int:

@@ -10,7 +10,7 @@ import torch
 from meshwright.core.errors import Problem, UserError
 from meshwright.prepare.conversation import Template
 from meshwright.prepare.question import encode_question
-from meshwright.prepare.tokenizer import load_tokenizer
+from meshwright.prepare.tokenizer import TOKENIZER_FILE, load_tokenizer
 from meshwright.run.models.decoder import Decoder
 from meshwright.run.models.hf import load_hf_weights
 from meshwright.spec.hf import read_config
@@ -73,6 +73,10 @@ def generate_text(
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_model(checkpoint, device), load_tokenizer(checkpoint)
+    if tokenizer.vocab_size > model.embed.num_embeddings:
+        rule = f"has {tokenizer.vocab_size} tokens, and the model's vocabulary {model.embed.num_embeddings}"
+        where, fix = str(checkpoint / TOKENIZER_FILE), "Use the tokenizer that the model was trained with"
+        raise UserError(Problem("model-vocab-small", rule, path=where, fix=fix))
     generator = torch.Generator().manual_seed(seed)
     question = encode_question(tokenizer, prompt, template)
     ids = list(question.tokens)

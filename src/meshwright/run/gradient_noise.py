@@ -118,17 +118,18 @@ class NoiseScale:
         share = divisor / self._part_targets
         return [self._part * share**2, share]
 
-    def estimate(self, summed: list[float], samples: int) -> float | None:
+    def estimate(self, summed: list[float], samples: int, loss_scale: float) -> float | None:
         """The noise scale in samples, or None where this step does not tell it.
 
         Args:
             summed: ``parts`` of all ranks, added up.
             samples: Of the whole batch.
+            loss_scale: By which the gradients were multiplied when they were looked at.
         """
         if not self._measuring:
             return None
-        part, k = summed
-        whole = float(self._whole)
+        part, k = summed[0] / loss_scale**2, summed[1]
+        whole = float(self._whole) / loss_scale**2
         if k <= 1 or not math.isfinite(part + whole):  # one part had everything; or an overflow of fp16
             return None
         square, noise = separate(part, whole, k)

@@ -62,6 +62,7 @@ def train_step(session: Session, meter: Meter) -> bool:
     if session.audit is not None:
         session.audit.after_backward()
     noise = session.noise_scale.parts(divisor, own_targets)
+    loss_scale = session.precision.scale() if noise else 1.0
     lr = lr_at(session.step, session.job.train)
     grad_norm = update(session, lr)
     agree_on_statistics(session.model, session.job, session.ranks)
@@ -80,7 +81,7 @@ def train_step(session: Session, meter: Meter) -> bool:
         loss=loss,
         grad_norm=norm,
         lr=lr,
-        noise_scale=session.noise_scale.estimate(noise_sums, len(samples)),
+        noise_scale=session.noise_scale.estimate(noise_sums, len(samples), loss_scale),
         tokens=targets,
         step_s=step_s,
         **meter.read(targets / step_s),

@@ -69,7 +69,7 @@ class Precision:
         finite = grad_norm is not None and torch.isfinite(torch.tensor([loss, grad_norm])).all()
         self.skipped = not finite
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if self.skipped else 0
-        return {"loss_scale": float(self._scaler.get_scale()), "skipped": self.skipped}
+        return {"loss_scale": self.scale(), "skipped": self.skipped}
 
     def require_scale(self, step: int) -> None:
         """Give up where the scale is of no use any more.
@@ -77,8 +77,12 @@ class Precision:
         Raises:
             RunFailedError: So many steps in a row overflowed that the scale fell below one.
         """
-        if self.skipped and (scale := float(self._scaler.get_scale())) < LEAST_SCALE:
+        if self.skipped and (scale := self.scale()) < LEAST_SCALE:
             raise _collapsed(step, scale, self._skipped_in_a_row)
+
+    def scale(self) -> float:
+        """What the gradients of this step are multiplied by."""
+        return float(self._scaler.get_scale()) if self._scaled else 1.0
 
     def state(self) -> dict[str, float] | None:
         """What a checkpoint keeps."""

@@ -193,7 +193,8 @@ def _resume(session: Session, checkpoint: Path) -> None:
         for key, target in targets.items():
             target.copy_(saved[key])
     session.step, session.position = manifest.step, manifest.position
-    session.precision.load(manifest.loss_scale)
+    if manifest.train.get("loss_scale") == session.job.train.loss_scale:  # another first scale starts anew
+        session.precision.load(manifest.loss_scale)
     if manifest.best_eval_loss is not None:
         session.best_eval_loss = manifest.best_eval_loss
     notes = _differences(manifest, session)

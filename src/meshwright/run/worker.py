@@ -99,12 +99,13 @@ class _StopSwitch:
 
 def _report(events: EventWriter, error: Exception) -> int:
     """Write down what went wrong; victims of another rank's death say so by their status."""
-    trace = traceback.format_exc()
+    ours = isinstance(error, MeshwrightError)  # says what is wrong by itself
+    said = f"{error}\n" if ours else traceback.format_exc()
     victim = any(sign in str(error) for sign in PEER_LOST_SIGNS)
     problems = [p.as_dict() for p in error.problems] if isinstance(error, MeshwrightError) else []
     status = EXIT_PEER_LOST if victim else EXIT_ERROR
     if isinstance(error, MeshwrightError):
         status = error.exit_status
     events.write("error", message=str(error), kind=type(error).__name__, problems=problems, victim=victim)
-    os.write(2, trace.encode())
+    os.write(2, said.encode())
     return status

@@ -107,7 +107,7 @@ class Train:
     """Largest global gradient norm; 0 turns clipping off."""
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
     """Precision of the matrix products; weights, gradients and reductions stay float32."""
-    loss_scale: Positive = 65536.0
+    loss_scale: Annotated[float, Field(gt=0, le=2**32, strict=True)] = 65536.0
     """First loss scale under fp16; halved by a step that overflows, doubled after 2,000 that do not."""
     seed: Natural = 0
     """Decides the initial weights and the order of samples."""

@@ -182,15 +182,25 @@ def test_a_template_that_is_missing_leaves_nothing_behind(corpus):
     assert [entry.name for entry in corpus.iterdir()] == ["data.jsonl"]
 
 
-def test_one_conversation_is_cut_inside_with_its_marks(tmp_path):
+def test_one_conversation_is_never_cut(tmp_path):
+    """Its answer would be held out and its question left: it is trained on, and nothing is held out."""
     write_lines(tmp_path, [{"prompt": "p" * 50, "answer": "a" * 50}])
     prepare_corpus(CorpusSpec(("data.jsonl",), "out", template="plain", eval_fraction=0.1), tmp_path)
     train, held_out = (
         TokenDataset.open(tmp_path / "out", split, 200, "document", prompt_masking=True)
         for split in ("train", "eval")
     )
-    texts = [text for dataset in (train, held_out) for text in counted_texts(dataset) if text]
-    assert texts == ["a" * 40, "a" * 9], "the first token of a document is nobody's target"
+    assert [text for text in counted_texts(train) if text] == ["a" * 50]
+    assert held_out.is_empty
+
+
+def test_a_held_out_split_of_prompts_alone_is_no_mistake(tmp_path):
+    """Windows of 64 over one long held-out prompt have no target; training is what must have some."""
+    write_lines(tmp_path, [{"prompt": f"{n}" + "p" * 100, "answer": "a"} for n in range(20)])
+    prepare_corpus(CorpusSpec(("data.jsonl",), "out", template="plain", eval_fraction=0.01), tmp_path)
+    held_out = TokenDataset.open(tmp_path / "out", "eval", 64, "causal", prompt_masking=True)
+    assert len(held_out) == 1
+    assert held_out.count_targets([0]) == 0
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def measure_one_process(model, tokens, targets, order):
     own = [float(value) for value in scale.parts(divisor, seen)]
     whole = sum(float(p.grad.double().square().sum()) for p in model.parameters())
     model.zero_grad()
-    return own, whole, scale.estimate(own, len(order))
+    return own, whole, scale.estimate(own, len(order), 1.0)
 
 
 def test_first_micro_batches_average_to_the_variance_of_sample_gradients(job_file):
@@ -155,7 +155,7 @@ def measure(scale, module, step, part, whole, targets=4):
     scale.after_micro_batch(targets)
     module.weight.grad = torch.full((1, 1), whole**0.5)
     scale.after_micro_batch(8)
-    return scale.estimate([float(value) for value in scale.parts(8, 8)], samples=10)
+    return scale.estimate([float(value) for value in scale.parts(8, 8)], samples=10, loss_scale=1.0)
 
 
 def test_measurements_are_averaged_part_by_part():

@@ -222,5 +222,7 @@ class Decoder(nn.Module):
 
 def compile_blocks(decoder: Decoder, **options: Any) -> None:
     """Compile each block on its own: they share one graph, and what is around them stays eager."""
+    # It would cut graphs at DDP's buckets, which here lie outside them, and asserts how large those are.
+    torch._dynamo.config.optimize_ddp = False
     for block in decoder.blocks:
         block.compile(dynamic=False, **options)
