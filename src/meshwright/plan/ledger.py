@@ -63,8 +63,8 @@ def predict_ledger(job: Job, micro_batch: int, micro_batches: int) -> Ledger:
         Line("parameters", state["parameters"], f"{count} x 4 (float32)"),
         Line("optimizer", optimizer.state_bytes, optimizer.formula),
         Line("gradients at the peak", top.gradients, f"of {count} x 4 (float32)"),
-        Line("activations", top.activations, top.formula),
-        Line("temporary", top.temporary + _wire_bytes(buckets, top), f"largest at: {top.name}"),
+        Line("activations at the peak", top.activations, top.formula),
+        Line("temporary at the peak", top.temporary + _wire_bytes(buckets, top), f"largest at: {top.name}"),
         *memory.always,
     ]
     if job.cluster.device == "cuda":
