@@ -267,6 +267,8 @@ class _Walk:
             self._at(name, weights * FLOAT32_BYTES)
         self.temporary -= weights * low
         self._add_gradient(weights)
+        if self.sums is not None:  # its bucket may be complete: copied to be sent while this one still lives
+            self._at(name, weights * FLOAT32_BYTES)
 
     def _add_gradient(self, elements: int) -> None:
         self.done_bytes += elements * FLOAT32_BYTES
