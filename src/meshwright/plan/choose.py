@@ -15,7 +15,7 @@ from meshwright.plan.ledger import Ledger, predict_ledger
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout, Recompute
 from meshwright.spec.legality import find_problems, with_layout
-from meshwright.spec.model import BATCH_NORM_NOTE, ResNetModel
+from meshwright.spec.model import BATCH_NORM_NOTE, DecoderModel, ResNetModel
 from meshwright.spec.numbers import divisors
 from meshwright.spec.recipe import explain_defaults
 
@@ -50,7 +50,7 @@ class Search:
     candidates: tuple[Candidate, ...]
     evaluated: int
     illegal: int
-    """Layouts that a given micro-batch rules out."""
+    """Layouts that a rule forbids, or that a given micro-batch rules out."""
     seconds: float
 
     @property
@@ -60,7 +60,11 @@ class Search:
 
 
 def search_layouts(job: Job) -> Search:
-    """Evaluate the given layout, or every number of replicas that the cluster holds."""
+    """Evaluate the given layout, or every number of replicas that the cluster holds.
+
+    Raises:
+        UserError: The rules forbid every one of them, now that its micro-batch is settled.
+    """
     started = time.perf_counter()
     illegal = 0
     if job.layout.mode == "given":
@@ -69,9 +73,15 @@ def search_layouts(job: Job) -> Search:
         degrees = list(range(1, min(job.cluster.world_size, job.train.global_batch) + 1))
         legal = [n for n in degrees if _can_deal(job, n)]
         illegal, degrees = len(degrees) - len(legal), legal
-    candidates = [
+    evaluated = [
         evaluate(job, dataclasses.replace(job.layout, mode="given", dp_replicate=n)) for n in degrees
     ]
+    # The job's rules were checked with the micro-batch left open; here it is settled.
+    problems = [find_problems(with_layout(job, c.layout)) for c in evaluated]
+    candidates = [c for c, found in zip(evaluated, problems, strict=True) if not found]
+    if not candidates:
+        raise UserError(*problems[0])
+    illegal += len(evaluated) - len(candidates)
     candidates.sort(key=lambda c: (not c.fits, c.time.total_s))
     return Search(tuple(candidates), len(candidates), illegal, time.perf_counter() - started)
 
@@ -144,7 +154,17 @@ def explain_choice(job: Job, search: Search) -> list[str]:
         reasons.append(
             f"{empty} of {padding} samples a step are zero-weight padding, so that all ranks run alike"
         )
-    return reasons + explain_lr(job.train) + explain_defaults(job.train)
+    return reasons + _explain_positions(job) + explain_lr(job.train) + explain_defaults(job.train)
+
+
+def _explain_positions(job: Job) -> list[str]:
+    """A warning where sequences are longer than what a model with rotary positions was made for."""
+    model, length = job.model, job.data.seq_len
+    if not isinstance(model, DecoderModel) or model.max_positions is None or length <= model.max_positions:
+        return []
+    known = f"model.max_positions={model.max_positions}, the longest sequence that the model knows"
+    unseen = "weights that were trained before have never seen the positions behind it"
+    return [f"warning: data.seq_len={length} is more than {known}: {unseen}"]
 
 
 def _why_not(best: Candidate, other: Candidate) -> str:

@@ -13,6 +13,9 @@ On GPUs autocast computes GroupNorm in float32: what norms and ReLUs hold then h
 convolution keeps a 16-bit copy of what it reads. Workspaces of the convolution library are not counted.
 
 Recomputation ``full`` keeps the input of each block; one whole block lives while its backward pass runs.
+
+On CPU a micro-batch is read while the one before it still lives: two batches beside the sums of gradients.
+That is the peak where a net is so small that its activations take less than its images.
 """
 
 from __future__ import annotations
@@ -52,10 +55,14 @@ def trace_resnet(
     pixels = model.channels * model.image_size**2
     batch = micro_batch * (pixels * FLOAT32_BYTES + INT64_BYTES)
     always = [Line("batch", batch, f"{micro_batch} x ({pixels} pixels x 4 + 8 (label))")]
+    moments = list(walk.moments)
+    samples = -(-job.train.global_batch // job.layout.data_degree)
+    if job.cluster.device == "cpu" and samples > micro_batch:
+        moments.append(Moment("next micro-batch", 0, batch, all_gradients, "none"))
     if statistics := count_statistics(model):
         always.append(Line("running statistics", statistics * FLOAT32_BYTES, f"{statistics} x 4"))
     return StepMemory(
-        moments=tuple(walk.moments),
+        moments=tuple(moments),
         always=tuple(always),
         kept_bytes=sizes.kept(net),
         touched_bytes=dataclasses.replace(sizes, recomputed=False).kept(net),
@@ -80,7 +87,7 @@ class _Sizes:
     def of(cls, job: Job, model: ResNetModel, micro_batch: int) -> _Sizes:
         low = 2 if job.train.precision in ("bf16", "fp16") else FLOAT32_BYTES
         wide = FLOAT32_BYTES if job.cluster.device == "cuda" and model.norm == "group" else low
-        groups = model.norm_groups if model.norm == "group" else 0
+        groups = model.groups if model.norm == "group" else 0
         recomputed = job.layout.recompute == "full"
         return cls(micro_batch, model.num_classes, low, wide, groups, recomputed)
 
@@ -260,6 +267,8 @@ class _Walk:
             self._at(name, weights * FLOAT32_BYTES)
         self.temporary -= weights * low
         self._add_gradient(weights)
+        if self.sums is not None:  # its bucket may be complete: copied to be sent while this one still lives
+            self._at(name, weights * FLOAT32_BYTES)
 
     def _add_gradient(self, elements: int) -> None:
         self.done_bytes += elements * FLOAT32_BYTES

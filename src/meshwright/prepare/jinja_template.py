@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.core.errors import Problem, UserError, missing_package
 from meshwright.prepare.conversation import Conversation, Part
+from meshwright.prepare.hf_tokenizer import TOKENIZER_CONFIG_FILE
 
 if TYPE_CHECKING:
     import jinja2
 
-CONFIG_FILE = "tokenizer_config.json"
 JINJA_FILE = "chat_template.jinja"
 
 _COMPILED_NAME = "<template>"
@@ -124,7 +124,7 @@ def read_jinja_file(path: Path) -> JinjaTemplate:
         source = path.read_text("utf-8")
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
-    beside = path.with_name(CONFIG_FILE)
+    beside = path.with_name(TOKENIZER_CONFIG_FILE)
     config = _read_config(beside) if beside.is_file() else {}
     return JinjaTemplate(source, path, _token(config, "bos_token"), _token(config, "eos_token"))
 
@@ -234,6 +234,6 @@ def _unreadable(path: Path, error: Exception) -> UserError:
             code="data-template-unreadable",
             path=str(path),
             rule=f"cannot be read as a chat template: {reason}",
-            fix="Name a .jinja file, a tokenizer_config.json, or a built-in template, such as chatml",
+            fix=f"Name a .jinja file, a {TOKENIZER_CONFIG_FILE}, or a built-in template, such as chatml",
         )
     )

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.prepare.conversation import ROLES, Conversation, Part, Role, Template
-from meshwright.prepare.jinja_template import CONFIG_FILE, JINJA_FILE, read_jinja_file, read_tokenizer_config
+from meshwright.prepare.hf_tokenizer import TOKENIZER_CONFIG_FILE
+from meshwright.prepare.jinja_template import JINJA_FILE, read_jinja_file, read_tokenizer_config
 from meshwright.prepare.sources import locate
 from meshwright.prepare.tokenizer import parse_tokenizer_name
 
@@ -124,8 +125,8 @@ def load_template(name: str, base: Path, tokenizer: str, key: str = "data.templa
     if os.path.isdir(place):  # noqa: PTH112
         found = _in_folder(place)
         if found is None:
-            rule = f"is a folder without a chat template; looked for {JINJA_FILE} and {CONFIG_FILE} in it"
-            raise UserError(_unknown(name, key, rule))
+            looked = f"looked for {JINJA_FILE} and {TOKENIZER_CONFIG_FILE} in it"
+            raise UserError(_unknown(name, key, f"is a folder without a chat template; {looked}"))
         return found
     if not os.path.isfile(place):  # noqa: PTH113
         raise UserError(
@@ -143,7 +144,7 @@ def _tokenizers_template(base: Path, tokenizer: str, key: str) -> Template:
     folder = place if os.path.isdir(place) else place.parent  # noqa: PTH112 - as above
     found = _in_folder(folder)
     if found is None:
-        looked = f"looked for {JINJA_FILE} and {CONFIG_FILE} in {folder}"
+        looked = f"looked for {JINJA_FILE} and {TOKENIZER_CONFIG_FILE} in {folder}"
         rule = f"asks for the tokenizer's own chat template, and there is none; {looked}"
         raise UserError(_unknown(TOKENIZERS_OWN, key, rule))
     return found
@@ -153,12 +154,15 @@ def _in_folder(folder: Path) -> Template | None:
     """The template of a Hugging Face folder; newer ones keep it in a file of its own."""
     if (folder / JINJA_FILE).is_file():
         return read_jinja_file(folder / JINJA_FILE)
-    return read_tokenizer_config(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else None
+    config = folder / TOKENIZER_CONFIG_FILE
+    return read_tokenizer_config(config) if config.is_file() else None
 
 
 def _unknown(name: str, key: str, rule: str) -> Problem:
     near = difflib.get_close_matches(name, BUILTIN, n=1)
-    choices = f"{', '.join(BUILTIN)}, {TOKENIZERS_OWN!r}, or a path to a .jinja file or a {CONFIG_FILE}"
+    choices = (
+        f"{', '.join(BUILTIN)}, {TOKENIZERS_OWN!r}, or a path to a .jinja file or a {TOKENIZER_CONFIG_FILE}"
+    )
     fix = f"Did you mean {near[0]}?" if near else f"Use {choices}"
     if near:
         rule += f"; there are {choices}"

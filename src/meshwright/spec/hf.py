@@ -22,6 +22,8 @@ ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu"
 """GPT-2's names for an activation and ours."""
 FREE_BESIDE_HF = frozenset({"hf", "init_std", "preset"})
 """Keys that may differ from the config: the weights fit all the same."""
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 
 Tree = dict[str, Any]
 
@@ -54,6 +56,11 @@ def lay_under(model: Tree, seq_len: Any) -> tuple[Tree, list[Problem]]:
     except UserError as error:
         return model, list(error.problems)
     problems = _find_conflicts(folder, config.fields, model)
+    weights = [name for name in (WEIGHTS_FILE, INDEX_FILE) if (folder / name).exists()]
+    if weights and (std := model.get("init_std", config.fields["init_std"])) != config.fields["init_std"]:
+        rule = f"has no effect: nothing is drawn, as {folder} holds weights ({weights[0]})"
+        fix = "Leave model.init_std out, or use a folder with the config alone"
+        problems.append(Problem("model-hf-init-std", rule, path="model.init_std", value=std, fix=fix))
     window = config.sliding_window
     if window is not None and isinstance(seq_len, int) and seq_len > window:
         rule = f"is more than sliding_window={window} in {folder / CONFIG_FILE}, and windows are not built"

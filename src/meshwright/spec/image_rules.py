@@ -130,10 +130,19 @@ def check_image_layout(job: Job) -> Problem | None:
 
 
 def check_norm_groups(job: Job) -> Problem | None:
-    """Groups of a GroupNorm have equal sizes."""
+    """Groups of a GroupNorm have equal sizes, and more than one value: one value has no variance."""
     model = job.model
-    if not isinstance(model, ResNetModel) or model.norm == "batch" or model.width % model.norm_groups == 0:
+    if not isinstance(model, ResNetModel) or model.norm == "batch":
         return None
-    rule = f"does not divide model.width={model.width}; a GroupNorm has groups of equal size"
-    fix = f"Use {list_numbers(d for d in divisors(model.width) if d <= 64)}"
-    return Problem("model-norm-groups", rule, path="model.norm_groups", value=model.norm_groups, fix=fix)
+    code, path, width = "model-norm-groups", "model.norm_groups", model.width
+    if width % model.groups:
+        rule = f"does not divide model.width={width}; a GroupNorm has groups of equal size"
+        fix = f"Use {list_numbers(d for d in divisors(width) if d <= 64)}"
+        return Problem(code, rule, path=path, value=model.groups, fix=fix)
+    if model.groups == width and model.first_side == 1:
+        rule = f"leaves a group one value, as model.width={width} and the first stage sees one pixel of "
+        rule += f"model.image_size={model.image_size}; one value has no variance"
+        fewer = [d for d in divisors(width) if d < width and d <= 64]
+        fix = f"Use {list_numbers(fewer)}, or a larger model.image_size" if fewer else "Use larger images"
+        return Problem(code, rule, path=path, value=model.groups, fix=fix)
+    return None

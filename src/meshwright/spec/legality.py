@@ -26,7 +26,7 @@ from meshwright.spec.image_rules import (
 )
 from meshwright.spec.job import Job, Train
 from meshwright.spec.layout import Layout
-from meshwright.spec.model import DecoderModel
+from meshwright.spec.model import DecoderModel, ResNetModel
 from meshwright.spec.numbers import divisors, list_numbers
 from meshwright.spec.recipe_rules import (
     OPTIONAL_KEYS,
@@ -39,6 +39,9 @@ from meshwright.spec.recipe_rules import (
     unused_code,
     unused_statement,
 )
+
+SET = object()
+"""Stands for any value that a key is set to."""
 
 
 @dataclass(frozen=True)
@@ -113,19 +116,31 @@ def _needs(code: str, path: str, idle: Any, needed: str, why: str) -> Rule:
     return Rule(code, f"`{path}` other than `{_toml(idle)}` needs `{needed}` > 1: {why}.", check)
 
 
-def _only_with(code: str, path: str, other: str, needed: Any, why: str) -> Rule:
-    """A setting of ``[train]`` other than its default has an effect only where ``other`` is ``needed``."""
-    idle = getattr(Train, path.removeprefix("train."))
+def _only_with(code: str, section: type, path: str, other: str, needed: Any, why: str) -> Rule:
+    """A setting other than its default has an effect only where ``other`` is ``needed``.
+
+    Args:
+        code: Of the rule.
+        section: The table that has the key; a job with another one is not checked.
+        path: The key, with its table.
+        other: The key that decides.
+        needed: Its value, or ``SET`` for any.
+        why: Why it has none otherwise.
+    """
+    table, _, key = path.partition(".")
+    idle = getattr(section, key)
+    wanted = other if needed is SET else f"{other}={_toml(needed)}"
 
     def check(job: Job) -> Problem | None:
-        value = _read(job, path)
-        if value == idle or _read(job, other) == needed:
+        if not isinstance(getattr(job, table), section) or (value := _read(job, path)) == idle:
             return None
-        fix = f"Set {other}={_toml(needed)}, or leave {path} out"
-        rule = f"has an effect only with {other}={_toml(needed)}: {why}"
+        there = _read(job, other)
+        if there is not None if needed is SET else there == needed:
+            return None
+        rule, fix = f"has an effect only with {wanted}: {why}", f"Set {wanted}, or leave {path} out"
         return Problem(code, rule, path=path, value=value, fix=fix)
 
-    return Rule(code, f"`{path}` needs `{other} = {_toml(needed)}`: {why}.", check)
+    return Rule(code, f"`{path}` needs `{wanted.replace('=', ' = ')}`: {why}.", check)
 
 
 def _not_built(path: str, built: tuple[Any, ...], what: str) -> Rule:
@@ -244,6 +259,20 @@ def _check_positions(job: Job) -> Problem | None:
     return Problem("model-max-positions", rule, path="data.seq_len", value=job.data.seq_len, fix=fix)
 
 
+def _check_rope_factors(job: Job) -> Problem | None:
+    model = job.model
+    if not isinstance(model, DecoderModel) or model.rope_factor is None:
+        return None
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    if low < high:
+        return None
+    rule = (
+        f"is not below model.rope_high_freq_factor={high:g}; rotations between the two are stretched in part"
+    )
+    fix = f"Use less than {high:g}, or a higher model.rope_high_freq_factor"
+    return Problem("model-rope-factors", rule, path="model.rope_low_freq_factor", value=low, fix=fix)
+
+
 def _check_lr_base(job: Job) -> Problem | None:
     train = job.train
     if (train.lr_scaling == "none") == (train.lr_base_batch is None):
@@ -284,7 +313,64 @@ RULES: tuple[Rule, ...] = (
         '`positions = "learned"` needs `max_positions`, at least `data.seq_len`.',
         _check_positions,
     ),
-    Rule("model-norm-groups", "`model.norm_groups` divides `model.width`.", check_norm_groups),
+    Rule(
+        "model-rope-factors",
+        "`model.rope_low_freq_factor` is below `rope_high_freq_factor`: those between are stretched in part.",
+        _check_rope_factors,
+    ),
+    _only_with(
+        "model-rope-low-freq-factor-unused",
+        DecoderModel,
+        "model.rope_low_freq_factor",
+        "model.rope_factor",
+        SET,
+        "without it nothing is stretched",
+    ),
+    _only_with(
+        "model-rope-high-freq-factor-unused",
+        DecoderModel,
+        "model.rope_high_freq_factor",
+        "model.rope_factor",
+        SET,
+        "without it nothing is stretched",
+    ),
+    _only_with(
+        "model-rope-original-positions-unused",
+        DecoderModel,
+        "model.rope_original_positions",
+        "model.rope_factor",
+        SET,
+        "without it nothing is stretched",
+    ),
+    _only_with(
+        "model-rope-theta-unused",
+        DecoderModel,
+        "model.rope_theta",
+        "model.positions",
+        "rope",
+        "learned positions do not rotate",
+    ),
+    _only_with(
+        "model-rope-factor-unused",
+        DecoderModel,
+        "model.rope_factor",
+        "model.positions",
+        "rope",
+        "learned positions do not rotate",
+    ),
+    _only_with(
+        "model-norm-groups-unused",
+        ResNetModel,
+        "model.norm_groups",
+        "model.norm",
+        "group",
+        "a batch norm has no groups",
+    ),
+    Rule(
+        "model-norm-groups",
+        "`model.norm_groups` divides `model.width`, and leaves a group more than one value.",
+        check_norm_groups,
+    ),
     Rule(
         "data-not-for-images",
         "A ResNet reads images, and takes no setting of text: `seq_len`, `tokenizer`, `mask`, ...",
@@ -331,9 +417,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "data-template-needed", "`data.prompt_field` and `answer_field` need `data.template`.", _check_fields
     ),
-    _only_with("train-loss-scale", "train.loss_scale", "train.precision", "fp16", "the others need no scale"),
     _only_with(
-        "train-compile-backend", "train.compile_backend", "train.compile", True, "nothing is compiled"
+        "train-loss-scale", Train, "train.loss_scale", "train.precision", "fp16", "the others need no scale"
+    ),
+    _only_with(
+        "train-compile-backend", Train, "train.compile_backend", "train.compile", True, "nothing is compiled"
     ),
     Rule("train-lr-base-batch", "`lr_scaling` and `lr_base_batch` come together.", _check_lr_base),
     *(Rule(unused_code(key), unused_statement(key), check_unused(key)) for key in OPTIONAL_KEYS),

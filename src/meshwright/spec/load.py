@@ -22,6 +22,7 @@ from meshwright.spec.hf import is_settled, lay_under
 from meshwright.spec.job import SYNTHETIC_IMAGES, Job
 from meshwright.spec.layout import DEGREES
 from meshwright.spec.legality import find_problems
+from meshwright.spec.model import READ_WITH
 from meshwright.spec.presets import preset_names, read_preset
 from meshwright.spec.translate import JOB, takes_text, translate_errors
 
@@ -218,7 +219,7 @@ def _fill_presets(tree: Tree, settled: bool) -> list[Problem]:
         if isinstance(fields, Problem):
             problems.append(fields)
             fields = DECODER_STAND_IN
-        tree["model"] = model = {**fields, **model}
+        tree["model"] = model = _lay_over(fields, model)
     data = tree.get("data")
     if isinstance(model, dict) and model.get("architecture") == "resnet" and isinstance(data, dict):
         data.setdefault("seq_len", 1)  # a sample is one image with one target
@@ -236,6 +237,13 @@ def _fill_presets(tree: Tree, settled: bool) -> list[Problem]:
         base = STAND_INS["cluster"]
     tree["cluster"] = {**base, **cluster}
     return problems
+
+
+def _lay_over(preset: Tree, model: Tree) -> Tree:
+    """The model over its preset, without those of the preset's keys that the model's choices leave unread."""
+    unread = {key for key, (other, needed) in READ_WITH.items() if model.get(other, needed) != needed}
+    own = {key: value for key, value in model.items() if key not in unread or value != preset.get(key)}
+    return {key: value for key, value in preset.items() if key not in unread} | own
 
 
 def _table(tree: Tree, name: str) -> Tree:

@@ -107,12 +107,22 @@ class ResNetModel:
     """First layers: 7x7 stride 2 and a max-pool, or one 3x3 for small images."""
     norm: Literal["group", "batch"] = "group"
     """`batch` mixes the samples of a micro-batch: the loss then depends on the layout."""
-    norm_groups: Count = 32
-    """Groups of a GroupNorm; divides width. A batch norm has none."""
+    norm_groups: Count | None = None
+    """Groups of a GroupNorm, 32 if left out; divides width. A batch norm has none."""
     norm_eps: Positive = 1e-5
     """Added to the variance in a norm."""
     init_std: Positive = 0.01
     """Standard deviation of the classifier's initial weights; convolutions start as He et al. say."""
+
+    @property
+    def groups(self) -> int:
+        """Groups of a GroupNorm."""
+        return self.norm_groups or DEFAULT_NORM_GROUPS
+
+    @property
+    def first_side(self) -> int:
+        """Height and width that the first stage sees."""
+        return -(-self.image_size // (4 if self.stem == "imagenet" else 1))
 
     @property
     def last_side(self) -> int:
@@ -133,6 +143,17 @@ BATCH_NORM_NOTE = (
 """What is said wherever a batch norm is planned, run or audited."""
 BOTTLENECK_GROWTH = 4
 """How many times wider than its inner convolutions a bottleneck block ends."""
+DEFAULT_NORM_GROUPS = 32
+
+READ_WITH = {
+    "norm_groups": ("norm", "group"),
+    "rope_factor": ("positions", "rope"),
+    "rope_theta": ("positions", "rope"),
+}
+"""Keys that are read only where another one has this value.
+
+Where a job chooses another value, those of its preset step back; its own are refused by the legality table.
+"""
 
 
 def _kind(value: Any) -> str:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from meshwright.core.errors import UserError
+from meshwright.core.errors import Problem, UserError
+from meshwright.plan import choose
 from meshwright.plan.choose import USABLE_MEMORY, evaluate, explain_choice, require_fit, search_layouts
 from meshwright.plan.comms import predict_traffic
 from meshwright.plan.compute import estimate_step, peak_rate
@@ -210,3 +211,28 @@ def test_predicted_mfu_is_a_fraction_and_follows_its_definition(make_job):
     rate = plan.tokens_per_step * plan.flops_per_token / plan.step_s / plan.world_size
     assert plan.mfu == pytest.approx(rate / 9.89e14)
     assert 0 < plan.mfu < 1
+
+
+def test_sequences_longer_than_the_model_knows_are_warned_of(make_job):
+    """Rotary positions go on, so that it runs; where the positions are enough, nothing is said."""
+    for known, warned in ((16, True), (32, False), (None, False)):
+        job = make_job(model={"max_positions": known})
+        found = [r for r in explain_choice(job, search_layouts(job)) if r.startswith("warning:")]
+        assert bool(found) == warned, known
+        assert all("data.seq_len=32 is more than model.max_positions=16" in reason for reason in found)
+
+
+def test_layouts_that_a_rule_forbids_once_settled_are_dropped_and_counted(make_job, monkeypatch):
+    """The best is chosen among the rest; with none left, the rule is the error."""
+    job = make_job()
+    before = search_layouts(job)
+    problem = Problem("layout-micro-batch", "is forbidden here", path="layout.micro_batch")
+    worst = before.candidates[-1].layout
+    monkeypatch.setattr(choose, "find_problems", lambda placed: [problem] if placed.layout == worst else [])
+    after = search_layouts(job)
+    assert (after.evaluated, after.illegal) == (before.evaluated - 1, before.illegal + 1)
+    assert [c.layout for c in after.candidates] == [c.layout for c in before.candidates[:-1]]
+    monkeypatch.setattr(choose, "find_problems", lambda placed: [problem])
+    with pytest.raises(UserError) as caught:
+        search_layouts(job)
+    assert caught.value.problems == (problem,)

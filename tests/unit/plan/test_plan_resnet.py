@@ -139,6 +139,16 @@ def test_one_pixel_needs_two_samples_and_the_planner_knows():
     assert search_layouts(job).candidates[0].layout.micro_batch == 2
 
 
+def test_a_settled_micro_batch_is_held_against_the_rules_again():
+    """One pixel and a prime share leave one micro-batch: no part for a noise scale; six have one."""
+    model, train = {"norm": "batch", "image_size": 4}, {"global_batch": 5, "noise_scale_every": 1}
+    with pytest.raises(UserError) as caught:
+        search_layouts(make(model, train=train, layout={"dp_replicate": 1}))
+    assert [p.code for p in caught.value.problems] == ["train-noise-scale-parts"]
+    search = search_layouts(make(model, train={**train, "global_batch": 6}))
+    assert {c.layout.dp_replicate: c.layout.micro_batch for c in search.candidates} == {1: 3, 2: 3, 3: 2}
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -169,3 +179,21 @@ def test_a_decoder_reads_no_images(make_job):
     with pytest.raises(UserError) as caught:
         make_job(data={"path": "builtin:synthetic-images"})
     assert caught.value.problems[0].code == "data-not-for-text"
+
+
+def test_a_bucket_is_copied_to_be_sent_while_its_last_gradient_still_lives():
+    """A net that is all stem: state, one image, the stem's gradient and the whole bucket in 16 bits."""
+    shape = {
+        "blocks": [1],
+        "num_classes": 2,
+        "image_size": 2,
+        "stem": "imagenet",
+        "width": 2,
+        "norm_groups": 1,
+    }
+    local = {"preset": "local", "device": "cpu", "devices_per_node": 2}
+    layout = {"dp_replicate": 2, "micro_batch": 1}
+    job = make(shape, cluster=local, train={"global_batch": 2}, layout=layout, compression={"kind": "fp16"})
+    ledger, count = predict_ledger(job, 1, 1), count_parameters(job.model)
+    stem, image = 2 * 3 * 49, 3 * 2 * 2 * 4 + 8
+    assert ledger.peak_bytes == sum(ledger.state_bytes.values()) + image + stem * 4 + count * 2

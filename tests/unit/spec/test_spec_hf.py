@@ -306,6 +306,16 @@ def test_fields_beside_the_folder_must_agree(built, problems):
     }
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "model.safetensors.index.json"])
+def test_initial_weights_are_drawn_or_read_not_both(built, problems, folder, file):
+    """A deviation has no effect beside weights; the config's own, spelled out, is no contradiction."""
+    (folder(LLAMA) / file).write_bytes(b"")
+    (problem,) = problems(LLAMA, model={"init_std": 0.5})
+    assert (problem.code, problem.path) == ("model-hf-init-std", "model.init_std")
+    assert file in problem.rule
+    assert built(LLAMA, model={"init_std": 0.02}).init_std == 0.02
+
+
 def test_a_plan_needs_the_folder_no_more(folder, tree, tmp_path, monkeypatch):
     """The path is absolute in the plan; a plan is read without the folder, its overrides need it again."""
     path = folder(LLAMA)

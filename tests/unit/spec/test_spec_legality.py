@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from meshwright.core.errors import UserError
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality import RULES, find_problems, nearest_legal_layout, with_layout
-from meshwright.spec.load import SpecError, build_job
+from meshwright.spec.load import SpecError, build_job, job_tree
+from meshwright.spec.model import READ_WITH
 from meshwright.spec.numbers import divisors
 
 RESNET = {"preset": None, "architecture": "resnet", "blocks": [1, 1], "num_classes": 10, "image_size": 32}
@@ -32,7 +33,14 @@ CASES = {
     "layout-world-size": {"layout": {"dp_replicate": 9}},
     "layout-micro-batch": {"layout": {"micro_batch": 9}},
     "model-max-positions": {"model": {"positions": "learned", "max_positions": 16}},
+    "model-rope-factors": {"model": {"rope_factor": 8.0, "rope_low_freq_factor": 4.0}},
+    "model-rope-low-freq-factor-unused": {"model": {"rope_low_freq_factor": 2.0}},
+    "model-rope-high-freq-factor-unused": {"model": {"rope_high_freq_factor": 8.0}},
+    "model-rope-original-positions-unused": {"model": {"rope_original_positions": 4096}},
+    "model-rope-theta-unused": {"model": {"positions": "learned", "max_positions": 64, "rope_theta": 5e5}},
+    "model-rope-factor-unused": {"model": {"positions": "learned", "max_positions": 64, "rope_factor": 8.0}},
     "model-norm-groups": {"model": {**RESNET, "norm_groups": 7}},
+    "model-norm-groups-unused": {"model": {**RESNET, "norm": "batch", "norm_groups": 8}},
     "data-not-for-images": {"model": RESNET, "data": {"seq_len": 32}},
     "data-not-for-text": {"data": {"path": "builtin:synthetic-images"}},
     "data-already-split": {
@@ -188,6 +196,63 @@ def test_a_wsd_fall_may_take_all_that_warm_up_leaves(tree, refused):
     build_job(tree(train={**wsd, "warmup": 3}))
     (problem,) = refused(train={**wsd, "warmup": 4})
     assert "Use a warm-up of 3 steps or less" in str(problem)
+
+
+def test_rotations_between_the_two_factors_are_stretched_in_part(tree, refused):
+    """Equal factors would divide by zero; without a stretch neither is read."""
+    stretch = {"rope_factor": 8.0, "rope_low_freq_factor": 2.0}
+    assert build_job(tree(model={**stretch, "rope_high_freq_factor": 2.5})).model.rope_factor == 8.0
+    for high in (2.0, 1.0):
+        (problem,) = refused(model={**stretch, "rope_high_freq_factor": high})
+        assert str(problem).startswith(
+            f"model.rope_low_freq_factor=2.0 is not below model.rope_high_freq_factor={high:g}"
+        )
+
+
+def test_a_presets_own_keys_step_back_for_a_choice_that_leaves_them_unread(tree, refused):
+    """The user never wrote them; what the user writes is refused. So it is for a plan with an override."""
+    images = {"data": {"path": "builtin:synthetic-images"}, "layout": {"dp_replicate": 1}}
+    made = tree(**images, model={"preset": "resnet-tiny", "norm": "batch"})
+    del made["data"]["seq_len"]
+    job = build_job(made)
+    assert (job.model.norm_groups, job.model.norm) == (None, "batch")
+    made["model"] = {"preset": "resnet-tiny"}
+    planned = job_tree(build_job(made))
+    assert planned["model"]["norm_groups"] == 4
+    assert build_job({**planned, "model": {**planned["model"], "norm": "batch"}}).model == job.model
+    learned = {"preset": "llama3-8b", "positions": "learned", "max_positions": 64}
+    assert build_job(tree(model=learned)).model.rope_theta == 10000.0
+    assert [p.code for p in refused(model={**learned, "rope_theta": 7.0})] == ["model-rope-theta-unused"]
+
+
+def test_every_key_that_steps_back_in_a_preset_is_refused_elsewhere():
+    """The two lists cannot part: each key has a row that names what reads it."""
+    for key, (other, needed) in READ_WITH.items():
+        assert any(f"`model.{key}` needs `model.{other} = {needed}`" in rule.statement for rule in RULES), key
+
+
+@pytest.mark.parametrize(
+    ("model", "legal"),
+    [
+        ({"image_size": 1, "stem": "small", "width": 4, "norm_groups": 4}, False),
+        ({"image_size": 1, "stem": "small", "width": 4, "norm_groups": 2}, True),
+        ({"image_size": 2, "stem": "small", "width": 4, "norm_groups": 4}, True),
+        ({"image_size": 4, "width": 1, "norm_groups": 1}, False),
+        ({"image_size": 5, "width": 1, "norm_groups": 1}, True),
+        ({"image_size": 1, "width": 32}, False),
+    ],
+)
+def test_a_group_of_a_norm_has_more_than_one_value(tree, model, legal):
+    """Torch refuses one value in a micro-batch of one, and gives zeros in a larger one."""
+    made = tree(model={**RESNET, **model}, data={"path": "builtin:synthetic-images"})
+    del made["data"]["seq_len"]
+    if legal:
+        assert build_job(made)
+        return
+    with pytest.raises(SpecError) as caught:
+        build_job(made)
+    assert [p.code for p in caught.value.problems] == ["model-norm-groups"]
+    assert "one value has no variance" in str(caught.value)
 
 
 def test_divisors_are_exact():

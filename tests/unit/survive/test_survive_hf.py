@@ -14,10 +14,11 @@ from safetensors.numpy import save_file
 from meshwright.core.errors import UserError
 from meshwright.core.tensor_header import TensorFacts, read_tensor_header
 from meshwright.plan.shapes import list_parameters
+from meshwright.spec.hf import INDEX_FILE, WEIGHTS_FILE
 from meshwright.spec.model import DecoderModel
 from meshwright.survive.hf.config import require_hf_form
 from meshwright.survive.hf.names import list_hf_shapes, list_places
-from meshwright.survive.hf.weights import INDEX_FILE, WEIGHTS_FILE, find_weights
+from meshwright.survive.hf.weights import find_weights
 
 LLAMA = DecoderModel(
     num_layers=2, hidden_size=8, num_heads=4, num_kv_heads=2, ffn_size=12, vocab_size=20, attention_bias=True
@@ -145,6 +146,28 @@ def test_missing_and_extra_weights_are_listed_with_their_number(whole):
     assert extra.code == "model-hf-weights-extra"
     assert "13 tensors" in extra.rule
     assert "model.layers.1.input_layernorm.weight" in extra.rule
+
+
+def test_weights_are_listed_under_the_names_that_the_file_has(tmp_path):
+    """A bare GPT-2 leaves the prefix out; what it lacks and what is too much are named in its own way."""
+    tensors = {name.removeprefix("transformer."): value for name, value in tensors_of(GPT2).items()}
+    del tensors["ln_f.bias"]
+    tensors["foo.bar"] = np.zeros(2, np.float32)
+    tensors["wpe.weight"] = np.zeros((1, 8), np.float32)
+    tensors["ln_f.weight"] = np.zeros(8, np.int8)
+    save_file(tensors, tmp_path / WEIGHTS_FILE)
+    listed = [p.rule.rpartition(": ")[2] for p in problems_of(tmp_path, GPT2)]
+    assert listed == ["ln_f.bias", "foo.bar", "wpe.weight is 1x8, not 16x8", "ln_f.weight is I8"]
+
+
+def test_a_whole_file_with_one_bare_name_keeps_its_prefix(whole):
+    """An extra tensor without the prefix says nothing about the names of the others."""
+    tensors = tensors_of(LLAMA)
+    del tensors["model.norm.weight"]
+    save_file({**tensors, "foo.bar": np.zeros(2, np.float32)}, whole / WEIGHTS_FILE)
+    missing, extra = problems_of(whole)
+    assert missing.rule.endswith(": model.norm.weight")
+    assert extra.rule.endswith(": foo.bar")
 
 
 def test_other_shapes_are_listed(whole):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.core.errors import UserError
-from meshwright.spec.job import Train
+from meshwright.spec.job import Data, Train
+from meshwright.spec.model import DecoderModel, ResNetModel
 from meshwright.spec.recipe import settled
 from meshwright.survive.checkpoint.manifest import (
     MANIFEST,
@@ -124,9 +126,6 @@ def test_a_manifest_that_is_not_ours_is_refused_with_the_reason(root, change, sa
 )
 def test_samples_made_in_another_way_cannot_be_resumed(key, here, says):
     """The golden checkpoint names neither mask nor prompts: it is of a time when there was one way."""
-    from meshwright.spec.job import Data
-    from meshwright.spec.model import DecoderModel
-
     manifest = read_manifest(GOLDEN)
     model = DecoderModel(**manifest.model)
     data = Data(path="text", seq_len=8)
@@ -134,6 +133,18 @@ def test_samples_made_in_another_way_cannot_be_resumed(key, here, says):
     with pytest.raises(UserError, match=says) as caught:
         check_same_job(manifest, model, replace(data, **{key: here}), GOLDEN)
     assert caught.value.problems[0].code == "resume-mismatch"
+
+
+def test_groups_that_were_left_out_are_those_spelled_out():
+    """32 groups in the checkpoint, none named in the job, and the other way round; eight are others."""
+    shape = {"architecture": "resnet", "blocks": [1], "num_classes": 10, "image_size": 8}
+    data = Data(path="builtin:synthetic-images", seq_len=8)
+    for there, here, same in ((32, None, True), (None, 32, True), (None, None, True), (None, 8, False)):
+        manifest = replace(read_manifest(GOLDEN), model={**shape, "norm_groups": there})
+        model = ResNetModel(**shape, norm_groups=here)
+        other = pytest.raises(UserError, match="norm_groups is 32 there and 8")
+        with contextlib.nullcontext() if same else other:
+            check_same_job(manifest, model, data, GOLDEN)
 
 
 def test_state_of_another_optimizer_cannot_be_resumed():

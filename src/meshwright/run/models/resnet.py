@@ -69,7 +69,7 @@ def build_norm(model: ResNetModel, channels: int) -> GroupNorm | BatchNorm:
     """The norm that the model names."""
     if model.norm == "batch":
         return BatchNorm(channels, model.norm_eps)
-    return GroupNorm(channels, model.norm_groups, model.norm_eps)
+    return GroupNorm(channels, model.groups, model.norm_eps)
 
 
 class ConvNorm(nn.Module):

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.spec.job import Data, Train
-from meshwright.spec.model import Model
+from meshwright.spec.model import DEFAULT_NORM_GROUPS, Model
 from meshwright.spec.recipe import setting
 
 CHECKPOINT_VERSION = 1
@@ -169,9 +169,12 @@ def check_same_job(manifest: Manifest, model: Model, data: Data, checkpoint: Pat
             rule = f"does not fit this job: data.{key} is {there} there and {here} in the job"
             fix = "Use the same value: the position in the data counts samples made with it"
             raise UserError(Problem("resume-mismatch", rule, path=str(checkpoint), fix=fix))
-    defaults = {known.name: known.default for known in fields(model)}
+    defaults = {known.name: known.default for known in fields(model)} | {"norm_groups": DEFAULT_NORM_GROUPS}
     for key, value in json.loads(json.dumps(asdict(model))).items():  # tuples as the manifest has them
-        there = manifest.model.get(key, defaults[key])  # a checkpoint from before there was such a key
+        there = manifest.model.get(key)
+        if there is None:  # left out, or a checkpoint from before there was such a key
+            there = defaults[key]
+        value = defaults[key] if value is None else value  # noqa: PLW2901
         if key not in ("preset", "init_std", "hf") and there != value:
             rule = f"does not fit this job: model.{key} is {there} there and {value} in the job"
             fix = "Use the job file that it came from"

@@ -19,12 +19,12 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import sync_path
 from meshwright.prepare.hf_tokenizer import TOKENIZER_CONFIG_FILE, hf_tokenizer_config, hf_tokenizer_text
 from meshwright.prepare.tokenizer import TOKENIZER_FILE, load_tokenizer
+from meshwright.spec.hf import INDEX_FILE, WEIGHTS_FILE
 from meshwright.spec.hf_reader import CONFIG_FILE
 from meshwright.spec.model import DecoderModel
 from meshwright.survive.checkpoint.manifest import MODEL_FILE, read_manifest
 from meshwright.survive.hf.config import build_hf_config, require_hf_form
 from meshwright.survive.hf.names import list_hf_shapes, list_places
-from meshwright.survive.hf.weights import INDEX_FILE, WEIGHTS_FILE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

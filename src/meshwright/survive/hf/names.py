@@ -94,8 +94,17 @@ def list_hf_shapes(model: DecoderModel) -> dict[str, tuple[int, ...]]:
 
 def full_name(name: str, model: DecoderModel) -> str:
     """A tensor's name with the prefix that files of a bare model without head leave out."""
-    prefix = "transformer." if architecture_of(model) == GPT2 else "model."
+    prefix = _prefix(model)
     return name if name.startswith(prefix) or name == HEAD else prefix + name
+
+
+def bare_name(name: str, model: DecoderModel) -> str:
+    """The same name as files of a bare model have it."""
+    return name.removeprefix(_prefix(model))
+
+
+def _prefix(model: DecoderModel) -> str:
+    return "transformer." if architecture_of(model) == GPT2 else "model."
 
 
 def is_buffer(name: str) -> bool:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.tensor_header import TensorFacts, read_tensor_header
+from meshwright.spec.hf import INDEX_FILE, WEIGHTS_FILE
 from meshwright.spec.model import DecoderModel
-from meshwright.survive.hf.names import HEAD, full_name, is_buffer, list_hf_shapes, list_places
+from meshwright.survive.hf.names import HEAD, bare_name, full_name, is_buffer, list_hf_shapes, list_places
 
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 DTYPES = ("F32", "BF16", "F16")
 MOST_NAMED = 10
 _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
@@ -131,22 +130,29 @@ def _fit(folder: Path, found: dict[str, StoredTensor], model: DecoderModel) -> H
         found.setdefault(embedding, head)
     problems = []
     if missing := needed.keys() - found.keys():
+        if any(
+            tensor.name == bare_name(name, model) != name for name, tensor in found.items() if name in needed
+        ):
+            missing = {bare_name(name, model) for name in missing}  # as the file has the others
         rule = f"lacks {len(missing)} of the model's {len(needed)} tensors: {_name(missing)}"
         problems.append(Problem("model-hf-weights-missing", rule, path=str(folder)))
     if extra := found.keys() - needed.keys():
-        rule = f"holds {len(extra)} tensors that the model has not: {_name(extra)}"
+        rule = f"holds {len(extra)} tensors that the model has not: {_name([found[e].name for e in extra])}"
         fix = "Does its config.json belong to these weights?"
         problems.append(Problem("model-hf-weights-extra", rule, path=str(folder), fix=fix))
     both = sorted(needed.keys() & found.keys())
     shapes = [
-        f"{name} is {_times(found[name].facts.shape)}, not {_times(needed[name])}"
+        f"{found[name].name} is {_times(found[name].facts.shape)}, not {_times(needed[name])}"
         for name in both
         if found[name].facts.shape != needed[name]
     ]
     if shapes:
         rule = f"holds {len(shapes)} tensors of other shapes than the config says: {_name(shapes, '; ')}"
         problems.append(Problem("model-hf-weights-shape", rule, path=str(folder)))
-    types = [f"{name} is {dtype}" for name in both if (dtype := found[name].facts.dtype) not in DTYPES]
+    stored = [found[name] for name in both]
+    types = [
+        f"{tensor.name} is {tensor.facts.dtype}" for tensor in stored if tensor.facts.dtype not in DTYPES
+    ]
     if types:
         rule = f"holds {len(types)} tensors that are not {', '.join(DTYPES)}: {_name(types)}"
         fix = "Quantised weights cannot be trained: use the original ones"
