@@ -60,6 +60,14 @@ class _Sizes:
     waiting: int
     """What a block keeps until its backward pass begins."""
     waiting_formula: str
+    attention: int
+    """What lives when a block's backward pass is inside attention: its first half, less the feed-forward."""
+    attention_gradients: int
+    """Gradients there: of the output, the queries, keys and values."""
+    turning: int
+    """What lives of a block while its queries or keys are turned, in the forward pass."""
+    waiting_products: int
+    """Kept products that are not yet read when a block is computed again."""
 
     @classmethod
     def of(cls, job: Job, model: DecoderModel, micro_batch: int) -> _Sizes:
@@ -87,7 +95,30 @@ class _Sizes:
             ),
             "full": (hidden, f"{tokens} x {width} x 4 (input) a block"),
         }[job.layout.recompute]
-        return cls(tokens, low, hidden, inner, norm, block, copies, *waiting)
+        half = norm + tokens * width * low + tokens * attention
+        if low != FLOAT32_BYTES:
+            half += width * (queries + 2 * keys) * low
+        gradients = tokens * (2 * queries + 2 * (queries if repeated else keys)) * low
+        # Turning holds what is turned and its swapped half, and three products with the tables in float32.
+        turned = 2 * low + 3 * FLOAT32_BYTES
+        of_queries = queries * turned + 2 * keys * low
+        of_keys = 2 * queries * low + keys * (turned + low)
+        turning = half - tokens * attention + tokens * max(of_queries, of_keys)
+        unread = waiting[0] - hidden - tokens * (queries + 2 * keys) * low
+        return cls(
+            tokens,
+            low,
+            hidden,
+            inner,
+            norm,
+            block,
+            copies,
+            *waiting,
+            attention=half,
+            attention_gradients=gradients,
+            turning=turning if model.positions == "rope" else 0,
+            waiting_products=unread if job.layout.recompute == "selective" else 0,
+        )
 
 
 def _norm_bytes(model: DecoderModel, tokens: int, on_gpu: bool) -> int:
@@ -115,8 +146,9 @@ def trace_decoder(
     head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
     loss = sizes.tokens * model.hidden_size * sizes.low + head
     moments = [
+        _turning_moment(model, parameters, sizes, sums_kept),
         _loss_moment(job, model, parameters, sizes, sums_kept),
-        *_backward_moments(model, parameters, sizes, sums_kept),
+        *_backward_moments(model, parameters, sizes, sums_kept, job.layout.recompute != "none"),
     ]
     always = _always(job, model, sizes, micro_batch)
     made_in_forward = sum(line.bytes for line in always if line.name == "document mask")
@@ -164,8 +196,22 @@ def _loss_moment(
     return Moment("loss, forward", activations, temporary, gradients, formula)
 
 
-def _backward_moments(
+def _turning_moment(
     model: DecoderModel, parameters: Sequence[Parameter], sizes: _Sizes, sums_kept: bool
+) -> Moment:
+    """The last block's attention in the forward pass."""
+    gradients = sum(p.count for p in parameters) * FLOAT32_BYTES if sums_kept else 0
+    before = model.num_layers - 1
+    formula = f"{before} blocks, {sizes.waiting_formula}, + {sizes.turning} (half of this block)"
+    return Moment(f"block {before}, forward", sizes.waiting * before + sizes.turning, 0, gradients, formula)
+
+
+def _backward_moments(
+    model: DecoderModel,
+    parameters: Sequence[Parameter],
+    sizes: _Sizes,
+    sums_kept: bool,
+    recomputed: bool,
 ) -> list[Moment]:
     """Each block on the way back, then the embedding."""
     all_gradients = sum(p.count for p in parameters) * FLOAT32_BYTES
@@ -189,6 +235,14 @@ def _backward_moments(
         gradients = all_gradients if sums_kept else done
         alive = sizes.waiting * layer + sizes.block
         moments.append(Moment(name, alive, temporary, gradients, formula, done - shared))
+        inside, passed = sizes.waiting * layer + sizes.attention, sizes.hidden + sizes.attention_gradients
+        formula = f"{layer} blocks, {sizes.waiting_formula}, + {sizes.attention} (half of this block)"
+        name = f"block {layer}, attention, backward"
+        moments.append(Moment(name, inside, passed, gradients, formula, done - shared))
+        if recomputed:
+            alive = sizes.waiting * layer + sizes.turning + sizes.waiting_products
+            name = f"block {layer}, computed again"
+            moments.append(Moment(name, alive, sizes.hidden, gradients, formula, done - shared))
         done += block_gradients
     # A tied gradient is made of two parts and their sum; the sum is the gradient unless others are kept.
     parts = 3 if tied else 1
