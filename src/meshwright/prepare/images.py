@@ -34,6 +34,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _HALF_BYTE = np.float32(127.5)
 _CHECKED_AT_ONCE = 2**24
 """Pixels of float32 images that are looked at in one go."""
+_NOISE_STARTS = 2**20
+"""Places where an image's noise may begin."""
 _SAMPLED_IMAGES = 64
 """Images whose bytes are part of a folder's identity."""
 
@@ -53,12 +55,17 @@ class ImageShape:
 
 
 class SyntheticImages:
-    """Waves whose direction, length and colour are the class's, under noise; a function of the number."""
+    """Waves whose direction, length and colour are the class's, under noise; a function of the number.
 
-    sha256 = hashlib.sha256(b"meshwright synthetic images 1").hexdigest()
+    The noise of an image is a stretch of one long list, so that a fast device need not wait for random bits.
+    """
+
+    sha256 = hashlib.sha256(b"meshwright synthetic images 2").hexdigest()
 
     def __init__(self, split: str, shape: ImageShape) -> None:
         self.shape = shape
+        drawn = _draw(np.arange(_NOISE_STARTS + shape.pixels, dtype=np.uint64))
+        self._noise: Float32s = (_unit(drawn) - 0.5).astype(np.float32)
         self._first = 0 if split == "train" else SYNTHETIC_SAMPLES["train"]
         self.shard_sample_counts = (SYNTHETIC_SAMPLES[split],)
 
@@ -72,17 +79,18 @@ class SyntheticImages:
         drawn = _draw(numbers)
         labels = (drawn % np.uint64(shape.classes)).astype(np.int64)
         phase = _unit(mix(drawn)) * 2 * np.pi
-        places = np.add.outer(mix(drawn + _GOLDEN), np.arange(shape.pixels, dtype=np.uint64))
-        noise = _unit(_draw(places)).reshape(-1, shape.channels, shape.side, shape.side)
         angle = np.pi * labels / shape.classes
-        waves = 2 + labels % 3
+        waves = (2 + labels % 3)[:, None]
         steps = np.arange(shape.side) * (2 * np.pi / shape.side)
-        along = waves[:, None] * np.cos(angle)[:, None] * steps
-        across = waves[:, None] * np.sin(angle)[:, None] * steps
-        wave = np.sin(along[:, None, :] + across[:, :, None] + phase[:, None, None])
-        colours = 0.5 + 0.5 * np.cos(angle[:, None] * 2 + np.arange(shape.channels))
-        images = 0.5 * colours[:, :, None, None] * wave[:, None] + (noise - 0.5)
-        return images.astype(np.float32), labels
+        along = waves * np.cos(angle)[:, None] * steps
+        across = waves * np.sin(angle)[:, None] * steps + phase[:, None]
+        # sin(a + b) in two outer products: a sine for each row and column, not for each pixel.
+        wave = _outer(np.cos(across), np.sin(along)) + _outer(np.sin(across), np.cos(along))
+        colours = 0.25 + 0.25 * np.cos(angle[:, None] * 2 + np.arange(shape.channels))
+        images: Float32s = colours.astype(np.float32)[:, :, None, None] * wave[:, None]
+        for place, start in enumerate(mix(drawn + _GOLDEN) % np.uint64(_NOISE_STARTS)):
+            images[place] += self._noise[int(start) :][: shape.pixels].reshape(images[place].shape)
+        return images, labels
 
     def count_targets(self, indices: npt.ArrayLike) -> int:
         """Labels that count in the loss: one an image."""
@@ -270,6 +278,12 @@ def _checked(indices: npt.ArrayLike, count: int) -> Int64s:
     if wanted.size and not 0 <= int(wanted.min()) <= int(wanted.max()) < count:
         raise IndexError(f"images {wanted.min()} to {wanted.max()} asked of {count}")
     return wanted
+
+
+def _outer(rows: npt.NDArray[np.float64], columns: npt.NDArray[np.float64]) -> Float32s:
+    """A product of each row with each column, for each image."""
+    product: Float32s = rows.astype(np.float32)[:, :, None] * columns.astype(np.float32)[:, None]
+    return product
 
 
 def _draw(numbers: Uint64s) -> Uint64s:
