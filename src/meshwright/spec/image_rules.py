@@ -7,7 +7,7 @@ from typing import Any
 from meshwright.core.errors import Problem
 from meshwright.spec.job import SYNTHETIC_IMAGES, Job
 from meshwright.spec.model import ResNetModel
-from meshwright.spec.numbers import divisors, list_numbers, near_divisors
+from meshwright.spec.numbers import divisors, list_choices, near_divisors
 
 TEXT_SETTINGS: tuple[tuple[str, Any], ...] = (
     ("data.seq_len", 1),
@@ -100,7 +100,7 @@ def check_batch_norm(job: Job) -> Problem | None:
     ranks, least = layout.data_degree, job.model.least_micro_batch
     if batch % ranks:
         rule = f"does not divide train.global_batch={batch}; with model.norm=batch no rank may pad its share"
-        fix = f"Use {list_numbers(near_divisors(batch, ranks))}, or model.norm=group"
+        fix = f"Use {list_choices(near_divisors(batch, ranks))}, or model.norm=group"
         return Problem(code, rule, path="layout.dp_replicate", value=ranks, fix=fix)
     share, micro = batch // ranks, layout.micro_batch
     if share < least:
@@ -112,7 +112,7 @@ def check_batch_norm(job: Job) -> Problem | None:
         rule = f"does not cut a rank's {share} samples (train.global_batch={batch} / {ranks}) into equal "
         rule += f"parts of {least} or more; with model.norm=batch none may be padded"
         sizes = [d for d in near_divisors(share, micro) if d >= least] or [share]
-        fix = f"Use {list_numbers(sizes)}, or model.norm=group"
+        fix = f"Use {list_choices(sizes)}, or model.norm=group"
         return Problem(code, rule, path="layout.micro_batch", value=micro, fix=fix)
     return None
 
@@ -137,12 +137,12 @@ def check_norm_groups(job: Job) -> Problem | None:
     code, path, width = "model-norm-groups", "model.norm_groups", model.width
     if width % model.groups:
         rule = f"does not divide model.width={width}; a GroupNorm has groups of equal size"
-        fix = f"Use {list_numbers(d for d in divisors(width) if d <= 64)}"
+        fix = f"Use {list_choices(d for d in divisors(width) if d <= 64)}"
         return Problem(code, rule, path=path, value=model.groups, fix=fix)
     if model.groups == width and model.first_side == 1:
         rule = f"leaves a group one value, as model.width={width} and the first stage sees one pixel of "
         rule += f"model.image_size={model.image_size}; one value has no variance"
         fewer = [d for d in divisors(width) if d < width and d <= 64]
-        fix = f"Use {list_numbers(fewer)}, or a larger model.image_size" if fewer else "Use larger images"
+        fix = f"Use {list_choices(fewer)}, or a larger model.image_size" if fewer else "Use larger images"
         return Problem(code, rule, path=path, value=model.groups, fix=fix)
     return None

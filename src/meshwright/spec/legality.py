@@ -27,7 +27,7 @@ from meshwright.spec.image_rules import (
 from meshwright.spec.job import Job, Train
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import DecoderModel, ResNetModel
-from meshwright.spec.numbers import divisors, list_numbers
+from meshwright.spec.numbers import divisors, list_choices
 from meshwright.spec.recipe_rules import (
     OPTIONAL_KEYS,
     check_decay_room,
@@ -98,7 +98,7 @@ def _divides(code: str, degree: str, whole: str, why: str) -> Rule:
         if large % small == 0:
             return None
         rule = f"does not divide {whole}={large}; {why}"
-        return Problem(code, rule, path=degree, value=small, fix=f"Use {list_numbers(divisors(large))}")
+        return Problem(code, rule, path=degree, value=small, fix=f"Use {list_choices(divisors(large))}")
 
     return Rule(code, f"`{degree}` divides `{whole}`: {why}.", check)
 
@@ -234,7 +234,7 @@ def _check_heads(job: Job) -> Problem | None:
     if model.head_dim is None and model.hidden_size % model.num_heads:
         rule = f"does not divide model.hidden_size={model.hidden_size}; heads share the width evenly"
         near = [d for d in divisors(model.hidden_size) if d <= 2 * model.num_heads]
-        fix = f"Use {list_numbers(near[-4:])}, or set model.head_dim"
+        fix = f"Use {list_choices(near[-4:])}, or set model.head_dim"
         return Problem("model-heads-width", rule, path="model.num_heads", value=model.num_heads, fix=fix)
     if model.head_size % 2 and model.positions == "rope":
         rule = "is odd; rotary embedding turns pairs"
