@@ -9,6 +9,7 @@ the same steps.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class Precision:
         if not self._scaled:
             self.skipped = False
             return {"loss_scale": None, "skipped": None}
-        finite = grad_norm is not None and torch.isfinite(torch.tensor([loss, grad_norm])).all()
+        finite = grad_norm is not None and math.isfinite(loss) and math.isfinite(grad_norm)
         self.skipped = not finite
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if self.skipped else 0
         return {"loss_scale": self.scale(), "skipped": self.skipped}
