@@ -7,12 +7,12 @@ import time
 from contextlib import nullcontext
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from meshwright.core.errors import Problem, RunFailedError
 from meshwright.plan.learning_rate import lr_at
+from meshwright.run.batches import Samples
 from meshwright.run.gradient_noise import add_noise
 from meshwright.run.mesh import move
 from meshwright.run.optimizer import set_lr
@@ -21,8 +21,6 @@ from meshwright.run.probe import Utilisation, find_peak
 from meshwright.run.session import Session, model_tensors, save
 from meshwright.run.step_audit import StepAudit
 from meshwright.survive.checkpoint.manifest import mark_best, rotate
-
-Samples = npt.NDArray[np.int64]
 
 
 def train(session: Session) -> None:
