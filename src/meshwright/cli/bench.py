@@ -18,7 +18,7 @@ from meshwright.cli.output import Output
 from meshwright.cli.train import NO_GPU, PRELOAD, refuse_preset, require_devices
 from meshwright.core.errors import InterruptedRunError, Problem, UserError
 from meshwright.core.events import Event
-from meshwright.core.units import format_count, format_seconds
+from meshwright.core.units import format_count, format_plural, format_seconds
 from meshwright.explain.audit import audit_run
 from meshwright.explain.plot import Chart, draw_svg
 from meshwright.explain.scaling import FEWEST_STEPS, ScalingRow, basis, build_row, scaling_chart
@@ -156,7 +156,7 @@ def measure_row(output: Output, plan: Plan, data_dir: Path) -> Heard:
     write_plan(plan, folder / PLAN_FILE)
     Assignment(str(folder), str(data_dir.resolve()), str(folder / "checkpoints")).write()
     steps, heard = plan.job.train.steps, Heard()
-    name = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
+    name = format_plural(plan.world_size, "rank")
 
     def listen(event: Event, show: Callable[[str], None]) -> None:
         heard.feed(event)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
 
 from meshwright.core.events import Event
-from meshwright.core.units import format_bytes, format_count, format_seconds
+from meshwright.core.units import format_bytes, format_count, format_plural, format_seconds
 from meshwright.explain.record import RunRecord
 from meshwright.explain.tensorboard import TensorBoardSink
 from meshwright.explain.trackers import Ending, build_trackers
@@ -58,7 +58,7 @@ class ProgressView:
         elif name == "ready" and rank == 0:
             self._first, self._started = event["step"], time.monotonic()
         elif name == "eval" and rank == 0:
-            on = f"{event['samples']} sample{'' if event['samples'] == 1 else 's'}"
+            on = format_plural(event["samples"], "sample")
             self._line(f"step {event['step']}: evaluation loss {_shown(event['loss'])} on {on}")
         elif name == "checkpoint":
             cost = f"{format_bytes(event['bytes'])}, {format_seconds(event['seconds'])}"

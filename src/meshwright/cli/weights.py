@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwright.cli.output import Output
-from meshwright.core.units import format_bytes
+from meshwright.core.units import format_bytes, format_plural
 from meshwright.spec.hf import check_config
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -29,6 +29,6 @@ def settle_weights(output: Output, job: Job) -> bool:
     if weights is None:
         output.say(f"weights: {job.model.hf} holds a config and none, so training starts from scratch")
         return False
-    files = f"{len(weights.files)} file{'s' if len(weights.files) > 1 else ''}"
+    files = format_plural(len(weights.files), "file")
     output.say(f"weights: {files} of {job.model.hf}, {format_bytes(weights.bytes)}")
     return True

@@ -12,7 +12,7 @@ from typing import Any
 
 import tomli_w
 
-from meshwright.core.units import format_count, format_rate, format_seconds
+from meshwright.core.units import format_count, format_plural, format_rate, format_seconds
 from meshwright.explain.audit import Audit, audit_run, held_text
 from meshwright.explain.history import History, read_history
 from meshwright.explain.listing import FINISHED, settle_status
@@ -60,7 +60,7 @@ class RunReport:
         job, newest, record = self.plan.job, self.history.newest, self.history.newest.record
         rows = [
             ("Model", f"{_model_name(job.model)}, {format_count(self.plan.parameters)} parameters"),
-            ("Layout", f"{job.layout.named_degrees()}; {_count(self.plan.world_size, 'rank')}"),
+            ("Layout", f"{job.layout.named_degrees()}; {format_plural(self.plan.world_size, 'rank')}"),
             ("Batch", self._batch()),
             ("Data", self._data()),
             ("Precision", job.train.precision),
@@ -83,8 +83,9 @@ class RunReport:
 
     def _batch(self) -> str:
         job = self.plan.job
-        micro = f"{_count(self.plan.micro_batches, 'micro-batch', 'es')} of {job.layout.micro_batch} a rank"
-        return f"{_count(job.train.global_batch, 'sample')} a step; {micro}"
+        micro = format_plural(self.plan.micro_batches, "micro-batch", "es")
+        micro += f" of {job.layout.micro_batch} a rank"
+        return f"{format_plural(job.train.global_batch, 'sample')} a step; {micro}"
 
     def _losses(self) -> str:
         record = self.history.newest.record
@@ -101,7 +102,9 @@ class RunReport:
         if first:
             rows.append(("Began", time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(first))))
         took = sum((a.ended or 0) - (a.began or 0) for a in self.history.attempts)
-        rows.append(("Took", f"{format_seconds(took)} in {_count(len(self.history.attempts), 'attempt')}"))
+        rows.append(
+            ("Took", f"{format_seconds(took)} in {format_plural(len(self.history.attempts), 'attempt')}")
+        )
         cluster = self.plan.job.cluster
         where = (
             f"{cluster.device_name or cluster.device} ({cluster.preset or cluster.file or cluster.device})"
@@ -156,7 +159,7 @@ class RunReport:
             lost = attempt.record.events_lost
             found += [f"{which}rank {r} lost {n} or more lines of events.jsonl" for r, n in lost.items()]
         if self.history.unreadable:
-            torn = _count(self.history.unreadable, "line")
+            torn = format_plural(self.history.unreadable, "line")
             found.append(f"{torn} of events.jsonl torn, or of another version: skipped")
         if self.audited:
             found += self.verdict.differences
@@ -176,7 +179,7 @@ class RunReport:
             return f"The plan held: {held_text(self.plan)}"
         if not self.verdict.measured:
             return f"Not measured: {self.verdict.differences[-1]}."
-        return f"The plan did not hold: {_count(len(self.verdict.differences), 'difference')}."
+        return f"The plan did not hold: {format_plural(len(self.verdict.differences), 'difference')}."
 
     def job_text(self) -> str:
         """The settled job as TOML."""
@@ -230,10 +233,6 @@ def read_report(run_dir: Path, status: str | None = None) -> RunReport:
 
 def _model_name(model: Any) -> str:
     return str(getattr(model, "preset", None) or getattr(model, "architecture", None) or "model")
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
 
 
 def _figure(value: float | None) -> str:
