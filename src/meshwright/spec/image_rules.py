@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from meshwright.core.errors import Problem
-from meshwright.spec.job import SYNTHETIC_IMAGES, Job
+from meshwright.spec.job import SYNTHETIC_IMAGES, Data, Job
 from meshwright.spec.model import ResNetModel
 from meshwright.spec.numbers import divisors, list_choices, near_divisors
 
-TEXT_SETTINGS: tuple[tuple[str, Any], ...] = (
-    ("data.seq_len", 1),
-    ("data.tokenizer", None),
-    ("data.mask", "causal"),
-    ("data.prompt_masking", False),
-    ("data.template", None),
-    ("data.prompt_field", None),
-    ("data.answer_field", None),
-    ("data.cache", ".meshwright/data"),
-)
+IMAGE_SETTINGS = frozenset({"path", "eval_fraction"})
+"""Keys of ``[data]`` that images have too."""
+TEXT_SETTINGS: dict[str, Any] = {
+    key.name: 1 if key.name == "seq_len" else key.default  # one image has one target
+    for key in dataclasses.fields(Data)
+    if key.name not in IMAGE_SETTINGS
+}
 """Keys of text and what they are where nobody set them."""
 
 
@@ -30,11 +28,10 @@ def check_image_data(job: Job) -> Problem | None:
         fix = f"Use {SYNTHETIC_IMAGES}, or a folder with images.npy and labels.npy"
         rule = "is text; this model reads images"
         return Problem("data-not-for-images", rule, path="data.path", value=job.data.path, fix=fix)
-    for path, plain in TEXT_SETTINGS:
-        if (value := getattr(job.data, path.removeprefix("data."))) != plain:
-            rule = "is a setting of text; this model reads images"
-            leaf = path.rpartition(".")[2]
-            return Problem("data-not-for-images", rule, path=path, value=value, fix=f"Leave {leaf} out")
+    for key, plain in TEXT_SETTINGS.items():
+        if (value := getattr(job.data, key)) != plain:
+            rule, fix = "is a setting of text; this model reads images", f"Leave {key} out"
+            return Problem("data-not-for-images", rule, path=f"data.{key}", value=value, fix=fix)
     return None
 
 
