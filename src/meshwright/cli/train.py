@@ -17,7 +17,7 @@ from meshwright.cli.output import Output
 from meshwright.cli.plan import describe_plan
 from meshwright.cli.progress import Audience
 from meshwright.cli.runs import leave_page
-from meshwright.cli.weights import find_initial_weights, settle_weights
+from meshwright.cli.weights import InitialWeights
 from meshwright.core.errors import InterruptedRunError, MeshwrightError, Problem, RunFailedError, UserError
 from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.explain.audit import Audit, audit_run
@@ -104,8 +104,9 @@ def prepare_run(
         )
     if started is None:
         require_devices(job, plan.world_size)
+    weights = InitialWeights(job)
     if resume == "no":
-        find_initial_weights(job)  # refused before data are prepared, which may take long
+        _ = weights.found  # refused before data are prepared, which may take long
     data_dir = settle_data(output, job)
     describe_plan(output, plan)
     if job.mixes_samples:
@@ -113,7 +114,7 @@ def prepare_run(
     cores = job.cluster.world_size
     if plan.world_size > cores:
         output.warn(f"{plan.world_size} ranks share {cores} {job.cluster.device_name}s: it works, but slower")
-    return _write_run(output, plan, data_dir, resume)
+    return _write_run(output, plan, data_dir, resume, weights)
 
 
 def refuse_preset(source: str) -> None:
@@ -229,14 +230,16 @@ def summary(plan: Plan, record: RunRecord, verdict: Audit, run_dir: Path) -> dic
     }
 
 
-def _write_run(output: Output, plan: Plan, data_dir: Path, resume: Resume) -> Prepared:
+def _write_run(
+    output: Output, plan: Plan, data_dir: Path, resume: Resume, weights: InitialWeights
+) -> Prepared:
     """Choose the run's folder and the checkpoint to resume; lock it; write plan and assignment."""
     job = plan.job
     run_dir = _run_dir(job, resume)
     checkpoints = Path(job.checkpoint.dir) if job.checkpoint.dir else run_dir / "checkpoints"
     try:
         resume_from = _choose_checkpoint(output, job, checkpoints, resume)
-        hf_weights = resume_from is None and settle_weights(output, job)
+        hf_weights = resume_from is None and weights.settle(output)
     except UserError:
         if job.run_dir is None:  # the numbered folder was made just now; one with a run in it is not empty
             with contextlib.suppress(OSError):
