@@ -16,6 +16,7 @@ from meshwright.cli.data import settle_data
 from meshwright.cli.output import Output
 from meshwright.cli.plan import describe_plan
 from meshwright.cli.progress import Audience
+from meshwright.cli.ranks import build_launch, require_compiler, require_devices
 from meshwright.cli.runs import leave_page
 from meshwright.cli.weights import InitialWeights
 from meshwright.core.errors import InterruptedRunError, MeshwrightError, Problem, RunFailedError, UserError
@@ -25,10 +26,8 @@ from meshwright.explain.record import RunRecord
 from meshwright.explain.trackers import Ending
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.environment import prepare_environment
-from meshwright.launch.local import LocalLaunch
 from meshwright.launch.lock import RunLock
 from meshwright.plan.contract import PLAN_FILE, Plan, build_plan, is_plan, layout_keys, read_plan, write_plan
-from meshwright.spec.cluster import find_gpus
 from meshwright.spec.job import Job
 from meshwright.spec.load import load_job
 from meshwright.spec.model import BATCH_NORM_NOTE
@@ -42,16 +41,7 @@ from meshwright.survive.checkpoint.manifest import (
 )
 
 ENTRY = "meshwright.run.worker:run_rank"
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "meshwright.cli", "meshwright.run.worker")
-"""What ranks share from birth; torch's optimizers load its compiler, so it is there too."""
 INTERRUPTED = InterruptedRunError.exit_status
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-"""Ranks that compute on cores do not wake up the GPUs beside them."""
-
-
-ONE_COMPILER = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-"""Every rank compiles for itself; a pool of compilers in each would outnumber the cores."""
-
 Resume = Literal["no", "must", "may"]
 
 
@@ -94,8 +84,7 @@ def prepare_run(
     ready_plan = read_plan(path) if not overrides and is_plan(path) else None
     job = ready_plan.job if ready_plan else load_job(source, overrides)
     _require_followers(job)
-    if job.train.compile and job.train.compile_backend == "inductor":
-        _require_compiler()
+    require_compiler(job)
     plan = ready_plan or build_plan(job)[0]
     if started is not None and plan.world_size != started:
         rule = f"needs {plan.world_size} ranks, the launcher started {started}"
@@ -147,16 +136,7 @@ def run_prepared(output: Output, prepared: Prepared) -> int:
         if job.train.precision != "fp32":
             output.say(notice)
     audience = Audience(output.errors, job, run_dir)
-    launch = LocalLaunch(
-        entry=ENTRY,
-        run_dir=run_dir,
-        world_size=plan.world_size,
-        generation=assignment.generation,
-        stop_grace_s=job.survive.stop_grace_s,
-        listener=audience.hear,
-        environment={**ONE_COMPILER, **(NO_GPU if job.cluster.device == "cpu" else {})},
-        preload=PRELOAD,
-    )
+    launch = build_launch(ENTRY, plan, run_dir, audience.hear, assignment.generation)
     try:
         with audience.listening():
             interrupted = launch.run()
@@ -313,28 +293,6 @@ def _make_numbered(runs: Path, name: str, number: int) -> Path:
             raise UserError(Problem("run-not-writable", rule, path=str(folder), fix=fix)) from None
         else:
             return folder
-
-
-def require_devices(job: Job, world_size: int) -> None:
-    """The local launcher starts ranks here: what is planned for elsewhere can be planned, not trained."""
-    cluster = job.cluster
-    if cluster.nodes > 1:
-        rule = f"cannot be trained from here: {cluster.nodes} nodes need a launcher that starts ranks on each"
-        fix = "Use torchrun on every node, or cluster.nodes=1"
-        raise UserError(Problem("cluster-not-here", rule, path="cluster.nodes", value=cluster.nodes, fix=fix))
-    if cluster.device == "cuda" and (found := len(find_gpus())) < world_size:
-        rule = f"needs {world_size} GPUs here, and there are {found}"
-        fix = "Use cluster.preset=local, or cluster.device=cpu"
-        raise UserError(Problem("cluster-not-here", rule, path="cluster.device", value="cuda", fix=fix))
-
-
-def _require_compiler() -> None:
-    """Torch's compiler writes C++: without a compiler it would fail in the first step, in a page of text."""
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        rule = f"needs a C++ compiler, and there is no {compiler}"
-        fix = "Install one (Debian and Ubuntu: apt-get install g++), set CXX, or leave train.compile out"
-        raise UserError(Problem("train-compile-no-compiler", rule, path="train.compile", value=True, fix=fix))
 
 
 def _choose_checkpoint(output: Output, job: Job, checkpoints: Path, resume: Resume) -> Path | None:

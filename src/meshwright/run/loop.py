@@ -25,7 +25,7 @@ from meshwright.survive.checkpoint.manifest import mark_best, rotate
 
 def train(session: Session) -> None:
     """Train until the job's last step, or until a rank wants to stop."""
-    job, events = session.job, session.events
+    job = session.job
     first_step = session.first_step = session.step
     audited_step = min(first_step + 1, job.train.steps - 1)  # the second one, if there is one: nothing is new
     meter = Meter(session)
@@ -33,18 +33,28 @@ def train(session: Session) -> None:
     evaluations = 0
     stopping = False
     while session.step < job.train.steps and not stopping:
-        session.audit = StepAudit(session) if session.step == audited_step else None
-        with session.audit or nullcontext():
-            stopping = train_step(session, meter)
+        stopping = take_step(session, meter, audited=session.step == audited_step)
         last = stopping or session.step == job.train.steps
         eval_loss = None
         if _due(job.train.eval_every, session.step) or (last and not stopping):
             eval_loss = evaluate(session)
             evaluations += eval_loss is not None
         saver.after_step(last, eval_loss)
-    steps = session.step - first_step
-    events.write("collectives", rows=session.counter.rows(), steps=steps, evaluations=evaluations)
-    events.write("finished", status="interrupted" if stopping else "complete", step=session.step, steps=steps)
+    report_end(session, evaluations, stopping)
+
+
+def take_step(session: Session, meter: Meter, audited: bool) -> bool:
+    """One step, watched if it is the audited one; returns whether a rank wants to stop after it."""
+    session.audit = StepAudit(session) if audited else None
+    with session.audit or nullcontext():
+        return train_step(session, meter)
+
+
+def report_end(session: Session, evaluations: int, stopping: bool) -> None:
+    """The last events of a rank that ended well: what it sent, and how far it came in this attempt."""
+    steps, status = session.step - session.first_step, "interrupted" if stopping else "complete"
+    session.events.write("collectives", rows=session.counter.rows(), steps=steps, evaluations=evaluations)
+    session.events.write("finished", status=status, step=session.step, steps=steps)
 
 
 def train_step(session: Session, meter: Meter) -> bool:

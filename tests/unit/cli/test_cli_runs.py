@@ -121,6 +121,15 @@ def test_bench_scaling_refuses_before_anything_runs(cli, good, arguments, code):
     assert not Path("scaling.svg").exists()
 
 
+@pytest.mark.parametrize("command", [("train",), ("bench", "scaling")])
+def test_what_needs_a_compiler_is_refused_where_there_is_none(cli, good, monkeypatch, tmp_path, command):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    ran = cli(*command, good, "cluster.preset=local", "cluster.device=cpu", "train.compile=true")
+    assert (ran.status, ran.codes) == (2, ["train-compile-no-compiler"]), ran.err
+    assert "no-such-compiler" in ran.err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_bench_scaling_needs_a_job_not_a_preset(cli):
     ran = cli("bench", "scaling", "tiny")
     assert (ran.status, ran.codes) == (2, ["train-needs-job"])
