@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.core.errors import Problem, RunFailedError
 from meshwright.plan.learning_rate import lr_at
 from meshwright.run.batches import Samples
+from meshwright.run.divergence import not_finite
 from meshwright.run.gradient_noise import add_noise
 from meshwright.run.mesh import move
 from meshwright.run.optimizer import set_lr
@@ -95,17 +95,16 @@ def train_step(session: Session, meter: Meter) -> bool:
         **meter.read(targets / step_s),
         **session.precision.look(loss, norm),
     )
-    session.precision.require_scale(session.step)
+    session.precision.require_scale(session.step, session.has_checkpoint)
     if not session.precision.skipped:
-        _require_finite(session, loss, norm)
+        _require_finite(session, loss=loss, gradient_norm=norm)
     return stops > 0
 
 
-def _require_finite(session: Session, loss: float, grad_norm: float | None) -> None:
-    if not math.isfinite(loss):
-        raise _diverged(session, "loss", loss)
-    if grad_norm is not None and not math.isfinite(grad_norm):
-        raise _diverged(session, "gradient norm", grad_norm)
+def _require_finite(session: Session, **figures: float | None) -> None:
+    for name, value in figures.items():
+        if value is not None and not math.isfinite(value):
+            raise not_finite(name.replace("_", " "), value, session.step, session.has_checkpoint())
 
 
 def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[Tensor, int]:
@@ -214,7 +213,7 @@ class Saver:
         self._saved_at = time.monotonic()
         for name, tensor in model_tensors(session).items():
             if not bool(torch.isfinite(tensor).all()):  # never over a good checkpoint
-                raise _diverged(session, f"weight {name}", float("nan"))
+                raise not_finite(f"weight {name}", math.nan, session.step, session.has_checkpoint())
         try:
             path = save(session, eval_loss)
             if best:
@@ -231,9 +230,3 @@ class Saver:
 
 def _due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _diverged(session: Session, what: str, value: float) -> RunFailedError:
-    rule = f"is {value} at step {session.step}; nothing was saved since"
-    fix = "Lower train.lr, lengthen train.warmup, or resume from the last checkpoint with either"
-    return RunFailedError(Problem("train-not-finite", rule, path=what, fix=fix))
