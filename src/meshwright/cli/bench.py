@@ -161,7 +161,9 @@ def measure_row(output: Output, plan: Plan, data_dir: Path) -> Heard:
 
     def listen(event: Event, show: Callable[[str], None]) -> None:
         heard.feed(event)
-        if event["event"] == "step" and event["rank"] == 0:
+        if event["event"] == "ready" and event["rank"] == 0 and plan.job.train.compile:
+            show(f"{name}: compiling with {plan.job.train.compile_backend}")
+        elif event["event"] == "step" and event["rank"] == 0:
             show(f"{name}: {heard.steps} of {steps} steps")
 
     if not output.errors.is_terminal:

@@ -22,7 +22,7 @@ from meshwright.cli.weights import InitialWeights
 from meshwright.core.errors import InterruptedRunError, MeshwrightError, Problem, RunFailedError, UserError
 from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.explain.audit import Audit, audit_run
-from meshwright.explain.record import RunRecord
+from meshwright.explain.record import RunRecord, format_loss
 from meshwright.explain.trackers import Ending
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.environment import prepare_environment
@@ -159,9 +159,11 @@ def report(output: Output, plan: Plan, record: RunRecord, run_dir: Path, audienc
     output.say()
     describe_audit(output, plan, record, verdict)
     output.say()
-    if record.losses:
+    if told := record.told_losses:
         held_out = f", {record.eval_loss:.4f} on held-out data" if record.eval_loss is not None else ""
-        output.say(f"{record.status}: loss {record.losses[0]:.4f} to {record.losses[-1]:.4f}{held_out}")
+        output.say(f"{record.status}: loss {format_loss(told[0])} to {format_loss(told[-1])}{held_out}")
+    if without := record.targetless_text():
+        output.say(without)
     if record.skipped_steps:
         steps = f"{record.skipped_steps} of {len(record.losses)} steps"
         output.say(

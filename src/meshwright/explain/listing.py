@@ -84,7 +84,7 @@ def summarise_run(folder: Path) -> RunSummary:
         steps_asked=plan.job.train.steps if plan else attempt.steps,
         ranks=plan.world_size if plan else len(attempt.ranks) or None,
         attempts=found.attempts,
-        loss=record.losses[-1] if record.losses else None,
+        loss=record.told_losses[-1] if record.told_losses else None,
         eval_loss=record.eval_loss,
         tokens_per_s=record.tokens_per_s,
         unit=plan.job.unit if plan else "tokens",

@@ -17,6 +17,7 @@ from meshwright.explain.audit import Audit, audit_run, held_text
 from meshwright.explain.history import History, read_history
 from meshwright.explain.listing import FINISHED, settle_status
 from meshwright.explain.plot import Chart, Series
+from meshwright.explain.record import format_loss
 from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
 from meshwright.spec.load import job_tree
 
@@ -91,10 +92,13 @@ class RunReport:
         record = self.history.newest.record
         if not record.losses:
             return "no step was done"
-        text = f"{_figure(record.losses[0])} to {_figure(record.losses[-1])}"
+        told = record.told_losses
+        if not told:
+            return "no step had target tokens"
+        text = f"{format_loss(told[0])} to {format_loss(told[-1])}"
         if len(self.history.attempts) > 1:
             text += " in the newest attempt"
-        return text + (f"; {_figure(record.eval_loss)} held out" if record.eval_loss is not None else "")
+        return text + (f"; {format_loss(record.eval_loss)} held out" if record.eval_loss is not None else "")
 
     def _where_and_when(self) -> list[tuple[str, str]]:
         newest, rows = self.history.newest, []
@@ -168,6 +172,8 @@ class RunReport:
     def notes(self) -> list[str]:
         """What is worth knowing and no trouble."""
         notes = [note for attempt in self.history.attempts for note in attempt.record.notes]
+        if without := self.history.newest.record.targetless_text():
+            notes.append(without)
         broken = [name for _, name in self.history.not_finite()]
         return [*broken, *self.plan.reasons, *dict.fromkeys(notes)]
 
@@ -206,7 +212,7 @@ class RunReport:
                 }
                 for attempt in self.history.attempts
             ],
-            "loss": record.losses[-1] if record.losses else None,
+            "loss": record.told_losses[-1] if record.told_losses else None,
             "eval_loss": record.eval_loss,
             "tokens_per_s": record.tokens_per_s,
             "mfu": record.mfu,
@@ -233,7 +239,3 @@ def read_report(run_dir: Path, status: str | None = None) -> RunReport:
 
 def _model_name(model: Any) -> str:
     return str(getattr(model, "preset", None) or getattr(model, "architecture", None) or "model")
-
-
-def _figure(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"

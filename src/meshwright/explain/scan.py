@@ -75,7 +75,7 @@ class Attempt:
     @property
     def status(self) -> str:
         """How it ended, by what its ranks wrote."""
-        return "failed" if self.errors and self.record.status == "unfinished" else self.record.status
+        return self.record.outcome
 
     def feed(self, event: Event) -> None:
         """Take in one event of this attempt."""

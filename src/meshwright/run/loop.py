@@ -81,7 +81,8 @@ def train_step(session: Session, meter: Meter) -> bool:
     assert counted == targets, f"{counted:.0f} targets were trained on, {targets} were expected"
     session.step += 1
     session.position += len(samples)
-    loss, norm = loss_sum / divisor, None if grad_norm is None else float(grad_norm)
+    loss = loss_sum / targets if targets else None  # a mean over nothing is no number, and no zero either
+    norm = None if grad_norm is None else float(grad_norm)
     step_s = time.perf_counter() - started
     session.events.write(
         "step",
