@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshwright.core.files import folder_bytes
 from meshwright.plan.learning_rate import lr_at
 from meshwright.run.batches import Samples
 from meshwright.run.divergence import not_finite
@@ -223,9 +224,9 @@ class Saver:
         except OSError as error:  # a full disk costs a checkpoint, not the run
             session.events.write("checkpoint_failed", step=session.step, reason=str(error))
             return
-        size = sum(p.stat().st_size for p in path.iterdir())
+        seconds = time.perf_counter() - started
         session.events.write(
-            "checkpoint", step=session.step, path=str(path), bytes=size, seconds=time.perf_counter() - started
+            "checkpoint", step=session.step, path=str(path), bytes=folder_bytes(path), seconds=seconds
         )
 
 

@@ -51,7 +51,7 @@ def test_runs_fit_the_terminal_and_the_reason_has_a_line_of_its_own(runs, capsys
 
 
 def test_a_group_without_a_command_says_which_there_are(cli):
-    for group, command in (("bench", "scaling"), ("checkpoint", "export")):
+    for group, command in (("bench", "scaling"), ("checkpoint", "list, verify, prune, export")):
         ran = cli(group)
         assert (ran.status, ran.codes) == (2, ["cli-usage"])
         assert f"error: name a command: {command}" in ran.err
