@@ -130,8 +130,7 @@ class _Step:
         )
         moved = self.blocks.rows * model.hidden_size * WIRE_BYTES
         one = self.groups.tp.all_reduce_s(moved)
-        hides = self.rules.overlap_tp or self.workload.async_tp
-        shown = 1 - self.rates.tp_overlap if hides else 1.0
+        shown = 1 - self.rates.tp_overlap if self.rules.overlap_tp else 1.0
         # With sequence parallel the backward pass gathers its inputs once more, beside the products.
         return calls * one * shown, calls * one * shown
 

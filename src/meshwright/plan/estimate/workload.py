@@ -25,8 +25,6 @@ class Workload:
     """How fp8 or fp4 scales: `current`, `delayed`, `mxfp8`, `subchannel`, `rowwise`, `nvfp4`; a profile's own if empty."""
     compiled: bool = False
     """Whether blocks are compiled (the profiles that could be run either way)."""
-    async_tp: bool = False
-    """Whether tensor-parallel collectives are cut up, where that is a choice."""
     document_mask: bool = False
 
     @classmethod
