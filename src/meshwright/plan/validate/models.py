@@ -138,7 +138,7 @@ def _guess_gated(cells: Cells, name: str, width: int, experts: int | None) -> bo
 
 def _guess_heads(cells: Cells, width: int, tp: int) -> int:
     """Heads of 128 where they divide over tp, else the nearest number that does."""
-    options = [n for n in range(1, width + 1) if width % n == 0 and n % tp == 0 and width // n >= 32]
+    options = [n for n in range(tp, width // 32 + 1, tp) if width % n == 0]
     heads = min(options, key=lambda n: abs(width / n - 128)) if options else tp
     cells.fill("heads", heads)
     return heads
