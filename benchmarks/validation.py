@@ -4,8 +4,8 @@
     .venv/bin/python benchmarks/validation.py --check  # only compares; exits 1 where something is out of date
 
 Three files: ``src/meshwright/plan/data/residuals.toml`` (what intervals rest on),
-``tests/golden/validate.json`` (figures of each family) and the table in ``docs/validate.md``. All from the rows
-that come with the package.
+``tests/golden/validate.json`` (figures of each family) and the table in ``docs/validate.md``. All from the
+rows that come with the package.
 """
 
 from __future__ import annotations

@@ -46,6 +46,7 @@ class Device:
             width = 4.0
         elif workload.precision == "fp8" and peak and cluster.peak_fp8_flops_per_s:
             flops = cluster.bf16_flops_per_s * cluster.peak_fp8_flops_per_s / peak * rates.matmul_fp8
+            flops *= _scaling(workload.recipe, rates)
             width = 1.0
         elif workload.precision == "fp4" and peak and cluster.peak_fp4_flops_per_s:
             flops = cluster.bf16_flops_per_s * cluster.peak_fp4_flops_per_s / peak * rates.matmul_fp4
@@ -63,13 +64,27 @@ class Device:
 Sizes = Floats | float | int
 
 
+def _scaling(recipe: str, rates: Rates) -> float:
+    """What finer scales leave of the rate."""
+    if recipe.startswith("row"):
+        return rates.row_scaled
+    return rates.block_scaled if "mx" in recipe else 1.0
+
+
 def product_s(
     device: Device, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, plain: bool = False
 ) -> Floats:
     """Seconds of ``count`` products (rows x depth) (depth x columns) that run as one kernel."""
-    rows, columns, depth, count = np.broadcast_arrays(*(np.asarray(x, float) for x in (rows, columns, depth, count)))
+    rows, columns, depth, count = np.broadcast_arrays(
+        *(np.asarray(x, float) for x in (rows, columns, depth, count))
+    )
     rate = device.plain_flops_per_s if plain else device.flops_per_s
-    rate = rate * _tiled(device.multiprocessors, rows, columns, depth, count) * _aligned(columns) * _aligned(depth)
+    rate = (
+        rate
+        * _tiled(device.multiprocessors, rows, columns, depth, count)
+        * _aligned(columns)
+        * _aligned(depth)
+    )
     width = 2.0 if plain else device.operand_width
     moved = count * (width * (rows + columns) * depth + 2.0 * rows * columns)
     arithmetic = 2 * count * rows * columns * depth / rate

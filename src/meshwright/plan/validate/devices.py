@@ -32,6 +32,8 @@ ALIASES: tuple[tuple[str, str], ...] = (
     (r"4090", "RTX-4090-24GB"),
 )
 """Ways to write a device, first match wins, and the name that its preset has."""
+OMNI_PATH_OF, OMNI_PATH = "A100-80GB-SXM", "A100-80GB-OmniPath"
+"""A machine with fewer links between its devices than others of its kind."""
 _NETWORK = re.compile(r"(\d+)\s*x\s*(?:[A-Za-z-]+ )?(\d+)\s*Gb(?:ps|/s|it/s)?(?![A-Za-z])[^;,(]*per node")
 """Adapters of a machine, such as `4x200Gb IB per node`; Gb are gigabits, GB are not matched."""
 _MACHINE = re.compile(
@@ -76,6 +78,9 @@ def build_cluster(cells: Cells, devices: int) -> Cluster:
         raise NotExpressedError(f"no figures for the device {text!r}" if text else "gpu not published")
     if name != text:
         cells.remark(f"gpu {text} taken as {name}")
+    if name == OMNI_PATH_OF and "omni-path" in cells.note:
+        name = OMNI_PATH
+        cells.remark(f"gpu taken as {name}: four NVLinks a device, as in that machine")
     cluster = known_devices()[name]
     whole = _machine_size(cells, cluster)
     per_node = _devices_used(devices, whole)

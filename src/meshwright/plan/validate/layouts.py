@@ -18,6 +18,8 @@ from meshwright.spec.layout import Layout
 
 SHARDING_PROFILES = ("torchtitan", "composer-fsdp")
 """Profiles whose data axis shards parameters unless a row says otherwise."""
+CORE_PROFILES = ("megatron-core", "megatron-bridge")
+"""Profiles of Megatron with a distributed optimizer."""
 LEAST_ROUNDS = 2
 """Micro-batches for each pipeline stage that a micro-batch of our choosing leaves."""
 
@@ -106,7 +108,7 @@ def _zero_stage(cells: Cells, profile: Profile) -> int:
         if profile.name in (*SHARDING_PROFILES, "deepspeed-zero"):
             zero = 3
         else:
-            zero = 1 if profile.name == "megatron-core" else 0
+            zero = 1 if profile.name.startswith(CORE_PROFILES) else 0
         cells.fill("zero_stage", zero, f"default of {profile.name}")
     if zero > 3:
         raise cells.bad("zero_stage", "is not 0, 1, 2 or 3")
@@ -135,7 +137,7 @@ def _sequence_parallel(cells: Cells, profile: Profile, tp: int) -> bool:
     if tp == 1:
         return False
     if given is None:
-        given = profile.name in ("megatron-core", "torchtitan", "meshwright")
+        given = profile.name.startswith((*CORE_PROFILES, "torchtitan", "meshwright"))
         cells.fill("sequence_parallel", "y" if given else "n", f"default of {profile.name}")
     return given
 
