@@ -17,10 +17,12 @@ def price_of_nearest(error: MeshwrightError) -> list[str]:
         return []
     layout = nearest_legal_layout(error.job)
     job = with_layout(error.job, layout)
-    if any(problem.code.startswith("layout-") for problem in find_problems(job)):
-        return []
+    if any(problem.code.startswith(("layout-", "model-")) for problem in find_problems(job)):
+        return []  # the ledger prices what runs
     candidate = evaluate(job, layout)
     step, peak = format_seconds(candidate.time.total_s), format_bytes(candidate.ledger.peak_bytes)
     fits = "" if candidate.fits else ", which does not fit"
     named = f"{layout.named_degrees()} layout.micro_batch={candidate.layout.micro_batch}"
+    if layout.recompute != error.job.layout.recompute:
+        named += f" layout.recompute={layout.recompute}"
     return [f"nearest layout that runs: {named} (predicted {step} a step, {peak} a device{fits})"]

@@ -11,9 +11,9 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from meshwright.spec.fields import SECTION_CONFIG, Count, Positive
 
@@ -54,6 +54,26 @@ class Cluster:
     """Bandwidth of one device's share of the network between nodes."""
     nic_latency_s: Positive | None = None
     """Time of a collective call that moves almost nothing, between nodes."""
+    peak_fp8_flops_per_s: Positive | None = None
+    """Dense fp8 peak in the data sheet."""
+    peak_fp4_flops_per_s: Positive | None = None
+    """Dense fp4 peak in the data sheet."""
+    nodes_per_rack: Count | None = None
+    """Nodes behind one switch of full bandwidth; all of them if left out."""
+    spine_oversubscription: Annotated[float, Field(ge=1, strict=True)] = 1.0
+    """How many times narrower the way between racks is than the links into it."""
+    spine_latency_s: Positive | None = None
+    """Time of a collective call that moves almost nothing, between racks; nic_latency_s if left out."""
+    host_bytes_per_s: Positive = 2.5e10
+    """Bandwidth between one device and its host's memory, one direction."""
+    host_memory_bytes: Count | None = None
+    """Host memory that one device can use for what is offloaded; not limited if left out."""
+    storage_bytes_per_s: Positive | None = None
+    """Bandwidth of the whole cluster to its checkpoint storage."""
+    failure_hours: Positive | None = None
+    """Mean hours between failures of one device, its share of host and links included."""
+    cost_per_hour: Positive | None = None
+    """Price of one device for an hour, in any currency."""
     matmul_flops_per_s: Positive | None = None
     """Peak that MFU is counted against; on `local`, measured in one second at the start if left out."""
     basis: str = ""

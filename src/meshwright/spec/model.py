@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from meshwright.spec.fields import SECTION_CONFIG, Count, Flag, Location, Positive
+from meshwright.spec.fields import SECTION_CONFIG, Count, Flag, Location, Natural, Positive
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,32 @@ class DecoderModel:
     """Biases on the matrices of the feed-forward."""
     tied_embeddings: Flag = False
     """The head uses the embedding's weight."""
+    attention: Literal["heads", "latent"] = "heads"
+    """Keys and values for each head, or one latent vector that all heads are made from (DeepSeek's)."""
+    latent_size: Count | None = None
+    """Width of the latent vector of keys and values (`latent` needs it)."""
+    query_latent_size: Count | None = None
+    """Width of the latent vector of queries; none if left out."""
+    rope_head_dim: Count | None = None
+    """Width that each head adds for its rotated part (`latent` needs it)."""
+    value_head_dim: Count | None = None
+    """Width of a value head where it differs; head_dim if left out."""
+    window: Count | None = None
+    """Positions that a token of a windowed layer looks back at; all of them if left out."""
+    window_every: Count = 1
+    """Every which layer is windowed: 1 all of them, 2 every second."""
+    num_experts: Count | None = None
+    """Routed experts of a layer; a dense feed-forward if left out."""
+    experts_per_token: Count | None = None
+    """Experts that a token is sent to."""
+    expert_ffn_size: Count | None = None
+    """Inner width of one expert; ffn_size if left out."""
+    shared_experts: Natural = 0
+    """Experts, each expert_ffn_size wide, that every token visits."""
+    dense_layers: Natural = 0
+    """First layers that have a dense feed-forward and no experts."""
+    capacity_factor: Positive | None = None
+    """Places of an expert over its even share; tokens beyond them are dropped. None if left out."""
     init_std: Positive = 0.02
     """Standard deviation of the initial weights (norms start at one, biases at zero)."""
     hf: Location | None = None
@@ -74,6 +100,26 @@ class DecoderModel:
     def query_size(self) -> int:
         """Width of all query heads together."""
         return self.num_heads * self.head_size
+
+    @property
+    def value_size(self) -> int:
+        """Width of all heads' results together."""
+        return self.num_heads * (self.value_head_dim or self.head_size)
+
+    @property
+    def expert_layers(self) -> int:
+        """Layers with experts."""
+        return self.num_layers - min(self.dense_layers, self.num_layers) if self.num_experts else 0
+
+    @property
+    def expert_width(self) -> int:
+        """Inner width of one expert."""
+        return self.expert_ffn_size or self.ffn_size
+
+    @property
+    def windowed_layers(self) -> int:
+        """Layers whose attention looks back only so far."""
+        return self.num_layers // self.window_every if self.window else 0
 
     @property
     def kv_size(self) -> int:
@@ -146,9 +192,13 @@ BOTTLENECK_GROWTH = 4
 DEFAULT_NORM_GROUPS = 32
 
 READ_WITH = {
+    "latent_size": ("attention", "latent"),
     "norm_groups": ("norm", "group"),
+    "query_latent_size": ("attention", "latent"),
     "rope_factor": ("positions", "rope"),
+    "rope_head_dim": ("attention", "latent"),
     "rope_theta": ("positions", "rope"),
+    "value_head_dim": ("attention", "latent"),
 }
 """Keys that are read only where another one has this value.
 

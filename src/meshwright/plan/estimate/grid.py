@@ -1,0 +1,97 @@
+"""Many layouts of one job, as columns: the formulas run over all of them at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.spec.layout import Layout
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe-v")
+RECOMPUTES = ("none", "selective", "full")
+OFFLOADS = ("none", "optimizer", "all")
+CONTEXTS = ("ring", "ulysses")
+ACCUMULATES = ("sharded", "deferred")
+_CODES = {
+    "schedule": SCHEDULES,
+    "recompute": RECOMPUTES,
+    "offload": OFFLOADS,
+    "context": CONTEXTS,
+    "accumulate": ACCUMULATES,
+}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Layouts, one a place; words are numbers: their place in the tuples above."""
+
+    pp: Ints
+    dp_replicate: Ints
+    dp_shard: Ints
+    cp: Ints
+    tp: Ints
+    ep: Ints
+    etp: Ints
+    zero: Ints
+    accumulate: Ints
+    sequence_parallel: Flags
+    schedule: Ints
+    virtual_stages: Ints
+    context: Ints
+    micro_batch: Ints
+    recompute: Ints
+    offload: Ints
+    prefetch: Ints
+
+    def __len__(self) -> int:
+        return len(self.pp)
+
+    @property
+    def world_size(self) -> Ints:
+        """Ranks of each layout."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def data_degree(self) -> Ints:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    def micro_batches(self, global_batch: int) -> Ints:
+        """Micro-batches of a step on the fullest rank."""
+        share = -(-global_batch // self.data_degree)
+        return -(-share // self.micro_batch)
+
+    @classmethod
+    def of(cls, layouts: Sequence[Layout]) -> Grid:
+        """The columns of a list of layouts whose micro-batch is settled."""
+        columns = {}
+        for field in dataclasses.fields(cls):
+            values = [getattr(layout, field.name) for layout in layouts]
+            if field.name in _CODES:
+                values = [_CODES[field.name].index(value) for value in values]
+            kind = np.bool_ if field.name == "sequence_parallel" else np.int64
+            columns[field.name] = np.array([1 if v is None else v for v in values], dtype=kind)
+        return cls(**columns)
+
+    def take(self, places: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> Grid:
+        """The layouts at some places."""
+        return Grid(**{f.name: getattr(self, f.name)[places] for f in dataclasses.fields(self)})
+
+    def layout(self, place: int) -> Layout:
+        """One of them as a layout."""
+        values: dict[str, object] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)[place]
+            if field.name in _CODES:
+                values[field.name] = _CODES[field.name][int(value)]
+            else:
+                values[field.name] = bool(value) if value.dtype == np.bool_ else int(value)
+        return Layout(mode="given", **values)  # type: ignore[arg-type]

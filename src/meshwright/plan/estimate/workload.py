@@ -1,0 +1,44 @@
+"""What is estimated: a model and its batch on a cluster, run by a framework."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.plan.estimate.profiles import PROFILES, Profile
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Everything that the formulas read beside the layout."""
+
+    model: DecoderModel
+    cluster: Cluster
+    seq_len: int
+    global_batch: int
+    precision: str
+    """`fp32`, `bf16`, `fp16`, `fp8` or `fp4`: of the matrix products."""
+    profile: Profile
+    recipe: str = ""
+    """How fp8 or fp4 scales: `current`, `delayed`, `mxfp8`, `subchannel`, `rowwise`, `nvfp4`; a profile's own if empty."""
+    compiled: bool = False
+    """Whether blocks are compiled (the profiles that could be run either way)."""
+    document_mask: bool = False
+
+    @classmethod
+    def of(cls, job: Job) -> Workload:
+        """The workload of a job for a decoder."""
+        if not isinstance(job.model, DecoderModel):
+            raise TypeError(f"a workload is of a decoder, not {type(job.model).__name__}")
+        return cls(
+            model=job.model,
+            cluster=job.cluster,
+            seq_len=job.data.seq_len,
+            global_batch=job.train.global_batch,
+            precision=job.train.precision,
+            profile=PROFILES[job.train.runtime],
+            compiled=job.train.compile,
+            document_mask=job.data.mask == "document",
+        )
