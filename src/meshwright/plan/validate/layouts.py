@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -242,7 +243,7 @@ def settle_micro_batch(cells: Cells, workload: Workload, layout: Layout) -> int:
         cells.fill("micro_batch", 1, "as Megatron's published tables at scale")
         return 1
     rounds = LEAST_ROUNDS * layout.pp if layout.pp > 1 else 1
-    options = [n for n in range(1, share + 1) if share % n == 0 and share // n >= rounds] or [1]
+    options = [n for n in _divisors(share) if share // n >= rounds] or [1]
     grid = Grid.of([layout] * len(options))
     columns = {**vars(grid), "micro_batch": np.array(options, dtype=np.int64)}
     fits = estimate_memory(workload, Grid(**columns)).fits(workload)
@@ -250,3 +251,9 @@ def settle_micro_batch(cells: Cells, workload: Workload, layout: Layout) -> int:
     left = f" and leaves {rounds} micro-batches" if rounds > 1 else ""
     cells.fill("micro_batch", micro_batch, f"the largest that fits{left}")
     return micro_batch
+
+
+def _divisors(number: int) -> list[int]:
+    """All of them, smallest first."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
