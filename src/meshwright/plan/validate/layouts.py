@@ -239,6 +239,9 @@ def settle_micro_batch(cells: Cells, workload: Workload, layout: Layout) -> int:
         micro_batch = max(1, share // layout.pp)
         cells.fill("micro_batch", micro_batch, "as many micro-batches as stages, default of torchtitan")
         return micro_batch
+    if workload.profile.name.startswith("megatron"):
+        cells.fill("micro_batch", 1, "as Megatron's published tables at scale")
+        return 1
     rounds = LEAST_ROUNDS * layout.pp if layout.pp > 1 else 1
     options = [n for n in _divisors(share) if share // n >= rounds] or [1]
     grid = Grid.of([layout] * len(options))
