@@ -18,8 +18,6 @@ FULL_RATE_HEAD = 128
 """Head width from which fused attention has its full rate; half of it has three quarters."""
 SCORE_BYTES, SCORE_BACKWARD_BYTES = 9.0, 11.0
 """Bytes that softmax, mask and dropout move for each score where attention is not fused."""
-GRADIENT_SUM_BYTES = 8.0
-"""A weight gradient is added to a float32 sum."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,9 @@ class BlockModel:
     ) -> Passes:
         """A weight (columns x depth) applied to rows: its product, and the two of its backward pass."""
         device = self.device
-        stored = GRADIENT_SUM_BYTES * np.asarray(columns, float) * depth * count / device.bytes_per_s
+        stored = (
+            self.rules.gradient_sum_bytes * np.asarray(columns, float) * depth * count / device.bytes_per_s
+        )
         return Passes(
             product_s(device, rows, columns, depth, count, plain),
             product_s(device, rows, depth, columns, count, plain),

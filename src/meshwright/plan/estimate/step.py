@@ -144,8 +144,11 @@ class _Step:
         moved = self.rows * model.hidden_size * WIRE_BYTES
         one = self.groups.tp.all_reduce_s(moved)
         shown = 1 - self.rates.tp_overlap if self.rules.overlap_tp else 1.0
-        # With sequence parallel the backward pass gathers its inputs once more, beside the products.
-        return calls * one * shown, calls * one * shown
+        shown_s = calls * one * shown
+        if not self.rules.hides_tp_backward:
+            return shown_s, shown_s
+        beside = self.rates.overlap * self.block.products.backward_weight
+        return shown_s, np.maximum(shown_s - beside, (1 - self.rates.overlap) * shown_s)
 
     def _context_parallel(self) -> tuple[Floats, Floats]:
         """Keys and values around the ring, hidden behind attention where it lasts long enough."""
