@@ -15,9 +15,8 @@ from typing import Any
 
 from meshwright.core.errors import Problem
 from meshwright.spec.axis_rules import AXIS_ROWS, PLAN_AXIS_ROWS
-from meshwright.spec.cluster import Cluster
 from meshwright.spec.cluster_rules import PLAN_CLUSTER_ROWS
-from meshwright.spec.expert_rules import EXPERT_KEYS, LATENT_KEYS, MODEL_ROWS
+from meshwright.spec.expert_rules import MODEL_ROWS, UNUSED_ROWS
 from meshwright.spec.image_rules import (
     check_batch_norm,
     check_image_data,
@@ -165,10 +164,13 @@ def _not_built(path: str, built: tuple[Any, ...], what: str, planned: bool = Tru
     code = f"{path.replace('.', '-').replace('_', '-')}-not-built"
 
     def check(job: Job) -> Problem | None:
+        if path.startswith("model.") and not isinstance(job.model, DecoderModel):
+            return None  # keys of decoders
         value = _read(job, path)
         if value in built:
             return None
-        fix = "Use " + " or ".join(f"{path}={_toml(b)}" for b in built)
+        used = "Use " + " or ".join(f"{path}={_toml(b)}" for b in built)
+        fix = "Leave it out" if built == (None,) else used
         return Problem(code, f"asks for {what}, which is not built yet", path=path, value=value, fix=fix)
 
     return Rule(code, f"{what[0].upper()}{what[1:]} (`{path}`).", check, built=False, planned=planned)
@@ -387,47 +389,7 @@ RULES: tuple[Rule, ...] = (
         check_norm_groups,
     ),
     *(Rule(*row) for row in MODEL_ROWS),
-    *(
-        _only_with(
-            f"model-{key.replace('_', '-')}-unused",
-            DecoderModel,
-            f"model.{key}",
-            "model.num_experts",
-            SET,
-            "a dense model has no experts",
-        )
-        for key in EXPERT_KEYS
-    ),
-    *(
-        _only_with(
-            f"model-{key.replace('_', '-')}-unused",
-            DecoderModel,
-            f"model.{key}",
-            "model.attention",
-            "latent",
-            "keys and values of each head have no latent vector",
-        )
-        for key in LATENT_KEYS
-    ),
-    _only_with(
-        "model-window-every-unused",
-        DecoderModel,
-        "model.window_every",
-        "model.window",
-        SET,
-        "no layer has one",
-    ),
-    *(
-        _only_with(
-            f"cluster-{key.replace('_', '-').removesuffix('-s')}-unused",
-            Cluster,
-            f"cluster.{key}",
-            "cluster.nodes_per_rack",
-            SET,
-            "all nodes are in one rack",
-        )
-        for key in ("spine_oversubscription", "spine_latency_s")
-    ),
+    *(Rule(*row) for row in UNUSED_ROWS),
     Rule(
         "data-not-for-images",
         "A ResNet reads images, and takes no setting of text: `seq_len`, `tokenizer`, `mask`, ...",
