@@ -28,6 +28,8 @@ Runtime = Literal[
     "meshwright",
     "megatron-lm",
     "megatron-core",
+    "megatron-bridge",
+    "megatron-bridge-26.06",
     "megatron-deepspeed",
     "torchtitan",
     "composer-fsdp",
