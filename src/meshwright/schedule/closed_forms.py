@@ -45,7 +45,7 @@ def pipeline_time(
     Args:
         schedule: Names, or :data:`CODES`.
         pp: Ranks.
-        virtual_stages: Stages of each rank: any for ``interleaved``, 2 for ``zbv`` whatever is given, else 1.
+        virtual_stages: Stages of each rank, read for ``interleaved``; ``zbv`` has 2 and the others 1.
         micro_batches: Of one step; for ``interleaved`` a multiple of ``pp``.
         forward_s: Of one micro-batch in one stage (1 / v of what the rank holds), mean over the stages.
         backward_input_s: Gradient of the input, likewise.
@@ -67,7 +67,7 @@ def pipeline_time(
     f, b, w, t = (
         np.asarray(a, dtype=np.float64) for a in (forward_s, backward_input_s, backward_weight_s, transfer_s)
     )
-    v = np.where(code == CODES["zbv"], 2, v)
+    v = _stages_a_rank(code, v)
     hidden = np.asarray(overlap, dtype=bool)
     forms = (
         _gpipe(p, m, f, b + w, t, hidden),
@@ -96,7 +96,7 @@ def pipeline_bubble(
     total = pipeline_time(
         schedule, pp, virtual_stages, micro_batches, forward_s, backward_input_s, backward_weight_s
     )
-    v = np.where(encode(schedule) == CODES["zbv"], 2, np.asarray(virtual_stages))
+    v = _stages_a_rank(encode(schedule), np.asarray(virtual_stages, dtype=np.int64))
     stage = np.add(np.add(forward_s, backward_input_s), backward_weight_s)
     return np.asarray(1.0 - np.asarray(micro_batches) * v * stage / total, dtype=np.float64)
 
@@ -117,7 +117,7 @@ def peak_in_flight(
         schedule: Names, or :data:`CODES`.
         stage_rank: Which rank, 0 to pp - 1.
         pp: Ranks.
-        virtual_stages: Stages of each rank; ``zbv`` has 2, whatever is given.
+        virtual_stages: Stages of each rank, read for ``interleaved``; ``zbv`` has 2 and the others 1.
         micro_batches: Of one step.
 
     Returns:
@@ -148,10 +148,16 @@ def encode(schedule: ArrayLike) -> Ints:
     return np.asarray(codes[inverse].reshape(given.shape), dtype=np.int64)
 
 
-def _choose(code: Ints, forms: tuple[Any, ...]) -> Any:
-    """The form of each element's schedule."""
-    code, *rest = np.broadcast_arrays(code, *forms)
-    return np.select([code == n for n in range(len(rest))], rest)
+def _stages_a_rank(schedule: Ints, given: Ints) -> Ints:
+    """What is given for ``interleaved``; the others have their own number."""
+    own = np.where(schedule == CODES["zbv"], 2, 1)
+    return np.where(schedule == CODES["interleaved"], given, own)
+
+
+def _choose(schedule: Ints, forms: tuple[Any, ...]) -> Any:
+    """The form of each element's schedule, which is one of :data:`CODES`."""
+    which, *each = np.broadcast_arrays(schedule, *forms)
+    return np.select([which == n for n in range(len(each))], each)
 
 
 def _gpipe(p: Ints, m: Ints, f: Floats, g: Floats, t: Floats, hidden: NDArray[np.bool_]) -> Any:
@@ -177,13 +183,13 @@ def _interleaved(
 ) -> Any:
     """(m v + p - 1) (f + g): the same bubble of stages that are v times shorter.
 
-    With overlap the first micro-batch's way through all p v stages and the last one's way back are exposed; in
-    between a rank has other stages to run, unless a transfer is longer than one of them. Without it the first and
-    the last rank send 2 v - 1 times a micro-batch and hide one of their waits; ranks between them send 2 v times
-    and set the pace in the end.
+    With overlap the first micro-batch's way through all p v stages and the last one's way back are exposed;
+    in between a rank has other stages to run, unless a transfer is longer than one of them. Without it the
+    first and the last rank send 2 v - 1 times a micro-batch and hide one of their waits; ranks between them
+    send 2 v times and set the pace in the end.
     """
     c = f + g
-    long = (v - 1) * (m - p) * np.maximum(0, t - np.minimum(f, g))
+    long = (v - 1) * np.maximum(0, m - p) * np.maximum(0, t - np.minimum(f, g))
     longer = m * (p - 1) // (2 * p) * np.maximum(0, 2 * t - c)
     shown = (m * v + p - 1) * c + (2 * (p * v - 1) * t + long + longer) * (p > 1)
     ends = (m * v + p - 1) * c + (2 * m * v - m + 2 * p - 3) * t * (p > 1)

@@ -312,14 +312,8 @@ def _figures_of(gpu: str, memory_bytes: int) -> Tree:
     """The figures of the preset with this GPU's model name and the nearest memory; none if it is unknown."""
     words = set(re.split(r"[^A-Z0-9]+", gpu.upper()))
     presets = [read_preset("clusters", name) for name in preset_names("clusters")]
-    known = [p for p in presets if isinstance(p, dict) and _model_number(p["device_name"]) in words]
+    known = [p for p in presets if isinstance(p, dict) and str(p["device_name"]).split("-")[0] in words]
     return min(known, key=lambda p: abs(p["memory_bytes"] - memory_bytes), default={})
-
-
-def _model_number(device_name: str) -> str:
-    """What tells one card from another: `A100` of `A100-80GB-SXM`, `4090` of `RTX-4090-24GB`."""
-    parts = device_name.split("-")
-    return next((part for part in parts if any(c.isdigit() for c in part)), device_name)
 
 
 def _settle_layout(tree: Tree) -> list[Problem]:

@@ -119,7 +119,7 @@ def test_no_cell_whatever_it_holds_ends_the_evaluation(read, cells):
         ("B200", "B200-180GB-SXM"),
         ("B300", "B300-SXM"),
         ("L40S", "L40S-48GB"),
-        ("RTX 4090", "RTX-4090-24GB"),
+        ("RTX 4090", "4090-24GB-PCIe"),
     ],
 )
 def test_usual_spellings_of_a_device_are_known(case, written, meant):
@@ -279,7 +279,16 @@ def test_a_sharding_framework_needs_no_degrees(case):
 
 @pytest.mark.parametrize(
     ("note", "shard", "replicate"),
-    [("FSDP=64", 32, 1), ("FSDP=16", 16, 2), ("HSDP", 4, 8), ("hybrid sharding", 4, 8), ("dp_shard=8", 8, 4)],
+    [
+        ("FSDP=64", 32, 1),
+        ("FSDP=16", 16, 2),
+        ("HSDP", 4, 8),
+        ("hybrid sharding", 4, 8),
+        ("dp_shard=8", 8, 4),
+        ("sharded over 8 ranks", 8, 4),
+        ("FSDP2; selective op AC", 32, 1),
+        ("FSDP FULL_SHARD; grad_accum=2", 32, 1),
+    ],
 )
 def test_hybrid_sharding_is_read_from_the_note(case, note, shard, replicate):
     layout = case(zero_stage="3", note=note, framework="torchtitan").layout
