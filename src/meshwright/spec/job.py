@@ -36,7 +36,7 @@ Runtime = Literal[
     "composer-fsdp",
     "deepspeed-zero",
 ]
-"""Frameworks that have a profile, by its name (`plan/estimate/profiles.py`); a test holds both lists equal."""
+"""Frameworks that have a profile, by its name (`plan/estimate/profiles.py`); a test holds both equal."""
 SYNTHETIC_IMAGES = "builtin:synthetic-images"
 """The path of images that are computed, not read."""
 
