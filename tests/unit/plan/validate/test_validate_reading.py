@@ -186,7 +186,7 @@ def test_megatron_on_old_devices_is_dated_by_its_source(case):
             "",
         )
     ]
-    assert names == ["megatron-lm", "megatron-core", "megatron-core", "megatron-lm"]
+    assert names == ["megatron-lm-2022", "megatron-core", "megatron-core", "megatron-lm"]
 
 
 def test_zero_3_beside_old_megatron_is_deepspeed(case):
