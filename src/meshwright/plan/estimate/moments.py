@@ -131,12 +131,23 @@ def _backward_work(job: Job) -> Floats:
 
 
 def _gathered_backward(job: Job, held: Held) -> Floats:
-    """Blocks that ZeRO-3 has gathered in 16 bits, and one block's gradients: made, and copied to be reduced."""
-    grid, low = job.grid, job.low
-    block = held.block + held.expert_block
-    ahead = 1.0 + grid.prefetch
-    sharded = np.where(grid.zero >= 3, block * (ahead * low + low + FLOAT32), 0.0)
+    """Blocks that ZeRO-3 has gathered in 16 bits, and one block's gradients: made, and copied to be reduced.
+
+    DeepSpeed gathers matrix by matrix: the largest one, and its gradient.
+    """
+    grid, low, model = job.grid, job.low, job.workload.model
+    if job.workload.profile.memory.gathers == "matrix":
+        largest = max(model.ffn_size, model.value_size, model.query_size) * model.hidden_size / grid.tp
+        sharded = np.where(_streamed(grid), 2 * low * largest, 0.0)
+    else:
+        ahead = (1.0 + grid.prefetch) * low + low + FLOAT32
+        sharded = np.where(_streamed(grid), (held.block + held.expert_block) * ahead, 0.0)
     return sharded + _gathered_stage(job, held)
+
+
+def _streamed(grid: Grid) -> Flags:
+    """Where parameters come and go block by block: ZeRO-3, and offloaded parameters."""
+    return np.asarray((grid.zero >= 3) | (grid.offload == 2))
 
 
 def _gathered_stage(job: Job, held: Held) -> Floats:
@@ -166,7 +177,7 @@ def _loss(job: Job, stage: Stage, held: Held, stack: Stack) -> Moment:
     scratch = held.table * low if rules.scratch_gradients else 0.0
     loss = held_logits * logits + norms + gathered
     head = low * logits + norms + gathered + tokens.count * width + scratch
-    table = np.where(grid.zero >= 3, held.table * low + held.block * low, 0.0)
+    table = np.where(_streamed(grid), held.table * low + held.block * low, 0.0)
     return Moment(
         stack.all,
         np.maximum(loss, head),
@@ -180,24 +191,25 @@ def _eager_moments(job: Job, stage: Stage, held: Held, stack: Stack) -> list[Mom
     """Meshwright's: as ``plan/decoder_memory.py`` lists them, on columns."""
     model, grid, tokens, low = job.workload.model, job.grid, job.tokens, job.low
     sums = (grid.micro_batches(job.workload.global_batch) > 1) | (grid.world_size > 1)
-    copies = np.zeros(len(grid)) if low == FLOAT32 else (held.block - job.weights.norms) * low
+    copies = np.zeros(len(grid))
+    if low != FLOAT32:  # FSDP2 gathers in 16 bits and needs no copies
+        copies = np.where(grid.zero < 2, (held.block - job.weights.norms + held.expert_block) * low, 0.0)
     mine = np.maximum(held.dense + held.experts, 1.0)
     head = np.where(stage.heads, held.table, 0.0)
     zeros = np.zeros(len(grid))
     # 16-bit copies of a block's weights are kept with its activations, or until the forward pass ends.
-    kept_copies = np.where(grid.recompute == 0, copies * stage.layers * (grid.zero < 2), 0.0)
-    this_copy = np.where(grid.recompute == 0, 0.0, copies * (grid.zero < 2))
+    kept_copies = np.where(grid.recompute == 0, copies * stage.layers * stage.in_flight, 0.0)
+    this_copy = np.where(grid.recompute == 0, 0.0, copies)
     work = _eager_backward_work(job) + np.where(model.tied_embeddings & sums & stage.heads, head * FLOAT32, 0.0)
     top = stack.all + kept_copies
     again = stack.block - stack.waiting + this_copy
     backward = Moment(top, zeros, again + work, _gathered_backward(job, held), np.where(sums, 1.0, head / mine))
-    block = np.where(grid.recompute == 0, stack.block + copies * (grid.zero < 2), stack.block + this_copy)
     first = Moment(
-        block,
+        stack.block + copies,
         zeros,
         work,
         _gathered_backward(job, held),
-        np.where(sums, 1.0, 1.0 - (held.block + np.where(stage.embeds, held.table, 0.0)) / mine),
+        np.where(sums, 1.0, 1.0 - (held.block + _embedding_elements(job, stage, held)) / mine),
     )
     parts = (3.0 if model.tied_embeddings else 1.0) - np.where(sums, 0.0, 1.0)
     embedding = Moment(zeros, zeros, held.table * FLOAT32 * parts, zeros, possible=stage.embeds)
@@ -209,13 +221,18 @@ def _eager_moments(job: Job, stage: Stage, held: Held, stack: Stack) -> list[Mom
         if low != FLOAT32:
             copy = held.table * low
             temporary = temporary + copy + np.maximum(0.0, copy - logits * (2 * FLOAT32 - low))
-            blocks = np.where(grid.recompute == 0, 0.0, copies * stage.layers * (grid.zero < 2))
-            temporary = temporary + blocks
+            temporary = temporary + np.where(grid.recompute == 0, 0.0, copies * stage.layers)
         norm = tokens.stream * ((model.hidden_size + 1) * FLOAT32)
         gradients = np.where(sums, 1.0, 0.0)
-        table = np.where(grid.zero >= 3, held.table * low + held.block * low, _gathered_stage(job, held))
+        table = np.where(_streamed(grid), held.table * low + held.block * low, _gathered_stage(job, held))
         moments.append(Moment(top + norm, temporary, zeros, table, gradients, stage.heads))
     return moments
+
+
+def _embedding_elements(job: Job, stage: Stage, held: Held) -> Floats:
+    """Gradients that only the embedding's backward pass makes; a tied head has made its part before."""
+    table = 0.0 if job.workload.model.tied_embeddings else held.table
+    return np.where(stage.embeds, table + job.weights.positions, 0.0)
 
 
 def _eager_backward_work(job: Job) -> Floats:
@@ -239,7 +256,7 @@ def _loss_chunk(workload: Workload) -> int:
 def steady_buffers(job: Job, stage: Stage, held: Held) -> Floats:
     """What lives through the whole step beside state and activations: buffers of collectives, scratch, tables."""
     workload, grid, tokens, low = job.workload, job.grid, job.tokens, job.low
-    model, rules, weights = workload.model, workload.profile.memory, job.weights
+    model, rules = workload.model, workload.profile.memory
     buffers = np.full(len(grid), WORKSPACE_BYTES if workload.cluster.device == "cuda" else 0.0)
     if rules.scratch_gradients:
         buffers += low * _scratch_elements(job, stage)
@@ -256,7 +273,6 @@ def steady_buffers(job: Job, stage: Stage, held: Held) -> Floats:
         buffers += tables + words * tokens.count * INT64_BYTES
         if workload.document_mask:
             buffers += grid.micro_batch * (float(workload.seq_len) ** 2 * low)
-    del weights
     return buffers
 
 

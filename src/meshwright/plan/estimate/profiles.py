@@ -45,6 +45,8 @@ class MemoryRules:
     """Products that add to main gradients hand back a 16-bit tensor of each weight's shape, kept for good."""
     vocabulary_multiple: int = 1
     """A rank's part of the vocabulary is padded to a multiple of this."""
+    gathers: Literal["block", "matrix"] = "block"
+    """What ZeRO-3 gathers at once: a block and those ahead of it, or one matrix (DeepSpeed)."""
     bucket_bytes: float = 0.0
     """Buffers that collectives of ZeRO are copied through, on a rank."""
     stale_boundaries: int = 0
@@ -139,6 +141,7 @@ _DEEPSPEED = MemoryRules(
     keeps_gathered=False,
     shards_with_gradients=False,
     vocabulary_multiple=128,
+    gathers="matrix",
     bucket_bytes=2.0e9,
     stale_boundaries=1,
     context_bytes=2.0e9,
@@ -152,7 +155,8 @@ _TORCHTITAN = MemoryRules(
     split_logit_bytes=18.0,
 )
 """The loss holds 16-bit logits and three float32 copies of them; torch's parallel loss four."""
-_FSDP = MemoryRules(blocks="operators", shards_with_gradients=False, logit_bytes=10.0, split_logit_bytes=10.0)
+_FSDP = MemoryRules(blocks="operators", shards_with_gradients=False, logit_bytes=4.0, split_logit_bytes=4.0)
+"""FSDP1 with llm-foundry's fused cross entropy: the logits and their gradient in 16 bits."""
 
 PROFILES = {
     profile.name: profile
