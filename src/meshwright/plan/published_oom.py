@@ -35,7 +35,9 @@ def read_oom(path: Path) -> list[Row]:
             missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
             if missing:
                 rule = f"has no column {', '.join(missing)}"
-                raise UserError(Problem("validate-columns", rule, path=str(path), fix="See docs/memory-model.md"))
+                raise UserError(
+                    Problem("validate-columns", rule, path=str(path), fix="See docs/memory-model.md")
+                )
             return [_read(reader.line_num, cells) for cells in reader if cells["result"] == "OOM"]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(Problem("validate-unreadable", f"cannot be read: {error}", path=str(path))) from None
