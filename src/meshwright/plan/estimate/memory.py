@@ -1,7 +1,7 @@
 """Memory of a rank, by class of pipeline stage, for every layout of a grid.
 
 ``weights`` and ``state`` count what lives between steps, ``activations`` what blocks keep, ``moments`` when a
-rank is fullest (``eager`` for Meshwright's own), ``buffers`` what lives beside it all. Here they come together.
+rank is fullest (``eager`` for Meshwright's own), ``buffers`` what lives beside it all.
 """
 
 from __future__ import annotations

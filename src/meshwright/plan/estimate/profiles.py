@@ -156,8 +156,8 @@ _TORCHTITAN = MemoryRules(
     stale_boundaries=2,
     split_logit_bytes=18.0,
 )
-"""The loss holds 16-bit logits and three float32 copies of them; torch's parallel loss four. Its pipeline keeps
-the results of micro-batches in flight and has a buffer for the gradient of each."""
+"""The loss holds 16-bit logits and three float32 copies of them; torch's parallel loss four. Its pipeline
+keeps the results of micro-batches in flight and has a buffer for the gradient of each."""
 _FSDP = MemoryRules(blocks="operators", shards_with_gradients=False, logit_bytes=4.0, split_logit_bytes=4.0)
 """FSDP1 with llm-foundry's fused cross entropy: the logits and their gradient in 16 bits."""
 
