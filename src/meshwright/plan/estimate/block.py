@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.plan.estimate.grid import Floats, Grid
+from meshwright.plan.estimate.grid import Floats, Grid, Ints
 from meshwright.plan.estimate.products import Device, Sizes, product_s
 from meshwright.plan.estimate.profiles import TimeRules
 from meshwright.plan.estimate.workload import Workload
@@ -18,8 +18,6 @@ FULL_RATE_HEAD = 128
 """Head width from which fused attention has its full rate; half of it has three quarters."""
 SCORE_BYTES, SCORE_BACKWARD_BYTES = 9.0, 11.0
 """Bytes that softmax, mask and dropout move for each score where attention is not fused."""
-GRADIENT_SUM_BYTES = 8.0
-"""A weight gradient is added to a float32 sum."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,10 @@ class Passes:
         """So many of them."""
         return Passes(self.forward * factor, self.backward_input * factor, self.backward_weight * factor)
 
+    def take(self, places: Ints) -> Passes:
+        """Those at some places."""
+        return Passes(self.forward[places], self.backward_input[places], self.backward_weight[places])
+
     @property
     def total(self) -> Floats:
         """Forward and backward."""
@@ -56,6 +58,11 @@ class BlockTimes:
     elementwise: Passes
     expert_products: Passes
     """Routed experts, averaged over all layers."""
+
+    def take(self, places: Ints) -> BlockTimes:
+        """Those at some places."""
+        parts = (self.products, self.attention, self.elementwise, self.expert_products)
+        return BlockTimes(*(part.take(places) for part in parts))
 
 
 class BlockModel:
@@ -86,10 +93,14 @@ class BlockModel:
             experts = self._experts().times(1 - dense_share)
         return BlockTimes(products, self._attention(), self._elementwise(dense_share), experts)
 
-    def linear(self, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, plain: bool = False) -> Passes:
+    def linear(
+        self, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, plain: bool = False
+    ) -> Passes:
         """A weight (columns x depth) applied to rows: its product, and the two of its backward pass."""
         device = self.device
-        stored = GRADIENT_SUM_BYTES * np.asarray(columns, float) * depth * count / device.bytes_per_s
+        stored = (
+            self.rules.gradient_sum_bytes * np.asarray(columns, float) * depth * count / device.bytes_per_s
+        )
         return Passes(
             product_s(device, rows, columns, depth, count, plain),
             product_s(device, rows, depth, columns, count, plain),
@@ -129,7 +140,8 @@ class BlockModel:
         entries = 2 if model.activation == "swiglu" else 1
         inner = model.expert_width / grid.etp
         into = self.linear(rows, entries * inner, model.hidden_size, mine)
-        return into + self.linear(rows, model.hidden_size, inner, mine)
+        both = into + self.linear(rows, model.hidden_size, inner, mine)
+        return both.times(1 / self.device.rates.expert_matmul)
 
     def _attention(self) -> Passes:
         """Scores and their use, averaged over full and windowed layers."""
@@ -138,7 +150,9 @@ class BlockModel:
         full = self._scores(self.seq_len)
         if not windowed:
             return full
-        return full.times(1 - windowed) + self._scores(min(model.window or self.seq_len, self.seq_len)).times(windowed)
+        return full.times(1 - windowed) + self._scores(min(model.window or self.seq_len, self.seq_len)).times(
+            windowed
+        )
 
     def _scores(self, looked_back: int) -> Passes:
         model, device = self.model, self.device
@@ -148,7 +162,11 @@ class BlockModel:
         if not self.rules.flash_attention:
             return self._unfused(heads, asked, given)
         # On average a token sees half of the sequence, or its window.
-        context = looked_back * (1 - looked_back / (2 * self.seq_len)) if looked_back < self.seq_len else looked_back / 2
+        context = (
+            looked_back * (1 - looked_back / (2 * self.seq_len))
+            if looked_back < self.seq_len
+            else looked_back / 2
+        )
         flops = 2.0 * self.rows * heads * context * (asked + given)
         narrow = min(1.0, 0.5 + 0.5 * given / FULL_RATE_HEAD)
         ramp = looked_back / (looked_back + device.rates.attention_ramp)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+LARGEST = 10**8
+"""The largest count that a cell may hold; a longer number is a slip."""
 MAY_BE_ZERO = ("zero_stage", "shared_experts", "dense_layers")
 YES, NO = ("y", "yes", "true", "1", "on"), ("n", "no", "false", "0", "off")
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")
@@ -52,6 +54,8 @@ class Cells:
         value = self.number_of(name)
         if value is not None and value != int(value):
             raise self.bad(name, "is not a whole number")
+        if value is not None and value > LARGEST:
+            raise self.bad(name, f"is more than {LARGEST}")
         return None if value is None else int(value)
 
     def count(self, name: str) -> int:

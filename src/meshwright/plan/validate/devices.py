@@ -29,9 +29,13 @@ ALIASES: tuple[tuple[str, str], ...] = (
     (r"A100(?!.*PCI)", "A100-80GB-SXM"),
     (r"V100(?!.*(16|PCI))", "V100-32GB-SXM"),
     (r"L40S", "L40S-48GB"),
-    (r"4090", "RTX-4090-24GB"),
+    (r"4090", "4090-24GB-PCIe"),
 )
 """Ways to write a device, first match wins, and the name that its preset has."""
+OMNI_PATH_OF, OMNI_PATH = "A100-80GB-SXM", "A100-80GB-OmniPath"
+"""A machine with fewer links between its devices than others of its kind."""
+OMNI_PATH_NETWORK = 6.25
+"""Its share of four Omni-Path links for each of 8 devices, in GB/s; no other machine of A100-80GB has it."""
 _NETWORK = re.compile(r"(\d+)\s*x\s*(?:[A-Za-z-]+ )?(\d+)\s*Gb(?:ps|/s|it/s)?(?![A-Za-z])[^;,(]*per node")
 """Adapters of a machine, such as `4x200Gb IB per node`; Gb are gigabits, GB are not matched."""
 _MACHINE = re.compile(
@@ -76,6 +80,10 @@ def build_cluster(cells: Cells, devices: int) -> Cluster:
         raise NotExpressedError(f"no figures for the device {text!r}" if text else "gpu not published")
     if name != text:
         cells.remark(f"gpu {text} taken as {name}")
+    narrow = cells.number_of("nic_gbytes_per_s_per_gpu") == OMNI_PATH_NETWORK
+    if name == OMNI_PATH_OF and (narrow or "omni-path" in cells.note):
+        name = OMNI_PATH
+        cells.remark(f"gpu taken as {name}: four NVLinks a device, as in that machine")
     cluster = known_devices()[name]
     whole = _machine_size(cells, cluster)
     per_node = _devices_used(devices, whole)

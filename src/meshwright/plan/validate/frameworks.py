@@ -10,6 +10,10 @@ from meshwright.plan.validate.cells import Cells
 
 OLD_DEVICES = ("A100", "A800", "V100")
 """Devices of the years in which Megatron had no fused attention."""
+FASTER_EXPERTS = (26, 6)
+"""Year and month of the release of Megatron Bridge that made layers of experts faster."""
+SUMS_FUSED_SINCE = 2205
+"""Year and month of the first papers whose Megatron summed gradients inside products."""
 FUSED_SINCE = 2306
 """Year and month of the first papers whose Megatron had fused attention."""
 NAMES: tuple[tuple[str, str], ...] = (
@@ -21,7 +25,8 @@ NAMES: tuple[tuple[str, str], ...] = (
         "composer-fsdp",
     ),
     (r"meshwright", "meshwright"),
-    (r"megatron-?core|mcore|bridge|nemo|megascale|nanotron|pai-", "megatron-core"),
+    (r"bridge|nemo", "megatron-bridge"),
+    (r"megatron-?core|mcore|megascale|nanotron|pai-", "megatron-core"),
 )
 """Frameworks and the nearest profile, first match wins; plain `megatron` is decided by its years."""
 EXACT = re.compile(r"megatron|deepspeed|composer|foundry|titan|meshwright", re.IGNORECASE)
@@ -56,12 +61,20 @@ def choose_profile(framework: str, gpu: str, source: str = "", zero: int | None 
         if dated
         else bool(re.search(r"nemo|megatron-core|mcore", source.lower()))
     )
+    release = re.search(r"\b(2\d)\.(\d\d)[\d.]* nemo container", source.lower())
+    if release:
+        late = (int(release[1]), int(release[2])) >= FASTER_EXPERTS
+        return PROFILES["megatron-bridge-26.06" if late else "megatron-bridge"]
+    if re.search(r"nemo|bridge", source.lower()) and not gpu.upper().startswith(OLD_DEVICES):
+        return PROFILES["megatron-bridge"]
     old = gpu.upper().startswith(OLD_DEVICES) and not recent
     if old and zero == 3:
         return PROFILES["deepspeed-zero"]
     if not re.search(r"megatron|meta", name) and zero in (2, 3):
         return PROFILES["composer-fsdp" if old else "torchtitan"]
-    return PROFILES["megatron-lm" if old else "megatron-core"]
+    if old:
+        return PROFILES["megatron-lm-2022" if dated and int(dated[1]) >= SUMS_FUSED_SINCE else "megatron-lm"]
+    return PROFILES["megatron-core"]
 
 
 def read_profile(cells: Cells) -> Profile:

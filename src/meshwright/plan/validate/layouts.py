@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -17,6 +18,8 @@ from meshwright.spec.layout import Layout
 
 SHARDING_PROFILES = ("torchtitan", "composer-fsdp")
 """Profiles whose data axis shards parameters unless a row says otherwise."""
+CORE_PROFILES = ("megatron-core", "megatron-bridge")
+"""Profiles of Megatron with a distributed optimizer."""
 LEAST_ROUNDS = 2
 """Micro-batches for each pipeline stage that a micro-batch of our choosing leaves."""
 
@@ -105,7 +108,7 @@ def _zero_stage(cells: Cells, profile: Profile) -> int:
         if profile.name in (*SHARDING_PROFILES, "deepspeed-zero"):
             zero = 3
         else:
-            zero = 1 if profile.name == "megatron-core" else 0
+            zero = 1 if profile.name.startswith(CORE_PROFILES) else 0
         cells.fill("zero_stage", zero, f"default of {profile.name}")
     if zero > 3:
         raise cells.bad("zero_stage", "is not 0, 1, 2 or 3")
@@ -134,7 +137,7 @@ def _sequence_parallel(cells: Cells, profile: Profile, tp: int) -> bool:
     if tp == 1:
         return False
     if given is None:
-        given = profile.name in ("megatron-core", "torchtitan", "meshwright")
+        given = profile.name.startswith((*CORE_PROFILES, "torchtitan", "meshwright"))
         cells.fill("sequence_parallel", "y" if given else "n", f"default of {profile.name}")
     return given
 
@@ -236,8 +239,11 @@ def settle_micro_batch(cells: Cells, workload: Workload, layout: Layout) -> int:
         micro_batch = max(1, share // layout.pp)
         cells.fill("micro_batch", micro_batch, "as many micro-batches as stages, default of torchtitan")
         return micro_batch
+    if workload.profile.name.startswith("megatron"):
+        cells.fill("micro_batch", 1, "as Megatron's published tables at scale")
+        return 1
     rounds = LEAST_ROUNDS * layout.pp if layout.pp > 1 else 1
-    options = [n for n in range(1, share + 1) if share % n == 0 and share // n >= rounds] or [1]
+    options = [n for n in _divisors(share) if share // n >= rounds] or [1]
     grid = Grid.of([layout] * len(options))
     columns = {**vars(grid), "micro_batch": np.array(options, dtype=np.int64)}
     fits = estimate_memory(workload, Grid(**columns)).fits(workload)
@@ -245,3 +251,9 @@ def settle_micro_batch(cells: Cells, workload: Workload, layout: Layout) -> int:
     left = f" and leaves {rounds} micro-batches" if rounds > 1 else ""
     cells.fill("micro_batch", micro_batch, f"the largest that fits{left}")
     return micro_batch
+
+
+def _divisors(number: int) -> list[int]:
+    """All of them, smallest first."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

@@ -136,10 +136,15 @@ def _guess_gated(cells: Cells, name: str, width: int, experts: int | None) -> bo
     return shared or (ffn is not None and ffn != 4 * width)
 
 
+GPT3_WIDTH, GPT3_HEADS = 12288, 96
+
+
 def _guess_heads(cells: Cells, width: int, tp: int) -> int:
-    """Heads of 128 where they divide over tp, else the nearest number that does."""
-    options = [n for n in range(1, width + 1) if width % n == 0 and n % tp == 0 and width // n >= 32]
+    """GPT-3's 96 around its width; else heads of 128 where they divide over tp, or the nearest number."""
+    options = [n for n in range(tp, width // 32 + 1, tp) if width % n == 0]
     heads = min(options, key=lambda n: abs(width / n - 128)) if options else tp
+    if GPT3_WIDTH <= width <= 1.25 * GPT3_WIDTH and GPT3_HEADS in options:
+        heads = GPT3_HEADS
     cells.fill("heads", heads)
     return heads
 

@@ -1,0 +1,244 @@
+"""Time and peak of a pipeline schedule without walking it: what a planner's search can afford, on arrays.
+
+Every argument of the public functions may be a number or an array; they broadcast together, the schedule
+included (a name, an array of names, or an array of :data:`CODES`). Stages take equal times. Tests hold the
+forms to the walked schedule (``walk.py``).
+
+Legend, in all formulas: p ranks, v stages a rank, m micro-batches; f, b, w seconds of one stage and one
+micro-batch (forward, gradient of the input, gradient of the weights), g = b + w, c = f + g; t seconds of a
+transfer to the next rank.
+
+Sources: GPipe and 1F1B (p - 1) / m and interleaving's 1 / v of it, Narayanan et al. 2021; the zero-bubble
+forms, Qi et al. 2023. What transfers and unequal f, b, w add was found as the longest paths through the
+walked orders.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
+CODES = {name: code for code, name in enumerate(NAMES)}
+"""Schedules as whole numbers, for arrays."""
+
+
+def pipeline_time(
+    schedule: ArrayLike,
+    pp: ArrayLike,
+    virtual_stages: ArrayLike,
+    micro_batches: ArrayLike,
+    forward_s: ArrayLike,
+    backward_input_s: ArrayLike,
+    backward_weight_s: ArrayLike,
+    transfer_s: ArrayLike = 0.0,
+    overlap: ArrayLike = True,
+    slowest_s: ArrayLike | None = None,
+) -> Floats:
+    """Seconds from the first action of a step to the last, as the walk has them.
+
+    Args:
+        schedule: Names, or :data:`CODES`.
+        pp: Ranks.
+        virtual_stages: Stages of each rank, read for ``interleaved``; ``zbv`` has 2 and the others 1.
+        micro_batches: Of one step; for ``interleaved`` a multiple of ``pp``.
+        forward_s: Of one micro-batch in one stage (1 / v of what the rank holds), mean over the stages.
+        backward_input_s: Gradient of the input, likewise.
+        backward_weight_s: Gradient of the weights, likewise; together with the former where not split.
+        transfer_s: Of one micro-batch's activations, or their gradient, to the next rank.
+        overlap: Whether the sender computes during a transfer. Without it every transfer of the busiest rank
+            is exposed. With it those of filling and draining are; 1F1B also shows up to 2 t a micro-batch in
+            its steady state, because the rank that waits has nothing else it may run. The others hide them
+            there: interleaved while t <= min(f, g), ZB-H1 while t <= w / 2, ZBV while t <= w + min(f, b).
+        slowest_s: Work of the slowest rank in one micro-batch, all its stages together; where it is more than
+            the mean, v c, the steady state runs at its pace. Exact for GPipe, and for 1F1B with a slow last
+            stage; a little too much where the slow stage comes earlier.
+
+    Returns:
+        Seconds, of the broadcast shape; a 0-d array for numbers.
+    """
+    code = encode(schedule)
+    p, v, m = (np.asarray(a, dtype=np.int64) for a in (pp, virtual_stages, micro_batches))
+    f, b, w, t = (
+        np.asarray(a, dtype=np.float64) for a in (forward_s, backward_input_s, backward_weight_s, transfer_s)
+    )
+    v = _stages_a_rank(code, v)
+    hidden = np.asarray(overlap, dtype=bool)
+    forms = (
+        _gpipe(p, m, f, b + w, t, hidden),
+        _1f1b(p, m, f, b + w, t, hidden),
+        _interleaved(p, v, m, f, b + w, t, hidden),
+        _zb_h1(p, m, f, b, w, t, hidden),
+        _zbv(p, m, f, b, w, t, hidden),
+    )
+    seconds = _choose(code, forms)
+    if slowest_s is not None:
+        excess = np.asarray(slowest_s, dtype=np.float64) - v * (f + b + w)
+        seconds = seconds + (m - 1) * np.maximum(0.0, excess)
+    return np.asarray(seconds, dtype=np.float64)
+
+
+def pipeline_bubble(
+    schedule: ArrayLike,
+    pp: ArrayLike,
+    virtual_stages: ArrayLike,
+    micro_batches: ArrayLike,
+    forward_s: ArrayLike = 1.0,
+    backward_input_s: ArrayLike = 1.0,
+    backward_weight_s: ArrayLike = 1.0,
+) -> Floats:
+    """The idle share of all ranks' time, without transfers; arguments as of :func:`pipeline_time`."""
+    total = pipeline_time(
+        schedule, pp, virtual_stages, micro_batches, forward_s, backward_input_s, backward_weight_s
+    )
+    v = _stages_a_rank(encode(schedule), np.asarray(virtual_stages, dtype=np.int64))
+    stage = np.add(np.add(forward_s, backward_input_s), backward_weight_s)
+    return np.asarray(1.0 - np.asarray(micro_batches) * v * stage / total, dtype=np.float64)
+
+
+def peak_in_flight(
+    schedule: ArrayLike,
+    stage_rank: ArrayLike,
+    pp: ArrayLike,
+    virtual_stages: ArrayLike,
+    micro_batches: ArrayLike,
+) -> Ints:
+    """Most activations that a rank holds at once, each that of one stage (1 / v of the rank) and micro-batch.
+
+    An activation is held from the start of its forward pass to the end of its backward pass; where that is
+    split, to the end of W, which still reads it.
+
+    Args:
+        schedule: Names, or :data:`CODES`.
+        stage_rank: Which rank, 0 to pp - 1.
+        pp: Ranks.
+        virtual_stages: Stages of each rank, read for ``interleaved``; ``zbv`` has 2 and the others 1.
+        micro_batches: Of one step.
+
+    Returns:
+        Counts, of the broadcast shape.
+    """
+    code = encode(schedule)
+    r, p, v, m = (np.asarray(a, dtype=np.int64) for a in (stage_rank, pp, virtual_stages, micro_batches))
+    forms = (
+        m + 0 * (r + p),
+        np.minimum(m, p - r),
+        np.minimum(m * v, 2 * (p - r - 1) + (v - 1) * p + 1),
+        np.minimum(m, p) + 0 * r,
+        np.minimum(np.minimum(2 * m, 2 * p), m + r + 1),
+    )
+    return np.asarray(_choose(code, forms), dtype=np.int64)
+
+
+def encode(schedule: ArrayLike) -> Ints:
+    """Schedules as :data:`CODES`, from names or from codes."""
+    given = np.asarray(schedule)
+    if given.dtype.kind in "iu":
+        return given.astype(np.int64)
+    names, inverse = np.unique(given.astype(str), return_inverse=True)
+    unknown = [str(name) for name in names if name not in CODES]
+    if unknown:
+        raise ValueError(f"no closed form for {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    codes = np.array([CODES[str(name)] for name in names], dtype=np.int64)
+    return np.asarray(codes[inverse].reshape(given.shape), dtype=np.int64)
+
+
+def _stages_a_rank(schedule: Ints, given: Ints) -> Ints:
+    """What is given for ``interleaved``; the others have their own number."""
+    own = np.where(schedule == CODES["zbv"], 2, 1)
+    return np.where(schedule == CODES["interleaved"], given, own)
+
+
+def _choose(schedule: Ints, forms: tuple[Any, ...]) -> Any:
+    """The form of each element's schedule, which is one of :data:`CODES`."""
+    which, *each = np.broadcast_arrays(schedule, *forms)
+    return np.select([which == n for n in range(len(each))], each)
+
+
+def _gpipe(p: Ints, m: Ints, f: Floats, g: Floats, t: Floats, hidden: NDArray[np.bool_]) -> Any:
+    """(m + p - 1) (f + g): fill and drain once. Without overlap a rank waits for each of its sends."""
+    sends = 2 * (p - 1) + np.where(hidden | (p == 1), 0, 2 * (m - 1))
+    return (m + p - 1) * (f + g) + sends * t
+
+
+def _1f1b(p: Ints, m: Ints, f: Floats, g: Floats, t: Floats, hidden: NDArray[np.bool_]) -> Any:
+    """GPipe's time. Transfers: rank 0 may hold p micro-batches, so every p of them wait for a round trip.
+
+    A path that goes down k ranks and up again takes 2 k transfers and moves the pipeline on by k + 1
+    micro-batches: ceil(m / p) whole round trips, and a shorter one for what is left.
+    """
+    trips = (p - 1) * -(-m // p) + np.maximum(0, (m - 1) % p - 1)
+    waits = np.where(p == 2, (m - 1), 2 * (m - 1) - (m > 1))
+    sends = np.where(hidden, 2 * trips, 2 * (p - 1) + waits)
+    return (m + p - 1) * (f + g) + np.where(p == 1, 0, sends) * t
+
+
+def _interleaved(
+    p: Ints, v: Ints, m: Ints, f: Floats, g: Floats, t: Floats, hidden: NDArray[np.bool_]
+) -> Any:
+    """(m v + p - 1) (f + g): the same bubble of stages that are v times shorter.
+
+    With overlap the first micro-batch's way through all p v stages and the last one's way back are exposed;
+    in between a rank has other stages to run, unless a transfer is longer than one of them. Without it the
+    first and the last rank send 2 v - 1 times a micro-batch and hide one of their waits; ranks between them
+    send 2 v times and set the pace in the end.
+    """
+    c = f + g
+    long = (v - 1) * np.maximum(0, m - p) * np.maximum(0, t - np.minimum(f, g))
+    longer = m * (p - 1) // (2 * p) * np.maximum(0, 2 * t - c)
+    shown = (m * v + p - 1) * c + (2 * (p * v - 1) * t + long + longer) * (p > 1)
+    ends = (m * v + p - 1) * c + (2 * m * v - m + 2 * p - 3) * t * (p > 1)
+    drain = np.maximum(np.abs(g - f) + 2 * (p - 3) * t, (2 * p - 5) * t)
+    middle = m * v * (c + 2 * t) + (p - 2) * c + drain
+    return np.where(hidden, shown, np.where(p < 3, ends, np.maximum(ends, middle)))
+
+
+def _zb_h1(p: Ints, m: Ints, f: Floats, b: Floats, w: Floats, t: Floats, hidden: NDArray[np.bool_]) -> Any:
+    """Is m c + (p - 1) max(f, b, f + b - w): p - 1 weight gradients fill what 1F1B waits at the end."""
+    ends, most = m + p - 1, np.maximum(m, p)
+    paths = (
+        (ends, ends, np.maximum(1, m - p + 1), 4 * (p - 1) * (m >= p)),
+        (ends, most, m, np.where(m >= p, 3 * (p - 1), (p + m + 1) * (m > 1))),
+        (most, ends, m, 2 * (p - 1)),
+    )
+    free = _longest(paths, f, b, w, t * hidden)
+    # A transfer longer than w / 2 is not hidden: as in 1F1B, with the weight gradient of each round trip.
+    bound = _1f1b(p, m, f, b, t * hidden, np.asarray(True)) + -(-m // p) * w
+    waits = np.where(hidden | (p == 1), 0, np.where(p == 2, m + 1, 2 * m + 2 * p - 5))
+    return np.maximum(free, bound) + waits * t
+
+
+def _zbv(p: Ints, m: Ints, f: Floats, b: Floats, w: Floats, t: Floats, hidden: NDArray[np.bool_]) -> Any:
+    """Is 2 m c + (p - 1) f for f = b = w: only the last rank's wait for its first micro-batch is left.
+
+    Where f, b and w differ, the longest of eight paths; with fewer than 2 (p - 1) micro-batches the steady
+    state is not reached, and two more. All are exact from there on without transfers.
+    """
+    k, few = 2 * m, np.maximum(0, 2 * (p - 1) - m)
+    many = m > p
+    paths = (
+        (k, k + p - 1, k, 5 * p - 7),
+        (k + 2 * p - 3, k - p + 2, k, 3 * p - 5),
+        (k + few, k + 1, k + p - 2, 3 * p - 3),
+        (k + 1 + few, k, k + p - 2, 3 * p - 5),
+        (k, (k + 2 * p - 2) * many, (k - 2 * p + 2) * many, 6 * p - 8),
+        (k + 2 * p - 2, k - p + 1, k - 1, 3 * p - 3),
+        (k + p - 2, k + 1, k, 5 * p - 7),
+        ((k + p - 1) * many, (k + p - 1) * many, (k - 2 * p + 1) * many, 6 * p - 6),
+        ((2 * p + m - 1) * (m < p), 2 * p, k, 2 * (2 * p - 1) - 2 * m),
+        ((2 * p + m - 2) * (m <= p), 2 * p + m, m, 4 * p - 4),
+    )
+    long = np.maximum(0, k * (p - 1) // p - 2 * p) * np.maximum(0, t - w - np.minimum(f, b))
+    waits = np.where(hidden, long, np.where(p == 2, k + 2, 2 * k + p - 3) * t)
+    return np.where(p == 1, k * (f + b + w), _longest(paths, f, b, w, t * hidden) + waits)
+
+
+def _longest(paths: tuple[tuple[Any, ...], ...], f: Floats, b: Floats, w: Floats, t: Floats) -> Any:
+    """The longest of some paths, each a number of forward, input and weight passes and of transfers."""
+    lengths = [n[0] * f + n[1] * b + n[2] * w + n[3] * t for n in paths]
+    return np.maximum.reduce(np.broadcast_arrays(*lengths))
