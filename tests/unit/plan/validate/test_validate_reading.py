@@ -279,7 +279,16 @@ def test_a_sharding_framework_needs_no_degrees(case):
 
 @pytest.mark.parametrize(
     ("note", "shard", "replicate"),
-    [("FSDP=64", 32, 1), ("FSDP=16", 16, 2), ("HSDP", 4, 8), ("hybrid sharding", 4, 8), ("dp_shard=8", 8, 4)],
+    [
+        ("FSDP=64", 32, 1),
+        ("FSDP=16", 16, 2),
+        ("HSDP", 4, 8),
+        ("hybrid sharding", 4, 8),
+        ("dp_shard=8", 8, 4),
+        ("sharded over 8 ranks", 8, 4),
+        ("FSDP2; selective op AC", 32, 1),
+        ("FSDP FULL_SHARD; grad_accum=2", 32, 1),
+    ],
 )
 def test_hybrid_sharding_is_read_from_the_note(case, note, shard, replicate):
     layout = case(zero_stage="3", note=note, framework="torchtitan").layout
