@@ -149,6 +149,8 @@ _MEGATRON_CORE = MemoryRules(
     vocabulary_multiple=128,
 )
 """With Transformer Engine: fused attention and norms, a cross entropy that works in the logits' place."""
+_MEGATRON_BRIDGE = dataclasses.replace(_MEGATRON_CORE, gradient_bytes=2.0)
+"""The recipes of NeMo and Megatron Bridge sum and reduce gradients in 16 bits (`grad_reduce_in_fp32=False`)."""
 _DEEPSPEED = MemoryRules(
     master_weights=True,
     gradient_bytes=6.0,
@@ -189,11 +191,11 @@ PROFILES = {
             "megatron-lm-2022", ("megatron-lm", "megatron-lm-2022"), memory=_MEGATRON_2021, time=_OLD_2022
         ),
         Profile("megatron-core", memory=_MEGATRON_CORE, time=_CORE),
-        Profile("megatron-bridge", memory=_MEGATRON_CORE, time=_BRIDGE),
+        Profile("megatron-bridge", memory=_MEGATRON_BRIDGE, time=_BRIDGE),
         Profile(
             "megatron-bridge-26.06",
             ("megatron-bridge", "megatron-bridge-26.06"),
-            memory=_MEGATRON_CORE,
+            memory=_MEGATRON_BRIDGE,
             time=_BRIDGE,
         ),
         Profile("megatron-deepspeed", memory=_DEEPSPEED, time=_OLD),
