@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -88,3 +89,15 @@ def test_replicas_that_accumulate_hold_gradients_twice_in_their_first_step(make_
         make_workload("llama", "meshwright", global_batch=2), make_grid(dp_replicate=[2]).layout(0)
     )
     assert one[0].peaks["first step"] == one[0].peaks["in step"]
+
+
+def test_the_page_prints_what_it_says(capsys):
+    """The program in docs/memory-model.md, run as it stands."""
+    page = (Path(__file__).parents[4] / "docs" / "memory-model.md").read_text(encoding="utf-8")
+    program = re.search(r"python - <<'EOF'\n(.*?)\nEOF\n", page, re.DOTALL)
+    assert program is not None
+    exec(compile(program[1], "memory-model.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "first: 68.3 GB" in printed
+    assert "last: 51.4 GB" in printed
+    assert "68.3 GB" in page.rpartition("EOF")[2]
