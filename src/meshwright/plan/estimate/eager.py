@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.plan.decoder_memory import LOSS_CHUNK_ELEMENTS, LOSS_CHUNK_TOKENS
+from meshwright.plan.estimate.activations import Kept, attention_kept, sum_kept
 from meshwright.plan.estimate.grid import Flags, Floats
 from meshwright.plan.estimate.moments import (
     NOTHING,
@@ -24,6 +25,9 @@ from meshwright.plan.estimate.state import FLOAT32
 from meshwright.plan.estimate.terms import Sum, Term
 from meshwright.plan.estimate.weights import Held
 from meshwright.plan.estimate.workload import Workload
+
+WIDE_ATTENTION = 2.5
+"""How many times wider than all query heads a feed-forward is from which attention is never the fullest."""
 
 
 def list_eager_moments(facts: Facts, stage: Stage, held: Held) -> list[Moment]:
@@ -56,6 +60,13 @@ def list_eager_moments(facts: Facts, stage: Stage, held: Held) -> list[Moment]:
             f"first block, {name}", block, NOTHING, work + part, gathered, np.where(sums, 1.0, late)
         )
         moments += [last, first]
+    if facts.workload.model.query_size * WIDE_ATTENTION > facts.workload.model.ffn_size:
+        made = np.where(sums, 1.0, head / mine)
+        for name, work in _attention_works(facts, stack):
+            last = Moment(f"last block, {name}", top, NOTHING, work + part, gathered, made)
+            done = np.where(sums, 1.0, late)
+            first = Moment(f"first block, {name}", stack.waiting, NOTHING, work + part, gathered, done)
+            moments += [last, first]
     table = Sum((Term("parts of the embedding's gradient", (held.table, FLOAT32, parts)),))
     moments.append(Moment("embedding, backward", NOTHING, NOTHING, table, NOTHING, possible=stage.embeds))
     if stage.heads.any():
@@ -99,6 +110,35 @@ def _backward_works(facts: Facts) -> list[tuple[str, Sum]]:
         works.append(
             ("experts", Sum((hidden, Term("gradients of routed copies", (tokens.routed, each, low)))))
         )
+    return works
+
+
+def _attention_works(facts: Facts, stack: Stack) -> list[tuple[str, Sum]]:
+    """A block whose first half is on its way back, or is computed again and turned by its positions.
+
+    Turning holds what is turned and its swapped half, and three products with the tables in float32.
+    """
+    model, tokens, low, grid = facts.workload.model, facts.tokens, facts.low, facts.grid
+    width, queries, keys = float(model.hidden_size), float(model.query_size), float(model.kv_size)
+    kept = attention_kept(facts.workload)
+    half = sum_kept((kept, kept, kept), grid, tokens, recompute=False)
+    bare = sum_kept((Kept(shared=kept.shared, gathered=kept.gathered),) * 3, grid, tokens, recompute=False)
+    hidden = Term("gradient of the residual", (tokens.stream, width, FLOAT32))
+    copies = Term("16-bit weights", (0.0 if low == FLOAT32 else low, width, queries + 2 * keys), grid.tp)
+    gradients = kept.split - FLOAT32 * model.num_heads
+    inside = Sum.of(hidden, copies, Term("gradients inside attention", (tokens.split, gradients)))
+    works = [("attention, backward", stack.waiting.times(-1.0) + half + inside)]
+    if model.positions == "rope":
+        once = 2 * low + 3 * FLOAT32
+        each = max(queries * once + 2 * keys * low, 2 * queries * low + keys * (once + low))
+        turned = Sum.of(hidden, copies, Term("turned", (tokens.split, each)))
+        stream = (grid.recompute == 1, tokens.stream, -width * FLOAT32)
+        read = (grid.recompute == 1, tokens.split, -(queries + 2 * keys) * low)
+        spare = Sum.of(Term("input", stream), Term("products read", read)) + stack.waiting.times(
+            grid.recompute == 1
+        )
+        again = (stack.waiting.times(-1.0) + bare + turned + spare).times(grid.recompute > 0)
+        works.append(("computed again", again))
     return works
 
 

@@ -92,6 +92,8 @@ class Stack:
     """What computing a block again adds to what it kept, in its backward pass."""
     block: Sum
     """The largest block with nothing recomputed."""
+    waiting: Sum
+    """What it keeps until its backward pass begins."""
 
     @classmethod
     def of(cls, facts: Facts, stage: Stage) -> Stack:
@@ -103,14 +105,16 @@ class Stack:
                 all=dense.times(stage.in_flight, stage.layers),
                 again=whole.times(again) + dense.times(-1.0, again),
                 block=whole,
+                waiting=dense,
             )
         routed = facts.expert.kept
         expert = (stage.expert_layers > 0).astype(np.float64)
         plain = 1.0 - expert
         block = whole.times(plain) + facts.expert.whole.times(expert)
-        less = dense.times(-1.0, plain) + routed.times(-1.0, expert)
+        waiting = dense.times(plain) + routed.times(expert)
         held = dense.times(stage.dense_layers) + routed.times(stage.expert_layers)
-        return cls(all=held.times(stage.in_flight), again=(block + less).times(again), block=block)
+        more = (block + waiting.times(-1.0)).times(again)
+        return cls(all=held.times(stage.in_flight), again=more, block=block, waiting=waiting)
 
 
 def list_moments(facts: Facts, stage: Stage, held: Held) -> list[Moment]:

@@ -28,6 +28,10 @@ MODELS = {
     "llama-8b": {"preset": "llama3-8b"},
     "gpt": GPT,
     "gpt-untied": {**GPT, "tied_embeddings": False},
+    "wide attention": {
+        "num_layers": 12, "hidden_size": 1024, "num_heads": 32, "num_kv_heads": 32, "head_dim": 128,
+        "ffn_size": 1024, "vocab_size": 32000,
+    },
     "small": {
         "num_layers": 8, "hidden_size": 512, "num_heads": 8, "num_kv_heads": 4, "ffn_size": 1536,
         "vocab_size": 32000,
