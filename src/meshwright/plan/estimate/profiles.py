@@ -179,6 +179,8 @@ _TORCHTITAN = MemoryRules(
 )
 """The loss holds 16-bit logits and three float32 copies of them; torch's parallel loss four. Its pipeline
 keeps the results of micro-batches in flight and has a buffer for the gradient of each."""
+TORCHTITAN_2025 = dataclasses.replace(_TORCHTITAN, logit_bytes=4.0)
+"""As of 2025 `compile` covers the loss too: the logits and their gradient in 16 bits, no float32 copies."""
 _FSDP = MemoryRules(blocks="operators", shards_with_gradients=False, logit_bytes=4.0, split_logit_bytes=4.0)
 """FSDP1 with llm-foundry's fused cross entropy: the logits and their gradient in 16 bits."""
 
