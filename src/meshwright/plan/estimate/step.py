@@ -65,7 +65,7 @@ class _Step:
         chunks = grid.pp * grid.virtual_stages
         self.layers = self.model.num_layers / grid.pp
         """Layers of an average rank."""
-        self.slow_layers = np.ceil(self.model.num_layers / chunks) * grid.virtual_stages
+        self.slow_layers: Floats = np.ceil(self.model.num_layers / chunks) * grid.virtual_stages.astype(float)
 
     def estimate(self) -> StepEstimate:
         """Add up."""
@@ -203,22 +203,12 @@ class _Step:
         """The stage that the others wait for: the last one has the head, unless it has fewer layers."""
         grid = self.grid
         even = self.model.num_layers % (grid.pp * grid.virtual_stages) == 0
-        left = self.model.num_layers - self.slow_layers * (grid.pp - 1)
+        left = self.model.num_layers - self.slow_layers * (grid.pp - 1.0)
         last_layers = np.where(even, self.layers, np.clip(left, 0, self.slow_layers))
         last = block.times(last_layers) + self.head
         other = block.times(self.slow_layers)
-        pick = last.total >= other.total
-        slow = Passes(
-            np.where(pick, last.forward, other.forward),
-            np.where(pick, last.backward_input, other.backward_input),
-            np.where(pick, last.backward_weight, other.backward_weight),
-        )
-        alone = grid.pp == 1
-        return Passes(
-            np.where(alone, mean.forward, slow.forward),
-            np.where(alone, mean.backward_input, slow.backward_input),
-            np.where(alone, mean.backward_weight, slow.backward_weight),
-        )
+        slow = last.where(last.total >= other.total, other)
+        return mean.where(grid.pp == 1, slow)
 
     def _send_s(self) -> Floats:
         """One activation to the next stage; ranks of a tensor-parallel group share the work."""
@@ -228,9 +218,9 @@ class _Step:
     def _pipeline(self, mean: Passes, slow: Passes, send_s: Floats) -> tuple[Floats, Floats]:
         """Makespan of all micro-batches, and the bubble in it."""
         grid = self.grid
-        stages = np.where(grid.schedule == ZBV, 2, grid.virtual_stages)
         # DualPipe-V has no closed form of its own: it fills its pipeline as ZBV does.
         schedule = np.where(grid.schedule == DUALPIPE, ZBV, grid.schedule)
+        stages = np.where(schedule == ZBV, 2, grid.virtual_stages)
         chunk = mean.times(1 / stages)
 
         def makespan(transfer: Floats | float) -> Floats:
