@@ -94,7 +94,7 @@ def ledger_stages(workload: Workload, grid: Grid) -> list[StageLedger]:
     """The classes of ranks that any layout of the grid has."""
     facts = Facts.of(workload, grid)
     stages = split_stages(workload.model, grid, workload.global_batch)
-    return [_ledger_stage(facts, stage) for stage in stages if stage.exists.any()]
+    return [_ledger_stage(facts, stage) for stage in stages if stage is stages[0] or stage.exists.any()]
 
 
 def _ledger_stage(facts: Facts, stage: Stage) -> StageLedger:

@@ -208,3 +208,12 @@ def test_uneven_layers_leave_a_place_for_embedding_and_head(make_workload, make_
     block = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336 + 2 * 4096
     table = 128256 * 4096
     assert estimate.between_bytes[0] == pytest.approx(18 * (3 * block + table + 4096), rel=1e-6)
+
+
+@pytest.mark.parametrize("profile", ["meshwright", "megatron-core"])
+def test_no_layouts_have_no_memory(make_workload, random_grid, profile):
+    """A search may filter everything away."""
+    empty = random_grid.take(np.zeros(len(random_grid), dtype=np.bool_))
+    estimate = estimate_memory(make_workload("experts", profile), empty)
+    assert len(estimate.peak_bytes) == 0
+    assert all(len(column) == 0 for column in estimate.lines.values())
