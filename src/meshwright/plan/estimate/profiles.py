@@ -150,7 +150,7 @@ _MEGATRON_CORE = MemoryRules(
 )
 """With Transformer Engine: fused attention and norms, a cross entropy that works in the logits' place."""
 _MEGATRON_BRIDGE = dataclasses.replace(_MEGATRON_CORE, gradient_bytes=2.0)
-"""The recipes of NeMo and Megatron Bridge sum and reduce gradients in 16 bits (`grad_reduce_in_fp32=False`)."""
+"""Recipes of NeMo and Megatron Bridge sum and reduce gradients in 16 bits (`grad_reduce_in_fp32=False`)."""
 _DEEPSPEED = MemoryRules(
     master_weights=True,
     gradient_bytes=6.0,

@@ -29,8 +29,8 @@ its fullest rank; the published GPT 203B of the same table, with 4.56e9 and 7, r
 def list_cases() -> tuple[Case, ...]:
     """Rows with memory, with two things that their sources say and their columns do not.
 
-    SimuMax's script for context parallelism exchanges heads (`--cp-comm-type a2a`); torchtitan's report on H200
-    is of June 2025.
+    SimuMax's script for context parallelism exchanges heads (`--cp-comm-type a2a`); torchtitan's report on
+    H200 is of June 2025.
     """
     found = []
     for row in read_rows(DATA / "published_runs.csv"):
