@@ -1,8 +1,9 @@
 """Fits the rates of ``plan/data/calibration.toml`` to published runs, and reports fit and held-out errors.
 
-The rates start from the priors below: data-sheet sense, not fitted. Each stage fits a few of them to the rows of
-its stacks that the fixed split (``plan/validate/split.py``) allows; the Korthikanti rows are never among them. The
-loss is the mean relative error, families weighted by the root of their rows, plus a small price for leaving a prior.
+The rates start from the priors below: data-sheet sense, not fitted. Each stage fits a few of them to the rows
+of its stacks that the fixed split (``plan/validate/split.py``) allows; the Korthikanti rows are never among
+them. The loss is the mean relative error, families weighted by the root of their rows, plus a small price for
+leaving a prior.
 No rate belongs to a row, a model or a family: only to a device, a stack, or a stack on a device.
 
     python benchmarks/calibrate.py --runs MORE.csv --write      # MORE.csv: rows that the package does not hold
@@ -132,7 +133,7 @@ STAGES = (
         + _rates("stack.composer-fsdp", "elementwise overlap nic host_s step_s contention"),
     ),
     Stage(
-        ("torchtitan",),
+        ("torchtitan", "torchtitan-2025"),
         _rates("stack.torchtitan.H100", "matmul attention matmul_fp8")
         + _rates("stack.torchtitan.A100", "matmul attention")
         + _rates("stack.torchtitan", "row_scaled tp_overlap elementwise compiled overlap"),
@@ -260,9 +261,9 @@ def report(cases: Sequence[Case], tables: Tables) -> str:
 def write(tables: Tables, path: Path) -> None:
     """The calibration as data."""
     lines = [
-        "# Rates that devices and software stacks reach. Written by benchmarks/calibrate.py from published runs;",
-        "# plan/estimate/rates.py says what each is. Later sections override earlier ones: default, device, stack,",
-        "# stack on a device.",
+        "# Rates that devices and software stacks reach. Written by benchmarks/calibrate.py from published",
+        "# runs; plan/estimate/rates.py says what each is. Later sections override earlier ones: default,",
+        "# device, stack, stack on a device.",
     ]
     order = sorted(tables, key=lambda name: (name != "default", name.split(".")[0], name))
     for section in order:

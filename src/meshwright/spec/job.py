@@ -33,6 +33,7 @@ Runtime = Literal[
     "megatron-bridge-26.06",
     "megatron-deepspeed",
     "torchtitan",
+    "torchtitan-2025",
     "composer-fsdp",
     "deepspeed-zero",
 ]

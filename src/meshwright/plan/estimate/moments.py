@@ -200,7 +200,10 @@ def _head_moments(facts: Facts, stage: Stage, held: Held, stack: Stack) -> list[
     width = float(facts.workload.model.hidden_size)
     rows = held.table / width
     again = grid.sequence_parallel & (grid.tp > 1)
-    each = np.where(grid.tp > 1, rules.split_logit_bytes, rules.logit_bytes)
+    whole = rules.logit_bytes
+    if facts.workload.compiled and rules.compiled_logit_bytes is not None:
+        whole = rules.compiled_logit_bytes
+    each = np.where(grid.tp > 1, rules.split_logit_bytes, whole)
     norm = Term("final norm", (2.0, tokens.stream, width, low))
     gathered = Term("gathered input", (again, tokens.count, width, low))
     loss = Term("logits", (tokens.count, rows, each))

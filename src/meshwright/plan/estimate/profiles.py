@@ -41,6 +41,8 @@ class MemoryRules:
     micro-batches."""
     logit_bytes: float = 14.0
     """Bytes for each logit when the loss is at its largest; Meshwright's, by chunks, does not read it."""
+    compiled_logit_bytes: float | None = None
+    """The same where the loss is compiled, if that differs."""
     split_logit_bytes: float = 14.0
     """The same where the vocabulary is split over tp."""
     scratch_gradients: bool = False
@@ -76,7 +78,7 @@ class TimeRules:
     reduce_bytes: float = 4.0
     """Bytes of a gradient element on the wire."""
     optimizer_bytes: float = 30.0
-    """Bytes that the update moves for each parameter: 16-bit training with float32 moments and master weights."""
+    """Bytes that the update moves for each parameter; float32 moments and master weights."""
     overlap_grad_reduce: bool = True
     """Gradients are reduced while the last backward pass goes on."""
     overlap_param_gather: bool = True
@@ -86,7 +88,7 @@ class TimeRules:
     hides_tp_backward: bool = False
     """In the backward pass, a tensor-parallel reduction runs beside the product for the weight's gradient."""
     gradient_sum_bytes: float = 6.0
-    """Bytes that adding a weight's gradient to its sum moves for each element, beyond the product that makes it."""
+    """Bytes that adding a weight's gradient to its sum moves for each element, beyond the product's own."""
     overlap_p2p: bool = False
     """Stages send and receive while they compute."""
     one_copy_a_node: bool = False
@@ -179,10 +181,11 @@ _TORCHTITAN = MemoryRules(
 )
 """The loss holds 16-bit logits and three float32 copies of them; torch's parallel loss four. Its pipeline
 keeps the results of micro-batches in flight and has a buffer for the gradient of each."""
-TORCHTITAN_2025 = dataclasses.replace(_TORCHTITAN, logit_bytes=4.0)
+_TORCHTITAN_2025 = dataclasses.replace(_TORCHTITAN, compiled_logit_bytes=4.0)
 """As of 2025 `compile` covers the loss too: the logits and their gradient in 16 bits, no float32 copies."""
 _FSDP = MemoryRules(blocks="operators", shards_with_gradients=False, logit_bytes=4.0, split_logit_bytes=4.0)
 """FSDP1 with llm-foundry's fused cross entropy: the logits and their gradient in 16 bits."""
+_TITAN = TimeRules(selective="half", optimizer_bytes=28.0, gradient_sum_bytes=0.0)
 
 PROFILES = {
     profile.name: profile
@@ -201,11 +204,8 @@ PROFILES = {
             time=_BRIDGE,
         ),
         Profile("megatron-deepspeed", memory=_DEEPSPEED, time=_OLD),
-        Profile(
-            "torchtitan",
-            memory=_TORCHTITAN,
-            time=TimeRules(selective="half", optimizer_bytes=28.0, gradient_sum_bytes=0.0),
-        ),
+        Profile("torchtitan", memory=_TORCHTITAN, time=_TITAN),
+        Profile("torchtitan-2025", ("torchtitan", "torchtitan-2025"), memory=_TORCHTITAN_2025, time=_TITAN),
         Profile(
             "composer-fsdp",
             memory=_FSDP,
@@ -218,5 +218,6 @@ PROFILES = {
         ),
     )
 }
-"""By name. `megatron-lm` is Megatron as of 2020 and 2021, `megatron-core` as of 2023 on, `megatron-bridge` the same
-with the recipes of NeMo and Megatron Bridge, which overlap more; its release 26.06 made layers of experts faster."""
+"""By name. `megatron-lm` is Megatron as of 2020 and 2021, `megatron-core` as of 2023 on, `megatron-bridge` the
+same with the recipes of NeMo and Megatron Bridge, which overlap more; their release 26.06 made layers of
+experts faster."""

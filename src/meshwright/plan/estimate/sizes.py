@@ -1,4 +1,4 @@
-"""Parameters of a block and of a rank, split as a layout splits them."""
+"""Parameters that collectives and the update move: of an average block, and of the fullest rank."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.plan.estimate.grid import Floats, Grid
+from meshwright.plan.estimate.weights import Weights
 from meshwright.spec.model import DecoderModel
 
 
@@ -24,32 +25,15 @@ class Shares:
     """Routed experts of a rank."""
 
 
-def attention_parameters(model: DecoderModel) -> float:
-    """Matrices of attention in one block."""
-    width = model.hidden_size
-    out = model.value_size * width
-    if model.attention == "latent":
-        rope, latent, head = model.rope_head_dim or 0, model.latent_size or 0, model.head_size
-        made = width * (latent + rope) + latent * (model.num_heads * head + model.value_size)
-        queries = model.num_heads * (head + rope)
-        lead = model.query_latent_size
-        return out + made + (width * lead + lead * queries if lead else width * queries)
-    return out + width * (model.query_size + 2 * model.kv_size)
-
-
 def share_parameters(model: DecoderModel, grid: Grid) -> Shares:
-    """What each rank of each layout has; biases and norms are too small to matter here."""
-    width = model.hidden_size
-    entries = 3 if model.activation == "swiglu" else 2
+    """What each rank of each layout has."""
+    weights = Weights.of(model)
     expert_share = model.expert_layers / model.num_layers
-    dense = (1 - expert_share) * entries * width * model.ffn_size
-    shared = expert_share * entries * width * model.expert_width * model.shared_experts
-    router = expert_share * width * (model.num_experts or 0)
-    block = (attention_parameters(model) + dense + shared) / grid.tp + router + 2.0 * width
-    experts = expert_share * entries * width * model.expert_width * (model.num_experts or 0)
+    split = weights.attention + (1 - expert_share) * weights.ffn + expert_share * weights.shared
+    block = split / grid.tp + weights.latents + weights.norms + expert_share * weights.router
+    experts = expert_share * weights.expert * (model.num_experts or 0)
     expert_block = experts / (grid.ep * grid.etp)
     layers = model.num_layers / grid.pp
-    table = model.vocab_size * width / grid.tp
     both = (grid.pp == 1) & (not model.tied_embeddings)
-    ends = table * np.where(both, 2.0, 1.0)
+    ends = weights.table / grid.tp * np.where(both, 2.0, 1.0)
     return Shares(block, expert_block, block * layers + ends, expert_block * layers)

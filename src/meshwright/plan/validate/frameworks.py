@@ -53,6 +53,8 @@ def choose_profile(framework: str, gpu: str, source: str = "", zero: int | None 
     """
     name = framework.lower()
     found = next((profile for pattern, profile in NAMES if re.search(pattern, name)), None)
+    if found == "torchtitan" and re.search(r"20(2[5-9]|[3-9]\d)-?\d\d", source):
+        return PROFILES["torchtitan-2025"]
     if found:
         return PROFILES[found]
     dated = re.search(r"arxiv[ :]*(\d{4})\.\d{4,5}", source.lower())
@@ -156,7 +158,7 @@ def read_compiled(cells: Cells, precision: str, profile: Profile) -> bool:
     if "compile" in cells.note:
         return True
     about = f"{cells.note} {cells.text('source').lower()}"
-    if profile.name == "torchtitan" and (precision == "fp8" or re.search(r"async[- ]?tp", about)):
+    if profile.name.startswith("torchtitan") and (precision == "fp8" or re.search(r"async[- ]?tp", about)):
         cells.remark("compiled, as float8 and asynchronous TP are")
         return True
     return False

@@ -16,7 +16,7 @@ from meshwright.plan.validate.cells import NO, YES, Cells, NotExpressedError
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.layout import Layout
 
-SHARDING_PROFILES = ("torchtitan", "composer-fsdp")
+SHARDING_PROFILES = ("torchtitan", "torchtitan-2025", "composer-fsdp")
 """Profiles whose data axis shards parameters unless a row says otherwise."""
 CORE_PROFILES = ("megatron-core", "megatron-bridge")
 """Profiles of Megatron with a distributed optimizer."""
@@ -68,11 +68,18 @@ def build_layout(cells: Cells, profile: Profile, cluster: Cluster, devices: int)
         sequence_parallel=_sequence_parallel(cells, profile, tp),
         schedule=_schedule(cells, virtual),
         virtual_stages=virtual,
-        context="ulysses" if "ulysses" in cells.note else "ring",
+        context=_context(cells),
         micro_batch=cells.optional("micro_batch"),
         recompute=_recompute(cells, profile),
         offload=_offload(cells),
     )
+
+
+def _context(cells: Cells) -> Any:
+    """How keys and values are exchanged: as the note says; SimuMax's scripts ask Megatron for all-to-all."""
+    if "ulysses" in cells.note or "simumax" in cells.text("source").lower():
+        return "ulysses"
+    return "ring"
 
 
 def _degrees(cells: Cells, profile: Profile, devices: int) -> tuple[int, int, int, int]:
@@ -179,7 +186,7 @@ def _recompute(cells: Cells, profile: Profile) -> Any:
             (kind for kind in ("full", "selective") if re.search(rf"{kind}[^;,]{{0,12}}(ac\b|recomp)", note)),
             None,
         )
-        default = told or ("selective" if profile.name == "torchtitan" else "none")
+        default = told or ("selective" if profile.name.startswith("torchtitan") else "none")
         cells.fill("recompute", default, "from the note" if told else f"default of {profile.name}")
         return default
     if text in NO:
@@ -233,7 +240,7 @@ def settle_micro_batch(cells: Cells, workload: Workload, layout: Layout) -> int:
         micro_batch = max(1, share // max(1, int(found[1])))
         cells.fill("micro_batch", micro_batch, "from the accumulation")
         return micro_batch
-    if workload.profile.name == "torchtitan":
+    if workload.profile.name.startswith("torchtitan"):
         # As many micro-batches as stages unless a job says otherwise; without a pipeline, one.
         micro_batch = max(1, share // layout.pp)
         cells.fill("micro_batch", micro_batch, "as many micro-batches as stages, default of torchtitan")

@@ -91,9 +91,7 @@ def test_tensor_parallel_across_nodes_is_visible():
     """Sixteen ranks on nodes of eight reduce over the network: the share of that axis leaps."""
     given = workload()
     given = dataclasses.replace(given, cluster=dataclasses.replace(given.cluster, nic_bytes_per_s=12.5e9))
-    one_node, two_nodes = (
-        estimate_step(given, Grid.of([change(PTD, tp=tp, pp=64 // tp)])) for tp in (8, 16)
-    )
+    one_node, two_nodes = (estimate_step(given, Grid.of([change(PTD, tp=tp, pp=64 // tp)])) for tp in (8, 16))
     inside, across = (e.parts["tensor parallel"][0] / e.step_s[0] for e in (one_node, two_nodes))
     assert across > 3 * inside
 

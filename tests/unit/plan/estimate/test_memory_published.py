@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 from meshwright.core.errors import UserError
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.memory import MemoryEstimate, estimate_memory
-from meshwright.plan.estimate.profiles import TORCHTITAN_2025
 from meshwright.plan.published import Case, read_rows
 from meshwright.plan.published_oom import read_oom
 
@@ -27,22 +25,9 @@ its fullest rank; the published GPT 203B of the same table, with 4.56e9 and 7, r
 
 @cache
 def list_cases() -> tuple[Case, ...]:
-    """Rows with memory, with two things that their sources say and their columns do not.
-
-    SimuMax's script for context parallelism exchanges heads (`--cp-comm-type a2a`); torchtitan's report on
-    H200 is of June 2025.
-    """
-    found = []
-    for row in read_rows(DATA / "published_runs.csv"):
-        case = row.case
-        if case is not None and case.memory_bytes is not None:
-            if "simumax" in case.id and case.layout.cp > 1:
-                case = dataclasses.replace(case, layout=dataclasses.replace(case.layout, context="ulysses"))
-            if case.family == "torchtitan" and case.workload.cluster.device_name.startswith("H200"):
-                profile = dataclasses.replace(case.workload.profile, memory=TORCHTITAN_2025)
-                case = dataclasses.replace(case, workload=dataclasses.replace(case.workload, profile=profile))
-            found.append(case)
-    return tuple(found)
+    """Rows with memory."""
+    rows = read_rows(DATA / "published_runs.csv")
+    return tuple(row.case for row in rows if row.case is not None and row.case.memory_bytes is not None)
 
 
 def predict(case: Case) -> MemoryEstimate:
