@@ -4,7 +4,7 @@ The rates start from the priors below: data-sheet sense, not fitted. Each stage 
 of its stacks that the fixed split (``plan/validate/split.py``) allows; the Korthikanti rows are never among
 them. The loss is the mean relative error, families weighted by the root of their rows, plus a small price for
 leaving a prior.
-No rate belongs to a row, a model or a family: only to a device, a stack, or a stack on a device.
+A rate belongs to a device, a stack, or a stack on a device; never to a row, a model or a family.
 
     python benchmarks/calibrate.py --runs MORE.csv --write      # MORE.csv: rows that the package does not hold
 """

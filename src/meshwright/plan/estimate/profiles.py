@@ -218,6 +218,6 @@ PROFILES = {
         ),
     )
 }
-"""By name. `megatron-lm` is Megatron as of 2020 and 2021, `megatron-core` as of 2023 on, `megatron-bridge` the
+"""By name. `megatron-lm` is Megatron as of 2020 and 2021, `megatron-core` as of 2023, `megatron-bridge` the
 same with the recipes of NeMo and Megatron Bridge, which overlap more; their release 26.06 made layers of
 experts faster."""
