@@ -6,7 +6,7 @@ them. The loss is the mean relative error, families weighted by the root of thei
 leaving a prior.
 A rate belongs to a device, a stack, or a stack on a device; never to a row, a model or a family.
 
-    python benchmarks/calibrate.py --runs MORE.csv --write      # MORE.csv: rows that the package does not hold
+    python benchmarks/calibrate.py --runs MORE.csv --write    # MORE.csv: rows that the package does not hold
 """
 
 from __future__ import annotations
