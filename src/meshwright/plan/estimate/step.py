@@ -6,8 +6,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.plan.estimate.block import BlockModel, BlockTimes, Passes
 from meshwright.plan.estimate.grid import Floats, Grid
+from meshwright.plan.estimate.network import Groups, build_groups
+from meshwright.plan.estimate.products import Device
+from meshwright.plan.estimate.rates import Rates, rates_of
+from meshwright.plan.estimate.sizes import Shares, share_parameters
 from meshwright.plan.estimate.workload import Workload
+
+FULL, SELECTIVE = 2, 1
+GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1, ZBV, DUALPIPE = range(6)
+WIRE_BYTES = 2.0
+"""Bytes of an activation on the wire."""
 
 
 @dataclass(frozen=True)
@@ -21,20 +31,218 @@ class StepEstimate:
     """Communication that computation hides."""
 
 
-def estimate_step(workload: Workload, grid: Grid) -> StepEstimate:
-    """A first rough sum."""
-    model, cluster = workload.model, workload.cluster
-    layer = 4.0 * model.hidden_size**2 + 3.0 * model.hidden_size * model.ffn_size
-    flops = 6 * (model.num_layers * layer + model.vocab_size * model.hidden_size)
-    tokens = workload.global_batch * workload.seq_len
-    rate = 0.6 * cluster.bf16_flops_per_s
-    compute = tokens * flops * np.where(grid.recompute == 2, 4 / 3, 1.0) / grid.world_size / rate
-    micro_batches = grid.micro_batches(workload.global_batch)
-    bubble = compute * (grid.pp - 1) / (micro_batches * grid.virtual_stages)
-    crossing = np.where(
-        grid.tp > cluster.devices_per_node, cluster.nic_bytes_per_s or 1e10, cluster.link_bytes_per_s
-    )
-    moved = 4 * 2 * tokens * model.hidden_size * model.num_layers / (grid.pp * grid.data_degree * grid.cp)
-    tp_s = np.where(grid.tp > 1, moved * 2 / crossing, 0.0)
-    parts = {"compute": compute, "bubble": bubble, "tp": tp_s}
-    return StepEstimate(sum(parts.values(), np.zeros(len(grid))), parts, {})
+def estimate_step(workload: Workload, grid: Grid, rates: Rates | None = None) -> StepEstimate:
+    """The step of every layout; ``rates`` other than the calibrated ones are for calibration."""
+    return _Step(workload, grid, rates or rates_of(workload)).estimate()
+
+
+class _Step:
+    """The quantities of one estimate, each computed once."""
+
+    def __init__(self, workload: Workload, grid: Grid, rates: Rates) -> None:
+        self.workload, self.grid, self.rates = workload, grid, rates
+        self.model, self.rules = workload.model, workload.profile.time
+        self.device = Device.of(workload, rates)
+        self.groups: Groups = build_groups(workload, rates, grid)
+        self.blocks = BlockModel(workload, self.device, grid)
+        self.block: BlockTimes = self.blocks.times()
+        self.shares: Shares = share_parameters(self.model, grid)
+        self.micro_batches = grid.micro_batches(workload.global_batch).astype(float)
+        chunks = grid.pp * grid.virtual_stages
+        self.layers = self.model.num_layers / grid.pp
+        """Layers of an average rank."""
+        self.slow_layers = np.ceil(self.model.num_layers / chunks) * grid.virtual_stages
+
+    def estimate(self) -> StepEstimate:
+        """Add up."""
+        passes, exposed = self._block_passes()
+        head = self.blocks.head()
+        mean = passes.times(self.layers) + head.times(1 / self.grid.pp)
+        slow = self._slowest(passes, head, mean)
+        send_s = self._send_s()
+        pipeline_s, bubble_s = self._pipeline(mean, slow, send_s)
+        reduce_s, hidden_s = self._data_parallel(passes)
+        optimizer_s = self._optimizer_s()
+        count = self.micro_batches * self.layers
+        tp_s, cp_s, ep_s = (exposed[name] * count for name in ("tp", "cp", "ep"))
+        fsdp_s = exposed["dp_shard"] * count
+        p2p_s = pipeline_s - self.micro_batches * slow.total - bubble_s
+        uneven_s = self.micro_batches * (slow.total - mean.total)
+        total = pipeline_s + reduce_s + optimizer_s + self.rates.step_s
+        named = tp_s + cp_s + ep_s + fsdp_s
+        parts = {
+            "compute": self.micro_batches * mean.total - named,
+            "tensor parallel": tp_s,
+            "context parallel": cp_s,
+            "expert parallel": ep_s,
+            "sharded data parallel": fsdp_s,
+            "bubble": bubble_s,
+            "uneven stages": uneven_s,
+            "pipeline transfers": p2p_s,
+            "gradient reduction": reduce_s,
+            "optimizer": optimizer_s,
+            "step overhead": np.full(len(self.grid), self.rates.step_s),
+        }
+        return StepEstimate(total, parts, {"data parallel": hidden_s})
+
+    def _block_passes(self) -> tuple[Passes, dict[str, Floats]]:
+        """An average block with everything that delays it, and what each axis adds to it."""
+        block, grid = self.block, self.grid
+        work = block.products + block.attention + block.elementwise + block.expert_products
+        full, selective = grid.recompute == FULL, grid.recompute == SELECTIVE
+        again = np.where(full, work.forward, 0.0) + np.where(selective, self._selective_s(), 0.0)
+        tp_forward, tp_backward = self._tensor_parallel()
+        cp_forward, cp_backward = self._context_parallel()
+        ep_s = self._expert_parallel()
+        repeated = np.where(full, tp_forward + ep_s + cp_forward, 0.0)
+        host = self.rates.host_s + self.rates.expert_host_s * self.model.expert_layers / self.model.num_layers
+        forward = np.maximum(work.forward + tp_forward + cp_forward + ep_s, host)
+        backward_host = host * np.where(full, 2.0, 1.0)
+        back_input = work.backward_input + again + tp_backward + cp_backward + ep_s + repeated
+        back = np.maximum(back_input + work.backward_weight, backward_host)
+        late_forward, late_backward = self._sharded(forward, back)
+        passes = Passes(
+            forward + late_forward, back - work.backward_weight + late_backward, work.backward_weight
+        )
+        return passes, {
+            "tp": tp_forward + tp_backward + np.where(full, tp_forward, 0.0),
+            "cp": cp_forward + cp_backward + np.where(full, cp_forward, 0.0),
+            "ep": 2 * ep_s + np.where(full, ep_s, 0.0),
+            "dp_shard": late_forward + late_backward,
+        }
+
+    def _selective_s(self) -> Floats:
+        """What selective recomputation runs again in a block."""
+        if self.rules.selective == "attention":
+            return self.block.attention.forward
+        elementwise = self.block.elementwise.forward
+        if self.rules.selective == "half":
+            return elementwise + 0.5 * self.block.products.forward
+        return elementwise
+
+    def _tensor_parallel(self) -> tuple[Floats, Floats]:
+        """Two reductions in each direction; in layers of experts only attention's."""
+        model = self.model
+        calls = 1 + (1 - model.expert_layers / model.num_layers) + bool(model.shared_experts) * (
+            model.expert_layers / model.num_layers
+        )
+        moved = self.blocks.rows * model.hidden_size * WIRE_BYTES
+        one = self.groups.tp.all_reduce_s(moved)
+        shown = 1 - self.rates.tp_overlap if self.rules.overlap_tp else 1.0
+        # With sequence parallel the backward pass gathers its inputs once more, beside the products.
+        return calls * one * shown, calls * one * shown
+
+    def _context_parallel(self) -> tuple[Floats, Floats]:
+        """Keys and values around the ring, hidden behind attention where it lasts long enough."""
+        model, grid = self.model, self.grid
+        width = model.kv_size if model.attention == "heads" else model.num_heads * model.head_size
+        moved = self.blocks.rows * 2 * np.maximum(width / self.blocks.tp, model.head_size) * WIRE_BYTES
+        ring = self.groups.cp.gather_s(moved * grid.cp)
+        asked = self.blocks.rows * (2 * model.query_size + 2 * width) / self.blocks.tp * WIRE_BYTES
+        exchange = self.groups.cp.all_to_all_s(asked, self.rates.all_to_all)
+        attention, hide = self.block.attention, self.rates.overlap
+        forward = np.where(grid.context == 1, exchange, np.maximum(ring - hide * attention.forward, 0.1 * ring))
+        backward = np.where(
+            grid.context == 1, exchange, np.maximum(2 * ring - hide * attention.backward_input, 0.2 * ring)
+        )
+        return forward, backward
+
+    def _expert_parallel(self) -> Floats:
+        """Dispatch and combine of one direction, averaged over all layers."""
+        model = self.model
+        if not model.expert_layers:
+            return np.zeros(len(self.grid))
+        sent = self.blocks.rows / self.blocks.tp * (model.experts_per_token or 1) * model.hidden_size * WIRE_BYTES
+        once = self.groups.ep.all_to_all_s(sent, self.rates.all_to_all)
+        return 2 * once * model.expert_layers / model.num_layers
+
+    def _sharded(self, forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
+        """ZeRO-3: each block's parameters are gathered in both directions, its gradients scattered."""
+        grid, rules = self.grid, self.rules
+        on = grid.zero == 3
+        if not on.any():
+            return np.zeros(len(grid)), np.zeros(len(grid))
+        gather = self.groups.shard.gather_s(self.shares.block * WIRE_BYTES)
+        gather = gather + self.groups.expert_shard.gather_s(self.shares.expert_block * WIRE_BYTES)
+        scatter = self.groups.shard.gather_s(self.shares.block * rules.reduce_bytes)
+        scatter = scatter + self.groups.expert_shard.gather_s(self.shares.expert_block * rules.reduce_bytes)
+        across = self.groups.replicate.all_reduce_s(
+            (self.shares.block + self.shares.expert_block) * rules.reduce_bytes / (grid.dp_shard * grid.cp)
+        )
+        hide, slow = self.rates.overlap, self.rates.contention
+        wanted_back = gather + scatter + across / self.micro_batches
+        late_forward = np.maximum(gather - hide * forward, (1 - hide) * gather) + slow * np.minimum(gather, forward)
+        late_backward = np.maximum(wanted_back - hide * backward, (1 - hide) * wanted_back)
+        late_backward = late_backward + slow * np.minimum(wanted_back, backward)
+        return np.where(on, late_forward, 0.0), np.where(on, late_backward, 0.0)
+
+    def _slowest(self, block: Passes, head: Passes, mean: Passes) -> Passes:
+        """The stage that the others wait for: the last one has the head, unless it has fewer layers."""
+        grid = self.grid
+        even = self.model.num_layers % (grid.pp * grid.virtual_stages) == 0
+        left = self.model.num_layers - self.slow_layers * (grid.pp - 1)
+        last_layers = np.where(even, self.layers, np.clip(left, 0, self.slow_layers))
+        last = block.times(last_layers) + head
+        other = block.times(self.slow_layers)
+        pick = last.total >= other.total
+        slow = Passes(
+            np.where(pick, last.forward, other.forward),
+            np.where(pick, last.backward_input, other.backward_input),
+            np.where(pick, last.backward_weight, other.backward_weight),
+        )
+        alone = grid.pp == 1
+        return Passes(
+            np.where(alone, mean.forward, slow.forward),
+            np.where(alone, mean.backward_input, slow.backward_input),
+            np.where(alone, mean.backward_weight, slow.backward_weight),
+        )
+
+    def _send_s(self) -> Floats:
+        """One activation to the next stage; ranks of a tensor-parallel group share the work."""
+        moved = self.blocks.rows * self.model.hidden_size * WIRE_BYTES / self.blocks.tp
+        return self.groups.pp.send_s(moved)
+
+    def _pipeline(self, mean: Passes, slow: Passes, send_s: Floats) -> tuple[Floats, Floats]:
+        """Makespan of all micro-batches, and the bubble in it."""
+        grid = self.grid
+        depth = grid.pp - 1.0
+        bubble = depth * mean.total / grid.virtual_stages
+        bubble = np.where(grid.schedule == ZB_H1, depth * (mean.forward + mean.backward_input - 2 * mean.backward_weight).clip(0), bubble)
+        bubble = np.where((grid.schedule == ZBV) | (grid.schedule == DUALPIPE), 0.0, bubble)
+        sends = 2 * send_s * grid.virtual_stages
+        shown = 1 - self.rates.overlap if self.rules.overlap_p2p else 1.0
+        transfers = np.where(grid.pp > 1, sends * (self.micro_batches * shown + depth), 0.0)
+        return self.micro_batches * slow.total + bubble + transfers, bubble
+
+    def _data_parallel(self, block: Passes) -> tuple[Floats, Floats]:
+        """Reduction of gradients at the end of a step, and gathering under ZeRO-1 and 2: shown and hidden."""
+        grid, rules, groups = self.grid, self.rules, self.groups
+        dense, experts = self.shares.rank, self.shares.expert_rank
+        wire = rules.reduce_bytes
+        replicated = groups.replicate.all_reduce_s((dense + experts) * wire)
+        scatter = groups.shard.gather_s(dense * wire) + groups.expert_shard.gather_s(experts * wire)
+        gather = groups.shard.gather_s(dense * WIRE_BYTES) + groups.expert_shard.gather_s(experts * WIRE_BYTES)
+        shard = grid.dp_shard * grid.cp
+        across = groups.replicate.all_reduce_s((dense + experts) * wire / shard)
+        sharded = (grid.zero == 1) | (grid.zero == 2)
+        unsharded_cp = groups.cp.all_reduce_s(dense * wire) + replicated
+        reduce = np.where(sharded, scatter + across, np.where(grid.zero == 0, unsharded_cp, 0.0))
+        gather = np.where(sharded, gather, 0.0)
+        layers = self.layers
+        window_back = (block.backward_input + block.backward_weight) * layers
+        window_forward = block.forward * layers
+        hide = self.rates.overlap
+        hidden_reduce = np.minimum(hide * reduce, window_back) if rules.overlap_grad_reduce else 0 * reduce
+        hidden_gather = np.minimum(hide * gather, window_forward) if rules.overlap_param_gather else 0 * gather
+        hidden = hidden_reduce + hidden_gather
+        return reduce + gather - hidden + self.rates.contention * hidden, hidden
+
+    def _optimizer_s(self) -> Floats:
+        """The update: bytes over the memory bus."""
+        grid = self.grid
+        shard = np.where(grid.zero > 0, grid.dp_shard * grid.cp, 1)
+        left = np.where(grid.zero > 0, self.groups.expert_shard.ranks, 1)
+        mine = self.shares.rank / shard + self.shares.expert_rank / left
+        on_device = mine * self.rules.optimizer_bytes / self.device.bytes_per_s
+        moved = mine * 2 * WIRE_BYTES / self.workload.cluster.host_bytes_per_s
+        return np.where(grid.offload > 0, np.maximum(moved, 4 * on_device), on_device)

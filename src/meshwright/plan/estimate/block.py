@@ -1,0 +1,201 @@
+"""Time of one block, and of the head, for one micro-batch on one rank: forward, backward, computed again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.plan.estimate.grid import Floats, Grid
+from meshwright.plan.estimate.products import Device, Sizes, product_s
+from meshwright.plan.estimate.profiles import TimeRules
+from meshwright.plan.estimate.workload import Workload
+from meshwright.spec.model import DecoderModel
+
+ATTENTION_BACKWARD_FLOPS = 2.5
+ATTENTION_BACKWARD_RATE = 0.85
+FULL_RATE_HEAD = 128
+"""Head width from which fused attention has its full rate; half of it has three quarters."""
+SCORE_BYTES, SCORE_BACKWARD_BYTES = 9.0, 11.0
+"""Bytes that softmax, mask and dropout move for each score where attention is not fused."""
+GRADIENT_SUM_BYTES = 8.0
+"""A weight gradient is added to a float32 sum."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of a forward pass and of the two halves of a backward pass."""
+
+    forward: Floats
+    backward_input: Floats
+    backward_weight: Floats
+
+    def __add__(self, other: Passes) -> Passes:
+        return Passes(
+            self.forward + other.forward,
+            self.backward_input + other.backward_input,
+            self.backward_weight + other.backward_weight,
+        )
+
+    def times(self, factor: Floats | float) -> Passes:
+        """So many of them."""
+        return Passes(self.forward * factor, self.backward_input * factor, self.backward_weight * factor)
+
+    @property
+    def total(self) -> Floats:
+        """Forward and backward."""
+        return self.forward + self.backward_input + self.backward_weight
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """A block, averaged over the model's layers."""
+
+    products: Passes
+    attention: Passes
+    elementwise: Passes
+    expert_products: Passes
+    """Routed experts, averaged over all layers."""
+
+
+class BlockModel:
+    """Counts a block of a workload on a device for a grid of layouts."""
+
+    def __init__(self, workload: Workload, device: Device, grid: Grid) -> None:
+        self.model: DecoderModel = workload.model
+        self.rules: TimeRules = workload.profile.time
+        self.device, self.grid = device, grid
+        self.seq_len = workload.seq_len
+        self.rows = grid.micro_batch * workload.seq_len / grid.cp
+        """Tokens of a micro-batch on a rank, gathered over tp."""
+        self.tp = grid.tp.astype(float)
+        self.token_split = np.where(grid.sequence_parallel, self.tp, 1.0)
+
+    def times(self) -> BlockTimes:
+        """All parts of an average block."""
+        model = self.model
+        dense_share = 1 - model.expert_layers / model.num_layers
+        products = self._attention_products()
+        if dense_share:
+            products = products + self._feed_forward(model.ffn_size, self.tp).times(dense_share)
+        experts = Passes(*(np.zeros(len(self.grid)),) * 3)
+        if model.expert_layers:
+            if model.shared_experts:
+                shared = self._feed_forward(model.shared_experts * model.expert_width, self.tp)
+                products = products + shared.times(1 - dense_share)
+            experts = self._experts().times(1 - dense_share)
+        return BlockTimes(products, self._attention(), self._elementwise(dense_share), experts)
+
+    def linear(self, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, plain: bool = False) -> Passes:
+        """A weight (columns x depth) applied to rows: its product, and the two of its backward pass."""
+        device = self.device
+        stored = GRADIENT_SUM_BYTES * np.asarray(columns, float) * depth * count / device.bytes_per_s
+        return Passes(
+            product_s(device, rows, columns, depth, count, plain),
+            product_s(device, rows, depth, columns, count, plain),
+            product_s(device, columns, depth, rows, count, plain) + stored,
+        )
+
+    def _attention_products(self) -> Passes:
+        """The projections around attention."""
+        model, rows, tp = self.model, self.rows, self.tp
+        width = model.hidden_size
+        out = self.linear(rows, width, model.value_size / tp)
+        if model.attention == "latent":
+            rope, latent = model.rope_head_dim or 0, model.latent_size or 0
+            head = model.head_size
+            queries = model.num_heads * (head + rope) / tp
+            made = self.linear(rows, latent + rope, width) + self.linear(
+                rows, (model.num_heads * head + model.value_size) / tp, latent
+            )
+            if model.query_latent_size:
+                asked = self.linear(rows, model.query_latent_size, width)
+                return out + made + asked + self.linear(rows, queries, model.query_latent_size)
+            return out + made + self.linear(rows, queries, width)
+        keys = np.maximum(model.kv_size / tp, model.head_size)
+        return out + self.linear(rows, model.query_size / tp + 2 * keys, width)
+
+    def _feed_forward(self, inner: int, split: Floats) -> Passes:
+        model = self.model
+        entries = 2 if model.activation == "swiglu" else 1
+        into = self.linear(self.rows, entries * inner / split, model.hidden_size)
+        return into + self.linear(self.rows, model.hidden_size, inner / split)
+
+    def _experts(self) -> Passes:
+        """Grouped products of the experts that a rank holds; tokens spread evenly."""
+        model, grid = self.model, self.grid
+        mine = np.maximum((model.num_experts or 1) / grid.ep, 1.0)
+        rows = self.rows / self.tp * (model.experts_per_token or 1) * grid.etp / mine
+        entries = 2 if model.activation == "swiglu" else 1
+        inner = model.expert_width / grid.etp
+        into = self.linear(rows, entries * inner, model.hidden_size, mine)
+        return into + self.linear(rows, model.hidden_size, inner, mine)
+
+    def _attention(self) -> Passes:
+        """Scores and their use, averaged over full and windowed layers."""
+        model = self.model
+        windowed = model.windowed_layers / model.num_layers
+        full = self._scores(self.seq_len)
+        if not windowed:
+            return full
+        return full.times(1 - windowed) + self._scores(min(model.window or self.seq_len, self.seq_len)).times(windowed)
+
+    def _scores(self, looked_back: int) -> Passes:
+        model, device = self.model, self.device
+        asked = model.head_size + (model.rope_head_dim or 0 if model.attention == "latent" else 0)
+        given = model.value_head_dim or model.head_size
+        heads = model.num_heads / self.tp
+        if not self.rules.flash_attention:
+            return self._unfused(heads, asked, given)
+        # On average a token sees half of the sequence, or its window.
+        context = looked_back * (1 - looked_back / (2 * self.seq_len)) if looked_back < self.seq_len else looked_back / 2
+        flops = 2.0 * self.rows * heads * context * (asked + given)
+        narrow = min(1.0, 0.5 + 0.5 * given / FULL_RATE_HEAD)
+        ramp = looked_back / (looked_back + device.rates.attention_ramp)
+        peak = device.plain_flops_per_s / device.rates.matmul
+        forward = flops / (peak * device.rates.attention * narrow * ramp) + device.rates.launch_s
+        backward = forward * (ATTENTION_BACKWARD_FLOPS / ATTENTION_BACKWARD_RATE)
+        return Passes(forward, backward, np.zeros_like(forward))
+
+    def _unfused(self, heads: Floats, asked: int, given: int) -> Passes:
+        """Two batched products over all scores, and passes over the scores."""
+        device, length = self.device, self.seq_len
+        count = self.rows / length * heads
+        forward = product_s(device, length, length, asked, count, plain=True)
+        forward = forward + product_s(device, length, given, length, count, plain=True)
+        scores = count * float(length) ** 2 / device.bytes_per_s
+        return Passes(
+            forward + SCORE_BYTES * scores,
+            2 * forward + SCORE_BACKWARD_BYTES * scores,
+            np.zeros_like(forward),
+        )
+
+    def _elementwise(self, dense_share: float) -> Passes:
+        """Norms, residual sums, rotations, activations: bytes over the memory bus."""
+        model, grid = self.model, self.grid
+        width = model.hidden_size
+        added = 7.0 if self.rules.dropout else 6.0
+        forward = (2 * 4.0 + 2 * added) * width / self.token_split
+        backward = (2 * 6.0 + 2 * added) * width / self.token_split
+        turned = 4.0 * (model.query_size + model.kv_size) / self.tp
+        gated = model.activation == "swiglu"
+        inner = dense_share * model.ffn_size / self.tp
+        if model.expert_layers:
+            routed = (model.experts_per_token or 1) / self.tp
+            share = 1 - dense_share
+            inner = inner + share * routed * model.expert_width / grid.etp
+            inner = inner + share * model.shared_experts * model.expert_width / self.tp
+            moved = share * routed * width
+            forward, backward = forward + 10.0 * moved, backward + 14.0 * moved
+        forward = forward + turned + (6.0 if gated else 4.0) * inner
+        backward = backward + turned + (10.0 if gated else 6.0) * inner
+        scale = self.rows * self.device.rates.elementwise / self.device.bytes_per_s
+        return Passes(forward * scale, backward * scale, np.zeros(len(grid)))
+
+    def head(self) -> Passes:
+        """The product with the vocabulary and the loss."""
+        model = self.model
+        columns = np.ceil(model.vocab_size / self.tp / 128) * 128
+        product = self.linear(self.rows, columns, model.hidden_size, plain=True)
+        loss = self.rules.loss_bytes * self.rows * columns / self.device.bytes_per_s
+        return product + Passes(loss / 2, loss / 2, np.zeros_like(loss))

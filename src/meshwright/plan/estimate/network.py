@@ -1,0 +1,105 @@
+"""Time of collectives: which links a group crosses, how fast they are, and what a call costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.plan.estimate.grid import Floats, Grid, Ints
+from meshwright.plan.estimate.rates import Rates
+from meshwright.plan.estimate.workload import Workload
+from meshwright.spec.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class Group:
+    """One communication group of every layout: its size, and the links that a ring through it crosses."""
+
+    ranks: Floats
+    bytes_per_s: Floats
+    """Of the narrowest place of a ring, for one rank."""
+    latency_s: Floats
+    inside: Floats
+    """Members in one node."""
+    link_bytes_per_s: float
+    nic_bytes_per_s: Floats
+
+    def all_reduce_s(self, moved: Floats) -> Floats:
+        """Every rank ends with the sum."""
+        return self._ring_s(2 * moved)
+
+    def gather_s(self, whole: Floats) -> Floats:
+        """All-gather to, or reduce-scatter from, a tensor of this many bytes."""
+        return self._ring_s(whole)
+
+    def all_to_all_s(self, moved: Floats, share: float) -> Floats:
+        """Every rank sends an equal part of its bytes to every other; nodes are crossed by what is not local."""
+        local = moved * (self.inside - 1) / self.ranks
+        remote = moved * (self.ranks - self.inside) / self.ranks
+        wire = np.maximum(local / self.link_bytes_per_s, remote / self.nic_bytes_per_s) / share
+        return np.where(self.ranks > 1, wire + self.latency_s, 0.0)
+
+    def send_s(self, moved: Floats) -> Floats:
+        """One message to the next member."""
+        bandwidth = np.where(self.inside >= self.ranks, self.link_bytes_per_s, self.nic_bytes_per_s)
+        return np.where(self.ranks > 1, moved / bandwidth + self.latency_s, 0.0)
+
+    def _ring_s(self, moved: Floats) -> Floats:
+        wire = moved * (self.ranks - 1) / self.ranks / self.bytes_per_s
+        return np.where(self.ranks > 1, wire + self.latency_s, 0.0)
+
+
+def build_group(cluster: Cluster, rates: Rates, ranks: Ints, stride: Ints) -> Group:
+    """The group of ``ranks`` members that lie ``stride`` devices apart."""
+    per_node = cluster.devices_per_node
+    inside = np.clip(per_node // np.maximum(stride, 1), 1, ranks).astype(float)
+    nodes = np.ceil(ranks * stride / per_node)
+    crossing = ranks * stride > per_node
+    link = cluster.link_bytes_per_s * rates.link
+    nic = (cluster.nic_bytes_per_s or cluster.link_bytes_per_s) * rates.nic
+    rack = cluster.nodes_per_rack or cluster.nodes
+    between_racks = nodes > rack
+    nic_each = np.where(between_racks, nic / cluster.spine_oversubscription, nic)
+    bandwidth = np.where(crossing, np.minimum(link, nic_each * inside), link)
+    far = rates.nic_latency_s * np.log2(np.maximum(nodes, 2))
+    latency = np.where(crossing, rates.link_latency_s + far, rates.link_latency_s)
+    if cluster.spine_latency_s:
+        latency = np.where(between_racks, latency + cluster.spine_latency_s, latency)
+    return Group(ranks.astype(float), bandwidth, latency, np.where(crossing, inside, ranks), link, nic_each)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a layout, innermost first: tp, cp, dp_shard, dp_replicate, pp; ep lies inside dp_shard."""
+
+    tp: Group
+    cp: Group
+    shard: Group
+    """dp_shard x cp: what ZeRO shards over."""
+    replicate: Group
+    pp: Group
+    ep: Group
+    expert_shard: Group
+    """What ep leaves of the shard group: over it, experts are sharded."""
+
+
+def build_groups(workload: Workload, rates: Rates, grid: Grid) -> Groups:
+    """Place the axes on the cluster, the chattiest on the fastest links."""
+
+    def group(ranks: Ints, stride: Ints) -> Group:
+        return build_group(workload.cluster, rates, ranks, stride)
+
+    one = np.ones_like(grid.tp)
+    shard = grid.dp_shard * grid.cp
+    inner = grid.tp * shard
+    left = np.maximum(shard * grid.tp // np.maximum(grid.ep * grid.etp, 1), 1)
+    return Groups(
+        tp=group(grid.tp, one),
+        cp=group(grid.cp, grid.tp),
+        shard=group(shard, grid.tp),
+        replicate=group(grid.dp_replicate, inner),
+        pp=group(grid.pp, inner * grid.dp_replicate),
+        ep=group(grid.ep, grid.etp),
+        expert_shard=group(left, np.maximum(grid.ep * grid.etp, 1)),
+    )

@@ -1,0 +1,90 @@
+"""Time of matrix products by their shape: tiles, waves, operand traffic, alignment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.plan.estimate.grid import Floats
+from meshwright.plan.estimate.rates import Rates, generation_of
+from meshwright.plan.estimate.workload import Workload
+
+MULTIPROCESSORS = {"V100": 80, "A100": 108, "H100": 132, "B200": 148, "B300": 148}
+DEFAULT_MULTIPROCESSORS = 132
+TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.80), (64, 64, 0.60))
+"""Rows and columns of a tile of the result and the rate that products cut into such tiles reach."""
+SPLIT_K_AT = 4096
+"""Depth from which a product with too few tiles is cut along its depth as well."""
+ALIGNED, HALF_ALIGNED, UNALIGNED = 1.0, 0.45, 0.14
+"""Rate by the width of an operand's rows: a multiple of 8 elements, of 4, neither (H200: 0.13 for odd rows)."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device as the formulas see it: what it reaches, not what is printed."""
+
+    flops_per_s: float
+    """Of the workload's products."""
+    plain_flops_per_s: float
+    """Of 16-bit products: attention, and what fp8 recipes leave in 16 bits."""
+    bytes_per_s: float
+    multiprocessors: int
+    rates: Rates
+    operand_width: float
+    """Bytes of an operand's element."""
+
+    @classmethod
+    def of(cls, workload: Workload, rates: Rates) -> Device:
+        """The device of a workload."""
+        cluster = workload.cluster
+        peak = cluster.peak_bf16_flops_per_s or cluster.bf16_flops_per_s / 0.8
+        plain = peak * rates.matmul
+        flops, width = plain, 2.0
+        if workload.precision == "fp8" and cluster.peak_fp8_flops_per_s:
+            flops, width = cluster.peak_fp8_flops_per_s * rates.matmul_fp8, 1.0
+        elif workload.precision == "fp4" and cluster.peak_fp4_flops_per_s:
+            flops, width = cluster.peak_fp4_flops_per_s * rates.matmul_fp4, 0.5
+        elif workload.precision == "fp32":
+            flops, plain, width = cluster.fp32_flops_per_s * 0.9, cluster.fp32_flops_per_s * 0.9, 4.0
+        return cls(
+            flops_per_s=flops,
+            plain_flops_per_s=plain,
+            bytes_per_s=cluster.memory_bytes_per_s * rates.memory,
+            multiprocessors=MULTIPROCESSORS.get(generation_of(cluster.device_name), DEFAULT_MULTIPROCESSORS),
+            rates=rates,
+            operand_width=width,
+        )
+
+
+Sizes = Floats | float | int
+
+
+def product_s(
+    device: Device, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, plain: bool = False
+) -> Floats:
+    """Seconds of ``count`` products (rows x depth) (depth x columns) that run as one kernel."""
+    rows, columns, depth, count = np.broadcast_arrays(*(np.asarray(x, float) for x in (rows, columns, depth, count)))
+    rate = device.plain_flops_per_s if plain else device.flops_per_s
+    rate = rate * _tiled(device.multiprocessors, rows, columns, depth, count) * _aligned(columns) * _aligned(depth)
+    width = 2.0 if plain else device.operand_width
+    moved = count * (width * (rows + columns) * depth + 2.0 * rows * columns)
+    arithmetic = 2 * count * rows * columns * depth / rate
+    traffic = moved / device.bytes_per_s
+    return np.maximum(arithmetic + device.rates.operand_bytes * traffic, traffic) + device.rates.launch_s
+
+
+def _tiled(multiprocessors: int, rows: Floats, columns: Floats, depth: Floats, count: Floats) -> Floats:
+    """Share of the rate that is left after the last, partly filled wave of tiles; the best tile is taken."""
+    best = np.zeros_like(rows)
+    for height, width, rate in TILES:
+        tiles = np.ceil(rows / height) * np.ceil(columns / width) * count
+        pieces = np.where(tiles < multiprocessors, np.clip(depth // SPLIT_K_AT, 1, 4), 1)
+        waves = np.ceil(tiles * pieces / multiprocessors)
+        used = rows * columns * count * pieces / (waves * multiprocessors * height * width)
+        best = np.maximum(best, rate * np.minimum(used, 1.0))
+    return best
+
+
+def _aligned(width: Floats) -> Floats:
+    return np.where(width % 8 == 0, ALIGNED, np.where(width % 4 == 0, HALF_ALIGNED, UNALIGNED))

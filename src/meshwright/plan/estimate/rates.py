@@ -1,0 +1,91 @@
+"""Rates that a device and a software stack reach: the fitted part of the estimate, kept as data.
+
+``calibration.toml`` has defaults, then what differs by device generation, by stack (a profile), and by both.
+Everything else in the estimate is counted, not fitted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tomllib
+from dataclasses import dataclass
+from importlib import resources
+
+from meshwright.plan.estimate.workload import Workload
+
+CALIBRATION_FILE = "calibration.toml"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the formulas multiply with."""
+
+    matmul: float
+    """Share of the data sheet's 16-bit peak that large products reach inside a step."""
+    matmul_fp8: float
+    """The same of the fp8 peak, with the time of scaling and casting."""
+    matmul_fp4: float
+    """The same of the fp4 peak."""
+    attention: float
+    """Share of the 16-bit peak of fused attention, forward, for long sequences; backward has 0.8 of it."""
+    attention_ramp: float
+    """Tokens of a sequence at which fused attention reaches half of that."""
+    memory: float
+    """Share of the memory bandwidth that passes over activations reach."""
+    elementwise: float
+    """Bytes that a block's norms, activations and sums move, over those of a stack that fuses each once."""
+    operand_bytes: float
+    """Share of a product's operand and result traffic that its arithmetic does not hide."""
+    launch_s: float
+    """Time of one product or fused kernel, however small."""
+    host_s: float
+    """Host time for one pass through one block; a device that is faster waits for it."""
+    expert_host_s: float
+    """The same that a layer of experts adds."""
+    link: float
+    """Share of the link bandwidth inside a node that collectives reach."""
+    link_latency_s: float
+    """Time of a collective inside a node that moves nothing."""
+    nic: float
+    """Share of the network bandwidth between nodes that collectives reach."""
+    nic_latency_s: float
+    """Time of a collective between nodes that moves nothing, for each doubling of the nodes."""
+    overlap: float
+    """Share of overlappable communication that is hidden while there is computation to hide it."""
+    tp_overlap: float
+    """Share of tensor-parallel collectives that is hidden where the stack cuts them up."""
+    all_to_all: float
+    """Share of the bandwidth that expert dispatch reaches, of what rings reach."""
+    contention: float
+    """Slow-down of computation while it shares the device with communication."""
+    step_s: float
+    """Time of a step that is in no block: data, logging, clipping."""
+
+
+def generation_of(device_name: str) -> str:
+    """The name that calibrations of a device go by: `A100`, `H100`, ... ; memory size and form left out."""
+    head = device_name.split("-")[0]
+    return {"H200": "H100", "H800": "H100", "A800": "A100", "GB200": "B200", "GB300": "B300"}.get(head, head)
+
+
+def rates_of(workload: Workload) -> Rates:
+    """The rates of a workload's device and stack."""
+    return _merge(workload.profile.name, generation_of(workload.cluster.device_name))
+
+
+@functools.lru_cache(maxsize=64)
+def _merge(stack: str, device: str) -> Rates:
+    tables = load_calibration()
+    merged: dict[str, float] = dict(tables["default"])
+    for section in (f"device.{device}", f"stack.{stack}", f"stack.{stack}.{device}"):
+        merged |= tables.get(section, {})
+    return Rates(**{field.name: float(merged[field.name]) for field in dataclasses.fields(Rates)})
+
+
+@functools.lru_cache(maxsize=1)
+def load_calibration() -> dict[str, dict[str, float]]:
+    """The sections of the calibration, flat."""
+    path = resources.files("meshwright.plan").joinpath("data", CALIBRATION_FILE)
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    return {name: values for name, values in tables.items() if isinstance(values, dict)}
