@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: generated, proved, walked and drawn without torch."""

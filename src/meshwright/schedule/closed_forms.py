@@ -1,0 +1,210 @@
+"""Time and peak of a pipeline schedule without walking it: what a planner's search can afford, on arrays.
+
+Every argument of the public functions may be a number or an array; they broadcast together, the schedule
+included (a name, an array of names, or an array of :data:`CODES`). Stages take equal times. Tests hold the
+forms to the walked schedule (``walk.py``).
+
+Legend, in all formulas: p ranks, v stages a rank, m micro-batches; f, b, w seconds of one stage and one
+micro-batch (forward, gradient of the input, gradient of the weights), g = b + w, c = f + g; t seconds of a
+transfer to the next rank.
+
+Sources: GPipe and 1F1B (p - 1) / m and interleaving's 1 / v of it, Narayanan et al. 2021; the zero-bubble
+forms, Qi et al. 2023. What transfers and unequal f, b, w add was found as the longest paths through the
+walked orders.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
+CODES = {name: code for code, name in enumerate(NAMES)}
+"""Schedules as whole numbers, for arrays."""
+
+
+def pipeline_time(
+    schedule: ArrayLike,
+    pp: ArrayLike,
+    virtual_stages: ArrayLike,
+    micro_batches: ArrayLike,
+    forward_s: ArrayLike,
+    backward_input_s: ArrayLike,
+    backward_weight_s: ArrayLike,
+    transfer_s: ArrayLike = 0.0,
+    overlap: ArrayLike = True,
+    slowest_s: ArrayLike | None = None,
+) -> Floats:
+    """Seconds from the first action of a step to the last, as the walk has them.
+
+    Args:
+        schedule: Names, or :data:`CODES`.
+        pp: Ranks.
+        virtual_stages: Stages of each rank: 1 but for ``interleaved`` (any); ``zbv`` has 2, whatever is given.
+        micro_batches: Of one step; for ``interleaved`` a multiple of ``pp``.
+        forward_s: Of one micro-batch in one stage (1 / v of what the rank holds), mean over the stages.
+        backward_input_s: Gradient of the input, likewise.
+        backward_weight_s: Gradient of the weights, likewise; together with the former where not split.
+        transfer_s: Of one micro-batch's activations, or their gradient, to the next rank.
+        overlap: Whether the sender computes during a transfer. Without it every transfer of the busiest rank
+            is exposed. With it those of filling and draining are; 1F1B also shows up to 2 t a micro-batch in
+            its steady state, because the rank that waits has nothing else it may run; interleaved and split
+            schedules hide them there as long as t <= min(f, g) and t <= w / 2.
+        slowest_s: Work of the slowest rank in one micro-batch, all its stages together; where it is more than
+            the mean, v c, the steady state runs at its pace. Exact for GPipe, and for 1F1B with a slow last
+            stage; a little too much where the slow stage comes earlier.
+
+    Returns:
+        Seconds, of the broadcast shape; a 0-d array for numbers.
+    """
+    code = encode(schedule)
+    p, v, m = (np.asarray(a, dtype=np.int64) for a in (pp, virtual_stages, micro_batches))
+    f, b, w, t = (
+        np.asarray(a, dtype=np.float64) for a in (forward_s, backward_input_s, backward_weight_s, transfer_s)
+    )
+    v = np.where(code == CODES["zbv"], 2, v)
+    hidden = np.asarray(overlap, dtype=bool)
+    forms = (
+        _gpipe(p, m, f, b + w, t, hidden),
+        _1f1b(p, m, f, b + w, t, hidden),
+        _interleaved(p, v, m, f, b + w, t, hidden),
+        _zb_h1(p, m, f, b, w, t, hidden),
+        _zbv(p, m, f, b, w, t, hidden),
+    )
+    seconds = _choose(code, forms)
+    if slowest_s is not None:
+        excess = np.asarray(slowest_s, dtype=np.float64) - v * (f + b + w)
+        seconds = seconds + (m - 1) * np.maximum(0.0, excess)
+    return np.asarray(seconds, dtype=np.float64)
+
+
+def pipeline_bubble(
+    schedule: ArrayLike,
+    pp: ArrayLike,
+    virtual_stages: ArrayLike,
+    micro_batches: ArrayLike,
+    forward_s: ArrayLike = 1.0,
+    backward_input_s: ArrayLike = 1.0,
+    backward_weight_s: ArrayLike = 1.0,
+) -> Floats:
+    """The idle share of all ranks' time, without transfers; arguments as of :func:`pipeline_time`."""
+    total = pipeline_time(
+        schedule, pp, virtual_stages, micro_batches, forward_s, backward_input_s, backward_weight_s
+    )
+    v = np.where(encode(schedule) == CODES["zbv"], 2, np.asarray(virtual_stages))
+    stage = np.add(np.add(forward_s, backward_input_s), backward_weight_s)
+    return np.asarray(1.0 - np.asarray(micro_batches) * v * stage / total, dtype=np.float64)
+
+
+def peak_in_flight(
+    schedule: ArrayLike,
+    stage_rank: ArrayLike,
+    pp: ArrayLike,
+    virtual_stages: ArrayLike,
+    micro_batches: ArrayLike,
+) -> Ints:
+    """Most activations that a rank holds at once, each that of one stage (1 / v of the rank) and micro-batch.
+
+    An activation is held from the start of its forward pass to the end of its backward pass; where that is
+    split, to the end of W, which still reads it.
+
+    Args:
+        schedule: Names, or :data:`CODES`.
+        stage_rank: Which rank, 0 to pp - 1.
+        pp: Ranks.
+        virtual_stages: Stages of each rank; ``zbv`` has 2, whatever is given.
+        micro_batches: Of one step.
+
+    Returns:
+        Counts, of the broadcast shape.
+    """
+    code = encode(schedule)
+    r, p, v, m = (np.asarray(a, dtype=np.int64) for a in (stage_rank, pp, virtual_stages, micro_batches))
+    forms = (
+        m + 0 * (r + p),
+        np.minimum(m, p - r),
+        np.minimum(m * v, 2 * (p - r - 1) + (v - 1) * p + 1),
+        np.minimum(m, p) + 0 * r,
+        np.minimum(2 * m, 2 * p) + 0 * r,
+    )
+    return np.asarray(_choose(code, forms), dtype=np.int64)
+
+
+def encode(schedule: ArrayLike) -> Ints:
+    """Schedules as :data:`CODES`, from names or from codes."""
+    given = np.asarray(schedule)
+    if given.dtype.kind in "iu":
+        return given.astype(np.int64)
+    names, inverse = np.unique(given.astype(str), return_inverse=True)
+    unknown = [str(name) for name in names if name not in CODES]
+    if unknown:
+        raise ValueError(f"no closed form for {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    codes = np.array([CODES[str(name)] for name in names], dtype=np.int64)
+    return np.asarray(codes[inverse].reshape(given.shape), dtype=np.int64)
+
+
+def _choose(code: Ints, forms: tuple[Any, ...]) -> Any:
+    """The form of each element's schedule."""
+    code, *rest = np.broadcast_arrays(code, *forms)
+    return np.select([code == n for n in range(len(rest))], rest)
+
+
+def _gpipe(p: Ints, m: Ints, f: Floats, g: Floats, t: Floats, hidden: NDArray[np.bool_]) -> Any:
+    """(m + p - 1) (f + g): fill and drain once. Without overlap a rank waits for each of its sends."""
+    sends = 2 * (p - 1) + np.where(hidden | (p == 1), 0, 2 * (m - 1))
+    return (m + p - 1) * (f + g) + sends * t
+
+
+def _1f1b(p: Ints, m: Ints, f: Floats, g: Floats, t: Floats, hidden: NDArray[np.bool_]) -> Any:
+    """GPipe's time. Transfers: rank 0 may hold p micro-batches, so every p of them wait for a round trip.
+
+    A path that goes down k ranks and up again takes 2 k transfers and moves the pipeline on by k + 1
+    micro-batches: ceil(m / p) whole round trips, and a shorter one for what is left.
+    """
+    trips = (p - 1) * -(-m // p) + np.maximum(0, (m - 1) % p - 1)
+    waits = np.where(p == 2, (m - 1), 2 * (m - 1) - (m > 1))
+    sends = np.where(hidden, 2 * trips, 2 * (p - 1) + waits)
+    return (m + p - 1) * (f + g) + np.where(p == 1, 0, sends) * t
+
+
+def _interleaved(
+    p: Ints, v: Ints, m: Ints, f: Floats, g: Floats, t: Floats, hidden: NDArray[np.bool_]
+) -> Any:
+    """(m v + p - 1) (f + g): the same bubble of stages that are v times shorter.
+
+    With overlap the first micro-batch's way through all p v stages and the last one's way back are exposed;
+    in between a rank has other stages to run. Without it the first and the last rank send 2 v - 1 times a
+    micro-batch and hide one of their waits; ranks between them send 2 v times and set the pace in the end.
+    """
+    c = f + g
+    ends = (m * v + p - 1) * c + np.where(hidden, 2 * (p * v - 1), 2 * m * v - m + 2 * p - 3) * t * (p > 1)
+    drain = np.maximum(np.abs(g - f) + 2 * (p - 3) * t, (2 * p - 5) * t)
+    middle = m * v * (c + 2 * t) + (p - 2) * c + drain
+    return np.where(hidden | (p < 3), ends, np.maximum(ends, middle))
+
+
+def _zb_h1(p: Ints, m: Ints, f: Floats, b: Floats, w: Floats, t: Floats, hidden: NDArray[np.bool_]) -> Any:
+    """Is m c + (p - 1) (f + b - w): p - 1 weight gradients fill what 1F1B would wait at the end."""
+    few = np.maximum(0, p - m) * np.minimum(b, w)
+    ends = np.maximum(f + 3 * t * hidden, f + b - w + 4 * t * hidden)
+    waits = np.where(hidden | (p == 1), 0, np.where(p == 2, m + 1, 2 * m + 2 * p - 5))
+    free = m * (f + b + w) + (p - 1) * ends + few + waits * t
+    bound = _1f1b(p, m, f, b, t, np.asarray(True)) + w
+    return np.where(hidden, np.maximum(free, bound), free)
+
+
+def _zbv(p: Ints, m: Ints, f: Floats, b: Floats, w: Floats, t: Floats, hidden: NDArray[np.bool_]) -> Any:
+    """Is 2 m c and the last rank's wait for its first micro-batch, (p - 1) f; more if f, b, w differ."""
+    on = t * hidden
+    first = (p - 1) * np.maximum(f, b) + (5 * p - 7) * on * (p > 1)
+    slow_backward = 2 * (p - 1) * (b - w) + (6 * p - 8) * on * (p > 1)
+    slow_forward = (p - 1) * f + (p - 2) * (f - b) + np.maximum(0, f - b - w)
+    slow_weight = (p - 1) * (f + 3 * on) + (p - 2) * (w - b)
+    ends = np.maximum.reduce(np.broadcast_arrays(first, slow_backward, slow_forward, slow_weight))
+    waits = np.where(hidden | (p == 1), 0, np.where(p == 2, 2 * m + 2, 4 * m + p - 3))
+    return 2 * m * (f + b + w) + np.where(p == 1, 0, ends) + waits * t
