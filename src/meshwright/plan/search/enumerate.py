@@ -15,7 +15,6 @@ What is in the space, beside the rules:
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -38,8 +37,10 @@ from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.numbers import divisors
 
-CHUNK = 1 << 16
-"""Layouts that are priced at once: a column of them fits a core's cache."""
+CHUNK = 1 << 14
+"""Layouts that are priced at once: their columns stay in a core's cache (2^14 took 3.9 us a layout, 2^17 4.8)."""
+NO_SHARDS, SHARDS_OF_SEQUENCE, SHARDS = range(3)
+"""What ZeRO finds: nothing, ranks of cp alone, or ranks of dp_shard."""
 SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv")
 _CODES: dict[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
@@ -70,6 +71,11 @@ def world_sizes(job: Job) -> list[int]:
     per_node = job.cluster.devices_per_node
     whole = [nodes * per_node for nodes in divisors(job.cluster.nodes)]
     return sorted({*whole, *divisors(per_node)}, reverse=True)
+
+
+def _evenly(count: int, ranks: Ints) -> np.ndarray:
+    """Whether so many heads split evenly over ranks, or are repeated evenly where there are fewer."""
+    return np.asarray((count % ranks == 0) | (ranks % count == 0))
 
 
 @cache
@@ -128,21 +134,27 @@ class Space:
             illegal += excluded
         else:
             columns |= {name: np.ones_like(columns["pp"]) for name in ("ep", "etp")}
-        sharded, split = columns["dp_shard"] > 1, columns["tp"] > 1
+        kind = np.where(
+            columns["dp_shard"] > 1, SHARDS, np.where(columns["cp"] > 1, SHARDS_OF_SEQUENCE, NO_SHARDS)
+        )
         # ZeRO stage 0 with shards, stages 1 to 3 without; sequence parallelism without tp.
-        illegal += int(np.where(sharded, 1, 3).sum()) + int((~split).sum())
-        columns = expand(columns, np.where(sharded, 2, 1), ("zero",), self._zero_choices)
-        columns = expand(columns, np.minimum(columns["tp"], 2), ("sequence_parallel",), self._sp_choices)
+        illegal += int(np.array([3, 0, 1])[kind].sum()) + int((columns["tp"] == 1).sum())
+        columns = expand(columns, kind, ("zero",), self._zero_choices)
+        pieces = np.where(columns["tp"] > 1, columns["tp"] * columns["cp"], 1)
+        columns = expand(columns, pieces, ("sequence_parallel",), self._sp_choices)
         return self._expand_context(columns), illegal
 
     def _legal_degrees(self, columns: Columns) -> np.ndarray:
         model, tp, cp, pp = self.model, columns["tp"], columns["cp"], columns["pp"]
-        split = [model.num_heads, model.num_kv_heads, model.ffn_size]
-        return (
-            (math.gcd(*split) % tp == 0)
-            & (pp <= model.num_layers)
-            & ((cp == 1) | (self.job.data.seq_len % (2 * cp) == 0))
-        )
+        legal = (model.num_heads % tp == 0) & (pp <= model.num_layers)
+        legal &= (cp == 1) | (self.job.data.seq_len % (2 * cp) == 0)
+        if model.attention == "heads":
+            legal &= _evenly(model.num_kv_heads, tp)
+        if model.expert_layers < model.num_layers:
+            legal &= model.ffn_size % tp == 0
+        if model.expert_layers:
+            legal &= (model.shared_experts * model.expert_width) % tp == 0
+        return legal
 
     def _as_pinned(self, columns: Columns, names: Sequence[str]) -> np.ndarray:
         kept = np.ones(len(columns["pp"]), dtype=np.bool_)
@@ -177,35 +189,42 @@ class Space:
         grown = expand(columns, group, ("ep", "etp"), choices)
         return grown, int(count_choices(group, all_choices).sum()) - len(grown["pp"])
 
-    def _zero_choices(self, sharded: int) -> Choices:
-        return [(stage,) for stage in self._allowed("zero", (1, 2, 3) if sharded > 1 else (0,))]
+    def _zero_choices(self, kind: int) -> Choices:
+        """Stage 0 has no shards; the others need some, and cp alone may be them."""
+        stages = {NO_SHARDS: (0,), SHARDS_OF_SEQUENCE: (0, 1, 2, 3), SHARDS: (1, 2, 3)}[kind]
+        least = 2 if self.pins.get("accumulate") == "deferred" else 0
+        least = 3 if self.pins.get("prefetch", 1) != 1 else least
+        return [(stage,) for stage in self._allowed("zero", stages) if stage >= least]
 
-    def _sp_choices(self, split: int) -> Choices:
+    def _sp_choices(self, pieces: int) -> Choices:
+        """``pieces`` that a sequence is cut into; 1 where there is no tp."""
+        able = pieces > 1 and self.job.data.seq_len % pieces == 0
         return [
-            (int(flag),)
-            for flag in self._allowed("sequence_parallel", (True, False) if split > 1 else (False,))
+            (int(flag),) for flag in self._allowed("sequence_parallel", (True, False) if able else (False,))
         ]
 
     def _expand_context(self, columns: Columns) -> Columns:
-        """Ulysses gives each rank of cp whole heads; a ring does not care. One choice where there is no cp."""
-        model = self.model
-        heads = math.gcd(model.num_heads, model.num_kv_heads)
+        """A ring, or where each rank of tp x cp gets whole heads, Ulysses; one choice without cp."""
+        model, base = self.model, self.world_size + 1
 
-        def choices(ways: int) -> Choices:
-            if ways == 0:
-                return [(self._code("context", self.pins.get("context", "ring")),)]
-            legal = [name for name in CONTEXTS if name == "ring" or heads % ways == 0]
+        def choices(key: int) -> Choices:
+            tp, cp = divmod(key, base)
+            if cp == 1:
+                return [(CONTEXTS.index(name),) for name in self._allowed("context", ("ring",))]
+            heads = model.num_heads % (tp * cp) == 0
+            if model.attention == "heads":
+                heads = heads and bool(_evenly(max(model.num_kv_heads // tp, 1), np.array(cp)))
+            legal = [name for name in CONTEXTS if name == "ring" or heads]
             return [(CONTEXTS.index(name),) for name in self._allowed("context", legal)]
 
-        ways = np.where(columns["cp"] > 1, columns["cp"] * columns["tp"], 0)
-        return expand(columns, ways, ("context",), choices)
+        return expand(columns, columns["tp"] * base + columns["cp"], ("context",), choices)
 
     def schedule_choices(self, key: int) -> Choices:
         """Schedules with their virtual stages; ``key`` is 2 x pp, one more where pp divides the micro-batches."""
         pp, in_groups = divmod(key, 2)
         named = self.pins.get("schedule")
         if pp == 1:
-            found = [(named or "1f1b", 1)]
+            found = [("1f1b", 1)] if named in (None, "1f1b") else []
         else:
             found = []
             for name in (named,) if named else SEARCHED_SCHEDULES:

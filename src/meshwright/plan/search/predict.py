@@ -1,0 +1,213 @@
+"""Everything that is predicted of single layouts: memory line by line, the step part by part, walked, and its bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from meshwright.core.errors import UserError
+from meshwright.plan.compute import peak_rate
+from meshwright.plan.estimate.grid import Grid
+from meshwright.plan.estimate.memory import estimate_memory
+from meshwright.plan.estimate.step import estimate_step
+from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.search.counts import token_flops
+from meshwright.plan.search.traffic import Moved, list_traffic
+from meshwright.schedule.build import build_schedule
+from meshwright.schedule.walk import StageTimes, walk_schedule
+from meshwright.spec.job import Job
+from meshwright.spec.layout import AXES, Layout
+
+PLACEHOLDER_INTERVAL = 0.3
+"""Half the width of the interval, as a share of the estimate, until residuals of held-out rows give one."""
+WORK_PARTS = (
+    "compute",
+    "tensor parallel",
+    "context parallel",
+    "expert parallel",
+    "sharded data parallel",
+)
+"""Parts of a step that every micro-batch repeats."""
+FULLEST = "fullest rank"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One layout with all that is known of it."""
+
+    job: Job
+    """With this layout."""
+    peak_bytes: float
+    lines: dict[str, float]
+    fits: bool
+    step_s: float
+    breakdown_s: dict[str, float]
+    """Parts that add up to the step, without those that are nothing."""
+    hidden_s: dict[str, float]
+    walked: bool
+    """Whether the pipeline's schedule was generated and walked; else its closed form stands."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout."""
+        return self.job.layout
+
+    @cached_property
+    def workload(self) -> Workload:
+        """What the formulas read."""
+        return Workload.of(self.job)
+
+    @cached_property
+    def traffic(self) -> list[Moved]:
+        """What one rank moves."""
+        return list_traffic(self.workload, self.layout)
+
+    @property
+    def interval_s(self) -> tuple[float, float]:
+        """Where the step time is expected to lie."""
+        return self.step_s * (1 - PLACEHOLDER_INTERVAL), self.step_s * (1 + PLACEHOLDER_INTERVAL)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole run."""
+        return self.job.train.global_batch * self.job.data.seq_len / self.step_s
+
+    @property
+    def mfu(self) -> float:
+        """Share of the peak rate, by the FLOPs that the definition counts."""
+        rate = mfu_rate(self.job)[0]
+        flops = token_flops(self.workload.model, self.job.data.seq_len)
+        return self.tokens_per_s * flops / self.layout.world_size / rate
+
+    def summary(self, reasons: Sequence[str] = ()) -> dict[str, Any]:
+        """The layout for ``--json``."""
+        low, high = self.interval_s
+        lines = [{"name": name, "bytes": round(count)} for name, count in self.lines.items()]
+        return {
+            "layout": {k: v for k, v in dataclasses.asdict(self.layout).items() if v is not None},
+            "step_s": self.step_s,
+            "step_s_low": low,
+            "step_s_high": high,
+            "tokens_per_s_per_device": self.tokens_per_s / self.layout.world_size,
+            "mfu": self.mfu,
+            "memory_bytes": {FULLEST: {"peak": round(self.peak_bytes), "lines": lines}},
+            "breakdown_s": self.breakdown_s,
+            "collectives": [dataclasses.asdict(row) for row in self.traffic],
+            "reasons": list(reasons),
+            "fits": self.fits,
+            "walked": self.walked,
+        }
+
+
+def mfu_rate(job: Job) -> tuple[float, str]:
+    """What MFU is counted against, and its name."""
+    cluster, precision = job.cluster, job.train.precision
+    for name, peak in (("fp8", cluster.peak_fp8_flops_per_s), ("fp4", cluster.peak_fp4_flops_per_s)):
+        if precision == name and peak is not None:
+            return peak, f"the data sheet's dense {name} peak"
+    return peak_rate(cluster, precision)
+
+
+def predict_layouts(job: Job, layouts: Sequence[Layout], walk: bool = True) -> list[Prediction]:
+    """Predict layouts whose micro-batch is settled; ``walk`` replaces closed forms by walked schedules."""
+    if not layouts:
+        return []
+    workload, grid = Workload.of(job), Grid.of(layouts)
+    memory, step = estimate_memory(workload, grid), estimate_step(workload, grid)
+    fits = memory.fits(workload)
+    micro_batches = grid.micro_batches(workload.global_batch)
+    found = []
+    for place, layout in enumerate(layouts):
+        parts = {name: float(values[place]) for name, values in step.parts.items()}
+        total, walked = float(step.step_s[place]), False
+        if walk and layout.pp > 1 and "bubble" in parts:
+            bubble = _walked_bubble_s(layout, int(micro_batches[place]), parts)
+            if bubble is not None:
+                total, walked = total - parts["bubble"] + bubble, True
+                parts["bubble"] = bubble
+        found.append(
+            Prediction(
+                job=dataclasses.replace(job, layout=layout),
+                peak_bytes=float(memory.peak_bytes[place]),
+                lines={k: float(v[place]) for k, v in memory.lines.items() if v[place] > 0},
+                fits=bool(fits[place]),
+                step_s=total,
+                breakdown_s={k: v for k, v in parts.items() if abs(v) > 1e-9 * total},
+                hidden_s={k: float(v[place]) for k, v in step.hidden.items() if v[place] > 0},
+                walked=walked,
+            )
+        )
+    return found
+
+
+def _walked_bubble_s(layout: Layout, micro_batches: int, parts: dict[str, float]) -> float | None:
+    """The bubble of the schedule itself; None where it is too large to generate."""
+    work = sum(parts.get(name, 0.0) for name in WORK_PARTS) / micro_batches
+    uneven = parts.get("uneven stages", 0.0) / micro_batches
+    if work <= 0:
+        return None
+    share = _walk(
+        layout.schedule,
+        layout.pp,
+        layout.virtual_stages,
+        micro_batches,
+        layout.recompute,
+        round(uneven / work, 3),
+    )
+    return None if share is None else share * work
+
+
+@lru_cache(maxsize=1024)
+def _walk(name: str, pp: int, stages: int, micro_batches: int, recompute: str, uneven: float) -> float | None:
+    """Time that a step takes beyond its slowest rank's work, over one micro-batch's work on an average rank.
+
+    Forward, and the two halves of the backward pass, take equal times; recomputation repeats the forward pass.
+    The last stage is slower by ``uneven``, of the same unit.
+    """
+    try:
+        schedule = build_schedule(name, pp, micro_batches, stages)
+    except UserError:
+        return None
+    passes = np.array([1.0, 2.0 if recompute == "full" else 1.0, 1.0])
+    passes /= passes.sum()
+    each = np.outer(passes, np.full(schedule.stages, 1.0 / stages))
+    each[:, -1] += passes * uneven
+    walk = walk_schedule(schedule, StageTimes(each[0], each[1], each[2]))
+    return max(0.0, walk.makespan_s - max(walk.work_s))
+
+
+def layout_words(layout: Layout) -> str:
+    """A layout in a line: degrees above one, then settings that are not the plain ones."""
+    degrees = [*AXES, "ep", "etp"]
+    words = [f"{axis}={getattr(layout, axis)}" for axis in degrees if getattr(layout, axis) > 1]
+    words = words or ["one device"]
+    if layout.zero:
+        words.append(f"zero={layout.zero}")
+    if layout.pp > 1:
+        stages = f" x{layout.virtual_stages}" if layout.virtual_stages > 1 else ""
+        words.append(f"{layout.schedule}{stages}")
+    if layout.cp > 1:
+        words.append(layout.context)
+    if layout.sequence_parallel:
+        words.append("sequence_parallel")
+    if layout.recompute != "none":
+        words.append(f"recompute={layout.recompute}")
+    if layout.offload != "none":
+        words.append(f"offload={layout.offload}")
+    words.append(f"micro_batch={layout.micro_batch}")
+    return " ".join(words)
+
+
+def layout_overrides(layout: Layout) -> str:
+    """The overrides that ask for exactly this layout."""
+    names = [*AXES, "ep", "etp", "zero", "sequence_parallel", "schedule", "virtual_stages"]
+    names += ["context", "micro_batch", "recompute", "offload"]
+    plain = Layout()
+    changed = [n for n in names if getattr(layout, n) != getattr(plain, n)]
+    shown = changed if any(n in AXES for n in changed) else ["dp_replicate", *changed]
+    return " ".join(f"layout.{n}={str(getattr(layout, n)).lower()}" for n in shown)
