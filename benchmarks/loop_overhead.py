@@ -28,16 +28,12 @@ prepare_environment(threads=1)
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from one_rank import build_rank  # noqa: E402
 
-from meshwright.core.events import EVENTS_FILE, EventWriter  # noqa: E402
-from meshwright.launch.assignment import Assignment  # noqa: E402
-from meshwright.plan.contract import build_plan  # noqa: E402
 from meshwright.prepare.build import CorpusSpec, prepare_corpus  # noqa: E402
-from meshwright.run.collectives.counter import CollectiveCounter  # noqa: E402
 from meshwright.run.loop import Meter, train_step  # noqa: E402
-from meshwright.run.mesh import join_ranks  # noqa: E402
 from meshwright.run.models.init import build_model  # noqa: E402
-from meshwright.run.session import Session, build_session  # noqa: E402
+from meshwright.run.session import Session  # noqa: E402
 from meshwright.spec.load import build_job  # noqa: E402
 from meshwright.spec.recipe import setting  # noqa: E402
 
@@ -54,12 +50,7 @@ def build_ours(folder: Path, micro_batch: int) -> Session:
         "layout": {"dp_replicate": 1, "micro_batch": micro_batch},
         "cluster": {"device": "cpu", "matmul_flops_per_s": 1e11},
     }  # fmt: skip
-    plan, _ = build_plan(build_job(tree))
-    counter = CollectiveCounter()
-    counter.install()
-    assignment = Assignment(str(folder), str(prepared), str(folder / "checkpoints"))
-    events = EventWriter(folder / EVENTS_FILE, 0)
-    return build_session(plan, assignment, join_ranks(plan.job, counter), counter, events)
+    return build_rank(build_job(tree), folder, prepared)
 
 
 def build_bare(session: Session) -> Callable[[], float]:

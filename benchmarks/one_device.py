@@ -79,21 +79,12 @@ def write_tokens(folder: Path, job: Job) -> None:
 
 def ours(job: Job, folder: Path) -> Callable[[], float]:
     """A step as a rank takes it."""
-    from meshwright.core.events import EVENTS_FILE, EventWriter  # noqa: PLC0415
-    from meshwright.launch.assignment import Assignment  # noqa: PLC0415
-    from meshwright.plan.contract import build_plan  # noqa: PLC0415
-    from meshwright.run.collectives.counter import CollectiveCounter  # noqa: PLC0415
+    from one_rank import build_rank  # noqa: PLC0415
+
     from meshwright.run.loop import Meter, train_step  # noqa: PLC0415
-    from meshwright.run.mesh import join_ranks  # noqa: PLC0415
-    from meshwright.run.session import build_session  # noqa: PLC0415
 
     write_tokens(folder, job)
-    plan, _ = build_plan(job)
-    counter = CollectiveCounter()
-    counter.install()
-    assignment = Assignment(str(folder), str(folder), str(folder / "checkpoints"))
-    events = EventWriter(folder / EVENTS_FILE, 0)
-    session = build_session(plan, assignment, join_ranks(plan.job, counter), counter, events)
+    session = build_rank(job, folder, folder)
     meter = Meter(session)
 
     def step() -> float:

@@ -89,7 +89,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(train, monkeypatch):
     monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:nan_in_step_three")
     failed = train("layout.dp_replicate=2", expect=4)
     assert failed.result["errors"][0]["code"] == "train-not-finite"
-    assert "at step 3" in failed.result["errors"][0]["message"]
+    assert "at step 3; no checkpoint was written before" in failed.result["errors"][0]["message"]
+    assert "resume" not in failed.result["errors"][0]["fix"], "there is nothing to resume from"
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.0])
@@ -99,6 +100,7 @@ def test_weights_that_are_not_finite_never_replace_a_good_checkpoint(train, monk
     options = ["checkpoint.every_steps=1", "checkpoint.keep_last=1", f"train.clip={clip}", "run_dir=run"]
     failed = train("layout.dp_replicate=2", *options, expect=4)
     assert failed.result["errors"][0]["code"] == "train-not-finite"
+    assert "resume from the last checkpoint" in failed.result["errors"][0]["fix"]
     assert [p.name for p in Path("run/checkpoints").iterdir()] == ["step-00000002"]
 
 
@@ -227,6 +229,16 @@ def test_torchrun_starts_the_same_run(job_file, tmp_path, train):
     assert result["losses"] == ours.losses
     assert result["audit_ok"], result["differences"]
     assert result["world_size"] == 2
+
+
+def test_a_failure_under_torchrun_names_the_run_folder(job_file, tmp_path):
+    run_dir = tmp_path / "launched"
+    spoilt = ("train.lr=1e30", "train.clip=0.0", f"run_dir={run_dir}")
+    done = _torchrun(tmp_path, str(job_file), "--json", *spoilt)
+    assert done.returncode != 0
+    result = json.loads(done.stdout)
+    assert (result["status"], result["run_dir"]) == ("error", str(run_dir))
+    assert result["errors"][0]["code"] == "train-not-finite"
 
 
 def test_a_restart_by_torchrun_goes_on_from_the_checkpoint(job_file, tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from model_shapes import gpt_overrides
+
 REPLICATED = "layout.dp_replicate=2"
 
 
@@ -89,14 +91,7 @@ def test_compiled_blocks_on_two_ranks_give_the_same_losses_and_say_compiled(trai
 
 
 def test_gpt_shaped_models_train_on_two_ranks_like_in_one_process(train):
-    gpt = (
-        "model.positions=learned",
-        "model.max_positions=32",
-        "model.norm=layer",
-        "model.activation=gelu_tanh",
-        "model.attention_bias=true",
-        "model.ffn_bias=true",
-    )
+    gpt = gpt_overrides(max_positions=32)
     alone = train("run_dir=alone", *gpt)
     together = train("run_dir=together", *gpt, REPLICATED)
     assert together.losses == pytest.approx(alone.losses, rel=1e-5)

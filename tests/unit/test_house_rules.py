@@ -22,7 +22,7 @@ MOST_LINES = 600
 MOST_FUNCTION_LINES = 100
 MOST_ARGUMENTS = 10
 COMMANDS = {"plan", "train", "audit", "generate", "prepare", "schema", "runs", "report", "bench scaling"}
-COMMANDS.add("checkpoint export")
+COMMANDS |= {f"checkpoint {name}" for name in ("export", "list", "prune", "verify")}
 NO_TORCH = ("core", "spec", "plan", "prepare", "explain", "launch")
 HEAVY = ("torch", "tokenizers", "transformers", "safetensors", "ray", "pyspark", "mlflow", "wandb")
 

@@ -202,6 +202,40 @@ def prepare(
     guarded(output, lambda: prepare_file(output, corpus))
 
 
+Checkpoints = Annotated[Path, typer.Argument(help="A folder of checkpoints, or a run.", metavar="DIR")]
+
+
+@checkpoint_app.command("list")
+def list_checkpoints(path: Checkpoints, as_json: Json = False) -> None:
+    """List checkpoints: step, size, and whether each is complete."""
+    from meshwright.cli.checkpoint import list_folder  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: list_folder(output, path))
+
+
+@checkpoint_app.command()
+def verify(path: Checkpoints, as_json: Json = False) -> None:
+    """Compare every file of the checkpoints with its checksum."""
+    from meshwright.cli.checkpoint import verify_folder  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: verify_folder(output, path))
+
+
+@checkpoint_app.command("prune")
+def prune_checkpoints(
+    path: Checkpoints,
+    keep: Annotated[int, typer.Option(min=1, help="How many of the newest to keep.")],
+    as_json: Json = False,
+) -> None:
+    """Remove old checkpoints; the newest whole one and the best one stay."""
+    from meshwright.cli.checkpoint import prune_folder  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: prune_folder(output, path, keep))
+
+
 class Dtype(StrEnum):
     """Types that weights are exported in."""
 

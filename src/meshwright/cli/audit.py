@@ -21,7 +21,7 @@ def audit_folder(output: Output, run_dir: Path) -> int:
     plan = read_plan(run_dir / PLAN_FILE)
     verdict = audit_run(plan, record)
     describe_audit(output, plan, record, verdict)
-    output.result({"run_dir": str(run_dir), "status": record.status, **verdict.as_dict()})
+    output.result({"run_dir": str(run_dir), "status": record.outcome, **verdict.as_dict()})
     return 0 if verdict.ok else CHECK_FAILED
 
 

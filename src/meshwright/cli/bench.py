@@ -15,10 +15,11 @@ from typing import Any
 from meshwright.cli.app import require_packages
 from meshwright.cli.data import settle_data
 from meshwright.cli.output import Output
-from meshwright.cli.train import NO_GPU, PRELOAD, refuse_preset, require_devices
+from meshwright.cli.ranks import build_launch, require_compiler, require_devices
+from meshwright.cli.train import refuse_preset
 from meshwright.core.errors import InterruptedRunError, Problem, UserError
 from meshwright.core.events import Event
-from meshwright.core.units import format_count, format_seconds
+from meshwright.core.units import format_count, format_plural, format_seconds
 from meshwright.explain.audit import audit_run
 from meshwright.explain.plot import Chart, draw_svg
 from meshwright.explain.scaling import FEWEST_STEPS, ScalingRow, basis, build_row, scaling_chart
@@ -26,7 +27,6 @@ from meshwright.explain.scan import Attempt
 from meshwright.explain.text_plot import draw_text
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.environment import prepare_environment
-from meshwright.launch.local import LocalLaunch
 from meshwright.plan.contract import PLAN_FILE, Plan, build_plan, write_plan
 from meshwright.spec.cluster import count_cores
 from meshwright.spec.layout import DEGREES
@@ -104,6 +104,7 @@ def plan_rows(source: str, overrides: list[str], ranks: str | None, steps: int, 
     """A plan for each number of ranks; nothing is started before all of them are legal."""
     given = ["layout.mode=given", f"train.steps={steps}"]
     alone = load_job(source, [*overrides, *given, "layout.dp_replicate=1"])
+    require_compiler(alone)
     plans = []
     for number in chosen_ranks(ranks, alone.cluster.world_size):
         batch = alone.train.global_batch * (number if weak else 1)
@@ -156,26 +157,19 @@ def measure_row(output: Output, plan: Plan, data_dir: Path) -> Heard:
     write_plan(plan, folder / PLAN_FILE)
     Assignment(str(folder), str(data_dir.resolve()), str(folder / "checkpoints")).write()
     steps, heard = plan.job.train.steps, Heard()
-    name = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
+    name = format_plural(plan.world_size, "rank")
 
     def listen(event: Event, show: Callable[[str], None]) -> None:
         heard.feed(event)
-        if event["event"] == "step" and event["rank"] == 0:
+        if event["event"] == "ready" and event["rank"] == 0 and plan.job.train.compile:
+            show(f"{name}: compiling with {plan.job.train.compile_backend}")
+        elif event["event"] == "step" and event["rank"] == 0:
             show(f"{name}: {heard.steps} of {steps} steps")
 
     if not output.errors.is_terminal:
         output.errors.print(f"measuring {name}: {steps} steps")
     with output.errors.status(f"{name}: starting") as status:
-        launch = LocalLaunch(
-            entry=ENTRY,
-            run_dir=folder,
-            world_size=plan.world_size,
-            generation=0,
-            stop_grace_s=plan.job.survive.stop_grace_s,
-            listener=lambda event: listen(event, status.update),
-            environment=NO_GPU if plan.job.cluster.device == "cpu" else {},
-            preload=PRELOAD,
-        )
+        launch = build_launch(ENTRY, plan, folder, lambda event: listen(event, status.update))
         interrupted = launch.run()  # a rank that dies leaves the folder: the error names its log
     shutil.rmtree(folder, ignore_errors=True)
     if interrupted:

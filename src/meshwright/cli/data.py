@@ -19,6 +19,7 @@ from meshwright.prepare.sources import STDLIB, iter_files, locate, source_proble
 from meshwright.prepare.spec import parse_corpus_spec
 from meshwright.prepare.templates import load_template
 from meshwright.prepare.tokenizer import TOKENIZER_FILE, load_tokenizer, parse_tokenizer_name
+from meshwright.spec.hf import find_weights_file
 from meshwright.spec.job import SYNTHETIC_IMAGES, Data, Job
 from meshwright.spec.model import DecoderModel, ResNetModel
 
@@ -105,7 +106,7 @@ def _tokenizer_name(job: Job) -> str | None:
     folder = Path(hf)
     if (folder / TOKENIZER_FILE).is_file():
         return str(folder / TOKENIZER_FILE)
-    if any(folder.glob("*.safetensors")):
+    if find_weights_file(folder) is not None:
         rule = f"has weights but no {TOKENIZER_FILE}: their tokens would mean something else here"
         fix = "Set data.tokenizer to the one that the model was trained with; byte if that was bytes"
         raise UserError(Problem("model-hf-tokenizer", rule, path="model.hf", value=hf, fix=fix))

@@ -23,4 +23,6 @@ def price_of_nearest(error: MeshwrightError) -> list[str]:
     step, peak = format_seconds(candidate.time.total_s), format_bytes(candidate.ledger.peak_bytes)
     fits = "" if candidate.fits else ", which does not fit"
     named = f"{layout.named_degrees()} layout.micro_batch={candidate.layout.micro_batch}"
+    if layout.recompute != error.job.layout.recompute:
+        named += f" layout.recompute={layout.recompute}"
     return [f"nearest layout that runs: {named} (predicted {step} a step, {peak} a device{fits})"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
 
 from meshwright.core.events import Event
-from meshwright.core.units import format_bytes, format_count, format_seconds
-from meshwright.explain.record import RunRecord
+from meshwright.core.units import format_bytes, format_count, format_plural, format_seconds
+from meshwright.explain.record import RunRecord, format_loss
 from meshwright.explain.tensorboard import TensorBoardSink
 from meshwright.explain.trackers import Ending, build_trackers
 from meshwright.spec.job import Job
@@ -26,10 +27,11 @@ PLAIN_LINES = 20
 class ProgressView:
     """Shows events of rank 0, and whatever any rank has to complain about."""
 
-    def __init__(self, console: Console, steps: int, unit: str) -> None:
+    def __init__(self, console: Console, job: Job) -> None:
         self._console = console
-        self._unit = unit
-        self._steps = steps
+        self._unit = job.unit
+        self._steps = job.train.steps
+        self._compiler = job.train.compile_backend if job.train.compile else None
         self._first = 0
         self._started = time.monotonic()
         self._bar: Progress | None = None
@@ -57,9 +59,11 @@ class ProgressView:
             self._show_step(event)
         elif name == "ready" and rank == 0:
             self._first, self._started = event["step"], time.monotonic()
+            if self._compiler is not None:  # nothing else would be heard until the first step is done
+                self._line(f"compiling with {self._compiler}: the first step takes longer")
         elif name == "eval" and rank == 0:
-            on = f"{event['samples']} sample{'' if event['samples'] == 1 else 's'}"
-            self._line(f"step {event['step']}: evaluation loss {_shown(event['loss'])} on {on}")
+            on = format_plural(event["samples"], "sample")
+            self._line(f"step {event['step']}: evaluation loss {_shown(event)} on {on}")
         elif name == "checkpoint":
             cost = f"{format_bytes(event['bytes'])}, {format_seconds(event['seconds'])}"
             self._line(f"step {event['step']}: checkpoint {event['path']} ({cost})")
@@ -80,7 +84,7 @@ class ProgressView:
         seconds = round(passed / done * (self._steps - step)) if done else 0
         left = f"{seconds} s" if seconds < 120 else format_seconds(seconds)
         rate = format_count(event["tokens_per_s"])
-        loss = _shown(event["loss"]) + (" (overflow, not taken)" if event.get("skipped") else "")
+        loss = _shown(event) + (" (overflow, not taken)" if event.get("skipped") else "")
         text = (
             f"step {step}/{self._steps} loss {loss} {rate} {self._unit}/s "
             f"MFU {event['mfu']:.1%} device {'?' if busy is None else f'{busy:.0%}'} left {left}"
@@ -99,7 +103,7 @@ class Audience:
 
     def __init__(self, console: Console, job: Job, run_dir: Path) -> None:
         self.record = RunRecord()
-        self._view = ProgressView(console, job.train.steps, job.unit)
+        self._view = ProgressView(console, job)
         self._curves = TensorBoardSink(run_dir) if job.train.tensorboard else None
         self._trackers = build_trackers(job, run_dir, lambda text: console.print(f"warning: {text}"))
 
@@ -128,6 +132,8 @@ class Audience:
             tracker.close(ending)
 
 
-def _shown(loss: float | None) -> str:
-    """A loss for people; JSON has no number for one that is not finite."""
-    return "not finite" if loss is None else f"{loss:.4f}"
+def _shown(event: Event) -> str:
+    """The loss of a step or an evaluation for people; JSON has no number for one that is not finite."""
+    if event["loss"] is None and event.get("tokens") != 0:
+        return format_loss(math.nan)
+    return format_loss(event["loss"])

@@ -9,6 +9,7 @@ from meshwright.cli.output import Output
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_rate
 from meshwright.explain.listing import RunSummary, list_runs
+from meshwright.explain.record import format_loss
 from meshwright.explain.report import PAGE_FILE, RunReport, read_report
 from meshwright.explain.report_page import write_page
 from meshwright.explain.text_plot import draw_text
@@ -47,17 +48,13 @@ def _row(run: RunSummary) -> tuple[str, ...]:
         run.status,
         f"{run.steps}/{'?' if run.steps_asked is None else run.steps_asked}",
         "-" if run.ranks is None else str(run.ranks),
-        _loss(run.loss),
-        _loss(run.eval_loss),
+        "-" if run.loss is None else format_loss(run.loss),
+        "-" if run.eval_loss is None else format_loss(run.eval_loss),
         format_rate(run.tokens_per_s, run.unit) if run.tokens_per_s else "-",
         "not measured" if run.measured is False else {True: "ok", False: "differs", None: "-"}[run.audit_ok],
         began,
         format_bytes(run.size_bytes),
     )
-
-
-def _loss(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
 
 
 def show_report(output: Output, run_dir: Path, out: Path | None) -> int:

@@ -71,7 +71,7 @@ def run_as_rank(output: Output, source: str, overrides: list[str], resume: bool)
         status = run_rank(run_dir, hear, meeting)
     store.set(f"done/{rank}", str(status))
     if status != EXIT_OK:
-        output.failure(RunFailedError(*_problems(failures, rank)), [f"run folder: {folder}"])
+        output.failure(RunFailedError(*_problems(failures, rank)), [f"run folder: {folder}"], folder)
         audience.dismiss(Ending("failed", page=leave_page(output, folder, "failed")))
         return status
     store.wait([f"done/{other}" for other in range(world_size)], PATIENCE)

@@ -16,19 +16,18 @@ from meshwright.cli.data import settle_data
 from meshwright.cli.output import Output
 from meshwright.cli.plan import describe_plan
 from meshwright.cli.progress import Audience
+from meshwright.cli.ranks import build_launch, require_compiler, require_devices
 from meshwright.cli.runs import leave_page
-from meshwright.cli.weights import find_initial_weights, settle_weights
+from meshwright.cli.weights import InitialWeights
 from meshwright.core.errors import InterruptedRunError, MeshwrightError, Problem, RunFailedError, UserError
 from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.explain.audit import Audit, audit_run
-from meshwright.explain.record import RunRecord
+from meshwright.explain.record import RunRecord, format_loss
 from meshwright.explain.trackers import Ending
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.environment import prepare_environment
-from meshwright.launch.local import LocalLaunch
 from meshwright.launch.lock import RunLock
 from meshwright.plan.contract import PLAN_FILE, Plan, build_plan, is_plan, layout_keys, read_plan, write_plan
-from meshwright.spec.cluster import find_gpus
 from meshwright.spec.job import Job
 from meshwright.spec.load import load_job
 from meshwright.spec.model import BATCH_NORM_NOTE
@@ -42,16 +41,7 @@ from meshwright.survive.checkpoint.manifest import (
 )
 
 ENTRY = "meshwright.run.worker:run_rank"
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "meshwright.cli", "meshwright.run.worker")
-"""What ranks share from birth; torch's optimizers load its compiler, so it is there too."""
 INTERRUPTED = InterruptedRunError.exit_status
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-"""Ranks that compute on cores do not wake up the GPUs beside them."""
-
-
-ONE_COMPILER = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-"""Every rank compiles for itself; a pool of compilers in each would outnumber the cores."""
-
 Resume = Literal["no", "must", "may"]
 
 
@@ -94,8 +84,7 @@ def prepare_run(
     ready_plan = read_plan(path) if not overrides and is_plan(path) else None
     job = ready_plan.job if ready_plan else load_job(source, overrides)
     _require_followers(job)
-    if job.train.compile and job.train.compile_backend == "inductor":
-        _require_compiler()
+    require_compiler(job)
     plan = ready_plan or build_plan(job)[0]
     if started is not None and plan.world_size != started:
         rule = f"needs {plan.world_size} ranks, the launcher started {started}"
@@ -104,8 +93,9 @@ def prepare_run(
         )
     if started is None:
         require_devices(job, plan.world_size)
+    weights = InitialWeights(job)
     if resume == "no":
-        find_initial_weights(job)  # refused before data are prepared, which may take long
+        _ = weights.found  # refused before data are prepared, which may take long
     data_dir = settle_data(output, job)
     describe_plan(output, plan)
     if job.mixes_samples:
@@ -113,7 +103,7 @@ def prepare_run(
     cores = job.cluster.world_size
     if plan.world_size > cores:
         output.warn(f"{plan.world_size} ranks share {cores} {job.cluster.device_name}s: it works, but slower")
-    return _write_run(output, plan, data_dir, resume)
+    return _write_run(output, plan, data_dir, resume, weights)
 
 
 def refuse_preset(source: str) -> None:
@@ -146,16 +136,7 @@ def run_prepared(output: Output, prepared: Prepared) -> int:
         if job.train.precision != "fp32":
             output.say(notice)
     audience = Audience(output.errors, job, run_dir)
-    launch = LocalLaunch(
-        entry=ENTRY,
-        run_dir=run_dir,
-        world_size=plan.world_size,
-        generation=assignment.generation,
-        stop_grace_s=job.survive.stop_grace_s,
-        listener=audience.hear,
-        environment={**ONE_COMPILER, **(NO_GPU if job.cluster.device == "cpu" else {})},
-        preload=PRELOAD,
-    )
+    launch = build_launch(ENTRY, plan, run_dir, audience.hear, assignment.generation)
     try:
         with audience.listening():
             interrupted = launch.run()
@@ -178,9 +159,11 @@ def report(output: Output, plan: Plan, record: RunRecord, run_dir: Path, audienc
     output.say()
     describe_audit(output, plan, record, verdict)
     output.say()
-    if record.losses:
+    if told := record.told_losses:
         held_out = f", {record.eval_loss:.4f} on held-out data" if record.eval_loss is not None else ""
-        output.say(f"{record.status}: loss {record.losses[0]:.4f} to {record.losses[-1]:.4f}{held_out}")
+        output.say(f"{record.status}: loss {format_loss(told[0])} to {format_loss(told[-1])}{held_out}")
+    if without := record.targetless_text():
+        output.say(without)
     if record.skipped_steps:
         steps = f"{record.skipped_steps} of {len(record.losses)} steps"
         output.say(
@@ -229,14 +212,16 @@ def summary(plan: Plan, record: RunRecord, verdict: Audit, run_dir: Path) -> dic
     }
 
 
-def _write_run(output: Output, plan: Plan, data_dir: Path, resume: Resume) -> Prepared:
+def _write_run(
+    output: Output, plan: Plan, data_dir: Path, resume: Resume, weights: InitialWeights
+) -> Prepared:
     """Choose the run's folder and the checkpoint to resume; lock it; write plan and assignment."""
     job = plan.job
     run_dir = _run_dir(job, resume)
     checkpoints = Path(job.checkpoint.dir) if job.checkpoint.dir else run_dir / "checkpoints"
     try:
         resume_from = _choose_checkpoint(output, job, checkpoints, resume)
-        hf_weights = resume_from is None and settle_weights(output, job)
+        hf_weights = resume_from is None and weights.settle(output)
     except UserError:
         if job.run_dir is None:  # the numbered folder was made just now; one with a run in it is not empty
             with contextlib.suppress(OSError):
@@ -310,28 +295,6 @@ def _make_numbered(runs: Path, name: str, number: int) -> Path:
             raise UserError(Problem("run-not-writable", rule, path=str(folder), fix=fix)) from None
         else:
             return folder
-
-
-def require_devices(job: Job, world_size: int) -> None:
-    """The local launcher starts ranks here: what is planned for elsewhere can be planned, not trained."""
-    cluster = job.cluster
-    if cluster.nodes > 1:
-        rule = f"cannot be trained from here: {cluster.nodes} nodes need a launcher that starts ranks on each"
-        fix = "Use torchrun on every node, or cluster.nodes=1"
-        raise UserError(Problem("cluster-not-here", rule, path="cluster.nodes", value=cluster.nodes, fix=fix))
-    if cluster.device == "cuda" and (found := len(find_gpus())) < world_size:
-        rule = f"needs {world_size} GPUs here, and there are {found}"
-        fix = "Use cluster.preset=local, or cluster.device=cpu"
-        raise UserError(Problem("cluster-not-here", rule, path="cluster.device", value="cuda", fix=fix))
-
-
-def _require_compiler() -> None:
-    """Torch's compiler writes C++: without a compiler it would fail in the first step, in a page of text."""
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        rule = f"needs a C++ compiler, and there is no {compiler}"
-        fix = "Install one (Debian and Ubuntu: apt-get install g++), set CXX, or leave train.compile out"
-        raise UserError(Problem("train-compile-no-compiler", rule, path="train.compile", value=True, fix=fix))
 
 
 def _choose_checkpoint(output: Output, job: Job, checkpoints: Path, resume: Resume) -> Path | None:

@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 
 from meshwright.cli.output import Output
-from meshwright.core.units import format_bytes
+from meshwright.core.units import format_bytes, format_plural
 from meshwright.spec.hf import check_config
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 from meshwright.survive.hf.weights import HfWeights, find_weights
 
 
-def find_initial_weights(job: Job) -> HfWeights | None:
-    """The folder's weights, held against the job by their headers; None if they are drawn from the seed."""
-    model = job.model
-    if not isinstance(model, DecoderModel) or model.hf is None:
-        return None
-    check_config(model, job.data.seq_len)  # a plan is older than the folder may be
-    return find_weights(Path(model.hf), model)
+class InitialWeights:
+    """The weights of ``model.hf``, looked for once, when they are first asked for."""
 
+    def __init__(self, job: Job) -> None:
+        self._job = job
 
-def settle_weights(output: Output, job: Job) -> bool:
-    """Whether a run that starts at the beginning takes the weights of ``model.hf``; says which."""
-    if not isinstance(job.model, DecoderModel) or job.model.hf is None:
-        return False
-    weights = find_initial_weights(job)
-    if weights is None:
-        output.say(f"weights: {job.model.hf} holds a config and none, so training starts from scratch")
-        return False
-    files = f"{len(weights.files)} file{'s' if len(weights.files) > 1 else ''}"
-    output.say(f"weights: {files} of {job.model.hf}, {format_bytes(weights.bytes)}")
-    return True
+    @cached_property
+    def found(self) -> HfWeights | None:
+        """The folder's weights, held against the job by their headers; None if they are drawn from the seed.
+
+        Raises:
+            UserError: Folder and job do not fit.
+        """
+        model = self._job.model
+        if not isinstance(model, DecoderModel) or model.hf is None:
+            return None
+        check_config(model, self._job.data.seq_len)  # a plan is older than the folder may be
+        return find_weights(Path(model.hf), model)
+
+    def settle(self, output: Output) -> bool:
+        """Whether a run that starts at the beginning takes weights from the folder; says which."""
+        model, weights = self._job.model, self.found
+        if not isinstance(model, DecoderModel) or model.hf is None:
+            return False
+        if weights is None:
+            output.say(f"weights: {model.hf} holds a config and none, so training starts from scratch")
+            return False
+        files = format_plural(len(weights.files), "file")
+        output.say(f"weights: {files} of {model.hf}, {format_bytes(weights.bytes)}")
+        return True

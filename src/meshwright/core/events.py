@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,33 +103,33 @@ class EventLog:
     @property
     def last_generation(self) -> int:
         """The newest attempt in the log; 0 for an empty one."""
-        numbers = [e.get("generation", 0) for e in self.events]
-        return max((n for n in numbers if isinstance(n, int)), default=0)
+        return max((e.get("generation", 0) for e in self.events), default=0)
 
 
 def read_events(path: Path) -> EventLog:
     """Read a log, skipping torn lines and counting them."""
     log = EventLog()
-    for record in _lines(path):
-        if record is None:
-            log.unreadable += 1
-        else:
-            log.events.append(record)
-    return log
-
-
-def _lines(path: Path) -> Iterator[Event | None]:
     with path.open("rb") as file:
         for line in file:
             if not line.strip():
                 continue
-            try:
-                record = json.loads(line)
-            except ValueError:
-                yield None
-                continue
-            known = isinstance(record, dict) and "event" in record and record.get("v") == EVENTS_VERSION
-            yield record if known else None
+            event = parse_event(line)
+            if event is None:
+                log.unreadable += 1
+            else:
+                log.events.append(event)
+    return log
+
+
+def parse_event(line: bytes) -> Event | None:
+    """The event of a line; None for one that is torn, is not JSON, or is of another version."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(event, dict) or "event" not in event or event.get("v") != EVENTS_VERSION:
+        return None
+    return event if isinstance(event.get("generation", 0), int) else None
 
 
 def to_json(content: Any) -> str:

@@ -1,4 +1,4 @@
-"""Files that must be there after a crash."""
+"""Files that must be there after a crash, and how much room they take."""
 
 from __future__ import annotations
 
@@ -13,3 +13,15 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below a folder; what vanishes meanwhile counts nothing."""
+    total = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(where, name)).st_size  # noqa: PTH118  (thousands of files)
+            except OSError:
+                continue
+    return total

@@ -15,6 +15,11 @@ def format_count(count: float) -> str:
     return _scaled(count).strip()
 
 
+def format_plural(number: int, noun: str, ending: str = "s") -> str:
+    """Things that are counted: ``1 rank``, ``2 ranks``, ``2 batches`` with another ending."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{ending}"
+
+
 def format_rate(per_second: float, unit: str) -> str:
     """A rate: ``412 GFLOP/s``."""
     return f"{_scaled(per_second)}{unit}/s"

@@ -25,6 +25,8 @@ class Curves:
     steps: array[float] = field(default_factory=lambda: array("d"))
     values: dict[str, array[float]] = field(default_factory=dict)
     evaluations: list[tuple[float, float]] = field(default_factory=list)
+    without_targets: set[float] = field(default_factory=set)
+    """Steps that have no loss because they had nothing to learn."""
 
     def feed(self, event: Event) -> None:
         """Take in a step or an evaluation."""
@@ -36,6 +38,8 @@ class Curves:
             return
         before = len(self.steps)
         self.steps.append(float(step))
+        if event.get("tokens") == 0:
+            self.without_targets.add(float(step))
         for name, value in event.items():
             if name not in NOT_CURVES and (value is None or isinstance(value, int | float)):
                 if name not in self.values:
@@ -90,7 +94,7 @@ class History:
             found = (
                 s
                 for s, y in zip(curves.steps, curves.values.get("loss", ()), strict=False)
-                if not math.isfinite(y)
+                if not math.isfinite(y) and s not in curves.without_targets
             )
             places += [(step, f"loss not finite at step {step:.0f}") for step in itertools.islice(found, 1)]
         return tuple(places)

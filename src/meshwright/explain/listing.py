@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.events import EVENTS_FILE
+from meshwright.core.files import folder_bytes
 from meshwright.explain.audit import audit_run
 from meshwright.explain.scan import LastAttempt
 from meshwright.launch.lock import is_held
@@ -84,14 +84,14 @@ def summarise_run(folder: Path) -> RunSummary:
         steps_asked=plan.job.train.steps if plan else attempt.steps,
         ranks=plan.world_size if plan else len(attempt.ranks) or None,
         attempts=found.attempts,
-        loss=record.losses[-1] if record.losses else None,
+        loss=record.told_losses[-1] if record.told_losses else None,
         eval_loss=record.eval_loss,
         tokens_per_s=record.tokens_per_s,
         unit=plan.job.unit if plan else "tokens",
         audit_ok=verdict.ok if verdict else None,
         measured=verdict.measured if verdict else None,
         began=found.began if found.began is not None else _changed(folder),
-        size_bytes=_size(folder),
+        size_bytes=folder_bytes(folder),
         reason="; ".join(reasons),
     )
 
@@ -110,15 +110,3 @@ def _changed(folder: Path) -> float | None:
         return folder.stat().st_mtime
     except OSError:
         return None
-
-
-def _size(folder: Path) -> int:
-    """Bytes of all files below a folder; what vanishes meanwhile counts nothing."""
-    total = 0
-    for where, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(where, name)).st_size  # noqa: PTH118  (thousands of files)
-            except OSError:
-                continue
-    return total

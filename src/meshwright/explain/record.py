@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from pydantic import TypeAdapter
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import EVENTS_FILE, Event, read_events
+from meshwright.core.units import format_plural
 from meshwright.plan.comms import Traffic
 
 
@@ -46,8 +48,10 @@ class RunRecord:
     """One attempt at a run. Keeps what reports need, not every event."""
 
     status: str = "unfinished"
-    losses: list[float] = field(default_factory=list)
-    """Of each step, from rank 0."""
+    failed: bool = False
+    """A rank said that it ends by an error."""
+    losses: list[float | None] = field(default_factory=list)
+    """Of each step, from rank 0; NaN where it was not finite, None for a step without targets."""
     eval_loss: float | None = None
     step_times_s: list[float] = field(default_factory=list)
     mfus: list[float] = field(default_factory=list)
@@ -72,6 +76,24 @@ class RunRecord:
             handler(event)
 
     @property
+    def outcome(self) -> str:
+        """How it ended, by what its ranks wrote."""
+        return "failed" if self.failed and self.status == "unfinished" else self.status
+
+    @property
+    def told_losses(self) -> list[float]:
+        """Those of the steps that had targets."""
+        return [loss for loss in self.losses if loss is not None]
+
+    def targetless_text(self) -> str:
+        """A sentence about the steps that had no targets; nothing if all had some."""
+        without = len(self.losses) - len(self.told_losses)
+        if not without:
+            return ""
+        which = f"{without} of {format_plural(len(self.losses), 'step')}"
+        return f"{which} had no target tokens, masked prompts alone, and so no loss"
+
+    @property
     def tokens_per_s(self) -> float | None:
         """Of the whole run, by the median step; the first two steps, one of them audited, are left out."""
         times = self.step_times_s[2:] or self.step_times_s
@@ -89,10 +111,11 @@ class RunRecord:
 
     def _on_step(self, event: Event) -> None:
         if event["rank"] == 0:
-            self.losses.append(event["loss"])
+            loss, targets = event["loss"], event["tokens"]
+            self.losses.append(math.nan if loss is None and targets else loss)  # JSON has no NaN
             self.step_times_s.append(event["step_s"])
             self.mfus.append(event["mfu"])
-            self.tokens_per_step = event["tokens"]
+            self.tokens_per_step = targets or self.tokens_per_step
             self.skipped_steps += bool(event.get("skipped"))
 
     def _on_eval(self, event: Event) -> None:
@@ -123,9 +146,19 @@ class RunRecord:
     def _on_events_lost(self, event: Event) -> None:
         self.events_lost[event["rank"]] = max(event["count"], self.events_lost.get(event["rank"], 0))
 
+    def _on_error(self, event: Event) -> None:
+        self.failed = True
+
     def _on_finished(self, event: Event) -> None:
         if event["rank"] == 0:
             self.status = event["status"]
+
+
+def format_loss(loss: float | None) -> str:
+    """The loss of a step for people; None is that of a step without targets."""
+    if loss is None:
+        return "none (no target tokens)"
+    return f"{loss:.4f}" if math.isfinite(loss) else "not finite"
 
 
 @contextlib.contextmanager

@@ -12,11 +12,12 @@ from typing import Any
 
 import tomli_w
 
-from meshwright.core.units import format_count, format_rate, format_seconds
+from meshwright.core.units import format_count, format_plural, format_rate, format_seconds
 from meshwright.explain.audit import Audit, audit_run, held_text
 from meshwright.explain.history import History, read_history
 from meshwright.explain.listing import FINISHED, settle_status
 from meshwright.explain.plot import Chart, Series
+from meshwright.explain.record import format_loss
 from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
 from meshwright.spec.load import job_tree
 
@@ -60,7 +61,7 @@ class RunReport:
         job, newest, record = self.plan.job, self.history.newest, self.history.newest.record
         rows = [
             ("Model", f"{_model_name(job.model)}, {format_count(self.plan.parameters)} parameters"),
-            ("Layout", f"{job.layout.named_degrees()}; {_count(self.plan.world_size, 'rank')}"),
+            ("Layout", f"{job.layout.named_degrees()}; {format_plural(self.plan.world_size, 'rank')}"),
             ("Batch", self._batch()),
             ("Data", self._data()),
             ("Precision", job.train.precision),
@@ -83,17 +84,21 @@ class RunReport:
 
     def _batch(self) -> str:
         job = self.plan.job
-        micro = f"{_count(self.plan.micro_batches, 'micro-batch', 'es')} of {job.layout.micro_batch} a rank"
-        return f"{_count(job.train.global_batch, 'sample')} a step; {micro}"
+        micro = format_plural(self.plan.micro_batches, "micro-batch", "es")
+        micro += f" of {job.layout.micro_batch} a rank"
+        return f"{format_plural(job.train.global_batch, 'sample')} a step; {micro}"
 
     def _losses(self) -> str:
         record = self.history.newest.record
         if not record.losses:
             return "no step was done"
-        text = f"{_figure(record.losses[0])} to {_figure(record.losses[-1])}"
+        told = record.told_losses
+        if not told:
+            return "no step had target tokens"
+        text = f"{format_loss(told[0])} to {format_loss(told[-1])}"
         if len(self.history.attempts) > 1:
             text += " in the newest attempt"
-        return text + (f"; {_figure(record.eval_loss)} held out" if record.eval_loss is not None else "")
+        return text + (f"; {format_loss(record.eval_loss)} held out" if record.eval_loss is not None else "")
 
     def _where_and_when(self) -> list[tuple[str, str]]:
         newest, rows = self.history.newest, []
@@ -101,7 +106,9 @@ class RunReport:
         if first:
             rows.append(("Began", time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(first))))
         took = sum((a.ended or 0) - (a.began or 0) for a in self.history.attempts)
-        rows.append(("Took", f"{format_seconds(took)} in {_count(len(self.history.attempts), 'attempt')}"))
+        rows.append(
+            ("Took", f"{format_seconds(took)} in {format_plural(len(self.history.attempts), 'attempt')}")
+        )
         cluster = self.plan.job.cluster
         where = (
             f"{cluster.device_name or cluster.device} ({cluster.preset or cluster.file or cluster.device})"
@@ -156,7 +163,7 @@ class RunReport:
             lost = attempt.record.events_lost
             found += [f"{which}rank {r} lost {n} or more lines of events.jsonl" for r, n in lost.items()]
         if self.history.unreadable:
-            torn = _count(self.history.unreadable, "line")
+            torn = format_plural(self.history.unreadable, "line")
             found.append(f"{torn} of events.jsonl torn, or of another version: skipped")
         if self.audited:
             found += self.verdict.differences
@@ -165,6 +172,8 @@ class RunReport:
     def notes(self) -> list[str]:
         """What is worth knowing and no trouble."""
         notes = [note for attempt in self.history.attempts for note in attempt.record.notes]
+        if without := self.history.newest.record.targetless_text():
+            notes.append(without)
         broken = [name for _, name in self.history.not_finite()]
         return [*broken, *self.plan.reasons, *dict.fromkeys(notes)]
 
@@ -176,7 +185,7 @@ class RunReport:
             return f"The plan held: {held_text(self.plan)}"
         if not self.verdict.measured:
             return f"Not measured: {self.verdict.differences[-1]}."
-        return f"The plan did not hold: {_count(len(self.verdict.differences), 'difference')}."
+        return f"The plan did not hold: {format_plural(len(self.verdict.differences), 'difference')}."
 
     def job_text(self) -> str:
         """The settled job as TOML."""
@@ -203,7 +212,7 @@ class RunReport:
                 }
                 for attempt in self.history.attempts
             ],
-            "loss": record.losses[-1] if record.losses else None,
+            "loss": record.told_losses[-1] if record.told_losses else None,
             "eval_loss": record.eval_loss,
             "tokens_per_s": record.tokens_per_s,
             "mfu": record.mfu,
@@ -230,11 +239,3 @@ def read_report(run_dir: Path, status: str | None = None) -> RunReport:
 
 def _model_name(model: Any) -> str:
     return str(getattr(model, "preset", None) or getattr(model, "architecture", None) or "model")
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
-
-
-def _figure(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from meshwright.core.units import format_plural
 from meshwright.explain.plot import Chart, Series
 from meshwright.plan.contract import Plan
 
@@ -137,11 +138,10 @@ def scaling_chart(rows: Sequence[ScalingRow], weak: bool, note: str = "") -> Cha
     ideal = tuple((float(row.ranks), row.ranks / first.ranks) for row in rows)
     measured = tuple((float(row.ranks), row.speedup) for row in rows)
     kind = "weak scaling: the batch grows with the ranks" if weak else "strong scaling: one global batch"
-    against = "1 rank" if first.ranks == 1 else f"{first.ranks} ranks"
     return Chart(
         title=f"Speed-up, {kind}",
         x_label="ranks",
-        y_label=f"times the rate of {against}",
+        y_label=f"times the rate of {format_plural(first.ranks, 'rank')}",
         series=(Series("ideal", (ideal,), 2, dashed=True), Series("measured", (measured,), 0)),
         from_zero=True,
         whole_x=True,
@@ -154,7 +154,7 @@ def basis(rows: Sequence[ScalingRow], steps: int) -> str:
     counted, first = steps - WARM_UP, rows[0].ranks
     return (
         f"medians of {counted} steps after {WARM_UP} of warm-up, slowest rank of each; "
-        f"speed-up and efficiency against {first} rank{'s' if first > 1 else ''}; "
+        f"speed-up and efficiency against {format_plural(first, 'rank')}; "
         "reduce = time with a reduction under way, exposed = its part after the backward pass, "
         "overlap = 1 - exposed / reduce"
     )

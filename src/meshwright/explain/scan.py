@@ -7,13 +7,12 @@ line in any other form is parsed as JSON: what is shown does not depend on how a
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshwright.core.events import EVENTS_VERSION, Event
+from meshwright.core.events import EVENTS_VERSION, Event, parse_event
 from meshwright.explain.record import RunRecord, feed_checked
 
 _HEAD = re.compile(
@@ -48,21 +47,11 @@ def scan_events(
                     continue
             elif not line.strip():
                 continue
-            event = _parse(line)
+            event = parse_event(line)
             if event is None:
                 scan.unreadable += 1
             elif event["event"] != "step" or event.get("rank") == 0:
                 yield event
-
-
-def _parse(line: bytes) -> Event | None:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(event, dict) or "event" not in event or event.get("v") != EVENTS_VERSION:
-        return None
-    return event if isinstance(event.get("generation", 0), int) else None
 
 
 @dataclass
@@ -86,7 +75,7 @@ class Attempt:
     @property
     def status(self) -> str:
         """How it ended, by what its ranks wrote."""
-        return "failed" if self.errors and self.record.status == "unfinished" else self.record.status
+        return self.record.outcome
 
     def feed(self, event: Event) -> None:
         """Take in one event of this attempt."""
@@ -158,7 +147,7 @@ class LastAttempt:
 
     def _settle_step(self) -> None:
         """Loss, tokens and step number of the newest step; its duration is noted already."""
-        event = _parse(self._newest_step) if self._newest_step else None
+        event = parse_event(self._newest_step) if self._newest_step else None
         if event is not None:
             self.attempt.record.step_times_s.pop()
             self.attempt.feed(event)

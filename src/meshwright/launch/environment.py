@@ -29,6 +29,8 @@ def prepare_environment(threads: int, environ: MutableMapping[str, str] = os.env
             f"ONEDNN_MAX_CPU_ISA={SAFE_ISA} set for the ranks"
         )
     environ.setdefault("OMP_NUM_THREADS", str(threads))
+    # Every rank compiles for itself: a pool of compilers in each would outnumber the cores.
+    environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return notices
 

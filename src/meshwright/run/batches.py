@@ -17,12 +17,23 @@ from torch import Tensor
 
 from meshwright.prepare.dataset import IGNORED, Rows, TokenDataset
 
+Samples = npt.NDArray[np.int64]
+"""Numbers of samples."""
+
 
 def deal(count: int, rank: int, ranks: int) -> range:
     """The part of ``count`` samples that falls to a rank: contiguous, sizes differ by at most one."""
     base, extra = divmod(count, ranks)
     start = rank * base + min(rank, extra)
     return range(start, start + base + (rank < extra))
+
+
+def cut(samples: Samples, rank: int, ranks: int, micro_batch: int) -> Iterator[Samples]:
+    """A rank's samples, a micro-batch at a time; as many as the fullest rank needs, the last ones short."""
+    mine = samples[list(deal(len(samples), rank, ranks))]
+    fullest = len(deal(len(samples), 0, ranks))
+    for start in range(0, fullest, micro_batch):
+        yield mine[start : start + micro_batch]
 
 
 @dataclass(frozen=True)
@@ -34,17 +45,15 @@ class Batcher:
     ranks: int
     micro_batch: int
 
-    def micro_batches(self, samples: npt.NDArray[np.int64]) -> Iterator[tuple[Tensor, ...]]:
+    def micro_batches(self, samples: Samples) -> Iterator[tuple[Tensor, ...]]:
         """The model's arguments, each (micro_batch, seq_len); as many as the fullest rank needs.
 
         Tokens and targets; with ``data.mask=document`` also segments, the number of each token's document.
         """
-        mine = samples[list(deal(len(samples), self.rank, self.ranks))]
-        fullest = len(deal(len(samples), 0, self.ranks))
-        for start in range(0, fullest, self.micro_batch):
-            yield self._pad(self.dataset.read(mine[start : start + self.micro_batch]))
+        for part in cut(samples, self.rank, self.ranks, self.micro_batch):
+            yield self._pad(self.dataset.read(part))
 
-    def count_targets(self, samples: npt.NDArray[np.int64]) -> int:
+    def count_targets(self, samples: Samples) -> int:
         """Targets of all ranks together: every rank knows the divisor of the loss without asking."""
         return self.dataset.count_targets(samples)
 

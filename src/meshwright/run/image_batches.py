@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from meshwright.prepare.dataset import IGNORED
 from meshwright.prepare.images import ImageDataset, ImageShape, open_images
-from meshwright.run.batches import deal
+from meshwright.run.batches import Samples, cut
 from meshwright.spec.job import SYNTHETIC_IMAGES, Job
 from meshwright.spec.model import ResNetModel
 
@@ -27,16 +25,13 @@ class ImageBatcher:
     ranks: int
     micro_batch: int
 
-    def micro_batches(self, samples: npt.NDArray[np.int64]) -> Iterator[tuple[Tensor, Tensor]]:
+    def micro_batches(self, samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
         """Images (micro_batch, C, H, W) and labels (micro_batch); as many as the fullest rank needs.
 
         A rank with fewer fills up with black images whose labels are ignored.
         """
-        mine = samples[list(deal(len(samples), self.rank, self.ranks))]
-        fullest = len(deal(len(samples), 0, self.ranks))
         shape = self.dataset.shape
-        for start in range(0, fullest, self.micro_batch):
-            part = mine[start : start + self.micro_batch]
+        for part in cut(samples, self.rank, self.ranks, self.micro_batch):
             images = torch.zeros((self.micro_batch, shape.channels, shape.side, shape.side))
             labels = torch.full((self.micro_batch,), IGNORED, dtype=torch.int64)
             if len(part):
@@ -45,7 +40,7 @@ class ImageBatcher:
                 labels[: len(part)] = torch.from_numpy(classes)
             yield images, labels
 
-    def count_targets(self, samples: npt.NDArray[np.int64]) -> int:
+    def count_targets(self, samples: Samples) -> int:
         """Labels of all ranks together: every rank knows the divisor of the loss without asking."""
         return self.dataset.count_targets(samples)
 

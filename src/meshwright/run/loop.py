@@ -7,12 +7,13 @@ import time
 from contextlib import nullcontext
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from meshwright.core.errors import Problem, RunFailedError
+from meshwright.core.files import folder_bytes
 from meshwright.plan.learning_rate import lr_at
+from meshwright.run.batches import Samples
+from meshwright.run.divergence import not_finite
 from meshwright.run.gradient_noise import add_noise
 from meshwright.run.mesh import move
 from meshwright.run.optimizer import set_lr
@@ -22,12 +23,10 @@ from meshwright.run.session import Session, model_tensors, save
 from meshwright.run.step_audit import StepAudit
 from meshwright.survive.checkpoint.manifest import mark_best, rotate
 
-Samples = npt.NDArray[np.int64]
-
 
 def train(session: Session) -> None:
     """Train until the job's last step, or until a rank wants to stop."""
-    job, events = session.job, session.events
+    job = session.job
     first_step = session.first_step = session.step
     audited_step = min(first_step + 1, job.train.steps - 1)  # the second one, if there is one: nothing is new
     meter = Meter(session)
@@ -35,18 +34,28 @@ def train(session: Session) -> None:
     evaluations = 0
     stopping = False
     while session.step < job.train.steps and not stopping:
-        session.audit = StepAudit(session) if session.step == audited_step else None
-        with session.audit or nullcontext():
-            stopping = train_step(session, meter)
+        stopping = take_step(session, meter, audited=session.step == audited_step)
         last = stopping or session.step == job.train.steps
         eval_loss = None
         if _due(job.train.eval_every, session.step) or (last and not stopping):
             eval_loss = evaluate(session)
             evaluations += eval_loss is not None
         saver.after_step(last, eval_loss)
-    steps = session.step - first_step
-    events.write("collectives", rows=session.counter.rows(), steps=steps, evaluations=evaluations)
-    events.write("finished", status="interrupted" if stopping else "complete", step=session.step, steps=steps)
+    report_end(session, evaluations, stopping)
+
+
+def take_step(session: Session, meter: Meter, audited: bool) -> bool:
+    """One step, watched if it is the audited one; returns whether a rank wants to stop after it."""
+    session.audit = StepAudit(session) if audited else None
+    with session.audit or nullcontext():
+        return train_step(session, meter)
+
+
+def report_end(session: Session, evaluations: int, stopping: bool) -> None:
+    """The last events of a rank that ended well: what it sent, and how far it came in this attempt."""
+    steps, status = session.step - session.first_step, "interrupted" if stopping else "complete"
+    session.events.write("collectives", rows=session.counter.rows(), steps=steps, evaluations=evaluations)
+    session.events.write("finished", status=status, step=session.step, steps=steps)
 
 
 def train_step(session: Session, meter: Meter) -> bool:
@@ -73,7 +82,8 @@ def train_step(session: Session, meter: Meter) -> bool:
     assert counted == targets, f"{counted:.0f} targets were trained on, {targets} were expected"
     session.step += 1
     session.position += len(samples)
-    loss, norm = loss_sum / divisor, None if grad_norm is None else float(grad_norm)
+    loss = loss_sum / targets if targets else None  # a mean over nothing is no number, and no zero either
+    norm = None if grad_norm is None else float(grad_norm)
     step_s = time.perf_counter() - started
     session.events.write(
         "step",
@@ -87,17 +97,16 @@ def train_step(session: Session, meter: Meter) -> bool:
         **meter.read(targets / step_s),
         **session.precision.look(loss, norm),
     )
-    session.precision.require_scale(session.step)
+    session.precision.require_scale(session.step, session.has_checkpoint)
     if not session.precision.skipped:
-        _require_finite(session, loss, norm)
+        _require_finite(session, loss=loss, gradient_norm=norm)
     return stops > 0
 
 
-def _require_finite(session: Session, loss: float, grad_norm: float | None) -> None:
-    if not math.isfinite(loss):
-        raise _diverged(session, "loss", loss)
-    if grad_norm is not None and not math.isfinite(grad_norm):
-        raise _diverged(session, "gradient norm", grad_norm)
+def _require_finite(session: Session, **figures: float | None) -> None:
+    for name, value in figures.items():
+        if value is not None and not math.isfinite(value):
+            raise not_finite(name.replace("_", " "), value, session.step, session.has_checkpoint())
 
 
 def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[Tensor, int]:
@@ -206,7 +215,7 @@ class Saver:
         self._saved_at = time.monotonic()
         for name, tensor in model_tensors(session).items():
             if not bool(torch.isfinite(tensor).all()):  # never over a good checkpoint
-                raise _diverged(session, f"weight {name}", float("nan"))
+                raise not_finite(f"weight {name}", math.nan, session.step, session.has_checkpoint())
         try:
             path = save(session, eval_loss)
             if best:
@@ -215,17 +224,11 @@ class Saver:
         except OSError as error:  # a full disk costs a checkpoint, not the run
             session.events.write("checkpoint_failed", step=session.step, reason=str(error))
             return
-        size = sum(p.stat().st_size for p in path.iterdir())
+        seconds = time.perf_counter() - started
         session.events.write(
-            "checkpoint", step=session.step, path=str(path), bytes=size, seconds=time.perf_counter() - started
+            "checkpoint", step=session.step, path=str(path), bytes=folder_bytes(path), seconds=seconds
         )
 
 
 def _due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _diverged(session: Session, what: str, value: float) -> RunFailedError:
-    rule = f"is {value} at step {session.step}; nothing was saved since"
-    fix = "Lower train.lr, lengthen train.warmup, or resume from the last checkpoint with either"
-    return RunFailedError(Problem("train-not-finite", rule, path=what, fix=fix))

@@ -9,12 +9,14 @@ the same steps.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.core.errors import Problem, RunFailedError
+from meshwright.run.divergence import scale_collapsed
 from meshwright.spec.job import Job
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -61,24 +63,32 @@ class Precision:
         self._scaler.step(optimizer)
         self._scaler.update()
 
-    def look(self, loss: float, grad_norm: float | None) -> dict[str, Any]:
-        """What the step's event says of the scale, once its values may be looked at."""
+    def look(self, loss: float | None, grad_norm: float | None) -> dict[str, Any]:
+        """What the step's event says of the scale, once its values may be looked at.
+
+        Args:
+            loss: Of the step; None if it had no targets.
+            grad_norm: Before clipping.
+        """
         if not self._scaled:
             self.skipped = False
             return {"loss_scale": None, "skipped": None}
-        finite = grad_norm is not None and torch.isfinite(torch.tensor([loss, grad_norm])).all()
-        self.skipped = not finite
+        self.skipped = grad_norm is None or not math.isfinite(grad_norm + (loss or 0.0))
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if self.skipped else 0
         return {"loss_scale": self.scale(), "skipped": self.skipped}
 
-    def require_scale(self, step: int) -> None:
+    def require_scale(self, step: int, saved: Callable[[], bool]) -> None:
         """Give up where the scale is of no use any more.
+
+        Args:
+            step: Steps done.
+            saved: Asked, then, whether there is a checkpoint to go on from.
 
         Raises:
             RunFailedError: So many steps in a row overflowed that the scale fell below one.
         """
         if self.skipped and (scale := self.scale()) < LEAST_SCALE:
-            raise _collapsed(step, scale, self._skipped_in_a_row)
+            raise scale_collapsed(step, scale, self._skipped_in_a_row, saved())
 
     def scale(self) -> float:
         """What the gradients of this step are multiplied by."""
@@ -95,14 +105,3 @@ class Precision:
         if self._scaled and state is not None:
             counts = {"growth_interval", "_growth_tracker"}
             self._scaler.load_state_dict({k: int(v) if k in counts else v for k, v in state.items()})
-
-
-def _collapsed(step: int, scale: float, skipped: int) -> RunFailedError:
-    rule = (
-        f"collapsed at step {step}: it fell to {scale:g} because the gradients of the last {skipped} steps, "
-        f"from step {step - skipped + 1} on, overflowed in fp16 whatever the scale; nothing was saved since"
-    )
-    fix = (
-        "Use train.precision=bf16, a lower train.lr or a longer train.warmup; resume from the last checkpoint"
-    )
-    return RunFailedError(Problem("train-fp16-collapsed", rule, path="loss scale", fix=fix))

@@ -35,7 +35,13 @@ from meshwright.spec.job import Job, Train
 from meshwright.spec.model import ResNetModel
 from meshwright.spec.recipe import settled
 from meshwright.survive.checkpoint import plain
-from meshwright.survive.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, Manifest, read_manifest
+from meshwright.survive.checkpoint.manifest import (
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    Manifest,
+    list_checkpoints,
+    read_manifest,
+)
 
 if TYPE_CHECKING:
     from meshwright.run.step_audit import StepAudit
@@ -80,6 +86,10 @@ class Session:
     def job(self) -> Job:
         """The settled job."""
         return self.plan.job
+
+    def has_checkpoint(self) -> bool:
+        """Whether there is one to resume from; asks the disk, as only rank 0 knows what it has saved."""
+        return bool(list_checkpoints(Path(self.assignment.checkpoint_dir)))
 
 
 def build_session(

@@ -99,13 +99,13 @@ class _StopSwitch:
 
 def _report(events: EventWriter, error: Exception) -> int:
     """Write down what went wrong; victims of another rank's death say so by their status."""
-    ours = isinstance(error, MeshwrightError)  # says what is wrong by itself
-    said = f"{error}\n" if ours else traceback.format_exc()
     victim = any(sign in str(error) for sign in PEER_LOST_SIGNS)
-    problems = [p.as_dict() for p in error.problems] if isinstance(error, MeshwrightError) else []
-    status = EXIT_PEER_LOST if victim else EXIT_ERROR
-    if isinstance(error, MeshwrightError):
+    if isinstance(error, MeshwrightError):  # says what is wrong by itself
+        said, problems = f"{error}\n", [problem.as_dict() for problem in error.problems]
         status = error.exit_status
+    else:
+        said, problems = traceback.format_exc(), []
+        status = EXIT_PEER_LOST if victim else EXIT_ERROR
     events.write("error", message=str(error), kind=type(error).__name__, problems=problems, victim=victim)
     os.write(2, said.encode())
     return status

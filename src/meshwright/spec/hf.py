@@ -56,9 +56,9 @@ def lay_under(model: Tree, seq_len: Any) -> tuple[Tree, list[Problem]]:
     except UserError as error:
         return model, list(error.problems)
     problems = _find_conflicts(folder, config.fields, model)
-    weights = [name for name in (WEIGHTS_FILE, INDEX_FILE) if (folder / name).exists()]
-    if weights and (std := model.get("init_std", config.fields["init_std"])) != config.fields["init_std"]:
-        rule = f"has no effect: nothing is drawn, as {folder} holds weights ({weights[0]})"
+    weights, drawn_with = find_weights_file(folder), config.fields["init_std"]
+    if weights is not None and (std := model.get("init_std", drawn_with)) != drawn_with:
+        rule = f"has no effect: nothing is drawn, as {folder} holds weights ({weights.name})"
         fix = "Leave model.init_std out, or use a folder with the config alone"
         problems.append(Problem("model-hf-init-std", rule, path="model.init_std", value=std, fix=fix))
     window = config.sliding_window
@@ -75,14 +75,21 @@ def is_settled(model: Any) -> bool:
     return isinstance(model, dict) and always <= model.keys()
 
 
-def check_config(model: DecoderModel, seq_len: int) -> HfConfig:
+def find_weights_file(folder: Path) -> Path | None:
+    """Where a folder's weights begin: the one file, which wins as in transformers, or the index of shards.
+
+    None for a folder that holds only a config.
+    """
+    return next((folder / name for name in (WEIGHTS_FILE, INDEX_FILE) if (folder / name).exists()), None)
+
+
+def check_config(model: DecoderModel, seq_len: int) -> None:
     """Read the config again, before its weights are used: it must still say what the job says."""
     assert model.hf is not None, "called for models with a folder"
     given = dataclasses.asdict(model)
     _, problems = lay_under(given, seq_len)
     if problems:
         raise UserError(*problems)
-    return read_config(Path(model.hf))
 
 
 def notes_on(model: Model) -> list[str]:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from meshwright.core.errors import Problem
-from meshwright.spec.job import SYNTHETIC_IMAGES, Job
+from meshwright.spec.job import SYNTHETIC_IMAGES, Data, Job
 from meshwright.spec.model import ResNetModel
-from meshwright.spec.numbers import divisors, list_numbers, near_divisors
+from meshwright.spec.numbers import divisors, list_choices, near_divisors
 
-TEXT_SETTINGS: tuple[tuple[str, Any], ...] = (
-    ("data.seq_len", 1),
-    ("data.tokenizer", None),
-    ("data.mask", "causal"),
-    ("data.prompt_masking", False),
-    ("data.template", None),
-    ("data.prompt_field", None),
-    ("data.answer_field", None),
-    ("data.cache", ".meshwright/data"),
-)
+IMAGE_SETTINGS = frozenset({"path", "eval_fraction"})
+"""Keys of ``[data]`` that images have too."""
+TEXT_SETTINGS: dict[str, Any] = {
+    key.name: 1 if key.name == "seq_len" else key.default  # one image has one target
+    for key in dataclasses.fields(Data)
+    if key.name not in IMAGE_SETTINGS
+}
 """Keys of text and what they are where nobody set them."""
 
 
@@ -30,11 +28,10 @@ def check_image_data(job: Job) -> Problem | None:
         fix = f"Use {SYNTHETIC_IMAGES}, or a folder with images.npy and labels.npy"
         rule = "is text; this model reads images"
         return Problem("data-not-for-images", rule, path="data.path", value=job.data.path, fix=fix)
-    for path, plain in TEXT_SETTINGS:
-        if (value := getattr(job.data, path.removeprefix("data."))) != plain:
-            rule = "is a setting of text; this model reads images"
-            leaf = path.rpartition(".")[2]
-            return Problem("data-not-for-images", rule, path=path, value=value, fix=f"Leave {leaf} out")
+    for key, plain in TEXT_SETTINGS.items():
+        if (value := getattr(job.data, key)) != plain:
+            rule, fix = "is a setting of text; this model reads images", f"Leave {key} out"
+            return Problem("data-not-for-images", rule, path=f"data.{key}", value=value, fix=fix)
     return None
 
 
@@ -100,7 +97,7 @@ def check_batch_norm(job: Job) -> Problem | None:
     ranks, least = layout.data_degree, job.model.least_micro_batch
     if batch % ranks:
         rule = f"does not divide train.global_batch={batch}; with model.norm=batch no rank may pad its share"
-        fix = f"Use {list_numbers(near_divisors(batch, ranks))}, or model.norm=group"
+        fix = f"Use {list_choices(near_divisors(batch, ranks))}, or model.norm=group"
         return Problem(code, rule, path="layout.dp_replicate", value=ranks, fix=fix)
     share, micro = batch // ranks, layout.micro_batch
     if share < least:
@@ -112,7 +109,7 @@ def check_batch_norm(job: Job) -> Problem | None:
         rule = f"does not cut a rank's {share} samples (train.global_batch={batch} / {ranks}) into equal "
         rule += f"parts of {least} or more; with model.norm=batch none may be padded"
         sizes = [d for d in near_divisors(share, micro) if d >= least] or [share]
-        fix = f"Use {list_numbers(sizes)}, or model.norm=group"
+        fix = f"Use {list_choices(sizes)}, or model.norm=group"
         return Problem(code, rule, path="layout.micro_batch", value=micro, fix=fix)
     return None
 
@@ -137,12 +134,12 @@ def check_norm_groups(job: Job) -> Problem | None:
     code, path, width = "model-norm-groups", "model.norm_groups", model.width
     if width % model.groups:
         rule = f"does not divide model.width={width}; a GroupNorm has groups of equal size"
-        fix = f"Use {list_numbers(d for d in divisors(width) if d <= 64)}"
+        fix = f"Use {list_choices(d for d in divisors(width) if d <= 64)}"
         return Problem(code, rule, path=path, value=model.groups, fix=fix)
     if model.groups == width and model.first_side == 1:
         rule = f"leaves a group one value, as model.width={width} and the first stage sees one pixel of "
         rule += f"model.image_size={model.image_size}; one value has no variance"
         fewer = [d for d in divisors(width) if d < width and d <= 64]
-        fix = f"Use {list_numbers(fewer)}, or a larger model.image_size" if fewer else "Use larger images"
+        fix = f"Use {list_choices(fewer)}, or a larger model.image_size" if fewer else "Use larger images"
         return Problem(code, rule, path=path, value=model.groups, fix=fix)
     return None

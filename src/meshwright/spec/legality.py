@@ -27,7 +27,7 @@ from meshwright.spec.image_rules import (
 from meshwright.spec.job import Job, Train
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import DecoderModel, ResNetModel
-from meshwright.spec.numbers import divisors, list_numbers
+from meshwright.spec.numbers import divisors, list_choices
 from meshwright.spec.recipe_rules import (
     OPTIONAL_KEYS,
     check_decay_room,
@@ -68,16 +68,16 @@ def find_problems(job: Job) -> list[Problem]:
 
 def nearest_legal_layout(job: Job) -> Layout:
     """The layout closest to the asked one that this version runs: the same ranks, as replicas."""
-    world_size = min(job.layout.world_size, job.cluster.world_size)
+    asked, batch = job.layout, job.train.global_batch
+    replicas, micro = min(asked.world_size, job.cluster.world_size), asked.micro_batch
     if job.mixes_samples:
-        whole = [d for d in range(1, world_size + 1) if job.train.global_batch % d == 0]
-        return Layout(mode="given", dp_replicate=whole[-1], bucket_mb=job.layout.bucket_mb)
-    micro, share = job.layout.micro_batch, -(-job.train.global_batch // world_size)
+        replicas, micro = max(d for d in range(1, replicas + 1) if batch % d == 0), None
     return Layout(
         mode="given",
-        dp_replicate=world_size,
-        micro_batch=None if micro is None else min(micro, share),
-        bucket_mb=job.layout.bucket_mb,
+        dp_replicate=replicas,
+        micro_batch=None if micro is None else min(micro, -(-batch // replicas)),
+        recompute="none" if check_image_recompute(job) else asked.recompute,
+        bucket_mb=asked.bucket_mb,
     )
 
 
@@ -98,7 +98,7 @@ def _divides(code: str, degree: str, whole: str, why: str) -> Rule:
         if large % small == 0:
             return None
         rule = f"does not divide {whole}={large}; {why}"
-        return Problem(code, rule, path=degree, value=small, fix=f"Use {list_numbers(divisors(large))}")
+        return Problem(code, rule, path=degree, value=small, fix=f"Use {list_choices(divisors(large))}")
 
     return Rule(code, f"`{degree}` divides `{whole}`: {why}.", check)
 
@@ -148,14 +148,10 @@ def _not_built(path: str, built: tuple[Any, ...], what: str) -> Rule:
     code = f"{path.replace('.', '-').replace('_', '-')}-not-built"
 
     def check(job: Job) -> Problem | None:
-        if path.startswith("model.") and not isinstance(job.model, DecoderModel):
-            return None  # keys of decoders
         value = _read(job, path)
         if value in built:
             return None
-        fix = (
-            "Leave it out" if built == (None,) else "Use " + " or ".join(f"{path}={_toml(b)}" for b in built)
-        )
+        fix = "Use " + " or ".join(f"{path}={_toml(b)}" for b in built)
         return Problem(code, f"asks for {what}, which is not built yet", path=path, value=value, fix=fix)
 
     return Rule(code, f"{what[0].upper()}{what[1:]} (`{path}`).", check, built=False)
@@ -234,7 +230,7 @@ def _check_heads(job: Job) -> Problem | None:
     if model.head_dim is None and model.hidden_size % model.num_heads:
         rule = f"does not divide model.hidden_size={model.hidden_size}; heads share the width evenly"
         near = [d for d in divisors(model.hidden_size) if d <= 2 * model.num_heads]
-        fix = f"Use {list_numbers(near[-4:])}, or set model.head_dim"
+        fix = f"Use {list_choices(near[-4:])}, or set model.head_dim"
         return Problem("model-heads-width", rule, path="model.num_heads", value=model.num_heads, fix=fix)
     if model.head_size % 2 and model.positions == "rope":
         rule = "is odd; rotary embedding turns pairs"

@@ -1,4 +1,4 @@
-"""Numbers as error messages name them."""
+"""Numbers and choices as error messages name them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def near_divisors(number: int, wanted: int) -> list[int]:
     return [d for d in range(1, min(number, 2 * wanted) + 1) if number % d == 0][-4:]
 
 
-def list_numbers(numbers: Iterable[int]) -> str:
+def list_choices(choices: Iterable[int | str]) -> str:
     """``1, 2 or 4``."""
-    *most, last = [str(n) for n in numbers]
+    *most, last = [str(choice) for choice in choices]
     return f"{', '.join(most)} or {last}" if most else last

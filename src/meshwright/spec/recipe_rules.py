@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from meshwright.core.errors import Problem
 from meshwright.spec.job import Job
+from meshwright.spec.numbers import list_choices
 from meshwright.spec.recipe import OPTIMIZERS, count_decay_steps, defaults, readers, setting
 
 OPTIONAL_KEYS = ("beta1", "beta2", "eps", "momentum", "nesterov", "min_lr_ratio", "decay_fraction")
@@ -19,7 +20,7 @@ def unused_code(key: str) -> str:
 
 def unused_statement(key: str) -> str:
     """The rule in words."""
-    return f"`train.{key}` is read by the {_chooser(key)} {_either(readers(key))} alone."
+    return f"`train.{key}` is read by the {_chooser(key)} {list_choices(readers(key))} alone."
 
 
 def check_unused(key: str) -> Callable[[Job], Problem | None]:
@@ -31,7 +32,7 @@ def check_unused(key: str) -> Callable[[Job], Problem | None]:
             return None
         chooser = _chooser(key)
         code, rule = unused_code(key), f"has no effect with train.{chooser}={getattr(job.train, chooser)}"
-        fix = f"Leave it out, or use train.{chooser}={_either(readers(key))}"
+        fix = f"Leave it out, or use train.{chooser}={list_choices(readers(key))}"
         return Problem(code, rule, path=f"train.{key}", value=value, fix=fix)
 
     return check
@@ -104,8 +105,3 @@ def check_noise_scale_layout(job: Job) -> Problem | None:
 
 def _chooser(key: str) -> str:
     return "optimizer" if any(key in keys for keys in OPTIMIZERS.values()) else "schedule"
-
-
-def _either(names: list[str]) -> str:
-    *most, last = names
-    return f"{', '.join(most)} or {last}" if most else last

@@ -131,6 +131,15 @@ def test_a_run_that_measured_nothing_gets_one_sentence(cli, run_dir, status, say
     assert f"  {word}  " in cli("runs", run_dir).out
 
 
+def test_the_audit_of_a_run_that_failed_says_failed(cli, run_dir):
+    log = run_dir / "events.jsonl"
+    lines = [line for line in log.read_text().splitlines() if '"finished"' not in line]
+    error = {"v": 1, "event": "error", "time": 0.0, "rank": 1, "generation": 0, "message": "out of paper"}
+    log.write_text("\n".join([*lines, json.dumps(error)]) + "\n")
+    ran = cli("audit", run_dir, "--json")
+    assert (ran.status, ran.json["status"], ran.json["audit_ok"]) == (3, "failed", False)
+
+
 @pytest.mark.parametrize(("remove", "code"), [("events.jsonl", "run-missing"), ("plan.toml", "plan-missing")])
 def test_half_a_run_exits_2(cli, run_dir, remove, code):
     (run_dir / remove).unlink()

@@ -1,8 +1,9 @@
-"""``meshwright checkpoint export``, and what the command line does with a Hugging Face folder."""
+"""``meshwright checkpoint``, and what the command line does with a Hugging Face folder."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from meshwright.cli.data import settle_data
 from meshwright.cli.output import Output
 from meshwright.core.errors import UserError
+from meshwright.launch.lock import RunLock
 from meshwright.prepare.dataset import TokenDataset
 from meshwright.prepare.hf_tokenizer import hf_tokenizer_text
 from meshwright.prepare.tokenizer import BpeTokenizer, ByteTokenizer
@@ -120,3 +122,81 @@ def test_a_tokenizer_that_does_not_fit_the_vocabulary_is_refused(tmp_path, corpu
     problem = caught.value.problems[0]
     assert (problem.code, problem.value) == ("model-vocab-small", 300)
     assert "data.tokenizer" in problem.fix
+
+
+@pytest.fixture
+def kept_run(tmp_path) -> Path:
+    """A run's folder with checkpoints of steps 2, 4 and 6."""
+    for step in (2, 4, 6):
+        shutil.copytree(GOLDEN, tmp_path / "run" / "checkpoints" / f"step-{step:08d}")
+    (tmp_path / "run" / "events.jsonl").touch()
+    return tmp_path / "run"
+
+
+def damage(checkpoint: Path) -> None:
+    content = bytearray((checkpoint / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (checkpoint / "model.safetensors").write_bytes(content)
+
+
+def test_list_shows_each_checkpoint_and_what_is_wrong(cli, kept_run):
+    (kept_run / "checkpoints" / "step-00000004" / "manifest.json").unlink()
+    ran = cli("checkpoint", "list", kept_run)
+    assert ran.status == 0
+    assert [line.split()[0] for line in ran.out.splitlines()[2:] if line[:4].strip()] == ["2", "4", "6"]
+    assert ran.out.count("complete") == 2
+    found = cli("checkpoint", "list", kept_run, "--json").json["checkpoints"]
+    assert [(c["step"], c["complete"], c["bytes"] > 0) for c in found] == [
+        (2, True, True),
+        (4, False, True),
+        (6, True, True),
+    ]
+
+
+def test_verify_exits_3_and_names_what_is_damaged(cli, kept_run):
+    assert cli("checkpoint", "verify", kept_run).status == 0
+    damage(kept_run / "checkpoints" / "step-00000004")
+    ran = cli("checkpoint", "verify", kept_run)
+    assert ran.status == 3
+    (line,) = [line for line in ran.out.splitlines() if line.endswith("[checkpoint-broken]")]
+    assert "step-00000004 is damaged: model.safetensors has another checksum" in line
+    found = cli("checkpoint", "verify", kept_run / "checkpoints", "--json")
+    assert (found.status, found.json["ok"]) == (3, False)
+    assert [c["complete"] for c in found.json["checkpoints"]] == [True, False, True]
+    assert cli("checkpoint", "verify", kept_run / "checkpoints" / "step-00000006").status == 0
+
+
+def test_prune_removes_the_older_ones_and_says_what_it_left(cli, kept_run):
+    damage(kept_run / "checkpoints" / "step-00000006")
+    ran = cli("checkpoint", "prune", kept_run, "--keep", 1, "--json")
+    assert ran.status == 0, ran.err
+    sets = ("kept", "removed", "broken")
+    assert [[c["step"] for c in ran.json[name]] for name in sets] == [[4], [2], [6]]
+    assert "left alone" in ran.err
+    assert "1 checkpoint kept, 1 removed" in ran.err
+    left = sorted(p.name for p in (kept_run / "checkpoints").iterdir())
+    assert left == ["step-00000004", "step-00000006"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("list", "gone"), "checkpoint-missing"),
+        (("verify", "gone"), "checkpoint-missing"),
+        (("prune", "gone", "--keep", 1), "checkpoint-missing"),
+        (("prune", "run"), "cli-usage"),
+        (("prune", "run", "--keep", 0), "cli-usage"),
+    ],
+)
+def test_what_cannot_be_listed_verified_or_pruned_exits_2(cli, kept_run, arguments, code):
+    ran = cli("checkpoint", *arguments)
+    assert (ran.status, ran.codes) == (2, [code])
+    assert len(list((kept_run / "checkpoints").iterdir())) == 3
+
+
+@pytest.mark.parametrize("which", [".", "checkpoints"])
+def test_a_run_that_goes_on_is_not_pruned(cli, kept_run, which):
+    with RunLock.take(kept_run):
+        ran = cli("checkpoint", "prune", kept_run / which, "--keep", 1)
+    assert (ran.status, ran.codes) == (2, ["run-busy"])
+    assert len(list((kept_run / "checkpoints").iterdir())) == 3

@@ -139,6 +139,14 @@ def test_the_nearest_layout_runs_when_it_is_asked_for(cli, good):
     assert cli("plan", good, *overrides).status == 0
 
 
+def test_the_nearest_layout_names_recomputation_only_where_it_changes(cli, good):
+    (kept,) = cli("plan", good, "layout.tp=2", "layout.recompute=full", "--json").json["notes"]
+    assert "recompute" not in kept
+    asked = ("layout.dp_replicate=2", "layout.recompute=selective")
+    (changed,) = cli("plan", "resnet-tiny", *asked, "--json").json["notes"]
+    assert " layout.recompute=none (" in changed
+
+
 def test_a_micro_batch_too_large_for_the_replicas_does_not_keep_the_price_away(cli, good):
     notes = cli("plan", good, "layout.tp=2", "layout.micro_batch=8", "--json").json["notes"]
     assert len(notes) == 1

@@ -51,7 +51,7 @@ def test_runs_fit_the_terminal_and_the_reason_has_a_line_of_its_own(runs, capsys
 
 
 def test_a_group_without_a_command_says_which_there_are(cli):
-    for group, command in (("bench", "scaling"), ("checkpoint", "export")):
+    for group, command in (("bench", "scaling"), ("checkpoint", "list, verify, prune, export")):
         ran = cli(group)
         assert (ran.status, ran.codes) == (2, ["cli-usage"])
         assert f"error: name a command: {command}" in ran.err
@@ -119,6 +119,15 @@ def test_bench_scaling_refuses_before_anything_runs(cli, good, arguments, code):
     ran = cli("bench", "scaling", good, "cluster.preset=local", "cluster.device=cpu", *arguments)
     assert (ran.status, ran.codes) == (2, [code]), ran.err
     assert not Path("scaling.svg").exists()
+
+
+@pytest.mark.parametrize("command", [("train",), ("bench", "scaling")])
+def test_what_needs_a_compiler_is_refused_where_there_is_none(cli, good, monkeypatch, tmp_path, command):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    ran = cli(*command, good, "cluster.preset=local", "cluster.device=cpu", "train.compile=true")
+    assert (ran.status, ran.codes) == (2, ["train-compile-no-compiler"]), ran.err
+    assert "no-such-compiler" in ran.err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_bench_scaling_needs_a_job_not_a_preset(cli):

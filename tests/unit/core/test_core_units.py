@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from meshwright.core.units import MIB, format_bytes, format_count, format_rate, format_seconds
+from meshwright.core.units import MIB, format_bytes, format_count, format_plural, format_rate, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -72,3 +72,9 @@ def test_the_text_is_within_half_a_percent_of_the_number_and_reads_naturally(cou
 
 def test_binary_sizes_are_binary():
     assert MIB == 1048576
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 ranks"), (1, "1 rank"), (2, "2 ranks")])
+def test_one_is_no_plural(number, text):
+    assert format_plural(number, "rank") == text
+    assert format_plural(2, "batch", "es") == "2 batches"

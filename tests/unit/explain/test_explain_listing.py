@@ -116,8 +116,8 @@ def test_long_logs_are_not_parsed_line_by_line(kept, run_folder, monkeypatch):
     for writer in writers:
         writer.write("finished", status="complete", step=2000, steps=2000)
     parsed = []
-    real = scan.json.loads
-    monkeypatch.setattr(scan.json, "loads", lambda line: parsed.append(1) or real(line))
+    real = scan.parse_event
+    monkeypatch.setattr(scan, "parse_event", lambda line: parsed.append(1) or real(line))
     run = summarise_run(folder)
     assert len(parsed) == 3, "the newest step and two ends"
     assert (run.steps, run.loss, run.tokens_per_s) == (2000, 1 / 2000, 200.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,25 @@ def test_troubles_are_kept_for_the_report(record_of):
     assert record.notes == ["no evaluation: too short", "2 ranks before"]
     assert record.checkpoint == "c/step-3"
     assert record.status == "unfinished"
+
+
+def test_a_step_without_targets_has_no_loss_and_one_that_is_not_finite_is_told_apart(kept, run_folder):
+    change = {1: {"loss": None, "tokens": 0}, 3: {"loss": None}, 4: {"loss": None, "tokens": 0}}
+    events = [{**e, **change.get(e["step"], {})} if e["event"] == "step" else e for e in kept()]
+    record = read_record(run_folder(events))
+    assert (record.losses[0], record.losses[1], record.losses[3]) == (None, 4.0, None)
+    assert math.isnan(record.losses[2])
+    assert len(record.told_losses) == 2
+    assert record.targetless_text().startswith("2 of 4 steps had no target tokens")
+    assert record.tokens_per_step == 256, "of a step that had some"
+    assert read_record(run_folder(kept())).targetless_text() == ""
+
+
+def test_a_run_has_failed_where_a_rank_says_so_and_none_ended_well(kept, record_of):
+    error = {"event": "error", "rank": 1}
+    assert record_of([*kept()[:3], error]).outcome == "failed"
+    assert record_of(kept()[:3]).outcome == "unfinished"
+    assert record_of([*kept(), error]).outcome == "complete"
 
 
 def test_a_folder_without_events_is_not_a_run(tmp_path):

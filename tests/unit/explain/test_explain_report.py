@@ -158,6 +158,23 @@ def test_a_loss_that_is_not_finite_is_reported(kept, run_folder):
     report = read_report(run_folder(events))
     assert "not finite" in dict(report.facts())["Loss"]
     assert "loss not finite at step 4" in report.notes()
+
+
+@pytest.mark.parametrize(
+    ("empty", "fact"), [({2, 4}, "5.0000 to 3.0000"), ({1, 2, 3, 4}, "no step had target")]
+)
+def test_steps_without_targets_are_told_and_neither_drawn_nor_called_not_finite(
+    kept, run_folder, empty, fact
+):
+    gone = {"loss": None, "tokens": 0}
+    events = [{**e, **gone} if e["event"] == "step" and e["step"] in empty else e for e in kept()]
+    report = read_report(run_folder(events))
+    assert dict(report.facts())["Loss"].startswith(fact)
+    assert not [note for note in report.notes() if "not finite" in note]
+    assert [note for note in report.notes() if note.startswith(f"{len(empty)} of 4 steps had no target")]
+    drawn = {x for x, _ in report.loss_chart().series[0].points()}
+    assert drawn == {1.0, 2.0, 3.0, 4.0} - {float(step) for step in empty}
+    assert report.as_dict()["loss"] == (None if len(empty) == 4 else 3.0)
     charts = [report.loss_chart(), report.rate_chart(), *report.small_charts()]
     assert {(x_axis(c).low, x_axis(c).high) for c in charts} == {(1, 4)}, "the last step stays in the picture"
     assert "nan" not in re.sub(r"<style>.*?</style>", "", draw_page(report), flags=re.DOTALL)

@@ -22,7 +22,18 @@ def test_nothing_is_capped_without_amx(monkeypatch):
 
 def test_what_the_user_set_stays(monkeypatch):
     monkeypatch.setattr(environment, "_claims_amx", lambda: True)
-    variables = {"ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "7"}
+    variables = {
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "OMP_NUM_THREADS": "7",
+        "TORCHINDUCTOR_COMPILE_THREADS": "3",
+    }
     assert environment.prepare_environment(1, environ=variables) == []
     assert variables["ONEDNN_MAX_CPU_ISA"] == "AVX2"
     assert variables["OMP_NUM_THREADS"] == "7"
+    assert variables["TORCHINDUCTOR_COMPILE_THREADS"] == "3"
+
+
+def test_a_rank_with_one_thread_compiles_with_one():
+    variables: dict[str, str] = {}
+    environment.prepare_environment(1, environ=variables)
+    assert (variables["OMP_NUM_THREADS"], variables["TORCHINDUCTOR_COMPILE_THREADS"]) == ("1", "1")

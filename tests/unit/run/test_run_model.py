@@ -12,6 +12,7 @@ from meshwright.prepare.dataset import IGNORED
 from meshwright.run.models.decoder import Decoder, apply_rope, build_rope, stretch
 from meshwright.run.models.init import initialise, parameter_seed
 from meshwright.spec.model import DecoderModel
+from model_shapes import GPT_PARTS
 
 
 def small(**changes) -> DecoderModel:
@@ -25,16 +26,7 @@ def built(model: DecoderModel, seed: int = 0) -> Decoder:
     return net
 
 
-GPT = {
-    "num_kv_heads": 4,
-    "positions": "learned",
-    "max_positions": 24,
-    "norm": "layer",
-    "activation": "gelu_tanh",
-    "attention_bias": True,
-    "ffn_bias": True,
-    "tied_embeddings": True,
-}
+GPT = {**GPT_PARTS, "num_kv_heads": 4, "max_positions": 24, "tied_embeddings": True}
 
 
 @pytest.mark.parametrize(

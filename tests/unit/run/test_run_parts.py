@@ -18,6 +18,7 @@ from meshwright.run.models.init import build_model
 from meshwright.run.optimizer import build_optimizer
 from meshwright.run.probe import measure_matmul
 from meshwright.spec.load import load_job
+from model_shapes import gpt_overrides
 
 
 def test_state_made_at_once_equals_state_made_by_torch(job_file):
@@ -93,14 +94,7 @@ def test_shared_storage_counts_once():
     assert unique_bytes([whole[:4], whole[4:], whole[:4], None]) == 40
 
 
-GPT = {
-    "model.positions": "learned",
-    "model.max_positions": 64,
-    "model.norm": "layer",
-    "model.activation": "gelu_tanh",
-    "model.attention_bias": "true",
-    "model.ffn_bias": "true",
-}
+GPT = dict(text.split("=") for text in gpt_overrides(max_positions=64))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -43,19 +43,22 @@ def test_a_step_that_overflows_is_skipped_and_halves_the_scale(job):
     assert said == {"loss_scale": 4.0, "skipped": True}
 
 
-def test_a_collapse_names_its_step_and_where_it_began(job):
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_collapse_names_its_step_and_where_it_began(job, saved):
     weight = nn.Parameter(torch.ones(1))
     optimizer, precision = torch.optim.SGD([weight], lr=0.5), Precision(job, CPU)
     take(precision, weight, optimizer, 1.0)
     for step in range(2, 5):
         take(precision, weight, optimizer, float("nan"))
-        precision.require_scale(step)
+        precision.require_scale(step, lambda: True)
     take(precision, weight, optimizer, float("nan"))
     with pytest.raises(
         RunFailedError, match=r"collapsed at step 5: it fell to 0.5 .* from step 2 on"
     ) as error:
-        precision.require_scale(5)
-    assert error.value.problems[0].code == "train-fp16-collapsed"
+        precision.require_scale(5, lambda: saved)
+    (problem,) = error.value.problems
+    assert problem.code == "train-fp16-collapsed"
+    assert ("resume" in problem.fix, "no checkpoint was written" in problem.rule) == (saved, not saved)
 
 
 def test_the_scale_goes_on_from_a_checkpoint(job):
@@ -65,6 +68,12 @@ def test_the_scale_goes_on_from_a_checkpoint(job):
     after.load(before.state())
     assert after.state() == before.state()
     assert take(after, weight, optimizer, float("inf"))["loss_scale"] == 2.0
+
+
+def test_a_step_without_targets_is_no_overflow(job):
+    precision = Precision(job, CPU)
+    assert precision.look(None, 0.0)["skipped"] is False
+    assert precision.look(None, float("inf"))["skipped"] is True
 
 
 def test_other_precisions_have_no_scale(job_file):

@@ -10,6 +10,7 @@ from meshwright.run.memory import PeakTracker
 from meshwright.run.models.decoder import Decoder, compile_blocks
 from meshwright.run.models.init import initialise
 from meshwright.spec.model import DecoderModel
+from model_shapes import GPT_PARTS
 
 SHAPE = DecoderModel(num_layers=3, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=96, vocab_size=50)
 GPT = DecoderModel(
@@ -19,13 +20,9 @@ GPT = DecoderModel(
     num_kv_heads=4,
     ffn_size=128,
     vocab_size=50,
-    positions="learned",
     max_positions=16,
-    norm="layer",
-    activation="gelu_tanh",
-    attention_bias=True,
-    ffn_bias=True,
     tied_embeddings=True,
+    **GPT_PARTS,
 )
 
 

@@ -316,6 +316,30 @@ def test_the_nearest_layout_keeps_the_bucket_and_the_micro_batch(tree):
     assert (nearest.mode, nearest.micro_batch, nearest.bucket_mb) == ("given", 2, 3.0)
 
 
+@pytest.mark.parametrize(
+    ("model", "asked", "kept"),
+    [
+        ({"preset": "tiny"}, "full", "full"),
+        ({"preset": "tiny"}, "selective", "selective"),
+        ({"preset": "resnet-tiny"}, "full", "full"),
+        ({"preset": "resnet-tiny"}, "selective", "none"),
+        ({"preset": "resnet-tiny", "norm": "batch"}, "full", "none"),
+    ],
+)
+def test_the_nearest_layout_keeps_recomputation_where_the_model_can(tree, model, asked, kept):
+    data = (
+        {"path": "builtin:synthetic-images"}
+        if "resnet" in model["preset"]
+        else {"path": "text", "seq_len": 32}
+    )
+    tables = {**tree(layout={"tp": 2, "recompute": asked}), "model": model, "data": data}
+    with pytest.raises(SpecError) as caught:
+        build_job(tables)
+    nearest = nearest_legal_layout(caught.value.job)
+    assert nearest.recompute == kept
+    assert find_problems(with_layout(caught.value.job, nearest)) == []
+
+
 def test_every_pair_of_unbuilt_degrees_is_refused_with_both_named(refused):
     """No combination slips through because its parts hide each other."""
     for one, other in itertools.combinations(("pp", "cp", "tp", "dp_shard"), 2):

@@ -19,6 +19,7 @@ from meshwright.spec.model import DecoderModel
 from meshwright.survive.hf.config import require_hf_form
 from meshwright.survive.hf.names import list_hf_shapes, list_places
 from meshwright.survive.hf.weights import find_weights
+from model_shapes import GPT_PARTS
 
 LLAMA = DecoderModel(
     num_layers=2, hidden_size=8, num_heads=4, num_kv_heads=2, ffn_size=12, vocab_size=20, attention_bias=True
@@ -30,13 +31,9 @@ GPT2 = DecoderModel(
     num_kv_heads=4,
     ffn_size=12,
     vocab_size=20,
-    positions="learned",
     max_positions=16,
-    norm="layer",
-    activation="gelu_tanh",
-    attention_bias=True,
-    ffn_bias=True,
     tied_embeddings=True,
+    **GPT_PARTS,
 )
 
 

@@ -65,7 +65,7 @@ class BlockModel:
         self.model: DecoderModel = workload.model
         self.rules: TimeRules = workload.profile.time
         self.device, self.grid = device, grid
-        self.seq_len = workload.seq_len
+        self.seq_len, self.compiled = workload.seq_len, workload.compiled
         self.rows = grid.micro_batch * workload.seq_len / grid.cp
         """Tokens of a micro-batch on a rank, gathered over tp."""
         self.tp = grid.tp.astype(float)
@@ -189,7 +189,9 @@ class BlockModel:
             forward, backward = forward + 10.0 * moved, backward + 14.0 * moved
         forward = forward + turned + (6.0 if gated else 4.0) * inner
         backward = backward + turned + (10.0 if gated else 6.0) * inner
-        scale = self.rows * self.device.rates.elementwise / self.device.bytes_per_s
+        rates = self.device.rates
+        moved = rates.elementwise * (rates.compiled if self.compiled else 1.0)
+        scale = self.rows * moved / self.device.bytes_per_s
         return Passes(forward * scale, backward * scale, np.zeros(len(grid)))
 
     def head(self) -> Passes:

@@ -38,15 +38,18 @@ class Device:
     def of(cls, workload: Workload, rates: Rates) -> Device:
         """The device of a workload."""
         cluster = workload.cluster
-        peak = cluster.peak_bf16_flops_per_s or cluster.bf16_flops_per_s / 0.8
-        plain = peak * rates.matmul
+        plain = cluster.bf16_flops_per_s * rates.matmul
+        peak = cluster.peak_bf16_flops_per_s
         flops, width = plain, 2.0
-        if workload.precision == "fp8" and cluster.peak_fp8_flops_per_s:
-            flops, width = cluster.peak_fp8_flops_per_s * rates.matmul_fp8, 1.0
-        elif workload.precision == "fp4" and cluster.peak_fp4_flops_per_s:
-            flops, width = cluster.peak_fp4_flops_per_s * rates.matmul_fp4, 0.5
-        elif workload.precision == "fp32":
-            flops, plain, width = cluster.fp32_flops_per_s * 0.9, cluster.fp32_flops_per_s * 0.9, 4.0
+        if workload.precision == "fp32":
+            flops = plain = cluster.fp32_flops_per_s * rates.matmul
+            width = 4.0
+        elif workload.precision == "fp8" and peak and cluster.peak_fp8_flops_per_s:
+            flops = cluster.bf16_flops_per_s * cluster.peak_fp8_flops_per_s / peak * rates.matmul_fp8
+            width = 1.0
+        elif workload.precision == "fp4" and peak and cluster.peak_fp4_flops_per_s:
+            flops = cluster.bf16_flops_per_s * cluster.peak_fp4_flops_per_s / peak * rates.matmul_fp4
+            width = 0.5
         return cls(
             flops_per_s=flops,
             plain_flops_per_s=plain,

@@ -22,19 +22,21 @@ class Rates:
     """What the formulas multiply with."""
 
     matmul: float
-    """Share of the data sheet's 16-bit peak that large products reach inside a step."""
+    """Share of the rate of one large 16-bit product that large products reach inside a step."""
     matmul_fp8: float
-    """The same of the fp8 peak, with the time of scaling and casting."""
+    """The same of the fp8 rate (as much higher as the data sheet's peak is), with scaling and casting."""
     matmul_fp4: float
-    """The same of the fp4 peak."""
+    """The same of the fp4 rate."""
     attention: float
-    """Share of the 16-bit peak of fused attention, forward, for long sequences; backward has 0.8 of it."""
+    """Share of that 16-bit rate that fused attention reaches, forward, over long sequences."""
     attention_ramp: float
     """Tokens of a sequence at which fused attention reaches half of that."""
     memory: float
     """Share of the memory bandwidth that passes over activations reach."""
     elementwise: float
     """Bytes that a block's norms, activations and sums move, over those of a stack that fuses each once."""
+    compiled: float
+    """Bytes of those that are left where blocks are compiled."""
     operand_bytes: float
     """Share of a product's operand and result traffic that its arithmetic does not hide."""
     launch_s: float

@@ -7,11 +7,10 @@ import time
 import torch
 
 from meshwright.core.events import Listener
-from meshwright.run.loop import Meter, train_step
+from meshwright.run.loop import Meter, report_end, take_step
 from meshwright.run.parallel.bucket_times import BucketTimes
 from meshwright.run.parallel.data import FixedBucketDDP
 from meshwright.run.session import Session
-from meshwright.run.step_audit import StepAudit
 from meshwright.run.worker import run_session
 
 
@@ -32,25 +31,12 @@ def measure(session: Session) -> None:
     while session.step < session.job.train.steps and not stopping:
         moments.begin()
         started = _now(session)
-        stopping = _audited(session, meter) if session.step == 1 else train_step(session, meter)
+        stopping = take_step(session, meter, audited=session.step == 1)  # slower, and in the warm-up
         step_s.append(_now(session) - started)
         buckets.append(moments.read())
-    steps = session.step
-    session.events.write("collectives", rows=session.counter.rows(), steps=steps, evaluations=0)
     if not stopping:
         session.events.write("scaling", step_s=step_s, buckets=buckets)
-    session.events.write(
-        "finished", status="interrupted" if stopping else "complete", step=session.step, steps=steps
-    )
-
-
-def _audited(session: Session, meter: Meter) -> bool:
-    """The second step, which is audited and slower; it is in the warm-up."""
-    session.audit = StepAudit(session)
-    with session.audit:
-        stopping = train_step(session, meter)
-    session.audit = None
-    return stopping
+    report_end(session, evaluations=0, stopping=stopping)
 
 
 def _now(session: Session) -> float:

@@ -6,6 +6,7 @@ tokenizer and ``manifest.json``, which is written last and holds size and SHA-25
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -85,13 +86,30 @@ def rotate(root: Path, keep_last: int, newest: Path) -> None:
 
     A later one can only be left over from an attempt that this one passed over; it is not counted.
     """
-    for left in (*root.glob(".step-*.part"), *root.glob(".step-*.old")):  # by a writer that was killed
+    for left in list_leftovers(root):
         shutil.rmtree(left, ignore_errors=True)
     best = best_checkpoint(root)
     done = [path for path in list_checkpoints(root) if path.name <= newest.name]
     for old in done[:-keep_last]:
         if old.name != best:
-            shutil.rmtree(old, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove_checkpoint(old)
+
+
+def list_leftovers(root: Path) -> list[Path]:
+    """What killed processes left behind: drafts, and checkpoints that were about to go."""
+    return [*root.glob(".step-*.part"), *root.glob(".step-*.old")]
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint or a leftover; hidden first, so that half of one is never taken for a whole."""
+    aside = path
+    if not path.name.startswith("."):
+        aside = path.parent / f".{path.name}.old"
+        if aside.exists():
+            shutil.rmtree(aside)
+        path.rename(aside)
+    shutil.rmtree(aside)
 
 
 def best_checkpoint(root: Path) -> str | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.tensor_header import TensorFacts, read_tensor_header
-from meshwright.spec.hf import INDEX_FILE, WEIGHTS_FILE
+from meshwright.spec.hf import INDEX_FILE, WEIGHTS_FILE, find_weights_file
 from meshwright.spec.model import DecoderModel
 from meshwright.survive.hf.names import HEAD, bare_name, full_name, is_buffer, list_hf_shapes, list_places
 
@@ -90,12 +90,10 @@ def require_weights(model: DecoderModel) -> HfWeights:
 
 
 def _list_files(folder: Path) -> list[Path] | None:
-    """The files with weights; one file wins over an index, as in transformers."""
-    if (folder / WEIGHTS_FILE).exists():
-        return [folder / WEIGHTS_FILE]
-    index = folder / INDEX_FILE
-    if index.exists():
-        return _read_index(index)
+    """The files with weights."""
+    first = find_weights_file(folder)
+    if first is not None:
+        return _read_index(first) if first.name == INDEX_FILE else [first]
     if strange := sorted(p.name for p in folder.glob("*.safetensors")):
         rule = f"holds {_name(strange)}, but neither {WEIGHTS_FILE} nor {INDEX_FILE}"
         raise UserError(

@@ -1,0 +1,68 @@
+"""What this machine must have before it starts ranks, and how they are started, whatever the command."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from meshwright.core.errors import Problem, UserError
+from meshwright.core.events import Event
+from meshwright.launch.local import LocalLaunch
+from meshwright.plan.contract import Plan
+from meshwright.spec.cluster import find_gpus
+from meshwright.spec.job import Job
+
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "meshwright.cli", "meshwright.run.worker")
+"""What ranks share from birth; torch's optimizers load its compiler, so it is there too."""
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+"""Ranks that compute on cores do not wake up the GPUs beside them."""
+
+
+def build_launch(
+    entry: str, plan: Plan, run_dir: Path, listener: Callable[[Event], None], generation: int = 0
+) -> LocalLaunch:
+    """The ranks of a plan on this machine, ready to run.
+
+    Args:
+        entry: ``module:function`` of a rank.
+        plan: What they follow.
+        run_dir: Where it lies, beside the assignment.
+        listener: Told every event.
+        generation: Which attempt this is.
+    """
+    return LocalLaunch(
+        entry=entry,
+        run_dir=run_dir,
+        world_size=plan.world_size,
+        generation=generation,
+        stop_grace_s=plan.job.survive.stop_grace_s,
+        listener=listener,
+        environment=NO_GPU if plan.job.cluster.device == "cpu" else {},
+        preload=PRELOAD,
+    )
+
+
+def require_devices(job: Job, world_size: int) -> None:
+    """The local launcher starts ranks here: what is planned for elsewhere can be planned, not trained."""
+    cluster = job.cluster
+    if cluster.nodes > 1:
+        rule = f"cannot be trained from here: {cluster.nodes} nodes need a launcher that starts ranks on each"
+        fix = "Use torchrun on every node, or cluster.nodes=1"
+        raise UserError(Problem("cluster-not-here", rule, path="cluster.nodes", value=cluster.nodes, fix=fix))
+    if cluster.device == "cuda" and (found := len(find_gpus())) < world_size:
+        rule = f"needs {world_size} GPUs here, and there are {found}"
+        fix = "Use cluster.preset=local, or cluster.device=cpu"
+        raise UserError(Problem("cluster-not-here", rule, path="cluster.device", value="cuda", fix=fix))
+
+
+def require_compiler(job: Job) -> None:
+    """Torch's compiler writes C++: without a compiler it would fail in the first step, in a page of text."""
+    if not job.train.compile or job.train.compile_backend != "inductor":
+        return
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        rule = f"needs a C++ compiler, and there is no {compiler}"
+        fix = "Install one (Debian and Ubuntu: apt-get install g++), set CXX, or leave train.compile out"
+        raise UserError(Problem("train-compile-no-compiler", rule, path="train.compile", value=True, fix=fix))

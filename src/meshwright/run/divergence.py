@@ -1,0 +1,43 @@
+"""The errors of a run whose numbers are not finite any more: what happened, and the way on."""
+
+from __future__ import annotations
+
+from meshwright.core.errors import Problem, RunFailedError
+
+
+def not_finite(what: str, value: float, step: int, saved: bool) -> RunFailedError:
+    """A loss, a gradient norm or a weight is infinite or no number.
+
+    Args:
+        what: Which of them.
+        value: What it is.
+        step: Steps done.
+        saved: Whether there is a checkpoint to go on from.
+    """
+    rule = f"is {value} at step {step}; {_kept(saved)}"
+    fix = "Lower train.lr or lengthen train.warmup"
+    if saved:
+        fix = "Lower train.lr, lengthen train.warmup, or resume from the last checkpoint with either"
+    return RunFailedError(Problem("train-not-finite", rule, path=what, fix=fix))
+
+
+def scale_collapsed(step: int, scale: float, skipped: int, saved: bool) -> RunFailedError:
+    """The loss scale of fp16 fell so far that it is of no use.
+
+    Args:
+        step: Steps done.
+        scale: What is left of it.
+        skipped: Steps in a row that overflowed.
+        saved: Whether there is a checkpoint to go on from.
+    """
+    rule = (
+        f"collapsed at step {step}: it fell to {scale:g} because the gradients of the last {skipped} steps, "
+        f"from step {step - skipped + 1} on, overflowed in fp16 whatever the scale; {_kept(saved)}"
+    )
+    fix = "Use train.precision=bf16, a lower train.lr or a longer train.warmup"
+    fix += "; resume from the last checkpoint" if saved else ""
+    return RunFailedError(Problem("train-fp16-collapsed", rule, path="loss scale", fix=fix))
+
+
+def _kept(saved: bool) -> str:
+    return "nothing was saved since" if saved else "no checkpoint was written before"

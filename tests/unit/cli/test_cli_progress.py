@@ -1,0 +1,56 @@
+"""What is shown of a run's events where there is no terminal: plain lines."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from meshwright.cli.progress import ProgressView
+from meshwright.spec.load import load_job
+
+STEP = {"event": "step", "rank": 0, "step": 1, "tokens_per_s": 10.0, "mfu": 0.1, "utilisation": None}
+READY = {"event": "ready", "rank": 0, "step": 0}
+
+
+@pytest.fixture
+def shown(good):
+    """``shown(event, ..., overrides=[...])``: the lines."""
+
+    def show(*events, overrides=()):
+        page = io.StringIO()
+        console = Console(file=page, markup=False, highlight=False, soft_wrap=True, width=140)
+        view = ProgressView(console, load_job(good, overrides))
+        for event in events:
+            view.feed(event)
+        return page.getvalue().splitlines()
+
+    return show
+
+
+@pytest.mark.parametrize(
+    ("loss", "tokens", "says"),
+    [
+        (2.5, 64, "loss 2.5000 "),
+        (None, 64, "loss not finite "),
+        (float("nan"), 64, "loss not finite "),
+        (None, 0, "loss none (no target tokens) "),
+    ],
+)
+def test_a_loss_that_is_no_number_is_told_by_its_reason(shown, loss, tokens, says):
+    (line,) = shown({**STEP, "loss": loss, "tokens": tokens})
+    assert says in line
+
+
+def test_an_evaluation_that_is_not_finite_says_so(shown):
+    (line,) = shown({"event": "eval", "rank": 0, "step": 2, "loss": None, "samples": 1})
+    assert line == "step 2: evaluation loss not finite on 1 sample"
+
+
+def test_compiling_is_said_before_the_first_step(shown):
+    assert shown(READY) == []
+    compiled = ["train.compile=true", "train.compile_backend=aot_eager"]
+    assert shown(READY, {**READY, "rank": 1}, overrides=compiled) == [
+        "compiling with aot_eager: the first step takes longer"
+    ]
