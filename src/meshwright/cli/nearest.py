@@ -17,8 +17,8 @@ def price_of_nearest(error: MeshwrightError) -> list[str]:
         return []
     layout = nearest_legal_layout(error.job)
     job = with_layout(error.job, layout)
-    if any(problem.code.startswith("layout-") for problem in find_problems(job)):
-        return []
+    if any(problem.code.startswith(("layout-", "model-")) for problem in find_problems(job)):
+        return []  # the ledger prices what runs
     candidate = evaluate(job, layout)
     step, peak = format_seconds(candidate.time.total_s), format_bytes(candidate.ledger.peak_bytes)
     fits = "" if candidate.fits else ", which does not fit"

@@ -9,14 +9,15 @@ from meshwright.core.units import format_bytes, format_count, format_rate, forma
 from meshwright.plan.choose import Candidate
 from meshwright.plan.compute import UNCERTAINTY, peak_rate
 from meshwright.plan.contract import Plan, build_plan, plan_of, write_plan
-from meshwright.spec.load import load_job
+from meshwright.spec.load import load_job, require_runnable
 
 
 def show_plan(
     output: Output, source: str, overrides: list[str], on: str | None, top: int, out: Path | None
 ) -> int:
     """Rank the layouts and show the best one whole."""
-    job = load_job(source, overrides, on)
+    job = load_job(source, overrides, on, to_run=False)
+    require_runnable(job)  # what follows predicts one process and replicas alone
     plan, search = build_plan(job)
     if out is not None:
         write_plan(plan, out)

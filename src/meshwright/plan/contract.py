@@ -181,8 +181,13 @@ def is_plan(path: Path) -> bool:
         return False
 
 
-def read_plan(path: Path) -> Plan:
-    """Read a plan back, checking its version and its job."""
+def read_plan(path: Path, *, to_run: bool = True) -> Plan:
+    """Read a plan back, checking its version and its job.
+
+    Args:
+        path: The file.
+        to_run: False for a plan that is only looked at: its layout need not be one that runs yet.
+    """
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -196,7 +201,11 @@ def read_plan(path: Path) -> Plan:
     if not isinstance(job, dict) or not isinstance(predicted, dict):
         rule = "is not a whole plan: it has no job or no predictions"
         raise UserError(Problem("plan-unreadable", rule, path=str(path)))
-    content = {"job": build_job(job, settled=True), "reasons": tree.get("reasons"), **predicted}
+    content = {
+        "job": build_job(job, settled=True, to_run=to_run),
+        "reasons": tree.get("reasons"),
+        **predicted,
+    }
     try:
         return _PLAN.validate_python(content)
     except ValidationError as error:

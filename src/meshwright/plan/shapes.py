@@ -1,7 +1,7 @@
 """Every parameter of a model by name and shape, in the order in which the model registers them.
 
 The same table as ``run.models`` builds, written down without torch: what a run is audited against must not
-come from the run.
+come from the run. Experts and latent attention are listed too, for plans; ``run.models`` does not build them yet.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from meshwright.plan.resnet_shapes import list_convs
 from meshwright.spec.model import DecoderModel, Model, ResNetModel
 
 FLOAT32_BYTES = 4
+ROUTED = "ffn.experts"
+"""Names of the parameters of routed experts have this in them."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def list_parameters(model: Model) -> tuple[Parameter, ...]:
     if model.positions == "learned":
         parameters.append(Parameter("positions.weight", (model.max_positions or 0, width)))
     for layer in range(model.num_layers):
-        parameters += [Parameter(f"blocks.{layer}.{p.name}", p.shape) for p in _list_block(model)]
+        parameters += [Parameter(f"blocks.{layer}.{p.name}", p.shape) for p in _list_block(model, layer)]
     parameters += _list_norm(model, "norm")
     if not model.tied_embeddings:
         parameters.append(Parameter("head.weight", (model.vocab_size, width)))
@@ -66,18 +68,68 @@ def count_statistics(model: Model) -> int:
     return sum(2 * conv.outer for conv in list_convs(model).convs)
 
 
-def _list_block(model: DecoderModel) -> list[Parameter]:
+def _list_block(model: DecoderModel, layer: int) -> list[Parameter]:
     """The parameters of one block."""
-    width, queries, keys, ffn = model.hidden_size, model.query_size, model.kv_size, model.ffn_size
-    attention = (("wq", queries, width), ("wk", keys, width), ("wv", keys, width), ("wo", width, queries))
-    feed_forward = [("up", ffn, width), ("down", width, ffn)]
-    if model.activation == "swiglu":
-        feed_forward.insert(0, ("gate", ffn, width))
+    routed = model.num_experts is not None and layer >= model.dense_layers
     return [
         *_list_norm(model, "attention_norm"),
-        *(p for part in attention for p in _list_linear("attention", *part, bias=model.attention_bias)),
+        *(_list_latent_attention(model) if model.attention == "latent" else _list_attention(model)),
         *_list_norm(model, "ffn_norm"),
-        *(p for part in feed_forward for p in _list_linear("ffn", *part, bias=model.ffn_bias)),
+        *(_list_experts(model) if routed else _list_ffn(model, "ffn", model.ffn_size)),
+    ]
+
+
+def _list_attention(model: DecoderModel) -> list[Parameter]:
+    """Queries, keys, values and the way back."""
+    width, queries, keys = model.hidden_size, model.query_size, model.kv_size
+    parts = (("wq", queries, width), ("wk", keys, width), ("wv", keys, width), ("wo", width, queries))
+    return [p for part in parts for p in _list_linear("attention", *part, bias=model.attention_bias)]
+
+
+def _list_latent_attention(model: DecoderModel) -> list[Parameter]:
+    """DeepSeek-V2's (Liu et al. 2024, section 2.1): down to the latent vectors, their norms, up to the heads.
+
+    The rotated part of the keys, one for all heads, comes beside the latent vector and is not normalised.
+    """
+    width, heads = model.hidden_size, model.num_heads
+    latent, rotated, bias = model.latent_size or 0, model.rope_head_dim or 0, model.attention_bias
+    queries = heads * (model.head_size + rotated)
+    if model.query_latent_size is None:
+        parts = _list_linear("attention", "wq", queries, width, bias=False)
+    else:
+        parts = [
+            *_list_linear("attention", "q_down", model.query_latent_size, width, bias=bias),
+            Parameter("attention.q_norm.weight", (model.query_latent_size,)),
+            *_list_linear("attention", "q_up", queries, model.query_latent_size, bias=False),
+        ]
+    values = model.value_size
+    return [
+        *parts,
+        *_list_linear("attention", "kv_down", latent + rotated, width, bias=bias),
+        Parameter("attention.kv_norm.weight", (latent,)),
+        *_list_linear("attention", "kv_up", heads * model.head_size + values, latent, bias=False),
+        *_list_linear("attention", "wo", width, values, bias=bias),
+    ]
+
+
+def _list_ffn(model: DecoderModel, owner: str, ffn: int, *experts: int) -> list[Parameter]:
+    """A feed-forward, or a stack of them."""
+    width = model.hidden_size
+    parts = [("up", ffn, width), ("down", width, ffn)]
+    if model.activation == "swiglu":
+        parts.insert(0, ("gate", ffn, width))
+    listed = [p for part in parts for p in _list_linear(owner, *part, bias=model.ffn_bias)]
+    return [Parameter(p.name, (*experts, *p.shape)) for p in listed]
+
+
+def _list_experts(model: DecoderModel) -> list[Parameter]:
+    """The router, all routed experts stacked into one tensor a matrix, and the shared ones as one feed-forward."""
+    experts, ffn = model.num_experts or 0, model.expert_width
+    shared = model.shared_experts * ffn
+    return [
+        Parameter("ffn.router.weight", (experts, model.hidden_size)),
+        *_list_ffn(model, ROUTED, ffn, experts),
+        *(_list_ffn(model, "ffn.shared", shared) if shared else ()),
     ]
 
 
@@ -102,3 +154,20 @@ def count_matmul_parameters(model: DecoderModel) -> int:
     if model.positions == "learned":
         embedding += (model.max_positions or 0) * model.hidden_size
     return count_parameters(model) - embedding
+
+
+def count_active_parameters(model: Model) -> int:
+    """Elements that one token meets: of the routed experts only those that it is sent to."""
+    if not isinstance(model, DecoderModel) or not model.num_experts:
+        return count_parameters(model)
+    routed = sum(p.count for p in list_parameters(model) if ROUTED in p.name)
+    per_token = min(model.experts_per_token or model.num_experts, model.num_experts)
+    return count_parameters(model) - routed + routed // model.num_experts * per_token
+
+
+def count_active_matmul_parameters(model: DecoderModel) -> int:
+    """Elements that multiply one token's activations: as above, without the input embeddings.
+
+    The base of a token's FLOPs. Equal to :func:`count_matmul_parameters` for a dense model.
+    """
+    return count_matmul_parameters(model) - count_parameters(model) + count_active_parameters(model)

@@ -24,6 +24,16 @@ from meshwright.spec.fields import (
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ResNetModel, TaggedModel
 
+Runtime = Literal[
+    "meshwright",
+    "megatron-lm",
+    "megatron-core",
+    "megatron-deepspeed",
+    "torchtitan",
+    "composer-fsdp",
+    "deepspeed-zero",
+]
+"""Frameworks that have a profile: `megatron-lm` is Megatron of 2020 to 2022, `megatron-core` from 2023 on."""
 SYNTHETIC_IMAGES = "builtin:synthetic-images"
 """The path of images that are computed, not read."""
 
@@ -105,8 +115,10 @@ class Train:
     """Steps between measurements of the gradient noise scale; 0 measures none."""
     clip: NonNegative = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
-    precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "fp8", "fp4"] = "fp32"
     """Precision of the matrix products; weights, gradients and reductions stay float32."""
+    runtime: Runtime = "meshwright"
+    """Whose memory and time `plan` predicts; `train` runs `meshwright` alone."""
     loss_scale: Annotated[float, Field(gt=0, le=2**32, strict=True)] = 65536.0
     """First loss scale under fp16; halved by a step that overflows, doubled after 2,000 that do not."""
     seed: Natural = 0

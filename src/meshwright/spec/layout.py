@@ -12,6 +12,8 @@ from meshwright.spec.fields import SECTION_CONFIG, Count, Flag, Natural
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first; `ep` divides dp_shard x cp x tp and adds no ranks."""
 DEGREES = (*AXES, "ep", "etp")
+V_SCHEDULES = ("zbv", "dualpipe-v")
+"""Pipeline schedules with two stages a rank, laid out in a V: the first rank holds the first and the last."""
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -46,7 +48,7 @@ class Layout:
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe-v"] = "1f1b"
     """Pipeline schedule."""
     virtual_stages: Count = 1
-    """Stages a pipeline rank holds."""
+    """Stages a pipeline rank holds; `zbv` and `dualpipe-v` have 2, also if left out."""
     context: Literal["ring", "ulysses"] = "ring"
     """How cp exchanges keys and values."""
     micro_batch: Count | None = None

@@ -1,9 +1,9 @@
 """The legality table: which settings go together, and why not.
 
 One row is one rule. A row with ``built=False`` is a combination that is sound but that this version does
-not run yet; the others can never run. No rule raises: each returns the problem it found, so that a job
-gets all of them at once. ``nearest_legal_layout`` names what would run instead; its price is the
-planner's business.
+not run yet: planning it is allowed, running it is not. The others can never run. No rule raises: each returns
+the problem it found, so that a job gets all of them at once. ``nearest_legal_layout`` names what would run
+instead; its price is the planner's business.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.core.errors import Problem
+from meshwright.spec.axis_rules import AXIS_ROWS, PLAN_AXIS_ROWS
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.cluster_rules import PLAN_CLUSTER_ROWS
+from meshwright.spec.expert_rules import EXPERT_KEYS, LATENT_KEYS, MODEL_ROWS
 from meshwright.spec.image_rules import (
     check_batch_norm,
     check_image_data,
@@ -53,14 +57,27 @@ class Rule:
     """The rule in words, for the documentation."""
     check: Callable[[Job], Problem | None]
     built: bool = True
-    """False: sound, but not built yet."""
+    """False: sound, but not built yet. It is planned, not run."""
+    planned: bool = True
+    """False: not built and not predicted either, so that not even a plan is made."""
+    plan_only: bool = False
+    """True: a matter of predicting alone; a run of it is refused as not built, or not for this machine."""
+
+    def holds_for(self, to_run: bool) -> bool:
+        """Whether it is asked of a job that is to run, or of one that is only planned."""
+        return not self.plan_only if to_run else self.built or not self.planned
 
 
-def find_problems(job: Job) -> list[Problem]:
-    """Every rule that the job breaks; for one key, what can never run hides what is not built yet."""
+def find_problems(job: Job, to_run: bool = True) -> list[Problem]:
+    """Every rule that the job breaks; for one key, what can never run hides what is not built yet.
+
+    Args:
+        job: The job.
+        to_run: False for a job that is only planned: what is not built yet is no problem then.
+    """
     found: dict[str, Problem] = {}
     for rule in sorted(RULES, key=lambda r: not r.built):
-        problem = rule.check(job)
+        problem = rule.check(job) if rule.holds_for(to_run) else None
         if problem is not None:
             found.setdefault(problem.path, problem)
     return list(found.values())
@@ -143,8 +160,8 @@ def _only_with(code: str, section: type, path: str, other: str, needed: Any, why
     return Rule(code, f"`{path}` needs `{wanted.replace('=', ' = ')}`: {why}.", check)
 
 
-def _not_built(path: str, built: tuple[Any, ...], what: str) -> Rule:
-    """Values of ``path`` outside ``built`` are planned, not built."""
+def _not_built(path: str, built: tuple[Any, ...], what: str, planned: bool = True) -> Rule:
+    """Values of ``path`` outside ``built`` are planned, not built; or not even planned."""
     code = f"{path.replace('.', '-').replace('_', '-')}-not-built"
 
     def check(job: Job) -> Problem | None:
@@ -154,7 +171,7 @@ def _not_built(path: str, built: tuple[Any, ...], what: str) -> Rule:
         fix = "Use " + " or ".join(f"{path}={_toml(b)}" for b in built)
         return Problem(code, f"asks for {what}, which is not built yet", path=path, value=value, fix=fix)
 
-    return Rule(code, f"{what[0].upper()}{what[1:]} (`{path}`).", check, built=False)
+    return Rule(code, f"{what[0].upper()}{what[1:]} (`{path}`).", check, built=False, planned=planned)
 
 
 def _toml(value: Any) -> str:
@@ -193,6 +210,8 @@ def _check_cp_seq(job: Job) -> Problem | None:
 
 
 def _check_ep(job: Job) -> Problem | None:
+    if isinstance(job.model, DecoderModel) and job.model.num_experts is not None:
+        return None
     for name in ("ep", "etp"):
         value = getattr(job.layout, name)
         if value > 1:
@@ -367,6 +386,48 @@ RULES: tuple[Rule, ...] = (
         "`model.norm_groups` divides `model.width`, and leaves a group more than one value.",
         check_norm_groups,
     ),
+    *(Rule(*row) for row in MODEL_ROWS),
+    *(
+        _only_with(
+            f"model-{key.replace('_', '-')}-unused",
+            DecoderModel,
+            f"model.{key}",
+            "model.num_experts",
+            SET,
+            "a dense model has no experts",
+        )
+        for key in EXPERT_KEYS
+    ),
+    *(
+        _only_with(
+            f"model-{key.replace('_', '-')}-unused",
+            DecoderModel,
+            f"model.{key}",
+            "model.attention",
+            "latent",
+            "keys and values of each head have no latent vector",
+        )
+        for key in LATENT_KEYS
+    ),
+    _only_with(
+        "model-window-every-unused",
+        DecoderModel,
+        "model.window_every",
+        "model.window",
+        SET,
+        "no layer has one",
+    ),
+    *(
+        _only_with(
+            f"cluster-{key.replace('_', '-').removesuffix('-s')}-unused",
+            Cluster,
+            f"cluster.{key}",
+            "cluster.nodes_per_rack",
+            SET,
+            "all nodes are in one rack",
+        )
+        for key in ("spine_oversubscription", "spine_latency_s")
+    ),
     Rule(
         "data-not-for-images",
         "A ResNet reads images, and takes no setting of text: `seq_len`, `tokenizer`, `mask`, ...",
@@ -397,11 +458,9 @@ RULES: tuple[Rule, ...] = (
         check_batch_norm,
     ),
     _divides("layout-tp-heads", "layout.tp", "model.num_heads", "heads split evenly over tp"),
-    _divides("layout-tp-kv-heads", "layout.tp", "model.num_kv_heads", "key heads split evenly over tp"),
-    _divides("layout-tp-ffn", "layout.tp", "model.ffn_size", "the feed-forward splits evenly over tp"),
+    *(Rule(*row) for row in AXIS_ROWS),
     Rule("layout-pp-layers", "`pp` x `virtual_stages` is at most `model.num_layers`.", _check_pp_layers),
     Rule("layout-zero-dp-shard", "`dp_shard` > 1 needs ZeRO stage 1, 2 or 3.", _check_zero_shard),
-    _needs("layout-zero-unsharded", "layout.zero", 0, "layout.dp_shard", "there is nothing to shard over"),
     Rule("layout-cp-seq-len", "`data.seq_len` splits into 2 x `cp` equal pieces.", _check_cp_seq),
     Rule("layout-ep-dense", "`ep` and `etp` split experts; a dense model has none.", _check_ep),
     _needs(
@@ -428,16 +487,23 @@ RULES: tuple[Rule, ...] = (
         "`noise_scale_every` needs two ranks or two micro-batches: it compares a part with the whole.",
         check_noise_scale,
     ),
+    *(Rule(*row, plan_only=True) for row in (*PLAN_AXIS_ROWS, *PLAN_CLUSTER_ROWS)),
     _not_built("layout.pp", (1,), "pipeline parallelism"),
     _not_built("layout.dp_shard", (1,), "sharded data parallelism (ZeRO)"),
     _not_built("layout.cp", (1,), "context parallelism"),
     _not_built("layout.tp", (1,), "tensor parallelism"),
+    _not_built("layout.ep", (1,), "expert parallelism"),
+    _not_built("layout.etp", (1,), "tensor parallelism of experts"),
+    _not_built("model.attention", ("heads",), "latent attention"),
+    _not_built("model.num_experts", (None,), "a mixture of experts"),
+    _not_built("model.window", (None,), "attention in a sliding window"),
     _not_built("layout.offload", ("none",), "offloading"),
     _not_built("layout.accumulate", ("sharded",), "deferred accumulation under ZeRO"),
     _not_built("layout.schedule", ("1f1b",), "another pipeline schedule"),
     _not_built("layout.context", ("ring",), "another context method"),
     _not_built("layout.prefetch", (1,), "another prefetch depth under ZeRO"),
-    _not_built("train.precision", ("fp32", "bf16", "fp16"), "fp8 training"),
+    _not_built("train.precision", ("fp32", "bf16", "fp16"), "fp8 or fp4 training"),
+    _not_built("train.runtime", ("meshwright",), "a run by another framework"),
     Rule("train-muon-not-built", "Muon on cut matrices (`dp_shard`, `tp`).", check_muon_whole, built=False),
     Rule(
         "train-noise-scale-not-built",
@@ -445,8 +511,8 @@ RULES: tuple[Rule, ...] = (
         check_noise_scale_layout,
         built=False,
     ),
-    _not_built("consistency.mode", ("synchronous",), "relaxed consistency"),
-    _not_built("compression.kind", ("none", "bf16", "fp16"), "this compression"),
+    _not_built("consistency.mode", ("synchronous",), "relaxed consistency", planned=False),
+    _not_built("compression.kind", ("none", "bf16", "fp16"), "this compression", planned=False),
 )
 """The table. Rows that can never run come first, then what is not built yet."""
 

@@ -20,7 +20,7 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.spec.cluster import count_cores, find_gpus, machine_memory_bytes
 from meshwright.spec.hf import is_settled, lay_under
 from meshwright.spec.job import SYNTHETIC_IMAGES, Job
-from meshwright.spec.layout import DEGREES
+from meshwright.spec.layout import DEGREES, V_SCHEDULES
 from meshwright.spec.legality import find_problems
 from meshwright.spec.model import READ_WITH
 from meshwright.spec.presets import preset_names, read_preset
@@ -82,13 +82,16 @@ class SpecError(UserError):
         return type(self), (self.job, *self.problems)
 
 
-def load_job(source: str, overrides: Sequence[str] = (), on: str | None = None) -> Job:
+def load_job(
+    source: str, overrides: Sequence[str] = (), on: str | None = None, *, to_run: bool = True
+) -> Job:
     """Read a job file, a plan, or a model preset's name.
 
     Args:
         source: Path of a TOML file, or the name of a model preset.
         overrides: ``key.path=value`` texts, the last one wins.
         on: A cluster such as ``8x8xh100-sxm`` (nodes x devices x preset) in place of the job's.
+        to_run: False for a job that is only planned: what is sound but not built yet is let through.
 
     Raises:
         UserError: With every problem that was found.
@@ -99,16 +102,19 @@ def load_job(source: str, overrides: Sequence[str] = (), on: str | None = None) 
     if on is not None and (problem := _apply_on(tree, on)):
         problems.append(problem)
     problems += [p for text in overrides if (p := apply_override(tree, text))]
-    return build_job(tree, problems, settled)
+    return build_job(tree, problems, settled, to_run=to_run)
 
 
-def build_job(tree: Tree, problems: Sequence[Problem] = (), settled: bool = False) -> Job:
+def build_job(
+    tree: Tree, problems: Sequence[Problem] = (), settled: bool = False, *, to_run: bool = True
+) -> Job:
     """Fill presets and defaults, then check everything.
 
     Args:
         tree: The raw tables.
         problems: Found earlier; they are reported along.
         settled: The model comes from a plan: its Hugging Face folder is not read again.
+        to_run: False for a job that is only planned.
     """
     found = list(problems)
     tree = copy.deepcopy(tree)
@@ -117,7 +123,7 @@ def build_job(tree: Tree, problems: Sequence[Problem] = (), settled: bool = Fals
     job, wrong = _validate(tree)
     found += wrong
     if job is not None and not found:
-        found = find_problems(job)
+        found = find_problems(job, to_run)
         if found:
             raise SpecError(job, *found)
         return job
@@ -127,8 +133,20 @@ def build_job(tree: Tree, problems: Sequence[Problem] = (), settled: bool = Fals
     unsure |= {"cluster" for path in unsure if path == "cluster.file"}
     checkable = job or _validate(_without(tree, {p.path for p in wrong}))[0]
     if checkable is not None:
-        found += [p for p in find_problems(checkable) if not any(_speaks_of(p, path) for path in unsure)]
+        found += [
+            p for p in find_problems(checkable, to_run) if not any(_speaks_of(p, path) for path in unsure)
+        ]
     raise SpecError(None, *found)
+
+
+def require_runnable(job: Job) -> None:
+    """Refuse a job that was loaded to be planned and that this version does not run.
+
+    Raises:
+        SpecError: With what is not built, and the job, so that the nearest layout that runs can be named.
+    """
+    if found := find_problems(job):
+        raise SpecError(job, *found)
 
 
 def _speaks_of(problem: Problem, path: str) -> bool:
@@ -144,6 +162,8 @@ def read_tree(source: str) -> Tree:
         fields = read_preset("models", source)
         if isinstance(fields, dict) and fields.get("architecture") == "resnet":
             tree |= copy.deepcopy(PRESET_IMAGE_DATA)
+        elif isinstance(fields, dict) and fields.get("positions") == "learned":
+            tree["data"]["seq_len"] = min(PRESET_JOB["data"]["seq_len"], fields["max_positions"])
         return tree
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -252,10 +272,15 @@ def _table(tree: Tree, name: str) -> Tree:
 
 
 def _read_cluster_file(name: str) -> Tree | Problem:
+    """A file's figures, over those of the preset that it names, if it names one."""
     try:
-        return tomllib.loads(Path(name).read_text(encoding="utf-8"))
+        fields = tomllib.loads(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return Problem("cluster-file-unreadable", f"cannot be read: {error}", path="cluster.file", value=name)
+    if not isinstance(fields.get("preset"), str):
+        return fields
+    preset = read_preset("clusters", fields["preset"])
+    return preset if isinstance(preset, Problem) else {**preset, **fields}
 
 
 def _this_machine(device: str) -> Tree:
@@ -283,7 +308,7 @@ def _figures_of(gpu: str, memory_bytes: int) -> Tree:
 
 
 def _settle_layout(tree: Tree) -> list[Problem]:
-    """Naming any degree makes the layout given; dp_shard without zero means ZeRO-3."""
+    """Naming any degree makes the layout given; dp_shard without zero means ZeRO-3; a V has two stages."""
     layout = tree.get("layout")
     if not isinstance(layout, dict):
         return []
@@ -296,6 +321,8 @@ def _settle_layout(tree: Tree) -> list[Problem]:
         layout["mode"] = "given"
     if isinstance(layout.get("dp_shard"), int) and layout["dp_shard"] > 1:
         layout.setdefault("zero", 3)
+    if layout.get("schedule") in V_SCHEDULES and layout.get("pp", 1) != 1:
+        layout.setdefault("virtual_stages", 2)
     return []
 
 

@@ -192,9 +192,13 @@ BOTTLENECK_GROWTH = 4
 DEFAULT_NORM_GROUPS = 32
 
 READ_WITH = {
+    "latent_size": ("attention", "latent"),
     "norm_groups": ("norm", "group"),
+    "query_latent_size": ("attention", "latent"),
     "rope_factor": ("positions", "rope"),
+    "rope_head_dim": ("attention", "latent"),
     "rope_theta": ("positions", "rope"),
+    "value_head_dim": ("attention", "latent"),
 }
 """Keys that are read only where another one has this value.
 

@@ -38,7 +38,7 @@ class Workload:
             seq_len=job.data.seq_len,
             global_batch=job.train.global_batch,
             precision=job.train.precision,
-            profile=PROFILES["meshwright"],
+            profile=PROFILES[job.train.runtime],
             compiled=job.train.compile,
             document_mask=job.data.mask == "document",
         )
