@@ -28,6 +28,8 @@ checkpoint_app = typer.Typer(help="What is kept of runs.", rich_markup_mode=None
 app.add_typer(checkpoint_app, name="checkpoint")
 bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None)
 app.add_typer(bench, name="bench")
+schedule_app = typer.Typer(help="Schedules: generate, prove and draw.", rich_markup_mode=None)
+app.add_typer(schedule_app, name="schedule")
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else there.")]
 Overrides = Annotated[
@@ -278,6 +280,35 @@ def scaling(
 
     output = Output(as_json)
     guarded(output, lambda: bench_scaling(output, job, overrides or [], ranks, steps, weak, out))
+
+
+@schedule_app.command()
+def pipeline(
+    schedule: Annotated[
+        str, typer.Option(help="gpipe, 1f1b, interleaved, zb-h1 or zbv; as layout.schedule.")
+    ] = "1f1b",
+    stages: Annotated[int, typer.Option(help="Ranks of the pipeline; as layout.pp.")] = 4,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of one step.")] = 8,
+    virtual_stages: Annotated[
+        int | None, typer.Option(help="Stages of each rank; what the schedule needs if left out.")
+    ] = None,
+    forward: Annotated[str, typer.Option(help="Time of a stage; or one for each, as 1,1,1,2.")] = "1",
+    backward: Annotated[
+        str, typer.Option(help="Of its backward pass; its parts for input and weights as 1.2+0.8.")
+    ] = "2",
+    transfer: Annotated[str, typer.Option(help="Time from one stage to the next, likewise.")] = "0",
+    blocking: Annotated[
+        bool, typer.Option("--blocking", help="A rank waits until what it sends has arrived.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the picture, as SVG.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Generate a pipeline schedule, prove it, and draw when each rank does what."""
+    from meshwright.cli.schedule import TimeTexts, show_pipeline  # noqa: PLC0415
+
+    output = Output(as_json)
+    sizes, times = (stages, micro_batches, virtual_stages), (forward, backward, transfer)
+    guarded(output, lambda: show_pipeline(output, schedule, sizes, TimeTexts(*times), blocking, out))
 
 
 @app.command()

@@ -36,6 +36,15 @@ class Output:
         """A line for people."""
         self._people.print(text)
 
+    @property
+    def width(self) -> int:
+        """Characters in a line for people."""
+        return self._people.width
+
+    def draw(self, line: Text) -> None:
+        """A line with colours, which only a terminal gets; what does not fit is not folded."""
+        self._people.print(line, overflow="crop", no_wrap=True, crop=True)
+
     def warn(self, text: str) -> None:
         """A warning, on standard error."""
         self.errors.print(f"warning: {text}")

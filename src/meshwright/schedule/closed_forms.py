@@ -45,7 +45,7 @@ def pipeline_time(
     Args:
         schedule: Names, or :data:`CODES`.
         pp: Ranks.
-        virtual_stages: Stages of each rank: 1 but for ``interleaved`` (any); ``zbv`` has 2, whatever is given.
+        virtual_stages: Stages of each rank: any for ``interleaved``, 2 for ``zbv`` whatever is given, else 1.
         micro_batches: Of one step; for ``interleaved`` a multiple of ``pp``.
         forward_s: Of one micro-batch in one stage (1 / v of what the rank holds), mean over the stages.
         backward_input_s: Gradient of the input, likewise.
@@ -130,7 +130,7 @@ def peak_in_flight(
         np.minimum(m, p - r),
         np.minimum(m * v, 2 * (p - r - 1) + (v - 1) * p + 1),
         np.minimum(m, p) + 0 * r,
-        np.minimum(2 * m, 2 * p) + 0 * r,
+        np.minimum(np.minimum(2 * m, 2 * p), m + r + 1),
     )
     return np.asarray(_choose(code, forms), dtype=np.int64)
 
@@ -189,22 +189,44 @@ def _interleaved(
 
 
 def _zb_h1(p: Ints, m: Ints, f: Floats, b: Floats, w: Floats, t: Floats, hidden: NDArray[np.bool_]) -> Any:
-    """Is m c + (p - 1) (f + b - w): p - 1 weight gradients fill what 1F1B would wait at the end."""
-    few = np.maximum(0, p - m) * np.minimum(b, w)
-    ends = np.maximum(f + 3 * t * hidden, f + b - w + 4 * t * hidden)
+    """Is m c + (p - 1) max(f, b, f + b - w): p - 1 weight gradients fill what 1F1B waits at the end."""
+    ends, most = m + p - 1, np.maximum(m, p)
+    paths = (
+        (ends, ends, np.maximum(1, m - p + 1), 4 * (p - 1) * (m >= p)),
+        (ends, most, m, np.where(m >= p, 3 * (p - 1), (p + m + 1) * (m > 1))),
+        (most, ends, m, 2 * (p - 1)),
+    )
+    free = _longest(paths, f, b, w, t * hidden)
+    bound = _1f1b(p, m, f, b, t * hidden, np.asarray(True)) + w
     waits = np.where(hidden | (p == 1), 0, np.where(p == 2, m + 1, 2 * m + 2 * p - 5))
-    free = m * (f + b + w) + (p - 1) * ends + few + waits * t
-    bound = _1f1b(p, m, f, b, t, np.asarray(True)) + w
-    return np.where(hidden, np.maximum(free, bound), free)
+    return np.maximum(free, bound) + waits * t
 
 
 def _zbv(p: Ints, m: Ints, f: Floats, b: Floats, w: Floats, t: Floats, hidden: NDArray[np.bool_]) -> Any:
-    """Is 2 m c and the last rank's wait for its first micro-batch, (p - 1) f; more if f, b, w differ."""
-    on = t * hidden
-    first = (p - 1) * np.maximum(f, b) + (5 * p - 7) * on * (p > 1)
-    slow_backward = 2 * (p - 1) * (b - w) + (6 * p - 8) * on * (p > 1)
-    slow_forward = (p - 1) * f + (p - 2) * (f - b) + np.maximum(0, f - b - w)
-    slow_weight = (p - 1) * (f + 3 * on) + (p - 2) * (w - b)
-    ends = np.maximum.reduce(np.broadcast_arrays(first, slow_backward, slow_forward, slow_weight))
-    waits = np.where(hidden | (p == 1), 0, np.where(p == 2, 2 * m + 2, 4 * m + p - 3))
-    return 2 * m * (f + b + w) + np.where(p == 1, 0, ends) + waits * t
+    """Is 2 m c + (p - 1) f for f = b = w: only the last rank's wait for its first micro-batch is left.
+
+    Where f, b and w differ, the longest of eight paths; with fewer than 2 (p - 1) micro-batches the steady
+    state is not reached, and two more. All are exact from there on without transfers.
+    """
+    k, few = 2 * m, np.maximum(0, 2 * (p - 1) - m)
+    many = m > p
+    paths = (
+        (k, k + p - 1, k, 5 * p - 7),
+        (k + 2 * p - 3, k - p + 2, k, 3 * p - 5),
+        (k + few, k + 1, k + p - 2, 3 * p - 3),
+        (k + 1 + few, k, k + p - 2, 3 * p - 5),
+        (k, (k + 2 * p - 2) * many, (k - 2 * p + 2) * many, 6 * p - 8),
+        (k + 2 * p - 2, k - p + 1, k - 1, 3 * p - 3),
+        (k + p - 2, k + 1, k, 5 * p - 7),
+        ((k + p - 1) * many, (k + p - 1) * many, (k - 2 * p + 1) * many, 6 * p - 6),
+        ((2 * p + m - 1) * (m < p), 2 * p, k, 2 * (2 * p - 1) - 2 * m),
+        ((2 * p + m - 2) * (m <= p), 2 * p + m, m, 4 * p - 4),
+    )
+    waits = np.where(hidden, 0, np.where(p == 2, k + 2, 2 * k + p - 3))
+    return np.where(p == 1, k * (f + b + w), _longest(paths, f, b, w, t * hidden) + waits * t)
+
+
+def _longest(paths: tuple[tuple[Any, ...], ...], f: Floats, b: Floats, w: Floats, t: Floats) -> Any:
+    """The longest of some paths, each a number of forward, input and weight passes and of transfers."""
+    lengths = [n[0] * f + n[1] * b + n[2] * w + n[3] * t for n in paths]
+    return np.maximum.reduce(np.broadcast_arrays(*lengths))

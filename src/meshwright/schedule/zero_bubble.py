@@ -40,10 +40,9 @@ def order_zbv(pp: int, micro_batches: int) -> Rows:
 
     Rank r, with its lower stage (0) and its upper one (1), counting from when each result can be there:
 
-    - filling: 2 (pp - r) - 1 times F0 until the first micro-batch has been to the last rank and back; then
-    F1 and
-      F0 in turn, r times, while it goes on to rank 0 and its gradient comes back; then F1 B1 W1, pp - r times,
-      until that has been to the last rank and back;
+    - filling: 2 (pp - r) - 1 times F0 until the first micro-batch has been to the last rank and back; then F1
+      and F0 in turn, r times, while it goes on to rank 0 and its gradient comes back; then F1 B1 W1, pp - r
+      times, until that has been to the last rank and back;
     - steady: F0 B0 W0 F1 B1 W1, six actions for each micro-batch and a rank that never waits;
     - draining: the backward passes that others wait for first, r pairs of them without W, then each with one,
       and the weight gradients that are left.
@@ -62,7 +61,8 @@ def _zbv_row(rank: int, pp: int, micro_batches: int) -> tuple[Action, ...]:
         row.add(("F0", "B0", "W", "F1", "B1", "W"))
     row.add(step for _ in range(rank) for step in ("B0", "B1"))
     while row.left("B0") or row.left("B1"):
-        row.add(("B0", "W", "B1", "W"))
+        row.add(("B0", "W"))
+        row.add(("B1", "W") if row.left("B1") else ())
     while row.waiting:
         row.add(("W",))
     return tuple(row.actions)
