@@ -12,7 +12,7 @@ from meshwright.core.errors import Problem
 from meshwright.spec.job import Job
 from meshwright.spec.layout import V_SCHEDULES
 from meshwright.spec.model import DecoderModel
-from meshwright.spec.numbers import divisors, list_numbers, near_divisors
+from meshwright.spec.numbers import divisors, list_choices, near_divisors
 
 Check = Callable[[Job], Problem | None]
 
@@ -29,7 +29,7 @@ def _share(job: Job) -> int:
 
 
 def _use(numbers: Iterable[int]) -> str:
-    return f"Use {list_numbers(sorted(set(numbers))[-8:])}"
+    return f"Use {list_choices(sorted(set(numbers))[-8:])}"
 
 
 def check_tp_kv_heads(job: Job) -> Problem | None:
@@ -55,7 +55,7 @@ def check_tp_ffn(job: Job) -> Problem | None:
         return None
     if model.expert_layers < model.num_layers and model.ffn_size % tp:
         rule = f"does not divide model.ffn_size={model.ffn_size}; the feed-forward splits evenly over tp"
-        fix = f"Use {list_numbers(divisors(model.ffn_size))}"
+        fix = f"Use {list_choices(divisors(model.ffn_size))}"
         return Problem("layout-tp-ffn", rule, path="layout.tp", value=tp, fix=fix)
     shared = model.shared_experts * model.expert_width
     if model.expert_layers and shared % tp:

@@ -86,7 +86,9 @@ class BlockModel:
             experts = self._experts().times(1 - dense_share)
         return BlockTimes(products, self._attention(), self._elementwise(dense_share), experts)
 
-    def linear(self, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, plain: bool = False) -> Passes:
+    def linear(
+        self, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, plain: bool = False
+    ) -> Passes:
         """A weight (columns x depth) applied to rows: its product, and the two of its backward pass."""
         device = self.device
         stored = GRADIENT_SUM_BYTES * np.asarray(columns, float) * depth * count / device.bytes_per_s
@@ -138,7 +140,9 @@ class BlockModel:
         full = self._scores(self.seq_len)
         if not windowed:
             return full
-        return full.times(1 - windowed) + self._scores(min(model.window or self.seq_len, self.seq_len)).times(windowed)
+        return full.times(1 - windowed) + self._scores(min(model.window or self.seq_len, self.seq_len)).times(
+            windowed
+        )
 
     def _scores(self, looked_back: int) -> Passes:
         model, device = self.model, self.device
@@ -148,7 +152,11 @@ class BlockModel:
         if not self.rules.flash_attention:
             return self._unfused(heads, asked, given)
         # On average a token sees half of the sequence, or its window.
-        context = looked_back * (1 - looked_back / (2 * self.seq_len)) if looked_back < self.seq_len else looked_back / 2
+        context = (
+            looked_back * (1 - looked_back / (2 * self.seq_len))
+            if looked_back < self.seq_len
+            else looked_back / 2
+        )
         flops = 2.0 * self.rows * heads * context * (asked + given)
         narrow = min(1.0, 0.5 + 0.5 * given / FULL_RATE_HEAD)
         ramp = looked_back / (looked_back + device.rates.attention_ramp)

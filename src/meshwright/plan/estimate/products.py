@@ -67,9 +67,16 @@ def product_s(
     device: Device, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, plain: bool = False
 ) -> Floats:
     """Seconds of ``count`` products (rows x depth) (depth x columns) that run as one kernel."""
-    rows, columns, depth, count = np.broadcast_arrays(*(np.asarray(x, float) for x in (rows, columns, depth, count)))
+    rows, columns, depth, count = np.broadcast_arrays(
+        *(np.asarray(x, float) for x in (rows, columns, depth, count))
+    )
     rate = device.plain_flops_per_s if plain else device.flops_per_s
-    rate = rate * _tiled(device.multiprocessors, rows, columns, depth, count) * _aligned(columns) * _aligned(depth)
+    rate = (
+        rate
+        * _tiled(device.multiprocessors, rows, columns, depth, count)
+        * _aligned(columns)
+        * _aligned(depth)
+    )
     width = 2.0 if plain else device.operand_width
     moved = count * (width * (rows + columns) * depth + 2.0 * rows * columns)
     arithmetic = 2 * count * rows * columns * depth / rate

@@ -123,8 +123,10 @@ class _Step:
     def _tensor_parallel(self) -> tuple[Floats, Floats]:
         """Two reductions in each direction; in layers of experts only attention's."""
         model = self.model
-        calls = 1 + (1 - model.expert_layers / model.num_layers) + bool(model.shared_experts) * (
-            model.expert_layers / model.num_layers
+        calls = (
+            1
+            + (1 - model.expert_layers / model.num_layers)
+            + bool(model.shared_experts) * (model.expert_layers / model.num_layers)
         )
         moved = self.blocks.rows * model.hidden_size * WIRE_BYTES
         one = self.groups.tp.all_reduce_s(moved)
@@ -141,7 +143,9 @@ class _Step:
         asked = self.blocks.rows * (2 * model.query_size + 2 * width) / self.blocks.tp * WIRE_BYTES
         exchange = self.groups.cp.all_to_all_s(asked, self.rates.all_to_all)
         attention, hide = self.block.attention, self.rates.overlap
-        forward = np.where(grid.context == 1, exchange, np.maximum(ring - hide * attention.forward, 0.1 * ring))
+        forward = np.where(
+            grid.context == 1, exchange, np.maximum(ring - hide * attention.forward, 0.1 * ring)
+        )
         backward = np.where(
             grid.context == 1, exchange, np.maximum(2 * ring - hide * attention.backward_input, 0.2 * ring)
         )
@@ -152,7 +156,13 @@ class _Step:
         model = self.model
         if not model.expert_layers:
             return np.zeros(len(self.grid))
-        sent = self.blocks.rows / self.blocks.tp * (model.experts_per_token or 1) * model.hidden_size * WIRE_BYTES
+        sent = (
+            self.blocks.rows
+            / self.blocks.tp
+            * (model.experts_per_token or 1)
+            * model.hidden_size
+            * WIRE_BYTES
+        )
         once = self.groups.ep.all_to_all_s(sent, self.rates.all_to_all)
         return 2 * once * model.expert_layers / model.num_layers
 
@@ -171,7 +181,9 @@ class _Step:
         )
         hide, slow = self.rates.overlap, self.rates.contention
         wanted_back = gather + scatter + across / self.micro_batches
-        late_forward = np.maximum(gather - hide * forward, (1 - hide) * gather) + slow * np.minimum(gather, forward)
+        late_forward = np.maximum(gather - hide * forward, (1 - hide) * gather) + slow * np.minimum(
+            gather, forward
+        )
         late_backward = np.maximum(wanted_back - hide * backward, (1 - hide) * wanted_back)
         late_backward = late_backward + slow * np.minimum(wanted_back, backward)
         return np.where(on, late_forward, 0.0), np.where(on, late_backward, 0.0)
@@ -207,7 +219,11 @@ class _Step:
         grid = self.grid
         depth = grid.pp - 1.0
         bubble = depth * mean.total / grid.virtual_stages
-        bubble = np.where(grid.schedule == ZB_H1, depth * (mean.forward + mean.backward_input - 2 * mean.backward_weight).clip(0), bubble)
+        bubble = np.where(
+            grid.schedule == ZB_H1,
+            depth * (mean.forward + mean.backward_input - 2 * mean.backward_weight).clip(0),
+            bubble,
+        )
         bubble = np.where((grid.schedule == ZBV) | (grid.schedule == DUALPIPE), 0.0, bubble)
         sends = 2 * send_s * grid.virtual_stages
         shown = 1 - self.rates.overlap if self.rules.overlap_p2p else 1.0
@@ -221,7 +237,9 @@ class _Step:
         wire = rules.reduce_bytes
         replicated = groups.replicate.all_reduce_s((dense + experts) * wire)
         scatter = groups.shard.gather_s(dense * wire) + groups.expert_shard.gather_s(experts * wire)
-        gather = groups.shard.gather_s(dense * WIRE_BYTES) + groups.expert_shard.gather_s(experts * WIRE_BYTES)
+        gather = groups.shard.gather_s(dense * WIRE_BYTES) + groups.expert_shard.gather_s(
+            experts * WIRE_BYTES
+        )
         shard = grid.dp_shard * grid.cp
         across = groups.replicate.all_reduce_s((dense + experts) * wire / shard)
         sharded = (grid.zero == 1) | (grid.zero == 2)
@@ -233,7 +251,9 @@ class _Step:
         window_forward = block.forward * layers
         hide = self.rates.overlap
         hidden_reduce = np.minimum(hide * reduce, window_back) if rules.overlap_grad_reduce else 0 * reduce
-        hidden_gather = np.minimum(hide * gather, window_forward) if rules.overlap_param_gather else 0 * gather
+        hidden_gather = (
+            np.minimum(hide * gather, window_forward) if rules.overlap_param_gather else 0 * gather
+        )
         hidden = hidden_reduce + hidden_gather
         return reduce + gather - hidden + self.rates.contention * hidden, hidden
 

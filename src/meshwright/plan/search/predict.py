@@ -67,6 +67,10 @@ class Prediction:
         """What one rank moves."""
         return list_traffic(self.workload, self.layout)
 
+    def job_to_plan(self) -> Job:
+        """The job with its layout open again."""
+        return dataclasses.replace(self.job, layout=Layout())
+
     @property
     def interval_s(self) -> tuple[float, float]:
         """Where the step time is expected to lie."""

@@ -1,0 +1,159 @@
+"""Why the neighbours of the best layout lost: one degree doubled or halved, or one setting changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from meshwright.core.units import format_bytes, format_seconds
+from meshwright.plan.estimate.grid import CONTEXTS, OFFLOADS, RECOMPUTES
+from meshwright.plan.search.enumerate import SEARCHED_SCHEDULES, virtual_stage_choices
+from meshwright.plan.search.find import By
+from meshwright.plan.search.predict import Prediction, predict_layouts
+from meshwright.spec.job import Job
+from meshwright.spec.layout import V_SCHEDULES, Layout
+from meshwright.spec.legality import find_problems, with_layout
+from meshwright.spec.model import DecoderModel
+
+SAME = 1e-6
+"""Relative difference below which two steps are the same."""
+
+
+def list_neighbours(job: Job, layout: Layout) -> list[tuple[str, Layout]]:
+    """What changed, in words, and the layout; legal ones alone."""
+    found: dict[Layout, str] = {}
+    for words, changed in _changes(job, layout):
+        settled = _consistent(job, changed)
+        if settled == layout or settled in found:
+            continue
+        if not find_problems(with_layout(job, settled), to_run=False):
+            found[settled] = words
+    return [(words, changed) for changed, words in found.items()]
+
+
+def _changes(job: Job, layout: Layout) -> Iterator[tuple[str, Layout]]:
+    for axis in ("tp", "pp", "cp"):
+        yield from _moved_degree(layout, axis)
+    for giver, taker in (("dp_shard", "dp_replicate"), ("dp_replicate", "dp_shard")):
+        if getattr(layout, giver) % 2 == 0:
+            changes = {giver: getattr(layout, giver) // 2, taker: getattr(layout, taker) * 2}
+            yield _words(layout, taker, changes[taker]), dataclasses.replace(layout, **changes)
+    for axis in ("ep", "etp"):
+        for value in (getattr(layout, axis) * 2, getattr(layout, axis) // 2):
+            if value:
+                yield _one(layout, axis, value)
+    for stage in (1, 2, 3):
+        if layout.zero and stage != layout.zero:
+            yield _one(layout, "zero", stage)
+    yield _one(layout, "sequence_parallel", not layout.sequence_parallel)
+    if layout.pp > 1:
+        yield from _other_schedules(job, layout)
+    for name, values in (("context", CONTEXTS), ("recompute", RECOMPUTES), ("offload", OFFLOADS)):
+        for value in values:
+            if value != getattr(layout, name) and (name != "context" or layout.cp > 1):
+                yield _one(layout, name, value)
+    micro = layout.micro_batch or 1
+    for value in (micro * 2, micro // 2):
+        if value:
+            yield _one(layout, "micro_batch", value)
+
+
+def _moved_degree(layout: Layout, axis: str) -> Iterator[tuple[str, Layout]]:
+    """An axis doubled at the cost of data parallelism, and halved in favour of it."""
+    degree = getattr(layout, axis)
+    for data in ("dp_shard", "dp_replicate"):
+        if getattr(layout, data) % 2 == 0:
+            changes = {axis: degree * 2, data: getattr(layout, data) // 2}
+            yield _words(layout, axis, degree * 2), dataclasses.replace(layout, **changes)
+            break
+    if degree % 2 == 0:
+        data = "dp_replicate" if layout.dp_replicate > 1 and layout.dp_shard == 1 else "dp_shard"
+        changes = {axis: degree // 2, data: getattr(layout, data) * 2}
+        yield _words(layout, axis, degree // 2), dataclasses.replace(layout, **changes)
+
+
+def _other_schedules(job: Job, layout: Layout) -> Iterator[tuple[str, Layout]]:
+    for name in SEARCHED_SCHEDULES:
+        if name != layout.schedule:
+            stages = 2 if name in V_SCHEDULES or name == "interleaved" else 1
+            yield f"schedule={name}", dataclasses.replace(layout, schedule=name, virtual_stages=stages)
+    if layout.schedule == "interleaved" and isinstance(job.model, DecoderModel):
+        choices = virtual_stage_choices(job.model.num_layers, layout.pp)
+        for stages in choices:
+            if stages in (layout.virtual_stages * 2, layout.virtual_stages // 2):
+                yield _one(layout, "virtual_stages", stages)
+
+
+def _one(layout: Layout, key: str, value: Any) -> tuple[str, Layout]:
+    return _words(layout, key, value), dataclasses.replace(layout, **{key: value})
+
+
+def _words(layout: Layout, key: str, value: Any) -> str:
+    before = getattr(layout, key)
+    shown = str(value).lower() if isinstance(value, bool) else value
+    return f"{key}={shown}" if isinstance(before, bool) else f"{key}={shown} instead of {before}"
+
+
+def _consistent(job: Job, layout: Layout) -> Layout:
+    """Settings that a changed degree leaves without effect step back; shards get a ZeRO stage."""
+    changes: dict[str, Any] = {}
+    if layout.tp == 1:
+        changes["sequence_parallel"] = False
+    if layout.pp == 1:
+        changes |= {"schedule": "1f1b", "virtual_stages": 1}
+    if layout.cp == 1:
+        changes["context"] = "ring"
+    if layout.dp_shard * layout.cp == 1:
+        changes["zero"] = 0
+    elif layout.dp_shard > 1 and layout.zero == 0:
+        changes["zero"] = 1
+    share = -(-job.train.global_batch // layout.data_degree)
+    if layout.micro_batch and layout.micro_batch > share:
+        changes["micro_batch"] = share
+    return dataclasses.replace(layout, **changes)
+
+
+def explain_neighbours(best: Prediction, by: By = "time") -> list[str]:
+    """A sentence for each neighbour that lost, those that do not fit first."""
+    near = list_neighbours(best.job, best.layout)
+    others = predict_layouts(best.job, [layout for _, layout in near])
+    told = [
+        (other, f"{words}: {compare(best, other, by)}")
+        for (words, _), other in zip(near, others, strict=True)
+    ]
+    told.sort(key=lambda pair: (pair[0].fits, pair[0].step_s))
+    return [sentence for _, sentence in told]
+
+
+def compare(best: Prediction, other: Prediction, by: By = "time") -> str:
+    """What is worse with the other one: memory that is not there, or the parts that take longer."""
+    room = best.job.cluster.memory_bytes
+    if not other.fits:
+        return f"{format_bytes(other.peak_bytes - room)} over"
+    if by == "memory" and other.peak_bytes > best.peak_bytes:
+        return f"{format_bytes(other.peak_bytes - best.peak_bytes)} more memory"
+    change = other.step_s / best.step_s - 1
+    if abs(change) < SAME:
+        more = other.peak_bytes - best.peak_bytes
+        return f"the same time, {format_bytes(abs(more))} {'more' if more > 0 else 'less'} memory"
+    if change < 0:
+        devices = other.layout.world_size / best.layout.world_size
+        if by == "cost" and devices * (1 + change) > 1:
+            return f"{devices * (1 + change) - 1:.1%} more device time"
+        return f"{-change:.1%} faster, {format_bytes(other.peak_bytes)} a device"
+    return f"{change:.1%} slower: {describe_parts(best, other)}"
+
+
+def describe_parts(best: Prediction, other: Prediction, most: int = 2) -> str:
+    """The parts that differ most, longer ones first."""
+    differences = part_differences(best, other)
+    large = sorted(differences.items(), key=lambda item: -item[1])
+    shown = [(name, value) for name, value in large if value > 0.02 * abs(large[0][1])][:most]
+    return ", ".join(f"{format_seconds(value)} more {name}" for name, value in shown)
+
+
+def part_differences(best: Prediction, other: Prediction) -> dict[str, float]:
+    """Seconds that each part of the other step takes beyond the best one's."""
+    names = [*best.breakdown_s, *(n for n in other.breakdown_s if n not in best.breakdown_s)]
+    return {n: other.breakdown_s.get(n, 0.0) - best.breakdown_s.get(n, 0.0) for n in names}
