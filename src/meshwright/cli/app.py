@@ -105,7 +105,7 @@ class RankBy(StrEnum):
 
 
 @app.command()
-def plan(  # noqa: PLR0913  (the options of a command are what it can be asked)
+def plan(  # noqa: PLR0913, PLR0917  (the options of a command are what it can be asked)
     job: PlanSource,
     overrides: Overrides = None,
     on: Annotated[

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from meshwright.cli.output import Output
 from meshwright.cli.plan_picture import check_picture, draw_picture
 from meshwright.cli.plan_search import given_outcome, search_outcome
@@ -15,6 +17,7 @@ from meshwright.cli.plan_sizing import show_sizing
 from meshwright.cli.plan_why import show_why
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_count, format_rate, format_seconds
+from meshwright.explain.plan_picture import PlanPicture
 from meshwright.plan.choose import Candidate, Search
 from meshwright.plan.compute import UNCERTAINTY, peak_rate
 from meshwright.plan.contract import Plan, build_plan, plan_of, write_plan
@@ -137,6 +140,20 @@ class RunnableOutcome:
             output.say()
             columns = ("layout", "micro-batch", "step", "peak a device", "fits")
             output.table("Layouts, best first", columns, rows)
+
+    def picture(self) -> PlanPicture:
+        """What is drawn."""
+        job = self.best.job
+        tokens = job.train.global_batch * job.data.seq_len
+        rates = [tokens / c.time.total_s / c.layout.world_size for c in self.search.fitting]
+        return PlanPicture(
+            title=f"{job.name}: {self.search.candidates[0].name}",
+            memory={"every rank": {line.name: float(line.bytes) for line in self.best.ranks[0].lines}},
+            room_bytes=job.cluster.memory_bytes,
+            steps=[(c.name, c.time.breakdown()) for c in self.search.candidates],
+            rates=np.array(rates),
+            unit=job.unit,
+        )
 
     def summary(self) -> dict[str, Any]:
         """For programs."""

@@ -1,4 +1,4 @@
-"""``meshwright plan`` for decoders on any cluster: the search's best layout, whole, and why the others lost."""
+"""``meshwright plan`` for decoders on any cluster: the best layout, whole, and why the others lost."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from meshwright.cli.output import Output
 from meshwright.core.units import format_bytes, format_count, format_rate, format_seconds
+from meshwright.explain.plan_picture import PlanPicture
 from meshwright.plan.choose import explain_positions
 from meshwright.plan.contract import Plan, build_plan
 from meshwright.plan.learning_rate import explain_lr
@@ -17,6 +20,7 @@ from meshwright.plan.search.counts import total_parameters
 from meshwright.plan.search.find import By, Found, Progress, find_layouts, no_progress
 from meshwright.plan.search.neighbours import compare, explain_neighbours
 from meshwright.plan.search.predict import (
+    FULLEST,
     PLACEHOLDER_INTERVAL,
     Prediction,
     layout_overrides,
@@ -35,6 +39,8 @@ from meshwright.spec.recipe import explain_defaults
 
 MOST_ROWS = 12
 """Layouts in the table for people; ``--json`` has as many as ``--top`` says."""
+WALKED = 50
+"""Layouts whose schedules are walked before the first of them is called the best."""
 LONG_SEARCH = 300_000
 """Layouts from which a bar is shown, on a terminal."""
 BEST = {
@@ -83,6 +89,21 @@ class SearchOutcome:
             f"{found.pruned:,} ruled out by bounds, {found.illegal:,} combinations by rules"
         )
 
+    def picture(self) -> PlanPicture:
+        """What is drawn."""
+        best, found = self.best, self.found
+        tokens = self.job.train.global_batch * self.job.data.seq_len
+        device_s = (
+            np.concatenate(found.rates) if found.rates else np.array([best.step_s * best.layout.world_size])
+        )
+        return PlanPicture(
+            title=f"{self.job.name}: {layout_words(best.layout)}",
+            memory={FULLEST: best.lines},
+            room_bytes=self.job.cluster.memory_bytes,
+            steps=[(layout_words(p.layout), p.breakdown_s) for p in self.shown],
+            rates=tokens / device_s,
+        )
+
     def summary(self) -> dict[str, Any]:
         """For programs."""
         found, best = self.found, self.best
@@ -104,7 +125,7 @@ def search_outcome(output: Output, job: Job, pins: dict[str, Any], top: int, by:
         UserError: Nothing fits; it says what would.
     """
     with search_progress(output) as progress:
-        found = find_layouts(job, pins, top, by, progress)
+        found = find_layouts(job, pins, max(top, WALKED), by, progress)
     if found.best is None:
         assert found.least is not None, "a space without layouts: one device is always legal"
         (closest,) = predict_layouts(job, [found.least.grid.layout(0)])
@@ -113,7 +134,7 @@ def search_outcome(output: Output, job: Job, pins: dict[str, Any], top: int, by:
     if by != "memory":  # walked schedules may change the order a little
         devices = {"time": lambda p: 1, "cost": lambda p: p.layout.world_size}[by]
         shown.sort(key=lambda p: p.step_s * devices(p))
-    return SearchOutcome(job, found, shown, explain_best(job, found, shown[0]))
+    return SearchOutcome(job, found, shown[:top], explain_best(job, found, shown[0]))
 
 
 def given_outcome(job: Job) -> SearchOutcome:

@@ -7,10 +7,9 @@ from typing import Any
 from meshwright.cli.output import Output
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_seconds
-from meshwright.plan.search.predict import layout_words
-from meshwright.plan.search.rescue import nothing_fits, remedies_for_search
 from meshwright.plan.search.find import find_layouts
-from meshwright.plan.search.predict import predict_layouts
+from meshwright.plan.search.predict import layout_words, predict_layouts
+from meshwright.plan.search.rescue import nothing_fits, remedies_for_search
 from meshwright.plan.search.sizing import Size, Sizing, explain_size, format_days, size_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel

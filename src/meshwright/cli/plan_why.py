@@ -80,9 +80,8 @@ def _explain_legal(output: Output, job: Job, best: Prediction | None) -> dict[st
     reasons = []
     if not asked.fits:
         over = asked.peak_bytes - job.cluster.memory_bytes
-        reasons.append(
-            f"does not fit: {format_bytes(over)} over the {format_bytes(job.cluster.memory_bytes)} of a device"
-        )
+        room = format_bytes(job.cluster.memory_bytes)
+        reasons.append(f"does not fit: {format_bytes(over)} over the {room} of a device")
         reasons += [f"it would fit: {remedy}" for remedy in remedies_for_layout(job, layout)]
     elif best is not None:
         reasons.append(_against(best, asked))
@@ -121,10 +120,8 @@ def _filled_up(job: Job, asked: Prediction) -> list[str]:
     if found.best is None:
         return [f"it leaves {devices - asked.layout.world_size} of {devices} devices idle"]
     (full,) = predict_layouts(job, [found.best.grid.layout(0)])
-    return [
-        f"it leaves {devices - asked.layout.world_size} of {devices} devices idle; on all of them "
-        f"{layout_words(full.layout)} takes {format_seconds(full.step_s)} a step"
-    ]
+    idle = f"it leaves {devices - asked.layout.world_size} of {devices} devices idle; on all of them "
+    return [f"{idle}{layout_words(full.layout)} takes {format_seconds(full.step_s)} a step"]
 
 
 def _compare_table(output: Output, best: Prediction, asked: Prediction) -> None:

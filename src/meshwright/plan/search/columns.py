@@ -1,4 +1,4 @@
-"""Ragged products of columns: each row repeated once for every choice that its key allows, without a loop over rows."""
+"""Ragged products of columns: each row repeated for every choice that its key allows, without a loop."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """All legal layouts of a job, as columns.
 
-Degrees come from the divisors of the number of devices, settings are crossed with them in numpy; there is no loop
-over layouts. The rules are those of ``spec/legality.py``, written for columns; a test holds the two together.
+Degrees come from the divisors of the number of devices, settings are crossed with them in numpy; there is no
+loop over layouts. The rules are those of ``spec/legality.py``, written for columns; a test holds the two together.
 
 What is in the space, beside the rules:
 
@@ -9,7 +9,7 @@ What is in the space, beside the rules:
 - ``micro_batch`` divides the share of a rank, or is a power of two evened out to what does it in as many
   micro-batches. ``virtual_stages`` are the fewest for each number of layers in a stage.
 - ``gpipe`` only where it is named: 1F1B takes the same time and never holds more micro-batches.
-- ``offload`` only where it is asked for: see ``find.py``. ``prefetch`` and ``accumulate`` stay what the job says.
+- ``offload`` only where it is asked for: see ``find.py``. ``prefetch`` and ``accumulate`` stay as the job says.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from meshwright.spec.model import DecoderModel
 from meshwright.spec.numbers import divisors
 
 CHUNK = 1 << 14
-"""Layouts that are priced at once: their columns stay in a core's cache (2^14 took 3.9 us a layout, 2^17 4.8)."""
+"""Layouts that are priced at once: their columns stay in a core's cache."""
 NO_SHARDS, SHARDS_OF_SEQUENCE, SHARDS = range(3)
 """What ZeRO finds: nothing, ranks of cp alone, or ranks of dp_shard."""
 SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv")
@@ -154,7 +154,7 @@ class Space:
             legal &= model.ffn_size % tp == 0
         if model.expert_layers:
             legal &= (model.shared_experts * model.expert_width) % tp == 0
-        return legal
+        return np.asarray(legal, dtype=np.bool_)
 
     def _as_pinned(self, columns: Columns, names: Sequence[str]) -> np.ndarray:
         kept = np.ones(len(columns["pp"]), dtype=np.bool_)
@@ -220,7 +220,7 @@ class Space:
         return expand(columns, columns["tp"] * base + columns["cp"], ("context",), choices)
 
     def schedule_choices(self, key: int) -> Choices:
-        """Schedules with their virtual stages; ``key`` is 2 x pp, one more where pp divides the micro-batches."""
+        """Schedules and virtual stages; ``key`` is 2 x pp, one more where pp divides the micro-batches."""
         pp, in_groups = divmod(key, 2)
         named = self.pins.get("schedule")
         if pp == 1:
@@ -309,7 +309,7 @@ class Space:
         """What decides which schedules a row may have."""
         share = -(-self.job.train.global_batch // (columns["dp_replicate"] * columns["dp_shard"]))
         in_groups = -(-share // columns["micro_batch"]) % columns["pp"] == 0
-        return 2 * columns["pp"] + in_groups
+        return np.asarray(2 * columns["pp"] + in_groups, dtype=np.int64)
 
     def grid(self, columns: Columns) -> Grid:
         """Finished columns, with what the whole job shares."""

@@ -2,8 +2,8 @@
 
 Nothing is left out that could be the best. Two bounds save work, and what they rule out is counted as pruned:
 
-- Memory. A row of degrees and settings that does not fit with 1F1B and one stage a rank fits with no schedule: the
-  others hold at least as many micro-batches, and at least as many layers on the fullest rank.
+- Memory. A row of degrees and settings that does not fit with 1F1B and one stage a rank fits with no schedule:
+  the others hold at least as many micro-batches, and at least as many layers on the fullest rank.
 - Devices. No layout on fewer devices beats a step that is already shorter than all FLOPs of the step at those
   devices' peak rate. This holds for the time of a step, not for its cost, and is used for the first only.
 """
@@ -199,7 +199,7 @@ def best_of(by: By, top: int, *lists: Ranked) -> Ranked:
 
 
 def complexity(grid: Grid) -> Floats:
-    """How much there is to go wrong: axes in use, then settings away from their default, then large degrees."""
+    """How much there is to go wrong: axes in use, settings away from their default, large degrees."""
     axes = [grid.pp, grid.cp, grid.tp, grid.ep, grid.etp, grid.dp_shard, grid.dp_replicate]
     weights = [8, 6, 4, 4, 4, 2, 1]
     used = sum(((axis > 1) * weight for axis, weight in zip(axes, weights, strict=True)), np.zeros(len(grid)))
@@ -211,7 +211,7 @@ def complexity(grid: Grid) -> Floats:
         + (grid.zero > 0) * 0.5 * grid.zero
         + (grid.context > 0)
     )
-    return used + settings + 0.01 * np.log2(grid.pp * grid.cp * grid.tp)
+    return np.asarray(used + settings + 0.01 * np.log2(grid.pp * grid.cp * grid.tp), dtype=np.float64)
 
 
 def with_cluster(job: Job, **changes: Any) -> Job:

@@ -1,4 +1,4 @@
-"""The legal layout closest to one that was asked for: the fewest doublings, then the fewest changed settings."""
+"""The legal layout closest to one that was asked for: fewest doublings, then fewest changed settings."""
 
 from __future__ import annotations
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.plan.estimate.grid import CONTEXTS, OFFLOADS, RECOMPUTES
-from meshwright.plan.search.enumerate import SEARCHED_SCHEDULES, virtual_stage_choices
+from meshwright.plan.search.enumerate import (
+    SEARCHED_SCHEDULES,
+    micro_batch_choices,
+    virtual_stage_choices,
+)
 from meshwright.plan.search.find import By
 from meshwright.plan.search.predict import Prediction, predict_layouts
 from meshwright.spec.job import Job
-from meshwright.spec.layout import V_SCHEDULES, Layout
+from meshwright.spec.layout import AXES, V_SCHEDULES, Layout
 from meshwright.spec.legality import find_problems, with_layout
 from meshwright.spec.model import DecoderModel
 
@@ -20,43 +24,58 @@ SAME = 1e-6
 """Relative difference below which two steps are the same."""
 
 
-def list_neighbours(job: Job, layout: Layout) -> list[tuple[str, Layout]]:
-    """What changed, in words, and the layout; legal ones alone."""
-    found: dict[Layout, str] = {}
+def list_neighbours(job: Job, layout: Layout) -> list[tuple[str, list[Layout]]]:
+    """What changed, in words, and the layouts that it means; legal ones alone.
+
+    A changed degree leaves the micro-batch open, so that it loses for what it is and not for a micro-batch
+    that suited another; a changed setting is just that.
+    """
+    seen: set[Layout] = {layout}
+    found = []
     for words, changed in _changes(job, layout):
         settled = _consistent(job, changed)
-        if settled == layout or settled in found:
+        if settled in seen:
             continue
-        if not find_problems(with_layout(job, settled), to_run=False):
-            found[settled] = words
-    return [(words, changed) for changed, words in found.items()]
+        seen.add(settled)
+        share = -(-job.train.global_batch // settled.data_degree)
+        moved = any(getattr(settled, axis) != getattr(layout, axis) for axis in AXES)
+        micros = micro_batch_choices(share) if moved else (settled.micro_batch,)
+        choices = [dataclasses.replace(settled, micro_batch=micro) for micro in micros]
+        legal = [c for c in choices if not find_problems(with_layout(job, c), to_run=False)]
+        if legal:
+            found.append((words, legal))
+    return found
 
 
 def _changes(job: Job, layout: Layout) -> Iterator[tuple[str, Layout]]:
     for axis in ("tp", "pp", "cp"):
         yield from _moved_degree(layout, axis)
+    yield from _moved_data(layout)
+    if layout.pp > 1:
+        yield from _other_schedules(job, layout)
+    micro = layout.micro_batch or 1
+    values: dict[str, Sequence[Any]] = {
+        "ep": (layout.ep * 2, layout.ep // 2),
+        "etp": (layout.etp * 2, layout.etp // 2),
+        "zero": (1, 2, 3) if layout.zero else (),
+        "sequence_parallel": (not layout.sequence_parallel,),
+        "context": CONTEXTS if layout.cp > 1 else (),
+        "recompute": RECOMPUTES,
+        "offload": OFFLOADS,
+        "micro_batch": (micro * 2, micro // 2),
+    }
+    for key, options in values.items():
+        for value in options:
+            if value != getattr(layout, key) and (value != 0 or isinstance(value, bool)):
+                yield _words(layout, key, value), dataclasses.replace(layout, **{key: value})
+
+
+def _moved_data(layout: Layout) -> Iterator[tuple[str, Layout]]:
+    """Half the shards for twice the replicas, and the other way."""
     for giver, taker in (("dp_shard", "dp_replicate"), ("dp_replicate", "dp_shard")):
         if getattr(layout, giver) % 2 == 0:
             changes = {giver: getattr(layout, giver) // 2, taker: getattr(layout, taker) * 2}
             yield _words(layout, taker, changes[taker]), dataclasses.replace(layout, **changes)
-    for axis in ("ep", "etp"):
-        for value in (getattr(layout, axis) * 2, getattr(layout, axis) // 2):
-            if value:
-                yield _one(layout, axis, value)
-    for stage in (1, 2, 3):
-        if layout.zero and stage != layout.zero:
-            yield _one(layout, "zero", stage)
-    yield _one(layout, "sequence_parallel", not layout.sequence_parallel)
-    if layout.pp > 1:
-        yield from _other_schedules(job, layout)
-    for name, values in (("context", CONTEXTS), ("recompute", RECOMPUTES), ("offload", OFFLOADS)):
-        for value in values:
-            if value != getattr(layout, name) and (name != "context" or layout.cp > 1):
-                yield _one(layout, name, value)
-    micro = layout.micro_batch or 1
-    for value in (micro * 2, micro // 2):
-        if value:
-            yield _one(layout, "micro_batch", value)
 
 
 def _moved_degree(layout: Layout, axis: str) -> Iterator[tuple[str, Layout]]:
@@ -77,16 +96,14 @@ def _other_schedules(job: Job, layout: Layout) -> Iterator[tuple[str, Layout]]:
     for name in SEARCHED_SCHEDULES:
         if name != layout.schedule:
             stages = 2 if name in V_SCHEDULES or name == "interleaved" else 1
-            yield f"schedule={name}", dataclasses.replace(layout, schedule=name, virtual_stages=stages)
+            changes: dict[str, Any] = {"schedule": name, "virtual_stages": stages}
+            yield _words(layout, "schedule", name), dataclasses.replace(layout, **changes)
     if layout.schedule == "interleaved" and isinstance(job.model, DecoderModel):
         choices = virtual_stage_choices(job.model.num_layers, layout.pp)
         for stages in choices:
             if stages in (layout.virtual_stages * 2, layout.virtual_stages // 2):
-                yield _one(layout, "virtual_stages", stages)
-
-
-def _one(layout: Layout, key: str, value: Any) -> tuple[str, Layout]:
-    return _words(layout, key, value), dataclasses.replace(layout, **{key: value})
+                words = _words(layout, "virtual_stages", stages)
+                yield words, dataclasses.replace(layout, virtual_stages=stages)
 
 
 def _words(layout: Layout, key: str, value: Any) -> str:
@@ -117,13 +134,25 @@ def _consistent(job: Job, layout: Layout) -> Layout:
 def explain_neighbours(best: Prediction, by: By = "time") -> list[str]:
     """A sentence for each neighbour that lost, those that do not fit first."""
     near = list_neighbours(best.job, best.layout)
-    others = predict_layouts(best.job, [layout for _, layout in near])
-    told = [
-        (other, f"{words}: {compare(best, other, by)}")
-        for (words, _), other in zip(near, others, strict=True)
-    ]
+    flat = predict_layouts(best.job, [layout for _, layouts in near for layout in layouts])
+    told, place = [], 0
+    for change, layouts in near:
+        others = flat[place : place + len(layouts)]
+        place += len(layouts)
+        other = min(others, key=lambda o: (not o.fits, _score(o, by) if o.fits else o.peak_bytes))
+        words = change
+        if other.layout.micro_batch != best.layout.micro_batch and not change.startswith("micro_batch"):
+            words += f" (micro_batch={other.layout.micro_batch})"
+        told.append((other, f"{words}: {compare(best, other, by)}"))
     told.sort(key=lambda pair: (pair[0].fits, pair[0].step_s))
     return [sentence for _, sentence in told]
+
+
+def _score(prediction: Prediction, by: By) -> float:
+    """What the ranking makes small."""
+    if by == "memory":
+        return prediction.peak_bytes
+    return prediction.step_s * (prediction.layout.world_size if by == "cost" else 1)
 
 
 def compare(best: Prediction, other: Prediction, by: By = "time") -> str:
@@ -137,6 +166,8 @@ def compare(best: Prediction, other: Prediction, by: By = "time") -> str:
     if abs(change) < SAME:
         more = other.peak_bytes - best.peak_bytes
         return f"the same time, {format_bytes(abs(more))} {'more' if more > 0 else 'less'} memory"
+    if by == "memory":
+        return f"{format_bytes(best.peak_bytes - other.peak_bytes)} less memory, {change:+.1%} time"
     if change < 0:
         devices = other.layout.world_size / best.layout.world_size
         if by == "cost" and devices * (1 + change) > 1:

@@ -1,4 +1,4 @@
-"""Everything that is predicted of single layouts: memory line by line, the step part by part, walked, and its bytes."""
+"""All that is predicted of single layouts: memory by lines, the step by parts, walked, and its bytes."""
 
 from __future__ import annotations
 
@@ -168,9 +168,9 @@ def _walked_bubble_s(layout: Layout, micro_batches: int, parts: dict[str, float]
 
 @lru_cache(maxsize=1024)
 def _walk(name: str, pp: int, stages: int, micro_batches: int, recompute: str, uneven: float) -> float | None:
-    """Time that a step takes beyond its slowest rank's work, over one micro-batch's work on an average rank.
+    """Time of a step beyond its slowest rank's work, over one micro-batch's work on an average rank.
 
-    Forward, and the two halves of the backward pass, take equal times; recomputation repeats the forward pass.
+    Forward and the two halves of the backward pass take equal times; recomputation repeats the forward pass.
     The last stage is slower by ``uneven``, of the same unit.
     """
     try:

@@ -32,13 +32,8 @@ def nothing_fits(job: Job, closest: Prediction, remedies: list[str]) -> UserErro
 
 def remedies_for_search(job: Job, pins: dict[str, Any]) -> list[str]:
     """Changes after which some layout fits: keys let go, more nodes, a shorter sequence."""
-    tries: list[tuple[str, Iterator[tuple[str, Job, dict[str, Any]]]]] = [
-        ("free", _freed_keys(job, pins)),
-        ("nodes", _more_nodes(job, pins)),
-        ("sequence", _shorter_sequences(job, pins)),
-    ]
     found = []
-    for _, changes in tries:
+    for changes in (_freed_keys(job, pins), _more_nodes(job, pins), _shorter_sequences(job, pins)):
         for words, changed, kept in changes:
             search = find_layouts(changed, kept, 1)
             if search.best is not None:
@@ -86,30 +81,28 @@ def with_seq_len(job: Job, seq_len: int) -> Job:
 
 
 def remedies_for_layout(job: Job, layout: Layout) -> list[str]:
-    """Single changes of a given layout, or of its sequence, with which it fits."""
-    changes: list[tuple[str, Job, Layout]] = []
-
-    def change(words: str, **keys: Any) -> None:
-        changes.append((words, job, dataclasses.replace(layout, **keys)))
-
-    if (layout.micro_batch or 1) > 1:
-        change("Use layout.micro_batch=1", micro_batch=1)
-    for mode in ("selective", "full"):
-        if layout.recompute != mode and layout.recompute != "full":
-            change(f"Use layout.recompute={mode}", recompute=mode)
-    if layout.tp > 1 and not layout.sequence_parallel:
-        change("Use layout.sequence_parallel=true", sequence_parallel=True)
-    for stage in range(layout.zero + 1, 4):
-        if layout.dp_shard > 1:
-            change(f"Use layout.zero={stage}", zero=stage)
-    for away in ("optimizer", "all"):
-        if layout.offload == "none":
-            change(f"Use layout.offload={away}", offload=away)
-    for axis in ("dp_shard", "pp", "tp"):
-        keys: dict[str, Any] = {axis: getattr(layout, axis) * 2}
-        if axis == "dp_shard" and layout.zero == 0:
-            keys["zero"] = 3
-        change(f"Use layout.{axis}={keys[axis]}, {layout.world_size * 2} devices", **keys)
+    """Single changes of a given layout, or of its sequence, with which it fits; the smallest first."""
+    doubled = f"{layout.world_size * 2} devices"
+    tries: list[tuple[str, dict[str, Any]]] = [
+        ("micro_batch=1", {"micro_batch": 1}),
+        ("recompute=selective", {"recompute": "selective"}),
+        ("recompute=full", {"recompute": "full"}),
+        ("sequence_parallel=true", {"sequence_parallel": True}),
+        *((f"zero={stage}", {"zero": stage}) for stage in range(layout.zero + 1, 4)),
+        ("offload=optimizer", {"offload": "optimizer"}),
+        ("offload=all", {"offload": "all"}),
+        (
+            f"dp_shard={layout.dp_shard * 2}, {doubled}",
+            {"dp_shard": layout.dp_shard * 2, "zero": layout.zero or 3},
+        ),
+        (f"pp={layout.pp * 2}, {doubled}", {"pp": layout.pp * 2}),
+        (f"tp={layout.tp * 2}, {doubled}", {"tp": layout.tp * 2}),
+    ]
+    changes = [
+        (f"Use layout.{words}", job, dataclasses.replace(layout, **keys))
+        for words, keys in tries
+        if any(getattr(layout, key) != value for key, value in keys.items())
+    ]
     length = job.data.seq_len // 2
     while length >= SHORTEST_SEQUENCE:
         changes.append((f"Use data.seq_len={length}", with_seq_len(job, length), layout))

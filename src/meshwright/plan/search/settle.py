@@ -1,4 +1,4 @@
-"""Fills what a given layout leaves open: its micro-batch, the largest that fits and leaves 2 x pp micro-batches."""
+"""Fills what a given layout leaves open: the largest micro-batch that fits and leaves 2 x pp of them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """How many devices a deadline needs, what they cost, and what failures take.
 
-Failures are counted roughly: a cluster fails as often as its devices together; a checkpoint stops the run while it
-is written; Young's interval between checkpoints, sqrt(2 x write time x time between failures), keeps the sum of
-writing and of work lost small (Young 1974; Daly 2006 refines it where failures are frequent).
+Failures are counted roughly: a cluster fails as often as its devices together; a checkpoint stops the run while
+it is written; Young's interval between checkpoints, sqrt(2 x write time x time between failures), keeps writing
+and lost work small together (Young 1974; Daly 2006 refines it where failures are frequent).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.spec.model import DecoderModel
 from meshwright.spec.numbers import divisors
 
 ASSUMED_FAILURE_HOURS = 50_000.0
-"""Of one device: Llama 3's 419 unexpected interruptions in 54 days on 16,384 GPUs (Grattafiori et al. 2024)."""
+"""Of one device: Llama 3's 419 unexpected interruptions in 54 days on 16,384 GPUs (Meta 2024)."""
 ASSUMED_STORAGE_BYTES_PER_S = 1e9
 """For each node, where the cluster does not say."""
 RESTART_S = 600.0
@@ -114,9 +114,8 @@ def assumptions_of(job: Job) -> tuple[str, ...]:
     """What the cluster does not say and what stood in for it."""
     cluster, found = job.cluster, []
     if cluster.failure_hours is None:
-        found.append(
-            f"cluster.failure_hours={ASSUMED_FAILURE_HOURS:g} for one device (as Llama 3 met on 16,384 GPUs)"
-        )
+        hours = f"cluster.failure_hours={ASSUMED_FAILURE_HOURS:g} for one device"
+        found.append(f"{hours} (as Llama 3 met on 16,384 GPUs)")
     if cluster.storage_bytes_per_s is None:
         found.append(f"checkpoints written at {format_bytes(ASSUMED_STORAGE_BYTES_PER_S)}/s by each node")
     found.append(f"{format_seconds(RESTART_S)} from a failure to the next step")
@@ -223,20 +222,17 @@ def explain_size(sizing: Sizing, kind: str) -> list[str]:
     answer = sizing.answer
     if answer is None:
         fastest = sizing.fastest
-        return [
-            f"no number of {kind} trains {tokens} in {deadline}: the shortest is {format_days(fastest.wall_s)} "
-            f"on {fastest.devices}; more do not help, because train.global_batch is fixed"
-        ]
+        short = f"no number of {kind} trains {tokens} in {deadline}: the shortest is "
+        short += f"{format_days(fastest.wall_s)} on {fastest.devices}; more do not help, because "
+        return [short + "train.global_batch is fixed"]
     cost = "price unknown" if answer.cost is None else f"cost {answer.cost:,.0f}"
     lost = f"{answer.lost_share:.1%} lost to checkpoints and failures"
     if answer.devices == 1:
         return [
             f"use one device: one {kind} trains {tokens} in {format_days(answer.wall_s)} ({cost}, {lost})"
         ]
-    return [
-        f"{answer.devices} x {kind} ({answer.nodes} nodes) train {tokens} in {format_days(answer.wall_s)} "
-        f"of {deadline} ({cost}, {lost})"
-    ]
+    whole = f"{answer.devices} x {kind} ({answer.nodes} nodes) train {tokens} in "
+    return [f"{whole}{format_days(answer.wall_s)} of {deadline} ({cost}, {lost})"]
 
 
 def format_days(seconds: float) -> str:
