@@ -149,6 +149,24 @@ def plan(  # noqa: PLR0913, PLR0917  (the options of a command are what it can b
 
 
 @app.command()
+def validate(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Option(help="Table of measured runs, CSV; may be given again. The package's own if left out."),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw predicted over published into this SVG file.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict published runs and show how far off the predictions are."""
+    from meshwright.cli.validate import show_validation  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: show_validation(output, runs or [], picture))
+
+
+@app.command()
 def train(
     job: JobSource,
     overrides: Overrides = None,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.text import Text
 
 from meshwright.cli.output import Output
@@ -106,10 +107,10 @@ def _predict(
 ) -> float | None:
     """What the planner's closed form says; none where stages or transfers are not all equal."""
     lists = (times.forward_s, times.backward_input_s, times.backward_weight_s, transfer)
-    each = [sorted({float(x) for x in values}) for values in lists]  # type: ignore[union-attr]
+    each = [np.unique(np.asarray(values)) for values in lists]
     if any(len(values) > 1 for values in each):
         return None
-    f, b, w, t = (values[0] for values in each)
+    f, b, w, t = (float(values[0]) for values in each)
     sizes = (schedule.pp, schedule.virtual_stages, schedule.micro_batches)
     return float(pipeline_time(schedule.name, *sizes, f, b, w, t, overlap=not blocking))
 

@@ -1,7 +1,7 @@
 """Every parameter of a model by name and shape, in the order in which the model registers them.
 
 The same table as ``run.models`` builds, written down without torch: what a run is audited against must not
-come from the run. Experts and latent attention are listed too, for plans; ``run.models`` does not build them yet.
+come from the run. Experts and latent attention, not built in ``run.models`` yet, are listed for plans.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _list_ffn(model: DecoderModel, owner: str, ffn: int, *experts: int) -> list[
 
 
 def _list_experts(model: DecoderModel) -> list[Parameter]:
-    """The router, all routed experts stacked into one tensor a matrix, and the shared ones as one feed-forward."""
+    """The router, all routed experts stacked into one tensor a matrix, the shared ones as one block."""
     experts, ffn = model.num_experts or 0, model.expert_width
     shared = model.shared_experts * ffn
     return [

@@ -53,8 +53,8 @@ def pipeline_time(
         transfer_s: Of one micro-batch's activations, or their gradient, to the next rank.
         overlap: Whether the sender computes during a transfer. Without it every transfer of the busiest rank
             is exposed. With it those of filling and draining are; 1F1B also shows up to 2 t a micro-batch in
-            its steady state, because the rank that waits has nothing else it may run; interleaved and split
-            schedules hide them there as long as t <= min(f, g) and t <= w / 2.
+            its steady state, because the rank that waits has nothing else it may run. The others hide them
+            there: interleaved while t <= min(f, g), ZB-H1 while t <= w / 2, ZBV while t <= w + min(f, b).
         slowest_s: Work of the slowest rank in one micro-batch, all its stages together; where it is more than
             the mean, v c, the steady state runs at its pace. Exact for GPipe, and for 1F1B with a slow last
             stage; a little too much where the slow stage comes earlier.
@@ -177,15 +177,19 @@ def _interleaved(
 ) -> Any:
     """(m v + p - 1) (f + g): the same bubble of stages that are v times shorter.
 
-    With overlap the first micro-batch's way through all p v stages and the last one's way back are exposed;
-    in between a rank has other stages to run. Without it the first and the last rank send 2 v - 1 times a
-    micro-batch and hide one of their waits; ranks between them send 2 v times and set the pace in the end.
+    With overlap the first micro-batch's way through all p v stages and the last one's way back are exposed; in
+    between a rank has other stages to run, unless a transfer is longer than one of them. Without it the first and
+    the last rank send 2 v - 1 times a micro-batch and hide one of their waits; ranks between them send 2 v times
+    and set the pace in the end.
     """
     c = f + g
-    ends = (m * v + p - 1) * c + np.where(hidden, 2 * (p * v - 1), 2 * m * v - m + 2 * p - 3) * t * (p > 1)
+    long = (v - 1) * (m - p) * np.maximum(0, t - np.minimum(f, g))
+    longer = m * (p - 1) // (2 * p) * np.maximum(0, 2 * t - c)
+    shown = (m * v + p - 1) * c + (2 * (p * v - 1) * t + long + longer) * (p > 1)
+    ends = (m * v + p - 1) * c + (2 * m * v - m + 2 * p - 3) * t * (p > 1)
     drain = np.maximum(np.abs(g - f) + 2 * (p - 3) * t, (2 * p - 5) * t)
     middle = m * v * (c + 2 * t) + (p - 2) * c + drain
-    return np.where(hidden | (p < 3), ends, np.maximum(ends, middle))
+    return np.where(hidden, shown, np.where(p < 3, ends, np.maximum(ends, middle)))
 
 
 def _zb_h1(p: Ints, m: Ints, f: Floats, b: Floats, w: Floats, t: Floats, hidden: NDArray[np.bool_]) -> Any:
@@ -197,7 +201,8 @@ def _zb_h1(p: Ints, m: Ints, f: Floats, b: Floats, w: Floats, t: Floats, hidden:
         (most, ends, m, 2 * (p - 1)),
     )
     free = _longest(paths, f, b, w, t * hidden)
-    bound = _1f1b(p, m, f, b, t * hidden, np.asarray(True)) + w
+    # A transfer longer than w / 2 is not hidden: as in 1F1B, with the weight gradient of each round trip.
+    bound = _1f1b(p, m, f, b, t * hidden, np.asarray(True)) + -(-m // p) * w
     waits = np.where(hidden | (p == 1), 0, np.where(p == 2, m + 1, 2 * m + 2 * p - 5))
     return np.maximum(free, bound) + waits * t
 
@@ -222,8 +227,9 @@ def _zbv(p: Ints, m: Ints, f: Floats, b: Floats, w: Floats, t: Floats, hidden: N
         ((2 * p + m - 1) * (m < p), 2 * p, k, 2 * (2 * p - 1) - 2 * m),
         ((2 * p + m - 2) * (m <= p), 2 * p + m, m, 4 * p - 4),
     )
-    waits = np.where(hidden, 0, np.where(p == 2, k + 2, 2 * k + p - 3))
-    return np.where(p == 1, k * (f + b + w), _longest(paths, f, b, w, t * hidden) + waits * t)
+    long = np.maximum(0, k * (p - 1) // p - 2 * p) * np.maximum(0, t - w - np.minimum(f, b))
+    waits = np.where(hidden, long, np.where(p == 2, k + 2, 2 * k + p - 3) * t)
+    return np.where(p == 1, k * (f + b + w), _longest(paths, f, b, w, t * hidden) + waits)
 
 
 def _longest(paths: tuple[tuple[Any, ...], ...], f: Floats, b: Floats, w: Floats, t: Floats) -> Any:

@@ -107,14 +107,14 @@ def _find_stuck(schedule: PipelineSchedule) -> list[Violation]:
         needed = producer_of(action, schedule.stages)
         assert needed is not None, "an action that needs nothing never waits"
         breach, says = Breach.DEADLOCK, f"waits for {needed}, "
-        home = schedule.rank_of(needed.stage)
-        if needed in row[position:]:
+        homes = [r for r, other in enumerate(schedule.ranks) if needed in other[positions[r] :]]
+        if rank in homes:
             breach, says = Breach.ORDER, f"comes before {needed}, which it needs"
-        elif needed not in schedule.ranks[home]:
+        elif not homes:
             says += "which no rank runs"
         else:
-            blocked = schedule.ranks[home][positions[home]]
-            says += f"which rank {home} does not reach: it stands before {blocked}"
+            blocked = schedule.ranks[homes[0]][positions[homes[0]]]
+            says += f"which rank {homes[0]} does not reach: it stands before {blocked}"
         violations.append(Violation(breach, rank, action, says))
     return violations
 

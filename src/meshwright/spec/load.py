@@ -218,13 +218,22 @@ def _apply_on(tree: Tree, on: str) -> Problem | None:
         return Problem("cluster-bad-on", "is not a cluster", path="--on", value=on, fix=fix)
     nodes, devices, preset = match.groups()
     if devices is None:
-        nodes, devices = None, nodes
+        nodes, devices = _spread(preset, nodes)
     tree["cluster"] = {"preset": preset}
     if nodes is not None:
         tree["cluster"]["nodes"] = int(nodes)
     if devices is not None:
         tree["cluster"]["devices_per_node"] = int(devices)
     return None
+
+
+def _spread(preset: str, count: str | None) -> tuple[str | None, str | None]:
+    """Nodes and devices of one: more devices than a node has are spread over whole nodes."""
+    fields = read_preset("clusters", preset)
+    if count is None or isinstance(fields, Problem) or preset == "local":
+        return None, count
+    nodes, rest = divmod(int(count), fields["devices_per_node"])
+    return (None, count) if nodes <= 1 or rest else (str(nodes), None)
 
 
 def _fill_presets(tree: Tree, settled: bool) -> list[Problem]:

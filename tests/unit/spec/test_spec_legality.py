@@ -11,19 +11,38 @@ from hypothesis import strategies as st
 from meshwright.core.errors import UserError
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality import RULES, find_problems, nearest_legal_layout, with_layout
-from meshwright.spec.load import SpecError, build_job, job_tree
+from meshwright.spec.load import SpecError, build_job, job_tree, require_runnable
 from meshwright.spec.model import READ_WITH
 from meshwright.spec.numbers import divisors
 
 RESNET = {"preset": None, "architecture": "resnet", "blocks": [1, 1], "num_classes": 10, "image_size": 32}
+EXPERTS = {"num_experts": 4, "experts_per_token": 2}
+LATENT = {"attention": "latent", "latent_size": 32, "rope_head_dim": 8, "num_kv_heads": 4}
 CASES = {
     "model-heads-width": {"model": {"num_heads": 6}},
     "model-head-dim-odd": {"model": {"head_dim": 7}},
     "model-kv-heads": {"model": {"num_kv_heads": 3}},
     "layout-tp-heads": {"layout": {"tp": 3}},
-    "layout-tp-kv-heads": {"layout": {"tp": 4}},
+    "layout-tp-kv-heads": {
+        "layout": {"tp": 6},
+        "model": {"num_heads": 12, "num_kv_heads": 4, "head_dim": 16},
+    },
     "layout-tp-ffn": {"layout": {"tp": 2}, "model": {"ffn_size": 129}},
     "layout-pp-layers": {"layout": {"pp": 4}},
+    "layout-interleaved": {"layout": {"pp": 2, "schedule": "interleaved"}},
+    "layout-virtual-stages": {"layout": {"pp": 2, "virtual_stages": 2}, "model": {"num_layers": 4}},
+    "layout-dualpipe": {
+        "layout": {"pp": 2, "schedule": "dualpipe-v", "micro_batch": 4},
+        "model": {"num_layers": 4},
+    },
+    "layout-ep-experts": {"layout": {"ep": 3, "dp_shard": 3}, "model": EXPERTS},
+    "layout-ep-ranks": {"layout": {"ep": 4, "dp_replicate": 4}, "model": EXPERTS},
+    "layout-etp-ffn": {"layout": {"etp": 3, "dp_shard": 3}, "model": EXPERTS},
+    "layout-ulysses-heads": {"layout": {"cp": 8, "context": "ulysses"}},
+    "layout-sequence-parallel-len": {
+        "layout": {"tp": 4, "sequence_parallel": True},
+        "data": {"seq_len": 30},
+    },
     "layout-zero-dp-shard": {"layout": {"dp_shard": 2, "zero": 0}},
     "layout-zero-unsharded": {"layout": {"zero": 1}},
     "layout-cp-seq-len": {"layout": {"cp": 2}, "data": {"seq_len": 30}},
@@ -32,6 +51,22 @@ CASES = {
     "layout-virtual-stages-pp": {"layout": {"virtual_stages": 2}},
     "layout-world-size": {"layout": {"dp_replicate": 9}},
     "layout-micro-batch": {"layout": {"micro_batch": 9}},
+    "model-experts-per-token": {"model": {"num_experts": 4, "experts_per_token": 5}},
+    "model-dense-layers": {"model": {**EXPERTS, "dense_layers": 2}},
+    "model-experts-per-token-unused": {"model": {"experts_per_token": 2}},
+    "model-expert-ffn-size-unused": {"model": {"expert_ffn_size": 64}},
+    "model-shared-experts-unused": {"model": {"shared_experts": 1}},
+    "model-dense-layers-unused": {"model": {"dense_layers": 1}},
+    "model-capacity-factor-unused": {"model": {"capacity_factor": 1.25}},
+    "model-latent": {"model": {**LATENT, "num_kv_heads": 2}},
+    "model-latent-size-unused": {"model": {"latent_size": 32}},
+    "model-query-latent-size-unused": {"model": {"query_latent_size": 32}},
+    "model-rope-head-dim-unused": {"model": {"rope_head_dim": 8}},
+    "model-value-head-dim-unused": {"model": {"value_head_dim": 8}},
+    "model-window-every": {"model": {"window": 8, "window_every": 3}},
+    "model-window-every-unused": {"model": {"window_every": 2}},
+    "cluster-spine-oversubscription-unused": {"cluster": {"spine_oversubscription": 2.0}},
+    "cluster-spine-latency-unused": {"cluster": {"spine_latency_s": 1e-4}},
     "model-max-positions": {"model": {"positions": "learned", "max_positions": 16}},
     "model-rope-factors": {"model": {"rope_factor": 8.0, "rope_low_freq_factor": 4.0}},
     "model-rope-low-freq-factor-unused": {"model": {"rope_low_freq_factor": 2.0}},
@@ -68,6 +103,12 @@ CASES = {
     "layout-dp-shard-not-built": {"layout": {"dp_shard": 2}},
     "layout-cp-not-built": {"layout": {"cp": 2}},
     "layout-tp-not-built": {"layout": {"tp": 2}},
+    "layout-ep-not-built": {"layout": {"ep": 2, "dp_shard": 2}, "model": EXPERTS},
+    "layout-etp-not-built": {"layout": {"etp": 2, "dp_shard": 2}, "model": EXPERTS},
+    "model-attention-not-built": {"model": LATENT},
+    "model-num-experts-not-built": {"model": EXPERTS},
+    "model-window-not-built": {"model": {"window": 8}},
+    "train-runtime-not-built": {"train": {"runtime": "megatron-core"}},
     "layout-offload-not-built": {"layout": {"offload": "all"}},
     "layout-accumulate-not-built": {"layout": {"accumulate": "deferred"}},
     "layout-schedule-not-built": {"layout": {"schedule": "gpipe"}},
@@ -81,10 +122,21 @@ CASES = {
     "compression-kind-not-built": {"compression": {"kind": "topk"}},
 }
 """A job for each row; a row without one fails below."""
+PLAN_CASES = {
+    "layout-schedule-pp": {"layout": {"schedule": "zb-h1"}},
+    "layout-context-cp": {"layout": {"context": "ulysses"}},
+    "layout-accumulate-zero": {"layout": {"accumulate": "deferred", "dp_shard": 2, "zero": 1}},
+    "layout-prefetch-zero": {"layout": {"prefetch": 2, "dp_shard": 2, "zero": 2}},
+    "layout-offload-cpu": {"layout": {"offload": "all"}, "cluster": {"preset": "local", "device": "cpu"}},
+    "cluster-links-missing": {"cluster": {"preset": "rtx-4090", "nodes": 2}},
+    "train-precision-device": {"train": {"precision": "fp4"}},
+}
+"""Likewise, for rows that are a matter of planning alone."""
 
 
 def test_every_row_of_the_table_has_a_case_and_every_case_a_row():
-    assert set(CASES) == {rule.code for rule in RULES}
+    assert set(CASES) == {rule.code for rule in RULES if not rule.plan_only}
+    assert set(PLAN_CASES) == {rule.code for rule in RULES if rule.plan_only}
 
 
 def test_codes_are_not_used_twice():
@@ -98,6 +150,50 @@ def test_each_rule_can_be_broken_and_then_says_what_to_do(refused, code):
     assert problem.fix, "a rule names the nearest fix"
     assert problem.path, "a rule names the key"
     assert str(problem).endswith(f"[{code}]")
+
+
+@pytest.mark.parametrize("code", PLAN_CASES)
+def test_each_rule_of_planning_can_be_broken_and_does_not_hide_what_is_not_built(tree, refused, code):
+    """A run of the same job is refused too, or its own commands refuse it, under another code."""
+    made = tree(**PLAN_CASES[code])
+    with pytest.raises(SpecError) as caught:
+        build_job(made, to_run=False)
+    (problem,) = caught.value.problems
+    assert problem.code == code
+    assert problem.fix
+    if code == "cluster-links-missing":
+        assert build_job(made).cluster.nodes == 2, "train itself says that this machine is not that cluster"
+        return
+    assert code not in [p.code for p in refused(**PLAN_CASES[code])]
+    assert any(p.path == problem.path and p.code.endswith("-not-built") for p in refused(**PLAN_CASES[code]))
+
+
+UNPLANNED = {"consistency-mode-not-built", "compression-kind-not-built"}
+IDLE = {f"layout-{key}-not-built" for key in ("accumulate", "schedule", "context", "prefetch")}
+"""Their cases have no effect at all, which is for the rows of planning to say."""
+
+
+@pytest.mark.parametrize("code", [c for c in CASES if c.endswith("-not-built") and c not in IDLE])
+def test_what_is_not_built_can_be_planned_unless_nothing_predicts_it(tree, code):
+    """A setting that no formula reads would be ignored silently: it is refused by plan, too."""
+    made = tree(**CASES[code])
+    if code in UNPLANNED:
+        with pytest.raises(SpecError) as caught:
+            build_job(made, to_run=False)
+        assert [p.code for p in caught.value.problems] == [code]
+        return
+    job = build_job(made, to_run=False)
+    assert code in [p.code for p in find_problems(job)]
+    assert find_problems(job, to_run=False) == []
+
+
+def test_a_job_that_can_only_be_planned_is_refused_with_the_job_for_a_price(tree):
+    job = build_job(tree(layout={"tp": 2}), to_run=False)
+    with pytest.raises(SpecError) as caught:
+        require_runnable(job)
+    assert [p.code for p in caught.value.problems] == ["layout-tp-not-built"]
+    assert caught.value.job is job
+    require_runnable(build_job(tree()))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)

@@ -101,7 +101,7 @@ def test_a_job_written_out_and_read_back_is_the_same_job(tree):
 
 @pytest.mark.parametrize("name", preset_names("models"))
 def test_every_model_preset_loads_and_breaks_no_rule(name):
-    assert load_job(name, on="h100-sxm").model.preset == name
+    assert load_job(name, on="h100-sxm", to_run=False).model.preset == name
 
 
 @pytest.mark.parametrize("name", preset_names("clusters"))
@@ -160,6 +160,10 @@ def test_zero_0_with_dp_shard_says_to_use_dp_replicate(refused):
         ("h100-sxm", 1, 8, "h100-sxm"),
         ("2x72xgb200-nvl72", 2, 72, "gb200-nvl72"),
         ("128x16xv100-32g-sxm", 128, 16, "v100-32g-sxm"),
+        ("1024xh100-sxm", 128, 8, "h100-sxm"),
+        ("144xgb200-nvl72", 2, 72, "gb200-nvl72"),
+        ("1x16xh100-sxm", 1, 16, "h100-sxm"),
+        ("12xh100-sxm", 1, 12, "h100-sxm"),
     ],
 )
 def test_on_reads_nodes_devices_preset(on, nodes, devices, preset):

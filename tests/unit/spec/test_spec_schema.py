@@ -87,7 +87,7 @@ def test_what_a_preset_fills_in_is_not_required_of_the_file(schema):
     assert set(schema["$defs"]["Train"]["required"]) == {"steps", "global_batch"}
 
 
-@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", sorted(EXAMPLES.rglob("*.toml")), ids=lambda path: path.stem)
 def test_an_example_has_what_the_schema_requires_and_nothing_else(schema, example):
     """Editors check job files against the schema: it must not refuse what is trained with every day."""
     tree = tomllib.loads(example.read_text())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.plan.estimate.grid import Floats, Grid
+from meshwright.plan.estimate.grid import Floats, Grid, Ints
 from meshwright.plan.estimate.products import Device, Sizes, product_s
 from meshwright.plan.estimate.profiles import TimeRules
 from meshwright.plan.estimate.workload import Workload
@@ -41,6 +41,10 @@ class Passes:
         """So many of them."""
         return Passes(self.forward * factor, self.backward_input * factor, self.backward_weight * factor)
 
+    def take(self, places: Ints) -> Passes:
+        """Those at some places."""
+        return Passes(self.forward[places], self.backward_input[places], self.backward_weight[places])
+
     @property
     def total(self) -> Floats:
         """Forward and backward."""
@@ -56,6 +60,11 @@ class BlockTimes:
     elementwise: Passes
     expert_products: Passes
     """Routed experts, averaged over all layers."""
+
+    def take(self, places: Ints) -> BlockTimes:
+        """Those at some places."""
+        parts = (self.products, self.attention, self.elementwise, self.expert_products)
+        return BlockTimes(*(part.take(places) for part in parts))
 
 
 class BlockModel:
@@ -131,7 +140,8 @@ class BlockModel:
         entries = 2 if model.activation == "swiglu" else 1
         inner = model.expert_width / grid.etp
         into = self.linear(rows, entries * inner, model.hidden_size, mine)
-        return into + self.linear(rows, model.hidden_size, inner, mine)
+        both = into + self.linear(rows, model.hidden_size, inner, mine)
+        return both.times(1 / self.device.rates.expert_matmul)
 
     def _attention(self) -> Passes:
         """Scores and their use, averaged over full and windowed layers."""

@@ -33,10 +33,19 @@ class Group:
         """All-gather to, or reduce-scatter from, a tensor of this many bytes."""
         return self._ring_s(whole)
 
-    def all_to_all_s(self, moved: Floats, share: float) -> Floats:
-        """Every rank sends an equal part of its bytes to every other; nodes are crossed by what is not local."""
+    def all_to_all_s(self, moved: Floats, share: float, copies: int = 1) -> Floats:
+        """Every rank sends an equal part of its bytes to every other; nodes are crossed by what is not local.
+
+        Args:
+            moved: Bytes that a rank sends in all.
+            share: Of the bandwidth of a ring.
+            copies: Of each token in ``moved``, of which those to one node cross to it as one.
+        """
+        nodes = self.ranks / self.inside
         local = moved * (self.inside - 1) / self.ranks
-        remote = moved * (self.ranks - self.inside) / self.ranks
+        seen = 1 - (1 - 1 / nodes) ** copies
+        """Chance that a token goes to a node."""
+        remote = moved * (nodes - 1) * seen / copies
         wire = np.maximum(local / self.link_bytes_per_s, remote / self.nic_bytes_per_s) / share
         return np.where(self.ranks > 1, wire + self.latency_s, 0.0)
 

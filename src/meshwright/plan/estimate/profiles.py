@@ -5,18 +5,57 @@ Facts of each framework, not fitted to anything. Rates that are fitted are in ``
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
 
 @dataclass(frozen=True)
 class MemoryRules:
-    """What a framework keeps."""
+    """What a framework keeps. The defaults are Meshwright's own."""
 
-    master_weights: bool = True
+    master_weights: bool = False
     """16-bit training keeps float32 master weights beside 16-bit ones; False: the weights are float32 themselves."""
-    gradient_bytes: int = 4
-    """Bytes of a gradient element that is accumulated."""
+    gradient_bytes: float = 4.0
+    """Bytes of a gradient element that is accumulated, with any second copy of it."""
+    fp16_gradient_bytes: float | None = None
+    """The same under fp16, where it differs."""
+    step_gradient_bytes: float = 0.0
+    """Bytes of the optimizer's own copy of its part of the gradients, under fp16."""
+    blocks: Literal["eager", "fused", "operators"] = "eager"
+    """What blocks keep: every operator's inputs beside a float32 residual stream; what Megatron's fused kernels
+    keep; or every operator's inputs in 16 bits."""
+    fused_attention: bool = True
+    """Scores are never kept; else their softmax is, and its dropout."""
+    dropout: bool = False
+    """Dropout's masks are kept."""
+    selective: Literal["attention", "half", "products"] = "products"
+    """What selective recomputation keeps: all but the inside of attention; every second product and attention's
+    result; or every product."""
+    keeps_gathered: bool = True
+    """Inputs gathered for sequence parallelism are kept (DTensor); else they are gathered again."""
+    shards_with_gradients: bool = True
+    """ZeRO-2 keeps parameters sharded between steps as well (FSDP2 that does not reshard after forward)."""
+    pipeline_unsharded: bool = False
+    """In a pipeline, ZeRO-3 keeps a stage's parameters gathered and its gradients whole until the last micro-batch."""
+    logit_bytes: float = 14.0
+    """Bytes for each logit when the loss is at its largest; Meshwright's loss goes by chunks and does not read it."""
+    split_logit_bytes: float = 14.0
+    """The same where the vocabulary is split over tp."""
+    scratch_gradients: bool = False
+    """Products that add to main gradients hand back a 16-bit tensor of each weight's shape, kept for good."""
+    vocabulary_multiple: int = 1
+    """A rank's part of the vocabulary is padded to a multiple of this."""
+    bucket_bytes: float = 0.0
+    """Buffers that collectives of ZeRO are copied through, on a rank."""
+    stale_boundaries: int = 0
+    """Tensors of a stage's boundary that are kept beside each micro-batch in flight."""
+    imbalance: float = 1.0
+    """Tokens on the fullest rank's experts over an even share, without a capacity."""
+    reserve: float = 0.05
+    """What the allocator holds beside what is allocated, as a part of it: 2.8 to 9.3% is published, mean 5%."""
+    context_bytes: float = 1.0e9
+    """CUDA's context and NCCL's buffers."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +82,8 @@ class TimeRules:
     """Tensor-parallel collectives are cut up and hidden behind the products."""
     overlap_p2p: bool = False
     """Stages send and receive while they compute."""
+    one_copy_a_node: bool = False
+    """A token goes to another node once, however many experts it visits there."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +91,8 @@ class Profile:
     """One framework."""
 
     name: str
+    stacks: tuple[str, ...] = ()
+    """Sections of the calibration, the later over the earlier; the name if left out."""
     memory: MemoryRules = MemoryRules()
     time: TimeRules = TimeRules()
 
@@ -66,19 +109,82 @@ _OLD = TimeRules(
 )
 """Megatron as of 2020 to 2022: no fused attention, the update in several passes, nothing overlaps."""
 
+_CORE = TimeRules(selective="attention", loss_bytes=12.0, overlap_p2p=True)
+"""Megatron as of 2023 on, with Transformer Engine."""
+_BRIDGE = dataclasses.replace(_CORE, overlap_tp=True, one_copy_a_node=True)
+"""The recipes of NeMo and Megatron Bridge."""
+_MEGATRON_2021 = MemoryRules(
+    master_weights=True,
+    blocks="fused",
+    fused_attention=False,
+    dropout=True,
+    selective="attention",
+    keeps_gathered=False,
+    shards_with_gradients=False,
+    vocabulary_multiple=128,
+)
+"""16-bit weights, float32 main gradients, master weights and two moments: 18 bytes (Korthikanti et al. 2022)."""
+_MEGATRON_CORE = MemoryRules(
+    master_weights=True,
+    blocks="fused",
+    selective="attention",
+    keeps_gathered=False,
+    shards_with_gradients=False,
+    logit_bytes=2.0,
+    split_logit_bytes=2.0,
+    scratch_gradients=True,
+    vocabulary_multiple=128,
+)
+"""With Transformer Engine: fused attention and norms, a cross entropy that works in the logits' place."""
+_DEEPSPEED = MemoryRules(
+    master_weights=True,
+    gradient_bytes=6.0,
+    fp16_gradient_bytes=2.0,
+    step_gradient_bytes=4.0,
+    blocks="fused",
+    fused_attention=False,
+    dropout=True,
+    selective="attention",
+    keeps_gathered=False,
+    shards_with_gradients=False,
+    vocabulary_multiple=128,
+    bucket_bytes=2.0e9,
+    stale_boundaries=1,
+    context_bytes=2.0e9,
+)
+"""bf16 has 16-bit gradients and their float32 sum, both whole; fp16 has no sum, but a float32 copy of the part that
+is stepped. Buckets for reducing and gathering of 5e8 elements each, its defaults."""
+_TORCHTITAN = MemoryRules(
+    blocks="operators",
+    selective="half",
+    pipeline_unsharded=True,
+    split_logit_bytes=18.0,
+)
+"""The loss holds 16-bit logits and three float32 copies of them; torch's parallel loss four."""
+_FSDP = MemoryRules(blocks="operators", shards_with_gradients=False, logit_bytes=10.0, split_logit_bytes=10.0)
+
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile("meshwright"),
-        Profile("megatron-lm", time=_OLD),
+        Profile("meshwright", memory=MemoryRules(imbalance=1.2)),
+        Profile("megatron-lm", memory=_MEGATRON_2021, time=_OLD),
+        Profile("megatron-core", memory=_MEGATRON_CORE, time=_CORE),
+        Profile("megatron-bridge", memory=_MEGATRON_CORE, time=_BRIDGE),
         Profile(
-            "megatron-core",
-            time=TimeRules(selective="attention", loss_bytes=12.0, overlap_tp=True, overlap_p2p=True),
+            "megatron-bridge-26.06",
+            ("megatron-bridge", "megatron-bridge-26.06"),
+            memory=_MEGATRON_CORE,
+            time=_BRIDGE,
         ),
-        Profile("megatron-deepspeed", time=_OLD),
-        Profile("torchtitan", time=TimeRules(selective="half", optimizer_bytes=28.0)),
-        Profile("composer-fsdp", time=TimeRules(reduce_bytes=2.0, optimizer_bytes=28.0)),
-        Profile("deepspeed-zero", time=TimeRules(flash_attention=False, dropout=True, reduce_bytes=2.0)),
+        Profile("megatron-deepspeed", memory=_DEEPSPEED, time=_OLD),
+        Profile("torchtitan", memory=_TORCHTITAN, time=TimeRules(selective="half", optimizer_bytes=28.0)),
+        Profile("composer-fsdp", memory=_FSDP, time=TimeRules(reduce_bytes=2.0, optimizer_bytes=28.0)),
+        Profile(
+            "deepspeed-zero",
+            memory=_DEEPSPEED,
+            time=TimeRules(flash_attention=False, dropout=True, reduce_bytes=2.0),
+        ),
     )
 }
-"""By name. `megatron-lm` is Megatron as of 2020 to 2022, `megatron-core` as of 2023 on."""
+"""By name. `megatron-lm` is Megatron as of 2020 to 2022, `megatron-core` as of 2023 on, `megatron-bridge` the same
+with the recipes of NeMo and Megatron Bridge, which overlap more; its release 26.06 made layers of experts faster."""

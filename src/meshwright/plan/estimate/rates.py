@@ -27,6 +27,12 @@ class Rates:
     """The same of the fp8 rate (as much higher as the data sheet's peak is), with scaling and casting."""
     matmul_fp4: float
     """The same of the fp4 rate."""
+    block_scaled: float
+    """Rate of fp8 with a scale for each block (mxfp8), of fp8 with one for each tensor."""
+    row_scaled: float
+    """Rate of fp8 with a scale for each row, of the same."""
+    expert_matmul: float
+    """Rate of grouped products of experts, of that of one product with as many rows."""
     attention: float
     """Share of that 16-bit rate that fused attention reaches, forward, over long sequences."""
     attention_ramp: float
@@ -73,14 +79,17 @@ def generation_of(device_name: str) -> str:
 
 def rates_of(workload: Workload) -> Rates:
     """The rates of a workload's device and stack."""
-    return _merge(workload.profile.name, generation_of(workload.cluster.device_name))
+    profile = workload.profile
+    return merge_rates(
+        load_calibration(), profile.stacks or (profile.name,), generation_of(workload.cluster.device_name)
+    )
 
 
-@functools.lru_cache(maxsize=64)
-def _merge(stack: str, device: str) -> Rates:
-    tables = load_calibration()
+def merge_rates(tables: dict[str, dict[str, float]], stacks: tuple[str, ...], device: str) -> Rates:
+    """Defaults, then the device's, then each stack's, then those of a stack on this device."""
     merged: dict[str, float] = dict(tables["default"])
-    for section in (f"device.{device}", f"stack.{stack}", f"stack.{stack}.{device}"):
+    own = [name for stack in stacks for name in (f"stack.{stack}", f"stack.{stack}.{device}")]
+    for section in (f"device.{device}", *own):
         merged |= tables.get(section, {})
     return Rates(**{field.name: float(merged[field.name]) for field in dataclasses.fields(Rates)})
 

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.plan.estimate.block import BlockModel, BlockTimes, Passes
-from meshwright.plan.estimate.grid import Floats, Grid
+from meshwright.plan.estimate.grid import SCHEDULES, Floats, Grid, Ints
 from meshwright.plan.estimate.network import Groups, build_groups
 from meshwright.plan.estimate.products import Device
 from meshwright.plan.estimate.rates import Rates, rates_of
 from meshwright.plan.estimate.sizes import Shares, share_parameters
 from meshwright.plan.estimate.workload import Workload
+from meshwright.schedule.closed_forms import pipeline_time
 
 FULL, SELECTIVE = 2, 1
-GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1, ZBV, DUALPIPE = range(6)
+ZBV, DUALPIPE = SCHEDULES.index("zbv"), SCHEDULES.index("dualpipe-v")
 WIRE_BYTES = 2.0
 """Bytes of an activation on the wire."""
 
@@ -36,6 +37,15 @@ def estimate_step(workload: Workload, grid: Grid, rates: Rates | None = None) ->
     return _Step(workload, grid, rates or rates_of(workload)).estimate()
 
 
+def _distinct(grid: Grid) -> tuple[Ints, Ints]:
+    """Places of layouts that differ in what a block sees, and for every layout which of them is its like."""
+    key = grid.sequence_parallel.astype(np.int64)
+    for column in (grid.tp, grid.cp, grid.ep, grid.etp, grid.micro_batch):
+        key = key * (int(column.max(initial=1)) + 1) + column
+    _, places, back = np.unique(key, return_index=True, return_inverse=True)
+    return places, back
+
+
 class _Step:
     """The quantities of one estimate, each computed once."""
 
@@ -44,8 +54,12 @@ class _Step:
         self.model, self.rules = workload.model, workload.profile.time
         self.device = Device.of(workload, rates)
         self.groups: Groups = build_groups(workload, rates, grid)
-        self.blocks = BlockModel(workload, self.device, grid)
-        self.block: BlockTimes = self.blocks.times()
+        # Few layouts differ in what a block sees of them: those are counted, then spread over the grid.
+        places, back = _distinct(grid)
+        blocks = BlockModel(workload, self.device, grid.take(places))
+        self.block: BlockTimes = blocks.times().take(back)
+        self.head: Passes = blocks.head().take(back)
+        self.rows, self.tp = blocks.rows[back], blocks.tp[back]
         self.shares: Shares = share_parameters(self.model, grid)
         self.micro_batches = grid.micro_batches(workload.global_batch).astype(float)
         chunks = grid.pp * grid.virtual_stages
@@ -56,9 +70,8 @@ class _Step:
     def estimate(self) -> StepEstimate:
         """Add up."""
         passes, exposed = self._block_passes()
-        head = self.blocks.head()
-        mean = passes.times(self.layers) + head.times(1 / self.grid.pp)
-        slow = self._slowest(passes, head, mean)
+        mean = passes.times(self.layers) + self.head.times(1 / self.grid.pp)
+        slow = self._slowest(passes, mean)
         send_s = self._send_s()
         pipeline_s, bubble_s = self._pipeline(mean, slow, send_s)
         reduce_s, hidden_s = self._data_parallel(passes)
@@ -128,7 +141,7 @@ class _Step:
             + (1 - model.expert_layers / model.num_layers)
             + bool(model.shared_experts) * (model.expert_layers / model.num_layers)
         )
-        moved = self.blocks.rows * model.hidden_size * WIRE_BYTES
+        moved = self.rows * model.hidden_size * WIRE_BYTES
         one = self.groups.tp.all_reduce_s(moved)
         shown = 1 - self.rates.tp_overlap if self.rules.overlap_tp else 1.0
         # With sequence parallel the backward pass gathers its inputs once more, beside the products.
@@ -138,9 +151,9 @@ class _Step:
         """Keys and values around the ring, hidden behind attention where it lasts long enough."""
         model, grid = self.model, self.grid
         width = model.kv_size if model.attention == "heads" else model.num_heads * model.head_size
-        moved = self.blocks.rows * 2 * np.maximum(width / self.blocks.tp, model.head_size) * WIRE_BYTES
+        moved = self.rows * 2 * np.maximum(width / self.tp, model.head_size) * WIRE_BYTES
         ring = self.groups.cp.gather_s(moved * grid.cp)
-        asked = self.blocks.rows * (2 * model.query_size + 2 * width) / self.blocks.tp * WIRE_BYTES
+        asked = self.rows * (2 * model.query_size + 2 * width) / self.tp * WIRE_BYTES
         exchange = self.groups.cp.all_to_all_s(asked, self.rates.all_to_all)
         attention, hide = self.block.attention, self.rates.overlap
         forward = np.where(
@@ -156,14 +169,9 @@ class _Step:
         model = self.model
         if not model.expert_layers:
             return np.zeros(len(self.grid))
-        sent = (
-            self.blocks.rows
-            / self.blocks.tp
-            * (model.experts_per_token or 1)
-            * model.hidden_size
-            * WIRE_BYTES
-        )
-        once = self.groups.ep.all_to_all_s(sent, self.rates.all_to_all)
+        sent = self.rows / self.tp * (model.experts_per_token or 1) * model.hidden_size * WIRE_BYTES
+        copies = (model.experts_per_token or 1) if self.rules.one_copy_a_node else 1
+        once = self.groups.ep.all_to_all_s(sent, self.rates.all_to_all, copies)
         return 2 * once * model.expert_layers / model.num_layers
 
     def _sharded(self, forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
@@ -188,13 +196,13 @@ class _Step:
         late_backward = late_backward + slow * np.minimum(wanted_back, backward)
         return np.where(on, late_forward, 0.0), np.where(on, late_backward, 0.0)
 
-    def _slowest(self, block: Passes, head: Passes, mean: Passes) -> Passes:
+    def _slowest(self, block: Passes, mean: Passes) -> Passes:
         """The stage that the others wait for: the last one has the head, unless it has fewer layers."""
         grid = self.grid
         even = self.model.num_layers % (grid.pp * grid.virtual_stages) == 0
         left = self.model.num_layers - self.slow_layers * (grid.pp - 1)
         last_layers = np.where(even, self.layers, np.clip(left, 0, self.slow_layers))
-        last = block.times(last_layers) + head
+        last = block.times(last_layers) + self.head
         other = block.times(self.slow_layers)
         pick = last.total >= other.total
         slow = Passes(
@@ -211,24 +219,27 @@ class _Step:
 
     def _send_s(self) -> Floats:
         """One activation to the next stage; ranks of a tensor-parallel group share the work."""
-        moved = self.blocks.rows * self.model.hidden_size * WIRE_BYTES / self.blocks.tp
+        moved = self.rows * self.model.hidden_size * WIRE_BYTES / self.tp
         return self.groups.pp.send_s(moved)
 
     def _pipeline(self, mean: Passes, slow: Passes, send_s: Floats) -> tuple[Floats, Floats]:
         """Makespan of all micro-batches, and the bubble in it."""
         grid = self.grid
-        depth = grid.pp - 1.0
-        bubble = depth * mean.total / grid.virtual_stages
-        bubble = np.where(
-            grid.schedule == ZB_H1,
-            depth * (mean.forward + mean.backward_input - 2 * mean.backward_weight).clip(0),
-            bubble,
-        )
-        bubble = np.where((grid.schedule == ZBV) | (grid.schedule == DUALPIPE), 0.0, bubble)
-        sends = 2 * send_s * grid.virtual_stages
-        shown = 1 - self.rates.overlap if self.rules.overlap_p2p else 1.0
-        transfers = np.where(grid.pp > 1, sends * (self.micro_batches * shown + depth), 0.0)
-        return self.micro_batches * slow.total + bubble + transfers, bubble
+        stages = np.where(grid.schedule == ZBV, 2, grid.virtual_stages)
+        # DualPipe-V has no closed form of its own: it fills its pipeline as ZBV does.
+        schedule = np.where(grid.schedule == DUALPIPE, ZBV, grid.schedule)
+        chunk = mean.times(1 / stages)
+
+        def makespan(transfer: Floats | float) -> Floats:
+            return pipeline_time(
+                schedule, grid.pp, stages, self.micro_batches, chunk.forward, chunk.backward_input,
+                chunk.backward_weight, transfer, self.rules.overlap_p2p, slow.total,
+            )  # fmt: skip
+
+        still = makespan(0.0)
+        bubble = np.where(grid.pp > 1, still - self.micro_batches * slow.total, 0.0)
+        total = np.where(grid.pp > 1, makespan(send_s), self.micro_batches * slow.total)
+        return total, bubble
 
     def _data_parallel(self, block: Passes) -> tuple[Floats, Floats]:
         """Reduction of gradients at the end of a step, and gathering under ZeRO-1 and 2: shown and hidden."""

@@ -1,0 +1,126 @@
+"""Write again what rests on the published rows, after a change of the formulas or of the calibration.
+
+    .venv/bin/python benchmarks/validation.py          # writes
+    .venv/bin/python benchmarks/validation.py --check  # only compares; exits 1 where something is out of date
+
+Three files: ``src/meshwright/plan/data/residuals.toml`` (what intervals rest on),
+``tests/golden/validate.json`` (figures of each family) and the table in ``docs/validate.md``. All from the
+rows that come with the package.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from meshwright.plan.validate.evaluate import Outcome, bundled_table, evaluate_tables
+from meshwright.plan.validate.metrics import errors_of, summarise_families
+from meshwright.plan.validate.residuals import tabulate_residuals
+
+ROOT = Path(__file__).parents[1]
+RESIDUALS = ROOT / "src" / "meshwright" / "plan" / "data" / "residuals.toml"
+GOLDEN = ROOT / "tests" / "golden" / "validate.json"
+PAGE = ROOT / "docs" / "validate.md"
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+DIGITS = 5
+"""Digits of a figure that the golden table keeps."""
+
+
+def residuals_text(outcomes: Sequence[Outcome]) -> str:
+    """The table of residuals as TOML."""
+    head = (
+        "# Percentiles 10 and 90 of measured over predicted step time, on held-out rows that gate.\n"
+        "# Written by benchmarks/validation.py; an empty word means any.\n"
+    )
+    return head + tomli_w.dumps({"groups": tabulate_residuals(outcomes)})
+
+
+def golden_figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Figures of each family and of all, rounded."""
+    gating = [outcome for outcome in outcomes if outcome.case and outcome.case.gates]
+    totals = {
+        "fit": errors_of([outcome for outcome in gating if not outcome.held_out]),
+        "held_out": errors_of([outcome for outcome in gating if outcome.held_out]),
+    }
+    rounded = _rounded({"families": summarise_families(outcomes), "totals": totals})
+    assert isinstance(rounded, dict), "a table stays a table"
+    return rounded
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    return round(value, DIGITS) if isinstance(value, float) else value
+
+
+def page_table(figures: dict[str, Any]) -> str:
+    """The errors of each family as a Markdown table."""
+    lines = [
+        "| family | rows | expressed | time | bias | within 10% | held-out time | tau | memory |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, family in figures["families"].items():
+        time, memory, held = family["time"], family["memory"], family["split"]["held_out"]["time"]
+        cells = [
+            name if family["gates"] or not family["expressed"] else f"{name} (informs)",
+            str(family["rows"]),
+            str(family["expressed"]),
+            _share(time["mape"]),
+            _share(time["bias"], "+"),
+            _share(time["within_10pct"]),
+            _share(held["mape"]) + (f" of {held['rows']}" if held["rows"] else ""),
+            "-" if family["tau"] is None else f"{family['tau']:.2f}",
+            _share(memory["mape"]) + (f" of {memory['rows']}" if memory["rows"] else ""),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.append("")
+    for key, words in (("fit", "Rows open to the fit"), ("held_out", "Held-out rows")):
+        time, memory = figures["totals"][key]["time"], figures["totals"][key]["memory"]
+        lines.append(
+            f"{words}: time off by {_share(time['mape'])} on average ({time['rows']} rows), "
+            f"memory by {_share(memory['mape'])} ({memory['rows']} rows).\n"
+        )
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _share(value: float | None, sign: str = "") -> str:
+    return "-" if value is None else f"{value:{sign}.1%}"
+
+
+def with_table(page: str, table: str) -> str:
+    """The page with another table between its marks."""
+    return re.sub(f"{BEGIN}\n.*?{END}", lambda _: f"{BEGIN}\n{table}{END}", page, flags=re.DOTALL)
+
+
+def wanted_files() -> dict[Path, str]:
+    """The files and what they should hold."""
+    outcomes = evaluate_tables([bundled_table()])
+    figures = golden_figures(outcomes)
+    return {
+        RESIDUALS: residuals_text(outcomes),
+        GOLDEN: json.dumps(figures, indent=1) + "\n",
+        PAGE: with_table(PAGE.read_text(encoding="utf-8"), page_table(figures)),
+    }
+
+
+def main() -> int:
+    """Write the files, or compare them."""
+    stale = 0
+    for path, text in wanted_files().items():
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale += 1
+        print(f"{'out of date' if '--check' in sys.argv else 'written'}: {path.relative_to(ROOT)}")
+        if "--check" not in sys.argv:
+            path.write_text(text, encoding="utf-8")
+    return 1 if stale and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

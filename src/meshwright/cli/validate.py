@@ -1,0 +1,118 @@
+"""``meshwright validate``: predicted against published."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli.output import Output
+from meshwright.core.errors import Problem, UserError
+from meshwright.core.units import format_seconds
+from meshwright.explain.scatter import Scatter, draw_scatter
+from meshwright.plan.validate.evaluate import Outcome, bundled_table, evaluate_tables
+from meshwright.plan.validate.metrics import errors_of, summarise_families, worst_rows
+
+COLUMNS = (
+    "family", "rows", "expressed", "time", "median", "bias", "worst", "within 10%", "tau", "best found",
+    "held out", "memory",
+)  # fmt: skip
+SPARE = ("best found", "median", "worst", "within 10%", "bias")
+"""Columns that a narrow terminal does without, the first ones first."""
+WORST_SHOWN = 8
+
+
+def show_validation(output: Output, runs: Sequence[Path], picture: Path | None) -> int:
+    """Predict every row of some tables, and show the errors of each family."""
+    outcomes = evaluate_tables(runs or [bundled_table()])
+    families = summarise_families(outcomes)
+    counted = [outcome for outcome in outcomes if outcome.case and outcome.case.gates]
+    totals = {
+        "all": errors_of(counted),
+        "fit": errors_of([outcome for outcome in counted if not outcome.held_out]),
+        "held_out": errors_of([outcome for outcome in counted if outcome.held_out]),
+    }
+    output.table(
+        "Predicted against published", COLUMNS, [_line(*item) for item in families.items()], spare=SPARE
+    )
+    _say_totals(output, totals)
+    _say_rest(output, outcomes)
+    if picture is not None:
+        _draw(outcomes, picture)
+        output.say(f"picture: {picture}")
+    rows = [outcome.as_dict() for outcome in outcomes]
+    output.result({"families": families, "totals": totals, "rows": rows})
+    return 0
+
+
+def _share(value: float | None, signed: bool = False) -> str:
+    if value is None:
+        return "-"
+    return f"{value:+.1%}" if signed else f"{value:.1%}"
+
+
+def _line(name: str, figures: dict[str, Any]) -> tuple[str, ...]:
+    time, memory = figures["time"], figures["memory"]
+    tau, best = figures["tau"], figures["best_within_5pct"]
+    held_out = figures["split"]["held_out"]["time"]
+    return (
+        name if figures["gates"] or not figures["expressed"] else f"{name} (informs)",
+        str(figures["rows"]),
+        str(figures["expressed"]),
+        _share(time["mape"]),
+        _share(time["median"]),
+        _share(time["bias"], signed=True),
+        _share(time["worst"]),
+        _share(time["within_10pct"]),
+        "-" if tau is None else f"{tau:.2f}",
+        "-" if best is None else f"{best:.0%} of {figures['groups']}",
+        _share(held_out["mape"]) + (f" of {held_out['rows']}" if held_out["rows"] else ""),
+        _share(memory["mape"]) + (f" of {memory['rows']}" if memory["rows"] else ""),
+    )
+
+
+def _say_totals(output: Output, totals: dict[str, dict[str, Any]]) -> None:
+    names = {"all": "all rows that gate", "fit": "of these, open to the fit", "held_out": "held out"}
+    for key, name in names.items():
+        time, memory = totals[key]["time"], totals[key]["memory"]
+        output.say(
+            f"{name}: time off by {_share(time['mape'])} on average ({time['rows']} rows, "
+            f"{_share(time['within_10pct'])} within 10%), memory by {_share(memory['mape'])} "
+            f"({memory['rows']} rows)"
+        )
+
+
+def _say_rest(output: Output, outcomes: Sequence[Outcome]) -> None:
+    """The worst rows, and those that could not be expressed."""
+    worst = worst_rows(outcomes, WORST_SHOWN)
+    if worst:
+        lines = [
+            (
+                outcome.row.id,
+                _share(outcome.step_error, signed=True),
+                format_seconds(outcome.predicted_step_s or 0.0),
+                format_seconds(outcome.row.step_s or 0.0),
+                outcome.reason or "-",
+            )
+            for outcome in worst
+        ]
+        output.table("Worst rows", ("row", "error", "predicted", "published", "read as"), lines)
+    for outcome in outcomes:
+        if outcome.reason.startswith("bad cell"):
+            output.warn(f"{outcome.row.id}: {outcome.reason}")
+
+
+def _draw(outcomes: Sequence[Outcome], path: Path) -> None:
+    families: dict[str, list[tuple[float, float, str]]] = {}
+    for outcome in outcomes:
+        if outcome.predicted_step_s is not None and outcome.row.step_s is not None:
+            point = (outcome.row.step_s, outcome.predicted_step_s, outcome.row.id)
+            families.setdefault(outcome.row.family, []).append(point)
+    scatter = Scatter("Step time: predicted against published", "published, s", "predicted, s", families)
+    try:
+        path.write_text(draw_scatter(scatter), encoding="utf-8")
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror or error}"
+        raise UserError(
+            Problem("validate-picture", rule, path=str(path), fix="Name a place to write to")
+        ) from None

@@ -1,0 +1,215 @@
+"""What a block keeps from its forward to its backward pass, in bytes a token, by framework and recomputation.
+
+With D hidden, Q and K the widths of all query and key heads, F feed-forward, H heads, s sequence, e bytes an
+element (2, or 4 in float32), q bytes of a product's input (1 in fp8 where it is kept so):
+
+=================  =========================================  ======================  ==========================
+blocks             over tp under sequence parallelism         gathered                over tp
+=================  =========================================  ======================  ==========================
+fused (Megatron)   2 x (D e), masks 2 D with dropout          2 x D q (norms' out)    (2 Q + 2 K) e + F (2 e + q)
+operators (torch)  2 x (D e)                                  2 x D e                 (2 Q + 2 K) e + 4 F e
+eager (autocast)   2 x ((D + 1) x 4)                          2 x D e                 (2 Q + 2 K) e + 4 F e
+=================  =========================================  ======================  ==========================
+
+and 4 H for the log-sum-exp of fused attention, or s H (2 + 3 with dropout) for kept scores. With Q = K = D, F = 4
+D, GELU and no flash attention the first line is s b h (34 + 5 a s / h), Korthikanti et al. 2022, equation 1.
+GELU keeps F (e + q) where a gated feed-forward keeps F (2 e + q).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.plan.estimate.grid import Floats, Grid
+from meshwright.plan.estimate.state import FLOAT32, LOW_BYTES
+from meshwright.plan.estimate.workload import Workload
+
+PRODUCT_BYTES = {"fp8": 1.0, "fp4": 0.5625}
+"""Bytes of a product's input in low precision, fp4 with its scales."""
+ROUTER_BYTES = 13.0
+"""Probabilities, scores and their softmax in float32 and the map, for each expert and token."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes a token of one part of a block."""
+
+    shared: float = 0.0
+    """Cut by tp under sequence parallelism."""
+    gathered: float = 0.0
+    """Inputs of split products: cut like `shared` where a framework gathers them again."""
+    split: float = 0.0
+    """Cut by tp."""
+    scores: float = 0.0
+    """For each position of the sequence; cut by tp."""
+    routed: float = 0.0
+    """For each copy of a token that is sent to an expert."""
+    second_output: float = 0.0
+    """Attention's result once more, where heads are exchanged for positions over cp; cut by tp."""
+
+    def __add__(self, other: Kept) -> Kept:
+        return Kept(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+
+def attention_kept(workload: Workload) -> Kept:
+    """Attention with its norm, nothing recomputed."""
+    model, rules, low = workload.model, workload.profile.memory, LOW_BYTES[workload.precision]
+    width, heads, given = model.hidden_size, model.num_heads, _product_bytes(workload)
+    inputs = Kept(shared=_norm_input(workload) + (width if rules.dropout else 0), gathered=width * given)
+    turned = model.num_heads * (model.head_size + (model.rope_head_dim or 0))
+    results = model.value_size * low + (model.value_size * given if given < low else 0.0)
+    if model.attention == "latent":
+        lead, latent, rope = model.query_latent_size or 0, model.latent_size or 0, model.rope_head_dim or 0
+        below = (2 * lead + 2 * latent + rope) * low
+        inner = Kept(shared=below, split=(2 * turned + model.value_size) * low + results)
+    else:
+        inner = Kept(split=(model.query_size + 2 * _key_width(workload)) * low + results)
+    if rules.fused_attention:
+        inner += Kept(split=FLOAT32 * heads)
+    else:
+        inner += Kept(scores=heads * (low + (low + 1 if rules.dropout else 0)))
+    return inputs + inner + Kept(second_output=model.value_size * low)
+
+
+def _key_width(workload: Workload) -> int:
+    """Of keys as attention keeps them: torch repeats them for every query head in float32 and behind a mask."""
+    model, eager = workload.model, workload.profile.memory.blocks == "eager"
+    repeats = workload.precision == "fp32" or workload.document_mask
+    return model.query_size if eager and repeats and workload.cluster.device == "cuda" else model.kv_size
+
+
+def ffn_kept(workload: Workload, expert: bool) -> Kept:
+    """A feed-forward with its norm, dense or with experts, nothing recomputed."""
+    model, rules, low = workload.model, workload.profile.memory, LOW_BYTES[workload.precision]
+    width, given = model.hidden_size, _product_bytes(workload)
+    gated = model.activation == "swiglu"
+    inner = (2 * low if gated else low) + given
+    if rules.blocks != "fused":
+        inner = (4 if gated else 2) * low
+    norm = _norm_input(workload) + (width if rules.dropout else 0)
+    if not expert:
+        return Kept(shared=norm, gathered=width * given, split=model.ffn_size * inner)
+    wide = model.expert_width
+    return Kept(
+        shared=norm + width * low + (model.num_experts or 0) * ROUTER_BYTES,
+        split=model.shared_experts * wide * inner,
+        routed=width * given + wide * inner,
+    )
+
+
+def _product_bytes(workload: Workload) -> float:
+    """Bytes of a kept product input: Transformer Engine keeps it in low precision, torchao does not."""
+    low = LOW_BYTES[workload.precision]
+    return PRODUCT_BYTES.get(workload.precision, low) if workload.profile.memory.scratch_gradients else low
+
+
+def _norm_input(workload: Workload) -> float:
+    """A norm's input; statistics beside it where it is not part of a product; on CPU RMSNorm's result too."""
+    model = workload.model
+    if workload.profile.memory.blocks != "eager":
+        return model.hidden_size * LOW_BYTES[workload.precision]
+    if model.norm == "layer":
+        return (model.hidden_size + 2) * FLOAT32
+    return ((1 if workload.cluster.device == "cuda" else 2) * model.hidden_size + 1) * FLOAT32
+
+
+def block_kept(workload: Workload, expert: bool) -> tuple[Kept, Kept, Kept]:
+    """A block without recomputation, with selective, and with full."""
+    model, rules = workload.model, workload.profile.memory
+    attention, ffn = attention_kept(workload), ffn_kept(workload, expert)
+    stream = FLOAT32 if rules.blocks == "eager" else LOW_BYTES[workload.precision]
+    whole, full = attention + ffn, Kept(shared=model.hidden_size * stream)
+    if rules.selective == "attention":
+        lse = FLOAT32 * model.num_heads if rules.fused_attention else 0.0
+        return whole, whole + Kept(split=-lse, scores=-attention.scores), full
+    products = _kept_half(workload, expert) if rules.selective == "half" else _kept_products(workload, expert)
+    return whole, full + products, full
+
+
+def _kept_products(workload: Workload, expert: bool) -> Kept:
+    """Every product's result, and attention's: Meshwright's selective recomputation."""
+    model, low = workload.model, LOW_BYTES[workload.precision]
+    first = 2 if model.activation == "swiglu" else 1
+    heads = Kept(split=(2 * model.query_size + 2 * model.kv_size) * low + FLOAT32 * model.num_heads)
+    if model.attention == "latent":
+        rope = model.rope_head_dim or 0
+        turned = model.num_heads * (2 * model.head_size + 2 * rope) + 2 * model.value_size
+        heads = Kept(split=turned * low + FLOAT32 * model.num_heads)
+    ffn = Kept(split=first * model.ffn_size * low)
+    if expert:
+        wide = first * model.expert_width * low
+        ffn = Kept(split=model.shared_experts * wide, routed=wide + model.hidden_size * low)
+    return heads + Kept(shared=model.hidden_size * low) + ffn
+
+
+def _kept_half(workload: Workload, expert: bool) -> Kept:
+    """Results of every second product, and attention's: torchtitan's selective recomputation of operators.
+
+    Products in order: queries, keys, values, attention's result, gate, up, down; the odd ones are kept. Scaled
+    products of fp8, and grouped ones of experts, are not on its list.
+    """
+    model, low = workload.model, LOW_BYTES[workload.precision]
+    attention = Kept(split=model.value_size * low + FLOAT32 * model.num_heads)
+    if workload.precision in ("fp8", "fp4"):
+        return attention
+    odd = Kept(split=(model.query_size + model.kv_size) * low)
+    if expert:
+        return attention + odd
+    return attention + odd + Kept(split=model.ffn_size * low, shared=model.hidden_size * low)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How many of everything a rank has in one micro-batch."""
+
+    count: Floats
+    """micro_batch x seq_len / cp."""
+    stream: Floats
+    """Of the residual stream: over tp under sequence parallelism."""
+    gathered: Floats
+    """Of inputs that are kept as they were gathered."""
+    split: Floats
+    """count / tp."""
+    scores: Floats
+    """Token times position pairs, over tp."""
+    routed: Floats
+    """Copies that reach the rank's experts, on the fullest rank."""
+    exchanged: Floats
+    """count / tp where cp exchanges heads for positions."""
+
+    @classmethod
+    def of(cls, workload: Workload, grid: Grid) -> Tokens:
+        """Of each layout."""
+        rules, model = workload.profile.memory, workload.model
+        count = grid.micro_batch * (workload.seq_len / grid.cp)
+        split = count / grid.tp
+        stream = np.where(grid.sequence_parallel, split, count)
+        uneven = model.capacity_factor or (rules.imbalance if model.num_experts else 1.0)
+        exchanged = (grid.cp > 1) & (grid.context == 1)
+        return cls(
+            count=count,
+            stream=stream,
+            gathered=count if rules.keeps_gathered else stream,
+            split=split,
+            scores=split * workload.seq_len,
+            routed=split * grid.etp * ((model.experts_per_token or 0) * uneven),
+            exchanged=np.where(exchanged, split, 0.0),
+        )
+
+
+def kept_bytes(kinds: tuple[Kept, ...], grid: Grid, tokens: Tokens, recompute: bool = True) -> Floats:
+    """Bytes of one block and micro-batch; without recomputation if that is asked for."""
+
+    def column(name: str) -> Floats | float:
+        values = [float(getattr(kind, name)) for kind in kinds]
+        return np.array(values)[grid.recompute] if recompute else values[0]
+
+    bytes_ = column("shared") * tokens.stream + column("split") * tokens.split
+    bytes_ = bytes_ + column("gathered") * tokens.gathered
+    if kinds[0].scores:
+        bytes_ = bytes_ + column("scores") * tokens.scores
+    if kinds[0].routed:
+        bytes_ = bytes_ + column("routed") * tokens.routed
+    return bytes_ + column("second_output") * tokens.exchanged

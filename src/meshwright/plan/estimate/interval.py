@@ -1,0 +1,80 @@
+"""How far a predicted step time may be off: what held-out published rows that are similar were off by.
+
+The table ``data/residuals.toml`` is written by ``benchmarks/validation.py``; nothing is predicted here.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from importlib import resources
+from typing import NamedTuple
+
+from meshwright.plan.estimate.workload import Workload
+
+TABLE = "data/residuals.toml"
+FEWEST_ROWS = 8
+"""Rows that a group needs for its own percentiles."""
+GENERATIONS = {
+    "V100": "Volta",
+    "A100": "Ampere", "A800": "Ampere",
+    "L40S": "Ada", "RTX-4090": "Ada",
+    "H100": "Hopper", "H200": "Hopper", "H800": "Hopper", "H20": "Hopper",
+    "B200": "Blackwell", "B300": "Blackwell", "GB200": "Blackwell", "GB300": "Blackwell",
+}  # fmt: skip
+"""Devices by the beginning of their names."""
+
+
+class Interval(NamedTuple):
+    """Factors on a predicted time, and what they rest on."""
+
+    low: float
+    high: float
+    basis: str
+
+
+Key = tuple[str, str, str]
+"""Kind of model, profile, device or generation; empty where any will do."""
+
+
+def generation_of(device: str) -> str:
+    """The generation of a device; empty where it is not known."""
+    return next((name for start, name in GENERATIONS.items() if device.startswith(start)), "")
+
+
+def similar_to(workload: Workload) -> list[Key]:
+    """Groups of rows that a workload is like, the most alike first; the last one is all rows."""
+    kind = "experts" if workload.model.num_experts else "dense"
+    profile, device = workload.profile.name, workload.cluster.device_name
+    generation = generation_of(device)
+    keys = [(kind, profile, device), (kind, profile, "")]
+    if generation:
+        keys.append((kind, "", generation))
+    return [*keys, (kind, "", ""), ("", "", "")]
+
+
+@functools.cache
+def _table() -> dict[Key, tuple[int, float, float]]:
+    text = resources.files("meshwright.plan").joinpath(TABLE).read_text(encoding="utf-8")
+    return {
+        (entry["kind"], entry["profile"], entry["device"]): (entry["rows"], entry["low"], entry["high"])
+        for entry in tomllib.loads(text)["groups"]
+    }
+
+
+def interval(workload: Workload) -> Interval:
+    """Factors on a predicted step time: the 10th and 90th percentile of measured over predicted.
+
+    Of held-out rows with the same kind of model, framework and device if there are 8 or more, else of the
+    same framework, else of the same generation of devices, else of all. The prediction is always inside.
+    """
+    table = _table()
+    key = next(key for key in similar_to(workload) if key in table)
+    rows, low, high = table[key]
+    return Interval(min(low, 1.0), max(high, 1.0), f"{rows} held-out rows{_describe(key)}")
+
+
+def _describe(key: Key) -> str:
+    kind, profile, device = key
+    models = {"dense": " of dense models", "experts": " of models with experts", "": ""}[kind]
+    return models + (f" with {profile}" if profile else "") + (f" on {device}" if device else "")

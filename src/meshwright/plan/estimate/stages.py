@@ -1,0 +1,79 @@
+"""Ranks of a pipeline by class: the first, one in the middle, the last; what layers they hold and how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.plan.estimate.grid import Flags, Floats, Grid
+from meshwright.plan.estimate.in_flight import V_SHAPED, count_in_flight
+from meshwright.spec.model import DecoderModel
+
+CLASSES = ("first", "middle", "last")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One class of pipeline ranks, a place for each layout."""
+
+    name: str
+    exists: Flags
+    layers: Floats
+    expert_layers: Floats
+    """Those of them with routed experts."""
+    embeds: Flags
+    """Whether the input embedding is here."""
+    heads: Flags
+    """Whether the final norm, the head and the loss are here."""
+    in_flight: Floats
+    """Micro-batches whose activations are held at once."""
+
+    @property
+    def dense_layers(self) -> Floats:
+        """Layers with a dense feed-forward."""
+        return self.layers - self.expert_layers
+
+
+def split_stages(model: DecoderModel, grid: Grid, global_batch: int) -> tuple[Stage, Stage, Stage]:
+    """The three classes. A single stage is `first`; of two, `middle` does not exist.
+
+    Layers split evenly where they can. Else the embedding and the head count as a layer each, as Megatron
+    (`account_for_embedding_in_pipeline_split`), DeepSpeed (`type:transformer|embedding`) and torchtitan
+    split: the first and last stage then have one layer less.
+    """
+    total = model.num_layers
+    chunks = grid.pp * grid.virtual_stages
+    even = total % chunks == 0
+    units = -(-(total + 2) // chunks) * grid.virtual_stages
+    single = grid.pp == 1
+    middle = np.where(even, total // grid.pp, np.minimum(units, total))
+    first = np.where(single, total, np.where(even, middle, np.maximum(middle - 1, 0)))
+    last = np.where(even, middle, np.clip(total - first - middle * (grid.pp - 2), 0, total))
+    micro_batches = grid.micro_batches(global_batch)
+    v_shaped = np.isin(grid.schedule, V_SHAPED)
+    dense = min(model.dense_layers, total) if model.num_experts else total
+    dense_first = np.where(single, dense, np.minimum(dense, first / grid.virtual_stages))
+    dense_last = np.clip(dense - (total - last), 0, last)
+    dense_middle = np.clip(dense - first - middle * np.maximum(grid.pp - 3, 0), 0, middle)
+    if not model.num_experts:
+        dense_first, dense_middle, dense_last = first, middle, last
+    counts = (first, first - dense_first), (middle, middle - dense_middle), (last, last - dense_last)
+    ranks = np.zeros_like(grid.pp), np.minimum(1, grid.pp - 1), grid.pp - 1
+    exists = np.ones(len(grid), dtype=np.bool_), grid.pp > 2, ~single
+    none = np.zeros(len(grid), dtype=np.bool_)
+    embeds = exists[0], none, none
+    heads = single | v_shaped, none, ~single & ~v_shaped
+    made = [
+        Stage(
+            name,
+            exists[place],
+            counts[place][0].astype(np.float64),
+            counts[place][1].astype(np.float64),
+            embeds[place],
+            heads[place],
+            count_in_flight(grid, ranks[place], micro_batches),
+        )
+        for place, name in enumerate(CLASSES)
+    ]
+    return made[0], made[1], made[2]

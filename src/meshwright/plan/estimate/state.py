@@ -1,0 +1,89 @@
+"""Parameters, gradients, master weights and optimizer state of a rank, by ZeRO stage and framework."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.plan.estimate.grid import Flags, Floats, Grid
+from meshwright.plan.estimate.weights import Held
+from meshwright.plan.estimate.workload import Workload
+
+FLOAT32 = 4.0
+LOW_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0, "fp4": 2.0}
+"""Bytes of a weight or activation that is not float32; fp8 and fp4 are formats of products, not of storage."""
+MOMENTS = 2
+"""Of AdamW."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Over how many ranks the state is cut."""
+
+    dense: Floats
+    """dp_shard x cp."""
+    experts: Floats
+    """What ep and etp leave of dp_shard x cp x tp."""
+    parameters: Flags
+    gradients: Flags
+    optimizer: Flags
+
+    @classmethod
+    def of(cls, workload: Workload, grid: Grid) -> Sharding:
+        """Of each layout. Deferred accumulation keeps gradients whole until the last micro-batch."""
+        rules = workload.profile.memory
+        shared = (grid.dp_shard * grid.cp).astype(np.float64)
+        several = grid.micro_batches(workload.global_batch) > 1
+        whole = (grid.accumulate == 1) & several
+        if rules.pipeline_unsharded:
+            whole = whole | ((grid.pp > 1) & several)
+        return cls(
+            dense=shared,
+            experts=np.maximum(shared * grid.tp / (grid.ep * grid.etp), 1.0),
+            parameters=grid.zero >= (2 if rules.shards_with_gradients else 3),
+            gradients=(grid.zero >= 2) & ~whole,
+            optimizer=grid.zero >= 1,
+        )
+
+    def cut(self, held: Held, where: Flags) -> Floats:
+        """Elements that are left of a rank's parameters where they are sharded."""
+        dense = np.where(where, held.dense / self.dense, held.dense)
+        return dense + np.where(where, held.experts / self.experts, held.experts)
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of an element of each kind."""
+
+    parameter: float
+    gradient: float
+    master: float
+    optimizer: float
+
+    @classmethod
+    def of(cls, workload: Workload) -> StateBytes:
+        """As the profile's framework keeps them at the workload's precision."""
+        rules, low = workload.profile.memory, LOW_BYTES[workload.precision]
+        gradient, moments = rules.gradient_bytes, MOMENTS * FLOAT32
+        if workload.precision == "fp16" and rules.fp16_gradient_bytes is not None:
+            gradient, moments = rules.fp16_gradient_bytes, moments + rules.step_gradient_bytes
+        if workload.precision == "fp32":
+            return cls(FLOAT32, FLOAT32, 0.0, MOMENTS * FLOAT32)
+        if rules.master_weights:
+            return cls(low, gradient, FLOAT32, moments)
+        return cls(FLOAT32, gradient, 0.0, moments)
+
+
+def state_lines(workload: Workload, grid: Grid, held: Held, sharding: Sharding) -> dict[str, Floats]:
+    """The four lines of a rank's state, without what is offloaded."""
+    each = StateBytes.of(workload)
+    stays = (grid.offload == 0).astype(np.float64)
+    resident = (grid.offload != 2).astype(np.float64)
+    optimizer = sharding.cut(held, sharding.optimizer) * stays
+    return {
+        "parameters": each.parameter * sharding.cut(held, sharding.parameters) * resident,
+        "gradients": each.gradient * sharding.cut(held, sharding.gradients) * resident,
+        "master weights": each.master * optimizer,
+        "optimizer": each.optimizer * optimizer,
+    }

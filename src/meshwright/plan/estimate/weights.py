@@ -1,0 +1,114 @@
+"""Parameters by part of the model, and what a pipeline rank has of them before ZeRO shards anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.plan.estimate.grid import Floats, Grid
+from meshwright.plan.estimate.stages import Stage
+from meshwright.spec.model import DecoderModel
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Elements of each part."""
+
+    attention: float
+    """Matrices of a block's attention that tensor parallelism splits."""
+    latents: float
+    """Those that it does not: the ways down to the latent vectors."""
+    norms: float
+    """Norms of a block, and biases of what is not split."""
+    ffn: float
+    """A dense feed-forward."""
+    shared: float
+    """The shared experts of a layer together."""
+    router: float
+    expert: float
+    """One routed expert."""
+    table: float
+    """Embedding, or head, with the vocabulary padded."""
+    positions: float
+    final_norm: float
+
+    @classmethod
+    def of(cls, model: DecoderModel) -> Weights:
+        """The parts of a model."""
+        width, queries, keys = model.hidden_size, model.query_size, model.kv_size
+        norm = width * (1 if model.norm == "rms" else 2)
+        entries = 3 if model.activation == "swiglu" else 2
+        attention, latents = float(width * (queries + 2 * keys) + model.value_size * width), 0.0
+        if model.attention == "latent":
+            rope, latent, head = model.rope_head_dim or 0, model.latent_size or 0, model.head_size
+            lead, turned = model.query_latent_size or 0, model.num_heads * (head + rope)
+            latents = float(width * (latent + rope + lead) + latent + lead)
+            attention = float(latent * (model.num_heads * head + model.value_size) + model.value_size * width)
+            attention += (lead or width) * turned
+        elif model.attention_bias:
+            attention += queries + 2 * keys
+            norm += width / 2
+        ffn = float(entries * width * model.ffn_size)
+        if model.ffn_bias:
+            ffn += (entries - 1) * model.ffn_size
+            norm += width / 2
+        expert = float(entries * width * model.expert_width)
+        return cls(
+            attention=attention,
+            latents=latents,
+            norms=2.0 * norm,
+            ffn=ffn,
+            shared=expert * model.shared_experts,
+            router=float(width * (model.num_experts or 0)),
+            expert=expert,
+            table=float(model.vocab_size * width),
+            positions=float((model.max_positions or 0) * width) if model.positions == "learned" else 0.0,
+            final_norm=float(width * (1 if model.norm == "rms" else 2)),
+        )
+
+
+@dataclass(frozen=True)
+class Held:
+    """Elements of one rank, before ZeRO."""
+
+    dense: Floats
+    """All but routed experts."""
+    experts: Floats
+    block: Floats
+    """The largest block, routed experts left out."""
+    expert_block: Floats
+    """Routed experts of one block."""
+    table: Floats
+    """The rank's part of an embedding or a head."""
+
+
+def hold_weights(model: DecoderModel, weights: Weights, grid: Grid, stage: Stage, multiple: int) -> Held:
+    """What a rank of a class has; tied tables lie on the first and on the last stage.
+
+    Args:
+        model: For its vocabulary and experts.
+        weights: Of the model.
+        grid: The layouts.
+        stage: The class.
+        multiple: Rows of each rank's part of the vocabulary are padded to a multiple of this; 1: not padded.
+    """
+    always = weights.attention / grid.tp + weights.latents + weights.norms
+    routed = weights.shared / grid.tp + weights.router
+    plain = weights.ffn / grid.tp
+    rows = (
+        -(-model.vocab_size // (grid.tp * multiple)) * multiple
+        if multiple > 1
+        else model.vocab_size / grid.tp
+    )
+    table = rows * float(model.hidden_size)
+    tables = stage.embeds * 1.0 + stage.heads * (0.0 if model.tied_embeddings else 1.0)
+    if model.tied_embeddings:
+        tables = np.maximum(tables, stage.heads * 1.0)
+    ends = tables * table + stage.embeds * weights.positions + stage.heads * weights.final_norm
+    dense = stage.layers * always + stage.dense_layers * plain + stage.expert_layers * routed + ends
+    expert_block = weights.expert * (model.num_experts or 0) / (grid.ep * grid.etp)
+    block = always + np.where(stage.dense_layers > 0, plain, routed)
+    return Held(
+        dense, stage.expert_layers * expert_block, block, expert_block * (stage.expert_layers > 0), table
+    )

@@ -1,0 +1,94 @@
+"""The cells of one row of a table of runs, read by kind; every blank that is filled is written down."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+LARGEST = 10**8
+"""The largest count that a cell may hold; a longer number is a slip."""
+MAY_BE_ZERO = ("zero_stage", "shared_experts", "dense_layers")
+YES, NO = ("y", "yes", "true", "1", "on"), ("n", "no", "false", "0", "off")
+_THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")
+
+
+class NotExpressedError(Exception):
+    """A row leaves out what no default can stand for, or says what cannot be; the message is the reason."""
+
+
+class Cells:
+    """One row."""
+
+    def __init__(self, number: int, cells: Mapping[str, object]) -> None:
+        self.number, self.cells = number, cells
+        self.filled: list[str] = []
+
+    def text(self, name: str) -> str:
+        """A cell without the spaces around it; empty where there is none."""
+        value = self.cells.get(name)
+        return value.strip() if isinstance(value, str) else ""
+
+    def bad(self, name: str, rule: str) -> NotExpressedError:
+        """What is said of a cell that cannot be read."""
+        return NotExpressedError(f"bad cell in line {self.number}, column {name}: {self.text(name)!r} {rule}")
+
+    def number_of(self, name: str) -> float | None:
+        """A cell that holds a positive number, or nothing."""
+        text = self.text(name)
+        if not text:
+            return None
+        if _THOUSANDS.fullmatch(text):
+            text = text.replace(",", "")
+        try:
+            value = float(text)
+        except ValueError:
+            raise self.bad(name, "is not a number") from None
+        if value == 0 and name in MAY_BE_ZERO:
+            return value
+        if not 0 < value < float("inf"):
+            raise self.bad(name, "is not a positive number")
+        return value
+
+    def optional(self, name: str) -> int | None:
+        """A cell that holds a whole number, or nothing."""
+        value = self.number_of(name)
+        if value is not None and value != int(value):
+            raise self.bad(name, "is not a whole number")
+        if value is not None and value > LARGEST:
+            raise self.bad(name, f"is more than {LARGEST}")
+        return None if value is None else int(value)
+
+    def count(self, name: str) -> int:
+        """A cell that holds a whole number and that nothing can stand for."""
+        value = self.optional(name)
+        if value is None:
+            raise NotExpressedError(f"{name} not published")
+        return value
+
+    def count_or(self, name: str, default: int, why: str = "") -> int:
+        """A cell that holds a whole number, or what stands for it."""
+        value = self.optional(name)
+        if value is None:
+            self.fill(name, default, why)
+            return default
+        return value
+
+    def flag(self, name: str) -> bool | None:
+        """A cell that says yes or no, or nothing."""
+        text = self.text(name).lower()
+        if text not in ("", *YES, *NO):
+            raise self.bad(name, "is neither y nor n")
+        return None if not text else text in YES
+
+    def fill(self, name: str, value: object, why: str = "") -> None:
+        """Write down what a blank was taken for."""
+        self.filled.append(f"{name} taken as {value}" + (f" ({why})" if why else ""))
+
+    def remark(self, text: str) -> None:
+        """Write down how something was read."""
+        self.filled.append(text)
+
+    @property
+    def note(self) -> str:
+        """The row's note in lower case."""
+        return self.text("note").lower()

@@ -1,0 +1,112 @@
+"""``meshwright schedule pipeline``: the drawing, the object, the picture, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from meshwright.cli import schedule as command
+from meshwright.schedule.proof import Breach, Proof, Violation
+
+FIGURES = Path(__file__).parents[3] / "docs" / "figures"
+
+
+def test_the_object_has_the_promised_keys(cli):
+    found = cli(
+        "schedule", "pipeline", "--schedule", "1f1b", "--stages", 4, "--micro-batches", 8, "--json"
+    ).json
+    assert found["proved"] is True
+    assert found["bubble"] == pytest.approx(3 / 11)
+    assert found["peak_in_flight"] == [4, 3, 2, 1]
+    assert [len(row) for row in found["actions"]] == [16] * 4
+    assert found["actions"][0][0] == {"kind": "F", "stage": 0, "micro_batch": 0, "start": 0.0, "end": 1.0}
+    assert found["makespan"] == found["predicted_makespan"] == 33
+
+
+def test_the_drawing_has_a_row_a_rank_and_a_cell_an_action(cli):
+    ran = cli("schedule", "pipeline", "--stages", 2, "--micro-batches", 2)
+    assert ran.status == 0
+    rows = [line for line in ran.out.splitlines() if line.startswith("rank ")]
+    assert rows[0].split() == ["rank", "0", "F0", "F1", "·", "·", "B0───", "·", "B1───"]
+    assert rows[1].split() == ["rank", "1", "·", "F0", "B0───", "F1", "B1───"]
+    assert "bubble     33.3%" in ran.out
+    assert "in flight  2 1" in ran.out
+    assert "proved     8 actions" in ran.out
+
+
+def test_a_drawing_too_wide_is_cut_and_says_so(cli):
+    ran = cli("schedule", "pipeline", "--micro-batches", 64)
+    rows = [line for line in ran.out.splitlines() if line.startswith("rank ")]
+    assert all(len(row) <= 140 for row in rows)
+    assert "more characters to the right; -o picture.svg has all" in ran.out
+
+
+def test_uneven_stages_and_transfers_are_walked_and_have_no_closed_form(cli):
+    ran = cli("schedule", "pipeline", "--stages", 2, "--micro-batches", 1, "--forward", "1,3", "--backward",
+              "2,1.5+0.5", "--transfer", "0.25", "--json").json  # fmt: skip
+    assert ran["makespan"] == 1 + 0.25 + 3 + 2 + 0.25 + 2
+    assert ran["predicted_makespan"] is None
+
+
+def test_blocking_makes_the_sender_wait(cli):
+    common = ("schedule", "pipeline", "--schedule", "gpipe", "--transfer", "0.5", "--json")
+    free, blocked = cli(*common).json, cli(*common, "--blocking").json
+    assert blocked["makespan"] > free["makespan"]
+    assert blocked["makespan"] == pytest.approx(blocked["predicted_makespan"])
+
+
+def test_the_picture_has_a_bar_an_action(cli, tmp_path):
+    ran = cli("schedule", "pipeline", "--schedule", "zbv", "-o", tmp_path / "p.svg")
+    assert ran.status == 0
+    root = ElementTree.fromstring((tmp_path / "p.svg").read_text(encoding="utf-8"))
+    bars = [e for e in root.iter("{http://www.w3.org/2000/svg}rect") if len(e)]
+    assert len(bars) == 4 * 8 * 6
+    assert bars[0][0].text == "forward, stage 0, micro-batch 0: 0 to 1"
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"])
+def test_the_figures_of_the_documentation_are_what_the_command_draws(cli, tmp_path, name):
+    cli("schedule", "pipeline", "--schedule", name, "-o", tmp_path / "now.svg")
+    kept = (FIGURES / f"schedule-{name}.svg").read_text(encoding="utf-8")
+    assert (tmp_path / "now.svg").read_text(encoding="utf-8") == kept
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("--schedule", "dualpipe-v"), "schedule-not-built"),
+        (("--schedule", "ring"), "schedule-unknown"),
+        (("--schedule", "interleaved", "--micro-batches", 6), "schedule-micro-batches"),
+        (("--virtual-stages", 2), "schedule-virtual-stages"),
+        (("--stages", 0), "schedule-size"),
+        (("--micro-batches", 10**9), "schedule-size"),
+        (("--forward", "1,2"), "schedule-times"),
+        (("--forward", "-1"), "schedule-times"),
+        (("--forward", "1+1"), "schedule-times"),
+        (("--backward", "nan"), "schedule-times"),
+        (("--transfer", "fast"), "schedule-times"),
+        (("-o", "nowhere/picture.svg"), "schedule-picture"),
+        (("--micro-batches", 4000, "-o", "large.svg"), "schedule-picture"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_code(cli, arguments, code):
+    ran = cli("schedule", "pipeline", *arguments, "--json")
+    assert ran.status == 2
+    assert ran.codes == [code]
+    assert ran.json["errors"][0]["code"] == code
+
+
+def test_a_schedule_that_is_not_proved_is_status_3_with_every_violation(cli, monkeypatch):
+    """No generator makes one; the prover is made to say so."""
+
+    def refuse(schedule) -> Proof:
+        action = schedule.ranks[1][0]
+        return Proof((Violation(Breach.DEADLOCK, 1, action, "waits"),), 0, (0,), (0,))
+
+    monkeypatch.setattr(command, "prove_schedule", refuse)
+    ran = cli("schedule", "pipeline")
+    assert ran.status == 3
+    assert ran.codes == ["schedule-not-proved"]
+    assert "rank 1, F(stage 1, micro-batch 0): waits" in ran.err

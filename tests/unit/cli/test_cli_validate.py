@@ -1,0 +1,94 @@
+"""``meshwright validate``: what it prints, what it leaves, and what it does with bad tables."""
+
+from __future__ import annotations
+
+import csv
+from xml.etree import ElementTree
+
+import pytest
+
+from meshwright.plan.validate.evaluate import bundled_table
+
+FIGURES = {"rows", "mape", "median", "bias", "worst", "within_10pct"}
+
+
+@pytest.fixture
+def few(tmp_path):
+    """``few(n, cells)``: the first rows of the package's table, with the first one's cells changed."""
+
+    def make(count: int, cells: dict[str, str] | None = None, name: str = "few.csv"):
+        with bundled_table().open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))[:count]
+        rows[0] |= cells or {}
+        path = tmp_path / name
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+        return path
+
+    return make
+
+
+def test_without_a_table_the_packages_own_is_used(cli):
+    ran = cli("validate", "--json")
+    assert ran.status == 0
+    found = ran.json
+    assert len(found["rows"]) == sum(family["rows"] for family in found["families"].values()) == 420
+    bloom = found["families"]["bloom"]
+    assert set(bloom["time"]) == set(bloom["memory"]) == FIGURES
+    assert {"rows", "expressed", "not_expressed", "time", "memory", "tau"} <= set(bloom)
+    assert set(found["totals"]) == {"all", "fit", "held_out"}
+    row = found["rows"][0]
+    assert {"id", "predicted_step_s", "step_s", "predicted_memory_gb", "memory_gb", "reason"} <= set(row)
+
+
+def test_people_see_a_line_a_family_and_the_worst_rows(cli):
+    ran = cli("validate")
+    assert ran.status == 0
+    lines = ran.out.splitlines()
+    assert any(line.startswith("korthikanti22 ") for line in lines)
+    assert any(line.startswith("Worst rows") for line in lines)
+    assert any(line.startswith("held out: time off by") for line in lines)
+
+
+def test_several_tables_are_taken_together(cli, few):
+    ran = cli("validate", "--runs", few(3), "--runs", few(5, name="more.csv"), "--json")
+    assert len(ran.json["rows"]) == 8
+
+
+def test_a_bad_cell_is_named_and_the_rest_evaluated(cli, few):
+    table = few(4, {"tp": "four"})
+    ran = cli("validate", "--runs", table)
+    assert ran.status == 0
+    assert "bad cell in line 2, column tp: 'four' is not a number" in ran.err
+    rows = cli("validate", "--runs", table, "--json").json["rows"]
+    assert [row["expressed"] for row in rows] == [False, True, True, True]
+
+
+@pytest.mark.parametrize("content", ["", "a,b\n1,2\n"])
+def test_a_file_that_is_no_table_is_the_users_mistake(cli, tmp_path, content):
+    (tmp_path / "bad.csv").write_text(content)
+    ran = cli("validate", "--runs", "bad.csv")
+    assert (ran.status, ran.codes) == (2, ["validate-columns"])
+
+
+def test_a_missing_file_is_the_users_mistake(cli):
+    ran = cli("validate", "--runs", "nowhere.csv", "--json")
+    assert (ran.status, ran.codes) == (2, ["validate-unreadable"])
+    assert ran.json["errors"][0]["path"] == "nowhere.csv"
+
+
+def test_a_picture_has_a_dot_for_each_row_that_was_compared(cli, few, tmp_path):
+    ran = cli("validate", "--runs", few(16), "--picture", "out.svg", "--json")
+    assert ran.status == 0
+    tree = ElementTree.parse(tmp_path / "out.svg")
+    titles = [title.text for title in tree.iter("{http://www.w3.org/2000/svg}title")]
+    compared = [row["id"] for row in ran.json["rows"] if row["predicted_step_s"] and row["step_s"]]
+    assert len(compared) == 16
+    assert [text.split(":")[0] for text in titles if " predicted (" in text] == compared
+
+
+def test_a_picture_that_cannot_be_written_is_refused(cli, few):
+    ran = cli("validate", "--runs", few(1), "--picture", "no/such/folder/out.svg")
+    assert (ran.status, ran.codes) == (2, ["validate-picture"])

@@ -1,0 +1,132 @@
+"""Generated orders: proved for every size, with the textbook's bubbles and peaks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.core.errors import UserError
+from meshwright.schedule.actions import Action, Kind, Placement, rank_of_stage, stages_of_rank
+from meshwright.schedule.build import BUILT, MOST_ACTIONS, build_schedule
+from meshwright.schedule.proof import prove_schedule
+from meshwright.schedule.walk import StageTimes, walk_schedule
+
+
+def bubble_of(name: str, pp: int, micro_batches: int, virtual_stages: int | None = None) -> float:
+    schedule = build_schedule(name, pp, micro_batches, virtual_stages)
+    return walk_schedule(schedule, StageTimes()).bubble
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    name=st.sampled_from(BUILT),
+    pp=st.integers(1, 10),
+    groups=st.integers(1, 5),
+    rest=st.integers(0, 9),
+    virtual_stages=st.integers(2, 4),
+)
+def test_every_generated_schedule_is_proved(name, pp, groups, rest, virtual_stages):
+    interleaved = name == "interleaved"
+    micro_batches = pp * groups if interleaved else groups + rest
+    schedule = build_schedule(name, pp, micro_batches, virtual_stages if interleaved else None)
+    proof = prove_schedule(schedule)
+    assert proof.violations == ()
+    assert proof.actions == schedule.stages * micro_batches * len(schedule.kinds())
+
+
+def test_naive_model_parallelism_on_four_stages_idles_three_quarters():
+    """One micro-batch: only one rank works at a time."""
+    assert bubble_of("gpipe", 4, 1) == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 2), (4, 8), (8, 64), (5, 3)])
+def test_bubble_of_gpipe_and_1f1b_is_the_textbooks(name, pp, micro_batches):
+    assert bubble_of(name, pp, micro_batches) == pytest.approx((pp - 1) / (micro_batches + pp - 1))
+
+
+@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 8), (8, 32)])
+def test_1f1b_holds_at_most_pp_micro_batches_where_gpipe_holds_all(pp, micro_batches):
+    one = prove_schedule(build_schedule("1f1b", pp, micro_batches))
+    all_first = prove_schedule(build_schedule("gpipe", pp, micro_batches))
+    assert one.peak_in_flight == tuple(min(micro_batches, pp - rank) for rank in range(pp))
+    assert all_first.peak_in_flight == (micro_batches,) * pp
+
+
+@pytest.mark.parametrize("virtual_stages", [2, 3, 4])
+def test_interleaving_divides_the_bubble_over_the_work_by_the_stages_a_rank(virtual_stages):
+    """Of the same model: each of v stages takes 1/v of the time."""
+    plain = walk_schedule(build_schedule("1f1b", 4, 8), StageTimes())
+    part = 1 / virtual_stages
+    schedule = build_schedule("interleaved", 4, 8, virtual_stages)
+    cut = walk_schedule(schedule, StageTimes(part, part, part))
+    assert sum(cut.work_s) == pytest.approx(sum(plain.work_s))
+    assert cut.bubble_overhead == pytest.approx(plain.bubble_overhead / virtual_stages)
+
+
+def test_interleaving_costs_activations():
+    """Rank 0 holds more than 1F1B's pp micro-batches, counted in whole ranks' activations."""
+    proof = prove_schedule(build_schedule("interleaved", 4, 8, 2))
+    assert proof.peak_in_flight[0] / 2 > 4
+
+
+@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 8), (4, 16), (8, 64)])
+def test_zero_bubble_schedules_leave_a_third_and_next_to_nothing(pp, micro_batches):
+    """Equal F, B, W: ZB-H1 has a third of 1F1B's bubble, ZBV only the last rank's wait for its first work."""
+    plain = walk_schedule(build_schedule("1f1b", pp, micro_batches), StageTimes())
+    h1 = walk_schedule(build_schedule("zb-h1", pp, micro_batches), StageTimes())
+    vee = walk_schedule(build_schedule("zbv", pp, micro_batches), StageTimes(0.5, 0.5, 0.5))
+    assert h1.makespan_s - max(h1.work_s) == pytest.approx((plain.makespan_s - max(plain.work_s)) / 3)
+    assert vee.makespan_s - max(vee.work_s) == pytest.approx((pp - 1) * 0.5)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zbv"])
+def test_zero_bubble_holds_no_more_than_rank_0_of_1f1b(name):
+    proof = prove_schedule(build_schedule(name, 6, 24))
+    per_rank = 2 if name == "zbv" else 1
+    assert max(proof.peak_in_flight) / per_rank == 6
+
+
+def test_order_of_1f1b_on_the_middle_rank():
+    row = build_schedule("1f1b", 3, 4).ranks[1]
+    assert " ".join(f"{a.kind}{a.micro_batch}" for a in row) == "F0 F1 B0 F2 B1 F3 B2 B3"
+
+
+def test_interleaved_goes_round_the_ranks_in_groups_of_pp():
+    row = build_schedule("interleaved", 2, 4, 2).ranks[0]
+    forwards = [(a.stage, a.micro_batch) for a in row if a.kind is Kind.FORWARD]
+    assert forwards == [(0, 0), (0, 1), (2, 0), (2, 1), (0, 2), (0, 3), (2, 2), (2, 3)]
+
+
+def test_stages_of_a_vee_come_back_to_rank_0():
+    assert [rank_of_stage(s, 3, Placement.VEE) for s in range(6)] == [0, 1, 2, 2, 1, 0]
+    assert [rank_of_stage(s, 3, Placement.LOOP) for s in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert stages_of_rank(0, 3, 2, Placement.VEE) == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("interleaved", 4, 6, 2), "schedule-micro-batches", "Use 4 or 8"),
+        (("interleaved", 4, 3, 2), "schedule-micro-batches", "Use 4."),
+        (("interleaved", 4, 8, 1), "schedule-virtual-stages", "Use 2 or more, or 1f1b"),
+        (("1f1b", 4, 8, 2), "schedule-virtual-stages", "each rank has one stage"),
+        (("zbv", 4, 8, 3), "schedule-virtual-stages", "Use 2"),
+        (("dualpipe-v", 4, 8), "schedule-not-built", "Use gpipe, 1f1b"),
+        (("dapple", 4, 8), "schedule-unknown", "'dapple'"),
+        (("1f1b", 0, 8), "schedule-size", "stages=0"),
+        (("1f1b", 4, 0), "schedule-size", "micro_batches=0"),
+        (("gpipe", 1000, MOST_ACTIONS), "schedule-size", "Use 2000 or fewer"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_those_that_do(arguments, code, says):
+    with pytest.raises(UserError) as refused:
+        build_schedule(*arguments)
+    (problem,) = refused.value.problems
+    assert problem.code == code
+    assert says in str(problem)
+
+
+def test_an_action_reads_as_words():
+    assert str(Action(Kind.BACKWARD, 3, 7)) == "B(stage 3, micro-batch 7)"

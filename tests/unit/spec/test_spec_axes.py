@@ -1,0 +1,256 @@
+"""Every axis of a layout: where the line between legal and illegal runs, and what is nearest across it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.plan.estimate.profiles import PROFILES
+from meshwright.plan.estimate.workload import Workload
+from meshwright.spec.job import Job, Train
+from meshwright.spec.legality import find_problems, with_layout
+from meshwright.spec.load import SpecError, build_job, load_job
+from meshwright.spec.nearest import nearest_planned_layout
+
+EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_size": 48}
+
+
+@pytest.fixture
+def codes(tree):
+    """``codes(tp=4)``: the codes of what is wrong with planning a layout on 64 GPUs; tables beside it."""
+
+    def find(model=None, data=None, train=None, **layout) -> list[str]:
+        tables = {"cluster": {"nodes": 8}, "train": {"global_batch": 64, **(train or {})}, "layout": layout}
+        base = {"num_layers": 16, "num_heads": 16, "num_kv_heads": 4, "head_dim": 8, "ffn_size": 96}
+        try:
+            build_job(tree(model={**base, **(model or {})}, data=data or {}, **tables), to_run=False)
+        except SpecError as error:
+            return [p.code for p in error.problems]
+        return []
+
+    return find
+
+
+@pytest.mark.parametrize(("tp", "legal"), [(1, True), (2, True), (4, True), (8, True), (16, True)])
+def test_key_heads_fewer_than_tp_are_repeated(codes, tp, legal):
+    """4 key heads: tp=8 and 16 hold each of them twice and four times."""
+    assert (codes(tp=tp) == []) is legal
+
+
+def test_key_heads_that_go_neither_way_are_refused(codes):
+    assert codes(tp=6, model={"num_heads": 12, "num_kv_heads": 4}) == ["layout-tp-kv-heads"]
+    assert codes(tp=6, model={"num_heads": 12, "num_kv_heads": 1}) == []
+    latent = {
+        "attention": "latent",
+        "latent_size": 32,
+        "rope_head_dim": 8,
+        "num_heads": 12,
+        "num_kv_heads": 12,
+    }
+    assert codes(tp=6, model=latent) == []
+
+
+def test_tp_splits_what_it_finds(codes):
+    """Dense layers and shared experts; routed experts are whole without etp."""
+    assert codes(tp=16, model={"ffn_size": 88}) == ["layout-tp-ffn"]
+    routed = {**EXPERTS, "ffn_size": 88, "expert_ffn_size": 7}
+    assert codes(tp=16, model=routed) == [], "no dense layer is left, and experts are not split"
+    assert codes(tp=16, model={**routed, "dense_layers": 1}) == ["layout-tp-ffn"]
+    assert codes(tp=16, model={**routed, "shared_experts": 1}) == ["layout-tp-ffn"]
+    assert codes(tp=16, model={**routed, "shared_experts": 16}) == []
+    assert codes(tp=16, etp=2, model=routed) == ["layout-etp-ffn"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ({"pp": 16}, []),
+        ({"pp": 17}, ["layout-pp-layers"]),
+        ({"pp": 4, "virtual_stages": 4, "schedule": "interleaved", "micro_batch": 4}, []),
+        ({"pp": 4, "virtual_stages": 5, "schedule": "interleaved"}, ["layout-pp-layers"]),
+        ({"pp": 4, "virtual_stages": 2, "schedule": "interleaved", "micro_batch": 6}, ["layout-interleaved"]),
+        ({"pp": 4, "virtual_stages": 2, "schedule": "interleaved"}, []),
+        ({"pp": 4, "schedule": "interleaved"}, ["layout-interleaved"]),
+        ({"pp": 4, "virtual_stages": 2}, ["layout-virtual-stages"]),
+        ({"pp": 4, "virtual_stages": 2, "schedule": "zb-h1"}, ["layout-virtual-stages"]),
+        ({"pp": 4, "schedule": "zb-h1"}, []),
+        ({"pp": 4, "schedule": "gpipe"}, []),
+        ({"pp": 8, "schedule": "zbv"}, []),
+        ({"pp": 9, "schedule": "zbv"}, ["layout-pp-layers"]),
+        ({"pp": 4, "schedule": "zbv", "virtual_stages": 3}, ["layout-virtual-stages"]),
+        ({"pp": 4, "schedule": "dualpipe-v", "micro_batch": 8}, []),
+        ({"pp": 4, "schedule": "dualpipe-v", "micro_batch": 9}, []),
+        ({"pp": 4, "schedule": "dualpipe-v", "micro_batch": 10}, ["layout-dualpipe"]),
+        ({"pp": 2, "dp_replicate": 32, "virtual_stages": 2, "schedule": "interleaved"}, []),
+        ({"pp": 4, "dp_replicate": 16, "virtual_stages": 2, "schedule": "interleaved", "micro_batch": 2},
+         ["layout-interleaved"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_stages_and_schedules(codes, layout, expected):
+    assert codes(**layout) == expected
+
+
+def test_a_schedule_in_a_v_brings_its_two_stages(tree):
+    """As dp_shard brings ZeRO-3: what it means anyway need not be written."""
+    made = tree(model={"num_layers": 8}, layout={"pp": 4, "schedule": "zbv"})
+    assert build_job(made, to_run=False).layout.virtual_stages == 2
+    alone = tree(layout={"schedule": "zbv"})
+    with pytest.raises(SpecError) as caught:
+        build_job(alone)
+    assert [p.code for p in caught.value.problems] == ["layout-schedule-not-built"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ({"ep": 8, "dp_shard": 8}, []),
+        ({"ep": 8, "dp_shard": 2, "tp": 4}, []),
+        ({"ep": 8, "cp": 2, "tp": 4}, []),
+        ({"ep": 4, "dp_shard": 8, "dp_replicate": 2}, []),
+        ({"ep": 8, "dp_replicate": 8}, ["layout-ep-ranks"]),
+        ({"ep": 8, "pp": 8}, ["layout-ep-ranks"]),
+        ({"ep": 3, "dp_shard": 6}, ["layout-ep-experts"]),
+        ({"ep": 16, "dp_shard": 16}, ["layout-ep-experts"]),
+        ({"ep": 4, "etp": 2, "dp_shard": 8}, []),
+        ({"ep": 4, "etp": 4, "dp_shard": 8}, ["layout-ep-ranks"]),
+        ({"etp": 2}, ["layout-ep-ranks"]),
+        ({"etp": 32, "dp_shard": 32}, ["layout-etp-ffn"]),
+    ],
+    ids=str,
+)
+def test_experts_are_spread_over_ranks_that_are_there(codes, layout, expected):
+    assert codes(model=EXPERTS, **layout) == expected
+
+
+def test_experts_of_a_dense_model(codes):
+    assert codes(ep=2, dp_shard=2) == ["layout-ep-dense"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "seq_len", "expected"),
+    [
+        ({"cp": 4}, 32, []),
+        ({"cp": 4}, 36, ["layout-cp-seq-len"]),
+        ({"cp": 4, "context": "ulysses"}, 32, []),
+        ({"cp": 4, "tp": 4, "context": "ulysses"}, 32, []),
+        ({"cp": 8, "tp": 4, "context": "ulysses"}, 32, ["layout-ulysses-heads"]),
+        ({"tp": 4, "cp": 2, "sequence_parallel": True}, 32, []),
+        ({"tp": 4, "cp": 2, "sequence_parallel": True}, 20, ["layout-sequence-parallel-len"]),
+        ({"tp": 4, "sequence_parallel": True}, 20, []),
+        ({"cp": 2, "sequence_parallel": True}, 32, ["layout-sequence-parallel-tp"]),
+    ],
+    ids=str,
+)
+def test_the_sequence_is_cut_evenly(codes, layout, seq_len, expected):
+    assert codes(data={"seq_len": seq_len}, **layout) == expected
+
+
+def test_ulysses_wants_key_heads_that_split_or_repeat(codes):
+    twelve = {"num_heads": 12, "ffn_size": 96}
+    assert codes(cp=4, context="ulysses", model={**twelve, "num_kv_heads": 6}) == ["layout-ulysses-heads"]
+    assert codes(cp=4, context="ulysses", model={**twelve, "num_kv_heads": 2}) == []
+
+
+def test_state_is_sharded_over_dp_shard_and_cp(codes):
+    assert codes(zero=1) == ["layout-zero-unsharded"]
+    assert codes(zero=3, cp=2) == []
+    assert codes(zero=2, dp_replicate=2) == ["layout-zero-unsharded"]
+    assert codes(dp_shard=2, zero=0) == ["layout-zero-dp-shard"]
+
+
+def test_ranks_and_shares(codes):
+    assert codes(dp_replicate=65) == ["layout-world-size"]
+    assert codes(tp=16, pp=4) == []
+    assert codes(dp_replicate=64, micro_batch=2) == ["layout-micro-batch"]
+
+
+# The nearest legal layout of those that can be planned
+
+
+@pytest.mark.parametrize(
+    ("source", "on", "asked", "nearest"),
+    [
+        ("llama3-70b", "8x8xh100-sxm", ["layout.tp=6", "layout.pp=8"], {"tp": 8, "pp": 6}),
+        ("llama3-70b", "8x8xh100-sxm", ["layout.tp=8", "layout.pp=16"], {"pp": 16, "tp": 4}),
+        ("llama3-70b", "8x8xh100-sxm", ["layout.tp=8", "layout.zero=1"], {"tp": 8, "zero": 0}),
+        ("mixtral-8x7b", "8x8xh100-sxm", ["layout.ep=6", "layout.dp_shard=64"], {"ep": 8, "dp_shard": 64}),
+        (
+            "mixtral-8x7b",
+            "8x8xh100-sxm",
+            ["layout.ep=8", "layout.dp_replicate=64"],
+            {"ep": 8, "dp_shard": 8},
+        ),
+        ("llama3-8b", "8x8xh100-sxm", ["layout.cp=7", "layout.dp_shard=8"], {"cp": 8, "dp_shard": 7}),
+    ],
+    ids=str,
+)
+def test_the_nearest_layout_changes_little(source, on, asked, nearest):
+    with pytest.raises(SpecError) as caught:
+        load_job(source, asked, on, to_run=False)
+    found = nearest_planned_layout(caught.value.job)
+    assert {key: getattr(found, key) for key in nearest} == nearest
+    assert found.world_size == min(caught.value.job.layout.world_size, 64)
+
+
+degree = st.sampled_from([1, 2, 3, 4, 8, 16])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    degrees=st.fixed_dictionaries(
+        dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp"), degree)
+    ),
+    schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe-v"]),
+    virtual_stages=st.integers(1, 3),
+    micro_batch=st.none() | st.integers(1, 12),
+    experts=st.sampled_from([None, 8]),
+    sequence_parallel=st.booleans(),
+)
+def test_the_nearest_layout_is_legal_whatever_was_asked(degrees, experts, **rest):
+    layout = {k: v for k, v in {**degrees, **rest}.items() if v is not None}
+    model = {"preset": "tiny", **({"num_experts": experts, "experts_per_token": 2} if experts else {})}
+    tables = {
+        "model": model,
+        "cluster": {"preset": "h100-sxm", "nodes": 2},
+        "data": {"path": "text", "seq_len": 32},
+        "train": {"steps": 4, "global_batch": 24},
+        "layout": layout,
+    }
+    try:
+        asked = build_job(tables, to_run=False)
+    except SpecError as error:
+        asked = error.job
+    nearest = nearest_planned_layout(asked)
+    assert find_problems(with_layout(asked, nearest), to_run=False) == []
+    assert math.log2(nearest.world_size) <= math.log2(16)
+
+
+def test_a_legal_layout_is_its_own_nearest(tree):
+    layout = {
+        "pp": 2,
+        "tp": 2,
+        "dp_shard": 2,
+        "schedule": "zb-h1",
+        "micro_batch": 2,
+        "sequence_parallel": True,
+    }
+    job = build_job(tree(layout=layout), to_run=False)
+    assert nearest_planned_layout(job) == job.layout
+
+
+# Whose time is predicted
+
+
+def test_every_runtime_has_a_profile_and_every_profile_is_a_runtime(tree):
+    choices = Train.__annotations__["runtime"]
+    assert choices == "Runtime"
+    for name in PROFILES:
+        job: Job = build_job(tree(train={"runtime": name}), to_run=False)
+        assert Workload.of(job).profile.name == name
+    with pytest.raises(SpecError) as caught:
+        build_job(tree(train={"runtime": "megatron"}), to_run=False)
+    assert all(name in str(caught.value) for name in PROFILES)

@@ -1,0 +1,128 @@
+"""Cluster files and presets: figures as published, every mistake at once, links that are missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.core.errors import UserError
+from meshwright.spec.load import build_job, load_job
+from meshwright.spec.presets import preset_names
+
+FILE = """
+device = "cuda"
+devices_per_node = 4
+memory_bytes = 24000000000
+memory_bytes_per_s = 1e12
+fp32_flops_per_s = 5e13
+bf16_flops_per_s = 1e14
+link_bytes_per_s = 1e10
+link_latency_s = 1e-5
+"""
+
+
+@pytest.fixture
+def of_file(tree, tmp_path):
+    """``of_file(text, nodes=2)``: the job on the cluster of a file, with keys beside it."""
+
+    def build(text: str, **keys):
+        path = tmp_path / "cluster.toml"
+        path.write_text(text)
+        return build_job({**tree(), "cluster": {"file": str(path), **keys}}, to_run=False).cluster
+
+    return build
+
+
+@pytest.fixture
+def problems(of_file):
+    def find(text: str, **keys):
+        with pytest.raises(UserError) as caught:
+            of_file(text, **keys)
+        return {p.path: p for p in caught.value.problems}
+
+    return find
+
+
+def test_a_file_with_every_kind_of_mistake_gets_them_all_at_once(problems):
+    text = FILE.replace("devices_per_node = 4", "devices_per_node = 0").replace("= 1e12", "= -1.0")
+    text = text.replace("link_latency_s = 1e-5\n", "") + 'nodes = 2\nnvlink = 4\nfailure_hours = "often"\n'
+    text += "spine_oversubscription = 0.5\n"
+    found = problems(text)
+    assert {path: p.code for path, p in found.items()} == {
+        "cluster.devices_per_node": "job-out-of-range",
+        "cluster.memory_bytes_per_s": "job-out-of-range",
+        "cluster.link_latency_s": "job-missing-key",
+        "cluster.nvlink": "job-unknown-key",
+        "cluster.failure_hours": "job-wrong-type",
+        "cluster.spine_oversubscription": "job-out-of-range",
+        "cluster.nic_bytes_per_s": "cluster-links-missing",
+    }
+
+
+@pytest.mark.parametrize(
+    ("keys", "path"),
+    [
+        ({}, "cluster.nic_bytes_per_s"),
+        ({"nic_bytes_per_s": 1e9}, "cluster.nic_latency_s"),
+        ({"nic_latency_s": 1e-4}, "cluster.nic_bytes_per_s"),
+    ],
+)
+def test_nodes_without_a_network_between_them_are_refused(of_file, problems, keys, path):
+    (problem,) = problems(FILE, nodes=2, **keys).values()
+    assert (problem.code, problem.path) == ("cluster-links-missing", path)
+    assert of_file(FILE, nodes=1, **keys).nodes == 1
+    assert of_file(FILE, nodes=2, nic_bytes_per_s=1e9, nic_latency_s=1e-4).world_size == 8
+
+
+def test_a_file_may_start_from_a_preset(of_file, problems):
+    """What the file says wins, what the job says wins over that."""
+    cluster = of_file(
+        'preset = "h100-sxm"\nnodes = 16\nnodes_per_rack = 4\nspine_oversubscription = 3.0\n', nodes=32
+    )
+    assert (cluster.nodes, cluster.nodes_per_rack, cluster.spine_oversubscription) == (32, 4, 3.0)
+    assert cluster.peak_fp8_flops_per_s == pytest.approx(1.979e15)
+    assert [p.code for p in problems('preset = "h1000"\n').values()] == ["cluster-unknown-preset"]
+
+
+def test_racks_without_a_size_have_no_spine(problems):
+    found = problems(FILE + "spine_latency_s = 1e-4\nspine_oversubscription = 2.0\n")
+    assert {p.code for p in found.values()} == {
+        "cluster-spine-latency-unused",
+        "cluster-spine-oversubscription-unused",
+    }
+
+
+PEAKS = {
+    "a100-40g-sxm": (312, None, None),
+    "a100-80g-sxm": (312, None, None),
+    "b200": (2250, 4500, 9000),
+    "b300": (2250, 4500, 13500),
+    "gb200-nvl72": (2500, 5000, 10000),
+    "gb300-nvl72": (2500, 5000, 15000),
+    "h100-96g-hbm2e": (989, 1979, None),
+    "h100-sxm": (989, 1979, None),
+    "h200-sxm": (989, 1979, None),
+    "rtx-4090": (165.2, 330.3, None),
+    "v100-32g-sxm": (125, None, None),
+}
+"""Dense TFLOP/s of the data sheets in bf16 (V100: fp16), fp8 and fp4."""
+
+
+@pytest.mark.parametrize("name", sorted(set(preset_names("clusters")) - {"local"}))
+def test_a_preset_has_the_peaks_of_its_data_sheet_and_says_what_is_assumed(name):
+    cluster = load_job("tiny", on=name, to_run=False).cluster
+    found = (cluster.peak_bf16_flops_per_s, cluster.peak_fp8_flops_per_s, cluster.peak_fp4_flops_per_s)
+    for peak, expected in zip(found, PEAKS[name], strict=True):
+        assert peak == (None if expected is None else pytest.approx(expected * 1e12))
+    assert cluster.cost_per_hour
+    assert cluster.failure_hours
+    assert "price (USD) assumed" in cluster.basis or "everything else assumed" in cluster.basis
+
+
+def test_a_known_card_is_found_by_its_number_alone(monkeypatch, tree):
+    """No other card of the same brand gets its figures."""
+    from meshwright.spec import load
+
+    for gpu, name in (("NVIDIA GeForce RTX 4090", "4090"), ("NVIDIA RTX A6000", "core")):
+        monkeypatch.setattr(load, "find_gpus", lambda gpu=gpu: [(gpu, 24 * 1024**3)])
+        cluster = build_job(tree(cluster={"preset": "local"})).cluster
+        assert (cluster.memory_bytes_per_s == pytest.approx(1.008e12)) is (name == "4090")
