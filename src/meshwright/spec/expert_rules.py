@@ -1,17 +1,22 @@
-"""Checks of experts, latent attention and windows; the rows are in the legality table."""
+"""Checks of experts, latent attention, windows and racks; the rows are in the legality table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from meshwright.core.errors import Problem
+from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
+
+Row = tuple[str, str, Callable[[Job], Problem | None]]
 
 EXPERT_KEYS = ("experts_per_token", "expert_ffn_size", "shared_experts", "dense_layers", "capacity_factor")
 """Keys that mean something with `num_experts` alone."""
 LATENT_KEYS = ("latent_size", "query_latent_size", "rope_head_dim", "value_head_dim")
 """Keys that mean something with latent attention alone."""
+SPINE_KEYS = ("spine_oversubscription", "spine_latency_s")
+"""Keys that mean something with racks of a known size alone."""
 
 
 def check_experts_per_token(job: Job) -> Problem | None:
@@ -83,8 +88,50 @@ def check_window_every(job: Job) -> Problem | None:
     return Problem("model-window-every", rule, path="model.window_every", value=model.window_every, fix=fix)
 
 
-Row = tuple[str, str, Callable[[Job], Problem | None]]
+def _unused_row(section: type, path: str, other: str, needed: str | None, why: str) -> Row:
+    """A key other than its default has no effect unless ``other`` is ``needed``, or set at all.
 
+    Args:
+        section: The table that has the key; a job with another one is not checked.
+        path: The key, with its table.
+        other: The key that decides.
+        needed: Its value; None for any.
+        why: Why there is no effect otherwise.
+    """
+    table, _, key = path.partition(".")
+    code = f"{table}-{key.removesuffix('_s').replace('_', '-')}-unused"
+    idle, leaf = getattr(section, key), other.rpartition(".")[2]
+    wanted = other if needed is None else f"{other}={needed}"
+
+    def check(job: Job) -> Problem | None:
+        owner = getattr(job, table)
+        if not isinstance(owner, section) or (value := getattr(owner, key)) == idle:
+            return None
+        there = getattr(owner, leaf)
+        if there is not None if needed is None else there == needed:
+            return None
+        rule, fix = f"has an effect only with {wanted}: {why}", f"Set {wanted}, or leave {path} out"
+        return Problem(code, rule, path=path, value=value, fix=fix)
+
+    return code, f"`{path}` needs `{wanted.replace('=', ' = ')}`: {why}.", check
+
+
+UNUSED_ROWS: tuple[Row, ...] = (
+    *(
+        _unused_row(DecoderModel, f"model.{key}", "model.num_experts", None, "a dense model has no experts")
+        for key in EXPERT_KEYS
+    ),
+    *(
+        _unused_row(DecoderModel, f"model.{key}", "model.attention", "latent", "heads have no latent vector")
+        for key in LATENT_KEYS
+    ),
+    _unused_row(DecoderModel, "model.window_every", "model.window", None, "no layer has one"),
+    *(
+        _unused_row(Cluster, f"cluster.{key}", "cluster.nodes_per_rack", None, "all nodes are in one rack")
+        for key in SPINE_KEYS
+    ),
+)
+"""Keys that nothing reads."""
 MODEL_ROWS: tuple[Row, ...] = (
     (
         "model-experts-per-token",

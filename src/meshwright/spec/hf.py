@@ -222,6 +222,18 @@ def _read_mistral(reader: ConfigReader) -> Tree:
     return fields
 
 
+def _read_mixtral(reader: ConfigReader) -> Tree:
+    """Mistral with experts in every layer; dropped tokens and jitter are not its own."""
+    if reader.content.get("router_jitter_noise"):
+        reader.refuse("router_jitter_noise", reader.content["router_jitter_noise"], "supported: 0.0")
+    reader.taken |= {"router_jitter_noise", "router_aux_loss_coef", "output_router_logits"}
+    experts = {
+        "num_experts": reader.count("num_local_experts", 8),
+        "experts_per_token": reader.count("num_experts_per_tok", 2),
+    }
+    return {**_read_mistral(reader), **experts}
+
+
 def _read_rope(reader: ConfigReader, max_positions: int) -> Tree:
     """Rotary positions in both forms: `rope_theta` with `rope_scaling`, or all of it in `rope_parameters`."""
     content = reader.content
@@ -290,5 +302,6 @@ _ARCHITECTURES: dict[str, tuple[str, Callable[[ConfigReader], Tree]]] = {
     "LlamaForCausalLM": ("llama", _read_llama),
     "MistralForCausalLM": ("mistral", _read_mistral),
     "GPT2LMHeadModel": ("gpt2", _read_gpt2),
+    "MixtralForCausalLM": ("mixtral", _read_mixtral),
 }
 """Class name in transformers: its model_type, and how its config is read."""

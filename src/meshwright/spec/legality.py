@@ -15,9 +15,8 @@ from typing import Any
 
 from meshwright.core.errors import Problem
 from meshwright.spec.axis_rules import AXIS_ROWS, PLAN_AXIS_ROWS
-from meshwright.spec.cluster import Cluster
 from meshwright.spec.cluster_rules import PLAN_CLUSTER_ROWS
-from meshwright.spec.expert_rules import EXPERT_KEYS, LATENT_KEYS, MODEL_ROWS
+from meshwright.spec.expert_rules import MODEL_ROWS, UNUSED_ROWS
 from meshwright.spec.image_rules import (
     check_batch_norm,
     check_image_data,
@@ -387,47 +386,7 @@ RULES: tuple[Rule, ...] = (
         check_norm_groups,
     ),
     *(Rule(*row) for row in MODEL_ROWS),
-    *(
-        _only_with(
-            f"model-{key.replace('_', '-')}-unused",
-            DecoderModel,
-            f"model.{key}",
-            "model.num_experts",
-            SET,
-            "a dense model has no experts",
-        )
-        for key in EXPERT_KEYS
-    ),
-    *(
-        _only_with(
-            f"model-{key.replace('_', '-')}-unused",
-            DecoderModel,
-            f"model.{key}",
-            "model.attention",
-            "latent",
-            "keys and values of each head have no latent vector",
-        )
-        for key in LATENT_KEYS
-    ),
-    _only_with(
-        "model-window-every-unused",
-        DecoderModel,
-        "model.window_every",
-        "model.window",
-        SET,
-        "no layer has one",
-    ),
-    *(
-        _only_with(
-            f"cluster-{key.replace('_', '-').removesuffix('-s')}-unused",
-            Cluster,
-            f"cluster.{key}",
-            "cluster.nodes_per_rack",
-            SET,
-            "all nodes are in one rack",
-        )
-        for key in ("spine_oversubscription", "spine_latency_s")
-    ),
+    *(Rule(*row) for row in UNUSED_ROWS),
     Rule(
         "data-not-for-images",
         "A ResNet reads images, and takes no setting of text: `seq_len`, `tokenizer`, `mask`, ...",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 from meshwright.spec.axis_rules import count_micro_batches
 from meshwright.spec.job import Job
@@ -50,7 +51,7 @@ def nearest_planned_layout(job: Job) -> Layout:
 def _near(values: range | list[int], wanted: int) -> list[int]:
     """Few of the values, nearest first, and 1 in any case."""
     near = [v for v in values if v == 1 or wanted / REACH <= v <= wanted * REACH]
-    near.sort(key=lambda v: abs(math.log2(v / wanted)))
+    near.sort(key=lambda v: _doublings(wanted, v))
     return list(dict.fromkeys([*near[:MOST], 1]))
 
 
@@ -65,15 +66,19 @@ def _with_data(job: Job, cut: dict[str, int]) -> list[Layout]:
     if asked.dp_shard > 1 or asked.zero:
         shards.append(data)
     return [
-        _settle(job, dataclasses.replace(asked, mode="given", **cut, dp_shard=s, dp_replicate=data // s))
+        _settle(job, _replace(asked, {"mode": "given", **cut, "dp_shard": s, "dp_replicate": data // s}))
         for s in dict.fromkeys(shards)
         if data % s == 0
     ]
 
 
+def _replace(layout: Layout, changes: dict[str, Any]) -> Layout:
+    return dataclasses.replace(layout, **changes)
+
+
 def _settle(job: Job, layout: Layout) -> Layout:
     """What hangs on the degrees follows them."""
-    changes: dict[str, object] = {}
+    changes: dict[str, Any] = {}
     sharded = layout.dp_shard * layout.cp > 1
     zero = (layout.zero or (3 if layout.dp_shard > 1 else 0)) if sharded else 0
     changes["zero"] = zero
@@ -91,13 +96,13 @@ def _settle(job: Job, layout: Layout) -> Layout:
     changes["sequence_parallel"] = (
         layout.sequence_parallel and layout.tp > 1 and job.data.seq_len % pieces == 0
     )
-    changes |= _settle_schedule(job, dataclasses.replace(layout, **changes))  # type: ignore[arg-type]
-    return dataclasses.replace(layout, **changes)  # type: ignore[arg-type]
+    changes |= _settle_schedule(job, _replace(layout, changes))
+    return _replace(layout, changes)
 
 
-def _settle_schedule(job: Job, layout: Layout) -> dict[str, object]:
+def _settle_schedule(job: Job, layout: Layout) -> dict[str, Any]:
     """The schedule where it can stay, else 1F1B."""
-    plain: dict[str, object] = {"schedule": "1f1b", "virtual_stages": 1}
+    plain: dict[str, Any] = {"schedule": "1f1b", "virtual_stages": 1}
     if layout.pp == 1 or not isinstance(job.model, DecoderModel):
         return plain
     if layout.schedule in V_SCHEDULES:
@@ -114,13 +119,17 @@ def _settle_schedule(job: Job, layout: Layout) -> dict[str, object]:
 def _distance(asked: Layout, other: Layout) -> float:
     """How far apart two layouts are: doublings of each degree, of the ranks, and settings that changed."""
     axes = ("pp", "cp", "tp", "ep", "etp")
-    apart = sum(abs(math.log2(getattr(other, a) / getattr(asked, a))) for a in axes)
+    apart = sum(_doublings(getattr(asked, a), getattr(other, a)) for a in axes)
     held = ("dp_replicate", "dp_shard")
-    data = sum(abs(math.log2(getattr(other, a) / getattr(asked, a))) for a in held)
-    ranks = abs(math.log2(other.world_size / asked.world_size))
+    data = sum(_doublings(getattr(asked, a), getattr(other, a)) for a in held)
+    ranks = _doublings(asked.world_size, other.world_size)
     kept = ("schedule", "virtual_stages", "context", "sequence_parallel", "zero", "micro_batch")
-    changed = sum(getattr(other, key) != getattr(asked, key) for key in kept)
+    changed = sum(bool(getattr(other, key) != getattr(asked, key)) for key in kept)
     return apart + 0.3 * data + 2 * ranks + 0.25 * changed
+
+
+def _doublings(one: int, other: int) -> float:
+    return abs(math.log2(other / one))
 
 
 def _is_legal(job: Job) -> bool:

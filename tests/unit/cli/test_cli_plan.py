@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from meshwright.cli.output import Output
 from meshwright.plan.contract import read_plan
 from meshwright.spec.presets import preset_names
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 SMALL = ("data.seq_len=32", "train.global_batch=8")
 
 
@@ -83,6 +85,28 @@ def test_a_plan_written_with_o_can_be_read_and_planned_again(cli, good, tmp_path
     again = cli("plan", "plan.toml", "--json")
     assert again.status == 0
     assert again.json["layouts"][0]["layout"]["dp_replicate"] == 2
+
+
+def test_training_a_plan_whose_layout_does_not_run_names_the_nearest_that_does(cli, good, tmp_path):
+    """`plan` may write what `train` refuses; nothing is started and nothing is written."""
+    assert cli("plan", good, "-o", "plan.toml", "layout.dp_replicate=2").status == 0
+    path = tmp_path / "plan.toml"
+    path.write_text(path.read_text().replace("tp = 1\n", "tp = 2\n").replace("etp = 2\n", "etp = 1\n"))
+    assert read_plan(path, to_run=False).job.layout.tp == 2
+    ran = cli("train", "plan.toml", "--json")
+    assert (ran.status, ran.codes) == (2, ["layout-tp-not-built"])
+    assert ran.json["notes"][0].startswith("nearest layout that runs: layout.dp_replicate=4 ")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_training_a_mixture_of_experts_is_refused_as_not_built_and_gets_no_false_price(cli, tmp_path):
+    job = EXAMPLES / "moe-quickstart.toml"
+    for layout in ([], ["layout.dp_shard=2", "layout.ep=2"]):
+        ran = cli("train", str(job), *layout, "--json")
+        assert ran.status == 2
+        assert "model-num-experts-not-built" in ran.codes
+        assert ran.json["notes"] == [], "the ledger would price a dense model"
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_plan_that_cannot_be_written_is_the_users_mistake(cli, good):

@@ -123,6 +123,23 @@ PUBLISHED = {
 }
 
 
+def test_a_mixture_of_experts_is_read_to_be_planned(tree, folder):
+    """Mixtral 8x7B: as many parameters as its preset; a run is refused as not built, and jitter by name."""
+    kind = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8}
+    config = {**PUBLISHED["Mistral 7B"][0], **kind, "sliding_window": None, "num_experts_per_tok": 2}
+    made = tree(model={"hf": str(folder(config)), "preset": None})
+    model = build_job(made, to_run=False).model
+    assert (model.num_experts, model.experts_per_token) == (8, 2)
+    assert count_parameters(model) == 46_702_792_704
+    with pytest.raises(UserError) as caught:
+        build_job(made)
+    assert [p.code for p in caught.value.problems] == ["model-num-experts-not-built"]
+    folder({**config, "router_jitter_noise": 0.1})
+    with pytest.raises(UserError) as caught:
+        build_job(made, to_run=False)
+    assert [p.code for p in caught.value.problems] == ["model-hf-unsupported"]
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_their_published_number_of_parameters(built, name):
     config, parameters = PUBLISHED[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tomllib
 import typing
 from pathlib import Path
@@ -21,7 +22,7 @@ from meshwright.spec.job import (
     Survive,
     Train,
 )
-from meshwright.spec.load import build_job
+from meshwright.spec.load import build_job, load_job
 from meshwright.spec.model import DecoderModel, ResNetModel
 from meshwright.spec.translate import job_schema, section_type
 
@@ -99,6 +100,16 @@ def test_an_example_has_what_the_schema_requires_and_nothing_else(schema, exampl
         kinds = [r["$ref"].rpartition("/")[2] for r in (key, *key.get("anyOf", ())) if "$ref" in r]
         found = [schema["$defs"][kind] for kind in kinds]
         assert any(set(d.get("required", ())) <= set(table) <= set(d["properties"]) for d in found), name
+
+
+@pytest.mark.parametrize("example", sorted((EXAMPLES / "plan").glob("*.toml")), ids=lambda path: path.stem)
+def test_an_example_to_plan_breaks_no_rule_and_uses_the_devices_in_its_name(example):
+    job = load_job(str(example), to_run=False)
+    devices = {"512-gpus-three-axes": 512, "7b-finetune-4x24gb": 4}.get(example.stem)
+    if devices is None:
+        devices = int(re.search(r"(\d+)x[ah]100", example.stem)[1])
+    assert job.cluster.world_size == devices
+    assert job.layout.mode == "auto" or job.layout.world_size == devices
 
 
 def test_the_schema_carries_limits_and_choices(schema):
