@@ -148,10 +148,10 @@ def encode(schedule: ArrayLike) -> Ints:
     return np.asarray(codes[inverse].reshape(given.shape), dtype=np.int64)
 
 
-def _choose(code: Ints, forms: tuple[Any, ...]) -> Any:
-    """The form of each element's schedule."""
-    code, *rest = np.broadcast_arrays(code, *forms)
-    return np.select([code == n for n in range(len(rest))], rest)
+def _choose(schedule: Ints, forms: tuple[Any, ...]) -> Any:
+    """The form of each element's schedule, which is one of :data:`CODES`."""
+    which, *each = np.broadcast_arrays(schedule, *forms)
+    return np.select([which == n for n in range(len(each))], each)
 
 
 def _gpipe(p: Ints, m: Ints, f: Floats, g: Floats, t: Floats, hidden: NDArray[np.bool_]) -> Any:
@@ -177,13 +177,13 @@ def _interleaved(
 ) -> Any:
     """(m v + p - 1) (f + g): the same bubble of stages that are v times shorter.
 
-    With overlap the first micro-batch's way through all p v stages and the last one's way back are exposed; in
-    between a rank has other stages to run, unless a transfer is longer than one of them. Without it the first and
-    the last rank send 2 v - 1 times a micro-batch and hide one of their waits; ranks between them send 2 v times
-    and set the pace in the end.
+    With overlap the first micro-batch's way through all p v stages and the last one's way back are exposed;
+    in between a rank has other stages to run, unless a transfer is longer than one of them. Without it the
+    first and the last rank send 2 v - 1 times a micro-batch and hide one of their waits; ranks between them
+    send 2 v times and set the pace in the end.
     """
     c = f + g
-    long = (v - 1) * (m - p) * np.maximum(0, t - np.minimum(f, g))
+    long = (v - 1) * np.maximum(0, m - p) * np.maximum(0, t - np.minimum(f, g))
     longer = m * (p - 1) // (2 * p) * np.maximum(0, 2 * t - c)
     shown = (m * v + p - 1) * c + (2 * (p * v - 1) * t + long + longer) * (p > 1)
     ends = (m * v + p - 1) * c + (2 * m * v - m + 2 * p - 3) * t * (p > 1)

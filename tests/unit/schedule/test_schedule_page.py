@@ -1,0 +1,59 @@
+"""The numbers of ``docs/schedules.md`` are those of the walk, and its snippet runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from meshwright.schedule.build import build_schedule
+from meshwright.schedule.proof import prove_schedule
+from meshwright.schedule.walk import StageTimes, walk_schedule
+
+PAGE = (Path(__file__).parents[3] / "docs" / "schedules.md").read_text(encoding="utf-8")
+
+
+def rows(heading: str) -> list[list[str]]:
+    section = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| `") and "--schedule" not in line]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def built(cell: str, micro_batches: int):
+    """The schedule of a first cell such as "`interleaved`, v = 4", and its times."""
+    name = re.findall(r"`(.+?)`", cell)[0]
+    virtual_stages = int(cell[-1]) if "v = " in cell else None
+    schedule = build_schedule(name, 4, micro_batches, virtual_stages)
+    return schedule, StageTimes(*[1 / schedule.virtual_stages] * 3)
+
+
+@pytest.mark.parametrize("row", rows("In numbers"), ids=lambda row: row[0])
+def test_times_bubbles_and_peaks_of_the_table(row):
+    for micro_batches, time, bubble in ((8, row[1], row[2]), (32, row[3], row[4])):
+        schedule, times = built(row[0], micro_batches)
+        walk = walk_schedule(schedule, times)
+        assert walk.makespan_s == pytest.approx(float(time))
+        assert f"{walk.bubble:.1%}" == bubble
+        peaks = [f"{peak / schedule.virtual_stages:g}" for peak in prove_schedule(schedule).peak_in_flight]
+        assert peaks == (row[5].split() if row[5][0].isdigit() else [str(micro_batches)] * 4)
+
+
+@pytest.mark.parametrize("row", rows("Times and transfers"), ids=lambda row: row[0])
+def test_times_with_transfers_of_the_table(row):
+    schedule, times = built(row[0], 32)
+    found = [
+        walk_schedule(schedule, times, t, overlap).makespan_s
+        for t, overlap in ((0, True), (0.1, True), (0.1, False))
+    ]
+    assert found == pytest.approx([float(cell) for cell in row[1:]])
+
+
+def test_both_tables_were_read():
+    assert (len(rows("In numbers")), len(rows("Times and transfers"))) == (6, 5)
+
+
+def test_the_snippet_runs(capsys):
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    exec(snippet, {})
+    assert capsys.readouterr().out == "[105.  100.5  97.5]\n[4 3 2 1]\n"
