@@ -12,7 +12,7 @@ import numpy as np
 
 from meshwright.cli.output import Output
 from meshwright.cli.plan_picture import check_picture, draw_picture
-from meshwright.cli.plan_search import given_outcome, search_outcome
+from meshwright.cli.plan_search import SearchOutcome, given_outcome, search_outcome
 from meshwright.cli.plan_sizing import show_sizing
 from meshwright.cli.plan_why import show_why
 from meshwright.core.errors import Problem, UserError
@@ -58,6 +58,7 @@ def show_plan(output: Output, asked: PlanRequest) -> int:
     sizing = None
     if asked.tokens is not None:
         job, sizing = show_sizing(output, job, asked.tokens, deadline_s, pins)
+    outcome: SearchOutcome | RunnableOutcome
     if is_searched(job):
         outcome = search_outcome(output, job, pins, asked.top, asked.by)
     elif job.layout.mode == "given" and find_problems(job) and isinstance(job.model, DecoderModel):

@@ -20,8 +20,6 @@ from meshwright.plan.search.counts import total_parameters
 from meshwright.plan.search.find import By, Found, Progress, find_layouts, no_progress
 from meshwright.plan.search.neighbours import compare, explain_neighbours
 from meshwright.plan.search.predict import (
-    FULLEST,
-    PLACEHOLDER_INTERVAL,
     Prediction,
     layout_overrides,
     layout_words,
@@ -98,7 +96,7 @@ class SearchOutcome:
         )
         return PlanPicture(
             title=f"{self.job.name}: {layout_words(best.layout)}",
-            memory={FULLEST: best.lines},
+            memory=_memory_bars(best),
             room_bytes=self.job.cluster.memory_bytes,
             steps=[(layout_words(p.layout), p.breakdown_s) for p in self.shown],
             rates=tokens / device_s,
@@ -132,8 +130,7 @@ def search_outcome(output: Output, job: Job, pins: dict[str, Any], top: int, by:
         raise nothing_fits(job, closest, remedies_for_search(job, pins))
     shown = predict_layouts(job, [found.best.grid.layout(n) for n in range(len(found.best))])
     if by != "memory":  # walked schedules may change the order a little
-        devices = {"time": lambda p: 1, "cost": lambda p: p.layout.world_size}[by]
-        shown.sort(key=lambda p: p.step_s * devices(p))
+        shown.sort(key=lambda p: p.step_s * (p.layout.world_size if by == "cost" else 1))
     return SearchOutcome(job, found, shown[:top], explain_best(job, found, shown[0]))
 
 
@@ -211,9 +208,8 @@ def describe_prediction(output: Output, best: Prediction, reasons: list[str]) ->
     output.say(
         f"  predicted step {format_seconds(best.step_s)} ({low} to {high}), {rate}, MFU {best.mfu:.1%}"
     )
-    output.say(
-        f"  interval: +-{PLACEHOLDER_INTERVAL:.0%}, a placeholder; MFU counts against {mfu_rate(job)[1]}"
-    )
+    output.say(f"  interval: {best.interval.basis}; MFU counts against {mfu_rate(job)[1]}")
+    output.say(f"  rates: {cluster.basis}")
     output.say(f"  overrides: {layout_overrides(best.layout)}")
     _ledger(output, best)
     _step(output, best)
@@ -226,15 +222,29 @@ def describe_prediction(output: Output, best: Prediction, reasons: list[str]) ->
         output.table("Bytes that a rank moves in a step", ("axis", "within", "bytes", "calls"), moved)
 
 
+def _memory_bars(best: Prediction) -> dict[str, dict[str, float]]:
+    """Lines of the fullest class of ranks; of the others the peak."""
+    return {
+        name: best.lines if name == best.fullest else {"peak of other ranks": peak}
+        for name, peak in best.classes.items()
+    }
+
+
 def _ledger(output: Output, best: Prediction) -> None:
     room = best.job.cluster.memory_bytes
     rows = [
         (name, format_bytes(count), f"{count / room:.1%}")
         for name, count in sorted(best.lines.items(), key=lambda line: -line[1])
     ]
-    rows.append(("peak", format_bytes(best.peak_bytes), f"{best.peak_bytes / room:.1%}"))
+    rows.append(("peak in a step", format_bytes(best.peak_bytes), f"{best.peak_bytes / room:.1%}"))
     output.say()
-    output.table("Memory of the fullest rank", ("", "bytes", f"of {format_bytes(room)}"), rows)
+    title = (
+        "Memory of every rank" if len(best.classes) == 1 else f"Memory of the {best.fullest} stage's ranks"
+    )
+    output.table(title, ("", "bytes", f"of {format_bytes(room)}"), rows)
+    others = [f"{name} {format_bytes(peak)}" for name, peak in best.classes.items() if name != best.fullest]
+    if others:
+        output.say(f"other stages: {', '.join(others)}")
 
 
 def _step(output: Output, best: Prediction) -> None:

@@ -1,7 +1,7 @@
 """All legal layouts of a job, as columns.
 
 Degrees come from the divisors of the number of devices, settings are crossed with them in numpy; there is no
-loop over layouts. The rules are those of ``spec/legality.py``, written for columns; a test holds the two together.
+loop over layouts. The rules are those of ``spec/legality.py``, for columns; a test holds both together.
 
 What is in the space, beside the rules:
 
@@ -9,7 +9,7 @@ What is in the space, beside the rules:
 - ``micro_batch`` divides the share of a rank, or is a power of two evened out to what does it in as many
   micro-batches. ``virtual_stages`` are the fewest for each number of layers in a stage.
 - ``gpipe`` only where it is named: 1F1B takes the same time and never holds more micro-batches.
-- ``offload`` only where it is asked for: see ``find.py``. ``prefetch`` and ``accumulate`` stay as the job says.
+- ``offload`` only where it is asked for: see ``find.py``. ``prefetch`` and ``accumulate`` stay.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Nothing is left out that could be the best. Two bounds save work, and what they rule out is counted as pruned:
 
-- Memory. A row of degrees and settings that does not fit with 1F1B and one stage a rank fits with no schedule:
+- Memory. Degrees and settings that do not fit with 1F1B and one stage a rank fit with no schedule:
   the others hold at least as many micro-batches, and at least as many layers on the fullest rank.
 - Devices. No layout on fewer devices beats a step that is already shorter than all FLOPs of the step at those
   devices' peak rate. This holds for the time of a step, not for its cost, and is used for the first only.

@@ -13,8 +13,9 @@ import numpy as np
 from meshwright.core.errors import UserError
 from meshwright.plan.compute import peak_rate
 from meshwright.plan.estimate.grid import Grid
+from meshwright.plan.estimate.interval import Interval, interval
 from meshwright.plan.estimate.memory import estimate_memory
-from meshwright.plan.estimate.step import estimate_step
+from meshwright.plan.estimate.step import StepEstimate, estimate_step
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.search.counts import token_flops
 from meshwright.plan.search.traffic import Moved, list_traffic
@@ -23,8 +24,6 @@ from meshwright.schedule.walk import StageTimes, walk_schedule
 from meshwright.spec.job import Job
 from meshwright.spec.layout import AXES, Layout
 
-PLACEHOLDER_INTERVAL = 0.3
-"""Half the width of the interval, as a share of the estimate, until residuals of held-out rows give one."""
 WORK_PARTS = (
     "compute",
     "tensor parallel",
@@ -33,7 +32,7 @@ WORK_PARTS = (
     "sharded data parallel",
 )
 """Parts of a step that every micro-batch repeats."""
-FULLEST = "fullest rank"
+EVERY_RANK = "every rank"
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,11 @@ class Prediction:
     job: Job
     """With this layout."""
     peak_bytes: float
+    """Of the fullest rank."""
     lines: dict[str, float]
+    """The parts of it."""
+    classes: dict[str, float]
+    """The peak of each class of pipeline ranks: `first`, `middle`, `last`; else of every rank."""
     fits: bool
     step_s: float
     breakdown_s: dict[str, float]
@@ -72,9 +75,19 @@ class Prediction:
         return dataclasses.replace(self.job, layout=Layout())
 
     @property
+    def fullest(self) -> str:
+        """The class whose ranks hold most."""
+        return max(self.classes, key=lambda name: self.classes[name])
+
+    @cached_property
+    def interval(self) -> Interval:
+        """Factors between which the measured step is expected, and what that rests on."""
+        return interval(self.workload)
+
+    @property
     def interval_s(self) -> tuple[float, float]:
         """Where the step time is expected to lie."""
-        return self.step_s * (1 - PLACEHOLDER_INTERVAL), self.step_s * (1 + PLACEHOLDER_INTERVAL)
+        return self.step_s * self.interval.low, self.step_s * self.interval.high
 
     @property
     def tokens_per_s(self) -> float:
@@ -91,7 +104,9 @@ class Prediction:
     def summary(self, reasons: Sequence[str] = ()) -> dict[str, Any]:
         """The layout for ``--json``."""
         low, high = self.interval_s
+        memory: dict[str, Any] = {name: {"peak": round(peak)} for name, peak in self.classes.items()}
         lines = [{"name": name, "bytes": round(count)} for name, count in self.lines.items()]
+        memory[self.fullest]["lines"] = lines
         return {
             "layout": {k: v for k, v in dataclasses.asdict(self.layout).items() if v is not None},
             "step_s": self.step_s,
@@ -99,11 +114,12 @@ class Prediction:
             "step_s_high": high,
             "tokens_per_s_per_device": self.tokens_per_s / self.layout.world_size,
             "mfu": self.mfu,
-            "memory_bytes": {FULLEST: {"peak": round(self.peak_bytes), "lines": lines}},
+            "memory_bytes": memory,
             "breakdown_s": self.breakdown_s,
             "collectives": [dataclasses.asdict(row) for row in self.traffic],
             "reasons": list(reasons),
             "fits": self.fits,
+            "interval_basis": self.interval.basis,
             "walked": self.walked,
         }
 
@@ -125,20 +141,23 @@ def predict_layouts(job: Job, layouts: Sequence[Layout], walk: bool = True) -> l
     memory, step = estimate_memory(workload, grid), estimate_step(workload, grid)
     fits = memory.fits(workload)
     micro_batches = grid.micro_batches(workload.global_batch)
+    passes = _pass_shares(step, len(layouts))
     found = []
     for place, layout in enumerate(layouts):
         parts = {name: float(values[place]) for name, values in step.parts.items()}
         total, walked = float(step.step_s[place]), False
-        if walk and layout.pp > 1 and "bubble" in parts:
-            bubble = _walked_bubble_s(layout, int(micro_batches[place]), parts)
+        if walk and layout.pp > 1:
+            bubble = _walked_bubble_s(layout, int(micro_batches[place]), parts, passes[place])
             if bubble is not None:
                 total, walked = total - parts["bubble"] + bubble, True
                 parts["bubble"] = bubble
+        classes = {name: float(peaks[place]) for name, peaks in memory.classes.items() if peaks[place] > 0}
         found.append(
             Prediction(
                 job=dataclasses.replace(job, layout=layout),
                 peak_bytes=float(memory.peak_bytes[place]),
                 lines={k: float(v[place]) for k, v in memory.lines.items() if v[place] > 0},
+                classes=classes if layout.pp > 1 else {EVERY_RANK: float(memory.peak_bytes[place])},
                 fits=bool(fits[place]),
                 step_s=total,
                 breakdown_s={k: v for k, v in parts.items() if abs(v) > 1e-9 * total},
@@ -149,38 +168,49 @@ def predict_layouts(job: Job, layouts: Sequence[Layout], walk: bool = True) -> l
     return found
 
 
-def _walked_bubble_s(layout: Layout, micro_batches: int, parts: dict[str, float]) -> float | None:
+def _pass_shares(step: StepEstimate, count: int) -> list[tuple[float, float]]:
+    """Shares of forward and input-gradient work in a micro-batch, rounded so that a walk serves many.
+
+    An estimate that does not tell them apart has thirds.
+    """
+    passes = getattr(step, "passes", None)
+    if passes is None:
+        return [(1 / 3, 1 / 3)] * count
+    total = passes.forward + passes.backward_input + passes.backward_weight
+    forward, back = np.round(passes.forward / total, 3), np.round(passes.backward_input / total, 3)
+    return [(float(f), float(b)) for f, b in zip(forward, back, strict=True)]
+
+
+def _walked_bubble_s(
+    layout: Layout, micro_batches: int, parts: dict[str, float], passes: tuple[float, float]
+) -> float | None:
     """The bubble of the schedule itself; None where it is too large to generate."""
     work = sum(parts.get(name, 0.0) for name in WORK_PARTS) / micro_batches
     uneven = parts.get("uneven stages", 0.0) / micro_batches
     if work <= 0:
         return None
     share = _walk(
-        layout.schedule,
-        layout.pp,
-        layout.virtual_stages,
-        micro_batches,
-        layout.recompute,
-        round(uneven / work, 3),
+        layout.schedule, layout.pp, layout.virtual_stages, micro_batches, passes, round(uneven / work, 3)
     )
     return None if share is None else share * work
 
 
 @lru_cache(maxsize=1024)
-def _walk(name: str, pp: int, stages: int, micro_batches: int, recompute: str, uneven: float) -> float | None:
+def _walk(
+    name: str, pp: int, stages: int, micro_batches: int, passes: tuple[float, float], uneven: float
+) -> float | None:
     """Time of a step beyond its slowest rank's work, over one micro-batch's work on an average rank.
 
-    Forward and the two halves of the backward pass take equal times; recomputation repeats the forward pass.
-    The last stage is slower by ``uneven``, of the same unit.
+    ``passes`` are the shares of forward and input-gradient work. The last stage is slower by ``uneven``, in
+    units of an average rank's work.
     """
     try:
         schedule = build_schedule(name, pp, micro_batches, stages)
     except UserError:
         return None
-    passes = np.array([1.0, 2.0 if recompute == "full" else 1.0, 1.0])
-    passes /= passes.sum()
-    each = np.outer(passes, np.full(schedule.stages, 1.0 / stages))
-    each[:, -1] += passes * uneven
+    shares = np.array([*passes, 1 - sum(passes)])
+    each = np.outer(shares, np.full(schedule.stages, 1.0 / stages))
+    each[:, -1] += shares * uneven
     walk = walk_schedule(schedule, StageTimes(each[0], each[1], each[2]))
     return max(0.0, walk.makespan_s - max(walk.work_s))
 

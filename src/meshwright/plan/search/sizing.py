@@ -1,8 +1,8 @@
 """How many devices a deadline needs, what they cost, and what failures take.
 
-Failures are counted roughly: a cluster fails as often as its devices together; a checkpoint stops the run while
-it is written; Young's interval between checkpoints, sqrt(2 x write time x time between failures), keeps writing
-and lost work small together (Young 1974; Daly 2006 refines it where failures are frequent).
+Failures are counted roughly: a cluster fails as often as its devices together; a checkpoint stops the run
+while it is written; Young's interval between checkpoints, sqrt(2 x write time x time between failures), keeps
+writing and lost work small together (Young 1974; Daly 2006 refines it where failures are frequent).
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Sizing:
 
 
 def lost_to_failures(job: Job, devices: int, nodes: int) -> float:
-    """Share of the time that goes into checkpoints, work done twice and restarts; 1 where nothing gets done."""
+    """Share of the time that checkpoints, work done twice and restarts take; 1 where nothing gets done."""
     assert isinstance(job.model, DecoderModel), "sizing is for decoders"
     cluster = job.cluster
     between_s = (cluster.failure_hours or ASSUMED_FAILURE_HOURS) * 3600 / devices

@@ -1,8 +1,8 @@
 """What one rank of a layout moves in a step: by axis, operation and tier.
 
 Bytes of a call are the larger of what the rank hands in and gets out; a send counts at the sender. These are
-the collectives that the layout implies (Megatron's for tp, ZeRO's for dp_shard, ...), on the fullest rank. For
-layouts that run today ``plan/comms.py`` has them exactly, bucket by bucket.
+the collectives that the layout implies (Megatron's for tp, ZeRO's for dp_shard, ...), on the fullest rank.
+For layouts that run today ``plan/comms.py`` has them exactly, bucket by bucket.
 """
 
 from __future__ import annotations
