@@ -4,12 +4,14 @@ Nothing is left out that could be the best. Two bounds save work, and what they 
 
 - Memory. Degrees and settings that do not fit with 1F1B and one stage a rank fit with no schedule:
   the others hold at least as many micro-batches, and at least as many layers on the fullest rank.
-- Devices. No layout on fewer devices beats a step that is already shorter than all FLOPs of the step at those
-  devices' peak rate. This holds for the time of a step, not for its cost, and is used for the first only.
+- Time. What is slower, by its matrix products alone, than all layouts that are kept already cannot be among
+  the best (``bounds.py``). Whole numbers of devices fall by it, and single layouts. Rankings by cost or memory
+  do not use it.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,13 +19,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshwright.plan.compute import flops_per_token
 from meshwright.plan.estimate.grid import Floats, Grid
 from meshwright.plan.estimate.memory import MemoryEstimate, estimate_memory
 from meshwright.plan.estimate.step import estimate_step
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.search.bounds import floor_s, products_s
 from meshwright.plan.search.enumerate import Space, world_sizes
-from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 
 By = Literal["time", "cost", "memory"]
@@ -126,28 +127,14 @@ def _search(found: Found, spaces: list[Space], top: int, progress: Progress) -> 
 
 def _cannot_win(found: Found, workload: Workload, devices: int, top: int) -> bool:
     """Whether so few devices are slower, at their peak rate, than all that is kept already."""
+    return products_s(workload, devices) > _limit(found, top)
+
+
+def _limit(found: Found, top: int) -> float:
+    """The step that a layout must beat to be kept; bounds are of time, and say nothing of memory or cost."""
     if found.by != "time" or found.best is None or len(found.best) < top:
-        return False
-    return ideal_step_s(workload, devices) > float(found.best.step_s[-1])
-
-
-def ideal_step_s(workload: Workload, devices: int) -> float:
-    """A step without anything but its matrix products, at the highest rate that the data sheet knows."""
-    tokens = workload.global_batch * workload.seq_len
-    flops = flops_per_token(workload.model, workload.seq_len) * tokens
-    return flops / devices / highest_rate(workload.cluster)
-
-
-def highest_rate(cluster: Cluster) -> float:
-    """FLOP/s of the fastest products that a device has."""
-    rates = (
-        cluster.fp32_flops_per_s,
-        cluster.bf16_flops_per_s,
-        cluster.peak_bf16_flops_per_s,
-        cluster.peak_fp8_flops_per_s,
-        cluster.peak_fp4_flops_per_s,
-    )
-    return max(rate for rate in rates if rate is not None)
+        return math.inf
+    return float(found.best.step_s[-1])
 
 
 def _keep_least(found: Found, workload: Workload, grid: Grid, memory: MemoryEstimate) -> None:
@@ -159,6 +146,12 @@ def _keep_least(found: Found, workload: Workload, grid: Grid, memory: MemoryEsti
 
 
 def _price(found: Found, workload: Workload, grid: Grid, top: int) -> None:
+    possible = floor_s(workload, grid) <= _limit(found, top)
+    if not possible.all():
+        found.pruned += int((~possible).sum())
+        grid = grid.take(possible)
+    if not len(grid):
+        return
     memory, step = estimate_memory(workload, grid), estimate_step(workload, grid)
     found.evaluated += len(grid)
     fits = np.flatnonzero(memory.fits(workload))
