@@ -211,6 +211,8 @@ def _split(rest: str) -> tuple[str, str]:
 def fit(stage: Stage, cases: Sequence[Case], tables: Tables) -> Tables:
     """Search one rate after the other, up and down, in steps that halve."""
     rows, tables = Rows(cases), copy.deepcopy(tables)
+    if not cases:
+        return tables
     for section, name in stage.rates:
         value = inherited(tables, section, name)
         tables.setdefault(section, {})[name] = value

@@ -45,7 +45,7 @@ def pipeline_time(
     Args:
         schedule: Names, or :data:`CODES`.
         pp: Ranks.
-        virtual_stages: Stages of each rank: any for ``interleaved``, 2 for ``zbv`` whatever is given, else 1.
+        virtual_stages: Stages of each rank, read for ``interleaved``; ``zbv`` has 2 and the others 1.
         micro_batches: Of one step; for ``interleaved`` a multiple of ``pp``.
         forward_s: Of one micro-batch in one stage (1 / v of what the rank holds), mean over the stages.
         backward_input_s: Gradient of the input, likewise.
@@ -67,7 +67,7 @@ def pipeline_time(
     f, b, w, t = (
         np.asarray(a, dtype=np.float64) for a in (forward_s, backward_input_s, backward_weight_s, transfer_s)
     )
-    v = np.where(code == CODES["zbv"], 2, v)
+    v = _stages_a_rank(code, v)
     hidden = np.asarray(overlap, dtype=bool)
     forms = (
         _gpipe(p, m, f, b + w, t, hidden),
@@ -96,7 +96,7 @@ def pipeline_bubble(
     total = pipeline_time(
         schedule, pp, virtual_stages, micro_batches, forward_s, backward_input_s, backward_weight_s
     )
-    v = np.where(encode(schedule) == CODES["zbv"], 2, np.asarray(virtual_stages))
+    v = _stages_a_rank(encode(schedule), np.asarray(virtual_stages, dtype=np.int64))
     stage = np.add(np.add(forward_s, backward_input_s), backward_weight_s)
     return np.asarray(1.0 - np.asarray(micro_batches) * v * stage / total, dtype=np.float64)
 
@@ -117,7 +117,7 @@ def peak_in_flight(
         schedule: Names, or :data:`CODES`.
         stage_rank: Which rank, 0 to pp - 1.
         pp: Ranks.
-        virtual_stages: Stages of each rank; ``zbv`` has 2, whatever is given.
+        virtual_stages: Stages of each rank, read for ``interleaved``; ``zbv`` has 2 and the others 1.
         micro_batches: Of one step.
 
     Returns:
@@ -146,6 +146,12 @@ def encode(schedule: ArrayLike) -> Ints:
         raise ValueError(f"no closed form for {', '.join(unknown)}; there are {', '.join(NAMES)}")
     codes = np.array([CODES[str(name)] for name in names], dtype=np.int64)
     return np.asarray(codes[inverse].reshape(given.shape), dtype=np.int64)
+
+
+def _stages_a_rank(schedule: Ints, given: Ints) -> Ints:
+    """What is given for ``interleaved``; the others have their own number."""
+    own = np.where(schedule == CODES["zbv"], 2, 1)
+    return np.where(schedule == CODES["interleaved"], given, own)
 
 
 def _choose(schedule: Ints, forms: tuple[Any, ...]) -> Any:

@@ -164,10 +164,13 @@ def _not_built(path: str, built: tuple[Any, ...], what: str, planned: bool = Tru
     code = f"{path.replace('.', '-').replace('_', '-')}-not-built"
 
     def check(job: Job) -> Problem | None:
+        if path.startswith("model.") and not isinstance(job.model, DecoderModel):
+            return None  # keys of decoders
         value = _read(job, path)
         if value in built:
             return None
-        fix = "Use " + " or ".join(f"{path}={_toml(b)}" for b in built)
+        used = "Use " + " or ".join(f"{path}={_toml(b)}" for b in built)
+        fix = "Leave it out" if built == (None,) else used
         return Problem(code, f"asks for {what}, which is not built yet", path=path, value=value, fix=fix)
 
     return Rule(code, f"{what[0].upper()}{what[1:]} (`{path}`).", check, built=False, planned=planned)

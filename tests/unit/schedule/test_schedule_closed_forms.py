@@ -133,6 +133,14 @@ def test_arrays_of_schedules_and_sizes_broadcast():
     assert peak_in_flight(names[..., None], np.arange(4), 4, 2, m[:, None]).shape == (5, 3, 4)
 
 
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zbv"])
+def test_only_interleaved_reads_the_stages_a_rank(name):
+    """So that one array of layouts may carry a number for all of them."""
+    one, three = (pipeline_time(name, 4, v, 8, 1, 1, 1, slowest_s=7.0) for v in (1, 3))
+    assert one == three
+    assert pipeline_bubble(name, 4, 1, 8) == pipeline_bubble(name, 4, 3, 8)
+
+
 def test_a_number_gives_a_number():
     assert pipeline_time("1f1b", 4, 1, 8, 1, 1, 1).shape == ()
     assert float(pipeline_time("1f1b", 4, 1, 8, 1, 1, 1)) == 33

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.plan.estimate.grid import Floats, Grid, Ints
+from meshwright.plan.estimate.grid import Flags, Floats, Grid, Ints
 from meshwright.plan.estimate.products import Device, Sizes, product_s
 from meshwright.plan.estimate.profiles import TimeRules
 from meshwright.plan.estimate.workload import Workload
@@ -16,10 +16,10 @@ ATTENTION_BACKWARD_FLOPS = 2.5
 ATTENTION_BACKWARD_RATE = 0.85
 FULL_RATE_HEAD = 128
 """Head width from which fused attention has its full rate; half of it has three quarters."""
+EXPERT_ROWS = 16
+"""An expert's tokens are padded to a multiple of this."""
 SCORE_BYTES, SCORE_BACKWARD_BYTES = 9.0, 11.0
 """Bytes that softmax, mask and dropout move for each score where attention is not fused."""
-GRADIENT_SUM_BYTES = 8.0
-"""A weight gradient is added to a float32 sum."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,14 @@ class Passes:
     def times(self, factor: Floats | float) -> Passes:
         """So many of them."""
         return Passes(self.forward * factor, self.backward_input * factor, self.backward_weight * factor)
+
+    def where(self, wanted: Flags, other: Passes) -> Passes:
+        """These where wanted, else the others."""
+        return Passes(
+            np.where(wanted, self.forward, other.forward),
+            np.where(wanted, self.backward_input, other.backward_input),
+            np.where(wanted, self.backward_weight, other.backward_weight),
+        )
 
     def take(self, places: Ints) -> Passes:
         """Those at some places."""
@@ -100,7 +108,9 @@ class BlockModel:
     ) -> Passes:
         """A weight (columns x depth) applied to rows: its product, and the two of its backward pass."""
         device = self.device
-        stored = GRADIENT_SUM_BYTES * np.asarray(columns, float) * depth * count / device.bytes_per_s
+        stored = (
+            self.rules.gradient_sum_bytes * np.asarray(columns, float) * depth * count / device.bytes_per_s
+        )
         return Passes(
             product_s(device, rows, columns, depth, count, plain),
             product_s(device, rows, depth, columns, count, plain),
@@ -137,6 +147,7 @@ class BlockModel:
         model, grid = self.model, self.grid
         mine = np.maximum((model.num_experts or 1) / grid.ep, 1.0)
         rows = self.rows / self.tp * (model.experts_per_token or 1) * grid.etp / mine
+        rows = np.ceil(rows / EXPERT_ROWS) * EXPERT_ROWS
         entries = 2 if model.activation == "swiglu" else 1
         inner = model.expert_width / grid.etp
         into = self.linear(rows, entries * inner, model.hidden_size, mine)
@@ -203,8 +214,8 @@ class BlockModel:
             share = 1 - dense_share
             inner = inner + share * routed * model.expert_width / grid.etp
             inner = inner + share * model.shared_experts * model.expert_width / self.tp
-            moved = share * routed * width
-            forward, backward = forward + 10.0 * moved, backward + 14.0 * moved
+            sent = share * routed * width
+            forward, backward = forward + 10.0 * sent, backward + 14.0 * sent
         forward = forward + turned + (6.0 if gated else 4.0) * inner
         backward = backward + turned + (10.0 if gated else 6.0) * inner
         rates = self.device.rates

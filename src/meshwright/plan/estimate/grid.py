@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -72,7 +73,7 @@ class Grid:
     @classmethod
     def of(cls, layouts: Sequence[Layout]) -> Grid:
         """The columns of a list of layouts whose micro-batch is settled."""
-        columns = {}
+        columns: dict[str, npt.NDArray[Any]] = {}
         for field in dataclasses.fields(cls):
             values = [getattr(layout, field.name) for layout in layouts]
             if field.name in _CODES:

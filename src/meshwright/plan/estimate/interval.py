@@ -18,7 +18,7 @@ FEWEST_ROWS = 8
 GENERATIONS = {
     "V100": "Volta",
     "A100": "Ampere", "A800": "Ampere",
-    "L40S": "Ada", "RTX-4090": "Ada",
+    "L40S": "Ada", "4090": "Ada",
     "H100": "Hopper", "H200": "Hopper", "H800": "Hopper", "H20": "Hopper",
     "B200": "Blackwell", "B300": "Blackwell", "GB200": "Blackwell", "GB300": "Blackwell",
 }  # fmt: skip

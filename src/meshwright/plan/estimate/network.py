@@ -80,7 +80,7 @@ def build_group(cluster: Cluster, rates: Rates, ranks: Ints, stride: Ints) -> Gr
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a layout, innermost first: tp, cp, dp_shard, dp_replicate, pp; ep lies inside dp_shard."""
+    """The groups of a layout: tp innermost, then cp, dp_shard, dp_replicate, pp; ep lies inside dp_shard."""
 
     tp: Group
     cp: Group

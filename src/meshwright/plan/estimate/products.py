@@ -19,8 +19,8 @@ SPLIT_K_AT = 4096
 ALIGNMENT = 8
 """Elements that the rows of an operand must be a multiple of."""
 UNALIGNED = 0.14
-"""What is left of the rate where they are not: 0.13 on an H200 for odd rows; heads of 108 and 150 cost BLOOM's
-tuning runs 40% of their speed."""
+"""What is left of the rate where they are not: 0.13 on an H200 for odd rows; heads of 108 and 150 cost
+BLOOM's tuning runs 40% of their speed."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,8 @@ def product_s(
     rows, columns, depth, count = np.broadcast_arrays(
         *(np.asarray(x, float) for x in (rows, columns, depth, count))
     )
-    rate = device.plain_flops_per_s if plain else device.flops_per_s
-    rate = (
-        rate
-        * _tiled(device.multiprocessors, rows, columns, depth, count)
-        * _aligned(columns)
-        * _aligned(depth)
-    )
+    share = _tiled(device.multiprocessors, rows, columns, depth, count) * _aligned(columns) * _aligned(depth)
+    rate = share * (device.plain_flops_per_s if plain else device.flops_per_s)
     width = 2.0 if plain else device.operand_width
     moved = count * (width * (rows + columns) * depth + 2.0 * rows * columns)
     arithmetic = 2 * count * rows * columns * depth / rate

@@ -80,6 +80,10 @@ class TimeRules:
     """ZeRO gathers parameters while layers compute."""
     overlap_tp: bool = False
     """Tensor-parallel collectives are cut up and hidden behind the products."""
+    hides_tp_backward: bool = False
+    """In the backward pass, a tensor-parallel reduction runs beside the product for the weight's gradient."""
+    gradient_sum_bytes: float = 6.0
+    """Bytes that adding a weight's gradient to its sum moves for each element, beyond the product that makes it."""
     overlap_p2p: bool = False
     """Stages send and receive while they compute."""
     one_copy_a_node: bool = False
@@ -104,12 +108,18 @@ _OLD = TimeRules(
     loss_bytes=28.0,
     reduce_bytes=2.0,
     optimizer_bytes=46.0,
+    gradient_sum_bytes=10.0,
     overlap_grad_reduce=False,
     overlap_param_gather=False,
 )
-"""Megatron as of 2020 to 2022: no fused attention, the update in several passes, nothing overlaps."""
+"""Megatron as of 2020 and 2021: no fused attention, the update in several passes, nothing overlaps."""
+_OLD_2022 = dataclasses.replace(_OLD, hides_tp_backward=True, gradient_sum_bytes=4.0)
+"""As of 2022: gradients are summed inside the product (half of that traffic is hidden), and reductions of the
+backward pass run beside it."""
 
-_CORE = TimeRules(selective="attention", loss_bytes=12.0, overlap_p2p=True)
+_CORE = TimeRules(
+    selective="attention", loss_bytes=12.0, hides_tp_backward=True, gradient_sum_bytes=4.0, overlap_p2p=True
+)
 """Megatron as of 2023 on, with Transformer Engine."""
 _BRIDGE = dataclasses.replace(_CORE, overlap_tp=True, one_copy_a_node=True)
 """The recipes of NeMo and Megatron Bridge."""
@@ -168,6 +178,9 @@ PROFILES = {
     for profile in (
         Profile("meshwright", memory=MemoryRules(imbalance=1.2)),
         Profile("megatron-lm", memory=_MEGATRON_2021, time=_OLD),
+        Profile(
+            "megatron-lm-2022", ("megatron-lm", "megatron-lm-2022"), memory=_MEGATRON_2021, time=_OLD_2022
+        ),
         Profile("megatron-core", memory=_MEGATRON_CORE, time=_CORE),
         Profile("megatron-bridge", memory=_MEGATRON_CORE, time=_BRIDGE),
         Profile(
@@ -177,14 +190,22 @@ PROFILES = {
             time=_BRIDGE,
         ),
         Profile("megatron-deepspeed", memory=_DEEPSPEED, time=_OLD),
-        Profile("torchtitan", memory=_TORCHTITAN, time=TimeRules(selective="half", optimizer_bytes=28.0)),
-        Profile("composer-fsdp", memory=_FSDP, time=TimeRules(reduce_bytes=2.0, optimizer_bytes=28.0)),
+        Profile(
+            "torchtitan",
+            memory=_TORCHTITAN,
+            time=TimeRules(selective="half", optimizer_bytes=28.0, gradient_sum_bytes=0.0),
+        ),
+        Profile(
+            "composer-fsdp",
+            memory=_FSDP,
+            time=TimeRules(reduce_bytes=2.0, optimizer_bytes=28.0, gradient_sum_bytes=0.0),
+        ),
         Profile(
             "deepspeed-zero",
             memory=_DEEPSPEED,
-            time=TimeRules(flash_attention=False, dropout=True, reduce_bytes=2.0),
+            time=TimeRules(flash_attention=False, dropout=True, reduce_bytes=2.0, gradient_sum_bytes=0.0),
         ),
     )
 }
-"""By name. `megatron-lm` is Megatron as of 2020 to 2022, `megatron-core` as of 2023 on, `megatron-bridge` the same
+"""By name. `megatron-lm` is Megatron as of 2020 and 2021, `megatron-core` as of 2023 on, `megatron-bridge` the same
 with the recipes of NeMo and Megatron Bridge, which overlap more; its release 26.06 made layers of experts faster."""

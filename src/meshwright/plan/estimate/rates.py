@@ -73,7 +73,7 @@ class Rates:
 
 def generation_of(device_name: str) -> str:
     """The name that calibrations of a device go by: `A100`, `H100`, ... ; memory size and form left out."""
-    head = device_name.split("-")[0]
+    head = device_name.split("-", maxsplit=1)[0]
     return {"H200": "H100", "H800": "H100", "A800": "A100", "GB200": "B200", "GB300": "B300"}.get(head, head)
 
 

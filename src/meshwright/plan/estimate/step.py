@@ -65,7 +65,7 @@ class _Step:
         chunks = grid.pp * grid.virtual_stages
         self.layers = self.model.num_layers / grid.pp
         """Layers of an average rank."""
-        self.slow_layers = np.ceil(self.model.num_layers / chunks) * grid.virtual_stages
+        self.slow_layers: Floats = np.ceil(self.model.num_layers / chunks) * grid.virtual_stages.astype(float)
 
     def estimate(self) -> StepEstimate:
         """Add up."""
@@ -144,8 +144,11 @@ class _Step:
         moved = self.rows * model.hidden_size * WIRE_BYTES
         one = self.groups.tp.all_reduce_s(moved)
         shown = 1 - self.rates.tp_overlap if self.rules.overlap_tp else 1.0
-        # With sequence parallel the backward pass gathers its inputs once more, beside the products.
-        return calls * one * shown, calls * one * shown
+        shown_s = calls * one * shown
+        if not self.rules.hides_tp_backward:
+            return shown_s, shown_s
+        beside = self.rates.overlap * self.block.products.backward_weight
+        return shown_s, np.maximum(shown_s - beside, (1 - self.rates.overlap) * shown_s)
 
     def _context_parallel(self) -> tuple[Floats, Floats]:
         """Keys and values around the ring, hidden behind attention where it lasts long enough."""
@@ -200,22 +203,12 @@ class _Step:
         """The stage that the others wait for: the last one has the head, unless it has fewer layers."""
         grid = self.grid
         even = self.model.num_layers % (grid.pp * grid.virtual_stages) == 0
-        left = self.model.num_layers - self.slow_layers * (grid.pp - 1)
+        left = self.model.num_layers - self.slow_layers * (grid.pp - 1.0)
         last_layers = np.where(even, self.layers, np.clip(left, 0, self.slow_layers))
         last = block.times(last_layers) + self.head
         other = block.times(self.slow_layers)
-        pick = last.total >= other.total
-        slow = Passes(
-            np.where(pick, last.forward, other.forward),
-            np.where(pick, last.backward_input, other.backward_input),
-            np.where(pick, last.backward_weight, other.backward_weight),
-        )
-        alone = grid.pp == 1
-        return Passes(
-            np.where(alone, mean.forward, slow.forward),
-            np.where(alone, mean.backward_input, slow.backward_input),
-            np.where(alone, mean.backward_weight, slow.backward_weight),
-        )
+        slow = last.where(last.total >= other.total, other)
+        return mean.where(grid.pp == 1, slow)
 
     def _send_s(self) -> Floats:
         """One activation to the next stage; ranks of a tensor-parallel group share the work."""

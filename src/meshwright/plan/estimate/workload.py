@@ -22,7 +22,7 @@ class Workload:
     """`fp32`, `bf16`, `fp16`, `fp8` or `fp4`: of the matrix products."""
     profile: Profile
     recipe: str = ""
-    """How fp8 or fp4 scales: `current`, `delayed`, `mxfp8`, `subchannel`, `rowwise`, `nvfp4`; a profile's own if empty."""
+    """How fp8 or fp4 scales: `current`, `delayed`, `mxfp8`, `subchannel`, `rowwise`, `nvfp4`; else by tensor."""
     compiled: bool = False
     """Whether blocks are compiled (the profiles that could be run either way)."""
     document_mask: bool = False

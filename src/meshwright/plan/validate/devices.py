@@ -29,7 +29,7 @@ ALIASES: tuple[tuple[str, str], ...] = (
     (r"A100(?!.*PCI)", "A100-80GB-SXM"),
     (r"V100(?!.*(16|PCI))", "V100-32GB-SXM"),
     (r"L40S", "L40S-48GB"),
-    (r"4090", "RTX-4090-24GB"),
+    (r"4090", "4090-24GB-PCIe"),
 )
 """Ways to write a device, first match wins, and the name that its preset has."""
 OMNI_PATH_OF, OMNI_PATH = "A100-80GB-SXM", "A100-80GB-OmniPath"

@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from meshwright.plan.estimate.grid import Grid
-from meshwright.plan.estimate.memory import MemoryEstimate, estimate_memory
+from meshwright.plan.estimate.memory import estimate_memory
 from meshwright.plan.estimate.step import estimate_step
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.published import Case, Row, read_rows
@@ -18,13 +18,6 @@ from meshwright.plan.validate.split import is_held_out
 
 TABLE = "data/published_runs.csv"
 """The published rows that come with the package, with their sources."""
-BESIDE = {
-    "allocated": ("allocator", "context"),
-    "reserved": ("context",),
-    "device": (),
-    "formula": ("allocator", "context", "buffers", "logits", "workspace"),
-}
-"""Lines of an estimate that a kind of published memory does not count."""
 
 
 @dataclass(frozen=True)
@@ -121,13 +114,7 @@ def _predict(workload: Workload, cases: Sequence[Case]) -> list[tuple[float, flo
     step, memory = estimate_step(workload, grid), estimate_memory(workload, grid)
     found: list[tuple[float, float] | str] = []
     for place, case in enumerate(cases):
-        values = float(step.step_s[place]), counted_bytes(memory, place, case.memory_kind)
+        values = float(step.step_s[place]), float(memory.counted_as(case.memory_kind)[place])
         usable = all(math.isfinite(value) and value > 0 for value in values)
         found.append(values if usable else "the estimate gives no finite figure")
     return found
-
-
-def counted_bytes(memory: MemoryEstimate, place: int, kind: str) -> float:
-    """What a measurement of a kind would count of a predicted peak."""
-    beside = sum(float(memory.lines[name][place]) for name in BESIDE[kind] if name in memory.lines)
-    return float(memory.peak_bytes[place]) - beside

@@ -12,6 +12,8 @@ OLD_DEVICES = ("A100", "A800", "V100")
 """Devices of the years in which Megatron had no fused attention."""
 FASTER_EXPERTS = (26, 6)
 """Year and month of the release of Megatron Bridge that made layers of experts faster."""
+SUMS_FUSED_SINCE = 2205
+"""Year and month of the first papers whose Megatron summed gradients inside products."""
 FUSED_SINCE = 2306
 """Year and month of the first papers whose Megatron had fused attention."""
 NAMES: tuple[tuple[str, str], ...] = (
@@ -70,7 +72,9 @@ def choose_profile(framework: str, gpu: str, source: str = "", zero: int | None 
         return PROFILES["deepspeed-zero"]
     if not re.search(r"megatron|meta", name) and zero in (2, 3):
         return PROFILES["composer-fsdp" if old else "torchtitan"]
-    return PROFILES["megatron-lm" if old else "megatron-core"]
+    if old:
+        return PROFILES["megatron-lm-2022" if dated and int(dated[1]) >= SUMS_FUSED_SINCE else "megatron-lm"]
+    return PROFILES["megatron-core"]
 
 
 def read_profile(cells: Cells) -> Profile:

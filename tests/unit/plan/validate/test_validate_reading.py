@@ -119,7 +119,7 @@ def test_no_cell_whatever_it_holds_ends_the_evaluation(read, cells):
         ("B200", "B200-180GB-SXM"),
         ("B300", "B300-SXM"),
         ("L40S", "L40S-48GB"),
-        ("RTX 4090", "RTX-4090-24GB"),
+        ("RTX 4090", "4090-24GB-PCIe"),
     ],
 )
 def test_usual_spellings_of_a_device_are_known(case, written, meant):
