@@ -68,11 +68,11 @@ def main() -> None:
 
 def guarded(output: Output, command: Callable[[], int | None]) -> None:
     """Run a command's body; our errors become messages and an exit status."""
-    from meshwright.cli.nearest import price_of_nearest  # noqa: PLC0415  (only needed when something is wrong)
-
     try:
         status = command() or 0
     except MeshwrightError as error:
+        from meshwright.cli.nearest import price_of_nearest  # noqa: PLC0415  (only when something is wrong)
+
         output.failure(error, price_of_nearest(error))
         status = error.exit_status
     except KeyboardInterrupt:

@@ -1,9 +1,9 @@
 """What no step can be faster than, cheap enough to ask of every layout before it is priced.
 
-The estimate adds launches, tiles that are not full, attention, passes over memory, communication and what stages
-wait for each other; none of it is negative. So the matrix products alone, at the highest rate that the estimate
-gives any product, are a bound; recomputation in full runs the blocks' forward products again, and a pipeline
-without split backward passes cannot hide its fill and drain. A test holds the bound below the estimate.
+The estimate adds launches, tiles that are not full, attention, passes over memory, communication and what
+stages wait for each other; none of it is negative. So the matrix products alone, at the highest rate that the
+estimate gives any product, are a bound; recomputation in full runs the blocks' forward products again, and a
+pipeline without split backward passes cannot hide its fill and drain. A test holds the bound below the estimate.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 Nothing is left out that could be the best. Two bounds save work, and what they rule out is counted as pruned:
 
-- Memory. Degrees and settings that do not fit with 1F1B and one stage a rank fit with no schedule:
-  the others hold at least as many micro-batches, and at least as many layers on the fullest rank.
+- Memory. What does not fit with 1F1B and one stage a rank does not fit with GPipe, ZB-H1 or even interleaved
+  stages either: they hold the same layers and at least as many micro-batches on every rank (``dominated``).
 - Time. What is slower, by its matrix products alone, than all layouts that are kept already cannot be among
-  the best (``bounds.py``). Whole numbers of devices fall by it, and single layouts. Rankings by cost or memory
-  do not use it.
+  the best (``bounds.py``). Whole numbers of devices fall by it, and single layouts. Rankings by cost or by
+  memory do not use it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshwright.plan.estimate.grid import Floats, Grid
+from meshwright.plan.estimate.grid import SCHEDULES, Flags, Floats, Grid
 from meshwright.plan.estimate.memory import MemoryEstimate, estimate_memory
 from meshwright.plan.estimate.step import estimate_step
 from meshwright.plan.estimate.workload import Workload
@@ -28,6 +28,8 @@ from meshwright.plan.search.enumerate import Space, world_sizes
 from meshwright.spec.job import Job
 
 By = Literal["time", "cost", "memory"]
+NO_LESS = [SCHEDULES.index(name) for name in ("gpipe", "1f1b", "zb-h1")]
+"""Schedules with one stage a rank that hold no fewer micro-batches than 1F1B."""
 Progress = Callable[[int, int], None]
 """Called with the layouts done and the layouts in all."""
 
@@ -113,16 +115,23 @@ def _search(found: Found, spaces: list[Space], top: int, progress: Progress) -> 
             done += len(space)
             continue
         for chunk in space.chunks():
-            least = chunk.least()
+            least, sizes = chunk.least(), chunk.sizes
             memory = estimate_memory(workload, least)
-            fits = memory.fits(workload)
-            sizes = chunk.sizes
             _keep_least(found, workload, least, memory)
-            found.pruned += int(sizes[~fits].sum())
-            done += int(sizes.sum())
-            if fits.any():
-                _price(found, workload, chunk.grow(fits), top)
+            grid = chunk.grow()
+            hopeless = np.repeat(~memory.fits(workload), sizes) & dominated(space.model.num_layers, grid)
+            hopeless |= floor_s(workload, grid) > _limit(found, top)
+            found.pruned += int(hopeless.sum())
+            if not hopeless.all():
+                _price(found, workload, grid.take(~hopeless), top)
+            done += len(grid)
             progress(done, total)
+
+
+def dominated(layers: int, grid: Grid) -> Flags:
+    """Layouts that need at least the memory of the same with 1F1B and one stage a rank."""
+    even = (grid.schedule == SCHEDULES.index("interleaved")) & (layers % (grid.pp * grid.virtual_stages) == 0)
+    return np.isin(grid.schedule, NO_LESS) | even
 
 
 def _cannot_win(found: Found, workload: Workload, devices: int, top: int) -> bool:
@@ -146,12 +155,6 @@ def _keep_least(found: Found, workload: Workload, grid: Grid, memory: MemoryEsti
 
 
 def _price(found: Found, workload: Workload, grid: Grid, top: int) -> None:
-    possible = floor_s(workload, grid) <= _limit(found, top)
-    if not possible.all():
-        found.pruned += int((~possible).sum())
-        grid = grid.take(possible)
-    if not len(grid):
-        return
     memory, step = estimate_memory(workload, grid), estimate_step(workload, grid)
     found.evaluated += len(grid)
     fits = np.flatnonzero(memory.fits(workload))
