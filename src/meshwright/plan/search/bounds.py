@@ -1,23 +1,36 @@
-"""What no step can be faster than, cheap enough to ask of every layout before it is priced.
+"""What no step can be faster than: on so many devices, and with any schedule if it is priced with 1F1B.
 
-The estimate adds launches, tiles that are not full, attention, passes over memory, communication and what
-stages wait for each other; none of it is negative. So the matrix products alone, at the highest rate that the
-estimate gives any product, are a bound; recomputation in full runs the blocks' forward products again, and a
-pipeline without split backward passes cannot hide its fill and drain. A test holds the bound below the estimate.
+The estimate adds launches, tiles that are not full, attention, passes over memory, communication and waiting
+to the matrix products; none of it is negative. So the products alone, at the highest rate that the estimate
+gives any product, bound every layout on so many devices.
+
+Of one layout's step only the bubble, uneven stages and transfers depend on the schedule. Without them, a step
+with 1F1B bounds the same step with any schedule; those that do not split the backward pass also wait
+(pp - 1) / virtual_stages micro-batches of work. Tests hold both bounds below the estimate.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from meshwright.plan.estimate.grid import RECOMPUTES, SCHEDULES, Floats, Grid
+from meshwright.plan.estimate.grid import SCHEDULES, Floats, Grid, Ints
 from meshwright.plan.estimate.products import TILES, Device
 from meshwright.plan.estimate.rates import rates_of
+from meshwright.plan.estimate.step import StepEstimate
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.search.counts import active_parameters
 
-FULL = RECOMPUTES.index("full")
 WITH_BUBBLE = [SCHEDULES.index(name) for name in ("gpipe", "1f1b", "interleaved")]
+OF_THE_SCHEDULE = ("bubble", "uneven stages", "pipeline transfers")
+"""Parts of a step that change with the schedule alone."""
+WORK_PARTS = (
+    "compute",
+    "tensor parallel",
+    "context parallel",
+    "expert parallel",
+    "sharded data parallel",
+)
+"""Parts of a step that every micro-batch repeats."""
 
 
 def highest_rate(workload: Workload) -> float:
@@ -29,22 +42,24 @@ def highest_rate(workload: Workload) -> float:
 
 
 def products_s(workload: Workload, devices: int) -> float:
-    """All matrix products of a step, spread over so many devices at that rate."""
-    return _device_s(workload, 6.0) / devices
-
-
-def floor_s(workload: Workload, grid: Grid) -> Floats:
-    """A bound for each layout."""
-    once, again = _device_s(workload, 6.0), _device_s(workload, 2.0, head=False)
-    work = np.where(grid.recompute == FULL, once + again, once) / grid.world_size
-    fill = (grid.pp - 1) / (grid.micro_batches(workload.global_batch) * grid.virtual_stages)
-    return np.asarray(work * np.where(np.isin(grid.schedule, WITH_BUBBLE), 1 + fill, 1.0), dtype=np.float64)
-
-
-def _device_s(workload: Workload, flops: float, head: bool = True) -> float:
-    """Seconds of one device for so many FLOPs a parameter and token; routers are too small to be counted."""
+    """All matrix products of a step but the routers', spread over so many devices at that rate."""
     model = workload.model
-    parameters = active_parameters(model) - model.expert_layers * model.hidden_size * (model.num_experts or 0)
-    if not head:
-        parameters -= model.vocab_size * model.hidden_size
-    return flops * parameters * workload.global_batch * workload.seq_len / highest_rate(workload)
+    routers = model.expert_layers * model.hidden_size * (model.num_experts or 0)
+    flops = 6.0 * (active_parameters(model) - routers) * workload.global_batch * workload.seq_len
+    return flops / highest_rate(workload) / devices
+
+
+def schedules_floor_s(workload: Workload, plain: StepEstimate, grid: Grid, rows: Ints) -> Floats:
+    """A bound for each layout of a grid.
+
+    Args:
+        workload: What is estimated.
+        plain: Of the same layouts with 1F1B and one stage a rank, each once.
+        grid: Layouts with other schedules.
+        rows: Which of ``plain`` each of them is like.
+    """
+    fixed = plain.step_s - sum(plain.parts[name] for name in OF_THE_SCHEDULE)
+    work = sum(plain.parts[name] for name in WORK_PARTS)
+    waits = (grid.pp - 1) / (grid.virtual_stages * grid.micro_batches(workload.global_batch))
+    bubble = np.where(np.isin(grid.schedule, WITH_BUBBLE), waits * work[rows], 0.0)
+    return np.asarray(fixed[rows] + bubble, dtype=np.float64)

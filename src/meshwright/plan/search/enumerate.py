@@ -37,7 +37,7 @@ from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.numbers import divisors
 
-CHUNK = 1 << 14
+CHUNK = 1 << 16
 """Layouts that are priced at once: their columns stay in a core's cache."""
 NO_SHARDS, SHARDS_OF_SEQUENCE, SHARDS = range(3)
 """What ZeRO finds: nothing, ranks of cp alone, or ranks of dp_shard."""
@@ -287,6 +287,11 @@ class Space:
     def illegal(self) -> int:
         """Combinations that a rule excludes, each counted where the rule first meets it."""
         return self._degrees[1]
+
+    @property
+    def has_plain(self) -> bool:
+        """Whether every row of degrees and settings is in it with 1F1B and one stage a rank."""
+        return self.pins.get("schedule", "1f1b") == "1f1b" and self.pins.get("virtual_stages", 1) == 1
 
     def chunks(self, size: int = CHUNK) -> Iterator[Chunk]:
         """The layouts, about so many at a time; their schedules are still open."""

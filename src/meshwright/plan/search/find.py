@@ -4,9 +4,9 @@ Nothing is left out that could be the best. Two bounds save work, and what they 
 
 - Memory. What does not fit with 1F1B and one stage a rank does not fit with GPipe, ZB-H1 or even interleaved
   stages either: they hold the same layers and at least as many micro-batches on every rank (``dominated``).
-- Time. What is slower, by its matrix products alone, than all layouts that are kept already cannot be among
-  the best (``bounds.py``). Whole numbers of devices fall by it, and single layouts. Rankings by cost or by
-  memory do not use it.
+- Time. What is slower, by its bound, than all layouts that are kept already cannot be among the best
+  (``bounds.py``): whole numbers of devices fall by it, and schedules of a layout whose 1F1B is priced.
+  Rankings by cost or by memory do not use it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import numpy as np
 
 from meshwright.plan.estimate.grid import SCHEDULES, Flags, Floats, Grid
 from meshwright.plan.estimate.memory import MemoryEstimate, estimate_memory
-from meshwright.plan.estimate.step import estimate_step
+from meshwright.plan.estimate.step import StepEstimate, estimate_step
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.search.bounds import floor_s, products_s
-from meshwright.plan.search.enumerate import Space, world_sizes
+from meshwright.plan.search.bounds import products_s, schedules_floor_s
+from meshwright.plan.search.enumerate import Chunk, Space, world_sizes
 from meshwright.spec.job import Job
 
 By = Literal["time", "cost", "memory"]
+ONE_F_ONE_B = SCHEDULES.index("1f1b")
 NO_LESS = [SCHEDULES.index(name) for name in ("gpipe", "1f1b", "zb-h1")]
 """Schedules with one stage a rank that hold no fewer micro-batches than 1F1B."""
 Progress = Callable[[int, int], None]
@@ -115,17 +116,30 @@ def _search(found: Found, spaces: list[Space], top: int, progress: Progress) -> 
             done += len(space)
             continue
         for chunk in space.chunks():
-            least, sizes = chunk.least(), chunk.sizes
-            memory = estimate_memory(workload, least)
-            _keep_least(found, workload, least, memory)
-            grid = chunk.grow()
-            hopeless = np.repeat(~memory.fits(workload), sizes) & dominated(space.model.num_layers, grid)
-            hopeless |= floor_s(workload, grid) > _limit(found, top)
-            found.pruned += int(hopeless.sum())
-            if not hopeless.all():
-                _price(found, workload, grid.take(~hopeless), top)
-            done += len(grid)
+            _search_chunk(found, workload, chunk, top)
+            done += int(chunk.sizes.sum())
             progress(done, total)
+
+
+def _search_chunk(found: Found, workload: Workload, chunk: Chunk, top: int) -> None:
+    """Price every row with 1F1B, then those of its other schedules that may still be among the best."""
+    plain = chunk.least()
+    memory, step = estimate_memory(workload, plain), estimate_step(workload, plain)
+    _keep_least(found, plain, memory, step)
+    if chunk.space.has_plain:
+        _keep_best(found, workload, plain, memory, step, top)
+    grid, rows = chunk.grow(), np.repeat(np.arange(len(plain)), chunk.sizes)
+    left = np.ones(len(grid), dtype=np.bool_)
+    if chunk.space.has_plain:
+        left = (grid.schedule != ONE_F_ONE_B) | (grid.virtual_stages != 1)
+    hopeless = ~memory.fits(workload)[rows] & dominated(chunk.space.model.num_layers, grid)
+    hopeless |= schedules_floor_s(workload, step, grid, rows) > _limit(found, top)
+    found.pruned += int((left & hopeless).sum())
+    left &= ~hopeless
+    if left.any():
+        grid = grid.take(left)
+        memory, step = estimate_memory(workload, grid), estimate_step(workload, grid)
+        _keep_best(found, workload, grid, memory, step, top)
 
 
 def dominated(layers: int, grid: Grid) -> Flags:
@@ -146,16 +160,16 @@ def _limit(found: Found, top: int) -> float:
     return float(found.best.step_s[-1])
 
 
-def _keep_least(found: Found, workload: Workload, grid: Grid, memory: MemoryEstimate) -> None:
+def _keep_least(found: Found, grid: Grid, memory: MemoryEstimate, step: StepEstimate) -> None:
     place = int(np.argmin(memory.peak_bytes))
     peak = memory.peak_bytes[place : place + 1]
     if found.least is None or peak[0] < found.least.peak_bytes[0]:
-        one = grid.take(np.array([place]))
-        found.least = Ranked(one, estimate_step(workload, one).step_s, peak)
+        found.least = Ranked(grid.take(np.array([place])), step.step_s[place : place + 1], peak)
 
 
-def _price(found: Found, workload: Workload, grid: Grid, top: int) -> None:
-    memory, step = estimate_memory(workload, grid), estimate_step(workload, grid)
+def _keep_best(
+    found: Found, workload: Workload, grid: Grid, memory: MemoryEstimate, step: StepEstimate, top: int
+) -> None:
     found.evaluated += len(grid)
     fits = np.flatnonzero(memory.fits(workload))
     found.fit += len(fits)

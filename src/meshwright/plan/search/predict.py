@@ -17,6 +17,7 @@ from meshwright.plan.estimate.interval import Interval, interval
 from meshwright.plan.estimate.memory import estimate_memory
 from meshwright.plan.estimate.step import StepEstimate, estimate_step
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.search.bounds import WORK_PARTS
 from meshwright.plan.search.counts import token_flops
 from meshwright.plan.search.traffic import Moved, list_traffic
 from meshwright.schedule.build import build_schedule
@@ -24,14 +25,6 @@ from meshwright.schedule.walk import StageTimes, walk_schedule
 from meshwright.spec.job import Job
 from meshwright.spec.layout import AXES, Layout
 
-WORK_PARTS = (
-    "compute",
-    "tensor parallel",
-    "context parallel",
-    "expert parallel",
-    "sharded data parallel",
-)
-"""Parts of a step that every micro-batch repeats."""
 EVERY_RANK = "every rank"
 
 

@@ -10,7 +10,7 @@ import pytest
 from meshwright.plan.estimate.memory import estimate_memory
 from meshwright.plan.estimate.step import estimate_step
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.search.bounds import floor_s, products_s
+from meshwright.plan.search.bounds import products_s, schedules_floor_s
 from meshwright.plan.search.enumerate import Space, world_sizes
 from meshwright.plan.search.find import complexity, dominated, find_layouts, objective
 
@@ -57,13 +57,14 @@ def test_the_best_are_those_of_pricing_everything(make_job, kind, by):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "llama3-70b", "deepseek-v3", "gpt3-175b", "gpt-oss-120b"])
-def test_no_step_is_faster_than_its_bound(make_job, kind):
+def test_no_step_is_faster_than_its_bounds(make_job, kind):
     job = make_job(kind, cluster={"nodes": 8}, data={"seq_len": 2048}, train={"global_batch": 64})
     workload = Workload.of(job)
-    for number, chunk in enumerate(Space(job, 64).chunks()):
-        grid = chunk.grow()
+    for number, chunk in enumerate(Space(job, 64).chunks(1 << 14)):
+        grid, rows = chunk.grow(), np.repeat(np.arange(len(chunk.sizes)), chunk.sizes)
         step_s = estimate_step(workload, grid).step_s
-        assert (floor_s(workload, grid) <= step_s * (1 + 1e-9)).all()
+        plain = estimate_step(workload, chunk.least())
+        assert (schedules_floor_s(workload, plain, grid, rows) <= step_s * (1 + 1e-9)).all()
         assert (products_s(workload, 64) <= step_s * (1 + 1e-9)).all()
         if number == 12:
             break
@@ -75,7 +76,7 @@ def test_dominated_schedules_need_no_less_memory_than_1f1b(make_job, kind):
     job = make_job(kind, cluster={"nodes": 4}, data={"seq_len": 2048}, train={"global_batch": 64})
     workload = Workload.of(job)
     seen = 0
-    for number, chunk in enumerate(Space(job, 32).chunks()):
+    for number, chunk in enumerate(Space(job, 32).chunks(1 << 14)):
         grid = chunk.grow()
         least = np.repeat(estimate_memory(workload, chunk.least()).peak_bytes, chunk.sizes)
         each = estimate_memory(workload, grid).peak_bytes
@@ -85,6 +86,16 @@ def test_dominated_schedules_need_no_less_memory_than_1f1b(make_job, kind):
         if number == 12:
             break
     assert seen > 100, "schedules other than 1F1B were among them"
+
+
+@pytest.mark.parametrize("pins", [{"schedule": "zbv"}, {"virtual_stages": 2}, {"schedule": "1f1b"}], ids=str)
+def test_a_given_schedule_is_the_only_one_that_is_counted_and_kept(make_job, pins):
+    job = make_job("llama3-8b", **LARGE["llama3-8b"])
+    found = find_layouts(job, pins, 20)
+    total = sum(len(Space(job, world, pins)) for world in world_sizes(job))
+    assert found.evaluated + found.pruned == total
+    kept = [found.best.grid.layout(n) for n in range(len(found.best))]
+    assert all(getattr(layout, key) == value for layout in kept for key, value in pins.items())
 
 
 def test_offloading_is_tried_only_where_nothing_else_fits(make_job):
