@@ -2,18 +2,15 @@
 
     python benchmarks/search_rate.py [MODEL] [--on 128x8xa100-80g-sxm] [--batch 1536] [--seq-len 2048]
 
-Prints, on one core: layouts a second with memory and time both computed for every layout of the space, without
-any bound; the share of it that is the search's own; and the time and counts of the search as ``plan`` runs it.
+Prints, on one core: layouts a second with memory and time both computed for every layout of the space,
+without any bound; the share of it that is the search's own; and the time and counts of the search as ``plan``
+runs it.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import time
-
-for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ.setdefault(name, "1")
 
 from meshwright.plan.estimate.memory import estimate_memory
 from meshwright.plan.estimate.step import estimate_step
