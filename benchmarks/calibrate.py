@@ -57,6 +57,9 @@ PRIORS: Tables = {
         "step_s": 0.02,
     },
     "device.A100": {"matmul": 0.94, "attention": 0.55},
+    # Blackwell lowers its clock under load, the more so the less it is cooled.
+    "device.B200": {"matmul": 0.7, "attention": 0.5},
+    "device.B300": {"matmul": 0.75, "attention": 0.55},
     # DeepSpeed's ZeRO-3 as of 2021 gathered parameter by parameter: about one adapter's worth a node.
     "stack.deepspeed-zero": {"nic": 0.1},
     # PyTorch's own fused attention on Hopper before cuDNN's was the default.

@@ -139,6 +139,8 @@ def encode(schedule: ArrayLike) -> Ints:
     """Schedules as :data:`CODES`, from names or from codes."""
     given = np.asarray(schedule)
     if given.dtype.kind in "iu":
+        if given.size and not (given.min() >= 0 and given.max() < len(NAMES)):
+            raise ValueError(f"a code of a schedule is not among 0 to {len(NAMES) - 1}: {', '.join(NAMES)}")
         return given.astype(np.int64)
     names, inverse = np.unique(given.astype(str), return_inverse=True)
     unknown = [str(name) for name in names if name not in CODES]

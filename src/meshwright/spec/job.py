@@ -27,13 +27,16 @@ from meshwright.spec.model import ResNetModel, TaggedModel
 Runtime = Literal[
     "meshwright",
     "megatron-lm",
+    "megatron-lm-2022",
     "megatron-core",
+    "megatron-bridge",
+    "megatron-bridge-26.06",
     "megatron-deepspeed",
     "torchtitan",
     "composer-fsdp",
     "deepspeed-zero",
 ]
-"""Frameworks that have a profile: `megatron-lm` is Megatron of 2020 to 2022, `megatron-core` from 2023 on."""
+"""Frameworks that have a profile, by its name (`plan/estimate/profiles.py`); a test holds both equal."""
 SYNTHETIC_IMAGES = "builtin:synthetic-images"
 """The path of images that are computed, not read."""
 

@@ -149,6 +149,8 @@ def test_a_number_gives_a_number():
 def test_a_schedule_without_a_form_is_refused():
     with pytest.raises(ValueError, match="no closed form for dualpipe-v"):
         encode("dualpipe-v")
+    with pytest.raises(ValueError, match="not among 0 to 4"):
+        pipeline_time(np.array([0, 5]), 4, 1, 8, 1, 1, 1)
 
 
 def test_bubbles_are_the_textbooks():

@@ -128,7 +128,7 @@ PLAN_CASES = {
     "layout-accumulate-zero": {"layout": {"accumulate": "deferred", "dp_shard": 2, "zero": 1}},
     "layout-prefetch-zero": {"layout": {"prefetch": 2, "dp_shard": 2, "zero": 2}},
     "layout-offload-cpu": {"layout": {"offload": "all"}, "cluster": {"preset": "local", "device": "cpu"}},
-    "cluster-links-missing": {"cluster": {"preset": "rtx-4090", "nodes": 2}},
+    "cluster-links-missing": {"cluster": {"preset": "local", "device": "cuda", "nodes": 2}},
     "train-precision-device": {"train": {"precision": "fp4"}},
 }
 """Likewise, for rows that are a matter of planning alone."""

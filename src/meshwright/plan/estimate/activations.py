@@ -3,17 +3,17 @@
 With D hidden, Q and K the widths of all query and key heads, F feed-forward, H heads, s sequence, e bytes an
 element (2, or 4 in float32), q bytes of a product's input (1 in fp8 where it is kept so):
 
-=================  =========================================  ======================  ==========================
-blocks             over tp under sequence parallelism         gathered                over tp
-=================  =========================================  ======================  ==========================
-fused (Megatron)   2 x (D e), masks 2 D with dropout          2 x D q (norms' out)    (2 Q + 2 K) e + F (2 e + q)
-operators (torch)  2 x (D e)                                  2 x D e                 (2 Q + 2 K) e + 4 F e
-eager (autocast)   2 x ((D + 1) x 4)                          2 x D e                 (2 Q + 2 K) e + 4 F e
-=================  =========================================  ======================  ==========================
+=================  ==================================  ====================  ============================
+blocks             over tp with sequence parallelism   inputs of products    over tp
+=================  ==================================  ====================  ============================
+fused (Megatron)   2 x D e, 2 x D with dropout         2 x D q               (2 Q + 2 K) e + F (2 e + q)
+operators (torch)  2 x D e                             2 x D e               (2 Q + 2 K) e + 4 F e
+eager (autocast)   2 x (D + 1) 4                       2 x D e               (2 Q + 2 K) e + 4 F e
+=================  ==================================  ====================  ============================
 
-and 4 H for the log-sum-exp of fused attention, or s H (2 + 3 with dropout) for kept scores. With Q = K = D, F = 4
-D, GELU and no flash attention the first line is s b h (34 + 5 a s / h), Korthikanti et al. 2022, equation 1.
-GELU keeps F (e + q) where a gated feed-forward keeps F (2 e + q).
+and 4 H for the log-sum-exp of fused attention, or s H (2 + 3 with dropout) for kept scores. With Q = K = D,
+F = 4 D, GELU, dropout and no fused attention the first line is s b h (34 + 5 a s / h), equation 1 of
+Korthikanti et al. 2022. GELU keeps F (e + q) where a gated feed-forward keeps F (2 e + q).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 
 from meshwright.plan.estimate.grid import Floats, Grid
 from meshwright.plan.estimate.state import FLOAT32, LOW_BYTES
+from meshwright.plan.estimate.terms import Sum, Term
 from meshwright.plan.estimate.workload import Workload
 
 PRODUCT_BYTES = {"fp8": 1.0, "fp4": 0.5625}
@@ -74,7 +75,7 @@ def attention_kept(workload: Workload) -> Kept:
 
 
 def _key_width(workload: Workload) -> int:
-    """Of keys as attention keeps them: torch repeats them for every query head in float32 and behind a mask."""
+    """Of kept keys: torch repeats them for every query head in float32 and behind a mask."""
     model, eager = workload.model, workload.profile.memory.blocks == "eager"
     repeats = workload.precision == "fp32" or workload.document_mask
     return model.query_size if eager and repeats and workload.cluster.device == "cuda" else model.kv_size
@@ -147,13 +148,12 @@ def _kept_products(workload: Workload, expert: bool) -> Kept:
 def _kept_half(workload: Workload, expert: bool) -> Kept:
     """Results of every second product, and attention's: torchtitan's selective recomputation of operators.
 
-    Products in order: queries, keys, values, attention's result, gate, up, down; the odd ones are kept. Scaled
-    products of fp8, and grouped ones of experts, are not on its list.
+    Products in order: queries, keys, values, attention's result, gate, up, down; the odd ones are kept.
+    torchao's fp8 products are the same operator on tensors of its own, so fp8 keeps as much, in 16 bits.
+    Grouped products of experts are not on its list.
     """
     model, low = workload.model, LOW_BYTES[workload.precision]
     attention = Kept(split=model.value_size * low + FLOAT32 * model.num_heads)
-    if workload.precision in ("fp8", "fp4"):
-        return attention
     odd = Kept(split=(model.query_size + model.kv_size) * low)
     if expert:
         return attention + odd
@@ -199,17 +199,21 @@ class Tokens:
         )
 
 
-def kept_bytes(kinds: tuple[Kept, ...], grid: Grid, tokens: Tokens, recompute: bool = True) -> Floats:
-    """Bytes of one block and micro-batch; without recomputation if that is asked for."""
-
-    def column(name: str) -> Floats | float:
+def sum_kept(kinds: tuple[Kept, ...], grid: Grid, tokens: Tokens, recompute: bool = True) -> Sum:
+    """What one block keeps of one micro-batch; without recomputation if that is asked for."""
+    parts = (
+        ("shared", "residual stream and norms", tokens.stream),
+        ("gathered", "inputs of products", tokens.gathered),
+        ("split", "inside attention and feed-forward", tokens.split),
+        ("scores", "scores", tokens.scores),
+        ("routed", "inside routed experts", tokens.routed),
+        ("second_output", "result before heads are exchanged", tokens.exchanged),
+    )
+    terms = []
+    for name, label, count in parts:
         values = [float(getattr(kind, name)) for kind in kinds]
-        return np.array(values)[grid.recompute] if recompute else values[0]
-
-    bytes_ = column("shared") * tokens.stream + column("split") * tokens.split
-    bytes_ = bytes_ + column("gathered") * tokens.gathered
-    if kinds[0].scores:
-        bytes_ = bytes_ + column("scores") * tokens.scores
-    if kinds[0].routed:
-        bytes_ = bytes_ + column("routed") * tokens.routed
-    return bytes_ + column("second_output") * tokens.exchanged
+        if not any(values):
+            continue
+        coefficient = np.array(values)[grid.recompute] if recompute else values[0]
+        terms.append(Term(label, (count, coefficient)))
+    return Sum.of(*terms)

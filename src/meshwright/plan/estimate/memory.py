@@ -1,18 +1,27 @@
-"""Memory of a rank, by class of pipeline stage, for every layout of a grid."""
+"""Memory of a rank, by class of pipeline stage, for every layout of a grid.
+
+``weights`` and ``state`` count what lives between steps, ``activations`` what blocks keep, ``moments`` when a
+rank is fullest (``eager`` for Meshwright's own), ``buffers`` what lives beside it all.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.plan.estimate.grid import Flags, Floats, Grid
-from meshwright.plan.estimate.moments import Job, Moment, list_moments, steady_buffers
+from meshwright.plan.estimate.buffers import sum_buffers
+from meshwright.plan.estimate.eager import list_eager_moments
+from meshwright.plan.estimate.grid import Flags, Floats, Grid, Ints
+from meshwright.plan.estimate.moments import MOMENT_LINES, Facts, Moment, list_moments
 from meshwright.plan.estimate.stages import CLASSES, Stage, split_stages
-from meshwright.plan.estimate.state import state_lines
+from meshwright.plan.estimate.state import STATE_LINES, state_lines
+from meshwright.plan.estimate.terms import Sum
 from meshwright.plan.estimate.weights import hold_weights
 from meshwright.plan.estimate.workload import Workload
 
+LINES = (*STATE_LINES, *MOMENT_LINES, "buffers", "allocator", "context")
 BESIDE = {
     "allocated": ("allocator", "context"),
     "reserved": ("context",),
@@ -34,7 +43,7 @@ class MemoryEstimate:
     classes: dict[str, Floats]
     """The peak of each class of pipeline ranks (first, middle, last); 0 where a layout has none."""
     between_bytes: Floats
-    """State after the backward pass and before the optimizer's step, nothing gathered, on the fullest rank."""
+    """State after the backward pass and before the optimizer's step, nothing gathered; the fullest rank's."""
 
     def fits(self, workload: Workload) -> Flags:
         """Which layouts stay within the device."""
@@ -42,63 +51,100 @@ class MemoryEstimate:
 
     def counted_as(self, kind: str) -> Floats:
         """The peak as `allocated`, `reserved`, `device` or `formula` counts it."""
-        beside = (self.lines[name] for name in BESIDE[kind] if name in self.lines)
-        return self.peak_bytes - sum(beside, np.zeros(len(self.peak_bytes)))
+        return self.peak_bytes - sum(
+            (self.lines[name] for name in BESIDE[kind]), np.zeros(len(self.peak_bytes))
+        )
+
+
+@dataclass(frozen=True)
+class StageLedger:
+    """One class of ranks at its fullest moment."""
+
+    stage: Stage
+    state: dict[str, Sum]
+    moments: list[Moment]
+    fullest: Ints
+    """Which moment it is, layout by layout."""
+    buffers: Sum
+    lines: dict[str, Floats]
+    peak: Floats
+    between: Floats
 
 
 def estimate_memory(workload: Workload, grid: Grid) -> MemoryEstimate:
     """The fullest rank of each layout, line by line."""
-    job = Job.of(workload, grid)
-    stages = split_stages(workload.model, grid, workload.global_batch)
-    ledgers = [_stage_lines(job, stage) for stage in stages if stage.exists.any()]
-    totals = [sum(lines.values(), np.zeros(len(grid))) for lines in ledgers]
-    found = [stage for stage in stages if stage.exists.any()]
-    peaks = [np.where(stage.exists, total, 0.0) for stage, total in zip(found, totals, strict=True)]
+    ledgers = ledger_stages(workload, grid)
+    peaks = [np.where(ledger.stage.exists, ledger.peak, 0.0) for ledger in ledgers]
+    states = [np.where(ledger.stage.exists, ledger.between, 0.0) for ledger in ledgers]
     fullest = np.argmax(peaks, axis=0)
-    lines = {name: np.choose(fullest, [ledger[name] for ledger in ledgers]) for name in ledgers[0]}
     classes = {name: np.zeros(len(grid)) for name in CLASSES}
-    classes.update({stage.name: peak for stage, peak in zip(found, peaks, strict=True)})
-    state = ("parameters", "gradients", "master weights", "optimizer")
-    between = [sum((ledger[name] for name in state), np.zeros(len(grid))) for ledger in ledgers]
+    classes.update({ledger.stage.name: peak for ledger, peak in zip(ledgers, peaks, strict=True)})
     return MemoryEstimate(
         peak_bytes=np.maximum.reduce(peaks),
-        lines=lines,
+        lines={
+            name: _column(_choose(fullest, [ledger.lines[name] for ledger in ledgers]), grid)
+            for name in LINES
+        },
         classes=classes,
-        between_bytes=np.maximum.reduce(
-            [np.where(s.exists, b, 0.0) for s, b in zip(found, between, strict=True)]
-        ),
+        between_bytes=np.maximum.reduce(states),
     )
 
 
-def _stage_lines(job: Job, stage: Stage) -> dict[str, Floats]:
+def ledger_stages(workload: Workload, grid: Grid) -> list[StageLedger]:
+    """The classes of ranks that any layout of the grid has."""
+    facts = Facts.of(workload, grid)
+    stages = split_stages(workload.model, grid, workload.global_batch)
+    return [_ledger_stage(facts, stage) for stage in stages if stage is stages[0] or stage.exists.any()]
+
+
+def _ledger_stage(facts: Facts, stage: Stage) -> StageLedger:
     """The lines of one class at its fullest moment."""
-    workload, grid = job.workload, job.grid
-    rules = workload.profile.memory
-    held = hold_weights(workload.model, job.weights, grid, stage, rules.vocabulary_multiple)
-    lines = state_lines(workload, grid, held, job.sharding)
-    top = _fullest(list_moments(job, stage, held), lines["gradients"])
-    lines["gradients"] = lines["gradients"] * top.gradients
-    lines["activations"] = top.activations
-    lines["logits"] = top.logits
-    lines["workspace"] = top.workspace
-    lines["gathered"] = top.gathered
-    lines["buffers"] = steady_buffers(job, stage, held)
+    workload, grid = facts.workload, facts.grid
+    rules, cuda = workload.profile.memory, workload.cluster.device == "cuda"
+    held = hold_weights(workload.model, facts.weights, grid, stage, rules.vocabulary_multiple)
+    state = state_lines(workload, grid, held, facts.sharding)
+    moments = (list_eager_moments if rules.blocks == "eager" else list_moments)(facts, stage, held)
+    lines = {name: _column(value.bytes, grid) for name, value in state.items()}
+    between = sum(lines.values(), np.zeros(len(grid)))
+    fullest = _find_fullest(moments, lines["gradients"])
+    lines["gradients"] = lines["gradients"] * _column(_choose(fullest, [m.gradients for m in moments]), grid)
+    for name in MOMENT_LINES:
+        lines[name] = _column(_choose(fullest, [getattr(m, name).bytes for m in moments]), grid)
+    buffers = sum_buffers(facts, stage, held)
+    lines["buffers"] = _column(buffers.bytes, grid)
     allocated = sum(lines.values(), np.zeros(len(grid)))
-    cuda = workload.cluster.device == "cuda"
     lines["allocator"] = allocated * (rules.reserve if cuda else 0.0)
     lines["context"] = np.full(len(grid), rules.context_bytes if cuda else 0.0)
-    return lines
+    peak = allocated + lines["allocator"] + lines["context"]
+    return StageLedger(stage, state, moments, fullest, buffers, lines, peak, between)
 
 
-def _fullest(moments: list[Moment], gradients: Floats) -> Moment:
+def _find_fullest(moments: list[Moment], gradients: Floats) -> Ints:
     """The largest of the moments, layout by layout."""
-    if len(moments) == 1:
-        return moments[0]
-    sums = [np.where(m.possible, m.bytes + m.gradients * gradients, -1.0) for m in moments]
-    which = np.argmax(sums, axis=0)
+    best = np.full(len(gradients), -1.0)
+    which = np.zeros(len(gradients), dtype=np.int64)
+    for number, moment in enumerate(moments):
+        total = (
+            moment.activations.bytes + moment.logits.bytes + moment.workspace.bytes + moment.gathered.bytes
+        )
+        total = np.where(moment.possible, total + moment.gradients * gradients, -1.0)
+        larger = total > best
+        best, which = np.where(larger, total, best), np.where(larger, number, which)
+    return which
 
-    def pick(name: str) -> Floats:
-        columns = [np.broadcast_to(getattr(m, name), gradients.shape) for m in moments]
-        return np.asarray(np.choose(which, columns))
 
-    return Moment(pick("activations"), pick("logits"), pick("workspace"), pick("gathered"), pick("gradients"))
+def _column(value: Floats | float, grid: Grid) -> Floats:
+    return np.broadcast_to(np.asarray(value, dtype=np.float64), (len(grid),))
+
+
+def _choose(which: Ints, columns: Sequence[Floats | float]) -> Floats | float:
+    """Of several columns the one that is named, place by place."""
+    chosen = columns[0]
+    different = [number for number, column in enumerate(columns) if not _same(column, chosen)]
+    for number in different:
+        chosen = np.where(which == number, columns[number], chosen)
+    return chosen
+
+
+def _same(one: Floats | float, other: Floats | float) -> bool:
+    return one is other or (isinstance(one, float) and isinstance(other, float) and one == other)

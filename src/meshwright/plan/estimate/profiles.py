@@ -15,7 +15,7 @@ class MemoryRules:
     """What a framework keeps. The defaults are Meshwright's own."""
 
     master_weights: bool = False
-    """16-bit training keeps float32 master weights beside 16-bit ones; False: the weights are float32 themselves."""
+    """16-bit weights with float32 master weights beside them; False: the weights are float32 themselves."""
     gradient_bytes: float = 4.0
     """Bytes of a gradient element that is accumulated, with any second copy of it."""
     fp16_gradient_bytes: float | None = None
@@ -23,29 +23,32 @@ class MemoryRules:
     step_gradient_bytes: float = 0.0
     """Bytes of the optimizer's own copy of its part of the gradients, under fp16."""
     blocks: Literal["eager", "fused", "operators"] = "eager"
-    """What blocks keep: every operator's inputs beside a float32 residual stream; what Megatron's fused kernels
-    keep; or every operator's inputs in 16 bits."""
+    """What blocks keep: every operator's inputs beside a float32 residual stream; what Megatron's fused
+    kernels keep; or every operator's inputs in 16 bits."""
     fused_attention: bool = True
     """Scores are never kept; else their softmax is, and its dropout."""
     dropout: bool = False
     """Dropout's masks are kept."""
     selective: Literal["attention", "half", "products"] = "products"
-    """What selective recomputation keeps: all but the inside of attention; every second product and attention's
-    result; or every product."""
+    """What selective recomputation keeps: all but the inside of attention; every second product and
+    attention's result; or every product."""
     keeps_gathered: bool = True
     """Inputs gathered for sequence parallelism are kept (DTensor); else they are gathered again."""
     shards_with_gradients: bool = True
     """ZeRO-2 keeps parameters sharded between steps as well (FSDP2 that does not reshard after forward)."""
     pipeline_unsharded: bool = False
-    """In a pipeline, ZeRO-3 keeps a stage's parameters gathered and its gradients whole until the last micro-batch."""
+    """In a pipeline, ZeRO-3 keeps a stage's parameters gathered, and its gradients whole to the last of the
+    micro-batches."""
     logit_bytes: float = 14.0
-    """Bytes for each logit when the loss is at its largest; Meshwright's loss goes by chunks and does not read it."""
+    """Bytes for each logit when the loss is at its largest; Meshwright's, by chunks, does not read it."""
     split_logit_bytes: float = 14.0
     """The same where the vocabulary is split over tp."""
     scratch_gradients: bool = False
     """Products that add to main gradients hand back a 16-bit tensor of each weight's shape, kept for good."""
     vocabulary_multiple: int = 1
     """A rank's part of the vocabulary is padded to a multiple of this."""
+    gathers: Literal["block", "matrix"] = "block"
+    """What ZeRO-3 gathers at once: a block and those ahead of it, or one matrix (DeepSpeed)."""
     bucket_bytes: float = 0.0
     """Buffers that collectives of ZeRO are copied through, on a rank."""
     stale_boundaries: int = 0
@@ -53,7 +56,7 @@ class MemoryRules:
     imbalance: float = 1.0
     """Tokens on the fullest rank's experts over an even share, without a capacity."""
     reserve: float = 0.05
-    """What the allocator holds beside what is allocated, as a part of it: 2.8 to 9.3% is published, mean 5%."""
+    """What the allocator holds beside what is allocated, as a part of it: published 2.8 to 9.3%, mean 5%."""
     context_bytes: float = 1.0e9
     """CUDA's context and NCCL's buffers."""
 
@@ -133,7 +136,7 @@ _MEGATRON_2021 = MemoryRules(
     shards_with_gradients=False,
     vocabulary_multiple=128,
 )
-"""16-bit weights, float32 main gradients, master weights and two moments: 18 bytes (Korthikanti et al. 2022)."""
+"""16-bit weights, float32 main gradients, master weights and moments: 18 bytes (Korthikanti et al. 2022)."""
 _MEGATRON_CORE = MemoryRules(
     master_weights=True,
     blocks="fused",
@@ -146,6 +149,8 @@ _MEGATRON_CORE = MemoryRules(
     vocabulary_multiple=128,
 )
 """With Transformer Engine: fused attention and norms, a cross entropy that works in the logits' place."""
+_MEGATRON_BRIDGE = dataclasses.replace(_MEGATRON_CORE, gradient_bytes=2.0)
+"""Recipes of NeMo and Megatron Bridge sum and reduce gradients in 16 bits (`grad_reduce_in_fp32=False`)."""
 _DEEPSPEED = MemoryRules(
     master_weights=True,
     gradient_bytes=6.0,
@@ -158,20 +163,26 @@ _DEEPSPEED = MemoryRules(
     keeps_gathered=False,
     shards_with_gradients=False,
     vocabulary_multiple=128,
+    gathers="matrix",
     bucket_bytes=2.0e9,
     stale_boundaries=1,
     context_bytes=2.0e9,
 )
-"""bf16 has 16-bit gradients and their float32 sum, both whole; fp16 has no sum, but a float32 copy of the part that
-is stepped. Buckets for reducing and gathering of 5e8 elements each, its defaults."""
+"""bf16 has 16-bit gradients and their float32 sum, both whole; fp16 has no sum, but a float32 copy of the
+part that is stepped. Buckets for reducing and gathering of 5e8 elements each, its defaults."""
 _TORCHTITAN = MemoryRules(
     blocks="operators",
     selective="half",
     pipeline_unsharded=True,
+    stale_boundaries=2,
     split_logit_bytes=18.0,
 )
-"""The loss holds 16-bit logits and three float32 copies of them; torch's parallel loss four."""
-_FSDP = MemoryRules(blocks="operators", shards_with_gradients=False, logit_bytes=10.0, split_logit_bytes=10.0)
+"""The loss holds 16-bit logits and three float32 copies of them; torch's parallel loss four. Its pipeline
+keeps the results of micro-batches in flight and has a buffer for the gradient of each."""
+TORCHTITAN_2025 = dataclasses.replace(_TORCHTITAN, logit_bytes=4.0)
+"""As of 2025 `compile` covers the loss too: the logits and their gradient in 16 bits, no float32 copies."""
+_FSDP = MemoryRules(blocks="operators", shards_with_gradients=False, logit_bytes=4.0, split_logit_bytes=4.0)
+"""FSDP1 with llm-foundry's fused cross entropy: the logits and their gradient in 16 bits."""
 
 PROFILES = {
     profile.name: profile
@@ -182,11 +193,11 @@ PROFILES = {
             "megatron-lm-2022", ("megatron-lm", "megatron-lm-2022"), memory=_MEGATRON_2021, time=_OLD_2022
         ),
         Profile("megatron-core", memory=_MEGATRON_CORE, time=_CORE),
-        Profile("megatron-bridge", memory=_MEGATRON_CORE, time=_BRIDGE),
+        Profile("megatron-bridge", memory=_MEGATRON_BRIDGE, time=_BRIDGE),
         Profile(
             "megatron-bridge-26.06",
             ("megatron-bridge", "megatron-bridge-26.06"),
-            memory=_MEGATRON_CORE,
+            memory=_MEGATRON_BRIDGE,
             time=_BRIDGE,
         ),
         Profile("megatron-deepspeed", memory=_DEEPSPEED, time=_OLD),

@@ -1,4 +1,4 @@
-"""Ranks of a pipeline by class: the first, one in the middle, the last; what layers they hold and how often."""
+"""Ranks of a pipeline by class, the first, one in the middle, the last: their layers and micro-batches."""
 
 from __future__ import annotations
 

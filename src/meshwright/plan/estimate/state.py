@@ -7,14 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.plan.estimate.grid import Flags, Floats, Grid
+from meshwright.plan.estimate.terms import Sum, Term
 from meshwright.plan.estimate.weights import Held
 from meshwright.plan.estimate.workload import Workload
 
 FLOAT32 = 4.0
 LOW_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0, "fp4": 2.0}
-"""Bytes of a weight or activation that is not float32; fp8 and fp4 are formats of products, not of storage."""
-MOMENTS = 2
+"""Bytes of a weight or activation that is not float32; fp8 and fp4 are formats of products, not of state."""
+MOMENTS = 2.0
 """Of AdamW."""
+STATE_LINES = ("parameters", "gradients", "master weights", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,13 @@ class Sharding:
             optimizer=grid.zero >= 1,
         )
 
-    def cut(self, held: Held, where: Flags) -> Floats:
-        """Elements that are left of a rank's parameters where they are sharded."""
-        dense = np.where(where, held.dense / self.dense, held.dense)
-        return dense + np.where(where, held.experts / self.experts, held.experts)
+    def cut(self, held: Held, where: Flags, bytes_each: float, there: Flags) -> Sum:
+        """A rank's elements, sharded where they are, on the device where they are there."""
+        dense = Term("dense", (held.dense, bytes_each, there), np.where(where, self.dense, 1.0))
+        if not held.routed:
+            return Sum.of(dense)
+        experts = Term("experts", (held.experts, bytes_each, there), np.where(where, self.experts, 1.0))
+        return Sum.of(dense, experts)
 
 
 @dataclass(frozen=True)
@@ -66,24 +71,23 @@ class StateBytes:
         """As the profile's framework keeps them at the workload's precision."""
         rules, low = workload.profile.memory, LOW_BYTES[workload.precision]
         gradient, moments = rules.gradient_bytes, MOMENTS * FLOAT32
+        if workload.precision == "fp32":
+            return cls(FLOAT32, FLOAT32, 0.0, moments)
         if workload.precision == "fp16" and rules.fp16_gradient_bytes is not None:
             gradient, moments = rules.fp16_gradient_bytes, moments + rules.step_gradient_bytes
-        if workload.precision == "fp32":
-            return cls(FLOAT32, FLOAT32, 0.0, MOMENTS * FLOAT32)
         if rules.master_weights:
             return cls(low, gradient, FLOAT32, moments)
         return cls(FLOAT32, gradient, 0.0, moments)
 
 
-def state_lines(workload: Workload, grid: Grid, held: Held, sharding: Sharding) -> dict[str, Floats]:
+def state_lines(workload: Workload, grid: Grid, held: Held, sharding: Sharding) -> dict[str, Sum]:
     """The four lines of a rank's state, without what is offloaded."""
     each = StateBytes.of(workload)
-    stays = (grid.offload == 0).astype(np.float64)
-    resident = (grid.offload != 2).astype(np.float64)
-    optimizer = sharding.cut(held, sharding.optimizer) * stays
-    return {
-        "parameters": each.parameter * sharding.cut(held, sharding.parameters) * resident,
-        "gradients": each.gradient * sharding.cut(held, sharding.gradients) * resident,
-        "master weights": each.master * optimizer,
-        "optimizer": each.optimizer * optimizer,
-    }
+    stays, resident = grid.offload == 0, grid.offload != 2
+    sums = (
+        sharding.cut(held, sharding.parameters, each.parameter, resident),
+        sharding.cut(held, sharding.gradients, each.gradient, resident),
+        sharding.cut(held, sharding.optimizer, each.master, stays),
+        sharding.cut(held, sharding.optimizer, each.optimizer, stays),
+    )
+    return dict(zip(STATE_LINES, sums, strict=True))

@@ -218,9 +218,9 @@ class _Step:
     def _pipeline(self, mean: Passes, slow: Passes, send_s: Floats) -> tuple[Floats, Floats]:
         """Makespan of all micro-batches, and the bubble in it."""
         grid = self.grid
-        stages = np.where(grid.schedule == ZBV, 2, grid.virtual_stages)
         # DualPipe-V has no closed form of its own: it fills its pipeline as ZBV does.
         schedule = np.where(grid.schedule == DUALPIPE, ZBV, grid.schedule)
+        stages = np.where(schedule == ZBV, 2, grid.virtual_stages)
         chunk = mean.times(1 / stages)
 
         def makespan(transfer: Floats | float) -> Floats:

@@ -37,8 +37,8 @@ class Weights:
     def of(cls, model: DecoderModel) -> Weights:
         """The parts of a model."""
         width, queries, keys = model.hidden_size, model.query_size, model.kv_size
-        norm = width * (1 if model.norm == "rms" else 2)
-        entries = 3 if model.activation == "swiglu" else 2
+        norm = float(width * (1 if model.norm == "rms" else 2))
+        final, entries = norm, 3 if model.activation == "swiglu" else 2
         attention, latents = float(width * (queries + 2 * keys) + model.value_size * width), 0.0
         if model.attention == "latent":
             rope, latent, head = model.rope_head_dim or 0, model.latent_size or 0, model.head_size
@@ -64,7 +64,7 @@ class Weights:
             expert=expert,
             table=float(model.vocab_size * width),
             positions=float((model.max_positions or 0) * width) if model.positions == "learned" else 0.0,
-            final_norm=float(width * (1 if model.norm == "rms" else 2)),
+            final_norm=final,
         )
 
 
@@ -81,6 +81,8 @@ class Held:
     """Routed experts of one block."""
     table: Floats
     """The rank's part of an embedding or a head."""
+    routed: bool
+    """Whether there are routed experts at all."""
 
 
 def hold_weights(model: DecoderModel, weights: Weights, grid: Grid, stage: Stage, multiple: int) -> Held:
@@ -96,11 +98,9 @@ def hold_weights(model: DecoderModel, weights: Weights, grid: Grid, stage: Stage
     always = weights.attention / grid.tp + weights.latents + weights.norms
     routed = weights.shared / grid.tp + weights.router
     plain = weights.ffn / grid.tp
-    rows = (
-        -(-model.vocab_size // (grid.tp * multiple)) * multiple
-        if multiple > 1
-        else model.vocab_size / grid.tp
-    )
+    rows = model.vocab_size / grid.tp
+    if multiple > 1:
+        rows = (-(-model.vocab_size // (grid.tp * multiple)) * multiple).astype(np.float64)
     table = rows * float(model.hidden_size)
     tables = stage.embeds * 1.0 + stage.heads * (0.0 if model.tied_embeddings else 1.0)
     if model.tied_embeddings:
@@ -110,5 +110,10 @@ def hold_weights(model: DecoderModel, weights: Weights, grid: Grid, stage: Stage
     expert_block = weights.expert * (model.num_experts or 0) / (grid.ep * grid.etp)
     block = always + np.where(stage.dense_layers > 0, plain, routed)
     return Held(
-        dense, stage.expert_layers * expert_block, block, expert_block * (stage.expert_layers > 0), table
+        dense=dense,
+        experts=stage.expert_layers * expert_block,
+        block=block,
+        expert_block=expert_block * (stage.expert_layers > 0),
+        table=table,
+        routed=bool(model.num_experts),
     )

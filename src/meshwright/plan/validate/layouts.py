@@ -120,10 +120,9 @@ def _sharding(cells: Cells, zero: int, dp: int, tp: int, cluster: Cluster) -> tu
     if zero == 0:
         return 1, dp
     shard = dp
-    if found := re.search(
-        r"(?:fsdp|dp_shard|shard(?:s|ing)?(?: size| degree| over)?) ?=? ?(\d+)\b", cells.note
-    ):
-        shard = int(found[1])
+    found = re.search(r"(?:fsdp|dp_shard) ?= ?(\d+)|shard(?:ed|ing)? (?:size|degree|over) (\d+)", cells.note)
+    if found:
+        shard = int(found[1] or found[2])
     elif re.search(r"hsdp|hybrid.?shard", cells.note):
         shard = max(1, cluster.devices_per_node // tp)
         cells.remark(f"hybrid sharding read as {min(shard, dp)} ranks, those of a node")

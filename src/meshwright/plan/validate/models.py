@@ -187,6 +187,10 @@ def _expert_fields(cells: Cells, name: str, experts: int, ffn: int) -> dict[str,
         "shared_experts": cells.optional("shared_experts") or 0,
         "dense_layers": cells.optional("dense_layers") or 0,
     }
+    if "truncated" in name.lower() and fields["dense_layers"] > 1:
+        # SimuMax's DeepSeek-V3 of 4 layers: its 112 GB are those of one dense layer, three would be 65 GB.
+        fields["dense_layers"] = 1
+        cells.remark("of the model that was cut to a few layers, one dense layer taken")
     if re.search(r"token.?drop|capacity factor 1\b", f"{name} {cells.note}".lower()):
         fields["capacity_factor"] = 1.0
         cells.remark("dropped tokens read as a capacity factor of 1")

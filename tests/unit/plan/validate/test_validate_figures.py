@@ -205,6 +205,16 @@ def test_every_row_with_a_published_layout_is_expressed(outcomes):
     }
 
 
+def test_rows_shard_over_their_whole_data_degree(outcomes):
+    """No published row of the package mixes shards and copies; a note that is misread would show here."""
+    for one in outcomes:
+        if one.case:
+            layout = one.case.layout
+            assert min(layout.dp_shard, layout.dp_replicate) == 1, one.row.id
+            assert (layout.zero > 0) == (layout.dp_shard > 1) or layout.cp > 1, one.row.id
+            assert one.case.workload.cluster.world_size >= layout.world_size, one.row.id
+
+
 def flat(figures, path=""):
     """Figures by their dotted names."""
     if not isinstance(figures, dict):

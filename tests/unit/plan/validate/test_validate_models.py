@@ -85,6 +85,14 @@ def test_multi_token_prediction_adds_a_layer_unless_the_name_says_without(case):
     assert case(**{**DEEPSEEK, "model_name": "DeepSeekV3", "source": ""}).workload.model.num_layers == 61
 
 
+def test_a_model_cut_to_a_few_layers_keeps_one_dense_layer(case):
+    found = case(
+        **{**DEEPSEEK, "model_name": "deepseekv3 truncated to 4 layers", "layers": "4", "source": ""}
+    )
+    assert (found.workload.model.num_layers, found.workload.model.dense_layers) == (4, 1)
+    assert any("one dense layer" in text for text in found.filled)
+
+
 def test_dropped_tokens_are_a_capacity(case):
     name = {"model_name": "Qwen3_30B_a3B (tokendrop)", "params_b": "30.5", "layers": "48", "hidden": "2048",
             "heads": "32", "kv_heads": "4", "ffn_hidden": "768", "vocab": "151936", "experts": "128",

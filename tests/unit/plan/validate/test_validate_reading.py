@@ -186,7 +186,7 @@ def test_megatron_on_old_devices_is_dated_by_its_source(case):
             "",
         )
     ]
-    assert names == ["megatron-lm", "megatron-core", "megatron-core", "megatron-lm"]
+    assert names == ["megatron-lm-2022", "megatron-core", "megatron-core", "megatron-lm"]
 
 
 def test_zero_3_beside_old_megatron_is_deepspeed(case):
@@ -279,7 +279,16 @@ def test_a_sharding_framework_needs_no_degrees(case):
 
 @pytest.mark.parametrize(
     ("note", "shard", "replicate"),
-    [("FSDP=64", 32, 1), ("FSDP=16", 16, 2), ("HSDP", 4, 8), ("hybrid sharding", 4, 8), ("dp_shard=8", 8, 4)],
+    [
+        ("FSDP=64", 32, 1),
+        ("FSDP=16", 16, 2),
+        ("HSDP", 4, 8),
+        ("hybrid sharding", 4, 8),
+        ("dp_shard=8", 8, 4),
+        ("sharded over 8 ranks", 8, 4),
+        ("FSDP2; selective op AC", 32, 1),
+        ("FSDP FULL_SHARD; grad_accum=2", 32, 1),
+    ],
 )
 def test_hybrid_sharding_is_read_from_the_note(case, note, shard, replicate):
     layout = case(zero_stage="3", note=note, framework="torchtitan").layout

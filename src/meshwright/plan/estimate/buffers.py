@@ -1,0 +1,63 @@
+"""What lives through the whole step beside state and activations: buffers of collectives, scratch, tables."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.core.units import MIB
+from meshwright.plan.estimate.grid import Floats
+from meshwright.plan.estimate.moments import Facts
+from meshwright.plan.estimate.stages import Stage
+from meshwright.plan.estimate.state import FLOAT32
+from meshwright.plan.estimate.terms import Sum, Term
+from meshwright.plan.estimate.weights import Held
+
+INT64_BYTES = 8.0
+LIBRARY_BYTES = 64.0 * MIB
+"""What the matrix libraries take on a GPU (measured on one H200, torch 2.11)."""
+
+
+def sum_buffers(facts: Facts, stage: Stage, held: Held) -> Sum:
+    """The line of a class of ranks."""
+    workload, grid, tokens, low = facts.workload, facts.grid, facts.tokens, facts.low
+    model, rules = workload.model, workload.profile.memory
+    terms = []
+    if workload.cluster.device == "cuda":
+        terms.append(Term("matrix libraries", (LIBRARY_BYTES,)))
+    if rules.scratch_gradients:
+        terms.append(Term("tensors like each weight", (low, _scratch_elements(facts, stage))))
+    if rules.bucket_bytes:
+        buckets = np.minimum(rules.bucket_bytes, 2 * low * held.dense)
+        terms.append(Term("buckets", (grid.world_size > 1, buckets)))
+    edges = 2.0 + rules.stale_boundaries * (stage.in_flight + 1)
+    terms.append(Term("stage boundaries", (grid.pp > 1, edges, tokens.stream, float(model.hidden_size), low)))
+    ring = (grid.cp > 1) & (grid.context == 0)
+    if ring.any():
+        terms.append(Term("keys and values on their way", (ring, tokens.split, 4.0 * model.kv_size, low)))
+    if rules.blocks == "eager":
+        terms += _own_tables(facts)
+    return Sum.of(*terms)
+
+
+def _own_tables(facts: Facts) -> list[Term]:
+    """Meshwright's rotary tables, batch and mask."""
+    workload, model = facts.workload, facts.workload.model
+    terms, masked = [], workload.document_mask
+    if model.positions == "rope":
+        terms.append(Term("rotary tables", (2.0, float(workload.seq_len), float(model.head_size), FLOAT32)))
+    words = (3.0 if masked else 2.0) + (1.0 if masked and model.positions == "learned" else 0.0)
+    terms.append(Term("batch", (words, facts.tokens.count, INT64_BYTES)))
+    if masked:
+        terms.append(Term("document mask", (facts.grid.micro_batch, float(workload.seq_len) ** 2, facts.low)))
+    return terms
+
+
+def _scratch_elements(facts: Facts, stage: Stage) -> Floats:
+    """Distinct weight shapes of a stage, once each: attention, feed-forward, shared and one routed expert."""
+    model, weights, tp = facts.workload.model, facts.weights, facts.grid.tp
+    elements = weights.attention / tp + weights.latents
+    elements = elements + np.where(stage.dense_layers > 0, weights.ffn / tp, 0.0)
+    if model.num_experts:  # one shared expert has the shapes of a routed one
+        shared = 0.0 if model.shared_experts == 1 else weights.shared / tp
+        elements = elements + np.where(stage.expert_layers > 0, shared + weights.expert / facts.grid.etp, 0.0)
+    return elements

@@ -1,0 +1,107 @@
+"""Bytes as sums of products on columns, which can also be written down with their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.plan.estimate.grid import Floats
+
+Factor = npt.NDArray[Any] | float
+"""A number for all layouts, or one for each; a flag counts as 0 or 1."""
+
+
+def _multiply(factors: Iterable[Factor]) -> Floats | float:
+    """The product; numbers first, so that each column is passed over once."""
+    number, columns = 1.0, []
+    for factor in factors:
+        if isinstance(factor, float):
+            number *= factor
+        else:
+            columns.append(factor)
+    product: Any = number
+    for column in columns:
+        product = column * product
+    return product  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Term:
+    """A product, or one divided by something."""
+
+    label: str
+    factors: tuple[Factor, ...]
+    over: Factor = 1.0
+
+    @cached_property
+    def bytes(self) -> Floats | float:
+        """The product."""
+        product = _multiply(self.factors)
+        return product if isinstance(self.over, float) and self.over == 1.0 else product / self.over
+
+    def times(self, *factors: Factor) -> Term:
+        """So many of it."""
+        return Term(self.label, (*factors, *self.factors), self.over)
+
+    def formula(self, place: int) -> str:
+        """The product with the numbers of one layout; factors of one are left out."""
+        numbers = [_at(factor, place) for factor in self.factors]
+        text = " x ".join(_write(n) for n in numbers if n != 1.0) or "1"
+        divisor = _at(self.over, place)
+        return f"{text} / {_write(divisor)} [{self.label}]" if divisor != 1.0 else f"{text} [{self.label}]"
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Terms and other sums that add up, so often as the factors say; worked out once."""
+
+    parts: tuple[Term | Sum, ...] = ()
+    factors: tuple[Factor, ...] = ()
+
+    @classmethod
+    def of(cls, *parts: Term | Sum) -> Sum:
+        """Without the terms that are nothing in every layout."""
+        return cls(tuple(p for p in parts if isinstance(p, Sum) or not any(_is_zero(f) for f in p.factors)))
+
+    def __add__(self, other: Sum) -> Sum:
+        return Sum((self, other)) if self.parts and other.parts else (self if self.parts else other)
+
+    def times(self, *factors: Factor) -> Sum:
+        """So many of it."""
+        return Sum((self,), factors) if self.parts else self
+
+    @cached_property
+    def bytes(self) -> Floats | float:
+        """The sum."""
+        total: Any = 0.0
+        for part in self.parts:
+            total = total + part.bytes if not _is_zero(total) else part.bytes
+        return _multiply((*self.factors, total)) if self.factors else total
+
+    def terms(self) -> Iterator[Term]:
+        """All terms, factors of the sums around them included."""
+        for part in self.parts:
+            for term in part.terms() if isinstance(part, Sum) else (part,):
+                yield term.times(*self.factors) if self.factors else term
+
+    def formula(self, place: int) -> str:
+        """The terms of one layout that are not zero."""
+        found = [term.formula(place) for term in self.terms() if _at(term.bytes, place) != 0.0]
+        return " + ".join(found) or "0"
+
+
+def _is_zero(value: Factor) -> bool:
+    return isinstance(value, float) and value == 0.0
+
+
+def _at(value: Factor, place: int) -> float:
+    return float(np.asarray(value).reshape(-1)[place if np.ndim(value) else 0])
+
+
+def _write(number: float) -> str:
+    return str(int(number)) if number == int(number) else repr(number)

@@ -1,0 +1,111 @@
+"""Matrix products and collectives: bounds, shapes and links."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from meshwright.plan.estimate.network import build_group
+from meshwright.plan.estimate.products import UNALIGNED, Device, product_s
+from meshwright.plan.estimate.profiles import PROFILES
+from meshwright.plan.estimate.rates import generation_of, load_calibration, merge_rates, rates_of
+from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.validate.devices import known_devices
+from meshwright.spec.model import DecoderModel
+
+MODEL = DecoderModel(
+    num_layers=2, hidden_size=1024, num_heads=8, num_kv_heads=8, ffn_size=4096, vocab_size=1024
+)
+
+
+@pytest.fixture
+def device() -> Device:
+    cluster = known_devices()["A100-80GB-SXM"]
+    work = Workload(MODEL, cluster, 2048, 8, "bf16", PROFILES["megatron-lm"])
+    return Device.of(work, rates_of(work))
+
+
+@pytest.mark.parametrize("rows", [128, 2048, 8192])
+@pytest.mark.parametrize("columns", [256, 4096])
+@pytest.mark.parametrize("depth", [64, 8192])
+def test_a_product_takes_at_least_its_arithmetic_and_its_bytes(device, rows, columns, depth):
+    taken = float(product_s(device, rows, columns, depth))
+    moved = 2 * (rows * depth + depth * columns + rows * columns)
+    assert taken > 2 * rows * columns * depth / device.flops_per_s
+    assert taken > moved / device.bytes_per_s
+
+
+def test_a_last_wave_that_is_nearly_empty_is_paid_for(device):
+    """One column of tiles more than fits the waves of 108 multiprocessors: the rate falls, then recovers."""
+    columns = np.arange(1, 60) * 256
+    rate = 2048 * columns * 8192 / product_s(device, 2048, columns, 8192)
+    assert rate.max() == pytest.approx(rate[-10:].max(), rel=0.05)
+    assert (np.diff(rate) < -0.02 * rate.max()).any(), "waves are visible"
+
+
+def test_rows_that_do_not_align_leave_a_fraction_of_the_rate(device):
+    whole, odd = product_s(device, 8192, 8192, 8192), product_s(device, 8192, 8193, 8192)
+    assert whole / odd == pytest.approx(UNALIGNED, rel=0.1)
+
+
+def test_products_in_one_kernel_fill_the_device_better_than_each_alone(device):
+    alone, together = 64 * product_s(device, 64, 512, 1024), product_s(device, 64, 512, 1024, 64)
+    assert together < alone / 2
+
+
+def group(ranks: int, stride: int, **changes: object):
+    cluster = dataclasses.replace(known_devices()["H100-80GB-SXM"], nodes=16, **changes)
+    rates = merge_rates(load_calibration(), ("megatron-core",), "H100")
+    return build_group(cluster, rates, np.array([ranks]), np.array([stride])), cluster, rates
+
+
+def test_a_ring_inside_a_node_uses_its_links_and_one_across_the_adapters_of_its_members():
+    inside, cluster, rates = group(8, 1)
+    assert inside.bytes_per_s[0] == cluster.link_bytes_per_s * rates.link
+    sparse, _, _ = group(8, 8)
+    dense, _, _ = group(32, 1)
+    assert sparse.bytes_per_s[0] == pytest.approx(cluster.nic_bytes_per_s * rates.nic)
+    assert dense.bytes_per_s[0] == pytest.approx(
+        min(cluster.link_bytes_per_s * rates.link, 8 * cluster.nic_bytes_per_s * rates.nic)
+    )
+
+
+def test_collectives_have_the_bytes_of_a_ring_and_one_rank_has_none():
+    ring, _, _ = group(8, 1)
+    moved = np.array([1e9])
+    wire = ring.gather_s(moved) - ring.latency_s
+    assert wire[0] == pytest.approx(1e9 * 7 / 8 / ring.bytes_per_s[0])
+    assert ring.all_reduce_s(moved)[0] - ring.latency_s[0] == pytest.approx(2 * wire[0])
+    alone, _, _ = group(1, 1)
+    for call in (alone.gather_s, alone.all_reduce_s, alone.send_s):
+        assert call(moved)[0] == 0
+    assert alone.all_to_all_s(moved, 1.0)[0] == 0
+
+
+def test_copies_to_one_node_cross_to_it_as_one():
+    far, _, _ = group(32, 1)
+    moved = np.array([8e9])
+    once = [far.all_to_all_s(moved, 1.0, copies)[0] - far.latency_s[0] for copies in (1, 8)]
+    sent = 3 * (1 - (3 / 4) ** 8) / 8
+    assert once[1] / once[0] == pytest.approx(sent / (3 / 4))
+
+
+def test_sections_override_each_other_from_the_default_to_a_stack_on_a_device():
+    tables = {section: dict(values) for section, values in load_calibration().items()}
+    tables["device.H100"] = {"matmul": 0.1}
+    tables["stack.one"] = {"nic": 0.2}
+    tables["stack.two"] = {"nic": 0.3}
+    tables["stack.two.H100"] = {"matmul": 0.4}
+    assert merge_rates(tables, ("one",), "H100").matmul == 0.1
+    both = merge_rates(tables, ("one", "two"), "H100")
+    assert (both.nic, both.matmul) == (0.3, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("name", "generation"),
+    [("A100-40GB-SXM", "A100"), ("H200-141GB-SXM", "H100"), ("GB200-NVL72", "B200"), ("L40S-48GB", "L40S")],
+)
+def test_devices_of_one_generation_share_their_calibration(name, generation):
+    assert generation_of(name) == generation

@@ -1,0 +1,178 @@
+"""The time of a step: its parts add up, and what is known to cost time costs time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from meshwright.plan.estimate.grid import Grid
+from meshwright.plan.estimate.profiles import PROFILES
+from meshwright.plan.estimate.step import estimate_step
+from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.validate.devices import known_devices
+from meshwright.spec.layout import Layout
+from meshwright.spec.model import DecoderModel
+
+GPT_175B = DecoderModel(
+    num_layers=96, hidden_size=12288, num_heads=96, num_kv_heads=96, ffn_size=49152, vocab_size=51200,
+    activation="gelu", norm="layer", positions="learned", max_positions=2048, tied_embeddings=True,
+)  # fmt: skip
+DEEPSEEK = DecoderModel(
+    num_layers=61, hidden_size=7168, num_heads=128, num_kv_heads=128, ffn_size=18432, vocab_size=129280,
+    attention="latent", latent_size=512, query_latent_size=1536, rope_head_dim=64, head_dim=128,
+    num_experts=256, experts_per_token=8, expert_ffn_size=2048, shared_experts=1, dense_layers=3,
+)  # fmt: skip
+PTD = Layout(mode="given", tp=8, pp=8, dp_replicate=16, micro_batch=1, schedule="1f1b", recompute="full")
+
+
+def workload(
+    model: DecoderModel = GPT_175B,
+    device: str = "A100-80GB-SXM",
+    profile: str = "megatron-lm",
+    devices: int = 1024,
+    **changes: object,
+) -> Workload:
+    cluster = known_devices()[device]
+    cluster = dataclasses.replace(cluster, nodes=-(-devices // cluster.devices_per_node))
+    base = Workload(model, cluster, 2048, 1536, "bf16", PROFILES[profile])
+    return dataclasses.replace(base, **changes)
+
+
+def seconds(given: Workload, *layouts: Layout) -> np.ndarray:
+    return estimate_step(given, Grid.of(layouts)).step_s
+
+
+def change(layout: Layout, **changes: object) -> Layout:
+    return dataclasses.replace(layout, **changes)
+
+
+LAYOUTS = (
+    PTD,
+    change(PTD, recompute="none", sequence_parallel=True),
+    change(PTD, recompute="selective", pp=16, dp_replicate=8, schedule="interleaved", virtual_stages=3),
+    change(PTD, dp_replicate=4, dp_shard=4, zero=1),
+    Layout(mode="given", dp_shard=1024, zero=3, micro_batch=1, recompute="full"),
+    change(PTD, cp=2, dp_replicate=8),
+    change(PTD, schedule="zb-h1"),
+    change(PTD, schedule="zbv", virtual_stages=2),
+)
+
+
+@pytest.mark.parametrize("profile", sorted(PROFILES))
+def test_parts_add_up_and_a_grid_is_its_layouts_one_by_one(profile):
+    """No part is negative; what is spread over the grid after counting it once is the same."""
+    given = workload(profile=profile)
+    together = estimate_step(given, Grid.of(LAYOUTS))
+    assert np.sum(list(together.parts.values()), axis=0) == pytest.approx(together.step_s)
+    for name, part in together.parts.items():
+        assert (part >= -1e-9 * together.step_s).all(), name
+    for place, layout in enumerate(LAYOUTS):
+        assert seconds(given, layout)[0] == pytest.approx(together.step_s[place])
+
+
+def test_a_step_is_never_faster_than_its_arithmetic():
+    """At the data sheet's peak, with nothing else to do."""
+    given = workload()
+    flops = 6 * 174e9 * given.global_batch * given.seq_len / 1024
+    assert (seconds(given, *LAYOUTS[:3]) > flops / 312e12).all()
+
+
+def test_recomputation_costs_a_forward_pass_and_selective_much_less():
+    none, selective, full = seconds(
+        workload(), *(change(PTD, recompute=kind) for kind in ("none", "selective", "full"))
+    )
+    assert none < selective < full
+    assert full / none == pytest.approx(4 / 3, rel=0.08)
+
+
+def test_tensor_parallel_across_nodes_is_visible():
+    """Sixteen ranks on nodes of eight reduce over the network: the share of that axis leaps."""
+    given = workload()
+    given = dataclasses.replace(given, cluster=dataclasses.replace(given.cluster, nic_bytes_per_s=12.5e9))
+    one_node, two_nodes = (
+        estimate_step(given, Grid.of([change(PTD, tp=tp, pp=64 // tp)])) for tp in (8, 16)
+    )
+    inside, across = (e.parts["tensor parallel"][0] / e.step_s[0] for e in (one_node, two_nodes))
+    assert across > 3 * inside
+
+
+def test_oversubscribed_racks_slow_down_what_crosses_them():
+    given = workload()
+    narrow = dataclasses.replace(given.cluster, nodes_per_rack=4, spine_oversubscription=4.0)
+    wide, slow = (
+        estimate_step(w, Grid.of([change(PTD, pp=1, dp_replicate=128)])).parts["gradient reduction"][0]
+        for w in (given, dataclasses.replace(given, cluster=narrow))
+    )
+    assert slow > 2 * wide
+
+
+def test_zero_3_collapses_as_published():
+    """Narayanan et al. 2021, table 2: 144, 88, 44 TFLOP/s on 384, 768, 1,536 devices, one batch of 1,536."""
+    rates = []
+    for devices, micro_batch in ((384, 4), (768, 2), (1536, 1)):
+        given = workload(profile="deepspeed-zero", devices=devices, precision="fp16")
+        layout = Layout(mode="given", dp_shard=devices, zero=3, micro_batch=micro_batch, recompute="full")
+        rates.append(1 / seconds(given, layout)[0] / devices)
+    relative = np.array(rates) / rates[0]
+    assert relative == pytest.approx([1, 88 / 144, 44 / 144], rel=0.15)
+
+
+def test_heads_of_a_width_that_does_not_align_cost_what_bloom_lost():
+    """14,400 wide with 96 heads (150 each) against 13,824 (144 each), a token's matrix work being equal."""
+    rates = []
+    for width in (14400, 13824):
+        model = dataclasses.replace(
+            GPT_175B, num_layers=80, hidden_size=width, ffn_size=4 * width, vocab_size=250880
+        )
+        given = workload(
+            model, profile="megatron-deepspeed", devices=320, precision="fp16", global_batch=2048
+        )
+        layout = change(PTD, pp=10, dp_replicate=4)
+        rates.append(width**2 / seconds(given, layout)[0])
+    assert 1.15 < rates[1] / rates[0] < 1.40
+
+
+def test_more_virtual_stages_shrink_the_bubble_and_zero_bubble_nearly_removes_it():
+    layouts = [
+        change(PTD, pp=8, dp_replicate=16),
+        change(PTD, pp=8, dp_replicate=16, schedule="interleaved", virtual_stages=4),
+        change(PTD, pp=8, dp_replicate=16, schedule="zbv", virtual_stages=2),
+    ]
+    plain, interleaved, zbv = estimate_step(workload(), Grid.of(layouts)).parts["bubble"]
+    assert interleaved == pytest.approx(plain / 4, rel=0.1)
+    assert zbv < 0.3 * plain
+
+
+def test_experts_travel_over_the_network_once_a_node():
+    """Dispatch over eight nodes; a stack that sends one copy a node moves less than one that sends all."""
+    layout = Layout(mode="given", pp=4, dp_shard=64, ep=64, zero=1, micro_batch=1)
+    times = []
+    for profile in ("megatron-core", "megatron-bridge"):
+        given = workload(DEEPSEEK, "H100-80GB-SXM", profile, devices=256, seq_len=4096)
+        rates_free = dataclasses.replace(
+            given, profile=dataclasses.replace(PROFILES["megatron-core"], time=PROFILES[profile].time)
+        )
+        times.append(estimate_step(rates_free, Grid.of([layout])).parts["expert parallel"][0])
+    assert 1.3 < times[0] / times[1] < 2.5
+
+
+def test_finer_scales_cost_some_of_the_rate_of_fp8():
+    given = workload(device="B200-180GB-SXM", profile="megatron-bridge", precision="fp8")
+    plain, blocks, rows = (
+        seconds(dataclasses.replace(given, recipe=recipe), PTD)[0]
+        for recipe in ("current", "mxfp8", "rowwise")
+    )
+    assert plain < blocks < rows
+    assert rows < seconds(dataclasses.replace(given, precision="bf16"), PTD)[0]
+
+
+def test_a_window_saves_attention_only_where_it_is_shorter_than_the_sequence():
+    long = workload(DEEPSEEK, "H100-80GB-SXM", "megatron-core", seq_len=65536)
+    layout = Layout(mode="given", pp=4, dp_shard=32, zero=1, micro_batch=1)
+    windowed = dataclasses.replace(DEEPSEEK, window=512, window_every=2)
+    full, half = (seconds(dataclasses.replace(long, model=m), layout)[0] for m in (DEEPSEEK, windowed))
+    assert half < 0.8 * full
+    wide = dataclasses.replace(DEEPSEEK, window=65536)
+    assert seconds(dataclasses.replace(long, model=wide), layout)[0] == pytest.approx(full, rel=1e-6)

@@ -1,0 +1,107 @@
+"""The estimate against the exact ledger of what runs today, and the printed ledger against the estimate."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshwright.plan.estimate.grid import Grid
+from meshwright.plan.estimate.memory import estimate_memory
+from meshwright.plan.estimate.memory_report import explain_memory
+from meshwright.plan.estimate.profiles import PROFILES
+from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.ledger import predict_ledger
+from meshwright.spec.load import build_job
+
+WITHIN = 0.002
+"""Part of the ledger's peak; the estimate leaves out no more than optimizer step counts and statistics."""
+GPT = {
+    "num_layers": 24, "hidden_size": 2048, "num_heads": 16, "num_kv_heads": 16, "ffn_size": 8192,
+    "vocab_size": 50304, "positions": "learned", "max_positions": 8192, "norm": "layer", "activation": "gelu",
+    "attention_bias": True, "ffn_bias": True, "tied_embeddings": True,
+}  # fmt: skip
+MODELS = {
+    "llama-1b": {"preset": "llama3.2-1b"},
+    "llama-8b": {"preset": "llama3-8b"},
+    "gpt": GPT,
+    "gpt-untied": {**GPT, "tied_embeddings": False},
+    "wide attention": {
+        "num_layers": 12, "hidden_size": 1024, "num_heads": 32, "num_kv_heads": 32, "head_dim": 128,
+        "ffn_size": 1024, "vocab_size": 32000,
+    },
+    "small": {
+        "num_layers": 8, "hidden_size": 512, "num_heads": 8, "num_kv_heads": 4, "ffn_size": 1536,
+        "vocab_size": 32000,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_the_meshwright_profile_is_the_exact_ledger(model, precision, recompute):
+    """One process and replicas, one micro-batch and two, short and long: what the run is audited against."""
+    for ranks, micro_batch, seq_len, rounds in [
+        (1, 1, 1024, 1), (1, 4, 4096, 1), (1, 2, 2048, 2), (2, 1, 8192, 1), (2, 4, 1024, 2)
+    ]:  # fmt: skip
+        tree = {
+            "name": "both",
+            "model": MODELS[model],
+            "cluster": {"preset": "h200-sxm"},
+            "data": {"path": "text", "seq_len": seq_len},
+            "train": {"steps": 2, "global_batch": ranks * micro_batch * rounds, "precision": precision},
+            "layout": {"dp_replicate": ranks, "recompute": recompute, "micro_batch": micro_batch},
+        }
+        job = build_job(tree)
+        exact = predict_ledger(job, micro_batch, rounds)
+        estimate = estimate_memory(Workload.of(job), Grid.of([job.layout]))
+        assert estimate.counted_as("allocated")[0] == pytest.approx(exact.peak_bytes, rel=WITHIN)
+        assert estimate.between_bytes[0] == pytest.approx(sum(exact.state_bytes.values()), rel=WITHIN)
+
+
+def work_out(formula: str) -> float:
+    """A printed formula as a number: labels are in brackets, x multiplies."""
+    bare = re.sub(r"\[[^\]]*\]", "", formula).replace(" x ", " * ")
+    assert re.fullmatch(r"[-\d.e+ */]*", bare), f"not arithmetic: {bare}"
+    return float(eval(bare))
+
+
+@pytest.mark.parametrize("profile", sorted(PROFILES))
+@pytest.mark.parametrize("model", ["llama", "experts", "latent"])
+def test_every_printed_formula_works_out_to_its_line(make_workload, random_grid, profile, model):
+    workload = make_workload(model, profile)
+    for place in range(0, 400, 23):
+        layout = random_grid.layout(place)
+        estimate = estimate_memory(workload, random_grid.take(np.array([place])))
+        for ledger in explain_memory(workload, layout):
+            for line in ledger.lines:
+                assert work_out(line.formula) == pytest.approx(line.bytes, rel=1e-9, abs=2.0), line
+            assert sum(line.bytes for line in ledger.lines) == pytest.approx(ledger.peak_bytes, abs=20)
+            assert ledger.peak_bytes == pytest.approx(estimate.classes[ledger.name][0], rel=1e-9)
+            assert ledger.peaks["between steps"] <= ledger.peaks["in step"]
+
+
+def test_replicas_that_accumulate_hold_gradients_twice_in_their_first_step(make_workload, make_grid):
+    workload = make_workload("llama", "meshwright")
+    ledger = explain_memory(workload, make_grid(dp_replicate=[2]).layout(0))[0]
+    gradients = next(line.bytes for line in ledger.lines if line.name == "gradients")
+    assert ledger.peaks["first step"] - ledger.peaks["in step"] == pytest.approx(gradients, abs=2)
+    one = explain_memory(
+        make_workload("llama", "meshwright", global_batch=2), make_grid(dp_replicate=[2]).layout(0)
+    )
+    assert one[0].peaks["first step"] == one[0].peaks["in step"]
+
+
+def test_the_page_prints_what_it_says(capsys):
+    """The program in docs/memory-model.md, run as it stands."""
+    page = (Path(__file__).parents[4] / "docs" / "memory-model.md").read_text(encoding="utf-8")
+    program = re.search(r"python - <<'EOF'\n(.*?)\nEOF\n", page, re.DOTALL)
+    assert program is not None
+    exec(compile(program[1], "memory-model.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "first: 68.3 GB" in printed
+    assert "last: 51.4 GB" in printed
+    assert "68.3 GB" in page.rpartition("EOF")[2]
