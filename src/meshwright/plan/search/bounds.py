@@ -58,8 +58,9 @@ def schedules_floor_s(workload: Workload, plain: StepEstimate, grid: Grid, rows:
         grid: Layouts with other schedules.
         rows: Which of ``plain`` each of them is like.
     """
-    fixed = plain.step_s - sum(plain.parts[name] for name in OF_THE_SCHEDULE)
-    work = sum(plain.parts[name] for name in WORK_PARTS)
+    none = np.zeros(len(plain.step_s))
+    fixed = plain.step_s - sum((plain.parts[name] for name in OF_THE_SCHEDULE), none)
+    work = sum((plain.parts[name] for name in WORK_PARTS), none)
     waits = (grid.pp - 1) / (grid.virtual_stages * grid.micro_batches(workload.global_batch))
     bubble = np.where(np.isin(grid.schedule, WITH_BUBBLE), waits * work[rows], 0.0)
     return np.asarray(fixed[rows] + bubble, dtype=np.float64)

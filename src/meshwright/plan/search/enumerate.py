@@ -8,6 +8,7 @@ What is in the space, beside the rules:
 - Settings that change nothing are not repeated: one schedule with ``pp=1``, one context method with ``cp=1``.
 - ``micro_batch`` divides the share of a rank, or is a power of two evened out to what does it in as many
   micro-batches. ``virtual_stages`` are the fewest for each number of layers in a stage.
+- Schedules and ZeRO stages are those that the job's runtime knows (``runtimes.py``).
 - ``gpipe`` only where it is named: 1F1B takes the same time and never holds more micro-batches.
 - ``offload`` only where it is asked for: see ``find.py``. ``prefetch`` and ``accumulate`` stay.
 """
@@ -32,6 +33,7 @@ from meshwright.plan.estimate.grid import (
     Ints,
 )
 from meshwright.plan.search.columns import Choices, Columns, count_choices, expand, keep
+from meshwright.plan.search.runtimes import reach_of
 from meshwright.spec.job import Job
 from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.model import DecoderModel
@@ -41,7 +43,6 @@ CHUNK = 1 << 16
 """Layouts that are priced at once: their columns stay in a core's cache."""
 NO_SHARDS, SHARDS_OF_SEQUENCE, SHARDS = range(3)
 """What ZeRO finds: nothing, ranks of cp alone, or ranks of dp_shard."""
-SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv")
 _CODES: dict[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
     "recompute": RECOMPUTES,
@@ -194,7 +195,10 @@ class Space:
         stages = {NO_SHARDS: (0,), SHARDS_OF_SEQUENCE: (0, 1, 2, 3), SHARDS: (1, 2, 3)}[kind]
         least = 2 if self.pins.get("accumulate") == "deferred" else 0
         least = 3 if self.pins.get("prefetch", 1) != 1 else least
-        return [(stage,) for stage in self._allowed("zero", stages) if stage >= least]
+        known = reach_of(self.job).zeros
+        return [
+            (s,) for s in self._allowed("zero", stages) if s >= least and (s in known or "zero" in self.pins)
+        ]
 
     def _sp_choices(self, pieces: int) -> Choices:
         """``pieces`` that a sequence is cut into; 1 where there is no tp."""
@@ -227,7 +231,7 @@ class Space:
             found = [("1f1b", 1)] if named in (None, "1f1b") else []
         else:
             found = []
-            for name in (named,) if named else SEARCHED_SCHEDULES:
+            for name in (named,) if named else reach_of(self.job).schedules:
                 if name != "interleaved":
                     found.append((name, 2 if name in ("zbv", "dualpipe-v") else 1))
                 elif in_groups:
@@ -291,7 +295,8 @@ class Space:
     @property
     def has_plain(self) -> bool:
         """Whether every row of degrees and settings is in it with 1F1B and one stage a rank."""
-        return self.pins.get("schedule", "1f1b") == "1f1b" and self.pins.get("virtual_stages", 1) == 1
+        plain = self.pins.get("schedule", "1f1b") == "1f1b" and self.pins.get("virtual_stages", 1) == 1
+        return plain and "1f1b" in reach_of(self.job).schedules
 
     def chunks(self, size: int = CHUNK) -> Iterator[Chunk]:
         """The layouts, about so many at a time; their schedules are still open."""

@@ -145,7 +145,7 @@ def _search_chunk(found: Found, workload: Workload, chunk: Chunk, top: int) -> N
 def dominated(layers: int, grid: Grid) -> Flags:
     """Layouts that need at least the memory of the same with 1F1B and one stage a rank."""
     even = (grid.schedule == SCHEDULES.index("interleaved")) & (layers % (grid.pp * grid.virtual_stages) == 0)
-    return np.isin(grid.schedule, NO_LESS) | even
+    return np.asarray(np.isin(grid.schedule, NO_LESS) | even, dtype=np.bool_)
 
 
 def _cannot_win(found: Found, workload: Workload, devices: int, top: int) -> bool:

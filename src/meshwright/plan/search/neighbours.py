@@ -9,12 +9,12 @@ from typing import Any
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.plan.estimate.grid import CONTEXTS, OFFLOADS, RECOMPUTES
 from meshwright.plan.search.enumerate import (
-    SEARCHED_SCHEDULES,
     micro_batch_choices,
     virtual_stage_choices,
 )
 from meshwright.plan.search.find import By
 from meshwright.plan.search.predict import Prediction, predict_layouts
+from meshwright.plan.search.runtimes import reach_of
 from meshwright.spec.job import Job
 from meshwright.spec.layout import AXES, V_SCHEDULES, Layout
 from meshwright.spec.legality import find_problems, with_layout
@@ -48,7 +48,7 @@ def list_neighbours(job: Job, layout: Layout) -> list[tuple[str, list[Layout]]]:
 
 
 def _changes(job: Job, layout: Layout) -> Iterator[tuple[str, Layout]]:
-    for axis in ("tp", "pp", "cp"):
+    for axis in ("tp", "pp", "cp") if reach_of(job).schedules else ("tp", "cp"):
         yield from _moved_degree(layout, axis)
     yield from _moved_data(layout)
     if layout.pp > 1:
@@ -57,7 +57,7 @@ def _changes(job: Job, layout: Layout) -> Iterator[tuple[str, Layout]]:
     values: dict[str, Sequence[Any]] = {
         "ep": (layout.ep * 2, layout.ep // 2),
         "etp": (layout.etp * 2, layout.etp // 2),
-        "zero": (1, 2, 3) if layout.zero else (),
+        "zero": [stage for stage in reach_of(job).zeros if stage] if layout.zero else (),
         "sequence_parallel": (not layout.sequence_parallel,),
         "context": CONTEXTS if layout.cp > 1 else (),
         "recompute": RECOMPUTES,
@@ -93,7 +93,7 @@ def _moved_degree(layout: Layout, axis: str) -> Iterator[tuple[str, Layout]]:
 
 
 def _other_schedules(job: Job, layout: Layout) -> Iterator[tuple[str, Layout]]:
-    for name in SEARCHED_SCHEDULES:
+    for name in reach_of(job).schedules:
         if name != layout.schedule:
             stages = 2 if name in V_SCHEDULES or name == "interleaved" else 1
             changes: dict[str, Any] = {"schedule": name, "virtual_stages": stages}

@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from meshwright.plan.estimate.grid import CONTEXTS, RECOMPUTES
 from meshwright.plan.search.enumerate import (
-    SEARCHED_SCHEDULES,
     Space,
     micro_batch_choices,
     pinned_keys,
     virtual_stage_choices,
     world_sizes,
 )
+from meshwright.plan.search.runtimes import REACHES, Reach, reach_of
+from meshwright.spec.job import Runtime
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality import find_problems, with_layout
 from meshwright.spec.numbers import divisors
@@ -44,7 +46,7 @@ def brute_force(job, world: int):
         experts = divisors(dp_shard * cp * tp) if job.model.num_experts else [1]
         schedules = [("1f1b", 1)]
         if pp > 1:
-            schedules = [(name, v) for name in SEARCHED_SCHEDULES for v in range(1, layers + 1)]
+            schedules = [(name, v) for name in Reach().schedules for v in range(1, layers + 1)]
         for ep, etp, zero, sp, (schedule, stages), context, micro, recompute in itertools.product(
             experts,
             experts,
@@ -172,3 +174,14 @@ def test_columns_survive_the_way_to_layouts_and_back(make_job):
     again = Grid.of([grid.layout(n) for n in range(0, len(grid), 97)])
     for field in dataclasses.fields(grid):
         assert np.array_equal(getattr(grid, field.name)[::97], getattr(again, field.name)), field.name
+
+
+@pytest.mark.parametrize("runtime", get_args(Runtime))
+def test_the_search_for_a_framework_stays_within_what_it_knows(make_job, runtime):
+    job = make_job("dense", train={"runtime": runtime})
+    found = layouts_of(Space(job, 8))
+    reach = reach_of(job)
+    assert any(runtime.startswith(name) for name in REACHES), "every runtime is listed"
+    assert {layout.zero for layout in found} == set(reach.zeros)
+    assert {layout.schedule for layout in found if layout.pp > 1} == set(reach.schedules)
+    assert layouts_of(Space(job, 8, {"schedule": "gpipe", "zero": 2})), "what is named is not bound by it"

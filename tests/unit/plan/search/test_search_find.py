@@ -88,6 +88,16 @@ def test_dominated_schedules_need_no_less_memory_than_1f1b(make_job, kind):
     assert seen > 100, "schedules other than 1F1B were among them"
 
 
+@pytest.mark.parametrize("runtime", ["megatron-lm", "deepspeed-zero"])
+def test_the_counts_hold_for_every_reach(make_job, runtime):
+    tables = {**LARGE["llama3-8b"], "train": {"global_batch": 64, "runtime": runtime}}
+    job = make_job("llama3-8b", **tables)
+    found = find_layouts(job, {}, 20)
+    expected, count = price_everything(job, "time")
+    assert found.evaluated + found.pruned == count
+    assert found.best.step_s == pytest.approx(expected[:20], rel=1e-8)
+
+
 @pytest.mark.parametrize("pins", [{"schedule": "zbv"}, {"virtual_stages": 2}, {"schedule": "1f1b"}], ids=str)
 def test_a_given_schedule_is_the_only_one_that_is_counted_and_kept(make_job, pins):
     job = make_job("llama3-8b", **LARGE["llama3-8b"])
