@@ -82,6 +82,8 @@ class SearchOutcome:
             columns = ("layout", "step", "a device", "MFU", "peak", "")
             output.table("Layouts, best first", columns, rows)
         found = self.found
+        if self.job.layout.mode == "given":
+            return
         output.say(
             f"\n{found.evaluated:,} layouts priced in {format_seconds(found.seconds)}, {found.fit:,} fit; "
             f"{found.pruned:,} ruled out by bounds, {found.illegal:,} combinations by rules"

@@ -226,7 +226,8 @@ def layout_words(layout: Layout) -> str:
         words.append(f"recompute={layout.recompute}")
     if layout.offload != "none":
         words.append(f"offload={layout.offload}")
-    words.append(f"micro_batch={layout.micro_batch}")
+    if layout.micro_batch is not None:
+        words.append(f"micro_batch={layout.micro_batch}")
     return " ".join(words)
 
 
