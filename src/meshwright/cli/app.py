@@ -68,11 +68,11 @@ def main() -> None:
 
 def guarded(output: Output, command: Callable[[], int | None]) -> None:
     """Run a command's body; our errors become messages and an exit status."""
-    from meshwright.cli.nearest import price_of_nearest  # noqa: PLC0415  (only needed when something is wrong)
-
     try:
         status = command() or 0
     except MeshwrightError as error:
+        from meshwright.cli.nearest import price_of_nearest  # noqa: PLC0415  (only when something is wrong)
+
         output.failure(error, price_of_nearest(error))
         status = error.exit_status
     except KeyboardInterrupt:
@@ -96,22 +96,56 @@ def _root(
     """Plans, runs, survives and explains distributed training."""
 
 
+class RankBy(StrEnum):
+    """What the best layout has most, or least, of."""
+
+    time = "time"
+    cost = "cost"
+    memory = "memory"
+
+
 @app.command()
-def plan(
+def plan(  # noqa: PLR0913, PLR0917  (the options of a command are what it can be asked)
     job: PlanSource,
     overrides: Overrides = None,
     on: Annotated[
         str | None, typer.Option(help="Cluster: nodes x devices x preset, such as 8x8xh100-sxm.")
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 50,
+    by: Annotated[
+        RankBy, typer.Option(help="Best is: the shortest step, the least device time, the most memory left.")
+    ] = RankBy.time,
+    why: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Explain this layout, legal or not: layout.tp=4 layout.pp=8 ...", metavar="KEY=VALUE"
+        ),
+    ] = None,
+    tokens: Annotated[
+        float | None, typer.Option(help="Size the cluster: tokens to train on, such as 15e12.")
+    ] = None,
+    deadline: Annotated[str | None, typer.Option(help="Time for them: 12h, 90d, 2w.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the plan: a .svg or .png file.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the best plan to this file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict memory, bytes and time of the layouts, and rank them."""
-    from meshwright.cli.plan import show_plan  # noqa: PLC0415
+    """Predict memory, bytes and time of the layouts, and rank them; explain one; size a cluster."""
+    from meshwright.cli.plan import PlanRequest, show_plan  # noqa: PLC0415
 
     output = Output(as_json)
-    guarded(output, lambda: show_plan(output, job, overrides or [], on, top, out))
+    asked = PlanRequest(
+        source=job,
+        overrides=tuple(overrides or ()),
+        on=on,
+        top=top,
+        by=by.value,
+        why=tuple(why or ()),
+        tokens=tokens,
+        deadline=deadline,
+        picture=picture,
+        out=out,
+    )
+    guarded(output, lambda: show_plan(output, asked))
 
 
 @app.command()

@@ -2,44 +2,177 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from meshwright.cli.output import Output
+from meshwright.cli.plan_picture import check_picture, draw_picture
+from meshwright.cli.plan_search import SearchOutcome, given_outcome, search_outcome
+from meshwright.cli.plan_sizing import show_sizing
+from meshwright.cli.plan_why import show_why
+from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_count, format_rate, format_seconds
-from meshwright.plan.choose import Candidate
+from meshwright.explain.plan_picture import PlanPicture
+from meshwright.plan.choose import Candidate, Search
 from meshwright.plan.compute import UNCERTAINTY, peak_rate
 from meshwright.plan.contract import Plan, build_plan, plan_of, write_plan
-from meshwright.spec.load import load_job, require_runnable
+from meshwright.plan.search.enumerate import pinned_keys
+from meshwright.plan.search.find import By
+from meshwright.plan.search.sizing import parse_duration
+from meshwright.spec.job import Job
+from meshwright.spec.legality import find_problems
+from meshwright.spec.load import load_job, read_tree, require_runnable
+from meshwright.spec.model import DecoderModel
 
 
-def show_plan(
-    output: Output, source: str, overrides: list[str], on: str | None, top: int, out: Path | None
-) -> int:
-    """Rank the layouts and show the best one whole."""
-    job = load_job(source, overrides, on, to_run=False)
-    require_runnable(job)  # what follows predicts one process and replicas alone
-    plan, search = build_plan(job)
-    if out is not None:
-        write_plan(plan, out)
-    shown = [plan, *(plan_of(job, c, []) for c in search.candidates[1:top])]
-    describe_plan(output, plan)
-    if len(search.candidates) > 1:
-        rows = [_row(c) for c in search.candidates[: min(top, 12)]]
-        output.say()
-        output.table("Layouts, best first", ("layout", "micro-batch", "step", "peak a device", "fits"), rows)
-    if out is not None:
-        output.say(f"\nwritten to {out}")
-    output.result(
-        {
-            "evaluated": search.evaluated,
-            "pruned": 0,
-            "illegal": search.illegal,
-            "fit": len(search.fitting),
-            "search_s": search.seconds,
-            "layouts": [p.summary() for p in shown],
-        }
-    )
+@dataclass(frozen=True)
+class PlanRequest:
+    """What was asked on the command line."""
+
+    source: str
+    overrides: tuple[str, ...] = ()
+    on: str | None = None
+    top: int = 50
+    by: By = "time"
+    why: tuple[str, ...] = ()
+    tokens: float | None = None
+    deadline: str | None = None
+    picture: Path | None = None
+    out: Path | None = None
+
+
+def show_plan(output: Output, asked: PlanRequest) -> int:
+    """Rank the layouts and show the best one whole, or explain one, or size the cluster."""
+    if asked.picture is not None:
+        check_picture(asked.picture)
+    deadline_s = _sizing_deadline(asked)
+    if asked.why:
+        return show_why(output, asked.source, [*asked.overrides], [*asked.why], asked.on)
+    job = load_job(asked.source, asked.overrides, asked.on, to_run=False)
+    pins = pinned_keys(job.layout, named_layout_keys(asked.source, asked.overrides))
+    sizing = None
+    if asked.tokens is not None:
+        job, sizing = show_sizing(output, job, asked.tokens, deadline_s, pins)
+    outcome: SearchOutcome | RunnableOutcome
+    if is_searched(job):
+        outcome = search_outcome(output, job, pins, asked.top, asked.by)
+    elif job.layout.mode == "given" and find_problems(job) and isinstance(job.model, DecoderModel):
+        outcome = given_outcome(job)
+    else:
+        require_runnable(job)
+        if asked.by != "time":
+            rule = "ranks what is searched, which are decoders on GPU clusters"
+            raise UserError(
+                Problem("plan-by-not-here", rule, path="--by", value=asked.by, fix="Leave it out")
+            )
+        outcome = _runnable_outcome(job, asked.top)
+    outcome.describe(output)
+    if asked.out is not None:
+        write_plan(outcome.plan(), asked.out)
+        output.say(f"\nwritten to {asked.out}")
+    if asked.picture is not None:
+        draw_picture(outcome, asked.picture)
+        output.say(f"picture: {asked.picture}")
+    output.result(outcome.summary() | ({} if sizing is None else {"sizing": sizing.summary()}))
     return 0
+
+
+def is_searched(job: Job) -> bool:
+    """Whether all layouts are searched, or only those that this machine can run."""
+    on_gpus = job.cluster.device == "cuda" and job.cluster.preset != "local"
+    return job.layout.mode == "auto" and on_gpus and isinstance(job.model, DecoderModel)
+
+
+def _sizing_deadline(asked: PlanRequest) -> float:
+    """Seconds of the deadline; 0 where none is asked for."""
+    if (asked.tokens is None) != (asked.deadline is None):
+        given, missing = (
+            ("--tokens", "--deadline") if asked.tokens is not None else ("--deadline", "--tokens")
+        )
+        fix = "Write, say, --tokens 15e12 --deadline 90d"
+        raise UserError(Problem("plan-sizing-half", f"needs {missing} beside it", path=given, fix=fix))
+    if asked.tokens is None or asked.deadline is None:
+        return 0.0
+    if not asked.tokens > 0 or math.isinf(asked.tokens):
+        rule, fix = "is not a number of tokens", "Write, say, --tokens 15e12"
+        raise UserError(Problem("plan-bad-tokens", rule, path="--tokens", value=asked.tokens, fix=fix))
+    if asked.why:
+        rule, fix = (
+            "explains one layout; it cannot size a cluster too",
+            "Leave out --why, or --tokens and --deadline",
+        )
+        raise UserError(Problem("plan-why-sizing", rule, path="--why", fix=fix))
+    return parse_duration(asked.deadline)
+
+
+def named_layout_keys(source: str, overrides: Sequence[str]) -> list[str]:
+    """Keys of the layout that the user wrote, in the file or as overrides."""
+    table = read_tree(source).get("layout")
+    named = list(table) if isinstance(table, dict) else []
+    return [
+        *named,
+        *(t.partition("=")[0].removeprefix("layout.") for t in overrides if t.startswith("layout.")),
+    ]
+
+
+@dataclass(frozen=True)
+class RunnableOutcome:
+    """One process and replicas, predicted to the byte."""
+
+    best: Plan
+    shown: list[Plan]
+    search: Search
+    top: int
+
+    def plan(self) -> Plan:
+        """What is written."""
+        return self.best
+
+    def describe(self, output: Output) -> None:
+        """For people."""
+        describe_plan(output, self.best)
+        if len(self.search.candidates) > 1:
+            rows = [_row(c) for c in self.search.candidates[: min(self.top, 12)]]
+            output.say()
+            columns = ("layout", "micro-batch", "step", "peak a device", "fits")
+            output.table("Layouts, best first", columns, rows)
+
+    def picture(self) -> PlanPicture:
+        """What is drawn."""
+        job = self.best.job
+        tokens = job.train.global_batch * job.data.seq_len
+        rates = [tokens / c.time.total_s / c.layout.world_size for c in self.search.fitting]
+        return PlanPicture(
+            title=f"{job.name}: {self.search.candidates[0].name}",
+            memory={"every rank": {line.name: float(line.bytes) for line in self.best.ranks[0].lines}},
+            room_bytes=job.cluster.memory_bytes,
+            steps=[(c.name, c.time.breakdown()) for c in self.search.candidates],
+            rates=np.array(rates),
+            unit=job.unit,
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "evaluated": self.search.evaluated,
+            "pruned": 0,
+            "illegal": self.search.illegal,
+            "fit": len(self.search.fitting),
+            "search_s": self.search.seconds,
+            "layouts": [plan.summary() for plan in self.shown],
+        }
+
+
+def _runnable_outcome(job: Job, top: int) -> RunnableOutcome:
+    plan, search = build_plan(job)
+    return RunnableOutcome(
+        plan, [plan, *(plan_of(job, c, []) for c in search.candidates[1:top])], search, top
+    )
 
 
 def describe_plan(output: Output, plan: Plan) -> None:

@@ -154,10 +154,10 @@ def explain_choice(job: Job, search: Search) -> list[str]:
         reasons.append(
             f"{empty} of {padding} samples a step are zero-weight padding, so that all ranks run alike"
         )
-    return reasons + _explain_positions(job) + explain_lr(job.train) + explain_defaults(job.train)
+    return reasons + explain_positions(job) + explain_lr(job.train) + explain_defaults(job.train)
 
 
-def _explain_positions(job: Job) -> list[str]:
+def explain_positions(job: Job) -> list[str]:
     """A warning where sequences are longer than what a model with rotary positions was made for."""
     model, length = job.model, job.data.seq_len
     if not isinstance(model, DecoderModel) or model.max_positions is None or length <= model.max_positions:

@@ -15,6 +15,8 @@ from meshwright.plan.contract import read_plan
 from meshwright.spec.presets import preset_names
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
+LOCAL = ("cluster.preset=local", "cluster.device=cpu", "cluster.devices_per_node=8")
+"""Eight cores: only what can run there is planned."""
 SMALL = ("data.seq_len=32", "train.global_batch=8")
 
 
@@ -40,15 +42,15 @@ def test_planning_a_preset_shows_ledger_reasons_and_collectives(cli, preset):
 
 @pytest.mark.parametrize("preset", preset_names("models"))
 def test_every_preset_is_planned_or_refused_with_a_reason(cli, preset):
-    ran = cli("plan", preset, "--on", "h200-sxm", "--json")
-    fits = preset in ("tiny", "demo-2m", "llama3.2-1b", "llama3.2-3b", "resnet-tiny", "resnet18", "resnet50")
-    assert ran.status == (0 if fits else 2)
-    if "model-num-experts-not-built" not in ran.codes:  # its ledger is not written yet
-        assert ran.codes == ([] if fits else ["plan-nothing-fits"])
+    ran = cli("plan", preset, "--on", "h200-sxm", "--json", "--top", "1")
+    assert ran.status in (0, 2)
+    assert ran.codes == ([] if ran.status == 0 else ["plan-nothing-fits"])
+    if ran.status == 2:
+        assert "Use " in ran.json["errors"][0]["fix"]
 
 
 def test_plan_json_is_one_object_with_the_keys_of_interfaces(cli, good):
-    ran = cli("plan", good, "--json")
+    ran = cli("plan", good, *LOCAL, "--json")
     assert ran.status == 0
     found = ran.json
     assert set(found) >= {"evaluated", "pruned", "illegal", "fit", "search_s", "layouts"}
@@ -60,7 +62,7 @@ def test_plan_json_is_one_object_with_the_keys_of_interfaces(cli, good):
 
 
 def test_with_json_people_read_standard_error(cli, good):
-    ran = cli("plan", good, "--json")
+    ran = cli("plan", good, *LOCAL, "--json")
     assert "Memory of every rank" in ran.err
     assert "Memory of every rank" not in ran.out
 
@@ -114,12 +116,14 @@ def test_a_plan_that_cannot_be_written_is_the_users_mistake(cli, good):
 
 
 def test_nothing_fits_exits_2_with_the_numbers_and_writes_nothing(cli, tmp_path):
-    ran = cli("plan", "llama3-70b", "--on", "8xh100-sxm", "-o", "plan.toml", "--json")
+    small = ("--on", "8xh100-sxm", "cluster.memory_bytes=3000000000")
+    ran = cli("plan", "llama3-405b", *small, "-o", "plan.toml", "--json")
     assert ran.status == 2
     assert ran.codes == ["plan-nothing-fits"]
     (error,) = ran.json["errors"]
     assert error["code"] == "plan-nothing-fits"
-    assert "needs 1.4 TB a device, 73.6 GB of 80 GB are usable" in error["message"]
+    assert "more than its 3 GB" in error["message"]
+    assert "cluster.nodes=" in error["fix"]
     assert list(tmp_path.glob("plan*")) == []
 
 
@@ -147,10 +151,10 @@ def test_overrides_and_on_reach_the_plan(cli, good):
     ],
 )
 def test_an_illegal_layout_gets_the_nearest_legal_one_with_its_price(cli, good, override):
-    ran = cli("plan", good, override, "--json")
+    ran = cli("train", good, override, "--json")
     assert ran.status == 2
     assert all(code.startswith("layout-") for code in ran.codes)
-    (note,) = ran.json["notes"]
+    note = ran.json["notes"][0]
     ranks = min(int(override.partition("=")[2]), 8)
     assert note.startswith(f"nearest layout that runs: layout.dp_replicate={ranks} layout.micro_batch=")
     assert " a step, " in note
@@ -159,13 +163,13 @@ def test_an_illegal_layout_gets_the_nearest_legal_one_with_its_price(cli, good, 
 
 
 def test_the_nearest_layout_runs_when_it_is_asked_for(cli, good):
-    note = cli("plan", good, "layout.tp=4", "--json").json["notes"][0]
+    note = cli("train", good, "layout.tp=4", "--json").json["notes"][0]
     overrides = note.removeprefix("nearest layout that runs: ").partition(" (")[0].split()
     assert cli("plan", good, *overrides).status == 0
 
 
 def test_the_nearest_layout_names_recomputation_only_where_it_changes(cli, good):
-    (kept,) = cli("plan", good, "layout.tp=2", "layout.recompute=full", "--json").json["notes"]
+    (kept,) = cli("train", good, "layout.tp=2", "layout.recompute=full", "--json").json["notes"]
     assert "recompute" not in kept
     asked = ("layout.dp_replicate=2", "layout.recompute=selective")
     (changed,) = cli("plan", "resnet-tiny", *asked, "--json").json["notes"]
@@ -173,12 +177,12 @@ def test_the_nearest_layout_names_recomputation_only_where_it_changes(cli, good)
 
 
 def test_a_micro_batch_too_large_for_the_replicas_does_not_keep_the_price_away(cli, good):
-    notes = cli("plan", good, "layout.tp=2", "layout.micro_batch=8", "--json").json["notes"]
+    notes = cli("train", good, "layout.tp=2", "layout.micro_batch=8", "--json").json["notes"]
     assert len(notes) == 1
 
 
 def test_a_nearest_layout_that_does_not_fit_says_so(cli):
-    ran = cli("plan", "llama3-70b", "--on", "8xh100-sxm", "layout.tp=8")
+    ran = cli("plan", "llama3-70b", "--on", "8xh100-sxm", "layout.dp_replicate=9")
     assert "nearest layout that runs: layout.dp_replicate=8" in ran.err
     assert "which does not fit" in ran.err
 
@@ -321,10 +325,11 @@ def without_torch(tmp_path, *arguments):
 
 
 def test_planning_works_where_torch_cannot_be_imported(tmp_path):
-    ran = without_torch(tmp_path, "plan", "tiny", *SMALL, "--on", "2xh100-sxm", "-o", "plan.toml", "--json")
+    asked = ("plan", "tiny", *SMALL, "--on", "2xh100-sxm", "-o", "plan.toml", "--json")
+    ran = without_torch(tmp_path, *asked)
     assert ran.returncode == 0, ran.stderr
-    assert json.loads(ran.stdout)["fit"] == 2
-    assert read_plan(tmp_path / "plan.toml").job.name == "tiny"
+    assert json.loads(ran.stdout)["fit"] >= 2
+    assert read_plan(tmp_path / "plan.toml", to_run=False).job.name == "tiny"
 
 
 def test_training_without_torch_names_the_extra(tmp_path, good):

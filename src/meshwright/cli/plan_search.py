@@ -1,0 +1,299 @@
+"""``meshwright plan`` for decoders on any cluster: the best layout, whole, and why the others lost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshwright.cli.output import Output
+from meshwright.core.units import format_bytes, format_count, format_rate, format_seconds
+from meshwright.explain.plan_picture import PlanPicture
+from meshwright.plan.choose import explain_positions
+from meshwright.plan.contract import Plan, build_plan
+from meshwright.plan.learning_rate import explain_lr
+from meshwright.plan.search.counts import total_parameters
+from meshwright.plan.search.find import By, Found, Progress, find_layouts, no_progress
+from meshwright.plan.search.neighbours import compare, explain_neighbours
+from meshwright.plan.search.predict import (
+    Prediction,
+    layout_overrides,
+    layout_words,
+    mfu_rate,
+    predict_layouts,
+)
+from meshwright.plan.search.rescue import nothing_fits, remedies_for_layout, remedies_for_search
+from meshwright.plan.search.settle import settle_micro_batch
+from meshwright.plan.search.traffic import bytes_by_axis
+from meshwright.plan.search.write import estimated_plan
+from meshwright.spec.hf import notes_on
+from meshwright.spec.job import Job
+from meshwright.spec.legality import find_problems
+from meshwright.spec.recipe import explain_defaults
+
+MOST_ROWS = 12
+"""Layouts in the table for people; ``--json`` has as many as ``--top`` says."""
+WALKED = 50
+"""Layouts whose schedules are walked before the first of them is called the best."""
+LONG_SEARCH = 300_000
+"""Layouts from which a bar is shown, on a terminal."""
+BEST = {
+    "time": "the shortest predicted step",
+    "cost": "the least device time a step",
+    "memory": "the most memory left",
+}
+
+
+@dataclass(frozen=True)
+class SearchOutcome:
+    """What a search found, or what is predicted of one given layout."""
+
+    job: Job
+    found: Found
+    shown: list[Prediction]
+    """Best first."""
+    reasons: list[str]
+
+    @property
+    def best(self) -> Prediction:
+        """The first."""
+        return self.shown[0]
+
+    def plan(self) -> Plan:
+        """What is written: exact where the layout runs today, and there with the time of this estimate."""
+        best = self.best
+        if find_problems(best.job):
+            return estimated_plan(best, self.reasons)
+        exact, _ = build_plan(best.job)
+        return dataclasses.replace(
+            exact, step_s=best.step_s, breakdown_s=best.breakdown_s, reasons=tuple(self.reasons)
+        )
+
+    def describe(self, output: Output) -> None:
+        """For people."""
+        describe_prediction(output, self.best, self.reasons)
+        if len(self.shown) > 1:
+            rows = [_row(p, self.best) for p in self.shown[:MOST_ROWS]]
+            output.say()
+            columns = ("layout", "step", "a device", "MFU", "peak", "")
+            output.table("Layouts, best first", columns, rows)
+        found = self.found
+        if self.job.layout.mode == "given":
+            return
+        output.say(
+            f"\n{found.evaluated:,} layouts priced in {format_seconds(found.seconds)}, {found.fit:,} fit; "
+            f"{found.pruned:,} ruled out by bounds, {found.illegal:,} combinations by rules"
+        )
+
+    def picture(self) -> PlanPicture:
+        """What is drawn."""
+        best, found = self.best, self.found
+        tokens = self.job.train.global_batch * self.job.data.seq_len
+        device_s = (
+            np.concatenate(found.rates) if found.rates else np.array([best.step_s * best.layout.world_size])
+        )
+        return PlanPicture(
+            title=f"{self.job.name}: {layout_words(best.layout)}",
+            memory=_memory_bars(best),
+            room_bytes=self.job.cluster.memory_bytes,
+            steps=[(layout_words(p.layout), p.breakdown_s) for p in self.shown],
+            rates=tokens / device_s,
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """For programs."""
+        found, best = self.found, self.best
+        rest = [p.summary([compare(best, p, found.by)]) for p in self.shown[1:]]
+        return {
+            "evaluated": found.evaluated,
+            "pruned": found.pruned,
+            "illegal": found.illegal,
+            "fit": found.fit,
+            "search_s": found.seconds,
+            "layouts": [best.summary(self.reasons), *rest],
+        }
+
+
+def search_outcome(output: Output, job: Job, pins: dict[str, Any], top: int, by: By) -> SearchOutcome:
+    """Search, and predict the best ones whole.
+
+    Raises:
+        UserError: Nothing fits; it says what would.
+    """
+    with search_progress(output) as progress:
+        found = find_layouts(job, pins, max(top, WALKED), by, progress)
+    if found.best is None:
+        assert found.least is not None, "a space without layouts: one device is always legal"
+        (closest,) = predict_layouts(job, [found.least.grid.layout(0)])
+        raise nothing_fits(job, closest, remedies_for_search(job, pins))
+    shown = predict_layouts(job, [found.best.grid.layout(n) for n in range(len(found.best))])
+    if by != "memory":  # walked schedules may change the order a little
+        shown.sort(key=lambda p: p.step_s * (p.layout.world_size if by == "cost" else 1))
+    return SearchOutcome(job, found, shown[:top], explain_best(job, found, shown[0]))
+
+
+def given_outcome(job: Job) -> SearchOutcome:
+    """The prediction of the one layout that the job gives, which need not run yet.
+
+    Raises:
+        UserError: It does not fit; it says what would.
+    """
+    layout = settle_micro_batch(job, job.layout)
+    (best,) = predict_layouts(job, [layout])
+    if not best.fits:
+        raise nothing_fits(job, best, remedies_for_layout(job, layout))
+    found = Found(job, "time", evaluated=1, fit=1)
+    reasons = [f"{layout_words(layout)}: given in the job"]
+    if job.layout.micro_batch is None:
+        reasons.append(
+            f"micro_batch={layout.micro_batch}: the largest that fits and leaves two micro-batches a stage"
+        )
+    return SearchOutcome(job, found, [best], [*reasons, *_not_yet(best.job), *_notes(best)])
+
+
+def explain_best(job: Job, found: Found, best: Prediction) -> list[str]:
+    """Why the best is best, and why each neighbour is not."""
+    first = f"{layout_words(best.layout)}: {BEST[found.by]} of {found.fit:,} layouts that fit"
+    if best.layout.world_size == 1 < job.cluster.world_size:
+        first += "; one device is enough, communication would cost more than it gives"
+    elif best.layout.world_size < job.cluster.world_size:
+        first += f"; the other {job.cluster.world_size - best.layout.world_size} devices would not help"
+    if best.layout.offload != "none":
+        first += "; without offloading nothing fits"
+    near = [f"not {sentence}" for sentence in explain_neighbours(best, found.by)]
+    return [first, *near, *_not_yet(best.job), *_notes(best)]
+
+
+def _not_yet(job: Job) -> list[str]:
+    """A line where the layout is predicted and cannot be trained."""
+    codes = [problem.code for problem in find_problems(job)]
+    if not codes:
+        return []
+    return [f"planned only: train does not run it yet ({', '.join(codes)})"]
+
+
+def _notes(best: Prediction) -> list[str]:
+    job, layout = best.job, best.layout
+    share = -(-job.train.global_batch // layout.data_degree)
+    micro = layout.micro_batch or 1
+    padded = layout.data_degree * -(-share // micro) * micro
+    notes = []
+    if padded > job.train.global_batch:
+        empty = padded - job.train.global_batch
+        notes.append(
+            f"{empty} of {padded} samples a step are zero-weight padding, so that all ranks run alike"
+        )
+    return [
+        *notes,
+        *explain_positions(job),
+        *explain_lr(job.train),
+        *explain_defaults(job.train),
+        *notes_on(job.model),
+    ]
+
+
+def describe_prediction(output: Output, best: Prediction, reasons: list[str]) -> None:
+    """One layout: its reasons, ledger, step and bytes."""
+    job, cluster = best.job, best.job.cluster
+    name = cluster.preset or cluster.file or "given"
+    used = f"{best.layout.world_size} of {cluster.world_size} devices"
+    count = format_count(total_parameters(best.workload.model))
+    output.say(f"{job.name}: {count} parameters on {used} ({cluster.device_name}, {name})")
+    for reason in reasons:
+        output.say(f"  {reason}")
+    low, high = (format_seconds(value) for value in best.interval_s)
+    rate = format_rate(best.tokens_per_s, "tokens")
+    output.say(
+        f"  predicted step {format_seconds(best.step_s)} ({low} to {high}), {rate}, MFU {best.mfu:.1%}"
+    )
+    output.say(f"  interval: {best.interval.basis}; MFU counts against {mfu_rate(job)[1]}")
+    output.say(f"  rates: {cluster.basis}")
+    output.say(f"  overrides: {layout_overrides(best.layout)}")
+    _ledger(output, best)
+    _step(output, best)
+    moved = [
+        (axis, tier, format_bytes(count), _ops(best, axis, tier))
+        for (axis, tier), count in bytes_by_axis(best.traffic).items()
+    ]
+    if moved:
+        output.say()
+        output.table("Bytes that a rank moves in a step", ("axis", "within", "bytes", "calls"), moved)
+
+
+def _memory_bars(best: Prediction) -> dict[str, dict[str, float]]:
+    """Lines of the fullest class of ranks; of the others the peak."""
+    return {
+        name: best.lines if name == best.fullest else {"peak of other ranks": peak}
+        for name, peak in best.classes.items()
+    }
+
+
+def _ledger(output: Output, best: Prediction) -> None:
+    room = best.job.cluster.memory_bytes
+    rows = [
+        (name, format_bytes(count), f"{count / room:.1%}")
+        for name, count in sorted(best.lines.items(), key=lambda line: -line[1])
+    ]
+    rows.append(("peak in a step", format_bytes(best.peak_bytes), f"{best.peak_bytes / room:.1%}"))
+    output.say()
+    title = (
+        "Memory of every rank" if len(best.classes) == 1 else f"Memory of the {best.fullest} stage's ranks"
+    )
+    output.table(title, ("", "bytes", f"of {format_bytes(room)}"), rows)
+    others = [f"{name} {format_bytes(peak)}" for name, peak in best.classes.items() if name != best.fullest]
+    if others:
+        output.say(f"other stages: {', '.join(others)}")
+
+
+def _step(output: Output, best: Prediction) -> None:
+    rows = [
+        (name, format_seconds(value), f"{value / best.step_s:.1%}")
+        for name, value in sorted(best.breakdown_s.items(), key=lambda part: -part[1])
+    ]
+    rows += [(f"{name}, hidden", format_seconds(value), "") for name, value in best.hidden_s.items()]
+    walked = ", schedule walked" if best.walked else ""
+    output.say()
+    output.table(f"The step{walked}", ("", "time", "share"), rows)
+
+
+def _ops(best: Prediction, axis: str, tier: str) -> str:
+    rows = [row for row in best.traffic if (row.axis, row.tier) == (axis, tier)]
+    return ", ".join(f"{row.calls:,} {row.op}" for row in rows)
+
+
+def _row(prediction: Prediction, best: Prediction) -> tuple[str, ...]:
+    slower = prediction.step_s / best.step_s - 1
+    return (
+        layout_words(prediction.layout),
+        format_seconds(prediction.step_s),
+        format_rate(prediction.tokens_per_s / prediction.layout.world_size, "tokens"),
+        f"{prediction.mfu:.1%}",
+        format_bytes(prediction.peak_bytes),
+        "" if prediction is best else f"{slower:+.2%}",
+    )
+
+
+@contextmanager
+def search_progress(output: Output) -> Iterator[Progress]:
+    """A bar on standard error for long searches, where there is a terminal."""
+    if not output.errors.is_terminal:
+        yield no_progress
+        return
+    from rich.progress import Progress as Bar  # noqa: PLC0415  (most searches are over before it is loaded)
+
+    with Bar(console=output.errors, transient=True) as bar:
+        task = None
+
+        def show(done: int, total: int) -> None:
+            nonlocal task
+            if total < LONG_SEARCH:
+                return
+            if task is None:
+                task = bar.add_task("searching", total=total)
+            bar.update(task, completed=done, total=total)
+
+        yield show

@@ -1,0 +1,66 @@
+"""What no step can be faster than: on so many devices, and with any schedule if it is priced with 1F1B.
+
+The estimate adds launches, tiles that are not full, attention, passes over memory, communication and waiting
+to the matrix products; none of it is negative. So the products alone, at the highest rate that the estimate
+gives any product, bound every layout on so many devices.
+
+Of one layout's step only the bubble, uneven stages and transfers depend on the schedule. Without them, a step
+with 1F1B bounds the same step with any schedule; those that do not split the backward pass also wait
+(pp - 1) / virtual_stages micro-batches of work. Tests hold both bounds below the estimate.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.plan.estimate.grid import SCHEDULES, Floats, Grid, Ints
+from meshwright.plan.estimate.products import TILES, Device
+from meshwright.plan.estimate.rates import rates_of
+from meshwright.plan.estimate.step import StepEstimate
+from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.search.counts import active_parameters
+
+WITH_BUBBLE = [SCHEDULES.index(name) for name in ("gpipe", "1f1b", "interleaved")]
+OF_THE_SCHEDULE = ("bubble", "uneven stages", "pipeline transfers")
+"""Parts of a step that change with the schedule alone."""
+WORK_PARTS = (
+    "compute",
+    "tensor parallel",
+    "context parallel",
+    "expert parallel",
+    "sharded data parallel",
+)
+"""Parts of a step that every micro-batch repeats."""
+
+
+def highest_rate(workload: Workload) -> float:
+    """FLOP/s that no product of the estimate exceeds."""
+    rates = rates_of(workload)
+    device = Device.of(workload, rates)
+    tile = max(rate for *_, rate in TILES)
+    return max(device.flops_per_s, device.plain_flops_per_s) * max(1.0, tile) * max(1.0, rates.expert_matmul)
+
+
+def products_s(workload: Workload, devices: int) -> float:
+    """All matrix products of a step but the routers', spread over so many devices at that rate."""
+    model = workload.model
+    routers = model.expert_layers * model.hidden_size * (model.num_experts or 0)
+    flops = 6.0 * (active_parameters(model) - routers) * workload.global_batch * workload.seq_len
+    return flops / highest_rate(workload) / devices
+
+
+def schedules_floor_s(workload: Workload, plain: StepEstimate, grid: Grid, rows: Ints) -> Floats:
+    """A bound for each layout of a grid.
+
+    Args:
+        workload: What is estimated.
+        plain: Of the same layouts with 1F1B and one stage a rank, each once.
+        grid: Layouts with other schedules.
+        rows: Which of ``plain`` each of them is like.
+    """
+    none = np.zeros(len(plain.step_s))
+    fixed = plain.step_s - sum((plain.parts[name] for name in OF_THE_SCHEDULE), none)
+    work = sum((plain.parts[name] for name in WORK_PARTS), none)
+    waits = (grid.pp - 1) / (grid.virtual_stages * grid.micro_batches(workload.global_batch))
+    bubble = np.where(np.isin(grid.schedule, WITH_BUBBLE), waits * work[rows], 0.0)
+    return np.asarray(fixed[rows] + bubble, dtype=np.float64)

@@ -1,0 +1,364 @@
+"""All legal layouts of a job, as columns.
+
+Degrees come from the divisors of the number of devices, settings are crossed with them in numpy; there is no
+loop over layouts. The rules are those of ``spec/legality.py``, for columns; a test holds both together.
+
+What is in the space, beside the rules:
+
+- Settings that change nothing are not repeated: one schedule with ``pp=1``, one context method with ``cp=1``.
+- ``micro_batch`` divides the share of a rank, or is a power of two evened out to what does it in as many
+  micro-batches. ``virtual_stages`` are the fewest for each number of layers in a stage.
+- Schedules and ZeRO stages are those that the job's runtime knows (``runtimes.py``).
+- ``gpipe`` only where it is named: 1F1B takes the same time and never holds more micro-batches.
+- ``offload`` only where it is asked for: see ``find.py``. ``prefetch`` and ``accumulate`` stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+
+from meshwright.plan.estimate.grid import (
+    ACCUMULATES,
+    CONTEXTS,
+    OFFLOADS,
+    RECOMPUTES,
+    SCHEDULES,
+    Grid,
+    Ints,
+)
+from meshwright.plan.search.columns import Choices, Columns, count_choices, expand, keep
+from meshwright.plan.search.runtimes import reach_of
+from meshwright.spec.job import Job
+from meshwright.spec.layout import AXES, Layout
+from meshwright.spec.model import DecoderModel
+from meshwright.spec.numbers import divisors
+
+CHUNK = 1 << 16
+"""Layouts that are priced at once: their columns stay in a core's cache."""
+NO_SHARDS, SHARDS_OF_SEQUENCE, SHARDS = range(3)
+"""What ZeRO finds: nothing, ranks of cp alone, or ranks of dp_shard."""
+_CODES: dict[str, tuple[str, ...]] = {
+    "schedule": SCHEDULES,
+    "recompute": RECOMPUTES,
+    "offload": OFFLOADS,
+    "context": CONTEXTS,
+    "accumulate": ACCUMULATES,
+}
+
+
+def pinned_keys(layout: Layout, named: Sequence[str] = ()) -> dict[str, Any]:
+    """The keys of a layout that the search must leave alone.
+
+    Args:
+        layout: The job's.
+        named: Keys that the user wrote; those that differ from their default were written by someone, too.
+    """
+    found = {}
+    for field in dataclasses.fields(layout):
+        value = getattr(layout, field.name)
+        if field.name not in ("mode", "bucket_mb") and (field.name in named or value != field.default):
+            found[field.name] = value
+    return found
+
+
+def world_sizes(job: Job) -> list[int]:
+    """Numbers of devices that are tried, most first: even parts of the nodes, and of one node."""
+    per_node = job.cluster.devices_per_node
+    whole = [nodes * per_node for nodes in divisors(job.cluster.nodes)]
+    return sorted({*whole, *divisors(per_node)}, reverse=True)
+
+
+def _evenly(count: int, ranks: Ints) -> np.ndarray:
+    """Whether so many heads split evenly over ranks, or are repeated evenly where there are fewer."""
+    return np.asarray((count % ranks == 0) | (ranks % count == 0))
+
+
+@cache
+def micro_batch_choices(share: int) -> tuple[int, ...]:
+    """Micro-batches of a rank's share that waste nothing, or as little as their count allows."""
+    evened = {-(-share // -(-share // 2**power)) for power in range(share.bit_length())}
+    return tuple(sorted({*divisors(share), *evened}))
+
+
+@cache
+def virtual_stage_choices(layers: int, pp: int) -> tuple[int, ...]:
+    """Stages a rank, from 2: the fewest for each number of layers in the largest stage."""
+    fewest: dict[int, int] = {}
+    for stages in range(2, layers // pp + 1):
+        fewest.setdefault(-(-layers // (pp * stages)), stages)
+    return tuple(fewest.values())
+
+
+@dataclass(frozen=True)
+class Space:
+    """The layouts of a job on one number of devices.
+
+    Args:
+        job: What is planned; its layout's own values do not matter, ``pins`` do.
+        world_size: Devices that every layout uses.
+        pins: Keys with the one value that they may have.
+        offloads: What may leave the device.
+    """
+
+    job: Job
+    world_size: int
+    pins: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    offloads: tuple[str, ...] = ("none",)
+
+    @property
+    def model(self) -> DecoderModel:
+        """The job's, which is a decoder."""
+        assert isinstance(self.job.model, DecoderModel), "only decoders have a space of layouts"
+        return self.job.model
+
+    @cached_property
+    def _degrees(self) -> tuple[Columns, int]:
+        """Mesh degrees with the settings that hang on them alone, and how many a rule excluded."""
+        model, illegal = self.model, 0
+        columns: Columns = {"rest": np.array([self.world_size], dtype=np.int64)}
+        for axis in AXES[:-1]:  # dp_replicate takes what the others leave
+            name = "tp" if axis == "dp_replicate" else axis
+            columns = expand(columns, columns["rest"], (name,), lambda rest: [(d,) for d in divisors(rest)])
+            columns["rest"] = columns["rest"] // columns[name]
+        columns["dp_replicate"] = columns.pop("rest")
+        legal = self._legal_degrees(columns)
+        illegal += int((~legal).sum())
+        columns = keep(columns, legal & self._as_pinned(columns, AXES))
+        if model.num_experts:
+            columns, excluded = self._expand_experts(columns)
+            illegal += excluded
+        else:
+            columns |= {name: np.ones_like(columns["pp"]) for name in ("ep", "etp")}
+        kind = np.where(
+            columns["dp_shard"] > 1, SHARDS, np.where(columns["cp"] > 1, SHARDS_OF_SEQUENCE, NO_SHARDS)
+        )
+        # ZeRO stage 0 with shards, stages 1 to 3 without; sequence parallelism without tp.
+        illegal += int(np.array([3, 0, 1])[kind].sum()) + int((columns["tp"] == 1).sum())
+        columns = expand(columns, kind, ("zero",), self._zero_choices)
+        pieces = np.where(columns["tp"] > 1, columns["tp"] * columns["cp"], 1)
+        columns = expand(columns, pieces, ("sequence_parallel",), self._sp_choices)
+        return self._expand_context(columns), illegal
+
+    def _legal_degrees(self, columns: Columns) -> np.ndarray:
+        model, tp, cp, pp = self.model, columns["tp"], columns["cp"], columns["pp"]
+        legal = (model.num_heads % tp == 0) & (pp <= model.num_layers)
+        legal &= (cp == 1) | (self.job.data.seq_len % (2 * cp) == 0)
+        if model.attention == "heads":
+            legal &= _evenly(model.num_kv_heads, tp)
+        if model.expert_layers < model.num_layers:
+            legal &= model.ffn_size % tp == 0
+        if model.expert_layers:
+            legal &= (model.shared_experts * model.expert_width) % tp == 0
+        return np.asarray(legal, dtype=np.bool_)
+
+    def _as_pinned(self, columns: Columns, names: Sequence[str]) -> np.ndarray:
+        kept = np.ones(len(columns["pp"]), dtype=np.bool_)
+        for name in names:
+            if name in self.pins:
+                kept &= columns[name] == self._code(name, self.pins[name])
+        return kept
+
+    def _code(self, name: str, value: Any) -> int:
+        return _CODES[name].index(value) if name in _CODES else int(value)
+
+    def _allowed(self, name: str, values: Sequence[Any]) -> list[Any]:
+        return [v for v in values if name not in self.pins or self.pins[name] == v]
+
+    def _expand_experts(self, columns: Columns) -> tuple[Columns, int]:
+        """``ep`` divides the experts, ``etp`` their width, and both together dp_shard x cp x tp."""
+        model = self.model
+        group = columns["dp_shard"] * columns["cp"] * columns["tp"]
+        experts = model.num_experts or 1
+
+        def choices(ranks: int) -> Choices:
+            return [
+                (ep, etp)
+                for ep in self._allowed("ep", divisors(ranks))
+                for etp in self._allowed("etp", divisors(ranks // ep))
+                if experts % ep == 0 and model.expert_width % etp == 0
+            ]
+
+        def all_choices(ranks: int) -> Choices:
+            return [(ep, etp) for ep in divisors(ranks) for etp in divisors(ranks // ep)]
+
+        grown = expand(columns, group, ("ep", "etp"), choices)
+        return grown, int(count_choices(group, all_choices).sum()) - len(grown["pp"])
+
+    def _zero_choices(self, kind: int) -> Choices:
+        """Stage 0 has no shards; the others need some, and cp alone may be them."""
+        stages = {NO_SHARDS: (0,), SHARDS_OF_SEQUENCE: (0, 1, 2, 3), SHARDS: (1, 2, 3)}[kind]
+        least = 2 if self.pins.get("accumulate") == "deferred" else 0
+        least = 3 if self.pins.get("prefetch", 1) != 1 else least
+        known = reach_of(self.job).zeros
+        return [
+            (s,) for s in self._allowed("zero", stages) if s >= least and (s in known or "zero" in self.pins)
+        ]
+
+    def _sp_choices(self, pieces: int) -> Choices:
+        """``pieces`` that a sequence is cut into; 1 where there is no tp."""
+        able = pieces > 1 and self.job.data.seq_len % pieces == 0
+        return [
+            (int(flag),) for flag in self._allowed("sequence_parallel", (True, False) if able else (False,))
+        ]
+
+    def _expand_context(self, columns: Columns) -> Columns:
+        """A ring, or where each rank of tp x cp gets whole heads, Ulysses; one choice without cp."""
+        model, base = self.model, self.world_size + 1
+
+        def choices(key: int) -> Choices:
+            tp, cp = divmod(key, base)
+            if cp == 1:
+                return [(CONTEXTS.index(name),) for name in self._allowed("context", ("ring",))]
+            heads = model.num_heads % (tp * cp) == 0
+            if model.attention == "heads":
+                heads = heads and bool(_evenly(max(model.num_kv_heads // tp, 1), np.array(cp)))
+            legal = [name for name in CONTEXTS if name == "ring" or heads]
+            return [(CONTEXTS.index(name),) for name in self._allowed("context", legal)]
+
+        return expand(columns, columns["tp"] * base + columns["cp"], ("context",), choices)
+
+    def schedule_choices(self, key: int) -> Choices:
+        """Schedules and virtual stages; ``key`` is 2 x pp, one more where pp divides the micro-batches."""
+        pp, in_groups = divmod(key, 2)
+        named = self.pins.get("schedule")
+        if pp == 1:
+            found = [("1f1b", 1)] if named in (None, "1f1b") else []
+        else:
+            found = []
+            for name in (named,) if named else reach_of(self.job).schedules:
+                if name != "interleaved":
+                    found.append((name, 2 if name in ("zbv", "dualpipe-v") else 1))
+                elif in_groups:
+                    found += [(name, stages) for stages in self._interleaved_stages(pp)]
+        layers = self.model.num_layers
+        return [
+            (SCHEDULES.index(name), stages)
+            for name, stages in found
+            if stages * pp <= layers and stages == self.pins.get("virtual_stages", stages)
+        ]
+
+    def _interleaved_stages(self, pp: int) -> Sequence[int]:
+        if "virtual_stages" in self.pins:
+            return [self.pins["virtual_stages"]] if self.pins["virtual_stages"] > 1 else []
+        return virtual_stage_choices(self.model.num_layers, pp)
+
+    def _micro_choices(self, share: int) -> Choices:
+        pinned = self.pins.get("micro_batch")
+        return [(m,) for m in ((pinned,) if pinned else micro_batch_choices(share)) if m <= share]
+
+    @cached_property
+    def _shares(self) -> Ints:
+        """Samples of the fullest rank, for each row of degrees."""
+        columns, _ = self._degrees
+        return -(-self.job.train.global_batch // (columns["dp_replicate"] * columns["dp_shard"]))
+
+    @cached_property
+    def _kept_back(self) -> list[tuple[int, int]]:
+        """Recomputation and offload, crossed."""
+        return [
+            (RECOMPUTES.index(mode), OFFLOADS.index(away))
+            for mode in self._allowed("recompute", RECOMPUTES)
+            for away in ([self.pins["offload"]] if "offload" in self.pins else self.offloads)
+        ]
+
+    @cached_property
+    def _counts(self) -> tuple[Ints, Ints]:
+        """Layouts of each row of degrees, without and with their schedules."""
+        columns, _ = self._degrees
+
+        def whole(key: int) -> int:
+            share, pp = divmod(key, self.model.num_layers + 1)
+            keys = [2 * pp + int(-(-share // micro) % pp == 0) for (micro,) in self._micro_choices(share)]
+            return sum(len(self.schedule_choices(k)) for k in keys)
+
+        keys, group = np.unique(
+            self._shares * (self.model.num_layers + 1) + columns["pp"], return_inverse=True
+        )
+        with_schedules = np.array([whole(int(key)) for key in keys], dtype=np.int64)[group]
+        kept_back = len(self._kept_back)
+        return count_choices(self._shares, self._micro_choices) * kept_back, with_schedules * kept_back
+
+    def __len__(self) -> int:
+        return int(self._counts[1].sum())
+
+    @property
+    def illegal(self) -> int:
+        """Combinations that a rule excludes, each counted where the rule first meets it."""
+        return self._degrees[1]
+
+    @property
+    def has_plain(self) -> bool:
+        """Whether every row of degrees and settings is in it with 1F1B and one stage a rank."""
+        plain = self.pins.get("schedule", "1f1b") == "1f1b" and self.pins.get("virtual_stages", 1) == 1
+        return plain and "1f1b" in reach_of(self.job).schedules
+
+    def chunks(self, size: int = CHUNK) -> Iterator[Chunk]:
+        """The layouts, about so many at a time; their schedules are still open."""
+        columns, _ = self._degrees
+        ends = np.cumsum(self._counts[1])
+        start = 0
+        while start < len(ends):
+            done = ends[start - 1] if start else 0
+            stop = max(start + 1, int(np.searchsorted(ends, done + size, side="right")))
+            rows = np.arange(start, stop)
+            start = stop
+            grown = expand(keep(columns, rows), self._shares[rows], ("micro_batch",), self._micro_choices)
+            grown = expand(
+                grown, np.zeros_like(grown["pp"]), ("recompute", "offload"), lambda _: self._kept_back
+            )
+            if len(grown["pp"]):
+                yield Chunk(self, grown)
+
+    def schedule_keys(self, columns: Columns) -> Ints:
+        """What decides which schedules a row may have."""
+        share = -(-self.job.train.global_batch // (columns["dp_replicate"] * columns["dp_shard"]))
+        in_groups = -(-share // columns["micro_batch"]) % columns["pp"] == 0
+        return np.asarray(2 * columns["pp"] + in_groups, dtype=np.int64)
+
+    def grid(self, columns: Columns) -> Grid:
+        """Finished columns, with what the whole job shares."""
+        columns, count = dict(columns), len(columns["pp"])
+        for name in ("accumulate", "prefetch"):
+            value = self.pins.get(name, getattr(self.job.layout, name))
+            columns[name] = np.full(count, self._code(name, value), dtype=np.int64)
+        columns["sequence_parallel"] = columns["sequence_parallel"].astype(np.bool_)
+        return Grid(**columns)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some layouts of a space, all but their schedules."""
+
+    space: Space
+    columns: Columns
+
+    @cached_property
+    def _keys(self) -> Ints:
+        return self.space.schedule_keys(self.columns)
+
+    @property
+    def sizes(self) -> Ints:
+        """How many schedules each row may have."""
+        return count_choices(self._keys, self.space.schedule_choices)
+
+    def least(self) -> Grid:
+        """Each row with the schedule that needs the least memory: 1F1B, one stage a rank."""
+        one = np.ones_like(self.columns["pp"])
+        return self.space.grid(
+            {**self.columns, "schedule": one * SCHEDULES.index("1f1b"), "virtual_stages": one}
+        )
+
+    def grow(self, rows: np.ndarray | None = None) -> Grid:
+        """Rows crossed with their schedules; all rows if none are named."""
+        columns, keys = self.columns, self._keys
+        if rows is not None:
+            columns, keys = keep(columns, rows), keys[rows]
+        return self.space.grid(
+            expand(columns, keys, ("schedule", "virtual_stages"), self.space.schedule_choices)
+        )

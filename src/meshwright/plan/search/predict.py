@@ -1,0 +1,241 @@
+"""All that is predicted of single layouts: memory by lines, the step by parts, walked, and its bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from meshwright.core.errors import UserError
+from meshwright.plan.compute import peak_rate
+from meshwright.plan.estimate.grid import Grid
+from meshwright.plan.estimate.interval import Interval, interval
+from meshwright.plan.estimate.memory import estimate_memory
+from meshwright.plan.estimate.step import StepEstimate, estimate_step
+from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.search.bounds import WORK_PARTS
+from meshwright.plan.search.counts import token_flops
+from meshwright.plan.search.traffic import Moved, list_traffic
+from meshwright.schedule.build import build_schedule
+from meshwright.schedule.walk import StageTimes, walk_schedule
+from meshwright.spec.job import Job
+from meshwright.spec.layout import AXES, Layout
+
+EVERY_RANK = "every rank"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One layout with all that is known of it."""
+
+    job: Job
+    """With this layout."""
+    peak_bytes: float
+    """Of the fullest rank."""
+    lines: dict[str, float]
+    """The parts of it."""
+    classes: dict[str, float]
+    """The peak of each class of pipeline ranks: `first`, `middle`, `last`; else of every rank."""
+    fits: bool
+    step_s: float
+    breakdown_s: dict[str, float]
+    """Parts that add up to the step, without those that are nothing."""
+    hidden_s: dict[str, float]
+    walked: bool
+    """Whether the pipeline's schedule was generated and walked; else its closed form stands."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout."""
+        return self.job.layout
+
+    @cached_property
+    def workload(self) -> Workload:
+        """What the formulas read."""
+        return Workload.of(self.job)
+
+    @cached_property
+    def traffic(self) -> list[Moved]:
+        """What one rank moves."""
+        return list_traffic(self.workload, self.layout)
+
+    def job_to_plan(self) -> Job:
+        """The job with its layout open again."""
+        return dataclasses.replace(self.job, layout=Layout())
+
+    @property
+    def fullest(self) -> str:
+        """The class whose ranks hold most."""
+        return max(self.classes, key=lambda name: self.classes[name])
+
+    @cached_property
+    def interval(self) -> Interval:
+        """Factors between which the measured step is expected, and what that rests on."""
+        return interval(self.workload)
+
+    @property
+    def interval_s(self) -> tuple[float, float]:
+        """Where the step time is expected to lie."""
+        return self.step_s * self.interval.low, self.step_s * self.interval.high
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole run."""
+        return self.job.train.global_batch * self.job.data.seq_len / self.step_s
+
+    @property
+    def mfu(self) -> float:
+        """Share of the peak rate, by the FLOPs that the definition counts."""
+        rate = mfu_rate(self.job)[0]
+        flops = token_flops(self.workload.model, self.job.data.seq_len)
+        return self.tokens_per_s * flops / self.layout.world_size / rate
+
+    def summary(self, reasons: Sequence[str] = ()) -> dict[str, Any]:
+        """The layout for ``--json``."""
+        low, high = self.interval_s
+        memory: dict[str, Any] = {name: {"peak": round(peak)} for name, peak in self.classes.items()}
+        lines = [{"name": name, "bytes": round(count)} for name, count in self.lines.items()]
+        memory[self.fullest]["lines"] = lines
+        return {
+            "layout": {k: v for k, v in dataclasses.asdict(self.layout).items() if v is not None},
+            "step_s": self.step_s,
+            "step_s_low": low,
+            "step_s_high": high,
+            "tokens_per_s_per_device": self.tokens_per_s / self.layout.world_size,
+            "mfu": self.mfu,
+            "memory_bytes": memory,
+            "breakdown_s": self.breakdown_s,
+            "collectives": [dataclasses.asdict(row) for row in self.traffic],
+            "reasons": list(reasons),
+            "fits": self.fits,
+            "interval_basis": self.interval.basis,
+            "walked": self.walked,
+        }
+
+
+def mfu_rate(job: Job) -> tuple[float, str]:
+    """What MFU is counted against, and its name."""
+    cluster, precision = job.cluster, job.train.precision
+    for name, peak in (("fp8", cluster.peak_fp8_flops_per_s), ("fp4", cluster.peak_fp4_flops_per_s)):
+        if precision == name and peak is not None:
+            return peak, f"the data sheet's dense {name} peak"
+    return peak_rate(cluster, precision)
+
+
+def predict_layouts(job: Job, layouts: Sequence[Layout], walk: bool = True) -> list[Prediction]:
+    """Predict layouts whose micro-batch is settled; ``walk`` replaces closed forms by walked schedules."""
+    if not layouts:
+        return []
+    workload, grid = Workload.of(job), Grid.of(layouts)
+    memory, step = estimate_memory(workload, grid), estimate_step(workload, grid)
+    fits = memory.fits(workload)
+    micro_batches = grid.micro_batches(workload.global_batch)
+    passes = _pass_shares(step, len(layouts))
+    found = []
+    for place, layout in enumerate(layouts):
+        parts = {name: float(values[place]) for name, values in step.parts.items()}
+        total, walked = float(step.step_s[place]), False
+        if walk and layout.pp > 1:
+            bubble = _walked_bubble_s(layout, int(micro_batches[place]), parts, passes[place])
+            if bubble is not None:
+                total, walked = total - parts["bubble"] + bubble, True
+                parts["bubble"] = bubble
+        classes = {name: float(peaks[place]) for name, peaks in memory.classes.items() if peaks[place] > 0}
+        found.append(
+            Prediction(
+                job=dataclasses.replace(job, layout=layout),
+                peak_bytes=float(memory.peak_bytes[place]),
+                lines={k: float(v[place]) for k, v in memory.lines.items() if v[place] > 0},
+                classes=classes if layout.pp > 1 else {EVERY_RANK: float(memory.peak_bytes[place])},
+                fits=bool(fits[place]),
+                step_s=total,
+                breakdown_s={k: v for k, v in parts.items() if abs(v) > 1e-9 * total},
+                hidden_s={k: float(v[place]) for k, v in step.hidden.items() if v[place] > 0},
+                walked=walked,
+            )
+        )
+    return found
+
+
+def _pass_shares(step: StepEstimate, count: int) -> list[tuple[float, float]]:
+    """Shares of forward and input-gradient work in a micro-batch, rounded so that a walk serves many.
+
+    An estimate that does not tell them apart has thirds.
+    """
+    passes = getattr(step, "passes", None)
+    if passes is None:
+        return [(1 / 3, 1 / 3)] * count
+    total = passes.forward + passes.backward_input + passes.backward_weight
+    forward, back = np.round(passes.forward / total, 3), np.round(passes.backward_input / total, 3)
+    return [(float(f), float(b)) for f, b in zip(forward, back, strict=True)]
+
+
+def _walked_bubble_s(
+    layout: Layout, micro_batches: int, parts: dict[str, float], passes: tuple[float, float]
+) -> float | None:
+    """The bubble of the schedule itself; None where it is too large to generate."""
+    work = sum(parts.get(name, 0.0) for name in WORK_PARTS) / micro_batches
+    uneven = parts.get("uneven stages", 0.0) / micro_batches
+    if work <= 0:
+        return None
+    share = _walk(
+        layout.schedule, layout.pp, layout.virtual_stages, micro_batches, passes, round(uneven / work, 3)
+    )
+    return None if share is None else share * work
+
+
+@lru_cache(maxsize=1024)
+def _walk(
+    name: str, pp: int, stages: int, micro_batches: int, passes: tuple[float, float], uneven: float
+) -> float | None:
+    """Time of a step beyond its slowest rank's work, over one micro-batch's work on an average rank.
+
+    ``passes`` are the shares of forward and input-gradient work. The last stage is slower by ``uneven``, in
+    units of an average rank's work.
+    """
+    try:
+        schedule = build_schedule(name, pp, micro_batches, stages)
+    except UserError:
+        return None
+    shares = np.array([*passes, 1 - sum(passes)])
+    each = np.outer(shares, np.full(schedule.stages, 1.0 / stages))
+    each[:, -1] += shares * uneven
+    walk = walk_schedule(schedule, StageTimes(each[0], each[1], each[2]))
+    return max(0.0, walk.makespan_s - max(walk.work_s))
+
+
+def layout_words(layout: Layout) -> str:
+    """A layout in a line: degrees above one, then settings that are not the plain ones."""
+    degrees = [*AXES, "ep", "etp"]
+    words = [f"{axis}={getattr(layout, axis)}" for axis in degrees if getattr(layout, axis) > 1]
+    words = words or ["one device"]
+    if layout.zero:
+        words.append(f"zero={layout.zero}")
+    if layout.pp > 1:
+        stages = f" x{layout.virtual_stages}" if layout.virtual_stages > 1 else ""
+        words.append(f"{layout.schedule}{stages}")
+    if layout.cp > 1:
+        words.append(layout.context)
+    if layout.sequence_parallel:
+        words.append("sequence_parallel")
+    if layout.recompute != "none":
+        words.append(f"recompute={layout.recompute}")
+    if layout.offload != "none":
+        words.append(f"offload={layout.offload}")
+    if layout.micro_batch is not None:
+        words.append(f"micro_batch={layout.micro_batch}")
+    return " ".join(words)
+
+
+def layout_overrides(layout: Layout) -> str:
+    """The overrides that ask for exactly this layout."""
+    names = [*AXES, "ep", "etp", "zero", "sequence_parallel", "schedule", "virtual_stages"]
+    names += ["context", "micro_batch", "recompute", "offload"]
+    plain = Layout()
+    changed = [n for n in names if getattr(layout, n) != getattr(plain, n)]
+    shown = changed if any(n in AXES for n in changed) else ["dp_replicate", *changed]
+    return " ".join(f"layout.{n}={str(getattr(layout, n)).lower()}" for n in shown)

@@ -1,0 +1,126 @@
+"""What would make a model fit that does not: each change tried by the planner, the smallest first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from meshwright.core.errors import Problem, UserError
+from meshwright.core.units import format_bytes, format_seconds
+from meshwright.plan.search.find import Found, find_layouts, with_cluster
+from meshwright.plan.search.predict import Prediction, layout_words, predict_layouts
+from meshwright.plan.search.settle import settle_micro_batch
+from meshwright.spec.job import Job
+from meshwright.spec.layout import Layout
+from meshwright.spec.legality import find_problems, with_layout
+
+MOST_DOUBLINGS = 8
+SHORTEST_SEQUENCE = 128
+
+
+def nothing_fits(job: Job, closest: Prediction, remedies: list[str]) -> UserError:
+    """The error for a model that no layout fits."""
+    room = job.cluster.memory_bytes
+    name, count = max(closest.lines.items(), key=lambda line: line[1])
+    rule = f"does not fit: {layout_words(closest.layout)} needs {format_bytes(closest.peak_bytes)} a device, "
+    rule += f"{format_bytes(closest.peak_bytes - room)} more than its {format_bytes(room)}; the largest line "
+    rule += f"is {name} with {format_bytes(count)}"
+    fix = "; or ".join(remedies) or "Use a smaller model, or devices with more memory"
+    return UserError(Problem("plan-nothing-fits", rule, path=job.name, fix=fix))
+
+
+def remedies_for_search(job: Job, pins: dict[str, Any]) -> list[str]:
+    """Changes after which some layout fits: keys let go, more nodes, a shorter sequence."""
+    found = []
+    for changes in (_freed_keys(job, pins), _more_nodes(job, pins), _shorter_sequences(job, pins)):
+        for words, changed, kept in changes:
+            search = find_layouts(changed, kept, 1)
+            if search.best is not None:
+                found.append(f"{words} ({_figures(search)})")
+                break
+    return found
+
+
+def _figures(search: Found) -> str:
+    assert search.best is not None, "figures of a search that found something"
+    layout = search.best.grid.layout(0)
+    peak, step = float(search.best.peak_bytes[0]), float(search.best.step_s[0])
+    return f"{layout_words(layout)}: {format_bytes(peak)} a device, {format_seconds(step)} a step"
+
+
+def _freed_keys(job: Job, pins: dict[str, Any]) -> Iterator[tuple[str, Job, dict[str, Any]]]:
+    names = [n for n in ("micro_batch", "recompute", "offload", "sequence_parallel", "schedule") if n in pins]
+    for name in names:
+        yield f"Leave layout.{name} to the planner", job, {k: v for k, v in pins.items() if k != name}
+    if len(names) > 1:
+        words = f"Leave {', '.join('layout.' + n for n in names)} to the planner"
+        yield words, job, {k: v for k, v in pins.items() if k not in names}
+
+
+def _more_nodes(job: Job, pins: dict[str, Any]) -> Iterator[tuple[str, Job, dict[str, Any]]]:
+    cluster = job.cluster
+    for power in range(1, MOST_DOUBLINGS + 1):
+        nodes = cluster.nodes * 2**power
+        if cluster.nic_bytes_per_s is None:
+            return
+        words = f"Use cluster.nodes={nodes}, {nodes * cluster.devices_per_node} devices"
+        yield words, with_cluster(job, nodes=nodes), pins
+
+
+def _shorter_sequences(job: Job, pins: dict[str, Any]) -> Iterator[tuple[str, Job, dict[str, Any]]]:
+    length = job.data.seq_len // 2
+    while length >= SHORTEST_SEQUENCE:
+        yield f"Use data.seq_len={length}", with_seq_len(job, length), pins
+        length //= 2
+
+
+def with_seq_len(job: Job, seq_len: int) -> Job:
+    """The job with shorter samples."""
+    return dataclasses.replace(job, data=dataclasses.replace(job.data, seq_len=seq_len))
+
+
+def remedies_for_layout(job: Job, layout: Layout) -> list[str]:
+    """Single changes of a given layout, or of its sequence, with which it fits; the smallest first."""
+    doubled = f"{layout.world_size * 2} devices"
+    tries: list[tuple[str, dict[str, Any]]] = [
+        ("micro_batch=1", {"micro_batch": 1}),
+        ("recompute=selective", {"recompute": "selective"}),
+        ("recompute=full", {"recompute": "full"}),
+        ("sequence_parallel=true", {"sequence_parallel": True}),
+        *((f"zero={stage}", {"zero": stage}) for stage in range(layout.zero + 1, 4)),
+        ("offload=optimizer", {"offload": "optimizer"}),
+        ("offload=all", {"offload": "all"}),
+        (
+            f"dp_shard={layout.dp_shard * 2}, {doubled}",
+            {"dp_shard": layout.dp_shard * 2, "zero": layout.zero or 3},
+        ),
+        (f"pp={layout.pp * 2}, {doubled}", {"pp": layout.pp * 2}),
+        (f"tp={layout.tp * 2}, {doubled}", {"tp": layout.tp * 2}),
+    ]
+    changes = [
+        (f"Use layout.{words}", job, dataclasses.replace(layout, **keys))
+        for words, keys in tries
+        if any(getattr(layout, key) != value for key, value in keys.items())
+    ]
+    length = job.data.seq_len // 2
+    while length >= SHORTEST_SEQUENCE:
+        changes.append((f"Use data.seq_len={length}", with_seq_len(job, length), layout))
+        length //= 2
+    return _those_that_fit(changes)
+
+
+def _those_that_fit(changes: list[tuple[str, Job, Layout]], most: int = 4) -> list[str]:
+    found: list[str] = []
+    for words, job, layout in changes:
+        if find_problems(with_layout(job, layout), to_run=False):
+            continue
+        settled = settle_micro_batch(job, layout)
+        (other,) = predict_layouts(job, [settled], walk=False)
+        kind = words.partition("=")[0]
+        if other.fits and not any(f.startswith(kind + "=") for f in found):
+            figures = f"{format_bytes(other.peak_bytes)} a device, {format_seconds(other.step_s)} a step"
+            found.append(f"{words} ({figures})")
+        if len(found) == most:
+            break
+    return found

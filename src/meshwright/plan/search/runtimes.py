@@ -1,0 +1,35 @@
+"""What each framework has to choose from: a search for it stays within; a layout that is given does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.spec.job import Job
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Settings that a framework knows."""
+
+    schedules: tuple[str, ...] = ("1f1b", "interleaved", "zb-h1", "zbv")
+    """Pipeline schedules; none: it has no pipelines."""
+    zeros: tuple[int, ...] = (0, 1, 2, 3)
+    """ZeRO stages."""
+
+
+REACHES = {
+    "meshwright": Reach(),
+    "megatron-deepspeed": Reach(("1f1b",), (0, 1)),
+    "megatron": Reach(("1f1b", "interleaved"), (0, 1)),
+    "torchtitan": Reach(zeros=(0, 2, 3)),
+    "composer": Reach((), (0, 2, 3)),
+    "deepspeed": Reach(()),
+}
+"""By how a runtime's name begins. Megatron's distributed optimizer is ZeRO-1; FSDP is ZeRO-3, or 2 where it
+keeps gathered weights."""
+
+
+def reach_of(job: Job) -> Reach:
+    """What the job's runtime knows; everything for one that is not listed."""
+    runtime = job.train.runtime
+    return next((reach for name, reach in REACHES.items() if runtime.startswith(name)), Reach())

@@ -1,0 +1,42 @@
+"""The plan file of a layout that is predicted but does not run yet, in the format of those that do."""
+
+from __future__ import annotations
+
+from meshwright.plan.comms import Traffic
+from meshwright.plan.contract import Plan, RankPrediction
+from meshwright.plan.moments import Line
+from meshwright.plan.search.counts import token_flops, total_parameters
+from meshwright.plan.search.predict import Prediction
+
+STATE = ("parameters", "gradients", "optimizer")
+
+
+def estimated_plan(best: Prediction, reasons: list[str]) -> Plan:
+    """What is known of a layout, as a plan: one rank, the fullest, and collectives as sums by axis."""
+    job = best.job
+    micro, share = best.layout.micro_batch or 1, -(-job.train.global_batch // best.layout.data_degree)
+    state = {name: round(best.lines.get(name, 0.0)) for name in STATE}
+    rank = RankPrediction(
+        rank=0,
+        state_bytes=state,
+        peak_bytes=round(best.peak_bytes),
+        peak_at="estimated",
+        first_peak_bytes=round(best.peak_bytes),
+        activation_bytes=round(best.lines.get("activations", 0.0)),
+        lines=tuple(Line(name, round(count), "estimated") for name, count in best.lines.items()),
+    )
+    rows = (Traffic(t.axis, t.op, t.phase, t.ranks, t.calls, t.bytes) for t in best.traffic)
+    return Plan(
+        job=job,
+        micro_batches=-(-share // micro),
+        step_s=best.step_s,
+        breakdown_s=best.breakdown_s,
+        tokens_per_step=job.train.global_batch * job.data.seq_len,
+        flops_per_token=token_flops(best.workload.model, job.data.seq_len),
+        parameters=total_parameters(best.workload.model),
+        ranks=(rank,),
+        collectives=tuple(rows),
+        buckets=(),
+        reasons=tuple(reasons),
+        exact=False,
+    )

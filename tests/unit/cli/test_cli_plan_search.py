@@ -1,0 +1,299 @@
+"""``plan`` for decoders on GPU clusters: the search, ``--why``, ``--by``, sizing, pictures, bad input."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from xml.etree import ElementTree
+
+import pytest
+
+from meshwright.plan.contract import read_plan
+from meshwright.spec.load import load_job
+
+SMALL = ("data.seq_len=512", "train.global_batch=32")
+ON = ("--on", "2x4xh100-sxm")
+LLAMA = ("plan", "llama3-8b", *SMALL, *ON)
+
+
+# The search
+
+
+def test_the_best_layout_comes_with_ledger_step_bytes_reasons_and_a_table(cli):
+    ran = cli(*LLAMA)
+    assert ran.status == 0
+    assert ran.err == ""
+    for words in (
+        "8.03 G parameters on 8 of 8 devices",
+        "the shortest predicted step of",
+        "  not tp=",
+        "predicted step",
+        "interval: ",
+        "overrides: layout.",
+        "peak in a step",
+        "The step",
+        "Bytes that a rank moves in a step",
+        "Layouts, best first",
+        "layouts priced in",
+    ):
+        assert words in ran.out, words
+
+
+def test_json_has_the_keys_and_counts_of_the_search(cli):
+    found = cli(*LLAMA, "--json").json
+    assert found["evaluated"] >= found["fit"] >= len(found["layouts"]) == 50
+    assert found["pruned"] > 0
+    assert found["illegal"] > 0
+    steps = [layout["step_s"] for layout in found["layouts"]]
+    assert steps == sorted(steps)
+    for layout in found["layouts"]:
+        assert layout["step_s_low"] <= layout["step_s"] <= layout["step_s_high"]
+        assert sum(layout["breakdown_s"].values()) == pytest.approx(layout["step_s"])
+        assert 0 < layout["mfu"] < 1
+        assert layout["reasons"]
+        assert layout["walked"] == (layout["layout"]["pp"] > 1)
+        peaks = [rank["peak"] for rank in layout["memory_bytes"].values()]
+        assert max(peaks) <= 80e9
+
+
+def test_the_best_layout_is_planned_alike_when_it_is_asked_for(cli):
+    best = cli(*LLAMA, "--json", "--top", "1").json["layouts"][0]
+    keys = [
+        f"layout.{k}={str(v).lower()}" for k, v in best["layout"].items() if k not in ("mode", "bucket_mb")
+    ]
+    (again,) = cli(*LLAMA, *keys, "--json").json["layouts"]
+    assert again["step_s"] == pytest.approx(best["step_s"])
+    assert again["layout"] == best["layout"]
+
+
+@pytest.mark.parametrize(("by", "key"), [("time", "step_s"), ("cost", "device_s"), ("memory", "peak")])
+def test_the_ranking_can_be_by_time_cost_or_memory(cli, by, key):
+    layouts = cli(*LLAMA, "--by", by, "--top", "12", "--json").json["layouts"]
+
+    def value(entry):
+        if key == "peak":
+            return max(rank["peak"] for rank in entry["memory_bytes"].values())
+        degrees = entry["layout"]
+        world = degrees["pp"] * degrees["dp_replicate"] * degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
+        return entry["step_s"] * (world if key == "device_s" else 1)
+
+    found = [value(entry) for entry in layouts]
+    assert found == pytest.approx(sorted(found), rel=1e-6)
+
+
+def test_keys_of_the_layout_that_are_no_degrees_are_kept(cli):
+    layouts = cli(*LLAMA, "layout.recompute=full", "layout.micro_batch=2", "--json").json["layouts"]
+    assert {(e["layout"]["recompute"], e["layout"]["micro_batch"]) for e in layouts} == {("full", 2)}
+    named = cli(*LLAMA, "layout.recompute=none", "--json").json["layouts"]
+    assert {e["layout"]["recompute"] for e in named} == {"none"}, "a default that is written is kept too"
+
+
+def test_a_layout_that_is_given_is_the_only_one(cli):
+    found = cli(*LLAMA, "layout.tp=4", "layout.dp_shard=2", "--json").json
+    (layout,) = found["layouts"]
+    assert (found["evaluated"], layout["layout"]["tp"], layout["layout"]["zero"]) == (1, 4, 3)
+    assert "given in the job" in layout["reasons"][0]
+
+
+def test_a_mixture_of_experts_is_planned(cli):
+    found = cli("plan", "mixtral-8x7b", *SMALL, "--on", "2x8xh100-sxm", "--top", "3", "--json").json
+    assert found["fit"] > 0
+
+
+def test_a_layout_that_does_not_run_yet_is_written_and_refused_by_train(cli, tmp_path):
+    ran = cli(*LLAMA, "layout.tp=4", "layout.dp_shard=2", "-o", "plan.toml")
+    assert ran.status == 0
+    assert "planned only" in ran.out
+    plan = read_plan(tmp_path / "plan.toml", to_run=False)
+    assert not plan.exact
+    assert plan.world_size == 8
+    refused = cli("train", "plan.toml")
+    assert refused.status == 2
+    assert "layout-tp-not-built" in refused.codes
+
+
+def test_a_layout_that_runs_today_is_written_to_the_byte(cli, tmp_path):
+    ran = cli(
+        "plan", "tiny", "data.seq_len=32", "train.global_batch=8", "--on", "h100-sxm", "-o", "plan.toml"
+    )
+    assert ran.status == 0
+    ran = cli("plan", "tiny", *SMALL, "--on", "1xh100-sxm", "-o", "plan.toml")
+    plan = read_plan(tmp_path / "plan.toml")
+    assert plan.exact
+    assert len(plan.ranks) == plan.world_size == 1
+    assert plan.ranks[0].state_bytes["parameters"] == 4 * plan.parameters
+
+
+# Nothing fits
+
+
+def test_a_given_layout_that_does_not_fit_names_what_would(cli):
+    ran = cli(*LLAMA, "data.seq_len=8192", "layout.tp=8", "layout.micro_batch=32", "--json")
+    assert ran.codes == ["plan-nothing-fits"]
+    assert "Use layout." in ran.json["errors"][0]["fix"]
+
+
+def test_a_model_that_no_layout_fits_is_told_how_many_nodes_it_needs(cli):
+    ran = cli("plan", "llama3-70b", *SMALL, "--on", "2xh100-sxm", "layout.offload=none", "--json")
+    assert ran.codes == ["plan-nothing-fits"]
+    (error,) = ran.json["errors"]
+    assert "a device, " in error["fix"]
+    assert "cluster.nodes=" in error["fix"] or "layout.offload" in error["fix"]
+
+
+# Why
+
+
+def test_why_explains_a_legal_layout_against_the_best(cli):
+    ran = cli(*LLAMA, "--why", "layout.tp=4", "layout.dp_shard=2")
+    assert ran.status == 0
+    assert "asked for" in ran.out
+    assert "Against the best layout" in ran.out
+    found = cli(*LLAMA, "--why", "layout.tp=4", "layout.dp_shard=2", "--json").json
+    why = found["why"]
+    assert why["legal"]
+    (asked,) = found["layouts"]
+    assert asked["layout"]["tp"] == 4
+    difference = asked["step_s"] - why["best"]["step_s"]
+    assert difference >= 0
+    assert sum(why["against_best_s"].values()) == pytest.approx(difference, rel=1e-6, abs=1e-9)
+
+
+def test_why_explains_a_layout_that_no_rule_allows(cli):
+    ran = cli(*LLAMA, "--why", "layout.tp=3", "--json")
+    assert ran.status == 0
+    why = ran.json["why"]
+    assert not why["legal"]
+    assert [problem["code"] for problem in why["problems"]] == ["layout-tp-heads"]
+    (nearest,) = ran.json["layouts"]
+    assert nearest["layout"]["tp"] in (2, 4)
+    assert "nearest legal layout: " in ran.err
+
+
+def test_why_says_by_how_much_a_layout_does_not_fit(cli):
+    ran = cli(*LLAMA, "--why", "layout.dp_replicate=8")
+    assert "does not fit: " in ran.out
+    assert " over the 80 GB of a device" in ran.out
+    assert "it would fit: Use layout." in ran.out
+
+
+def test_why_tells_of_idle_devices(cli):
+    assert "it leaves 4 of 8 devices idle" in cli(*LLAMA, "--why", "layout.tp=4").out
+
+
+# Sizing
+
+
+def test_sizing_names_devices_time_cost_and_what_was_assumed(cli):
+    asked = ("--tokens", "2e10", "--deadline", "3d")
+    ran = cli(
+        "plan", "llama3-8b", *SMALL, "--on", "8xh100-sxm", "cluster.cost_per_hour=2.5", *asked, "--json"
+    )
+    assert ran.status == 0
+    sizing = ran.json["sizing"]
+    assert sizing["wall_s"] <= 3 * 86400
+    assert sizing["cost"] == pytest.approx(2.5 * sizing["devices"] * sizing["wall_s"] / 3600)
+    assert [size["devices"] for size in sizing["tried"]] == sorted(
+        size["devices"] for size in sizing["tried"]
+    )
+    assert "Sizes tried" in ran.err
+    assert "assumed: " in ran.err
+    layout = ran.json["layouts"][0]["layout"]
+    world = layout["pp"] * layout["dp_replicate"] * layout["dp_shard"] * layout["cp"] * layout["tp"]
+    assert world <= sizing["devices"]
+
+
+def test_sizing_says_one_device_where_one_is_enough(cli):
+    ran = cli("plan", "tiny", *SMALL, "--on", "8xh100-sxm", "--tokens", "1e6", "--deadline", "9d")
+    assert "use one device" in ran.out
+
+
+# Pictures
+
+
+def test_a_picture_as_svg_has_the_limit_the_parts_and_the_curve(cli, tmp_path):
+    assert cli(*LLAMA, "--picture", "plan.svg").status == 0
+    root = ElementTree.fromstring((tmp_path / "plan.svg").read_bytes())
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "memory of a device, 80 GB" in texts
+    assert "compute" in texts
+    assert any("layouts that fit" in text for text in texts)
+
+
+def test_a_picture_as_png_is_one(cli, tmp_path):
+    assert cli(*LLAMA, "--picture", "plan.png").status == 0
+    content = (tmp_path / "plan.png").read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    place, chunks = 8, {}
+    while place < len(content):
+        (length,) = struct.unpack(">I", content[place : place + 4])
+        kind, body = content[place + 4 : place + 8], content[place + 8 : place + 8 + length]
+        (crc,) = struct.unpack(">I", content[place + 8 + length : place + 12 + length])
+        assert crc == zlib.crc32(kind + body)
+        chunks[kind] = body
+        place += 12 + length
+    width, height = struct.unpack(">II", chunks[b"IHDR"][:8])
+    pixels = zlib.decompress(chunks[b"IDAT"])
+    assert len(pixels) == height * (1 + 3 * width)
+    assert len(set(pixels)) > 20, "something is drawn"
+
+
+def test_what_runs_on_this_machine_is_drawn_too(cli, good, tmp_path):
+    local = ("cluster.preset=local", "cluster.device=cpu", "cluster.devices_per_node=4")
+    assert cli("plan", good, *local, "--picture", "plan.svg").status == 0
+    assert (tmp_path / "plan.svg").stat().st_size > 1000
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("--tokens", "1e9"), "plan-sizing-half"),
+        (("--deadline", "3d"), "plan-sizing-half"),
+        (("--tokens", "0", "--deadline", "3d"), "plan-bad-tokens"),
+        (("--tokens", "-5", "--deadline", "3d"), "plan-bad-tokens"),
+        (("--tokens", "nan", "--deadline", "3d"), "plan-bad-tokens"),
+        (("--tokens", "1e9", "--deadline", "soon"), "plan-bad-deadline"),
+        (("--tokens", "1e9", "--deadline", "3d", "--why", "layout.tp=2"), "plan-why-sizing"),
+        (("--tokens", "1e9", "--deadline", "3d", "layout.tp=2"), "plan-sizing-not-here"),
+        (("--why", "tp=4"), "plan-why-key"),
+        (("--why", "layout.tpp=4"), "job-unknown-key"),
+        (("--picture", "plan.gif"), "plan-picture-kind"),
+        (("--picture", "gone/plan.svg"), "plan-picture-unwritable"),
+        (("--by", "luck"), "cli-usage"),
+        (("--top", "0"), "cli-usage"),
+        (("layout.tp=16",), "layout-world-size"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else value,
+)
+def test_bad_input_is_refused_with_its_code(cli, arguments, code):
+    ran = cli(*LLAMA, *arguments)
+    assert ran.status == 2
+    assert code in ran.codes
+
+
+def test_unknown_presets_are_named(cli):
+    assert cli("plan", "llama9", *ON).codes == ["job-missing-file"]
+    assert cli("plan", "llama3-8b", "--on", "2x8xz9000").codes == ["cluster-unknown-preset"]
+
+
+def test_a_ranking_by_cost_is_of_the_search_alone(cli, good):
+    local = ("cluster.preset=local", "cluster.device=cpu")
+    assert cli("plan", good, *local, "--by", "cost").codes == ["plan-by-not-here"]
+
+
+def test_why_is_for_decoders(cli):
+    assert cli("plan", "resnet18", "--on", "8xh100-sxm", "--why", "layout.dp_replicate=2").codes == [
+        "plan-why-images"
+    ]
+
+
+def test_an_illegal_layout_gets_the_nearest_legal_one_that_can_be_planned(cli):
+    ran = cli(*LLAMA, "layout.tp=3", "--json")
+    assert ran.status == 2
+    notes = ran.json["notes"]
+    (note,) = [n for n in notes if n.startswith("nearest legal layout: ")]
+    overrides = note.removeprefix("nearest legal layout: ").partition(" (")[0].split()
+    assert load_job("llama3-8b", [*SMALL, *overrides], "2x4xh100-sxm", to_run=False).layout.mode == "given"

@@ -1,0 +1,65 @@
+"""Jobs for decoders of every kind on small clusters; loaded to be planned, not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from meshwright.spec.job import Job
+from meshwright.spec.load import build_job
+
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {
+        "num_layers": 6,
+        "hidden_size": 256,
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "ffn_size": 512,
+        "vocab_size": 1024,
+    },
+    "experts": {
+        "num_layers": 4,
+        "hidden_size": 256,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "ffn_size": 512,
+        "vocab_size": 1024,
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "expert_ffn_size": 256,
+        "shared_experts": 1,
+        "dense_layers": 1,
+    },
+    "latent": {
+        "num_layers": 4,
+        "hidden_size": 256,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "ffn_size": 512,
+        "vocab_size": 1024,
+        "attention": "latent",
+        "latent_size": 64,
+        "rope_head_dim": 32,
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def make_job() -> Callable[..., Job]:
+    """``make_job("dense", cluster={"devices_per_node": 4})``: tables laid over a small job."""
+
+    def make(kind: str = "dense", **tables: Any) -> Job:
+        tree: dict[str, Any] = {
+            "name": kind,
+            "model": dict(MODELS.get(kind, {"preset": kind})),
+            "cluster": {"preset": "h100-sxm"},
+            "data": {"path": "text", "seq_len": 64},
+            "train": {"steps": 4, "global_batch": 8, "precision": "bf16"},
+        }
+        for name, keys in tables.items():
+            tree[name] = {**tree.get(name, {}), **keys}
+        return build_job(tree, to_run=False)
+
+    return make

@@ -1,0 +1,187 @@
+"""The space is the legality table's: nothing illegal is in it, nothing legal that it promises is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from meshwright.plan.estimate.grid import CONTEXTS, RECOMPUTES
+from meshwright.plan.search.enumerate import (
+    Space,
+    micro_batch_choices,
+    pinned_keys,
+    virtual_stage_choices,
+    world_sizes,
+)
+from meshwright.plan.search.runtimes import REACHES, Reach, reach_of
+from meshwright.spec.job import Runtime
+from meshwright.spec.layout import Layout
+from meshwright.spec.legality import find_problems, with_layout
+from meshwright.spec.numbers import divisors
+
+
+def layouts_of(space: Space, size: int = 1 << 14) -> list[Layout]:
+    return [
+        grid.layout(n) for chunk in space.chunks(size) for grid in [chunk.grow()] for n in range(len(grid))
+    ]
+
+
+def legal(job, layout: Layout) -> bool:
+    return not find_problems(with_layout(job, layout), to_run=False)
+
+
+def brute_force(job, world: int):
+    """Every legal layout, by asking the table about all combinations; what changes nothing is asked once."""
+    layers, batch = job.model.num_layers, job.train.global_batch
+    ranks = divisors(world)
+    for pp, dp_replicate, dp_shard, cp, tp in itertools.product(ranks, repeat=5):
+        if pp * dp_replicate * dp_shard * cp * tp != world:
+            continue
+        share = -(-batch // (dp_replicate * dp_shard))
+        experts = divisors(dp_shard * cp * tp) if job.model.num_experts else [1]
+        schedules = [("1f1b", 1)]
+        if pp > 1:
+            schedules = [(name, v) for name in Reach().schedules for v in range(1, layers + 1)]
+        for ep, etp, zero, sp, (schedule, stages), context, micro, recompute in itertools.product(
+            experts,
+            experts,
+            range(4),
+            (False, True),
+            schedules,
+            CONTEXTS,
+            micro_batch_choices(share),
+            RECOMPUTES,
+        ):
+            fewest = virtual_stage_choices(layers, pp)
+            if schedule == "interleaved" and stages > 1 and stages not in fewest:
+                continue
+            layout = Layout(
+                mode="given", pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep,
+                etp=etp, zero=zero, sequence_parallel=sp, schedule=schedule, virtual_stages=stages,
+                context=context, micro_batch=micro, recompute=recompute,
+            )  # fmt: skip
+            if legal(job, layout):
+                yield layout
+
+
+@pytest.mark.parametrize(("kind", "world"), [("dense", 4), ("dense", 6), ("experts", 2), ("latent", 4)])
+def test_the_space_is_exactly_what_the_table_allows(make_job, kind, world):
+    job = make_job(kind, cluster={"devices_per_node": world}, train={"global_batch": 4})
+    found = layouts_of(Space(job, world))
+    assert len(found) == len(set(found)), "no layout twice"
+    assert set(found) == set(brute_force(job, world))
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts", "latent", "llama3-70b", "deepseek-v3", "gpt3-175b"])
+def test_samples_of_large_spaces_are_legal(make_job, kind):
+    job = make_job(kind, cluster={"nodes": 12}, data={"seq_len": 2048}, train={"global_batch": 96})
+    dice = random.Random(kind)
+    for world in (96, 24, 1):
+        chunks = list(itertools.islice(Space(job, world).chunks(), 12))
+        for chunk in dice.sample(chunks, min(4, len(chunks))):
+            grid = chunk.grow()
+            for place in dice.sample(range(len(grid)), min(20, len(grid))):
+                layout = grid.layout(place)
+                assert layout.world_size == world
+                assert find_problems(with_layout(job, layout), to_run=False) == [], layout
+
+
+def test_counts_are_known_before_anything_is_made(make_job):
+    space = Space(make_job("experts", cluster={"nodes": 2}), 16)
+    for size in (64, 1 << 14):
+        chunks = list(space.chunks(size))
+        assert sum(len(chunk.grow()) for chunk in chunks) == len(space)
+        assert all(chunk.sizes.sum() == len(chunk.grow()) for chunk in chunks)
+        assert all(len(chunk.least()) == len(chunk.sizes) for chunk in chunks)
+    assert space.illegal > 0
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"micro_batch": 2},
+        {"recompute": "full"},
+        {"schedule": "gpipe"},
+        {"schedule": "interleaved", "virtual_stages": 3},
+        {"sequence_parallel": True},
+        {"context": "ulysses"},
+        {"tp": 2, "pp": 2},
+        {"zero": 3},
+        {"offload": "optimizer"},
+        {"prefetch": 2},
+        {"accumulate": "deferred"},
+    ],
+    ids=str,
+)
+def test_keys_that_were_given_keep_their_value_and_stay_legal(make_job, pins):
+    job = make_job("dense")
+    found = layouts_of(Space(job, 8, pins))
+    assert found
+    for layout in found:
+        assert all(getattr(layout, key) == value for key, value in pins.items())
+    assert all(legal(job, layout) for layout in random.Random(0).sample(found, min(60, len(found))))
+
+
+def test_a_key_is_pinned_where_it_was_written_or_is_not_the_default():
+    layout = Layout(recompute="full", micro_batch=None)
+    assert pinned_keys(layout) == {"recompute": "full"}
+    assert pinned_keys(layout, ["schedule"]) == {"recompute": "full", "schedule": "1f1b"}
+    assert pinned_keys(Layout(bucket_mb=1.0)) == {}, "how buckets are cut is no choice of the search"
+
+
+def test_micro_batches_waste_nothing_or_as_little_as_their_count_allows():
+    for share in (1, 7, 12, 48, 97, 512):
+        found = micro_batch_choices(share)
+        assert set(divisors(share)) <= set(found)
+        for micro in found:
+            count = -(-share // micro)
+            assert micro == -(-share // count), "no smaller one does it in as many micro-batches"
+
+
+def test_virtual_stages_are_the_fewest_for_their_layers():
+    assert virtual_stage_choices(96, 8) == (2, 3, 4, 6, 12)
+    assert virtual_stage_choices(6, 8) == ()
+
+
+def test_even_parts_of_the_cluster_are_tried(make_job):
+    assert world_sizes(make_job("dense", cluster={"nodes": 6})) == [48, 24, 16, 8, 4, 2, 1]
+
+
+def test_offloading_is_only_in_a_space_that_asks_for_it(make_job):
+    job = make_job("dense")
+    plain, away = Space(job, 8), Space(job, 8, offloads=("optimizer", "all"))
+    assert {layout.offload for layout in layouts_of(plain)} == {"none"}
+    assert {layout.offload for layout in layouts_of(away)} == {"optimizer", "all"}
+    assert len(away) == 2 * len(plain)
+
+
+def test_more_data_ranks_than_samples_are_legal_and_there(make_job):
+    """The rest of the ranks run zero-weight samples; it is slow, and not forbidden."""
+    job = make_job("dense", train={"global_batch": 2})
+    assert any(layout.data_degree == 8 for layout in layouts_of(Space(job, 8)))
+
+
+def test_columns_survive_the_way_to_layouts_and_back(make_job):
+    from meshwright.plan.estimate.grid import Grid
+
+    chunk = next(iter(Space(make_job("experts"), 8).chunks()))
+    grid = chunk.grow()
+    again = Grid.of([grid.layout(n) for n in range(0, len(grid), 97)])
+    for field in dataclasses.fields(grid):
+        assert np.array_equal(getattr(grid, field.name)[::97], getattr(again, field.name)), field.name
+
+
+@pytest.mark.parametrize("runtime", get_args(Runtime))
+def test_the_search_for_a_framework_stays_within_what_it_knows(make_job, runtime):
+    job = make_job("dense", train={"runtime": runtime})
+    found = layouts_of(Space(job, 8))
+    reach = reach_of(job)
+    assert any(runtime.startswith(name) for name in REACHES), "every runtime is listed"
+    assert {layout.zero for layout in found} == set(reach.zeros)
+    assert {layout.schedule for layout in found if layout.pp > 1} == set(reach.schedules)
+    assert layouts_of(Space(job, 8, {"schedule": "gpipe", "zero": 2})), "what is named is not bound by it"

@@ -1,0 +1,99 @@
+"""How many devices: the fewest that keep the deadline, failures counted, and one where one is enough."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from meshwright.core.errors import UserError
+from meshwright.plan.search.find import with_cluster
+from meshwright.plan.search.sizing import (
+    CHECKPOINT_BYTES,
+    RESTART_S,
+    assumptions_of,
+    explain_size,
+    lost_to_failures,
+    parse_duration,
+    size_cluster,
+)
+from meshwright.plan.shapes import count_parameters
+
+TABLES = {"data": {"seq_len": 2048}, "train": {"global_batch": 64}}
+DAY = 86_400.0
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90d", 90 * DAY), ("12h", 43_200), ("2w", 14 * DAY), ("1.5d", 1.5 * DAY)]
+)
+def test_durations(text, seconds):
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["90", "d", "-3d", "0d", "3m", "1e3d", ""])
+def test_what_is_no_duration_is_refused(text):
+    with pytest.raises(UserError) as caught:
+        parse_duration(text)
+    assert caught.value.problems[0].code == "plan-bad-deadline"
+
+
+def test_the_interval_between_checkpoints_is_the_best_one(make_job):
+    """Any other interval loses more: write / t + t / (2 M) + restart / M is smallest at sqrt(2 write M)."""
+    job = with_cluster(make_job("llama3-8b"), failure_hours=1000.0, storage_bytes_per_s=1e10)
+    devices = 64
+    between = 1000 * 3600 / devices
+    write = CHECKPOINT_BYTES * count_parameters(job.model) / 1e10
+    lost = lost_to_failures(job, devices, 8)
+    others = [write / t + t / (2 * between) + RESTART_S / between for t in range(10, 5000, 10)]
+    assert lost == pytest.approx(min(others), rel=1e-3)
+    assert lost <= min(others)
+
+
+def test_more_devices_fail_more_often(make_job):
+    job = make_job("llama3-8b")
+    lost = [lost_to_failures(job, 8 * nodes, nodes) for nodes in (1, 16, 256, 4096)]
+    assert lost == sorted(lost)
+    assert all(0 < share <= 1 for share in lost)
+
+
+def test_the_answer_keeps_the_deadline_and_half_of_it_does_not(make_job):
+    job = with_cluster(make_job("llama3-8b", **TABLES), cost_per_hour=2.0)
+    sizing = size_cluster(job, 1e11, 20 * DAY, {})
+    answer = sizing.answer
+    assert answer is not None
+    assert answer.wall_s <= 20 * DAY
+    smaller = [size for size in sizing.tried if size.devices <= answer.devices // 2]
+    assert smaller
+    assert all(size.wall_s > 20 * DAY for size in smaller)
+    steps = math.ceil(1e11 / (64 * 2048))
+    assert answer.wall_s == pytest.approx(steps * answer.prediction.step_s / (1 - answer.lost_share))
+    assert answer.cost == pytest.approx(2.0 * answer.devices * answer.wall_s / 3600)
+    (sentence,) = explain_size(sizing, "H100")
+    assert sentence.startswith(f"{answer.devices} x H100")
+    assert sizing.summary()["devices"] == answer.devices
+
+
+def test_one_device_is_the_answer_where_it_is_enough(make_job):
+    sizing = size_cluster(make_job("tiny", data={"seq_len": 32}), 1e6, 30 * DAY, {})
+    assert sizing.answer is not None
+    assert sizing.answer.devices == 1
+    assert explain_size(sizing, "H100")[0].startswith("use one device")
+
+
+def test_a_deadline_that_no_number_of_devices_keeps_is_said_so(make_job):
+    job = make_job("tiny", data={"seq_len": 32}, train={"global_batch": 2})
+    sizing = size_cluster(job, 1e12, 3600, {})
+    assert sizing.answer is None
+    assert sizing.summary()["devices"] is None
+    assert "no number of" in explain_size(sizing, "H100")[0]
+    assert len(sizing.tried) < 14, "it stops when more devices no longer help"
+
+
+def test_what_stands_in_for_missing_figures_is_named(make_job):
+    bare = with_cluster(make_job("dense"), failure_hours=None, storage_bytes_per_s=None, cost_per_hour=None)
+    told = " ".join(assumptions_of(bare))
+    assert "failure_hours" in told
+    assert "price unknown" in told
+    known = with_cluster(bare, failure_hours=1.0, storage_bytes_per_s=1.0, cost_per_hour=1.0)
+    assert "price unknown" not in " ".join(assumptions_of(known))
+    assert "failure_hours" not in " ".join(assumptions_of(known))
