@@ -16,7 +16,6 @@ from meshwright.explain.plan_picture import PlanPicture
 from meshwright.plan.choose import explain_positions
 from meshwright.plan.contract import Plan, build_plan
 from meshwright.plan.learning_rate import explain_lr
-from meshwright.plan.search.counts import total_parameters
 from meshwright.plan.search.find import By, Found, Progress, find_layouts, no_progress
 from meshwright.plan.search.neighbours import compare, explain_neighbours
 from meshwright.plan.search.predict import (
@@ -30,6 +29,7 @@ from meshwright.plan.search.rescue import nothing_fits, remedies_for_layout, rem
 from meshwright.plan.search.settle import settle_micro_batch
 from meshwright.plan.search.traffic import bytes_by_axis
 from meshwright.plan.search.write import estimated_plan
+from meshwright.plan.shapes import count_parameters
 from meshwright.spec.hf import notes_on
 from meshwright.spec.job import Job
 from meshwright.spec.legality import find_problems
@@ -201,7 +201,7 @@ def describe_prediction(output: Output, best: Prediction, reasons: list[str]) ->
     job, cluster = best.job, best.job.cluster
     name = cluster.preset or cluster.file or "given"
     used = f"{best.layout.world_size} of {cluster.world_size} devices"
-    count = format_count(total_parameters(best.workload.model))
+    count = format_count(count_parameters(best.workload.model))
     output.say(f"{job.name}: {count} parameters on {used} ({cluster.device_name}, {name})")
     for reason in reasons:
         output.say(f"  {reason}")

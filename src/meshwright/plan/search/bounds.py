@@ -18,7 +18,7 @@ from meshwright.plan.estimate.products import TILES, Device
 from meshwright.plan.estimate.rates import rates_of
 from meshwright.plan.estimate.step import StepEstimate
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.search.counts import active_parameters
+from meshwright.plan.shapes import count_active_matmul_parameters
 
 WITH_BUBBLE = [SCHEDULES.index(name) for name in ("gpipe", "1f1b", "interleaved")]
 OF_THE_SCHEDULE = ("bubble", "uneven stages", "pipeline transfers")
@@ -45,7 +45,7 @@ def products_s(workload: Workload, devices: int) -> float:
     """All matrix products of a step but the routers', spread over so many devices at that rate."""
     model = workload.model
     routers = model.expert_layers * model.hidden_size * (model.num_experts or 0)
-    flops = 6.0 * (active_parameters(model) - routers) * workload.global_batch * workload.seq_len
+    flops = 6.0 * (count_active_matmul_parameters(model) - routers) * workload.global_batch * workload.seq_len
     return flops / highest_rate(workload) / devices
 
 
