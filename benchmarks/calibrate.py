@@ -163,7 +163,8 @@ STAGES = (
     ),
     Stage(
         ("meshwright",),
-        _rates("stack.meshwright.H100", "matmul attention") + _rates("stack.meshwright", "compiled"),
+        _rates("stack.meshwright.H100", "matmul attention")
+        + _rates("stack.meshwright", "compiled host_s step_s"),
     ),
 )
 

@@ -19,7 +19,7 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_count, format_rate, format_seconds
 from meshwright.explain.plan_picture import PlanPicture
 from meshwright.plan.choose import Candidate, Search
-from meshwright.plan.compute import UNCERTAINTY, peak_rate
+from meshwright.plan.compute import peak_rate, step_interval
 from meshwright.plan.contract import Plan, build_plan, plan_of, write_plan
 from meshwright.plan.search.enumerate import pinned_keys
 from meshwright.plan.search.find import By
@@ -186,13 +186,14 @@ def describe_plan(output: Output, plan: Plan) -> None:
     output.say(f"{job.name}: {format_count(plan.parameters)} parameters {share} ({cluster})")
     for reason in plan.reasons:
         output.say(f"  {reason}")
-    low, high = format_seconds(plan.step_s / UNCERTAINTY), format_seconds(plan.step_s * UNCERTAINTY)
+    spread = step_interval(job)
+    low, high = format_seconds(plan.step_s * spread.low), format_seconds(plan.step_s * spread.high)
     rate = format_rate(plan.tokens_per_step / plan.step_s, job.unit)
     output.say(
         f"  predicted step {format_seconds(plan.step_s)} ({low} to {high}), {rate}, MFU {plan.mfu:.0%}"
     )
     _, peak = peak_rate(job.cluster, job.train.precision)
-    output.say(f"  MFU counts against {peak}; rates: {job.cluster.basis}")
+    output.say(f"  interval: {spread.basis}; MFU counts against {peak}; rates: {job.cluster.basis}")
     rank = plan.ranks[0]
     rows = [(line.name, format_bytes(line.bytes), line.formula) for line in rank.lines]
     rows.append(("peak in a step", format_bytes(rank.peak_bytes), f"at: {rank.peak_at}"))

@@ -1,8 +1,9 @@
-"""Time of a step: matrix work, the optimizer, and the part of the communication that nothing hides.
+"""Time of a step of what runs: matrix work, the optimizer, and the part of the communication that nothing hides.
 
-This is the skeleton's estimate: the cluster's rates, four constants, ring all-reduces. The constants were set
-by hand on five small models on a 2-core Xeon virtual machine and one 1.5-billion-parameter model on one H200
-(November 2026), all within 1.5 times. It ranks one process against replicas; it does not claim more.
+Decoders on GPUs have the estimate of ``plan/estimate``. CPUs and ResNets have the one below: the cluster's
+rates, four constants, ring all-reduces. The constants were set by hand on five small models on a 2-core Xeon
+virtual machine (November 2026), all within 1.5 times. It ranks one process against replicas; it does not
+claim more.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.comms import Traffic
+from meshwright.plan.estimate import step as estimate
+from meshwright.plan.estimate.grid import Grid
+from meshwright.plan.estimate.interval import Interval, interval
+from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.optimizer import predict_optimizer
 from meshwright.plan.resnet_shapes import image_flops
 from meshwright.plan.shapes import count_active_matmul_parameters, list_parameters
@@ -30,8 +35,8 @@ OVERLAP = {"cpu": 0.5, "cuda": 0.9}
 """Share of the gradient reduction that hides behind the last backward pass (CPU: measured with gloo)."""
 RECOMPUTE_PASSES = {"none": 0, "selective": 2, "full": 3}
 """Times that the activations cross it once more when they are computed again."""
-UNCERTAINTY = 2.0
-"""The interval is the estimate divided and multiplied by this."""
+UNCERTAINTY = Interval(0.5, 2.0, "a guess: no published run on CPUs or of ResNets was compared")
+"""Of the estimate below."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,24 @@ def peak_rate(cluster: Cluster, precision: str) -> tuple[float, str]:
     return matmul_rate(cluster, precision), "the cluster's large-product rate"
 
 
+def step_interval(job: Job) -> Interval:
+    """How far the predicted time may be off, and what that rests on."""
+    return interval(Workload.of(job)) if _is_estimated(job) else UNCERTAINTY
+
+
+def _is_estimated(job: Job) -> bool:
+    return job.cluster.device == "cuda" and isinstance(job.model, DecoderModel)
+
+
+def _estimated(job: Job) -> StepTime:
+    """The step of a decoder on GPUs."""
+    found = estimate.estimate_step(Workload.of(job), Grid.of([job.layout]))
+    total, optimizer = float(found.step_s[0]), float(found.parts["optimizer"][0])
+    shown = float(found.parts["gradient reduction"][0])
+    hidden = sum(float(part[0]) for part in found.hidden.values())
+    return StepTime(total - optimizer - shown, optimizer, shown + hidden, shown)
+
+
 def estimate_step(job: Job, micro_batches: int, touched_bytes: int, traffic: Sequence[Traffic]) -> StepTime:
     """The step of a rank.
 
@@ -113,6 +136,8 @@ def estimate_step(job: Job, micro_batches: int, touched_bytes: int, traffic: Seq
         touched_bytes: Activations that one micro-batch makes.
         traffic: The collectives of the layout.
     """
+    if _is_estimated(job):
+        return _estimated(job)
     cluster, train = job.cluster, job.train
     tokens = micro_batches * (job.layout.micro_batch or 1) * job.data.seq_len
     rate = matmul_rate(cluster, train.precision) * _efficiency(job.model)

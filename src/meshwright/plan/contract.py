@@ -20,7 +20,7 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.plan.buckets import bucket_parameters
 from meshwright.plan.choose import Candidate, Search, explain_choice, require_fit, search_layouts
 from meshwright.plan.comms import Traffic
-from meshwright.plan.compute import UNCERTAINTY, flops_per_token, peak_rate
+from meshwright.plan.compute import flops_per_token, peak_rate, step_interval
 from meshwright.plan.moments import Line
 from meshwright.plan.shapes import count_parameters, list_parameters
 from meshwright.spec.hf import notes_on
@@ -76,13 +76,13 @@ class Plan:
 
     def summary(self) -> dict[str, Any]:
         """The layout for ``--json``, with INTERFACES' keys."""
-        rank = self.ranks[0]
+        rank, spread = self.ranks[0], step_interval(self.job)
         lines = [dataclasses.asdict(line) for line in rank.lines]
         return {
             "layout": layout_keys(self.job),
             "step_s": self.step_s,
-            "step_s_low": self.step_s / UNCERTAINTY,
-            "step_s_high": self.step_s * UNCERTAINTY,
+            "step_s_low": self.step_s * spread.low,
+            "step_s_high": self.step_s * spread.high,
             "tokens_per_s_per_device": self.tokens_per_step / self.step_s / self.world_size,
             "mfu": self.mfu,
             "memory_bytes": {

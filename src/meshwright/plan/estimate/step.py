@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.plan.estimate.block import BlockModel, BlockTimes, Passes
-from meshwright.plan.estimate.grid import SCHEDULES, Floats, Grid, Ints
+from meshwright.plan.estimate.grid import OFFLOADS, SCHEDULES, Floats, Grid, Ints
 from meshwright.plan.estimate.network import Groups, build_groups
 from meshwright.plan.estimate.products import Device
 from meshwright.plan.estimate.rates import Rates, rates_of
@@ -16,6 +16,7 @@ from meshwright.plan.estimate.workload import Workload
 from meshwright.schedule.closed_forms import pipeline_time
 
 FULL, SELECTIVE = 2, 1
+OFFLOAD_ALL = OFFLOADS.index("all")
 ZBV, DUALPIPE = SCHEDULES.index("zbv"), SCHEDULES.index("dualpipe-v")
 WIRE_BYTES = 2.0
 """Bytes of an activation on the wire."""
@@ -114,6 +115,8 @@ class _Step:
         back_input = work.backward_input + again + tp_backward + cp_backward + ep_s + repeated
         back = np.maximum(back_input + work.backward_weight, backward_host)
         late_forward, late_backward = self._sharded(forward, back)
+        late_forward = late_forward + self._streamed(forward)
+        late_backward = late_backward + self._streamed(back)
         passes = Passes(
             forward + late_forward, back - work.backward_weight + late_backward, work.backward_weight
         )
@@ -199,6 +202,14 @@ class _Step:
         late_backward = late_backward + slow * np.minimum(wanted_back, backward)
         return np.where(on, late_forward, 0.0), np.where(on, late_backward, 0.0)
 
+    def _streamed(self, passed: Floats) -> Floats:
+        """Parameters that lie on the host come in once a pass; what the pass does not hide."""
+        grid = self.grid
+        kept = np.where(grid.zero == 3, grid.dp_shard * grid.cp, 1)
+        moved = (self.shares.block + self.shares.expert_block) / kept * WIRE_BYTES
+        arriving = moved / self.workload.cluster.host_bytes_per_s
+        return np.where(grid.offload == OFFLOAD_ALL, np.maximum(arriving - self.rates.overlap * passed, 0), 0)
+
     def _slowest(self, block: Passes, mean: Passes) -> Passes:
         """The stage that the others wait for: the last one has the head, unless it has fewer layers."""
         grid = self.grid
@@ -268,5 +279,6 @@ class _Step:
         left = np.where(grid.zero > 0, self.groups.expert_shard.ranks, 1)
         mine = self.shares.rank / shard + self.shares.expert_rank / left
         on_device = mine * self.rules.optimizer_bytes / self.device.bytes_per_s
-        moved = mine * 2 * WIRE_BYTES / self.workload.cluster.host_bytes_per_s
-        return np.where(grid.offload > 0, np.maximum(moved, 4 * on_device), on_device)
+        # On the host the update is ruled by a device's share of host memory, about as fast as its link there.
+        on_host = mine * self.rules.optimizer_bytes / self.workload.cluster.host_bytes_per_s
+        return np.where(grid.offload > 0, on_host, on_device)
