@@ -15,9 +15,9 @@ from typing import Any
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_seconds
-from meshwright.plan.search.counts import total_parameters
 from meshwright.plan.search.find import find_layouts, with_cluster
 from meshwright.plan.search.predict import Prediction, predict_layouts
+from meshwright.plan.shapes import count_parameters
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.numbers import divisors
@@ -105,7 +105,7 @@ def lost_to_failures(job: Job, devices: int, nodes: int) -> float:
     cluster = job.cluster
     between_s = (cluster.failure_hours or ASSUMED_FAILURE_HOURS) * 3600 / devices
     rate = cluster.storage_bytes_per_s or ASSUMED_STORAGE_BYTES_PER_S * nodes
-    write_s = CHECKPOINT_BYTES * total_parameters(job.model) / rate
+    write_s = CHECKPOINT_BYTES * count_parameters(job.model) / rate
     interval_s = math.sqrt(2 * write_s * between_s)
     return min(1.0, write_s / interval_s + interval_s / (2 * between_s) + RESTART_S / between_s)
 
