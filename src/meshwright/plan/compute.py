@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from meshwright.plan.comms import Traffic
 from meshwright.plan.optimizer import predict_optimizer
 from meshwright.plan.resnet_shapes import image_flops
-from meshwright.plan.shapes import count_matmul_parameters, list_parameters
+from meshwright.plan.shapes import count_active_matmul_parameters, list_parameters
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel, Model, ResNetModel
@@ -57,14 +57,19 @@ class StepTime:
 def flops_per_token(model: Model, seq_len: int) -> float:
     """Forward and backward FLOPs of one token, or of one image.
 
-    Of a token: 6 for each parameter that multiplies activations (the head included, the input embedding not),
-    plus attention with the causal half counted once: 2 products x 2 x seq_len / 2 x query width, times 3.
+    Of a token: 6 for each parameter that multiplies it (the head and the chosen experts included, the input
+    embedding not), plus attention over the positions that it sees on average: half of the sequence, or of a
+    window all but what the start lacks; 2 FLOPs for the scores and 2 for their use, times 3.
     Of an image: see ``image_flops``.
     """
     if isinstance(model, ResNetModel):
         return float(image_flops(model))
-    attention = 6.0 * seq_len * model.query_size * model.num_layers
-    return 6.0 * count_matmul_parameters(model) + attention
+    window, windowed = min(model.window or seq_len, seq_len), model.windowed_layers
+    seen = (model.num_layers - windowed) * seq_len / 2 + windowed * (window - window**2 / (2 * seq_len))
+    queries = model.query_size + (
+        model.num_heads * (model.rope_head_dim or 0) if model.attention == "latent" else 0
+    )
+    return 6.0 * count_active_matmul_parameters(model) + 6.0 * seen * (queries + model.value_size)
 
 
 def recomputed_flops(job: Job) -> float:

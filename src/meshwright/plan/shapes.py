@@ -143,6 +143,7 @@ def _list_linear(owner: str, name: str, rows: int, columns: int, bias: bool) -> 
     return [weight, Parameter(f"{owner}.{name}.bias", (rows,))] if bias else [weight]
 
 
+@functools.lru_cache(maxsize=64)
 def count_parameters(model: Model) -> int:
     """Trained elements."""
     return sum(p.count for p in list_parameters(model))
@@ -156,6 +157,7 @@ def count_matmul_parameters(model: DecoderModel) -> int:
     return count_parameters(model) - embedding
 
 
+@functools.lru_cache(maxsize=64)
 def count_active_parameters(model: Model) -> int:
     """Elements that one token meets: of the routed experts only those that it is sent to."""
     if not isinstance(model, DecoderModel) or not model.num_experts:

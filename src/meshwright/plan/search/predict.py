@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.core.errors import UserError
-from meshwright.plan.compute import peak_rate
+from meshwright.plan.compute import flops_per_token, peak_rate
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.interval import Interval, interval
 from meshwright.plan.estimate.memory import estimate_memory, ledger_stages
@@ -19,7 +19,6 @@ from meshwright.plan.estimate.memory_report import ClassLedger, explain_memory
 from meshwright.plan.estimate.step import StepEstimate, estimate_step
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.search.bounds import WORK_PARTS
-from meshwright.plan.search.counts import token_flops
 from meshwright.plan.search.traffic import Moved, list_traffic
 from meshwright.schedule.build import build_schedule
 from meshwright.schedule.walk import StageTimes, walk_schedule
@@ -106,7 +105,7 @@ class Prediction:
     def mfu(self) -> float:
         """Share of the peak rate, by the FLOPs that the definition counts."""
         rate = mfu_rate(self.job)[0]
-        flops = token_flops(self.workload.model, self.job.data.seq_len)
+        flops = flops_per_token(self.workload.model, self.job.data.seq_len)
         return self.tokens_per_s * flops / self.layout.world_size / rate
 
     def summary(self, reasons: Sequence[str] = (), formulas: bool = False) -> dict[str, Any]:

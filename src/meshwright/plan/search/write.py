@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from meshwright.plan.comms import Traffic
+from meshwright.plan.compute import flops_per_token
 from meshwright.plan.contract import Plan, RankPrediction
 from meshwright.plan.estimate.state import STATE_LINES
-from meshwright.plan.search.counts import token_flops
 from meshwright.plan.search.predict import Prediction
 from meshwright.plan.shapes import count_parameters
 
@@ -32,7 +32,7 @@ def estimated_plan(best: Prediction, reasons: list[str]) -> Plan:
         step_s=best.step_s,
         breakdown_s=best.breakdown_s,
         tokens_per_step=job.train.global_batch * job.data.seq_len,
-        flops_per_token=token_flops(best.workload.model, job.data.seq_len),
+        flops_per_token=flops_per_token(best.workload.model, job.data.seq_len),
         parameters=count_parameters(best.workload.model),
         ranks=(rank,),
         collectives=tuple(rows),
