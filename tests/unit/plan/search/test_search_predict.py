@@ -76,6 +76,19 @@ def test_the_summary_has_the_keys_of_interfaces(make_job):
     )
 
 
+def test_flops_of_a_token_follow_windows_and_latent_heads(make_job):
+    """Dense: 6 for each matrix element and 6 s h a layer; a window cuts what is seen; latent heads are wider."""
+    model = make_job("llama3-8b").model
+    dense = 6.0 * (count_parameters(model) - 128256 * 4096)
+    assert flops_per_token(model, 8192) == pytest.approx(dense + 6 * 32 * 8192 * 4096)
+    windowed = dataclasses.replace(model, window=1024)
+    seen = 1024 - 1024**2 / (2 * 8192)
+    assert flops_per_token(windowed, 8192) == pytest.approx(dense + 12 * 32 * seen * 4096)
+    latent = make_job("deepseek-v3").model
+    attention = flops_per_token(latent, 8192) - 6.0 * count_active_matmul_parameters(latent)
+    assert attention == pytest.approx(6 * 61 * 4096 * 128 * (192 + 128))
+
+
 def test_of_experts_only_the_chosen_ones_multiply(make_job):
     """Mixtral: 12.9 of 46.7 billion parameters are active as published, the input table not counted."""
     model = make_job("mixtral-8x7b").model
