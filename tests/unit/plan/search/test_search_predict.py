@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from meshwright.plan.compute import flops_per_token
 from meshwright.plan.contract import read_plan, write_plan
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
@@ -77,7 +78,7 @@ def test_the_summary_has_the_keys_of_interfaces(make_job):
 
 
 def test_flops_of_a_token_follow_windows_and_latent_heads(make_job):
-    """Dense: 6 for each matrix element and 6 s h a layer; a window cuts what is seen; latent heads are wider."""
+    """Dense: 6 for each matrix element and 6 s h a layer; a window cuts it; latent heads are wider."""
     model = make_job("llama3-8b").model
     dense = 6.0 * (count_parameters(model) - 128256 * 4096)
     assert flops_per_token(model, 8192) == pytest.approx(dense + 6 * 32 * 8192 * 4096)
