@@ -71,9 +71,10 @@ def show_plan(output: Output, asked: PlanRequest) -> int:
                 Problem("plan-by-not-here", rule, path="--by", value=asked.by, fix="Leave it out")
             )
         outcome = _runnable_outcome(job, asked.top)
+    if asked.out is not None:  # before anything is said: the exact ledger may still refuse it
+        write_plan(outcome.plan(), asked.out)
     outcome.describe(output)
     if asked.out is not None:
-        write_plan(outcome.plan(), asked.out)
         output.say(f"\nwritten to {asked.out}")
     if asked.picture is not None:
         draw_picture(outcome, asked.picture)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from meshwright.spec.recipe import explain_defaults
 
 MOST_ROWS = 12
 """Layouts in the table for people; ``--json`` has as many as ``--top`` says."""
+FORMULA_WIDTH = 90
 WALKED = 50
 """Layouts whose schedules are walked before the first of them is called the best."""
 LONG_SEARCH = 300_000
@@ -98,7 +100,7 @@ class SearchOutcome:
         )
         return PlanPicture(
             title=f"{self.job.name}: {layout_words(best.layout)}",
-            memory=_memory_bars(best),
+            memory=best.classes,
             room_bytes=self.job.cluster.memory_bytes,
             steps=[(layout_words(p.layout), p.breakdown_s) for p in self.shown],
             rates=tokens / device_s,
@@ -114,7 +116,7 @@ class SearchOutcome:
             "illegal": found.illegal,
             "fit": found.fit,
             "search_s": found.seconds,
-            "layouts": [best.summary(self.reasons), *rest],
+            "layouts": [best.summary(self.reasons, formulas=True), *rest],
         }
 
 
@@ -224,29 +226,25 @@ def describe_prediction(output: Output, best: Prediction, reasons: list[str]) ->
         output.table("Bytes that a rank moves in a step", ("axis", "within", "bytes", "calls"), moved)
 
 
-def _memory_bars(best: Prediction) -> dict[str, dict[str, float]]:
-    """Lines of the fullest class of ranks; of the others the peak."""
-    return {
-        name: best.lines if name == best.fullest else {"peak of other ranks": peak}
-        for name, peak in best.classes.items()
-    }
-
-
 def _ledger(output: Output, best: Prediction) -> None:
-    room = best.job.cluster.memory_bytes
-    rows = [
-        (name, format_bytes(count), f"{count / room:.1%}")
-        for name, count in sorted(best.lines.items(), key=lambda line: -line[1])
-    ]
-    rows.append(("peak in a step", format_bytes(best.peak_bytes), f"{best.peak_bytes / room:.1%}"))
+    ledger, room = best.ledger, best.job.cluster.memory_bytes
+    rows = [(line.name, format_bytes(line.bytes), shorten_formula(line.formula)) for line in ledger.lines]
+    share = f"at: {ledger.fullest_at}; {best.peak_bytes / room:.1%} of {format_bytes(room)}"
+    rows.append(("peak in a step", format_bytes(best.peak_bytes), share))
+    whose = "every rank" if len(best.classes) == 1 else f"the {best.fullest} stage's ranks"
     output.say()
-    title = (
-        "Memory of every rank" if len(best.classes) == 1 else f"Memory of the {best.fullest} stage's ranks"
-    )
-    output.table(title, ("", "bytes", f"of {format_bytes(room)}"), rows)
-    others = [f"{name} {format_bytes(peak)}" for name, peak in best.classes.items() if name != best.fullest]
+    output.table(f"Memory of {whose}", ("", "bytes", "formula"), rows)
+    times = [f"{name} {format_bytes(count)}" for name, count in ledger.peaks.items() if name != "in step"]
+    output.say(", ".join(times))
+    others = [f"{name} {format_bytes(peak)}" for name, peak in best.peaks.items() if name != best.fullest]
     if others:
         output.say(f"other stages: {', '.join(others)}")
+
+
+def shorten_formula(formula: str) -> str:
+    """A formula for a table: long fractions cut, its first terms; ``--json`` has it whole."""
+    short = re.sub(r"(\d+\.\d{3})\d+", r"\1", formula)
+    return f"= {short}" if len(short) <= FORMULA_WIDTH else f"= {short[: FORMULA_WIDTH - 4].rstrip()} ..."
 
 
 def _step(output: Output, best: Prediction) -> None:

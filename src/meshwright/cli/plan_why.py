@@ -95,7 +95,7 @@ def _explain_legal(output: Output, job: Job, best: Prediction | None) -> dict[st
         "legal": True,
         "problems": [],
         "against_best_s": differences,
-        "layouts": [asked.summary(reasons)],
+        "layouts": [asked.summary(reasons, formulas=True)],
     }
 
 

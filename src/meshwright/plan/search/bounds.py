@@ -23,6 +23,8 @@ from meshwright.plan.shapes import count_active_matmul_parameters
 WITH_BUBBLE = [SCHEDULES.index(name) for name in ("gpipe", "1f1b", "interleaved")]
 OF_THE_SCHEDULE = ("bubble", "uneven stages", "pipeline transfers")
 """Parts of a step that change with the schedule alone."""
+MATRICES = 0.99
+"""At least this share of the parameters is matrices; the rest is norms and biases, which multiply nothing."""
 WORK_PARTS = (
     "compute",
     "tensor parallel",
@@ -45,7 +47,8 @@ def products_s(workload: Workload, devices: int) -> float:
     """All matrix products of a step but the routers', spread over so many devices at that rate."""
     model = workload.model
     routers = model.expert_layers * model.hidden_size * (model.num_experts or 0)
-    flops = 6.0 * (count_active_matmul_parameters(model) - routers) * workload.global_batch * workload.seq_len
+    matrices = MATRICES * (count_active_matmul_parameters(model) - routers)
+    flops = 6.0 * matrices * workload.global_batch * workload.seq_len
     return flops / highest_rate(workload) / devices
 
 

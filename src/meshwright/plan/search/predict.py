@@ -14,7 +14,8 @@ from meshwright.core.errors import UserError
 from meshwright.plan.compute import flops_per_token, peak_rate
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.interval import Interval, interval
-from meshwright.plan.estimate.memory import estimate_memory
+from meshwright.plan.estimate.memory import estimate_memory, ledger_stages
+from meshwright.plan.estimate.memory_report import ClassLedger, explain_memory
 from meshwright.plan.estimate.step import StepEstimate, estimate_step
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.search.bounds import WORK_PARTS
@@ -35,10 +36,8 @@ class Prediction:
     """With this layout."""
     peak_bytes: float
     """Of the fullest rank."""
-    lines: dict[str, float]
-    """The parts of it."""
-    classes: dict[str, float]
-    """The peak of each class of pipeline ranks: `first`, `middle`, `last`; else of every rank."""
+    classes: dict[str, dict[str, float]]
+    """Lines of each class of pipeline ranks, `first`, `middle`, `last`; without a pipeline of every rank."""
     fits: bool
     step_s: float
     breakdown_s: dict[str, float]
@@ -66,10 +65,26 @@ class Prediction:
         """The job with its layout open again."""
         return dataclasses.replace(self.job, layout=Layout())
 
+    @cached_property
+    def peaks(self) -> dict[str, float]:
+        """Bytes of each class of ranks at its worst moment."""
+        return {name: sum(lines.values()) for name, lines in self.classes.items()}
+
     @property
     def fullest(self) -> str:
         """The class whose ranks hold most."""
-        return max(self.classes, key=lambda name: self.classes[name])
+        return max(self.peaks, key=lambda name: self.peaks[name])
+
+    @property
+    def lines(self) -> dict[str, float]:
+        """What the fullest ranks hold."""
+        return self.classes[self.fullest]
+
+    @cached_property
+    def ledger(self) -> ClassLedger:
+        """The fullest ranks' lines with their formulas, and their peaks at named times."""
+        classes = explain_memory(self.workload, self.layout)
+        return max(classes, key=lambda found: found.peak_bytes)
 
     @cached_property
     def interval(self) -> Interval:
@@ -93,12 +108,23 @@ class Prediction:
         flops = flops_per_token(self.workload.model, self.job.data.seq_len)
         return self.tokens_per_s * flops / self.layout.world_size / rate
 
-    def summary(self, reasons: Sequence[str] = ()) -> dict[str, Any]:
-        """The layout for ``--json``."""
+    def summary(self, reasons: Sequence[str] = (), formulas: bool = False) -> dict[str, Any]:
+        """The layout for ``--json``; ``formulas`` of the fullest ranks' lines take a few milliseconds."""
         low, high = self.interval_s
-        memory: dict[str, Any] = {name: {"peak": round(peak)} for name, peak in self.classes.items()}
-        lines = [{"name": name, "bytes": round(count)} for name, count in self.lines.items()]
-        memory[self.fullest]["lines"] = lines
+        memory: dict[str, Any] = {
+            name: {
+                "peak": round(sum(lines.values())),
+                "lines": [{"name": line, "bytes": round(count)} for line, count in lines.items()],
+            }
+            for name, lines in self.classes.items()
+        }
+        if formulas:
+            ledger = self.ledger
+            memory[self.fullest] |= {
+                "peak_at": ledger.fullest_at,
+                "peaks": ledger.peaks,
+                "lines": [dataclasses.asdict(line) for line in ledger.lines],
+            }
         return {
             "layout": {k: v for k, v in dataclasses.asdict(self.layout).items() if v is not None},
             "step_s": self.step_s,
@@ -131,6 +157,7 @@ def predict_layouts(job: Job, layouts: Sequence[Layout], walk: bool = True) -> l
         return []
     workload, grid = Workload.of(job), Grid.of(layouts)
     memory, step = estimate_memory(workload, grid), estimate_step(workload, grid)
+    stages = ledger_stages(workload, grid)
     fits = memory.fits(workload)
     micro_batches = grid.micro_batches(workload.global_batch)
     passes = _pass_shares(step, len(layouts))
@@ -143,13 +170,16 @@ def predict_layouts(job: Job, layouts: Sequence[Layout], walk: bool = True) -> l
             if bubble is not None:
                 total, walked = total - parts["bubble"] + bubble, True
                 parts["bubble"] = bubble
-        classes = {name: float(peaks[place]) for name, peaks in memory.classes.items() if peaks[place] > 0}
+        classes = {
+            ledger.stage.name: {k: float(v[place]) for k, v in ledger.lines.items() if v[place] > 0}
+            for ledger in stages
+            if ledger.stage.exists[place]
+        }
         found.append(
             Prediction(
                 job=dataclasses.replace(job, layout=layout),
                 peak_bytes=float(memory.peak_bytes[place]),
-                lines={k: float(v[place]) for k, v in memory.lines.items() if v[place] > 0},
-                classes=classes if layout.pp > 1 else {EVERY_RANK: float(memory.peak_bytes[place])},
+                classes=classes if layout.pp > 1 else {EVERY_RANK: classes["first"]},
                 fits=bool(fits[place]),
                 step_s=total,
                 breakdown_s={k: v for k, v in parts.items() if abs(v) > 1e-9 * total},

@@ -5,26 +5,25 @@ from __future__ import annotations
 from meshwright.plan.comms import Traffic
 from meshwright.plan.compute import flops_per_token
 from meshwright.plan.contract import Plan, RankPrediction
-from meshwright.plan.moments import Line
+from meshwright.plan.estimate.state import STATE_LINES
 from meshwright.plan.search.predict import Prediction
 from meshwright.plan.shapes import count_parameters
-
-STATE = ("parameters", "gradients", "optimizer")
 
 
 def estimated_plan(best: Prediction, reasons: list[str]) -> Plan:
     """What is known of a layout, as a plan: one rank, the fullest, and collectives as sums by axis."""
     job = best.job
     micro, share = best.layout.micro_batch or 1, -(-job.train.global_batch // best.layout.data_degree)
-    state = {name: round(best.lines.get(name, 0.0)) for name in STATE}
+    ledger = best.ledger
+    state = {line.name: line.bytes for line in ledger.lines if line.name in STATE_LINES}
     rank = RankPrediction(
         rank=0,
         state_bytes=state,
-        peak_bytes=round(best.peak_bytes),
-        peak_at="estimated",
-        first_peak_bytes=round(best.peak_bytes),
+        peak_bytes=ledger.peak_bytes,
+        peak_at=ledger.fullest_at,
+        first_peak_bytes=ledger.peaks["first step"],
         activation_bytes=round(best.lines.get("activations", 0.0)),
-        lines=tuple(Line(name, round(count), "estimated") for name, count in best.lines.items()),
+        lines=ledger.lines,
     )
     rows = (Traffic(t.axis, t.op, t.phase, t.ranks, t.calls, t.bytes) for t in best.traffic)
     return Plan(

@@ -43,7 +43,8 @@ def test_the_parts_add_up_and_the_schedule_was_walked(make_job, schedule):
     assert found.walked
     assert sum(found.breakdown_s.values()) == pytest.approx(found.step_s)
     assert sum(found.lines.values()) == pytest.approx(found.peak_bytes)
-    assert max(found.classes.values()) == pytest.approx(found.peak_bytes)
+    assert max(found.peaks.values()) == pytest.approx(found.peak_bytes)
+    assert found.ledger.peak_bytes == pytest.approx(found.peak_bytes, rel=1e-6)
     low, high = found.interval_s
     assert low <= found.step_s <= high
     (closed,) = predict_layouts(job, [layout], walk=False)
@@ -77,7 +78,7 @@ def test_the_summary_has_the_keys_of_interfaces(make_job):
 
 
 def test_flops_of_a_token_follow_windows_and_latent_heads(make_job):
-    """Dense: 6 for each matrix element and 6 s h a layer; a window cuts what is seen; latent heads are wider."""
+    """Dense: 6 for each matrix element and 6 s h a layer; a window cuts it; latent heads are wider."""
     model = make_job("llama3-8b").model
     dense = 6.0 * (count_parameters(model) - 128256 * 4096)
     assert flops_per_token(model, 8192) == pytest.approx(dense + 6 * 32 * 8192 * 4096)
@@ -90,7 +91,7 @@ def test_flops_of_a_token_follow_windows_and_latent_heads(make_job):
 
 
 def test_of_experts_only_the_chosen_ones_multiply(make_job):
-    """Mixtral: 46.7 billion parameters, 12.9 active as published, the input table not counted."""
+    """Mixtral: 12.9 of 46.7 billion parameters are active as published, the input table not counted."""
     model = make_job("mixtral-8x7b").model
     assert count_parameters(model) == pytest.approx(46.7e9, rel=0.005)
     assert count_active_matmul_parameters(model) == pytest.approx(12.9e9 - 32000 * 4096, rel=0.005)
