@@ -1,4 +1,4 @@
-"""Time of a step of what runs: matrix work, the optimizer, and the part of the communication that nothing hides.
+"""Time of a step of what runs: matrix work, the optimizer, and communication that nothing hides.
 
 Decoders on GPUs have the estimate of ``plan/estimate``. CPUs and ResNets have the one below: the cluster's
 rates, four constants, ring all-reduces. The constants were set by hand on five small models on a 2-core Xeon

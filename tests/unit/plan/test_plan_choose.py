@@ -12,8 +12,11 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.plan import choose
 from meshwright.plan.choose import USABLE_MEMORY, evaluate, explain_choice, require_fit, search_layouts
 from meshwright.plan.comms import predict_traffic
-from meshwright.plan.compute import estimate_step, peak_rate
+from meshwright.plan.compute import estimate_step, peak_rate, step_interval
 from meshwright.plan.contract import build_plan, read_plan, write_plan
+from meshwright.plan.estimate import step as estimate
+from meshwright.plan.estimate.grid import Grid
+from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.ledger import predict_ledger
 from meshwright.spec.legality import find_problems
 
@@ -159,21 +162,29 @@ def test_the_parts_of_a_step_add_up_and_one_process_communicates_nothing(make_jo
 
 
 def test_twice_the_samples_take_twice_the_compute(make_job):
-    job = make_job()
+    job = make_job(cluster={"device": "cpu"})
     one, two = (estimate_step(job, micro_batches, 10**9, []) for micro_batches in (4, 8))
     assert two.compute_s == pytest.approx(2 * one.compute_s)
     assert two.optimizer_s == one.optimizer_s
 
 
-def test_compute_is_products_and_memory_or_the_host_if_that_is_slower(make_job):
-    """On a GPU: 8 x 32 tokens x 591,744 FLOPs over 80% of 67 TFLOP/s; 8 passes over 10 GB at 3.35 TB/s."""
-    job = make_job(layout={"micro_batch": 8})
+def test_compute_on_a_cpu_is_products_and_memory_and_the_host(make_job):
+    """8 x 32 tokens x 591,744 FLOPs over 80% of 67 TFLOP/s; 8 passes over 10 GB at 3.35 TB/s; 1 ms a block."""
+    job = make_job(layout={"micro_batch": 8}, cluster={"device": "cpu"})
     step = estimate_step(job, 1, 10**10, [])
-    assert step.compute_s == pytest.approx(8 * 32 * 591_744 / (0.8 * 6.7e13) + 8 * 1e10 / 3.35e12)
-    small = estimate_step(job, 1, 1, [])
-    assert small.compute_s == pytest.approx((job.model.num_layers + 1) * 2e-3), (
-        "launching costs more than work"
-    )
+    host_s = (job.model.num_layers + 1) * 1e-3
+    assert step.compute_s == pytest.approx(8 * 32 * 591_744 / (0.8 * 6.7e13) + 8 * 1e10 / 3.35e12 + host_s)
+
+
+def test_a_decoder_on_gpus_has_the_estimate_of_the_published_runs(make_job):
+    """The parts add up to it, and its interval says what it rests on; a CPU's says that it is a guess."""
+    job = make_job(model={"preset": "llama3.2-1b"}, train={"precision": "bf16"}, layout={"dp_replicate": 2})
+    job = dataclasses.replace(job, layout=dataclasses.replace(job.layout, micro_batch=4))
+    step = estimate_step(job, 1, 0, [])
+    estimated = estimate.estimate_step(Workload.of(job), Grid.of([job.layout]))
+    assert step.total_s == pytest.approx(float(estimated.step_s[0]))
+    assert "held-out rows" in step_interval(job).basis
+    assert "guess" in step_interval(make_job(cluster={"device": "cpu"})).basis
 
 
 @pytest.mark.parametrize(
@@ -181,7 +192,11 @@ def test_compute_is_products_and_memory_or_the_host_if_that_is_slower(make_job):
 )
 def test_a_reduction_is_a_ring_on_the_link_that_it_crosses(make_job, ranks, bytes_per_s, latency_s):
     """2 (n - 1) / n of the bytes, gradients and control, over NVLink or the network; a latency a call."""
-    tables = {"cluster": {"nodes": 2}, "train": {"global_batch": 9}, "layout": {"dp_replicate": ranks}}
+    tables = {
+        "cluster": {"nodes": 2, "device": "cpu"},
+        "train": {"global_batch": 9},
+        "layout": {"dp_replicate": ranks},
+    }
     job = make_job(**tables)
     step = estimate_step(job, 1, 1, predict_traffic(job))
     ring_s = 2 * (ranks - 1) / ranks * (4 * 94_528 + 24) / bytes_per_s + 2 * latency_s

@@ -13,6 +13,8 @@ from typing import NamedTuple
 from meshwright.plan.estimate.workload import Workload
 
 TABLE = "data/residuals.toml"
+LEAST_SPREAD = 0.03
+"""An interval reaches at least this far to both sides, whatever a few rows say."""
 FEWEST_ROWS = 8
 """Rows that a group needs for its own percentiles."""
 GENERATIONS = {
@@ -71,7 +73,8 @@ def interval(workload: Workload) -> Interval:
     table = _table()
     key = next(key for key in similar_to(workload) if key in table)
     rows, low, high = table[key]
-    return Interval(min(low, 1.0), max(high, 1.0), f"{rows} held-out rows{_describe(key)}")
+    low, high = min(low, 1 - LEAST_SPREAD), max(high, 1 + LEAST_SPREAD)
+    return Interval(low, high, f"{rows} held-out rows{_describe(key)}")
 
 
 def _describe(key: Key) -> str:

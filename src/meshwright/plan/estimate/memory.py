@@ -13,8 +13,9 @@ import numpy as np
 
 from meshwright.plan.estimate.buffers import sum_buffers
 from meshwright.plan.estimate.eager import list_eager_moments
-from meshwright.plan.estimate.grid import Flags, Floats, Grid, Ints
+from meshwright.plan.estimate.grid import OFFLOADS, Flags, Floats, Grid, Ints
 from meshwright.plan.estimate.moments import MOMENT_LINES, Facts, Moment, list_moments
+from meshwright.plan.estimate.sizes import share_parameters
 from meshwright.plan.estimate.stages import CLASSES, Stage, split_stages
 from meshwright.plan.estimate.state import STATE_LINES, state_lines
 from meshwright.plan.estimate.terms import Sum
@@ -45,9 +46,14 @@ class MemoryEstimate:
     between_bytes: Floats
     """State after the backward pass and before the optimizer's step, nothing gathered; the fullest rank's."""
 
+    host_bytes: Floats
+    """What a rank keeps in its host's memory."""
+
     def fits(self, workload: Workload) -> Flags:
-        """Which layouts stay within the device."""
-        return np.asarray(self.peak_bytes <= workload.cluster.memory_bytes)
+        """Which layouts stay within the device, and within its share of the host where something is there."""
+        cluster = workload.cluster
+        held = self.host_bytes <= (cluster.host_memory_bytes or np.inf)
+        return np.asarray((self.peak_bytes <= cluster.memory_bytes) & held)
 
     def counted_as(self, kind: str) -> Floats:
         """The peak as `allocated`, `reserved`, `device` or `formula` counts it."""
@@ -87,7 +93,16 @@ def estimate_memory(workload: Workload, grid: Grid) -> MemoryEstimate:
         },
         classes=classes,
         between_bytes=np.maximum.reduce(states),
+        host_bytes=_host_bytes(workload, grid),
     )
+
+
+def _host_bytes(workload: Workload, grid: Grid) -> Floats:
+    """Float32 weights, moments and gradients of what a rank updates; with `all`, its 16-bit weights too."""
+    shares = share_parameters(workload.model, grid)
+    kept = (shares.rank + shares.expert_rank) / np.where(grid.zero == 3, grid.dp_shard * grid.cp, 1)
+    bytes_ = 16.0 * shares.updated(grid) + np.where(grid.offload == OFFLOADS.index("all"), 2.0 * kept, 0.0)
+    return np.where(grid.offload > 0, bytes_, 0.0)
 
 
 def ledger_stages(workload: Workload, grid: Grid) -> list[StageLedger]:

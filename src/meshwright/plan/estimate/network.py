@@ -8,6 +8,7 @@ import numpy as np
 
 from meshwright.plan.estimate.grid import Floats, Grid, Ints
 from meshwright.plan.estimate.rates import Rates
+from meshwright.plan.estimate.sizes import expert_shards
 from meshwright.plan.estimate.workload import Workload
 from meshwright.spec.cluster import Cluster
 
@@ -102,7 +103,6 @@ def build_groups(workload: Workload, rates: Rates, grid: Grid) -> Groups:
     one = np.ones_like(grid.tp)
     shard = grid.dp_shard * grid.cp
     inner = grid.tp * shard
-    left = np.maximum(shard * grid.tp // np.maximum(grid.ep * grid.etp, 1), 1)
     return Groups(
         tp=group(grid.tp, one),
         cp=group(grid.cp, grid.tp),
@@ -110,5 +110,5 @@ def build_groups(workload: Workload, rates: Rates, grid: Grid) -> Groups:
         replicate=group(grid.dp_replicate, inner),
         pp=group(grid.pp, inner * grid.dp_replicate),
         ep=group(grid.ep, grid.etp),
-        expert_shard=group(left, np.maximum(grid.ep * grid.etp, 1)),
+        expert_shard=group(expert_shards(grid), np.maximum(grid.ep * grid.etp, 1)),
     )

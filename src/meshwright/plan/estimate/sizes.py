@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.plan.estimate.grid import Floats, Grid
+from meshwright.plan.estimate.grid import Floats, Grid, Ints
 from meshwright.plan.estimate.weights import Weights
 from meshwright.spec.model import DecoderModel
 
@@ -23,6 +23,18 @@ class Shares:
     """Blocks, embedding and head of the fullest rank, without routed experts."""
     expert_rank: Floats
     """Routed experts of a rank."""
+
+    def updated(self, grid: Grid) -> Floats:
+        """Elements that a rank updates: its part under ZeRO, else all that it has."""
+        sharded = grid.zero > 0
+        over = np.where(sharded, grid.dp_shard * grid.cp, 1)
+        left = np.where(sharded, expert_shards(grid), 1)
+        return self.rank / over + self.expert_rank / left
+
+
+def expert_shards(grid: Grid) -> Ints:
+    """Ranks that experts are sharded over: what ep and etp leave of dp_shard, cp and tp."""
+    return np.maximum(grid.dp_shard * grid.cp * grid.tp // np.maximum(grid.ep * grid.etp, 1), 1)
 
 
 def share_parameters(model: DecoderModel, grid: Grid) -> Shares:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.plan.estimate.block import BlockModel, BlockTimes, Passes
-from meshwright.plan.estimate.grid import OFFLOADS, SCHEDULES, Floats, Grid, Ints
+from meshwright.plan.estimate.grid import ACCUMULATES, OFFLOADS, SCHEDULES, Floats, Grid, Ints
 from meshwright.plan.estimate.network import Groups, build_groups
 from meshwright.plan.estimate.products import Device
 from meshwright.plan.estimate.rates import Rates, rates_of
@@ -16,6 +16,7 @@ from meshwright.plan.estimate.workload import Workload
 from meshwright.schedule.closed_forms import pipeline_time
 
 FULL, SELECTIVE = 2, 1
+SHARDED = ACCUMULATES.index("sharded")
 OFFLOAD_ALL = OFFLOADS.index("all")
 ZBV, DUALPIPE = SCHEDULES.index("zbv"), SCHEDULES.index("dualpipe-v")
 WIRE_BYTES = 2.0
@@ -31,6 +32,8 @@ class StepEstimate:
     """What the step consists of; the parts add up to it. Hidden communication is not in here."""
     hidden: dict[str, Floats]
     """Communication that computation hides."""
+    passes: Passes
+    """Of one micro-batch through an average rank, with everything that delays it."""
 
 
 def estimate_step(workload: Workload, grid: Grid, rates: Rates | None = None) -> StepEstimate:
@@ -97,7 +100,7 @@ class _Step:
             "optimizer": optimizer_s,
             "step overhead": np.full(len(self.grid), self.rates.step_s),
         }
-        return StepEstimate(total, parts, {"data parallel": hidden_s})
+        return StepEstimate(total, parts, {"data parallel": hidden_s}, mean)
 
     def _block_passes(self) -> tuple[Passes, dict[str, Floats]]:
         """An average block with everything that delays it, and what each axis adds to it."""
@@ -259,10 +262,12 @@ class _Step:
         across = groups.replicate.all_reduce_s((dense + experts) * wire / shard)
         sharded = (grid.zero == 1) | (grid.zero == 2)
         unsharded_cp = groups.cp.all_reduce_s(dense * wire) + replicated
-        reduce = np.where(sharded, scatter + across, np.where(grid.zero == 0, unsharded_cp, 0.0))
+        # ZeRO-2 has no room for whole sums: each micro-batch's gradients are scattered at once.
+        times = np.where((grid.zero == 2) & (grid.accumulate == SHARDED), self.micro_batches, 1.0)
+        reduce = np.where(sharded, scatter * times + across, np.where(grid.zero == 0, unsharded_cp, 0.0))
         gather = np.where(sharded, gather, 0.0)
         layers = self.layers
-        window_back = (block.backward_input + block.backward_weight) * layers
+        window_back = (block.backward_input + block.backward_weight) * layers * times
         window_forward = block.forward * layers
         hide = self.rates.overlap
         hidden_reduce = np.minimum(hide * reduce, window_back) if rules.overlap_grad_reduce else 0 * reduce
@@ -274,11 +279,8 @@ class _Step:
 
     def _optimizer_s(self) -> Floats:
         """The update: bytes over the memory bus."""
-        grid = self.grid
-        shard = np.where(grid.zero > 0, grid.dp_shard * grid.cp, 1)
-        left = np.where(grid.zero > 0, self.groups.expert_shard.ranks, 1)
-        mine = self.shares.rank / shard + self.shares.expert_rank / left
+        mine = self.shares.updated(self.grid)
         on_device = mine * self.rules.optimizer_bytes / self.device.bytes_per_s
         # On the host the update is ruled by a device's share of host memory, about as fast as its link there.
         on_host = mine * self.rules.optimizer_bytes / self.workload.cluster.host_bytes_per_s
-        return np.where(grid.offload > 0, on_host, on_device)
+        return np.where(self.grid.offload > 0, on_host, on_device)
