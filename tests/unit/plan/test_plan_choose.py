@@ -169,7 +169,7 @@ def test_twice_the_samples_take_twice_the_compute(make_job):
 
 
 def test_compute_on_a_cpu_is_products_and_memory_and_the_host(make_job):
-    """8 x 32 tokens x 591,744 FLOPs over 80% of 67 TFLOP/s; 8 passes over 10 GB at 3.35 TB/s; 1 ms a block."""
+    """8 x 32 tokens x 591,744 FLOPs over 80% of 67 TFLOP/s; 8 passes over 10 GB at 3.35 TB/s; 1 ms each."""
     job = make_job(layout={"micro_batch": 8}, cluster={"device": "cpu"})
     step = estimate_step(job, 1, 10**10, [])
     host_s = (job.model.num_layers + 1) * 1e-3

@@ -34,7 +34,8 @@ class Shares:
 
 def expert_shards(grid: Grid) -> Ints:
     """Ranks that experts are sharded over: what ep and etp leave of dp_shard, cp and tp."""
-    return np.maximum(grid.dp_shard * grid.cp * grid.tp // np.maximum(grid.ep * grid.etp, 1), 1)
+    left: Ints = np.maximum(grid.dp_shard * grid.cp * grid.tp // np.maximum(grid.ep * grid.etp, 1), 1)
+    return left
 
 
 def share_parameters(model: DecoderModel, grid: Grid) -> Shares:
