@@ -20,6 +20,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into $(VENV); torch is the large part, a minute or more"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[run,dev]'
+	@$(BIN)/python -m compileall -q src
 	@touch $@
 
 demo: setup
