@@ -73,7 +73,8 @@ def build_group(cluster: Cluster, rates: Rates, ranks: Ints, stride: Ints) -> Gr
     nic_each = np.where(between_racks, nic / cluster.spine_oversubscription, nic)
     bandwidth = np.where(crossing, np.minimum(link, nic_each * inside), link)
     far = rates.nic_latency_s * np.log2(np.maximum(nodes, 2))
-    latency = np.where(crossing, rates.link_latency_s + far, rates.link_latency_s)
+    near = rates.link_latency_s + rates.link_latency_rank_s * np.minimum(inside, ranks)
+    latency = np.where(crossing, near + far, near)
     if cluster.spine_latency_s:
         latency = np.where(between_racks, latency + cluster.spine_latency_s, latency)
     return Group(ranks.astype(float), bandwidth, latency, np.where(crossing, inside, ranks), link, nic_each)

@@ -54,7 +54,9 @@ class Rates:
     link: float
     """Share of the link bandwidth inside a node that collectives reach."""
     link_latency_s: float
-    """Time of a collective inside a node that moves nothing."""
+    """Time of a collective inside a node that moves nothing; with the next, as measured on A100s."""
+    link_latency_rank_s: float
+    """What each of its ranks adds to that."""
     nic: float
     """Share of the network bandwidth between nodes that collectives reach."""
     nic_latency_s: float
