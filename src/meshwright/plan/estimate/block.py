@@ -212,7 +212,7 @@ class BlockModel:
         if model.expert_layers:
             routed = (model.experts_per_token or 1) / self.tp
             share = 1 - dense_share
-            inner = inner + share * routed * model.expert_width / grid.etp
+            inner = inner + share * routed * model.expert_width  # etp: as many tokens more as columns less
             inner = inner + share * model.shared_experts * model.expert_width / self.tp
             sent = share * routed * width
             forward, backward = forward + 10.0 * sent, backward + 14.0 * sent

@@ -57,7 +57,8 @@ class Group:
 
     def _ring_s(self, moved: Floats) -> Floats:
         wire = moved * (self.ranks - 1) / self.ranks / self.bytes_per_s
-        return np.where(self.ranks > 1, wire + self.latency_s, 0.0)
+        # Nothing to move is no call: a model without experts never waits for the groups of experts.
+        return np.where((self.ranks > 1) & (moved > 0), wire + self.latency_s, 0.0)
 
 
 def build_group(cluster: Cluster, rates: Rates, ranks: Ints, stride: Ints) -> Group:
