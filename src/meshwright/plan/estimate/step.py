@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.plan.estimate.block import BlockModel, BlockTimes, Passes
+from meshwright.plan.estimate.block import SINGLE_KERNELS, BlockModel, BlockTimes, Passes
 from meshwright.plan.estimate.grid import ACCUMULATES, OFFLOADS, SCHEDULES, Floats, Grid, Ints
 from meshwright.plan.estimate.network import Groups, build_groups
 from meshwright.plan.estimate.products import Device
@@ -64,6 +64,8 @@ class _Step:
         self.block: BlockTimes = blocks.times().take(back)
         self.head: Passes = blocks.head().take(back)
         self.rows, self.tp = blocks.rows[back], blocks.tp[back]
+        self.kernels: Floats = np.where(blocks.single, SINGLE_KERNELS, 1.0)[back]
+        """Of a block, over those that the host's time was measured with."""
         self.shares: Shares = share_parameters(self.model, grid)
         self.micro_batches = grid.micro_batches(workload.global_batch).astype(float)
         chunks = grid.pp * grid.virtual_stages
@@ -113,6 +115,7 @@ class _Step:
         ep_s = self._expert_parallel()
         repeated = np.where(full, tp_forward + ep_s + cp_forward, 0.0)
         host = self.rates.host_s + self.rates.expert_host_s * self.model.expert_layers / self.model.num_layers
+        host = host * self.kernels
         forward = np.maximum(work.forward + tp_forward + cp_forward + ep_s, host)
         backward_host = host * np.where(full, 2.0, 1.0)
         back_input = work.backward_input + again + tp_backward + cp_backward + ep_s + repeated

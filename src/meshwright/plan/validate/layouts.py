@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.plan.estimate.block import SOFTMAX_BATCH
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.memory import estimate_memory
 from meshwright.plan.estimate.profiles import Profile
@@ -246,8 +247,9 @@ def settle_micro_batch(cells: Cells, workload: Workload, layout: Layout) -> int:
         cells.fill("micro_batch", micro_batch, "as many micro-batches as stages, default of torchtitan")
         return micro_batch
     if workload.profile.name.startswith("megatron"):
-        cells.fill("micro_batch", 1, "as Megatron's published tables at scale")
-        return 1
+        micro_batch = _least_fused(workload, layout, share)
+        cells.fill("micro_batch", micro_batch, "as Megatron's published tables at scale")
+        return micro_batch
     rounds = LEAST_ROUNDS * layout.pp if layout.pp > 1 else 1
     options = [n for n in _divisors(share) if share // n >= rounds] or [1]
     grid = Grid.of([layout] * len(options))
@@ -257,6 +259,14 @@ def settle_micro_batch(cells: Cells, workload: Workload, layout: Layout) -> int:
     left = f" and leaves {rounds} micro-batches" if rounds > 1 else ""
     cells.fill("micro_batch", micro_batch, f"the largest that fits{left}")
     return micro_batch
+
+
+def _least_fused(workload: Workload, layout: Layout, share: int) -> int:
+    """One sample, or as many as the fused softmax of Megatron's older kernels needs."""
+    heads = workload.model.num_heads / layout.tp
+    if workload.profile.time.flash_attention:
+        return 1
+    return next((n for n in range(1, min(share, SOFTMAX_BATCH) + 1) if n * heads % SOFTMAX_BATCH == 0), 1)
 
 
 def _divisors(number: int) -> list[int]:

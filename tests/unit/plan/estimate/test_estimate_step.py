@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.profiles import PROFILES
+from meshwright.plan.estimate.rates import rates_of
 from meshwright.plan.estimate.step import estimate_step
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.validate.devices import known_devices
@@ -130,6 +131,19 @@ def test_heads_of_a_width_that_does_not_align_cost_what_bloom_lost():
         layout = change(PTD, pp=10, dp_replicate=4)
         rates.append(width**2 / seconds(given, layout)[0])
     assert 1.15 < rates[1] / rates[0] < 1.40
+
+
+def test_softmax_that_cannot_be_fused_costs_time_and_the_host_kernels():
+    """Megatron's kernel takes heads of a micro-batch by fours; fused attention has no such kernel."""
+    small = dataclasses.replace(
+        GPT_175B, num_layers=8, hidden_size=2048, ffn_size=8192, num_heads=16, num_kv_heads=16
+    )
+    two, four = (Layout(mode="given", tp=8, micro_batch=n, recompute="full") for n in (1, 2))
+    for profile, slower in (("megatron-lm", True), ("megatron-core", False)):
+        given = workload(small, profile=profile, devices=8, global_batch=16, seq_len=1024)
+        rates = dataclasses.replace(rates_of(given), host_s=0.1)
+        once, twice = estimate_step(given, Grid.of([two, four]), rates).step_s
+        assert (once > 2.2 * twice) == slower, "twice the micro-batches, and a fifth more kernels in each"
 
 
 def test_more_virtual_stages_shrink_the_bubble_and_zero_bubble_nearly_removes_it():

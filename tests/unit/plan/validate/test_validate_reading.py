@@ -333,6 +333,15 @@ def test_a_micro_batch_that_is_left_out_is_settled(case):
     assert any(text.startswith("micro_batch taken as") for text in ours.filled)
 
 
+@pytest.mark.parametrize(("gpu", "heads", "samples"), [
+    ("A100-80GB-SXM", "64", 1), ("A100-80GB-SXM", "48", 2), ("H100-80GB-SXM", "48", 1),
+])  # fmt: skip
+def test_old_megatron_fills_its_softmax_kernel(case, gpu, heads, samples):
+    """6 heads a rank are no multiple of 4, 12 are; with fused attention there is no such kernel."""
+    cells = {"micro_batch": "", "tp": "8", "dp": "8", "hidden": "6144", "heads": heads, "kv_heads": heads}
+    assert case(framework="megatron", gpu=gpu, **cells).layout.micro_batch == samples
+
+
 def test_a_global_batch_that_is_left_out_is_found_or_missed(read, case):
     assert case(global_batch="", note="local batch 16").workload.global_batch == 16 * 32
     assert case(global_batch="", note="grad_accum=4").workload.global_batch == 4 * 4 * 32
