@@ -94,7 +94,7 @@ class BlockModel:
         self.tp = grid.tp.astype(float)
         self.token_split = np.where(grid.sequence_parallel, self.tp, 1.0)
         batches = grid.micro_batch * self.model.num_heads / self.tp
-        self.single: Flags = (batches % SOFTMAX_BATCH != 0) & (not self.rules.flash_attention)
+        self.single: Flags = np.asarray((batches % SOFTMAX_BATCH != 0) & (not self.rules.flash_attention))
         """Where scores, mask and softmax are kernels of their own."""
 
     def times(self) -> BlockTimes:
