@@ -57,7 +57,7 @@ PRIORS: Tables = {
         "contention": 0.05,
         "step_s": 0.02,
     },
-    # Latency: nccl-tests on A100 with NVLink 3, an all-reduce on 2 ranks less its bytes; on V100 about as much.
+    # Latency: nccl-tests on A100 with NVLink 3, an all-reduce on 2 ranks less its bytes; V100 is like it.
     "device.A100": {"matmul": 0.94, "attention": 0.55, "link_latency_s": 3.5e-5},
     "device.V100": {"link_latency_s": 3.5e-5},
     # Blackwell lowers its clock under load, the more so the less it is cooled.

@@ -12,7 +12,6 @@ from meshwright.plan.estimate.sizes import expert_shards
 from meshwright.plan.estimate.workload import Workload
 from meshwright.spec.cluster import Cluster
 
-
 HOP = 0.2
 """Latency that each further rank adds to a ring inside a node, of that between two; nccl-tests on A100 with
 NVLink 3, all-reduce less its bytes: 40 us on 2 ranks, 50 on 4, 87 on 8."""

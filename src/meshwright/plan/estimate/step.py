@@ -114,8 +114,8 @@ class _Step:
         cp_forward, cp_backward = self._context_parallel()
         ep_s = self._expert_parallel()
         repeated = np.where(full, tp_forward + ep_s + cp_forward, 0.0)
-        host = self.rates.host_s + self.rates.expert_host_s * self.model.expert_layers / self.model.num_layers
-        host = host * self.kernels
+        routed = self.model.expert_layers / self.model.num_layers
+        host = (self.rates.host_s + self.rates.expert_host_s * routed) * self.kernels
         forward = np.maximum(work.forward + tp_forward + cp_forward + ep_s, host)
         backward_host = host * np.where(full, 2.0, 1.0)
         back_input = work.backward_input + again + tp_backward + cp_backward + ep_s + repeated

@@ -52,6 +52,8 @@ def build_layout(cells: Cells, profile: Profile, cluster: Cluster, devices: int)
     zero = _zero_stage(cells, profile) if dp * cp > 1 else 0
     shard, replicate = _sharding(cells, zero, dp, tp, cluster)
     ep = cells.optional("ep") or 1
+    if dp * cp * tp % ep:
+        cells.remark(f"ep={ep} does not divide dp x cp x tp={dp * cp * tp}")
     if zero == 0 and ep > 1:
         shard = next((n for n in range(ep, dp + 1) if dp % n == 0), dp)
         replicate = dp // shard
@@ -70,10 +72,19 @@ def build_layout(cells: Cells, profile: Profile, cluster: Cluster, devices: int)
         schedule=_schedule(cells, virtual),
         virtual_stages=virtual,
         context=_context(cells),
-        micro_batch=cells.optional("micro_batch"),
+        micro_batch=_micro_batch(cells, dp),
         recompute=_recompute(cells, profile),
         offload=_offload(cells),
     )
+
+
+def _micro_batch(cells: Cells, dp: int) -> int | None:
+    """As published, but no more than a rank's share of the batch; none where the row leaves it out."""
+    given, batch = cells.optional("micro_batch"), cells.optional("global_batch")
+    if given is None or batch is None or given <= -(-batch // dp):
+        return given
+    cells.remark(f"micro_batch={given} taken as {-(-batch // dp)}, a rank's share of the batch")
+    return -(-batch // dp)
 
 
 def _context(cells: Cells) -> Any:

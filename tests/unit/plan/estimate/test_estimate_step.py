@@ -154,7 +154,7 @@ def test_more_virtual_stages_shrink_the_bubble_and_zero_bubble_nearly_removes_it
     ]
     plain, interleaved, zbv = estimate_step(workload(), Grid.of(layouts)).parts["bubble"]
     assert interleaved == pytest.approx(plain / 4, rel=0.1)
-    assert zbv < 0.3 * plain
+    assert zbv < plain / 3, "what is left: with recomputation the two halves of a backward pass differ"
 
 
 def test_experts_travel_over_the_network_once_a_node():
