@@ -50,8 +50,8 @@ def choose_profile(framework: str, gpu: str, source: str = "", zero: int | None 
         source: Where the row was published; an arXiv number dates it.
         zero: The ZeRO stage, if published: old Megatron had none; ZeRO-3 in its tables is DeepSpeed's.
 
-    DeepSpeed's profile is that of 2021, which gathered one parameter after the other and had no fused attention;
-    for newer devices and papers FSDP's is nearer.
+    DeepSpeed's profile is that of 2021, which gathered one parameter after the other, without fused
+    attention; for newer devices and papers FSDP's is nearer.
     """
     name = framework.lower()
     found = next((profile for pattern, profile in NAMES if re.search(pattern, name)), None)
