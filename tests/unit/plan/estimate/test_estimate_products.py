@@ -10,7 +10,7 @@ import pytest
 from meshwright.plan.estimate.network import build_group
 from meshwright.plan.estimate.products import UNALIGNED, Device, product_s
 from meshwright.plan.estimate.profiles import PROFILES
-from meshwright.plan.estimate.rates import generation_of, load_calibration, merge_rates, rates_of
+from meshwright.plan.estimate.rates import calibrated_device, load_calibration, merge_rates, rates_of
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.validate.devices import known_devices
 from meshwright.spec.model import DecoderModel
@@ -118,4 +118,4 @@ def test_sections_override_each_other_from_the_default_to_a_stack_on_a_device():
     [("A100-40GB-SXM", "A100"), ("H200-141GB-SXM", "H100"), ("GB200-NVL72", "B200"), ("L40S-48GB", "L40S")],
 )
 def test_devices_of_one_generation_share_their_calibration(name, generation):
-    assert generation_of(name) == generation
+    assert calibrated_device(name) == generation
