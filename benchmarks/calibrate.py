@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.plan.estimate.grid import Grid
-from meshwright.plan.estimate.rates import generation_of, merge_rates
+from meshwright.plan.estimate.rates import calibrated_device, merge_rates
 from meshwright.plan.estimate.step import estimate_step
 from meshwright.plan.published import Case, read_rows
 from meshwright.plan.validate.split import is_held_out
@@ -50,7 +50,6 @@ PRIORS: Tables = {
         "link": 0.8,
         # NCCL's all-reduce on 2 to 8 A100s (published curves): 45 to 75 microseconds; 229 of 300 GB/s.
         "link_latency_s": 3.5e-5,
-        "link_latency_rank_s": 5e-6,
         "nic": 0.9,
         "nic_latency_s": 1e-5,
         "overlap": 0.8,
@@ -197,7 +196,7 @@ class Rows:
         found = []
         for workload, grid, group in self.groups:
             stacks = workload.profile.stacks or (workload.profile.name,)
-            rates = merge_rates(tables, stacks, generation_of(workload.cluster.device_name))
+            rates = merge_rates(tables, stacks, calibrated_device(workload.cluster.device_name))
             found.append(
                 estimate_step(workload, grid, rates).step_s / [c.step_s or math.nan for c in group] - 1
             )

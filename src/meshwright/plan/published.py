@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,14 +92,23 @@ def read_rows(path: Path) -> list[Row]:
     Raises:
         UserError: The file is not a table of runs.
     """
+    return [read_row(number, cells) for number, cells in read_table(path, COLUMNS, "docs/validate.md")]
+
+
+def read_table(path: Path, columns: Sequence[str], page: str) -> list[tuple[int, dict[str, str]]]:
+    """The cells of each row of a table, with the number of its last line.
+
+    Raises:
+        UserError: The file cannot be read, or lacks one of the columns that ``page`` lists.
+    """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+            missing = [name for name in columns if name not in (reader.fieldnames or ())]
             if missing:
                 rule = f"has no column {', '.join(missing)}"
-                raise UserError(Problem("validate-columns", rule, path=str(path), fix="See docs/validate.md"))
-            return [read_row(reader.line_num, cells) for cells in reader]
+                raise UserError(Problem("validate-columns", rule, path=str(path), fix=f"See {page}"))
+            return [(reader.line_num, cells) for cells in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(Problem("validate-unreadable", f"cannot be read: {error}", path=str(path))) from None
 

@@ -5,11 +5,9 @@ The table has a column ``result`` in place of the measurements and names no fram
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
-from meshwright.core.errors import Problem, UserError
-from meshwright.plan.published import Row, read_row
+from meshwright.plan.published import Row, read_row, read_table
 
 COLUMNS = ("source", "model_name", "layers", "hidden", "gpu", "num_gpus", "tp", "pp", "dp", "result")
 SOURCES = (
@@ -29,18 +27,8 @@ def read_oom(path: Path) -> list[Row]:
     Raises:
         UserError: The file is not such a table.
     """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-            if missing:
-                rule = f"has no column {', '.join(missing)}"
-                raise UserError(
-                    Problem("validate-columns", rule, path=str(path), fix="See docs/memory-model.md")
-                )
-            return [_read(reader.line_num, cells) for cells in reader if cells["result"] == "OOM"]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(Problem("validate-unreadable", f"cannot be read: {error}", path=str(path))) from None
+    rows = read_table(path, COLUMNS, "docs/memory-model.md")
+    return [_read(number, cells) for number, cells in rows if cells["result"] == "OOM"]
 
 
 def _read(number: int, cells: dict[str, str]) -> Row:

@@ -20,6 +20,12 @@ EXPERT_ROWS = 16
 """An expert's tokens are padded to a multiple of this."""
 SCORE_BYTES, SCORE_BACKWARD_BYTES = 9.0, 11.0
 """Bytes that softmax, mask and dropout move for each score where attention is not fused."""
+SOFTMAX_BATCH = 4
+"""Megatron's softmax kernel takes heads of a micro-batch by fours (`attn_batches % 4`, fused_softmax.py)."""
+SINGLE_BYTES, SINGLE_BACKWARD_BYTES = 32.0, 34.0
+"""Bytes more for each score where it refuses: to float32, scaled, masked, softmax, back to 16 bits."""
+SINGLE_KERNELS = 1.2
+"""Kernels of a block then, over those with the fused softmax: nine more of about fifty."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,9 @@ class BlockModel:
         """Tokens of a micro-batch on a rank, gathered over tp."""
         self.tp = grid.tp.astype(float)
         self.token_split = np.where(grid.sequence_parallel, self.tp, 1.0)
+        batches = grid.micro_batch * self.model.num_heads / self.tp
+        self.single: Flags = np.asarray((batches % SOFTMAX_BATCH != 0) & (not self.rules.flash_attention))
+        """Where scores, mask and softmax are kernels of their own."""
 
     def times(self) -> BlockTimes:
         """All parts of an average block."""
@@ -194,8 +203,8 @@ class BlockModel:
         forward = forward + product_s(device, length, given, length, count, plain=True)
         scores = count * float(length) ** 2 / device.bytes_per_s
         return Passes(
-            forward + SCORE_BYTES * scores,
-            2 * forward + SCORE_BACKWARD_BYTES * scores,
+            forward + (SCORE_BYTES + SINGLE_BYTES * self.single) * scores,
+            2 * forward + (SCORE_BACKWARD_BYTES + SINGLE_BACKWARD_BYTES * self.single) * scores,
             np.zeros_like(forward),
         )
 
@@ -212,7 +221,7 @@ class BlockModel:
         if model.expert_layers:
             routed = (model.experts_per_token or 1) / self.tp
             share = 1 - dense_share
-            inner = inner + share * routed * model.expert_width / grid.etp
+            inner = inner + share * routed * model.expert_width  # etp: as many tokens more as columns less
             inner = inner + share * model.shared_experts * model.expert_width / self.tp
             sent = share * routed * width
             forward, backward = forward + 10.0 * sent, backward + 14.0 * sent

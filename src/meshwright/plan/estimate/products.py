@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.plan.estimate.grid import Floats
-from meshwright.plan.estimate.rates import Rates, generation_of
+from meshwright.plan.estimate.rates import Rates, calibrated_device
 from meshwright.plan.estimate.workload import Workload
 
 MULTIPROCESSORS = {"V100": 80, "A100": 108, "H100": 132, "B200": 148, "B300": 148}
@@ -40,7 +40,7 @@ class Device:
     @classmethod
     def of(cls, workload: Workload, rates: Rates) -> Device:
         """The device of a workload."""
-        cluster = workload.cluster
+        cluster, device = workload.cluster, calibrated_device(workload.cluster.device_name)
         plain = cluster.bf16_flops_per_s * rates.matmul
         peak = cluster.peak_bf16_flops_per_s
         flops, width = plain, 2.0
@@ -58,7 +58,7 @@ class Device:
             flops_per_s=flops,
             plain_flops_per_s=plain,
             bytes_per_s=cluster.memory_bytes_per_s * rates.memory,
-            multiprocessors=MULTIPROCESSORS.get(generation_of(cluster.device_name), DEFAULT_MULTIPROCESSORS),
+            multiprocessors=MULTIPROCESSORS.get(device, DEFAULT_MULTIPROCESSORS),
             rates=rates,
             operand_width=width,
         )

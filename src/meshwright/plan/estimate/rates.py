@@ -54,9 +54,7 @@ class Rates:
     link: float
     """Share of the link bandwidth inside a node that collectives reach."""
     link_latency_s: float
-    """Time of a collective inside a node that moves nothing; with the next, as measured on A100s."""
-    link_latency_rank_s: float
-    """What each of its ranks adds to that."""
+    """Time of a collective on two ranks inside a node that moves nothing."""
     nic: float
     """Share of the network bandwidth between nodes that collectives reach."""
     nic_latency_s: float
@@ -73,7 +71,7 @@ class Rates:
     """Time of a step that is in no block: data, logging, clipping."""
 
 
-def generation_of(device_name: str) -> str:
+def calibrated_device(device_name: str) -> str:
     """The name that calibrations of a device go by: `A100`, `H100`, ... ; memory size and form left out."""
     head = device_name.split("-", maxsplit=1)[0]
     return {"H200": "H100", "H800": "H100", "A800": "A100", "GB200": "B200", "GB300": "B300"}.get(head, head)
@@ -83,7 +81,7 @@ def rates_of(workload: Workload) -> Rates:
     """The rates of a workload's device and stack."""
     profile = workload.profile
     return merge_rates(
-        load_calibration(), profile.stacks or (profile.name,), generation_of(workload.cluster.device_name)
+        load_calibration(), profile.stacks or (profile.name,), calibrated_device(workload.cluster.device_name)
     )
 
 

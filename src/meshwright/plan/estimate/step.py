@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.plan.estimate.block import BlockModel, BlockTimes, Passes
+from meshwright.plan.estimate.block import SINGLE_KERNELS, BlockModel, BlockTimes, Passes
 from meshwright.plan.estimate.grid import ACCUMULATES, OFFLOADS, SCHEDULES, Floats, Grid, Ints
 from meshwright.plan.estimate.network import Groups, build_groups
 from meshwright.plan.estimate.products import Device
 from meshwright.plan.estimate.rates import Rates, rates_of
-from meshwright.plan.estimate.sizes import Shares, share_parameters
+from meshwright.plan.estimate.sizes import Shares, expert_shards, share_parameters
 from meshwright.plan.estimate.workload import Workload
 from meshwright.schedule.closed_forms import pipeline_time
 
@@ -64,6 +64,8 @@ class _Step:
         self.block: BlockTimes = blocks.times().take(back)
         self.head: Passes = blocks.head().take(back)
         self.rows, self.tp = blocks.rows[back], blocks.tp[back]
+        self.kernels: Floats = np.where(blocks.single, SINGLE_KERNELS, 1.0)[back]
+        """Of a block, over those that the host's time was measured with."""
         self.shares: Shares = share_parameters(self.model, grid)
         self.micro_batches = grid.micro_batches(workload.global_batch).astype(float)
         chunks = grid.pp * grid.virtual_stages
@@ -112,14 +114,16 @@ class _Step:
         cp_forward, cp_backward = self._context_parallel()
         ep_s = self._expert_parallel()
         repeated = np.where(full, tp_forward + ep_s + cp_forward, 0.0)
-        host = self.rates.host_s + self.rates.expert_host_s * self.model.expert_layers / self.model.num_layers
+        routed = self.model.expert_layers / self.model.num_layers
+        host = (self.rates.host_s + self.rates.expert_host_s * routed) * self.kernels
         forward = np.maximum(work.forward + tp_forward + cp_forward + ep_s, host)
         backward_host = host * np.where(full, 2.0, 1.0)
         back_input = work.backward_input + again + tp_backward + cp_backward + ep_s + repeated
         back = np.maximum(back_input + work.backward_weight, backward_host)
         late_forward, late_backward = self._sharded(forward, back)
-        late_forward = late_forward + self._streamed(forward)
-        late_backward = late_backward + self._streamed(back)
+        # From the host and from other ranks at the same time, on links of their own: the later one counts.
+        late_forward = np.maximum(late_forward, self._streamed(forward))
+        late_backward = np.maximum(late_backward, self._streamed(back))
         passes = Passes(
             forward + late_forward, back - work.backward_weight + late_backward, work.backward_weight
         )
@@ -193,9 +197,7 @@ class _Step:
         gather = gather + self.groups.expert_shard.gather_s(self.shares.expert_block * WIRE_BYTES)
         scatter = self.groups.shard.gather_s(self.shares.block * rules.reduce_bytes)
         scatter = scatter + self.groups.expert_shard.gather_s(self.shares.expert_block * rules.reduce_bytes)
-        across = self.groups.replicate.all_reduce_s(
-            (self.shares.block + self.shares.expert_block) * rules.reduce_bytes / (grid.dp_shard * grid.cp)
-        )
+        across = self._across_s(self.shares.block, self.shares.expert_block)
         hide, slow = self.rates.overlap, self.rates.contention
         wanted_back = gather + scatter + across / self.micro_batches
         late_forward = np.maximum(gather - hide * forward, (1 - hide) * gather) + slow * np.minimum(
@@ -204,6 +206,11 @@ class _Step:
         late_backward = np.maximum(wanted_back - hide * backward, (1 - hide) * wanted_back)
         late_backward = late_backward + slow * np.minimum(wanted_back, backward)
         return np.where(on, late_forward, 0.0), np.where(on, late_backward, 0.0)
+
+    def _across_s(self, dense: Floats, experts: Floats) -> Floats:
+        """Gradients that one group of shards has summed, over the groups that hold the same shards."""
+        left = dense / (self.grid.dp_shard * self.grid.cp) + experts / expert_shards(self.grid)
+        return self.groups.replicate.all_reduce_s(left * self.rules.reduce_bytes)
 
     def _streamed(self, passed: Floats) -> Floats:
         """Parameters that lie on the host come in once a pass; what the pass does not hide."""
@@ -253,18 +260,21 @@ class _Step:
         grid, rules, groups = self.grid, self.rules, self.groups
         dense, experts = self.shares.rank, self.shares.expert_rank
         wire = rules.reduce_bytes
-        replicated = groups.replicate.all_reduce_s((dense + experts) * wire)
+        # Also where nothing is sharded: experts are spread over ranks that share all else.
+        replicated = (
+            groups.shard.all_reduce_s(dense * wire)
+            + groups.expert_shard.all_reduce_s(experts * wire)
+            + groups.replicate.all_reduce_s((dense + experts) * wire)
+        )
         scatter = groups.shard.gather_s(dense * wire) + groups.expert_shard.gather_s(experts * wire)
         gather = groups.shard.gather_s(dense * WIRE_BYTES) + groups.expert_shard.gather_s(
             experts * WIRE_BYTES
         )
-        shard = grid.dp_shard * grid.cp
-        across = groups.replicate.all_reduce_s((dense + experts) * wire / shard)
+        across = self._across_s(dense, experts)
         sharded = (grid.zero == 1) | (grid.zero == 2)
-        unsharded_cp = groups.cp.all_reduce_s(dense * wire) + replicated
         # ZeRO-2 has no room for whole sums: each micro-batch's gradients are scattered at once.
         times = np.where((grid.zero == 2) & (grid.accumulate == SHARDED), self.micro_batches, 1.0)
-        reduce = np.where(sharded, scatter * times + across, np.where(grid.zero == 0, unsharded_cp, 0.0))
+        reduce = np.where(sharded, scatter * times + across, np.where(grid.zero == 0, replicated, 0.0))
         gather = np.where(sharded, gather, 0.0)
         layers = self.layers
         window_back = (block.backward_input + block.backward_weight) * layers * times

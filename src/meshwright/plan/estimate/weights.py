@@ -68,6 +68,16 @@ class Weights:
         )
 
 
+def count_elements(model: DecoderModel) -> float:
+    """Parameters of a model as the sum of its parts: no list of tensors, so any number of layers is quick."""
+    weights, routed = Weights.of(model), model.expert_layers
+    blocks = model.num_layers * (weights.attention + weights.latents + weights.norms)
+    blocks += (model.num_layers - routed) * weights.ffn
+    blocks += routed * (weights.shared + weights.router + (model.num_experts or 0) * weights.expert)
+    tables = weights.table * (1 if model.tied_embeddings else 2) + weights.positions
+    return blocks + tables + weights.final_norm
+
+
 @dataclass(frozen=True)
 class Held:
     """Elements of one rank, before ZeRO."""

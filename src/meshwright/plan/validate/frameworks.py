@@ -7,6 +7,7 @@ import re
 
 from meshwright.plan.estimate.profiles import PROFILES, Profile
 from meshwright.plan.validate.cells import Cells
+from meshwright.plan.validate.devices import device_name
 
 OLD_DEVICES = ("A100", "A800", "V100")
 """Devices of the years in which Megatron had no fused attention."""
@@ -19,11 +20,9 @@ FUSED_SINCE = 2306
 NAMES: tuple[tuple[str, str], ...] = (
     (r"megatron.*deepspeed|deepspeed.*megatron|gpt-?neox", "megatron-deepspeed"),
     (r"deepspeed|zero(?:-?infinity|\+\+)?$|colossal", "deepspeed-zero"),
-    (r"titan|fsdp-?2", "torchtitan"),
-    (
-        r"composer|foundry|fsdp|metaseq|accelerate|lightning|litgpt|lit-gpt|transformers|huggingface",
-        "composer-fsdp",
-    ),
+    (r"titan|fsdp-?2|torchtune|simple-?fsdp", "torchtitan"),
+    (r"composer|foundry|fsdp|metaseq|fairseq|accelerate|lightning|lit-?gpt|transformers", "composer-fsdp"),
+    (r"hugging.?face|olmo|pytorch|axolotl|llama-?factory|xtuner|unsloth", "composer-fsdp"),
     (r"meshwright", "meshwright"),
     (r"bridge|nemo", "megatron-bridge"),
     (r"megatron-?core|mcore|megascale|nanotron|pai-", "megatron-core"),
@@ -50,26 +49,32 @@ def choose_profile(framework: str, gpu: str, source: str = "", zero: int | None 
         gpu: Its device.
         source: Where the row was published; an arXiv number dates it.
         zero: The ZeRO stage, if published: old Megatron had none; ZeRO-3 in its tables is DeepSpeed's.
+
+    DeepSpeed's profile is that of 2021, which gathered one parameter after the other, without fused
+    attention; for newer devices and papers FSDP's is nearer.
     """
     name = framework.lower()
     found = next((profile for pattern, profile in NAMES if re.search(pattern, name)), None)
+    gpu = device_name(gpu) or gpu
     if found == "torchtitan" and re.search(r"20(2[5-9]|[3-9]\d)-?\d\d", source):
         return PROFILES["torchtitan-2025"]
-    if found:
-        return PROFILES[found]
     dated = re.search(r"arxiv[ :]*(\d{4})\.\d{4,5}", source.lower())
     recent = (
         int(dated[1]) >= FUSED_SINCE
         if dated
         else bool(re.search(r"nemo|megatron-core|mcore", source.lower()))
     )
+    old = gpu.upper().startswith(OLD_DEVICES) and not recent
+    if found == "deepspeed-zero" and not old:
+        return PROFILES["composer-fsdp"]
+    if found:
+        return PROFILES[found]
     release = re.search(r"\b(2\d)\.(\d\d)[\d.]* nemo container", source.lower())
     if release:
         late = (int(release[1]), int(release[2])) >= FASTER_EXPERTS
         return PROFILES["megatron-bridge-26.06" if late else "megatron-bridge"]
     if re.search(r"nemo|bridge", source.lower()) and not gpu.upper().startswith(OLD_DEVICES):
         return PROFILES["megatron-bridge"]
-    old = gpu.upper().startswith(OLD_DEVICES) and not recent
     if old and zero == 3:
         return PROFILES["deepspeed-zero"]
     if not re.search(r"megatron|meta", name) and zero in (2, 3):
@@ -87,6 +92,8 @@ def read_profile(cells: Cells) -> Profile:
         cells.fill("framework", profile.name)
     elif not EXACT.search(framework):
         cells.remark(f"framework {framework} taken as {profile.name}, the nearest profile")
+    elif profile.name == "composer-fsdp" and "deepspeed" in framework.lower():
+        cells.remark("DeepSpeed of these years taken as composer-fsdp, the nearest profile")
     elif profile.name == "deepspeed-zero" and "deepspeed" not in framework.lower():
         cells.remark("ZeRO-3 beside Megatron of these years taken as deepspeed-zero")
     return _switched(profile, cells)
@@ -128,6 +135,9 @@ def read_precision(cells: Cells) -> str:
         return found
     if re.search(r"fp32|tf32|float32", text):
         return "fp32"
+    if re.search(r"amp|mixed|\b16\b", text):
+        cells.remark(f"precision {text} taken as bf16")
+        return "bf16"
     raise cells.bad("precision", "is none of fp32, fp16, bf16, fp8, fp4")
 
 

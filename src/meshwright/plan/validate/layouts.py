@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.plan.estimate.block import SOFTMAX_BATCH
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.memory import estimate_memory
 from meshwright.plan.estimate.profiles import Profile
@@ -51,6 +52,8 @@ def build_layout(cells: Cells, profile: Profile, cluster: Cluster, devices: int)
     zero = _zero_stage(cells, profile) if dp * cp > 1 else 0
     shard, replicate = _sharding(cells, zero, dp, tp, cluster)
     ep = cells.optional("ep") or 1
+    if dp * cp * tp % ep:
+        cells.remark(f"ep={ep} does not divide dp x cp x tp={dp * cp * tp}")
     if zero == 0 and ep > 1:
         shard = next((n for n in range(ep, dp + 1) if dp % n == 0), dp)
         replicate = dp // shard
@@ -69,10 +72,19 @@ def build_layout(cells: Cells, profile: Profile, cluster: Cluster, devices: int)
         schedule=_schedule(cells, virtual),
         virtual_stages=virtual,
         context=_context(cells),
-        micro_batch=cells.optional("micro_batch"),
+        micro_batch=_micro_batch(cells, dp),
         recompute=_recompute(cells, profile),
         offload=_offload(cells),
     )
+
+
+def _micro_batch(cells: Cells, dp: int) -> int | None:
+    """As published, but no more than a rank's share of the batch; none where the row leaves it out."""
+    given, batch = cells.optional("micro_batch"), cells.optional("global_batch")
+    if given is None or batch is None or given <= -(-batch // dp):
+        return given
+    cells.remark(f"micro_batch={given} taken as {-(-batch // dp)}, a rank's share of the batch")
+    return -(-batch // dp)
 
 
 def _context(cells: Cells) -> Any:
@@ -246,8 +258,9 @@ def settle_micro_batch(cells: Cells, workload: Workload, layout: Layout) -> int:
         cells.fill("micro_batch", micro_batch, "as many micro-batches as stages, default of torchtitan")
         return micro_batch
     if workload.profile.name.startswith("megatron"):
-        cells.fill("micro_batch", 1, "as Megatron's published tables at scale")
-        return 1
+        micro_batch = _least_fused(workload, layout, share)
+        cells.fill("micro_batch", micro_batch, "as Megatron's published tables at scale")
+        return micro_batch
     rounds = LEAST_ROUNDS * layout.pp if layout.pp > 1 else 1
     options = [n for n in _divisors(share) if share // n >= rounds] or [1]
     grid = Grid.of([layout] * len(options))
@@ -257,6 +270,14 @@ def settle_micro_batch(cells: Cells, workload: Workload, layout: Layout) -> int:
     left = f" and leaves {rounds} micro-batches" if rounds > 1 else ""
     cells.fill("micro_batch", micro_batch, f"the largest that fits{left}")
     return micro_batch
+
+
+def _least_fused(workload: Workload, layout: Layout, share: int) -> int:
+    """One sample, or as many as the fused softmax of Megatron's older kernels needs."""
+    heads = workload.model.num_heads / layout.tp
+    if workload.profile.time.flash_attention:
+        return 1
+    return next((n for n in range(1, min(share, SOFTMAX_BATCH) + 1) if n * heads % SOFTMAX_BATCH == 0), 1)
 
 
 def _divisors(number: int) -> list[int]:

@@ -7,6 +7,7 @@ import functools
 import re
 from typing import Any
 
+from meshwright.plan.estimate.weights import count_elements
 from meshwright.plan.validate.cells import Cells, NotExpressedError
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.presets import preset_names, read_preset
@@ -219,7 +220,7 @@ def choose_parts(fields: dict[str, Any], name: str, gated: bool, cells: Cells) -
         return first
     options = [(g, t) for g in (gated, not gated) for t in (tied, not tied)]
     others = [_with_parts(fields, name, g, t, positions) for g, t in options]
-    error = [abs(count_parameters(model) / 1e9 - published) for model in others]
+    error = [abs(count_elements(model) / 1e9 - published) for model in others]
     text = cells.text("params_b")
     digits = len(text.rpartition(".")[2]) if published != int(published) else 0
     best = min(range(len(others)), key=error.__getitem__)
@@ -247,25 +248,3 @@ def _with_parts(fields: dict[str, Any], name: str, gated: bool, tied: bool, posi
         attention_bias=bias,
         ffn_bias=bias,
     )
-
-
-def count_parameters(model: DecoderModel) -> float:
-    """Parameters of a model, norms and biases left out."""
-    width, heads = model.hidden_size, model.num_heads
-    if model.attention == "latent":
-        rope, latent = model.rope_head_dim or 0, model.latent_size or 0
-        queries = heads * (model.head_size + rope)
-        rank = model.query_latent_size
-        attention = (width * rank + rank * queries) if rank else width * queries
-        attention += width * (latent + rope) + latent * (heads * model.head_size + model.value_size)
-        attention += model.value_size * width
-    else:
-        attention = 2 * width * (model.query_size + model.kv_size)
-    matrices = 3 if model.activation == "swiglu" else 2
-    dense = matrices * width * model.ffn_size
-    routed = (model.num_experts or 0) + model.shared_experts
-    sparse = matrices * width * model.expert_width * routed + width * (model.num_experts or 0)
-    layers = model.num_layers * attention + model.expert_layers * sparse
-    layers += (model.num_layers - model.expert_layers) * dense
-    positions = (model.max_positions or 0) * width if model.positions == "learned" else 0
-    return float(layers + positions + model.vocab_size * width * (1 if model.tied_embeddings else 2))

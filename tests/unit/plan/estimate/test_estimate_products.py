@@ -10,7 +10,7 @@ import pytest
 from meshwright.plan.estimate.network import build_group
 from meshwright.plan.estimate.products import UNALIGNED, Device, product_s
 from meshwright.plan.estimate.profiles import PROFILES
-from meshwright.plan.estimate.rates import generation_of, load_calibration, merge_rates, rates_of
+from meshwright.plan.estimate.rates import calibrated_device, load_calibration, merge_rates, rates_of
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.validate.devices import known_devices
 from meshwright.spec.model import DecoderModel
@@ -75,13 +75,23 @@ def test_a_ring_inside_a_node_uses_its_links_and_one_across_the_adapters_of_its_
 def test_collectives_have_the_bytes_of_a_ring_and_one_rank_has_none():
     ring, _, _ = group(8, 1)
     moved = np.array([1e9])
-    wire = ring.gather_s(moved) - ring.latency_s
+    idle = ring.latency_s + ring.hops_s
+    wire = ring.gather_s(moved) - idle
     assert wire[0] == pytest.approx(1e9 * 7 / 8 / ring.bytes_per_s[0])
-    assert ring.all_reduce_s(moved)[0] - ring.latency_s[0] == pytest.approx(2 * wire[0])
+    assert ring.all_reduce_s(moved)[0] - idle[0] == pytest.approx(2 * wire[0])
+    assert ring.all_reduce_s(np.array([0.0]))[0] == 0, "nothing to move is no call"
     alone, _, _ = group(1, 1)
     for call in (alone.gather_s, alone.all_reduce_s, alone.send_s):
         assert call(moved)[0] == 0
     assert alone.all_to_all_s(moved, 1.0)[0] == 0
+
+
+@pytest.mark.parametrize(("ranks", "measured"), [(2, 40e-6), (4, 50e-6), (8, 87e-6)])
+def test_latency_grows_with_the_ranks_of_a_node_as_measured(ranks, measured):
+    """nccl-tests on A100 with NVLink 3: an all-reduce of 1 MiB less the time of its bytes at full rate."""
+    rates = merge_rates({**load_calibration(), "device.X": {"link_latency_s": 3.5e-5}}, (), "X")
+    ring = build_group(known_devices()["A100-80GB-SXM"], rates, np.array([ranks]), np.array([1]))
+    assert ring.latency_s[0] + ring.hops_s[0] == pytest.approx(measured, rel=0.15)
 
 
 def test_copies_to_one_node_cross_to_it_as_one():
@@ -108,4 +118,4 @@ def test_sections_override_each_other_from_the_default_to_a_stack_on_a_device():
     [("A100-40GB-SXM", "A100"), ("H200-141GB-SXM", "H100"), ("GB200-NVL72", "B200"), ("L40S-48GB", "L40S")],
 )
 def test_devices_of_one_generation_share_their_calibration(name, generation):
-    assert generation_of(name) == generation
+    assert calibrated_device(name) == generation

@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.profiles import PROFILES
+from meshwright.plan.estimate.rates import rates_of
 from meshwright.plan.estimate.step import estimate_step
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.validate.devices import known_devices
@@ -132,6 +133,19 @@ def test_heads_of_a_width_that_does_not_align_cost_what_bloom_lost():
     assert 1.15 < rates[1] / rates[0] < 1.40
 
 
+def test_softmax_that_cannot_be_fused_costs_time_and_the_host_kernels():
+    """Megatron's kernel takes heads of a micro-batch by fours; fused attention has no such kernel."""
+    small = dataclasses.replace(
+        GPT_175B, num_layers=8, hidden_size=2048, ffn_size=8192, num_heads=16, num_kv_heads=16
+    )
+    two, four = (Layout(mode="given", tp=8, micro_batch=n, recompute="full") for n in (1, 2))
+    for profile, slower in (("megatron-lm", True), ("megatron-core", False)):
+        given = workload(small, profile=profile, devices=8, global_batch=16, seq_len=1024)
+        rates = dataclasses.replace(rates_of(given), host_s=0.1)
+        once, twice = estimate_step(given, Grid.of([two, four]), rates).step_s
+        assert (once > 2.2 * twice) == slower, "twice the micro-batches, and a fifth more kernels in each"
+
+
 def test_more_virtual_stages_shrink_the_bubble_and_zero_bubble_nearly_removes_it():
     layouts = [
         change(PTD, pp=8, dp_replicate=16),
@@ -140,7 +154,7 @@ def test_more_virtual_stages_shrink_the_bubble_and_zero_bubble_nearly_removes_it
     ]
     plain, interleaved, zbv = estimate_step(workload(), Grid.of(layouts)).parts["bubble"]
     assert interleaved == pytest.approx(plain / 4, rel=0.1)
-    assert zbv < 0.3 * plain
+    assert zbv < plain / 3, "what is left: with recomputation the two halves of a backward pass differ"
 
 
 def test_experts_travel_over_the_network_once_a_node():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from meshwright.plan.estimate.weights import count_elements
 from meshwright.plan.shapes import list_parameters
-from meshwright.plan.validate.models import count_parameters
 from meshwright.spec.load import build_job
 
 LLAMA = {
@@ -62,16 +62,20 @@ def test_a_choice_against_the_name_is_named(case):
 )
 def test_published_counts_come_out(case, cells, billions):
     """Held against figures that the makers of the models publish."""
-    assert count_parameters(case(**cells).workload.model) / 1e9 == pytest.approx(billions, rel=0.006)
+    assert count_elements(case(**cells).workload.model) / 1e9 == pytest.approx(billions, rel=0.006)
 
 
-@pytest.mark.parametrize("preset", ["llama3-8b", "llama3.2-1b", "llama2-70b"])
+@pytest.mark.parametrize(
+    "preset", ["llama3-8b", "llama3.2-1b", "gpt-22b", "mixtral-8x7b", "deepseek-v2", "gpt-oss-120b"]
+)
 def test_the_count_agrees_with_the_table_of_shapes(preset):
     data, train = {"path": "text", "seq_len": 64}, {"steps": 1, "global_batch": 1}
     cluster = {"preset": "h100-sxm"}
-    model = build_job({"model": {"preset": preset}, "cluster": cluster, "data": data, "train": train}).model
+    model = build_job(
+        {"model": {"preset": preset}, "cluster": cluster, "data": data, "train": train}, to_run=False
+    ).model
     exact = sum(parameter.count for parameter in list_parameters(model))
-    assert count_parameters(model) == pytest.approx(exact, rel=0.001)
+    assert count_elements(model) == pytest.approx(exact, rel=5e-4), "biases of experts are left out"
 
 
 def test_latent_attention_experts_and_windows_are_read(case):

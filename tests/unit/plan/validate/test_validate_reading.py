@@ -166,6 +166,10 @@ def test_a_rack_of_72_is_used_in_even_shares(case):
         ("megatron-deepspeed", "A100-80GB-SXM", "megatron-deepspeed"),
         ("gpt-neox", "A100-80GB-SXM", "megatron-deepspeed"),
         ("deepspeed", "V100-32GB-SXM", "deepspeed-zero"),
+        ("DeepSpeed", "H100 SXM5 80GB", "composer-fsdp"),
+        ("megatron", "NVIDIA A100-SXM4-80GB", "megatron-lm"),
+        ("OLMo", "H100", "composer-fsdp"),
+        ("torchtune", "H100", "torchtitan"),
         ("composer-fsdp1", "A100-80GB-SXM", "composer-fsdp"),
         ("torchtitan-fsdp2", "A100-80GB-SXM", "torchtitan"),
         ("nanotron", "H100-80GB-SXM", "megatron-core"),
@@ -272,6 +276,25 @@ def test_degrees_must_multiply_out(read, case):
     assert case(cp="4").layout.dp_shard == 8, "a dp that counts cp too is divided by it"
 
 
+def test_a_micro_batch_is_at_most_a_ranks_share(case):
+    found = case(global_batch="64", micro_batch="8", dp="32")
+    assert found.layout.micro_batch == 2
+    assert "micro_batch=8 taken as 2, a rank's share of the batch" in found.filled
+
+
+def test_experts_that_do_not_spread_evenly_are_named(case):
+    cells = {"experts": "8", "top_k": "2", "moe_ffn": "4096", "params_b": ""}
+    assert "ep=3 does not divide dp x cp x tp=64" in case(**cells, ep="3").filled
+    assert not any("does not divide" in text for text in case(**cells, ep="8").filled)
+
+
+@pytest.mark.parametrize("written", ["mixed", "AMP", "16-mixed"])
+def test_a_precision_of_two_kinds_is_taken_as_bf16_and_named(case, written):
+    found = case(precision=written)
+    assert found.workload.precision == "bf16"
+    assert f"precision {written.lower()} taken as bf16" in found.filled
+
+
 def test_a_sharding_framework_needs_no_degrees(case):
     layout = case(framework="torchtitan", zero_stage="", **NOTHING_PUBLISHED).layout
     assert (layout.tp, layout.pp, layout.dp_shard, layout.zero) == (1, 1, 64, 3)
@@ -331,6 +354,15 @@ def test_a_micro_batch_that_is_left_out_is_settled(case):
     ours = case(**blank)
     assert ours.layout.micro_batch in (1, 2, 4), "at least two micro-batches a stage"
     assert any(text.startswith("micro_batch taken as") for text in ours.filled)
+
+
+@pytest.mark.parametrize(("gpu", "heads", "samples"), [
+    ("A100-80GB-SXM", "64", 1), ("A100-80GB-SXM", "48", 2), ("H100-80GB-SXM", "48", 1),
+])  # fmt: skip
+def test_old_megatron_fills_its_softmax_kernel(case, gpu, heads, samples):
+    """6 heads a rank are no multiple of 4, 12 are; with fused attention there is no such kernel."""
+    cells = {"micro_batch": "", "tp": "8", "dp": "8", "hidden": "6144", "heads": heads, "kv_heads": heads}
+    assert case(framework="megatron", gpu=gpu, **cells).layout.micro_batch == samples
 
 
 def test_a_global_batch_that_is_left_out_is_found_or_missed(read, case):

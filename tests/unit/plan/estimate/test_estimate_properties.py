@@ -1,0 +1,179 @@
+"""What must hold for every layout: sums, orders, and axes of one rank that change nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshwright.plan.estimate.block import BlockModel
+from meshwright.plan.estimate.grid import SCHEDULES, Grid
+from meshwright.plan.estimate.memory import estimate_memory
+from meshwright.plan.estimate.products import Device
+from meshwright.plan.estimate.rates import rates_of
+from meshwright.plan.estimate.step import estimate_step
+
+PROFILES_OF_EACH_KIND = ("meshwright", "megatron-lm", "megatron-bridge", "torchtitan", "deepspeed-zero")
+ZERO_BUBBLE = [SCHEDULES.index(name) for name in ("zb-h1", "zbv", "dualpipe-v")]
+SLACK = 1 + 1e-9
+
+
+@pytest.fixture
+def legal_grid(random_grid: Grid) -> Grid:
+    """The random layouts, changed where settings contradict each other."""
+    grid = random_grid
+    pipeline = grid.pp > 1
+    several = np.isin(grid.schedule, [2, *ZERO_BUBBLE[1:]])
+    zero = np.where(grid.dp_shard * grid.cp > 1, grid.zero, 0)
+    ranks = np.where(zero > 0, grid.dp_shard, 1) * grid.cp * grid.tp
+    ep = np.where(ranks % grid.ep == 0, grid.ep, 1)
+    return dataclasses.replace(
+        grid,
+        schedule=np.where(pipeline, grid.schedule, 1),
+        virtual_stages=np.where(pipeline & several, 2, 1),
+        zero=zero,
+        dp_shard=np.where(zero > 0, grid.dp_shard, 1),
+        ep=ep,
+        etp=np.where((ranks // ep) % grid.etp == 0, grid.etp, 1),
+        sequence_parallel=grid.sequence_parallel & (grid.tp > 1),
+    )
+
+
+def replace(grid: Grid, **columns: Any) -> Grid:
+    """The layouts with some columns changed; a number stands for all of them."""
+    return dataclasses.replace(
+        grid, **{name: np.broadcast_to(np.asarray(value), (len(grid),)) for name, value in columns.items()}
+    )
+
+
+@pytest.mark.parametrize("model", ["gpt", "experts", "latent"])
+@pytest.mark.parametrize("profile", PROFILES_OF_EACH_KIND)
+def test_parts_are_not_negative_and_add_up(make_workload, legal_grid, profile, model):
+    """Of the step and of the memory."""
+    given = make_workload(model, profile)
+    step, memory = estimate_step(given, legal_grid), estimate_memory(given, legal_grid)
+    assert sum(step.parts.values()) == pytest.approx(step.step_s)
+    assert sum(memory.lines.values()) == pytest.approx(memory.peak_bytes)
+    for parts, total in ((step.parts, step.step_s), (memory.lines, memory.peak_bytes)):
+        for name, part in parts.items():
+            assert (part >= -1e-9 * total).all(), name
+
+
+@pytest.mark.parametrize(
+    "rate",
+    ["link_bytes_per_s", "nic_bytes_per_s", "memory_bytes_per_s", "bf16_flops_per_s", "host_bytes_per_s"],
+)
+@pytest.mark.parametrize("model", ["gpt", "experts"])
+@pytest.mark.parametrize("profile", PROFILES_OF_EACH_KIND)
+def test_faster_hardware_is_never_slower(make_workload, legal_grid, profile, model, rate):
+    """One rate doubled. Not of zero-bubble schedules: a shorter weight pass fills less of their bubble."""
+    grid = legal_grid.take(~np.isin(legal_grid.schedule, ZERO_BUBBLE))
+    slow = make_workload(model, profile)
+    cluster = dataclasses.replace(slow.cluster, nodes=64)
+    slow = dataclasses.replace(slow, cluster=cluster)
+    faster = dataclasses.replace(cluster, **{rate: 2 * getattr(cluster, rate)})
+    fast = dataclasses.replace(slow, cluster=faster)
+    assert (estimate_step(fast, grid).step_s <= SLACK * estimate_step(slow, grid).step_s).all()
+
+
+@pytest.mark.parametrize("profile", PROFILES_OF_EACH_KIND)
+def test_an_axis_of_one_rank_changes_nothing(make_workload, legal_grid, profile):
+    """How a sequence that is whole is exchanged, what a state that is whole is sharded by, tp=1's norms."""
+    given, grid = make_workload("gpt", profile), legal_grid
+    same = (
+        replace(grid, context=np.where(grid.cp == 1, 1 - grid.context, grid.context)),
+        replace(grid, zero=np.where(grid.dp_shard * grid.cp == 1, 1, grid.zero)),
+        replace(grid, sequence_parallel=grid.sequence_parallel | (grid.tp == 1)),
+        replace(grid, ep=1, etp=1),
+    )
+    step, memory = estimate_step(given, grid).step_s, estimate_memory(given, grid).peak_bytes
+    for other in same:
+        assert estimate_step(given, other).step_s == pytest.approx(step, rel=1e-12)
+        assert estimate_memory(given, other).peak_bytes == pytest.approx(memory, rel=1e-12)
+
+
+@pytest.mark.parametrize("profile", PROFILES_OF_EACH_KIND)
+def test_recomputation_is_never_free(make_workload, legal_grid, profile):
+    """More of it takes no less time, offloading and collectives included."""
+    given = make_workload("llama", profile)
+    grid = legal_grid.take(~np.isin(legal_grid.schedule, ZERO_BUBBLE))
+    none, selective, full = (estimate_step(given, replace(grid, recompute=n)).step_s for n in range(3))
+    assert (none <= SLACK * selective).all()
+    assert (selective <= SLACK * full).all()
+
+
+@pytest.mark.parametrize("profile", PROFILES_OF_EACH_KIND)
+def test_twice_the_layers_are_less_than_twice_the_computation(make_workload, legal_grid, profile):
+    """The head does not grow with them."""
+    once = make_workload("llama", profile)
+    model = dataclasses.replace(once.model, num_layers=2 * once.model.num_layers)
+    twice = dataclasses.replace(once, model=model)
+    ratio = (
+        estimate_step(twice, legal_grid).parts["compute"] / estimate_step(once, legal_grid).parts["compute"]
+    )
+    assert (ratio <= 2 * SLACK).all()
+    assert (ratio >= 1.6).all()
+
+
+@pytest.mark.parametrize("profile", PROFILES_OF_EACH_KIND)
+def test_larger_micro_batches_do_not_compute_longer(make_workload, legal_grid, profile):
+    """The same samples in fewer and larger products; a last wave of tiles may cost a percent."""
+    given = make_workload("llama", profile)
+    small, large = (estimate_step(given, replace(legal_grid, micro_batch=n)).parts["compute"] for n in (1, 4))
+    even = given.global_batch % (4 * legal_grid.data_degree) == 0
+    assert even.any()
+    assert (large[even] <= 1.01 * small[even]).all()
+
+
+def test_one_expert_for_every_token_is_nearly_a_dense_model(make_workload, make_grid):
+    """It has as many parameters and products; its tokens are sorted, and its products grouped."""
+    dense = make_workload("llama", "megatron-core", global_batch=64)
+    model = dataclasses.replace(dense.model, num_experts=1, experts_per_token=1, expert_ffn_size=14336)
+    routed = dataclasses.replace(dense, model=model)
+    grid = make_grid(dp_shard=[8, 8], zero=[1, 3], micro_batch=[2, 2])
+    time = estimate_step(routed, grid).step_s / estimate_step(dense, grid).step_s
+    memory = estimate_memory(routed, grid).peak_bytes / estimate_memory(dense, grid).peak_bytes
+    assert ((time > 1) & (time < 1.25)).all()
+    assert ((memory > 0.95) & (memory < 1.25)).all()
+
+
+def test_splitting_experts_over_etp_moves_as_many_bytes(make_workload, make_grid):
+    """A rank then has the tokens of its etp neighbours and a part of the columns."""
+    given = make_workload("experts", "megatron-core")
+    grid = make_grid(tp=[4, 4], etp=[1, 4], dp_shard=[2, 2], zero=[1, 1])
+    times = BlockModel(given, Device.of(given, rates_of(given)), grid).times()
+    assert times.elementwise.forward[0] == pytest.approx(times.elementwise.forward[1])
+
+
+def test_gradients_of_ranks_that_spread_experts_are_summed(make_workload, make_grid):
+    """A published run without ZeRO whose experts lie on 8 ranks: all else is the same on them."""
+    given = make_workload("experts", "megatron-lm")
+    alone, spread = estimate_step(given, make_grid(dp_shard=[1, 8], ep=[1, 8], tp=[1, 1])).parts[
+        "gradient reduction"
+    ]
+    assert alone == 0
+    assert spread > 0
+
+
+def test_the_state_comes_from_the_host_while_it_is_gathered(make_workload, make_grid):
+    """Two links at once: no faster than either alone, and no slower than one after the other."""
+    given = make_workload("gpt", "deepspeed-zero", global_batch=64)
+    columns = {"dp_shard": [8, 8], "zero": [3, 3], "micro_batch": [1, 1]}
+    gathered, both = estimate_step(given, make_grid(**columns, offload=[1, 2])).parts["sharded data parallel"]
+    streamed = estimate_step(given, make_grid(dp_shard=[1], offload=[2])).parts["sharded data parallel"][0]
+    assert gathered <= both <= gathered + 64 * streamed
+
+
+@pytest.mark.parametrize("profile", ["megatron-core", "torchtitan"])
+def test_a_v_schedule_holds_no_more_than_gpipe_and_about_as_much_as_1f1b(make_workload, make_grid, profile):
+    """ZBV holds p micro-batches on every rank; 1F1B as many on its first, GPipe all of them."""
+    given = make_workload("llama", profile, global_batch=64)
+    names = ("gpipe", "1f1b", "zbv")
+    grid = make_grid(
+        pp=[4] * 3, schedule=[SCHEDULES.index(n) for n in names], virtual_stages=[1, 1, 2], recompute=[0] * 3
+    )
+    held = dict(zip(names, estimate_memory(given, grid).lines["activations"], strict=True))
+    assert held["zbv"] < held["gpipe"]
+    assert held["zbv"] == pytest.approx(held["1f1b"], rel=0.01)
