@@ -79,9 +79,9 @@ def _explain_legal(output: Output, job: Job, best: Prediction | None) -> dict[st
     (asked,) = predict_layouts(job, [layout])
     reasons = []
     if not asked.fits:
-        over = asked.peak_bytes - job.cluster.memory_bytes
         room = format_bytes(job.cluster.memory_bytes)
-        reasons.append(f"does not fit: {format_bytes(over)} over the {room} of a device")
+        device = f" the {room} of a device" if asked.peak_bytes > job.cluster.memory_bytes else ""
+        reasons.append(f"does not fit: {asked.shortage}{device}")
         reasons += [f"it would fit: {remedy}" for remedy in remedies_for_layout(job, layout)]
     elif best is not None:
         reasons.append(_against(best, asked))

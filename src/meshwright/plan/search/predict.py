@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.core.errors import UserError
+from meshwright.core.units import format_bytes
 from meshwright.plan.compute import flops_per_token, peak_rate
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.interval import Interval, interval
@@ -38,6 +39,8 @@ class Prediction:
     """Of the fullest rank."""
     classes: dict[str, dict[str, float]]
     """Lines of each class of pipeline ranks, `first`, `middle`, `last`; without a pipeline of every rank."""
+    host_bytes: float
+    """What a rank keeps in its host's memory."""
     fits: bool
     step_s: float
     breakdown_s: dict[str, float]
@@ -85,6 +88,16 @@ class Prediction:
         """The fullest ranks' lines with their formulas, and their peaks at named times."""
         classes = explain_memory(self.workload, self.layout)
         return max(classes, key=lambda found: found.peak_bytes)
+
+    @property
+    def shortage(self) -> str:
+        """What is missing where it does not fit: bytes over the device, or over its share of the host."""
+        cluster = self.job.cluster
+        over = self.peak_bytes - cluster.memory_bytes
+        if over > 0 or not cluster.host_memory_bytes:
+            return f"{format_bytes(over)} over"
+        more, room = self.host_bytes - cluster.host_memory_bytes, format_bytes(cluster.host_memory_bytes)
+        return f"{format_bytes(more)} over the {room} of host memory that a device has"
 
     @cached_property
     def interval(self) -> Interval:
@@ -180,6 +193,7 @@ def predict_layouts(job: Job, layouts: Sequence[Layout], walk: bool = True) -> l
                 job=dataclasses.replace(job, layout=layout),
                 peak_bytes=float(memory.peak_bytes[place]),
                 classes=classes if layout.pp > 1 else {EVERY_RANK: classes["first"]},
+                host_bytes=float(memory.host_bytes[place]),
                 fits=bool(fits[place]),
                 step_s=total,
                 breakdown_s={k: v for k, v in parts.items() if abs(v) > 1e-9 * total},

@@ -21,11 +21,18 @@ SHORTEST_SEQUENCE = 128
 
 def nothing_fits(job: Job, closest: Prediction, remedies: list[str]) -> UserError:
     """The error for a model that no layout fits."""
-    room = job.cluster.memory_bytes
-    name, count = max(closest.lines.items(), key=lambda line: line[1])
-    rule = f"does not fit: {layout_words(closest.layout)} needs {format_bytes(closest.peak_bytes)} a device, "
-    rule += f"{format_bytes(closest.peak_bytes - room)} more than its {format_bytes(room)}; the largest line "
-    rule += f"is {name} with {format_bytes(count)}"
+    cluster, words = job.cluster, layout_words(closest.layout)
+    over = closest.peak_bytes - cluster.memory_bytes
+    if over > 0 or not cluster.host_memory_bytes:
+        name, count = max(closest.lines.items(), key=lambda line: line[1])
+        rule = f"does not fit: {words} needs {format_bytes(closest.peak_bytes)} a device, "
+        rule += f"{format_bytes(over)} more than its {format_bytes(cluster.memory_bytes)}; the largest line "
+        rule += f"is {name} with {format_bytes(count)}"
+    else:
+        more = closest.host_bytes - cluster.host_memory_bytes
+        rule = f"does not fit: {words} needs {format_bytes(closest.host_bytes)} of host memory a device, "
+        rule += f"{format_bytes(more)} more than cluster.host_memory_bytes="
+        rule += f"{format_bytes(cluster.host_memory_bytes)}"
     fix = "; or ".join(remedies) or "Use a smaller model, or devices with more memory"
     return UserError(Problem("plan-nothing-fits", rule, path=job.name, fix=fix))
 
