@@ -70,7 +70,7 @@ class Found:
     seconds: float = 0.0
     best: Ranked | None = None
     """Those that fit, best first."""
-    least: Ranked | None = None
+    least: Grid | None = None
     """The one that needs the least of its device's and its host's memory, whether it fits or not."""
     least_need: float = math.inf
     """What it needs of the scarcer of the two, as a share of what there is."""
@@ -127,7 +127,7 @@ def _search_chunk(found: Found, workload: Workload, chunk: Chunk, top: int) -> N
     """Price every row with 1F1B, then those of its other schedules that may still be among the best."""
     plain = chunk.least()
     memory, step = estimate_memory(workload, plain), estimate_step(workload, plain)
-    _keep_least(found, workload, plain, memory, step)
+    _keep_least(found, workload, chunk, plain, memory)
     if chunk.space.has_plain:
         _keep_best(found, workload, plain, memory, step, top)
     grid, rows = chunk.grow(), np.repeat(np.arange(len(plain)), chunk.sizes)
@@ -162,18 +162,25 @@ def _limit(found: Found, top: int) -> float:
     return float(found.best.step_s[-1])
 
 
-def _keep_least(
-    found: Found, workload: Workload, grid: Grid, memory: MemoryEstimate, step: StepEstimate
-) -> None:
+def _keep_least(found: Found, workload: Workload, chunk: Chunk, plain: Grid, memory: MemoryEstimate) -> None:
+    """Of the rows that have a schedule, the one that needs least; with a schedule that it may have."""
+    need = np.where(chunk.sizes > 0, _need(workload, memory), np.inf)
+    place = np.array([np.argmin(need)])
+    row, need = plain.take(place), need[place]
+    if np.isfinite(need[0]) and not chunk.space.has_plain:
+        row = chunk.grow(place)
+        need = _need(workload, estimate_memory(workload, row))
+    if need.min() < found.least_need:
+        found.least, found.least_need = row.take(np.array([np.argmin(need)])), float(need.min())
+
+
+def _need(workload: Workload, memory: MemoryEstimate) -> Floats:
+    """What layouts need of the scarcer of device and host, as a share of what there is."""
     cluster = workload.cluster
     need = memory.peak_bytes / cluster.memory_bytes
     if cluster.host_memory_bytes:
         need = np.maximum(need, memory.host_bytes / cluster.host_memory_bytes)
-    place = int(np.argmin(need))
-    if need[place] < found.least_need:
-        row = slice(place, place + 1)
-        found.least_need = float(need[place])
-        found.least = Ranked(grid.take(np.array([place])), step.step_s[row], memory.peak_bytes[row])
+    return np.asarray(need, dtype=np.float64)
 
 
 def _keep_best(

@@ -20,6 +20,7 @@ from meshwright.plan.estimate.memory_report import ClassLedger, explain_memory
 from meshwright.plan.estimate.step import StepEstimate, estimate_step
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.search.bounds import WORK_PARTS
+from meshwright.plan.search.find import Ranked
 from meshwright.plan.search.traffic import Moved, list_traffic
 from meshwright.schedule.build import build_schedule
 from meshwright.schedule.walk import StageTimes, walk_schedule
@@ -27,6 +28,10 @@ from meshwright.spec.job import Job
 from meshwright.spec.layout import AXES, Layout
 
 EVERY_RANK = "every rank"
+WALKED = 50
+"""Layouts whose schedules are walked before the first of them is called the best."""
+CLOSED_FORM_ERROR = 0.01
+"""Twice what tests allow closed forms to differ from walked schedules."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +207,12 @@ def predict_layouts(job: Job, layouts: Sequence[Layout], walk: bool = True) -> l
             )
         )
     return found
+
+
+def predict_best(job: Job, best: Ranked) -> Prediction:
+    """The best of a ranking by time, walked as those are that closed forms cannot tell from it."""
+    near = np.flatnonzero(best.step_s <= best.step_s[0] * (1 + CLOSED_FORM_ERROR))
+    return min(predict_layouts(job, [best.grid.layout(int(place)) for place in near]), key=lambda p: p.step_s)
 
 
 def _pass_shares(step: StepEstimate, count: int) -> list[tuple[float, float]]:
