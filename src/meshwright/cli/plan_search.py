@@ -20,13 +20,14 @@ from meshwright.plan.learning_rate import explain_lr
 from meshwright.plan.search.find import By, Found, Progress, find_layouts, no_progress
 from meshwright.plan.search.neighbours import compare, explain_neighbours
 from meshwright.plan.search.predict import (
+    WALKED,
     Prediction,
     layout_overrides,
     layout_words,
     mfu_rate,
     predict_layouts,
 )
-from meshwright.plan.search.rescue import nothing_fits, remedies_for_layout, remedies_for_search
+from meshwright.plan.search.rescue import explain_failure, nothing_fits, remedies_for_layout
 from meshwright.plan.search.settle import settle_micro_batch
 from meshwright.plan.search.traffic import bytes_by_axis
 from meshwright.plan.search.write import estimated_plan
@@ -39,8 +40,6 @@ from meshwright.spec.recipe import explain_defaults
 MOST_ROWS = 12
 """Layouts in the table for people; ``--json`` has as many as ``--top`` says."""
 FORMULA_WIDTH = 90
-WALKED = 50
-"""Layouts whose schedules are walked before the first of them is called the best."""
 LONG_SEARCH = 300_000
 """Layouts from which a bar is shown, on a terminal."""
 BEST = {
@@ -129,9 +128,7 @@ def search_outcome(output: Output, job: Job, pins: dict[str, Any], top: int, by:
     with search_progress(output) as progress:
         found = find_layouts(job, pins, max(top, WALKED), by, progress)
     if found.best is None:
-        assert found.least is not None, "a space without layouts: one device is always legal"
-        (closest,) = predict_layouts(job, [found.least.grid.layout(0)])
-        raise nothing_fits(job, closest, remedies_for_search(job, pins))
+        raise explain_failure(job, pins, found)
     shown = predict_layouts(job, [found.best.grid.layout(n) for n in range(len(found.best))])
     if by != "memory":  # walked schedules may change the order a little
         shown.sort(key=lambda p: p.step_s * (p.layout.world_size if by == "cost" else 1))

@@ -8,8 +8,8 @@ from meshwright.cli.output import Output
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_seconds
 from meshwright.plan.search.find import find_layouts
-from meshwright.plan.search.predict import layout_words, predict_layouts
-from meshwright.plan.search.rescue import nothing_fits, remedies_for_search
+from meshwright.plan.search.predict import layout_words
+from meshwright.plan.search.rescue import explain_failure
 from meshwright.plan.search.sizing import Size, Sizing, explain_size, format_days, size_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -32,10 +32,7 @@ def show_sizing(
             job, tokens, deadline_s, pins, lambda devices: status.update(f"trying {devices} devices")
         )
     if not sizing.tried:
-        found = find_layouts(job, pins, 1)
-        assert found.least is not None, "one device is always legal"
-        (closest,) = predict_layouts(job, [found.least.grid.layout(0)])
-        raise nothing_fits(job, closest, remedies_for_search(job, pins))
+        raise explain_failure(job, pins, find_layouts(job, pins, 1))
     kind = job.cluster.device_name or "device"
     for sentence in explain_size(sizing, kind):
         output.say(sentence)

@@ -45,6 +45,14 @@ from meshwright.spec.recipe_rules import (
 
 SET = object()
 """Stands for any value that a key is set to."""
+UNTIL_SEARCHED = frozenset(
+    f"layout-{what}"
+    for what in (
+        "accumulate-zero", "context-cp", "interleaved", "prefetch-zero", "schedule-pp",
+        "sequence-parallel-tp", "virtual-stages", "virtual-stages-pp", "zero-unsharded",
+    )
+)  # fmt: skip
+"""Rules of settings that need a degree. Where the planner chooses the degrees, it keeps to them itself."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +80,14 @@ def find_problems(job: Job, to_run: bool = True) -> list[Problem]:
 
     Args:
         job: The job.
-        to_run: False for a job that is only planned: what is not built yet is no problem then.
+        to_run: False for a job that is only planned: what is not built yet is no problem then, nor is a
+            setting whose degree the planner has still to choose.
     """
+    searched = not to_run and job.layout.mode == "auto"
     found: dict[str, Problem] = {}
     for rule in sorted(RULES, key=lambda r: not r.built):
         problem = rule.check(job) if rule.holds_for(to_run) else None
-        if problem is not None:
+        if problem is not None and not (searched and problem.code in UNTIL_SEARCHED):
             found.setdefault(problem.path, problem)
     return list(found.values())
 

@@ -321,7 +321,7 @@ def _settle_layout(tree: Tree) -> list[Problem]:
     layout = tree.get("layout")
     if not isinstance(layout, dict):
         return []
-    named = [key for key in (*DEGREES, "zero") if key in layout]
+    named = [key for key in DEGREES if key in layout]
     if named and layout.get("mode") == "auto":
         rule = f"leaves the degrees to the planner, but layout.{named[0]} is given"
         fix = f"Leave out layout.mode, or {', '.join('layout.' + n for n in named)}"

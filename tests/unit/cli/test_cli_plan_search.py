@@ -181,6 +181,88 @@ def test_why_tells_of_idle_devices(cli):
     assert "it leaves 4 of 8 devices idle" in cli(*LLAMA, "--why", "layout.tp=4").out
 
 
+def test_why_prices_the_best_layout_with_the_asked_degrees_on_all_devices(cli):
+    """The literal layout leaves six of eight devices idle; what its degrees could do is said too."""
+    ran = cli(*LLAMA, "--why", "layout.tp=2", "layout.pp=1", "--json")
+    why, (asked,) = ran.json["why"], ran.json["layouts"]
+    assert asked["layout"]["tp"] == 2
+    assert asked["layout"]["dp_shard"] == 1
+    full = why["best_with_degrees"]
+    degrees = full["layout"]
+    world = degrees["pp"] * degrees["dp_replicate"] * degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
+    assert (degrees["tp"], degrees["pp"], world) == (2, 1, 8)
+    assert full["fits"]
+    assert full["against_best"] == pytest.approx(full["step_s"] / why["best"]["step_s"] - 1)
+    assert full["against_best"] >= 0
+    (sentence,) = [r for r in asked["reasons"] if r.startswith("the best with pp=1 tp=2 on all 8 devices: ")]
+    assert sentence.endswith(f"{full['against_best']:+.1%} against the best")
+    searched = cli(*LLAMA, "--json", "--top", "50").json["layouts"]
+    same = [e["step_s"] for e in searched if (e["layout"]["tp"], e["layout"]["pp"]) == (2, 1)]
+    assert full["step_s"] <= min(same, default=full["step_s"]) * 1.0001
+
+
+def test_why_without_a_degree_explains_the_best_layout_with_that_setting(cli):
+    """Recomputation is no degree: one device is not what was asked for."""
+    ran = cli(*LLAMA, "--why", "layout.recompute=full", "--json")
+    (asked,) = ran.json["layouts"]
+    assert asked["layout"]["recompute"] == "full"
+    searched = cli(*LLAMA, "layout.recompute=full", "--json", "--top", "1").json["layouts"][0]
+    assert asked["layout"] == searched["layout"]
+    assert "the best with recompute=full" in ran.err
+
+
+def test_why_names_the_nearest_layout_that_fits_where_the_nearest_legal_one_does_not(cli):
+    ran = cli("plan", "llama3-70b", *SMALL, "--on", "4x8xh100-sxm", "--why", "layout.tp=6", "--json")
+    nearest, fitting = ran.json["layouts"]
+    assert not nearest["fits"]
+    assert nearest["layout"]["micro_batch"] == 1, "none was asked for, none fits: the smallest"
+    assert fitting["fits"]
+    assert "nearest that fits: " in ran.err
+
+
+def test_why_on_this_machine_says_what_plan_says(cli, good):
+    local = ("cluster.preset=local", "cluster.device=cpu", "cluster.devices_per_node=2")
+    planned = cli("plan", good, *local, "layout.dp_replicate=2", "--json").json["layouts"][0]
+    (asked,) = cli("plan", good, *local, "--why", "layout.dp_replicate=2", "--json").json["layouts"]
+    assert asked["step_s"] == planned["step_s"]
+    refused = cli("plan", good, *local, "--why", "layout.tp=2", "--json").json
+    assert [problem["code"] for problem in refused["why"]["problems"]] == ["layout-tp-not-built"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("zero", 1),
+        ("zero", 3),
+        ("schedule", "zb-h1"),
+        ("schedule", "interleaved"),
+        ("virtual_stages", 4),
+        ("sequence_parallel", True),
+        ("context", "ulysses"),
+        ("accumulate", "deferred"),
+        ("prefetch", 2),
+    ],
+)
+def test_a_setting_that_needs_a_degree_is_kept_in_the_search(cli, key, value):
+    """The planner chooses a degree with which it has an effect; ``train`` goes on refusing it."""
+    ran = cli(*LLAMA, f"layout.{key}={str(value).lower()}", "--top", "5", "--json")
+    assert {layout["layout"][key] for layout in ran.json["layouts"]} == {value}
+
+
+def test_settings_that_no_layout_can_have_are_named(cli):
+    ran = cli("plan", "llama3-8b", *SMALL, "--on", "1xh100-sxm", "layout.schedule=zbv")
+    assert ran.codes == ["plan-no-layout"]
+
+
+def test_host_memory_that_is_missing_is_said_to_be(cli):
+    """175 billion parameters with all their state on one node's hosts: 351 GB a device, there are 250."""
+    ran = cli("plan", "gpt3-175b", *SMALL, "--on", "8xh100-sxm", "--json")
+    assert ran.codes == ["plan-nothing-fits"]
+    rule = ran.json["errors"][0]["rule"]
+    assert "of host memory a device" in rule
+    assert "-" not in rule.partition("needs")[2], "nothing negative is over"
+
+
 # Sizing
 
 

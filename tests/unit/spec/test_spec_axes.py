@@ -155,10 +155,17 @@ def test_ulysses_wants_key_heads_that_split_or_repeat(codes):
 
 
 def test_state_is_sharded_over_dp_shard_and_cp(codes):
-    assert codes(zero=1) == ["layout-zero-unsharded"]
+    assert codes(zero=1, tp=1) == ["layout-zero-unsharded"]
     assert codes(zero=3, cp=2) == []
     assert codes(zero=2, dp_replicate=2) == ["layout-zero-unsharded"]
     assert codes(dp_shard=2, zero=0) == ["layout-zero-dp-shard"]
+
+
+def test_settings_wait_for_the_degrees_that_the_planner_chooses(codes):
+    """Without a degree the layout is open: what needs one is no mistake yet."""
+    for layout in ({"zero": 1}, {"schedule": "zbv"}, {"context": "ulysses"}, {"sequence_parallel": True}):
+        assert codes(**layout) == []
+        assert codes(**layout, dp_replicate=2) != []
 
 
 def test_ranks_and_shares(codes):

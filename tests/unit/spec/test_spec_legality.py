@@ -123,8 +123,8 @@ CASES = {
 }
 """A job for each row; a row without one fails below."""
 PLAN_CASES = {
-    "layout-schedule-pp": {"layout": {"schedule": "zb-h1"}},
-    "layout-context-cp": {"layout": {"context": "ulysses"}},
+    "layout-schedule-pp": {"layout": {"schedule": "zb-h1", "dp_replicate": 2}},
+    "layout-context-cp": {"layout": {"context": "ulysses", "dp_replicate": 2}},
     "layout-accumulate-zero": {"layout": {"accumulate": "deferred", "dp_shard": 2, "zero": 1}},
     "layout-prefetch-zero": {"layout": {"prefetch": 2, "dp_shard": 2, "zero": 2}},
     "layout-offload-cpu": {"layout": {"offload": "all"}, "cluster": {"preset": "local", "device": "cpu"}},

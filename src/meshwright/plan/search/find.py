@@ -70,8 +70,10 @@ class Found:
     seconds: float = 0.0
     best: Ranked | None = None
     """Those that fit, best first."""
-    least: Ranked | None = None
-    """The one that needs the least memory, whether it fits or not."""
+    least: Grid | None = None
+    """The one that needs the least of its device's and its host's memory, whether it fits or not."""
+    least_need: float = math.inf
+    """What it needs of the scarcer of the two, as a share of what there is."""
     rates: list[Floats] = field(default_factory=list)
     """Step times of all that fit, for the picture."""
 
@@ -125,7 +127,7 @@ def _search_chunk(found: Found, workload: Workload, chunk: Chunk, top: int) -> N
     """Price every row with 1F1B, then those of its other schedules that may still be among the best."""
     plain = chunk.least()
     memory, step = estimate_memory(workload, plain), estimate_step(workload, plain)
-    _keep_least(found, plain, memory, step)
+    _keep_least(found, workload, chunk, plain, memory)
     if chunk.space.has_plain:
         _keep_best(found, workload, plain, memory, step, top)
     grid, rows = chunk.grow(), np.repeat(np.arange(len(plain)), chunk.sizes)
@@ -160,11 +162,25 @@ def _limit(found: Found, top: int) -> float:
     return float(found.best.step_s[-1])
 
 
-def _keep_least(found: Found, grid: Grid, memory: MemoryEstimate, step: StepEstimate) -> None:
-    place = int(np.argmin(memory.peak_bytes))
-    peak = memory.peak_bytes[place : place + 1]
-    if found.least is None or peak[0] < found.least.peak_bytes[0]:
-        found.least = Ranked(grid.take(np.array([place])), step.step_s[place : place + 1], peak)
+def _keep_least(found: Found, workload: Workload, chunk: Chunk, plain: Grid, memory: MemoryEstimate) -> None:
+    """Of the rows that have a schedule, the one that needs least; with a schedule that it may have."""
+    need = np.where(chunk.sizes > 0, _need(workload, memory), np.inf)
+    place = np.array([np.argmin(need)])
+    row, need = plain.take(place), need[place]
+    if np.isfinite(need[0]) and not chunk.space.has_plain:
+        row = chunk.grow(place)
+        need = _need(workload, estimate_memory(workload, row))
+    if need.min() < found.least_need:
+        found.least, found.least_need = row.take(np.array([np.argmin(need)])), float(need.min())
+
+
+def _need(workload: Workload, memory: MemoryEstimate) -> Floats:
+    """What layouts need of the scarcer of device and host, as a share of what there is."""
+    cluster = workload.cluster
+    need = memory.peak_bytes / cluster.memory_bytes
+    if cluster.host_memory_bytes:
+        need = np.maximum(need, memory.host_bytes / cluster.host_memory_bytes)
+    return np.asarray(need, dtype=np.float64)
 
 
 def _keep_best(

@@ -157,9 +157,8 @@ def _score(prediction: Prediction, by: By) -> float:
 
 def compare(best: Prediction, other: Prediction, by: By = "time") -> str:
     """What is worse with the other one: memory that is not there, or the parts that take longer."""
-    room = best.job.cluster.memory_bytes
     if not other.fits:
-        return f"{format_bytes(other.peak_bytes - room)} over"
+        return other.shortage
     if by == "memory" and other.peak_bytes > best.peak_bytes:
         return f"{format_bytes(other.peak_bytes - best.peak_bytes)} more memory"
     change = other.step_s / best.step_s - 1

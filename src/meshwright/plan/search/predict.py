@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.core.errors import UserError
+from meshwright.core.units import format_bytes
 from meshwright.plan.compute import flops_per_token, peak_rate
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.interval import Interval, interval
@@ -19,6 +20,7 @@ from meshwright.plan.estimate.memory_report import ClassLedger, explain_memory
 from meshwright.plan.estimate.step import StepEstimate, estimate_step
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.search.bounds import WORK_PARTS
+from meshwright.plan.search.find import Ranked
 from meshwright.plan.search.traffic import Moved, list_traffic
 from meshwright.schedule.build import build_schedule
 from meshwright.schedule.walk import StageTimes, walk_schedule
@@ -26,6 +28,10 @@ from meshwright.spec.job import Job
 from meshwright.spec.layout import AXES, Layout
 
 EVERY_RANK = "every rank"
+WALKED = 50
+"""Layouts whose schedules are walked before the first of them is called the best."""
+CLOSED_FORM_ERROR = 0.01
+"""Twice what tests allow closed forms to differ from walked schedules."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ class Prediction:
     """Of the fullest rank."""
     classes: dict[str, dict[str, float]]
     """Lines of each class of pipeline ranks, `first`, `middle`, `last`; without a pipeline of every rank."""
+    host_bytes: float
+    """What a rank keeps in its host's memory."""
     fits: bool
     step_s: float
     breakdown_s: dict[str, float]
@@ -85,6 +93,16 @@ class Prediction:
         """The fullest ranks' lines with their formulas, and their peaks at named times."""
         classes = explain_memory(self.workload, self.layout)
         return max(classes, key=lambda found: found.peak_bytes)
+
+    @property
+    def shortage(self) -> str:
+        """What is missing where it does not fit: bytes over the device, or over its share of the host."""
+        cluster = self.job.cluster
+        over = self.peak_bytes - cluster.memory_bytes
+        if over > 0 or not cluster.host_memory_bytes:
+            return f"{format_bytes(over)} over"
+        more, room = self.host_bytes - cluster.host_memory_bytes, format_bytes(cluster.host_memory_bytes)
+        return f"{format_bytes(more)} over the {room} of host memory that a device has"
 
     @cached_property
     def interval(self) -> Interval:
@@ -180,6 +198,7 @@ def predict_layouts(job: Job, layouts: Sequence[Layout], walk: bool = True) -> l
                 job=dataclasses.replace(job, layout=layout),
                 peak_bytes=float(memory.peak_bytes[place]),
                 classes=classes if layout.pp > 1 else {EVERY_RANK: classes["first"]},
+                host_bytes=float(memory.host_bytes[place]),
                 fits=bool(fits[place]),
                 step_s=total,
                 breakdown_s={k: v for k, v in parts.items() if abs(v) > 1e-9 * total},
@@ -188,6 +207,12 @@ def predict_layouts(job: Job, layouts: Sequence[Layout], walk: bool = True) -> l
             )
         )
     return found
+
+
+def predict_best(job: Job, best: Ranked) -> Prediction:
+    """The best of a ranking by time, walked as those are that closed forms cannot tell from it."""
+    near = np.flatnonzero(best.step_s <= best.step_s[0] * (1 + CLOSED_FORM_ERROR))
+    return min(predict_layouts(job, [best.grid.layout(int(place)) for place in near]), key=lambda p: p.step_s)
 
 
 def _pass_shares(step: StepEstimate, count: int) -> list[tuple[float, float]]:

@@ -17,17 +17,38 @@ from meshwright.spec.legality import find_problems, with_layout
 
 MOST_DOUBLINGS = 8
 SHORTEST_SEQUENCE = 128
+MOST_REMEDIES = 4
 
 
 def nothing_fits(job: Job, closest: Prediction, remedies: list[str]) -> UserError:
     """The error for a model that no layout fits."""
-    room = job.cluster.memory_bytes
-    name, count = max(closest.lines.items(), key=lambda line: line[1])
-    rule = f"does not fit: {layout_words(closest.layout)} needs {format_bytes(closest.peak_bytes)} a device, "
-    rule += f"{format_bytes(closest.peak_bytes - room)} more than its {format_bytes(room)}; the largest line "
-    rule += f"is {name} with {format_bytes(count)}"
+    cluster, words = job.cluster, layout_words(closest.layout)
+    over = closest.peak_bytes - cluster.memory_bytes
+    if over > 0 or not cluster.host_memory_bytes:
+        name, count = max(closest.lines.items(), key=lambda line: line[1])
+        rule = f"does not fit: {words} needs {format_bytes(closest.peak_bytes)} a device, "
+        rule += f"{format_bytes(over)} more than its {format_bytes(cluster.memory_bytes)}; the largest line "
+        rule += f"is {name} with {format_bytes(count)}"
+    else:
+        more = closest.host_bytes - cluster.host_memory_bytes
+        rule = f"does not fit: {words} needs {format_bytes(closest.host_bytes)} of host memory a device, "
+        rule += f"{format_bytes(more)} more than cluster.host_memory_bytes="
+        rule += f"{format_bytes(cluster.host_memory_bytes)}"
     fix = "; or ".join(remedies) or "Use a smaller model, or devices with more memory"
     return UserError(Problem("plan-nothing-fits", rule, path=job.name, fix=fix))
+
+
+def explain_failure(job: Job, pins: dict[str, Any], found: Found) -> UserError:
+    """The error for a search that found nothing: no layout is legal with these keys, or none fits."""
+    if found.least is None:
+        keys = " ".join(f"layout.{name}={str(value).lower()}" for name, value in pins.items())
+        devices, runtime = job.cluster.world_size, job.train.runtime
+        leave, which = ("leaves", "it") if len(pins) == 1 else ("leave", "one of them")
+        rule = f"{leave} no legal layout on {devices} device{'s' * (devices > 1)} with {runtime}"
+        fix = f"Leave {which} to the planner, or use more devices"
+        return UserError(Problem("plan-no-layout", rule, path=keys, fix=fix))
+    (closest,) = predict_layouts(job, [found.least.layout(0)])
+    return nothing_fits(job, closest, remedies_for_search(job, pins))
 
 
 def remedies_for_search(job: Job, pins: dict[str, Any]) -> list[str]:
@@ -39,7 +60,7 @@ def remedies_for_search(job: Job, pins: dict[str, Any]) -> list[str]:
             if search.best is not None:
                 found.append(f"{words} ({_figures(search)})")
                 break
-    return found
+    return [found[0], *(remedy[0].lower() + remedy[1:] for remedy in found[1:])] if found else []
 
 
 def _figures(search: Found) -> str:
@@ -50,7 +71,8 @@ def _figures(search: Found) -> str:
 
 
 def _freed_keys(job: Job, pins: dict[str, Any]) -> Iterator[tuple[str, Job, dict[str, Any]]]:
-    names = [n for n in ("micro_batch", "recompute", "offload", "sequence_parallel", "schedule") if n in pins]
+    free = ("micro_batch", "recompute", "offload", "sequence_parallel", "schedule", "zero", "accumulate")
+    names = [name for name in free if name in pins]
     for name in names:
         yield f"Leave layout.{name} to the planner", job, {k: v for k, v in pins.items() if k != name}
     if len(names) > 1:
@@ -81,7 +103,10 @@ def with_seq_len(job: Job, seq_len: int) -> Job:
 
 
 def remedies_for_layout(job: Job, layout: Layout) -> list[str]:
-    """Single changes of a given layout, or of its sequence, with which it fits; the smallest first."""
+    """Changes of a given layout, or of its sequence, with which it fits; the smallest first.
+
+    Single ones, and where none of them does, micro-batch and recomputation together.
+    """
     doubled = f"{layout.world_size * 2} devices"
     tries: list[tuple[str, dict[str, Any]]] = [
         ("micro_batch=1", {"micro_batch": 1}),
@@ -89,6 +114,13 @@ def remedies_for_layout(job: Job, layout: Layout) -> list[str]:
         ("recompute=full", {"recompute": "full"}),
         ("sequence_parallel=true", {"sequence_parallel": True}),
         *((f"zero={stage}", {"zero": stage}) for stage in range(layout.zero + 1, 4)),
+        *(
+            (
+                f"dp_shard={layout.data_degree} layout.dp_replicate=1 layout.zero={stage}",
+                {"dp_shard": layout.data_degree, "dp_replicate": 1, "zero": stage},
+            )
+            for stage in ((1, 2, 3) if layout.dp_replicate > 1 else ())
+        ),
         ("offload=optimizer", {"offload": "optimizer"}),
         ("offload=all", {"offload": "all"}),
         (
@@ -98,19 +130,29 @@ def remedies_for_layout(job: Job, layout: Layout) -> list[str]:
         (f"pp={layout.pp * 2}, {doubled}", {"pp": layout.pp * 2}),
         (f"tp={layout.tp * 2}, {doubled}", {"tp": layout.tp * 2}),
     ]
-    changes = [
+    found = _those_that_fit(_changed(job, layout, tries))
+    if not found:
+        both = [
+            (f"micro_batch=1 layout.recompute={mode}", {"micro_batch": 1, "recompute": mode})
+            for mode in ("selective", "full")
+        ]
+        found = _those_that_fit(_changed(job, layout, both))
+    lengths = [n for power in range(1, 20) if (n := job.data.seq_len >> power) >= SHORTEST_SEQUENCE]
+    shorter = [(f"Use data.seq_len={n}", with_seq_len(job, n), layout) for n in lengths]
+    return [*found, *_those_that_fit(shorter)][:MOST_REMEDIES]
+
+
+def _changed(
+    job: Job, layout: Layout, tries: list[tuple[str, dict[str, Any]]]
+) -> list[tuple[str, Job, Layout]]:
+    return [
         (f"Use layout.{words}", job, dataclasses.replace(layout, **keys))
         for words, keys in tries
         if any(getattr(layout, key) != value for key, value in keys.items())
     ]
-    length = job.data.seq_len // 2
-    while length >= SHORTEST_SEQUENCE:
-        changes.append((f"Use data.seq_len={length}", with_seq_len(job, length), layout))
-        length //= 2
-    return _those_that_fit(changes)
 
 
-def _those_that_fit(changes: list[tuple[str, Job, Layout]], most: int = 4) -> list[str]:
+def _those_that_fit(changes: list[tuple[str, Job, Layout]], most: int = MOST_REMEDIES) -> list[str]:
     found: list[str] = []
     for words, job, layout in changes:
         if find_problems(with_layout(job, layout), to_run=False):

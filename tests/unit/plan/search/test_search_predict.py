@@ -238,6 +238,22 @@ def test_a_legal_layout_is_its_own_nearest(make_job):
     assert find_nearest(job, PIPELINE).layout == PIPELINE
 
 
+def test_stages_that_were_not_asked_for_do_not_count_against_interleaving(make_job):
+    """`schedule = interleaved` without stages is illegal; the nearest legal layout interleaves."""
+    job = make_job("llama3-8b", **TABLES)
+    asked = Layout(mode="given", pp=4, tp=2, schedule="interleaved", micro_batch=1)
+    assert find_nearest(job, asked).layout.schedule == "interleaved"
+
+
+def test_the_nearest_layout_that_fits_does(make_job):
+    job = make_job("llama3-8b", **TABLES)
+    asked = Layout(mode="given", tp=3)
+    nearest, fitting = find_nearest(job, asked), find_nearest(job, asked, fitting=True)
+    assert fitting.fits
+    apart = [float(distance(Grid.of([found.layout]), asked)[0]) for found in (nearest, fitting)]
+    assert apart[0] <= apart[1]
+
+
 # Words
 
 
