@@ -112,7 +112,9 @@ def prepare_proof(output: Output, source: str, overrides: list[str]) -> Prepared
     refuse_preset(source)
     job = load_job(source, overrides, to_run=False)
     if job.mixes_samples:
-        rule = "mixes the samples of a micro-batch: its loss depends on the layout, and there is nothing to prove"
+        rule = (
+            "mixes the samples of a micro-batch: the loss depends on the layout, and no promise can be proved"
+        )
         fix = "Use model.norm=group"
         raise UserError(Problem("prove-batch-norm", rule, path="model.norm", value="batch", fix=fix))
     memory = machine_memory_bytes()
@@ -195,9 +197,7 @@ def describe_proof(output: Output, prepared: Prepared) -> None:
         output.table("Proved in small", ("key", "job", "here"), rows)
 
 
-def describe_verdict(
-    output: Output, prepared: Prepared, verdict: Verdict, findings: list[Findings]
-) -> None:
+def describe_verdict(output: Output, prepared: Prepared, verdict: Verdict, findings: list[Findings]) -> None:
     """Equal and how nearly, or the first divergence."""
     parts = sorted({module for found in findings for module in found.not_compared})
     if parts:

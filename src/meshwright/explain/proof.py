@@ -1,7 +1,8 @@
 """The verdict of a proof: equal, or the first module at which the layout leaves the one process.
 
-First is meant in the order of the step: what goes in, the forward pass, the loss, the backward pass (gradients in
-the order in which they are ready), the update, the steps after it. Everything later follows from it.
+First is meant in the order of the step: what goes in, the forward pass, the loss, the backward pass
+(gradients in the order in which they are ready), the update, the steps after it. All that is later may follow
+from it.
 """
 
 from __future__ import annotations
@@ -138,7 +139,9 @@ def _gradients(notes: ReferenceNotes, findings: Sequence[Findings], step: int) -
     noise = ROUNDING / GRADIENT_TOLERANCE * math.sqrt(sum(norm**2 for norm in norms.values()))
     unknown = {name for f in findings for name in f.gradients.get(str(step), {})} - set(notes.parameters)
     for name in (*sorted(unknown), *notes.parameters):
-        held = [(f.rank, f.gradients[str(step)][name]) for f in findings if name in f.gradients.get(str(step), {})]
+        held = [
+            (f.rank, f.gradients[str(step)][name]) for f in findings if name in f.gradients.get(str(step), {})
+        ]
         if not held and name in norms:
             yield _Row(name, None, 1.0, None)
         for rank, found in held:
@@ -202,7 +205,7 @@ def _input(worst: dict[tuple[str, str], tuple[float, int]]) -> Divergence:
 
 
 def _loss(by_step: Sequence[float | None], later: Sequence[int]) -> Divergence:
-    note = "" if later[0] > 1 else "every output that was compared is right: how losses are added up or divided is not"
+    note = "" if later[0] > 1 else "all outputs that were compared are right: how losses are added up is not"
     return Divergence("loss", "loss", later[0], by_step[later[0] - 1], note=note)
 
 
@@ -231,7 +234,7 @@ def _factor_note(rows: Sequence[_Row]) -> str:
         return ""
     if len(factors) < len(rows) / 2 or max(factors) - min(factors) > SAME_FACTOR * abs(factors[0]):
         return ""
-    return f"all gradients are {factors[0]:.4g} times the reference's, as a wrong divisor or loss scale makes them"
+    return f"all gradients are {factors[0]:.4g} times the reference's: a wrong divisor or loss scale"
 
 
 def _first_weight(notes: ReferenceNotes, findings: Sequence[Findings]) -> Divergence | None:

@@ -1,13 +1,14 @@
 """What a proof compares, how strictly, and the files through which its ranks speak.
 
-A proof runs a job twice: in one process, which writes down gradients, weights and what modules put out, and in its
-layout, whose ranks compare their own with those as they go. Only differences are kept. Who judges them is
-``explain/proof.py``; this page has neither torch nor a verdict.
+A proof runs a job twice: in one process, which writes down gradients, weights and what modules put out, and
+in its layout, whose ranks compare their own with those as they go. Only differences are kept. Who judges them
+is ``explain/proof.py``; this page has neither torch nor a verdict.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,8 +32,8 @@ nothing but noise: those of the bias of attention's keys are zero, which softmax
 ACTIVATION_TOLERANCE = 1e-4
 """Of the norm of one sample's output; it only decides who is named."""
 WEIGHT_TOLERANCE = 1e-2
-"""Of the norm of the first update. AdamW's first steps have one size whatever the gradient's, so a gradient of
-zero and one of 1e-9 differ by a whole step; it only decides who is named."""
+"""Of the norm of the first update. AdamW's first steps have one size whatever the gradient's, so a gradient
+of zero and one of 1e-9 differ by a whole step; it only decides who is named."""
 MOST_WARMUP = 2
 """Steps: with a long warm-up nothing would move in ten."""
 
@@ -215,5 +216,5 @@ def chosen_positions(global_batch: int, data_degree: int) -> tuple[int, ...]:
     """The first and the last sample of each data rank, as samples are dealt."""
     base, extra = divmod(global_batch, data_degree)
     starts = [rank * base + min(rank, extra) for rank in range(data_degree + 1)]
-    ends = ((start, end - 1) for start, end in zip(starts, starts[1:], strict=False) if end > start)
+    ends = ((start, end - 1) for start, end in itertools.pairwise(starts) if end > start)
     return tuple(sorted({place for pair in ends for place in pair}))

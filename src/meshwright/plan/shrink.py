@@ -1,8 +1,8 @@
 """Makes a job small enough to be run twice on this machine, keeping every kind of split that it has.
 
-A degree above one becomes the smallest legal one, layers and widths follow: what is proved is that the parts are
-cut, sent and put together right, which needs two of everything and not a thousand. Nothing is changed silently:
-each change is listed with the reason for all of them.
+A degree above one becomes the smallest legal one, layers and widths follow: what is proved is that the parts
+are cut, sent and put together right, which needs two of everything and not a thousand. Nothing is changed
+silently: each change is listed, with the reasons.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def find_reasons(job: Job, steps: int, memory_bytes: int, flops_per_s: float) ->
 def state_bytes(job: Job) -> int:
     """Weights, gradients and optimizer of one process."""
     parameters = list_parameters(job.model)
-    return 2 * FLOAT32_BYTES * count_parameters(job.model) + predict_optimizer(parameters, job.train).state_bytes
+    return (
+        2 * FLOAT32_BYTES * count_parameters(job.model) + predict_optimizer(parameters, job.train).state_bytes
+    )
 
 
 def shrink(job: Job) -> Job:
@@ -135,10 +137,10 @@ def _small_layouts(layout: Layout) -> Iterator[Layout]:
     axes = [axis for axis in DEGREES if getattr(layout, axis) > 1]
     choices = [sorted({n for n in (2, 3, 4) if n <= getattr(layout, axis)}) for axis in axes]
     stages = min(layout.virtual_stages, 2)
-    layouts = [
-        dataclasses.replace(layout, **dict(zip(axes, degrees, strict=True)), virtual_stages=stages)
-        for degrees in itertools.product(*choices)
-    ]
+    layouts = []
+    for degrees in itertools.product(*choices):
+        smaller: dict[str, Any] = dict(zip(axes, degrees, strict=True))
+        layouts.append(dataclasses.replace(layout, **smaller, virtual_stages=stages))
     return iter(sorted(layouts, key=lambda small: (small.world_size, small.ep, small.etp)))
 
 
@@ -167,7 +169,9 @@ def _shrink_decoder(model: DecoderModel, layout: Layout, seq_len: int, widen: in
     windows = model.window_every if model.window else 1
     layers = max(2, layout.pp * layout.virtual_stages, dense + 1, windows)
     key_heads = min(model.num_kv_heads, max(SMALL_HEADS, layout.tp) * widen)
-    groups = min(model.num_heads // model.num_kv_heads, 2 if model.num_kv_heads > 1 else layout.tp * widen * 2)
+    groups = min(
+        model.num_heads // model.num_kv_heads, 2 if model.num_kv_heads > 1 else layout.tp * widen * 2
+    )
     head = min(model.head_size, SMALL_HEAD)
     heads = key_heads * groups
     hidden = min(model.hidden_size, heads * head)
@@ -200,7 +204,9 @@ def _shrink_decoder(model: DecoderModel, layout: Layout, seq_len: int, widen: in
         rope_head_dim=most(model.rope_head_dim, head),
         value_head_dim=most(model.value_head_dim, head),
         window=most(model.window, max(1, seq_len // 2)),
-        max_positions=model.max_positions if model.positions == "rope" else most(model.max_positions, seq_len),
+        max_positions=model.max_positions
+        if model.positions == "rope"
+        else most(model.max_positions, seq_len),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -21,15 +22,14 @@ def is_sharded(tensor: Tensor | None) -> bool:
     return isinstance(tensor, DTensor)
 
 
+@torch.no_grad()
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor, detached.
 
     Of a DTensor every rank of its mesh sends its shard and gets all of them: they must call this together. A
     dim that is replicated is taken as this rank has it, so that ranks which disagree are seen.
     """
-    if isinstance(tensor, DTensor):
-        return tensor.detach().full_tensor()
-    return tensor.detach()
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,8 +1,8 @@
 """One rank of ``meshwright prove``: real steps of the real loop, written down or compared.
 
-The reference, one process, keeps what modules read and put out in its first step, its gradients, and its weights
-after the first step. Every rank of the layout holds its own beside them, whole, tensor by tensor, so that no rank
-ever holds a second model and replicas that disagree are seen on the rank that is wrong.
+The reference, one process, keeps what modules read and put out in its first step, its gradients, and its
+weights after the first step. Every rank of the layout holds its own beside them, whole, tensor by tensor, so
+that no rank ever holds a second model and replicas that disagree are seen on the rank that is wrong.
 """
 
 from __future__ import annotations
@@ -177,7 +177,9 @@ class Recorder(Witness):
 
     def look_at_gradients(self, step: int) -> None:
         """Save those that are there."""
-        found = {n: p.grad.detach().cpu() for n, p in named_parameters(self.session.model) if p.grad is not None}
+        found = {
+            n: p.grad.detach().cpu() for n, p in named_parameters(self.session.model) if p.grad is not None
+        }
         self.notes.gradient_norms[str(step)] = {name: _norm(gradient) for name, gradient in found.items()}
         save_file({n: g.contiguous() for n, g in found.items()}, self.folder / gradients_file(step))
 
@@ -244,9 +246,7 @@ class Comparer(Witness):
         """Write down what was found."""
         self.findings.write(self.folder)
 
-    def _compare(
-        self, file: str, held: dict[str, Tensor | None]
-    ) -> Iterator[tuple[str, TensorDifference]]:
+    def _compare(self, file: str, held: dict[str, Tensor | None]) -> Iterator[tuple[str, TensorDifference]]:
         """Hold tensors against those in a file, all ranks in the same order: a sharded one needs them all."""
         there = self._count([name in held for name in self._names])
         present = self._count([held.get(name) is not None for name in self._names])
