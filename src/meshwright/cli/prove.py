@@ -124,7 +124,9 @@ def prepare_proof(output: Output, source: str, overrides: list[str]) -> Prepared
     require_runnable(shrunk.job)
     plan = build_plan(shrunk.job)[0]
     reference = build_plan(reference_job(plan.job))[0]
-    data_dir = settle_data(output, plan.job)
+    # The tokenizer may be that of the model's folder, which a smaller model does not have.
+    whole = dataclasses.replace(plan.job, model=asked.model) if shrunk.reasons else plan.job
+    data_dir = settle_data(output, whole)
     return Prepared(plan, reference, data_dir, shrunk, explain_settings(asked))
 
 

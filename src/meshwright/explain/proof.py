@@ -194,9 +194,17 @@ def first_activation(notes: ReferenceNotes, findings: Sequence[Findings]) -> Div
     while (culprit, "input") in worst:
         if not culprit:
             return _input(worst)
-        culprit = culprit.rpartition(".")[0]
+        culprit = _around(culprit, notes.modules)
     difference = None if math.isinf(size) else size
     return Divergence("activation", culprit or ROOT_NAME, 1, difference, rank)
+
+
+def _around(name: str, modules: Sequence[str]) -> str:
+    """The nearest module around one that is called itself: a list of blocks is not."""
+    outer = name.rpartition(".")[0]
+    while outer and outer not in modules:
+        outer = outer.rpartition(".")[0]
+    return outer
 
 
 def _input(worst: dict[tuple[str, str], tuple[float, int]]) -> Divergence:
@@ -226,13 +234,12 @@ def _first_gradient(notes: ReferenceNotes, rows: Sequence[_Row], step: int) -> D
 
 
 def _factor_note(rows: Sequence[_Row]) -> str:
-    """Says so where one factor explains everything: then no module is at fault, but the loss or its divisor."""
-    found = [row.found for row in rows if row.wrong and row.found is not None]
-    factors = [f.factor for f in found if f.factor is not None and (f.rest or 0.0) < SAME_FACTOR]
-    right = [row for row in rows if not row.wrong and row.found is not None and row.found.factor is not None]
-    if len(found) < 2 or len(factors) < len(found) or any((r.relative or 0.0) > 0.1 for r in right):
+    """Says so where one factor explains all: then no module is at fault, but the loss or its divisor."""
+    wrong = [row.found for row in rows if row.wrong and row.found is not None]
+    factors = [f.factor for f in wrong if f.factor is not None and (f.rest or 0.0) < SAME_FACTOR]
+    if len(factors) < 2 or len(factors) < len(wrong) or 2 * len(wrong) < len(rows):
         return ""
-    if len(factors) < len(rows) / 2 or max(factors) - min(factors) > SAME_FACTOR * abs(factors[0]):
+    if max(factors) - min(factors) > SAME_FACTOR * abs(factors[0]):
         return ""
     return f"all gradients are {factors[0]:.4g} times the reference's: a wrong divisor or loss scale"
 

@@ -19,6 +19,7 @@ from meshwright.spec.job import Checkpoint, Compression, Job, Train
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality import with_layout
 from meshwright.spec.load import build_job, job_tree
+from meshwright.spec.model import DecoderModel
 
 STEPS = 10
 GRADIENT_STEPS = (1, STEPS)
@@ -202,6 +203,8 @@ def explain_settings(job: Job) -> list[str]:
         said.append("eager blocks instead of train.compile=true")
     if job.cluster.device != "cpu":
         said.append(f"the cores of this machine instead of {job.cluster.device_name or job.cluster.device}")
+    if isinstance(job.model, DecoderModel) and job.model.hf is not None:
+        said.append(f"weights drawn from train.seed instead of any in model.hf={job.model.hf}")
     if job.train.warmup > MOST_WARMUP:
         said.append(f"a warm-up of at most {MOST_WARMUP} steps instead of {job.train.warmup}")
     return said

@@ -36,7 +36,7 @@ SMALL_HEADS = 2
 SMALL_SEQ_LEN = 64
 SMALL_BATCH = 8
 SMALL_IMAGE_WIDTH = 16
-UNSAID = ("model.preset", "model.hf", "data.tokenizer")
+UNSAID = ("model.preset", "model.hf")
 """Changed along with the others, and no matter of size."""
 
 
@@ -158,7 +158,7 @@ def _shrunk(job: Job, layout: Layout, widen: int) -> Job:
         return with_layout(dataclasses.replace(job, model=small_resnet, train=train), layout)
     piece = 2 * layout.cp * layout.tp
     seq_len = min(data.seq_len, -(-SMALL_SEQ_LEN // piece) * piece)
-    data = dataclasses.replace(data, seq_len=seq_len, tokenizer=data.tokenizer or model.hf)
+    data = dataclasses.replace(data, seq_len=seq_len)
     small = _shrink_decoder(model, layout, seq_len, widen)
     return with_layout(dataclasses.replace(job, model=small, data=data, train=train), layout)
 
