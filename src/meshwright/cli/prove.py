@@ -155,7 +155,7 @@ def run_side(
     task.write(folder)
     (folder / EVENTS_FILE).touch()
     losses = Losses()
-    name = "reference, one process" if task.reference is None else layout_words(plan)
+    name = "the reference, one process" if task.reference is None else layout_words(plan)
     if not output.errors.is_terminal:
         output.errors.print(f"{name}: {task.steps} steps")
     try:
@@ -185,12 +185,17 @@ def _with_log(problem: Problem, folder: Path) -> Problem:
 
 def layout_words(plan: Plan) -> str:
     """The layout in a few words."""
-    return f"layout, {format_plural(plan.world_size, 'rank')} ({plan.job.layout.named_degrees()})"
+    if plan.world_size == 1:
+        return "one process"
+    return f"{plan.job.layout.named_degrees()} ({format_plural(plan.world_size, 'rank')})"
 
 
 def describe_proof(output: Output, prepared: Prepared) -> None:
     """What is run, and what was changed for it."""
-    output.say(f"Proof of the {layout_words(prepared.plan)} against one process: {STEPS} steps in float32")
+    words = layout_words(prepared.plan)
+    output.say(f"Proof: {words} against one process, {STEPS} steps in float32 on the cores of this machine")
+    if prepared.plan.world_size == 1:
+        output.say("Nothing is split: this shows only that the run repeats itself")
     for sentence in prepared.settings:
         output.say(f"Proved with {sentence}")
     if prepared.shrunk.reasons:
