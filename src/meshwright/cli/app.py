@@ -193,6 +193,15 @@ def audit(
 
 
 @app.command()
+def prove(job: JobSource, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Show that the layout computes what one process computes, or name the first module that differs."""
+    from meshwright.cli.prove import prove_job  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: prove_job(output, job, overrides or []))
+
+
+@app.command()
 def runs(
     folder: Annotated[Path, typer.Argument(help="Folder that holds runs.", metavar="DIR")] = Path("runs"),
     as_json: Json = False,

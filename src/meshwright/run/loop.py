@@ -46,8 +46,8 @@ def train(session: Session) -> None:
 
 def take_step(session: Session, meter: Meter, audited: bool) -> bool:
     """One step, watched if it is the audited one; returns whether a rank wants to stop after it."""
-    session.audit = StepAudit(session) if audited else None
-    with session.audit or nullcontext():
+    audit = session.audit = StepAudit(session) if audited else None
+    with audit or nullcontext():
         return train_step(session, meter)
 
 

@@ -8,7 +8,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,11 +43,21 @@ from meshwright.survive.checkpoint.manifest import (
     read_manifest,
 )
 
-if TYPE_CHECKING:
-    from meshwright.run.step_audit import StepAudit
-
 NEW_KEYS = {f.name: f.default for f in dataclasses.fields(Train) if f.default is not dataclasses.MISSING}
 """What a key was in a checkpoint that is older than the key."""
+
+
+class StepWatch(Protocol):
+    """Whoever looks on during one step: the audit, or a proof."""
+
+    def before_forward(self) -> None:
+        """A micro-batch begins."""
+
+    def after_forward(self) -> None:
+        """Its loss is there."""
+
+    def after_backward(self) -> None:
+        """The gradients of the step are complete, and nothing is clipped or updated yet."""
 
 
 @dataclass
@@ -79,8 +89,8 @@ class Session:
     stop_wanted: bool = False
     """Set by a signal; the ranks agree on it at the end of a step."""
     best_eval_loss: float = float("inf")
-    audit: StepAudit | None = None
-    """Watches the one step that is audited."""
+    audit: StepWatch | None = None
+    """Watches the step, if it is audited or proved."""
 
     @property
     def job(self) -> Job:

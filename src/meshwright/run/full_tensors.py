@@ -1,0 +1,38 @@
+"""Parameters and gradients whole and under one name, however a layout holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Parts of a dotted name that only a wrapper has put there."""
+
+
+def canonical_name(name: str) -> str:
+    """The name that a module or parameter has in the one-process model."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def is_sharded(tensor: Tensor | None) -> bool:
+    """Whether making it whole needs the other ranks."""
+    return isinstance(tensor, DTensor)
+
+
+@torch.no_grad()
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole tensor, detached.
+
+    Of a DTensor every rank of its mesh sends its shard and gets all of them: they must call this together. A
+    dim that is replicated is taken as this rank has it, so that ranks which disagree are seen.
+    """
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter once, by the name that the one-process model has for it."""
+    for name, parameter in model.named_parameters():
+        yield canonical_name(name), parameter

@@ -1,0 +1,161 @@
+"""Entries for ranks whose layout is wrong on purpose: what `prove` must find, and where."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright.run import loop, session
+from meshwright.run.batches import Batcher
+from meshwright.run.mesh import Ranks
+from meshwright.run.precision import Precision
+from meshwright.run.prove import run_rank
+
+
+def with_model(change):
+    """An entry that changes the model before the layout is applied to it."""
+
+    def entry(run_dir, listener):
+        honest = session.apply_layout
+
+        def apply_layout(model, job, ranks):
+            change(model, ranks)
+            return honest(model, job, ranks)
+
+        session.apply_layout = apply_layout
+        return run_rank(run_dir, listener)
+
+    return entry
+
+
+def unreduced(*names):
+    """An entry whose replicas keep their own gradient of one parameter, by all its names."""
+
+    def leave_out(model, ranks):
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+
+    return with_model(leave_out)
+
+
+missing_reduce = unreduced("blocks.1.ffn_norm.weight")
+tied_reduce = unreduced("embed.weight", "head.weight")
+
+
+def _freeze(model, ranks):
+    model.blocks[0].attention.wk.weight.requires_grad_(False)
+
+
+no_gradient = with_model(_freeze)
+
+
+def _restart_positions(model, ranks):
+    """Rank 1 counts the second half of the sequence from zero again, as a wrong offset does."""
+    if ranks.rank == 1:
+        half = len(model.rope_cos) // 2
+        model.rope_cos[half:] = model.rope_cos[:half].clone()
+        model.rope_sin[half:] = model.rope_sin[:half].clone()
+
+
+rope_offset = with_model(_restart_positions)
+
+
+def _grow(model, ranks):
+    if ranks.rank == 1:
+        with torch.no_grad():
+            model.blocks[1].ffn.down.weight *= 1.001
+
+
+unequal_weight = with_model(_grow)
+
+
+def wrong_divisor(run_dir, listener):
+    """The loss is divided by the ranks once more, as a mean of means is."""
+    honest = loop.forward_backward
+    loop.forward_backward = lambda session, samples, divisor: honest(session, samples, 2 * divisor)
+    return run_rank(run_dir, listener)
+
+
+def wrong_loss_scale(run_dir, listener):
+    """Rank 1 scales its loss and never takes the scale out again."""
+    honest = Precision.backward
+    join = session.build_session
+
+    def build(plan, assignment, ranks, *others):
+        if ranks.rank == 1:
+            Precision.backward = lambda self, loss: honest(self, 4 * loss)
+        return join(plan, assignment, ranks, *others)
+
+    from meshwright.run import worker
+
+    worker.build_session = build
+    return run_rank(run_dir, listener)
+
+
+def wrong_sum(run_dir, listener):
+    """The ranks' losses are averaged: gradients are right, what is reported is not."""
+    honest = Ranks.add_up
+
+    def add_up(self, values):
+        first, *others = honest(self, values)
+        counts_losses = isinstance(values[0], torch.Tensor)
+        return [first / self.world_size if counts_losses else first, *others]
+
+    Ranks.add_up = add_up
+    return run_rank(run_dir, listener)
+
+
+def lost_update(run_dir, listener):
+    """One gradient is right and then lost before the optimizer sees it."""
+    honest = loop.update
+
+    def update(session, lr):
+        session.model.blocks[0].ffn.up.weight.grad.zero_()
+        return honest(session, lr)
+
+    loop.update = update
+    return run_rank(run_dir, listener)
+
+
+def wrong_samples(run_dir, listener):
+    """Both ranks read the first half of the batch."""
+    honest = Batcher.micro_batches
+    Batcher.micro_batches = lambda self, samples: honest(self, np.tile(samples[: len(samples) // 2], 2))
+    return run_rank(run_dir, listener)
+
+
+def sharded(average):
+    """An entry whose ranks hold shards (FSDP2) in place of replicas; averaging them is the defect."""
+
+    def entry(run_dir, listener):
+        def apply_layout(model, job, ranks):
+            mesh = ranks.mesh["dp_replicate"]
+            for module in (*model.blocks, model):
+                fully_shard(module, mesh=mesh)
+                if not average:
+                    module.set_gradient_divide_factor(1.0)
+                    module.set_force_sum_reduction_for_comms(True)
+            return model
+
+        session.apply_layout = apply_layout
+        return run_rank(run_dir, listener)
+
+    return entry
+
+
+shards = sharded(average=False)
+averaged_shards = sharded(average=True)
+
+
+def dies(run_dir, listener):
+    """A rank that cannot take its third step."""
+    honest = loop.update
+
+    def update(session, lr):
+        if session.step == 2:
+            raise RuntimeError("the cat sat on the keyboard")
+        return honest(session, lr)
+
+    loop.update = update
+    return run_rank(run_dir, listener)

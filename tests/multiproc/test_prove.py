@@ -1,0 +1,165 @@
+"""`meshwright prove` finds layouts equal that are, and names the first module of those that are not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli import prove as command
+from meshwright.cli.output import Output
+from meshwright.core.errors import MeshwrightError
+from meshwright.explain.proof import judge
+from meshwright.plan.proof import Findings, ProofTask, ReferenceNotes, chosen_positions
+
+KEYS = {"equal", "max_rel_diff", "max_grad_diff", "first_divergence", "losses", "reference_losses"}
+KEYS |= {"tolerance", "layout", "shrunk"}
+
+
+@pytest.fixture
+def prove(job_file, tmp_path, monkeypatch, capfd):
+    """Prove on real ranks from inside the test; returns the object of ``--json``."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+    def run(*overrides, expect=0):
+        capfd.readouterr()
+        status = command.prove_job(Output(as_json=True), str(job_file), list(overrides))
+        out, err = capfd.readouterr()
+        assert status == expect, f"exit status {status}, expected {expect}\n{err}"
+        return json.loads(out) | {"messages": err}
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["layout.dp_replicate=3", "train.global_batch=7", "layout.recompute=full"],
+        ["layout.dp_replicate=2", "layout.micro_batch=2", "train.precision=bf16", "compression.kind=bf16"],
+        # Attention's key bias has a gradient of nothing but rounding: it must not fail.
+        [
+            *("model.positions=learned", "model.max_positions=32", "model.norm=layer"),
+            *("model.activation=gelu", "model.attention_bias=true", "model.ffn_bias=true"),
+            "layout.dp_replicate=2",
+        ],
+    ],
+)
+def test_replicas_are_equal_to_one_process(prove, overrides, tmp_path):
+    """Uneven shares, accumulation, recomputation, and both families of decoders; nothing is left behind."""
+    found = prove(*overrides)
+    assert found.keys() >= KEYS
+    assert found["equal"]
+    assert found["first_divergence"] is None
+    assert found["shrunk"] is None
+    assert len(found["losses"]) == len(found["reference_losses"]) == 10
+    assert found["losses"] != found["reference_losses"] or found["max_rel_diff"] == 0
+    assert found["max_grad_diff"] > 0, "the gradients of two layouts differ by rounding, not by nothing"
+    assert found["max_grad_diff"] < 1e-5
+    assert list(tmp_path.glob("meshwright-prove-*")) == []
+    if "train.precision=bf16" in overrides:
+        assert any("train.precision=bf16" in line for line in found["settings"])
+        assert any("compression.kind=bf16" in line for line in found["settings"])
+
+
+def test_a_job_for_many_ranks_is_proved_in_small_and_says_so(prove):
+    """Twelve replicas become two."""
+    found = prove("layout.dp_replicate=12")
+    assert found["equal"]
+    assert found["layout"]["dp_replicate"] == found["world_size"] == 2
+    assert {"key": "layout.dp_replicate", "before": 12, "after": 2} in found["shrunk"]["changes"]
+    assert "12 ranks" in found["messages"]
+
+
+def test_a_rank_that_dies_is_a_failed_run(prove, monkeypatch):
+    """Exit status 4, with the place of the ranks' output, and no advice to resume."""
+    monkeypatch.setattr(command, "ENTRY", "planted_proofs:dies")
+    with pytest.raises(MeshwrightError) as caught:
+        prove("layout.dp_replicate=2")
+    assert caught.value.exit_status == 4
+    assert "the cat sat" in str(caught.value)
+    assert "--resume" not in str(caught.value)
+    folder = Path(str(caught.value).partition("is in ")[2].partition(". [")[0])
+    assert "the cat sat" in (folder / "rank-0.log").read_text()
+
+
+def test_a_wrong_layout_ends_with_status_3_and_the_module_in_words(prove, monkeypatch):
+    monkeypatch.setattr(command, "ENTRY", "planted_proofs:missing_reduce")
+    found = prove("layout.dp_replicate=2", expect=3)
+    assert not found["equal"]
+    assert found["max_grad_diff"] > 0.01
+    assert found["first_divergence"]["module"] == "blocks.1.ffn_norm"
+    words = "First divergence: the gradient of blocks.1.ffn_norm.weight in blocks.1.ffn_norm at step 1"
+    assert words in found["messages"]
+    assert "[prove-differs]" in found["messages"]
+
+
+def test_shards_are_gathered_before_they_are_compared(prove, monkeypatch):
+    """FSDP2's sharded parameters and gradients (DTensor) go through the same comparison, right and wrong."""
+    monkeypatch.setattr(command, "ENTRY", "planted_proofs:shards")
+    right = prove("layout.dp_replicate=2", "train.clip=0")
+    assert right["equal"]
+    assert right["max_grad_diff"] < 1e-5
+    monkeypatch.setattr(command, "ENTRY", "planted_proofs:averaged_shards")
+    wrong = prove("layout.dp_replicate=2", "train.clip=0", expect=3)
+    assert "all gradients are 0.5 times" in wrong["first_divergence"]["note"]
+
+
+@pytest.fixture(scope="module")
+def against(prepared, tmp_path_factory):
+    """One reference for all defects: each is planted in a layout of two ranks and judged."""
+    folder = tmp_path_factory.mktemp("proof")
+    job_file = folder / "job.toml"
+    job_file.write_text(
+        f'[model]\npreset = "tiny"\n[data]\npath = "{prepared}"\nseq_len = 32\n'
+        "[train]\nsteps = 10\nglobal_batch = 12\nlr = 3e-3\n"
+        "[layout]\ndp_replicate = 2\nmicro_batch = 3\n"
+    )
+    output = Output(as_json=True)
+    ready = command.prepare_proof(output, str(job_file), [])
+    positions = chosen_positions(12, 2)
+    home = folder / "reference"
+    task, entry = ProofTask(positions), command.REFERENCE_ENTRY
+    reference = command.run_side(output, entry, ready.reference, home, task, ready.data_dir)
+
+    def run(defect):
+        place = folder / defect
+        entry = f"planted_proofs:{defect}"
+        losses = command.run_side(
+            output, entry, ready.plan, place, ProofTask(positions, str(home)), ready.data_dir
+        )
+        found = [Findings.read(place, rank) for rank in range(2)]
+        return judge(ReferenceNotes.read(home), found, losses, reference)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("defect", "kind", "module", "rank", "said"),
+    [
+        ("wrong_divisor", "gradient", "norm", 0, "all gradients are 0.5 times"),
+        ("missing_reduce", "gradient", "blocks.1.ffn_norm", 0, ""),
+        ("no_gradient", "gradient", "blocks.0.attention.wk", 0, "missing"),
+        ("wrong_loss_scale", "gradient", "norm", 0, ""),
+        ("rope_offset", "activation", "blocks.0.attention", 1, ""),
+        ("tied_reduce", "gradient", "embed", 0, "it is also head.weight"),
+        ("unequal_weight", "activation", "blocks.1.ffn.down", 1, ""),
+        ("wrong_sum", "loss", "loss", None, "added up"),
+        ("lost_update", "weight", "blocks.0.ffn.up", 0, "its gradient was right"),
+        ("wrong_samples", "input", "model", 1, ""),
+    ],
+)
+def test_a_planted_defect_is_found_and_its_module_named(against, defect, kind, module, rank, said):
+    """The module, how it differs, and on which rank."""
+    verdict = against(defect)
+    assert not verdict.equal
+    first = verdict.first_divergence
+    assert (first.kind, first.module) == (kind, module), first
+    assert first.rank == rank
+    assert said in first.note
+    if said in ("", "added up"):
+        assert said or not first.note
+    assert module in first.sentence()
+    assert first.difference is None if said == "missing" else first.difference > 1e-4

@@ -1,0 +1,75 @@
+"""What a proof runs: which settings it forces, what it says of them, and which samples it looks at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.plan.proof import (
+    ActivationDifference,
+    Findings,
+    ProofTask,
+    ReferenceNotes,
+    TensorDifference,
+    chosen_positions,
+    explain_settings,
+    proof_job,
+    reference_job,
+)
+from meshwright.run.batches import deal
+from meshwright.spec.load import load_job
+
+TEXT = str(Path(__file__).parents[3] / "examples" / "quickstart.toml")
+
+
+def test_the_proof_is_float32_eager_and_repeatable_on_cores_and_says_so():
+    overrides = [
+        "train.precision=fp16",
+        "train.loss_scale=8.0",
+        "train.compile=true",
+        "compression.kind=bf16",
+    ]
+    overrides += ["train.warmup=5", "train.noise_scale_every=2", "layout.dp_replicate=2"]
+    job = load_job(TEXT, overrides)
+    proved = proof_job(job, 2**30)
+    assert (proved.train.precision, proved.train.steps, proved.train.warmup) == ("fp32", 10, 2)
+    assert (proved.train.compile, proved.train.deterministic) == (False, True)
+    assert (proved.compression.kind, proved.cluster.device) == ("none", "cpu")
+    assert proved.layout == job.layout
+    assert proved.train.lr == job.train.lr
+    said = " ".join(explain_settings(job))
+    for key in ("train.precision=fp16", "compression.kind=bf16", "train.compile=true", "instead of 5"):
+        assert key in said
+    plain = load_job(TEXT, ["train.warmup=1", "cluster.device=cpu"])
+    assert explain_settings(plain) == []
+
+
+def test_the_reference_splits_nothing_and_keeps_the_micro_batch():
+    overrides = ["layout.dp_replicate=4", "layout.micro_batch=3", "layout.recompute=full"]
+    reference = reference_job(proof_job(load_job(TEXT, overrides), 2**30))
+    assert reference.layout.world_size == 1
+    assert (reference.layout.micro_batch, reference.layout.recompute) == (3, "none")
+
+
+@pytest.mark.parametrize(("batch", "ranks"), [(12, 2), (7, 3), (2, 4), (1, 1)])
+def test_every_rank_with_samples_is_looked_at(batch, ranks):
+    """Its first and its last one, as ``run/batches.py`` deals them."""
+    expected = {
+        place for rank in range(ranks) if (mine := deal(batch, rank, ranks)) for place in (mine[0], mine[-1])
+    }
+    assert set(chosen_positions(batch, ranks)) == expected
+
+
+def test_files_come_back_as_they_were_written(tmp_path):
+    task = ProofTask((0, 5), "elsewhere")
+    task.write(tmp_path)
+    assert ProofTask.read(tmp_path) == task
+    notes = ReferenceNotes(["a", ""], ["a.weight"], {"a.weight": ["b.weight"]}, {"1": {"a.weight": 2.0}})
+    notes.write(tmp_path)
+    assert ReferenceNotes.read(tmp_path) == notes
+    findings = Findings(3, [ActivationDifference("a", "output", 5, None)])
+    findings.gradients["1"] = {"a.weight": TensorDifference(0.5, 2.0, 0.1)}
+    findings.weights = {"a.weight": TensorDifference(None, missing=True)}
+    findings.write(tmp_path)
+    assert Findings.read(tmp_path, 3) == findings
