@@ -84,7 +84,9 @@ class _Sizes:
             2 * queries + 2 * (queries if repeated else keys)
         ) * low + model.num_heads * FLOAT32_BYTES
         matrices = 2 * width * (queries + keys) + (3 if gated else 2) * width * ffn
-        copies = matrices * low if low != FLOAT32_BYTES else 0
+        # Products read a copy in 16 bits; under ZeRO-2 and 3 that is what is gathered.
+        copied = low != FLOAT32_BYTES and job.layout.zero < 2
+        copies = matrices * low if copied else 0
         block = 2 * (norm + tokens * width * low) + tokens * attention + (4 if gated else 2) * inner + copies
         products = (2 * queries + 2 * keys + width) * low + model.num_heads * FLOAT32_BYTES
         waiting = {
@@ -96,7 +98,7 @@ class _Sizes:
             "full": (hidden, f"{tokens} x {width} x 4 (input) a block"),
         }[job.layout.recompute]
         half = norm + tokens * width * low + tokens * attention
-        if low != FLOAT32_BYTES:
+        if copied:
             half += width * (queries + 2 * keys) * low
         gradients = tokens * (2 * queries + 2 * (queries if repeated else keys)) * low
         # Turning holds what is turned and its swapped half, and three products with the tables in float32.
@@ -203,7 +205,7 @@ def _turning_moment(
     gradients = sum(p.count for p in parameters) * FLOAT32_BYTES if sums_kept else 0
     before = model.num_layers - 1
     formula = f"{before} blocks, {sizes.waiting_formula}, + {sizes.turning} (half of this block)"
-    return Moment(f"block {before}, forward", sizes.waiting * before + sizes.turning, 0, gradients, formula)
+    return Moment(f"block {before}, forward", sizes.waiting * before + sizes.turning, 0, gradients, formula, layer=before)
 
 
 def _backward_moments(
@@ -234,19 +236,19 @@ def _backward_moments(
         formula = f"{layer} blocks, {sizes.waiting_formula}, + {sizes.block} (this block)"
         gradients = all_gradients if sums_kept else done
         alive = sizes.waiting * layer + sizes.block
-        moments.append(Moment(name, alive, temporary, gradients, formula, done - shared))
+        moments.append(Moment(name, alive, temporary, gradients, formula, done - shared, layer, backward=True))
         inside, passed = sizes.waiting * layer + sizes.attention, sizes.hidden + sizes.attention_gradients
         formula = f"{layer} blocks, {sizes.waiting_formula}, + {sizes.attention} (half of this block)"
         name = f"block {layer}, attention, backward"
-        moments.append(Moment(name, inside, passed, gradients, formula, done - shared))
+        moments.append(Moment(name, inside, passed, gradients, formula, done - shared, layer, backward=True))
         if recomputed:
             alive = sizes.waiting * layer + sizes.turning + sizes.waiting_products
             name = f"block {layer}, computed again"
-            moments.append(Moment(name, alive, sizes.hidden, gradients, formula, done - shared))
+            moments.append(Moment(name, alive, sizes.hidden, gradients, formula, done - shared, layer, backward=True))
         done += block_gradients
     # A tied gradient is made of two parts and their sum; the sum is the gradient unless others are kept.
     parts = 3 if tied else 1
     last = head * (parts if sums_kept else parts - 1)
-    moments.append(Moment("embedding, backward", 0, last, all_gradients, "none", done - shared))
-    moments.append(Moment("last bucket", 0, 0, all_gradients, "none", all_gradients))
+    moments.append(Moment("embedding, backward", 0, last, all_gradients, "none", done - shared, None, True))
+    moments.append(Moment("last bucket", 0, 0, all_gradients, "none", all_gradients, None, True))
     return moments

@@ -26,6 +26,9 @@ class Moment:
     """The activations as a sum that can be checked."""
     complete_bytes: int = 0
     """Gradients that are complete by then, in the order of the backward pass; their buckets may be sent."""
+    layer: int | None = None
+    """The block at work; None where it is none."""
+    backward: bool = False
 
     @property
     def bytes(self) -> int:

@@ -11,32 +11,25 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from meshwright.run.parallel.ownership import Owned
+
 
 def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of the tensors, counting an element that two of them share once."""
-    seen: set[tuple[int, int]] = set()
-    total = 0
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        key = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()))
-        if key not in seen:
-            seen.add(key)
-            total += tensor.numel() * tensor.element_size()
-    return total
+    """Bytes of the memory that the tensors keep: a buffer that several share counts once, and wholly."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def state_bytes(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def state_bytes(owned: Owned, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Parameters, gradients and optimizer state of this rank, to the byte."""
-    parameters = list(module.parameters())
     moments = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     return {
-        "parameters": unique_bytes(parameters),
-        "gradients": unique_bytes(p.grad for p in parameters),
+        "parameters": unique_bytes(owned.held()),
+        "gradients": unique_bytes(owned.held_gradients()),
         "optimizer": unique_bytes(moments),
     }
 
