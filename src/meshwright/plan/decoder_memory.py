@@ -150,7 +150,9 @@ def trace_decoder(
     moments = [
         _turning_moment(model, parameters, sizes, sums_kept),
         _loss_moment(job, model, parameters, sizes, sums_kept),
-        *_backward_moments(model, parameters, sizes, sums_kept, job.layout.recompute != "none"),
+        *_backward_moments(
+            model, parameters, sizes, sums_kept, job.layout.recompute != "none", job.layout.zero >= 2
+        ),
     ]
     always = _always(job, model, sizes, micro_batch)
     made_in_forward = sum(line.bytes for line in always if line.name == "document mask")
@@ -214,13 +216,14 @@ def _backward_moments(
     sizes: _Sizes,
     sums_kept: bool,
     recomputed: bool,
+    cut: bool,
 ) -> list[Moment]:
     """Each block on the way back, then the embedding."""
     all_gradients = sum(p.count for p in parameters) * FLOAT32_BYTES
     head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
     # The feed-forward's backward is the widest of a block: beside the residual's gradient, that of its inner
     # product with the down matrix's; or, where a product has two factors, with one more inner gradient.
-    down = model.ffn_size * model.hidden_size * FLOAT32_BYTES
+    down = model.ffn_size * model.hidden_size * (sizes.low if cut else FLOAT32_BYTES)
     temporary = (
         sizes.hidden + sizes.inner + (max(sizes.inner, down) if model.activation == "swiglu" else down)
     )
@@ -236,19 +239,23 @@ def _backward_moments(
         formula = f"{layer} blocks, {sizes.waiting_formula}, + {sizes.block} (this block)"
         gradients = all_gradients if sums_kept else done
         alive = sizes.waiting * layer + sizes.block
-        moments.append(Moment(name, alive, temporary, gradients, formula, done - shared, layer, backward=True))
+        moments.append(Moment(name, alive, temporary, gradients, formula, done - shared, layer, "block"))
         inside, passed = sizes.waiting * layer + sizes.attention, sizes.hidden + sizes.attention_gradients
         formula = f"{layer} blocks, {sizes.waiting_formula}, + {sizes.attention} (half of this block)"
         name = f"block {layer}, attention, backward"
-        moments.append(Moment(name, inside, passed, gradients, formula, done - shared, layer, backward=True))
+        moments.append(Moment(name, inside, passed, gradients, formula, done - shared, layer, "attention"))
         if recomputed:
             alive = sizes.waiting * layer + sizes.turning + sizes.waiting_products
             name = f"block {layer}, computed again"
-            moments.append(Moment(name, alive, sizes.hidden, gradients, formula, done - shared, layer, backward=True))
+            moments.append(Moment(name, alive, sizes.hidden, gradients, formula, done - shared, layer, "again"))
+        if cut:
+            name, formula = f"block {layer}, reduced", f"{layer} blocks, {sizes.waiting_formula}"
+            alive = sizes.waiting * layer
+            moments.append(Moment(name, alive, sizes.hidden, gradients, formula, done, layer, "reduced"))
         done += block_gradients
     # A tied gradient is made of two parts and their sum; the sum is the gradient unless others are kept.
     parts = 3 if tied else 1
     last = head * (parts if sums_kept else parts - 1)
-    moments.append(Moment("embedding, backward", 0, last, all_gradients, "none", done - shared, None, True))
-    moments.append(Moment("last bucket", 0, 0, all_gradients, "none", all_gradients, None, True))
+    moments.append(Moment("embedding, backward", 0, last, all_gradients, "none", done - shared, None, "around"))
+    moments.append(Moment("last bucket", 0, 0, all_gradients, "none", all_gradients, None, "reduced"))
     return moments

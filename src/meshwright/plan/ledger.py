@@ -102,7 +102,7 @@ def _predict_sharded(
     assert not isinstance(job.model, ResNetModel), "the legality table shards decoders only"
     state = sharded_state(job, rank=0)
     memory = trace_decoder(job, job.model, parameters, micro_batch, sums_kept=False)
-    top = max(trace_sharded(job, memory.moments, micro_batches), key=lambda moment: moment.bytes)
+    top = max(trace_sharded(job, job.model, memory.moments, micro_batches), key=lambda moment: moment.bytes)
     ranks = job.layout.dp_shard
     lines = [
         Line("parameters", state["parameters"], f"rows over {ranks} ranks, padded, x 4 (float32)"),

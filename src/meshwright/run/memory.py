@@ -35,11 +35,16 @@ def state_bytes(owned: Owned, optimizer: torch.optim.Optimizer) -> dict[str, int
 
 
 class PeakTracker(TorchDispatchMode):
-    """Largest sum of live storages while active, the given ones included from the start."""
+    """Largest sum of live storages while active, the given ones included from the start.
+
+    FSDP2 keeps the tensors that it gathers into and resizes their storages, which no operation shows: they
+    are known from its operators' arguments and looked at after every operation.
+    """
 
     def __init__(self, alive: Iterable[Tensor | None]) -> None:
         super().__init__()
         self._live: dict[int, weakref.ref[Any]] = {}
+        self._gathered: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.live_bytes = 0
         self.peak_bytes = 0
         self._known = list(alive)  # held, so that none of them leaves uncounted
@@ -55,12 +60,33 @@ class PeakTracker(TorchDispatchMode):
         for leaf in tree_iter(result):
             if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in given:
                 self._enter(leaf)
+        if func.namespace == "fsdp":
+            for leaf in tree_iter((args, kwargs)):
+                if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in self._live:
+                    storage = leaf.untyped_storage()
+                    self._gathered.setdefault(id(storage), (weakref.ref(storage), 0))
+        if self._gathered:
+            self._look_at_gathered()
         return result
+
+    @property
+    def gathered_bytes(self) -> int:
+        """What FSDP2 has gathered and not let go."""
+        return sum(size for _, size in self._gathered.values())
+
+    def _look_at_gathered(self) -> None:
+        for key, (reference, size) in self._gathered.items():
+            storage = reference()
+            now = 0 if storage is None else storage.nbytes()
+            if now != size:
+                self.live_bytes += now - size
+                self._gathered[key] = (reference, now)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _enter(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = id(storage)
-        if key in self._live:
+        if key in self._live or key in self._gathered:
             return
         size = storage.nbytes()
 

@@ -73,5 +73,5 @@ class StepAudit:
 
     def _live_bytes(self) -> int:
         if self._tracker is not None:
-            return self._tracker.live_bytes
+            return self._tracker.live_bytes - self._tracker.gathered_bytes  # parameters, not activations
         return torch.cuda.memory_allocated(self._device) if self._on_gpu else 0
