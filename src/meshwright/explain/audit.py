@@ -158,7 +158,7 @@ def _collective_rows(plan: Plan, record: RunRecord) -> list[CollectiveRow]:
     promised = _add_up(plan.collectives)
     rows: dict[Kind, CollectiveRow] = {}
     for reported in record.collectives.values():
-        times = {"setup": 1, "step": reported.steps, "eval": reported.evaluations}
+        times = {"setup": 1, "step": reported.steps, "eval": reported.evaluations, "save": reported.saves}
         found = _add_up(reported.rows)
         for kind in promised.keys() | found.keys():
             calls, sent = found.get(kind, (0, 0))
@@ -169,8 +169,8 @@ def _collective_rows(plan: Plan, record: RunRecord) -> list[CollectiveRow]:
             )
             if kind not in rows or (rows[kind].equal and not row.equal):
                 rows[kind] = row
-    order = {"setup": 0, "step": 1, "eval": 2}
-    return [rows[kind] for kind in sorted(rows, key=lambda k: (order.get(k[2], 3), *k))]
+    order = {"setup": 0, "step": 1, "eval": 2, "save": 3}
+    return [rows[kind] for kind in sorted(rows, key=lambda k: (order.get(k[2], 4), *k))]
 
 
 def _add_up(rows: Iterable[Traffic]) -> dict[Kind, tuple[int, int]]:

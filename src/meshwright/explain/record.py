@@ -37,6 +37,7 @@ class Collectives:
     rows: tuple[Traffic, ...]
     steps: int
     evaluations: int
+    saves: int = 0
 
 
 _MEASURED: TypeAdapter[Measured] = TypeAdapter(Measured)

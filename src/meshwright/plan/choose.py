@@ -39,8 +39,11 @@ class Candidate:
     @property
     def name(self) -> str:
         """How it is spoken of."""
-        ranks = self.layout.dp_replicate
-        return "one process" if ranks == 1 else f"{ranks} replicas"
+        replicas, shards = self.layout.dp_replicate, self.layout.dp_shard
+        if shards > 1:
+            copies = f"{replicas} replicas of " if replicas > 1 else ""
+            return f"{copies}{shards} shards (zero={self.layout.zero})"
+        return "one process" if replicas == 1 else f"{replicas} replicas"
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ def explain_choice(job: Job, search: Search) -> list[str]:
         reasons = [f"{best.name}: given in the job"]
     else:
         reasons = [f"{best.name}: the shortest predicted step of {search.evaluated} layouts"]
-    if best.layout.dp_replicate == 1 and job.layout.mode == "auto" and job.cluster.world_size > 1:
+    if best.layout.data_degree == 1 and job.layout.mode == "auto" and job.cluster.world_size > 1:
         reasons[0] += "; one device is enough, communication would cost more than it gives"
     reasons += [_why_not(best, other) for other in search.candidates[1:4]]
     if job.layout.micro_batch is None:
@@ -148,7 +151,7 @@ def explain_choice(job: Job, search: Search) -> list[str]:
         reasons.append(f"micro_batch={best.layout.micro_batch}: {rule}")
     if job.mixes_samples:
         reasons.append(BATCH_NORM_NOTE)
-    padding = best.layout.dp_replicate * best.micro_batches * (best.layout.micro_batch or 1)
+    padding = best.layout.data_degree * best.micro_batches * (best.layout.micro_batch or 1)
     if padding > job.train.global_batch:
         empty = padding - job.train.global_batch
         reasons.append(

@@ -151,14 +151,16 @@ def estimate_step(job: Job, micro_batches: int, touched_bytes: int, traffic: Seq
     compute_s = max(matmul_s + memory_s, host_s) if on_gpu else matmul_s + memory_s + host_s
     optimizer = predict_optimizer(list_parameters(job.model), train)
     optimizer_s = optimizer.moved_bytes / cluster.memory_bytes_per_s + optimizer.flops / rate
-    crossing = job.layout.dp_replicate > cluster.devices_per_node
+    optimizer_s /= job.layout.dp_shard  # each rank moves its rows
+    crossing = job.layout.data_degree > cluster.devices_per_node
     bandwidth = (cluster.nic_bytes_per_s if crossing else None) or cluster.link_bytes_per_s
     latency = (cluster.nic_latency_s if crossing else None) or cluster.link_latency_s
     communication_s = control_s = 0.0
     for row in traffic:
         if row.phase != "step":
             continue
-        ring_s = row.bytes * 2 * (row.ranks - 1) / row.ranks / bandwidth + row.calls * latency
+        rounds = 2 if row.op == "all_reduce" else 1
+        ring_s = row.bytes * rounds * (row.ranks - 1) / row.ranks / bandwidth + row.calls * latency
         if row.axis == "control":
             control_s += ring_s
         else:

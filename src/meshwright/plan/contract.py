@@ -23,6 +23,7 @@ from meshwright.plan.comms import Traffic
 from meshwright.plan.compute import flops_per_token, peak_rate, step_interval
 from meshwright.plan.moments import Line
 from meshwright.plan.shapes import count_parameters, list_parameters
+from meshwright.plan.sharding import sharded_state
 from meshwright.spec.hf import notes_on
 from meshwright.spec.job import Job
 from meshwright.spec.load import PLAN_KEY, build_job, job_tree
@@ -112,10 +113,11 @@ def plan_of(job: Job, candidate: Candidate, reasons: list[str]) -> Plan:
     placed = dataclasses.replace(job, layout=candidate.layout)
     parameters = list_parameters(job.model)
     ledger = candidate.ledger
+    sharded = candidate.layout.dp_shard > 1
     ranks = tuple(
         RankPrediction(
             rank=rank,
-            state_bytes=ledger.state_bytes,
+            state_bytes=sharded_state(placed, rank) if sharded else ledger.state_bytes,
             peak_bytes=ledger.peak_bytes,
             peak_at=ledger.peak_at,
             first_peak_bytes=ledger.first_peak_bytes,
@@ -124,7 +126,7 @@ def plan_of(job: Job, candidate: Candidate, reasons: list[str]) -> Plan:
         )
         for rank in range(candidate.layout.world_size)
     )
-    replicated = candidate.layout.dp_replicate > 1
+    replicated = candidate.layout.data_degree > 1 and candidate.layout.zero < 2
     buckets = bucket_parameters(parameters, candidate.layout.bucket_mb) if replicated else []
     return Plan(
         job=placed,

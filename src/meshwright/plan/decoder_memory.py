@@ -84,7 +84,9 @@ class _Sizes:
             2 * queries + 2 * (queries if repeated else keys)
         ) * low + model.num_heads * FLOAT32_BYTES
         matrices = 2 * width * (queries + keys) + (3 if gated else 2) * width * ffn
-        copies = matrices * low if low != FLOAT32_BYTES else 0
+        # Products read a copy in 16 bits; under ZeRO-2 and 3 that is what is gathered.
+        copied = low != FLOAT32_BYTES and job.layout.zero < 2
+        copies = matrices * low if copied else 0
         block = 2 * (norm + tokens * width * low) + tokens * attention + (4 if gated else 2) * inner + copies
         products = (2 * queries + 2 * keys + width) * low + model.num_heads * FLOAT32_BYTES
         waiting = {
@@ -96,7 +98,7 @@ class _Sizes:
             "full": (hidden, f"{tokens} x {width} x 4 (input) a block"),
         }[job.layout.recompute]
         half = norm + tokens * width * low + tokens * attention
-        if low != FLOAT32_BYTES:
+        if copied:
             half += width * (queries + 2 * keys) * low
         gradients = tokens * (2 * queries + 2 * (queries if repeated else keys)) * low
         # Turning holds what is turned and its swapped half, and three products with the tables in float32.
@@ -148,7 +150,9 @@ def trace_decoder(
     moments = [
         _turning_moment(model, parameters, sizes, sums_kept),
         _loss_moment(job, model, parameters, sizes, sums_kept),
-        *_backward_moments(model, parameters, sizes, sums_kept, job.layout.recompute != "none"),
+        *_backward_moments(
+            model, parameters, sizes, sums_kept, job.layout.recompute != "none", job.layout.zero >= 2
+        ),
     ]
     always = _always(job, model, sizes, micro_batch)
     made_in_forward = sum(line.bytes for line in always if line.name == "document mask")
@@ -203,7 +207,7 @@ def _turning_moment(
     gradients = sum(p.count for p in parameters) * FLOAT32_BYTES if sums_kept else 0
     before = model.num_layers - 1
     formula = f"{before} blocks, {sizes.waiting_formula}, + {sizes.turning} (half of this block)"
-    return Moment(f"block {before}, forward", sizes.waiting * before + sizes.turning, 0, gradients, formula)
+    return Moment(f"block {before}, forward", sizes.waiting * before + sizes.turning, 0, gradients, formula, layer=before)
 
 
 def _backward_moments(
@@ -212,13 +216,14 @@ def _backward_moments(
     sizes: _Sizes,
     sums_kept: bool,
     recomputed: bool,
+    cut: bool,
 ) -> list[Moment]:
     """Each block on the way back, then the embedding."""
     all_gradients = sum(p.count for p in parameters) * FLOAT32_BYTES
     head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
     # The feed-forward's backward is the widest of a block: beside the residual's gradient, that of its inner
     # product with the down matrix's; or, where a product has two factors, with one more inner gradient.
-    down = model.ffn_size * model.hidden_size * FLOAT32_BYTES
+    down = model.ffn_size * model.hidden_size * (sizes.low if cut else FLOAT32_BYTES)
     temporary = (
         sizes.hidden + sizes.inner + (max(sizes.inner, down) if model.activation == "swiglu" else down)
     )
@@ -234,19 +239,23 @@ def _backward_moments(
         formula = f"{layer} blocks, {sizes.waiting_formula}, + {sizes.block} (this block)"
         gradients = all_gradients if sums_kept else done
         alive = sizes.waiting * layer + sizes.block
-        moments.append(Moment(name, alive, temporary, gradients, formula, done - shared))
+        moments.append(Moment(name, alive, temporary, gradients, formula, done - shared, layer, "block"))
         inside, passed = sizes.waiting * layer + sizes.attention, sizes.hidden + sizes.attention_gradients
         formula = f"{layer} blocks, {sizes.waiting_formula}, + {sizes.attention} (half of this block)"
         name = f"block {layer}, attention, backward"
-        moments.append(Moment(name, inside, passed, gradients, formula, done - shared))
+        moments.append(Moment(name, inside, passed, gradients, formula, done - shared, layer, "attention"))
         if recomputed:
             alive = sizes.waiting * layer + sizes.turning + sizes.waiting_products
             name = f"block {layer}, computed again"
-            moments.append(Moment(name, alive, sizes.hidden, gradients, formula, done - shared))
+            moments.append(Moment(name, alive, sizes.hidden, gradients, formula, done - shared, layer, "again"))
+        if cut:
+            name, formula = f"block {layer}, reduced", f"{layer} blocks, {sizes.waiting_formula}"
+            alive = sizes.waiting * layer
+            moments.append(Moment(name, alive, sizes.hidden, gradients, formula, done, layer, "reduced"))
         done += block_gradients
     # A tied gradient is made of two parts and their sum; the sum is the gradient unless others are kept.
     parts = 3 if tied else 1
     last = head * (parts if sums_kept else parts - 1)
-    moments.append(Moment("embedding, backward", 0, last, all_gradients, "none", done - shared))
-    moments.append(Moment("last bucket", 0, 0, all_gradients, "none", all_gradients))
+    moments.append(Moment("embedding, backward", 0, last, all_gradients, "none", done - shared, None, "around"))
+    moments.append(Moment("last bucket", 0, 0, all_gradients, "none", all_gradients, None, "reduced"))
     return moments

@@ -7,6 +7,7 @@ slack.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from meshwright.plan.moments import Line, Moment, StepMemory
 from meshwright.plan.optimizer import predict_optimizer
 from meshwright.plan.resnet_memory import trace_resnet
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, list_parameters
+from meshwright.plan.sharded_memory import trace_sharded
+from meshwright.plan.sharding import sharded_state
 from meshwright.spec.job import Job
 from meshwright.spec.model import ResNetModel
 
@@ -45,8 +48,10 @@ class Ledger:
 
 
 def predict_ledger(job: Job, micro_batch: int, micro_batches: int) -> Ledger:
-    """What a rank of a replicated layout holds."""
+    """What a rank of a replicated or sharded layout holds; of a sharded one the first, the fullest."""
     parameters = list_parameters(job.model)
+    if job.layout.zero >= 2:
+        return _predict_sharded(job, parameters, micro_batch, micro_batches)
     count = sum(p.count for p in parameters)
     optimizer = predict_optimizer(parameters, job.train)
     state = {
@@ -54,8 +59,12 @@ def predict_ledger(job: Job, micro_batch: int, micro_batches: int) -> Ledger:
         "gradients": count * FLOAT32_BYTES,
         "optimizer": optimizer.state_bytes,
     }
+    if job.layout.zero == 1:
+        state = sharded_state(job, rank=0)
+        formula = f"{optimizer.formula}, rows over {job.layout.dp_shard} ranks"
+        optimizer = dataclasses.replace(optimizer, state_bytes=state["optimizer"], formula=formula)
     # DDP keeps its buckets; accumulation keeps the sums: either way all gradients live through the step.
-    sums_kept = job.layout.dp_replicate > 1 or micro_batches > 1
+    sums_kept = job.layout.data_degree > 1 or micro_batches > 1
     memory = _trace(job, parameters, micro_batch, sums_kept)
     buckets = _sent_buckets(job, parameters)
     top = max(memory.moments, key=lambda moment: moment.bytes + _wire_bytes(buckets, moment))
@@ -71,7 +80,7 @@ def predict_ledger(job: Job, micro_batch: int, micro_batches: int) -> Ledger:
         lines.append(Line("library workspace", GPU_WORKSPACE_BYTES, "cuBLAS and cuBLASLt, 32 MiB each"))
     peak = sum(line.bytes for line in lines)
     first_more = 0
-    if job.layout.dp_replicate > 1 and micro_batches > 1:
+    if job.layout.data_degree > 1 and micro_batches > 1:
         alone = _trace(job, parameters, micro_batch, sums_kept=False)
         first_more = _second_copy(memory, alone, buckets, state["gradients"], micro_batches)
         first_more -= top.bytes + _wire_bytes(buckets, top)
@@ -81,6 +90,39 @@ def predict_ledger(job: Job, micro_batch: int, micro_batches: int) -> Ledger:
         peak_bytes=peak,
         peak_at=top.name,
         first_peak_bytes=peak + first_more,
+        kept_bytes=memory.kept_bytes,
+        touched_bytes=memory.touched_bytes,
+    )
+
+
+def _predict_sharded(
+    job: Job, parameters: Sequence[Parameter], micro_batch: int, micro_batches: int
+) -> Ledger:
+    """What a rank of ZeRO-2 or 3 holds: its shards, and what is gathered at the peak."""
+    assert not isinstance(job.model, ResNetModel), "the legality table shards decoders only"
+    state = sharded_state(job, rank=0)
+    memory = trace_decoder(job, job.model, parameters, micro_batch, sums_kept=False)
+    top = max(trace_sharded(job, job.model, memory.moments, micro_batches), key=lambda moment: moment.bytes)
+    ranks = job.layout.dp_shard
+    lines = [
+        Line("parameters", state["parameters"], f"rows over {ranks} ranks, padded, x 4 (float32)"),
+        Line("optimizer", state["optimizer"], f"the state of these rows, not padded, over {ranks} ranks"),
+        Line("gradients at the peak", top.gradients, "shards, and whole ones not yet reduced"),
+        Line("gathered at the peak", top.gathered, top.gathered_formula),
+        Line("reduced at the peak", top.reduced, "what a reduce-scatter was given, x 4 (float32)"),
+        Line("activations at the peak", top.activations, top.formula),
+        Line("temporary at the peak", top.temporary, f"largest at: {top.name}"),
+        *memory.always,
+    ]
+    if job.cluster.device == "cuda":
+        lines.append(Line("library workspace", GPU_WORKSPACE_BYTES, "cuBLAS and cuBLASLt, 32 MiB each"))
+    peak = sum(line.bytes for line in lines)
+    return Ledger(
+        lines=tuple(lines),
+        state_bytes=state,
+        peak_bytes=peak,
+        peak_at=top.name,
+        first_peak_bytes=peak,
         kept_bytes=memory.kept_bytes,
         touched_bytes=memory.touched_bytes,
     )
@@ -121,7 +163,7 @@ class _Bucket:
 
 def _sent_buckets(job: Job, parameters: Sequence[Parameter]) -> list[_Bucket]:
     """The buckets that are copied to be sent; none without compression."""
-    if job.compression.kind == "none" or job.layout.dp_replicate == 1:
+    if job.compression.kind == "none" or job.layout.data_degree == 1:
         return []
     sizes = {p.name: p.count for p in parameters}
     buckets, complete = [], 0

@@ -26,6 +26,15 @@ class Moment:
     """The activations as a sum that can be checked."""
     complete_bytes: int = 0
     """Gradients that are complete by then, in the order of the backward pass; their buckets may be sent."""
+    layer: int | None = None
+    """The block at work; None where it is none."""
+    part: str = ""
+    """Of the backward pass: ``block``, ``attention``, ``again``, ``reduced``, ``around``; else empty."""
+
+    @property
+    def backward(self) -> bool:
+        """Whether it is in the backward pass."""
+        return bool(self.part)
 
     @property
     def bytes(self) -> int:

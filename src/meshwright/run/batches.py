@@ -28,10 +28,13 @@ def deal(count: int, rank: int, ranks: int) -> range:
     return range(start, start + base + (rank < extra))
 
 
-def cut(samples: Samples, rank: int, ranks: int, micro_batch: int) -> Iterator[Samples]:
-    """A rank's samples, a micro-batch at a time; as many as the fullest rank needs, the last ones short."""
+def cut(samples: Samples, rank: int, ranks: int, micro_batch: int, least: int = 0) -> Iterator[Samples]:
+    """A rank's samples, a micro-batch at a time; as many as the fullest rank needs, the last ones short.
+
+    With ``least``, as many as that number of samples would need.
+    """
     mine = samples[list(deal(len(samples), rank, ranks))]
-    fullest = len(deal(len(samples), 0, ranks))
+    fullest = len(deal(max(len(samples), least), 0, ranks))
     for start in range(0, fullest, micro_batch):
         yield mine[start : start + micro_batch]
 
@@ -45,12 +48,12 @@ class Batcher:
     ranks: int
     micro_batch: int
 
-    def micro_batches(self, samples: Samples) -> Iterator[tuple[Tensor, ...]]:
+    def micro_batches(self, samples: Samples, least: int = 0) -> Iterator[tuple[Tensor, ...]]:
         """The model's arguments, each (micro_batch, seq_len); as many as the fullest rank needs.
 
         Tokens and targets; with ``data.mask=document`` also segments, the number of each token's document.
         """
-        for part in cut(samples, self.rank, self.ranks, self.micro_batch):
+        for part in cut(samples, self.rank, self.ranks, self.micro_batch, least):
             yield self._pad(self.dataset.read(part))
 
     def count_targets(self, samples: Samples) -> int:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from meshwright.run.models.init import parameter_seed
 from meshwright.run.parallel.data import FixedBucketDDP
+from meshwright.run.parallel.ownership import Owned
 from meshwright.spec.job import Train
 
 ANNEALING = 0.55
@@ -42,7 +43,7 @@ def noise_std(step: int, train: Train) -> float:
 
 
 @torch.no_grad()
-def add_noise(module: nn.Module, train: Train, step: int) -> None:
+def add_noise(owned: Owned, train: Train, step: int) -> None:
     """Add this step's noise to every gradient, the same on every rank; nothing if the job wants none.
 
     Drawn on the CPU whatever the device, as initial weights are.
@@ -50,13 +51,13 @@ def add_noise(module: nn.Module, train: Train, step: int) -> None:
     std = noise_std(step, train)
     if std == 0:
         return
-    for name, parameter in module.named_parameters():
+    for name, parameter in owned.named_parameters():
         if parameter.grad is None:
             continue
         seed = parameter_seed(train.seed, f"gradient-noise/{step}/{name}")
-        drawn = torch.empty(parameter.shape, dtype=torch.float32)
+        drawn = torch.empty(owned.shape(name), dtype=torch.float32)
         drawn.normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
-        parameter.grad.add_(drawn.to(parameter.grad.device))
+        parameter.grad.add_(owned.cut(name, drawn).to(parameter.grad.device))
 
 
 def separate(part: float, whole: float, k: float) -> tuple[float, float]:

@@ -25,13 +25,13 @@ class ImageBatcher:
     ranks: int
     micro_batch: int
 
-    def micro_batches(self, samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
+    def micro_batches(self, samples: Samples, least: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Images (micro_batch, C, H, W) and labels (micro_batch); as many as the fullest rank needs.
 
         A rank with fewer fills up with black images whose labels are ignored.
         """
         shape = self.dataset.shape
-        for part in cut(samples, self.rank, self.ranks, self.micro_batch):
+        for part in cut(samples, self.rank, self.ranks, self.micro_batch, least):
             images = torch.zeros((self.micro_batch, shape.channels, shape.side, shape.side))
             labels = torch.full((self.micro_batch,), IGNORED, dtype=torch.int64)
             if len(part):

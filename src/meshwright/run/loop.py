@@ -19,7 +19,7 @@ from meshwright.run.mesh import move
 from meshwright.run.optimizer import set_lr
 from meshwright.run.parallel.apply import agree_on_statistics, without_reduction
 from meshwright.run.probe import Utilisation, find_peak
-from meshwright.run.session import Session, model_tensors, save
+from meshwright.run.session import Session, Snapshot, save, take_snapshot
 from meshwright.run.step_audit import StepAudit
 from meshwright.survive.checkpoint.manifest import mark_best, rotate
 
@@ -41,7 +41,7 @@ def train(session: Session) -> None:
             eval_loss = evaluate(session)
             evaluations += eval_loss is not None
         saver.after_step(last, eval_loss)
-    report_end(session, evaluations, stopping)
+    report_end(session, evaluations, stopping, saver.saves)
 
 
 def take_step(session: Session, meter: Meter, audited: bool) -> bool:
@@ -51,10 +51,11 @@ def take_step(session: Session, meter: Meter, audited: bool) -> bool:
         return train_step(session, meter)
 
 
-def report_end(session: Session, evaluations: int, stopping: bool) -> None:
+def report_end(session: Session, evaluations: int, stopping: bool, saves: int = 0) -> None:
     """The last events of a rank that ended well: what it sent, and how far it came in this attempt."""
     steps, status = session.step - session.first_step, "interrupted" if stopping else "complete"
-    session.events.write("collectives", rows=session.counter.rows(), steps=steps, evaluations=evaluations)
+    times = {"steps": steps, "evaluations": evaluations, "saves": saves}
+    session.events.write("collectives", rows=session.counter.rows(), **times)
     session.events.write("finished", status=status, step=session.step, steps=steps)
 
 
@@ -76,9 +77,12 @@ def train_step(session: Session, meter: Meter) -> bool:
     grad_norm = update(session, lr)
     agree_on_statistics(session.model, session.job, session.ranks)
     # The first look at a device value in this step: all its work is queued by now.
-    loss_sum, counted, stops, *noise_sums = session.ranks.add_up(
-        [own_loss, own_targets, session.stop_wanted, *noise]
-    )
+    wishes = [float(session.stop_wanted)]
+    if session.owned.cut_up:  # all ranks take part in a checkpoint, and rank 0 knows when
+        wishes.append(float(session.ranks.rank == 0 and session.save_due()))
+    loss_sum, counted, stops, *sums = session.ranks.add_up([own_loss, own_targets, *wishes, *noise])
+    session.save_wanted = session.owned.cut_up and sums.pop(0) > 0
+    noise_sums = sums
     assert counted == targets, f"{counted:.0f} targets were trained on, {targets} were expected"
     session.step += 1
     session.position += len(samples)
@@ -119,7 +123,7 @@ def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[
         targets_seen += int((batch[1] >= 0).sum())
         if session.audit is not None:
             session.audit.before_forward()
-        with without_reduction(session.module, last=index == micro_batches - 1):
+        with without_reduction(session.module, session.job, last=index == micro_batches - 1):
             with session.precision.products():
                 loss = session.module(*[move(t, device) for t in batch])
             if session.audit is not None:
@@ -132,13 +136,14 @@ def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[
 
 def update(session: Session, lr: float) -> Tensor | None:
     """Clip, step, clear; returns the gradient norm of the whole model where it was needed."""
-    precision = session.precision
-    grad_norm = precision.clip(list(session.model.parameters()), session.optimizer, session.job.train.clip)
-    add_noise(session.model, session.job.train, session.step)
+    precision, owned = session.precision, session.owned
+    owned.take_gradients()
+    grad_norm = precision.clip(owned, session.optimizer, session.job.train.clip)
+    add_noise(owned, session.job.train, session.step)
     set_lr(session.optimizer, lr)
     precision.step(session.optimizer)
-    # DDP's gradients are views of its buckets: dropped, the next accumulation would hold a second copy.
-    session.optimizer.zero_grad(set_to_none=session.module is session.model)
+    owned.publish()
+    owned.drop_gradients()
     return grad_norm
 
 
@@ -154,11 +159,14 @@ def evaluate(session: Session) -> float | None:
     device = session.ranks.device
     loss_sum, targets_seen = 0.0, 0
     session.model.train(not session.job.mixes_samples)  # else a batch norm reads its running statistics
-    for batch in session.eval_batches.micro_batches(samples):
+    # Each micro-batch gathers the blocks: as many as were promised, however few samples are held out.
+    least = session.job.train.eval_samples if session.job.layout.zero == 3 else 0
+    for batch in session.eval_batches.micro_batches(samples, least):
         with session.precision.products():
             loss_sum += session.model(*[move(t, device) for t in batch]).item()
         targets_seen += int((batch[1] >= 0).sum())
     session.model.train()
+    session.owned.end_evaluation()
     loss_sum, counted = session.ranks.add_up([loss_sum, float(targets_seen)])
     if not counted:
         reason = f"the first {len(samples)} held-out samples hold masked prompts alone"
@@ -190,34 +198,41 @@ class Meter:
 
 
 class Saver:
-    """Decides when rank 0 saves; the others go on and meet it in the next reduction."""
+    """Decides when rank 0 saves; the others go on and meet it in the next reduction.
+
+    Where tensors are cut, all ranks come to the same decision and hand over their parts first.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._saved_at = time.monotonic()
+        self.saves = 0
+        """Checkpoints that this rank had a part in."""
 
     def after_step(self, last: bool, eval_loss: float | None) -> None:
         """Save if it is time, at the end, or if the evaluation is the best so far."""
         session, keep = self._session, self._session.job.checkpoint
-        if session.ranks.rank != 0:
+        cut_up = session.owned.cut_up
+        if session.ranks.rank != 0 and not cut_up:
             return
-        minutes = (time.monotonic() - self._saved_at) / 60
-        timely = 0 < keep.every_minutes <= minutes
+        timely = session.save_wanted if cut_up else session.save_due()
         best = keep.on_best and eval_loss is not None and eval_loss < session.best_eval_loss
         if eval_loss is not None:
             session.best_eval_loss = min(eval_loss, session.best_eval_loss)
         if last or best or timely or _due(keep.every_steps, session.step):
-            self._save(eval_loss, best)
+            self.saves += 1
+            session.saved_at = time.monotonic()
+            snapshot = take_snapshot(session)
+            if snapshot is not None:
+                self._write(snapshot, eval_loss, best)
 
-    def _save(self, eval_loss: float | None, best: bool) -> None:
+    def _write(self, snapshot: Snapshot, eval_loss: float | None, best: bool) -> None:
         session = self._session
         started = time.perf_counter()
-        self._saved_at = time.monotonic()
-        for name, tensor in model_tensors(session).items():
+        for name, tensor in snapshot.model.items():
             if not bool(torch.isfinite(tensor).all()):  # never over a good checkpoint
                 raise not_finite(f"weight {name}", math.nan, session.step, session.has_checkpoint())
         try:
-            path = save(session, eval_loss)
+            path = save(session, snapshot, eval_loss)
             if best:
                 mark_best(path.parent, path)
             rotate(path.parent, session.job.checkpoint.keep_last, path)

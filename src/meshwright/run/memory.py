@@ -11,42 +11,40 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from meshwright.run.parallel.ownership import Owned
+
 
 def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of the tensors, counting an element that two of them share once."""
-    seen: set[tuple[int, int]] = set()
-    total = 0
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        key = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()))
-        if key not in seen:
-            seen.add(key)
-            total += tensor.numel() * tensor.element_size()
-    return total
+    """Bytes of the memory that the tensors keep: a buffer that several share counts once, and wholly."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def state_bytes(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def state_bytes(owned: Owned, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Parameters, gradients and optimizer state of this rank, to the byte."""
-    parameters = list(module.parameters())
     moments = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     return {
-        "parameters": unique_bytes(parameters),
-        "gradients": unique_bytes(p.grad for p in parameters),
+        "parameters": unique_bytes(owned.held()),
+        "gradients": unique_bytes(owned.held_gradients()),
         "optimizer": unique_bytes(moments),
     }
 
 
 class PeakTracker(TorchDispatchMode):
-    """Largest sum of live storages while active, the given ones included from the start."""
+    """Largest sum of live storages while active, the given ones included from the start.
+
+    FSDP2 keeps the tensors that it gathers into and resizes their storages, which no operation shows: they
+    are known from its operators' arguments and looked at after every operation.
+    """
 
     def __init__(self, alive: Iterable[Tensor | None]) -> None:
         super().__init__()
         self._live: dict[int, weakref.ref[Any]] = {}
+        self._gathered: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.live_bytes = 0
         self.peak_bytes = 0
         self._known = list(alive)  # held, so that none of them leaves uncounted
@@ -62,12 +60,33 @@ class PeakTracker(TorchDispatchMode):
         for leaf in tree_iter(result):
             if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in given:
                 self._enter(leaf)
+        if func.namespace == "fsdp":
+            for leaf in tree_iter((args, kwargs)):
+                if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in self._live:
+                    storage = leaf.untyped_storage()
+                    self._gathered.setdefault(id(storage), (weakref.ref(storage), 0))
+        if self._gathered:
+            self._look_at_gathered()
         return result
+
+    @property
+    def gathered_bytes(self) -> int:
+        """What FSDP2 has gathered and not let go."""
+        return sum(size for _, size in self._gathered.values())
+
+    def _look_at_gathered(self) -> None:
+        for key, (reference, size) in self._gathered.items():
+            storage = reference()
+            now = 0 if storage is None else storage.nbytes()
+            if now != size:
+                self.live_bytes += now - size
+                self._gathered[key] = (reference, now)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _enter(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = id(storage)
-        if key in self._live:
+        if key in self._live or key in self._gathered:
             return
         size = storage.nbytes()
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.launch.environment import GENERATION_VARIABLE, STORE_VARIABLE
+from meshwright.plan.sharding import ALL_DATA
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.spec.job import Job
 
@@ -26,9 +27,14 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh | None = None
     control: dist.ProcessGroup | None = None
+    all_data: dist.ProcessGroup | None = None
+    """All ranks, for gradients, where replicas and shards are two axes and one reduction goes over both."""
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group of a mesh axis."""
+        """The process group of a mesh axis, or of both axes of data at once."""
+        if axis == ALL_DATA:
+            assert self.all_data is not None, f"this layout has no group for {axis}"
+            return self.all_data
         assert self.mesh is not None, f"one process has no group for {axis}"
         return self.mesh.get_group(axis)
 
@@ -64,11 +70,18 @@ def join_ranks(job: Job, counter: CollectiveCounter, store: dist.Store | None = 
     assert dist.get_world_size() == world_size, (
         f"{dist.get_world_size()} ranks came, {world_size} were planned"
     )
-    mesh = init_device_mesh(device.type, (job.layout.dp_replicate,), mesh_dim_names=("dp_replicate",))
+    layout = job.layout
+    axes = {axis: getattr(layout, axis) for axis in ("dp_replicate", "dp_shard") if getattr(layout, axis) > 1}
+    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     control = dist.new_group(timeout=timeout)
-    counter.name_axis(mesh.get_group("dp_replicate"), "dp_replicate")
+    for axis in axes:
+        counter.name_axis(mesh.get_group(axis), axis)
     counter.name_axis(control, "control")
-    return Ranks(rank, world_size, device, mesh, control)
+    all_data = None
+    if layout.zero == 1 and len(axes) == 2:
+        all_data = dist.new_group(timeout=timeout)
+        counter.name_axis(all_data, ALL_DATA)
+    return Ranks(rank, world_size, device, mesh, control, all_data)
 
 
 def _supervisor_store(timeout: timedelta) -> dist.Store:

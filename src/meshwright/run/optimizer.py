@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from meshwright.plan.learning_rate import scaled_lr
 from meshwright.plan.optimizer import STEP_COUNT, decays, rule_of, state_keys
+from meshwright.run.parallel.ownership import Owned
 from meshwright.run.update_rules.lion import Lion
 from meshwright.run.update_rules.muon import Muon
 from meshwright.spec.job import Train
@@ -21,13 +22,13 @@ from meshwright.spec.recipe import setting
 Group = dict[str, Any]
 
 
-def build_optimizer(module: nn.Module, train: Train) -> Optimizer:
+def build_optimizer(owned: Owned | nn.Module, train: Train) -> Optimizer:
     """The job's optimizer, with its state made at once.
 
     Torch makes the state in the first step; then the first step would hold less than the others and a
     resumed run would load into nothing.
     """
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    named = [(name, p) for name, p in owned.named_parameters() if p.requires_grad]
     optimizer = _BUILDERS[train.optimizer](train, named)
     for name, parameter in named:
         keys = state_keys(rule_of(name, parameter.ndim, train), train)

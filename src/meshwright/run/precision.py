@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.run.divergence import scale_collapsed
+from meshwright.run.parallel.ownership import Owned
 from meshwright.spec.job import Job
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -49,14 +50,22 @@ class Precision:
         """The backward pass of a loss, scaled where the precision needs it."""
         self._scaler.scale(loss).backward()
 
-    def clip(
-        self, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, most: float
-    ) -> Tensor | None:
+    def clip(self, owned: Owned, optimizer: torch.optim.Optimizer, most: float) -> Tensor | None:
         """Take the scale out of the gradients and clip them; returns their norm where it was needed."""
+        norm = None
+        if self._scaled and owned.cut_up:  # an overflow in another rank's rows is an overflow here too
+            norm = owned.norm()
+            for _, parameter in owned.named_parameters():
+                assert parameter.grad is not None, "a parameter without gradient"
+                parameter.grad += norm * 0  # nothing, or NaN
+            norm = norm / self._scaler.get_scale()
         self._scaler.unscale_(optimizer)
         if not most and not self._scaled:
             return None
-        return nn.utils.clip_grad_norm_(parameters, most or float("inf"))
+        norm = owned.norm() if norm is None else norm
+        parameters = [parameter for _, parameter in owned.named_parameters()]
+        nn.utils.clip_grads_with_norm_(parameters, most or float("inf"), norm)
+        return norm
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the optimizer's step, unless a gradient overflowed."""

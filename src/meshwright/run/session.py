@@ -6,7 +6,8 @@ import dataclasses
 import hashlib
 import math
 import os
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -29,7 +30,8 @@ from meshwright.run.models.decoder import Decoder, compile_blocks
 from meshwright.run.models.init import build_model
 from meshwright.run.models.resnet import ResNet
 from meshwright.run.optimizer import build_optimizer
-from meshwright.run.parallel.apply import apply_layout
+from meshwright.run.parallel.apply import apply_layout, own_parameters
+from meshwright.run.parallel.ownership import Owned
 from meshwright.run.precision import Precision
 from meshwright.spec.job import Job, Train
 from meshwright.spec.model import ResNetModel
@@ -72,6 +74,8 @@ class Session:
     model: Decoder | ResNet
     module: nn.Module
     """The model as the layout wraps it; what is called."""
+    owned: Owned
+    """What of the model this rank updates and keeps state for."""
     optimizer: torch.optim.Optimizer
     noise_scale: NoiseScale
     precision: Precision
@@ -88,6 +92,10 @@ class Session:
     """Samples consumed."""
     stop_wanted: bool = False
     """Set by a signal; the ranks agree on it at the end of a step."""
+    save_wanted: bool = False
+    """Agreed on at the end of a step, where all ranks take part in a checkpoint."""
+    saved_at: float = field(default_factory=time.monotonic)
+    """When the last checkpoint was begun."""
     best_eval_loss: float = float("inf")
     audit: StepWatch | None = None
     """Watches the step, if it is audited or proved."""
@@ -96,6 +104,10 @@ class Session:
     def job(self) -> Job:
         """The settled job."""
         return self.plan.job
+
+    def save_due(self) -> bool:
+        """Whether the time between two checkpoints is over."""
+        return 0 < self.job.checkpoint.every_minutes <= (time.monotonic() - self.saved_at) / 60
 
     def has_checkpoint(self) -> bool:
         """Whether there is one to resume from; asks the disk, as only rank 0 knows what it has saved."""
@@ -118,6 +130,7 @@ def build_session(
         assert isinstance(model, Decoder), "the legality table compiles decoders only"
         compile_blocks(model, backend=job.train.compile_backend)
     module = apply_layout(model, job, ranks)
+    owned = own_parameters(model, job, ranks)
     session = Session(
         plan=plan,
         assignment=assignment,
@@ -126,7 +139,8 @@ def build_session(
         events=events,
         model=model,
         module=module,
-        optimizer=build_optimizer(model, job.train),
+        owned=owned,
+        optimizer=build_optimizer(owned, job.train),
         noise_scale=NoiseScale(module, job.train.noise_scale_every),
         precision=Precision(job, ranks.device),
         train_batches=train_batches,
@@ -155,25 +169,39 @@ def _open_data(
     return batcher("train"), batcher("eval"), digest
 
 
-def optimizer_tensors(session: Session) -> dict[str, Tensor]:
-    """The optimizer's state by parameter name."""
-    names: dict[Tensor, str] = {p: name for name, p in session.model.named_parameters()}
-    return {
-        f"{names[parameter]}:{key}": value
-        for parameter, state in session.optimizer.state.items()
-        for key, value in state.items()
-    }
+@dataclass(frozen=True)
+class Snapshot:
+    """Whole tensors, as a checkpoint holds them."""
 
-
-def model_tensors(session: Session) -> dict[str, Tensor]:
+    model: dict[str, Tensor]
     """The parameters by name, a tied head not a second time, and the running statistics of batch norms."""
-    tensors = {name: parameter.detach() for name, parameter in session.model.named_parameters()}
+    optimizer: dict[str, Tensor]
+    """The optimizer's state by parameter name and key."""
+
+
+def take_snapshot(session: Session) -> Snapshot | None:
+    """What a checkpoint holds; every rank takes part where tensors are cut, and only rank 0 gets it.
+
+    Each tensor that is cut is gathered in a call of its own, so that the others hold one at a time.
+    """
+    owned, first = session.owned, session.ranks.rank == 0
+    snapshot, phase = Snapshot({}, {}), session.counter.phase
+    session.counter.phase = "save"
+    for name, parameter in owned.named_parameters():
+        whole = owned.whole_parameter(name)
+        if first:
+            snapshot.model[name] = whole
+        for key, value in session.optimizer.state.get(parameter, {}).items():
+            whole = owned.gather(name, value) if value.ndim else value
+            if first:
+                snapshot.optimizer[f"{name}:{key}"] = whole
     if session.job.mixes_samples:
-        tensors |= dict(session.model.named_buffers())
-    return tensors
+        snapshot.model.update(session.model.named_buffers())
+    session.counter.phase = phase
+    return snapshot if first else None
 
 
-def save(session: Session, eval_loss: float | None) -> Path:
+def save(session: Session, snapshot: Snapshot, eval_loss: float | None) -> Path:
     """Write a checkpoint of this moment; called by rank 0 alone."""
     job = session.job
     root = Path(session.assignment.checkpoint_dir)
@@ -190,6 +218,7 @@ def save(session: Session, eval_loss: float | None) -> Path:
         buckets=[list(names) for names in session.plan.buckets],
         micro_batch=job.layout.micro_batch or 0,
         compression=job.compression.kind,
+        sharding=describe_sharding(job),
         torch=torch.__version__,
         loss_scale=session.precision.state(),
         eval_loss=eval_loss,
@@ -197,21 +226,30 @@ def save(session: Session, eval_loss: float | None) -> Path:
     )
     data = session.train_batches.dataset
     extra = (data.tokenizer_folder / TOKENIZER_FILE,) if isinstance(data, TokenDataset) else ()
-    return plain.save_checkpoint(root, manifest, model_tensors(session), optimizer_tensors(session), extra)
+    return plain.save_checkpoint(root, manifest, snapshot.model, snapshot.optimizer, extra)
 
 
 @torch.no_grad()
 def _resume(session: Session, checkpoint: Path) -> None:
     manifest = read_manifest(checkpoint, verify=False)  # whoever named it has verified it
-    pairs = (
-        (MODEL_FILE, model_tensors(session)),
-        (OPTIMIZER_FILE, optimizer_tensors(session)),
-    )
-    for name, targets in pairs:
-        saved = plain.load_tensors(checkpoint, name)
-        assert saved.keys() == targets.keys(), f"{name} has other tensors than the model: {checkpoint}"
-        for key, target in targets.items():
-            target.copy_(saved[key])
+    owned = session.owned
+    named = dict(owned.named_parameters())
+    states = {
+        f"{name}:{key}": value
+        for name, parameter in named.items()
+        for key, value in session.optimizer.state.get(parameter, {}).items()
+    }
+    weights = dict(zip(named, owned.held(), strict=True))
+    if session.job.mixes_samples:
+        weights |= dict(session.model.named_buffers())
+    for file, targets in ((MODEL_FILE, weights), (OPTIMIZER_FILE, states)):
+        with plain.open_tensors(checkpoint, file) as saved:
+            keys = set(saved.keys())
+            assert keys == targets.keys(), f"{file} has other tensors than the model: {checkpoint}"
+            for key, target in targets.items():
+                whole = saved.get_tensor(key)
+                name = key.partition(":")[0]
+                target.copy_(whole if whole.shape == target.shape else owned.cut(name, whole))
     session.step, session.position = manifest.step, manifest.position
     if manifest.train.get("loss_scale") == session.job.train.loss_scale:  # another first scale starts anew
         session.precision.load(manifest.loss_scale)
@@ -219,6 +257,14 @@ def _resume(session: Session, checkpoint: Path) -> None:
         session.best_eval_loss = manifest.best_eval_loss
     notes = _differences(manifest, session)
     session.events.write("resumed", checkpoint=str(checkpoint), step=session.step, notes=notes)
+
+
+def describe_sharding(job: Job) -> str:
+    """How the state is cut, as the manifest says it; empty where it is not."""
+    layout = job.layout
+    if layout.dp_shard == 1:
+        return ""
+    return f"dp_replicate={layout.dp_replicate} dp_shard={layout.dp_shard} zero={layout.zero}"
 
 
 def _differences(manifest: Manifest, session: Session) -> list[str]:
@@ -233,6 +279,7 @@ def _differences(manifest: Manifest, session: Session) -> list[str]:
     facts = (
         ("layout.micro_batch", manifest.micro_batch, job.layout.micro_batch),
         ("compression.kind", manifest.compression, job.compression.kind),
+        ("the sharding", manifest.sharding or "none", describe_sharding(job) or "none"),
         ("torch", manifest.torch, torch.__version__),
     )
     notes += [

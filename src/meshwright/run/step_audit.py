@@ -20,9 +20,9 @@ class StepAudit:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._device = session.ranks.device
-        gradients = [p.grad for p in session.model.parameters() if p.grad is not None]
+        gradients = session.owned.held_gradients()
         moments = [value for state in session.optimizer.state.values() for value in state.values()]
-        alive = [*session.model.parameters(), *session.model.buffers(), *moments, *gradients]
+        alive = [*session.owned.held(), *session.model.buffers(), *moments, *gradients]
         self._compiled = session.job.train.compile
         self._on_gpu = self._device.type == "cuda"
         self._tracker = None if self._on_gpu or self._compiled else PeakTracker(alive)
@@ -55,7 +55,7 @@ class StepAudit:
     def after_backward(self) -> None:
         """The moment at which the state is defined: write down everything."""
         session = self._session
-        state = state_bytes(session.model, session.optimizer)
+        state = state_bytes(session.owned, session.optimizer)
         peak = None
         if self._tracker is not None:
             peak = self._tracker.peak_bytes + (state["gradients"] if self._unseen_buckets else 0)
@@ -73,5 +73,5 @@ class StepAudit:
 
     def _live_bytes(self) -> int:
         if self._tracker is not None:
-            return self._tracker.live_bytes
+            return self._tracker.live_bytes - self._tracker.gathered_bytes  # parameters, not activations
         return torch.cuda.memory_allocated(self._device) if self._on_gpu else 0

@@ -42,6 +42,7 @@ from meshwright.spec.recipe_rules import (
     unused_code,
     unused_statement,
 )
+from meshwright.spec.shard_rules import check_sharded_compile, check_sharded_compression
 
 SET = object()
 """Stands for any value that a key is set to."""
@@ -461,7 +462,6 @@ RULES: tuple[Rule, ...] = (
     ),
     *(Rule(*row, plan_only=True) for row in (*PLAN_AXIS_ROWS, *PLAN_CLUSTER_ROWS)),
     _not_built("layout.pp", (1,), "pipeline parallelism"),
-    _not_built("layout.dp_shard", (1,), "sharded data parallelism (ZeRO)"),
     _not_built("layout.cp", (1,), "context parallelism"),
     _not_built("layout.tp", (1,), "tensor parallelism"),
     _not_built("layout.ep", (1,), "expert parallelism"),
@@ -476,6 +476,18 @@ RULES: tuple[Rule, ...] = (
     _not_built("layout.prefetch", (1,), "another prefetch depth under ZeRO"),
     _not_built("train.precision", ("fp32", "bf16", "fp16"), "fp8 or fp4 training"),
     _not_built("train.runtime", ("meshwright",), "a run by another framework"),
+    Rule(
+        "train-compile-sharded-not-built",
+        "Compiled blocks (`train.compile`) under ZeRO (`dp_shard`).",
+        check_sharded_compile,
+        built=False,
+    ),
+    Rule(
+        "compression-kind-sharded-not-built",
+        "Compressed gradients (`compression.kind`) under ZeRO-2 and 3.",
+        check_sharded_compression,
+        built=False,
+    ),
     Rule("train-muon-not-built", "Muon on cut matrices (`dp_shard`, `tp`).", check_muon_whole, built=False),
     Rule(
         "train-noise-scale-not-built",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.plan.decoder_memory import loss_chunk
-from meshwright.run.models.decoder import Decoder
+from meshwright.run.models.decoder import Decoder, build_rope
 from meshwright.run.models.hf import load_hf_weights
 from meshwright.run.models.resnet import ResNet
 from meshwright.spec.job import Job
@@ -32,18 +33,21 @@ def initialise(module: nn.Module, seed: int, std: float) -> None:
     Numbers are drawn on the CPU whatever the device, so that a run on GPUs starts from the same weights.
     """
     for name, parameter in module.named_parameters():
-        if parameter.ndim == 1:
-            parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
-            continue
-        fan_out = parameter.shape[0] * math.prod(parameter.shape[2:])
-        spread = math.sqrt(2 / fan_out) if parameter.ndim == 4 else std
-        generator = torch.Generator().manual_seed(parameter_seed(seed, name))
-        drawn = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, spread, generator=generator)
-        parameter.copy_(drawn)
+        parameter.copy_(draw(name, parameter.shape, seed, std))
+
+
+def draw(name: str, shape: Sequence[int], seed: int, std: float) -> Tensor:
+    """The initial values of one parameter, whole, on the CPU."""
+    if len(shape) == 1:
+        return torch.full(tuple(shape), 0.0 if name.endswith(".bias") else 1.0)
+    fan_out = shape[0] * math.prod(shape[2:])
+    spread = math.sqrt(2 / fan_out) if len(shape) == 4 else std
+    generator = torch.Generator().manual_seed(parameter_seed(seed, name))
+    return torch.empty(tuple(shape), dtype=torch.float32).normal_(0.0, spread, generator=generator)
 
 
 def build_model(job: Job, device: torch.device, from_hf: bool = False) -> Decoder | ResNet:
-    """The job's model with its initial weights, on its device.
+    """The job's model with its initial weights, on its device; without any where it will be cut.
 
     Args:
         job: The settled job.
@@ -52,6 +56,8 @@ def build_model(job: Job, device: torch.device, from_hf: bool = False) -> Decode
     """
     model = job.model
     network: Decoder | ResNet
+    if job.layout.zero >= 2 and not from_hf:
+        return _build_empty(job, device)
     with torch.device(device):
         if isinstance(model, ResNetModel):
             network = ResNet(model, job.layout.recompute)
@@ -63,4 +69,15 @@ def build_model(job: Job, device: torch.device, from_hf: bool = False) -> Decode
         load_hf_weights(network, require_weights(model), model)
     else:
         initialise(network, job.train.seed, model.init_std)
+    return network
+
+
+def _build_empty(job: Job, device: torch.device) -> Decoder:
+    """A decoder whose parameters lie nowhere yet; its tables are on the device."""
+    model = job.model
+    assert isinstance(model, DecoderModel), "the legality table shards decoders only"
+    with torch.device("meta"):
+        network = Decoder(model, job.data.seq_len, loss_chunk(job, model), job.layout.recompute)
+    if model.positions == "rope":
+        network.rope_cos, network.rope_sin = build_rope(model, job.data.seq_len, device)
     return network

@@ -19,7 +19,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise."""
-        return cast_for_product(F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps), x)
+        return cast_for_product(F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps), x)
 
 
 class LayerNorm(nn.Module):
@@ -33,7 +33,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise."""
-        normal = F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.eps)
+        normal = F.layer_norm(x.float(), self.weight.shape, self.weight.float(), self.bias.float(), self.eps)
         return cast_for_product(normal, x)
 
 

@@ -125,9 +125,9 @@ def average_statistics(module: nn.Module, ranks: Ranks) -> None:
         buffer.copy_(mean.view_as(buffer))
 
 
-def apply_replicate(module: nn.Module, job: Job, ranks: Ranks) -> FixedBucketDDP:
-    """Wrap a module whose weights are already equal on all ranks: nothing is broadcast."""
-    group = ranks.group("dp_replicate")
+def apply_replicate(module: nn.Module, job: Job, ranks: Ranks, axis: str) -> FixedBucketDDP:
+    """Wrap a module whose weights are already equal on all ranks of the axis: nothing is broadcast."""
+    group = ranks.group(axis)
     replicated = FixedBucketDDP(
         module,
         process_group=group,

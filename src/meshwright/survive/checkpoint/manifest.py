@@ -59,6 +59,8 @@ class Manifest:
     """The lowest so far in the whole run."""
     micro_batch: int = 0
     compression: str = "none"
+    sharding: str = ""
+    """How the state was cut over the ranks; the tensors here are whole."""
     torch: str = ""
     mask: str = "causal"
     prompt_masking: bool = False

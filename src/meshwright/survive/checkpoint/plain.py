@@ -12,8 +12,9 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -69,3 +70,8 @@ def save_checkpoint(
 def load_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:
     """The tensors of one file, on the CPU."""
     return load_file(checkpoint / name)
+
+
+def open_tensors(checkpoint: Path, name: str) -> Any:
+    """One file as a context that hands out a tensor at a time."""
+    return safe_open(checkpoint / name, framework="pt")

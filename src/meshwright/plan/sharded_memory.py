@@ -1,0 +1,168 @@
+"""What ZeRO-2 and 3 add to the moments of a step: gathered groups, shards of gradients, and what is reduced.
+
+Follows torch's FSDP2, eager. In the forward pass a gathered block lies there twice: as parameters, and in the
+buffer that it arrived in, which is freed when the next block has come, or the forward pass ends. In the
+backward pass of ZeRO-3, while a block is at work, the one before it is gathered ahead into such a buffer. What
+a block gave to its reduce-scatter, its whole gradient in float32, stays until the next one's; while it is
+filled, the gradient it is filled from is there too. The group around the blocks is gathered from forward to
+backward, and the head's gradient, made with the loss, waits as long: both are in the peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.plan.moments import Moment
+from meshwright.plan.shapes import FLOAT32_BYTES
+from meshwright.plan.sharding import LOW_BYTES, Group, list_groups
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
+
+
+@dataclass(frozen=True)
+class ShardedMoment:
+    """A moment with what sharding adds."""
+
+    name: str
+    activations: int
+    temporary: int
+    gradients: int
+    gathered: int
+    reduced: int
+    formula: str
+    gathered_formula: str
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return self.activations + self.temporary + self.gradients + self.gathered + self.reduced
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One micro-batch of a step, by what it finds and what it leaves."""
+
+    first: bool
+    """No gradients are there yet; ZeRO-2 gathers."""
+    last: bool
+    """ZeRO-2 lets blocks go."""
+
+
+def _list_passes(micro_batches: int) -> list[_Pass]:
+    """The micro-batches that differ: the first, one in the middle, the last."""
+    if micro_batches == 1:
+        return [_Pass(first=True, last=True)]
+    passes = [_Pass(first=True, last=False), _Pass(first=False, last=True)]
+    return passes if micro_batches == 2 else [*passes, _Pass(first=False, last=False)]
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of the groups; all blocks are alike."""
+
+    ranks: int
+    layers: int
+    zero: int
+    around: int
+    """What lies around the blocks, gathered; given to its reduce-scatter it takes as much."""
+    around_early: int
+    """Its gradients that wait through the backward pass of the blocks: the head's, the final norm's."""
+    around_late: int
+    """Its gradients when the embedding's is made."""
+    block: int
+    """A gathered block, in the precision of the products; its whole gradient is as large."""
+    feed_forward: int
+    """The part of that gradient which is there when the backward pass comes to attention."""
+    block_reduced: int
+    """What a block gives to its reduce-scatter: float32."""
+
+    @classmethod
+    def of(cls, job: Job, model: DecoderModel) -> _Sizes:
+        groups, ranks = list_groups(model), job.layout.dp_shard
+        blocks: list[Group] = [group for group in groups if group.block]
+        around = {p.name: p.count * FLOAT32_BYTES for p in groups[-1].parameters}
+        head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
+        norm = sum(size for name, size in around.items() if name.startswith("norm."))
+        low = LOW_BYTES.get(job.train.precision, FLOAT32_BYTES)
+        # A tied gradient is made of two parts and their sum.
+        late = sum(around.values()) + (2 * head if model.tied_embeddings else 0)
+        return cls(
+            ranks=ranks,
+            layers=len(blocks),
+            zero=job.layout.zero,
+            around=groups[-1].gathered_bytes(ranks, job.train.precision),
+            around_early=head + norm,
+            around_late=late,
+            block=blocks[0].gathered_bytes(ranks, job.train.precision),
+            feed_forward=sum(p.count for p in blocks[0].parameters if ".ffn." in p.name) * low,
+            block_reduced=blocks[0].padded(ranks) * FLOAT32_BYTES,
+        )
+
+    def gathered(self, moment: Moment, run: _Pass) -> tuple[int, str]:
+        """What is gathered at a moment."""
+        layer, letting_go = moment.layer, self.zero == 3 or run.last
+        around = self.around
+        if not moment.backward:
+            blocks = self.layers if self.zero == 2 else int(layer is not None)
+            buffers = 1 if self.zero == 3 or run.first else 0
+        elif layer is None:
+            blocks, buffers = (0 if letting_go else self.layers), 0
+            around = 0 if moment.part == "reduced" and letting_go else around
+        else:
+            at_work = int(moment.part != "reduced")
+            blocks = at_work if self.zero == 3 else layer + at_work if run.last else self.layers
+            buffers = 1 if self.zero == 3 and layer else 0
+        formula = f"{around} (around the blocks) + {blocks} blocks and {buffers} on their way x {self.block}"
+        return around + (blocks + buffers) * self.block, formula
+
+    def gradients(self, moment: Moment, run: _Pass) -> tuple[int, int]:
+        """Gradients, in shards and whole, and what reduce-scatters were given, at a moment."""
+        everything = (self.around + self.layers * self.block_reduced) // self.ranks
+        if not moment.backward:
+            return (0 if run.first else everything), 0
+        if moment.layer is None:
+            shards = self.layers * self.block_reduced // self.ranks if run.first else everything
+            if moment.part == "around":
+                return shards + self.around_late, self.block_reduced
+            return shards + self.around, self.around + self.around // self.ranks
+        behind = self.layers - 1 - moment.layer
+        shards = behind * self.block_reduced // self.ranks if run.first else everything
+        whole = {"attention": self.feed_forward, "reduced": self.block}.get(moment.part, 0)
+        reduced = self.block_reduced if behind else 0
+        if moment.part == "reduced":
+            reduced = self.block_reduced + self.block_reduced // self.ranks
+        return shards + self.around_early + whole, reduced
+
+
+def trace_sharded(
+    job: Job, model: DecoderModel, moments: Sequence[Moment], micro_batches: int
+) -> list[ShardedMoment]:
+    """The moments of a step of ZeRO-2 or 3, in each micro-batch that differs from the others.
+
+    Args:
+        job: With its layout settled.
+        model: The job's model.
+        moments: Of the model.
+        micro_batches: Of a step.
+    """
+    sizes = _Sizes.of(job, model)
+    found = []
+    for run in _list_passes(micro_batches):
+        for moment in moments:
+            gathered, formula = sizes.gathered(moment, run)
+            gradients, reduced = sizes.gradients(moment, run)
+            around = moment.part == "around"
+            found.append(
+                ShardedMoment(
+                    name=moment.name,
+                    activations=moment.activations,
+                    temporary=0 if around else moment.temporary,  # the embedding's is in its gradients
+                    gradients=gradients,
+                    gathered=gathered,
+                    reduced=reduced,
+                    formula=moment.formula,
+                    gathered_formula=formula,
+                )
+            )
+    return found

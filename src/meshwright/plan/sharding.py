@@ -1,0 +1,215 @@
+"""What sharded data parallelism (ZeRO) holds and moves, rank by rank, written down without torch.
+
+Every tensor is cut along its first dim, as torch.chunk does: R rows over N ranks are chunks of ceil(R / N)
+rows, the last ranks' shorter or empty. Stages 2 and 3 are torch's FSDP2, which gathers and reduces a **group**
+of parameters in one call, and pads every chunk to ceil(R / N) rows: in the buffers that travel, and in the
+memory of parameters and gradients. Optimizer state is not padded. With P the padded elements of a group, L
+blocks, m micro-batches and e bytes of a product's operand (2 under bf16 and fp16, else 4):
+
+=====  ==========================  ============================================  ============================
+stage  a rank keeps                a step moves, over dp_shard                   in the blocks' gathers
+=====  ==========================  ============================================  ============================
+1      P, G, O / N                 all-reduce of G (buckets), all-gather of P    4 bytes an element
+2      (P + G + O) / N, P in step  all-gather of P; m reduce-scatters of G       e bytes
+3      (P + G + O) / N             m x (2 all-gathers of P, reduce-scatter of G)  e bytes
+=====  ==========================  ============================================  ============================
+
+The group around the blocks (embedding, positions, final norm, head) is gathered once a micro-batch, in
+float32, and kept from forward to backward. With replicas of the shards (``dp_replicate``), stage 1 reduces
+over all ranks at once; stages 2 and 3 all-reduce each rank's shard over its replicas, once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.plan.buckets import bucket_parameters
+from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
+from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, list_parameters
+from meshwright.plan.traffic import (
+    CONTROL_EVAL_VALUES,
+    CONTROL_NORM_VALUES,
+    CONTROL_SAVE_VALUES,
+    CONTROL_STEP_VALUES,
+    FLOAT64_BYTES,
+    WIRE_BYTES,
+    Traffic,
+    fixed_buckets,
+)
+from meshwright.spec.job import Job
+from meshwright.spec.model import Model
+
+LOW_BYTES = {"bf16": 2, "fp16": 2}
+"""Bytes of an element of the blocks while they are gathered; 4 in float32."""
+ALL_DATA = "dp_replicate+dp_shard"
+"""The axis of all ranks of data at once."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that are gathered and reduced together."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    block: bool
+    """Whether it is one of the blocks; the other is what lies around them."""
+
+    def padded(self, ranks: int) -> int:
+        """Elements of all ranks' chunks."""
+        return sum(padded_count(p, ranks) for p in self.parameters)
+
+    def gathered_bytes(self, ranks: int, precision: str) -> int:
+        """What one gather gives."""
+        return self.padded(ranks) * (LOW_BYTES.get(precision, FLOAT32_BYTES) if self.block else FLOAT32_BYTES)
+
+
+def list_groups(model: Model) -> tuple[Group, ...]:
+    """The groups: each block, then what lies around them."""
+    blocks: dict[str, list[Parameter]] = {}
+    around: list[Parameter] = []
+    for parameter in list_parameters(model):
+        first, _, rest = parameter.name.partition(".")
+        if first == "blocks":
+            blocks.setdefault(f"blocks.{rest.partition('.')[0]}", []).append(parameter)
+        else:
+            around.append(parameter)
+    found = [Group(name, tuple(parts), block=True) for name, parts in blocks.items()]
+    return (*found, Group("around the blocks", tuple(around), block=False))
+
+
+def chunk_rows(rows: int, ranks: int, rank: int) -> range:
+    """The rows that a rank keeps."""
+    size = -(-rows // ranks)
+    return range(min(rank * size, rows), min((rank + 1) * size, rows))
+
+
+def padded_count(parameter: Parameter, ranks: int) -> int:
+    """Elements of a tensor whose chunks are filled up to the first one's rows."""
+    rows = parameter.shape[0]
+    return parameter.count // rows * -(-rows // ranks) * ranks
+
+
+def shard_rank(job: Job, rank: int) -> int:
+    """Which shard a rank holds: replicas are the outer axis."""
+    return rank % job.layout.dp_shard
+
+
+def sharded_state(job: Job, rank: int) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer state of one rank, after the backward pass."""
+    parameters, ranks = list_parameters(job.model), job.layout.dp_shard
+    count = sum(p.count for p in parameters)
+    if job.layout.zero >= 2:
+        count = sum(padded_count(p, ranks) for p in parameters) // ranks
+    return {
+        "parameters": count * FLOAT32_BYTES,
+        "gradients": count * FLOAT32_BYTES,
+        "optimizer": _optimizer_bytes(job, parameters, shard_rank(job, rank)),
+    }
+
+
+def _optimizer_bytes(job: Job, parameters: Sequence[Parameter], rank: int) -> int:
+    total = 0
+    for parameter in parameters:
+        keys = state_keys(rule_of(parameter.name, len(parameter.shape), job.train), job.train)
+        rows = parameter.shape[0]
+        own = parameter.count // rows * len(chunk_rows(rows, job.layout.dp_shard, rank))
+        total += sum(1 if key == STEP_COUNT else own for key in keys) * FLOAT32_BYTES
+    return total
+
+
+def count_moments(job: Job) -> int:
+    """Padded elements of all tensors of optimizer state that are cut."""
+    total = 0
+    for p in list_parameters(job.model):
+        keys = state_keys(rule_of(p.name, len(p.shape), job.train), job.train)
+        total += sum(key != STEP_COUNT for key in keys) * padded_count(p, job.layout.dp_shard)
+    return total
+
+
+def needs_norm(job: Job) -> bool:
+    """Whether the norm of the gradient is wanted in every step: to clip, or to find fp16's overflows."""
+    return job.train.clip > 0 or job.train.precision == "fp16"
+
+
+def predict_sharded(job: Job) -> list[Traffic]:
+    """All collectives of a sharded layout."""
+    layout, world = job.layout, job.layout.world_size
+    control_bytes = (CONTROL_STEP_VALUES + CONTROL_SAVE_VALUES) * FLOAT64_BYTES
+    norms = CONTROL_NORM_VALUES if needs_norm(job) else 0
+    control_bytes += norms * FLOAT64_BYTES
+    rows = [
+        Traffic("control", "all_reduce", "step", world, 1 + norms, control_bytes),
+        Traffic("control", "all_reduce", "eval", world, 1, CONTROL_EVAL_VALUES * FLOAT64_BYTES),
+        *(_optimizer_traffic(job) if layout.zero == 1 else _group_traffic(job)),
+        *_save_traffic(job),
+    ]
+    return [row for row in rows if row.calls]
+
+
+def _optimizer_traffic(job: Job) -> list[Traffic]:
+    """Stage 1: whole gradients are summed over all data ranks; what each updated is gathered."""
+    layout, parameters = job.layout, list_parameters(job.model)
+    buckets = bucket_parameters(parameters, layout.bucket_mb)
+    axis, ranks = ("dp_shard", layout.dp_shard)
+    if layout.dp_replicate > 1:
+        axis, ranks = ALL_DATA, layout.world_size
+    wire = sum(p.count for p in parameters) * WIRE_BYTES[job.compression.kind]
+    gathered = sum(padded_count(p, layout.dp_shard) for p in parameters) * FLOAT32_BYTES
+    return [
+        fixed_buckets(len(parameters), buckets, axis, ranks),
+        Traffic(axis, "all_reduce", "step", ranks, len(buckets), wire),
+        Traffic("dp_shard", "all_gather", "step", layout.dp_shard, len(buckets), gathered),
+    ]
+
+
+def _group_traffic(job: Job) -> list[Traffic]:
+    """Stages 2 and 3: groups are gathered to be used, their gradients reduced and scattered."""
+    layout, ranks = job.layout, job.layout.dp_shard
+    groups = list_groups(job.model)
+    blocks = [g.gathered_bytes(ranks, job.train.precision) for g in groups if g.block]
+    around = sum(g.gathered_bytes(ranks, job.train.precision) for g in groups if not g.block)
+    reduced = sum(g.padded(ranks) for g in groups) * FLOAT32_BYTES
+    micro_batches = count_micro_batches(job, job.train.global_batch)
+    evaluations = count_micro_batches(job, job.train.eval_samples)
+    if layout.zero == 2:  # gathered until the last backward pass, or until the evaluation ends
+        times = evaluations = outer = 1
+    else:
+        times, outer = 2 * micro_batches, micro_batches
+
+    def gathers(phase: str, of_blocks: int, of_around: int) -> Traffic:
+        size = of_blocks * sum(blocks) + of_around * around
+        return Traffic("dp_shard", "all_gather", phase, ranks, of_blocks * len(blocks) + of_around, size)
+
+    rows = [
+        gathers("step", times, outer),
+        gathers("eval", evaluations, 1),
+        Traffic(
+            "dp_shard", "reduce_scatter", "step", ranks, micro_batches * len(groups), micro_batches * reduced
+        ),
+    ]
+    if layout.dp_replicate > 1:
+        replicas = layout.dp_replicate
+        rows.append(
+            Traffic("dp_replicate", "all_reduce", "step", replicas, len(groups), reduced // ranks)
+        )
+    return rows
+
+
+def _save_traffic(job: Job) -> list[Traffic]:
+    """A checkpoint holds whole tensors: each that is cut is gathered, one call a tensor."""
+    parameters, ranks = list_parameters(job.model), job.layout.dp_shard
+    elements, calls = count_moments(job), 0
+    for p in parameters:
+        keys = state_keys(rule_of(p.name, len(p.shape), job.train), job.train)
+        calls += sum(key != STEP_COUNT for key in keys)
+    if job.layout.zero >= 2:
+        elements += sum(padded_count(p, ranks) for p in parameters)
+        calls += len(parameters)
+    return [Traffic("dp_shard", "all_gather", "save", ranks, calls, elements * FLOAT32_BYTES)]
+
+
+def count_micro_batches(job: Job, samples: int) -> int:
+    """Micro-batches of the fullest rank."""
+    share = -(-samples // job.layout.data_degree)
+    return -(-share // (job.layout.micro_batch or 1))

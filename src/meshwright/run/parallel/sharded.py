@@ -1,0 +1,79 @@
+"""Sharded data parallelism: torch's FSDP2 for ZeRO-2 and 3; ZeRO-1 is DDP with a cut optimizer.
+
+The order of wrapping, innermost first, is that of ``plan.sharding.list_groups``: each block is a group, and
+what lies around the blocks (embedding, positions, final norm, head) is the last, the root. The root is one
+group because a tied head is the embedding, and because the loss reads the head's weight without calling the
+head. A group is gathered before its forward pass. Under ZeRO-3 a block is let go after it and gathered again
+for its backward pass; under ZeRO-2 it stays until the last backward pass of the step. The root stays from
+forward to backward in both.
+
+Shards are float32 masters. Blocks are gathered in the precision of the products, the root in float32, as the
+residual stream and the sums of the head's gradient are. Gradients are reduced in float32, summed, not
+averaged: the loss is already divided by the global number of target tokens.
+
+The model comes on the meta device, and a group gets its weights just before it is cut: a rank never holds
+more than its shards and one whole group.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from meshwright.plan.sharding import list_groups
+from meshwright.run.mesh import Ranks
+from meshwright.run.models.decoder import Decoder
+from meshwright.run.models.init import draw
+from meshwright.run.precision import LOW_PRECISION
+from meshwright.spec.job import Job
+
+
+def apply_sharding(network: Decoder, job: Job, ranks: Ranks) -> Decoder:
+    """Cut a model over ``dp_shard``, group by group, in place."""
+    assert ranks.mesh is not None, "one process has nothing to cut over"
+    low = LOW_PRECISION.get(job.train.precision)
+    for group in list_groups(job.model):
+        module = network.get_submodule(group.name) if group.block else network
+        for parameter in group.parameters:
+            if network.get_parameter(parameter.name).is_meta:
+                drawn = draw(parameter.name, parameter.shape, job.train.seed, job.model.init_std)
+                _place(network, parameter.name, drawn.to(ranks.device))
+        if not group.block and _is_tied(job):
+            network.head.weight = network.embed.weight
+        again = group.block and job.layout.zero == 3
+        _cut(module, ranks.mesh, low if group.block else None, reshard_after_forward=again)
+    return network
+
+
+def _is_tied(job: Job) -> bool:
+    return bool(getattr(job.model, "tied_embeddings", False))
+
+
+def _place(network: nn.Module, name: str, values: torch.Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(network.get_submodule(owner), leaf, nn.Parameter(values))
+
+
+def _cut(
+    module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, reshard_after_forward: bool
+) -> None:
+    """One group: everything in the module that is not in a group yet."""
+    # Inputs stay as they are: the residual stream and the rotary tables are float32 in every precision.
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    cut = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    assert isinstance(cut, FSDPModule), "fully_shard gives modules another class"
+    cut.set_gradient_divide_factor(1.0)
+    cut.set_force_sum_reduction_for_comms(True)  # or gloo is asked for a reduction that it does not have
+
+
+def begin_micro_batch(module: FSDPModule, job: Job, last: bool) -> None:
+    """Say what this micro-batch's backward pass leaves: gradients are reduced and scattered in each.
+
+    Replicas of the shards are summed in the last one alone. ZeRO-2 keeps parameters gathered until then.
+    """
+    module.set_requires_all_reduce(last)
+    module.set_reshard_after_backward(last or job.layout.zero == 3)
