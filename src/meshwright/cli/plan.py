@@ -71,16 +71,24 @@ def show_plan(output: Output, asked: PlanRequest) -> int:
                 Problem("plan-by-not-here", rule, path="--by", value=asked.by, fix="Leave it out")
             )
         outcome = _runnable_outcome(job, asked.top)
-    if asked.out is not None:  # before anything is said: the exact ledger may still refuse it
-        write_plan(outcome.plan(), asked.out)
+    written = _write_files(outcome, asked)
     outcome.describe(output)
-    if asked.out is not None:
-        output.say(f"\nwritten to {asked.out}")
-    if asked.picture is not None:
-        draw_picture(outcome, asked.picture)
-        output.say(f"picture: {asked.picture}")
+    for sentence in written:
+        output.say(sentence)
     output.result(outcome.summary() | ({} if sizing is None else {"sizing": sizing.summary()}))
     return 0
+
+
+def _write_files(outcome: SearchOutcome | RunnableOutcome, asked: PlanRequest) -> list[str]:
+    """Write before anything is said: the exact ledger may still refuse, and `| head` reads no further."""
+    written = []
+    if asked.out is not None:
+        write_plan(outcome.plan(), asked.out)
+        written.append(f"\nwritten to {asked.out}")
+    if asked.picture is not None:
+        draw_picture(outcome, asked.picture)
+        written.append(f"picture: {asked.picture}")
+    return written
 
 
 def is_searched(job: Job) -> bool:

@@ -26,6 +26,7 @@ from meshwright.plan.search.predict import (
     layout_words,
     mfu_rate,
     predict_layouts,
+    walk_passes,
 )
 from meshwright.plan.search.rescue import explain_failure, nothing_fits, remedies_for_layout
 from meshwright.plan.search.settle import settle_micro_batch
@@ -42,6 +43,7 @@ MOST_ROWS = 12
 FORMULA_WIDTH = 90
 LONG_SEARCH = 300_000
 """Layouts from which a bar is shown, on a terminal."""
+PASS_NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}
 BEST = {
     "time": "the shortest predicted step",
     "cost": "the least device time a step",
@@ -103,6 +105,10 @@ class SearchOutcome:
             room_bytes=self.job.cluster.memory_bytes,
             steps=[(layout_words(p.layout), p.breakdown_s) for p in self.shown],
             rates=tokens / device_s,
+            pipeline=[
+                (f"rank {rank}", [(PASS_NAMES[kind], start, end) for kind, start, end in row])
+                for rank, row in enumerate(walk_passes(best))
+            ],
         )
 
     def summary(self) -> dict[str, Any]:

@@ -153,6 +153,9 @@ def _style(kind: Kind | None, chunk: int) -> str:
 
 def _write_picture(timeline: Timeline, out: Path) -> None:
     bars = sum(len(row) for _, row in timeline.rows)
+    if out.suffix.lower() != ".svg":
+        rule, fix = "is not an .svg file, and no other kind is drawn", f"Use -o {out.with_suffix('.svg')}"
+        raise UserError(Problem("schedule-picture", rule, path=str(out), fix=fix))
     if bars > MOST_BARS:
         rule = f"would have {bars:,} bars; {MOST_BARS:,} at most"
         raise UserError(

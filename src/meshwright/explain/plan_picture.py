@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from meshwright.core.units import format_bytes, format_rate, format_seconds
 from meshwright.explain.canvas import ADVANCE, Canvas, PngCanvas, SvgCanvas
+from meshwright.explain.plot import round_ticks
 
-WIDTH, LEFT, RIGHT = 1040, 340, 90
-BAR, GAP, TOP, TITLE = 20, 8, 40, 26
+WIDTH, LEFT, RIGHT = 1040, 100, 90
+BAR, GAP, TOP, TITLE, LABEL, AXIS = 20, 8, 40, 26, 16, 26
 CURVE_HEIGHT = 150
-MOST_STEPS = 6
+MOST_STEPS, MOST_RANKS = 6, 8
 COLOURS = (
     "#1f62b5", "#c05a00", "#2b7d4f", "#8e44ad", "#b5891f", "#6f7782",
     "#b3304c", "#2d9da6", "#7a8f2a", "#4a4f9c", "#a65d8c", "#3b4048",
 )  # fmt: skip
+PASSES = ("forward", "weight gradient", "backward")
+"""Kinds of passes, in the order of the colours that ``schedule pipeline`` gives them, too."""
 GREY, RED, INK = "#e3e6ea", "#b3304c", "#3b4048"
 
 
@@ -36,6 +41,8 @@ class PlanPicture:
     rates: npt.NDArray[np.float64]
     """Tokens a second and device of every layout that fits, in any order."""
     unit: str = "tokens"
+    pipeline: list[tuple[str, list[tuple[str, float, float]]]] = field(default_factory=list)
+    """Ranks of the best layout's pipeline, each with the kind, start and end of its passes, in seconds."""
 
 
 def draw_plan(picture: PlanPicture, kind: str) -> bytes:
@@ -47,9 +54,11 @@ def draw_plan(picture: PlanPicture, kind: str) -> bytes:
     """
     steps = picture.steps[:MOST_STEPS]
     names = [_names(list(picture.memory.values())), _names([parts for _, parts in steps])]
+    ranks = _some(picture.pipeline)
     heights = [
         TITLE + len(picture.memory) * (BAR + GAP) + _legend_height(names[0]),
-        TITLE + len(steps) * (BAR + GAP) + _legend_height(names[1]),
+        TITLE + len(steps) * (LABEL + BAR + GAP) + AXIS + _legend_height(names[1]),
+        TITLE + len(ranks) * (BAR + GAP) + AXIS + _legend_height(PASSES) if ranks else 0,
     ]
     height = TOP + sum(heights) + TITLE + CURVE_HEIGHT + 70
     make = SvgCanvas if kind == "svg" else PngCanvas
@@ -65,6 +74,8 @@ def draw_plan(picture: PlanPicture, kind: str) -> bytes:
         picture.room_bytes,
     )
     y = _bars(canvas, y, "the step, part by part", steps, names[1], None)
+    if ranks:
+        y = _timeline(canvas, y, ranks)
     _curve(canvas, y, picture)
     return canvas.finish()
 
@@ -111,27 +122,91 @@ def _bars(
     longest = max([sum(parts.values()) for _, parts in rows] + ([limit] if limit else [0.0])) or 1.0
     span, top = WIDTH - LEFT - RIGHT, y
     shown = format_bytes if limit else format_seconds
+    place = LEFT + limit / longest * span if limit else math.inf
     for label, parts in rows:
-        canvas.text(LEFT - 8, y + 14, _short(label), anchor="end")
+        if limit:
+            canvas.text(LEFT - 8, y + 14, label, anchor="end")
+        else:
+            canvas.text(LEFT, y + 11, f"{label}")
+            y += LABEL
         x = float(LEFT)
         for index, name in enumerate(names):
             width = max(0.0, parts.get(name, 0.0)) / longest * span
             if width > 0:
                 canvas.rect(x, y, width, BAR, COLOURS[index % len(COLOURS)], f"{name}: {shown(parts[name])}")
                 x += width
-        canvas.text(x + 6, y + 14, shown(sum(parts.values())))
+        words = shown(sum(parts.values()))
+        crossed = x < place < x + 10 + len(words) * ADVANCE  # by the line of the limit
+        canvas.text((place if crossed else x) + 6, y + 14, words)
         y += BAR + GAP
     if limit:
-        place = LEFT + limit / longest * span
         canvas.line((place, top - 4), (place, y - GAP + 4), RED, 2)
+    else:
+        y = _seconds(canvas, y, longest)
+    return _legend(canvas, y, names)
+
+
+def _legend(canvas: Canvas, y: float, names: Sequence[str]) -> float:
     for x, row, name in _legend_places(names):
         canvas.rect(x, y + 22 * row + 4, 10, 10, COLOURS[names.index(name) % len(COLOURS)])
         canvas.text(x + 15, y + 22 * row + 13, name)
     return y + _legend_height(names)
 
 
-def _short(label: str, most: int = 52) -> str:
-    return label if len(label) <= most else label[: most - 3] + "..."
+def _seconds(canvas: Canvas, y: float, longest: float) -> float:
+    """The axis of time below bars of so many seconds."""
+    span = WIDTH - LEFT - RIGHT
+    canvas.line((LEFT, y - 2), (LEFT + span, y - 2), INK)
+    for tick in round_ticks(0.0, longest, about=8):
+        if tick <= longest * 1.001:
+            x = LEFT + tick / longest * span
+            canvas.line((x, y - 2), (x, y + 2), INK)
+            canvas.text(x, y + 14, format_seconds(tick) if tick else "0", anchor="middle")
+    return y + AXIS
+
+
+def _some(
+    rows: list[tuple[str, list[tuple[str, float, float]]]],
+) -> list[tuple[str, list[tuple[str, float, float]]]]:
+    """All ranks of a short pipeline, or some of a long one, the first and the last among them."""
+    if len(rows) <= MOST_RANKS:
+        return rows
+    return [rows[round(n * (len(rows) - 1) / (MOST_RANKS - 1))] for n in range(MOST_RANKS)]
+
+
+def _timeline(canvas: Canvas, y: float, ranks: list[tuple[str, list[tuple[str, float, float]]]]) -> float:
+    """Passes of each rank over time; where several meet in a pixel, the one that fills most of it."""
+    end = max(passes[-1][2] for _, passes in ranks)
+    canvas.text(16, y + 14, "the pipeline of the first layout, as its schedule was walked")
+    y += TITLE
+    columns = WIDTH - LEFT - RIGHT
+    for name, passes in ranks:
+        canvas.text(LEFT - 8, y + 14, name, anchor="end")
+        canvas.rect(LEFT, y, columns, BAR, GREY)
+        filled = np.zeros((len(PASSES) + 1, columns))
+        for kind, start, stop in passes:
+            _fill(filled[PASSES.index(kind) + 1], start / end * columns, stop / end * columns)
+        filled[0] = 1 - filled[1:].sum(axis=0)
+        shown = np.argmax(filled, axis=0)
+        edges = [0, *(np.flatnonzero(np.diff(shown)) + 1).tolist(), columns]
+        for first, stop_at in itertools.pairwise(edges):
+            if shown[first]:
+                colour = COLOURS[int(shown[first]) - 1]
+                canvas.rect(LEFT + first, y, stop_at - first, BAR, colour)
+        y += BAR + GAP
+    y = _seconds(canvas, y, end)
+    return _legend(canvas, y, PASSES)
+
+
+def _fill(row: npt.NDArray[np.float64], start: float, stop: float) -> None:
+    """Add a stretch to the pixels that it covers, each by the part that it covers."""
+    first, last = int(start), min(int(stop), len(row) - 1)
+    if first >= last:
+        row[min(first, len(row) - 1)] += stop - start
+        return
+    row[first] += first + 1 - start
+    row[first + 1 : last] += 1
+    row[last] += min(stop, len(row)) - last
 
 
 def _curve(canvas: Canvas, y: float, picture: PlanPicture) -> None:

@@ -88,6 +88,7 @@ def test_the_figures_of_the_documentation_are_what_the_command_draws(cli, tmp_pa
         (("--backward", "nan"), "schedule-times"),
         (("--transfer", "fast"), "schedule-times"),
         (("-o", "nowhere/picture.svg"), "schedule-picture"),
+        (("-o", "picture.png"), "schedule-picture"),
         (("--micro-batches", 4000, "-o", "large.svg"), "schedule-picture"),
     ],
 )

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from meshwright.explain.canvas import SCALE, PngCanvas, SvgCanvas
+from meshwright.explain.canvas import ADVANCE, SCALE, PngCanvas, SvgCanvas
 from meshwright.explain.glyphs import glyph
 from meshwright.explain.plan_picture import PlanPicture, draw_plan
 
@@ -95,3 +95,44 @@ def test_a_single_layout_can_be_drawn():
     )
     for kind in ("svg", "png"):
         assert len(draw_plan(picture, kind)) > 500
+
+
+def test_no_figure_is_crossed_by_the_line_of_the_limit():
+    """77 of 80 GB: the words would lie under the line, so they stand behind it."""
+    memory = {"first": {"state": 80e9}, "last": {"state": 77e9}}
+    picture = PlanPicture("full", memory, 80e9, [("a", {"compute": 1.0})], np.ones(1))
+    root = ElementTree.fromstring(draw_plan(picture, "svg"))
+    limit = float(next(e for e in root.iter(f"{SVG}line") if e.get("stroke-width") == "2").get("x1"))
+    words = [e for e in root.iter(f"{SVG}text") if e.text in ("80 GB", "77 GB")]
+    assert len(words) == 2
+    for element in words:
+        left = float(element.get("x"))
+        assert not left - 2 < limit < left + ADVANCE * len(element.text)
+
+
+def test_layouts_are_named_in_full():
+    words = "pp=4 dp_replicate=2 dp_shard=2 cp=2 tp=4 zero=3 interleaved x12 sequence_parallel micro_batch=1"
+    picture = PlanPicture("t", {"every rank": {"state": 1.0}}, 2.0, [(words, {"compute": 1.0})], np.ones(1))
+    root = ElementTree.fromstring(draw_plan(picture, "svg"))
+    assert words in [e.text for e in root.iter(f"{SVG}text")]
+
+
+def test_a_pipeline_is_drawn_as_a_timeline():
+    """Rank 1 idles for a quarter of the step, then goes forward, then backward."""
+    rows = [
+        ("rank 0", [("forward", 0.0, 2.0), ("backward", 3.0, 4.0)]),
+        ("rank 1", [("forward", 1.0, 2.0), ("backward", 2.0, 4.0)]),
+    ]
+    picture = PlanPicture(
+        "t", {"first": {"state": 1.0}}, 2.0, [("a", {"compute": 4.0})], np.ones(1), pipeline=rows
+    )
+    root = ElementTree.fromstring(draw_plan(picture, "svg"))
+    height = {e.text: float(e.get("y")) for e in root.iter(f"{SVG}text")}
+    (start, whole), *passes = [
+        (float(r.get("x")), float(r.get("width")))
+        for r in root.iter(f"{SVG}rect")
+        if r.get("y") and float(r.get("y")) == height["rank 1"] - 14
+    ]
+    places = [((x - start) / whole, width / whole) for x, width in passes]
+    assert places == [pytest.approx((0.25, 0.25), abs=0.01), pytest.approx((0.5, 0.5), abs=0.01)]
+    assert pixels_of(draw_plan(picture, "png")).shape[2] == 3

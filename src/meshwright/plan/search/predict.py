@@ -242,6 +242,36 @@ def _walked_bubble_s(
     return None if share is None else share * work
 
 
+def walk_passes(prediction: Prediction) -> list[list[tuple[str, float, float]]]:
+    """Kind (`F`, `B`, `W`), start and end of each rank's passes in seconds; none without a pipeline.
+
+    Transfers between stages are not in it: they have a part of their own.
+    """
+    layout, workload = prediction.layout, prediction.workload
+    if layout.pp == 1 or not prediction.walked:
+        return []
+    grid = Grid.of([layout])
+    micro_batches = int(grid.micro_batches(workload.global_batch)[0])
+    (passes,) = _pass_shares(estimate_step(workload, grid), 1)
+    parts = prediction.breakdown_s
+    work = sum(parts.get(name, 0.0) for name in WORK_PARTS) / micro_batches
+    uneven = parts.get("uneven stages", 0.0) / micro_batches / work
+    schedule = build_schedule(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
+    walk = walk_schedule(schedule, _stage_times(passes, uneven, schedule.stages, layout.virtual_stages))
+    return [
+        [(a.kind.value, s * work, e * work) for a, s, e in zip(row, starts, ends, strict=True)]
+        for row, starts, ends in zip(schedule.ranks, walk.start_s, walk.end_s, strict=True)
+    ]
+
+
+def _stage_times(passes: tuple[float, float], uneven: float, stages: int, of_a_rank: int) -> StageTimes:
+    """Times of the stages, in units of an average rank's work on one micro-batch."""
+    shares = np.array([*passes, 1 - sum(passes)])
+    each = np.outer(shares, np.full(stages, 1.0 / of_a_rank))
+    each[:, -1] += shares * uneven
+    return StageTimes(each[0], each[1], each[2])
+
+
 @lru_cache(maxsize=1024)
 def _walk(
     name: str, pp: int, stages: int, micro_batches: int, passes: tuple[float, float], uneven: float
@@ -255,10 +285,7 @@ def _walk(
         schedule = build_schedule(name, pp, micro_batches, stages)
     except UserError:
         return None
-    shares = np.array([*passes, 1 - sum(passes)])
-    each = np.outer(shares, np.full(schedule.stages, 1.0 / stages))
-    each[:, -1] += shares * uneven
-    walk = walk_schedule(schedule, StageTimes(each[0], each[1], each[2]))
+    walk = walk_schedule(schedule, _stage_times(passes, uneven, schedule.stages, stages))
     return max(0.0, walk.makespan_s - max(walk.work_s))
 
 
