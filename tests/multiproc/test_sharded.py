@@ -53,7 +53,7 @@ def test_losses_and_contract(train, layout, job):
 
 
 def test_an_overflow_in_one_ranks_rows_skips_the_step_on_all(train, monkeypatch):
-    """fp16: the others' gradients are fine, but a step that only one rank skips would tear the model apart."""
+    """fp16: the others' rows are fine, but a step that one rank alone skips would tear the model apart."""
     monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:infinite_row")
     trained = train("layout.dp_shard=2", "train.precision=fp16")
     lines = [json.loads(line) for line in (trained.run_dir / "events.jsonl").read_text().splitlines()]
@@ -63,7 +63,7 @@ def test_an_overflow_in_one_ranks_rows_skips_the_step_on_all(train, monkeypatch)
 
 
 def test_checkpoints_go_from_any_layout_to_any(train, tmp_path):
-    """Shards resume bit by bit; replicas and one process go on from them up to rounding, and the other way."""
+    """Shards resume bit by bit; replicas go on from them up to rounding, and the other way."""
     common = ("train.steps=6", "checkpoint.every_steps=3", "checkpoint.keep_last=9")
     layouts = {"cut": ("layout.dp_shard=3",), "whole": ("layout.dp_replicate=2",)}
     straight = {name: train(*common, *layout) for name, layout in layouts.items()}
