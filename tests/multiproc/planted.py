@@ -117,3 +117,24 @@ def cause_and_consequence(run_dir, listener):
 
     loop.forward_backward = forward_backward
     return run_rank(run_dir, listener)
+
+
+def infinite_row(run_dir, listener):
+    """A gradient overflows in the third step, in rows that rank 1 alone owns."""
+    honest = loop.update
+
+    def update(session, lr):
+        take = session.owned.take_gradients
+
+        def take_and_break():
+            take()
+            if session.step == 2 and session.ranks.rank == 1:
+                dict(session.owned.named_parameters())["norm.weight"].grad[0] = float("inf")
+
+        session.owned.take_gradients = take_and_break
+        norm = honest(session, lr)
+        session.owned.take_gradients = take
+        return norm
+
+    loop.update = update
+    return run_rank(run_dir, listener)

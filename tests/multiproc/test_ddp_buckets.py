@@ -43,7 +43,7 @@ def inspect_buckets(run_dir, listener):
         return data.sum_hook(group, bucket)
 
     data.HOOKS["none"] = recording_hook
-    ours = _calls_by_step(data.apply_replicate(model, job, ranks), job, counter)
+    ours = _calls_by_step(data.apply_replicate(model, job, ranks, "dp_replicate"), job, counter)
     stock = DistributedDataParallel(build_model(job, ranks.device), bucket_cap_mb=0.05)
     theirs = _calls_by_step(stock, job, counter)
     if ranks.rank == 0:

@@ -1,4 +1,7 @@
-"""Chooses the layout: one process, or how many replicas. "One device is enough" is a valid answer."""
+"""Chooses the layout: one process, or how many replicas; shards where no replica fits.
+
+"One device is enough" is a valid answer.
+"""
 
 from __future__ import annotations
 
@@ -85,8 +88,22 @@ def search_layouts(job: Job) -> Search:
     if not candidates:
         raise UserError(*problems[0])
     illegal += len(evaluated) - len(candidates)
+    if job.layout.mode == "auto" and not any(c.fits for c in candidates):
+        candidates += _fitting_shards(job, degrees)
     candidates.sort(key=lambda c: (not c.fits, c.time.total_s))
     return Search(tuple(candidates), len(candidates), illegal, time.perf_counter() - started)
+
+
+def _fitting_shards(job: Job, degrees: list[int]) -> list[Candidate]:
+    """ZeRO-3 over as many ranks as there may be, where that fits; asked only if no replica does."""
+    layouts = [
+        dataclasses.replace(job.layout, mode="given", dp_replicate=1, dp_shard=n, zero=3)
+        for n in degrees
+        if n > 1
+    ]
+    legal = [layout for layout in layouts if not find_problems(with_layout(job, layout))]
+    found = [evaluate(job, layout) for layout in legal]
+    return [c for c in found if c.fits and not find_problems(with_layout(job, c.layout))]
 
 
 def _can_deal(job: Job, ranks: int) -> bool:
@@ -142,6 +159,8 @@ def explain_choice(job: Job, search: Search) -> list[str]:
         reasons = [f"{best.name}: given in the job"]
     else:
         reasons = [f"{best.name}: the shortest predicted step of {search.evaluated} layouts"]
+        if best.layout.dp_shard > 1:
+            reasons[0] += "; the whole state on every rank does not fit"
     if best.layout.data_degree == 1 and job.layout.mode == "auto" and job.cluster.world_size > 1:
         reasons[0] += "; one device is enough, communication would cost more than it gives"
     reasons += [_why_not(best, other) for other in search.candidates[1:4]]

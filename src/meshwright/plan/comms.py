@@ -16,7 +16,7 @@ from meshwright.plan.traffic import (
 )
 from meshwright.spec.job import Job
 
-__all__ = ["WIRE_BYTES", "Traffic", "predict_traffic"]
+__all__ = ["Traffic", "predict_traffic"]
 
 
 def predict_traffic(job: Job) -> list[Traffic]:

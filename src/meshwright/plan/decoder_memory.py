@@ -207,7 +207,14 @@ def _turning_moment(
     gradients = sum(p.count for p in parameters) * FLOAT32_BYTES if sums_kept else 0
     before = model.num_layers - 1
     formula = f"{before} blocks, {sizes.waiting_formula}, + {sizes.turning} (half of this block)"
-    return Moment(f"block {before}, forward", sizes.waiting * before + sizes.turning, 0, gradients, formula, layer=before)
+    return Moment(
+        f"block {before}, forward",
+        sizes.waiting * before + sizes.turning,
+        0,
+        gradients,
+        formula,
+        layer=before,
+    )
 
 
 def _backward_moments(
@@ -247,7 +254,9 @@ def _backward_moments(
         if recomputed:
             alive = sizes.waiting * layer + sizes.turning + sizes.waiting_products
             name = f"block {layer}, computed again"
-            moments.append(Moment(name, alive, sizes.hidden, gradients, formula, done - shared, layer, "again"))
+            moments.append(
+                Moment(name, alive, sizes.hidden, gradients, formula, done - shared, layer, "again")
+            )
         if cut:
             name, formula = f"block {layer}, reduced", f"{layer} blocks, {sizes.waiting_formula}"
             alive = sizes.waiting * layer
@@ -256,6 +265,8 @@ def _backward_moments(
     # A tied gradient is made of two parts and their sum; the sum is the gradient unless others are kept.
     parts = 3 if tied else 1
     last = head * (parts if sums_kept else parts - 1)
-    moments.append(Moment("embedding, backward", 0, last, all_gradients, "none", done - shared, None, "around"))
+    moments.append(
+        Moment("embedding, backward", 0, last, all_gradients, "none", done - shared, None, "around")
+    )
     moments.append(Moment("last bucket", 0, 0, all_gradients, "none", all_gradients, None, "reduced"))
     return moments

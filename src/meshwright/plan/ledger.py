@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from meshwright.core.units import MIB
 from meshwright.plan.buckets import bucket_parameters
-from meshwright.plan.comms import WIRE_BYTES
 from meshwright.plan.decoder_memory import trace_decoder
 from meshwright.plan.moments import Line, Moment, StepMemory
 from meshwright.plan.optimizer import predict_optimizer
@@ -21,6 +20,7 @@ from meshwright.plan.resnet_memory import trace_resnet
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, list_parameters
 from meshwright.plan.sharded_memory import trace_sharded
 from meshwright.plan.sharding import sharded_state
+from meshwright.plan.traffic import WIRE_BYTES
 from meshwright.spec.job import Job
 from meshwright.spec.model import ResNetModel
 

@@ -1,9 +1,9 @@
 """What sharded data parallelism (ZeRO) holds and moves, rank by rank, written down without torch.
 
 Every tensor is cut along its first dim, as torch.chunk does: R rows over N ranks are chunks of ceil(R / N)
-rows, the last ranks' shorter or empty. Stages 2 and 3 are torch's FSDP2, which gathers and reduces a **group**
-of parameters in one call, and pads every chunk to ceil(R / N) rows: in the buffers that travel, and in the
-memory of parameters and gradients. Optimizer state is not padded. With P the padded elements of a group, L
+rows, the last ranks' shorter or empty. Stages 2 and 3 are torch's FSDP2, which gathers and reduces a
+**group** of parameters in one call, and pads every chunk to ceil(R / N) rows: in the buffers that travel,
+and in the memory of parameters and gradients. Optimizer state is not padded. With P the padded elements of a group, L
 blocks, m micro-batches and e bytes of a product's operand (2 under bf16 and fp16, else 4):
 
 =====  ==========================  ============================================  ============================
@@ -21,7 +21,8 @@ over all ranks at once; stages 2 and 3 all-reduce each rank's shard over its rep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections import Counter
 from dataclasses import dataclass
 
 from meshwright.plan.buckets import bucket_parameters
@@ -37,7 +38,7 @@ from meshwright.plan.traffic import (
     Traffic,
     fixed_buckets,
 )
-from meshwright.spec.job import Job
+from meshwright.spec.job import Job, Train
 from meshwright.spec.model import Model
 
 LOW_BYTES = {"bf16": 2, "fp16": 2}
@@ -104,26 +105,33 @@ def sharded_state(job: Job, rank: int) -> dict[str, int]:
     return {
         "parameters": count * FLOAT32_BYTES,
         "gradients": count * FLOAT32_BYTES,
-        "optimizer": _optimizer_bytes(job, parameters, shard_rank(job, rank)),
+        "optimizer": _optimizer_bytes(job, shard_rank(job, rank)),
     }
 
 
-def _optimizer_bytes(job: Job, parameters: Sequence[Parameter], rank: int) -> int:
+def _optimizer_bytes(job: Job, rank: int) -> int:
     total = 0
-    for parameter in parameters:
-        keys = state_keys(rule_of(parameter.name, len(parameter.shape), job.train), job.train)
-        rows = parameter.shape[0]
-        own = parameter.count // rows * len(chunk_rows(rows, job.layout.dp_shard, rank))
-        total += sum(1 if key == STEP_COUNT else own for key in keys) * FLOAT32_BYTES
+    for (rows, width, keys), times in _count_kinds(job.model, job.train).items():
+        own = width * len(chunk_rows(rows, job.layout.dp_shard, rank))
+        total += times * sum(1 if key == STEP_COUNT else own for key in keys) * FLOAT32_BYTES
     return total
+
+
+@functools.lru_cache(maxsize=64)
+def _count_kinds(model: Model, train: Train) -> Counter[tuple[int, int, tuple[str, ...]]]:
+    """Parameters by rows, elements of a row, and state: few kinds, as blocks are alike."""
+    return Counter(
+        (p.shape[0], p.count // p.shape[0], state_keys(rule_of(p.name, len(p.shape), train), train))
+        for p in list_parameters(model)
+    )
 
 
 def count_moments(job: Job) -> int:
     """Padded elements of all tensors of optimizer state that are cut."""
     total = 0
-    for p in list_parameters(job.model):
-        keys = state_keys(rule_of(p.name, len(p.shape), job.train), job.train)
-        total += sum(key != STEP_COUNT for key in keys) * padded_count(p, job.layout.dp_shard)
+    for (rows, width, keys), times in _count_kinds(job.model, job.train).items():
+        size = padded_count(Parameter("", (rows, width)), job.layout.dp_shard)
+        total += times * sum(key != STEP_COUNT for key in keys) * size
     return total
 
 
@@ -190,9 +198,7 @@ def _group_traffic(job: Job) -> list[Traffic]:
     ]
     if layout.dp_replicate > 1:
         replicas = layout.dp_replicate
-        rows.append(
-            Traffic("dp_replicate", "all_reduce", "step", replicas, len(groups), reduced // ranks)
-        )
+        rows.append(Traffic("dp_replicate", "all_reduce", "step", replicas, len(groups), reduced // ranks))
     return rows
 
 
@@ -200,9 +206,8 @@ def _save_traffic(job: Job) -> list[Traffic]:
     """A checkpoint holds whole tensors: each that is cut is gathered, one call a tensor."""
     parameters, ranks = list_parameters(job.model), job.layout.dp_shard
     elements, calls = count_moments(job), 0
-    for p in parameters:
-        keys = state_keys(rule_of(p.name, len(p.shape), job.train), job.train)
-        calls += sum(key != STEP_COUNT for key in keys)
+    for (_, _, keys), times in _count_kinds(job.model, job.train).items():
+        calls += times * sum(key != STEP_COUNT for key in keys)
     if job.layout.zero >= 2:
         elements += sum(padded_count(p, ranks) for p in parameters)
         calls += len(parameters)

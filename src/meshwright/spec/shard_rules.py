@@ -1,4 +1,4 @@
-"""Checks of what sharded data parallelism (ZeRO) does not run with yet; the rows are in the legality table."""
+"""Checks of what ZeRO does not run with yet; the rows are in the legality table."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import torch
 from meshwright.prepare.dataset import IGNORED
 from meshwright.run.gradient_noise import MEMORY, NoiseScale, add_noise, noise_std, separate
 from meshwright.run.models.init import build_model
+from meshwright.run.parallel.ownership import Owned
 from meshwright.spec.job import Train
 from meshwright.spec.load import load_job
 
@@ -26,7 +27,7 @@ def gradients_with_noise(job_file, step, **keys):
     model = build_model(load_job(str(job_file)), CPU)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    add_noise(model, make_train(**keys), step)
+    add_noise(Owned(model), make_train(**keys), step)
     return {name: p.grad for name, p in model.named_parameters()}
 
 

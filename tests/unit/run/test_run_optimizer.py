@@ -12,6 +12,7 @@ from meshwright.plan.shapes import list_parameters
 from meshwright.run.memory import state_bytes
 from meshwright.run.models.init import build_model
 from meshwright.run.optimizer import build_optimizer, set_lr
+from meshwright.run.parallel.ownership import Owned
 from meshwright.run.update_rules.muon import orthogonalise
 from meshwright.spec.load import load_job
 
@@ -61,9 +62,9 @@ def test_state_is_there_at_once_as_predicted_and_does_not_grow(job_file, kind):
     """The torch-free prediction, before the first step and after two: equal to the byte."""
     job, model, optimizer = build(job_file, kind)
     predicted = predict_optimizer(list_parameters(job.model), job.train).state_bytes
-    assert state_bytes(model, optimizer)["optimizer"] == predicted
+    assert state_bytes(Owned(model), optimizer)["optimizer"] == predicted
     take_steps(model, optimizer, 2)
-    assert state_bytes(model, optimizer)["optimizer"] == predicted
+    assert state_bytes(Owned(model), optimizer)["optimizer"] == predicted
     assert all(isinstance(v, torch.Tensor) for state in optimizer.state.values() for v in state.values())
 
 

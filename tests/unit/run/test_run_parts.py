@@ -16,6 +16,7 @@ from meshwright.run.batches import Batcher, deal
 from meshwright.run.memory import PeakTracker, state_bytes, unique_bytes
 from meshwright.run.models.init import build_model
 from meshwright.run.optimizer import build_optimizer
+from meshwright.run.parallel.ownership import Owned
 from meshwright.run.probe import measure_matmul
 from meshwright.spec.load import load_job
 from model_shapes import gpt_overrides
@@ -141,7 +142,7 @@ def test_predicted_peak_is_within_five_per_cent(job_file, shape, micro_batches, 
             (loss / 7).backward()
             del inputs, loss
     ledger = predict_ledger(job, 4, micro_batches)
-    assert state_bytes(model, optimizer) == ledger.state_bytes
+    assert state_bytes(Owned(model), optimizer) == ledger.state_bytes
     assert ledger.peak_bytes == pytest.approx(tracker.peak_bytes, rel=0.05), ledger.peak_at
     assert ledger.kept_bytes == pytest.approx(kept, rel=0.05)
     assert sum(line.bytes for line in ledger.lines) == ledger.peak_bytes

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from meshwright.core.errors import RunFailedError
+from meshwright.run.parallel.ownership import Owned
 from meshwright.run.precision import Precision
 from meshwright.spec.load import load_job
 
@@ -21,7 +22,7 @@ def job(job_file):
 def take(precision: Precision, weight: nn.Parameter, optimizer, value: float) -> dict:
     """One step on a loss whose gradient is ``value``."""
     precision.backward((weight * value).sum())
-    norm = precision.clip([weight], optimizer, 0.0)
+    norm = precision.clip(Owned(nn.ParameterList([weight])), optimizer, 0.0)
     precision.step(optimizer)
     optimizer.zero_grad()
     return precision.look(1.0, float(norm))

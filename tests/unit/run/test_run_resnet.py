@@ -19,6 +19,7 @@ from meshwright.run.memory import PeakTracker, state_bytes
 from meshwright.run.models.init import build_model
 from meshwright.run.models.resnet import BatchNorm, ResNet
 from meshwright.run.optimizer import build_optimizer
+from meshwright.run.parallel.ownership import Owned
 from meshwright.spec.job import SYNTHETIC_IMAGES, Job
 from meshwright.spec.load import build_job
 from meshwright.spec.model import ResNetModel
@@ -185,7 +186,7 @@ def test_predicted_memory_is_what_an_eager_step_holds(shape, micro_batches, prec
         del images, labels, loss
         train = dataclasses.replace(job.train, global_batch=count * micro_batches)
         ledger = predict_ledger(dataclasses.replace(job, train=train), count, micro_batches)
-        assert state_bytes(network, optimizer) == ledger.state_bytes
+        assert state_bytes(Owned(network), optimizer) == ledger.state_bytes
         assert ledger.kept_bytes == pytest.approx(kept, rel=0.01)
         assert ledger.peak_bytes == pytest.approx(tracker.peak_bytes, rel=0.01), ledger.peak_at
         assert sum(line.bytes for line in ledger.lines) == ledger.peak_bytes

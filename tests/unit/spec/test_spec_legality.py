@@ -365,7 +365,7 @@ def test_divisors_are_exact():
     [
         {"tp": 2},
         {"pp": 2, "tp": 2},
-        {"dp_shard": 4, "micro_batch": 2},
+        {"dp_shard": 4, "micro_batch": 2, "prefetch": 2},
         {"tp": 64},
         {"dp_replicate": 2, "zero": 1},
         {"dp_replicate": 9},
@@ -439,7 +439,7 @@ def test_the_nearest_layout_keeps_recomputation_where_the_model_can(tree, model,
 
 def test_every_pair_of_unbuilt_degrees_is_refused_with_both_named(refused):
     """No combination slips through because its parts hide each other."""
-    for one, other in itertools.combinations(("pp", "cp", "tp", "dp_shard"), 2):
+    for one, other in itertools.combinations(("pp", "cp", "tp"), 2):
         paths = {p.path for p in refused(layout={one: 2, other: 2})}
         assert {f"layout.{one}", f"layout.{other}"} <= paths, (one, other)
 

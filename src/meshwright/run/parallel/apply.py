@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.plan.buckets import bucket_parameters
-from meshwright.plan.sharding import ALL_DATA
 from meshwright.plan.shapes import list_parameters
+from meshwright.plan.sharding import ALL_DATA
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder
 from meshwright.run.parallel.data import FixedBucketDDP, apply_replicate, average_statistics

@@ -3,8 +3,8 @@
 The optimizer, the gradient norm, checkpoints and the audit ask here and need not know the layout:
 
 ``Owned``         everything: one process and replicas.
-``OwnedRows``     a chunk of rows of a parameter that is whole on every rank (ZeRO-1). Gradients are whole, and
-                  the same on all ranks; after the update the chunks are gathered.
+``OwnedRows``     a chunk of rows of a parameter that is whole on every rank (ZeRO-1). Gradients are whole
+                  and the same on all ranks; after the update the chunks are gathered.
 ``OwnedShards``   a chunk of rows of a parameter that FSDP2 keeps cut (ZeRO-2 and 3).
 """
 
@@ -106,12 +106,15 @@ class _Chunks(Owned):
         self._own: dict[str, nn.Parameter] = {}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The rows, by the parameter's name."""
         yield from self._own.items()
 
     def shape(self, name: str) -> torch.Size:
+        """Of the whole parameter."""
         return self._shapes[name]
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
+        """The rows of a whole tensor that are owned."""
         rows = chunk_rows(len(whole), self._shards, self._index)
         return whole[rows.start : rows.stop]
 
@@ -151,9 +154,11 @@ class OwnedRows(_Chunks):
         self._own = {name: nn.Parameter(self.cut(name, p.detach())) for name, p in self._whole.items()}
 
     def whole_parameter(self, name: str) -> Tensor:
+        """It is whole already."""
         return self._whole[name].detach()
 
     def take_gradients(self) -> None:
+        """Rows get the rows of the gradient."""
         for name, own in self._own.items():
             gradient = self._whole[name].grad
             own.grad = None if gradient is None else self.cut(name, gradient)
@@ -179,6 +184,7 @@ class OwnedRows(_Chunks):
                 whole.copy_(column.reshape(-1)[: whole.numel()])
 
     def drop_gradients(self) -> None:
+        """Gradients begin again."""
         for own in self._own.values():
             own.grad = None
         torch._foreach_zero_([p.grad for p in self._whole.values() if p.grad is not None])
@@ -193,21 +199,26 @@ class OwnedShards(_Chunks):
         self._own = {name: nn.Parameter(_local(p)) for name, p in self._cut.items()}
 
     def held(self) -> list[Tensor]:
+        """The shards."""
         return list(self._own.values())
 
     def held_gradients(self) -> list[Tensor]:
+        """Their gradients, views of what reduce-scatters gave."""
         return [_local(p.grad) for p in self._cut.values() if p.grad is not None]
 
     def take_gradients(self) -> None:
+        """Rows get the rows of the gradient."""
         for name, own in self._own.items():
             gradient = self._cut[name].grad
             own.grad = None if gradient is None else _local(gradient)
 
     def drop_gradients(self) -> None:
+        """Gradients begin again."""
         for name, own in self._own.items():
             own.grad = self._cut[name].grad = None
 
     def end_evaluation(self) -> None:
+        """Let go of what an evaluation gathered."""
         for part in self.module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()

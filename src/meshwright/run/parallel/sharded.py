@@ -56,14 +56,10 @@ def _place(network: nn.Module, name: str, values: torch.Tensor) -> None:
     setattr(network.get_submodule(owner), leaf, nn.Parameter(values))
 
 
-def _cut(
-    module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, reshard_after_forward: bool
-) -> None:
+def _cut(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, reshard_after_forward: bool) -> None:
     """One group: everything in the module that is not in a group yet."""
     # Inputs stay as they are: the residual stream and the rotary tables are float32 in every precision.
-    policy = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     cut = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     assert isinstance(cut, FSDPModule), "fully_shard gives modules another class"
     cut.set_gradient_divide_factor(1.0)

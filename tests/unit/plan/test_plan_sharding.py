@@ -1,0 +1,101 @@
+"""What ZeRO is predicted to hold and move, against torch's own rules and sums done by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.plan.comms import predict_traffic
+from meshwright.plan.contract import build_plan
+from meshwright.plan.shapes import Parameter, list_parameters
+from meshwright.plan.sharding import chunk_rows, list_groups, padded_count, sharded_state
+from meshwright.spec.load import load_job
+
+
+def rows_of(job):
+    return {(row.axis, row.op, row.phase): (row.calls, row.bytes) for row in predict_traffic(job)}
+
+
+@given(rows=st.integers(1, 40), ranks=st.integers(1, 12))
+def test_rows_are_cut_as_torch_cuts_them(rows, ranks):
+    """torch.chunk's pieces, then nothing for the ranks that are left over."""
+    pieces = [len(piece) for piece in torch.arange(rows).chunk(ranks)]
+    pieces += [0] * (ranks - len(pieces))
+    assert [len(chunk_rows(rows, ranks, rank)) for rank in range(ranks)] == pieces
+    assert padded_count(Parameter("x", (rows, 3)), ranks) == max(pieces) * ranks * 3
+
+
+def test_every_parameter_is_in_one_group(job_file):
+    model = load_job(str(job_file)).model
+    grouped = [p for group in list_groups(model) for p in group.parameters]
+    assert sorted(p.name for p in grouped) == sorted(p.name for p in list_parameters(model))
+    assert [group.name for group in list_groups(model)] == ["blocks.0", "blocks.1", "around the blocks"]
+
+
+@pytest.mark.parametrize(("zero", "parameters", "optimizer"), [(1, 1, 2), (2, 2, 2), (3, 2, 2)])
+def test_state_by_stage_where_rows_divide(job_file, zero, parameters, optimizer):
+    """INTERFACES' formulas: P+G+O/N, and (P+G+O)/N; step counts are not cut."""
+    job = load_job(str(job_file), ["layout.dp_shard=2", f"layout.zero={zero}"])
+    count, tensors = sum(p.count for p in list_parameters(job.model)), len(list_parameters(job.model))
+    for rank in (0, 1):
+        assert sharded_state(job, rank) == {
+            "parameters": 4 * count // parameters,
+            "gradients": 4 * count // parameters,
+            "optimizer": 8 * count // optimizer + 4 * tensors,
+        }
+
+
+def test_uneven_rows_pad_parameters_and_not_moments(job_file):
+    """Three ranks: 64 rows are 22, 22 and 20; together the moments are whole, the parameters are more."""
+    job = load_job(str(job_file), ["layout.dp_shard=3"])
+    count, tensors = sum(p.count for p in list_parameters(job.model)), len(list_parameters(job.model))
+    states = [sharded_state(job, rank) for rank in range(3)]
+    assert sum(state["optimizer"] - 4 * tensors for state in states) == 8 * count
+    assert states[0]["optimizer"] > states[2]["optimizer"]
+    assert states[0]["parameters"] == states[2]["parameters"] > 4 * count / 3
+
+
+def test_gathers_and_reductions_of_each_stage(job_file):
+    """Two blocks and what is around them, two micro-batches: counted by hand."""
+    given = ["layout.dp_shard=2", "layout.micro_batch=3", "train.clip=0"]
+    stages = {z: rows_of(load_job(str(job_file), [*given, f"layout.zero={z}"])) for z in (1, 2, 3)}
+    count = sum(p.count for p in list_parameters(load_job(str(job_file)).model)) * 4
+    around = sum(p.count for p in list_groups(load_job(str(job_file)).model)[-1].parameters) * 4
+    assert stages[1]["dp_shard", "all_reduce", "step"] == (1, count)
+    assert stages[1]["dp_shard", "all_gather", "step"] == (1, count)
+    assert stages[2]["dp_shard", "all_gather", "step"] == (3, count)
+    assert stages[3]["dp_shard", "all_gather", "step"] == (10, 2 * (2 * count - around))
+    for zero in (2, 3):
+        assert stages[zero]["dp_shard", "reduce_scatter", "step"] == (6, 2 * count)
+    assert stages[3]["control", "all_reduce", "step"] == (1, 32)
+
+
+def test_blocks_are_gathered_in_the_precision_of_products(job_file):
+    given = ["layout.dp_shard=2", "layout.micro_batch=6"]
+    exact = rows_of(load_job(str(job_file), given))["dp_shard", "all_gather", "step"]
+    low = rows_of(load_job(str(job_file), [*given, "train.precision=bf16"]))["dp_shard", "all_gather", "step"]
+    around = sum(p.count for p in list_groups(load_job(str(job_file)).model)[-1].parameters) * 4
+    assert low[0] == exact[0]
+    assert low[1] - around == (exact[1] - around) // 2
+
+
+def test_replicas_of_shards_sum_their_shard_once_a_step(job_file):
+    given = ["layout.dp_replicate=2", "layout.dp_shard=2", "layout.micro_batch=1"]
+    rows = rows_of(load_job(str(job_file), given))
+    count = sum(p.count for p in list_parameters(load_job(str(job_file)).model)) * 4
+    assert rows["dp_replicate", "all_reduce", "step"] == (3, count // 2)
+    first = rows_of(load_job(str(job_file), [*given, "layout.zero=1"]))
+    assert first["dp_replicate+dp_shard", "all_reduce", "step"] == (1, count)
+
+
+def test_more_ranks_hold_less_and_the_gathered_blocks_are_in_the_peak(job_file):
+    plans = {
+        zero: build_plan(load_job(str(job_file), ["layout.dp_shard=2", f"layout.zero={zero}"]))[0]
+        for zero in (1, 2, 3)
+    }
+    lines = {line.name: line.bytes for line in plans[3].ranks[0].lines}
+    assert lines["gathered at the peak"] > 0
+    assert plans[3].ranks[0].peak_bytes <= plans[2].ranks[0].peak_bytes <= plans[1].ranks[0].peak_bytes
+    assert sum(lines.values()) == plans[3].ranks[0].peak_bytes
