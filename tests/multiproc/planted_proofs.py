@@ -70,6 +70,15 @@ def _grow(model, ranks):
 unequal_weight = with_model(_grow)
 
 
+def _spoil(model, ranks):
+    if ranks.rank == 1:
+        with torch.no_grad():
+            model.blocks[0].ffn.up.weight[0] = float("nan")
+
+
+not_finite = with_model(_spoil)
+
+
 def wrong_divisor(run_dir, listener):
     """The loss is divided by the ranks once more, as a mean of means is."""
     honest = loop.forward_backward

@@ -96,6 +96,38 @@ def test_a_wrong_layout_ends_with_status_3_and_the_module_in_words(prove, monkey
     assert "[prove-differs]" in found["messages"]
 
 
+def test_a_layout_that_is_not_finite_is_not_equal(prove, monkeypatch):
+    """One process has a loss and the layout has none: a verdict with its module, not a failed run."""
+    monkeypatch.setattr(command, "ENTRY", "planted_proofs:not_finite")
+    found = prove("layout.dp_replicate=2", expect=3)
+    assert found["max_rel_diff"] is None
+    assert found["losses"] == [None]
+    first = found["first_divergence"]
+    assert (first["kind"], first["module"], first["rank"]) == ("activation", "blocks.0.ffn.up", 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code"),
+    [
+        (["layout.tp=3"], "layout-tp-heads"),
+        (["train.steps=none"], "job-wrong-type"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_starts(prove, overrides, code):
+    with pytest.raises(MeshwrightError) as caught:
+        prove(*overrides)
+    assert caught.value.exit_status == 2
+    assert code in [problem.code for problem in caught.value.problems]
+
+
+def test_a_batch_norm_promises_nothing_that_could_be_proved(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    example = Path(__file__).parents[2] / "examples" / "resnet.toml"
+    with pytest.raises(MeshwrightError) as caught:
+        command.prove_job(Output(as_json=True), str(example), ["model.norm=batch"])
+    assert [problem.code for problem in caught.value.problems] == ["prove-batch-norm"]
+
+
 def test_shards_are_gathered_before_they_are_compared(prove, monkeypatch):
     """FSDP2's sharded parameters and gradients (DTensor) go through the same comparison, right and wrong."""
     monkeypatch.setattr(command, "ENTRY", "planted_proofs:shards")

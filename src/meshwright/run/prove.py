@@ -236,6 +236,7 @@ class Comparer(Witness):
         """Compare every gradient that this rank holds a part of."""
         held = {name: p.grad for name, p in named_parameters(self.session.model)}
         self.findings.gradients[str(step)] = dict(self._compare(gradients_file(step), held))
+        self.findings.write(self.folder)  # the step may still end in a loss that is not finite
 
     def look_at_weights(self) -> None:
         """Compare every parameter that this rank holds a part of."""
