@@ -4,8 +4,8 @@ Follows torch's FSDP2, eager. In the forward pass a gathered block lies there tw
 buffer that it arrived in, which is freed when the next block has come, or the forward pass ends. In the
 backward pass of ZeRO-3, while a block is at work, the one before it is gathered ahead into such a buffer.
 What a block gave to its reduce-scatter, its whole gradient in float32, stays until the next one's; while
-it is filled, the gradient it is filled from is there too. The group around the blocks is gathered from forward to
-backward, and the head's gradient, made with the loss, waits as long: both are in the peak.
+it is filled, the gradient it is filled from is there too. The group around the blocks is gathered from
+forward to backward, and the head's gradient, made with the loss, waits as long: both are in the peak.
 """
 
 from __future__ import annotations

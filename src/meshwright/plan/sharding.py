@@ -3,8 +3,8 @@
 Every tensor is cut along its first dim, as torch.chunk does: R rows over N ranks are chunks of ceil(R / N)
 rows, the last ranks' shorter or empty. Stages 2 and 3 are torch's FSDP2, which gathers and reduces a
 **group** of parameters in one call, and pads every chunk to ceil(R / N) rows: in the buffers that travel,
-and in the memory of parameters and gradients. Optimizer state is not padded. With P the padded elements of a group, L
-blocks, m micro-batches and e bytes of a product's operand (2 under bf16 and fp16, else 4):
+and in the memory of parameters and gradients. Optimizer state is not padded. With P the padded elements of a
+group, L blocks, m micro-batches and e bytes of a product's operand (2 under bf16 and fp16, else 4):
 
 =====  ==========================  ============================================  ============================
 stage  a rank keeps                a step moves, over dp_shard                   in the blocks' gathers
