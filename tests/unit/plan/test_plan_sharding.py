@@ -99,3 +99,16 @@ def test_more_ranks_hold_less_and_the_gathered_blocks_are_in_the_peak(job_file):
     assert lines["gathered at the peak"] > 0
     assert plans[3].ranks[0].peak_bytes <= plans[2].ranks[0].peak_bytes <= plans[1].ranks[0].peak_bytes
     assert sum(lines.values()) == plans[3].ranks[0].peak_bytes
+
+
+def test_auto_shards_only_where_no_replica_fits(job_file):
+    """A device with room for the shards and not for the whole state."""
+    given = ["layout.micro_batch=1", "model.num_layers=8", "train.eval_every=0"]
+    roomy, _ = build_plan(load_job(str(job_file), given))
+    assert roomy.job.layout.dp_shard == 1
+    whole = build_plan(load_job(str(job_file), [*given, "layout.dp_replicate=1"]))[0].ranks[0]
+    cut = build_plan(load_job(str(job_file), [*given, "layout.dp_shard=2"]))[0].ranks[0]
+    room = (whole.peak_bytes + cut.peak_bytes) // 2
+    tight, _ = build_plan(load_job(str(job_file), [*given, f"cluster.memory_bytes={room}"]))
+    assert (tight.job.layout.dp_shard, tight.job.layout.zero) == (2, 3)
+    assert "does not fit" in tight.reasons[0]
