@@ -12,7 +12,7 @@ import numpy as np
 
 from meshwright.cli.output import Output
 from meshwright.cli.plan_picture import check_picture, draw_picture
-from meshwright.cli.plan_search import SearchOutcome, given_outcome, search_outcome
+from meshwright.cli.plan_search import SearchOutcome, given_outcome, is_estimated, search_outcome
 from meshwright.cli.plan_sizing import show_sizing
 from meshwright.cli.plan_why import show_why
 from meshwright.core.errors import Problem, UserError
@@ -93,8 +93,7 @@ def _write_files(outcome: SearchOutcome | RunnableOutcome, asked: PlanRequest) -
 
 def is_searched(job: Job) -> bool:
     """Whether all layouts are searched, or only those that this machine can run."""
-    on_gpus = job.cluster.device == "cuda" and job.cluster.preset != "local"
-    return job.layout.mode == "auto" and on_gpus and isinstance(job.model, DecoderModel)
+    return job.layout.mode == "auto" and is_estimated(job)
 
 
 def _sizing_deadline(asked: PlanRequest) -> float:

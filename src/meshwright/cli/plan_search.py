@@ -35,7 +35,9 @@ from meshwright.plan.search.write import estimated_plan
 from meshwright.plan.shapes import count_parameters
 from meshwright.spec.hf import notes_on
 from meshwright.spec.job import Job
+from meshwright.spec.layout import Layout
 from meshwright.spec.legality import find_problems
+from meshwright.spec.model import DecoderModel
 from meshwright.spec.recipe import explain_defaults
 
 MOST_ROWS = 12
@@ -43,6 +45,8 @@ MOST_ROWS = 12
 FORMULA_WIDTH = 90
 LONG_SEARCH = 300_000
 """Layouts from which a bar is shown, on a terminal."""
+WORTH_IT, NO_GAIN = 0.5, 1.05
+"""Speed-up over devices below which one device is worth a thought; speed-up below which there is none."""
 PASS_NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}
 BEST = {
     "time": "the shortest predicted step",
@@ -125,6 +129,17 @@ class SearchOutcome:
         }
 
 
+def is_estimated(job: Job) -> bool:
+    """Whether layouts are estimated, as on clusters of GPUs; else those that run here are predicted exactly.
+
+    Of a model that does not run yet there is nothing but the estimate, on CPUs too.
+    """
+    if not isinstance(job.model, DecoderModel):
+        return False
+    on_gpus = job.cluster.device == "cuda" and job.cluster.preset != "local"
+    return on_gpus or any(problem.path.startswith("model.") for problem in find_problems(job))
+
+
 def search_outcome(output: Output, job: Job, pins: dict[str, Any], top: int, by: By) -> SearchOutcome:
     """Search, and predict the best ones whole.
 
@@ -167,10 +182,27 @@ def explain_best(job: Job, found: Found, best: Prediction) -> list[str]:
         first += "; one device is enough, communication would cost more than it gives"
     elif best.layout.world_size < job.cluster.world_size:
         first += f"; the other {job.cluster.world_size - best.layout.world_size} devices would not help"
-    if best.layout.offload != "none":
-        first += "; without offloading nothing fits"
+    if best.layout.offload != "none" and found.by != "memory":
+        without = found.without_offload_s
+        slow = "nothing fits" if without is None else f"{format_seconds(without)}, recomputing everything"
+        first += f"; without offloading {slow}"
     near = [f"not {sentence}" for sentence in explain_neighbours(best, found.by)]
-    return [first, *near, *_not_yet(best.job), *_notes(best)]
+    return [first, *_one_device(job, best), *near, *_not_yet(best.job), *_notes(best)]
+
+
+def _one_device(job: Job, best: Prediction) -> list[str]:
+    """A line where one device is not much slower than all that the best layout takes."""
+    devices = best.layout.world_size
+    alone = find_layouts(dataclasses.replace(job, layout=Layout()), {"offload": "none"}, 1, worlds=[1])
+    if devices == 1 or alone.best is None:
+        return []
+    times = float(alone.best.step_s[0]) / best.step_s
+    if times > WORTH_IT * devices:
+        return []
+    (one,) = predict_layouts(job, [alone.best.grid.layout(0)])
+    advice = "use one device" if times < NO_GAIN else "consider one device"
+    words = f"{layout_words(one.layout)} takes {format_seconds(one.step_s)} a step"
+    return [f"{advice}: {words}; {devices} devices are {times:.2f} times as fast"]
 
 
 def _not_yet(job: Job) -> list[str]:
@@ -208,6 +240,10 @@ def describe_prediction(output: Output, best: Prediction, reasons: list[str]) ->
     used = f"{best.layout.world_size} of {cluster.world_size} devices"
     count = format_count(count_parameters(best.workload.model))
     output.say(f"{job.name}: {count} parameters on {used} ({cluster.device_name}, {name})")
+    train, length = job.train, job.data.seq_len
+    tokens = format_count(train.global_batch * length)
+    samples = f"{train.global_batch:,} samples of {length:,} tokens, {tokens} tokens in all"
+    output.say(f"  a step: {samples}, in {train.precision}; as {train.runtime} runs it")
     for reason in reasons:
         output.say(f"  {reason}")
     low, high = (format_seconds(value) for value in best.interval_s)

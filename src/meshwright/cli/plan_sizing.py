@@ -10,7 +10,7 @@ from meshwright.core.units import format_seconds
 from meshwright.plan.search.find import find_layouts
 from meshwright.plan.search.predict import layout_words
 from meshwright.plan.search.rescue import explain_failure
-from meshwright.plan.search.sizing import Size, Sizing, explain_size, format_days, size_cluster
+from meshwright.plan.search.sizing import Size, Sizing, explain_size, format_cost, format_days, size_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -53,6 +53,6 @@ def _row(size: Size) -> tuple[str, ...]:
         f"{best.mfu:.1%}",
         format_days(size.wall_s),
         f"{size.lost_share:.1%}",
-        "unknown" if size.cost is None else f"{size.cost:,.0f}",
+        "unknown" if size.cost is None else format_cost(size.cost),
         layout_words(best.layout),
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.cli.nearest import price_of_nearest
 from meshwright.cli.output import Output
-from meshwright.cli.plan_search import describe_prediction, search_progress
+from meshwright.cli.plan_search import describe_prediction, is_estimated, search_progress
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.plan.contract import Plan, build_plan
@@ -43,7 +43,7 @@ def show_why(output: Output, source: str, overrides: list[str], why: list[str], 
     if not isinstance(job.model, DecoderModel):
         rule = "explains layouts of decoders; a ResNet is replicated, and plan shows all of its layouts"
         raise UserError(Problem("plan-why-images", rule, path="--why", fix="Leave it out"))
-    if job.cluster.device != "cuda" or job.cluster.preset == "local":
+    if not is_estimated(job):
         output.result(_explain_here(output, job, problems))
         return 0
     free = dataclasses.replace(job, layout=Layout())

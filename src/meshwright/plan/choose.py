@@ -210,6 +210,12 @@ def _less_memory(job: Job, closest: Candidate) -> str:
     return ""
 
 
+def _elsewhere(job: Job) -> str:
+    """That a preset of a cluster can be named, where the model does not fit this machine."""
+    named = job.cluster.preset == "local" and isinstance(job.model, DecoderModel)
+    return "; plan it for a cluster with, say, --on 8x8xh100-sxm" if named else ""
+
+
 def require_fit(job: Job, search: Search) -> Candidate:
     """The best candidate, or the error that says by how much nothing fits."""
     if search.fitting:
@@ -227,6 +233,6 @@ def require_fit(job: Job, search: Search) -> Candidate:
             f"{format_bytes(job.cluster.memory_bytes)} are usable; the largest line is {largest.name} "
             f"with {format_bytes(largest.bytes)}",
             fix=f"Use {milder}a smaller model{'' if job.unit == 'images' else ' or data.seq_len'}, "
-            "or devices with more memory",
+            f"or devices with more memory{_elsewhere(job)}",
         )
     )

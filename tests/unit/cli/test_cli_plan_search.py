@@ -379,3 +379,41 @@ def test_an_illegal_layout_gets_the_nearest_legal_one_that_can_be_planned(cli):
     (note,) = [n for n in notes if n.startswith("nearest legal layout: ")]
     overrides = note.removeprefix("nearest legal layout: ").partition(" (")[0].split()
     assert load_job("llama3-8b", [*SMALL, *overrides], "2x4xh100-sxm", to_run=False).layout.mode == "given"
+
+
+# What is enough, and what is short
+
+
+def test_a_model_that_devices_do_not_speed_up_is_told_to_use_one(cli):
+    ran = cli("plan", "demo-2m", "data.seq_len=128", "train.global_batch=8", "--on", "8xh100-sxm")
+    assert "one device is enough" in ran.out or "use one device: " in ran.out
+
+
+def test_offloading_is_taken_where_it_beats_recomputing_everything(cli):
+    """70 billion parameters on 16 devices fit with full recomputation alone; a smaller gain is not taken."""
+    asked = ("plan", "llama3-70b", "train.global_batch=128", "--on", "2x8xh100-sxm", "--top", "1", "--json")
+    (free,) = cli(*asked).json["layouts"]
+    (without,) = cli(*asked, "layout.offload=none").json["layouts"]
+    assert without["layout"]["recompute"] == "full"
+    assert free["layout"]["offload"] != "none"
+    assert free["step_s"] < 0.95 * without["step_s"]
+    assert "without offloading " in free["reasons"][0]
+
+
+def test_the_most_memory_left_is_found_with_offloading_too(cli):
+    asked = (*LLAMA, "--by", "memory", "--top", "1", "--json")
+    (best,) = cli(*asked).json["layouts"]
+    assert best["layout"]["offload"] == "all"
+    assert not [reason for reason in best["reasons"] if "less memory" in reason], "no neighbour has more left"
+
+
+def test_the_step_is_named_with_its_samples_precision_and_runtime(cli):
+    assert "a step: 32 samples of 512 tokens, 16.4 k tokens in all, in bf16; as meshwright" in cli(*LLAMA).out
+
+
+def test_a_mixture_of_experts_is_planned_on_this_machine_too(cli, good):
+    local = ("cluster.preset=local", "cluster.device=cpu", "cluster.devices_per_node=2")
+    ran = cli("plan", good, *local, "model.num_experts=4", "model.experts_per_token=2", "--json")
+    assert ran.status == 0
+    assert ran.json["fit"] > 0
+    assert ran.json["layouts"][0]["interval_basis"].startswith("a guess")

@@ -8,7 +8,7 @@ What is in the space, beside the rules:
 - Settings that change nothing are not repeated: one schedule with ``pp=1``, one context method with ``cp=1``.
 - ``micro_batch`` divides the share of a rank, or is a power of two evened out to what does it in as many
   micro-batches. ``virtual_stages`` are the fewest for each number of layers in a stage.
-- Schedules and ZeRO stages are those that the job's runtime knows (``runtimes.py``).
+- Schedules, ZeRO stages and axes are those that the job's runtime has (``runtimes.py``).
 - ``gpipe`` only where it is named: 1F1B takes the same time and never holds more micro-batches.
 - ``offload`` only where it is asked for: see ``find.py``. ``prefetch`` and ``accumulate`` stay.
 """
@@ -129,7 +129,7 @@ class Space:
         columns["dp_replicate"] = columns.pop("rest")
         legal = self._legal_degrees(columns)
         illegal += int((~legal).sum())
-        columns = keep(columns, legal & self._as_pinned(columns, AXES))
+        columns = keep(columns, legal & self._as_pinned(columns, AXES) & self._within_reach(columns))
         if model.num_experts:
             columns, excluded = self._expand_experts(columns)
             illegal += excluded
@@ -164,10 +164,20 @@ class Space:
                 kept &= columns[name] == self._code(name, self.pins[name])
         return kept
 
+    def _within_reach(self, columns: Columns) -> np.ndarray:
+        """Axes that the runtime does not have stay at one, unless they are pinned."""
+        kept = np.ones(len(columns["pp"]), dtype=np.bool_)
+        for name in AXES:
+            if name not in reach_of(self.job).axes and name not in self.pins:
+                kept &= columns[name] == 1
+        return kept
+
     def _code(self, name: str, value: Any) -> int:
         return _CODES[name].index(value) if name in _CODES else int(value)
 
     def _allowed(self, name: str, values: Sequence[Any]) -> list[Any]:
+        if name in ("ep", "etp") and name not in reach_of(self.job).axes and name not in self.pins:
+            return [1]
         return [v for v in values if name not in self.pins or self.pins[name] == v]
 
     def _expand_experts(self, columns: Columns) -> tuple[Columns, int]:

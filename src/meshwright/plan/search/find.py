@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshwright.plan.estimate.grid import SCHEDULES, Flags, Floats, Grid
+from meshwright.plan.estimate.grid import RECOMPUTES, SCHEDULES, Flags, Floats, Grid
 from meshwright.plan.estimate.memory import MemoryEstimate, estimate_memory
 from meshwright.plan.estimate.step import StepEstimate, estimate_step
 from meshwright.plan.estimate.workload import Workload
@@ -31,6 +31,11 @@ By = Literal["time", "cost", "memory"]
 ONE_F_ONE_B = SCHEDULES.index("1f1b")
 NO_LESS = [SCHEDULES.index(name) for name in ("gpipe", "1f1b", "zb-h1")]
 """Schedules with one stage a rank that hold no fewer micro-batches than 1F1B."""
+AWAY = ("optimizer", "all")
+OFFLOAD_MARGIN = 0.05
+"""By how much offloading must be faster than full recomputation to be taken."""
+MOST_TO_SEARCH_AGAIN = 1_000_000
+"""Layouts up to which a search that found only full recomputation is repeated with offloading."""
 Progress = Callable[[int, int], None]
 """Called with the layouts done and the layouts in all."""
 
@@ -74,6 +79,8 @@ class Found:
     """The one that needs the least of its device's and its host's memory, whether it fits or not."""
     least_need: float = math.inf
     """What it needs of the scarcer of the two, as a share of what there is."""
+    without_offload_s: float | None = None
+    """The shortest step without offloading, where offloading is so much faster that it was taken."""
     rates: list[Floats] = field(default_factory=list)
     """Step times of all that fit, for the picture."""
 
@@ -86,7 +93,7 @@ def find_layouts(
     progress: Progress = no_progress,
     worlds: Sequence[int] | None = None,
 ) -> Found:
-    """Search all legal layouts, and those that offload where nothing else fits.
+    """Search all legal layouts, and those that offload where little or nothing else fits.
 
     Args:
         job: For a decoder.
@@ -97,14 +104,43 @@ def find_layouts(
         worlds: Numbers of devices to try; even parts of the cluster if left out.
     """
     started = time.perf_counter()
+    sizes = worlds or world_sizes(job)
     found = Found(job, by)
-    offloads: tuple[tuple[str, ...], ...] = (("none",), ("optimizer", "all"))
-    for away in offloads[:1] if "offload" in pins else offloads:
-        _search(found, [Space(job, n, pins, away) for n in worlds or world_sizes(job)], top, progress)
-        if found.fit:
-            break
+    here = ("none", *AWAY) if by == "memory" else ("none",)
+    _search(found, [Space(job, n, pins, here) for n in sizes], top, progress)
+    if "offload" not in pins and by != "memory":
+        if not found.fit:
+            _search(found, [Space(job, n, pins, AWAY) for n in sizes], top, progress)
+        elif _starved(found):
+            _try_offload(found, [Space(job, n, pins, AWAY) for n in sizes], top, progress)
     found.seconds = time.perf_counter() - started
     return found
+
+
+def _starved(found: Found) -> bool:
+    """Whether memory is so short that the best layout computes everything again."""
+    cheap = found.evaluated + found.pruned <= MOST_TO_SEARCH_AGAIN
+    return cheap and found.best is not None and RECOMPUTES[int(found.best.grid.recompute[0])] == "full"
+
+
+def _try_offload(found: Found, spaces: list[Space], top: int, progress: Progress) -> None:
+    """Add the layouts that offload, where the best of them is faster by more than a small margin.
+
+    No published run stands behind their predictions, so a few percent do not make them the answer.
+    """
+    assert found.best is not None, "something fits without offloading"
+    away = Found(found.job, found.by)
+    _search(away, spaces, top, progress)
+    found.evaluated += away.evaluated
+    found.pruned += away.pruned
+    score = [
+        float(objective(found.by, r.grid, r.step_s, r.peak_bytes)[0]) for r in (found.best, away.best) if r
+    ]
+    if away.best is not None and score[1] < (1 - OFFLOAD_MARGIN) * score[0]:
+        found.without_offload_s = float(found.best.step_s[0])
+        found.fit += away.fit
+        found.rates += away.rates
+        found.best = best_of(found.by, top, found.best, away.best)
 
 
 def _search(found: Found, spaces: list[Space], top: int, progress: Progress) -> None:

@@ -48,15 +48,16 @@ def list_neighbours(job: Job, layout: Layout) -> list[tuple[str, list[Layout]]]:
 
 
 def _changes(job: Job, layout: Layout) -> Iterator[tuple[str, Layout]]:
-    for axis in ("tp", "pp", "cp") if reach_of(job).schedules else ("tp", "cp"):
-        yield from _moved_degree(layout, axis)
+    for axis in ("tp", "pp", "cp"):
+        if axis in reach_of(job).axes:
+            yield from _moved_degree(layout, axis)
     yield from _moved_data(layout)
     if layout.pp > 1:
         yield from _other_schedules(job, layout)
     micro = layout.micro_batch or 1
     values: dict[str, Sequence[Any]] = {
-        "ep": (layout.ep * 2, layout.ep // 2),
-        "etp": (layout.etp * 2, layout.etp // 2),
+        "ep": (layout.ep * 2, layout.ep // 2) if "ep" in reach_of(job).axes else (),
+        "etp": (layout.etp * 2, layout.etp // 2) if "etp" in reach_of(job).axes else (),
         "zero": [stage for stage in reach_of(job).zeros if stage] if layout.zero else (),
         "sequence_parallel": (not layout.sequence_parallel,),
         "context": CONTEXTS if layout.cp > 1 else (),
@@ -164,6 +165,8 @@ def compare(best: Prediction, other: Prediction, by: By = "time") -> str:
     change = other.step_s / best.step_s - 1
     if abs(change) < SAME:
         more = other.peak_bytes - best.peak_bytes
+        if abs(more) < SAME * best.peak_bytes:
+            return "the same time and memory"
         return f"the same time, {format_bytes(abs(more))} {'more' if more > 0 else 'less'} memory"
     if by == "memory":
         return f"{format_bytes(best.peak_bytes - other.peak_bytes)} less memory, {change:+.1%} time"

@@ -12,9 +12,9 @@ import numpy as np
 
 from meshwright.core.errors import UserError
 from meshwright.core.units import format_bytes
-from meshwright.plan.compute import flops_per_token, peak_rate
+from meshwright.plan.compute import flops_per_token, peak_rate, step_interval
 from meshwright.plan.estimate.grid import Grid
-from meshwright.plan.estimate.interval import Interval, interval
+from meshwright.plan.estimate.interval import Interval
 from meshwright.plan.estimate.memory import estimate_memory, ledger_stages
 from meshwright.plan.estimate.memory_report import ClassLedger, explain_memory
 from meshwright.plan.estimate.step import StepEstimate, estimate_step
@@ -107,7 +107,7 @@ class Prediction:
     @cached_property
     def interval(self) -> Interval:
         """Factors between which the measured step is expected, and what that rests on."""
-        return interval(self.workload)
+        return step_interval(self.job)
 
     @property
     def interval_s(self) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.spec.job import Job
+from meshwright.spec.layout import DEGREES
 
 
 @dataclass(frozen=True)
@@ -15,18 +16,22 @@ class Reach:
     """Pipeline schedules; none: it has no pipelines."""
     zeros: tuple[int, ...] = (0, 1, 2, 3)
     """ZeRO stages."""
+    axes: tuple[str, ...] = DEGREES
+    """Degrees that may be above one."""
 
 
+DATA_AXES = ("dp_replicate", "dp_shard")
 REACHES = {
     "meshwright": Reach(),
-    "megatron-deepspeed": Reach(("1f1b",), (0, 1)),
+    "megatron-deepspeed": Reach(("1f1b",), (0, 1), (*DATA_AXES, "pp", "tp", "ep")),
+    "megatron-lm": Reach(("1f1b", "interleaved"), (0, 1), (*DATA_AXES, "pp", "tp")),
     "megatron": Reach(("1f1b", "interleaved"), (0, 1)),
     "torchtitan": Reach(zeros=(0, 2, 3)),
-    "composer": Reach((), (0, 2, 3)),
-    "deepspeed": Reach(()),
+    "composer": Reach((), (0, 2, 3), DATA_AXES),
+    "deepspeed": Reach((), axes=(*DATA_AXES, "cp", "ep")),
 }
 """By how a runtime's name begins. Megatron's distributed optimizer is ZeRO-1; FSDP is ZeRO-3, or 2 where it
-keeps gathered weights."""
+keeps gathered weights. Megatron-LM, the one of 2020 to 2022, had neither context nor expert parallelism."""
 
 
 def reach_of(job: Job) -> Reach:

@@ -225,7 +225,7 @@ def explain_size(sizing: Sizing, kind: str) -> list[str]:
         short = f"no number of {kind} trains {tokens} in {deadline}: the shortest is "
         short += f"{format_days(fastest.wall_s)} on {fastest.devices}; more do not help, because "
         return [short + "train.global_batch is fixed"]
-    cost = "price unknown" if answer.cost is None else f"cost {answer.cost:,.0f}"
+    cost = "price unknown" if answer.cost is None else f"cost {format_cost(answer.cost)}"
     lost = f"{answer.lost_share:.1%} lost to checkpoints and failures"
     if answer.devices == 1:
         return [
@@ -235,10 +235,17 @@ def explain_size(sizing: Sizing, kind: str) -> list[str]:
     return [f"{whole}{format_days(answer.wall_s)} of {deadline} ({cost}, {lost})"]
 
 
+def format_cost(cost: float) -> str:
+    """Whole units of the cluster's currency, with two places below a hundred of them."""
+    return f"{cost:,.0f}" if cost >= 100 else f"{cost:.2f}"
+
+
 def format_days(seconds: float) -> str:
-    """Days, or hours below two of them."""
+    """Days, hours below two of them, or less below two hours."""
     if math.isinf(seconds):
         return "for ever"
+    if seconds < 7200:
+        return format_seconds(seconds)
     return f"{seconds / 86_400:.1f} days" if seconds >= 172_800 else f"{seconds / 3600:.1f} hours"
 
 

@@ -20,7 +20,7 @@ from meshwright.plan.search.enumerate import (
 )
 from meshwright.plan.search.runtimes import REACHES, Reach, reach_of
 from meshwright.spec.job import Runtime
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.legality import find_problems, with_layout
 from meshwright.spec.numbers import divisors
 
@@ -184,4 +184,17 @@ def test_the_search_for_a_framework_stays_within_what_it_knows(make_job, runtime
     assert any(runtime.startswith(name) for name in REACHES), "every runtime is listed"
     assert {layout.zero for layout in found} == set(reach.zeros)
     assert {layout.schedule for layout in found if layout.pp > 1} == set(reach.schedules)
-    assert layouts_of(Space(job, 8, {"schedule": "gpipe", "zero": 2})), "what is named is not bound by it"
+    used = {axis for layout in found for axis in AXES if getattr(layout, axis) > 1}
+    assert used == set(AXES) & set(reach.axes)
+    assert layouts_of(Space(job, 8, {"schedule": "gpipe", "zero": 2, "pp": 2})), (
+        "what is named is not bound by it"
+    )
+
+
+@pytest.mark.parametrize("runtime", get_args(Runtime))
+def test_experts_are_spread_where_the_framework_can(make_job, runtime):
+    job = make_job("experts", train={"runtime": runtime})
+    found = layouts_of(Space(job, 4))
+    assert {axis for layout in found for axis in ("ep", "etp") if getattr(layout, axis) > 1} == {
+        axis for axis in ("ep", "etp") if axis in reach_of(job).axes
+    }
