@@ -46,7 +46,7 @@ PRIORS: Tables = {
         "operand_bytes": 0.7,
         "launch_s": 5e-6,
         "host_s": 4e-4,
-        "expert_host_s": 1e-3,
+        "expert_host_s": 2.5e-3,
         "link": 0.8,
         # NCCL's all-reduce on 2 to 8 A100s (published curves): 45 to 75 microseconds; 229 of 300 GB/s.
         "link_latency_s": 3.5e-5,
