@@ -34,6 +34,7 @@ def reference(train, *overrides):
         ("dp_shard=3 zero=3 micro_batch=1 recompute=selective", ""),
         ("dp_replicate=2 dp_shard=2 zero=3 micro_batch=1", ""),
         ("dp_replicate=2 dp_shard=2 zero=1", ""),
+        ("dp_shard=2 zero=3", "train.steps=1"),
     ],
 )
 def test_losses_and_contract(train, layout, job):

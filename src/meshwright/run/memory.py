@@ -60,11 +60,8 @@ class PeakTracker(TorchDispatchMode):
         for leaf in tree_iter(result):
             if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in given:
                 self._enter(leaf)
-        if func.namespace == "fsdp":
-            for leaf in tree_iter((args, kwargs)):
-                if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in self._live:
-                    storage = leaf.untyped_storage()
-                    self._gathered.setdefault(id(storage), (weakref.ref(storage), 0))
+        if func.namespace == "fsdp" and "out" in kwargs and "split" in func.name():
+            self._expect_resizing(kwargs["out"])
         if self._gathered:
             self._look_at_gathered()
         return result
@@ -73,6 +70,14 @@ class PeakTracker(TorchDispatchMode):
     def gathered_bytes(self) -> int:
         """What FSDP2 has gathered and not let go."""
         return sum(size for _, size in self._gathered.values())
+
+    def _expect_resizing(self, tensors: Iterable[Tensor]) -> None:
+        """What a gather is copied out to; in the first step it has just been made, as any other tensor."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if self._live.pop(id(storage), None) is not None:
+                self.live_bytes -= storage.nbytes()
+            self._gathered.setdefault(id(storage), (weakref.ref(storage), 0))
 
     def _look_at_gathered(self) -> None:
         for key, (reference, size) in self._gathered.items():
