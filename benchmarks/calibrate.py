@@ -46,7 +46,7 @@ PRIORS: Tables = {
         "operand_bytes": 0.7,
         "launch_s": 5e-6,
         "host_s": 4e-4,
-        "expert_host_s": 2.5e-3,
+        "expert_host_s": 1e-3,
         "link": 0.75,
         "link_latency_s": 1.5e-5,
         "nic": 0.8,
