@@ -46,18 +46,11 @@ PRIORS: Tables = {
         "operand_bytes": 0.7,
         "launch_s": 5e-6,
         "host_s": 4e-4,
-<<<<<<< HEAD
         "expert_host_s": 1e-3,
         "link": 0.8,
         # NCCL's all-reduce on 2 to 8 A100s (published curves): 45 to 75 microseconds; 229 of 300 GB/s.
         "link_latency_s": 3.5e-5,
         "nic": 0.9,
-=======
-        "expert_host_s": 1e-3,
-        "link": 0.75,
-        "link_latency_s": 1.5e-5,
-        "nic": 0.8,
->>>>>>> review2
         "nic_latency_s": 1e-5,
         "overlap": 0.8,
         "tp_overlap": 0.5,
