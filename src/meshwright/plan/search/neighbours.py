@@ -160,16 +160,15 @@ def compare(best: Prediction, other: Prediction, by: By = "time") -> str:
     """What is worse with the other one: memory that is not there, or the parts that take longer."""
     if not other.fits:
         return other.shortage
-    if by == "memory" and other.peak_bytes > best.peak_bytes:
-        return f"{format_bytes(other.peak_bytes - best.peak_bytes)} more memory"
-    change = other.step_s / best.step_s - 1
+    change, more = other.step_s / best.step_s - 1, other.peak_bytes - best.peak_bytes
+    if abs(more) < SAME * best.peak_bytes and (by == "memory" or abs(change) < SAME):
+        return "the same time and memory" if abs(change) < SAME else f"the same memory, {change:+.1%} time"
+    if by == "memory" and more > 0:
+        return f"{format_bytes(more)} more memory"
     if abs(change) < SAME:
-        more = other.peak_bytes - best.peak_bytes
-        if abs(more) < SAME * best.peak_bytes:
-            return "the same time and memory"
         return f"the same time, {format_bytes(abs(more))} {'more' if more > 0 else 'less'} memory"
     if by == "memory":
-        return f"{format_bytes(best.peak_bytes - other.peak_bytes)} less memory, {change:+.1%} time"
+        return f"{format_bytes(-more)} less memory, {change:+.1%} time"
     if change < 0:
         devices = other.layout.world_size / best.layout.world_size
         if by == "cost" and devices * (1 + change) > 1:

@@ -34,7 +34,8 @@ def nothing_fits(job: Job, closest: Prediction, remedies: list[str]) -> UserErro
         rule = f"does not fit: {words} needs {format_bytes(closest.host_bytes)} of host memory a device, "
         rule += f"{format_bytes(more)} more than cluster.host_memory_bytes="
         rule += f"{format_bytes(cluster.host_memory_bytes)}"
-    fix = "; or ".join(remedies) or "Use a smaller model, or devices with more memory"
+    others = [remedy[0].lower() + remedy[1:] for remedy in remedies[1:]]
+    fix = "; or ".join([*remedies[:1], *others]) or "Use a smaller model, or devices with more memory"
     return UserError(Problem("plan-nothing-fits", rule, path=job.name, fix=fix))
 
 
@@ -60,7 +61,7 @@ def remedies_for_search(job: Job, pins: dict[str, Any]) -> list[str]:
             if search.best is not None:
                 found.append(f"{words} ({_figures(search)})")
                 break
-    return [found[0], *(remedy[0].lower() + remedy[1:] for remedy in found[1:])] if found else []
+    return found
 
 
 def _figures(search: Found) -> str:

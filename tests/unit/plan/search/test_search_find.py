@@ -30,8 +30,9 @@ def price_everything(job, by):
     """Scores of all layouts that fit, without any bound, best first."""
     workload = Workload.of(job)
     scores, steps, count = [], [], 0
+    offloads = ("none", "optimizer", "all") if by == "memory" else ("none",)
     for world in world_sizes(job):
-        for chunk in Space(job, world).chunks():
+        for chunk in Space(job, world, offloads=offloads).chunks():
             grid = chunk.grow()
             memory, step = estimate_memory(workload, grid), estimate_step(workload, grid)
             fits = memory.fits(workload)
