@@ -109,7 +109,7 @@ BAD = [
     (used_run_dir, "run-exists"),
     (lambda _: ["layout.tp=2"], "layout-tp-not-built"),
     (lambda _: ["layout.tp=3"], "layout-tp-heads"),
-    (lambda _: ["layout.dp_shard=2"], "layout-dp-shard-not-built"),
+    (lambda _: ["layout.cp=2"], "layout-cp-not-built"),
     (lambda _: ["train.precision=fp8"], "train-precision-not-built"),
 ]
 
