@@ -137,8 +137,7 @@ def test_auto_beside_a_degree_is_a_contradiction(refused):
 
 
 def test_dp_shard_without_zero_means_zero_3(tree):
-    tree["layout"] = {"dp_shard": 2}
-    assert build_job(tree).layout.zero == 3
+    assert build_job(tree(layout={"dp_shard": 2})).layout.zero == 3
 
 
 def test_zero_0_with_dp_shard_says_to_use_dp_replicate(refused):
