@@ -22,7 +22,7 @@ MOST_DOUBLINGS = 8
 SHORTEST_SEQUENCE = 128
 MOST_REMEDIES = 4
 LEAST_STATE_BYTES, LEAST_WEIGHT_BYTES = 14, 2
-"""Of a parameter: weights, gradient and AdamW's state as the leanest runtime has them; 16-bit weights alone."""
+"""Of a parameter: weights, gradient and AdamW's state in the leanest runtime; 16-bit weights alone."""
 
 
 def nothing_fits(job: Job, closest: Prediction, remedies: list[str]) -> UserError:
