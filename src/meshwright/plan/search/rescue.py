@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,13 +12,17 @@ from meshwright.core.units import format_bytes, format_seconds
 from meshwright.plan.search.find import Found, find_layouts, with_cluster
 from meshwright.plan.search.predict import Prediction, layout_words, predict_layouts
 from meshwright.plan.search.settle import settle_micro_batch
+from meshwright.plan.shapes import count_parameters
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality import find_problems, with_layout
+from meshwright.spec.model import DecoderModel
 
 MOST_DOUBLINGS = 8
 SHORTEST_SEQUENCE = 128
 MOST_REMEDIES = 4
+LEAST_STATE_BYTES, LEAST_WEIGHT_BYTES = 14, 2
+"""Of a parameter: weights, gradient and AdamW's state in the leanest runtime; 16-bit weights alone."""
 
 
 def nothing_fits(job: Job, closest: Prediction, remedies: list[str]) -> UserError:
@@ -57,7 +62,8 @@ def remedies_for_search(job: Job, pins: dict[str, Any]) -> list[str]:
     found = []
     for changes in (_freed_keys(job, pins), _more_nodes(job, pins), _shorter_sequences(job, pins)):
         for words, changed, kept in changes:
-            search = find_layouts(changed, kept, 1)
+            more = changed.cluster.nodes > job.cluster.nodes  # fewer devices were tried before
+            search = find_layouts(changed, kept, 1, worlds=[changed.cluster.world_size] if more else None)
             if search.best is not None:
                 found.append(f"{words} ({_figures(search)})")
                 break
@@ -87,8 +93,18 @@ def _more_nodes(job: Job, pins: dict[str, Any]) -> Iterator[tuple[str, Job, dict
         nodes = cluster.nodes * 2**power
         if cluster.nic_bytes_per_s is None:
             return
+        if not _may_hold(job, nodes * cluster.devices_per_node):
+            continue
         words = f"Use cluster.nodes={nodes}, {nodes * cluster.devices_per_node} devices"
         yield words, with_cluster(job, nodes=nodes), pins
+
+
+def _may_hold(job: Job, devices: int) -> bool:
+    """Whether so many devices and their hosts could hold the state alone, before anything is searched."""
+    assert isinstance(job.model, DecoderModel), "layouts are searched for decoders"
+    room = job.cluster.memory_bytes + (job.cluster.host_memory_bytes or math.inf)
+    each = LEAST_STATE_BYTES if job.train.optimizer == "adamw" else LEAST_WEIGHT_BYTES
+    return each * count_parameters(job.model) <= room * devices
 
 
 def _shorter_sequences(job: Job, pins: dict[str, Any]) -> Iterator[tuple[str, Job, dict[str, Any]]]:
