@@ -99,6 +99,8 @@ class Groups:
     replicate: Group
     pp: Group
     ep: Group
+    etp: Group
+    """Ranks that share an expert's matrices."""
     expert_shard: Group
     """What ep leaves of the shard group: over it, experts are sharded."""
 
@@ -119,5 +121,6 @@ def build_groups(workload: Workload, rates: Rates, grid: Grid) -> Groups:
         replicate=group(grid.dp_replicate, inner),
         pp=group(grid.pp, inner * grid.dp_replicate),
         ep=group(grid.ep, grid.etp),
+        etp=group(grid.etp, one),
         expert_shard=group(expert_shards(grid), np.maximum(grid.ep * grid.etp, 1)),
     )

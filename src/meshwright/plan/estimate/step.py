@@ -185,6 +185,8 @@ class _Step:
         sent = self.rows / self.tp * (model.experts_per_token or 1) * model.hidden_size * WIRE_BYTES
         copies = (model.experts_per_token or 1) if self.rules.one_copy_a_node else 1
         once = self.groups.ep.all_to_all_s(sent, self.rates.all_to_all, copies)
+        # Ranks that share an expert's matrices gather its tokens before it and scatter the sums after it.
+        once = once + self.groups.etp.gather_s(sent * self.grid.etp)
         return 2 * once * model.expert_layers / model.num_layers
 
     def _sharded(self, forward: Floats, backward: Floats) -> tuple[Floats, Floats]:

@@ -188,3 +188,15 @@ def test_a_window_saves_attention_only_where_it_is_shorter_than_the_sequence():
     assert half < 0.8 * full
     wide = dataclasses.replace(DEEPSEEK, window=65536)
     assert seconds(dataclasses.replace(long, model=wide), layout)[0] == pytest.approx(full, rel=1e-6)
+
+
+def test_ranks_that_share_an_expert_pay_for_its_tokens():
+    """Experts cut in eight instead of spread over eight: the tokens still travel."""
+    given = workload(DEEPSEEK, "H100-80GB-SXM", "megatron-core", devices=64, seq_len=4096)
+    layouts = [
+        Layout(mode="given", pp=8, dp_shard=8, zero=1, micro_batch=1, ep=ep, etp=etp)
+        for ep, etp in ((8, 1), (1, 8), (1, 1))
+    ]
+    spread, cut, alone = estimate_step(given, Grid.of(layouts)).parts["expert parallel"]
+    assert cut > spread > 0
+    assert alone == 0
