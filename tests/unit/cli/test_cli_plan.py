@@ -18,6 +18,9 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 LOCAL = ("cluster.preset=local", "cluster.device=cpu", "cluster.devices_per_node=8")
 """Eight cores: only what can run there is planned."""
 SMALL = ("data.seq_len=32", "train.global_batch=8")
+QUICK_PRESETS = ("llama2-7b", "llama3-70b", "llama3.2-1b", "mixtral-8x7b", "mpt-7b", "resnet50", "tiny")
+OTHER_PRESETS = tuple(name for name in preset_names("models") if name not in QUICK_PRESETS)
+"""Large ones that fit no single node take seconds each: the advice tries larger clusters."""
 
 
 # plan
@@ -40,7 +43,9 @@ def test_planning_a_preset_shows_ledger_reasons_and_collectives(cli, preset):
     assert "Layouts, best first" in ran.out
 
 
-@pytest.mark.parametrize("preset", preset_names("models"))
+@pytest.mark.parametrize(
+    "preset", [*QUICK_PRESETS, *(pytest.param(p, marks=pytest.mark.slow) for p in OTHER_PRESETS)]
+)
 def test_every_preset_is_planned_or_refused_with_a_reason(cli, preset):
     ran = cli("plan", preset, "--on", "h200-sxm", "--json", "--top", "1")
     assert ran.status in (0, 2)
