@@ -195,8 +195,8 @@ class Rows:
         """Predicted over measured, less one."""
         found = []
         for workload, grid, group in self.groups:
-            stacks = workload.profile.stacks or (workload.profile.name,)
-            rates = merge_rates(tables, stacks, calibrated_device(workload.cluster.device_name))
+            device = calibrated_device(workload.cluster.device_name)
+            rates = merge_rates(tables, workload.profile.calibrations, device)
             found.append(
                 estimate_step(workload, grid, rates).step_s / [c.step_s or math.nan for c in group] - 1
             )
@@ -208,7 +208,7 @@ def inherited(tables: Tables, section: str, name: str) -> float:
     kind, _, rest = section.partition(".")
     chain = ["default"]
     if kind == "stack":
-        stack, device = (rest, "") if section.endswith(".06") and rest.count(".") == 1 else _split(rest)
+        stack, device = _split(rest)
         base = stack.split("-26.")[0]
         chain += [f"device.{device}", f"stack.{base}", f"stack.{base}.{device}", f"stack.{stack}"]
     return next(tables[s][name] for s in [section, *reversed(chain)] if name in tables.get(s, {}))

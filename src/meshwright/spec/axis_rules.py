@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from meshwright.core.errors import Problem
 from meshwright.spec.job import Job
-from meshwright.spec.layout import V_SCHEDULES
+from meshwright.spec.layout import V_SCHEDULES, Layout
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.numbers import divisors, list_choices, near_divisors
 
@@ -214,22 +214,18 @@ def check_zero_unsharded(job: Job) -> Problem | None:
     return Problem("layout-zero-unsharded", rule, path="layout.zero", value=layout.zero, fix=fix)
 
 
-def check_idle_schedule(job: Job) -> Problem | None:
-    """Only a pipeline has a schedule."""
-    layout = job.layout
-    if layout.schedule == "1f1b" or layout.pp > 1:
-        return None
-    rule, fix = "has no effect with layout.pp=1: there is no pipeline", "Leave layout.schedule out"
-    return Problem("layout-schedule-pp", rule, path="layout.schedule", value=layout.schedule, fix=fix)
+def _check_idle(code: str, key: str, degree: str, why: str) -> Check:
+    """A setting of the layout that only a degree above one gives an effect."""
+    idle = getattr(Layout, key)
 
+    def check(job: Job) -> Problem | None:
+        value = getattr(job.layout, key)
+        if value == idle or getattr(job.layout, degree) > 1:
+            return None
+        rule, fix = f"has no effect with layout.{degree}=1: {why}", f"Leave layout.{key} out"
+        return Problem(code, rule, path=f"layout.{key}", value=value, fix=fix)
 
-def check_idle_context(job: Job) -> Problem | None:
-    """Only a sequence that is shared has a way to exchange its keys."""
-    layout = job.layout
-    if layout.context == "ring" or layout.cp > 1:
-        return None
-    rule, fix = "has no effect with layout.cp=1: no sequence is shared", "Leave layout.context out"
-    return Problem("layout-context-cp", rule, path="layout.context", value=layout.context, fix=fix)
+    return check
 
 
 def check_idle_accumulate(job: Job) -> Problem | None:
@@ -321,8 +317,16 @@ AXIS_ROWS: tuple[Row, ...] = (
 """Rows of what can never run."""
 
 PLAN_AXIS_ROWS: tuple[Row, ...] = (
-    ("layout-schedule-pp", "A `schedule` other than `1f1b` needs `pp` > 1.", check_idle_schedule),
-    ("layout-context-cp", '`context = "ulysses"` needs `cp` > 1.', check_idle_context),
+    (
+        "layout-schedule-pp",
+        "A `schedule` other than `1f1b` needs `pp` > 1.",
+        _check_idle("layout-schedule-pp", "schedule", "pp", "there is no pipeline"),
+    ),
+    (
+        "layout-context-cp",
+        '`context = "ulysses"` needs `cp` > 1.',
+        _check_idle("layout-context-cp", "context", "cp", "no sequence is shared"),
+    ),
     ("layout-accumulate-zero", '`accumulate = "deferred"` needs `zero` 2 or 3.', check_idle_accumulate),
     ("layout-prefetch-zero", "A `prefetch` other than 1 needs `zero = 3`.", check_idle_prefetch),
     (

@@ -99,6 +99,8 @@ def estimate_memory(workload: Workload, grid: Grid) -> MemoryEstimate:
 
 def _host_bytes(workload: Workload, grid: Grid) -> Floats:
     """Float32 weights, moments and gradients of what a rank updates; with `all`, its 16-bit weights too."""
+    if not grid.offload.any():
+        return np.zeros(len(grid))
     shares = share_parameters(workload.model, grid)
     kept = (shares.rank + shares.expert_rank) / np.where(grid.zero == 3, grid.dp_shard * grid.cp, 1)
     bytes_ = 16.0 * shares.updated(grid) + np.where(grid.offload == OFFLOADS.index("all"), 2.0 * kept, 0.0)

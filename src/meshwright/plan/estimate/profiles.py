@@ -105,6 +105,11 @@ class Profile:
     memory: MemoryRules = MemoryRules()
     time: TimeRules = TimeRules()
 
+    @property
+    def calibrations(self) -> tuple[str, ...]:
+        """Stacks whose rates it has, the later over the earlier."""
+        return self.stacks or (self.name,)
+
 
 _OLD = TimeRules(
     flash_attention=False,
@@ -139,32 +144,22 @@ _MEGATRON_2021 = MemoryRules(
     vocabulary_multiple=128,
 )
 """16-bit weights, float32 main gradients, master weights and moments: 18 bytes (Korthikanti et al. 2022)."""
-_MEGATRON_CORE = MemoryRules(
-    master_weights=True,
-    blocks="fused",
-    selective="attention",
-    keeps_gathered=False,
-    shards_with_gradients=False,
+_MEGATRON_CORE = dataclasses.replace(
+    _MEGATRON_2021,
+    fused_attention=True,
+    dropout=False,
     logit_bytes=2.0,
     split_logit_bytes=2.0,
     scratch_gradients=True,
-    vocabulary_multiple=128,
 )
 """With Transformer Engine: fused attention and norms, a cross entropy that works in the logits' place."""
 _MEGATRON_BRIDGE = dataclasses.replace(_MEGATRON_CORE, gradient_bytes=2.0)
 """Recipes of NeMo and Megatron Bridge sum and reduce gradients in 16 bits (`grad_reduce_in_fp32=False`)."""
-_DEEPSPEED = MemoryRules(
-    master_weights=True,
+_DEEPSPEED = dataclasses.replace(
+    _MEGATRON_2021,
     gradient_bytes=6.0,
     fp16_gradient_bytes=2.0,
     step_gradient_bytes=4.0,
-    blocks="fused",
-    fused_attention=False,
-    dropout=True,
-    selective="attention",
-    keeps_gathered=False,
-    shards_with_gradients=False,
-    vocabulary_multiple=128,
     gathers="matrix",
     bucket_bytes=2.0e9,
     stale_boundaries=1,

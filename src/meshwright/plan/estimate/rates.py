@@ -79,10 +79,8 @@ def calibrated_device(device_name: str) -> str:
 
 def rates_of(workload: Workload) -> Rates:
     """The rates of a workload's device and stack."""
-    profile = workload.profile
-    return merge_rates(
-        load_calibration(), profile.stacks or (profile.name,), calibrated_device(workload.cluster.device_name)
-    )
+    device = calibrated_device(workload.cluster.device_name)
+    return merge_rates(load_calibration(), workload.profile.calibrations, device)
 
 
 def merge_rates(tables: dict[str, dict[str, float]], stacks: tuple[str, ...], device: str) -> Rates:

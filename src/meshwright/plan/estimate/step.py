@@ -195,19 +195,22 @@ class _Step:
         on = grid.zero == 3
         if not on.any():
             return np.zeros(len(grid)), np.zeros(len(grid))
-        gather = self.groups.shard.gather_s(self.shares.block * WIRE_BYTES)
-        gather = gather + self.groups.expert_shard.gather_s(self.shares.expert_block * WIRE_BYTES)
-        scatter = self.groups.shard.gather_s(self.shares.block * rules.reduce_bytes)
-        scatter = scatter + self.groups.expert_shard.gather_s(self.shares.expert_block * rules.reduce_bytes)
-        across = self._across_s(self.shares.block, self.shares.expert_block)
-        hide, slow = self.rates.overlap, self.rates.contention
-        wanted_back = gather + scatter + across / self.micro_batches
-        late_forward = np.maximum(gather - hide * forward, (1 - hide) * gather) + slow * np.minimum(
-            gather, forward
-        )
-        late_backward = np.maximum(wanted_back - hide * backward, (1 - hide) * wanted_back)
-        late_backward = late_backward + slow * np.minimum(wanted_back, backward)
+        block, experts = self.shares.block, self.shares.expert_block
+        gather = self._shards_s(block, experts, WIRE_BYTES)
+        scatter = self._shards_s(block, experts, rules.reduce_bytes)
+        wanted_back = gather + scatter + self._across_s(block, experts) / self.micro_batches
+        late_forward, late_backward = self._late_s(gather, forward), self._late_s(wanted_back, backward)
         return np.where(on, late_forward, 0.0), np.where(on, late_backward, 0.0)
+
+    def _late_s(self, wanted: Floats, passed: Floats) -> Floats:
+        """What a pass does not hide of the communication beside it, and what that slows down."""
+        hide, slow = self.rates.overlap, self.rates.contention
+        return np.maximum(wanted - hide * passed, (1 - hide) * wanted) + slow * np.minimum(wanted, passed)
+
+    def _shards_s(self, dense: Floats, experts: Floats, element_bytes: float) -> Floats:
+        """Gathering from, or scattering to, the ranks that share dense state and experts."""
+        shared = self.groups.shard.gather_s(dense * element_bytes)
+        return shared + self.groups.expert_shard.gather_s(experts * element_bytes)
 
     def _across_s(self, dense: Floats, experts: Floats) -> Floats:
         """Gradients that one group of shards has summed, over the groups that hold the same shards."""
@@ -268,10 +271,8 @@ class _Step:
             + groups.expert_shard.all_reduce_s(experts * wire)
             + groups.replicate.all_reduce_s((dense + experts) * wire)
         )
-        scatter = groups.shard.gather_s(dense * wire) + groups.expert_shard.gather_s(experts * wire)
-        gather = groups.shard.gather_s(dense * WIRE_BYTES) + groups.expert_shard.gather_s(
-            experts * WIRE_BYTES
-        )
+        scatter = self._shards_s(dense, experts, wire)
+        gather = self._shards_s(dense, experts, WIRE_BYTES)
         across = self._across_s(dense, experts)
         sharded = (grid.zero == 1) | (grid.zero == 2)
         # ZeRO-2 has no room for whole sums: each micro-batch's gradients are scattered at once.

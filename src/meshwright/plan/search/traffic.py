@@ -14,6 +14,7 @@ import numpy as np
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.sizes import share_parameters
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.traffic import Traffic
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.layout import Layout
 
@@ -23,15 +24,9 @@ GRADIENT_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Moved:
+class Moved(Traffic):
     """Calls of one operation on one axis in a step."""
 
-    axis: str
-    op: str
-    phase: str
-    ranks: int
-    calls: int
-    bytes: int
     tier: str
     """The farthest that it reaches: `node`, `rack` or `spine`."""
 

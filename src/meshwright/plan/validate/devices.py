@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-import tomllib
 from collections.abc import Iterator
-from importlib import resources
 
 from meshwright.plan.validate.cells import Cells, NotExpressedError
 from meshwright.spec.cluster import Cluster
+from meshwright.spec.presets import preset_names, read_preset
 
 ALIASES: tuple[tuple[str, str], ...] = (
     (r"GB300", "GB300-NVL72"),
@@ -45,11 +44,11 @@ _MACHINE = re.compile(
 
 def load_devices() -> Iterator[tuple[str, Cluster]]:
     """Cluster presets by the name of their device."""
-    folder = resources.files("meshwright.spec").joinpath("presets/clusters")
-    for entry in sorted(folder.iterdir(), key=lambda e: e.name):
-        tree = tomllib.loads(entry.read_text(encoding="utf-8"))
+    for name in preset_names("clusters"):
+        tree = read_preset("clusters", name)
+        assert isinstance(tree, dict), "the name was listed"
         if tree.get("device") == "cuda" and tree.get("device_name"):
-            yield str(tree["device_name"]), Cluster(**{"preset": entry.name.removesuffix(".toml"), **tree})
+            yield str(tree["device_name"]), Cluster(**{"preset": name, **tree})
 
 
 @functools.cache
