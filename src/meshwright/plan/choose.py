@@ -43,10 +43,13 @@ class Candidate:
     def name(self) -> str:
         """How it is spoken of."""
         replicas, shards = self.layout.dp_replicate, self.layout.dp_shard
+        split = f"{self.layout.tp} ranks a matrix" if self.layout.tp > 1 else ""
         if shards > 1:
             copies = f"{replicas} replicas of " if replicas > 1 else ""
-            return f"{copies}{shards} shards (zero={self.layout.zero})"
-        return "one process" if replicas == 1 else f"{replicas} replicas"
+            return f"{copies}{shards} shards (zero={self.layout.zero}){split and f', {split}'}"
+        if replicas > 1:
+            return f"{replicas} replicas{split and f', {split}'}"
+        return split or "one process"
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ def explain_choice(job: Job, search: Search) -> list[str]:
         reasons = [f"{best.name}: the shortest predicted step of {search.evaluated} layouts"]
         if best.layout.dp_shard > 1:
             reasons[0] += "; the whole state on every rank does not fit"
-    if best.layout.data_degree == 1 and job.layout.mode == "auto" and job.cluster.world_size > 1:
+    if best.layout.world_size == 1 and job.layout.mode == "auto" and job.cluster.world_size > 1:
         reasons[0] += "; one device is enough, communication would cost more than it gives"
     reasons += [_why_not(best, other) for other in search.candidates[1:4]]
     if job.layout.micro_batch is None:

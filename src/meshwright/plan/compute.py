@@ -19,6 +19,7 @@ from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.optimizer import predict_optimizer
 from meshwright.plan.resnet_shapes import image_flops
 from meshwright.plan.shapes import count_active_matmul_parameters, list_parameters
+from meshwright.plan.tensor import held_model
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel, Model, ResNetModel
@@ -142,31 +143,29 @@ def estimate_step(job: Job, micro_batches: int, touched_bytes: int, traffic: Seq
     tokens = micro_batches * (job.layout.micro_batch or 1) * job.data.seq_len
     rate = matmul_rate(cluster, train.precision) * _efficiency(job.model)
     flops = flops_per_token(job.model, job.data.seq_len) + recomputed_flops(job)
-    matmul_s = tokens * flops / rate
+    matmul_s = tokens * flops / rate / job.layout.tp
     passes = ACTIVATION_PASSES + RECOMPUTE_PASSES[job.layout.recompute]
     memory_s = micro_batches * touched_bytes * passes / cluster.memory_bytes_per_s
     host_s = micro_batches * (_depth(job.model) + 1) * HOST_S[cluster.device]
     # A GPU computes while the host goes on; a core is both.
     on_gpu = cluster.device == "cuda"
     compute_s = max(matmul_s + memory_s, host_s) if on_gpu else matmul_s + memory_s + host_s
-    optimizer = predict_optimizer(list_parameters(job.model), train)
+    optimizer = predict_optimizer(list_parameters(held_model(job)), train)
     optimizer_s = optimizer.moved_bytes / cluster.memory_bytes_per_s + optimizer.flops / rate
     optimizer_s /= job.layout.dp_shard  # each rank moves its rows
-    crossing = job.layout.data_degree > cluster.devices_per_node
+    crossing = job.layout.world_size > cluster.devices_per_node
     bandwidth = (cluster.nic_bytes_per_s if crossing else None) or cluster.link_bytes_per_s
     latency = (cluster.nic_latency_s if crossing else None) or cluster.link_latency_s
-    communication_s = control_s = 0.0
+    communication_s = waited_s = 0.0
     for row in traffic:
         if row.phase != "step":
             continue
         rounds = 2 if row.op == "all_reduce" else 1
         ring_s = row.bytes * rounds * (row.ranks - 1) / row.ranks / bandwidth + row.calls * latency
-        if row.axis == "control":
-            control_s += ring_s
+        if row.axis == "control" or row.axis.startswith("tp"):  # the step waits for these
+            waited_s += ring_s
         else:
             communication_s += ring_s
     last_backward_s = compute_s * 2 / 3 / micro_batches
     hidden_s = min(communication_s * OVERLAP[cluster.device], last_backward_s)
-    return StepTime(
-        compute_s, optimizer_s, communication_s + control_s, communication_s - hidden_s + control_s
-    )
+    return StepTime(compute_s, optimizer_s, communication_s + waited_s, communication_s - hidden_s + waited_s)

@@ -24,6 +24,7 @@ from meshwright.plan.compute import flops_per_token, peak_rate, step_interval
 from meshwright.plan.moments import Line
 from meshwright.plan.shapes import count_parameters, list_parameters
 from meshwright.plan.sharding import sharded_state
+from meshwright.plan.tensor import held_model
 from meshwright.spec.hf import notes_on
 from meshwright.spec.job import Job
 from meshwright.spec.load import PLAN_KEY, build_job, job_tree
@@ -111,7 +112,7 @@ def build_plan(job: Job) -> tuple[Plan, Search]:
 def plan_of(job: Job, candidate: Candidate, reasons: list[str]) -> Plan:
     """The contract for one candidate."""
     placed = dataclasses.replace(job, layout=candidate.layout)
-    parameters = list_parameters(job.model)
+    parameters = list_parameters(held_model(placed))
     ledger = candidate.ledger
     sharded = candidate.layout.dp_shard > 1
     ranks = tuple(

@@ -15,6 +15,10 @@ e + 4 H + 2 F e). Either way one whole block lives while its backward pass runs.
 
 The loss holds the logits of a chunk of tokens twice in float32, and makes the head's gradient (V x D x 4) in
 the forward pass.
+
+With tensor parallelism the model is the narrower one that a rank holds (``plan.tensor``). With sequence
+parallelism the residual stream and the norms have T / tp tokens; what they hand to attention, feed-forward
+and head is gathered, and is kept gathered. The loss then holds a chunk's logits once.
 """
 
 from __future__ import annotations
@@ -46,6 +50,8 @@ class _Sizes:
 
     tokens: int
     low: int
+    gathered: int
+    """What a rank receives for its part of the tokens: T x D x e with sequence parallelism, else nothing."""
     """Bytes of a matrix product's operands: 2 under bf16 and fp16."""
     hidden: int
     """The residual stream: T x D x 4."""
@@ -76,8 +82,10 @@ class _Sizes:
         on_gpu = job.cluster.device == "cuda"
         width, queries, keys, ffn = model.hidden_size, model.query_size, model.kv_size, model.ffn_size
         gated = model.activation == "swiglu"
-        hidden, inner = tokens * width * FLOAT32_BYTES, tokens * ffn * low
-        norm = _norm_bytes(model, tokens, on_gpu)
+        layout = job.layout
+        resident = tokens // layout.tp if layout.sequence_parallel else tokens
+        hidden, inner = resident * width * FLOAT32_BYTES, tokens * ffn * low
+        norm = _norm_bytes(model, resident, on_gpu)
         # On GPUs keys and values are repeated for every query head in float32 and behind a mask.
         repeated = on_gpu and (low == FLOAT32_BYTES or job.data.mask == "document")
         attention = (
@@ -88,14 +96,15 @@ class _Sizes:
         copied = low != FLOAT32_BYTES and job.layout.zero < 2
         copies = matrices * low if copied else 0
         block = 2 * (norm + tokens * width * low) + tokens * attention + (4 if gated else 2) * inner + copies
-        products = (2 * queries + 2 * keys + width) * low + model.num_heads * FLOAT32_BYTES
+        products = tokens * ((2 * queries + 2 * keys) * low + model.num_heads * FLOAT32_BYTES)
+        products += resident * width * low
         waiting = {
             "none": (block, f"{block} a block"),
             "selective": (
-                hidden + tokens * products + (2 if gated else 1) * inner,
-                f"{hidden} (input) + {tokens * products + (2 if gated else 1) * inner} (products) a block",
+                hidden + products + (2 if gated else 1) * inner,
+                f"{hidden} (input) + {products + (2 if gated else 1) * inner} (products) a block",
             ),
-            "full": (hidden, f"{tokens} x {width} x 4 (input) a block"),
+            "full": (hidden, f"{resident} x {width} x 4 (input) a block"),
         }[job.layout.recompute]
         half = norm + tokens * width * low + tokens * attention
         if copied:
@@ -110,6 +119,7 @@ class _Sizes:
         return cls(
             tokens,
             low,
+            tokens * width * low if layout.sequence_parallel else 0,
             hidden,
             inner,
             norm,
@@ -188,7 +198,10 @@ def _loss_moment(
     head_elements = model.vocab_size * model.hidden_size
     width = sizes.tokens * model.hidden_size * sizes.low
     chunk = min(sizes.tokens, loss_chunk(job, model)) * model.vocab_size
-    temporary = 2 * width + head_elements * FLOAT32_BYTES + chunk * 2 * FLOAT32_BYTES
+    copies = 2 if job.layout.tp == 1 else 1
+    temporary = 2 * width + head_elements * FLOAT32_BYTES + chunk * copies * FLOAT32_BYTES
+    if sizes.gathered:  # what was gathered
+        temporary += sizes.gathered // job.layout.tp
     if sizes.low != FLOAT32_BYTES:
         copy = head_elements * sizes.low
         temporary += copy + max(0, copy - chunk * (2 * FLOAT32_BYTES - sizes.low))
@@ -231,9 +244,8 @@ def _backward_moments(
     # The feed-forward's backward is the widest of a block: beside the residual's gradient, that of its inner
     # product with the down matrix's; or, where a product has two factors, with one more inner gradient.
     down = model.ffn_size * model.hidden_size * (sizes.low if cut else FLOAT32_BYTES)
-    temporary = (
-        sizes.hidden + sizes.inner + (max(sizes.inner, down) if model.activation == "swiglu" else down)
-    )
+    gated = sizes.inner if model.activation == "swiglu" else 0
+    temporary = sizes.hidden + sizes.inner + max(gated, down + sizes.gathered)
     tied = model.tied_embeddings
     if tied and sums_kept:  # the head's part of the shared gradient waits for the embedding's
         temporary += head

@@ -20,6 +20,7 @@ from meshwright.plan.resnet_memory import trace_resnet
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, list_parameters
 from meshwright.plan.sharded_memory import trace_sharded
 from meshwright.plan.sharding import sharded_state
+from meshwright.plan.tensor import held_model
 from meshwright.plan.traffic import WIRE_BYTES
 from meshwright.spec.job import Job
 from meshwright.spec.model import ResNetModel
@@ -49,7 +50,7 @@ class Ledger:
 
 def predict_ledger(job: Job, micro_batch: int, micro_batches: int) -> Ledger:
     """What a rank of a replicated or sharded layout holds; of a sharded one the first, the fullest."""
-    parameters = list_parameters(job.model)
+    parameters = list_parameters(held_model(job))
     if job.layout.zero >= 2:
         return _predict_sharded(job, parameters, micro_batch, micro_batches)
     count = sum(p.count for p in parameters)
@@ -99,10 +100,11 @@ def _predict_sharded(
     job: Job, parameters: Sequence[Parameter], micro_batch: int, micro_batches: int
 ) -> Ledger:
     """What a rank of ZeRO-2 or 3 holds: its shards, and what is gathered at the peak."""
-    assert not isinstance(job.model, ResNetModel), "the legality table shards decoders only"
+    model = held_model(job)
+    assert not isinstance(model, ResNetModel), "the legality table shards decoders only"
     state = sharded_state(job, rank=0)
-    memory = trace_decoder(job, job.model, parameters, micro_batch, sums_kept=False)
-    top = max(trace_sharded(job, job.model, memory.moments, micro_batches), key=lambda moment: moment.bytes)
+    memory = trace_decoder(job, model, parameters, micro_batch, sums_kept=False)
+    top = max(trace_sharded(job, model, memory.moments, micro_batches), key=lambda moment: moment.bytes)
     ranks = job.layout.dp_shard
     lines = [
         Line("parameters", state["parameters"], f"rows over {ranks} ranks, padded, x 4 (float32)"),
@@ -130,9 +132,10 @@ def _predict_sharded(
 
 def _trace(job: Job, parameters: Sequence[Parameter], micro_batch: int, sums_kept: bool) -> StepMemory:
     """The moments of the job's model."""
-    if isinstance(job.model, ResNetModel):
-        return trace_resnet(job, job.model, parameters, micro_batch, sums_kept)
-    return trace_decoder(job, job.model, parameters, micro_batch, sums_kept)
+    model = held_model(job)
+    if isinstance(model, ResNetModel):
+        return trace_resnet(job, model, parameters, micro_batch, sums_kept)
+    return trace_decoder(job, model, parameters, micro_batch, sums_kept)
 
 
 def _second_copy(

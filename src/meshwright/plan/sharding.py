@@ -28,14 +28,11 @@ from dataclasses import dataclass
 from meshwright.plan.buckets import bucket_parameters
 from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, list_parameters
+from meshwright.plan.tensor import held_model
 from meshwright.plan.traffic import (
-    CONTROL_EVAL_VALUES,
-    CONTROL_NORM_VALUES,
-    CONTROL_SAVE_VALUES,
-    CONTROL_STEP_VALUES,
-    FLOAT64_BYTES,
     WIRE_BYTES,
     Traffic,
+    count_micro_batches,
     fixed_buckets,
 )
 from meshwright.spec.job import Job, Train
@@ -92,13 +89,13 @@ def padded_count(parameter: Parameter, ranks: int) -> int:
 
 
 def shard_rank(job: Job, rank: int) -> int:
-    """Which shard a rank holds: replicas are the outer axis."""
-    return rank % job.layout.dp_shard
+    """Which shard a rank holds: replicas are the outer axis, ``tp`` the inner one."""
+    return rank // job.layout.tp % job.layout.dp_shard
 
 
 def sharded_state(job: Job, rank: int) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state of one rank, after the backward pass."""
-    parameters, ranks = list_parameters(job.model), job.layout.dp_shard
+    parameters, ranks = list_parameters(held_model(job)), job.layout.dp_shard
     count = sum(p.count for p in parameters)
     if job.layout.zero >= 2:
         count = sum(padded_count(p, ranks) for p in parameters) // ranks
@@ -111,7 +108,7 @@ def sharded_state(job: Job, rank: int) -> dict[str, int]:
 
 def _optimizer_bytes(job: Job, rank: int) -> int:
     total = 0
-    for (rows, width, keys), times in _count_kinds(job.model, job.train).items():
+    for (rows, width, keys), times in _count_kinds(held_model(job), job.train).items():
         own = width * len(chunk_rows(rows, job.layout.dp_shard, rank))
         total += times * sum(1 if key == STEP_COUNT else own for key in keys) * FLOAT32_BYTES
     return total
@@ -129,27 +126,16 @@ def _count_kinds(model: Model, train: Train) -> Counter[tuple[int, int, tuple[st
 def count_moments(job: Job) -> int:
     """Padded elements of all tensors of optimizer state that are cut."""
     total = 0
-    for (rows, width, keys), times in _count_kinds(job.model, job.train).items():
+    for (rows, width, keys), times in _count_kinds(held_model(job), job.train).items():
         size = padded_count(Parameter("", (rows, width)), job.layout.dp_shard)
         total += times * sum(key != STEP_COUNT for key in keys) * size
     return total
 
 
-def needs_norm(job: Job) -> bool:
-    """Whether the norm of the gradient is wanted in every step: to clip, or to find fp16's overflows."""
-    return job.train.clip > 0 or job.train.precision == "fp16"
-
-
 def predict_sharded(job: Job) -> list[Traffic]:
-    """All collectives of a sharded layout."""
-    layout, world = job.layout, job.layout.world_size
-    control_bytes = (CONTROL_STEP_VALUES + CONTROL_SAVE_VALUES) * FLOAT64_BYTES
-    norms = CONTROL_NORM_VALUES if needs_norm(job) else 0
-    control_bytes += norms * FLOAT64_BYTES
+    """All collectives over ``dp_shard``, and over replicas of shards."""
     rows = [
-        Traffic("control", "all_reduce", "step", world, 1 + norms, control_bytes),
-        Traffic("control", "all_reduce", "eval", world, 1, CONTROL_EVAL_VALUES * FLOAT64_BYTES),
-        *(_optimizer_traffic(job) if layout.zero == 1 else _group_traffic(job)),
+        *(_optimizer_traffic(job) if job.layout.zero == 1 else _group_traffic(job)),
         *_save_traffic(job),
     ]
     return [row for row in rows if row.calls]
@@ -157,11 +143,11 @@ def predict_sharded(job: Job) -> list[Traffic]:
 
 def _optimizer_traffic(job: Job) -> list[Traffic]:
     """Stage 1: whole gradients are summed over all data ranks; what each updated is gathered."""
-    layout, parameters = job.layout, list_parameters(job.model)
+    layout, parameters = job.layout, list_parameters(held_model(job))
     buckets = bucket_parameters(parameters, layout.bucket_mb)
     axis, ranks = ("dp_shard", layout.dp_shard)
     if layout.dp_replicate > 1:
-        axis, ranks = ALL_DATA, layout.world_size
+        axis, ranks = ALL_DATA, layout.data_degree
     wire = sum(p.count for p in parameters) * WIRE_BYTES[job.compression.kind]
     gathered = sum(padded_count(p, layout.dp_shard) for p in parameters) * FLOAT32_BYTES
     return [
@@ -174,7 +160,7 @@ def _optimizer_traffic(job: Job) -> list[Traffic]:
 def _group_traffic(job: Job) -> list[Traffic]:
     """Stages 2 and 3: groups are gathered to be used, their gradients reduced and scattered."""
     layout, ranks = job.layout, job.layout.dp_shard
-    groups = list_groups(job.model)
+    groups = list_groups(held_model(job))
     blocks = [g.gathered_bytes(ranks, job.train.precision) for g in groups if g.block]
     around = sum(g.gathered_bytes(ranks, job.train.precision) for g in groups if not g.block)
     reduced = sum(g.padded(ranks) for g in groups) * FLOAT32_BYTES
@@ -204,17 +190,11 @@ def _group_traffic(job: Job) -> list[Traffic]:
 
 def _save_traffic(job: Job) -> list[Traffic]:
     """A checkpoint holds whole tensors: each that is cut is gathered, one call a tensor."""
-    parameters, ranks = list_parameters(job.model), job.layout.dp_shard
+    parameters, ranks = list_parameters(held_model(job)), job.layout.dp_shard
     elements, calls = count_moments(job), 0
-    for (_, _, keys), times in _count_kinds(job.model, job.train).items():
+    for (_, _, keys), times in _count_kinds(held_model(job), job.train).items():
         calls += times * sum(key != STEP_COUNT for key in keys)
     if job.layout.zero >= 2:
         elements += sum(padded_count(p, ranks) for p in parameters)
         calls += len(parameters)
     return [Traffic("dp_shard", "all_gather", "save", ranks, calls, elements * FLOAT32_BYTES)]
-
-
-def count_micro_batches(job: Job, samples: int) -> int:
-    """Micro-batches of the fullest rank."""
-    share = -(-samples // job.layout.data_degree)
-    return -(-share // (job.layout.micro_batch or 1))

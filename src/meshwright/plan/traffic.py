@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.spec.job import Job
+
 INT32_BYTES = 4
 FLOAT64_BYTES = 8
 CONTROL_STEP_VALUES = 3
@@ -42,3 +44,30 @@ def fixed_buckets(parameters: int, buckets: Sequence[object], axis: str, ranks: 
     """DDP broadcasts its bucket assignment from rank 0: all indices and a count, then the sizes."""
     sizes = (parameters + 1 + len(buckets)) * INT32_BYTES
     return Traffic(axis, "broadcast", "setup", ranks, 2, sizes)
+
+
+def count_micro_batches(job: Job, samples: int) -> int:
+    """Micro-batches of the fullest rank."""
+    share = -(-samples // job.layout.data_degree)
+    return -(-share // (job.layout.micro_batch or 1))
+
+
+def needs_norm(job: Job) -> bool:
+    """Whether the norm of the gradient is wanted in every step: to clip, or to find fp16's overflows."""
+    return job.train.clip > 0 or job.train.precision == "fp16"
+
+
+def predict_control(job: Job) -> list[Traffic]:
+    """The small reductions of loss, wishes and norm over all ranks."""
+    layout, values, calls = job.layout, CONTROL_STEP_VALUES, 1
+    if job.train.noise_scale_every:
+        values += CONTROL_NOISE_VALUES
+    if layout.dp_shard > 1 or layout.tp > 1:  # the state is cut: all take part in norms and checkpoints
+        values += CONTROL_SAVE_VALUES
+        if needs_norm(job):
+            values, calls = values + CONTROL_NORM_VALUES, calls + 1
+    world, evaluation = layout.world_size, CONTROL_EVAL_VALUES * FLOAT64_BYTES
+    return [
+        Traffic("control", "all_reduce", "step", world, calls, values * FLOAT64_BYTES),
+        Traffic("control", "all_reduce", "eval", world, 1, evaluation),
+    ]

@@ -80,7 +80,8 @@ def train_step(session: Session, meter: Meter) -> bool:
     wishes = [float(session.stop_wanted)]
     if session.owned.cut_up:  # all ranks take part in a checkpoint, and rank 0 knows when
         wishes.append(float(session.ranks.rank == 0 and session.save_due()))
-    loss_sum, counted, stops, *sums = session.ranks.add_up([own_loss, own_targets, *wishes, *noise])
+    own = [own_loss, own_targets] if session.ranks.speaks else [0.0, 0.0]
+    loss_sum, counted, stops, *sums = session.ranks.add_up([*own, *wishes, *noise])
     session.save_wanted = session.owned.cut_up and sums.pop(0) > 0
     noise_sums = sums
     assert counted == targets, f"{counted:.0f} targets were trained on, {targets} were expected"
@@ -131,6 +132,7 @@ def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[
             session.precision.backward(loss / divisor)
         session.noise_scale.after_micro_batch(targets_seen)
         loss_sum += loss.detach()
+    session.owned.complete_gradients()
     return loss_sum, targets_seen
 
 
@@ -159,15 +161,17 @@ def evaluate(session: Session) -> float | None:
     device = session.ranks.device
     loss_sum, targets_seen = 0.0, 0
     session.model.train(not session.job.mixes_samples)  # else a batch norm reads its running statistics
-    # Each micro-batch gathers the blocks: as many as were promised, however few samples are held out.
-    least = session.job.train.eval_samples if session.job.layout.zero == 3 else 0
+    # Each micro-batch gathers blocks or sums: as many as were promised, however few samples are held out.
+    layout = session.job.layout
+    least = session.job.train.eval_samples if layout.zero == 3 or layout.tp > 1 else 0
     for batch in session.eval_batches.micro_batches(samples, least):
         with session.precision.products():
             loss_sum += session.model(*[move(t, device) for t in batch]).item()
         targets_seen += int((batch[1] >= 0).sum())
     session.model.train()
     session.owned.end_evaluation()
-    loss_sum, counted = session.ranks.add_up([loss_sum, float(targets_seen)])
+    own = [loss_sum, float(targets_seen)] if session.ranks.speaks else [0.0, 0.0]
+    loss_sum, counted = session.ranks.add_up(own)
     if not counted:
         reason = f"the first {len(samples)} held-out samples hold masked prompts alone"
         session.events.write("no_evaluation", reason=reason)

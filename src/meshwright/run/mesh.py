@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -14,8 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.launch.environment import GENERATION_VARIABLE, STORE_VARIABLE
 from meshwright.plan.sharding import ALL_DATA
+from meshwright.plan.tensor import COPIES_AXIS, count_copies
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,32 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh | None = None
     control: dist.ProcessGroup | None = None
-    all_data: dist.ProcessGroup | None = None
-    """All ranks, for gradients, where replicas and shards are two axes and one reduction goes over both."""
+    joined: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    """Groups that are no axis of the mesh: both axes of data at once, the ranks that share key heads."""
+    tp: int = 1
+    """Ranks that share each matrix, and read the same samples: the innermost axis."""
+
+    @property
+    def data_rank(self) -> int:
+        """Its place among the ranks that read different samples."""
+        return self.rank // self.tp
+
+    @property
+    def speaks(self) -> bool:
+        """Whether it is the one of the ranks with the same samples whose loss is counted."""
+        return self.rank % self.tp == 0
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """The axes of data: replicas and shards."""
+        assert self.mesh is not None, "one process has no mesh"
+        axes = self.mesh.mesh_dim_names or ()
+        return self.mesh[tuple(axis for axis in axes if axis != "tp")] if "tp" in axes else self.mesh
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group of a mesh axis, or of both axes of data at once."""
-        if axis == ALL_DATA:
-            assert self.all_data is not None, f"this layout has no group for {axis}"
-            return self.all_data
+        """The process group of a mesh axis, or of several ranks that are none."""
+        if axis in self.joined:
+            return self.joined[axis]
         assert self.mesh is not None, f"one process has no group for {axis}"
         return self.mesh.get_group(axis)
 
@@ -71,17 +91,36 @@ def join_ranks(job: Job, counter: CollectiveCounter, store: dist.Store | None = 
         f"{dist.get_world_size()} ranks came, {world_size} were planned"
     )
     layout = job.layout
-    axes = {axis: getattr(layout, axis) for axis in ("dp_replicate", "dp_shard") if getattr(layout, axis) > 1}
+    degrees = {axis: getattr(layout, axis) for axis in ("dp_replicate", "dp_shard", "tp")}
+    axes = {axis: degree for axis, degree in degrees.items() if degree > 1}
     mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     control = dist.new_group(timeout=timeout)
     for axis in axes:
         counter.name_axis(mesh.get_group(axis), axis)
     counter.name_axis(control, "control")
-    all_data = None
-    if layout.zero == 1 and len(axes) == 2:
-        all_data = dist.new_group(timeout=timeout)
-        counter.name_axis(all_data, ALL_DATA)
-    return Ranks(rank, world_size, device, mesh, control, all_data)
+    joined = {}
+    for axis, members in _joined_ranks(job):
+        joined[axis] = _group_of(rank, members, timeout)
+        counter.name_axis(joined[axis], axis)
+    return Ranks(rank, world_size, device, mesh, control, joined, layout.tp)
+
+
+def _joined_ranks(job: Job) -> Iterator[tuple[str, list[list[int]]]]:
+    """Groups beside the axes of the mesh: a name, and all ranks by group."""
+    layout, everybody = job.layout, range(job.layout.world_size)
+    if layout.zero == 1 and layout.dp_replicate > 1:
+        yield ALL_DATA, [list(everybody[first :: layout.tp]) for first in range(layout.tp)]
+    copies = count_copies(job.model, layout.tp) if isinstance(job.model, DecoderModel) else 1
+    if copies > 1:
+        yield COPIES_AXIS, [list(everybody[first : first + copies]) for first in everybody[::copies]]
+
+
+def _group_of(rank: int, members: Iterable[list[int]], timeout: timedelta) -> dist.ProcessGroup:
+    """This rank's group; every rank takes part in making all of them."""
+    made = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in members]
+    own = next(group for ranks, group in made if rank in ranks)
+    assert isinstance(own, dist.ProcessGroup), "a rank is in its own group"
+    return own
 
 
 def _supervisor_store(timeout: timedelta) -> dist.Store:

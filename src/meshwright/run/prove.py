@@ -8,6 +8,7 @@ that no rank ever holds a second model and replicas that disagree are seen on th
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from meshwright.plan.proof import (
 from meshwright.run.batches import cut
 from meshwright.run.full_tensors import canonical_name, full_tensor, is_sharded, named_parameters
 from meshwright.run.loop import Meter, report_end, train_step
+from meshwright.run.parallel.tensor import whole_activation
 from meshwright.run.session import Session
 from meshwright.run.worker import run_session
 
@@ -65,7 +67,7 @@ class ModuleWatch:
     """Hooks on every module that show what chosen samples look like on their way in and out."""
 
     def __init__(self, session: Session, positions: Sequence[int], seen: Seen) -> None:
-        batches = session.train_batches
+        batches, self._split = session.train_batches, session.split
         places = np.arange(session.job.train.global_batch)
         self._parts = list(cut(places, batches.rank, batches.ranks, batches.micro_batch))
         self._wanted = set(positions)
@@ -101,7 +103,10 @@ class ModuleWatch:
             for what, value in (("input", inputs), ("output", output)):
                 tensor = _first_tensor(value)
                 if tensor is not None and tensor.ndim:
-                    self._show(name, what, full_tensor(tensor))
+                    whole = full_tensor(tensor)
+                    if self._split is not None:
+                        whole = whole_activation(self._split, name, what, whole)
+                    self._show(name, what, whole)
 
         return hook
 
@@ -111,7 +116,7 @@ class ModuleWatch:
                 self._seen(name, what, int(position), tensor[row])
 
 
-class Witness:
+class Witness(ABC):
     """What recorder and comparer have in common: when they look."""
 
     def __init__(self, session: Session, task: ProofTask, folder: Path) -> None:
@@ -141,21 +146,21 @@ class Witness:
             self.modules = None
             self.look_at_weights()
 
+    @abstractmethod
     def see(self, module: str, what: str, position: int, tensor: Tensor) -> None:
         """One sample's part of what went in or came out."""
-        raise NotImplementedError
 
+    @abstractmethod
     def look_at_gradients(self, step: int) -> None:
         """After the backward pass of a step that is compared."""
-        raise NotImplementedError
 
+    @abstractmethod
     def look_at_weights(self) -> None:
         """After the first update."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self) -> None:
         """After the last step."""
-        raise NotImplementedError
 
 
 class Recorder(Witness):
@@ -260,12 +265,12 @@ class Comparer(Witness):
                     continue
                 tensor = held[name]
                 # A rank that lacks its shard could not take part: nobody asks the others for theirs.
-                whole = present[name] == there[name] or not is_sharded(tensor)
+                whole = present[name] == there[name] or not (is_sharded(tensor) or self.session.split)
                 if tensor is None or not whole:
                     if name in known:
                         yield name, TensorDifference(None, missing=True)
                     continue
-                found = full_tensor(tensor)
+                found = self.session.owned.join(name, full_tensor(tensor))
                 wanted = expected.get_tensor(name) if name in known else torch.zeros(found.shape)
                 yield name, compare_tensors(found, wanted)
 

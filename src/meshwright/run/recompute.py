@@ -3,12 +3,14 @@
 ``none`` keeps everything, ``full`` only the block's input. ``selective`` keeps the outputs of the matrix
 products and of attention, which are dear, and computes norms, rotations and activations again, which are
 cheap; the last product of a block is not kept, as nothing in the block's backward pass reads its output.
+Where ranks share matrices, a product whose sum over the ranks is wanted is not kept, but the sum is; what
+was gathered is gathered again.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,17 +34,21 @@ ATTENTIONS = frozenset(
     }
 )
 """Kernels that attention may become: on CPU, and the three of CUDA."""
+SUMS = frozenset(
+    {torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.reduce_scatter_tensor.default}
+)
+"""What a split product becomes: the sum over the ranks."""
 
 
 def run_recomputed(
-    compute: Callable[..., Tensor], recompute: Recompute, products: int, *inputs: Any
+    compute: Callable[..., Tensor], recompute: Recompute, products: Sequence[bool], *inputs: Any
 ) -> Tensor:
     """Call a block's computation so that it keeps what the mode says.
 
     Args:
         compute: The block.
         recompute: The mode.
-        products: Matrix products in the block.
+        products: For each matrix product of the block, in order, whether it is kept.
         inputs: Of the block.
     """
     if recompute == "none" or not torch.is_grad_enabled():
@@ -53,17 +59,17 @@ def run_recomputed(
     return checkpoint(compute, *inputs, **options)
 
 
-def _keep_products(products: int) -> Any:
+def _keep_products(products: Sequence[bool]) -> Any:
     return create_selective_checkpoint_contexts(functools.partial(_policy, products, {}))
 
 
 def _policy(
-    products: int, seen: dict[bool, int], context: Any, operation: Any, *_: Any, **__: Any
+    products: Sequence[bool], seen: dict[bool, int], context: Any, operation: Any, *_: Any, **__: Any
 ) -> CheckpointPolicy:
-    """Keep attention and every product but the last; forward and recomputation count alike."""
+    """Keep attention, sums, and the products that are said to be; recomputation counts as forward does."""
     if operation in PRODUCTS:
         number = seen[context.is_recompute] = seen.get(context.is_recompute, 0) + 1
-        kept = number < products
+        kept = products[number - 1]
     else:
-        kept = operation in ATTENTIONS
+        kept = operation in ATTENTIONS or operation in SUMS
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -32,6 +32,7 @@ from meshwright.run.models.resnet import ResNet
 from meshwright.run.optimizer import build_optimizer
 from meshwright.run.parallel.apply import apply_layout, own_parameters
 from meshwright.run.parallel.ownership import Owned
+from meshwright.run.parallel.split import Split
 from meshwright.run.precision import Precision
 from meshwright.spec.job import Job, Train
 from meshwright.spec.model import ResNetModel
@@ -74,6 +75,8 @@ class Session:
     model: Decoder | ResNet
     module: nn.Module
     """The model as the layout wraps it; what is called."""
+    split: Split | None
+    """Which part of each matrix this rank holds; None for all."""
     owned: Owned
     """What of the model this rank updates and keeps state for."""
     optimizer: torch.optim.Optimizer
@@ -123,14 +126,15 @@ def build_session(
         torch.use_deterministic_algorithms(job.train.deterministic)  # loads torch's compiler: two seconds
     if job.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
-    model = build_model(job, ranks.device, from_hf=assignment.hf_weights)
+    split = Split(job, ranks) if job.layout.tp > 1 else None
+    model = build_model(job, ranks.device, from_hf=assignment.hf_weights, split=split)
     assert job.layout.micro_batch is not None, "a plan settles the micro-batch"
     train_batches, eval_batches, data_sha256 = _open_data(job, Path(assignment.data_dir), ranks)
     if job.train.compile:
         assert isinstance(model, Decoder), "the legality table compiles decoders only"
         compile_blocks(model, backend=job.train.compile_backend)
-    module = apply_layout(model, job, ranks)
-    owned = own_parameters(model, job, ranks)
+    module = apply_layout(model, job, ranks, split)
+    owned = own_parameters(model, job, ranks, split)
     session = Session(
         plan=plan,
         assignment=assignment,
@@ -139,6 +143,7 @@ def build_session(
         events=events,
         model=model,
         module=module,
+        split=split,
         owned=owned,
         optimizer=build_optimizer(owned, job.train),
         noise_scale=NoiseScale(module, job.train.noise_scale_every),
@@ -158,12 +163,12 @@ def _open_data(
 ) -> tuple[Batcher, Batcher, str] | tuple[ImageBatcher, ImageBatcher, str]:
     """This rank's samples to train on and to evaluate with, and the identity of the data."""
     if isinstance(job.model, ResNetModel):
-        return open_image_batches(job, job.model, data_dir, ranks.rank)
+        return open_image_batches(job, job.model, data_dir, ranks.data_rank)
 
     def batcher(split: str) -> Batcher:
         rows = (job.data.seq_len, job.data.mask, job.data.prompt_masking)
         dataset = TokenDataset.open(data_dir, split, *rows)
-        return Batcher(dataset, ranks.rank, job.layout.data_degree, job.layout.micro_batch or 1)
+        return Batcher(dataset, ranks.data_rank, job.layout.data_degree, job.layout.micro_batch or 1)
 
     digest = hashlib.sha256(ShardFolder.open(data_dir).index.to_bytes()).hexdigest()
     return batcher("train"), batcher("eval"), digest
@@ -261,10 +266,12 @@ def _resume(session: Session, checkpoint: Path) -> None:
 
 def describe_sharding(job: Job) -> str:
     """How the state is cut, as the manifest says it; empty where it is not."""
-    layout = job.layout
-    if layout.dp_shard == 1:
-        return ""
-    return f"dp_replicate={layout.dp_replicate} dp_shard={layout.dp_shard} zero={layout.zero}"
+    layout, parts = job.layout, []
+    if layout.dp_shard > 1:
+        parts.append(f"dp_replicate={layout.dp_replicate} dp_shard={layout.dp_shard} zero={layout.zero}")
+    if layout.tp > 1:
+        parts.append(f"tp={layout.tp}" + (" sequence_parallel" if layout.sequence_parallel else ""))
+    return " ".join(parts)
 
 
 def _differences(manifest: Manifest, session: Session) -> list[str]:

@@ -463,7 +463,6 @@ RULES: tuple[Rule, ...] = (
     *(Rule(*row, plan_only=True) for row in (*PLAN_AXIS_ROWS, *PLAN_CLUSTER_ROWS)),
     _not_built("layout.pp", (1,), "pipeline parallelism"),
     _not_built("layout.cp", (1,), "context parallelism"),
-    _not_built("layout.tp", (1,), "tensor parallelism"),
     _not_built("layout.ep", (1,), "expert parallelism"),
     _not_built("layout.etp", (1,), "tensor parallelism of experts"),
     _not_built("model.attention", ("heads",), "latent attention"),

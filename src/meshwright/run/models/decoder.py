@@ -147,15 +147,25 @@ class Block(nn.Module):
         self.attention = Attention(model)
         self.ffn_norm = build_norm(model)
         self.ffn = GatedFeedForward(model) if model.activation == "swiglu" else FeedForward(model)
-        self.products = sum(isinstance(module, nn.Linear) for module in self.modules())
+        products = sum(isinstance(module, nn.Linear) for module in self.modules())
+        self.kept_products = [True] * (products - 1) + [False]
+        """Of the block's products, in order, those that selective recomputation keeps."""
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
         """One block, keeping for the backward pass what the layout says."""
-        return run_recomputed(self._compute, self.recompute, self.products, x_BTD, rope, mask)
+        return run_recomputed(self._compute, self.recompute, self.kept_products, x_BTD, rope, mask)
 
     def _compute(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask)
         return x_BTD + self.ffn(self.ffn_norm(x_BTD))
+
+
+class Head(nn.Linear):
+    """The last product, to the logits of the words."""
+
+    def loss(self, x: Tensor, targets_BT: Tensor, chunk: int) -> Tensor:
+        """The loss **summed** over the targets that are not ``IGNORED``, ``chunk`` tokens at a time."""
+        return linear_cross_entropy(x.flatten(0, 1), self.weight, targets_BT.flatten(), chunk)
 
 
 class Decoder(nn.Module):
@@ -182,7 +192,7 @@ class Decoder(nn.Module):
             self.positions = None
         self.blocks = nn.ModuleList(Block(model, recompute) for _ in range(model.num_layers))
         self.norm = build_norm(model)
-        self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
+        self.head = Head(model.hidden_size, model.vocab_size, bias=False)
         if model.tied_embeddings:
             self.head.weight = self.embed.weight
         self.rope_cos: Tensor
@@ -207,7 +217,7 @@ class Decoder(nn.Module):
         if self.positions is None:
             rope = (self.rope_cos[:length], self.rope_sin[:length])
         elif segments_BT is None:
-            x_BTD = x_BTD + self.positions.weight[:length]
+            x_BTD = x_BTD + self.positions(torch.arange(length, device=tokens_BT.device))
         else:
             x_BTD = x_BTD + self.positions(document_positions(segments_BT))
         for block in self.blocks:
@@ -215,9 +225,7 @@ class Decoder(nn.Module):
         x_BTD = self.norm(x_BTD)
         if targets_BT is None:
             return self.head(x_BTD)
-        return linear_cross_entropy(
-            x_BTD.flatten(0, 1), self.head.weight, targets_BT.flatten(), self.loss_chunk
-        )
+        return self.head.loss(x_BTD, targets_BT, self.loss_chunk)
 
 
 def compile_blocks(decoder: Decoder, **options: Any) -> None:

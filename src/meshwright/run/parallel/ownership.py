@@ -6,6 +6,9 @@ The optimizer, the gradient norm, checkpoints and the audit ask here and need no
 ``OwnedRows``     a chunk of rows of a parameter that is whole on every rank (ZeRO-1). Gradients are whole
                   and the same on all ranks; after the update the chunks are gathered.
 ``OwnedShards``   a chunk of rows of a parameter that FSDP2 keeps cut (ZeRO-2 and 3).
+
+With tensor parallelism a parameter is the rank's part of a matrix, to each of them: ``cut`` and ``gather``
+go through the ``Split`` as well, and the norm counts what lies on several ranks once.
 """
 
 from __future__ import annotations
@@ -21,45 +24,67 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.plan.sharding import chunk_rows
 from meshwright.run.mesh import Ranks
+from meshwright.run.parallel.split import Split
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 
 
 class Owned:
-    """All of every parameter."""
+    """All of every parameter that the rank holds."""
 
-    cut_up = False
-    """Whether other ranks own the rest."""
-
-    def __init__(self, module: nn.Module, keep_gradients: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        ranks: Ranks | None = None,
+        split: Split | None = None,
+        keep_gradients: bool = False,
+    ) -> None:
         """Own a module.
 
         Args:
             module: The model.
+            ranks: All of them; none for one process.
+            split: Which part of each matrix the module has; None if it has all.
             keep_gradients: Clear gradients to zero and do not drop them: they are views of DDP's buckets.
         """
-        self.module = module
+        self.module, self._ranks, self._split = module, ranks, split
+        self._shards = 1
+        self._shapes = {name: p.shape for name, p in module.named_parameters()}
         self._keep_gradients = keep_gradients
+        self.cut_up = split is not None
+        """Whether other ranks own the rest."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What is updated, by the parameter's name."""
         yield from self.module.named_parameters()
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        """The rows of a whole tensor that are owned."""
-        return whole
+        """What is owned of a whole tensor."""
+        return self._cut_rows(whole if self._split is None else self._split.cut(name, whole))
 
     def gather(self, name: str, own: Tensor) -> Tensor:
         """The whole tensor of what each rank owns."""
-        return own
+        return self.join(name, self._gather_rows(name, own))
+
+    def join(self, name: str, held: Tensor) -> Tensor:
+        """The whole of a tensor of which the rank holds its part of the matrix."""
+        return held if self._split is None else self._split.join(name, held)
 
     def whole_parameter(self, name: str) -> Tensor:
         """The whole of a parameter."""
         return self.gather(name, dict(self.named_parameters())[name].detach())
 
-    def shape(self, name: str) -> torch.Size:
+    def shape(self, name: str) -> tuple[int, ...]:
         """Of the whole parameter."""
-        return self.module.get_parameter(name).shape
+        return tuple(self._shapes[name]) if self._split is None else self._split.shape(name)
+
+    def _cut_rows(self, held: Tensor) -> Tensor:
+        """The rows that are owned."""
+        return held
+
+    def _gather_rows(self, name: str, own: Tensor) -> Tensor:
+        """All rows."""
+        return own
 
     def held(self) -> list[Tensor]:
         """Parameters as they lie in this rank's memory between steps."""
@@ -69,12 +94,43 @@ class Owned:
         """Gradients as they lie there."""
         return [p.grad for p in self.module.parameters() if p.grad is not None]
 
+    def complete_gradients(self) -> None:
+        """After the backward pass: ranks that share matrices add up what each has a part of."""
+        if self._split is not None:
+            counts = {name: s.numel() // s[0] * self._rows(name) for name, s in self._shapes.items()}
+            self._split.sum_gradients(self._gradients(), counts)
+
+    def _gradients(self) -> dict[str, Tensor | None]:
+        """As they lie in memory, by parameter."""
+        return {name: p.grad for name, p in self.module.named_parameters()}
+
+    def _rows(self, name: str) -> int:
+        """Rows of a gradient on the fullest rank."""
+        return self._shapes[name][0]
+
     def take_gradients(self) -> None:
-        """After the backward pass: what is owned gets its gradient."""
+        """After that: what is owned gets its gradient."""
 
     def norm(self) -> Tensor:
         """Norm of the whole gradient."""
-        return nn.utils.get_total_norm([p.grad for _, p in self.named_parameters() if p.grad is not None])
+        gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+        if not self.cut_up:
+            return nn.utils.get_total_norm(list(gradients.values()))
+        return self._shared_norm(gradients)
+
+    def _shared_norm(self, gradients: dict[str, Tensor]) -> Tensor:
+        """Every rank sends the squared norm of what it owns; what others own too is divided by how many."""
+        assert self._ranks is not None, "nothing is cut in one process"
+        world, split = self._ranks.world_size, self._split
+        total = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
+        by_owners: dict[int, list[Tensor]] = {}
+        for name, gradient in gradients.items():
+            distinct = self._shards * (1 if split is None else split.size // split.holders(name))
+            by_owners.setdefault(world // distinct, []).append(torch.linalg.vector_norm(gradient))
+        for owners, norms in by_owners.items():
+            total += torch.stack(norms).double().square().sum() / owners
+        dist.all_reduce(total, group=self._ranks.control)
+        return total.sqrt().float()
 
     def publish(self) -> None:
         """After the update: every rank gets what the others have updated."""
@@ -95,31 +151,24 @@ class Owned:
 class _Chunks(Owned):
     """Rows of every parameter, cut over ``dp_shard``."""
 
-    cut_up = True
-
-    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
-        super().__init__(module)
-        self._ranks = ranks
+    def __init__(self, module: nn.Module, ranks: Ranks, split: Split | None = None) -> None:
+        super().__init__(module, ranks, split)
+        self.cut_up = True
         self._group = ranks.group("dp_shard")
         self._shards, self._index = self._group.size(), self._group.rank()
-        self._shapes = {name: p.shape for name, p in module.named_parameters()}
         self._own: dict[str, nn.Parameter] = {}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The rows, by the parameter's name."""
         yield from self._own.items()
 
-    def shape(self, name: str) -> torch.Size:
-        """Of the whole parameter."""
-        return self._shapes[name]
-
-    def cut(self, name: str, whole: Tensor) -> Tensor:
-        """The rows of a whole tensor that are owned."""
-        rows = chunk_rows(len(whole), self._shards, self._index)
-        return whole[rows.start : rows.stop]
+    def _cut_rows(self, held: Tensor) -> Tensor:
+        """The rows that are owned."""
+        rows = chunk_rows(len(held), self._shards, self._index)
+        return held[rows.start : rows.stop]
 
     @torch.no_grad()
-    def gather(self, name: str, own: Tensor) -> Tensor:
+    def _gather_rows(self, name: str, own: Tensor) -> Tensor:
         """Every rank sends its rows, filled up to the longest chunk, and gets all of them."""
         shape = self._shapes[name]
         size = -(-shape[0] // self._shards)
@@ -129,39 +178,39 @@ class _Chunks(Owned):
         _all_gather(whole, padded, group=self._group)
         return whole[: shape[0]]
 
-    def norm(self) -> Tensor:
-        """Every rank sends the squared norm of its rows; replicas send the same, which is divided out."""
-        squares = [torch.linalg.vector_norm(p.grad).double().square() for p in self._own.values()]
-        total = torch.stack(squares).sum()
-        dist.all_reduce(total, group=self._ranks.control)
-        return (total * (self._shards / self._ranks.world_size)).sqrt().float()
-
 
 class OwnedRows(_Chunks):
     """ZeRO-1: views of whole parameters."""
 
-    def __init__(self, module: nn.Module, ranks: Ranks, buckets: Sequence[Sequence[str]]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        ranks: Ranks,
+        buckets: Sequence[Sequence[str]],
+        split: Split | None = None,
+    ) -> None:
         """Own rows.
 
         Args:
             module: The model, whole.
             ranks: All of them.
             buckets: Names of parameters that are gathered in one call after the update.
+            split: Which part of each matrix the module has.
         """
-        super().__init__(module, ranks)
+        super().__init__(module, ranks, split)
         self._buckets = buckets
         self._whole = dict(module.named_parameters())
-        self._own = {name: nn.Parameter(self.cut(name, p.detach())) for name, p in self._whole.items()}
+        self._own = {name: nn.Parameter(self._cut_rows(p.detach())) for name, p in self._whole.items()}
 
     def whole_parameter(self, name: str) -> Tensor:
-        """It is whole already."""
-        return self._whole[name].detach()
+        """Its rows are all here already."""
+        return self.join(name, self._whole[name].detach())
 
     def take_gradients(self) -> None:
         """Rows get the rows of the gradient."""
         for name, own in self._own.items():
             gradient = self._whole[name].grad
-            own.grad = None if gradient is None else self.cut(name, gradient)
+            own.grad = None if gradient is None else self._cut_rows(gradient)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -193,8 +242,8 @@ class OwnedRows(_Chunks):
 class OwnedShards(_Chunks):
     """ZeRO-2 and 3: the local part of FSDP2's parameters."""
 
-    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
-        super().__init__(module, ranks)
+    def __init__(self, module: nn.Module, ranks: Ranks, split: Split | None = None) -> None:
+        super().__init__(module, ranks, split)
         self._cut = {name: cast(DTensor, p) for name, p in module.named_parameters()}
         self._own = {name: nn.Parameter(_local(p)) for name, p in self._cut.items()}
 
@@ -204,13 +253,21 @@ class OwnedShards(_Chunks):
 
     def held_gradients(self) -> list[Tensor]:
         """Their gradients, views of what reduce-scatters gave."""
-        return [_local(p.grad) for p in self._cut.values() if p.grad is not None]
+        return [gradient for gradient in self._gradients().values() if gradient is not None]
+
+    def _gradients(self) -> dict[str, Tensor | None]:
+        """As they lie in memory, by parameter."""
+        return {name: None if p.grad is None else _local(p.grad) for name, p in self._cut.items()}
+
+    def _rows(self, name: str) -> int:
+        """Rows of a gradient on the fullest rank."""
+        return -(-self._shapes[name][0] // self._shards)
 
     def take_gradients(self) -> None:
         """Rows get the rows of the gradient."""
+        gradients = self._gradients()
         for name, own in self._own.items():
-            gradient = self._cut[name].grad
-            own.grad = None if gradient is None else _local(gradient)
+            own.grad = gradients[name]
 
     def drop_gradients(self) -> None:
         """Gradients begin again."""
