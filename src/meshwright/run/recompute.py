@@ -10,6 +10,7 @@ was gathered is gathered again.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,16 +61,26 @@ def run_recomputed(
 
 
 def _keep_products(products: Sequence[bool]) -> Any:
-    return create_selective_checkpoint_contexts(functools.partial(_policy, products, {}))
+    return create_selective_checkpoint_contexts(functools.partial(_policy, products, Counter()))
 
 
 def _policy(
-    products: Sequence[bool], seen: dict[bool, int], context: Any, operation: Any, *_: Any, **__: Any
+    products: Sequence[bool],
+    seen: Counter[tuple[str, bool]],
+    context: Any,
+    operation: Any,
+    *_: Any,
+    **__: Any,
 ) -> CheckpointPolicy:
-    """Keep attention, sums, and the products that are said to be; recomputation counts as forward does."""
-    if operation in PRODUCTS:
-        number = seen[context.is_recompute] = seen.get(context.is_recompute, 0) + 1
-        kept = products[number - 1]
+    """Keep attention and the products that are said to be kept, or the sums that they become.
+
+    Of those the last is not kept either. Forward pass and recomputation count alike.
+    """
+    kind = "product" if operation in PRODUCTS else "sum" if operation in SUMS else ""
+    if kind:
+        number = seen[kind, context.is_recompute]
+        seen[kind, context.is_recompute] += 1
+        kept = products[number] if kind == "product" else number < products.count(False) - 1
     else:
-        kept = operation in ATTENTIONS or operation in SUMS
+        kept = operation in ATTENTIONS
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
