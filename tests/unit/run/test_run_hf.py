@@ -25,8 +25,8 @@ from meshwright.prepare.tokenizer import BpeTokenizer, ByteTokenizer, load_token
 from meshwright.run.generate import generate_text, load_model  # noqa: E402
 from meshwright.run.models.init import build_model  # noqa: E402
 from meshwright.spec.load import load_job  # noqa: E402
-from meshwright.survive.checkpoint.manifest import Manifest  # noqa: E402
-from meshwright.survive.checkpoint.plain import save_checkpoint  # noqa: E402
+from meshwright.survive.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, Manifest  # noqa: E402
+from meshwright.survive.checkpoint.plain import Piece, Snapshot, save_checkpoint  # noqa: E402
 from meshwright.survive.hf.export import export_checkpoint  # noqa: E402
 
 SEQ_LEN = 96
@@ -135,8 +135,9 @@ def checkpoint_of(model: Any, job: Any, root: Path) -> Path:
         data_sha256="",
         buckets=[],
     )
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return save_checkpoint(root, manifest, tensors, {}, (root / "tokenizer.json",))
+    pieces = {name: Piece.of(parameter.detach()) for name, parameter in model.named_parameters()}
+    snapshot = Snapshot({MODEL_FILE: pieces, OPTIMIZER_FILE: {}})
+    return save_checkpoint(root, manifest, snapshot, (root / "tokenizer.json",))
 
 
 @pytest.mark.parametrize("kind", KINDS)
