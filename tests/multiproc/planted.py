@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from meshwright.run import loop
+from meshwright.run import loop, worker
 from meshwright.run.memory import PeakTracker
 from meshwright.run.worker import run_rank
 
@@ -143,6 +143,21 @@ def infinite_row(run_dir, listener):
         return norm
 
     loop.update = update
+    return run_rank(run_dir, listener)
+
+
+def watched_start(run_dir, listener):
+    """Honest ranks that note what they held at most while they built their session."""
+    honest = worker.build_session
+
+    def build_session(plan, assignment, ranks, counter, events):
+        with PeakTracker([]) as tracker:
+            session = honest(plan, assignment, ranks, counter, events)
+        note = Path(run_dir, f"start-{ranks.rank}.json")
+        note.write_text(json.dumps({"peak": tracker.peak_bytes}))
+        return session
+
+    worker.build_session = build_session
     return run_rank(run_dir, listener)
 
 

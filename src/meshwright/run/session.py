@@ -30,7 +30,7 @@ from meshwright.run.gradient_noise import NoiseScale
 from meshwright.run.image_batches import ImageBatcher, open_image_batches
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder, compile_blocks
-from meshwright.run.models.init import build_model
+from meshwright.run.models.init import build_model, find_initial_weights
 from meshwright.run.models.resnet import ResNet
 from meshwright.run.optimizer import build_optimizer
 from meshwright.run.parallel.apply import apply_layout, own_parameters
@@ -126,13 +126,14 @@ def build_session(
         torch.use_deterministic_algorithms(job.train.deterministic)  # loads torch's compiler: two seconds
     if job.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
-    model = build_model(job, ranks.device, from_hf=assignment.hf_weights)
+    weights = find_initial_weights(job, from_hf=assignment.hf_weights)
+    model = build_model(job, ranks.device, weights)
     assert job.layout.micro_batch is not None, "a plan settles the micro-batch"
     train_batches, eval_batches, data_sha256 = _open_data(job, Path(assignment.data_dir), ranks)
     if job.train.compile:
         assert isinstance(model, Decoder), "the legality table compiles decoders only"
         compile_blocks(model, backend=job.train.compile_backend)
-    module = apply_layout(model, job, ranks)
+    module = apply_layout(model, job, ranks, weights)
     owned = own_parameters(model, job, ranks)
     session = Session(
         plan=plan,
@@ -246,9 +247,11 @@ def _resume(session: Session, checkpoint: Path) -> None:
             keys = set(saved.keys())
             assert keys == targets.keys(), f"{file} has other tensors than the model: {checkpoint}"
             for key, target in targets.items():
-                whole = saved.get_tensor(key)
-                name = key.partition(":")[0]
-                target.copy_(whole if whole.shape == target.shape else owned.cut(name, whole))
+                whole = saved.get_slice(key)  # nothing is read yet
+                if whole.get_shape() == list(target.shape):
+                    target.copy_(saved.get_tensor(key))
+                else:
+                    target.copy_(owned.cut(key.partition(":")[0], whole))
     session.step, session.position = manifest.step, manifest.position
     if manifest.train.get("loss_scale") == session.job.train.loss_scale:  # another first scale starts anew
         session.precision.load(manifest.loss_scale)

@@ -1,20 +1,25 @@
-"""Initial weights as a function of (seed, parameter name), never of rank, order, device or layout."""
+"""Initial weights: a function of (seed, parameter name), or of a Hugging Face folder; of nothing else.
+
+Not of rank, order, device or layout: whatever a rank keeps of a parameter, it is cut from the same whole.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.plan.decoder_memory import loss_chunk
+from meshwright.plan.shapes import list_parameters
 from meshwright.run.models.decoder import Decoder, build_rope
-from meshwright.run.models.hf import load_hf_weights
+from meshwright.run.models.hf import HfParameters
 from meshwright.run.models.resnet import ResNet
 from meshwright.spec.job import Job
-from meshwright.spec.model import DecoderModel, ResNetModel
+from meshwright.spec.model import DecoderModel, Model, ResNetModel
 from meshwright.survive.hf.weights import require_weights
 
 
@@ -24,16 +29,48 @@ def parameter_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-@torch.no_grad()
-def initialise(module: nn.Module, seed: int, std: float) -> None:
-    """Fill every parameter in place: norms with one, biases with zero, the rest from its own generator.
+class InitialWeights(Protocol):
+    """Where first values come from."""
+
+    def whole(self, name: str) -> Tensor:
+        """The first values of one parameter, all of them, in float32 on the CPU."""
+
+
+class DrawnWeights:
+    """Norms are one, biases zero, the rest is drawn, each parameter from a generator of its own.
 
     Convolutions, which have four dims, are drawn as He et al. (2015) say, by the values that leave them.
 
     Numbers are drawn on the CPU whatever the device, so that a run on GPUs starts from the same weights.
     """
-    for name, parameter in module.named_parameters():
-        parameter.copy_(draw(name, parameter.shape, seed, std))
+
+    def __init__(self, model: Model, seed: int) -> None:
+        self._shapes = {parameter.name: parameter.shape for parameter in list_parameters(model)}
+        self._seed, self._std = seed, model.init_std
+
+    def whole(self, name: str) -> Tensor:
+        """A parameter's first values."""
+        return draw(name, self._shapes[name], self._seed, self._std)
+
+
+def find_initial_weights(job: Job, from_hf: bool) -> InitialWeights:
+    """Those of the folder ``model.hf``, which must have some, or drawn ones."""
+    if not from_hf:
+        return DrawnWeights(job.model, job.train.seed)
+    assert isinstance(job.model, DecoderModel), "only decoders come from Hugging Face"
+    return HfParameters(require_weights(job.model), job.model)
+
+
+@torch.no_grad()
+def fill(network: nn.Module, names: Iterable[str], weights: InitialWeights, device: torch.device) -> None:
+    """Give parameters their first values; those that lie nowhere yet get their memory, too."""
+    for name in names:
+        values = weights.whole(name)
+        if network.get_parameter(name).is_meta:
+            owner, _, leaf = name.rpartition(".")
+            setattr(network.get_submodule(owner), leaf, nn.Parameter(values.to(device)))
+        else:
+            network.get_parameter(name).copy_(values)
 
 
 def draw(name: str, shape: Sequence[int], seed: int, std: float) -> Tensor:
@@ -46,29 +83,25 @@ def draw(name: str, shape: Sequence[int], seed: int, std: float) -> Tensor:
     return torch.empty(tuple(shape), dtype=torch.float32).normal_(0.0, spread, generator=generator)
 
 
-def build_model(job: Job, device: torch.device, from_hf: bool = False) -> Decoder | ResNet:
+def build_model(job: Job, device: torch.device, weights: InitialWeights | None = None) -> Decoder | ResNet:
     """The job's model with its initial weights, on its device; without any where it will be cut.
 
     Args:
         job: The settled job.
         device: Where the weights lie.
-        from_hf: Take them from the folder ``model.hf``, which must have some, and draw none.
+        weights: Its first values; None draws them.
     """
     model = job.model
     network: Decoder | ResNet
-    if job.layout.zero >= 2 and not from_hf:
+    if job.layout.zero >= 2:
         return _build_empty(job, device)
     with torch.device(device):
         if isinstance(model, ResNetModel):
             network = ResNet(model, job.layout.recompute)
         else:
             network = Decoder(model, job.data.seq_len, loss_chunk(job, model), job.layout.recompute)
-    if from_hf:
-        assert isinstance(network, Decoder), "only decoders come from Hugging Face"
-        assert isinstance(model, DecoderModel), "and have their table"
-        load_hf_weights(network, require_weights(model), model)
-    else:
-        initialise(network, job.train.seed, model.init_std)
+    names = [name for name, _ in network.named_parameters()]
+    fill(network, names, weights or find_initial_weights(job, from_hf=False), device)
     return network
 
 

@@ -12,18 +12,19 @@ from meshwright.plan.shapes import list_parameters
 from meshwright.plan.sharding import ALL_DATA
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder
+from meshwright.run.models.init import InitialWeights
 from meshwright.run.parallel.data import FixedBucketDDP, apply_replicate, average_statistics
 from meshwright.run.parallel.ownership import Owned, OwnedRows, OwnedShards
 from meshwright.run.parallel.sharded import apply_sharding, begin_micro_batch
 from meshwright.spec.job import Job
 
 
-def apply_layout(module: nn.Module, job: Job, ranks: Ranks) -> nn.Module:
-    """Spread a module as the layout says."""
+def apply_layout(module: nn.Module, job: Job, ranks: Ranks, weights: InitialWeights) -> nn.Module:
+    """Spread a module as the layout says; one that lies nowhere yet gets its weights on the way."""
     layout = job.layout
     if layout.zero >= 2:  # with dp_replicate a mesh of two axes: FSDP2 sums over both
         assert isinstance(module, Decoder), "the legality table shards decoders only"
-        return apply_sharding(module, job, ranks)
+        return apply_sharding(module, job, ranks, weights)
     if layout.zero == 1:  # whole gradients on every rank, as replicas have them
         return apply_replicate(module, job, ranks, ALL_DATA if layout.dp_replicate > 1 else "dp_shard")
     if layout.dp_replicate > 1:  # outermost: it sums whatever gradients the axes inside produce

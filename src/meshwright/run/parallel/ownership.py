@@ -115,7 +115,9 @@ class _Chunks(Owned):
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """The rows of a whole tensor that are owned."""
-        rows = chunk_rows(len(whole), self._shards, self._index)
+        rows = chunk_rows(
+            self._shapes[name][0], self._shards, self._index
+        )  # of a mapped file no more is read
         return whole[rows.start : rows.stop]
 
     @torch.no_grad()

@@ -25,21 +25,18 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from meshwright.plan.sharding import list_groups
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder
-from meshwright.run.models.init import draw
+from meshwright.run.models.init import InitialWeights, fill
 from meshwright.run.precision import LOW_PRECISION
 from meshwright.spec.job import Job
 
 
-def apply_sharding(network: Decoder, job: Job, ranks: Ranks) -> Decoder:
+def apply_sharding(network: Decoder, job: Job, ranks: Ranks, weights: InitialWeights) -> Decoder:
     """Cut a model over ``dp_shard``, group by group, in place."""
     assert ranks.mesh is not None, "one process has nothing to cut over"
     low = LOW_PRECISION.get(job.train.precision)
     for group in list_groups(job.model):
         module = network.get_submodule(group.name) if group.block else network
-        for parameter in group.parameters:
-            if network.get_parameter(parameter.name).is_meta:
-                drawn = draw(parameter.name, parameter.shape, job.train.seed, job.model.init_std)
-                _place(network, parameter.name, drawn.to(ranks.device))
+        fill(network, [parameter.name for parameter in group.parameters], weights, ranks.device)
         if not group.block and _is_tied(job):
             network.head.weight = network.embed.weight
         again = group.block and job.layout.zero == 3
@@ -49,11 +46,6 @@ def apply_sharding(network: Decoder, job: Job, ranks: Ranks) -> Decoder:
 
 def _is_tied(job: Job) -> bool:
     return bool(getattr(job.model, "tied_embeddings", False))
-
-
-def _place(network: nn.Module, name: str, values: torch.Tensor) -> None:
-    owner, _, leaf = name.rpartition(".")
-    setattr(network.get_submodule(owner), leaf, nn.Parameter(values))
 
 
 def _cut(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, reshard_after_forward: bool) -> None:
