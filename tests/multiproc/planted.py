@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from meshwright.run import loop
+from meshwright.run import loop, worker
+from meshwright.run.memory import PeakTracker
 from meshwright.run.worker import run_rank
 
 
@@ -137,4 +143,60 @@ def infinite_row(run_dir, listener):
         return norm
 
     loop.update = update
+    return run_rank(run_dir, listener)
+
+
+def watched_start(run_dir, listener):
+    """Honest ranks that note what they held at most while they built their session."""
+    honest = worker.build_session
+
+    def build_session(plan, assignment, ranks, counter, events):
+        with PeakTracker([]) as tracker:
+            session = honest(plan, assignment, ranks, counter, events)
+        note = Path(run_dir, f"start-{ranks.rank}.json")
+        note.write_text(json.dumps({"peak": tracker.peak_bytes}))
+        return session
+
+    worker.build_session = build_session
+    return run_rank(run_dir, listener)
+
+
+def watched_saving(run_dir, listener):
+    """Honest ranks that note what they held before and at most while a checkpoint was made."""
+    honest = loop.Saver._save
+
+    def save(saver, eval_loss, best):
+        session = saver._session
+        moments = [v for state in session.optimizer.state.values() for v in state.values()]
+        with PeakTracker([*session.owned.held(), *moments]) as tracker:
+            before = tracker.live_bytes
+            honest(saver, eval_loss, best)
+        note = Path(run_dir, f"saving-{session.ranks.rank}.json")
+        note.write_text(json.dumps({"before": before, "peak": tracker.peak_bytes}))
+
+    loop.Saver._save = save
+    return run_rank(run_dir, listener)
+
+
+def killed_while_saving(run_dir, listener):
+    """Rank 0 is killed, as by kill -9, when it has gathered half of the tensors of step 4."""
+    honest = loop.take_snapshot
+
+    def take_snapshot(session):
+        snapshot = honest(session)
+        if session.step != 4 or session.ranks.rank != 0:
+            return snapshot
+        last = sum(len(header) for header in snapshot.headers().values()) // 2
+        tensors = snapshot.tensors()
+
+        def until_half():
+            for index, tensor in enumerate(tensors):
+                if index == last:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield tensor
+
+        snapshot._tensors = until_half()
+        return snapshot
+
+    loop.take_snapshot = take_snapshot
     return run_rank(run_dir, listener)

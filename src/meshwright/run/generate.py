@@ -12,7 +12,8 @@ from meshwright.prepare.conversation import Template
 from meshwright.prepare.question import encode_question
 from meshwright.prepare.tokenizer import TOKENIZER_FILE, load_tokenizer
 from meshwright.run.models.decoder import Decoder
-from meshwright.run.models.hf import load_hf_weights
+from meshwright.run.models.hf import HfParameters
+from meshwright.run.models.init import fill
 from meshwright.spec.hf import read_config
 from meshwright.spec.model import DecoderModel
 from meshwright.survive.checkpoint.manifest import MANIFEST, MODEL_FILE, read_manifest
@@ -44,7 +45,8 @@ def _load_hf(folder: Path, device: torch.device) -> Decoder:
     shape = DecoderModel(**config.fields, hf=str(folder))
     known = (shape.max_positions, config.sliding_window, LONGEST_WINDOW)
     model = Decoder(shape, min(length for length in known if length is not None))
-    load_hf_weights(model, require_weights(shape), shape)
+    weights = HfParameters(require_weights(shape), shape)
+    fill(model, [name for name, _ in model.named_parameters()], weights, torch.device("cpu"))
     return model.to(device).eval()
 
 

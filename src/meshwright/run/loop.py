@@ -19,7 +19,7 @@ from meshwright.run.mesh import move
 from meshwright.run.optimizer import set_lr
 from meshwright.run.parallel.apply import agree_on_statistics, without_reduction
 from meshwright.run.probe import Utilisation, find_peak
-from meshwright.run.session import Session, Snapshot, save, take_snapshot
+from meshwright.run.session import Session, save, take_snapshot
 from meshwright.run.step_audit import StepAudit
 from meshwright.survive.checkpoint.manifest import mark_best, rotate
 
@@ -225,22 +225,23 @@ class Saver:
         if last or best or timely or _due(keep.every_steps, session.step):
             self.saves += 1
             session.saved_at = time.monotonic()
-            snapshot = take_snapshot(session)
-            if snapshot is not None:
-                self._write(snapshot, eval_loss, best)
+            self._save(eval_loss, best)
 
-    def _write(self, snapshot: Snapshot, eval_loss: float | None, best: bool) -> None:
+    def _save(self, eval_loss: float | None, best: bool) -> None:
         session = self._session
         started = time.perf_counter()
-        for name, tensor in snapshot.model.items():
-            if not bool(torch.isfinite(tensor).all()):  # never over a good checkpoint
-                raise not_finite(f"weight {name}", math.nan, session.step, session.has_checkpoint())
+        session.counter.phase = "save"
+        snapshot = take_snapshot(session)
+        if session.ranks.rank != 0:
+            snapshot.skip_rest()
+            return
         try:
             path = save(session, snapshot, eval_loss)
             if best:
                 mark_best(path.parent, path)
             rotate(path.parent, session.job.checkpoint.keep_last, path)
         except OSError as error:  # a full disk costs a checkpoint, not the run
+            snapshot.skip_rest()
             session.events.write("checkpoint_failed", step=session.step, reason=str(error))
             return
         seconds = time.perf_counter() - started

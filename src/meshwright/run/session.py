@@ -7,7 +7,9 @@ import hashlib
 import math
 import os
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -23,11 +25,12 @@ from meshwright.prepare.shards import ShardFolder
 from meshwright.prepare.tokenizer import TOKENIZER_FILE
 from meshwright.run.batches import Batcher
 from meshwright.run.collectives.counter import CollectiveCounter
+from meshwright.run.divergence import not_finite
 from meshwright.run.gradient_noise import NoiseScale
 from meshwright.run.image_batches import ImageBatcher, open_image_batches
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder, compile_blocks
-from meshwright.run.models.init import build_model
+from meshwright.run.models.init import SplitWeights, build_model, find_initial_weights
 from meshwright.run.models.resnet import ResNet
 from meshwright.run.optimizer import build_optimizer
 from meshwright.run.parallel.apply import apply_layout, own_parameters
@@ -127,13 +130,16 @@ def build_session(
     if job.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
     split = Split(job, ranks) if job.layout.tp > 1 else None
-    model = build_model(job, ranks.device, from_hf=assignment.hf_weights, split=split)
+    weights = find_initial_weights(job, from_hf=assignment.hf_weights)
+    if split is not None:
+        weights = SplitWeights(weights, split)
+    model = build_model(job, ranks.device, weights, split)
     assert job.layout.micro_batch is not None, "a plan settles the micro-batch"
     train_batches, eval_batches, data_sha256 = _open_data(job, Path(assignment.data_dir), ranks)
     if job.train.compile:
         assert isinstance(model, Decoder), "the legality table compiles decoders only"
         compile_blocks(model, backend=job.train.compile_backend)
-    module = apply_layout(model, job, ranks, split)
+    module = apply_layout(model, job, ranks, weights)
     owned = own_parameters(model, job, ranks, split)
     session = Session(
         plan=plan,
@@ -174,39 +180,35 @@ def _open_data(
     return batcher("train"), batcher("eval"), digest
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """Whole tensors, as a checkpoint holds them."""
+def take_snapshot(session: Session) -> plain.Snapshot:
+    """What a checkpoint of this moment holds: parameters, a tied head not a second time, and their state.
 
-    model: dict[str, Tensor]
-    """The parameters by name, a tied head not a second time, and the running statistics of batch norms."""
-    optimizer: dict[str, Tensor]
-    """The optimizer's state by parameter name and key."""
-
-
-def take_snapshot(session: Session) -> Snapshot | None:
-    """What a checkpoint holds; every rank takes part where tensors are cut, and only rank 0 gets it.
-
-    Each tensor that is cut is gathered in a call of its own, so that the others hold one at a time.
+    Each tensor that is cut is gathered in a call of its own, when it is asked for, and only then: every rank
+    must go through all of them, and none holds more than one. A weight that is not finite raises there.
     """
-    owned, first = session.owned, session.ranks.rank == 0
-    snapshot, phase = Snapshot({}, {}), session.counter.phase
-    session.counter.phase = "save"
+    owned = session.owned
+    model: dict[str, plain.Piece] = {}
+    state: dict[str, plain.Piece] = {}
     for name, parameter in owned.named_parameters():
-        whole = owned.whole_parameter(name)
-        if first:
-            snapshot.model[name] = whole
+        shape = tuple(owned.shape(name))
+        model[name] = plain.Piece(parameter.dtype, shape, partial(owned.whole_parameter, name))
         for key, value in session.optimizer.state.get(parameter, {}).items():
-            whole = owned.gather(name, value) if value.ndim else value
-            if first:
-                snapshot.optimizer[f"{name}:{key}"] = whole
-    if session.job.mixes_samples:
-        snapshot.model.update(session.model.named_buffers())
-    session.counter.phase = phase
-    return snapshot if first else None
+            cut = plain.Piece(value.dtype, shape, partial(owned.gather, name, value))
+            state[f"{name}:{key}"] = cut if value.ndim else plain.Piece.of(value)
+    if session.job.mixes_samples:  # the running statistics of batch norms
+        model |= {name: plain.Piece.of(buffer) for name, buffer in session.model.named_buffers()}
+    model = {n: replace(p, whole=partial(_require_finite, session, n, p.whole)) for n, p in model.items()}
+    return plain.Snapshot({MODEL_FILE: model, OPTIMIZER_FILE: state})
 
 
-def save(session: Session, snapshot: Snapshot, eval_loss: float | None) -> Path:
+def _require_finite(session: Session, name: str, make: Callable[[], Tensor]) -> Tensor:
+    whole = make()
+    if not bool(torch.isfinite(whole).all()):  # never over a good checkpoint
+        raise not_finite(f"weight {name}", math.nan, session.step, session.has_checkpoint())
+    return whole
+
+
+def save(session: Session, snapshot: plain.Snapshot, eval_loss: float | None) -> Path:
     """Write a checkpoint of this moment; called by rank 0 alone."""
     job = session.job
     root = Path(session.assignment.checkpoint_dir)
@@ -231,7 +233,7 @@ def save(session: Session, snapshot: Snapshot, eval_loss: float | None) -> Path:
     )
     data = session.train_batches.dataset
     extra = (data.tokenizer_folder / TOKENIZER_FILE,) if isinstance(data, TokenDataset) else ()
-    return plain.save_checkpoint(root, manifest, snapshot.model, snapshot.optimizer, extra)
+    return plain.save_checkpoint(root, manifest, snapshot, extra)
 
 
 @torch.no_grad()
@@ -252,9 +254,11 @@ def _resume(session: Session, checkpoint: Path) -> None:
             keys = set(saved.keys())
             assert keys == targets.keys(), f"{file} has other tensors than the model: {checkpoint}"
             for key, target in targets.items():
-                whole = saved.get_tensor(key)
-                name = key.partition(":")[0]
-                target.copy_(whole if whole.shape == target.shape else owned.cut(name, whole))
+                whole = saved.get_slice(key)  # nothing is read yet
+                if whole.get_shape() == list(target.shape):
+                    target.copy_(saved.get_tensor(key))
+                else:
+                    target.copy_(owned.fit(key.partition(":")[0], whole, target.shape))
     session.step, session.position = manifest.step, manifest.position
     if manifest.train.get("loss_scale") == session.job.train.loss_scale:  # another first scale starts anew
         session.precision.load(manifest.loss_scale)

@@ -60,7 +60,20 @@ class Owned:
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """What is owned of a whole tensor."""
-        return self._cut_rows(whole if self._split is None else self._split.cut(name, whole))
+        return self._cut_rows(name, whole if self._split is None else self._split.cut(name, whole))
+
+    def fit(self, name: str, whole: Any, shape: torch.Size) -> Tensor:
+        """The part of a whole tensor that has a shape: of the matrix, or of its rows alone.
+
+        Args:
+            name: The parameter.
+            whole: Its values, or a tensor of a mapped file, of which no more is read than is wanted.
+            shape: What is wanted of it, less than the whole.
+        """
+        part = whole if self._split is None else self._split.cut(name, whole)
+        if isinstance(part, Tensor) and part.shape == shape:
+            return part
+        return self._cut_rows(name, part)
 
     def gather(self, name: str, own: Tensor) -> Tensor:
         """The whole tensor of what each rank owns."""
@@ -78,7 +91,7 @@ class Owned:
         """Of the whole parameter."""
         return tuple(self._shapes[name]) if self._split is None else self._split.shape(name)
 
-    def _cut_rows(self, held: Tensor) -> Tensor:
+    def _cut_rows(self, name: str, held: Tensor) -> Tensor:
         """The rows that are owned."""
         return held
 
@@ -162,9 +175,9 @@ class _Chunks(Owned):
         """The rows, by the parameter's name."""
         yield from self._own.items()
 
-    def _cut_rows(self, held: Tensor) -> Tensor:
+    def _cut_rows(self, name: str, held: Tensor) -> Tensor:
         """The rows that are owned."""
-        rows = chunk_rows(len(held), self._shards, self._index)
+        rows = chunk_rows(self._shapes[name][0], self._shards, self._index)
         return held[rows.start : rows.stop]
 
     @torch.no_grad()
@@ -200,7 +213,7 @@ class OwnedRows(_Chunks):
         super().__init__(module, ranks, split)
         self._buckets = buckets
         self._whole = dict(module.named_parameters())
-        self._own = {name: nn.Parameter(self._cut_rows(p.detach())) for name, p in self._whole.items()}
+        self._own = {name: nn.Parameter(self._cut_rows(name, p.detach())) for name, p in self._whole.items()}
 
     def whole_parameter(self, name: str) -> Tensor:
         """Its rows are all here already."""
@@ -210,7 +223,7 @@ class OwnedRows(_Chunks):
         """Rows get the rows of the gradient."""
         for name, own in self._own.items():
             gradient = self._whole[name].grad
-            own.grad = None if gradient is None else self._cut_rows(gradient)
+            own.grad = None if gradient is None else self._cut_rows(name, gradient)
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -26,21 +26,18 @@ from meshwright.plan.sharding import list_groups
 from meshwright.plan.tensor import held_model
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder
-from meshwright.run.models.init import place_drawn, tie
-from meshwright.run.parallel.split import Split
+from meshwright.run.models.init import InitialWeights, fill, tie
 from meshwright.run.precision import LOW_PRECISION
 from meshwright.spec.job import Job
 
 
-def apply_sharding(network: Decoder, job: Job, ranks: Ranks, split: Split | None) -> Decoder:
+def apply_sharding(network: Decoder, job: Job, ranks: Ranks, weights: InitialWeights) -> Decoder:
     """Cut a model over ``dp_shard``, group by group, in place."""
     mesh = ranks.data_mesh
     low = LOW_PRECISION.get(job.train.precision)
     for group in list_groups(held_model(job)):
         module = network.get_submodule(group.name) if group.block else network
-        for parameter in group.parameters:
-            if network.get_parameter(parameter.name).is_meta:
-                place_drawn(network, parameter.name, job, ranks.device, split)
+        fill(network, [parameter.name for parameter in group.parameters], weights, ranks.device)
         if not group.block:
             tie(network, job)
         again = group.block and job.layout.zero == 3
