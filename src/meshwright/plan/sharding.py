@@ -134,11 +134,8 @@ def count_moments(job: Job) -> int:
 
 def predict_sharded(job: Job) -> list[Traffic]:
     """All collectives over ``dp_shard``, and over replicas of shards."""
-    rows = [
-        *(_optimizer_traffic(job) if job.layout.zero == 1 else _group_traffic(job)),
-        *_save_traffic(job),
-    ]
-    return [row for row in rows if row.calls]
+    rows = _optimizer_traffic(job) if job.layout.zero == 1 else _group_traffic(job)
+    return [*rows, *_save_traffic(job)]
 
 
 def _optimizer_traffic(job: Job) -> list[Traffic]:
