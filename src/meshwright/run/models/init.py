@@ -29,7 +29,7 @@ def parameter_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-class InitialWeights(Protocol):
+class WeightSource(Protocol):
     """Where first values come from."""
 
     def whole(self, name: str) -> Tensor:
@@ -53,7 +53,7 @@ class DrawnWeights:
         return draw(name, self._shapes[name], self._seed, self._std)
 
 
-def find_initial_weights(job: Job, from_hf: bool) -> InitialWeights:
+def find_weight_source(job: Job, from_hf: bool) -> WeightSource:
     """Those of the folder ``model.hf``, which must have some, or drawn ones."""
     if not from_hf:
         return DrawnWeights(job.model, job.train.seed)
@@ -62,7 +62,7 @@ def find_initial_weights(job: Job, from_hf: bool) -> InitialWeights:
 
 
 @torch.no_grad()
-def fill(network: nn.Module, names: Iterable[str], weights: InitialWeights, device: torch.device) -> None:
+def fill(network: nn.Module, names: Iterable[str], weights: WeightSource, device: torch.device) -> None:
     """Give parameters their first values; those that lie nowhere yet get their memory, too."""
     for name in names:
         values = weights.whole(name)
@@ -83,7 +83,7 @@ def draw(name: str, shape: Sequence[int], seed: int, std: float) -> Tensor:
     return torch.empty(tuple(shape), dtype=torch.float32).normal_(0.0, spread, generator=generator)
 
 
-def build_model(job: Job, device: torch.device, weights: InitialWeights | None = None) -> Decoder | ResNet:
+def build_model(job: Job, device: torch.device, weights: WeightSource | None = None) -> Decoder | ResNet:
     """The job's model with its initial weights, on its device; without any where it will be cut.
 
     Args:
@@ -101,7 +101,7 @@ def build_model(job: Job, device: torch.device, weights: InitialWeights | None =
         else:
             network = Decoder(model, job.data.seq_len, loss_chunk(job, model), job.layout.recompute)
     names = [name for name, _ in network.named_parameters()]
-    fill(network, names, weights or find_initial_weights(job, from_hf=False), device)
+    fill(network, names, weights or find_weight_source(job, from_hf=False), device)
     return network
 
 

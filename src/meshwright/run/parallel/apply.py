@@ -12,14 +12,14 @@ from meshwright.plan.shapes import list_parameters
 from meshwright.plan.sharding import ALL_DATA
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder
-from meshwright.run.models.init import InitialWeights
+from meshwright.run.models.init import WeightSource
 from meshwright.run.parallel.data import FixedBucketDDP, apply_replicate, average_statistics
 from meshwright.run.parallel.ownership import Owned, OwnedRows, OwnedShards
 from meshwright.run.parallel.sharded import apply_sharding, begin_micro_batch
 from meshwright.spec.job import Job
 
 
-def apply_layout(module: nn.Module, job: Job, ranks: Ranks, weights: InitialWeights) -> nn.Module:
+def apply_layout(module: nn.Module, job: Job, ranks: Ranks, weights: WeightSource) -> nn.Module:
     """Spread a module as the layout says; one that lies nowhere yet gets its weights on the way."""
     layout = job.layout
     if layout.zero >= 2:  # with dp_replicate a mesh of two axes: FSDP2 sums over both

@@ -25,12 +25,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from meshwright.plan.sharding import list_groups
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder
-from meshwright.run.models.init import InitialWeights, fill
+from meshwright.run.models.init import WeightSource, fill
 from meshwright.run.precision import LOW_PRECISION
 from meshwright.spec.job import Job
 
 
-def apply_sharding(network: Decoder, job: Job, ranks: Ranks, weights: InitialWeights) -> Decoder:
+def apply_sharding(network: Decoder, job: Job, ranks: Ranks, weights: WeightSource) -> Decoder:
     """Cut a model over ``dp_shard``, group by group, in place."""
     assert ranks.mesh is not None, "one process has nothing to cut over"
     low = LOW_PRECISION.get(job.train.precision)
