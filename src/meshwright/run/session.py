@@ -30,7 +30,7 @@ from meshwright.run.gradient_noise import NoiseScale
 from meshwright.run.image_batches import ImageBatcher, open_image_batches
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder, compile_blocks
-from meshwright.run.models.init import SplitWeights, build_model, find_initial_weights
+from meshwright.run.models.init import SplitWeights, build_model, find_weight_source
 from meshwright.run.models.resnet import ResNet
 from meshwright.run.optimizer import build_optimizer
 from meshwright.run.parallel.apply import apply_layout, own_parameters
@@ -130,7 +130,7 @@ def build_session(
     if job.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
     split = Split(job, ranks) if job.layout.tp > 1 else None
-    weights = find_initial_weights(job, from_hf=assignment.hf_weights)
+    weights = find_weight_source(job, from_hf=assignment.hf_weights)
     if split is not None:
         weights = SplitWeights(weights, split)
     model = build_model(job, ranks.device, weights, split)

@@ -23,7 +23,7 @@ from meshwright.core.errors import UserError  # noqa: E402
 from meshwright.prepare.hf_tokenizer import hf_tokenizer_text  # noqa: E402
 from meshwright.prepare.tokenizer import BpeTokenizer, ByteTokenizer, load_tokenizer  # noqa: E402
 from meshwright.run.generate import generate_text, load_model  # noqa: E402
-from meshwright.run.models.init import build_model, find_initial_weights  # noqa: E402
+from meshwright.run.models.init import build_model, find_weight_source  # noqa: E402
 from meshwright.spec.load import load_job  # noqa: E402
 from meshwright.survive.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, Manifest  # noqa: E402
 from meshwright.survive.checkpoint.plain import Piece, Snapshot, save_checkpoint  # noqa: E402
@@ -123,7 +123,7 @@ def assert_same_logits(ours: Any, theirs: Any) -> None:
 
 def from_hf(job: Any) -> Any:
     """Our model with the weights of the job's folder."""
-    return build_model(job, torch.device("cpu"), find_initial_weights(job, from_hf=True))
+    return build_model(job, torch.device("cpu"), find_weight_source(job, from_hf=True))
 
 
 def checkpoint_of(model: Any, job: Any, root: Path) -> Path:

@@ -32,7 +32,7 @@ def parameter_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-class InitialWeights(Protocol):
+class WeightSource(Protocol):
     """Where first values come from."""
 
     def whole(self, name: str) -> Tensor:
@@ -56,7 +56,7 @@ class DrawnWeights:
         return draw(name, self._shapes[name], self._seed, self._std)
 
 
-def find_initial_weights(job: Job, from_hf: bool) -> InitialWeights:
+def find_weight_source(job: Job, from_hf: bool) -> WeightSource:
     """Those of the folder ``model.hf``, which must have some, or drawn ones."""
     if not from_hf:
         return DrawnWeights(job.model, job.train.seed)
@@ -67,7 +67,7 @@ def find_initial_weights(job: Job, from_hf: bool) -> InitialWeights:
 class SplitWeights:
     """This rank's part of the first values."""
 
-    def __init__(self, weights: InitialWeights, split: Split) -> None:
+    def __init__(self, weights: WeightSource, split: Split) -> None:
         self._weights, self._split = weights, split
 
     def whole(self, name: str) -> Tensor:
@@ -76,7 +76,7 @@ class SplitWeights:
 
 
 @torch.no_grad()
-def fill(network: nn.Module, names: Iterable[str], weights: InitialWeights, device: torch.device) -> None:
+def fill(network: nn.Module, names: Iterable[str], weights: WeightSource, device: torch.device) -> None:
     """Give parameters their first values; those that lie nowhere yet get their memory, too."""
     for name in names:
         values = weights.whole(name)
@@ -100,7 +100,7 @@ def draw(name: str, shape: Sequence[int], seed: int, std: float) -> Tensor:
 def build_model(
     job: Job,
     device: torch.device,
-    weights: InitialWeights | None = None,
+    weights: WeightSource | None = None,
     split: Split | None = None,
 ) -> Decoder | ResNet:
     """The job's model with its initial weights, on its device; without any where it will be cut.
@@ -112,7 +112,7 @@ def build_model(
         split: Which part of each matrix the rank holds; None for all.
     """
     model = job.model
-    weights = weights or find_initial_weights(job, from_hf=False)
+    weights = weights or find_weight_source(job, from_hf=False)
     network: Decoder | ResNet
     if split is not None:
         return _build_split(job, device, weights, split)
@@ -134,7 +134,7 @@ def tie(network: Decoder, job: Job) -> None:
         network.head.weight = network.embed.weight
 
 
-def _build_split(job: Job, device: torch.device, weights: InitialWeights, split: Split) -> Decoder:
+def _build_split(job: Job, device: torch.device, weights: WeightSource, split: Split) -> Decoder:
     """A decoder with this rank's part of every matrix."""
     network = _build_empty(job, device)
     apply_split(network, split)

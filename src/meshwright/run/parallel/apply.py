@@ -13,7 +13,7 @@ from meshwright.plan.sharding import ALL_DATA
 from meshwright.plan.tensor import held_model
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder
-from meshwright.run.models.init import InitialWeights
+from meshwright.run.models.init import WeightSource
 from meshwright.run.parallel.data import FixedBucketDDP, apply_replicate, average_statistics
 from meshwright.run.parallel.ownership import Owned, OwnedRows, OwnedShards
 from meshwright.run.parallel.sharded import apply_sharding, begin_micro_batch
@@ -21,7 +21,7 @@ from meshwright.run.parallel.split import Split
 from meshwright.spec.job import Job
 
 
-def apply_layout(module: nn.Module, job: Job, ranks: Ranks, weights: InitialWeights) -> nn.Module:
+def apply_layout(module: nn.Module, job: Job, ranks: Ranks, weights: WeightSource) -> nn.Module:
     """Spread a module over the ranks of data; one that lies nowhere yet gets its weights on the way.
 
     Its matrices were split over ``tp`` when it was built: innermost, before anything is cut or summed.

@@ -26,12 +26,12 @@ from meshwright.plan.sharding import list_groups
 from meshwright.plan.tensor import held_model
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder
-from meshwright.run.models.init import InitialWeights, fill, tie
+from meshwright.run.models.init import WeightSource, fill, tie
 from meshwright.run.precision import LOW_PRECISION
 from meshwright.spec.job import Job
 
 
-def apply_sharding(network: Decoder, job: Job, ranks: Ranks, weights: InitialWeights) -> Decoder:
+def apply_sharding(network: Decoder, job: Job, ranks: Ranks, weights: WeightSource) -> Decoder:
     """Cut a model over ``dp_shard``, group by group, in place."""
     mesh = ranks.data_mesh
     low = LOW_PRECISION.get(job.train.precision)
