@@ -17,11 +17,12 @@ def predict_traffic(job: Job) -> list[Traffic]:
     layout = job.layout
     if layout.world_size == 1:
         return []
-    rows = predict_control(job)
+    rows = []
     if layout.dp_shard > 1:
         rows += predict_sharded(job)
     elif layout.dp_replicate > 1:
         rows += _replicated(job)
+    rows += predict_control(job)
     if layout.tp > 1:
         rows += predict_tensor(job)
     return merge(rows)
