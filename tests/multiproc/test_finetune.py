@@ -20,7 +20,7 @@ from meshwright.core.errors import UserError  # noqa: E402
 from meshwright.core.events import read_events  # noqa: E402
 from meshwright.prepare.hf_tokenizer import hf_tokenizer_text  # noqa: E402
 from meshwright.prepare.tokenizer import ByteTokenizer  # noqa: E402
-from meshwright.run.generate import load_model  # noqa: E402
+from meshwright.run.generate import GenerateTask, load_model  # noqa: E402
 from meshwright.spec.load import load_job  # noqa: E402
 from meshwright.survive.hf.export import export_checkpoint  # noqa: E402
 from meshwright.survive.hf.names import list_places  # noqa: E402
@@ -100,7 +100,7 @@ def test_from_a_folder_to_a_folder_on_four_ranks(finetune, folder, job_file, tmp
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     tokens = torch.randint(0, 256, (2, 200), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        ours = load_model(Path(result["checkpoint"]), torch.device("cpu"))(tokens)
+        ours = load_model(GenerateTask(result["checkpoint"]))(tokens)
         torch.testing.assert_close(ours, theirs(tokens).logits, atol=1e-5, rtol=1e-5)
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+
+from meshwright.cli.generate import write_text
+from meshwright.cli.output import Output
+from meshwright.core.errors import UserError
 
 TEN = ("train.steps=10", "train.eval_every=5")
 GPT = "model.positions=learned model.max_positions=32 model.norm=layer model.activation=gelu "
@@ -111,3 +117,18 @@ def test_checkpoints_go_from_any_layout_to_any(train, tmp_path):
         _, other = resume(source, layout)
         assert relative(other.losses, straight[source].losses[3:]) < 1e-5
         assert "the sharding was" in other.messages
+
+
+def test_text_is_written_by_ranks_that_share_the_model(train, capfd):
+    """The same text as one process writes, also where the last rank has fewer words; else an error says why."""
+    checkpoint = Path(train("layout.tp=2", "model.vocab_size=321").result["checkpoint"])
+
+    def written(tp):
+        capfd.readouterr()
+        settings = {"prompt": "the ", "tokens": 12, "template": None, "tp": tp}
+        assert write_text(Output(as_json=True), checkpoint, settings) == 0
+        return json.loads(capfd.readouterr().out)["text"]
+
+    assert written(1) == written(2) != ""
+    with pytest.raises(UserError, match="layout-tp-heads"):
+        written(3)

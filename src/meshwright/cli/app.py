@@ -243,14 +243,23 @@ def generate(
     ] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Choose among this many; 0 for all.")] = 40,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed, the same text.")] = 0,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Ranks that share each matrix.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Write text with a trained model."""
     from meshwright.cli.generate import write_text  # noqa: PLC0415
 
     output = Output(as_json)
-    settings: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
-    guarded(output, lambda: write_text(output, checkpoint, prompt, template, settings))
+    settings: dict[str, Any] = {
+        "prompt": prompt,
+        "template": template,
+        "tokens": tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "seed": seed,
+        "tp": tp,
+    }
+    guarded(output, lambda: write_text(output, checkpoint, settings))
 
 
 @app.command()

@@ -22,7 +22,7 @@ transformers.utils.logging.disable_progress_bar()
 from meshwright.core.errors import UserError  # noqa: E402
 from meshwright.prepare.hf_tokenizer import hf_tokenizer_text  # noqa: E402
 from meshwright.prepare.tokenizer import BpeTokenizer, ByteTokenizer, load_tokenizer  # noqa: E402
-from meshwright.run.generate import generate_text, load_model  # noqa: E402
+from meshwright.run.generate import GenerateTask, generate_text, load_model  # noqa: E402
 from meshwright.run.models.init import build_model, find_weight_source  # noqa: E402
 from meshwright.spec.load import load_job  # noqa: E402
 from meshwright.survive.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, Manifest  # noqa: E402
@@ -261,8 +261,8 @@ def test_a_folder_writes_text(saved):
     """`generate` takes a Hugging Face folder as it is."""
     theirs, folder = saved("grouped")
     (folder / "tokenizer.json").write_text(hf_tokenizer_text(ByteTokenizer()), encoding="utf-8")
-    assert_same_logits(load_model(folder, torch.device("cpu")), theirs)
-    greedy = generate_text(folder, "abc", tokens=4, temperature=0.0, top_k=0, seed=0)
+    assert_same_logits(load_model(GenerateTask(str(folder))), theirs)
+    greedy = generate_text(GenerateTask(str(folder), "abc", tokens=4, temperature=0.0, top_k=0))
     ids = ByteTokenizer().encode("abc")
     for _ in range(4):
         ids.append(int(logits_of(theirs, torch.tensor([ids]))[0, -1, :257].argmax()))
@@ -276,7 +276,7 @@ def test_trained_here_loaded_there(train, corpus, tmp_path):
     checkpoint = Path(trained.result["checkpoint"])
     export_checkpoint(checkpoint, out, "float32", 10**9)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
-    ours = load_model(checkpoint, torch.device("cpu"))
+    ours = load_model(GenerateTask(str(checkpoint)))
     tokens = torch.randint(0, 320, (2, 32))
     torch.testing.assert_close(logits_of(ours, tokens), logits_of(theirs, tokens), atol=1e-5, rtol=1e-5)
     tokenizer, mine = transformers.AutoTokenizer.from_pretrained(out), load_tokenizer(checkpoint)
