@@ -120,7 +120,7 @@ def test_checkpoints_go_from_any_layout_to_any(train, tmp_path):
 
 
 def test_text_is_written_by_ranks_that_share_the_model(train, capfd):
-    """The same text as one process writes, also where the last rank has fewer words; else an error says why."""
+    """The same text as one process writes, also where the last rank has fewer words; else an error."""
     checkpoint = Path(train("layout.tp=2", "model.vocab_size=321").result["checkpoint"])
 
     def written(tp):
