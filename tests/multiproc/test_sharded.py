@@ -8,6 +8,8 @@ import shutil
 import pytest
 from safetensors.torch import load_file
 
+from meshwright.plan.contract import PLAN_FILE, read_plan
+
 TEN = ("train.steps=10", "train.eval_every=5")
 REFERENCE: dict[tuple[str, ...], list[float]] = {}
 
@@ -51,6 +53,31 @@ def test_losses_and_contract(train, layout, job):
     phases = {row["phase"] for row in result["collectives"] if row["axis"] == "dp_shard"}
     assert {"step", "save"} <= phases
     assert all(row["calls"] > 0 for row in result["collectives"]), "a promise about nothing"
+
+
+@pytest.mark.parametrize(
+    ("layout", "job"),
+    [
+        ("dp_shard=2 zero=2 micro_batch=1 accumulate=deferred", ""),
+        ("dp_shard=3 zero=3 micro_batch=1 accumulate=deferred", "model.tied_embeddings=false"),
+        ("dp_replicate=2 dp_shard=2 zero=3 micro_batch=1 accumulate=deferred", ""),
+    ],
+)
+def test_settings_keep_losses_bytes_and_peak(train, layout, job):
+    """Ten losses within 1e-5 of one process, state and collectives to the byte, the peak within 2%."""
+    asked = tuple(job.split())
+    sharded = train(*(f"layout.{key}" for key in layout.split()), *TEN, *asked)
+    assert relative(sharded.losses, reference(train, *asked)) < 1e-5
+    require_contract(sharded)
+
+
+def require_contract(sharded, peak=0.02):
+    """State and collectives of every rank equal to the plan's; the peak as near as asked."""
+    result, plan = sharded.result, read_plan(sharded.run_dir / PLAN_FILE)
+    assert result["audit_ok"], result["differences"]
+    assert result["state_bytes"] == result["predicted_state_bytes"]
+    assert all(row["calls"] == row["predicted_calls"] > 0 for row in result["collectives"])
+    assert relative(result["peak_memory_bytes"], [rank.peak_bytes for rank in plan.ranks]) < peak
 
 
 def test_an_overflow_in_one_ranks_rows_skips_the_step_on_all(train, monkeypatch):

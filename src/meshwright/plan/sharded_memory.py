@@ -4,8 +4,9 @@ Follows torch's FSDP2, eager. In the forward pass a gathered block lies there tw
 buffer that it arrived in, which is freed when the next block has come, or the forward pass ends. In the
 backward pass of ZeRO-3, while a block is at work, the one before it is gathered ahead into such a buffer.
 What a block gave to its reduce-scatter, its whole gradient in float32, stays until the next one's; while
-it is filled, the gradient it is filled from is there too. The group around the blocks is gathered from
-forward to backward, and the head's gradient, made with the loss, waits as long: both are in the peak.
+it is filled, the gradient it is filled from is there too, and shards come when that is gone. The group around
+the blocks is gathered from forward to backward, and the head's gradient, made with the loss, waits as long:
+both are in the peak. Deferred gradients stay whole, in float32 and not padded, until the last micro-batch.
 """
 
 from __future__ import annotations
@@ -76,6 +77,20 @@ class _Sizes:
     """The part of that gradient which is there when the backward pass comes to attention."""
     block_reduced: int
     """What a block gives to its reduce-scatter: float32."""
+    deferred: bool
+    """Whether gradients wait for the last micro-batch."""
+    kept_around: int
+    """Whole gradients of what lies around the blocks, as they wait."""
+    kept_block: int
+    """Those of a block."""
+    embedding: int
+    """The gradient of the embedding's part."""
+    tied: int
+    """The head's part of a gradient that it shares with the embedding; 0 where it does not."""
+    summed: bool
+    """Whether autograd adds to kept gradients itself: those of a product in float32."""
+    last: int
+    """The last gradient of a block, which torch lets go of last."""
 
     @classmethod
     def of(cls, job: Job, model: DecoderModel) -> _Sizes:
@@ -97,6 +112,13 @@ class _Sizes:
             block=blocks[0].gathered_bytes(ranks, job.train.precision),
             feed_forward=sum(p.count for p in blocks[0].parameters if ".ffn." in p.name) * low,
             block_reduced=blocks[0].padded(ranks) * FLOAT32_BYTES,
+            deferred=job.layout.accumulate == "deferred",
+            kept_around=sum(around.values()),
+            kept_block=sum(p.count for p in blocks[0].parameters) * FLOAT32_BYTES,
+            embedding=head,
+            tied=head if model.tied_embeddings else 0,
+            summed=low == FLOAT32_BYTES,
+            last=blocks[0].parameters[-1].count * low,
         )
 
     def gathered(self, moment: Moment, run: _Pass) -> tuple[int, str]:
@@ -118,6 +140,8 @@ class _Sizes:
 
     def gradients(self, moment: Moment, run: _Pass) -> tuple[int, int]:
         """Gradients, in shards and whole, and what reduce-scatters were given, at a moment."""
+        if self.deferred and not (run.first and run.last):
+            return self._deferred_gradients(moment, run)
         everything = (self.around + self.layers * self.block_reduced) // self.ranks
         if not moment.backward:
             return (0 if run.first else everything), 0
@@ -125,14 +149,45 @@ class _Sizes:
             shards = self.layers * self.block_reduced // self.ranks if run.first else everything
             if moment.part == "around":
                 return shards + self.around_late, self.block_reduced
-            return shards + self.around, self.around + self.around // self.ranks
+            return shards + max(self.kept_around, self.around // self.ranks), self.around
         behind = self.layers - 1 - moment.layer
         shards = behind * self.block_reduced // self.ranks if run.first else everything
-        whole = {"attention": self.feed_forward, "reduced": self.block}.get(moment.part, 0)
-        reduced = self.block_reduced if behind else 0
         if moment.part == "reduced":
-            reduced = self.block_reduced + self.block_reduced // self.ranks
-        return shards + self.around_early + whole, reduced
+            whole = max(self.block, self.last + self.block_reduced // self.ranks)
+            return shards + self.around_early + whole, self.block_reduced
+        whole = self.feed_forward if moment.part == "attention" else 0
+        return shards + self.around_early + whole, self.block_reduced if behind else 0
+
+    def _deferred_gradients(self, moment: Moment, run: _Pass) -> tuple[int, int]:
+        """The same where gradients wait whole: they come in the first micro-batch, and go in the last."""
+        everything = self.kept_around + self.layers * self.kept_block
+        if not moment.backward:
+            return (0 if run.first else everything), 0
+        shard = self.block_reduced // self.ranks
+        if moment.layer is None:
+            blocks = self.layers * (shard if run.last else self.kept_block)
+            reduced = (self.block_reduced if moment.part == "around" else self.around) if run.last else 0
+            if moment.part != "around":
+                return blocks + self.kept_around, reduced
+            # The embedding's part is made whole before it is added; a tied one is the sum of two parts.
+            made = self.around_late if run.first else self.kept_around + self.embedding + 2 * self.tied
+            return blocks + made, reduced
+        behind = self.layers - 1 - moment.layer
+        if run.first:
+            kept = self.around_early + behind * self.kept_block
+        elif run.last:
+            kept = self.kept_around + self.tied + (moment.layer + 1) * self.kept_block + behind * shard
+        else:
+            kept = everything + self.tied
+        own = {"attention": self.feed_forward, "reduced": self.block}.get(moment.part, 0)
+        if run.first and moment.part == "reduced":
+            own = self.kept_block + (0 if self.summed else self.last)
+        elif self.summed and not run.first:
+            own = 0
+        elif run.last and moment.part == "reduced" and not behind:
+            own = 0  # added before the first buffer to send is made; later ones follow another
+        given = run.last and (behind or moment.part == "reduced")
+        return kept + own, self.block_reduced if given else 0
 
 
 def trace_sharded(

@@ -16,7 +16,8 @@ stage  a rank keeps                a step moves, over dp_shard                  
 
 The group around the blocks (embedding, positions, final norm, head) is gathered once a micro-batch, in
 float32, and kept from forward to backward. With replicas of the shards (``dp_replicate``), stage 1 reduces
-over all ranks at once; stages 2 and 3 all-reduce each rank's shard over its replicas, once a step.
+over all ranks at once; stages 2 and 3 all-reduce each rank's shard over its replicas, once a step. With
+``accumulate = "deferred"`` gradients are reduced and scattered in the last micro-batch alone: 1 for m.
 """
 
 from __future__ import annotations
@@ -179,6 +180,7 @@ def _group_traffic(job: Job) -> list[Traffic]:
     around = sum(g.gathered_bytes(ranks, job.train.precision) for g in groups if not g.block)
     reduced = sum(g.padded(ranks) for g in groups) * FLOAT32_BYTES
     micro_batches = count_micro_batches(job, job.train.global_batch)
+    reductions = 1 if layout.accumulate == "deferred" else micro_batches
     evaluations = count_micro_batches(job, job.train.eval_samples)
     if layout.zero == 2:  # gathered until the last backward pass, or until the evaluation ends
         times = evaluations = outer = 1
@@ -192,9 +194,7 @@ def _group_traffic(job: Job) -> list[Traffic]:
     rows = [
         gathers("step", times, outer),
         gathers("eval", evaluations, 1),
-        Traffic(
-            "dp_shard", "reduce_scatter", "step", ranks, micro_batches * len(groups), micro_batches * reduced
-        ),
+        Traffic("dp_shard", "reduce_scatter", "step", ranks, reductions * len(groups), reductions * reduced),
     ]
     if layout.dp_replicate > 1:
         replicas = layout.dp_replicate

@@ -470,7 +470,6 @@ RULES: tuple[Rule, ...] = (
     _not_built("model.num_experts", (None,), "a mixture of experts"),
     _not_built("model.window", (None,), "attention in a sliding window"),
     _not_built("layout.offload", ("none",), "offloading"),
-    _not_built("layout.accumulate", ("sharded",), "deferred accumulation under ZeRO"),
     _not_built("layout.schedule", ("1f1b",), "another pipeline schedule"),
     _not_built("layout.context", ("ring",), "another context method"),
     _not_built("layout.prefetch", (1,), "another prefetch depth under ZeRO"),

@@ -69,7 +69,9 @@ def _cut(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, reshard
 def begin_micro_batch(module: FSDPModule, job: Job, last: bool) -> None:
     """Say what this micro-batch's backward pass leaves: gradients are reduced and scattered in each.
 
-    Replicas of the shards are summed in the last one alone. ZeRO-2 keeps parameters gathered until then.
+    With ``accumulate = "deferred"`` they stay whole on the rank until the last one. Replicas of the shards
+    are summed in the last one alone. ZeRO-2 keeps parameters gathered until then.
     """
+    module.set_requires_gradient_sync(last or job.layout.accumulate == "sharded")
     module.set_requires_all_reduce(last)
     module.set_reshard_after_backward(last or job.layout.zero == 3)
