@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from meshwright.run import loop
-from meshwright.run.worker import run_rank
+from meshwright.run.worker import run_rank, run_session
 
 
 def extra_all_reduce(run_dir, listener):
@@ -49,6 +49,24 @@ def hidden_collectives(run_dir, listener):
 
     loop.update = update
     return run_rank(run_dir, listener)
+
+
+def note_gathers(run_dir, listener):
+    """A rank that says, when a block computes forward or backward, how many gathers were asked for."""
+    honest = loop.train
+
+    def note(session):
+        rows = [row for row in session.counter.rows() if row["op"] == "all_gather" and row["phase"] == "step"]
+        if session.counter.phase == "step":
+            session.events.write("gathers_so_far", gathers=sum(row["calls"] for row in rows))
+
+    def watched(session):
+        for block in session.model.blocks:
+            block.attention.register_forward_pre_hook(lambda *_: note(session))
+            block.ffn.register_full_backward_pre_hook(lambda *_: note(session))
+        honest(session)
+
+    return run_session(watched, run_dir, listener)
 
 
 def infinite_gradient(run_dir, listener):

@@ -61,6 +61,9 @@ def test_losses_and_contract(train, layout, job):
         ("dp_shard=2 zero=2 micro_batch=1 accumulate=deferred", ""),
         ("dp_shard=3 zero=3 micro_batch=1 accumulate=deferred", "model.tied_embeddings=false"),
         ("dp_replicate=2 dp_shard=2 zero=3 micro_batch=1 accumulate=deferred", ""),
+        ("dp_shard=2 zero=3 micro_batch=3 prefetch=0", ""),
+        ("dp_shard=2 zero=3 micro_batch=2 prefetch=2", "model.num_layers=4"),
+        ("dp_shard=2 zero=3 micro_batch=3 prefetch=9 accumulate=deferred", "model.num_layers=4"),
     ],
 )
 def test_settings_keep_losses_bytes_and_peak(train, layout, job):
@@ -78,6 +81,20 @@ def require_contract(sharded, peak=0.02):
     assert result["state_bytes"] == result["predicted_state_bytes"]
     assert all(row["calls"] == row["predicted_calls"] > 0 for row in result["collectives"])
     assert relative(result["peak_memory_bytes"], [rank.peak_bytes for rank in plan.ranks]) < peak
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_gathers_go_ahead_by_the_prefetch_depth(train, monkeypatch, depth):
+    """When a block begins to compute, its own gather and those of the next ones were asked for: no more."""
+    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:note_gathers")
+    given = (f"layout.prefetch={depth}", "layout.micro_batch=6", "train.steps=1")
+    trained = train("layout.dp_shard=2", "model.num_layers=4", *given)
+    lines = [json.loads(line) for line in (trained.run_dir / "events.jsonl").read_text().splitlines()]
+    asked = [e["gathers"] for e in lines if e["event"] == "gathers_so_far" and e["rank"] == 0]
+    around = 1
+    forward = [around + min(4, block + 1 + depth) for block in range(4)]
+    backward = [around + 4 + min(4, done + 1 + depth) for done in range(4)]
+    assert asked == forward + backward
 
 
 def test_an_overflow_in_one_ranks_rows_skips_the_step_on_all(train, monkeypatch):

@@ -1,8 +1,7 @@
 """What ZeRO-2 and 3 add to the moments of a step: gathered groups, shards of gradients, and what is reduced.
 
-Follows torch's FSDP2, eager. In the forward pass a gathered block lies there twice: as parameters, and in the
-buffer that it arrived in, which is freed when the next block has come, or the forward pass ends. In the
-backward pass of ZeRO-3, while a block is at work, the one before it is gathered ahead into such a buffer.
+Follows torch's FSDP2, eager. A gather arrives in a buffer that is freed when the block is copied out of it.
+While a block is at work, the next ``prefetch`` ones are gathered ahead into such buffers.
 What a block gave to its reduce-scatter, its whole gradient in float32, stays until the next one's; while
 it is filled, the gradient it is filled from is there too, and shards come when that is gone. The group around
 the blocks is gathered from forward to backward, and the head's gradient, made with the loss, waits as long:
@@ -11,6 +10,7 @@ both are in the peak. Deferred gradients stay whole, in float32 and not padded, 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,6 +65,8 @@ class _Sizes:
     ranks: int
     layers: int
     zero: int
+    prefetch: int
+    """Blocks gathered ahead."""
     around: int
     """What lies around the blocks, gathered; given to its reduce-scatter it takes as much."""
     around_early: int
@@ -106,6 +108,7 @@ class _Sizes:
             ranks=ranks,
             layers=len(blocks),
             zero=job.layout.zero,
+            prefetch=job.layout.prefetch,
             around=groups[-1].gathered_bytes(ranks, job.train.precision),
             around_early=head + norm,
             around_late=late,
@@ -124,17 +127,21 @@ class _Sizes:
     def gathered(self, moment: Moment, run: _Pass) -> tuple[int, str]:
         """What is gathered at a moment."""
         layer, letting_go = moment.layer, self.zero == 3 or run.last
-        around = self.around
+        around, buffers = self.around, 0
         if not moment.backward:
             blocks = self.layers if self.zero == 2 else int(layer is not None)
-            buffers = 1 if self.zero == 3 or run.first else 0
+            if self.zero == 3 and layer is not None:
+                buffers = min(self.prefetch, self.layers - 1 - layer)
         elif layer is None:
-            blocks, buffers = (0 if letting_go else self.layers), 0
+            blocks = 0 if letting_go else self.layers
             around = 0 if moment.part == "reduced" and letting_go else around
         else:
             at_work = int(moment.part != "reduced")
             blocks = at_work if self.zero == 3 else layer + at_work if run.last else self.layers
-            buffers = 1 if self.zero == 3 and layer else 0
+            if moment.part == "gathered":  # its own buffer; the farthest one ahead is not asked for yet
+                buffers = 1 + min(max(self.prefetch - 1, 0), layer)
+            elif self.zero == 3:
+                buffers = min(self.prefetch, layer)
         formula = f"{around} (around the blocks) + {blocks} blocks and {buffers} on their way x {self.block}"
         return around + (blocks + buffers) * self.block, formula
 
@@ -190,6 +197,18 @@ class _Sizes:
         return kept + own, self.block_reduced if given else 0
 
 
+def _gathered_moments(job: Job, moments: Sequence[Moment]) -> list[Moment]:
+    """Each block copied out of its gather on ZeRO-3's way back, when the one behind it was done."""
+    if job.layout.zero != 3:
+        return []
+    before = [m for m in moments if m.part == "reduced" and m.layer]
+    return [
+        dataclasses.replace(m, name=f"block {m.layer - 1}, gathered", layer=m.layer - 1, part="gathered")
+        for m in before
+        if m.layer is not None
+    ]
+
+
 def trace_sharded(
     job: Job, model: DecoderModel, moments: Sequence[Moment], micro_batches: int
 ) -> list[ShardedMoment]:
@@ -204,7 +223,7 @@ def trace_sharded(
     sizes = _Sizes.of(job, model)
     found = []
     for run in _list_passes(micro_batches):
-        for moment in moments:
+        for moment in (*moments, *_gathered_moments(job, moments)):
             gathered, formula = sizes.gathered(moment, run)
             gradients, reduced = sizes.gradients(moment, run)
             around = moment.part == "around"

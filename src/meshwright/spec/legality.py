@@ -472,7 +472,6 @@ RULES: tuple[Rule, ...] = (
     _not_built("layout.offload", ("none",), "offloading"),
     _not_built("layout.schedule", ("1f1b",), "another pipeline schedule"),
     _not_built("layout.context", ("ring",), "another context method"),
-    _not_built("layout.prefetch", (1,), "another prefetch depth under ZeRO"),
     _not_built("train.precision", ("fp32", "bf16", "fp16"), "fp8 or fp4 training"),
     _not_built("train.runtime", ("meshwright",), "a run by another framework"),
     Rule(

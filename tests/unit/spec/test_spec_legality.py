@@ -100,6 +100,7 @@ CASES = {
     "train-wsd-room": {"train": {"schedule": "wsd", "warmup": 3, "decay_fraction": 0.5}},
     "train-noise-scale-parts": {"train": {"noise_scale_every": 1}, "layout": {"micro_batch": 8}},
     "layout-accumulate-zero": {"layout": {"accumulate": "deferred", "dp_shard": 2, "zero": 1}},
+    "layout-prefetch-zero": {"layout": {"prefetch": 2, "dp_shard": 2, "zero": 2}},
     "layout-pp-not-built": {"layout": {"pp": 2}},
     "train-compile-sharded-not-built": {"layout": {"dp_shard": 2}, "train": {"compile": True}},
     "compression-kind-sharded-not-built": {"layout": {"dp_shard": 2}, "compression": {"kind": "bf16"}},
@@ -114,7 +115,6 @@ CASES = {
     "layout-offload-not-built": {"layout": {"offload": "all"}},
     "layout-schedule-not-built": {"layout": {"schedule": "gpipe"}},
     "layout-context-not-built": {"layout": {"context": "ulysses"}},
-    "layout-prefetch-not-built": {"layout": {"prefetch": 2}},
     "train-precision-not-built": {"train": {"precision": "fp8"}},
     "train-muon-not-built": {"train": {"optimizer": "muon"}, "layout": {"tp": 2}},
     "train-noise-scale-not-built": {"train": {"noise_scale_every": 1}, "layout": {"pp": 2}},
@@ -126,7 +126,6 @@ CASES = {
 PLAN_CASES = {
     "layout-schedule-pp": {"layout": {"schedule": "zb-h1", "dp_replicate": 2}},
     "layout-context-cp": {"layout": {"context": "ulysses", "dp_replicate": 2}},
-    "layout-prefetch-zero": {"layout": {"prefetch": 2, "dp_shard": 2, "zero": 2}},
     "layout-offload-cpu": {"layout": {"offload": "all"}, "cluster": {"preset": "local", "device": "cpu"}},
     "cluster-links-missing": {"cluster": {"preset": "local", "device": "cuda", "nodes": 2}},
     "train-precision-device": {"train": {"precision": "fp4"}},
@@ -169,7 +168,7 @@ def test_each_rule_of_planning_can_be_broken_and_does_not_hide_what_is_not_built
 
 
 UNPLANNED = {"consistency-mode-not-built", "compression-kind-not-built"}
-IDLE = {f"layout-{key}-not-built" for key in ("schedule", "context", "prefetch")}
+IDLE = {f"layout-{key}-not-built" for key in ("schedule", "context")}
 """Their cases have no effect at all, which is for the rows of planning to say."""
 
 
@@ -364,7 +363,7 @@ def test_divisors_are_exact():
     [
         {"tp": 2},
         {"pp": 2, "tp": 2},
-        {"dp_shard": 4, "micro_batch": 2, "prefetch": 2},
+        {"dp_shard": 4, "micro_batch": 2, "zero": 2, "prefetch": 2},
         {"tp": 64},
         {"dp_replicate": 2, "zero": 1},
         {"dp_replicate": 9},
