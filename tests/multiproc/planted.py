@@ -69,6 +69,17 @@ def note_gathers(run_dir, listener):
     return run_session(watched, run_dir, listener)
 
 
+def count_graphs(run_dir, listener):
+    """A rank that says how many graphs torch's compiler made."""
+    honest = loop.train
+
+    def counted(session):
+        honest(session)
+        session.events.write("graphs", graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    return run_session(counted, run_dir, listener)
+
+
 def infinite_gradient(run_dir, listener):
     """One gradient overflows in the third step; the loss of that step is still fine."""
     honest = loop.update

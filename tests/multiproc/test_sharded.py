@@ -83,6 +83,43 @@ def require_contract(sharded, peak=0.02):
     assert relative(result["peak_memory_bytes"], [rank.peak_bytes for rank in plan.ranks]) < peak
 
 
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        ("dp_shard=2 zero=2 micro_batch=3", "fp16"),
+        ("dp_replicate=2 dp_shard=2 zero=3 micro_batch=3", "bf16"),
+    ],
+)
+def test_gradients_in_16_bits_halve_the_reduce_scatters(train, layout, kind):
+    """Rounded gradients follow the exact curve; half the bytes, predicted; the state stays float32."""
+    given = tuple(f"layout.{key}" for key in layout.split())
+    exact = train(*given, *TEN)
+    rounded = train(*given, *TEN, f"compression.kind={kind}")
+    require_contract(rounded)
+    assert rounded.result["state_bytes"] == exact.result["state_bytes"]
+    assert 0 < relative(rounded.losses, exact.losses) < 1e-3
+
+    def sent(run):
+        rows = run.result["collectives"]
+        return next(row["bytes"] for row in rows if (row["op"], row["phase"]) == ("reduce_scatter", "step"))
+
+    assert sent(rounded) * 2 == sent(exact)
+
+
+@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_compiled_blocks_under_zero(train, monkeypatch, zero):
+    """Blocks whose parameters come and go: the same losses, equal bytes, as many graphs as without ZeRO."""
+    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:count_graphs")
+    given = ("train.compile=true", "train.compile_backend=aot_eager", "train.steps=3", "model.num_layers=3")
+    compiled = train("layout.dp_shard=2", f"layout.zero={zero}", "layout.micro_batch=3", *given)
+    plain = reference(train, "train.steps=3", "model.num_layers=3")
+    assert relative(compiled.losses, plain) < 1e-5
+    assert compiled.result["peak_memory_bytes"] == [None, None]
+    lines = [json.loads(line) for line in (compiled.run_dir / "events.jsonl").read_text().splitlines()]
+    graphs = [e["graphs"] for e in lines if e["event"] == "graphs"]
+    assert graphs == [2, 2], "a forward pass with gradients, and one without, for all blocks"
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_gathers_go_ahead_by_the_prefetch_depth(train, monkeypatch, depth):
     """When a block begins to compute, its own gather and those of the next ones were asked for: no more."""

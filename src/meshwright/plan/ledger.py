@@ -109,7 +109,11 @@ def _predict_sharded(
         Line("optimizer", state["optimizer"], f"the state of these rows, not padded, over {ranks} ranks"),
         Line("gradients at the peak", top.gradients, "shards, and whole ones not yet reduced"),
         Line("gathered at the peak", top.gathered, top.gathered_formula),
-        Line("reduced at the peak", top.reduced, "what a reduce-scatter was given, x 4 (float32)"),
+        Line(
+            "reduced at the peak",
+            top.reduced,
+            f"what a reduce-scatter was given, x {WIRE_BYTES[job.compression.kind]}",
+        ),
         Line("activations at the peak", top.activations, top.formula),
         Line("temporary at the peak", top.temporary, f"largest at: {top.name}"),
         *memory.always,

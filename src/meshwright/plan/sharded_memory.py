@@ -1,11 +1,11 @@
 """What ZeRO-2 and 3 add to the moments of a step: gathered groups, shards of gradients, and what is reduced.
 
 Follows torch's FSDP2, eager. A gather arrives in a buffer that is freed when the block is copied out of it.
-While a block is at work, the next ``prefetch`` ones are gathered ahead into such buffers.
-What a block gave to its reduce-scatter, its whole gradient in float32, stays until the next one's; while
-it is filled, the gradient it is filled from is there too, and shards come when that is gone. The group around
-the blocks is gathered from forward to backward, and the head's gradient, made with the loss, waits as long:
-both are in the peak. Deferred gradients stay whole, in float32 and not padded, until the last micro-batch.
+While a block is at work, the next ``prefetch`` ones are gathered ahead into such buffers. What a block gave
+to its reduce-scatter, its whole gradient as it travels, stays until the next one's; while it is filled, the
+gradient it is filled from is there too, and shards come when that is gone. The group around the blocks is
+gathered from forward to backward, and the head's gradient, made with the loss, waits as long: both are in the
+peak. Deferred gradients stay whole, in float32 and not padded, until the last micro-batch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from meshwright.plan.moments import Moment
 from meshwright.plan.shapes import FLOAT32_BYTES
 from meshwright.plan.sharding import LOW_BYTES, Group, list_groups
+from meshwright.plan.traffic import WIRE_BYTES
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -68,7 +69,11 @@ class _Sizes:
     prefetch: int
     """Blocks gathered ahead."""
     around: int
-    """What lies around the blocks, gathered; given to its reduce-scatter it takes as much."""
+    """What lies around the blocks, gathered."""
+    around_sent: int
+    """What it gives to its reduce-scatter: float32, or as compressed gradients are."""
+    around_shard: int
+    """What it keeps of that, in float32."""
     around_early: int
     """Its gradients that wait through the backward pass of the blocks: the head's, the final norm's."""
     around_late: int
@@ -77,8 +82,12 @@ class _Sizes:
     """A gathered block, in the precision of the products; its whole gradient is as large."""
     feed_forward: int
     """The part of that gradient which is there when the backward pass comes to attention."""
-    block_reduced: int
-    """What a block gives to its reduce-scatter: float32."""
+    block_sent: int
+    """What a block gives to its reduce-scatter."""
+    block_shard: int
+    """What it keeps of that."""
+    arriving: int
+    """What a block's reduce-scatter gives, before it is float32; 0 where it is that already."""
     deferred: bool
     """Whether gradients wait for the last micro-batch."""
     kept_around: int
@@ -101,7 +110,7 @@ class _Sizes:
         around = {p.name: p.count * FLOAT32_BYTES for p in groups[-1].parameters}
         head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
         norm = sum(size for name, size in around.items() if name.startswith("norm."))
-        low = LOW_BYTES.get(job.train.precision, FLOAT32_BYTES)
+        low, wire = LOW_BYTES.get(job.train.precision, FLOAT32_BYTES), WIRE_BYTES[job.compression.kind]
         # A tied gradient is made of two parts and their sum.
         late = sum(around.values()) + (2 * head if model.tied_embeddings else 0)
         return cls(
@@ -110,11 +119,15 @@ class _Sizes:
             zero=job.layout.zero,
             prefetch=job.layout.prefetch,
             around=groups[-1].gathered_bytes(ranks, job.train.precision),
+            around_sent=groups[-1].padded(ranks) * wire,
+            around_shard=groups[-1].padded(ranks) * FLOAT32_BYTES // ranks,
             around_early=head + norm,
             around_late=late,
             block=blocks[0].gathered_bytes(ranks, job.train.precision),
             feed_forward=sum(p.count for p in blocks[0].parameters if ".ffn." in p.name) * low,
-            block_reduced=blocks[0].padded(ranks) * FLOAT32_BYTES,
+            block_sent=blocks[0].padded(ranks) * wire,
+            block_shard=blocks[0].padded(ranks) * FLOAT32_BYTES // ranks,
+            arriving=0 if wire == FLOAT32_BYTES else blocks[0].padded(ranks) * wire // ranks,
             deferred=job.layout.accumulate == "deferred",
             kept_around=sum(around.values()),
             kept_block=sum(p.count for p in blocks[0].parameters) * FLOAT32_BYTES,
@@ -149,31 +162,30 @@ class _Sizes:
         """Gradients, in shards and whole, and what reduce-scatters were given, at a moment."""
         if self.deferred and not (run.first and run.last):
             return self._deferred_gradients(moment, run)
-        everything = (self.around + self.layers * self.block_reduced) // self.ranks
+        everything = self.around_shard + self.layers * self.block_shard
         if not moment.backward:
             return (0 if run.first else everything), 0
         if moment.layer is None:
-            shards = self.layers * self.block_reduced // self.ranks if run.first else everything
+            shards = self.layers * self.block_shard if run.first else everything
             if moment.part == "around":
-                return shards + self.around_late, self.block_reduced
-            return shards + max(self.kept_around, self.around // self.ranks), self.around
+                return shards + self.around_late, self.block_sent
+            return shards + max(self.kept_around, self.around_shard), self.around_sent
         behind = self.layers - 1 - moment.layer
-        shards = behind * self.block_reduced // self.ranks if run.first else everything
+        shards = behind * self.block_shard if run.first else everything
         if moment.part == "reduced":
-            whole = max(self.block, self.last + self.block_reduced // self.ranks)
-            return shards + self.around_early + whole, self.block_reduced
+            whole = max(self.block, self.last + self.arriving + self.block_shard)
+            return shards + self.around_early + whole, self.block_sent
         whole = self.feed_forward if moment.part == "attention" else 0
-        return shards + self.around_early + whole, self.block_reduced if behind else 0
+        return shards + self.around_early + whole, self.block_sent if behind else 0
 
     def _deferred_gradients(self, moment: Moment, run: _Pass) -> tuple[int, int]:
         """The same where gradients wait whole: they come in the first micro-batch, and go in the last."""
         everything = self.kept_around + self.layers * self.kept_block
         if not moment.backward:
             return (0 if run.first else everything), 0
-        shard = self.block_reduced // self.ranks
         if moment.layer is None:
-            blocks = self.layers * (shard if run.last else self.kept_block)
-            reduced = (self.block_reduced if moment.part == "around" else self.around) if run.last else 0
+            blocks = self.layers * (self.block_shard if run.last else self.kept_block)
+            reduced = (self.block_sent if moment.part == "around" else self.around_sent) if run.last else 0
             if moment.part != "around":
                 return blocks + self.kept_around, reduced
             # The embedding's part is made whole before it is added; a tied one is the sum of two parts.
@@ -183,7 +195,12 @@ class _Sizes:
         if run.first:
             kept = self.around_early + behind * self.kept_block
         elif run.last:
-            kept = self.kept_around + self.tied + (moment.layer + 1) * self.kept_block + behind * shard
+            kept = (
+                self.kept_around
+                + self.tied
+                + (moment.layer + 1) * self.kept_block
+                + behind * self.block_shard
+            )
         else:
             kept = everything + self.tied
         own = {"attention": self.feed_forward, "reduced": self.block}.get(moment.part, 0)
@@ -194,7 +211,7 @@ class _Sizes:
         elif run.last and moment.part == "reduced" and not behind:
             own = 0  # added before the first buffer to send is made; later ones follow another
         given = run.last and (behind or moment.part == "reduced")
-        return kept + own, self.block_reduced if given else 0
+        return kept + own, self.block_sent if given else 0
 
 
 def _gathered_moments(job: Job, moments: Sequence[Moment]) -> list[Moment]:

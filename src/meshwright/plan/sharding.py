@@ -178,7 +178,7 @@ def _group_traffic(job: Job) -> list[Traffic]:
     groups = list_groups(job.model)
     blocks = [g.gathered_bytes(ranks, job.train.precision) for g in groups if g.block]
     around = sum(g.gathered_bytes(ranks, job.train.precision) for g in groups if not g.block)
-    reduced = sum(g.padded(ranks) for g in groups) * FLOAT32_BYTES
+    reduced = sum(g.padded(ranks) for g in groups) * WIRE_BYTES[job.compression.kind]
     micro_batches = count_micro_batches(job, job.train.global_batch)
     reductions = 1 if layout.accumulate == "deferred" else micro_batches
     evaluations = count_micro_batches(job, job.train.eval_samples)
@@ -198,7 +198,10 @@ def _group_traffic(job: Job) -> list[Traffic]:
     ]
     if layout.dp_replicate > 1:
         replicas = layout.dp_replicate
-        rows.append(Traffic("dp_replicate", "all_reduce", "step", replicas, len(groups), reduced // ranks))
+        # Sums of micro-batches wait in float32 for their replicas; 16-bit ones would be rounded, and do not.
+        times = 1 if job.compression.kind == "none" else micro_batches
+        calls, size = times * len(groups), times * reduced // ranks
+        rows.append(Traffic("dp_replicate", "all_reduce", "step", replicas, calls, size))
     return rows
 
 

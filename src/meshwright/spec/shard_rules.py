@@ -1,4 +1,4 @@
-"""Checks of what ZeRO does not run with yet; the rows are in the legality table."""
+"""Checks of what does not go together under ZeRO; the rows are in the legality table."""
 
 from __future__ import annotations
 
@@ -6,22 +6,12 @@ from meshwright.core.errors import Problem
 from meshwright.spec.job import Job
 
 
-def check_sharded_compile(job: Job) -> Problem | None:
-    """Compiled blocks whose parameters come and go were not tried."""
-    if not job.train.compile or job.layout.dp_shard == 1:
+def check_deferred_compression(job: Job) -> Problem | None:
+    """FSDP2 keeps what waits for a reduction in the type that it is reduced in."""
+    layout, kind = job.layout, job.compression.kind
+    if layout.zero < 2 or layout.accumulate == "sharded" or kind == "none":
         return None
-    rule = f"with layout.dp_shard={job.layout.dp_shard} asks for compiled blocks whose parameters are cut, "
-    rule += "which is not built yet"
-    fix = "Use layout.dp_replicate, or leave train.compile out"
-    return Problem("train-compile-sharded-not-built", rule, path="train.compile", value=True, fix=fix)
-
-
-def check_sharded_compression(job: Job) -> Problem | None:
-    """FSDP2 reduces in float32 here; DDP's hooks, which compress, are ZeRO-1's too."""
-    kind, zero = job.compression.kind, job.layout.zero
-    if kind == "none" or zero < 2:
-        return None
-    rule = f"with layout.zero={zero} asks for compressed reduce-scatters, which are not built yet"
-    fix = "Use layout.zero=1 or layout.dp_replicate, or leave compression.kind out"
-    code = "compression-kind-sharded-not-built"
-    return Problem(code, rule, path="compression.kind", value=kind, fix=fix)
+    rule = f"would add up the gradients of micro-batches in 16 bits with compression.kind={kind}: what waits "
+    rule += "for a reduction is kept in its type"
+    fix = "Leave layout.accumulate out, or compression.kind"
+    return Problem("layout-accumulate-compression", rule, path="layout.accumulate", value="deferred", fix=fix)

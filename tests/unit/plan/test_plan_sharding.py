@@ -91,6 +91,18 @@ def test_deferred_gradients_are_reduced_once_and_held_whole(job_file):
         assert lines["gradients at the peak"] >= 4 * sum(p.count for p in list_parameters(jobs[0].model))
 
 
+def test_16_bit_gradients_halve_what_is_reduced_and_nothing_else(job_file):
+    """Replicas of 16-bit shards are summed in every micro-batch: partial sums would be rounded."""
+    given = ["layout.dp_replicate=2", "layout.dp_shard=2", "layout.micro_batch=1"]
+    exact = rows_of(load_job(str(job_file), given))
+    low = rows_of(load_job(str(job_file), [*given, "compression.kind=bf16"]))
+    calls, size = exact.pop(("dp_shard", "reduce_scatter", "step"))
+    assert low.pop(("dp_shard", "reduce_scatter", "step")) == (calls, size // 2)
+    calls, size = exact.pop(("dp_replicate", "all_reduce", "step"))
+    assert low.pop(("dp_replicate", "all_reduce", "step")) == (3 * calls, 3 * size // 2)
+    assert low == exact
+
+
 def test_blocks_are_gathered_in_the_precision_of_products(job_file):
     given = ["layout.dp_shard=2", "layout.micro_batch=6"]
     exact = rows_of(load_job(str(job_file), given))["dp_shard", "all_gather", "step"]

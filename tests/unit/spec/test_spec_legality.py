@@ -102,8 +102,10 @@ CASES = {
     "layout-accumulate-zero": {"layout": {"accumulate": "deferred", "dp_shard": 2, "zero": 1}},
     "layout-prefetch-zero": {"layout": {"prefetch": 2, "dp_shard": 2, "zero": 2}},
     "layout-pp-not-built": {"layout": {"pp": 2}},
-    "train-compile-sharded-not-built": {"layout": {"dp_shard": 2}, "train": {"compile": True}},
-    "compression-kind-sharded-not-built": {"layout": {"dp_shard": 2}, "compression": {"kind": "bf16"}},
+    "layout-accumulate-compression": {
+        "layout": {"accumulate": "deferred", "dp_shard": 2},
+        "compression": {"kind": "bf16"},
+    },
     "layout-cp-not-built": {"layout": {"cp": 2}},
     "layout-tp-not-built": {"layout": {"tp": 2}},
     "layout-ep-not-built": {"layout": {"ep": 2, "dp_shard": 2}, "model": EXPERTS},

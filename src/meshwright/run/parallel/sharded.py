@@ -8,8 +8,9 @@ for its backward pass; under ZeRO-2 it stays until the last backward pass of the
 forward to backward in both.
 
 Shards are float32 masters. Blocks are gathered in the precision of the products, the root in float32, as the
-residual stream and the sums of the head's gradient are. Gradients are reduced in float32, summed, not
-averaged: the loss is already divided by the global number of target tokens.
+residual stream and the sums of the head's gradient are. Gradients are reduced in float32, or as
+``compression.kind`` says; summed, not averaged: the loss is already divided by the global number of target
+tokens.
 
 The model comes on the meta device, and a group gets its weights just before it is cut: a rank never holds
 more than its shards and one whole group.
@@ -45,7 +46,13 @@ def apply_sharding(network: Decoder, job: Job, ranks: Ranks) -> Decoder:
         if not group.block and _is_tied(job):
             network.head.weight = network.embed.weight
         again = group.block and job.layout.zero == 3
-        _cut(module, ranks.mesh, low if group.block else None, reshard_after_forward=again)
+        # Inputs stay as they are: the residual stream and the rotary tables are float32 in every precision.
+        policy = MixedPrecisionPolicy(
+            param_dtype=low if group.block else None,
+            reduce_dtype=LOW_PRECISION.get(job.compression.kind, torch.float32),
+            cast_forward_inputs=False,
+        )
+        _cut(module, ranks.mesh, policy, reshard_after_forward=again)
     _gather_ahead(network, job.layout.prefetch)
     return network
 
@@ -75,10 +82,10 @@ def _place(network: nn.Module, name: str, values: torch.Tensor) -> None:
     setattr(network.get_submodule(owner), leaf, nn.Parameter(values))
 
 
-def _cut(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, reshard_after_forward: bool) -> None:
+def _cut(
+    module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard_after_forward: bool
+) -> None:
     """One group: everything in the module that is not in a group yet."""
-    # Inputs stay as they are: the residual stream and the rotary tables are float32 in every precision.
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     cut = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     assert isinstance(cut, FSDPModule), "fully_shard gives modules another class"
     cut.set_gradient_divide_factor(1.0)
@@ -89,8 +96,9 @@ def begin_micro_batch(module: FSDPModule, job: Job, last: bool) -> None:
     """Say what this micro-batch's backward pass leaves: gradients are reduced and scattered in each.
 
     With ``accumulate = "deferred"`` they stay whole on the rank until the last one. Replicas of the shards
-    are summed in the last one alone. ZeRO-2 keeps parameters gathered until then.
+    are summed in the last one alone, unless they travel in 16 bits: what waits for the other replicas would
+    be added up in 16 bits. ZeRO-2 keeps parameters gathered until the last one.
     """
     module.set_requires_gradient_sync(last or job.layout.accumulate == "sharded")
-    module.set_requires_all_reduce(last)
+    module.set_requires_all_reduce(last or job.compression.kind != "none")
     module.set_reshard_after_backward(last or job.layout.zero == 3)
