@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from meshwright.run import loop
+from meshwright.run import loop, session
 from meshwright.run.worker import run_rank, run_session
 
 
@@ -78,6 +78,12 @@ def count_graphs(run_dir, listener):
         session.events.write("graphs", graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
     return run_session(counted, run_dir, listener)
+
+
+def state_that_stays(run_dir, listener):
+    """A rank that leaves its optimizer's state where it is, whatever the layout says."""
+    session.offload_optimizer = lambda *_: None
+    return run_rank(run_dir, listener)
 
 
 def infinite_gradient(run_dir, listener):

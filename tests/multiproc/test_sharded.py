@@ -62,6 +62,9 @@ def test_losses_and_contract(train, layout, job):
         ("dp_shard=3 zero=3 micro_batch=1 accumulate=deferred", "model.tied_embeddings=false"),
         ("dp_replicate=2 dp_shard=2 zero=3 micro_batch=1 accumulate=deferred", ""),
         ("dp_shard=2 zero=3 micro_batch=3 prefetch=0", ""),
+        ("dp_shard=3 zero=3 micro_batch=2 offload=optimizer bucket_mb=0.05", ""),
+        ("dp_shard=2 zero=3 micro_batch=3 offload=all", ""),
+        ("dp_shard=3 zero=2 micro_batch=2 offload=all", "train.optimizer=lion"),
         ("dp_shard=2 zero=3 micro_batch=2 prefetch=2", "model.num_layers=4"),
         ("dp_shard=2 zero=3 micro_batch=3 prefetch=9 accumulate=deferred", "model.num_layers=4"),
     ],
@@ -79,6 +82,7 @@ def require_contract(sharded, peak=0.02):
     result, plan = sharded.result, read_plan(sharded.run_dir / PLAN_FILE)
     assert result["audit_ok"], result["differences"]
     assert result["state_bytes"] == result["predicted_state_bytes"]
+    assert result["offloaded_bytes"] == result["predicted_offloaded_bytes"]
     assert all(row["calls"] == row["predicted_calls"] > 0 for row in result["collectives"])
     assert relative(result["peak_memory_bytes"], [rank.peak_bytes for rank in plan.ranks]) < peak
 

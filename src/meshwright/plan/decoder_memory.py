@@ -231,9 +231,9 @@ def _backward_moments(
     # The feed-forward's backward is the widest of a block: beside the residual's gradient, that of its inner
     # product with the down matrix's; or, where a product has two factors, with one more inner gradient.
     down = model.ffn_size * model.hidden_size * (sizes.low if cut else FLOAT32_BYTES)
-    temporary = (
-        sizes.hidden + sizes.inner + (max(sizes.inner, down) if model.activation == "swiglu" else down)
-    )
+    temporary = sizes.hidden + sizes.inner + down
+    if model.activation == "swiglu":  # a cut block keeps all its gradients until they are reduced together
+        temporary += sizes.inner if cut else max(0, sizes.inner - down)
     tied = model.tied_embeddings
     if tied and sums_kept:  # the head's part of the shared gradient waits for the embedding's
         temporary += head

@@ -16,10 +16,14 @@ from dataclasses import dataclass
 
 from meshwright.plan.moments import Moment
 from meshwright.plan.shapes import FLOAT32_BYTES
-from meshwright.plan.sharding import LOW_BYTES, Group, list_groups
+from meshwright.plan.sharding import LOW_BYTES, Group, list_groups, sends_gradients
 from meshwright.plan.traffic import WIRE_BYTES
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
+
+
+NORM_TENSORS = 6
+"""Tensors as large as the residual stream in the backward pass of a norm, the stream's own gradient included."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ class _Sizes:
         around = {p.name: p.count * FLOAT32_BYTES for p in groups[-1].parameters}
         head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
         norm = sum(size for name, size in around.items() if name.startswith("norm."))
+        stays = 0 if sends_gradients(job) else 1
         low, wire = LOW_BYTES.get(job.train.precision, FLOAT32_BYTES), WIRE_BYTES[job.compression.kind]
         # A tied gradient is made of two parts and their sum.
         late = sum(around.values()) + (2 * head if model.tied_embeddings else 0)
@@ -120,13 +125,13 @@ class _Sizes:
             prefetch=job.layout.prefetch,
             around=groups[-1].gathered_bytes(ranks, job.train.precision),
             around_sent=groups[-1].padded(ranks) * wire,
-            around_shard=groups[-1].padded(ranks) * FLOAT32_BYTES // ranks,
+            around_shard=stays * groups[-1].padded(ranks) * FLOAT32_BYTES // ranks,
             around_early=head + norm,
             around_late=late,
             block=blocks[0].gathered_bytes(ranks, job.train.precision),
             feed_forward=sum(p.count for p in blocks[0].parameters if ".ffn." in p.name) * low,
             block_sent=blocks[0].padded(ranks) * wire,
-            block_shard=blocks[0].padded(ranks) * FLOAT32_BYTES // ranks,
+            block_shard=stays * blocks[0].padded(ranks) * FLOAT32_BYTES // ranks,
             arriving=0 if wire == FLOAT32_BYTES else blocks[0].padded(ranks) * wire // ranks,
             deferred=job.layout.accumulate == "deferred",
             kept_around=sum(around.values()),
@@ -175,7 +180,7 @@ class _Sizes:
         if moment.part == "reduced":
             whole = max(self.block, self.last + self.arriving + self.block_shard)
             return shards + self.around_early + whole, self.block_sent
-        whole = self.feed_forward if moment.part == "attention" else 0
+        whole = {"attention": self.feed_forward, "last": self.block}.get(moment.part, 0)
         return shards + self.around_early + whole, self.block_sent if behind else 0
 
     def _deferred_gradients(self, moment: Moment, run: _Pass) -> tuple[int, int]:
@@ -203,7 +208,7 @@ class _Sizes:
             )
         else:
             kept = everything + self.tied
-        own = {"attention": self.feed_forward, "reduced": self.block}.get(moment.part, 0)
+        own = {"attention": self.feed_forward, "last": self.block, "reduced": self.block}.get(moment.part, 0)
         if run.first and moment.part == "reduced":
             own = self.kept_block + (0 if self.summed else self.last)
         elif self.summed and not run.first:
@@ -226,6 +231,19 @@ def _gathered_moments(job: Job, moments: Sequence[Moment]) -> list[Moment]:
     ]
 
 
+def _last_moments(moments: Sequence[Moment]) -> list[Moment]:
+    """Each block when its last gradient is made, that of its first norm: all its gradients are whole, and the
+    norm holds its input and result, and their gradients and products.
+    """
+    return [
+        dataclasses.replace(
+            m, name=f"block {m.layer}, last gradient", temporary=NORM_TENSORS * m.temporary, part="last"
+        )
+        for m in moments
+        if m.part == "reduced" and m.layer is not None
+    ]
+
+
 def trace_sharded(
     job: Job, model: DecoderModel, moments: Sequence[Moment], micro_batches: int
 ) -> list[ShardedMoment]:
@@ -240,7 +258,7 @@ def trace_sharded(
     sizes = _Sizes.of(job, model)
     found = []
     for run in _list_passes(micro_batches):
-        for moment in (*moments, *_gathered_moments(job, moments)):
+        for moment in (*moments, *_gathered_moments(job, moments), *_last_moments(moments)):
             gathered, formula = sizes.gathered(moment, run)
             gradients, reduced = sizes.gradients(moment, run)
             around = moment.part == "around"

@@ -100,14 +100,22 @@ def shard_rank(job: Job, rank: int) -> int:
 def sharded_state(job: Job, rank: int) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state of one rank, after the backward pass."""
     parameters, ranks = list_parameters(job.model), job.layout.dp_shard
-    count = sum(p.count for p in parameters)
+    count = gradients = sum(p.count for p in parameters)
     if job.layout.zero >= 2:
-        count = sum(padded_count(p, ranks) for p in parameters) // ranks
+        count = gradients = sum(padded_count(p, ranks) for p in parameters) // ranks
+    if sends_gradients(job):  # row by row, without the padding of what they arrived in
+        shard = shard_rank(job, rank)
+        gradients = sum(p.count // p.shape[0] * len(chunk_rows(p.shape[0], ranks, shard)) for p in parameters)
     return {
         "parameters": count * FLOAT32_BYTES,
-        "gradients": count * FLOAT32_BYTES,
+        "gradients": gradients * FLOAT32_BYTES,
         "optimizer": _optimizer_bytes(job, shard_rank(job, rank)),
     }
+
+
+def sends_gradients(job: Job) -> bool:
+    """Whether shards of gradients leave the device when they are reduced; a core's are on the host."""
+    return job.layout.offload == "all" and job.cluster.device == "cuda"
 
 
 def _optimizer_bytes(job: Job, rank: int) -> int:

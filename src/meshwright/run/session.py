@@ -29,6 +29,7 @@ from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder, compile_blocks
 from meshwright.run.models.init import build_model
 from meshwright.run.models.resnet import ResNet
+from meshwright.run.offload import StreamedState, offload_optimizer
 from meshwright.run.optimizer import build_optimizer
 from meshwright.run.parallel.apply import apply_layout, own_parameters
 from meshwright.run.parallel.ownership import Owned
@@ -77,6 +78,8 @@ class Session:
     owned: Owned
     """What of the model this rank updates and keeps state for."""
     optimizer: torch.optim.Optimizer
+    streamed: StreamedState | None
+    """Where its state lies on the host."""
     noise_scale: NoiseScale
     precision: Precision
     train_batches: Batcher | ImageBatcher
@@ -131,6 +134,7 @@ def build_session(
         compile_blocks(model, backend=job.train.compile_backend)
     module = apply_layout(model, job, ranks)
     owned = own_parameters(model, job, ranks)
+    optimizer = build_optimizer(owned, job.train)
     session = Session(
         plan=plan,
         assignment=assignment,
@@ -140,7 +144,8 @@ def build_session(
         model=model,
         module=module,
         owned=owned,
-        optimizer=build_optimizer(owned, job.train),
+        optimizer=optimizer,
+        streamed=offload_optimizer(optimizer, owned, job, ranks.device),
         noise_scale=NoiseScale(module, job.train.noise_scale_every),
         precision=Precision(job, ranks.device),
         train_batches=train_batches,

@@ -42,7 +42,7 @@ from meshwright.spec.recipe_rules import (
     unused_code,
     unused_statement,
 )
-from meshwright.spec.shard_rules import check_deferred_compression
+from meshwright.spec.shard_rules import check_deferred_compression, check_offload_all, check_offload_scale
 
 SET = object()
 """Stands for any value that a key is set to."""
@@ -439,6 +439,11 @@ RULES: tuple[Rule, ...] = (
         'Under ZeRO-2 and 3 a `compression.kind` needs `accumulate = "sharded"`.',
         check_deferred_compression,
     ),
+    Rule(
+        "layout-offload-fp16",
+        '`offload = "all"` takes no fp16: the host would not wait for what the device finds of overflows.',
+        check_offload_scale,
+    ),
     Rule("layout-cp-seq-len", "`data.seq_len` splits into 2 x `cp` equal pieces.", _check_cp_seq),
     Rule("layout-ep-dense", "`ep` and `etp` split experts; a dense model has none.", _check_ep),
     _needs(
@@ -474,7 +479,12 @@ RULES: tuple[Rule, ...] = (
     _not_built("model.attention", ("heads",), "latent attention"),
     _not_built("model.num_experts", (None,), "a mixture of experts"),
     _not_built("model.window", (None,), "attention in a sliding window"),
-    _not_built("layout.offload", ("none",), "offloading"),
+    Rule(
+        "layout-offload-not-built",
+        'Parameters on the host (`offload = "all"`) without ZeRO-2 or 3.',
+        check_offload_all,
+        built=False,
+    ),
     _not_built("layout.schedule", ("1f1b",), "another pipeline schedule"),
     _not_built("layout.context", ("ring",), "another context method"),
     _not_built("train.precision", ("fp32", "bf16", "fp16"), "fp8 or fp4 training"),

@@ -102,6 +102,10 @@ CASES = {
     "layout-accumulate-zero": {"layout": {"accumulate": "deferred", "dp_shard": 2, "zero": 1}},
     "layout-prefetch-zero": {"layout": {"prefetch": 2, "dp_shard": 2, "zero": 2}},
     "layout-pp-not-built": {"layout": {"pp": 2}},
+    "layout-offload-fp16": {
+        "layout": {"offload": "all", "dp_shard": 2, "zero": 3},
+        "train": {"precision": "fp16"},
+    },
     "layout-accumulate-compression": {
         "layout": {"accumulate": "deferred", "dp_shard": 2},
         "compression": {"kind": "bf16"},

@@ -121,6 +121,7 @@ class _Chunks(Owned):
     @torch.no_grad()
     def gather(self, name: str, own: Tensor) -> Tensor:
         """Every rank sends its rows, filled up to the longest chunk, and gets all of them."""
+        own = own.to(self._ranks.device)  # from the host, where it is offloaded
         shape = self._shapes[name]
         size = -(-shape[0] // self._shards)
         padded = own.new_zeros(size, *shape[1:])
@@ -132,7 +133,7 @@ class _Chunks(Owned):
     def norm(self) -> Tensor:
         """Every rank sends the squared norm of its rows; replicas send the same, which is divided out."""
         squares = [torch.linalg.vector_norm(p.grad).double().square() for p in self._own.values()]
-        total = torch.stack(squares).sum()
+        total = torch.stack(squares).sum().to(self._ranks.device)
         dist.all_reduce(total, group=self._ranks.control)
         return (total * (self._shards / self._ranks.world_size)).sqrt().float()
 

@@ -23,7 +23,13 @@ from typing import cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from meshwright.plan.sharding import list_groups
 from meshwright.run.mesh import Ranks
@@ -52,7 +58,7 @@ def apply_sharding(network: Decoder, job: Job, ranks: Ranks) -> Decoder:
             reduce_dtype=LOW_PRECISION.get(job.compression.kind, torch.float32),
             cast_forward_inputs=False,
         )
-        _cut(module, ranks.mesh, policy, reshard_after_forward=again)
+        _cut(module, ranks.mesh, policy, _offload_policy(job, ranks), reshard_after_forward=again)
     _gather_ahead(network, job.layout.prefetch)
     return network
 
@@ -82,11 +88,28 @@ def _place(network: nn.Module, name: str, values: torch.Tensor) -> None:
     setattr(network.get_submodule(owner), leaf, nn.Parameter(values))
 
 
+def _offload_policy(job: Job, ranks: Ranks) -> OffloadPolicy:
+    """Shards on the host, in memory that a GPU copies from while it computes."""
+    if job.layout.offload != "all":
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
+
+
 def _cut(
-    module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard_after_forward: bool
+    module: nn.Module,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    reshard_after_forward: bool,
 ) -> None:
     """One group: everything in the module that is not in a group yet."""
-    cut = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    cut = fully_shard(
+        module,
+        mesh=mesh,
+        mp_policy=policy,
+        offload_policy=offload,
+        reshard_after_forward=reshard_after_forward,
+    )
     assert isinstance(cut, FSDPModule), "fully_shard gives modules another class"
     cut.set_gradient_divide_factor(1.0)
     cut.set_force_sum_reduction_for_comms(True)  # or gloo is asked for a reduction that it does not have
