@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from meshwright.run import loop, worker
+from meshwright.run import loop, session, worker
 from meshwright.run.memory import PeakTracker
 from meshwright.run.models import decoder_sharding
-from meshwright.run.worker import run_rank
+from meshwright.run.worker import run_rank, run_session
 
 
 def extra_all_reduce(run_dir, listener):
@@ -55,6 +55,41 @@ def hidden_collectives(run_dir, listener):
         return honest(session, lr)
 
     loop.update = update
+    return run_rank(run_dir, listener)
+
+
+def note_gathers(run_dir, listener):
+    """A rank that says, when a block computes forward or backward, how many gathers were asked for."""
+    honest = loop.train
+
+    def note(session):
+        rows = [row for row in session.counter.rows() if row["op"] == "all_gather" and row["phase"] == "step"]
+        if session.counter.phase == "step":
+            session.events.write("gathers_so_far", gathers=sum(row["calls"] for row in rows))
+
+    def watched(session):
+        for block in session.model.blocks:
+            block.attention.register_forward_pre_hook(lambda *_: note(session))
+            block.ffn.register_full_backward_pre_hook(lambda *_: note(session))
+        honest(session)
+
+    return run_session(watched, run_dir, listener)
+
+
+def count_graphs(run_dir, listener):
+    """A rank that says how many graphs torch's compiler made."""
+    honest = loop.train
+
+    def counted(session):
+        honest(session)
+        session.events.write("graphs", graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    return run_session(counted, run_dir, listener)
+
+
+def state_that_stays(run_dir, listener):
+    """A rank that leaves its optimizer's state where it is, whatever the layout says."""
+    session.offload_optimizer = lambda *_: None
     return run_rank(run_dir, listener)
 
 

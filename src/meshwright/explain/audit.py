@@ -139,6 +139,11 @@ def _state_rows(plan: Plan, record: RunRecord) -> list[StateRow]:
         for kind, predicted in promised.state_bytes.items():
             measured = found.state_bytes.get(kind) if found else None
             rows.append(StateRow(promised.rank, kind, predicted, measured))
+        for kind in promised.state_bytes:
+            expected = promised.offloaded_bytes.get(kind, 0)
+            measured = found.offloaded_bytes.get(kind, 0) if found else None
+            if expected or measured:
+                rows.append(StateRow(promised.rank, f"{kind} on the host", expected, measured))
         peak = promised.first_peak_bytes if found and found.first_step else promised.peak_bytes
         compiled = found is not None and found.compiled
         for kind, predicted, measured in (

@@ -245,7 +245,9 @@ def _backward_moments(
     # product with the down matrix's; or, where a product has two factors, with one more inner gradient.
     down = model.ffn_size * model.hidden_size * (sizes.low if cut else FLOAT32_BYTES)
     gated = sizes.inner if model.activation == "swiglu" else 0
-    temporary = sizes.hidden + sizes.inner + max(gated, down + sizes.gathered)
+    # A cut block keeps all its gradients until they are reduced together.
+    widest = down + max(gated, sizes.gathered) if cut else max(gated, down + sizes.gathered)
+    temporary = sizes.hidden + sizes.inner + widest
     tied = model.tied_embeddings
     if tied and sums_kept:  # the head's part of the shared gradient waits for the embedding's
         temporary += head

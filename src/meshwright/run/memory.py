@@ -6,6 +6,7 @@ and adds up the storages that come and go; on GPUs the allocator already knows.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -16,6 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from meshwright.run.parallel.ownership import Owned
+
+LETTING_GO_S = 0.001
+"""What gloo's thread gets to let go of a gather that has arrived: while every operation is looked at, it may
+not come to run, and the buffer would outlive its use by as long."""
 
 
 def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
@@ -57,13 +62,15 @@ class PeakTracker(TorchDispatchMode):
         kwargs = kwargs or {}
         given = {id(t.untyped_storage()) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
         result = func(*args, **kwargs)
+        if self._gathered:
+            self._look_at_gathered()  # first: what was let go meanwhile did not live beside the result
         for leaf in tree_iter(result):
             if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in given:
                 self._enter(leaf)
         if func.namespace == "fsdp" and "out" in kwargs and "split" in func.name():
             self._expect_resizing(kwargs["out"])
-        if self._gathered:
             self._look_at_gathered()
+            time.sleep(LETTING_GO_S)
         return result
 
     @property

@@ -32,6 +32,7 @@ from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder, compile_blocks
 from meshwright.run.models.init import SplitWeights, build_model, find_weight_source
 from meshwright.run.models.resnet import ResNet
+from meshwright.run.offload import StreamedState, offload_optimizer
 from meshwright.run.optimizer import build_optimizer
 from meshwright.run.parallel.apply import apply_layout, own_parameters
 from meshwright.run.parallel.ownership import Owned
@@ -83,6 +84,8 @@ class Session:
     owned: Owned
     """What of the model this rank updates and keeps state for."""
     optimizer: torch.optim.Optimizer
+    streamed: StreamedState | None
+    """Where its state lies on the host."""
     noise_scale: NoiseScale
     precision: Precision
     train_batches: Batcher | ImageBatcher
@@ -141,6 +144,7 @@ def build_session(
         compile_blocks(model, backend=job.train.compile_backend)
     module = apply_layout(model, job, ranks, weights)
     owned = own_parameters(model, job, ranks, split)
+    optimizer = build_optimizer(owned, job.train)
     session = Session(
         plan=plan,
         assignment=assignment,
@@ -151,7 +155,8 @@ def build_session(
         module=module,
         split=split,
         owned=owned,
-        optimizer=build_optimizer(owned, job.train),
+        optimizer=optimizer,
+        streamed=offload_optimizer(optimizer, owned, job, ranks.device),
         noise_scale=NoiseScale(module, job.train.noise_scale_every),
         precision=Precision(job, ranks.device),
         train_batches=train_batches,

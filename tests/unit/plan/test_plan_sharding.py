@@ -72,6 +72,37 @@ def test_gathers_and_reductions_of_each_stage(job_file):
     assert stages[3]["control", "all_reduce", "step"] == (1, 32)
 
 
+def test_deferred_gradients_are_reduced_once_and_held_whole(job_file):
+    """Three micro-batches: a third of the reduce-scatters, the same gathers; the peak has the gradients."""
+    given = ["layout.dp_shard=2", "layout.micro_batch=2"]
+    for zero in (2, 3):
+        jobs = [
+            load_job(str(job_file), [*given, f"layout.zero={zero}", f"layout.accumulate={when}"])
+            for when in ("sharded", "deferred")
+        ]
+        often, once = (rows_of(job) for job in jobs)
+        calls, size = once.pop(("dp_shard", "reduce_scatter", "step"))
+        assert often.pop(("dp_shard", "reduce_scatter", "step")) == (3 * calls, 3 * size)
+        assert often == once
+        assert sharded_state(jobs[0], 0) == sharded_state(jobs[1], 0), "after the last backward pass"
+        sharded, deferred = (build_plan(job)[0].ranks[0] for job in jobs)
+        lines = {line.name: line.bytes for line in deferred.lines}
+        assert deferred.peak_bytes > sharded.peak_bytes
+        assert lines["gradients at the peak"] >= 4 * sum(p.count for p in list_parameters(jobs[0].model))
+
+
+def test_16_bit_gradients_halve_what_is_reduced_and_nothing_else(job_file):
+    """Replicas of 16-bit shards are summed in every micro-batch: partial sums would be rounded."""
+    given = ["layout.dp_replicate=2", "layout.dp_shard=2", "layout.micro_batch=1"]
+    exact = rows_of(load_job(str(job_file), given))
+    low = rows_of(load_job(str(job_file), [*given, "compression.kind=bf16"]))
+    calls, size = exact.pop(("dp_shard", "reduce_scatter", "step"))
+    assert low.pop(("dp_shard", "reduce_scatter", "step")) == (calls, size // 2)
+    calls, size = exact.pop(("dp_replicate", "all_reduce", "step"))
+    assert low.pop(("dp_replicate", "all_reduce", "step")) == (3 * calls, 3 * size // 2)
+    assert low == exact
+
+
 def test_blocks_are_gathered_in_the_precision_of_products(job_file):
     given = ["layout.dp_shard=2", "layout.micro_batch=6"]
     exact = rows_of(load_job(str(job_file), given))["dp_shard", "all_gather", "step"]

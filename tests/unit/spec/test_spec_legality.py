@@ -99,9 +99,17 @@ CASES = {
     "train-nesterov-momentum": {"train": {"optimizer": "sgd", "momentum": 0.0, "nesterov": True}},
     "train-wsd-room": {"train": {"schedule": "wsd", "warmup": 3, "decay_fraction": 0.5}},
     "train-noise-scale-parts": {"train": {"noise_scale_every": 1}, "layout": {"micro_batch": 8}},
+    "layout-accumulate-zero": {"layout": {"accumulate": "deferred", "dp_shard": 2, "zero": 1}},
+    "layout-prefetch-zero": {"layout": {"prefetch": 2, "dp_shard": 2, "zero": 2}},
     "layout-pp-not-built": {"layout": {"pp": 2}},
-    "train-compile-sharded-not-built": {"layout": {"dp_shard": 2}, "train": {"compile": True}},
-    "compression-kind-sharded-not-built": {"layout": {"dp_shard": 2}, "compression": {"kind": "bf16"}},
+    "layout-offload-fp16": {
+        "layout": {"offload": "all", "dp_shard": 2, "zero": 3},
+        "train": {"precision": "fp16"},
+    },
+    "layout-accumulate-compression": {
+        "layout": {"accumulate": "deferred", "dp_shard": 2},
+        "compression": {"kind": "bf16"},
+    },
     "layout-cp-not-built": {"layout": {"cp": 2}},
     "layout-ep-not-built": {"layout": {"ep": 2, "dp_shard": 2}, "model": EXPERTS},
     "layout-etp-not-built": {"layout": {"etp": 2, "dp_shard": 2}, "model": EXPERTS},
@@ -110,10 +118,8 @@ CASES = {
     "model-window-not-built": {"model": {"window": 8}},
     "train-runtime-not-built": {"train": {"runtime": "megatron-core"}},
     "layout-offload-not-built": {"layout": {"offload": "all"}},
-    "layout-accumulate-not-built": {"layout": {"accumulate": "deferred"}},
     "layout-schedule-not-built": {"layout": {"schedule": "gpipe"}},
     "layout-context-not-built": {"layout": {"context": "ulysses"}},
-    "layout-prefetch-not-built": {"layout": {"prefetch": 2}},
     "train-precision-not-built": {"train": {"precision": "fp8"}},
     "train-muon-not-built": {"train": {"optimizer": "muon"}, "layout": {"tp": 2}},
     "train-noise-scale-not-built": {"train": {"noise_scale_every": 1}, "layout": {"pp": 2}},
@@ -125,8 +131,6 @@ CASES = {
 PLAN_CASES = {
     "layout-schedule-pp": {"layout": {"schedule": "zb-h1", "dp_replicate": 2}},
     "layout-context-cp": {"layout": {"context": "ulysses", "dp_replicate": 2}},
-    "layout-accumulate-zero": {"layout": {"accumulate": "deferred", "dp_shard": 2, "zero": 1}},
-    "layout-prefetch-zero": {"layout": {"prefetch": 2, "dp_shard": 2, "zero": 2}},
     "layout-offload-cpu": {"layout": {"offload": "all"}, "cluster": {"preset": "local", "device": "cpu"}},
     "cluster-links-missing": {"cluster": {"preset": "local", "device": "cuda", "nodes": 2}},
     "train-precision-device": {"train": {"precision": "fp4"}},
@@ -169,7 +173,7 @@ def test_each_rule_of_planning_can_be_broken_and_does_not_hide_what_is_not_built
 
 
 UNPLANNED = {"consistency-mode-not-built", "compression-kind-not-built"}
-IDLE = {f"layout-{key}-not-built" for key in ("accumulate", "schedule", "context", "prefetch")}
+IDLE = {f"layout-{key}-not-built" for key in ("schedule", "context")}
 """Their cases have no effect at all, which is for the rows of planning to say."""
 
 
@@ -364,7 +368,7 @@ def test_divisors_are_exact():
     [
         {"pp": 2},
         {"pp": 2, "tp": 2},
-        {"dp_shard": 4, "micro_batch": 2, "prefetch": 2},
+        {"dp_shard": 4, "micro_batch": 2, "zero": 2, "prefetch": 2},
         {"tp": 64},
         {"dp_replicate": 2, "zero": 1},
         {"dp_replicate": 9},

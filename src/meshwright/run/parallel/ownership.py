@@ -77,6 +77,8 @@ class Owned:
 
     def gather(self, name: str, own: Tensor) -> Tensor:
         """The whole tensor of what each rank owns."""
+        if self._ranks is not None:
+            own = own.to(self._ranks.device)  # from the host, where it is offloaded
         return self.join(name, self._gather_rows(name, own))
 
     def join(self, name: str, held: Tensor) -> Tensor:
@@ -141,7 +143,7 @@ class Owned:
             distinct = self._shards * (1 if split is None else split.size // split.holders(name))
             by_owners.setdefault(world // distinct, []).append(torch.linalg.vector_norm(gradient))
         for owners, norms in by_owners.items():
-            total += torch.stack(norms).double().square().sum() / owners
+            total += torch.stack(norms).double().square().sum().to(total.device) / owners
         dist.all_reduce(total, group=self._ranks.control)
         return total.sqrt().float()
 

@@ -209,10 +209,9 @@ class Split:
                     self._ranks.group(axis),
                 )
 
-    @staticmethod
-    def _sum(gradients: Sequence[tuple[Tensor, int]], group: dist.ProcessGroup) -> None:
+    def _sum(self, gradients: Sequence[tuple[Tensor, int]], group: dist.ProcessGroup) -> None:
         filled = [F.pad(g.flatten(), (0, count - g.numel())) for g, count in gradients]
-        flat = torch.cat(filled)
+        flat = torch.cat(filled).to(self._ranks.device)  # from the host, where gradients are offloaded
         dist.all_reduce(flat, group=group)
         for (gradient, _), summed in zip(gradients, flat.split([len(f) for f in filled]), strict=True):
             gradient.copy_(summed[: gradient.numel()].view_as(gradient))
