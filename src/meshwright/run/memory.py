@@ -21,7 +21,8 @@ from meshwright.run.parallel.ownership import Owned
 def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of the memory that the tensors keep: a buffer that several share counts once, and wholly."""
     storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    # Known by torch's own object: a fake tensor's storage has no address.
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def state_bytes(owned: Owned, optimizer: torch.optim.Optimizer) -> dict[str, int]:
