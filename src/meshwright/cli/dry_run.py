@@ -98,10 +98,9 @@ def rehearse_rank(output: Output, plan: Plan, rank: int) -> RunRecord:
 def describe(output: Output, prepared: Rehearsed, rank: int, verdict: Audit) -> None:
     """What was built, the two tables, and the verdict in words."""
     plan, job = prepared.plan, prepared.asked
-    output.say(
-        f"{job.name}: {format_count(plan.parameters)} parameters, {layout_words(plan)}, rank {rank}: one step of "
-        f"{plan.micro_batches} x {plan.job.layout.micro_batch} samples, with fake tensors"
-    )
+    step = f"one step of {plan.micro_batches} x {plan.job.layout.micro_batch} samples, with fake tensors"
+    what = f"{job.name}: {format_count(plan.parameters)} parameters, {layout_words(plan)}"
+    output.say(f"{what}, rank {rank}: {step}")
     if job.train.compile:
         output.say("Not compiled: torch's compiler decides by itself what it keeps")
     show_state(output, verdict)

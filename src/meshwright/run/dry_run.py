@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore  # makes the backend known, too
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -68,7 +69,7 @@ def rehearse(plan: Plan, rank: int, listener: Listener, tell: Tell) -> None:
                 session = build_session(plan, nowhere, ranks, counter, events, open_split=lambda _: blank)
             batches = session.train_batches
             assert isinstance(batches, Batcher), "decoders read tokens"
-            session.train_batches = FakeBatches(fake, batches)
+            session.train_batches = FakeBatches(**vars(batches), fake=fake)
             _take_step(session, tell)
     finally:
         if ranks is not None:
@@ -106,7 +107,7 @@ class ToldStep(StepAudit):
 
 
 class RealIntegers(TorchDispatchMode):
-    """Above the fake mode: lets integers and what is made of them be real, and makes collectives be called."""
+    """Above the fake mode: integers and what is made of them are real, and collectives are called."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation for real where nothing fake goes into it."""
@@ -165,15 +166,14 @@ class BlankDataset(TokenDataset):
         return Rows(zeros, zeros, zeros if self.mask == "document" else None)
 
 
+@dataclass(frozen=True)
 class FakeBatches(Batcher):
     """A rank's micro-batches: targets, which are counted, are real, and all else is fake."""
 
-    def __init__(self, fake: FakeTensorMode, real: Batcher) -> None:
-        super().__init__(real.dataset, real.rank, real.ranks, real.micro_batch)
-        object.__setattr__(self, "_fake", fake)
+    fake: FakeTensorMode
 
     def micro_batches(self, samples: Samples, least: int = 0) -> Iterator[tuple[Tensor, ...]]:
         """The model's arguments."""
         for tokens, targets, *segments in super().micro_batches(samples, least):
-            others = (self._fake.from_tensor(tensor) for tensor in segments)
-            yield self._fake.from_tensor(tokens), targets, *others
+            others = (self.fake.from_tensor(tensor) for tensor in segments)
+            yield self.fake.from_tensor(tokens), targets, *others
