@@ -201,6 +201,23 @@ def prove(job: JobSource, overrides: Overrides = None, as_json: Json = False) ->
     guarded(output, lambda: prove_job(output, job, overrides or []))
 
 
+@app.command("dry-run")
+def dry_run(
+    job: PlanSource,
+    overrides: Overrides = None,
+    rank: Annotated[int, typer.Option(help="Which rank to build.")] = 0,
+    on: Annotated[
+        str | None, typer.Option(help="Cluster: nodes x devices x preset, such as 8x8xh100-sxm.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Build one rank of any layout without devices or memory, take one step, compare with the plan."""
+    from meshwright.cli.dry_run import dry_run_job  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: dry_run_job(output, job, overrides or [], rank, on))
+
+
 @app.command()
 def runs(
     folder: Annotated[Path, typer.Argument(help="Folder that holds runs.", metavar="DIR")] = Path("runs"),

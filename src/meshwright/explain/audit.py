@@ -7,6 +7,7 @@ too: a contract that nobody checked did not hold.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -104,6 +105,15 @@ def audit_run(plan: Plan, record: RunRecord) -> Audit:
     elif unheard:
         ranks = ", ".join(str(r) for r in unheard)
         differences.append(f"the collectives of rank {ranks} were not reported: the run did not end there")
+    return Audit(tuple(state), tuple(collectives), tuple(differences))
+
+
+def audit_rank(plan: Plan, rank: int, record: RunRecord) -> Audit:
+    """Hold one rank, of which alone there is a record, against the plan; phases it had none of are out."""
+    state = _state_rows(dataclasses.replace(plan, ranks=(plan.ranks[rank],)), record)
+    collectives = [row for row in _collective_rows(plan, record) if row.calls or row.predicted_calls]
+    differences = [_state_difference(row) for row in state if not row.held]
+    differences += [_collective_difference(row) for row in collectives if not row.equal]
     return Audit(tuple(state), tuple(collectives), tuple(differences))
 
 

@@ -160,6 +160,7 @@ def trace_decoder(
     moments = [
         _turning_moment(model, parameters, sizes, sums_kept),
         _loss_moment(job, model, parameters, sizes, sums_kept),
+        *_final_norm_moments(job, model, parameters, sizes, sums_kept),
         *_backward_moments(
             model, parameters, sizes, sums_kept, job.layout.recompute != "none", job.layout.zero >= 2
         ),
@@ -211,6 +212,24 @@ def _loss_moment(
     activations = sizes.waiting * model.num_layers + sizes.norm
     formula = f"{model.num_layers} blocks, {sizes.waiting_formula}, + {sizes.norm} (final norm)"
     return Moment("loss, forward", activations, temporary, gradients, formula)
+
+
+def _final_norm_moments(
+    job: Job, model: DecoderModel, parameters: Sequence[Parameter], sizes: _Sizes, sums_kept: bool
+) -> list[Moment]:
+    """The final norm's way back while the whole stack waits; the largest where tokens are many.
+
+    RMSNorm on CPU is not one kernel: beside the gradient of its input lie five tensors of that size.
+    """
+    if model.norm != "rms" or job.cluster.device == "cuda":
+        return []
+    head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
+    # Where sums are kept the head's gradient is among them, but for the part of a tied one.
+    temporary = 6 * sizes.hidden + (head if model.tied_embeddings or not sums_kept else 0)
+    gradients = sum(p.count for p in parameters) * FLOAT32_BYTES if sums_kept else 0
+    formula = f"{model.num_layers} blocks, {sizes.waiting_formula}"
+    stack = sizes.waiting * model.num_layers
+    return [Moment("final norm, backward", stack, temporary, gradients, formula)]
 
 
 def _turning_moment(

@@ -123,10 +123,28 @@ class Session:
         return bool(list_checkpoints(Path(self.assignment.checkpoint_dir)))
 
 
+OpenSplit = Callable[[str], TokenDataset]
+"""Gives the samples of ``train`` or ``eval``."""
+
+
 def build_session(
-    plan: Plan, assignment: Assignment, ranks: Ranks, counter: CollectiveCounter, events: EventWriter
+    plan: Plan,
+    assignment: Assignment,
+    ranks: Ranks,
+    counter: CollectiveCounter,
+    events: EventWriter,
+    open_split: OpenSplit | None = None,
 ) -> Session:
-    """Build model, optimizer and data of this rank; load the checkpoint if there is one to resume."""
+    """Build model, optimizer and data of this rank; load the checkpoint if there is one to resume.
+
+    Args:
+        plan: What to build.
+        assignment: Where things lie.
+        ranks: This rank's place.
+        counter: Of collectives.
+        events: Where this rank writes what happens.
+        open_split: In place of the data that the assignment names.
+    """
     job = plan.job
     if job.train.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(job.train.deterministic)  # loads torch's compiler: two seconds
@@ -138,7 +156,7 @@ def build_session(
         weights = SplitWeights(weights, split)
     model = build_model(job, ranks.device, weights, split)
     assert job.layout.micro_batch is not None, "a plan settles the micro-batch"
-    train_batches, eval_batches, data_sha256 = _open_data(job, Path(assignment.data_dir), ranks)
+    train_batches, eval_batches, data_sha256 = _open_data(job, Path(assignment.data_dir), ranks, open_split)
     if job.train.compile:
         assert isinstance(model, Decoder), "the legality table compiles decoders only"
         compile_blocks(model, backend=job.train.compile_backend)
@@ -170,17 +188,20 @@ def build_session(
 
 
 def _open_data(
-    job: Job, data_dir: Path, ranks: Ranks
+    job: Job, data_dir: Path, ranks: Ranks, open_split: OpenSplit | None
 ) -> tuple[Batcher, Batcher, str] | tuple[ImageBatcher, ImageBatcher, str]:
     """This rank's samples to train on and to evaluate with, and the identity of the data."""
     if isinstance(job.model, ResNetModel):
         return open_image_batches(job, job.model, data_dir, ranks.data_rank)
 
+    rows = (job.data.seq_len, job.data.mask, job.data.prompt_masking)
+
     def batcher(split: str) -> Batcher:
-        rows = (job.data.seq_len, job.data.mask, job.data.prompt_masking)
-        dataset = TokenDataset.open(data_dir, split, *rows)
+        dataset = open_split(split) if open_split else TokenDataset.open(data_dir, split, *rows)
         return Batcher(dataset, ranks.data_rank, job.layout.data_degree, job.layout.micro_batch or 1)
 
+    if open_split is not None:
+        return batcher("train"), batcher("eval"), ""
     digest = hashlib.sha256(ShardFolder.open(data_dir).index.to_bytes()).hexdigest()
     return batcher("train"), batcher("eval"), digest
 
