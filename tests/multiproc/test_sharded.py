@@ -110,7 +110,9 @@ def test_gradients_in_16_bits_halve_the_reduce_scatters(train, layout, kind):
     assert sent(rounded) * 2 == sent(exact)
 
 
-@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    "zero", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
+)
 def test_compiled_blocks_under_zero(train, monkeypatch, zero):
     """Blocks whose parameters come and go: the same losses, equal bytes, as many graphs as without ZeRO."""
     monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:count_graphs")

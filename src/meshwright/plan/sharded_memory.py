@@ -22,7 +22,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
 NORM_TENSORS = 6
-"""Tensors as large as the residual stream in the backward pass of a norm, its own gradient included."""
+"""Tensors as large as the residual stream in a norm's backward pass, with the stream's own gradient."""
 
 
 @dataclass(frozen=True)
@@ -231,10 +231,7 @@ def _gathered_moments(job: Job, moments: Sequence[Moment]) -> list[Moment]:
 
 
 def _last_moments(moments: Sequence[Moment]) -> list[Moment]:
-    """Each block when its last gradient is made, that of its first norm.
-
-    All its gradients are whole, and the norm holds its input and result, and their gradients and products.
-    """
+    """Each block when its last gradient is made, that of its first norm, and all of them are whole."""
     return [
         dataclasses.replace(
             m, name=f"block {m.layer}, last gradient", temporary=NORM_TENSORS * m.temporary, part="last"
