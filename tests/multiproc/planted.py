@@ -7,7 +7,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from meshwright.run import loop
-from meshwright.run.worker import run_rank
+from meshwright.run.bench import scaling
+from meshwright.run.worker import run_rank, run_session
 
 
 def extra_all_reduce(run_dir, listener):
@@ -138,3 +139,14 @@ def infinite_row(run_dir, listener):
 
     loop.update = update
     return run_rank(run_dir, listener)
+
+
+def scaling_of_replicas_alone(run_dir, listener):
+    """A benchmark's rank that can stand replicas alone."""
+
+    def measure(session):
+        if session.job.layout.data_degree > session.job.layout.dp_replicate:
+            raise RuntimeError("only replicas are for this test")
+        scaling.measure(session)
+
+    return run_session(measure, run_dir, listener)

@@ -202,6 +202,24 @@ def prove(job: JobSource, overrides: Overrides = None, as_json: Json = False) ->
 
 
 @app.command()
+def tune(
+    job: JobSource,
+    overrides: Overrides = None,
+    top: Annotated[int, typer.Option(help="Layouts to try, the best predictions first.")] = 3,
+    steps: Annotated[int, typer.Option(help="Steps of each; the first three are not counted.")] = 8,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the recalibrated cluster goes.")] = Path(
+        "cluster.toml"
+    ),
+    as_json: Json = False,
+) -> None:
+    """Try the planner's best layouts on this machine, and write a cluster file that predicts closer."""
+    from meshwright.cli.tune import tune_job  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: tune_job(output, job, overrides or [], top, steps, out))
+
+
+@app.command()
 def runs(
     folder: Annotated[Path, typer.Argument(help="Folder that holds runs.", metavar="DIR")] = Path("runs"),
     as_json: Json = False,
