@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import resource
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -9,6 +14,9 @@ import torch.distributed._functional_collectives as functional
 from meshwright.run import loop
 from meshwright.run.bench import scaling
 from meshwright.run.worker import run_rank, run_session
+
+M_MMAP_THRESHOLD = -3
+"""Of glibc's mallopt."""
 
 
 def extra_all_reduce(run_dir, listener):
@@ -150,3 +158,17 @@ def scaling_of_replicas_alone(run_dir, listener):
         scaling.measure(session)
 
     return run_session(measure, run_dir, listener)
+
+
+def little_memory(run_dir, listener):
+    """Rank 1 may take MESHWRIGHT_TEST_ROOM bytes more than it has when it starts.
+
+    glibc maps its large blocks one by one, so that what is freed is free: its heap would keep holes.
+    """
+    if os.environ["RANK"] == "1":
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
+        status = Path("/proc/self/status").read_text()
+        held = int(status.partition("VmData:")[2].split()[0]) * 1024
+        limit = held + int(os.environ["MESHWRIGHT_TEST_ROOM"])
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    return run_rank(run_dir, listener)
