@@ -71,9 +71,11 @@ def guarded(output: Output, command: Callable[[], int | None]) -> None:
     try:
         status = command() or 0
     except MeshwrightError as error:
-        from meshwright.cli.nearest import price_of_nearest  # noqa: PLC0415  (only when something is wrong)
+        from meshwright.cli.nearest import find_near  # noqa: PLC0415  (only when something is wrong)
 
-        output.failure(error, price_of_nearest(error))
+        near = find_near(error)
+        facts = {"nearest": [one.as_dict() for one in near]} if near else None
+        output.failure(error, [one.line for one in near], facts=facts)
         status = error.exit_status
     except KeyboardInterrupt:
         output.errors.print("interrupted")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.plan.choose import USABLE_MEMORY, Candidate, evaluate
-from meshwright.plan.search.predict import layout_overrides
+from meshwright.plan.search.predict import overrides_from
 from meshwright.plan.search.rescue import SHORTEST_SEQUENCE, single_changes, with_seq_len
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
@@ -110,12 +110,8 @@ def _differences(one: Layout, other: Layout) -> frozenset[str]:
 
 
 def _remedy(before: Layout, candidate: Candidate, also: str = "") -> Remedy:
-    layout = candidate.layout
-    named = layout_overrides(layout)
-    for name in sorted(_differences(before, layout)):
-        if f"layout.{name}=" not in named:  # back to its default: the job may name another value
-            named += f" layout.{name}={str(getattr(layout, name)).lower()}"
-    return Remedy(named + also, candidate.ledger.first_peak_bytes, candidate.time.total_s)
+    named = overrides_from(before, candidate.layout) + also
+    return Remedy(named, candidate.ledger.first_peak_bytes, candidate.time.total_s)
 
 
 def _shorter(job: Job, room_bytes: int) -> list[Remedy]:

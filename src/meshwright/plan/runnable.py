@@ -16,7 +16,7 @@ from meshwright.plan.search.enumerate import world_sizes
 from meshwright.spec.job import Job
 from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.legality import find_problems, with_layout
-from meshwright.spec.numbers import divisors
+from meshwright.spec.numbers import split_ranks
 
 ZERO_STAGES = (1, 2, 3)
 RECOMPUTE_MODES = ("none", "selective", "full")
@@ -56,16 +56,6 @@ def _list_layouts(job: Job, pins: Mapping[str, Any]) -> Iterator[Layout]:
                     continue
                 settings = {"zero": zero, "recompute": mode, "sequence_parallel": parts}
                 yield dataclasses.replace(job.layout, mode="given", **named, **settings)
-
-
-def split_ranks(world: int, axes: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write a number of ranks as a product of so many degrees, in order."""
-    if axes == 1:
-        yield (world,)
-        return
-    for degree in divisors(world):
-        for rest in split_ranks(world // degree, axes - 1):
-            yield (degree, *rest)
 
 
 def _with_micro_batches(job: Job, layout: Layout, open_: bool) -> Iterator[Candidate]:
