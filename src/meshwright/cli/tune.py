@@ -28,8 +28,9 @@ from meshwright.explain.scan import Attempt
 from meshwright.explain.tuning import WRITTEN_BY, TuneRow, cluster_text, fold, order
 from meshwright.launch.environment import prepare_environment
 from meshwright.plan.calibrate import Calibration, Timed, calibrate
-from meshwright.plan.choose import Candidate, evaluate, require_fit, search_layouts
+from meshwright.plan.choose import Candidate, evaluate, search_layouts
 from meshwright.plan.contract import Plan, plan_of
+from meshwright.plan.lighten import require_fit
 from meshwright.plan.runnable import rank_runnable
 from meshwright.plan.search.enumerate import pinned_keys
 from meshwright.spec.job import Job

@@ -1,4 +1,4 @@
-"""What a layout that does not fit, or ran out of memory, could change: every change priced by the ledger, the cheapest first.
+"""What a layout that does not fit could change: every change priced by the ledger, the cheapest first.
 
 ``search/rescue`` advises on plans, by estimates; here the layout runs, so each change runs too, and is
 predicted to the byte.
@@ -144,9 +144,8 @@ def require_fit(job: Job, search: Search) -> Candidate:
     usable = int(job.cluster.memory_bytes * USABLE_MEMORY)
     largest = max(closest.ledger.lines, key=lambda line: line.bytes)
     changes = cheapest_changes(with_layout(job, closest.layout), usable)
-    milder = "".join(
-        f"{c.overrides} ({format_bytes(c.peak_bytes)}, {format_seconds(c.step_s)} a step), " for c in changes
-    )
+    prices = [f"{format_bytes(c.peak_bytes)}, {format_seconds(c.step_s)} a step" for c in changes]
+    milder = "".join(f"{c.overrides} ({price}), " for c, price in zip(changes, prices, strict=True))
     raise UserError(
         Problem(
             code="plan-nothing-fits",
