@@ -38,6 +38,8 @@ from meshwright.run.parallel.tensor import whole_activation
 from meshwright.run.session import Session
 from meshwright.run.worker import run_session
 
+LOOKING = "proof"
+"""The phase that the witness's own collectives are counted in: the steps stay as they were promised."""
 Seen = Callable[[str, str, int, Tensor], None]
 """Told module, `input` or `output`, the sample's place in the batch, and its part of the tensor."""
 
@@ -68,8 +70,10 @@ class ModuleWatch:
 
     def __init__(self, session: Session, positions: Sequence[int], seen: Seen) -> None:
         batches, self._split = session.train_batches, session.split
+        self._counter = session.counter
         places = np.arange(session.job.train.global_batch)
         self._parts = list(cut(places, batches.rank, batches.ranks, batches.micro_batch))
+        self._rows = batches.micro_batch
         self._wanted = set(positions)
         self._seen = seen
         self._index = -1
@@ -100,20 +104,24 @@ class ModuleWatch:
             if not self._on or name in self._met:  # a module that runs twice is looked at once
                 return
             self._met.add(name)
-            for what, value in (("input", inputs), ("output", output)):
-                tensor = _first_tensor(value)
-                if tensor is not None and tensor.ndim:
-                    whole = full_tensor(tensor)
-                    if self._split is not None:
-                        whole = whole_activation(self._split, name, what, whole)
-                    self._show(name, what, whole)
+            with self._counter.during(LOOKING):
+                for what, value in (("input", inputs), ("output", output)):
+                    tensor = _first_tensor(value)
+                    if tensor is not None and tensor.ndim:
+                        self._show(name, what, self._whole(name, what, tensor))
 
         return hook
 
+    def _whole(self, name: str, what: str, tensor: Tensor) -> Tensor:
+        whole = full_tensor(tensor)
+        return whole if self._split is None else whole_activation(self._split, name, what, whole)
+
     def _show(self, name: str, what: str, tensor: Tensor) -> None:
+        # Positions that every sample counts from zero are looked up once for all of them.
+        shared = len(tensor) != self._rows
         for row, position in enumerate(self._parts[self._index]):
-            if int(position) in self._wanted and row < len(tensor):
-                self._seen(name, what, int(position), tensor[row])
+            if int(position) in self._wanted:
+                self._seen(name, what, int(position), tensor if shared else tensor[row])
 
 
 class Witness(ABC):
@@ -137,14 +145,16 @@ class Witness(ABC):
         """The gradients are complete, before anything is done with them."""
         step = self.session.step + 1
         if step in GRADIENT_STEPS:
-            self.look_at_gradients(step)
+            with self.session.counter.during(LOOKING):
+                self.look_at_gradients(step)
 
     def after_step(self) -> None:
         """The weights are updated."""
         if self.session.step == 1 and self.modules is not None:
             self.modules.remove()
             self.modules = None
-            self.look_at_weights()
+            with self.session.counter.during(LOOKING):
+                self.look_at_weights()
 
     @abstractmethod
     def see(self, module: str, what: str, position: int, tensor: Tensor) -> None:

@@ -190,19 +190,18 @@ def take_snapshot(session: Session) -> Snapshot | None:
     Each tensor that is cut is gathered in a call of its own, so that the others hold one at a time.
     """
     owned, first = session.owned, session.ranks.rank == 0
-    snapshot, phase = Snapshot({}, {}), session.counter.phase
-    session.counter.phase = "save"
-    for name, parameter in owned.named_parameters():
-        whole = owned.whole_parameter(name)
-        if first:
-            snapshot.model[name] = whole
-        for key, value in session.optimizer.state.get(parameter, {}).items():
-            whole = owned.gather(name, value) if value.ndim else value
+    snapshot = Snapshot({}, {})
+    with session.counter.during("save"):
+        for name, parameter in owned.named_parameters():
+            whole = owned.whole_parameter(name)
             if first:
-                snapshot.optimizer[f"{name}:{key}"] = whole
+                snapshot.model[name] = whole
+            for key, value in session.optimizer.state.get(parameter, {}).items():
+                whole = owned.gather(name, value) if value.ndim else value
+                if first:
+                    snapshot.optimizer[f"{name}:{key}"] = whole
     if session.job.mixes_samples:
         snapshot.model.update(session.model.named_buffers())
-    session.counter.phase = phase
     return snapshot if first else None
 
 

@@ -133,6 +133,8 @@ def whole_activation(split: Split, module: str, what: str, tensor: Tensor) -> Te
         return split.join_columns(tensor, split.copies if style == "keys" else 1)
     if style in ("column", "keys", "enter") and not output:  # entered already
         return tensor
+    if style == "positions":  # of the rank's own tokens, what it looks up too
+        return split.join_tokens(tensor)
     floating = tensor.is_floating_point() and tensor.ndim == 2  # tokens and their loss are no streams
     return split.join_tokens(tensor) if floating else tensor
 

@@ -1,0 +1,161 @@
+"""All layouts that run, by asking the legality table, and a small set in which all pairs of settings meet."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args, get_type_hints
+
+from model_shapes import GPT_PARTS
+
+from meshwright.spec.job import Job
+from meshwright.spec.layout import Layout
+from meshwright.spec.legality import find_problems
+from meshwright.spec.load import build_job
+
+SEED = 5
+"""Of the order in which layouts are tried; recorded, so that the same ones run everywhere."""
+SEQ_LEN = 24
+DECODER = {"num_layers": 2, "hidden_size": 48, "num_heads": 24, "head_dim": 4, "ffn_size": 96}
+"""Heads and feed-forward split over 2, 3, 4 and 8 ranks."""
+GPT = {**GPT_PARTS, "max_positions": SEQ_LEN}
+WORKS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model": {"num_kv_heads": 12, "vocab_size": 264, "tied_embeddings": False},
+        "train": {"global_batch": 7},
+    },
+    "llama, one key head": {
+        "model": {"num_kv_heads": 1, "vocab_size": 263, "tied_embeddings": True},
+        "data": {"mask": "document"},
+        "train": {"global_batch": 6, "optimizer": "lion"},
+    },
+    "gpt": {
+        "model": {**GPT, "num_kv_heads": 24, "vocab_size": 263, "tied_embeddings": True},
+        "data": {"prompt_masking": True},
+        "train": {"global_batch": 6},
+    },
+    "gpt, two key heads": {
+        "model": {**GPT, "num_kv_heads": 2, "vocab_size": 265, "tied_embeddings": False},
+        "data": {"mask": "document", "prompt_masking": True},
+        "train": {"global_batch": 7},
+    },
+}
+"""Both families of decoders: key heads fewer than ``tp``, words that ``tp`` does not divide, tied and untied,
+packed documents, masked prompts, and batches that no number of ranks divides."""
+
+_HINTS = get_type_hints(Layout)
+DEGREES = ("dp_replicate", "dp_shard", "tp")
+SETTINGS: dict[str, Sequence[Any]] = {
+    "sequence_parallel": (False, True),
+    "recompute": get_args(_HINTS["recompute"]),
+    "micro_batch": (1, 2),
+    "accumulate": get_args(_HINTS["accumulate"]),
+    "prefetch": (1, 0, 2),
+    "offload": get_args(_HINTS["offload"]),
+}
+"""What is tried beside the degrees and ``zero``; those that are not built yet join when they are."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One layout of one model."""
+
+    work: str
+    settings: tuple[tuple[str, Any], ...]
+    compiled: bool = False
+
+    @property
+    def job(self) -> Job:
+        """The job to prove."""
+        return _place(_job(self.work), dict(self.settings))
+
+    @property
+    def ranks(self) -> int:
+        """How many it needs."""
+        return math.prod(value for key, value in self.settings if key in DEGREES)
+
+    def __str__(self) -> str:
+        """As the name of a test: what is not the default."""
+        idle = {field.name: field.default for field in dataclasses.fields(Layout)}
+        said = [f"{key}={value}" for key, value in self.settings if value != idle[key]]
+        return " ".join((self.work, *said, *(["compiled"] if self.compiled else [])))
+
+
+def list_cells(ranks: Iterable[int], compiled: bool = False) -> list[Cell]:
+    """Every legal cell on so many ranks.
+
+    Degrees and ``zero`` need each other and come together. The settings are added one by one, and what the
+    table refuses on the way is not gone on with: no rule asks of a setting that a later one be there.
+    """
+    return [
+        Cell(work, tuple(settings.items()), compiled)
+        for work in WORKS
+        for count in ranks
+        for settings in _legal_settings(_compile(_job(work)) if compiled else _job(work), count)
+    ]
+
+
+def _legal_settings(job: Job, ranks: int) -> list[dict[str, Any]]:
+    shapes = (
+        dict(zip(DEGREES, degrees, strict=True))
+        for degrees in itertools.product(range(1, ranks + 1), repeat=len(DEGREES))
+        if math.prod(degrees) == ranks
+    )
+    found = [{**shape, "zero": zero} for shape, zero in itertools.product(shapes, range(4))]
+    found = [settings for settings in found if _is_legal(job, settings)]
+    for key, values in SETTINGS.items():
+        wider = ({**settings, key: value} for settings in found for value in values)
+        found = [settings for settings in wider if _is_legal(job, settings)]
+    return found
+
+
+def _is_legal(job: Job, settings: dict[str, Any]) -> bool:
+    return not find_problems(_place(job, settings))
+
+
+def _place(job: Job, settings: dict[str, Any]) -> Job:
+    return dataclasses.replace(job, layout=Layout(mode="given", **settings))
+
+
+def _compile(job: Job) -> Job:
+    return dataclasses.replace(job, train=dataclasses.replace(job.train, compile=True))
+
+
+def _job(work: str) -> Job:
+    """The model and its batch; the data are those of the test."""
+    parts = WORKS[work]
+    return build_job(
+        {
+            "name": "matrix",
+            "model": {**DECODER, **parts["model"]},
+            "data": {"path": "builtin:python-stdlib", "seq_len": SEQ_LEN, **parts.get("data", {})},
+            "train": {"steps": 10, "lr": 3e-3, "warmup": 2, **parts["train"]},
+            "cluster": {"preset": "local", "device": "cpu"},
+            "layout": {"dp_replicate": 1},
+        }
+    )
+
+
+def list_pairs(cell: Cell) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
+    """Settings that meet in a cell, two by two; the model is one of them."""
+    return itertools.combinations((("work", cell.work), *cell.settings), 2)
+
+
+def choose_covering(cells: Sequence[Cell]) -> list[Cell]:
+    """Few cells in which every pair of settings that is legal at all occurs: greedily, the fullest first."""
+    numbers: dict[Any, int] = {}
+    masks = {
+        cell: sum(1 << numbers.setdefault(pair, len(numbers)) for pair in list_pairs(cell)) for cell in cells
+    }
+    tried = random.Random(SEED).sample(cells, len(cells))  # noqa: S311  (no secret)
+    left, chosen = (1 << len(numbers)) - 1, []
+    while left:
+        # What is new, and for as much of it the fewest ranks to start.
+        best = max(tried, key=lambda cell: ((masks[cell] & left).bit_count(), -cell.ranks))
+        chosen.append(best)
+        left &= ~masks[best]
+    return chosen
