@@ -26,22 +26,22 @@ GPT = {**GPT_PARTS, "max_positions": SEQ_LEN}
 WORKS: dict[str, dict[str, Any]] = {
     "llama": {
         "model": {"num_kv_heads": 12, "vocab_size": 264, "tied_embeddings": False},
-        "train": {"global_batch": 7},
+        "train": {"global_batch": 5},
     },
     "llama, one key head": {
         "model": {"num_kv_heads": 1, "vocab_size": 263, "tied_embeddings": True},
         "data": {"mask": "document"},
-        "train": {"global_batch": 6, "optimizer": "lion"},
+        "train": {"global_batch": 3, "optimizer": "lion"},
     },
     "gpt": {
         "model": {**GPT, "num_kv_heads": 24, "vocab_size": 263, "tied_embeddings": True},
         "data": {"prompt_masking": True},
-        "train": {"global_batch": 6},
+        "train": {"global_batch": 3},
     },
     "gpt, two key heads": {
         "model": {**GPT, "num_kv_heads": 2, "vocab_size": 265, "tied_embeddings": False},
         "data": {"mask": "document", "prompt_masking": True},
-        "train": {"global_batch": 7},
+        "train": {"global_batch": 5},
     },
 }
 """Both families of decoders: key heads fewer than ``tp``, words that ``tp`` does not divide, tied and untied,

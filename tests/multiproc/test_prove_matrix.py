@@ -83,7 +83,9 @@ def hold(prover: Prover, cell: Cell) -> None:
             assert found.gradients[step].keys() == proof.notes.gradient_norms[step].keys()
         assert found.not_compared == []
         if found.activations:  # else the rank has zero-weight samples alone
-            assert {row.module for row in found.activations if row.what == "output"} == set(proof.notes.modules)
+            assert {row.module for row in found.activations if row.what == "output"} == set(
+                proof.notes.modules
+            )
     assert proof.findings[0].activations
     audit = audit_run(proof.plan, proof.record)
     assert [row for row in audit.collectives if row.phase != LOOKING and not row.equal] == []

@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.core.events import Listener
 from meshwright.plan.proof import (
@@ -77,12 +78,11 @@ class ModuleWatch:
         self._wanted = set(positions)
         self._seen = seen
         self._index = -1
-        self._met: set[str] = set()
+        self._met: set[tuple[str, str]] = set()
         self._on = False
-        self._handles = [
-            module.register_forward_hook(self._hook(canonical_name(name)))
-            for name, module in session.model.named_modules()
-        ]
+        self._handles: list[RemovableHandle] = []
+        for name, module in session.model.named_modules():
+            self._watch(canonical_name(name), module)
 
     def begin(self) -> None:
         """A micro-batch begins."""
@@ -99,18 +99,22 @@ class ModuleWatch:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def hook(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            if not self._on or name in self._met:  # a module that runs twice is looked at once
-                return
-            self._met.add(name)
-            with self._counter.during(LOOKING):
-                for what, value in (("input", inputs), ("output", output)):
-                    tensor = _first_tensor(value)
-                    if tensor is not None and tensor.ndim:
-                        self._show(name, what, self._whole(name, what, tensor))
+    def _watch(self, name: str, module: nn.Module) -> None:
+        # First of all hooks: a layout's own, which change what is read, are a part of the module.
+        entry = module.register_forward_pre_hook(
+            lambda _, inputs: self._look(name, "input", inputs), prepend=True
+        )
+        end = module.register_forward_hook(lambda _, inputs, output: self._look(name, "output", output))
+        self._handles += [entry, end]
 
-        return hook
+    def _look(self, name: str, what: str, value: Any) -> None:
+        if not self._on or (name, what) in self._met:  # a module that runs twice is looked at once
+            return
+        self._met.add((name, what))
+        tensor = _first_tensor(value)
+        if tensor is not None and tensor.ndim:
+            with self._counter.during(LOOKING):
+                self._show(name, what, self._whole(name, what, tensor))
 
     def _whole(self, name: str, what: str, tensor: Tensor) -> Tensor:
         whole = full_tensor(tensor)
