@@ -10,12 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
-from model_shapes import GPT_PARTS
-
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality import find_problems
 from meshwright.spec.load import build_job
+from model_shapes import GPT_PARTS
 
 SEED = 5
 """Of the order in which layouts are tried; recorded, so that the same ones run everywhere."""
@@ -74,9 +73,21 @@ class Cell:
         return _place(_job(self.work), dict(self.settings))
 
     @property
+    def degrees(self) -> tuple[int, ...]:
+        """Of the axes."""
+        return tuple(value for key, value in self.settings if key in DEGREES)
+
+    @property
     def ranks(self) -> int:
         """How many it needs."""
-        return math.prod(value for key, value in self.settings if key in DEGREES)
+        return math.prod(self.degrees)
+
+    @property
+    def passes(self) -> int:
+        """Micro-batches of a step on all ranks, by which it takes its time."""
+        settings = dict(self.settings)
+        share = -(-WORKS[self.work]["train"]["global_batch"] // (self.ranks // settings["tp"]))
+        return self.ranks * -(-share // settings["micro_batch"])
 
     def __str__(self) -> str:
         """As the name of a test: what is not the default."""
@@ -146,16 +157,15 @@ def list_pairs(cell: Cell) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
 
 
 def choose_covering(cells: Sequence[Cell]) -> list[Cell]:
-    """Few cells in which every pair of settings that is legal at all occurs: greedily, the fullest first."""
+    """Few cells in which every pair of settings that is legal at all occurs: greedily, what has most that is new."""
     numbers: dict[Any, int] = {}
     masks = {
         cell: sum(1 << numbers.setdefault(pair, len(numbers)) for pair in list_pairs(cell)) for cell in cells
     }
-    tried = random.Random(SEED).sample(cells, len(cells))  # noqa: S311  (no secret)
+    tried = random.Random(SEED).sample(cells, len(cells))
     left, chosen = (1 << len(numbers)) - 1, []
     while left:
-        # What is new, and for as much of it the fewest ranks to start.
-        best = max(tried, key=lambda cell: ((masks[cell] & left).bit_count(), -cell.ranks))
+        best = max(tried, key=lambda cell: ((masks[cell] & left).bit_count(), -cell.passes))
         chosen.append(best)
         left &= ~masks[best]
     return chosen

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from model_shapes import GPT_PARTS
 from proving import Prover
 
 from meshwright.cli import prove as command
 from meshwright.cli.output import Output
 from meshwright.core.errors import MeshwrightError
 from meshwright.spec.load import build_job
+from model_shapes import GPT_PARTS
 
 KEYS = {"equal", "max_rel_diff", "max_grad_diff", "first_divergence", "losses", "reference_losses"}
 KEYS |= {"tolerance", "layout", "shrunk"}

@@ -21,9 +21,9 @@ from meshwright.run.prove import LOOKING
 MATRIX = list_cells((2, 3, 4))
 COVERING = choose_covering(MATRIX)
 COMPILED = choose_covering(list_cells((2, 3, 4), compiled=True))
-LARGE = random.Random(SEED).sample(choose_covering(list_cells((8,))), 6)
-FEW = 1
-"""Of the compiled and the large ones, what `make test` has time for."""
+EIGHT = list_cells((8,))
+ALL_AXES = min((cell for cell in EIGHT if min(cell.degrees) > 1), key=lambda cell: cell.passes)
+LARGE = random.Random(SEED).sample(choose_covering(EIGHT), 6)
 
 
 def as_parameters(fast: list[Cell], slow: list[Cell]) -> list:
@@ -53,12 +53,12 @@ def test_a_layout_is_one_process_and_keeps_its_promises(prover, cell):
     hold(prover, cell)
 
 
-@pytest.mark.parametrize("cell", as_parameters(COMPILED[:FEW], COMPILED))
+@pytest.mark.parametrize("cell", as_parameters(COMPILED[:1], COMPILED))
 def test_compiled_blocks_too(prover, cell):
     hold(prover, cell)
 
 
-@pytest.mark.parametrize("cell", as_parameters(LARGE[:FEW], LARGE))
+@pytest.mark.parametrize("cell", as_parameters([ALL_AXES], LARGE))
 def test_eight_ranks_too(prover, cell):
     hold(prover, cell)
 
@@ -76,7 +76,7 @@ def hold(prover: Prover, cell: Cell) -> None:
     proof = prover.prove(cell.job, "planted_proofs:audited", cell.compiled)
     verdict = proof.verdict
     assert verdict.equal, verdict.first_divergence
-    assert 0 < verdict.max_grad_diff, "two layouts differ by rounding, not by nothing"
+    assert verdict.max_grad_diff > 0, "two layouts differ by rounding, not by nothing"
     for found in proof.findings:
         for step in map(str, GRADIENT_STEPS):
             assert found.gradients[step].keys() == set(proof.notes.parameters)
