@@ -157,7 +157,10 @@ def list_pairs(cell: Cell) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
 
 
 def choose_covering(cells: Sequence[Cell]) -> list[Cell]:
-    """Few cells in which every pair of settings that is legal at all occurs: greedily, what has most that is new."""
+    """Few cells in which every pair of settings that is legal at all occurs.
+
+    Greedily: always the cell with the most that is new, and of equal ones the cheapest.
+    """
     numbers: dict[Any, int] = {}
     masks = {
         cell: sum(1 << numbers.setdefault(pair, len(numbers)) for pair in list_pairs(cell)) for cell in cells
