@@ -98,8 +98,8 @@ def test_a_resumed_run_on_the_gpu_goes_on(train):
 
 
 def test_generate_uses_the_gpu(train, tmp_path):
-    from meshwright.run.generate import generate_text
+    from meshwright.run.generate import GenerateTask, generate_text
 
     trained = train(*ON_GPU)
-    text = generate_text(tmp_path / trained.result["checkpoint"], "the ", 8, 0.0, 0, 0)
+    text = generate_text(GenerateTask(str(tmp_path / trained.result["checkpoint"]), "the ", 8, 0.0, 0))
     assert isinstance(text, str)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from meshwright.run import loop
-from meshwright.run.worker import run_rank
+from meshwright.run import loop, session, worker
+from meshwright.run.memory import PeakTracker
+from meshwright.run.models import decoder_sharding
+from meshwright.run.worker import run_rank, run_session
 
 
 def extra_all_reduce(run_dir, listener):
@@ -48,6 +55,41 @@ def hidden_collectives(run_dir, listener):
         return honest(session, lr)
 
     loop.update = update
+    return run_rank(run_dir, listener)
+
+
+def note_gathers(run_dir, listener):
+    """A rank that says, when a block computes forward or backward, how many gathers were asked for."""
+    honest = loop.train
+
+    def note(session):
+        rows = [row for row in session.counter.rows() if row["op"] == "all_gather" and row["phase"] == "step"]
+        if session.counter.phase == "step":
+            session.events.write("gathers_so_far", gathers=sum(row["calls"] for row in rows))
+
+    def watched(session):
+        for block in session.model.blocks:
+            block.attention.register_forward_pre_hook(lambda *_: note(session))
+            block.ffn.register_full_backward_pre_hook(lambda *_: note(session))
+        honest(session)
+
+    return run_session(watched, run_dir, listener)
+
+
+def count_graphs(run_dir, listener):
+    """A rank that says how many graphs torch's compiler made."""
+    honest = loop.train
+
+    def counted(session):
+        honest(session)
+        session.events.write("graphs", graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    return run_session(counted, run_dir, listener)
+
+
+def state_that_stays(run_dir, listener):
+    """A rank that leaves its optimizer's state where it is, whatever the layout says."""
+    session.offload_optimizer = lambda *_: None
     return run_rank(run_dir, listener)
 
 
@@ -137,4 +179,67 @@ def infinite_row(run_dir, listener):
         return norm
 
     loop.update = update
+    return run_rank(run_dir, listener)
+
+
+def watched_start(run_dir, listener):
+    """Honest ranks that note what they held at most while they built their session."""
+    honest = worker.build_session
+
+    def build_session(plan, assignment, ranks, counter, events):
+        with PeakTracker([]) as tracker:
+            session = honest(plan, assignment, ranks, counter, events)
+        note = Path(run_dir, f"start-{ranks.rank}.json")
+        note.write_text(json.dumps({"peak": tracker.peak_bytes}))
+        return session
+
+    worker.build_session = build_session
+    return run_rank(run_dir, listener)
+
+
+def watched_saving(run_dir, listener):
+    """Honest ranks that note what they held before and at most while a checkpoint was made."""
+    honest = loop.Saver._save
+
+    def save(saver, eval_loss, best):
+        session = saver._session
+        moments = [v for state in session.optimizer.state.values() for v in state.values()]
+        with PeakTracker([*session.owned.held(), *moments]) as tracker:
+            before = tracker.live_bytes
+            honest(saver, eval_loss, best)
+        note = Path(run_dir, f"saving-{session.ranks.rank}.json")
+        note.write_text(json.dumps({"before": before, "peak": tracker.peak_bytes}))
+
+    loop.Saver._save = save
+    return run_rank(run_dir, listener)
+
+
+def killed_while_saving(run_dir, listener):
+    """Rank 0 is killed, as by kill -9, when it has gathered half of the tensors of step 4."""
+    honest = loop.take_snapshot
+
+    def take_snapshot(session):
+        snapshot = honest(session)
+        if session.step != 4 or session.ranks.rank != 0:
+            return snapshot
+        last = sum(len(header) for header in snapshot.headers().values()) // 2
+        tensors = snapshot.tensors()
+
+        def until_half():
+            for index, tensor in enumerate(tensors):
+                if index == last:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield tensor
+
+        snapshot._tensors = until_half()
+        return snapshot
+
+    loop.take_snapshot = take_snapshot
+    return run_rank(run_dir, listener)
+
+
+def unprepared_inputs(run_dir, listener):
+    """Attention and feed-forward do not enter: every product below them does by itself."""
+    for module in ("blocks.*.attention", "blocks.*.ffn"):
+        del decoder_sharding.SHARDING[module]
     return run_rank(run_dir, listener)

@@ -23,9 +23,9 @@ def with_model(change):
     def entry(run_dir, listener):
         honest = session.apply_layout
 
-        def apply_layout(model, job, ranks, split):
+        def apply_layout(model, job, ranks, weights):
             change(model, ranks)
-            return honest(model, job, ranks, split)
+            return honest(model, job, ranks, weights)
 
         session.apply_layout = apply_layout
         return run_rank(run_dir, listener)
@@ -211,7 +211,7 @@ def sharded(average):
     """An entry whose ranks hold shards (FSDP2) in place of replicas; averaging them is the defect."""
 
     def entry(run_dir, listener):
-        def apply_layout(model, job, ranks, split):
+        def apply_layout(model, job, ranks, weights):
             mesh = ranks.mesh["dp_replicate"]
             for module in (*model.blocks, model):
                 fully_shard(module, mesh=mesh)

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from meshwright.core.errors import UserError
+from meshwright.plan.sharding import list_groups
+from meshwright.spec.load import load_job
 from meshwright.survive.hf.export import export_checkpoint
 
 
@@ -51,6 +53,47 @@ def test_two_ranks_start_from_the_same_weights_as_one(from_folder, folder):
     shutil.rmtree(one.run_dir / "checkpoints" / "step-00000003")
     resumed = from_folder("name=one", "layout.dp_replicate=1", *common, resume=True)
     assert resumed.losses == one.losses[2:]
+
+
+DEEP = "model.num_layers=8"
+
+
+def test_a_rank_never_holds_the_whole_model(train, job_file, tmp_path, monkeypatch):
+    """Drawn, from a folder and resumed: a rank holds its shards and one whole group, and starts the same.
+
+    The model has eight blocks: whole, its weights alone are more than what a rank may hold.
+    """
+    common = ("train.steps=2", "checkpoint.every_steps=1", "checkpoint.keep_last=9")
+    cut = (*common, "layout.dp_shard=2")
+    trained = train("train.steps=1", "layout.dp_replicate=1", DEEP)
+    folder = tmp_path / "folder"
+    export_checkpoint(Path(trained.result["checkpoint"]), folder, "float32", 100_000)
+    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:watched_start")
+    drawn = train("name=drawn", *cut, "layout.zero=2", DEEP)
+    job_file.write_text(job_file.read_text().replace('preset = "tiny"', f'hf = "{folder}"'))
+    one = train("name=one", *common, "layout.dp_replicate=1")
+    read = train("name=read", *cut)
+    assert read.losses == pytest.approx(one.losses, rel=1e-5)
+    assert read.losses[0] < drawn.losses[0], "the folder's weights have learnt something"
+    shutil.rmtree(read.run_dir / "checkpoints" / "step-00000002")
+    notes = {run.run_dir: held_at_start(run) for run in (drawn, read)}
+    resumed = train("name=read", *cut, resume=True)
+    assert resumed.losses == read.losses[1:]
+    notes["resumed"] = held_at_start(resumed)
+    weights = sum(t.nbytes for path in folder.glob("*.safetensors") for t in load_file(path).values())
+    groups = list_groups(load_job(str(job_file), []).model)
+    largest = 4 * max(parameter.count for group in groups for parameter in group.parameters)
+    whole_group = max(group.gathered_bytes(2, "fp32") for group in groups)
+    for peaks in notes.values():
+        for rank, peak in enumerate(peaks):
+            shards, state = (read.result["state_bytes"][part][rank] for part in ("parameters", "optimizer"))
+            assert shards + state < peak <= shards + state + whole_group + 2 * largest
+            assert peak < weights + state, "what a whole model would take"
+
+
+def held_at_start(run):
+    """Most bytes of each rank while it built its session."""
+    return [json.loads((run.run_dir / f"start-{rank}.json").read_text())["peak"] for rank in range(2)]
 
 
 def test_a_folder_without_weights_starts_from_scratch_and_a_broken_one_is_refused(from_folder, folder):

@@ -8,6 +8,8 @@ import shutil
 import pytest
 from safetensors.torch import load_file
 
+from meshwright.plan.contract import PLAN_FILE, read_plan
+
 TEN = ("train.steps=10", "train.eval_every=5")
 REFERENCE: dict[tuple[str, ...], list[float]] = {}
 
@@ -51,6 +53,91 @@ def test_losses_and_contract(train, layout, job):
     phases = {row["phase"] for row in result["collectives"] if row["axis"] == "dp_shard"}
     assert {"step", "save"} <= phases
     assert all(row["calls"] > 0 for row in result["collectives"]), "a promise about nothing"
+
+
+@pytest.mark.parametrize(
+    ("layout", "job"),
+    [
+        ("dp_shard=2 zero=2 micro_batch=1 accumulate=deferred", ""),
+        ("dp_shard=3 zero=3 micro_batch=1 accumulate=deferred", "model.tied_embeddings=false"),
+        ("dp_replicate=2 dp_shard=2 zero=3 micro_batch=1 accumulate=deferred", ""),
+        ("dp_shard=2 zero=3 micro_batch=3 prefetch=0", ""),
+        ("dp_shard=3 zero=3 micro_batch=2 offload=optimizer bucket_mb=0.05", ""),
+        ("dp_shard=2 zero=3 micro_batch=3 offload=all", ""),
+        ("dp_shard=3 zero=2 micro_batch=2 offload=all", "train.optimizer=lion"),
+        ("dp_shard=2 zero=3 micro_batch=2 prefetch=2", "model.num_layers=4"),
+        ("dp_shard=2 zero=3 micro_batch=3 prefetch=9 accumulate=deferred", "model.num_layers=4"),
+    ],
+)
+def test_settings_keep_losses_bytes_and_peak(train, layout, job):
+    """Ten losses within 1e-5 of one process, state and collectives to the byte, the peak within 2%."""
+    asked = tuple(job.split())
+    sharded = train(*(f"layout.{key}" for key in layout.split()), *TEN, *asked)
+    assert relative(sharded.losses, reference(train, *asked)) < 1e-5
+    require_contract(sharded)
+
+
+def require_contract(sharded, peak=0.02):
+    """State and collectives of every rank equal to the plan's; the peak as near as asked."""
+    result, plan = sharded.result, read_plan(sharded.run_dir / PLAN_FILE)
+    assert result["audit_ok"], result["differences"]
+    assert result["state_bytes"] == result["predicted_state_bytes"]
+    assert result["offloaded_bytes"] == result["predicted_offloaded_bytes"]
+    assert all(row["calls"] == row["predicted_calls"] > 0 for row in result["collectives"])
+    assert relative(result["peak_memory_bytes"], [rank.peak_bytes for rank in plan.ranks]) < peak
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        ("dp_shard=2 zero=2 micro_batch=3", "fp16"),
+        ("dp_replicate=2 dp_shard=2 zero=3 micro_batch=3", "bf16"),
+    ],
+)
+def test_gradients_in_16_bits_halve_the_reduce_scatters(train, layout, kind):
+    """Rounded gradients follow the exact curve; half the bytes, predicted; the state stays float32."""
+    given = tuple(f"layout.{key}" for key in layout.split())
+    exact = train(*given, *TEN)
+    rounded = train(*given, *TEN, f"compression.kind={kind}")
+    require_contract(rounded)
+    assert rounded.result["state_bytes"] == exact.result["state_bytes"]
+    assert 0 < relative(rounded.losses, exact.losses) < 1e-3
+
+    def sent(run):
+        rows = run.result["collectives"]
+        return next(row["bytes"] for row in rows if (row["op"], row["phase"]) == ("reduce_scatter", "step"))
+
+    assert sent(rounded) * 2 == sent(exact)
+
+
+@pytest.mark.parametrize(
+    "zero", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
+)
+def test_compiled_blocks_under_zero(train, monkeypatch, zero):
+    """Blocks whose parameters come and go: the same losses, equal bytes, as many graphs as without ZeRO."""
+    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:count_graphs")
+    given = ("train.compile=true", "train.compile_backend=aot_eager", "train.steps=3", "model.num_layers=3")
+    compiled = train("layout.dp_shard=2", f"layout.zero={zero}", "layout.micro_batch=3", *given)
+    plain = reference(train, "train.steps=3", "model.num_layers=3")
+    assert relative(compiled.losses, plain) < 1e-5
+    assert compiled.result["peak_memory_bytes"] == [None, None]
+    lines = [json.loads(line) for line in (compiled.run_dir / "events.jsonl").read_text().splitlines()]
+    graphs = [e["graphs"] for e in lines if e["event"] == "graphs"]
+    assert graphs == [2, 2], "a forward pass with gradients, and one without, for all blocks"
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_gathers_go_ahead_by_the_prefetch_depth(train, monkeypatch, depth):
+    """When a block begins to compute, its own gather and those of the next ones were asked for: no more."""
+    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:note_gathers")
+    given = (f"layout.prefetch={depth}", "layout.micro_batch=6", "train.steps=1")
+    trained = train("layout.dp_shard=2", "model.num_layers=4", *given)
+    lines = [json.loads(line) for line in (trained.run_dir / "events.jsonl").read_text().splitlines()]
+    asked = [e["gathers"] for e in lines if e["event"] == "gathers_so_far" and e["rank"] == 0]
+    around = 1
+    forward = [around + min(4, block + 1 + depth) for block in range(4)]
+    backward = [around + 4 + min(4, done + 1 + depth) for done in range(4)]
+    assert asked == forward + backward
 
 
 def test_an_overflow_in_one_ranks_rows_skips_the_step_on_all(train, monkeypatch):

@@ -201,6 +201,23 @@ def prove(job: JobSource, overrides: Overrides = None, as_json: Json = False) ->
     guarded(output, lambda: prove_job(output, job, overrides or []))
 
 
+@app.command("dry-run")
+def dry_run(
+    job: PlanSource,
+    overrides: Overrides = None,
+    rank: Annotated[int, typer.Option(help="Which rank to build.")] = 0,
+    on: Annotated[
+        str | None, typer.Option(help="Cluster: nodes x devices x preset, such as 8x8xh100-sxm.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Build one rank of any layout without devices or memory, take one step, compare with the plan."""
+    from meshwright.cli.dry_run import dry_run_job  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: dry_run_job(output, job, overrides or [], rank, on))
+
+
 @app.command()
 def runs(
     folder: Annotated[Path, typer.Argument(help="Folder that holds runs.", metavar="DIR")] = Path("runs"),
@@ -243,14 +260,23 @@ def generate(
     ] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Choose among this many; 0 for all.")] = 40,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed, the same text.")] = 0,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Ranks that share each matrix.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Write text with a trained model."""
     from meshwright.cli.generate import write_text  # noqa: PLC0415
 
     output = Output(as_json)
-    settings: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
-    guarded(output, lambda: write_text(output, checkpoint, prompt, template, settings))
+    settings: dict[str, Any] = {
+        "prompt": prompt,
+        "template": template,
+        "tokens": tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "seed": seed,
+        "tp": tp,
+    }
+    guarded(output, lambda: write_text(output, checkpoint, settings))
 
 
 @app.command()

@@ -33,8 +33,8 @@ def _word(row: StateRow) -> str:
     return ("within 5%" if row.tolerance else "equal") if row.held else "DIFFERS"
 
 
-def describe_audit(output: Output, plan: Plan, record: RunRecord, verdict: Audit) -> None:
-    """Predicted and measured side by side, then the verdict in words."""
+def show_state(output: Output, verdict: Audit) -> None:
+    """Memory, predicted beside measured."""
     rows = [
         (
             str(row.rank),
@@ -45,25 +45,35 @@ def describe_audit(output: Output, plan: Plan, record: RunRecord, verdict: Audit
         )
         for row in verdict.state
     ]
+    output.table("Memory in bytes", ("rank", "what", "predicted", "measured", ""), rows)
+
+
+def show_collectives(output: Output, verdict: Audit, title: str) -> None:
+    """Calls and bytes, predicted beside measured."""
+    moved = [
+        (
+            row.axis,
+            row.op,
+            row.phase,
+            f"{row.predicted_calls} / {row.calls}",
+            f"{row.predicted_bytes} / {row.bytes}",
+            "equal" if row.equal else "DIFFERS",
+        )
+        for row in verdict.collectives
+    ]
+    columns = ("axis", "op", "phase", "calls predicted / measured", "bytes predicted / measured", "")
+    output.table(title, columns, moved)
+
+
+def describe_audit(output: Output, plan: Plan, record: RunRecord, verdict: Audit) -> None:
+    """Predicted and measured side by side, then the verdict in words."""
     if verdict.measured:
-        output.table("Memory in bytes", ("rank", "what", "predicted", "measured", ""), rows)
+        show_state(output, verdict)
     else:
         output.say("Memory: predicted, but no rank measured any; the run did not get to the audited step")
     output.say()
     if verdict.collectives:
-        moved = [
-            (
-                row.axis,
-                row.op,
-                row.phase,
-                f"{row.predicted_calls} / {row.calls}",
-                f"{row.predicted_bytes} / {row.bytes}",
-                "equal" if row.equal else "DIFFERS",
-            )
-            for row in verdict.collectives
-        ]
-        columns = ("axis", "op", "phase", "calls predicted / measured", "bytes predicted / measured", "")
-        output.table("Collectives of the whole run, a rank", columns, moved)
+        show_collectives(output, verdict, "Collectives of the whole run, a rank")
     elif plan.collectives:
         output.say("Collectives: predicted, but no rank reported any; the run did not end")
     else:

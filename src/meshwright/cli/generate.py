@@ -3,47 +3,81 @@
 from __future__ import annotations
 
 import sys
+import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress, TaskID
 
 from meshwright.cli.app import require_packages
 from meshwright.cli.output import Output
+from meshwright.cli.ranks import NO_GPU, PRELOAD, require_devices
 from meshwright.core.errors import Problem, UserError
+from meshwright.core.events import Event
 from meshwright.launch.environment import prepare_environment
-from meshwright.prepare.templates import load_template
-from meshwright.prepare.tokenizer import TOKENIZER_FILE
+from meshwright.launch.local import LocalLaunch
 from meshwright.spec.cluster import count_cores
 from meshwright.spec.hf_reader import CONFIG_FILE
-from meshwright.survive.checkpoint.manifest import MANIFEST, find_newest
+from meshwright.survive.checkpoint.manifest import MANIFEST, find_newest, read_manifest
+
+if TYPE_CHECKING:
+    from meshwright.run.generate import GenerateTask
 
 
-def write_text(
-    output: Output, path: Path, prompt: str, template: str | None, settings: dict[str, Any]
-) -> int:
+def write_text(output: Output, path: Path, settings: dict[str, Any]) -> int:
     """Generate from a checkpoint, the newest of a folder or a run, or from a Hugging Face folder."""
     require_packages(("torch", "run"), ("safetensors", "run"), needed_for="generating text")
     checkpoint = path if (path / CONFIG_FILE).is_file() else find_checkpoint(path)
-    tokenizer = str(checkpoint.absolute() / TOKENIZER_FILE)
-    chat = None if template is None else load_template(template, Path.cwd(), tokenizer, key="--template")
-    prepare_environment(threads=count_cores())
-    from meshwright.run.generate import generate_text  # noqa: PLC0415
+    prepare_environment(threads=count_cores() if settings["tp"] == 1 else 1)
+    from meshwright.run.generate import GenerateTask, generate_text  # noqa: PLC0415
 
+    if (checkpoint / MANIFEST).is_file():
+        read_manifest(checkpoint)  # verifies it
+    task = GenerateTask(checkpoint=str(checkpoint), **settings)
     with Progress(console=output.errors, transient=True, disable=not output.errors.is_terminal) as bar:
-        task = bar.add_task("writing", total=settings["tokens"])
-        heard = partial(_advance, bar, task)
-        text = generate_text(checkpoint, prompt, template=chat, heard=heard, **settings)
-    shown = f"{prompt}{text}" if chat is None else text
+        heard = partial(_advance, bar, bar.add_task("writing", total=task.tokens))
+        task.chat()  # a template that cannot be read is found before anything starts
+        text = generate_text(task, heard=heard) if task.tp == 1 else _share(task, heard)
+    shown = f"{task.prompt}{text}" if task.template is None else text
     if not output.as_json and sys.stdout.isatty():  # an untrained model writes control characters too
         shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in shown)
     if not output.as_json:  # the object holds it
         output.say(shown)
-    output.result(
-        {"checkpoint": str(checkpoint), "prompt": prompt, "template": template, "text": text, **settings}
-    )
+    output.result({"checkpoint": str(checkpoint), "text": text, **settings})
     return 0
+
+
+def _share(task: GenerateTask, heard: Callable[[int], None]) -> str:
+    """Let ranks on this machine write it together."""
+    from meshwright.run.generate import ENTRY  # noqa: PLC0415
+
+    job = task.job()
+    require_devices(job, task.tp)
+    texts: list[str] = []
+
+    def listen(event: Event) -> None:
+        if event["event"] == "written":
+            heard(event["tokens"])
+        elif event["event"] == "text":
+            texts.append(event["text"])
+
+    with tempfile.TemporaryDirectory(prefix="meshwright-generate-") as folder:
+        task.write(Path(folder))
+        LocalLaunch(
+            entry=ENTRY,
+            run_dir=Path(folder),
+            world_size=task.tp,
+            generation=0,
+            stop_grace_s=job.survive.stop_grace_s,
+            listener=listen,
+            environment=NO_GPU if job.cluster.device == "cpu" else {},
+            preload=PRELOAD,
+        ).run()
+    if not texts:
+        raise KeyboardInterrupt
+    return texts[0]
 
 
 def _advance(bar: Progress, task: TaskID, written: int) -> None:

@@ -205,6 +205,12 @@ def summary(plan: Plan, record: RunRecord, verdict: Audit, run_dir: Path) -> dic
         "predicted_peak_memory_bytes": [row.predicted for row in verdict.state if row.kind == "peak"],
         "state_bytes": {kind: [m.state_bytes.get(kind) if m else None for m in found] for kind in kinds},
         "predicted_state_bytes": {kind: [r.state_bytes[kind] for r in plan.ranks] for kind in kinds},
+        "offloaded_bytes": {
+            kind: [m.offloaded_bytes.get(kind) if m else None for m in found] for kind in kinds
+        },
+        "predicted_offloaded_bytes": {
+            kind: [r.offloaded_bytes.get(kind, 0) for r in plan.ranks] for kind in kinds
+        },
         "collectives": [dataclasses.asdict(row) for row in verdict.collectives],
         "checkpoint": record.checkpoint,
         "audit_ok": verdict.ok,

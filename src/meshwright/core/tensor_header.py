@@ -1,4 +1,4 @@
-"""What a safetensors file holds, from its header alone: names, types and shapes, without reading a tensor.
+"""The header of a safetensors file: names, types and shapes, read or written without a tensor.
 
 The format: eight bytes with the header's length (little-endian), the header as JSON, then the tensors' bytes.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,18 @@ class TensorFacts:
     """As the format writes it: F32, BF16, ..."""
     shape: tuple[int, ...]
     bytes: int
+
+
+def build_tensor_header(tensors: Mapping[str, TensorFacts]) -> bytes:
+    """The first bytes of a file whose tensors follow in this order, up to the first tensor."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, facts in tensors.items():
+        begin, end = end, end + facts.bytes
+        header[name] = {"dtype": facts.dtype, "shape": facts.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)  # tensors begin where their elements are aligned
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def read_tensor_header(path: Path) -> dict[str, TensorFacts]:

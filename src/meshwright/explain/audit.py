@@ -7,6 +7,7 @@ too: a contract that nobody checked did not hold.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -107,6 +108,15 @@ def audit_run(plan: Plan, record: RunRecord) -> Audit:
     return Audit(tuple(state), tuple(collectives), tuple(differences))
 
 
+def audit_rank(plan: Plan, rank: int, record: RunRecord) -> Audit:
+    """Hold one rank, of which alone there is a record, against the plan; phases it had none of are out."""
+    state = _state_rows(dataclasses.replace(plan, ranks=(plan.ranks[rank],)), record)
+    collectives = [row for row in _collective_rows(plan, record) if row.calls or row.predicted_calls]
+    differences = [_state_difference(row) for row in state if not row.held]
+    differences += [_collective_difference(row) for row in collectives if not row.equal]
+    return Audit(tuple(state), tuple(collectives), tuple(differences))
+
+
 def held_text(plan: Plan) -> str:
     """What was equal, for a plan that held."""
     total = format_bytes(sum(plan.ranks[0].state_bytes.values()))
@@ -139,6 +149,11 @@ def _state_rows(plan: Plan, record: RunRecord) -> list[StateRow]:
         for kind, predicted in promised.state_bytes.items():
             measured = found.state_bytes.get(kind) if found else None
             rows.append(StateRow(promised.rank, kind, predicted, measured))
+        for kind in promised.state_bytes:
+            expected = promised.offloaded_bytes.get(kind, 0)
+            measured = found.offloaded_bytes.get(kind, 0) if found else None
+            if expected or measured:
+                rows.append(StateRow(promised.rank, f"{kind} on the host", expected, measured))
         peak = promised.first_peak_bytes if found and found.first_step else promised.peak_bytes
         compiled = found is not None and found.compiled
         for kind, predicted, measured in (

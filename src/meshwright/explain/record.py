@@ -28,6 +28,8 @@ class Measured:
     peak_bytes: int | None
     first_step: bool
     compiled: bool = False
+    offloaded_bytes: dict[str, int] = field(default_factory=dict)
+    """The part of the state that lies on the host."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from meshwright.plan.buckets import bucket_parameters
 from meshwright.plan.shapes import FLOAT32_BYTES, count_statistics, list_parameters
 from meshwright.plan.sharding import predict_sharded
 from meshwright.plan.tensor import held_model, predict_tensor
-from meshwright.plan.traffic import WIRE_BYTES, Traffic, fixed_buckets, predict_control
+from meshwright.plan.traffic import WIRE_BYTES, Traffic, fixed_buckets, merge, predict_control
 from meshwright.spec.job import Job
 
 __all__ = ["Traffic", "predict_traffic"]
@@ -17,14 +17,15 @@ def predict_traffic(job: Job) -> list[Traffic]:
     layout = job.layout
     if layout.world_size == 1:
         return []
-    rows = predict_control(job)
+    rows = []
     if layout.dp_shard > 1:
         rows += predict_sharded(job)
     elif layout.dp_replicate > 1:
         rows += _replicated(job)
+    rows += predict_control(job)
     if layout.tp > 1:
         rows += predict_tensor(job)
-    return rows
+    return merge(rows)
 
 
 def _replicated(job: Job) -> list[Traffic]:

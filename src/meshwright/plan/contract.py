@@ -22,6 +22,7 @@ from meshwright.plan.choose import Candidate, Search, explain_choice, require_fi
 from meshwright.plan.comms import Traffic
 from meshwright.plan.compute import flops_per_token, peak_rate, step_interval
 from meshwright.plan.moments import Line
+from meshwright.plan.offload import offloaded_state
 from meshwright.plan.shapes import count_parameters, list_parameters
 from meshwright.plan.sharding import sharded_state
 from meshwright.plan.tensor import held_model
@@ -45,6 +46,8 @@ class RankPrediction:
     activation_bytes: int
     """What one micro-batch keeps from forward to backward."""
     lines: tuple[Line, ...]
+    offloaded_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    """The part of the state that lies on the host, by kind; empty in plans from before there was any."""
 
 
 @dataclass(frozen=True)
@@ -115,17 +118,22 @@ def plan_of(job: Job, candidate: Candidate, reasons: list[str]) -> Plan:
     parameters = list_parameters(held_model(placed))
     ledger = candidate.ledger
     sharded = candidate.layout.dp_shard > 1
+    states = [
+        sharded_state(placed, rank) if sharded else ledger.state_bytes
+        for rank in range(candidate.layout.world_size)
+    ]
     ranks = tuple(
         RankPrediction(
             rank=rank,
-            state_bytes=sharded_state(placed, rank) if sharded else ledger.state_bytes,
+            state_bytes=state,
             peak_bytes=ledger.peak_bytes,
             peak_at=ledger.peak_at,
             first_peak_bytes=ledger.first_peak_bytes,
             activation_bytes=ledger.kept_bytes,
             lines=ledger.lines,
+            offloaded_bytes=offloaded_state(placed, state),
         )
-        for rank in range(candidate.layout.world_size)
+        for rank, state in enumerate(states)
     )
     replicated = candidate.layout.data_degree > 1 and candidate.layout.zero < 2
     buckets = bucket_parameters(parameters, candidate.layout.bucket_mb) if replicated else []

@@ -160,6 +160,7 @@ def trace_decoder(
     moments = [
         _turning_moment(model, parameters, sizes, sums_kept),
         _loss_moment(job, model, parameters, sizes, sums_kept),
+        *_final_norm_moments(job, model, parameters, sizes, sums_kept),
         *_backward_moments(
             model, parameters, sizes, sums_kept, job.layout.recompute != "none", job.layout.zero >= 2
         ),
@@ -213,6 +214,24 @@ def _loss_moment(
     return Moment("loss, forward", activations, temporary, gradients, formula)
 
 
+def _final_norm_moments(
+    job: Job, model: DecoderModel, parameters: Sequence[Parameter], sizes: _Sizes, sums_kept: bool
+) -> list[Moment]:
+    """The final norm's way back while the whole stack waits; the largest where tokens are many.
+
+    RMSNorm on CPU is not one kernel: beside the gradient of its input lie five tensors of that size.
+    """
+    if model.norm != "rms" or job.cluster.device == "cuda":
+        return []
+    head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
+    # Where sums are kept the head's gradient is among them, but for the part of a tied one.
+    temporary = 6 * sizes.hidden + (head if model.tied_embeddings or not sums_kept else 0)
+    gradients = sum(p.count for p in parameters) * FLOAT32_BYTES if sums_kept else 0
+    formula = f"{model.num_layers} blocks, {sizes.waiting_formula}"
+    stack = sizes.waiting * model.num_layers
+    return [Moment("final norm, backward", stack, temporary, gradients, formula)]
+
+
 def _turning_moment(
     model: DecoderModel, parameters: Sequence[Parameter], sizes: _Sizes, sums_kept: bool
 ) -> Moment:
@@ -245,7 +264,9 @@ def _backward_moments(
     # product with the down matrix's; or, where a product has two factors, with one more inner gradient.
     down = model.ffn_size * model.hidden_size * (sizes.low if cut else FLOAT32_BYTES)
     gated = sizes.inner if model.activation == "swiglu" else 0
-    temporary = sizes.hidden + sizes.inner + max(gated, down + sizes.gathered)
+    # A cut block keeps all its gradients until they are reduced together.
+    widest = down + max(gated, sizes.gathered) if cut else max(gated, down + sizes.gathered)
+    temporary = sizes.hidden + sizes.inner + widest
     tied = model.tied_embeddings
     if tied and sums_kept:  # the head's part of the shared gradient waits for the embedding's
         temporary += head

@@ -15,6 +15,7 @@ from meshwright.core.units import MIB
 from meshwright.plan.buckets import bucket_parameters
 from meshwright.plan.decoder_memory import trace_decoder
 from meshwright.plan.moments import Line, Moment, StepMemory
+from meshwright.plan.offload import SLOTS, offloaded_state, streaming_bytes
 from meshwright.plan.optimizer import predict_optimizer
 from meshwright.plan.resnet_memory import trace_resnet
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, list_parameters
@@ -71,7 +72,7 @@ def predict_ledger(job: Job, micro_batch: int, micro_batches: int) -> Ledger:
     top = max(memory.moments, key=lambda moment: moment.bytes + _wire_bytes(buckets, moment))
     lines = [
         Line("parameters", state["parameters"], f"{count} x 4 (float32)"),
-        Line("optimizer", optimizer.state_bytes, optimizer.formula),
+        *_optimizer_lines(job, state["optimizer"], optimizer.formula),
         Line("gradients at the peak", top.gradients, f"of {count} x 4 (float32)"),
         Line("activations at the peak", top.activations, top.formula),
         Line("temporary at the peak", top.temporary + _wire_bytes(buckets, top), f"largest at: {top.name}"),
@@ -105,13 +106,20 @@ def _predict_sharded(
     state = sharded_state(job, rank=0)
     memory = trace_decoder(job, model, parameters, micro_batch, sums_kept=False)
     top = max(trace_sharded(job, model, memory.moments, micro_batches), key=lambda moment: moment.bytes)
-    ranks = job.layout.dp_shard
+    ranks, away = job.layout.dp_shard, offloaded_state(job, state)["parameters"]
+    formula = f"rows over {ranks} ranks, padded, x 4 (float32)"
     lines = [
-        Line("parameters", state["parameters"], f"rows over {ranks} ranks, padded, x 4 (float32)"),
-        Line("optimizer", state["optimizer"], f"the state of these rows, not padded, over {ranks} ranks"),
+        Line("parameters", state["parameters"] - away, f"{away} on the host" if away else formula),
+        *_optimizer_lines(
+            job, state["optimizer"], f"the state of these rows, not padded, over {ranks} ranks"
+        ),
         Line("gradients at the peak", top.gradients, "shards, and whole ones not yet reduced"),
         Line("gathered at the peak", top.gathered, top.gathered_formula),
-        Line("reduced at the peak", top.reduced, "what a reduce-scatter was given, x 4 (float32)"),
+        Line(
+            "reduced at the peak",
+            top.reduced,
+            f"what a reduce-scatter was given, x {WIRE_BYTES[job.compression.kind]}",
+        ),
         Line("activations at the peak", top.activations, top.formula),
         Line("temporary at the peak", top.temporary, f"largest at: {top.name}"),
         *memory.always,
@@ -128,6 +136,18 @@ def _predict_sharded(
         kept_bytes=memory.kept_bytes,
         touched_bytes=memory.touched_bytes,
     )
+
+
+def _optimizer_lines(job: Job, state: int, formula: str) -> list[Line]:
+    """The optimizer's state, or the buffers through which it is streamed."""
+    if job.layout.offload == "none":
+        return [Line("optimizer", state, formula)]
+    lines = [Line("optimizer", 0, f"{state} on the host")]
+    if buffers := streaming_bytes(job):
+        lines.append(
+            Line("streaming buffers", buffers, f"up to {SLOTS} buckets of it: arriving, at work, leaving")
+        )
+    return lines
 
 
 def _trace(job: Job, parameters: Sequence[Parameter], micro_batch: int, sums_kept: bool) -> StepMemory:

@@ -1,23 +1,28 @@
 """What ZeRO-2 and 3 add to the moments of a step: gathered groups, shards of gradients, and what is reduced.
 
-Follows torch's FSDP2, eager. In the forward pass a gathered block lies there twice: as parameters, and in the
-buffer that it arrived in, which is freed when the next block has come, or the forward pass ends. In the
-backward pass of ZeRO-3, while a block is at work, the one before it is gathered ahead into such a buffer.
-What a block gave to its reduce-scatter, its whole gradient in float32, stays until the next one's; while
-it is filled, the gradient it is filled from is there too. The group around the blocks is gathered from
-forward to backward, and the head's gradient, made with the loss, waits as long: both are in the peak.
+Follows torch's FSDP2, eager. A gather arrives in a buffer that is freed when the block is copied out of it.
+While a block is at work, the next ``prefetch`` ones are gathered ahead into such buffers. What a block gave
+to its reduce-scatter, its whole gradient as it travels, stays until the next one's; while it is filled, the
+gradient it is filled from is there too, and shards come when that is gone. The group around the blocks is
+gathered from forward to backward, and the head's gradient, made with the loss, waits as long: both are in the
+peak. Deferred gradients stay whole, in float32 and not padded, until the last micro-batch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.moments import Moment
 from meshwright.plan.shapes import FLOAT32_BYTES
-from meshwright.plan.sharding import LOW_BYTES, Group, list_groups
+from meshwright.plan.sharding import LOW_BYTES, Group, list_groups, sends_gradients
+from meshwright.plan.traffic import WIRE_BYTES
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
+
+NORM_TENSORS = 6
+"""Tensors as large as the residual stream in a norm's backward pass, with the stream's own gradient."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,14 @@ class _Sizes:
     ranks: int
     layers: int
     zero: int
+    prefetch: int
+    """Blocks gathered ahead."""
     around: int
-    """What lies around the blocks, gathered; given to its reduce-scatter it takes as much."""
+    """What lies around the blocks, gathered."""
+    around_sent: int
+    """What it gives to its reduce-scatter: float32, or as compressed gradients are."""
+    around_shard: int
+    """What it keeps of that, in float32."""
     around_early: int
     """Its gradients that wait through the backward pass of the blocks: the head's, the final norm's."""
     around_late: int
@@ -74,8 +85,26 @@ class _Sizes:
     """A gathered block, in the precision of the products; its whole gradient is as large."""
     feed_forward: int
     """The part of that gradient which is there when the backward pass comes to attention."""
-    block_reduced: int
-    """What a block gives to its reduce-scatter: float32."""
+    block_sent: int
+    """What a block gives to its reduce-scatter."""
+    block_shard: int
+    """What it keeps of that."""
+    arriving: int
+    """What a block's reduce-scatter gives, before it is float32; 0 where it is that already."""
+    deferred: bool
+    """Whether gradients wait for the last micro-batch."""
+    kept_around: int
+    """Whole gradients of what lies around the blocks, as they wait."""
+    kept_block: int
+    """Those of a block."""
+    embedding: int
+    """The gradient of the embedding's part."""
+    tied: int
+    """The head's part of a gradient that it shares with the embedding; 0 where it does not."""
+    summed: bool
+    """Whether autograd adds to kept gradients itself: those of a product in float32."""
+    last: int
+    """The last gradient of a block, which torch lets go of last."""
 
     @classmethod
     def of(cls, job: Job, model: DecoderModel) -> _Sizes:
@@ -84,55 +113,132 @@ class _Sizes:
         around = {p.name: p.count * FLOAT32_BYTES for p in groups[-1].parameters}
         head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
         norm = sum(size for name, size in around.items() if name.startswith("norm."))
-        low = LOW_BYTES.get(job.train.precision, FLOAT32_BYTES)
+        stays = 0 if sends_gradients(job) else 1
+        low, wire = LOW_BYTES.get(job.train.precision, FLOAT32_BYTES), WIRE_BYTES[job.compression.kind]
         # A tied gradient is made of two parts and their sum.
         late = sum(around.values()) + (2 * head if model.tied_embeddings else 0)
         return cls(
             ranks=ranks,
             layers=len(blocks),
             zero=job.layout.zero,
+            prefetch=job.layout.prefetch,
             around=groups[-1].gathered_bytes(ranks, job.train.precision),
+            around_sent=groups[-1].padded(ranks) * wire,
+            around_shard=stays * groups[-1].padded(ranks) * FLOAT32_BYTES // ranks,
             around_early=head + norm,
             around_late=late,
             block=blocks[0].gathered_bytes(ranks, job.train.precision),
             feed_forward=sum(p.count for p in blocks[0].parameters if ".ffn." in p.name) * low,
-            block_reduced=blocks[0].padded(ranks) * FLOAT32_BYTES,
+            block_sent=blocks[0].padded(ranks) * wire,
+            block_shard=stays * blocks[0].padded(ranks) * FLOAT32_BYTES // ranks,
+            arriving=0 if wire == FLOAT32_BYTES else blocks[0].padded(ranks) * wire // ranks,
+            deferred=job.layout.accumulate == "deferred",
+            kept_around=sum(around.values()),
+            kept_block=sum(p.count for p in blocks[0].parameters) * FLOAT32_BYTES,
+            embedding=head,
+            tied=head if model.tied_embeddings else 0,
+            summed=low == FLOAT32_BYTES,
+            last=blocks[0].parameters[-1].count * low,
         )
 
     def gathered(self, moment: Moment, run: _Pass) -> tuple[int, str]:
         """What is gathered at a moment."""
         layer, letting_go = moment.layer, self.zero == 3 or run.last
-        around = self.around
+        around, buffers = self.around, 0
         if not moment.backward:
             blocks = self.layers if self.zero == 2 else int(layer is not None)
-            buffers = 1 if self.zero == 3 or run.first else 0
+            if self.zero == 3 and layer is not None:
+                buffers = min(self.prefetch, self.layers - 1 - layer)
         elif layer is None:
-            blocks, buffers = (0 if letting_go else self.layers), 0
+            blocks = 0 if letting_go else self.layers
             around = 0 if moment.part == "reduced" and letting_go else around
         else:
             at_work = int(moment.part != "reduced")
             blocks = at_work if self.zero == 3 else layer + at_work if run.last else self.layers
-            buffers = 1 if self.zero == 3 and layer else 0
+            if moment.part == "gathered":  # its own buffer; the farthest one ahead is not asked for yet
+                buffers = 1 + min(max(self.prefetch - 1, 0), layer)
+            elif self.zero == 3:
+                buffers = min(self.prefetch, layer)
         formula = f"{around} (around the blocks) + {blocks} blocks and {buffers} on their way x {self.block}"
         return around + (blocks + buffers) * self.block, formula
 
     def gradients(self, moment: Moment, run: _Pass) -> tuple[int, int]:
         """Gradients, in shards and whole, and what reduce-scatters were given, at a moment."""
-        everything = (self.around + self.layers * self.block_reduced) // self.ranks
+        if self.deferred and not (run.first and run.last):
+            return self._deferred_gradients(moment, run)
+        everything = self.around_shard + self.layers * self.block_shard
         if not moment.backward:
             return (0 if run.first else everything), 0
         if moment.layer is None:
-            shards = self.layers * self.block_reduced // self.ranks if run.first else everything
+            shards = self.layers * self.block_shard if run.first else everything
             if moment.part == "around":
-                return shards + self.around_late, self.block_reduced
-            return shards + self.around, self.around + self.around // self.ranks
+                return shards + self.around_late, self.block_sent
+            return shards + max(self.kept_around, self.around_shard), self.around_sent
         behind = self.layers - 1 - moment.layer
-        shards = behind * self.block_reduced // self.ranks if run.first else everything
-        whole = {"attention": self.feed_forward, "reduced": self.block}.get(moment.part, 0)
-        reduced = self.block_reduced if behind else 0
+        shards = behind * self.block_shard if run.first else everything
         if moment.part == "reduced":
-            reduced = self.block_reduced + self.block_reduced // self.ranks
-        return shards + self.around_early + whole, reduced
+            whole = max(self.block, self.last + self.arriving + self.block_shard)
+            return shards + self.around_early + whole, self.block_sent
+        whole = {"attention": self.feed_forward, "last": self.block}.get(moment.part, 0)
+        return shards + self.around_early + whole, self.block_sent if behind else 0
+
+    def _deferred_gradients(self, moment: Moment, run: _Pass) -> tuple[int, int]:
+        """The same where gradients wait whole: they come in the first micro-batch, and go in the last."""
+        everything = self.kept_around + self.layers * self.kept_block
+        if not moment.backward:
+            return (0 if run.first else everything), 0
+        if moment.layer is None:
+            blocks = self.layers * (self.block_shard if run.last else self.kept_block)
+            reduced = (self.block_sent if moment.part == "around" else self.around_sent) if run.last else 0
+            if moment.part != "around":
+                return blocks + self.kept_around, reduced
+            # The embedding's part is made whole before it is added; a tied one is the sum of two parts.
+            made = self.around_late if run.first else self.kept_around + self.embedding + 2 * self.tied
+            return blocks + made, reduced
+        behind = self.layers - 1 - moment.layer
+        if run.first:
+            kept = self.around_early + behind * self.kept_block
+        elif run.last:
+            kept = (
+                self.kept_around
+                + self.tied
+                + (moment.layer + 1) * self.kept_block
+                + behind * self.block_shard
+            )
+        else:
+            kept = everything + self.tied
+        own = {"attention": self.feed_forward, "last": self.block, "reduced": self.block}.get(moment.part, 0)
+        if run.first and moment.part == "reduced":
+            own = self.kept_block + (0 if self.summed else self.last)
+        elif self.summed and not run.first:
+            own = 0
+        elif run.last and moment.part == "reduced" and not behind:
+            own = 0  # added before the first buffer to send is made; later ones follow another
+        given = run.last and (behind or moment.part == "reduced")
+        return kept + own, self.block_sent if given else 0
+
+
+def _gathered_moments(job: Job, moments: Sequence[Moment]) -> list[Moment]:
+    """Each block copied out of its gather on ZeRO-3's way back, when the one behind it was done."""
+    if job.layout.zero != 3:
+        return []
+    before = [m for m in moments if m.part == "reduced" and m.layer]
+    return [
+        dataclasses.replace(m, name=f"block {m.layer - 1}, gathered", layer=m.layer - 1, part="gathered")
+        for m in before
+        if m.layer is not None
+    ]
+
+
+def _last_moments(moments: Sequence[Moment]) -> list[Moment]:
+    """Each block when its last gradient is made, that of its first norm, and all of them are whole."""
+    return [
+        dataclasses.replace(
+            m, name=f"block {m.layer}, last gradient", temporary=NORM_TENSORS * m.temporary, part="last"
+        )
+        for m in moments
+        if m.part == "reduced" and m.layer is not None
+    ]
 
 
 def trace_sharded(
@@ -149,7 +255,7 @@ def trace_sharded(
     sizes = _Sizes.of(job, model)
     found = []
     for run in _list_passes(micro_batches):
-        for moment in moments:
+        for moment in (*moments, *_gathered_moments(job, moments), *_last_moments(moments)):
             gathered, formula = sizes.gathered(moment, run)
             gradients, reduced = sizes.gradients(moment, run)
             around = moment.part == "around"

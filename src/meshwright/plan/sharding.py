@@ -16,7 +16,8 @@ stage  a rank keeps                a step moves, over dp_shard                  
 
 The group around the blocks (embedding, positions, final norm, head) is gathered once a micro-batch, in
 float32, and kept from forward to backward. With replicas of the shards (``dp_replicate``), stage 1 reduces
-over all ranks at once; stages 2 and 3 all-reduce each rank's shard over its replicas, once a step.
+over all ranks at once; stages 2 and 3 all-reduce each rank's shard over its replicas, once a step. With
+``accumulate = "deferred"`` gradients are reduced and scattered in the last micro-batch alone: 1 for m.
 """
 
 from __future__ import annotations
@@ -96,14 +97,22 @@ def shard_rank(job: Job, rank: int) -> int:
 def sharded_state(job: Job, rank: int) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state of one rank, after the backward pass."""
     parameters, ranks = list_parameters(held_model(job)), job.layout.dp_shard
-    count = sum(p.count for p in parameters)
+    count = gradients = sum(p.count for p in parameters)
     if job.layout.zero >= 2:
-        count = sum(padded_count(p, ranks) for p in parameters) // ranks
+        count = gradients = sum(padded_count(p, ranks) for p in parameters) // ranks
+    if sends_gradients(job):  # row by row, without the padding of what they arrived in
+        shard = shard_rank(job, rank)
+        gradients = sum(p.count // p.shape[0] * len(chunk_rows(p.shape[0], ranks, shard)) for p in parameters)
     return {
         "parameters": count * FLOAT32_BYTES,
-        "gradients": count * FLOAT32_BYTES,
+        "gradients": gradients * FLOAT32_BYTES,
         "optimizer": _optimizer_bytes(job, shard_rank(job, rank)),
     }
+
+
+def sends_gradients(job: Job) -> bool:
+    """Whether shards of gradients leave the device when they are reduced; a core's are on the host."""
+    return job.layout.offload == "all" and job.cluster.device == "cuda"
 
 
 def _optimizer_bytes(job: Job, rank: int) -> int:
@@ -134,11 +143,8 @@ def count_moments(job: Job) -> int:
 
 def predict_sharded(job: Job) -> list[Traffic]:
     """All collectives over ``dp_shard``, and over replicas of shards."""
-    rows = [
-        *(_optimizer_traffic(job) if job.layout.zero == 1 else _group_traffic(job)),
-        *_save_traffic(job),
-    ]
-    return [row for row in rows if row.calls]
+    rows = _optimizer_traffic(job) if job.layout.zero == 1 else _group_traffic(job)
+    return [*rows, *_save_traffic(job)]
 
 
 def _optimizer_traffic(job: Job) -> list[Traffic]:
@@ -163,8 +169,9 @@ def _group_traffic(job: Job) -> list[Traffic]:
     groups = list_groups(held_model(job))
     blocks = [g.gathered_bytes(ranks, job.train.precision) for g in groups if g.block]
     around = sum(g.gathered_bytes(ranks, job.train.precision) for g in groups if not g.block)
-    reduced = sum(g.padded(ranks) for g in groups) * FLOAT32_BYTES
+    reduced = sum(g.padded(ranks) for g in groups) * WIRE_BYTES[job.compression.kind]
     micro_batches = count_micro_batches(job, job.train.global_batch)
+    reductions = 1 if layout.accumulate == "deferred" else micro_batches
     evaluations = count_micro_batches(job, job.train.eval_samples)
     if layout.zero == 2:  # gathered until the last backward pass, or until the evaluation ends
         times = evaluations = outer = 1
@@ -178,13 +185,14 @@ def _group_traffic(job: Job) -> list[Traffic]:
     rows = [
         gathers("step", times, outer),
         gathers("eval", evaluations, 1),
-        Traffic(
-            "dp_shard", "reduce_scatter", "step", ranks, micro_batches * len(groups), micro_batches * reduced
-        ),
+        Traffic("dp_shard", "reduce_scatter", "step", ranks, reductions * len(groups), reductions * reduced),
     ]
     if layout.dp_replicate > 1:
         replicas = layout.dp_replicate
-        rows.append(Traffic("dp_replicate", "all_reduce", "step", replicas, len(groups), reduced // ranks))
+        # Sums of micro-batches wait in float32 for their replicas; 16-bit ones would be rounded, and do not.
+        times = 1 if job.compression.kind == "none" else micro_batches
+        calls, size = times * len(groups), times * reduced // ranks
+        rows.append(Traffic("dp_replicate", "all_reduce", "step", replicas, calls, size))
     return rows
 
 

@@ -86,13 +86,12 @@ def predict_tensor(job: Job) -> list[Traffic]:
     model = held_model(job)
     assert isinstance(model, DecoderModel), "the legality table splits decoders only"
     passes = _count_passes(job, model)
-    rows = [
+    return [
         *passes.rows("step", count_micro_batches(job, job.train.global_batch), backward=True),
         *passes.rows("eval", count_micro_batches(job, job.train.eval_samples), backward=False),
         *_gradient_traffic(job, model),
         _save_traffic(job, model),
     ]
-    return [row for row in rows if row.calls]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ and each checkpoint (``save``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from meshwright.spec.job import Job
 
@@ -38,6 +38,16 @@ class Traffic:
     ranks: int
     calls: int
     bytes: int
+
+
+def merge(rows: Iterable[Traffic]) -> list[Traffic]:
+    """One row a kind, in the order in which kinds first come; kinds without a call are left out."""
+    kinds: dict[tuple[str, str, str], Traffic] = {}
+    for row in rows:
+        known = kinds.get((row.axis, row.op, row.phase))
+        calls, size = (known.calls, known.bytes) if known else (0, 0)
+        kinds[row.axis, row.op, row.phase] = replace(row, calls=calls + row.calls, bytes=size + row.bytes)
+    return [row for row in kinds.values() if row.calls]
 
 
 def fixed_buckets(parameters: int, buckets: Sequence[object], axis: str, ranks: int) -> Traffic:

@@ -1,90 +1,191 @@
-"""Writes text with a checkpoint's model."""
+"""Writes text with a checkpoint's model, in one process or over ranks that share its matrices."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright.core.errors import Problem, UserError
+from meshwright.core.events import EVENTS_FILE, EventWriter, Listener, to_json
+from meshwright.launch.exits import EXIT_OK
 from meshwright.prepare.conversation import Template
 from meshwright.prepare.question import encode_question
+from meshwright.prepare.templates import load_template
 from meshwright.prepare.tokenizer import TOKENIZER_FILE, load_tokenizer
+from meshwright.run.collectives.counter import CollectiveCounter
+from meshwright.run.mesh import Ranks, join_ranks, leave_ranks
 from meshwright.run.models.decoder import Decoder
-from meshwright.run.models.hf import load_hf_weights
+from meshwright.run.models.init import SplitWeights, WeightSource, build_model, find_weight_source
+from meshwright.run.parallel.split import Split
+from meshwright.run.worker import report_error
 from meshwright.spec.hf import read_config
-from meshwright.spec.model import DecoderModel
+from meshwright.spec.job import Job
+from meshwright.spec.load import SpecError, build_job
 from meshwright.survive.checkpoint.manifest import MANIFEST, MODEL_FILE, read_manifest
-from meshwright.survive.checkpoint.plain import load_tensors
-from meshwright.survive.hf.weights import require_weights
+from meshwright.survive.checkpoint.plain import open_tensors
 
 LONGEST_WINDOW = 4096
 """Tokens that a model of a Hugging Face folder looks back; many know more positions than fit in memory."""
+TASK_FILE = "generate.json"
+ENTRY = "meshwright.run.generate:run_rank"
 
 
-def load_model(checkpoint: Path, device: torch.device) -> Decoder:
-    """The model of a checkpoint, which is verified first, or of a Hugging Face folder."""
-    if not (checkpoint / MANIFEST).is_file():
-        return _load_hf(checkpoint, device)
-    manifest = read_manifest(checkpoint)
-    if manifest.model.get("architecture") == "resnet":
-        rule, fix = "is a model of images: it writes no text", "Give a checkpoint of a decoder"
-        raise UserError(Problem("generate-not-text", rule, path=str(checkpoint), fix=fix))
-    model = Decoder(DecoderModel(**manifest.model), manifest.seq_len)
-    tensors = load_tensors(checkpoint, MODEL_FILE)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[name])
-    return model.to(device).eval()
+@dataclass(frozen=True)
+class GenerateTask:
+    """What is written, with what."""
+
+    checkpoint: str
+    """Folder of a checkpoint, or a Hugging Face folder with weights and tokenizer.json."""
+    prompt: str = ""
+    """Text to go on from; empty starts a new document."""
+    tokens: int = 200
+    """To write at most."""
+    temperature: float = 0.8
+    """0 takes the likeliest token every time."""
+    top_k: int = 40
+    """Choose among this many; 0 for all."""
+    seed: int = 0
+    """The same seed writes the same text."""
+    template: str | None = None
+    """Makes the prompt a user's message; None takes it as it is."""
+    tp: int = 1
+    """Ranks that share each matrix."""
+
+    def write(self, folder: Path) -> None:
+        """Leave it for the ranks."""
+        (folder / TASK_FILE).write_text(to_json(dataclasses.asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> GenerateTask:
+        """Read what was left."""
+        return cls(**json.loads((folder / TASK_FILE).read_text(encoding="utf-8")))
+
+    def chat(self) -> Template | None:
+        """The template, read."""
+        if self.template is None:
+            return None
+        tokenizer = str(Path(self.checkpoint).absolute() / TOKENIZER_FILE)
+        return load_template(self.template, Path.cwd(), tokenizer, key="--template")
+
+    def job(self) -> Job:
+        """The model as a job, whose layout the legality table has checked.
+
+        Raises:
+            UserError: It is no model of text, or cannot be shared by so many ranks.
+        """
+        folder = Path(self.checkpoint)
+        if (folder / MANIFEST).is_file():
+            manifest = read_manifest(folder, verify=False)  # whoever named it has verified it
+            if manifest.model.get("architecture") == "resnet":
+                rule, fix = "is a model of images: it writes no text", "Give a checkpoint of a decoder"
+                raise UserError(Problem("generate-not-text", rule, path=str(folder), fix=fix))
+            model = {k: v for k, v in manifest.model.items() if v is not None and k not in ("hf", "preset")}
+            length = manifest.seq_len
+        else:
+            config = read_config(folder)
+            model = {"hf": str(folder.absolute())}
+            known = (config.fields.get("max_positions"), config.sliding_window, LONGEST_WINDOW)
+            length = min(value for value in known if value is not None)
+        cluster: dict[str, Any] = {"preset": "local"}
+        if not torch.cuda.is_available():
+            cluster |= {"device": "cpu", "devices_per_node": self.tp}  # ranks may share cores
+        tables = {
+            "model": model,
+            "data": {"path": "builtin:python-stdlib", "tokenizer": "byte", "seq_len": length},
+            "train": {"steps": 1, "global_batch": 1},
+            "layout": {"tp": self.tp, "micro_batch": 1},
+            "cluster": cluster,
+        }
+        try:
+            return build_job(tables)
+        except SpecError as error:  # a layout to train with would be no answer
+            raise UserError(*error.problems) from None
 
 
-def _load_hf(folder: Path, device: torch.device) -> Decoder:
-    config = read_config(folder)
-    shape = DecoderModel(**config.fields, hf=str(folder))
-    known = (shape.max_positions, config.sliding_window, LONGEST_WINDOW)
-    model = Decoder(shape, min(length for length in known if length is not None))
-    load_hf_weights(model, require_weights(shape), shape)
-    return model.to(device).eval()
+class _SavedWeights:
+    """Those of a checkpoint, one at a time."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+
+    def whole(self, name: str) -> Tensor:
+        """A parameter."""
+        with open_tensors(self._checkpoint, MODEL_FILE) as saved:
+            return saved.get_tensor(name)
+
+
+def load_model(task: GenerateTask, ranks: Ranks | None = None) -> Decoder:
+    """The model of a checkpoint, or this rank's part of it; None for one process."""
+    folder, job = Path(task.checkpoint), task.job()
+    ranks = ranks or Ranks(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    weights: WeightSource = _SavedWeights(folder)
+    if not (folder / MANIFEST).is_file():
+        weights = find_weight_source(job, from_hf=True)
+    split = Split(job, ranks) if task.tp > 1 else None
+    if split is not None:
+        weights = SplitWeights(weights, split)
+    model = build_model(job, ranks.device, weights, split)
+    assert isinstance(model, Decoder), "a model of text"
+    return model.eval()
+
+
+def run_rank(run_dir: str, listener: Listener | None = None) -> int:
+    """Write text as one of the ranks that share the model; the first tells what. Returns the exit status."""
+    folder, rank = Path(run_dir), int(os.environ["RANK"])
+    events = EventWriter(folder / EVENTS_FILE, rank, 0, listener)
+    try:
+        task = GenerateTask.read(folder)
+        ranks = join_ranks(task.job(), CollectiveCounter())
+
+        def heard(count: int) -> None:
+            if rank == 0:
+                events.write("written", tokens=count)
+
+        text = generate_text(task, ranks, heard)
+        if rank == 0:
+            events.write("text", text=text)
+        leave_ranks(ranks)
+    except Exception as error:
+        return report_error(events, error)
+    finally:
+        events.close()
+    return EXIT_OK
 
 
 @torch.no_grad()
 def generate_text(
-    checkpoint: Path,
-    prompt: str,
-    tokens: int,
-    temperature: float,
-    top_k: int,
-    seed: int,
-    template: Template | None = None,
-    heard: Callable[[int], None] | None = None,
+    task: GenerateTask, ranks: Ranks | None = None, heard: Callable[[int], None] | None = None
 ) -> str:
     """Go on from a prompt; ends early at the end of a document or of an answer.
 
     Args:
-        checkpoint: Folder of a checkpoint, or a Hugging Face folder with weights and tokenizer.json.
-        prompt: Text to go on from; empty starts a new document.
-        tokens: Tokens to write at most.
-        temperature: 0 takes the likeliest token every time.
-        top_k: Choose among this many; 0 for all.
-        seed: The same seed writes the same text.
-        template: Makes the prompt a user's message; None takes it as it is.
+        task: What to write.
+        ranks: Those that share the model; None for one process.
         heard: Told how many tokens are written.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = load_model(checkpoint, device), load_tokenizer(checkpoint)
-    if tokenizer.vocab_size > model.embed.num_embeddings:
-        rule = f"has {tokenizer.vocab_size} tokens, and the model's vocabulary {model.embed.num_embeddings}"
+    checkpoint = Path(task.checkpoint)
+    model, tokenizer = load_model(task, ranks), load_tokenizer(checkpoint)
+    device, words = model.embed.weight.device, model.embed.num_embeddings * task.tp
+    if tokenizer.vocab_size > words:
+        rule = f"has {tokenizer.vocab_size} tokens, and the model's vocabulary {words}"
         where, fix = str(checkpoint / TOKENIZER_FILE), "Use the tokenizer that the model was trained with"
         raise UserError(Problem("model-vocab-small", rule, path=where, fix=fix))
-    generator = torch.Generator().manual_seed(seed)
-    question = encode_question(tokenizer, prompt, template)
+    generator = torch.Generator().manual_seed(task.seed)
+    question = encode_question(tokenizer, task.prompt, task.chat())
     ids = list(question.tokens)
     written: list[int] = []
-    for count in range(tokens):
+    for count in range(task.tokens):
         window = torch.tensor([ids[-model.seq_len :]], device=device)
         logits = model(window)[0, -1].float().cpu()[: tokenizer.vocab_size]
-        chosen = _choose(logits, temperature, top_k, generator)
+        chosen = _choose(logits, task.temperature, task.top_k, generator)
         if chosen in question.ends:
             break
         ids.append(chosen)

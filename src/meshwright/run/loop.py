@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from meshwright.run.mesh import move
 from meshwright.run.optimizer import set_lr
 from meshwright.run.parallel.apply import agree_on_statistics, without_reduction
 from meshwright.run.probe import Utilisation, find_peak
-from meshwright.run.session import Session, Snapshot, save, take_snapshot
+from meshwright.run.session import Session, save, take_snapshot
 from meshwright.run.step_audit import StepAudit
 from meshwright.survive.checkpoint.manifest import mark_best, rotate
 
@@ -59,14 +60,25 @@ def report_end(session: Session, evaluations: int, stopping: bool, saves: int = 
     session.events.write("finished", status=status, step=session.step, steps=steps)
 
 
-def train_step(session: Session, meter: Meter) -> bool:
-    """One optimizer step with its event; returns whether a rank wants to stop after it."""
-    started = time.perf_counter()
+@dataclass(frozen=True)
+class Computed:
+    """What a step gave; sums are over all ranks."""
+
+    loss_sum: float
+    counted: float
+    """Targets that were trained on."""
+    stops: float
+    """Ranks that want to stop."""
+    noise_sums: list[float]
+    loss_scale: float
+    lr: float
+    grad_norm: Tensor | None
+
+
+def compute_step(session: Session, samples: Samples, targets: int) -> Computed:
+    """Everything that a step computes and sends: gradients, the update, and the sums over all ranks."""
     session.counter.phase = "step"
     session.noise_scale.begin(session.step + 1)
-    positions = np.arange(session.position, session.position + session.job.train.global_batch)
-    samples = session.order.samples_at(positions)
-    targets = session.train_batches.count_targets(samples)
     divisor = max(targets, 1)  # a batch of nothing but long, masked prompts has none, and no gradient
     own_loss, own_targets = forward_backward(session, samples, divisor)
     if session.audit is not None:
@@ -83,20 +95,30 @@ def train_step(session: Session, meter: Meter) -> bool:
     own = [own_loss, own_targets] if session.ranks.speaks else [0.0, 0.0]
     loss_sum, counted, stops, *sums = session.ranks.add_up([*own, *wishes, *noise])
     session.save_wanted = session.owned.cut_up and sums.pop(0) > 0
-    noise_sums = sums
-    assert counted == targets, f"{counted:.0f} targets were trained on, {targets} were expected"
+    return Computed(loss_sum, counted, stops, sums, loss_scale, lr, grad_norm)
+
+
+def train_step(session: Session, meter: Meter) -> bool:
+    """One optimizer step with its event; returns whether a rank wants to stop after it."""
+    started = time.perf_counter()
+    positions = np.arange(session.position, session.position + session.job.train.global_batch)
+    samples = session.order.samples_at(positions)
+    targets = session.train_batches.count_targets(samples)
+    done = compute_step(session, samples, targets)
+    assert done.counted == targets, f"{done.counted:.0f} targets were trained on, {targets} were expected"
     session.step += 1
     session.position += len(samples)
-    loss = loss_sum / targets if targets else None  # a mean over nothing is no number, and no zero either
-    norm = None if grad_norm is None else float(grad_norm)
+    # A mean over nothing is no number, and no zero either.
+    loss = done.loss_sum / targets if targets else None
+    norm = None if done.grad_norm is None else float(done.grad_norm)
     step_s = time.perf_counter() - started
     session.events.write(
         "step",
         step=session.step,
         loss=loss,
         grad_norm=norm,
-        lr=lr,
-        noise_scale=session.noise_scale.estimate(noise_sums, len(samples), loss_scale),
+        lr=done.lr,
+        noise_scale=session.noise_scale.estimate(done.noise_sums, len(samples), done.loss_scale),
         tokens=targets,
         step_s=step_s,
         **meter.read(targets / step_s),
@@ -105,7 +127,7 @@ def train_step(session: Session, meter: Meter) -> bool:
     session.precision.require_scale(session.step, session.has_checkpoint)
     if not session.precision.skipped:
         _require_finite(session, loss=loss, gradient_norm=norm)
-    return stops > 0
+    return done.stops > 0
 
 
 def _require_finite(session: Session, **figures: float | None) -> None:
@@ -225,22 +247,23 @@ class Saver:
         if last or best or timely or _due(keep.every_steps, session.step):
             self.saves += 1
             session.saved_at = time.monotonic()
-            snapshot = take_snapshot(session)
-            if snapshot is not None:
-                self._write(snapshot, eval_loss, best)
+            self._save(eval_loss, best)
 
-    def _write(self, snapshot: Snapshot, eval_loss: float | None, best: bool) -> None:
+    def _save(self, eval_loss: float | None, best: bool) -> None:
         session = self._session
         started = time.perf_counter()
-        for name, tensor in snapshot.model.items():
-            if not bool(torch.isfinite(tensor).all()):  # never over a good checkpoint
-                raise not_finite(f"weight {name}", math.nan, session.step, session.has_checkpoint())
+        session.counter.phase = "save"
+        snapshot = take_snapshot(session)
+        if session.ranks.rank != 0:
+            snapshot.skip_rest()
+            return
         try:
             path = save(session, snapshot, eval_loss)
             if best:
                 mark_best(path.parent, path)
             rotate(path.parent, session.job.checkpoint.keep_last, path)
         except OSError as error:  # a full disk costs a checkpoint, not the run
+            snapshot.skip_rest()
             session.events.write("checkpoint_failed", step=session.step, reason=str(error))
             return
         seconds = time.perf_counter() - started

@@ -6,6 +6,7 @@ and adds up the storages that come and go; on GPUs the allocator already knows.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -17,11 +18,16 @@ from torch.utils._pytree import tree_iter
 
 from meshwright.run.parallel.ownership import Owned
 
+LETTING_GO_S = 0.001
+"""What gloo's thread gets to let go of a gather that has arrived: while every operation is looked at, it may
+not come to run, and the buffer would outlive its use by as long."""
+
 
 def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of the memory that the tensors keep: a buffer that several share counts once, and wholly."""
     storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    # Known by torch's own object: a fake tensor's storage has no address.
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def state_bytes(owned: Owned, optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -37,14 +43,16 @@ def state_bytes(owned: Owned, optimizer: torch.optim.Optimizer) -> dict[str, int
 class PeakTracker(TorchDispatchMode):
     """Largest sum of live storages while active, the given ones included from the start.
 
-    FSDP2 keeps the tensors that it gathers into and resizes their storages, which no operation shows: they
-    are known from its operators' arguments and looked at after every operation.
+    FSDP2 keeps the tensors that it gathers into and resizes their storages, which no operation shows. They
+    are known from its operators' arguments: they grow just before a gather is copied out to them, and are
+    looked at after every operation until they are let go.
     """
 
     def __init__(self, alive: Iterable[Tensor | None]) -> None:
         super().__init__()
         self._live: dict[int, weakref.ref[Any]] = {}
         self._gathered: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._resizable: set[int] = set()
         self.live_bytes = 0
         self.peak_bytes = 0
         self._known = list(alive)  # held, so that none of them leaves uncounted
@@ -57,13 +65,15 @@ class PeakTracker(TorchDispatchMode):
         kwargs = kwargs or {}
         given = {id(t.untyped_storage()) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
         result = func(*args, **kwargs)
+        if self._gathered:
+            self._look_at_gathered()  # first: what was let go meanwhile did not live beside the result
         for leaf in tree_iter(result):
             if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in given:
                 self._enter(leaf)
         if func.namespace == "fsdp" and "out" in kwargs and "split" in func.name():
             self._expect_resizing(kwargs["out"])
-        if self._gathered:
             self._look_at_gathered()
+            time.sleep(LETTING_GO_S)
         return result
 
     @property
@@ -77,21 +87,24 @@ class PeakTracker(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if self._live.pop(id(storage), None) is not None:
                 self.live_bytes -= storage.nbytes()
+            self._resizable.add(id(storage))
             self._gathered.setdefault(id(storage), (weakref.ref(storage), 0))
 
     def _look_at_gathered(self) -> None:
-        for key, (reference, size) in self._gathered.items():
+        for key, (reference, size) in list(self._gathered.items()):
             storage = reference()
             now = 0 if storage is None else storage.nbytes()
             if now != size:
                 self.live_bytes += now - size
                 self._gathered[key] = (reference, now)
+            if not now:
+                del self._gathered[key]
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _enter(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = id(storage)
-        if key in self._live or key in self._gathered:
+        if key in self._live or key in self._resizable:
             return
         size = storage.nbytes()
 

@@ -71,20 +71,29 @@ class Ranks:
             return summed.tolist()
 
 
-def join_ranks(job: Job, counter: CollectiveCounter, store: dist.Store | None = None) -> Ranks:
+def join_ranks(
+    job: Job,
+    counter: CollectiveCounter,
+    store: dist.Store | None = None,
+    rank: int | None = None,
+    backend: str | None = None,
+) -> Ranks:
     """Meet the other ranks and name the axes; one process meets nobody.
 
     Args:
         job: The settled job.
         counter: Learns which group is which axis.
         store: Where the ranks meet; by default the supervisor's, under this attempt's generation.
+        rank: Who this process is; by default what the launcher says.
+        backend: Of the groups, if not the device's own.
     """
-    rank, world_size = int(os.environ.get("RANK", "0")), job.layout.world_size
+    rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+    world_size = job.layout.world_size
     device = _device(job, int(os.environ.get("LOCAL_RANK", "0")))
     if world_size == 1:
         return Ranks(rank, 1, device)
     timeout = timedelta(seconds=job.survive.collective_timeout_s)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     store = store or _supervisor_store(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     assert dist.get_world_size() == world_size, (

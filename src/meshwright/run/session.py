@@ -7,7 +7,9 @@ import hashlib
 import math
 import os
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -23,12 +25,14 @@ from meshwright.prepare.shards import ShardFolder
 from meshwright.prepare.tokenizer import TOKENIZER_FILE
 from meshwright.run.batches import Batcher
 from meshwright.run.collectives.counter import CollectiveCounter
+from meshwright.run.divergence import not_finite
 from meshwright.run.gradient_noise import NoiseScale
 from meshwright.run.image_batches import ImageBatcher, open_image_batches
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder, compile_blocks
-from meshwright.run.models.init import build_model
+from meshwright.run.models.init import SplitWeights, build_model, find_weight_source
 from meshwright.run.models.resnet import ResNet
+from meshwright.run.offload import StreamedState, offload_optimizer
 from meshwright.run.optimizer import build_optimizer
 from meshwright.run.parallel.apply import apply_layout, own_parameters
 from meshwright.run.parallel.ownership import Owned
@@ -80,6 +84,8 @@ class Session:
     owned: Owned
     """What of the model this rank updates and keeps state for."""
     optimizer: torch.optim.Optimizer
+    streamed: StreamedState | None
+    """Where its state lies on the host."""
     noise_scale: NoiseScale
     precision: Precision
     train_batches: Batcher | ImageBatcher
@@ -117,24 +123,46 @@ class Session:
         return bool(list_checkpoints(Path(self.assignment.checkpoint_dir)))
 
 
+OpenSplit = Callable[[str], TokenDataset]
+"""Gives the samples of ``train`` or ``eval``."""
+
+
 def build_session(
-    plan: Plan, assignment: Assignment, ranks: Ranks, counter: CollectiveCounter, events: EventWriter
+    plan: Plan,
+    assignment: Assignment,
+    ranks: Ranks,
+    counter: CollectiveCounter,
+    events: EventWriter,
+    open_split: OpenSplit | None = None,
 ) -> Session:
-    """Build model, optimizer and data of this rank; load the checkpoint if there is one to resume."""
+    """Build model, optimizer and data of this rank; load the checkpoint if there is one to resume.
+
+    Args:
+        plan: What to build.
+        assignment: Where things lie.
+        ranks: This rank's place.
+        counter: Of collectives.
+        events: Where this rank writes what happens.
+        open_split: In place of the data that the assignment names.
+    """
     job = plan.job
     if job.train.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(job.train.deterministic)  # loads torch's compiler: two seconds
     if job.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
     split = Split(job, ranks) if job.layout.tp > 1 else None
-    model = build_model(job, ranks.device, from_hf=assignment.hf_weights, split=split)
+    weights = find_weight_source(job, from_hf=assignment.hf_weights)
+    if split is not None:
+        weights = SplitWeights(weights, split)
+    model = build_model(job, ranks.device, weights, split)
     assert job.layout.micro_batch is not None, "a plan settles the micro-batch"
-    train_batches, eval_batches, data_sha256 = _open_data(job, Path(assignment.data_dir), ranks)
+    train_batches, eval_batches, data_sha256 = _open_data(job, Path(assignment.data_dir), ranks, open_split)
     if job.train.compile:
         assert isinstance(model, Decoder), "the legality table compiles decoders only"
         compile_blocks(model, backend=job.train.compile_backend)
-    module = apply_layout(model, job, ranks, split)
+    module = apply_layout(model, job, ranks, weights)
     owned = own_parameters(model, job, ranks, split)
+    optimizer = build_optimizer(owned, job.train)
     session = Session(
         plan=plan,
         assignment=assignment,
@@ -145,7 +173,8 @@ def build_session(
         module=module,
         split=split,
         owned=owned,
-        optimizer=build_optimizer(owned, job.train),
+        optimizer=optimizer,
+        streamed=offload_optimizer(optimizer, owned, job, ranks.device),
         noise_scale=NoiseScale(module, job.train.noise_scale_every),
         precision=Precision(job, ranks.device),
         train_batches=train_batches,
@@ -159,53 +188,53 @@ def build_session(
 
 
 def _open_data(
-    job: Job, data_dir: Path, ranks: Ranks
+    job: Job, data_dir: Path, ranks: Ranks, open_split: OpenSplit | None
 ) -> tuple[Batcher, Batcher, str] | tuple[ImageBatcher, ImageBatcher, str]:
     """This rank's samples to train on and to evaluate with, and the identity of the data."""
     if isinstance(job.model, ResNetModel):
         return open_image_batches(job, job.model, data_dir, ranks.data_rank)
 
+    rows = (job.data.seq_len, job.data.mask, job.data.prompt_masking)
+
     def batcher(split: str) -> Batcher:
-        rows = (job.data.seq_len, job.data.mask, job.data.prompt_masking)
-        dataset = TokenDataset.open(data_dir, split, *rows)
+        dataset = open_split(split) if open_split else TokenDataset.open(data_dir, split, *rows)
         return Batcher(dataset, ranks.data_rank, job.layout.data_degree, job.layout.micro_batch or 1)
 
+    if open_split is not None:
+        return batcher("train"), batcher("eval"), ""
     digest = hashlib.sha256(ShardFolder.open(data_dir).index.to_bytes()).hexdigest()
     return batcher("train"), batcher("eval"), digest
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """Whole tensors, as a checkpoint holds them."""
+def take_snapshot(session: Session) -> plain.Snapshot:
+    """What a checkpoint of this moment holds: parameters, a tied head not a second time, and their state.
 
-    model: dict[str, Tensor]
-    """The parameters by name, a tied head not a second time, and the running statistics of batch norms."""
-    optimizer: dict[str, Tensor]
-    """The optimizer's state by parameter name and key."""
-
-
-def take_snapshot(session: Session) -> Snapshot | None:
-    """What a checkpoint holds; every rank takes part where tensors are cut, and only rank 0 gets it.
-
-    Each tensor that is cut is gathered in a call of its own, so that the others hold one at a time.
+    Each tensor that is cut is gathered in a call of its own, when it is asked for, and only then: every rank
+    must go through all of them, and none holds more than one. A weight that is not finite raises there.
     """
-    owned, first = session.owned, session.ranks.rank == 0
-    snapshot = Snapshot({}, {})
-    with session.counter.during("save"):
-        for name, parameter in owned.named_parameters():
-            whole = owned.whole_parameter(name)
-            if first:
-                snapshot.model[name] = whole
-            for key, value in session.optimizer.state.get(parameter, {}).items():
-                whole = owned.gather(name, value) if value.ndim else value
-                if first:
-                    snapshot.optimizer[f"{name}:{key}"] = whole
-    if session.job.mixes_samples:
-        snapshot.model.update(session.model.named_buffers())
-    return snapshot if first else None
+    owned = session.owned
+    model: dict[str, plain.Piece] = {}
+    state: dict[str, plain.Piece] = {}
+    for name, parameter in owned.named_parameters():
+        shape = tuple(owned.shape(name))
+        model[name] = plain.Piece(parameter.dtype, shape, partial(owned.whole_parameter, name))
+        for key, value in session.optimizer.state.get(parameter, {}).items():
+            cut = plain.Piece(value.dtype, shape, partial(owned.gather, name, value))
+            state[f"{name}:{key}"] = cut if value.ndim else plain.Piece.of(value)
+    if session.job.mixes_samples:  # the running statistics of batch norms
+        model |= {name: plain.Piece.of(buffer) for name, buffer in session.model.named_buffers()}
+    model = {n: replace(p, whole=partial(_require_finite, session, n, p.whole)) for n, p in model.items()}
+    return plain.Snapshot({MODEL_FILE: model, OPTIMIZER_FILE: state})
 
 
-def save(session: Session, snapshot: Snapshot, eval_loss: float | None) -> Path:
+def _require_finite(session: Session, name: str, make: Callable[[], Tensor]) -> Tensor:
+    whole = make()
+    if not bool(torch.isfinite(whole).all()):  # never over a good checkpoint
+        raise not_finite(f"weight {name}", math.nan, session.step, session.has_checkpoint())
+    return whole
+
+
+def save(session: Session, snapshot: plain.Snapshot, eval_loss: float | None) -> Path:
     """Write a checkpoint of this moment; called by rank 0 alone."""
     job = session.job
     root = Path(session.assignment.checkpoint_dir)
@@ -230,7 +259,7 @@ def save(session: Session, snapshot: Snapshot, eval_loss: float | None) -> Path:
     )
     data = session.train_batches.dataset
     extra = (data.tokenizer_folder / TOKENIZER_FILE,) if isinstance(data, TokenDataset) else ()
-    return plain.save_checkpoint(root, manifest, snapshot.model, snapshot.optimizer, extra)
+    return plain.save_checkpoint(root, manifest, snapshot, extra)
 
 
 @torch.no_grad()
@@ -251,9 +280,11 @@ def _resume(session: Session, checkpoint: Path) -> None:
             keys = set(saved.keys())
             assert keys == targets.keys(), f"{file} has other tensors than the model: {checkpoint}"
             for key, target in targets.items():
-                whole = saved.get_tensor(key)
-                name = key.partition(":")[0]
-                target.copy_(whole if whole.shape == target.shape else owned.cut(name, whole))
+                whole = saved.get_slice(key)  # nothing is read yet
+                if whole.get_shape() == list(target.shape):
+                    target.copy_(saved.get_tensor(key))
+                else:
+                    target.copy_(owned.fit(key.partition(":")[0], whole, target.shape))
     session.step, session.position = manifest.step, manifest.position
     if manifest.train.get("loss_scale") == session.job.train.loss_scale:  # another first scale starts anew
         session.precision.load(manifest.loss_scale)

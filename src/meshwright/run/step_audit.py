@@ -6,7 +6,9 @@ from types import TracebackType
 
 import torch
 
+from meshwright.plan.offload import OFFLOADED
 from meshwright.run.memory import PeakTracker, state_bytes
+from meshwright.run.offload import offloaded_bytes
 from meshwright.run.session import Session
 
 
@@ -21,8 +23,14 @@ class StepAudit:
         self._session = session
         self._device = session.ranks.device
         gradients = session.owned.held_gradients()
-        moments = [value for state in session.optimizer.state.values() for value in state.values()]
-        alive = [*session.owned.held(), *session.model.buffers(), *moments, *gradients]
+        state = {
+            "parameters": session.owned.held(),
+            "gradients": gradients,
+            "optimizer": [v for values in session.optimizer.state.values() for v in values.values()],
+        }
+        away = OFFLOADED[session.job.layout.offload]
+        alive = [tensor for kind, tensors in state.items() if kind not in away for tensor in tensors]
+        alive += [*session.model.buffers(), *(session.streamed.slots if session.streamed else ())]
         self._compiled = session.job.train.compile
         self._on_gpu = self._device.type == "cuda"
         self._tracker = None if self._on_gpu or self._compiled else PeakTracker(alive)
@@ -65,6 +73,9 @@ class StepAudit:
             "state",
             step=session.step,
             state_bytes=state,
+            offloaded_bytes=offloaded_bytes(
+                session.owned, session.optimizer, session.streamed, session.job, self._device
+            ),
             activation_bytes=None if peak is None else self._activations,
             peak_bytes=peak,
             compiled=self._compiled,

@@ -69,7 +69,7 @@ def run_session(
         leave_ranks(ranks)
         counter.remove()
     except Exception as error:
-        return _report(events, error)
+        return report_error(events, error)
     finally:
         events.close()
     return EXIT_OK
@@ -97,7 +97,7 @@ class _StopSwitch:
             self._session.stop_wanted = True
 
 
-def _report(events: EventWriter, error: Exception) -> int:
+def report_error(events: EventWriter, error: Exception) -> int:
     """Write down what went wrong; victims of another rank's death say so by their status."""
     victim = any(sign in str(error) for sign in PEER_LOST_SIGNS)
     if isinstance(error, MeshwrightError):  # says what is wrong by itself

@@ -313,6 +313,8 @@ AXIS_ROWS: tuple[Row, ...] = (
         "`layout.zero` above 0 needs `dp_shard` > 1 or `cp` > 1: else there is nothing to shard over.",
         check_zero_unsharded,
     ),
+    ("layout-accumulate-zero", '`accumulate = "deferred"` needs `zero` 2 or 3.', check_idle_accumulate),
+    ("layout-prefetch-zero", "A `prefetch` other than 1 needs `zero = 3`.", check_idle_prefetch),
 )
 """Rows of what can never run."""
 
@@ -327,8 +329,6 @@ PLAN_AXIS_ROWS: tuple[Row, ...] = (
         '`context = "ulysses"` needs `cp` > 1.',
         _check_idle("layout-context-cp", "context", "cp", "no sequence is shared"),
     ),
-    ("layout-accumulate-zero", '`accumulate = "deferred"` needs `zero` 2 or 3.', check_idle_accumulate),
-    ("layout-prefetch-zero", "A `prefetch` other than 1 needs `zero = 3`.", check_idle_prefetch),
     (
         "layout-offload-cpu",
         "`offload` is for GPUs: a core computes in the host's memory.",

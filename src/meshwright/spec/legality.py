@@ -42,7 +42,7 @@ from meshwright.spec.recipe_rules import (
     unused_code,
     unused_statement,
 )
-from meshwright.spec.shard_rules import check_sharded_compile, check_sharded_compression
+from meshwright.spec.shard_rules import check_deferred_compression, check_offload_all, check_offload_scale
 
 SET = object()
 """Stands for any value that a key is set to."""
@@ -434,6 +434,16 @@ RULES: tuple[Rule, ...] = (
     *(Rule(*row) for row in AXIS_ROWS),
     Rule("layout-pp-layers", "`pp` x `virtual_stages` is at most `model.num_layers`.", _check_pp_layers),
     Rule("layout-zero-dp-shard", "`dp_shard` > 1 needs ZeRO stage 1, 2 or 3.", _check_zero_shard),
+    Rule(
+        "layout-accumulate-compression",
+        'Under ZeRO-2 and 3 a `compression.kind` needs `accumulate = "sharded"`.',
+        check_deferred_compression,
+    ),
+    Rule(
+        "layout-offload-fp16",
+        '`offload = "all"` takes no fp16: the host would not wait for what the device finds of overflows.',
+        check_offload_scale,
+    ),
     Rule("layout-cp-seq-len", "`data.seq_len` splits into 2 x `cp` equal pieces.", _check_cp_seq),
     Rule("layout-ep-dense", "`ep` and `etp` split experts; a dense model has none.", _check_ep),
     _needs(
@@ -468,25 +478,16 @@ RULES: tuple[Rule, ...] = (
     _not_built("model.attention", ("heads",), "latent attention"),
     _not_built("model.num_experts", (None,), "a mixture of experts"),
     _not_built("model.window", (None,), "attention in a sliding window"),
-    _not_built("layout.offload", ("none",), "offloading"),
-    _not_built("layout.accumulate", ("sharded",), "deferred accumulation under ZeRO"),
+    Rule(
+        "layout-offload-not-built",
+        'Parameters on the host (`offload = "all"`) without ZeRO-2 or 3.',
+        check_offload_all,
+        built=False,
+    ),
     _not_built("layout.schedule", ("1f1b",), "another pipeline schedule"),
     _not_built("layout.context", ("ring",), "another context method"),
-    _not_built("layout.prefetch", (1,), "another prefetch depth under ZeRO"),
     _not_built("train.precision", ("fp32", "bf16", "fp16"), "fp8 or fp4 training"),
     _not_built("train.runtime", ("meshwright",), "a run by another framework"),
-    Rule(
-        "train-compile-sharded-not-built",
-        "Compiled blocks (`train.compile`) under ZeRO (`dp_shard`).",
-        check_sharded_compile,
-        built=False,
-    ),
-    Rule(
-        "compression-kind-sharded-not-built",
-        "Compressed gradients (`compression.kind`) under ZeRO-2 and 3.",
-        check_sharded_compression,
-        built=False,
-    ),
     Rule("train-muon-not-built", "Muon on cut matrices (`dp_shard`, `tp`).", check_muon_whole, built=False),
     Rule(
         "train-noise-scale-not-built",

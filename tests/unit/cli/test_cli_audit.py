@@ -212,7 +212,7 @@ def text_job(good, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "code"),
     [
-        (["layout.tp=2"], "layout-tp-not-built"),
+        (["layout.pp=2"], "layout-pp-not-built"),
         (["train.stepps=1"], "job-unknown-key"),
         (["data.path=gone"], None),
         (["model.vocab_size=64"], "model-vocab-small"),

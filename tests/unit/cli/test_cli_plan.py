@@ -98,10 +98,10 @@ def test_training_a_plan_whose_layout_does_not_run_names_the_nearest_that_does(c
     """`plan` may write what `train` refuses; nothing is started and nothing is written."""
     assert cli("plan", good, "-o", "plan.toml", "layout.dp_replicate=2").status == 0
     path = tmp_path / "plan.toml"
-    path.write_text(path.read_text().replace("tp = 1\n", "tp = 2\n").replace("etp = 2\n", "etp = 1\n"))
-    assert read_plan(path, to_run=False).job.layout.tp == 2
+    path.write_text(path.read_text().replace("\npp = 1\n", "\npp = 2\n"))
+    assert read_plan(path, to_run=False).job.layout.pp == 2
     ran = cli("train", "plan.toml", "--json")
-    assert (ran.status, ran.codes) == (2, ["layout-tp-not-built"])
+    assert (ran.status, ran.codes) == (2, ["layout-pp-not-built"])
     assert ran.json["notes"][0].startswith("nearest layout that runs: layout.dp_replicate=4 ")
     assert not (tmp_path / "runs").exists()
 
@@ -147,7 +147,6 @@ def test_overrides_and_on_reach_the_plan(cli, good):
 @pytest.mark.parametrize(
     "override",
     [
-        "layout.tp=2",
         "layout.pp=2",
         "layout.cp=2",
         "layout.tp=3",
@@ -167,13 +166,13 @@ def test_an_illegal_layout_gets_the_nearest_legal_one_with_its_price(cli, good, 
 
 
 def test_the_nearest_layout_runs_when_it_is_asked_for(cli, good):
-    note = cli("train", good, "layout.tp=4", "--json").json["notes"][0]
+    note = cli("train", good, "layout.cp=4", "--json").json["notes"][0]
     overrides = note.removeprefix("nearest layout that runs: ").partition(" (")[0].split()
     assert cli("plan", good, *overrides).status == 0
 
 
 def test_the_nearest_layout_names_recomputation_only_where_it_changes(cli, good):
-    (kept,) = cli("train", good, "layout.tp=2", "layout.recompute=full", "--json").json["notes"]
+    (kept,) = cli("train", good, "layout.pp=2", "layout.recompute=full", "--json").json["notes"]
     assert "recompute" not in kept
     asked = ("layout.dp_replicate=2", "layout.recompute=selective")
     (changed,) = cli("plan", "resnet-tiny", *asked, "--json").json["notes"]
@@ -181,7 +180,7 @@ def test_the_nearest_layout_names_recomputation_only_where_it_changes(cli, good)
 
 
 def test_a_micro_batch_too_large_for_the_replicas_does_not_keep_the_price_away(cli, good):
-    notes = cli("train", good, "layout.tp=2", "layout.micro_batch=8", "--json").json["notes"]
+    notes = cli("train", good, "layout.pp=2", "layout.micro_batch=8", "--json").json["notes"]
     assert len(notes) == 1
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from meshwright.plan.comms import predict_traffic
 from meshwright.plan.contract import build_plan
+from meshwright.plan.offload import slot_sizes
 from meshwright.plan.shapes import Parameter, list_parameters
 from meshwright.plan.sharding import chunk_rows, list_groups, padded_count, sharded_state
 from meshwright.spec.load import load_job
@@ -72,6 +73,37 @@ def test_gathers_and_reductions_of_each_stage(job_file):
     assert stages[3]["control", "all_reduce", "step"] == (1, 32)
 
 
+def test_deferred_gradients_are_reduced_once_and_held_whole(job_file):
+    """Three micro-batches: a third of the reduce-scatters, the same gathers; the peak has the gradients."""
+    given = ["layout.dp_shard=2", "layout.micro_batch=2"]
+    for zero in (2, 3):
+        jobs = [
+            load_job(str(job_file), [*given, f"layout.zero={zero}", f"layout.accumulate={when}"])
+            for when in ("sharded", "deferred")
+        ]
+        often, once = (rows_of(job) for job in jobs)
+        calls, size = once.pop(("dp_shard", "reduce_scatter", "step"))
+        assert often.pop(("dp_shard", "reduce_scatter", "step")) == (3 * calls, 3 * size)
+        assert often == once
+        assert sharded_state(jobs[0], 0) == sharded_state(jobs[1], 0), "after the last backward pass"
+        sharded, deferred = (build_plan(job)[0].ranks[0] for job in jobs)
+        lines = {line.name: line.bytes for line in deferred.lines}
+        assert deferred.peak_bytes > sharded.peak_bytes
+        assert lines["gradients at the peak"] >= 4 * sum(p.count for p in list_parameters(jobs[0].model))
+
+
+def test_16_bit_gradients_halve_what_is_reduced_and_nothing_else(job_file):
+    """Replicas of 16-bit shards are summed in every micro-batch: partial sums would be rounded."""
+    given = ["layout.dp_replicate=2", "layout.dp_shard=2", "layout.micro_batch=1"]
+    exact = rows_of(load_job(str(job_file), given))
+    low = rows_of(load_job(str(job_file), [*given, "compression.kind=bf16"]))
+    calls, size = exact.pop(("dp_shard", "reduce_scatter", "step"))
+    assert low.pop(("dp_shard", "reduce_scatter", "step")) == (calls, size // 2)
+    calls, size = exact.pop(("dp_replicate", "all_reduce", "step"))
+    assert low.pop(("dp_replicate", "all_reduce", "step")) == (3 * calls, 3 * size // 2)
+    assert low == exact
+
+
 def test_blocks_are_gathered_in_the_precision_of_products(job_file):
     given = ["layout.dp_shard=2", "layout.micro_batch=6"]
     exact = rows_of(load_job(str(job_file), given))["dp_shard", "all_gather", "step"]
@@ -112,3 +144,41 @@ def test_auto_shards_only_where_no_replica_fits(job_file):
     tight, _ = build_plan(load_job(str(job_file), [*given, f"cluster.memory_bytes={room}"]))
     assert (tight.job.layout.dp_shard, tight.job.layout.zero) == (2, 3)
     assert "does not fit" in tight.reasons[0]
+
+
+def test_what_lies_on_the_host_leaves_the_peak_and_slots_come_in(job_file):
+    """Three slots, each as large as the largest bucket that takes it; all state counted once, by kind."""
+    assert slot_sizes([5, 1, 2, 3, 9]) == [5, 9, 2]
+    assert slot_sizes([7]) == [7]
+    given = ["layout.dp_replicate=1", "layout.micro_batch=1", "layout.bucket_mb=0.05"]
+    here, away = (
+        build_plan(load_job(str(job_file), [*given, f"layout.offload={what}"]))[0].ranks[0]
+        for what in ("none", "optimizer")
+    )
+    assert away.state_bytes == here.state_bytes
+    assert away.offloaded_bytes == {
+        "parameters": 0,
+        "gradients": 0,
+        "optimizer": here.state_bytes["optimizer"],
+    }
+    lines = {line.name: line.bytes for line in away.lines}
+    assert lines["optimizer"] == 0 < lines["streaming buffers"]
+    assert here.peak_bytes - away.peak_bytes == here.state_bytes["optimizer"] - lines["streaming buffers"]
+
+
+def test_gradients_on_the_host_of_a_gpu_are_not_padded(job_file):
+    """They are copied row by row; on a core they stay in what they arrived in, which is padded."""
+    given = ["layout.dp_shard=3", "layout.offload=all"]
+    on_core, on_gpu = (
+        sharded_state(load_job(str(job_file), [*given, *more]), 0)
+        for more in ((), ("cluster.device=cuda", "cluster.devices_per_node=3"))
+    )
+    count = sum(p.count for p in list_parameters(load_job(str(job_file)).model))
+    states = [
+        sharded_state(
+            load_job(str(job_file), [*given, "cluster.device=cuda", "cluster.devices_per_node=3"]), r
+        )
+        for r in range(3)
+    ]
+    assert sum(state["gradients"] for state in states) == 4 * count
+    assert on_core["parameters"] == on_core["gradients"] == on_gpu["parameters"] > 4 * count / 3

@@ -22,11 +22,11 @@ transformers.utils.logging.disable_progress_bar()
 from meshwright.core.errors import UserError  # noqa: E402
 from meshwright.prepare.hf_tokenizer import hf_tokenizer_text  # noqa: E402
 from meshwright.prepare.tokenizer import BpeTokenizer, ByteTokenizer, load_tokenizer  # noqa: E402
-from meshwright.run.generate import generate_text, load_model  # noqa: E402
-from meshwright.run.models.init import build_model  # noqa: E402
+from meshwright.run.generate import GenerateTask, generate_text, load_model  # noqa: E402
+from meshwright.run.models.init import build_model, find_weight_source  # noqa: E402
 from meshwright.spec.load import load_job  # noqa: E402
-from meshwright.survive.checkpoint.manifest import Manifest  # noqa: E402
-from meshwright.survive.checkpoint.plain import save_checkpoint  # noqa: E402
+from meshwright.survive.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, Manifest  # noqa: E402
+from meshwright.survive.checkpoint.plain import Piece, Snapshot, save_checkpoint  # noqa: E402
 from meshwright.survive.hf.export import export_checkpoint  # noqa: E402
 
 SEQ_LEN = 96
@@ -121,6 +121,11 @@ def assert_same_logits(ours: Any, theirs: Any) -> None:
     )
 
 
+def from_hf(job: Any) -> Any:
+    """Our model with the weights of the job's folder."""
+    return build_model(job, torch.device("cpu"), find_weight_source(job, from_hf=True))
+
+
 def checkpoint_of(model: Any, job: Any, root: Path) -> Path:
     """A checkpoint of a model as it stands, with the byte tokenizer."""
     root.mkdir()
@@ -135,22 +140,23 @@ def checkpoint_of(model: Any, job: Any, root: Path) -> Path:
         data_sha256="",
         buckets=[],
     )
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return save_checkpoint(root, manifest, tensors, {}, (root / "tokenizer.json",))
+    pieces = {name: Piece.of(parameter.detach()) for name, parameter in model.named_parameters()}
+    snapshot = Snapshot({MODEL_FILE: pieces, OPTIMIZER_FILE: {}})
+    return save_checkpoint(root, manifest, snapshot, (root / "tokenizer.json",))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_of_transformers_gives_the_same_logits_here(saved, job_of, kind):
     """Every position to the end of the stretch, within 1e-5 in float32."""
     theirs, folder = saved(kind)
-    assert_same_logits(build_model(job_of(folder), torch.device("cpu"), from_hf=True), theirs)
+    assert_same_logits(from_hf(job_of(folder)), theirs)
 
 
 def test_long_positions(saved, job_of):
     """Two thousand positions of stretched rotations, four times the original ones."""
     theirs, folder = saved("long")
     job = dataclasses.replace(job_of(folder), data=dataclasses.replace(job_of(folder).data, seq_len=2048))
-    ours = build_model(job, torch.device("cpu"), from_hf=True)
+    ours = from_hf(job)
     tokens = torch.randint(0, 320, (1, 2048), generator=torch.Generator().manual_seed(2))
     torch.testing.assert_close(logits_of(ours, tokens), logits_of(theirs, tokens), atol=1e-5, rtol=1e-5)
 
@@ -161,7 +167,7 @@ def test_shards_of_low_precision_are_widened(saved, job_of, kind, dtype):
     """Several files of bf16 or fp16: exactly the numbers that transformers has, in float32."""
     theirs, folder = saved(kind, max_shard_size="20KB", dtype=dtype)
     assert len(list(folder.glob("*.safetensors"))) > 2
-    ours = build_model(job_of(folder), torch.device("cpu"), from_hf=True)
+    ours = from_hf(job_of(folder))
     assert {p.dtype for p in ours.parameters()} == {torch.float32}
     assert_same_logits(ours, theirs)
 
@@ -171,7 +177,7 @@ def test_in_and_out_again_is_bit_identical_and_gives_the_same_logits(saved, job_
     """Import, checkpoint, export: the same tensors to the bit, and a config that means the same model."""
     theirs, folder = saved(kind)
     job = job_of(folder)
-    ours = build_model(job, torch.device("cpu"), from_hf=True)
+    ours = from_hf(job)
     out = tmp_path / "out"
     export_checkpoint(checkpoint_of(ours, job, tmp_path / "run"), out, "float32", 10**9)
     before, after = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
@@ -187,7 +193,7 @@ def test_export_in_shards_and_in_low_precision(saved, job_of, tmp_path):
     """No file over the limit, all of them named in the index; bf16 is the float32 weights rounded."""
     theirs, folder = saved("gpt2")
     job = job_of(folder)
-    ours = build_model(job, torch.device("cpu"), from_hf=True)
+    ours = from_hf(job)
     out = tmp_path / "out"
     done = export_checkpoint(checkpoint_of(ours, job, tmp_path / "run"), out, "bfloat16", 30_000)
     index = json.loads((out / "model.safetensors.index.json").read_text())
@@ -211,7 +217,7 @@ def test_export_in_shards_and_in_low_precision(saved, job_of, tmp_path):
 def test_weights_that_leave_the_range_of_fp16_are_not_written(saved, job_of, tmp_path):
     _, folder = saved("grouped")
     job = job_of(folder)
-    ours = build_model(job, torch.device("cpu"), from_hf=True)
+    ours = from_hf(job)
     with torch.no_grad():
         ours.norm.weight.fill_(1e6)
     checkpoint = checkpoint_of(ours, job, tmp_path / "run")
@@ -231,7 +237,7 @@ def test_files_of_older_versions_load(saved, job_of):
     old["h.0.attn.bias"] = torch.ones(1, 1, 128, 128, dtype=torch.uint8)
     old["h.0.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(old, folder / "model.safetensors")
-    assert_same_logits(build_model(job_of(folder), torch.device("cpu"), from_hf=True), theirs)
+    assert_same_logits(from_hf(job_of(folder)), theirs)
 
 
 TEXTS = ["", " ", "hello world", "  tab\t\n\nend ", "\x00\x7f\xad é 漢字 😀", "it's 3.14 a.b"]
@@ -255,8 +261,8 @@ def test_a_folder_writes_text(saved):
     """`generate` takes a Hugging Face folder as it is."""
     theirs, folder = saved("grouped")
     (folder / "tokenizer.json").write_text(hf_tokenizer_text(ByteTokenizer()), encoding="utf-8")
-    assert_same_logits(load_model(folder, torch.device("cpu")), theirs)
-    greedy = generate_text(folder, "abc", tokens=4, temperature=0.0, top_k=0, seed=0)
+    assert_same_logits(load_model(GenerateTask(str(folder))), theirs)
+    greedy = generate_text(GenerateTask(str(folder), "abc", tokens=4, temperature=0.0, top_k=0))
     ids = ByteTokenizer().encode("abc")
     for _ in range(4):
         ids.append(int(logits_of(theirs, torch.tensor([ids]))[0, -1, :257].argmax()))
@@ -270,7 +276,7 @@ def test_trained_here_loaded_there(train, corpus, tmp_path):
     checkpoint = Path(trained.result["checkpoint"])
     export_checkpoint(checkpoint, out, "float32", 10**9)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
-    ours = load_model(checkpoint, torch.device("cpu"))
+    ours = load_model(GenerateTask(str(checkpoint)))
     tokens = torch.randint(0, 320, (2, 32))
     torch.testing.assert_close(logits_of(ours, tokens), logits_of(theirs, tokens), atol=1e-5, rtol=1e-5)
     tokenizer, mine = transformers.AutoTokenizer.from_pretrained(out), load_tokenizer(checkpoint)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from meshwright.plan.shapes import list_parameters
 from meshwright.prepare.dataset import IGNORED
 from meshwright.run.models.decoder import Decoder, apply_rope, build_rope, stretch
-from meshwright.run.models.init import initialise, parameter_seed
+from meshwright.run.models.init import DrawnWeights, fill, parameter_seed
 from meshwright.spec.model import DecoderModel
 from model_shapes import GPT_PARTS
 
@@ -22,8 +22,12 @@ def small(**changes) -> DecoderModel:
 
 def built(model: DecoderModel, seed: int = 0) -> Decoder:
     net = Decoder(model, 16)
-    initialise(net, seed, model.init_std)
+    draw_into(net, model, seed)
     return net
+
+
+def draw_into(net: Decoder, model: DecoderModel, seed: int) -> None:
+    fill(net, [name for name, _ in net.named_parameters()], DrawnWeights(model, seed), torch.device("cpu"))
 
 
 GPT = {**GPT_PARTS, "num_kv_heads": 4, "max_positions": 24, "tied_embeddings": True}
@@ -71,7 +75,7 @@ def test_global_random_state_is_neither_used_nor_touched():
     model = small()
     net = Decoder(model, 16)
     torch.set_rng_state(before)
-    initialise(net, 0, 0.02)
+    draw_into(net, model, 0)
     assert torch.equal(torch.get_rng_state(), before)
 
 

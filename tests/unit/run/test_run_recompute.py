@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.run.memory import PeakTracker
 from meshwright.run.models.decoder import Decoder, compile_blocks
-from meshwright.run.models.init import initialise
+from meshwright.run.models.init import DrawnWeights, fill
 from meshwright.spec.model import DecoderModel
 from model_shapes import GPT_PARTS
 
@@ -29,7 +31,8 @@ GPT = DecoderModel(
 def step(model: DecoderModel, recompute: str, compiled: bool = False, low: bool = False):
     """Loss, gradients and what lives between forward and backward, of one step."""
     net = Decoder(model, 16, 8, recompute)
-    initialise(net, 0, 0.2)
+    weights = DrawnWeights(dataclasses.replace(model, init_std=0.2), 0)
+    fill(net, [name for name, _ in net.named_parameters()], weights, torch.device("cpu"))
     if compiled:
         compile_blocks(net, backend="aot_eager")
     tokens = torch.randint(0, 50, (4, 17), generator=torch.Generator().manual_seed(1))

@@ -99,11 +99,18 @@ CASES = {
     "train-nesterov-momentum": {"train": {"optimizer": "sgd", "momentum": 0.0, "nesterov": True}},
     "train-wsd-room": {"train": {"schedule": "wsd", "warmup": 3, "decay_fraction": 0.5}},
     "train-noise-scale-parts": {"train": {"noise_scale_every": 1}, "layout": {"micro_batch": 8}},
+    "layout-accumulate-zero": {"layout": {"accumulate": "deferred", "dp_shard": 2, "zero": 1}},
+    "layout-prefetch-zero": {"layout": {"prefetch": 2, "dp_shard": 2, "zero": 2}},
     "layout-pp-not-built": {"layout": {"pp": 2}},
-    "train-compile-sharded-not-built": {"layout": {"dp_shard": 2}, "train": {"compile": True}},
-    "compression-kind-sharded-not-built": {"layout": {"dp_shard": 2}, "compression": {"kind": "bf16"}},
+    "layout-offload-fp16": {
+        "layout": {"offload": "all", "dp_shard": 2, "zero": 3},
+        "train": {"precision": "fp16"},
+    },
+    "layout-accumulate-compression": {
+        "layout": {"accumulate": "deferred", "dp_shard": 2},
+        "compression": {"kind": "bf16"},
+    },
     "layout-cp-not-built": {"layout": {"cp": 2}},
-    "layout-tp-not-built": {"layout": {"tp": 2}},
     "layout-ep-not-built": {"layout": {"ep": 2, "dp_shard": 2}, "model": EXPERTS},
     "layout-etp-not-built": {"layout": {"etp": 2, "dp_shard": 2}, "model": EXPERTS},
     "model-attention-not-built": {"model": LATENT},
@@ -111,10 +118,8 @@ CASES = {
     "model-window-not-built": {"model": {"window": 8}},
     "train-runtime-not-built": {"train": {"runtime": "megatron-core"}},
     "layout-offload-not-built": {"layout": {"offload": "all"}},
-    "layout-accumulate-not-built": {"layout": {"accumulate": "deferred"}},
     "layout-schedule-not-built": {"layout": {"schedule": "gpipe"}},
     "layout-context-not-built": {"layout": {"context": "ulysses"}},
-    "layout-prefetch-not-built": {"layout": {"prefetch": 2}},
     "train-precision-not-built": {"train": {"precision": "fp8"}},
     "train-muon-not-built": {"train": {"optimizer": "muon"}, "layout": {"tp": 2}},
     "train-noise-scale-not-built": {"train": {"noise_scale_every": 1}, "layout": {"pp": 2}},
@@ -126,8 +131,6 @@ CASES = {
 PLAN_CASES = {
     "layout-schedule-pp": {"layout": {"schedule": "zb-h1", "dp_replicate": 2}},
     "layout-context-cp": {"layout": {"context": "ulysses", "dp_replicate": 2}},
-    "layout-accumulate-zero": {"layout": {"accumulate": "deferred", "dp_shard": 2, "zero": 1}},
-    "layout-prefetch-zero": {"layout": {"prefetch": 2, "dp_shard": 2, "zero": 2}},
     "layout-offload-cpu": {"layout": {"offload": "all"}, "cluster": {"preset": "local", "device": "cpu"}},
     "cluster-links-missing": {"cluster": {"preset": "local", "device": "cuda", "nodes": 2}},
     "train-precision-device": {"train": {"precision": "fp4"}},
@@ -170,7 +173,7 @@ def test_each_rule_of_planning_can_be_broken_and_does_not_hide_what_is_not_built
 
 
 UNPLANNED = {"consistency-mode-not-built", "compression-kind-not-built"}
-IDLE = {f"layout-{key}-not-built" for key in ("accumulate", "schedule", "context", "prefetch")}
+IDLE = {f"layout-{key}-not-built" for key in ("schedule", "context")}
 """Their cases have no effect at all, which is for the rows of planning to say."""
 
 
@@ -189,10 +192,10 @@ def test_what_is_not_built_can_be_planned_unless_nothing_predicts_it(tree, code)
 
 
 def test_a_job_that_can_only_be_planned_is_refused_with_the_job_for_a_price(tree):
-    job = build_job(tree(layout={"tp": 2}), to_run=False)
+    job = build_job(tree(layout={"pp": 2}), to_run=False)
     with pytest.raises(SpecError) as caught:
         require_runnable(job)
-    assert [p.code for p in caught.value.problems] == ["layout-tp-not-built"]
+    assert [p.code for p in caught.value.problems] == ["layout-pp-not-built"]
     assert caught.value.job is job
     require_runnable(build_job(tree()))
 
@@ -363,13 +366,13 @@ def test_divisors_are_exact():
 @pytest.mark.parametrize(
     "layout",
     [
-        {"tp": 2},
+        {"pp": 2},
         {"pp": 2, "tp": 2},
-        {"dp_shard": 4, "micro_batch": 2, "prefetch": 2},
+        {"dp_shard": 4, "micro_batch": 2, "zero": 2, "prefetch": 2},
         {"tp": 64},
         {"dp_replicate": 2, "zero": 1},
         {"dp_replicate": 9},
-        {"tp": 2, "micro_batch": 8},
+        {"cp": 2, "micro_batch": 8},
         {"cp": 8, "micro_batch": 3, "bucket_mb": 1.0},
         {"micro_batch": 99},
     ],
@@ -429,7 +432,7 @@ def test_the_nearest_layout_keeps_recomputation_where_the_model_can(tree, model,
         if "resnet" in model["preset"]
         else {"path": "text", "seq_len": 32}
     )
-    tables = {**tree(layout={"tp": 2, "recompute": asked}), "model": model, "data": data}
+    tables = {**tree(layout={"pp": 2, "recompute": asked}), "model": model, "data": data}
     with pytest.raises(SpecError) as caught:
         build_job(tables)
     nearest = nearest_legal_layout(caught.value.job)
@@ -439,7 +442,7 @@ def test_the_nearest_layout_keeps_recomputation_where_the_model_can(tree, model,
 
 def test_every_pair_of_unbuilt_degrees_is_refused_with_both_named(refused):
     """No combination slips through because its parts hide each other."""
-    for one, other in itertools.combinations(("pp", "cp", "tp"), 2):
+    for one, other in itertools.combinations(("pp", "cp", "ep"), 2):
         paths = {p.path for p in refused(layout={one: 2, other: 2})}
         assert {f"layout.{one}", f"layout.{other}"} <= paths, (one, other)
 
@@ -451,5 +454,5 @@ def test_degrees_name_themselves_as_overrides():
 
 def test_refusals_are_user_errors(tree):
     with pytest.raises(UserError) as caught:
-        build_job(tree(layout={"tp": 2}))
+        build_job(tree(layout={"pp": 2}))
     assert caught.value.exit_status == 2

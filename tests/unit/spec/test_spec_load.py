@@ -421,7 +421,7 @@ def test_all_mistakes_are_reported_in_one_error(job_file):
         ({"data": {"seq_len": 0}, "train": {"precision": "fp8"}}, "train-precision-not-built"),
         ({"train": {"lr": "x", "precision": "fp8"}}, "train-precision-not-built"),
         # the path of the first mistake is part of a word in the second one's sentence
-        ({"data": None, "layout": {"tp": 2}}, "layout-tp-not-built"),
+        ({"data": None, "layout": {"cp": 2}}, "layout-cp-not-built"),
         ({"train": {"lr": "x", "lr_scaling": "linear"}}, "train-lr-base-batch"),
         ({"name": 5, "consistency": {"mode": "gossip"}}, "consistency-mode-not-built"),
         ({"cluster": {"devices_per_node": "two"}, "layout": {"tp": 3}}, "layout-tp-heads"),
@@ -451,11 +451,11 @@ def test_no_problem_is_reported_about_a_value_that_the_user_never_wrote(refused,
     assert {p.code for p in problems} <= {"job-missing-key", "job-wrong-type"}, [str(p) for p in problems]
 
 
-@pytest.mark.parametrize("more", [{}, {"compile": True}], ids=["one problem", "two problems"])
+@pytest.mark.parametrize("more", [{}, {"precision": "fp8"}], ids=["one problem", "two problems"])
 def test_a_spec_error_pickles_with_its_job_and_problems(tree, more):
     """Run-time errors travel between processes; this one must not lose a problem on the way."""
     with pytest.raises(SpecError) as caught:
-        build_job(tree(layout={"tp": 2}, train=more))
+        build_job(tree(layout={"pp": 2}, train=more))
     again = pickle.loads(pickle.dumps(caught.value))
     assert again.problems == caught.value.problems
     assert again.job == caught.value.job

@@ -48,6 +48,7 @@ DEVICE_KEYS = {
     device: torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device.upper()))
     for device in ("cpu", "cuda")
 }
+DEVICE_KEYS["meta"] = DEVICE_KEYS["cpu"]  # what torch shows a kernel of a fake tensor, in a dry run
 """Where a call goes on, by the device of its tensors."""
 
 

@@ -1,23 +1,28 @@
-"""Initial weights as a function of (seed, parameter name), never of rank, order, device or layout."""
+"""Initial weights: a function of (seed, parameter name), or of a Hugging Face folder; of nothing else.
+
+Not of rank, order, device or layout: whatever a rank keeps of a parameter, it is cut from the same whole.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.plan.decoder_memory import loss_chunk
+from meshwright.plan.shapes import list_parameters
 from meshwright.plan.tensor import held_model
 from meshwright.run.models.decoder import Decoder, build_rope
-from meshwright.run.models.hf import load_hf_weights
+from meshwright.run.models.hf import HfParameters
 from meshwright.run.models.resnet import ResNet
 from meshwright.run.parallel.split import Split
 from meshwright.run.parallel.tensor import apply_split
 from meshwright.spec.job import Job
-from meshwright.spec.model import DecoderModel, ResNetModel
+from meshwright.spec.model import DecoderModel, Model, ResNetModel
 from meshwright.survive.hf.weights import require_weights
 
 
@@ -27,16 +32,59 @@ def parameter_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-@torch.no_grad()
-def initialise(module: nn.Module, seed: int, std: float) -> None:
-    """Fill every parameter in place: norms with one, biases with zero, the rest from its own generator.
+class WeightSource(Protocol):
+    """Where first values come from."""
+
+    def whole(self, name: str) -> Tensor:
+        """The first values of one parameter, all of them, in float32 on the CPU."""
+
+
+class DrawnWeights:
+    """Norms are one, biases zero, the rest is drawn, each parameter from a generator of its own.
 
     Convolutions, which have four dims, are drawn as He et al. (2015) say, by the values that leave them.
 
     Numbers are drawn on the CPU whatever the device, so that a run on GPUs starts from the same weights.
     """
-    for name, parameter in module.named_parameters():
-        parameter.copy_(draw(name, parameter.shape, seed, std))
+
+    def __init__(self, model: Model, seed: int) -> None:
+        self._shapes = {parameter.name: parameter.shape for parameter in list_parameters(model)}
+        self._seed, self._std = seed, model.init_std
+
+    def whole(self, name: str) -> Tensor:
+        """A parameter's first values."""
+        return draw(name, self._shapes[name], self._seed, self._std)
+
+
+def find_weight_source(job: Job, from_hf: bool) -> WeightSource:
+    """Those of the folder ``model.hf``, which must have some, or drawn ones."""
+    if not from_hf:
+        return DrawnWeights(job.model, job.train.seed)
+    assert isinstance(job.model, DecoderModel), "only decoders come from Hugging Face"
+    return HfParameters(require_weights(job.model), job.model)
+
+
+class SplitWeights:
+    """This rank's part of the first values."""
+
+    def __init__(self, weights: WeightSource, split: Split) -> None:
+        self._weights, self._split = weights, split
+
+    def whole(self, name: str) -> Tensor:
+        """All of a parameter that the rank holds."""
+        return self._split.cut(name, self._weights.whole(name))
+
+
+@torch.no_grad()
+def fill(network: nn.Module, names: Iterable[str], weights: WeightSource, device: torch.device) -> None:
+    """Give parameters their first values; those that lie nowhere yet get their memory, too."""
+    for name in names:
+        values = weights.whole(name)
+        if network.get_parameter(name).is_meta:
+            owner, _, leaf = name.rpartition(".")
+            setattr(network.get_submodule(owner), leaf, nn.Parameter(values.to(device)))
+        else:
+            network.get_parameter(name).copy_(values)
 
 
 def draw(name: str, shape: Sequence[int], seed: int, std: float) -> Tensor:
@@ -50,43 +98,34 @@ def draw(name: str, shape: Sequence[int], seed: int, std: float) -> Tensor:
 
 
 def build_model(
-    job: Job, device: torch.device, from_hf: bool = False, split: Split | None = None
+    job: Job,
+    device: torch.device,
+    weights: WeightSource | None = None,
+    split: Split | None = None,
 ) -> Decoder | ResNet:
     """The job's model with its initial weights, on its device; without any where it will be cut.
 
     Args:
         job: The settled job.
         device: Where the weights lie.
-        from_hf: Take them from the folder ``model.hf``, which must have some, and draw none.
+        weights: Its first values, cut as it is; None draws them.
         split: Which part of each matrix the rank holds; None for all.
     """
     model = job.model
+    weights = weights or find_weight_source(job, from_hf=False)
     network: Decoder | ResNet
     if split is not None:
-        return _build_split(job, device, split)
-    if job.layout.zero >= 2 and not from_hf:
+        return _build_split(job, device, weights, split)
+    if job.layout.zero >= 2:
         return _build_empty(job, device)
     with torch.device(device):
         if isinstance(model, ResNetModel):
             network = ResNet(model, job.layout.recompute)
         else:
             network = Decoder(model, job.data.seq_len, loss_chunk(job, model), job.layout.recompute)
-    if from_hf:
-        assert isinstance(network, Decoder), "only decoders come from Hugging Face"
-        assert isinstance(model, DecoderModel), "and have their table"
-        load_hf_weights(network, require_weights(model), model)
-    else:
-        initialise(network, job.train.seed, model.init_std)
+    names = [name for name, _ in network.named_parameters()]
+    fill(network, names, weights, device)
     return network
-
-
-def place_drawn(network: nn.Module, name: str, job: Job, device: torch.device, split: Split | None) -> None:
-    """Give a parameter that lies nowhere its initial values: drawn whole, then cut."""
-    shape = network.get_parameter(name).shape if split is None else split.shape(name)
-    drawn = draw(name, shape, job.train.seed, job.model.init_std)
-    owner, _, leaf = name.rpartition(".")
-    values = drawn if split is None else split.cut(name, drawn)
-    setattr(network.get_submodule(owner), leaf, nn.Parameter(values.to(device)))
 
 
 def tie(network: Decoder, job: Job) -> None:
@@ -95,14 +134,13 @@ def tie(network: Decoder, job: Job) -> None:
         network.head.weight = network.embed.weight
 
 
-def _build_split(job: Job, device: torch.device, split: Split) -> Decoder:
+def _build_split(job: Job, device: torch.device, weights: WeightSource, split: Split) -> Decoder:
     """A decoder with this rank's part of every matrix."""
     network = _build_empty(job, device)
     apply_split(network, split)
     tie(network, job)
     if job.layout.zero < 2:
-        for name, _ in list(network.named_parameters()):
-            place_drawn(network, name, job, device, split)
+        fill(network, [name for name, _ in network.named_parameters()], weights, device)
         tie(network, job)
     return network
 

@@ -13,6 +13,7 @@ from meshwright.plan.sharding import ALL_DATA
 from meshwright.plan.tensor import held_model
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder
+from meshwright.run.models.init import WeightSource
 from meshwright.run.parallel.data import FixedBucketDDP, apply_replicate, average_statistics
 from meshwright.run.parallel.ownership import Owned, OwnedRows, OwnedShards
 from meshwright.run.parallel.sharded import apply_sharding, begin_micro_batch
@@ -20,12 +21,15 @@ from meshwright.run.parallel.split import Split
 from meshwright.spec.job import Job
 
 
-def apply_layout(module: nn.Module, job: Job, ranks: Ranks, split: Split | None) -> nn.Module:
-    """Spread a module over the ranks of data; its matrices were split when it was built (``tensor``)."""
+def apply_layout(module: nn.Module, job: Job, ranks: Ranks, weights: WeightSource) -> nn.Module:
+    """Spread a module over the ranks of data; one that lies nowhere yet gets its weights on the way.
+
+    Its matrices were split over ``tp`` when it was built: innermost, before anything is cut or summed.
+    """
     layout = job.layout
     if layout.zero >= 2:  # with dp_replicate a mesh of two axes: FSDP2 sums over both
         assert isinstance(module, Decoder), "the legality table shards decoders only"
-        return apply_sharding(module, job, ranks, split)
+        return apply_sharding(module, job, ranks, weights)
     if layout.zero == 1:  # whole gradients on every rank, as replicas have them
         return apply_replicate(module, job, ranks, ALL_DATA if layout.dp_replicate > 1 else "dp_shard")
     if layout.dp_replicate > 1:  # outermost: it sums whatever gradients the axes inside produce

@@ -68,8 +68,9 @@ class FixedBucketDDP(DistributedDataParallel):
 
 def sum_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Sum a bucket over the replicas, in float32."""
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
+    full = bucket.buffer()
+    work = dist.all_reduce(full, group=group, async_op=True)
+    return work.get_future().then(lambda _: full)
 
 
 def compressed_hook(dtype: torch.dtype) -> Callable[..., torch.futures.Future[torch.Tensor]]:
@@ -77,8 +78,9 @@ def compressed_hook(dtype: torch.dtype) -> Callable[..., torch.futures.Future[to
 
     def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         full = bucket.buffer()
-        work = dist.all_reduce(full.to(dtype), group=group, async_op=True)
-        return work.get_future().then(lambda done: full.copy_(done.value()[0]))
+        low = full.to(dtype)
+        work = dist.all_reduce(low, group=group, async_op=True)
+        return work.get_future().then(lambda _: full.copy_(low))
 
     return hook
 

@@ -60,10 +60,25 @@ class Owned:
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """What is owned of a whole tensor."""
-        return self._cut_rows(whole if self._split is None else self._split.cut(name, whole))
+        return self._cut_rows(name, whole if self._split is None else self._split.cut(name, whole))
+
+    def fit(self, name: str, whole: Any, shape: torch.Size) -> Tensor:
+        """The part of a whole tensor that has a shape: of the matrix, or of its rows alone.
+
+        Args:
+            name: The parameter.
+            whole: Its values, or a tensor of a mapped file, of which no more is read than is wanted.
+            shape: What is wanted of it, less than the whole.
+        """
+        part = whole if self._split is None else self._split.cut(name, whole)
+        if isinstance(part, Tensor) and part.shape == shape:
+            return part
+        return self._cut_rows(name, part)
 
     def gather(self, name: str, own: Tensor) -> Tensor:
         """The whole tensor of what each rank owns."""
+        if self._ranks is not None:
+            own = own.to(self._ranks.device)  # from the host, where it is offloaded
         return self.join(name, self._gather_rows(name, own))
 
     def join(self, name: str, held: Tensor) -> Tensor:
@@ -78,7 +93,7 @@ class Owned:
         """Of the whole parameter."""
         return tuple(self._shapes[name]) if self._split is None else self._split.shape(name)
 
-    def _cut_rows(self, held: Tensor) -> Tensor:
+    def _cut_rows(self, name: str, held: Tensor) -> Tensor:
         """The rows that are owned."""
         return held
 
@@ -128,7 +143,7 @@ class Owned:
             distinct = self._shards * (1 if split is None else split.size // split.holders(name))
             by_owners.setdefault(world // distinct, []).append(torch.linalg.vector_norm(gradient))
         for owners, norms in by_owners.items():
-            total += torch.stack(norms).double().square().sum() / owners
+            total += torch.stack(norms).double().square().sum().to(total.device) / owners
         dist.all_reduce(total, group=self._ranks.control)
         return total.sqrt().float()
 
@@ -162,9 +177,9 @@ class _Chunks(Owned):
         """The rows, by the parameter's name."""
         yield from self._own.items()
 
-    def _cut_rows(self, held: Tensor) -> Tensor:
+    def _cut_rows(self, name: str, held: Tensor) -> Tensor:
         """The rows that are owned."""
-        rows = chunk_rows(len(held), self._shards, self._index)
+        rows = chunk_rows(self._shapes[name][0], self._shards, self._index)
         return held[rows.start : rows.stop]
 
     @torch.no_grad()
@@ -200,7 +215,7 @@ class OwnedRows(_Chunks):
         super().__init__(module, ranks, split)
         self._buckets = buckets
         self._whole = dict(module.named_parameters())
-        self._own = {name: nn.Parameter(self._cut_rows(p.detach())) for name, p in self._whole.items()}
+        self._own = {name: nn.Parameter(self._cut_rows(name, p.detach())) for name, p in self._whole.items()}
 
     def whole_parameter(self, name: str) -> Tensor:
         """Its rows are all here already."""
@@ -210,7 +225,7 @@ class OwnedRows(_Chunks):
         """Rows get the rows of the gradient."""
         for name, own in self._own.items():
             gradient = self._whole[name].grad
-            own.grad = None if gradient is None else self._cut_rows(gradient)
+            own.grad = None if gradient is None else self._cut_rows(name, gradient)
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -8,8 +8,9 @@ for its backward pass; under ZeRO-2 it stays until the last backward pass of the
 forward to backward in both.
 
 Shards are float32 masters. Blocks are gathered in the precision of the products, the root in float32, as the
-residual stream and the sums of the head's gradient are. Gradients are reduced in float32, summed, not
-averaged: the loss is already divided by the global number of target tokens.
+residual stream and the sums of the head's gradient are. Gradients are reduced in float32, or as
+``compression.kind`` says; summed, not averaged: the loss is already divided by the global number of target
+tokens.
 
 The model comes on the meta device, and a group gets its weights just before it is cut: a rank never holds
 more than its shards and one whole group.
@@ -17,42 +18,87 @@ more than its shards and one whole group.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from meshwright.plan.sharding import list_groups
 from meshwright.plan.tensor import held_model
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder
-from meshwright.run.models.init import place_drawn, tie
-from meshwright.run.parallel.split import Split
+from meshwright.run.models.init import WeightSource, fill, tie
 from meshwright.run.precision import LOW_PRECISION
 from meshwright.spec.job import Job
 
 
-def apply_sharding(network: Decoder, job: Job, ranks: Ranks, split: Split | None) -> Decoder:
+def apply_sharding(network: Decoder, job: Job, ranks: Ranks, weights: WeightSource) -> Decoder:
     """Cut a model over ``dp_shard``, group by group, in place."""
     mesh = ranks.data_mesh
     low = LOW_PRECISION.get(job.train.precision)
     for group in list_groups(held_model(job)):
         module = network.get_submodule(group.name) if group.block else network
-        for parameter in group.parameters:
-            if network.get_parameter(parameter.name).is_meta:
-                place_drawn(network, parameter.name, job, ranks.device, split)
+        fill(network, [parameter.name for parameter in group.parameters], weights, ranks.device)
         if not group.block:
             tie(network, job)
         again = group.block and job.layout.zero == 3
-        _cut(module, mesh, low if group.block else None, reshard_after_forward=again)
+        # Inputs stay as they are: the residual stream and the rotary tables are float32 in every precision.
+        policy = MixedPrecisionPolicy(
+            param_dtype=low if group.block else None,
+            reduce_dtype=LOW_PRECISION.get(job.compression.kind, torch.float32),
+            cast_forward_inputs=False,
+        )
+        _cut(module, mesh, policy, _offload_policy(job, ranks), reshard_after_forward=again)
+    _gather_ahead(network, job.layout.prefetch)
     return network
 
 
-def _cut(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, reshard_after_forward: bool) -> None:
+def _gather_ahead(network: Decoder, depth: int) -> None:
+    """While a group is at work, the next ``depth`` blocks are on their way; forward and backward.
+
+    Without asynchronous gathers FSDP2 waits for each where there are no streams. With them a buffer is freed
+    as soon as its block is copied out of it, on every device. Uses one private method, which 2.11 has too.
+    """
+    root, *blocks = (cast(FSDPModule, module) for module in (network, *network.blocks))
+    root._set_unshard_async_op(True)
+    for place, module in enumerate((root, *blocks)):
+        module.set_modules_to_forward_prefetch(blocks[place : place + depth])
+    blocks.reverse()
+    for place, module in enumerate((root, *blocks)):
+        # No names at all would leave it to FSDP2, which then gathers one; what is gathered costs nothing.
+        module.set_modules_to_backward_prefetch(blocks[place : place + depth] or [module])
+
+
+def _offload_policy(job: Job, ranks: Ranks) -> OffloadPolicy:
+    """Shards on the host, in memory that a GPU copies from while it computes."""
+    if job.layout.offload != "all":
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
+
+
+def _cut(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    reshard_after_forward: bool,
+) -> None:
     """One group: everything in the module that is not in a group yet."""
-    # Inputs stay as they are: the residual stream and the rotary tables are float32 in every precision.
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    cut = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    cut = fully_shard(
+        module,
+        mesh=mesh,
+        mp_policy=policy,
+        offload_policy=offload,
+        reshard_after_forward=reshard_after_forward,
+    )
     assert isinstance(cut, FSDPModule), "fully_shard gives modules another class"
     cut.set_gradient_divide_factor(1.0)
     cut.set_force_sum_reduction_for_comms(True)  # or gloo is asked for a reduction that it does not have
@@ -61,7 +107,10 @@ def _cut(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, reshard
 def begin_micro_batch(module: FSDPModule, job: Job, last: bool) -> None:
     """Say what this micro-batch's backward pass leaves: gradients are reduced and scattered in each.
 
-    Replicas of the shards are summed in the last one alone. ZeRO-2 keeps parameters gathered until then.
+    With ``accumulate = "deferred"`` they stay whole on the rank until the last one. Replicas of the shards
+    are summed in the last one alone, unless they travel in 16 bits: what waits for the other replicas would
+    be added up in 16 bits. ZeRO-2 keeps parameters gathered until the last one.
     """
-    module.set_requires_all_reduce(last)
+    module.set_requires_gradient_sync(last or job.layout.accumulate == "sharded")
+    module.set_requires_all_reduce(last or job.compression.kind != "none")
     module.set_reshard_after_backward(last or job.layout.zero == 3)

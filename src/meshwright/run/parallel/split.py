@@ -167,9 +167,10 @@ class Split:
             return whole
         dim, copies = self._dim(name), self.holders(name)
         pieces, index = self.size // copies, self.rank // copies
-        length = -(-whole.shape[dim] // pieces)
-        start = min(index * length, whole.shape[dim])
-        part = whole.narrow(dim, start, min(length, whole.shape[dim] - start))
+        everything = self._shapes[name][dim]
+        length = -(-everything // pieces)
+        own = slice(min(index * length, everything), min((index + 1) * length, everything))
+        part = whole[own] if dim == 0 else whole[:, own]  # of a mapped file no more is read
         missing = length - part.shape[dim]
         return F.pad(part, (0, 0) * (part.ndim - 1 - dim) + (0, missing)) if missing else part.clone()
 
@@ -208,10 +209,9 @@ class Split:
                     self._ranks.group(axis),
                 )
 
-    @staticmethod
-    def _sum(gradients: Sequence[tuple[Tensor, int]], group: dist.ProcessGroup) -> None:
+    def _sum(self, gradients: Sequence[tuple[Tensor, int]], group: dist.ProcessGroup) -> None:
         filled = [F.pad(g.flatten(), (0, count - g.numel())) for g, count in gradients]
-        flat = torch.cat(filled)
+        flat = torch.cat(filled).to(self._ranks.device)  # from the host, where gradients are offloaded
         dist.all_reduce(flat, group=group)
         for (gradient, _), summed in zip(gradients, flat.split([len(f) for f in filled]), strict=True):
             gradient.copy_(summed[: gradient.numel()].view_as(gradient))

@@ -1,0 +1,238 @@
+"""What a layout's step costs over the same layout written by hand in torch: two CPU ranks, one core each.
+
+Both train the same model on the same batches in the same two processes, step by step in turn, so that
+whatever else the machine does hits both alike. By hand means torch's own DDP, FSDP2 (``fully_shard``) or
+tensor parallelism (``parallelize_module``) and the loop that one writes around it. The figure is the median
+over pairs of (ours - by hand) / by hand, of rank 0.
+
+    python benchmarks/parallel_overhead.py [--pairs 100] [--layout ddp]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from meshwright.launch.environment import prepare_environment
+
+os.environ["OMP_NUM_THREADS"] = "1"
+prepare_environment(threads=1)
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.nn.functional as F  # noqa: E402, N812
+from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: E402
+from torch.distributed.tensor import Replicate, Shard  # noqa: E402
+from torch.distributed.tensor.parallel import (  # noqa: E402
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+from meshwright.cli.ranks import build_launch  # noqa: E402
+from meshwright.launch.assignment import Assignment  # noqa: E402
+from meshwright.plan.contract import PLAN_FILE, build_plan, write_plan  # noqa: E402
+from meshwright.prepare.build import CorpusSpec, prepare_corpus  # noqa: E402
+from meshwright.run.loop import Meter, report_end, train_step  # noqa: E402
+from meshwright.run.models.decoder import Decoder  # noqa: E402
+from meshwright.run.models.init import build_model  # noqa: E402
+from meshwright.run.session import Session  # noqa: E402
+from meshwright.run.worker import run_session  # noqa: E402
+from meshwright.spec.layout import Layout  # noqa: E402
+from meshwright.spec.legality import with_layout  # noqa: E402
+from meshwright.spec.load import build_job  # noqa: E402
+from meshwright.spec.recipe import setting  # noqa: E402
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": {"dp_replicate": 2},
+    "fsdp2": {"dp_shard": 2, "zero": 3},
+    "tp": {"tp": 2},
+    "tp+sp": {"tp": 2, "sequence_parallel": True},
+}
+WARM_UP = 5
+
+
+def build_by_hand(session: Session, kind: str) -> Callable[[], Any]:
+    """The same model spread by torch's own parts, and the loop around it."""
+    job = session.job
+    whole = build_model(
+        with_layout(job, Layout(mode="given", micro_batch=job.layout.micro_batch)), torch.device("cpu")
+    )
+    assert isinstance(whole, Decoder), "a model of text"
+    mesh = init_device_mesh("cpu", (2,))
+    model: nn.Module = whole
+    if kind == "ddp":
+        model = DistributedDataParallel(whole, gradient_as_bucket_view=True)
+    elif kind == "fsdp2":
+        for block in whole.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(whole, mesh=mesh)
+        assert isinstance(whole, FSDPModule), "fully_shard gives modules another class"
+        whole._set_unshard_async_op(True)  # without it nothing overlaps on a CPU
+    else:
+        _split_by_hand(whole, mesh, sequence=kind == "tp+sp")
+    groups = [
+        {
+            "params": [p for p in model.parameters() if p.ndim >= 2],
+            "weight_decay": setting(job.train, "weight_decay"),
+        },
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=job.train.lr, betas=(0.9, 0.95), fused=True)
+    tokens = np.memmap(next(Path(session.assignment.data_dir).glob("train-*.bin")), dtype=np.uint16, mode="r")
+    length, data_ranks = job.data.seq_len, job.layout.data_degree
+    share = job.train.global_batch // data_ranks
+    position = session.ranks.data_rank * share
+
+    def step() -> float:
+        nonlocal position
+        starts = [(position + i) * length for i in range(share)]
+        rows = torch.from_numpy(np.stack([tokens[s : s + length + 1].astype(np.int64) for s in starts]))
+        position += job.train.global_batch
+        inputs, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        if data_ranks > 1:
+            loss = model(inputs, targets) / (share * length)
+        else:
+            loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), job.train.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        shown = loss.detach()
+        if data_ranks > 1:  # a curve is that of all ranks
+            dist.all_reduce(shown)
+        return shown.item()
+
+    return step
+
+
+def _split_by_hand(model: Decoder, mesh: Any, sequence: bool) -> None:
+    """The plan of torch's own tutorial."""
+    stream = Shard(1) if sequence else Replicate()
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+            "head": ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
+            **({"norm": SequenceParallel()} if sequence else {}),
+        },
+    )
+    for block in model.blocks:
+        enter = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
+        first = PrepareModuleInput(
+            input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None)
+        )
+        plan: dict[str, Any] = {
+            "attention": first,
+            "attention.wq": ColwiseParallel(),
+            "attention.wk": ColwiseParallel(),
+            "attention.wv": ColwiseParallel(),
+            "attention.wo": RowwiseParallel(output_layouts=stream),
+            "ffn": enter,
+            "ffn.gate": ColwiseParallel(),
+            "ffn.up": ColwiseParallel(),
+            "ffn.down": RowwiseParallel(output_layouts=stream),
+        }
+        if sequence:
+            plan |= {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
+        parallelize_module(block, mesh, plan)
+
+
+def compare(session: Session) -> None:
+    """Interleave and time; rank 0 writes down the pairs."""
+    task = json.loads(Path(session.assignment.run_dir, "task.json").read_text())
+    by_hand, meter = build_by_hand(session, task["kind"]), Meter(session)
+
+    def ours() -> None:
+        train_step(session, meter)
+
+    pairs: list[tuple[float, float]] = []
+    for pair in range(WARM_UP + task["pairs"]):
+        seconds = {}
+        for function in (ours, by_hand) if pair % 2 else (by_hand, ours):
+            dist.barrier()
+            started = time.perf_counter()
+            function()
+            seconds[function] = time.perf_counter() - started
+        pairs.append((seconds[ours], seconds[by_hand]))
+    if session.ranks.rank == 0:
+        Path(session.assignment.run_dir, "pairs.json").write_text(json.dumps(pairs[WARM_UP:]))
+    report_end(session, evaluations=0, stopping=False)
+
+
+def run_rank(run_dir: str, listener: Any = None) -> int:
+    """One of the two ranks."""
+    return run_session(compare, run_dir, listener)
+
+
+def measure(kind: str, pairs: int, data: Path, folder: Path) -> dict[str, Any]:
+    """Run one layout on two ranks."""
+    tree = {
+        "model": {"num_layers": 6, "hidden_size": 256, "num_heads": 8, "num_kv_heads": 4, "ffn_size": 768,
+                  "vocab_size": 320, "tied_embeddings": False},
+        "data": {"path": str(data), "seq_len": 128},
+        "train": {"steps": 10**6, "global_batch": 16, "lr": 1e-3},
+        "layout": LAYOUTS[kind] | {"micro_batch": 16 if "tp" in kind else 8},
+        "cluster": {"device": "cpu", "devices_per_node": 2, "matmul_flops_per_s": 1e11},
+    }  # fmt: skip
+    plan, _ = build_plan(build_job(tree))
+    folder.mkdir()
+    write_plan(plan, folder / PLAN_FILE)
+    Assignment(str(folder), str(data), str(folder / "checkpoints")).write()
+    (folder / "task.json").write_text(json.dumps({"kind": kind, "pairs": pairs}))
+    build_launch("parallel_overhead:run_rank", plan, folder, lambda event: None).run()
+    times = json.loads((folder / "pairs.json").read_text())
+    ours, by_hand = zip(*times, strict=True)
+    return {
+        "layout": kind,
+        "pairs": pairs,
+        "ours_s": statistics.median(ours),
+        "by_hand_s": statistics.median(by_hand),
+        "overhead": statistics.median((a - b) / b for a, b in times),
+    }
+
+
+def main() -> None:
+    """Print the overhead of each layout."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=100)
+    parser.add_argument("--layout", choices=LAYOUTS, action="append")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    with tempfile.TemporaryDirectory() as place:
+        data = Path(place) / "data"
+        prepare_corpus(CorpusSpec(sources=("builtin:python-stdlib",), out=str(data)), Path(place))
+        kinds = arguments.layout or list(LAYOUTS)
+        rows = [measure(kind, arguments.pairs, data, Path(place) / kind) for kind in kinds]
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
+    result = {"date": str(datetime.datetime.now(tz=datetime.UTC).date()), "machine": machine, "rows": rows}
+    if arguments.json:
+        print(json.dumps(result))
+        return
+    print(f"layouts by hand and ours, {result['date']}, {machine}")
+    for row in rows:
+        ours_ms, by_hand_ms = row["ours_s"] * 1e3, row["by_hand_s"] * 1e3
+        print(f"  {row['layout']:6} ours {ours_ms:7.2f} ms, by hand {by_hand_ms:7.2f} ms,", end=" ")
+        print(f"median of {row['pairs']} pairs {row['overhead']:+.2%} (at most +3% is promised)")
+
+
+if __name__ == "__main__":
+    main()

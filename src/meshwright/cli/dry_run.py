@@ -1,0 +1,162 @@
+"""``meshwright dry-run``: one rank of a layout, built and stepped on this machine, beside the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.cli.app import require_packages
+from meshwright.cli.audit import CHECK_FAILED, show_collectives, show_state
+from meshwright.cli.output import Output
+from meshwright.cli.prove import layout_words, settle_layout
+from meshwright.core.errors import Problem, UserError
+from meshwright.core.units import format_bytes, format_count, format_seconds
+from meshwright.explain.audit import PEAK_TOLERANCE, Audit, audit_rank
+from meshwright.explain.record import RunRecord
+from meshwright.launch.environment import prepare_environment
+from meshwright.plan.choose import Candidate, evaluate, search_layouts
+from meshwright.plan.contract import Plan, layout_keys, plan_of
+from meshwright.spec.job import Job
+from meshwright.spec.legality import with_layout
+from meshwright.spec.load import load_job, require_runnable
+from meshwright.spec.model import DecoderModel
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What one rank is rehearsed with."""
+
+    plan: Plan
+    """For a CPU, as fake tensors are; not compiled."""
+    candidate: Candidate
+    """The same layout on the devices that the job names."""
+    asked: Job
+
+
+def dry_run_job(output: Output, source: str, overrides: Sequence[str], rank: int, on: str | None) -> int:
+    """Rehearse a rank and hold it against the plan; status 3 if bytes differ, or the peak by more than 5%."""
+    require_packages(("torch", "run"), ("safetensors", "run"), needed_for="a dry run")
+    prepared = prepare(output, source, list(overrides), rank, on)
+    plan = prepared.plan
+    prepare_environment(threads=1)
+    started = time.perf_counter()
+    record = rehearse_rank(output, plan, rank)
+    seconds = time.perf_counter() - started
+    verdict = audit_rank(plan, rank, record)
+    describe(output, prepared, rank, verdict)
+    memory = _process_bytes()
+    output.say(f"Took {format_seconds(seconds)} and {format_bytes(memory)} of this machine's memory")
+    output.result({**summary(prepared, rank, verdict), "seconds": seconds, "process_bytes": memory})
+    return 0 if verdict.ok else CHECK_FAILED
+
+
+def prepare(output: Output, source: str, overrides: list[str], rank: int, on: str | None) -> Rehearsed:
+    """Settle the layout and predict it, for the job's devices and for what fake tensors are.
+
+    Raises:
+        UserError: The layout does not run, has no such rank, or is not a decoder's.
+    """
+    job = load_job(source, overrides, on, to_run=False)
+    if not isinstance(job.model, DecoderModel):
+        rule, fix = "cannot be rehearsed: a dry run knows decoders alone", "Use meshwright plan"
+        path, value = "model.architecture", job.model.architecture
+        raise UserError(Problem("dry-run-model", rule, path=path, value=value, fix=fix))
+    job = settle_layout(output, job, source, overrides)
+    require_runnable(job)
+    ranks = job.layout.world_size
+    if not 0 <= rank < ranks:
+        rule = f"is not a rank of {job.layout.named_degrees() or 'one process'}: there are {ranks}"
+        fix = f"Use --rank 0 to {ranks - 1}" if ranks > 1 else "Use --rank 0"
+        raise UserError(Problem("dry-run-rank", rule, path="--rank", value=rank, fix=fix))
+    candidate = search_layouts(job).candidates[0]
+    placed = with_layout(job, candidate.layout)
+    on_cores = dataclasses.replace(
+        placed,
+        cluster=dataclasses.replace(job.cluster, device="cpu"),
+        train=dataclasses.replace(job.train, compile=False),
+    )
+    plan = plan_of(on_cores, evaluate(on_cores, candidate.layout), [])
+    return Rehearsed(plan, candidate, job)
+
+
+def rehearse_rank(output: Output, plan: Plan, rank: int) -> RunRecord:
+    """Take the step; what the rank says of it is the record."""
+    name = f"rank {rank} of {plan.world_size}"
+    record = RunRecord()
+    with output.errors.status(f"{name}: starting") as status:
+        from meshwright.run.dry_run import rehearse  # noqa: PLC0415  (torch)
+
+        rehearse(plan, rank, record.feed, lambda doing: status.update(f"{name}: {doing}"))
+    return record
+
+
+def describe(output: Output, prepared: Rehearsed, rank: int, verdict: Audit) -> None:
+    """What was built, the two tables, and the verdict in words."""
+    plan, job = prepared.plan, prepared.asked
+    step = f"one step of {plan.micro_batches} x {plan.job.layout.micro_batch} samples, with fake tensors"
+    what = f"{job.name}: {format_count(plan.parameters)} parameters, {layout_words(plan)}"
+    output.say(f"{what}, rank {rank}: {step}")
+    if job.train.compile:
+        output.say("Not compiled: torch's compiler decides by itself what it keeps")
+    show_state(output, verdict)
+    output.say()
+    if verdict.collectives:
+        show_collectives(output, verdict, "Collectives of this rank, building it and one step")
+    else:
+        output.say("Collectives: none predicted, none called")
+    output.say()
+    for sentence in explain_device(prepared):
+        output.say(sentence)
+    if verdict.ok:
+        output.say(
+            "Dry run: the plan holds. State and every collective are equal, "
+            f"activations and peak within {PEAK_TOLERANCE:.0%}."
+        )
+    for difference in verdict.differences:
+        output.say(f"Dry run: {difference} [dry-run-differs]")
+
+
+def explain_device(prepared: Rehearsed) -> list[str]:
+    """What the figures above are, where the job is for other devices; and whether it fits those."""
+    ledger, cluster = prepared.candidate.ledger, prepared.asked.cluster
+    said = []
+    if cluster.device != "cpu":
+        said.append(
+            "The tensors are those of a CPU, and so is the plan beside them. On a GPU a norm keeps less, the "
+            "loss takes larger chunks and libraries take workspace: for "
+            f"{cluster.device_name} the plan says {format_bytes(ledger.peak_bytes)}, at: {ledger.peak_at}"
+        )
+    if not prepared.candidate.fits:
+        said.append(
+            f"It does not fit: {cluster.device_name} has {format_bytes(cluster.memory_bytes)}, "
+            f"and the plan says {format_bytes(ledger.first_peak_bytes)}"
+        )
+    return said
+
+
+def summary(prepared: Rehearsed, rank: int, verdict: Audit) -> dict[str, Any]:
+    """For programs."""
+    plan, ledger = prepared.plan, prepared.candidate.ledger
+    audit = verdict.as_dict()
+    return {
+        "equal": audit.pop("audit_ok"),
+        "rank": rank,
+        "world_size": plan.world_size,
+        "layout": layout_keys(plan.job),
+        "micro_batches": plan.micro_batches,
+        "device": plan.job.cluster.device,
+        **audit,
+        "job_device": prepared.asked.cluster.device,
+        "job_peak_bytes": ledger.peak_bytes,
+        "fits": prepared.candidate.fits,
+    }
+
+
+def _process_bytes() -> int:
+    """The most memory that this process ever had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,60 @@
+"""What leaves the device: which state lies on the host, and the buffers through which it is streamed.
+
+``offload = "optimizer"``: moments lie on the host. In the update they come to the device bucket by bucket,
+are updated there and go back: a slot for what comes, one at work, one for what goes. ``"all"`` (ZeRO-2 and
+3): parameters, gradients and moments lie on the host, which takes the update too; nothing is streamed for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.plan.buckets import bucket_parameters
+from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
+from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, list_parameters
+from meshwright.plan.sharding import chunk_rows, shard_rank
+from meshwright.plan.tensor import held_model
+from meshwright.spec.job import Job
+
+SLOTS = 3
+"""Buckets of state on the device at once: arriving, at work, leaving."""
+OFFLOADED = {
+    "none": (),
+    "optimizer": ("optimizer",),
+    "all": ("parameters", "gradients", "optimizer"),
+}
+"""Kinds of state that lie on the host."""
+
+
+def offloaded_state(job: Job, state: dict[str, int]) -> dict[str, int]:
+    """The part of a rank's state that lies on the host, by kind."""
+    away = OFFLOADED[job.layout.offload]
+    return {kind: size if kind in away else 0 for kind, size in state.items()}
+
+
+def list_state_buckets(job: Job) -> list[list[str]]:
+    """Names of parameters whose state is streamed together: those of a bucket of gradients."""
+    return bucket_parameters(list_parameters(held_model(job)), job.layout.bucket_mb)
+
+
+def slot_sizes(buckets: Sequence[int]) -> list[int]:
+    """Buckets take the slots in turn; each slot is as large as the largest of its own."""
+    return [max(buckets[place::SLOTS]) for place in range(min(SLOTS, len(buckets)))]
+
+
+def streaming_bytes(job: Job, rank: int = 0) -> int:
+    """Device memory for what is streamed; none where nothing is, or the host takes the update."""
+    if job.layout.offload != "optimizer":
+        return 0
+    parameters = {p.name: p for p in list_parameters(held_model(job))}
+    buckets = [
+        sum(_state_bytes(parameters[name], job, rank) for name in names) for names in list_state_buckets(job)
+    ]
+    return sum(slot_sizes(buckets))
+
+
+def _state_bytes(parameter: Parameter, job: Job, rank: int) -> int:
+    rows, ranks = parameter.shape[0], job.layout.dp_shard
+    own = parameter.count // rows * len(chunk_rows(rows, ranks, shard_rank(job, rank)))
+    keys = state_keys(rule_of(parameter.name, len(parameter.shape), job.train), job.train)
+    return sum(1 if key == STEP_COUNT else own for key in keys) * FLOAT32_BYTES

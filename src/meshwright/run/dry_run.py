@@ -1,0 +1,179 @@
+"""One rank of a layout without devices, memory or the other ranks: one step of the real code.
+
+Tensors are torch's fake ones, which have a shape and a type and nothing inside; process groups are torch's
+fake ones, which return at once. What is built, wrapped, called and freed is what a real rank builds, wraps,
+calls and frees: the same functions in the same order, under the same counter and the same tracker.
+
+Integers stay real. They are few, and code reads them: the order of DDP's buckets, the coordinates of a mesh,
+the number of targets. Whatever else is read from a tensor is zero.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore  # makes the backend known, too
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from meshwright.core.events import EventWriter, Listener
+from meshwright.launch.assignment import Assignment
+from meshwright.plan.contract import Plan
+from meshwright.prepare.dataset import Rows, TokenDataset
+from meshwright.run.batches import Batcher, Samples
+from meshwright.run.collectives.counter import DEVICE_KEYS, CollectiveCounter
+from meshwright.run.loop import compute_step, report_end
+from meshwright.run.mesh import join_ranks, leave_ranks
+from meshwright.run.session import Session, build_session
+from meshwright.run.step_audit import StepAudit
+from meshwright.spec.job import Job
+
+Tell = Callable[[str], None]
+"""Told what is being done."""
+_READ = torch.ops.aten._local_scalar_dense.default
+"""What ``item``, ``tolist`` and ``float`` call."""
+
+
+def rehearse(plan: Plan, rank: int, listener: Listener, tell: Tell) -> None:
+    """Take one step as a rank.
+
+    Args:
+        plan: Of a job for CPU, not compiled.
+        rank: Which of its ranks.
+        listener: Told the events of an audited step: ``state`` and ``collectives``.
+        tell: For progress.
+    """
+    assert plan.job.cluster.device == "cpu", "fake tensors are those of a CPU here"
+    counter = CollectiveCounter()
+    counter.install()
+    ranks = None
+    try:
+        ranks = join_ranks(plan.job, counter, FakeStore(), rank, backend="fake")
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake, RealIntegers():
+            tell("building")
+            nowhere = Assignment(os.devnull, os.devnull, os.devnull)
+            events = EventWriter(Path(os.devnull), rank, 0, listener)
+            blank = BlankDataset(plan.job)
+            with OneChunk():
+                session = build_session(plan, nowhere, ranks, counter, events, open_split=lambda _: blank)
+            batches = session.train_batches
+            assert isinstance(batches, Batcher), "decoders read tokens"
+            session.train_batches = FakeBatches(**vars(batches), fake=fake)
+            _take_step(session, tell)
+    finally:
+        if ranks is not None:
+            leave_ranks(ranks)
+        counter.remove()
+
+
+def _take_step(session: Session, tell: Tell) -> None:
+    """The step, audited as the first of a run is."""
+    batch = session.job.train.global_batch
+    with ToldStep(session, tell) as audit:
+        session.audit = audit
+        compute_step(session, np.arange(batch), batch * session.job.data.seq_len)
+    session.step += 1
+    report_end(session, evaluations=0, stopping=False)
+
+
+class ToldStep(StepAudit):
+    """The audit of a step, which also says how far the step is."""
+
+    def __init__(self, session: Session, tell: Tell) -> None:
+        super().__init__(session)
+        self._tell, self._all, self._begun = tell, session.plan.micro_batches, 0
+
+    def before_forward(self) -> None:
+        """A micro-batch begins."""
+        self._begun += 1
+        self._tell(f"micro-batch {self._begun} of {self._all}")
+        super().before_forward()
+
+    def after_backward(self) -> None:
+        """The gradients are complete."""
+        self._tell("updating")
+        super().after_backward()
+
+
+class RealIntegers(TorchDispatchMode):
+    """Above the fake mode: integers and what is made of them are real, and collectives are called."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation for real where nothing fake goes into it."""
+        kwargs = kwargs or {}
+        if FakeTensor in types:
+            if func is _READ:
+                return 0.0 if args[0].is_floating_point() else 0
+            if func.namespace == "_c10d_functional":
+                # Its kernel for fake tensors only makes the result; the one for a CPU calls the group.
+                return func.redispatch(DEVICE_KEYS["cpu"], *args, **kwargs)
+            return func(*args, **kwargs)
+        dtype = kwargs.get("dtype")
+        given = any(isinstance(leaf, Tensor) for leaf in tree_iter((args, kwargs)))
+        if given or (dtype is not None and not dtype.is_floating_point):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+class OneChunk(TorchFunctionMode):
+    """Chunks of one shape are one tensor while a model is cut: FSDP2 makes all ranks' and keeps its own.
+
+    Nothing is inside them that could differ, and a view costs a fake tensor a tenth of a millisecond: 512
+    ranks of a 70B model took most of a minute for it.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Cut once where torch would cut as often as there are ranks."""
+        kwargs = kwargs or {}
+        if func is torch.chunk and isinstance(args[0], FakeTensor):  # nothing is differentiated yet
+            return _chunk_once(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _chunk_once(whole: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
+    rows = whole.size(dim)
+    size = -(-rows // chunks)
+    full, rest = divmod(rows, size)
+    tail = [whole.narrow(dim, full * size, rest)] if rest else []
+    return [whole.narrow(dim, 0, size)] * full + tail
+
+
+class BlankDataset(TokenDataset):
+    """As many samples as a step wants, of zeros; every position is a target."""
+
+    def __init__(self, job: Job) -> None:
+        self.seq_len, self.mask = job.data.seq_len, job.data.mask
+        self.shard_sample_counts = (job.train.global_batch,)
+
+    def __len__(self) -> int:
+        return self.shard_sample_counts[0]
+
+    def read(self, indices: npt.ArrayLike) -> Rows:
+        """Zeros."""
+        zeros = np.zeros((np.size(indices), self.seq_len), dtype=np.int64)
+        return Rows(zeros, zeros, zeros if self.mask == "document" else None)
+
+
+@dataclass(frozen=True)
+class FakeBatches(Batcher):
+    """A rank's micro-batches: targets, which are counted, are real, and all else is fake."""
+
+    fake: FakeTensorMode
+
+    def micro_batches(self, samples: Samples, least: int = 0) -> Iterator[tuple[Tensor, ...]]:
+        """The model's arguments."""
+        for tokens, targets, *segments in super().micro_batches(samples, least):
+            others = (self.fake.from_tensor(tensor) for tensor in segments)
+            yield self.fake.from_tensor(tokens), targets, *others

@@ -1,0 +1,52 @@
+"""Dry runs against real ranks: the same bytes, the same state, the same peak, without any of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from meshwright.cli.dry_run import dry_run_job
+from meshwright.cli.output import Output
+
+
+@pytest.fixture
+def dry_run(job_file, capfd):
+    """Rehearse a rank of the tiny job from inside the test."""
+
+    def run(*overrides, rank=0, expect=0):
+        capfd.readouterr()
+        status = dry_run_job(Output(as_json=True), str(job_file), overrides, rank, None)
+        out, err = capfd.readouterr()
+        assert status == expect, err
+        return json.loads(out)
+
+    return run
+
+
+def moved(rows, phases=("setup", "step")):
+    keys = ("axis", "op", "phase", "ranks", "calls", "bytes")
+    return sorted(tuple(row[key] for key in keys) for row in rows if row["phase"] in phases)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank"),
+    [
+        ("dp_shard=4 zero=3 micro_batch=1", 3),
+        ("dp_replicate=2 dp_shard=2 zero=3", 1),
+        ("dp_shard=3 zero=1 micro_batch=2", 2),
+        ("dp_replicate=2 micro_batch=3", 1),
+    ],
+)
+def test_a_rehearsed_rank_is_a_real_one(train, dry_run, layout, rank):
+    """The first step of real gloo ranks and of a fake one: equal collectives, state, activations and peak."""
+    overrides = [*(f"layout.{key}" for key in layout.split()), "train.steps=1", "train.eval_every=1"]
+    real = train(*overrides)
+    rehearsed = dry_run(*overrides, rank=rank)
+    assert moved(rehearsed["collectives"]) == moved(real.result["collectives"])
+    events = [json.loads(line) for line in (real.run_dir / "events.jsonl").read_text().splitlines()]
+    [measured] = [e for e in events if e["event"] == "state" and e["rank"] == rank]
+    found = {row["kind"]: row["measured"] for row in rehearsed["state"]}
+    assert found.pop("activations") == measured["activation_bytes"]
+    assert found.pop("peak") == measured["peak_bytes"]
+    assert found == measured["state_bytes"]

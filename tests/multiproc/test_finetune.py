@@ -1,0 +1,121 @@
+"""``examples/finetune-7b.toml`` in small: four real ranks, from a folder of transformers and back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before the library is imported: no test asks the network
+
+transformers = pytest.importorskip("transformers")
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+from meshwright.core.errors import UserError  # noqa: E402
+from meshwright.core.events import read_events  # noqa: E402
+from meshwright.prepare.hf_tokenizer import hf_tokenizer_text  # noqa: E402
+from meshwright.prepare.tokenizer import ByteTokenizer  # noqa: E402
+from meshwright.run.generate import GenerateTask, load_model  # noqa: E402
+from meshwright.spec.load import load_job  # noqa: E402
+from meshwright.survive.hf.export import export_checkpoint  # noqa: E402
+from meshwright.survive.hf.names import list_places  # noqa: E402
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SHAPE = {
+    "vocab_size": 320,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LR, WARMUP = 4e-3, 4
+SMALL = (
+    "cluster.preset=local",
+    "cluster.device=cpu",
+    "data.seq_len=256",
+    "train.steps=16",
+    "train.global_batch=8",
+    f"train.lr={LR}",
+    f"train.warmup={WARMUP}",
+    "train.eval_every=8",
+    "train.eval_samples=8",
+    "checkpoint.every_steps=1",
+    "checkpoint.keep_last=99",
+    "layout.offload=none",  # a core computes in the host's memory
+)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A random model of transformers in shards, with a tokenizer of bytes."""
+    torch.manual_seed(1)
+    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+    made.to(torch.bfloat16).save_pretrained(tmp_path / "base", max_shard_size="100KB")
+    (tmp_path / "base" / "tokenizer.json").write_text(hf_tokenizer_text(ByteTokenizer()))
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def finetune(train, job_file, folder):
+    """Train as the example says, in small."""
+    shutil.copytree(EXAMPLES, "examples")
+    job_file.write_text(Path("examples/finetune-7b.toml").read_text())
+    return lambda *more: train(f"model.hf={folder}", *SMALL, *more)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
+
+
+def test_from_a_folder_to_a_folder_on_four_ranks(finetune, folder, job_file, tmp_path):
+    """It starts from the folder's weights, learns, and what it exports gives transformers the same logits."""
+    trained = finetune()
+    result = trained.result
+    assert (result["world_size"], result["layout"]["zero"]) == (4, 3)
+    assert result["audit_ok"], result["differences"]
+    assert f"files of {folder}" in trained.messages
+    assert sum(trained.losses[-4:]) < 0.9 * sum(trained.losses[:4])
+    events = read_events(trained.run_dir / "events.jsonl").events
+    held_out = [e["loss"] for e in events if e["event"] == "eval" and e["rank"] == 0]
+    assert len(held_out) == 2
+    assert held_out[-1] < held_out[0]
+    # AdamW moves an element by the rate at most in its first step: every tensor began where the folder is.
+    checkpoints = trained.run_dir / "checkpoints"
+    before, first = tensors_of(folder), load_file(checkpoints / "step-00000001" / "model.safetensors")
+    places = list_places(load_job(str(job_file), [f"model.hf={folder}", *SMALL]).model)
+    assert first.keys() == places.keys()
+    for name, tensor in first.items():
+        moved = (tensor - before[places[name].name].float()).abs().max()
+        assert 0 < moved <= 1.01 * LR / WARMUP, name
+    export_checkpoint(Path(result["checkpoint"]), tmp_path / "out", "float32", 100_000)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    tokens = torch.randint(0, 256, (2, 200), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        ours = load_model(GenerateTask(result["checkpoint"]))(tokens)
+        torch.testing.assert_close(ours, theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_folder_that_does_not_hold_the_model_is_refused_before_a_rank_starts(finetune, folder):
+    """A tensor of another shape, and one that is not there: both are named, and no run is left behind."""
+    for path in folder.glob("*.safetensors"):
+        held = load_file(path)
+        held.pop("model.norm.weight", None)
+        if "model.layers.1.mlp.up_proj.weight" in held:
+            held["model.layers.1.mlp.up_proj.weight"] = torch.zeros(95, 48, dtype=torch.bfloat16)
+        save_file(held, path)
+    with pytest.raises(UserError) as caught:
+        finetune()
+    problems = {problem.code: str(problem.rule) for problem in caught.value.problems}
+    assert problems.keys() == {"model-hf-weights-missing", "model-hf-weights-shape"}
+    assert "model.norm.weight" in problems["model-hf-weights-missing"]
+    assert "model.layers.1.mlp.up_proj.weight is 95x48" in problems["model-hf-weights-shape"]
+    assert not Path("runs").exists()

@@ -1,0 +1,199 @@
+"""Dry runs: the ledger against torch itself for large models, planted mistakes, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+
+from meshwright.cli.dry_run import dry_run_job
+from meshwright.cli.output import Output
+from meshwright.core.errors import UserError
+from meshwright.plan import choose
+from meshwright.run.collectives.counter import CollectiveCounter
+from meshwright.run.dry_run import FakeStore, OneChunk, RealIntegers
+
+SMALL = ("train.global_batch=12", "data.seq_len=32", "cluster.device=cpu")
+
+
+@pytest.fixture
+def dry_run(capfd):
+    """Rehearse a rank of a preset; returns the result and what was said."""
+
+    def run(preset, *overrides, rank=0, on=None, expect=0):
+        capfd.readouterr()
+        status = dry_run_job(Output(as_json=True), preset, overrides, rank, on)
+        out, err = capfd.readouterr()
+        assert status == expect, err
+        return json.loads(out), err
+
+    return run
+
+
+LARGE = [
+    ("llama3-8b", "dp_shard=8", 5, "1x8xh100-sxm"),
+    ("llama3-8b", "dp_shard=8 zero=1", 7, "1x8xh200-sxm"),
+    ("llama3-8b", "dp_shard=8 zero=2 recompute=selective", 1, "1x8xh100-sxm"),
+    ("gpt3-175b", "dp_shard=64 recompute=full", 63, "8x8xh100-sxm"),
+    ("llama3-70b", "dp_shard=64 recompute=full", 0, "8x8xh100-sxm"),
+    ("llama3-70b", "dp_replicate=64 dp_shard=8 recompute=full", 100, "64x8xh100-sxm"),
+    ("llama3-70b", "dp_shard=512 recompute=selective", 511, "64x8xh100-sxm"),
+    ("llama3-405b", "dp_replicate=2 dp_shard=256 recompute=full", 300, "64x8xh100-sxm"),
+]
+
+
+@pytest.mark.parametrize(
+    ("preset", "layout", "rank", "on"),
+    [pytest.param(*case, marks=[] if case is LARGE[0] else [pytest.mark.slow]) for case in LARGE],
+)
+def test_the_ledger_of_large_models_is_what_torch_does(dry_run, preset, layout, rank, on):
+    """8B to 405B on 8 to 512 ranks: state and bytes equal, activations and peak within 5%, no memory."""
+    asked = [*(f"layout.{key}" for key in layout.split()), "layout.micro_batch=1"]
+    degrees = [int(key.split("=")[1]) for key in layout.split() if key.startswith("dp_")]
+    ranks = degrees[0] * (degrees[1] if len(degrees) > 1 else 1)
+    found, said = dry_run(preset, *asked, f"train.global_batch={ranks}", rank=rank, on=on)
+    assert found["equal"], found["differences"]
+    assert found["world_size"] == ranks
+    assert {row["kind"] for row in found["state"]} >= {"parameters", "gradients", "optimizer", "peak"}
+    moved = {(row["axis"], row["op"]) for row in found["collectives"] if row["bytes"] > 2**30}
+    assert ("dp_shard", "all_gather") in moved
+    assert found["process_bytes"] < found["job_peak_bytes"] / 8, "the model was really there"
+    assert "The tensors are those of a CPU" in said
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("dp_replicate=1 micro_batch=3", "train.precision=fp16", "train.noise_scale_every=1"),
+        ("dp_replicate=3", "compression.kind=bf16", "train.optimizer=muon"),
+        ("dp_shard=3 zero=2", "train.precision=bf16", "data.mask=document", "train.grad_noise=0.1"),
+        ("dp_shard=5 micro_batch=1", "train.precision=fp16", "train.optimizer=sgd", "train.clip=0.0"),
+        ("dp_shard=2 recompute=selective", "model.positions=learned", "model.max_positions=32"),
+    ],
+    ids=lambda layout: layout[0],
+)
+def test_settings_that_read_values_run_too(dry_run, layout):
+    """Loss scales, noise scales, masks and every optimizer: what they read is zero, what they move is not."""
+    degrees, *settings = layout
+    asked = [*(f"layout.{key}" for key in degrees.split()), *settings, *SMALL]
+    found, _ = dry_run("tiny", *asked)
+    assert found["equal"], found["differences"]
+
+
+def test_the_peak_of_many_tokens_is_in_the_final_norm(dry_run):
+    """Few parameters and long sequences: the norm's backward pass is the largest moment, and predicted."""
+    found, _ = dry_run("tiny", "layout.dp_shard=2", "layout.micro_batch=8", "train.global_batch=16")
+    assert found["equal"], found["differences"]
+
+
+# What it is for: to find mistakes
+
+
+def test_a_wrong_prediction_of_bytes_is_named_by_axis_and_op(dry_run, monkeypatch):
+    right = choose.predict_traffic
+
+    def wrong(job):
+        return [
+            dataclasses.replace(row, bytes=row.bytes - 4) if row.op == "reduce_scatter" else row
+            for row in right(job)
+        ]
+
+    monkeypatch.setattr(choose, "predict_traffic", wrong)
+    found, said = dry_run("tiny", "layout.dp_shard=4", *SMALL, expect=3)
+    assert not found["equal"]
+    [difference] = found["differences"]
+    assert "axis dp_shard, reduce_scatter in phase step: " in difference
+    assert "[dry-run-differs]" in said
+
+
+def test_a_wrong_prediction_of_the_peak_is_found(dry_run, monkeypatch):
+    right = choose.predict_ledger
+
+    def wrong(job, *sizes):
+        ledger = right(job, *sizes)
+        return dataclasses.replace(ledger, first_peak_bytes=int(ledger.first_peak_bytes * 1.06))
+
+    monkeypatch.setattr(choose, "predict_ledger", wrong)
+    found, _ = dry_run("tiny", "layout.dp_replicate=2", *SMALL, expect=3)
+    assert [d.split(" is ")[0] for d in found["differences"]] == ["rank 0: peak"]
+
+
+def test_a_mistake_in_the_layout_itself_is_found(dry_run, monkeypatch):
+    """Replicas of shards summed in every micro-batch: twice the all-reduces that the plan has."""
+    monkeypatch.setattr("meshwright.run.parallel.apply.begin_micro_batch", lambda *_: None)
+    layout = ("layout.dp_replicate=2", "layout.dp_shard=2")
+    found, _ = dry_run("tiny", *layout, *SMALL, expect=3)
+    assert any("axis dp_replicate, all_reduce in phase step: 6 calls" in d for d in found["differences"])
+
+
+def test_what_does_not_fit_is_rehearsed_and_said(dry_run):
+    found, said = dry_run("tiny", "layout.dp_replicate=2", "cluster.memory_bytes=1000000", *SMALL)
+    assert found["equal"]
+    assert not found["fits"]
+    assert "It does not fit" in said
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "rank", "code"),
+    [
+        ("tiny", ["layout.dp_shard=4"], 4, "dry-run-rank"),
+        ("tiny", ["layout.dp_shard=4"], -1, "dry-run-rank"),
+        ("tinier", [], 0, "job-missing-file"),
+        ("resnet50", [], 0, "dry-run-model"),
+        ("tiny", ["layout.dp_shard=4", "layout.micro_batch=999"], 0, "layout-micro-batch"),
+    ],
+)
+def test_what_is_refused(preset, overrides, rank, code):
+    with pytest.raises(UserError) as caught:
+        dry_run_job(Output(as_json=True), preset, overrides, rank, None)
+    assert code in [problem.code for problem in caught.value.problems]
+
+
+# The parts
+
+
+@pytest.fixture
+def rehearsing():
+    """Fake tensors and the groups of the second of four ranks."""
+    counter = CollectiveCounter()
+    counter.install()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    with FakeTensorMode(allow_non_fake_inputs=True), RealIntegers():
+        yield counter
+    dist.destroy_process_group()
+    counter.remove()
+
+
+def test_functional_collectives_are_counted(rehearsing):
+    """Torch's own kernels for fake tensors make the result and call nobody."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    rehearsing.name_axis(mesh.get_group("tp"), "tp")
+    weight = torch.empty(8, 4, requires_grad=True)
+    summed = functional.all_reduce(weight, "sum", mesh.get_group("tp"))
+    assert isinstance(summed, FakeTensor)
+    assert [(row["axis"], row["op"], row["bytes"]) for row in rehearsing.rows()] == [
+        ("tp", "all_reduce", 8 * 4 * 4)
+    ]
+
+
+def test_a_mesh_is_built_and_sliced_among_fake_tensors(rehearsing):
+    """Its coordinates are integers, which are read."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    assert list(mesh.get_coordinate()) == [0, 1]
+    assert mesh["tp"].get_local_rank() == 1
+    assert mesh["dp_shard"].size() == 2
+
+
+@pytest.mark.parametrize(("rows", "chunks"), [(8, 4), (7, 4), (2, 4), (9, 4), (1, 1)])
+def test_one_chunk_has_the_shapes_of_all(rehearsing, rows, chunks):
+    """The rows of torch.chunk, for even and uneven cuts."""
+    whole = torch.empty(rows, 3)
+    expected = [part.shape for part in torch.chunk(whole, chunks)]
+    with OneChunk():
+        assert [part.shape for part in torch.chunk(whole, chunks)] == expected
