@@ -70,7 +70,21 @@ class Cell:
     @property
     def job(self) -> Job:
         """The job to prove."""
-        return _place(_job(self.work), dict(self.settings))
+        job = _place(_job(self.work), dict(self.settings))
+        if not self.compiled:
+            return job
+        train = dataclasses.replace(job.train, compile=True, compile_backend="aot_eager")
+        return dataclasses.replace(job, train=train)
+
+    @property
+    def layout(self) -> tuple[tuple[str, Any], ...]:
+        """How it is split, without how the batch is cut."""
+        return tuple(item for item in self.settings if item[0] != "micro_batch")
+
+    @property
+    def family(self) -> str:
+        """Of its decoder."""
+        return self.work.partition(",")[0]
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -96,32 +110,54 @@ class Cell:
         return " ".join((self.work, *said, *(["compiled"] if self.compiled else [])))
 
 
-def list_cells(ranks: Iterable[int], compiled: bool = False) -> list[Cell]:
+def list_cells(ranks: Iterable[int]) -> list[Cell]:
     """Every legal cell on so many ranks.
 
     Degrees and ``zero`` need each other and come together. The settings are added one by one, and what the
     table refuses on the way is not gone on with: no rule asks of a setting that a later one be there.
     """
     return [
-        Cell(work, tuple(settings.items()), compiled)
+        Cell(work, tuple(settings.items()))
         for work in WORKS
         for count in ranks
-        for settings in _legal_settings(_compile(_job(work)) if compiled else _job(work), count)
+        for settings in _legal_settings(_job(work), count)
     ]
 
 
+def draw_cells(ranks: int) -> Iterator[Cell]:
+    """Legal cells on so many ranks, drawn without an end."""
+    drawn = random.Random(SEED)
+    shapes, jobs = _list_shapes(ranks), {work: _job(work) for work in WORKS}
+    while True:
+        work, zero = drawn.choice(list(WORKS)), drawn.randrange(4)
+        settings = {**drawn.choice(shapes), "zero": zero}
+        settings |= {key: drawn.choice(values) for key, values in SETTINGS.items()}
+        if _is_legal(jobs[work], settings):
+            yield Cell(work, tuple(settings.items()))
+
+
+def list_compiled(cells: Sequence[Cell]) -> list[Cell]:
+    """Those whose blocks may be compiled, compiled."""
+    compiled = (dataclasses.replace(cell, compiled=True) for cell in cells)
+    return [cell for cell in compiled if not find_problems(cell.job)]
+
+
 def _legal_settings(job: Job, ranks: int) -> list[dict[str, Any]]:
-    shapes = (
-        dict(zip(DEGREES, degrees, strict=True))
-        for degrees in itertools.product(range(1, ranks + 1), repeat=len(DEGREES))
-        if math.prod(degrees) == ranks
-    )
-    found = [{**shape, "zero": zero} for shape, zero in itertools.product(shapes, range(4))]
+    found = [{**shape, "zero": zero} for shape, zero in itertools.product(_list_shapes(ranks), range(4))]
     found = [settings for settings in found if _is_legal(job, settings)]
     for key, values in SETTINGS.items():
         wider = ({**settings, key: value} for settings in found for value in values)
         found = [settings for settings in wider if _is_legal(job, settings)]
     return found
+
+
+def _list_shapes(ranks: int) -> list[dict[str, int]]:
+    """All ways to place the ranks on the axes."""
+    return [
+        dict(zip(DEGREES, degrees, strict=True))
+        for degrees in itertools.product(range(1, ranks + 1), repeat=len(DEGREES))
+        if math.prod(degrees) == ranks
+    ]
 
 
 def _is_legal(job: Job, settings: dict[str, Any]) -> bool:
@@ -130,10 +166,6 @@ def _is_legal(job: Job, settings: dict[str, Any]) -> bool:
 
 def _place(job: Job, settings: dict[str, Any]) -> Job:
     return dataclasses.replace(job, layout=Layout(mode="given", **settings))
-
-
-def _compile(job: Job) -> Job:
-    return dataclasses.replace(job, train=dataclasses.replace(job.train, compile=True))
 
 
 def _job(work: str) -> Job:
@@ -151,6 +183,15 @@ def _job(work: str) -> Job:
     )
 
 
+def choose_models(cells: Sequence[Cell]) -> list[Cell]:
+    """Every layout with one decoder of each family: which one, and its micro-batch, are drawn."""
+    drawn = random.Random(SEED)
+    groups: dict[Any, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.layout, cell.family), []).append(cell)
+    return [drawn.choice(group) for group in groups.values()]
+
+
 def list_pairs(cell: Cell) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
     """Settings that meet in a cell, two by two; the model is one of them."""
     return itertools.combinations((("work", cell.work), *cell.settings), 2)
@@ -162,13 +203,13 @@ def choose_covering(cells: Sequence[Cell]) -> list[Cell]:
     Greedily: always the cell with the most that is new, and of equal ones the cheapest.
     """
     numbers: dict[Any, int] = {}
-    masks = {
-        cell: sum(1 << numbers.setdefault(pair, len(numbers)) for pair in list_pairs(cell)) for cell in cells
-    }
-    tried = random.Random(SEED).sample(cells, len(cells))
+    tried = [
+        (sum(1 << numbers.setdefault(pair, len(numbers)) for pair in list_pairs(cell)), -cell.passes, cell)
+        for cell in random.Random(SEED).sample(cells, len(cells))
+    ]
     left, chosen = (1 << len(numbers)) - 1, []
     while left:
-        best = max(tried, key=lambda cell: ((masks[cell] & left).bit_count(), -cell.passes))
+        pairs, _, best = max(tried, key=lambda row: ((row[0] & left).bit_count(), row[1]))
         chosen.append(best)
-        left &= ~masks[best]
+        left &= ~pairs
     return chosen

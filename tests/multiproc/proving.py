@@ -38,19 +38,17 @@ class Prover:
         self._number = itertools.count()
         self._references: dict[object, tuple[Path, list[float | None]]] = {}
 
-    def prove(self, job: Job, entry: str = ENTRY, compiled: bool = False) -> Proof:
-        """Run the job's layout and compare.
+    def prove(self, job: Job, entry: str = ENTRY) -> Proof:
+        """Run the job's layout and compare; blocks are compiled if the job says so, as the command does not.
 
         Args:
             job: With its layout given.
             entry: Of a rank: `prove`'s own, or one with a defect.
-            compiled: Compile the blocks, where the command would leave them eager.
         """
         here = proof_job(job, machine_memory_bytes())
         home, losses = self._reference(here)
-        if compiled:
-            train = dataclasses.replace(here.train, compile=True, compile_backend="aot_eager")
-            here = dataclasses.replace(here, train=train)
+        asked = {key: getattr(job.train, key) for key in ("compile", "compile_backend")}
+        here = dataclasses.replace(here, train=dataclasses.replace(here.train, **asked))
         require_runnable(here)
         plan, place = build_plan(here)[0], self._place()
         task = ProofTask(self._positions(here), str(home))

@@ -24,6 +24,7 @@ from meshwright.core.events import Listener
 from meshwright.plan.proof import (
     ACTIVATIONS_FILE,
     GRADIENT_STEPS,
+    LOOKING,
     WEIGHTS_FILE,
     ActivationDifference,
     Findings,
@@ -39,8 +40,6 @@ from meshwright.run.parallel.tensor import whole_activation
 from meshwright.run.session import Session
 from meshwright.run.worker import run_session
 
-LOOKING = "proof"
-"""The phase that the witness's own collectives are counted in: the steps stay as they were promised."""
 Seen = Callable[[str, str, int, Tensor], None]
 """Told module, `input` or `output`, the sample's place in the batch, and its part of the tensor."""
 
