@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.run import loop, session
+from meshwright.run import loop, prove, session
 from meshwright.run.batches import Batcher
 from meshwright.run.mesh import Ranks
+from meshwright.run.parallel.split import Split
+from meshwright.run.parallel.tensor import RowLinear, VocabularyEmbedding
 from meshwright.run.precision import Precision
 from meshwright.run.prove import run_rank
 
@@ -70,6 +73,15 @@ def _grow(model, ranks):
 unequal_weight = with_model(_grow)
 
 
+def _grow_norm(model, ranks):
+    if ranks.rank == 1:
+        with torch.no_grad():
+            model.blocks[1].attention_norm.weight *= 1.01
+
+
+unequal_norm = with_model(_grow_norm)
+
+
 def _spoil(model, ranks):
     if ranks.rank == 1:
         with torch.no_grad():
@@ -77,6 +89,67 @@ def _spoil(model, ranks):
 
 
 not_finite = with_model(_spoil)
+
+
+def with_method(owner, name, change):
+    """An entry in whose ranks a method is another: ``change(honest, self, *arguments)``."""
+
+    def entry(run_dir, listener):
+        honest = getattr(owner, name)
+        setattr(owner, name, lambda self, *arguments: change(honest, self, *arguments))
+        return run_rank(run_dir, listener)
+
+    return entry
+
+
+unsummed_norms = with_method(Split, "sum_gradients", lambda honest, self, *arguments: None)
+"""Sequence parallel: each rank keeps what its own tokens add to the gradients of what is whole."""
+
+
+def _without_copies(honest, self, *arguments):
+    copies, self.copies = self.copies, 1
+    honest(self, *arguments)
+    self.copies = copies
+
+
+unsummed_keys = with_method(Split, "sum_gradients", _without_copies)
+"""Several ranks hold the same key head, and each keeps what its own queries add."""
+bias_on_every_rank = with_method(
+    RowLinear, "forward", lambda honest, self, x: self._split.leave(F.linear(x, self.weight, self.bias))
+)
+"""The bias is added before the sum, once by every rank."""
+
+
+def _other_words(honest, self, tokens):
+    return honest(self, (tokens + self.num_embeddings) % (self._split.size * self.num_embeddings))
+
+
+other_words = with_method(VocabularyEmbedding, "forward", _other_words)
+"""Every rank takes its rows for those of the words of the next one."""
+
+
+def _first_tokens(honest, self, index):
+    rank, self.rank = self.rank, 0
+    found = honest(self, index)
+    self.rank = rank
+    return found
+
+
+first_positions = with_method(Split, "own_tokens", _first_tokens)
+"""Sequence parallel: every rank looks up the positions of the first rank's tokens."""
+
+
+shifted_tokens = with_method(Split, "enter", lambda honest, self, x: honest(self, x).roll(1, dims=1))
+"""The ranks' tokens are put together in a wrong order."""
+
+
+def tp_counted_as_data(run_dir, listener):
+    """The loss is divided by all ranks' targets as if each rank had read other samples."""
+    honest = loop.forward_backward
+    loop.forward_backward = lambda session, samples, divisor: honest(
+        session, samples, divisor * session.job.layout.tp
+    )
+    return run_rank(run_dir, listener)
 
 
 def wrong_divisor(run_dir, listener):
@@ -167,4 +240,17 @@ def dies(run_dir, listener):
         return honest(session, lr)
 
     loop.update = update
+    return run_rank(run_dir, listener)
+
+
+def audited(run_dir, listener):
+    """No defect: the second step, of which the proof itself looks at nothing, is audited as `train` does."""
+    honest = prove.train_step
+
+    def train_step(session, meter):
+        if session.step == 1:
+            return loop.take_step(session, meter, audited=True)
+        return honest(session, meter)
+
+    prove.train_step = train_step
     return run_rank(run_dir, listener)

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from proving import Prover
 
 from meshwright.cli import prove as command
 from meshwright.cli.output import Output
 from meshwright.core.errors import MeshwrightError
-from meshwright.explain.proof import judge
-from meshwright.plan.proof import Findings, ProofTask, ReferenceNotes, chosen_positions
+from meshwright.spec.load import build_job
+from model_shapes import GPT_PARTS
 
 KEYS = {"equal", "max_rel_diff", "max_grad_diff", "first_divergence", "losses", "reference_losses"}
 KEYS |= {"tolerance", "layout", "shrunk"}
@@ -141,29 +142,19 @@ def test_shards_are_gathered_before_they_are_compared(prove, monkeypatch):
 
 @pytest.fixture(scope="module")
 def against(prepared, tmp_path_factory):
-    """One reference for all defects: each is planted in a layout of two ranks and judged."""
-    folder = tmp_path_factory.mktemp("proof")
-    job_file = folder / "job.toml"
-    job_file.write_text(
-        f'[model]\npreset = "tiny"\n[data]\npath = "{prepared}"\nseq_len = 32\n'
-        "[train]\nsteps = 10\nglobal_batch = 12\nlr = 3e-3\n"
-        "[layout]\ndp_replicate = 2\nmicro_batch = 3\n"
-    )
-    output = Output(as_json=True)
-    ready = command.prepare_proof(output, str(job_file), [])
-    positions = chosen_positions(12, 2)
-    home = folder / "reference"
-    task, entry = ProofTask(positions), command.REFERENCE_ENTRY
-    reference = command.run_side(output, entry, ready.reference, home, task, ready.data_dir)
+    """One reference for all defects of a model: each is planted in a small layout and judged."""
+    prover = Prover(tmp_path_factory.mktemp("proof"), prepared)
 
-    def run(defect):
-        place = folder / defect
-        entry = f"planted_proofs:{defect}"
-        losses = command.run_side(
-            output, entry, ready.plan, place, ProofTask(positions, str(home)), ready.data_dir
-        )
-        found = [Findings.read(place, rank) for rank in range(2)]
-        return judge(ReferenceNotes.read(home), found, losses, reference)
+    def run(defect, layout, model=()):
+        tree = {
+            "name": "planted",
+            "model": {"preset": "tiny", **dict(model)},
+            "data": {"path": str(prepared), "seq_len": 32},
+            "train": {"steps": 10, "global_batch": 12, "lr": 3e-3},
+            "layout": {"micro_batch": 3, **layout},
+            "cluster": {"preset": "local", "device": "cpu"},
+        }
+        return prover.prove(build_job(tree), f"planted_proofs:{defect}")
 
     return run
 
@@ -185,13 +176,50 @@ def against(prepared, tmp_path_factory):
 )
 def test_a_planted_defect_is_found_and_its_module_named(against, defect, kind, module, rank, said):
     """The module, how it differs, and on which rank."""
-    verdict = against(defect)
-    assert not verdict.equal
-    first = verdict.first_divergence
-    assert (first.kind, first.module) == (kind, module), first
+    first = named(against(defect, {"dp_replicate": 2}), kind, module, said)
     assert first.rank == rank
+
+
+SEQUENCE = {"tp": 2, "sequence_parallel": True}
+ONE_KEY_HEAD = {"num_kv_heads": 1}
+GPT = {**GPT_PARTS, "max_positions": 32, "tied_embeddings": False}
+
+
+@pytest.mark.parametrize(
+    ("defect", "layout", "model", "kind", "module", "said"),
+    [
+        ("unsummed_norms", SEQUENCE, {}, "gradient", "norm", ""),
+        ("unsummed_norms", {**SEQUENCE, "dp_shard": 2}, {}, "gradient", "norm", ""),
+        ("unsummed_keys", SEQUENCE, ONE_KEY_HEAD, "gradient", "blocks.1.attention.wv", ""),
+        ("unsummed_keys", {"tp": 2}, ONE_KEY_HEAD, "gradient", "blocks.1.attention.wv", ""),
+        ("bias_on_every_rank", SEQUENCE, GPT, "gradient", "blocks.1.ffn.down", ""),
+        ("other_words", SEQUENCE, {}, "activation", "embed", ""),
+        ("first_positions", SEQUENCE, GPT, "activation", "positions", ""),
+        ("shifted_tokens", SEQUENCE, {}, "activation", "blocks.0.attention", ""),
+        ("tp_counted_as_data", SEQUENCE, {}, "gradient", "norm", "all gradients are 0.5 times"),
+        ("rope_offset", SEQUENCE, {}, "activation", "blocks.0.attention", ""),
+        ("unequal_weight", SEQUENCE, {}, "activation", "blocks.1.ffn.down", ""),
+        ("unequal_norm", SEQUENCE, {}, "activation", "blocks.1.attention_norm", ""),
+        ("no_gradient", SEQUENCE, {}, "gradient", "blocks.0.attention.wk", "missing"),
+        ("tied_reduce", {**SEQUENCE, "dp_replicate": 2}, {}, "gradient", "embed", "it is also head.weight"),
+    ],
+)
+def test_a_defect_of_shared_matrices_is_found_and_its_module_named(
+    against, defect, layout, model, kind, module, said
+):
+    """Most of the ranks' losses are still near: what is named is the module."""
+    named(against(defect, layout, model), kind, module, said)
+
+
+def named(proof, kind, module, said):
+    """The first divergence, which must be this one."""
+    assert not proof.verdict.equal
+    first = proof.verdict.first_divergence
+    assert (first.kind, first.module) == (kind, module), first
     assert said in first.note
     if said in ("", "added up"):
         assert said or not first.note
     assert module in first.sentence()
     assert first.difference is None if said == "missing" else first.difference > 1e-4
+    assert [found.not_compared for found in proof.findings] == [[] for _ in proof.findings]
+    return first

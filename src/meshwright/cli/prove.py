@@ -200,8 +200,9 @@ def layout_words(plan: Plan) -> str:
     if plan.world_size == 1:
         return "one process"
     layout = plan.job.layout
-    zero = f" layout.zero={layout.zero}" if layout.zero else ""
-    return f"{layout.named_degrees()}{zero} ({format_plural(plan.world_size, 'rank')})"
+    more = f" layout.zero={layout.zero}" if layout.zero else ""
+    more += " layout.sequence_parallel=true" if layout.sequence_parallel else ""
+    return f"{layout.named_degrees()}{more} ({format_plural(plan.world_size, 'rank')})"
 
 
 def describe_proof(output: Output, prepared: Prepared) -> None:

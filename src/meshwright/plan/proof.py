@@ -37,6 +37,8 @@ WEIGHT_TOLERANCE = 1e-2
 of zero and one of 1e-9 differ by a whole step; it only decides who is named."""
 MOST_WARMUP = 2
 """Steps: with a long warm-up nothing would move in ten."""
+LOOKING = "proof"
+"""The phase in which a rank's own collectives for comparing count: those of the steps stay as promised."""
 
 TASK_FILE = "proof.json"
 NOTES_FILE = "reference.json"

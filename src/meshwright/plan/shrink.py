@@ -159,16 +159,22 @@ def _shrunk(job: Job, layout: Layout, widen: int) -> Job:
     piece = 2 * layout.cp * layout.tp
     seq_len = min(data.seq_len, -(-SMALL_SEQ_LEN // piece) * piece)
     data = dataclasses.replace(data, seq_len=seq_len)
-    small = _shrink_decoder(model, layout, seq_len, widen)
+    repeated = model.num_kv_heads < job.layout.tp
+    small = _shrink_decoder(model, layout, seq_len, widen, repeated)
     return with_layout(dataclasses.replace(job, model=small, data=data, train=train), layout)
 
 
-def _shrink_decoder(model: DecoderModel, layout: Layout, seq_len: int, widen: int) -> DecoderModel:
-    """Two layers, or one a stage; as many key heads as tp; the proportions of the rest kept, rounded."""
+def _shrink_decoder(
+    model: DecoderModel, layout: Layout, seq_len: int, widen: int, repeated: bool
+) -> DecoderModel:
+    """Two layers, or one a stage; as many key heads as tp; the proportions of the rest kept, rounded.
+
+    Where key heads are repeated over tp, they still are: there is one.
+    """
     dense = min(model.dense_layers, 1)
     windows = model.window_every if model.window else 1
     layers = max(2, layout.pp * layout.virtual_stages, dense + 1, windows)
-    key_heads = min(model.num_kv_heads, max(SMALL_HEADS, layout.tp) * widen)
+    key_heads = 1 if repeated else min(model.num_kv_heads, max(SMALL_HEADS, layout.tp) * widen)
     groups = min(
         model.num_heads // model.num_kv_heads, 2 if model.num_kv_heads > 1 else layout.tp * widen * 2
     )

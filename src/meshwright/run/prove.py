@@ -18,11 +18,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.core.events import Listener
 from meshwright.plan.proof import (
     ACTIVATIONS_FILE,
     GRADIENT_STEPS,
+    LOOKING,
     WEIGHTS_FILE,
     ActivationDifference,
     Findings,
@@ -68,17 +70,18 @@ class ModuleWatch:
 
     def __init__(self, session: Session, positions: Sequence[int], seen: Seen) -> None:
         batches, self._split = session.train_batches, session.split
+        self._counter = session.counter
         places = np.arange(session.job.train.global_batch)
         self._parts = list(cut(places, batches.rank, batches.ranks, batches.micro_batch))
+        self._rows = batches.micro_batch
         self._wanted = set(positions)
         self._seen = seen
         self._index = -1
-        self._met: set[str] = set()
+        self._met: set[tuple[str, str]] = set()
         self._on = False
-        self._handles = [
-            module.register_forward_hook(self._hook(canonical_name(name)))
-            for name, module in session.model.named_modules()
-        ]
+        self._handles: list[RemovableHandle] = []
+        for name, module in session.model.named_modules():
+            self._watch(canonical_name(name), module)
 
     def begin(self) -> None:
         """A micro-batch begins."""
@@ -95,25 +98,33 @@ class ModuleWatch:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def hook(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            if not self._on or name in self._met:  # a module that runs twice is looked at once
-                return
-            self._met.add(name)
-            for what, value in (("input", inputs), ("output", output)):
-                tensor = _first_tensor(value)
-                if tensor is not None and tensor.ndim:
-                    whole = full_tensor(tensor)
-                    if self._split is not None:
-                        whole = whole_activation(self._split, name, what, whole)
-                    self._show(name, what, whole)
+    def _watch(self, name: str, module: nn.Module) -> None:
+        # First of all hooks: a layout's own, which change what is read, are a part of the module.
+        entry = module.register_forward_pre_hook(
+            lambda _, inputs: self._look(name, "input", inputs), prepend=True
+        )
+        end = module.register_forward_hook(lambda _, inputs, output: self._look(name, "output", output))
+        self._handles += [entry, end]
 
-        return hook
+    def _look(self, name: str, what: str, value: Any) -> None:
+        if not self._on or (name, what) in self._met:  # a module that runs twice is looked at once
+            return
+        self._met.add((name, what))
+        tensor = _first_tensor(value)
+        if tensor is not None and tensor.ndim:
+            with self._counter.during(LOOKING):
+                self._show(name, what, self._whole(name, what, tensor))
+
+    def _whole(self, name: str, what: str, tensor: Tensor) -> Tensor:
+        whole = full_tensor(tensor)
+        return whole if self._split is None else whole_activation(self._split, name, what, whole)
 
     def _show(self, name: str, what: str, tensor: Tensor) -> None:
+        # Positions that every sample counts from zero are looked up once for all of them.
+        shared = len(tensor) != self._rows
         for row, position in enumerate(self._parts[self._index]):
-            if int(position) in self._wanted and row < len(tensor):
-                self._seen(name, what, int(position), tensor[row])
+            if int(position) in self._wanted:
+                self._seen(name, what, int(position), tensor if shared else tensor[row])
 
 
 class Witness(ABC):
@@ -137,14 +148,16 @@ class Witness(ABC):
         """The gradients are complete, before anything is done with them."""
         step = self.session.step + 1
         if step in GRADIENT_STEPS:
-            self.look_at_gradients(step)
+            with self.session.counter.during(LOOKING):
+                self.look_at_gradients(step)
 
     def after_step(self) -> None:
         """The weights are updated."""
         if self.session.step == 1 and self.modules is not None:
             self.modules.remove()
             self.modules = None
-            self.look_at_weights()
+            with self.session.counter.during(LOOKING):
+                self.look_at_weights()
 
     @abstractmethod
     def see(self, module: str, what: str, position: int, tensor: Tensor) -> None:

@@ -12,6 +12,7 @@ needs. ``redispatch`` does; calling what ``torch.library.get_kernel`` gives does
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -80,6 +81,15 @@ class CollectiveCounter:
         if self._library is not None:
             self._library._destroy()
             self._library = None
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Count what is called inside for another phase."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
 
     def name_axis(self, group: dist.ProcessGroup, axis: str) -> None:
         """Calls on ``group`` count for ``axis``; groups without a name count under their own."""

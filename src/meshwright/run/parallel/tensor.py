@@ -126,13 +126,11 @@ def whole_activation(split: Split, module: str, what: str, tensor: Tensor) -> Te
         split: The rank's place.
         module: Its name.
         what: ``input`` or ``output``.
-        tensor: What it really read or put out.
+        tensor: What it really put out, or was called with, before its style made something of it.
     """
     style, output = style_of(module), what == "output"
     if (style in ("column", "keys") and output) or (style == "row" and not output):
         return split.join_columns(tensor, split.copies if style == "keys" else 1)
-    if style in ("column", "keys", "enter") and not output:  # entered already
-        return tensor
     floating = tensor.is_floating_point() and tensor.ndim == 2  # tokens and their loss are no streams
     return split.join_tokens(tensor) if floating else tensor
 

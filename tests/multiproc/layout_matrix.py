@@ -1,0 +1,215 @@
+"""All layouts that run, by asking the legality table, and a small set in which all pairs of settings meet."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args, get_type_hints
+
+from meshwright.spec.job import Job
+from meshwright.spec.layout import Layout
+from meshwright.spec.legality import find_problems
+from meshwright.spec.load import build_job
+from model_shapes import GPT_PARTS
+
+SEED = 5
+"""Of the order in which layouts are tried; recorded, so that the same ones run everywhere."""
+SEQ_LEN = 24
+DECODER = {"num_layers": 2, "hidden_size": 48, "num_heads": 24, "head_dim": 4, "ffn_size": 96}
+"""Heads and feed-forward split over 2, 3, 4 and 8 ranks."""
+GPT = {**GPT_PARTS, "max_positions": SEQ_LEN}
+WORKS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model": {"num_kv_heads": 12, "vocab_size": 264, "tied_embeddings": False},
+        "train": {"global_batch": 5},
+    },
+    "llama, one key head": {
+        "model": {"num_kv_heads": 1, "vocab_size": 263, "tied_embeddings": True},
+        "data": {"mask": "document"},
+        "train": {"global_batch": 3, "optimizer": "lion"},
+    },
+    "gpt": {
+        "model": {**GPT, "num_kv_heads": 24, "vocab_size": 263, "tied_embeddings": True},
+        "data": {"prompt_masking": True},
+        "train": {"global_batch": 3},
+    },
+    "gpt, two key heads": {
+        "model": {**GPT, "num_kv_heads": 2, "vocab_size": 265, "tied_embeddings": False},
+        "data": {"mask": "document", "prompt_masking": True},
+        "train": {"global_batch": 5},
+    },
+}
+"""Both families of decoders: key heads fewer than ``tp``, words that ``tp`` does not divide, tied and untied,
+packed documents, masked prompts, and batches that no number of ranks divides."""
+
+_HINTS = get_type_hints(Layout)
+DEGREES = ("dp_replicate", "dp_shard", "tp")
+SETTINGS: dict[str, Sequence[Any]] = {
+    "sequence_parallel": (False, True),
+    "recompute": get_args(_HINTS["recompute"]),
+    "micro_batch": (1, 2),
+    "accumulate": get_args(_HINTS["accumulate"]),
+    "prefetch": (1, 0, 2),
+    "offload": get_args(_HINTS["offload"]),
+}
+"""What is tried beside the degrees and ``zero``; those that are not built yet join when they are."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One layout of one model."""
+
+    work: str
+    settings: tuple[tuple[str, Any], ...]
+    compiled: bool = False
+
+    @property
+    def job(self) -> Job:
+        """The job to prove."""
+        job = _place(_job(self.work), dict(self.settings))
+        if not self.compiled:
+            return job
+        train = dataclasses.replace(job.train, compile=True, compile_backend="aot_eager")
+        return dataclasses.replace(job, train=train)
+
+    @property
+    def layout(self) -> tuple[tuple[str, Any], ...]:
+        """How it is split, without how the batch is cut."""
+        return tuple(item for item in self.settings if item[0] != "micro_batch")
+
+    @property
+    def family(self) -> str:
+        """Of its decoder."""
+        return self.work.partition(",")[0]
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Of the axes."""
+        return tuple(value for key, value in self.settings if key in DEGREES)
+
+    @property
+    def ranks(self) -> int:
+        """How many it needs."""
+        return math.prod(self.degrees)
+
+    @property
+    def passes(self) -> int:
+        """Micro-batches of a step on all ranks, by which it takes its time."""
+        settings = dict(self.settings)
+        share = -(-WORKS[self.work]["train"]["global_batch"] // (self.ranks // settings["tp"]))
+        return self.ranks * -(-share // settings["micro_batch"])
+
+    def __str__(self) -> str:
+        """As the name of a test: what is not the default."""
+        idle = {field.name: field.default for field in dataclasses.fields(Layout)}
+        said = [f"{key}={value}" for key, value in self.settings if value != idle[key]]
+        return " ".join((self.work, *said, *(["compiled"] if self.compiled else [])))
+
+
+def list_cells(ranks: Iterable[int]) -> list[Cell]:
+    """Every legal cell on so many ranks.
+
+    Degrees and ``zero`` need each other and come together. The settings are added one by one, and what the
+    table refuses on the way is not gone on with: no rule asks of a setting that a later one be there.
+    """
+    return [
+        Cell(work, tuple(settings.items()))
+        for work in WORKS
+        for count in ranks
+        for settings in _legal_settings(_job(work), count)
+    ]
+
+
+def draw_cells(ranks: int) -> Iterator[Cell]:
+    """Legal cells on so many ranks, drawn without an end."""
+    drawn = random.Random(SEED)
+    shapes, jobs = _list_shapes(ranks), {work: _job(work) for work in WORKS}
+    while True:
+        work, zero = drawn.choice(list(WORKS)), drawn.randrange(4)
+        settings = {**drawn.choice(shapes), "zero": zero}
+        settings |= {key: drawn.choice(values) for key, values in SETTINGS.items()}
+        if _is_legal(jobs[work], settings):
+            yield Cell(work, tuple(settings.items()))
+
+
+def list_compiled(cells: Sequence[Cell]) -> list[Cell]:
+    """Those whose blocks may be compiled, compiled."""
+    compiled = (dataclasses.replace(cell, compiled=True) for cell in cells)
+    return [cell for cell in compiled if not find_problems(cell.job)]
+
+
+def _legal_settings(job: Job, ranks: int) -> list[dict[str, Any]]:
+    found = [{**shape, "zero": zero} for shape, zero in itertools.product(_list_shapes(ranks), range(4))]
+    found = [settings for settings in found if _is_legal(job, settings)]
+    for key, values in SETTINGS.items():
+        wider = ({**settings, key: value} for settings in found for value in values)
+        found = [settings for settings in wider if _is_legal(job, settings)]
+    return found
+
+
+def _list_shapes(ranks: int) -> list[dict[str, int]]:
+    """All ways to place the ranks on the axes."""
+    return [
+        dict(zip(DEGREES, degrees, strict=True))
+        for degrees in itertools.product(range(1, ranks + 1), repeat=len(DEGREES))
+        if math.prod(degrees) == ranks
+    ]
+
+
+def _is_legal(job: Job, settings: dict[str, Any]) -> bool:
+    return not find_problems(_place(job, settings))
+
+
+def _place(job: Job, settings: dict[str, Any]) -> Job:
+    return dataclasses.replace(job, layout=Layout(mode="given", **settings))
+
+
+def _job(work: str) -> Job:
+    """The model and its batch; the data are those of the test."""
+    parts = WORKS[work]
+    return build_job(
+        {
+            "name": "matrix",
+            "model": {**DECODER, **parts["model"]},
+            "data": {"path": "builtin:python-stdlib", "seq_len": SEQ_LEN, **parts.get("data", {})},
+            "train": {"steps": 10, "lr": 3e-3, "warmup": 2, **parts["train"]},
+            "cluster": {"preset": "local", "device": "cpu"},
+            "layout": {"dp_replicate": 1},
+        }
+    )
+
+
+def choose_models(cells: Sequence[Cell]) -> list[Cell]:
+    """Every layout with one decoder of each family: which one, and its micro-batch, are drawn."""
+    drawn = random.Random(SEED)
+    groups: dict[Any, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.layout, cell.family), []).append(cell)
+    return [drawn.choice(group) for group in groups.values()]
+
+
+def list_pairs(cell: Cell) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
+    """Settings that meet in a cell, two by two; the model is one of them."""
+    return itertools.combinations((("work", cell.work), *cell.settings), 2)
+
+
+def choose_covering(cells: Sequence[Cell]) -> list[Cell]:
+    """Few cells in which every pair of settings that is legal at all occurs.
+
+    Greedily: always the cell with the most that is new, and of equal ones the cheapest.
+    """
+    numbers: dict[Any, int] = {}
+    tried = [
+        (sum(1 << numbers.setdefault(pair, len(numbers)) for pair in list_pairs(cell)), -cell.passes, cell)
+        for cell in random.Random(SEED).sample(cells, len(cells))
+    ]
+    left, chosen = (1 << len(numbers)) - 1, []
+    while left:
+        pairs, _, best = max(tried, key=lambda row: ((row[0] & left).bit_count(), row[1]))
+        chosen.append(best)
+        left &= ~pairs
+    return chosen
