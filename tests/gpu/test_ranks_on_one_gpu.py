@@ -38,10 +38,11 @@ def together(train, monkeypatch):
 @pytest.mark.parametrize(
     "layout",
     [
+        "dp_replicate=2",
         "tp=2",
         "tp=2 sequence_parallel=true",
-        "tp=2 sequence_parallel=true recompute=selective",
-        "dp_replicate=2",
+        "tp=2 recompute=selective",
+        "tp=2 sequence_parallel=true recompute=full",
     ],
 )
 def test_ranks_that_share_a_gpu_train_as_one_does(together, layout, precision):
@@ -53,9 +54,7 @@ def test_ranks_that_share_a_gpu_train_as_one_does(together, layout, precision):
     assert shared.result["audit_ok"], shared.result["differences"]
 
 
-@pytest.mark.parametrize(
-    "layout", ["dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=3", "dp_shard=2 offload=all"]
-)
+@pytest.mark.parametrize("settings", ["zero=1", "zero=2", "zero=3", "zero=3 offload=all"])
 def test_shards_on_one_gpu(together, settings):
     """FSDP2 with its streams and float32 masters, and everything on the host."""
     given = (*WIDE, "train.precision=bf16", "layout.micro_batch=2")

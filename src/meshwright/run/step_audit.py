@@ -54,11 +54,11 @@ class StepAudit:
 
     def before_forward(self) -> None:
         """A micro-batch begins."""
-        self._before_forward = self._live_bytes()
+        self._before_forward = self._own_bytes()
 
     def after_forward(self) -> None:
         """What came to life in the forward pass and still lives is what the backward pass waits for."""
-        self._activations = max(self._activations, self._live_bytes() - self._before_forward)
+        self._activations = max(self._activations, self._own_bytes() - self._before_forward)
 
     def after_backward(self) -> None:
         """The moment at which the state is defined: write down everything."""
@@ -88,7 +88,9 @@ class StepAudit:
             return self._tracker.live_bytes
         return torch.cuda.memory_allocated(self._device) if self._on_gpu else None
 
-    def _live_bytes(self) -> int:
+    def _own_bytes(self) -> int:
+        """The same without what is gathered: parameters, not activations."""
+        gathered = self._session.owned.gathered_bytes() if self._on_gpu else 0
         if self._tracker is not None:
-            return self._tracker.live_bytes - self._tracker.gathered_bytes  # parameters, not activations
-        return torch.cuda.memory_allocated(self._device) if self._on_gpu else 0
+            gathered = self._tracker.gathered_bytes
+        return (self.live_bytes() or 0) - gathered
