@@ -104,5 +104,6 @@ def hold(prover: Prover, cell: Cell) -> None:
     audit = audit_run(proof.plan, proof.record)
     assert [row for row in audit.collectives if row.phase != LOOKING and not row.equal] == []
     assert {row.phase for row in audit.collectives if row.calls} >= {"step"}
-    assert [row for row in audit.state if not row.held] == []
-    assert {row.rank for row in audit.state} == set(range(cell.ranks))
+    state = [row for row in audit.state if not row.tolerance]  # peaks are for models of some size
+    assert [row for row in state if not row.held] == []
+    assert {row.rank for row in state} == set(range(cell.ranks))
