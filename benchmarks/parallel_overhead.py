@@ -35,7 +35,7 @@ import torch.nn.functional as F  # noqa: E402, N812
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: E402
-from torch.distributed.tensor import Replicate, Shard  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
 from torch.distributed.tensor.parallel import (  # noqa: E402
     ColwiseParallel,
     PrepareModuleInput,
@@ -71,9 +71,8 @@ WARM_UP = 5
 def build_by_hand(session: Session, kind: str) -> Callable[[], Any]:
     """The same model spread by torch's own parts, and the loop around it."""
     job = session.job
-    whole = build_model(
-        with_layout(job, Layout(mode="given", micro_batch=job.layout.micro_batch)), torch.device("cpu")
-    )
+    alone = with_layout(job, Layout(mode="given", micro_batch=job.layout.micro_batch))
+    whole = build_model(alone, torch.device("cpu"))
     assert isinstance(whole, Decoder), "a model of text"
     mesh = init_device_mesh("cpu", (2,))
     model: nn.Module = whole
@@ -111,7 +110,7 @@ def build_by_hand(session: Session, kind: str) -> Callable[[], Any]:
         else:
             loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), job.train.clip)
+        _clip(model, job.train.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         shown = loss.detach()
@@ -120,6 +119,16 @@ def build_by_hand(session: Session, kind: str) -> Callable[[], Any]:
         return shown.item()
 
     return step
+
+
+def _clip(model: nn.Module, most: float) -> None:
+    """Torch takes no norm of cut and whole tensors together."""
+    kinds = [[p for p in model.parameters() if isinstance(p, DTensor) is cut] for cut in (True, False)]
+    norms = [nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None]) for kind in kinds if kind]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = torch.linalg.vector_norm(torch.stack(whole))
+    for kind in kinds:
+        nn.utils.clip_grads_with_norm_(kind, most, total)
 
 
 def _split_by_hand(model: Decoder, mesh: Any, sequence: bool) -> None:

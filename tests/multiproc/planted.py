@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import resource
 import signal
 from pathlib import Path
 
@@ -12,9 +14,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from meshwright.run import loop, session, worker
+from meshwright.run.bench import scaling
 from meshwright.run.memory import PeakTracker
 from meshwright.run.models import decoder_sharding
 from meshwright.run.worker import run_rank, run_session
+
+M_MMAP_THRESHOLD = -3
+"""Of glibc's mallopt."""
 
 
 def extra_all_reduce(run_dir, listener):
@@ -242,4 +248,29 @@ def unprepared_inputs(run_dir, listener):
     """Attention and feed-forward do not enter: every product below them does by itself."""
     for module in ("blocks.*.attention", "blocks.*.ffn"):
         del decoder_sharding.SHARDING[module]
+    return run_rank(run_dir, listener)
+
+
+def scaling_of_replicas_alone(run_dir, listener):
+    """A benchmark's rank that can stand replicas alone."""
+
+    def measure(session):
+        if session.job.layout.data_degree > session.job.layout.dp_replicate:
+            raise RuntimeError("only replicas are for this test")
+        scaling.measure(session)
+
+    return run_session(measure, run_dir, listener)
+
+
+def little_memory(run_dir, listener):
+    """Rank 1 may take MESHWRIGHT_TEST_ROOM bytes more than it has when it starts.
+
+    glibc maps its large blocks one by one, so that what is freed is free: its heap would keep holes.
+    """
+    if os.environ["RANK"] == "1":
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
+        status = Path("/proc/self/status").read_text()
+        held = int(status.partition("VmData:")[2].split()[0]) * 1024
+        limit = held + int(os.environ["MESHWRIGHT_TEST_ROOM"])
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     return run_rank(run_dir, listener)

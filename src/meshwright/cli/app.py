@@ -71,9 +71,11 @@ def guarded(output: Output, command: Callable[[], int | None]) -> None:
     try:
         status = command() or 0
     except MeshwrightError as error:
-        from meshwright.cli.nearest import price_of_nearest  # noqa: PLC0415  (only when something is wrong)
+        from meshwright.cli.nearest import find_near  # noqa: PLC0415  (only when something is wrong)
 
-        output.failure(error, price_of_nearest(error))
+        near = find_near(error)
+        facts = {"nearest": [one.as_dict() for one in near]} if near else None
+        output.failure(error, [one.line for one in near], facts=facts)
         status = error.exit_status
     except KeyboardInterrupt:
         output.errors.print("interrupted")
@@ -216,6 +218,24 @@ def dry_run(
 
     output = Output(as_json)
     guarded(output, lambda: dry_run_job(output, job, overrides or [], rank, on))
+
+
+@app.command()
+def tune(
+    job: JobSource,
+    overrides: Overrides = None,
+    top: Annotated[int, typer.Option(help="Layouts to try, the best predictions first.")] = 3,
+    steps: Annotated[int, typer.Option(help="Steps of each; the first three are not counted.")] = 8,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the recalibrated cluster goes.")] = Path(
+        "cluster.toml"
+    ),
+    as_json: Json = False,
+) -> None:
+    """Try the planner's best layouts on this machine, and write a cluster file that predicts closer."""
+    from meshwright.cli.tune import tune_job  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: tune_job(output, job, overrides or [], top, steps, out))
 
 
 @app.command()

@@ -3,53 +3,26 @@
 from __future__ import annotations
 
 import os
-import platform
-import shutil
-import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from meshwright.cli.app import require_packages
 from meshwright.cli.data import settle_data
+from meshwright.cli.measure import Heard, describe_machine, measure_plan
 from meshwright.cli.output import Output
-from meshwright.cli.ranks import build_launch, require_compiler, require_devices
+from meshwright.cli.ranks import require_compiler, require_devices
 from meshwright.cli.train import refuse_preset
-from meshwright.core.errors import InterruptedRunError, Problem, UserError
-from meshwright.core.events import Event
+from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_count, format_plural, format_seconds
 from meshwright.explain.audit import audit_run
 from meshwright.explain.plot import Chart, draw_svg
 from meshwright.explain.scaling import FEWEST_STEPS, ScalingRow, basis, build_row, scaling_chart
-from meshwright.explain.scan import Attempt
 from meshwright.explain.text_plot import draw_text
-from meshwright.launch.assignment import Assignment
 from meshwright.launch.environment import prepare_environment
-from meshwright.plan.contract import PLAN_FILE, Plan, build_plan, write_plan
-from meshwright.spec.cluster import count_cores
+from meshwright.plan.contract import Plan, build_plan
 from meshwright.spec.layout import DEGREES
 from meshwright.spec.load import apply_override, load_job, read_tree
-
-ENTRY = "meshwright.run.bench.scaling:run_rank"
-
-
-@dataclass
-class Heard:
-    """What the ranks of one row said."""
-
-    attempt: Attempt = field(default_factory=lambda: Attempt(0))
-    times: dict[int, Event] = field(default_factory=dict)
-    steps: int = 0
-
-    def feed(self, event: Event) -> None:
-        """Take in one event."""
-        self.attempt.feed(event)
-        if event["event"] == "scaling":
-            self.times[event["rank"]] = event
-        elif event["event"] == "step" and event["rank"] == 0:
-            self.steps += 1
 
 
 def bench_scaling(
@@ -83,7 +56,8 @@ def bench_scaling(
         times: list[Any] = [heard.times[rank] for rank in range(plan.world_size)]
         tokens = heard.attempt.record.tokens_per_step
         rows.append(build_row(plan, times, tokens, verdict.ok, rows[0] if rows else None))
-    machine, date = _machine(plans[0], heard.attempt), datetime.now(UTC).isoformat(timespec="seconds")
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    machine = describe_machine(plans[0], heard.attempt)
     where = machine["processor"] if machine["device"] == "cpu" else machine["device_name"]
     chart = scaling_chart(rows, weak, note=f"{plans[0].job.name} on {where}, {date[:10]}")
     _show(output, plans, rows, steps, chart, out)
@@ -152,29 +126,12 @@ def _require_place(out: Path) -> None:
 
 
 def measure_row(output: Output, plan: Plan, data_dir: Path) -> Heard:
-    """Run one number of ranks in a folder that is removed, unless a rank's log in it is needed."""
-    folder = Path(tempfile.mkdtemp(prefix="meshwright-bench-"))
-    write_plan(plan, folder / PLAN_FILE)
-    Assignment(str(folder), str(data_dir.resolve()), str(folder / "checkpoints")).write()
-    steps, heard = plan.job.train.steps, Heard()
+    """Run one number of ranks."""
     name = format_plural(plan.world_size, "rank")
-
-    def listen(event: Event, show: Callable[[str], None]) -> None:
-        heard.feed(event)
-        if event["event"] == "ready" and event["rank"] == 0 and plan.job.train.compile:
-            show(f"{name}: compiling with {plan.job.train.compile_backend}")
-        elif event["event"] == "step" and event["rank"] == 0:
-            show(f"{name}: {heard.steps} of {steps} steps")
-
     if not output.errors.is_terminal:
-        output.errors.print(f"measuring {name}: {steps} steps")
+        output.errors.print(f"measuring {name}: {plan.job.train.steps} steps")
     with output.errors.status(f"{name}: starting") as status:
-        launch = build_launch(ENTRY, plan, folder, lambda event: listen(event, status.update))
-        interrupted = launch.run()  # a rank that dies leaves the folder: the error names its log
-    shutil.rmtree(folder, ignore_errors=True)
-    if interrupted:
-        raise InterruptedRunError(Problem("bench-interrupted", f"interrupted while measuring {name}"))
-    return heard
+        return measure_plan(plan, data_dir, name, lambda text, steps: status.update(text))
 
 
 def _show(
@@ -225,27 +182,3 @@ def _reduction_cells(row: ScalingRow) -> tuple[str, ...]:
         f"{row.overlap:.0%}",
         f"{row.overlap_low:.0%} to {row.overlap_high:.0%}",
     )
-
-
-def _machine(plan: Plan, attempt: Attempt) -> dict[str, Any]:
-    """Where the figures were measured."""
-    cluster = plan.job.cluster
-    return {
-        "host": attempt.host or platform.node(),
-        "processor": _processor(),
-        "cores": count_cores(),
-        "device": cluster.device,
-        "device_name": cluster.device_name,
-        "devices": cluster.world_size,
-        "python": platform.python_version(),
-        "torch": attempt.torch,
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

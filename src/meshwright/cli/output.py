@@ -7,7 +7,7 @@ results are on standard output and progress on standard error.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,20 +96,32 @@ class Output:
             sys.stdout.write(to_json(content) + "\n")
             sys.stdout.flush()
 
-    def failure(self, error: MeshwrightError, also: Sequence[str] = (), run_dir: Path | None = None) -> None:
+    def failure(
+        self,
+        error: MeshwrightError,
+        also: Sequence[str] = (),
+        run_dir: Path | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
         """An error, a line a problem, on standard error; as an object too with ``--json``.
 
         Args:
             error: What went wrong.
             also: Lines that help to mend it.
             run_dir: The folder of the run that failed, if one had begun.
+            facts: What else a program may want to know.
         """
         for problem in error.problems:
             self.errors.print(f"error: {problem}")
         for line in also:
             self.errors.print(line)
-        content = {"status": "error", "errors": [p.as_dict() for p in error.problems], "notes": list(also)}
-        self.result(content if run_dir is None else {**content, "run_dir": str(run_dir)})
+        content: dict[str, Any] = {
+            "status": "error",
+            "errors": [p.as_dict() for p in error.problems],
+            "notes": list(also),
+        }
+        content |= {} if run_dir is None else {"run_dir": str(run_dir)}
+        self.result({**content, **(facts or {})})
 
 
 def _console(stderr: bool) -> Console:

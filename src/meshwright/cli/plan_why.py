@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.cli.nearest import price_of_nearest
+from meshwright.cli.nearest import find_near
 from meshwright.cli.output import Output
 from meshwright.cli.plan_search import describe_prediction, is_estimated, search_progress
 from meshwright.core.errors import Problem, UserError
@@ -233,9 +233,11 @@ def _explain_here(output: Output, job: Job, problems: Sequence[Problem]) -> dict
         output.say(f"{job.name}: {layout_words(job.layout)} cannot run here")
         for problem in problems:
             output.say(f"  {problem}")
-        for note in price_of_nearest(SpecError(job, *problems)):
-            output.say(note)
+        near = find_near(SpecError(job, *problems))
+        for one in near:
+            output.say(one.line)
         told: dict[str, Any] = {"legal": False, "problems": [p.as_dict() for p in problems]}
+        told["nearest_layouts"] = [one.as_dict() for one in near]
         return _no_counts() | {"layouts": [], "why": told | {"best": None}}
     best, _ = build_plan(dataclasses.replace(job, layout=Layout()))
     asked, _ = build_plan(job)

@@ -13,7 +13,7 @@ from pathlib import Path
 from meshwright.cli.output import Output
 from meshwright.cli.progress import Audience
 from meshwright.cli.runs import leave_page
-from meshwright.cli.train import Resume, prepare_run, report
+from meshwright.cli.train import Resume, prepare_run, report, tell_failure
 from meshwright.core.errors import MeshwrightError, Problem, RunFailedError, UserError
 from meshwright.core.events import Event
 from meshwright.explain.record import read_record
@@ -71,7 +71,7 @@ def run_as_rank(output: Output, source: str, overrides: list[str], resume: bool)
         status = run_rank(run_dir, hear, meeting)
     store.set(f"done/{rank}", str(status))
     if status != EXIT_OK:
-        output.failure(RunFailedError(*_problems(failures, rank)), [f"run folder: {folder}"], folder)
+        tell_failure(output, RunFailedError(*_problems(failures, rank)), audience.record, folder)
         audience.dismiss(Ending("failed", page=leave_page(output, folder, "failed")))
         return status
     store.wait([f"done/{other}" for other in range(world_size)], PATIENCE)

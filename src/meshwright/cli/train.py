@@ -22,6 +22,7 @@ from meshwright.cli.weights import InitialWeights
 from meshwright.core.errors import InterruptedRunError, MeshwrightError, Problem, RunFailedError, UserError
 from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.explain.audit import Audit, audit_run
+from meshwright.explain.out_of_memory import describe_shortage
 from meshwright.explain.record import RunRecord, format_loss
 from meshwright.explain.trackers import Ending
 from meshwright.launch.assignment import Assignment
@@ -141,7 +142,7 @@ def run_prepared(output: Output, prepared: Prepared) -> int:
         with audience.listening():
             interrupted = launch.run()
     except MeshwrightError as error:
-        output.failure(error, [f"run folder: {run_dir}"], run_dir)
+        tell_failure(output, error, audience.record, run_dir)
         audience.dismiss(Ending("failed", page=leave_page(output, run_dir, "failed")))
         return error.exit_status
     if interrupted and audience.record.status == "unfinished":
@@ -151,6 +152,14 @@ def run_prepared(output: Output, prepared: Prepared) -> int:
         audience.dismiss(Ending("unfinished", page=leave_page(output, run_dir, "unfinished")))
         return INTERRUPTED
     return report(output, plan, audience.record, run_dir, audience)
+
+
+def tell_failure(output: Output, error: MeshwrightError, record: RunRecord, run_dir: Path) -> None:
+    """Say why a run failed; of one that ran out of memory, with the ledger and what would fit."""
+    shortage = record.shortages.get(str(error))
+    lines = describe_shortage(shortage) if shortage else []
+    facts = {"out_of_memory": shortage} if shortage else None
+    output.failure(error, [*lines, f"run folder: {run_dir}"], run_dir, facts)
 
 
 def report(output: Output, plan: Plan, record: RunRecord, run_dir: Path, audience: Audience) -> int:

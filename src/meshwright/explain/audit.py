@@ -109,7 +109,7 @@ def audit_run(plan: Plan, record: RunRecord) -> Audit:
 
 
 def audit_rank(plan: Plan, rank: int, record: RunRecord) -> Audit:
-    """Hold one rank, of which alone there is a record, against the plan; phases it had none of are out."""
+    """Hold one rank, of which alone there is a record, against the plan; what it never did is left out."""
     state = _state_rows(dataclasses.replace(plan, ranks=(plan.ranks[rank],)), record)
     collectives = [row for row in _collective_rows(plan, record) if row.calls or row.predicted_calls]
     differences = [_state_difference(row) for row in state if not row.held]

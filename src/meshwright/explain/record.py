@@ -53,6 +53,8 @@ class RunRecord:
     status: str = "unfinished"
     failed: bool = False
     """A rank said that it ends by an error."""
+    shortages: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Reports of ranks that ran out of memory, by their error's message."""
     losses: list[float | None] = field(default_factory=list)
     """Of each step, from rank 0; NaN where it was not finite, None for a step without targets."""
     eval_loss: float | None = None
@@ -151,6 +153,8 @@ class RunRecord:
 
     def _on_error(self, event: Event) -> None:
         self.failed = True
+        if event.get("memory"):
+            self.shortages[event["message"]] = event["memory"]
 
     def _on_finished(self, event: Event) -> None:
         if event["rank"] == 0:

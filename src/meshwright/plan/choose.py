@@ -9,14 +9,14 @@ import dataclasses
 import time
 from dataclasses import dataclass
 
-from meshwright.core.errors import Problem, UserError
+from meshwright.core.errors import UserError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.plan.comms import Traffic, predict_traffic
 from meshwright.plan.compute import StepTime, estimate_step
 from meshwright.plan.learning_rate import explain_lr
 from meshwright.plan.ledger import Ledger, predict_ledger
 from meshwright.spec.job import Job
-from meshwright.spec.layout import Layout, Recompute
+from meshwright.spec.layout import Layout
 from meshwright.spec.legality import find_problems, with_layout
 from meshwright.spec.model import BATCH_NORM_NOTE, DecoderModel, ResNetModel
 from meshwright.spec.numbers import divisors
@@ -197,45 +197,3 @@ def _why_not(best: Candidate, other: Candidate) -> str:
         return f"not {other.name}: its peak of {format_bytes(other.ledger.first_peak_bytes)} does not fit"
     slower = other.time.total_s / best.time.total_s - 1
     return f"not {other.name}: {format_seconds(other.time.total_s)} a step, {slower:.0%} more"
-
-
-def _less_memory(job: Job, closest: Candidate) -> str:
-    """The mildest recomputation with which it would fit, as the beginning of an advice."""
-    modes: tuple[Recompute, ...] = ("none", "selective", "full")
-    for mode in modes[modes.index(job.layout.recompute) + 1 :]:
-        layout = dataclasses.replace(closest.layout, recompute=mode)
-        if find_problems(with_layout(job, layout)):
-            continue
-        other = evaluate(job, layout)
-        if other.fits:
-            peak = format_bytes(other.ledger.first_peak_bytes)
-            return f"layout.recompute={mode} ({peak}, a step {format_seconds(other.time.total_s)}), "
-    return ""
-
-
-def _elsewhere(job: Job) -> str:
-    """That a preset of a cluster can be named, where the model does not fit this machine."""
-    named = job.cluster.preset == "local" and isinstance(job.model, DecoderModel)
-    return "; plan it for a cluster with, say, --on 8x8xh100-sxm" if named else ""
-
-
-def require_fit(job: Job, search: Search) -> Candidate:
-    """The best candidate, or the error that says by how much nothing fits."""
-    if search.fitting:
-        return search.fitting[0]
-    closest = min(search.candidates, key=lambda c: c.ledger.first_peak_bytes)
-    usable = int(job.cluster.memory_bytes * USABLE_MEMORY)
-    largest = max(closest.ledger.lines, key=lambda line: line.bytes)
-    milder = _less_memory(job, closest)
-    raise UserError(
-        Problem(
-            code="plan-nothing-fits",
-            path=job.name,
-            rule=f"does not fit: {closest.name} with micro_batch={closest.layout.micro_batch} needs "
-            f"{format_bytes(closest.ledger.first_peak_bytes)} a device, {format_bytes(usable)} of "
-            f"{format_bytes(job.cluster.memory_bytes)} are usable; the largest line is {largest.name} "
-            f"with {format_bytes(largest.bytes)}",
-            fix=f"Use {milder}a smaller model{'' if job.unit == 'images' else ' or data.seq_len'}, "
-            f"or devices with more memory{_elsewhere(job)}",
-        )
-    )

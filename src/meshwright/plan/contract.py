@@ -18,9 +18,10 @@ from pydantic import TypeAdapter, ValidationError
 from meshwright import __version__
 from meshwright.core.errors import Problem, UserError
 from meshwright.plan.buckets import bucket_parameters
-from meshwright.plan.choose import Candidate, Search, explain_choice, require_fit, search_layouts
+from meshwright.plan.choose import Candidate, Search, explain_choice, search_layouts
 from meshwright.plan.comms import Traffic
 from meshwright.plan.compute import flops_per_token, peak_rate, step_interval
+from meshwright.plan.lighten import require_fit
 from meshwright.plan.moments import Line
 from meshwright.plan.offload import offloaded_state
 from meshwright.plan.shapes import count_parameters, list_parameters

@@ -54,7 +54,7 @@ def rehearse(plan: Plan, rank: int, listener: Listener, tell: Tell) -> None:
         tell: For progress.
     """
     assert plan.job.cluster.device == "cpu", "fake tensors are those of a CPU here"
-    counter = CollectiveCounter()
+    counter, events = CollectiveCounter(), EventWriter(Path(os.devnull), rank, 0, listener)
     counter.install()
     ranks = None
     try:
@@ -63,7 +63,6 @@ def rehearse(plan: Plan, rank: int, listener: Listener, tell: Tell) -> None:
         with fake, RealIntegers():
             tell("building")
             nowhere = Assignment(os.devnull, os.devnull, os.devnull)
-            events = EventWriter(Path(os.devnull), rank, 0, listener)
             blank = BlankDataset(plan.job)
             with OneChunk():
                 session = build_session(plan, nowhere, ranks, counter, events, open_split=lambda _: blank)
@@ -75,6 +74,7 @@ def rehearse(plan: Plan, rank: int, listener: Listener, tell: Tell) -> None:
         if ranks is not None:
             leave_ranks(ranks)
         counter.remove()
+        events.close()
 
 
 def _take_step(session: Session, tell: Tell) -> None:

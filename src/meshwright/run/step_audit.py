@@ -82,6 +82,12 @@ class StepAudit:
             first_step=session.step == session.first_step,
         )
 
+    def live_bytes(self) -> int | None:
+        """Bytes of all live tensors now; None where compiled code hides them."""
+        if self._tracker is not None:
+            return self._tracker.live_bytes
+        return torch.cuda.memory_allocated(self._device) if self._on_gpu else None
+
     def _live_bytes(self) -> int:
         if self._tracker is not None:
             return self._tracker.live_bytes - self._tracker.gathered_bytes  # parameters, not activations

@@ -21,6 +21,7 @@ from meshwright.plan.contract import PLAN_FILE, read_plan
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.loop import train
 from meshwright.run.mesh import join_ranks, leave_ranks
+from meshwright.run.out_of_memory import OutOfMemoryRunError, explain_shortage, measure_room, ran_out
 from meshwright.run.session import Session, build_session
 
 PEER_LOST_SIGNS = (
@@ -57,18 +58,22 @@ def run_session(
     assignment = Assignment.read(folder)
     events = EventWriter(folder / EVENTS_FILE, rank, assignment.generation, listener)
     stop = _StopSwitch()
+    plan, session, room = None, None, (0, 0)
     try:
         events.write("started", pid=os.getpid(), host=socket.gethostname(), torch=torch.__version__)
         plan = read_plan(folder / PLAN_FILE)
         counter = CollectiveCounter()
         counter.install()
         ranks = join_ranks(plan.job, counter, store)
+        room = measure_room(plan)
         session = build_session(plan, assignment, ranks, counter, events)
         stop.bind(session)
         work(session)
         leave_ranks(ranks)
         counter.remove()
     except Exception as error:
+        if plan is not None and ran_out(error):
+            return report_error(events, explain_shortage(error, plan, rank, room, session))
         return report_error(events, error)
     finally:
         events.close()
@@ -106,6 +111,8 @@ def report_error(events: EventWriter, error: Exception) -> int:
     else:
         said, problems = traceback.format_exc(), []
         status = EXIT_PEER_LOST if victim else EXIT_ERROR
-    events.write("error", message=str(error), kind=type(error).__name__, problems=problems, victim=victim)
+    memory = error.memory if isinstance(error, OutOfMemoryRunError) else None
+    said_of = {"message": str(error), "kind": type(error).__name__, "problems": problems}
+    events.write("error", **said_of, victim=victim, memory=memory)
     os.write(2, said.encode())
     return status

@@ -2,8 +2,7 @@
 
 One row is one rule. A row with ``built=False`` is a combination that is sound but that this version does
 not run yet: planning it is allowed, running it is not. The others can never run. No rule raises: each returns
-the problem it found, so that a job gets all of them at once. ``nearest_legal_layout`` names what would run
-instead; its price is the planner's business.
+the problem it found, so that a job gets all of them at once. ``nearest.py`` finds what would run instead.
 """
 
 from __future__ import annotations
@@ -91,21 +90,6 @@ def find_problems(job: Job, to_run: bool = True) -> list[Problem]:
         if problem is not None and not (searched and problem.code in UNTIL_SEARCHED):
             found.setdefault(problem.path, problem)
     return list(found.values())
-
-
-def nearest_legal_layout(job: Job) -> Layout:
-    """The layout closest to the asked one that this version runs: the same ranks, as replicas."""
-    asked, batch = job.layout, job.train.global_batch
-    replicas, micro = min(asked.world_size, job.cluster.world_size), asked.micro_batch
-    if job.mixes_samples:
-        replicas, micro = max(d for d in range(1, replicas + 1) if batch % d == 0), None
-    return Layout(
-        mode="given",
-        dp_replicate=replicas,
-        micro_batch=None if micro is None else min(micro, -(-batch // replicas)),
-        recompute="none" if check_image_recompute(job) else asked.recompute,
-        bucket_mb=asked.bucket_mb,
-    )
 
 
 def _read(job: Job, path: str) -> Any:

@@ -171,12 +171,36 @@ def test_the_nearest_layout_runs_when_it_is_asked_for(cli, good):
     assert cli("plan", good, *overrides).status == 0
 
 
-def test_the_nearest_layout_names_recomputation_only_where_it_changes(cli, good):
-    (kept,) = cli("train", good, "layout.pp=2", "layout.recompute=full", "--json").json["notes"]
-    assert "recompute" not in kept
+def test_the_nearest_layout_can_be_pasted_behind_the_command_that_was_refused(cli, good):
+    """It names every key that must change, back to its default too, and keeps the rest."""
+    asked = ("layout.pp=2", "layout.schedule=zb-h1", "layout.recompute=full")
+    ran = cli("train", good, *asked, "--json")
+    (near,) = ran.json["nearest"]
+    assert near["runs"]
+    assert near["layout"] in ran.json["notes"][0]
+    assert near["step_s"] > 0
+    assert near["peak_bytes"] > 0
+    again = cli("plan", good, *asked, *near["layout"].split(), "--json")
+    assert again.status == 0, again.err
+    chosen = again.json["layouts"][0]["layout"]
+    assert (chosen["pp"], chosen["schedule"], chosen["recompute"]) == (1, "1f1b", "full")
     asked = ("layout.dp_replicate=2", "layout.recompute=selective")
     (changed,) = cli("plan", "resnet-tiny", *asked, "--json").json["notes"]
     assert " layout.recompute=none (" in changed
+
+
+def test_a_setting_that_only_another_layout_allows_names_that_layout(cli, good):
+    """The refused key is train.optimizer; it is the shards that stand in its way."""
+    ran = cli("train", good, "layout.dp_shard=2", "train.optimizer=muon", "--json")
+    assert ran.codes == ["train-muon-not-built"]
+    (near,) = ran.json["nearest"]
+    assert near["layout"].startswith("layout.dp_replicate=2 ")
+    assert cli("plan", good, "layout.dp_shard=2", "train.optimizer=muon", *near["layout"].split()).status == 0
+
+
+def test_a_mistake_that_no_layout_mends_names_none(cli, good):
+    ran = cli("train", good, "train.beta1=0.9", "train.optimizer=sgd", "--json")
+    assert "nearest" not in ran.json
 
 
 def test_a_micro_batch_too_large_for_the_replicas_does_not_keep_the_price_away(cli, good):

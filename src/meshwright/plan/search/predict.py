@@ -320,3 +320,14 @@ def layout_overrides(layout: Layout) -> str:
     changed = [n for n in names if getattr(layout, n) != getattr(plain, n)]
     shown = changed if any(n in AXES for n in changed) else ["dp_replicate", *changed]
     return " ".join(f"layout.{n}={str(getattr(layout, n)).lower()}" for n in shown)
+
+
+def overrides_from(before: Layout, layout: Layout) -> str:
+    """The overrides that lead from a job with one layout to another; they name the whole new one."""
+    named = layout_overrides(layout)
+    for field in dataclasses.fields(Layout):
+        value = getattr(layout, field.name)
+        changed = field.name != "mode" and value is not None and value != getattr(before, field.name)
+        if changed and f"layout.{field.name}=" not in named:  # back to its default
+            named += f" layout.{field.name}={str(value).lower()}"
+    return named

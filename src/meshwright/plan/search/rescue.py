@@ -119,13 +119,10 @@ def with_seq_len(job: Job, seq_len: int) -> Job:
     return dataclasses.replace(job, data=dataclasses.replace(job.data, seq_len=seq_len))
 
 
-def remedies_for_layout(job: Job, layout: Layout) -> list[str]:
-    """Changes of a given layout, or of its sequence, with which it fits; the smallest first.
-
-    Single ones, and where none of them does, micro-batch and recomputation together.
-    """
+def single_changes(layout: Layout) -> list[tuple[str, dict[str, Any]]]:
+    """Changes of a layout that may need less memory, one thing at a time, in words and as keys."""
     doubled = f"{layout.world_size * 2} devices"
-    tries: list[tuple[str, dict[str, Any]]] = [
+    return [
         ("micro_batch=1", {"micro_batch": 1}),
         ("recompute=selective", {"recompute": "selective"}),
         ("recompute=full", {"recompute": "full"}),
@@ -147,7 +144,14 @@ def remedies_for_layout(job: Job, layout: Layout) -> list[str]:
         (f"pp={layout.pp * 2}, {doubled}", {"pp": layout.pp * 2}),
         (f"tp={layout.tp * 2}, {doubled}", {"tp": layout.tp * 2}),
     ]
-    found = _those_that_fit(_changed(job, layout, tries))
+
+
+def remedies_for_layout(job: Job, layout: Layout) -> list[str]:
+    """Changes of a given layout, or of its sequence, with which it fits; the smallest first.
+
+    Single ones, and where none of them does, micro-batch and recomputation together.
+    """
+    found = _those_that_fit(_changed(job, layout, single_changes(layout)))
     if not found:
         both = [
             (f"micro_batch=1 layout.recompute={mode}", {"micro_batch": 1, "recompute": mode})

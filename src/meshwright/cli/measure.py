@@ -1,0 +1,94 @@
+"""Runs a plan for a few steps by the real launcher, in a folder that is removed: what benchmarks do."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli.ranks import build_launch
+from meshwright.core.errors import InterruptedRunError, Problem
+from meshwright.core.events import Event
+from meshwright.explain.scan import Attempt
+from meshwright.launch.assignment import Assignment
+from meshwright.plan.contract import PLAN_FILE, Plan, write_plan
+from meshwright.spec.cluster import count_cores
+
+ENTRY = "meshwright.run.bench.scaling:run_rank"
+
+
+@dataclass
+class Heard:
+    """What the ranks of one plan said."""
+
+    attempt: Attempt = field(default_factory=lambda: Attempt(0))
+    times: dict[int, Event] = field(default_factory=dict)
+    steps: int = 0
+
+    def feed(self, event: Event) -> None:
+        """Take in one event."""
+        self.attempt.feed(event)
+        if event["event"] == "scaling":
+            self.times[event["rank"]] = event
+        elif event["event"] == "step" and event["rank"] == 0:
+            self.steps += 1
+
+
+def measure_plan(plan: Plan, data_dir: Path, name: str, show: Callable[[str, int], None]) -> Heard:
+    """Run a plan's steps; the folder stays only if a rank died, because the error names its log.
+
+    Args:
+        plan: What to run, ``train.steps`` long.
+        data_dir: Prepared data.
+        name: How it is spoken of.
+        show: Told from time to time how far it is, in words, and the steps done.
+
+    Raises:
+        RunFailedError: A rank died.
+        InterruptedRunError: Somebody asked to stop.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="meshwright-bench-"))
+    write_plan(plan, folder / PLAN_FILE)
+    Assignment(str(folder), str(data_dir.resolve()), str(folder / "checkpoints")).write()
+    steps, heard = plan.job.train.steps, Heard()
+
+    def listen(event: Event) -> None:
+        heard.feed(event)
+        if event["event"] == "ready" and event["rank"] == 0 and plan.job.train.compile:
+            show(f"{name}: compiling with {plan.job.train.compile_backend}", 0)
+        elif event["event"] == "step" and event["rank"] == 0:
+            show(f"{name}: {heard.steps} of {steps} steps", heard.steps)
+
+    interrupted = build_launch(ENTRY, plan, folder, listen).run()
+    shutil.rmtree(folder, ignore_errors=True)
+    if interrupted:
+        raise InterruptedRunError(Problem("bench-interrupted", f"interrupted while measuring {name}"))
+    return heard
+
+
+def describe_machine(plan: Plan, attempt: Attempt) -> dict[str, Any]:
+    """Where the figures were measured."""
+    cluster = plan.job.cluster
+    return {
+        "host": attempt.host or platform.node(),
+        "processor": _processor(),
+        "cores": count_cores(),
+        "device": cluster.device,
+        "device_name": cluster.device_name,
+        "devices": cluster.world_size,
+        "python": platform.python_version(),
+        "torch": attempt.torch,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,121 @@
+"""Fits a cluster's rates to steps that were measured, so that the next prediction is closer.
+
+The least change that explains the measurements: with r the logarithm of predicted over measured time and x
+the logarithms of new over old rates, r² + RIDGE x² is made small by Gauss-Newton steps. A rate that no
+measured step depends on stays what it was. The formulas are not touched: what they leave out (the time that
+Python takes for a block, say) ends up in the rates, which are then this job's on this machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshwright.plan.choose import evaluate
+from meshwright.plan.estimate.grid import Floats
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job
+from meshwright.spec.layout import Layout
+
+RIDGE = 0.02
+"""What a change of a rate by a factor e costs, of a prediction that is off by as much."""
+ROUNDS = 25
+SMALL = 1e-4
+"""Step of the numerical derivative, in logarithms."""
+HALVINGS = 12
+"""How often a step is halved before there is nothing better that way."""
+MOST_CHANGE = math.log(1000.0)
+"""A rate that would have to change by more is not what is wrong."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A layout, its micro-batch settled, and the seconds that its step took."""
+
+    layout: Layout
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The cluster with new rates, and what they are worth."""
+
+    cluster: Cluster
+    before: dict[str, float]
+    after: dict[str, float]
+    """The rates that were open to the fit."""
+    error_before: float
+    error_after: float
+    """See :func:`mean_error`."""
+
+
+def calibrate(job: Job, timed: Sequence[Timed]) -> Calibration:
+    """Fit the job's cluster to what was measured on it.
+
+    Args:
+        job: What ran.
+        timed: At least one layout of it.
+    """
+    keys = fitted_keys(job)
+    old = np.array([getattr(job.cluster, key) for key in keys])
+
+    def misses(x: Floats) -> Floats:
+        return _misses(_with_rates(job, keys, old * np.exp(x)), timed)
+
+    # Four digits: what the file shows is what was fitted, and no measurement is better.
+    new = [float(f"{rate:.4g}") for rate in old * np.exp(_least_squares(misses, len(keys)))]
+    cluster = _with_rates(job, keys, new).cluster
+    return Calibration(
+        cluster=cluster,
+        before={key: float(value) for key, value in zip(keys, old, strict=True)},
+        after=dict(zip(keys, new, strict=True)),
+        error_before=mean_error(job, timed),
+        error_after=mean_error(dataclasses.replace(job, cluster=cluster), timed),
+    )
+
+
+def fitted_keys(job: Job) -> tuple[str, ...]:
+    """Rates of the cluster that a step on one machine may depend on."""
+    products = "fp32_flops_per_s" if job.train.precision == "fp32" else "bf16_flops_per_s"
+    return (products, "memory_bytes_per_s", "link_bytes_per_s", "link_latency_s")
+
+
+def mean_error(job: Job, timed: Sequence[Timed]) -> float:
+    """How far the predictions for measured layouts are off: 0.5 is half more, or a third less, on average."""
+    return math.expm1(float(np.abs(_misses(job, timed)).mean()))
+
+
+def _with_rates(job: Job, keys: Sequence[str], values: Iterable[float]) -> Job:
+    rates: dict[str, Any] = {key: float(value) for key, value in zip(keys, values, strict=True)}
+    return dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, **rates))
+
+
+def _misses(job: Job, timed: Sequence[Timed]) -> Floats:
+    """The logarithm of predicted over measured, a layout each."""
+    predicted = [evaluate(job, t.layout).time.total_s for t in timed]
+    return np.asarray(np.log(predicted) - np.log([t.step_s for t in timed]), dtype=np.float64)
+
+
+def _least_squares(misses: Callable[[Floats], Floats], unknowns: int) -> Floats:
+    """The changes that make misses² + RIDGE changes² small; never worse than no change."""
+
+    def cost(x: Floats) -> float:
+        return float((misses(x) ** 2).sum() + RIDGE * (x**2).sum())
+
+    x = np.zeros(unknowns)
+    for _ in range(ROUNDS):
+        here = misses(x)
+        slopes = np.stack([(misses(x + SMALL * unit) - here) / SMALL for unit in np.eye(unknowns)], axis=1)
+        step = np.linalg.solve(slopes.T @ slopes + RIDGE * np.eye(unknowns), -slopes.T @ here - RIDGE * x)
+        lengths = (0.5**power for power in range(HALVINGS))
+        tries = (np.clip(x + length * step, -MOST_CHANGE, MOST_CHANGE) for length in lengths)
+        better = next((tried for tried in tries if cost(tried) < cost(x)), None)
+        if better is None or np.abs(better - x).max() < SMALL:
+            return x if better is None else better
+        x = better
+    return x

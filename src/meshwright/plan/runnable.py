@@ -1,0 +1,67 @@
+"""Every layout that this version runs on the job's cluster, predicted to the byte and ranked.
+
+``choose`` takes the shortest way to one good layout; here nothing that runs is left out, so that a few of
+the best can be tried. What runs is the legality table's business: an axis that is built is in, by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from meshwright.plan.choose import Candidate, evaluate
+from meshwright.plan.search.enumerate import world_sizes
+from meshwright.spec.job import Job
+from meshwright.spec.layout import AXES, Layout
+from meshwright.spec.legality import find_problems, with_layout
+from meshwright.spec.numbers import split_ranks
+
+ZERO_STAGES = (1, 2, 3)
+RECOMPUTE_MODES = ("none", "selective", "full")
+
+
+def rank_runnable(job: Job, pins: Mapping[str, Any]) -> list[Candidate]:
+    """Layouts that run and fit, the shortest predicted step first.
+
+    Args:
+        job: With ``layout.mode=auto``.
+        pins: Keys of the layout that keep their value.
+    """
+    found: dict[Layout, Candidate] = {}
+    for layout in _list_layouts(job, pins):
+        if find_problems(with_layout(job, layout)):
+            continue
+        for candidate in _with_micro_batches(job, layout, open_="micro_batch" not in pins):
+            if candidate.fits and not find_problems(with_layout(job, candidate.layout)):
+                found.setdefault(candidate.layout, candidate)
+    return sorted(found.values(), key=lambda c: (c.time.total_s, c.ledger.peak_bytes))
+
+
+def _list_layouts(job: Job, pins: Mapping[str, Any]) -> Iterator[Layout]:
+    """Degrees over even parts of the cluster, crossed with the settings that are open."""
+    modes = (pins["recompute"],) if "recompute" in pins else RECOMPUTE_MODES
+    sequence = (pins["sequence_parallel"],) if "sequence_parallel" in pins else (False, True)
+    for world in world_sizes(job):
+        for degrees in split_ranks(world, len(AXES)):
+            named: dict[str, Any] = dict(zip(AXES, degrees, strict=True))
+            if named["dp_replicate"] * named["dp_shard"] > job.train.global_batch:
+                continue  # legal, but some ranks would only pad
+            stages = ZERO_STAGES if named["dp_shard"] > 1 else (0,)
+            if "zero" in pins:
+                stages = (pins["zero"],)
+            for zero, mode, parts in itertools.product(stages, modes, sequence):
+                if parts and named["tp"] == 1:
+                    continue
+                settings = {"zero": zero, "recompute": mode, "sequence_parallel": parts}
+                yield dataclasses.replace(job.layout, mode="given", **named, **settings)
+
+
+def _with_micro_batches(job: Job, layout: Layout, open_: bool) -> Iterator[Candidate]:
+    """The largest micro-batch that fits, and half of it: the larger is not always the faster."""
+    largest = evaluate(job, layout)
+    yield largest
+    size = largest.layout.micro_batch or 1
+    if open_ and size > 1:
+        yield evaluate(job, dataclasses.replace(layout, micro_batch=size // 2))

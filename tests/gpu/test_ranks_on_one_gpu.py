@@ -1,0 +1,66 @@
+"""Two ranks on one GPU. NCCL refuses that, so they speak through gloo: the device's code, not its network."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+WIDE = (
+    "cluster.device=cuda",
+    "cluster.devices_per_node=2",
+    "model.num_layers=4",
+    "model.hidden_size=512",
+    "model.num_heads=8",
+    "model.num_kv_heads=4",
+    "model.ffn_size=2048",
+    "model.vocab_size=8001",
+    "data.seq_len=256",
+    "train.global_batch=8",
+    "train.steps=4",
+)
+
+
+@pytest.fixture
+def together(train, monkeypatch):
+    """Train with the ranks of a layout on one GPU."""
+    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted_on_gpu:through_gloo")
+    monkeypatch.setattr("meshwright.cli.ranks.find_gpus", lambda: [None, None])
+    return train
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp=2",
+        "tp=2 sequence_parallel=true",
+        "tp=2 sequence_parallel=true recompute=selective",
+        "dp_replicate=2",
+    ],
+)
+def test_ranks_that_share_a_gpu_train_as_one_does(together, layout, precision):
+    """Losses of one rank, and state, collectives and peak as the ledger has them for a GPU."""
+    given = (*WIDE, f"train.precision={precision}", "layout.micro_batch=4")
+    alone = together(*given, "layout.dp_replicate=1", "run_dir=alone")
+    shared = together(*given, *(f"layout.{key}" for key in layout.split()), "run_dir=shared")
+    assert shared.losses == pytest.approx(alone.losses, rel=1e-3 if precision == "fp32" else 1e-2)
+    assert shared.result["audit_ok"], shared.result["differences"]
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=3", "dp_shard=2 offload=all"]
+)
+def test_shards_on_one_gpu(together, settings):
+    """FSDP2 with its streams and float32 masters, and everything on the host."""
+    given = (*WIDE, "train.precision=bf16", "layout.micro_batch=2")
+    alone = together(*given, "layout.dp_replicate=1", "run_dir=alone")
+    asked = ("layout.dp_shard=2", *(f"layout.{key}" for key in settings.split()))
+    shared = together(*given, *asked, "run_dir=shared")
+    assert shared.losses == pytest.approx(alone.losses, rel=1e-2)
+    assert shared.result["audit_ok"], shared.result["differences"]

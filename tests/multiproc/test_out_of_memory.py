@@ -1,0 +1,40 @@
+"""A rank that really runs out of memory ends the run with the ledger, and what it advises really runs."""
+
+from __future__ import annotations
+
+import json
+import re
+
+LARGE = ("model.num_layers=6", "data.seq_len=128", "train.global_batch=256", "train.steps=2")
+LAYOUT = ("layout.dp_replicate=2", "layout.micro_batch=128")
+ROOM = 400_000_000
+"""A peak of 460 MB is predicted, most of it activations."""
+
+
+def test_the_ledger_is_told_and_the_cheapest_change_runs_in_the_same_room(train, monkeypatch):
+    """Rank 1 gets less than what is predicted. Its error is the run's; the other rank is a victim."""
+    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:little_memory")
+    monkeypatch.setenv("MESHWRIGHT_TEST_ROOM", str(ROOM))
+    failed = train(*LARGE, *LAYOUT, expect=4)
+    (error,) = failed.result["errors"]
+    assert error["code"] == "run-out-of-memory"
+    assert re.search(r"rank 1 of 2 .* ran out of memory", error["rule"])
+    memory = failed.result["out_of_memory"]
+    assert sum(line["bytes"] for line in memory["lines"]) <= memory["predicted_peak_bytes"]
+    assert memory["room_bytes"] < ROOM < memory["predicted_peak_bytes"]
+    assert memory["asked_bytes"] > 0
+    assert len(memory["changes"]) == 3
+    for change in memory["changes"]:
+        assert change["peak_bytes"] <= memory["room_bytes"]
+        assert change["overrides"] in error["fix"]
+        assert change["overrides"] in failed.messages
+    times = [change["step_s"] for change in memory["changes"]]
+    assert times == sorted(times)
+    events = [json.loads(line) for line in (failed.run_dir / "events.jsonl").read_text().splitlines()]
+    (told,) = [event for event in events if event["event"] == "error" and event["rank"] == 1]
+    assert told["memory"] == memory
+    assert told["victim"] is False
+    assert "activations at the peak" in failed.messages
+    mended = train(*LARGE, *LAYOUT, *memory["changes"][0]["overrides"].split())
+    assert mended.result["status"] == "complete"
+    assert mended.result["audit_ok"]

@@ -1,0 +1,97 @@
+"""What ``meshwright tune`` refuses before it starts anything, and how a row reads."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+
+import pytest
+
+from meshwright.cli.tune import shorten
+from meshwright.explain.record import RunRecord
+from meshwright.explain.scaling import WARM_UP
+from meshwright.explain.tuning import TuneRow, cluster_text, fold, order
+from meshwright.plan.contract import build_plan
+from meshwright.spec.load import build_job, load_job
+
+
+def refused(cli, *arguments):
+    done = cli("tune", *arguments, "--json")
+    assert done.status == 2, done.err
+    (error,) = json.loads(done.out)["errors"]
+    return error["code"]
+
+
+@pytest.mark.parametrize("top", [0, -1])
+def test_a_number_of_layouts_is_one_or_more(cli, job_file, top):
+    assert refused(cli, job_file, "--top", top) == "tune-top"
+
+
+def test_too_few_steps_have_no_median(cli, job_file):
+    assert refused(cli, job_file, "--steps", 5) == "tune-steps"
+
+
+def test_a_layout_that_is_given_leaves_nothing_to_try(cli, job_file, tmp_path):
+    """In the job, as an override, or in a plan file."""
+    assert refused(cli, job_file, "layout.dp_replicate=2") == "tune-layout-given"
+    assert cli("plan", job_file, "-o", tmp_path / "plan.toml").status == 0
+    assert refused(cli, tmp_path / "plan.toml") == "tune-layout-given"
+
+
+def test_a_place_that_cannot_be_written_is_known_before_anything_runs(cli, job_file, tmp_path):
+    assert refused(cli, job_file, "-o", tmp_path / "nowhere" / "cluster.toml") == "tune-not-writable"
+    assert refused(cli, job_file, "-o", tmp_path) == "tune-not-writable"
+
+
+def test_a_file_made_by_hand_is_not_written_over(cli, job_file, tmp_path):
+    own = tmp_path / "own.toml"
+    own.write_text('device = "cpu"\n')
+    assert refused(cli, job_file, "-o", own) == "tune-not-writable"
+    assert own.read_text() == 'device = "cpu"\n'
+
+
+def test_a_preset_is_no_job(cli):
+    assert refused(cli, "tiny") == "train-needs-job"
+
+
+def test_a_cluster_elsewhere_cannot_be_measured(cli, job_file):
+    assert refused(cli, job_file, "cluster.nodes=2") == "cluster-not-here"
+
+
+def test_a_schedule_that_needs_many_steps_does_not_stand_in_the_way(job_file):
+    job = load_job(
+        str(job_file),
+        ["train.steps=900", "train.schedule=wsd", "train.warmup=300", "train.decay_fraction=0.5"],
+    )
+    short = shorten(job, 6)
+    assert build_plan(short)[0].job.train.steps == 6
+
+
+def test_a_row_has_medians_of_the_slowest_rank_and_those_that_failed_come_last(job_file):
+    plan = build_plan(load_job(str(job_file)))[0]
+    times = [{"step_s": [9.0] * WARM_UP + [1.0, 2.0, 4.0]}, {"step_s": [9.0] * WARM_UP + [3.0, 1.0, 1.0]}]
+    fast = TuneRow(plan, fold([times[1]], RunRecord(tokens_per_step=30), True))
+    slow = TuneRow(plan, fold(times, RunRecord(tokens_per_step=30), False))
+    failed = TuneRow(plan, None, "rank 0 died")
+    assert (slow.measured.step_s, slow.measured.tokens_per_s) == (3.0, 10.0)
+    assert order([failed, slow, fast]) == [fast, slow, failed]
+    told = failed.as_dict(0.5)
+    assert (told["step_s"], told["audit_ok"], told["reason"]) == (None, None, "rank 0 died")
+    assert told.keys() == slow.as_dict(0.5).keys()
+
+
+def test_the_cluster_file_gives_the_cluster_back(job_file, tmp_path):
+    """All of it but where it comes from; so a plan with it is for the same devices."""
+    job = load_job(str(job_file), ["cluster.link_bytes_per_s=3e9"])
+    text = cluster_text(job.cluster, "a test")
+    (tmp_path / "cluster.toml").write_text(text)
+    assert tomllib.loads(text)["basis"] == "a test"
+    tables = {
+        "model": {"preset": "tiny"},
+        "data": {"path": "text", "seq_len": 32},
+        "train": {"steps": 1, "global_batch": 2},
+        "cluster": {"file": str(tmp_path / "cluster.toml")},
+    }
+    read = build_job(tables).cluster
+    assert (read.link_bytes_per_s, read.preset, read.world_size) == (3e9, "local", 2)
+    assert (read.memory_bytes, read.device) == (job.cluster.memory_bytes, "cpu")

@@ -1,0 +1,147 @@
+"""The nearest legal layout: legal, near, with the same ranks, and the job's own where that is legal."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_spec_legality import CASES, PLAN_CASES
+
+from meshwright.spec.layout import AXES, Layout
+from meshwright.spec.legality import find_problems, with_layout
+from meshwright.spec.load import SpecError, build_job
+from meshwright.spec.nearest import SETTINGS, layout_distance, nearest_legal_layout
+from meshwright.spec.numbers import split_ranks
+
+ABOUT_LAYOUT = [code for code, tables in CASES.items() if "layout" in tables]
+
+
+def asked_for(tables, to_run=True):
+    """The job, legal or not; None if it is not whole."""
+    try:
+        return build_job(tables, to_run=to_run)
+    except SpecError as error:
+        return error.job
+
+
+def codes(job, layout, to_run=True):
+    return {problem.code for problem in find_problems(with_layout(job, layout), to_run)}
+
+
+@pytest.mark.parametrize("code", ABOUT_LAYOUT)
+def test_every_rule_about_a_layout_has_a_legal_one_nearby(tree, code):
+    """What is left is wrong with one process, too: the model's own trouble."""
+    job = asked_for(tree(**CASES[code]))
+    nearest = nearest_legal_layout(job)
+    assert nearest != job.layout
+    assert code not in codes(job, nearest)
+    left = codes(job, nearest)
+    assert not any(problem.startswith("layout-") for problem in left)
+    assert left <= codes(job, Layout(mode="given"))
+    if job.model.architecture == "decoder":
+        assert nearest.world_size == min(job.layout.world_size, job.cluster.world_size)
+
+
+@pytest.mark.parametrize("code", [c for c, tables in PLAN_CASES.items() if "layout" in tables])
+def test_every_rule_of_planning_has_one_too(tree, code):
+    job = asked_for(tree(**PLAN_CASES[code]), to_run=False)
+    nearest = nearest_legal_layout(job, to_run=False)
+    assert codes(job, nearest, to_run=False) == set()
+    assert nearest.world_size == job.layout.world_size
+
+
+degree = st.sampled_from([1, 1, 2, 3, 4])
+layouts = st.builds(
+    Layout,
+    mode=st.just("given"),
+    pp=degree,
+    dp_replicate=degree,
+    dp_shard=degree,
+    cp=degree,
+    tp=degree,
+    zero=st.integers(0, 3),
+    micro_batch=st.none() | st.integers(1, 12),
+    sequence_parallel=st.booleans(),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    schedule=st.sampled_from(["1f1b", "gpipe", "interleaved", "zbv"]),
+    virtual_stages=st.integers(1, 2),
+    offload=st.sampled_from(["none", "optimizer"]),
+    prefetch=st.integers(0, 2),
+)
+models = st.sampled_from(
+    [
+        ({"preset": "tiny"}, {}),
+        ({"preset": "tiny", "num_layers": 4, "num_kv_heads": 4}, {"compile": True}),
+        ({"preset": "tiny"}, {"noise_scale_every": 2}),
+        ({"preset": "resnet-tiny", "norm": "batch"}, {}),
+        ({"preset": "resnet-tiny"}, {"optimizer": "sgd"}),
+    ]
+)
+
+
+def build(model, train, batch):
+    data = {"path": "text", "seq_len": 32}
+    if "resnet" in model["preset"]:
+        data = {"path": "builtin:synthetic-images"}
+    cluster = {"preset": "local", "device": "cpu", "devices_per_node": 4}
+    tables = {"model": model, "data": data, "train": {"steps": 4, "global_batch": batch, **train}}
+    return asked_for({**tables, "cluster": cluster})
+
+
+@pytest.mark.parametrize("to_run", [True, False])
+@settings(max_examples=40)
+@given(layout=layouts, chosen=models, batch=st.integers(4, 24))
+def test_it_is_legal_whatever_was_asked_and_the_jobs_own_if_that_was_legal(to_run, layout, chosen, batch):
+    job = with_layout(build(*chosen, batch), layout)
+    nearest = nearest_legal_layout(job, to_run)
+    assert find_problems(with_layout(job, nearest), to_run) == []
+    if not find_problems(job, to_run):
+        assert nearest == layout
+    again = with_layout(job, nearest)
+    assert nearest_legal_layout(again, to_run) == nearest, "what is legal stays"
+
+
+@settings(max_examples=30)
+@given(layout=layouts.filter(lambda layout: layout.world_size <= 8), batch=st.integers(4, 24))
+def test_no_legal_layout_with_as_many_ranks_is_nearer(layout, batch):
+    """Against every split of the ranks and every ZeRO stage, with the asked settings and the defaults."""
+    job = with_layout(build({"preset": "tiny"}, {}, batch), layout)
+    nearest = nearest_legal_layout(job)
+    assert nearest.world_size == layout.world_size
+    plain = {name: getattr(Layout, name) for name in SETTINGS}
+    found = []
+    for degrees, zero in itertools.product(split_ranks(layout.world_size, len(AXES)), range(4)):
+        for base in (layout, dataclasses.replace(layout, **plain)):
+            tried = dataclasses.replace(base, zero=zero, **dict(zip(AXES, degrees, strict=True)))
+            if tried.micro_batch is not None:
+                share = -(-batch // tried.data_degree)
+                tried = dataclasses.replace(tried, micro_batch=min(tried.micro_batch, share))
+            if not find_problems(with_layout(job, tried)):
+                found.append(layout_distance(layout, tried))
+    assert found
+    assert layout_distance(layout, nearest) <= min(found) + 1e-9
+
+
+def test_shards_stay_shards_where_only_a_setting_is_refused(tree):
+    asked = asked_for(tree(layout={"dp_shard": 4, "micro_batch": 2, "prefetch": 2}))
+    nearest = nearest_legal_layout(asked)
+    assert (nearest.dp_shard, nearest.zero, nearest.prefetch, nearest.micro_batch) == (4, 3, 1, 2)
+    packed = asked_for(tree(layout={"dp_shard": 2}, compression={"kind": "bf16"}))
+    assert (nearest_legal_layout(packed).dp_shard, nearest_legal_layout(packed).zero) == (2, 1)
+
+
+def test_a_thousand_devices_are_searched_in_a_moment(tree):
+    """Also where nearly every split is refused; of one that is absurd, fewer ranks are tried."""
+    cluster = {"preset": "h100-sxm", "nodes": 512}
+    big = {"cluster": cluster, "model": {"preset": "llama3-8b"}, "train": {"global_batch": 4096}}
+    started = time.process_time()
+    job = asked_for(tree(**big, layout={"tp": 8, "pp": 16, "dp_shard": 32, "cp": 1}))
+    assert nearest_legal_layout(job).world_size == 4096
+    local = {"preset": "local", "device": "cpu", "devices_per_node": 2}
+    absurd = asked_for(tree(cluster=local, layout={"tp": 10**9 + 7}))
+    assert nearest_legal_layout(absurd).world_size == 2
+    assert time.process_time() - started < 20, "seconds of a processor, far more than it takes"
