@@ -32,10 +32,10 @@ from meshwright.prepare.build import CorpusSpec, prepare_corpus
 CELLS = list_cells((2, 3, 4))
 MATRIX = choose_models(CELLS)
 COVERING = choose_covering(CELLS)
-COMPILED = random.Random(SEED).sample(list_compiled(COVERING), 8)
+COMPILED = sorted(random.Random(SEED).sample(list_compiled(COVERING), 8), key=lambda cell: cell.passes)
 LARGE = list(islice(draw_cells(8), 6))
 ALL_AXES = next(cell for cell in draw_cells(8) if min(cell.degrees) > 1)
-"""The one that `make test` has time for."""
+"""The one for which `make test` has time; of the compiled ones it is the first."""
 
 
 def as_parameters(fast: list[Cell], slow: list[Cell]) -> list:
