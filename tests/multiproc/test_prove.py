@@ -74,6 +74,30 @@ def test_a_job_for_many_ranks_is_proved_in_small_and_says_so(prove):
     assert "12 ranks" in found["messages"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "key_heads"), [(8, 2), (16, 1)])
+def test_seventy_billion_parameters_on_many_ranks_are_proved_in_small(prove, tp, key_heads):
+    """Shards and shared matrices stay both, and so does a key head that lies on several ranks."""
+    found = prove(
+        "model.preset=llama3-70b",
+        "data.seq_len=8192",
+        "train.global_batch=512",
+        f"layout.tp={tp}",
+        "layout.dp_shard=64",
+        "layout.sequence_parallel=true",
+        "layout.recompute=full",
+    )
+    assert found["equal"]
+    layout = found["layout"]
+    assert (layout["tp"], layout["dp_shard"], layout["zero"], layout["sequence_parallel"]) == (2, 2, 3, True)
+    assert found["world_size"] == 4
+    changes = {row["key"]: row["after"] for row in found["shrunk"]["changes"]}
+    assert changes["model.num_kv_heads"] == key_heads
+    assert f"{tp * 64} ranks" in found["messages"]
+    assert "layout.sequence_parallel=true" in found["messages"]
+    assert "not compared" not in found["messages"]
+
+
 def test_a_rank_that_dies_is_a_failed_run(prove, monkeypatch):
     """Exit status 4, with the place of the ranks' output, and no advice to resume."""
     monkeypatch.setattr(command, "ENTRY", "planted_proofs:dies")
@@ -111,6 +135,11 @@ def test_a_layout_that_is_not_finite_is_not_equal(prove, monkeypatch):
     ("overrides", "code"),
     [
         (["layout.tp=3"], "layout-tp-heads"),
+        (["layout.tp=two"], "job-wrong-type"),
+        (["layout.tp=4", "model.ffn_size=130"], "layout-tp-ffn"),
+        (["layout.sequence_parallel=true"], "layout-sequence-parallel-tp"),
+        (["layout.tp=2", "layout.sequence_parallel=true", "data.seq_len=31"], "layout-sequence-parallel-len"),
+        (["layout.tp=2", "train.optimizer=muon"], "train-muon-not-built"),
         (["train.steps=none"], "job-wrong-type"),
     ],
 )

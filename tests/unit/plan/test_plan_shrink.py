@@ -83,6 +83,14 @@ def test_every_kind_of_split_stays(source, degrees):
     assert find_reasons(dataclasses.replace(small), 10, 16 * GIB, 8e10)[:1] in ([], ranks_of(small))
 
 
+def test_repeated_key_heads_stay_repeated():
+    """More ranks than key heads become more ranks than key heads: their gradients are summed over copies."""
+    small = shrink(job_of("llama3-70b", "layout.tp=16", "layout.dp_shard=8", "layout.sequence_parallel=true"))
+    assert small.model.num_kv_heads < small.layout.tp
+    assert small.layout.sequence_parallel
+    assert is_legal(small), find_problems(small)
+
+
 def ranks_of(job) -> list[str]:
     """Four axes of two are sixteen ranks: as few as there can be, and still said."""
     return [f"{job.layout.world_size} ranks, and one machine runs {MOST_RANKS}"]
