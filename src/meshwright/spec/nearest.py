@@ -24,6 +24,8 @@ MICRO_COST = 0.05
 """Of a doubling or halving of the micro-batch."""
 MOST_SHARED = 16
 """Ranks that share a core before fewer of them are nearer to what was meant."""
+MOST_FOLLOWED = 8
+"""Changes of settings that are followed at once."""
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "zero": (3, 2, 1, 0),
     "accumulate": ("sharded",),
@@ -135,17 +137,23 @@ class _Search:
                     yield {**dict(zip(AXES, degrees, strict=True)), "ep": ep, "etp": etp}
 
     def _mend(self, layout: Layout) -> Layout | None:
-        """Change settings, one after the other, as long as each change leaves fewer problems."""
-        problems = self.problems(layout)
-        while problems:
+        """Change settings, one after the other, as long as each change leaves fewer problems.
+
+        Of changes that leave equally few all are followed: one of them may lead nowhere.
+        """
+        tries, left = [layout], len(self.problems(layout))
+        while left:
             if any((name, getattr(layout, name)) in self.refused for name in DEGREES):
                 return None  # no setting helps
-            tries = [(len(self.problems(tried)), tried) for tried in self._changed(layout)]
-            left, layout = min(tries, key=lambda t: (t[0], _setting_distance(self.job.layout, t[1])))
-            if left >= len(problems):
+            changed = {
+                further: len(self.problems(further)) for one in tries for further in self._changed(one)
+            }
+            fewest = min(changed.values())
+            if fewest >= left:
                 return None
-            problems = self.problems(layout)
-        return layout
+            left, tries = fewest, [further for further, count in changed.items() if count == fewest]
+            tries = sorted(tries, key=lambda one: _setting_distance(self.job.layout, one))[:MOST_FOLLOWED]
+        return tries[0]
 
     def _changed(self, layout: Layout) -> Iterator[Layout]:
         """The layout with one setting changed."""

@@ -127,11 +127,18 @@ def test_no_legal_layout_with_as_many_ranks_is_nearer(layout, batch):
 
 
 def test_shards_stay_shards_where_only_a_setting_is_refused(tree):
-    asked = asked_for(tree(layout={"dp_shard": 4, "micro_batch": 2, "prefetch": 2}))
+    asked = asked_for(tree(layout={"dp_shard": 4, "zero": 2, "micro_batch": 2, "prefetch": 2}))
     nearest = nearest_legal_layout(asked)
-    assert (nearest.dp_shard, nearest.zero, nearest.prefetch, nearest.micro_batch) == (4, 3, 1, 2)
-    packed = asked_for(tree(layout={"dp_shard": 2}, compression={"kind": "bf16"}))
-    assert (nearest_legal_layout(packed).dp_shard, nearest_legal_layout(packed).zero) == (2, 1)
+    assert (nearest.dp_shard, nearest.zero, nearest.prefetch, nearest.micro_batch) == (4, 3, 2, 2)
+    waiting = tree(layout={"dp_shard": 2, "accumulate": "deferred"}, compression={"kind": "bf16"})
+    nearest = nearest_legal_layout(asked_for(waiting))
+    assert (nearest.dp_shard, nearest.zero, nearest.accumulate) == (2, 3, "sharded")
+
+
+def test_split_matrices_stay_split_where_only_settings_are_refused(tree):
+    """Two settings must change, and changing one of them first helps in a way that leads nowhere."""
+    nearest = nearest_legal_layout(asked_for(tree(layout={"tp": 2, "zero": 1, "prefetch": 0})))
+    assert (nearest.tp, nearest.dp_shard, nearest.zero, nearest.prefetch) == (2, 1, 0, 1)
 
 
 def test_a_thousand_devices_are_searched_in_a_moment(tree):
