@@ -24,6 +24,8 @@ MICRO_COST = 0.05
 """Of a doubling or halving of the micro-batch."""
 MOST_SHARED = 16
 """Ranks that share a core before fewer of them are nearer to what was meant."""
+STAGE_SETTINGS: dict[str, Any] = {"accumulate": "sharded", "prefetch": 1, "offload": "none"}
+"""Settings that some ZeRO stages alone take, as every stage takes them."""
 MOST_FOLLOWED = 8
 """Changes of settings that are followed at once."""
 SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -151,7 +153,7 @@ class _Search:
             fewest = min(changed.values())
             if fewest >= left:
                 return None
-            left, tries = fewest, [further for further, count in changed.items() if count == fewest]
+            left, tries = fewest, [new for new, count in changed.items() if count == fewest]
             tries = sorted(tries, key=lambda one: _setting_distance(self.job.layout, one))[:MOST_FOLLOWED]
         return tries[0]
 
@@ -162,6 +164,8 @@ class _Search:
                 if value != getattr(layout, name):
                     change: dict[str, Any] = {name: value}
                     yield dataclasses.replace(layout, **change)
+                    if name == "zero":  # what only the old stage had a use for goes with it
+                        yield dataclasses.replace(layout, zero=value, **STAGE_SETTINGS)
         if layout.micro_batch is None:
             return
         share = -(-self.job.train.global_batch // layout.data_degree)
