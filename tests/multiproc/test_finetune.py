@@ -50,7 +50,6 @@ SMALL = (
     "train.eval_samples=8",
     "checkpoint.every_steps=1",
     "checkpoint.keep_last=99",
-    "layout.offload=none",  # a core computes in the host's memory
 )
 
 

@@ -6,10 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.plan.ledger import predict_ledger
-from meshwright.plan.shapes import list_parameters
-from meshwright.spec.load import load_job
-
 ROOT = Path(__file__).parents[3]
 JOB = "examples/finetune-7b.toml"
 CARD_BYTES = 24e9
@@ -26,7 +22,7 @@ def plan(cli, monkeypatch):
 
 
 def test_it_is_planned_to_fit(plan):
-    """Every rank's peak, allocator and context included, is below the card's memory."""
+    """Every rank's peak, with 5% for the allocator and CUDA's own memory, is below the card's."""
     planned = plan()
     assert planned.status == 0, planned.err
     (layout,) = planned.json["layouts"]
@@ -36,7 +32,8 @@ def test_it_is_planned_to_fit(plan):
         "offload": "optimizer",
     }
     peaks = [rank["peak"] for rank in layout["memory_bytes"].values()]
-    assert all(13.5e9 < peak < CARD_BYTES for peak in peaks), "masters and gradients alone are 13.5 GB"
+    assert min(peaks) > 13.5e9, "masters and gradients alone are 13.5 GB"
+    assert 1.05 * max(peaks) + CONTEXT_BYTES < CARD_BYTES
 
 
 @pytest.mark.parametrize(
@@ -52,12 +49,14 @@ def test_it_does_not_fit_without(plan, without, changes):
     assert (refused.status, refused.codes) == (2, ["plan-nothing-fits"]), f"it fits without {without}"
 
 
-def test_the_ledger_of_the_run_leaves_as_much_room(monkeypatch):
-    """Moment by moment, with the group around the blocks, which the search does not count: it still fits."""
+@pytest.mark.slow
+def test_torch_itself_would_need_as_much(cli, monkeypatch):
+    """One step of a rank at full size, with fake tensors: state and bytes as planned, and the peak."""
     monkeypatch.chdir(ROOT)
-    job = load_job(JOB, ["layout.offload=none"], to_run=False)
-    ledger = predict_ledger(job, micro_batch=1, micro_batches=job.train.global_batch // 4)
-    moments = 2 * 4 * sum(p.count for p in list_parameters(job.model)) / 4
-    assert ledger.state_bytes["optimizer"] == pytest.approx(moments, rel=1e-3)
-    assert ledger.peak_bytes + CONTEXT_BYTES > CARD_BYTES
-    assert 1.05 * (ledger.peak_bytes - moments) + CONTEXT_BYTES < CARD_BYTES
+    ran = cli("dry-run", JOB, "train.global_batch=8", "--rank", "2", "--json")
+    assert ran.status == 0, ran.err
+    [peak] = [row for row in ran.json["state"] if row["kind"] == "peak"]
+    assert peak["measured"] == pytest.approx(peak["predicted"], rel=1e-3)
+    assert 1.05 * max(peak["measured"], ran.json["job_peak_bytes"]) + CONTEXT_BYTES < CARD_BYTES
+    [away] = [row for row in ran.json["state"] if row["kind"] == "optimizer on the host"]
+    assert away["measured"] > 13.4e9

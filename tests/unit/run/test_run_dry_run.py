@@ -36,6 +36,7 @@ def dry_run(capfd):
     return run
 
 
+SEQUENCE = "sequence_parallel=true"
 LARGE = [
     ("llama3-8b", "dp_shard=8", 5, "1x8xh100-sxm"),
     ("llama3-8b", "dp_shard=8 zero=1", 7, "1x8xh200-sxm"),
@@ -45,6 +46,12 @@ LARGE = [
     ("llama3-70b", "dp_replicate=64 dp_shard=8 recompute=full", 100, "64x8xh100-sxm"),
     ("llama3-70b", "dp_shard=512 recompute=selective", 511, "64x8xh100-sxm"),
     ("llama3-405b", "dp_replicate=2 dp_shard=256 recompute=full", 300, "64x8xh100-sxm"),
+    ("llama3-8b", "tp=8", 3, "1x8xh100-sxm"),
+    ("llama3-8b", f"tp=2 dp_shard=4 {SEQUENCE} recompute=selective", 5, "1x8xh100-sxm"),
+    ("llama3-70b", f"tp=8 dp_shard=8 {SEQUENCE} recompute=selective", 63, "8x8xh100-sxm"),
+    ("llama3-70b", f"tp=8 dp_shard=64 {SEQUENCE} recompute=full", 77, "64x8xh100-sxm"),
+    ("gpt3-175b", f"tp=8 dp_replicate=2 dp_shard=4 zero=2 {SEQUENCE} recompute=full", 9, "8x8xh100-sxm"),
+    ("llama3-405b", f"tp=16 dp_shard=32 {SEQUENCE} recompute=full", 511, "64x8xh100-sxm"),
 ]
 
 
@@ -55,14 +62,14 @@ LARGE = [
 def test_the_ledger_of_large_models_is_what_torch_does(dry_run, preset, layout, rank, on):
     """8B to 405B on 8 to 512 ranks: state and bytes equal, activations and peak within 5%, no memory."""
     asked = [*(f"layout.{key}" for key in layout.split()), "layout.micro_batch=1"]
-    degrees = [int(key.split("=")[1]) for key in layout.split() if key.startswith("dp_")]
-    ranks = degrees[0] * (degrees[1] if len(degrees) > 1 else 1)
-    found, said = dry_run(preset, *asked, f"train.global_batch={ranks}", rank=rank, on=on)
+    named = dict(key.split("=") for key in layout.split())
+    samples = int(named.get("dp_replicate", 1)) * int(named.get("dp_shard", 1))
+    found, said = dry_run(preset, *asked, f"train.global_batch={samples}", rank=rank, on=on)
     assert found["equal"], found["differences"]
-    assert found["world_size"] == ranks
+    assert found["world_size"] == samples * int(named.get("tp", 1))
     assert {row["kind"] for row in found["state"]} >= {"parameters", "gradients", "optimizer", "peak"}
     moved = {(row["axis"], row["op"]) for row in found["collectives"] if row["bytes"] > 2**30}
-    assert ("dp_shard", "all_gather") in moved
+    assert {axis for axis, _ in moved} >= {axis for axis in ("dp_shard", "tp") if axis in named}
     assert found["process_bytes"] < found["job_peak_bytes"] / 8, "the model was really there"
     assert "The tensors are those of a CPU" in said
 
@@ -75,6 +82,7 @@ def test_the_ledger_of_large_models_is_what_torch_does(dry_run, preset, layout, 
         ("dp_shard=3 zero=2", "train.precision=bf16", "data.mask=document", "train.grad_noise=0.1"),
         ("dp_shard=5 micro_batch=1", "train.precision=fp16", "train.optimizer=sgd", "train.clip=0.0"),
         ("dp_shard=2 recompute=selective", "model.positions=learned", "model.max_positions=32"),
+        (f"tp=4 dp_shard=3 {SEQUENCE}", "train.precision=fp16", "data.mask=document", "model.vocab_size=321"),
     ],
     ids=lambda layout: layout[0],
 )
