@@ -92,7 +92,7 @@ def test_bf16_and_a_folder_of_images_train_and_text_is_refused_from_them(train, 
     assert trained.result["audit_ok"]
     manifest = json.loads((Path(trained.result["checkpoint"]) / "manifest.json").read_text())
     assert manifest["model"]["architecture"] == "resnet"
-    settings = {"tokens": 1, "temperature": 0.0, "top_k": 0, "seed": 0}
+    settings = {"prompt": "a", "tokens": 1, "template": None, "tp": 1}
     with pytest.raises(UserError) as caught:
-        write_text(Output(as_json=True), trained.run_dir, "a", None, settings)
+        write_text(Output(as_json=True), trained.run_dir, settings)
     assert caught.value.problems[0].code == "generate-not-text"
