@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import re
 
+from planted import ROOM
+
 LARGE = ("model.num_layers=6", "data.seq_len=128", "train.global_batch=256", "train.steps=2")
 LAYOUT = ("layout.dp_replicate=2", "layout.micro_batch=128")
-ROOM = 400_000_000
-"""A peak of 460 MB is predicted, most of it activations."""
 
 
 def test_the_ledger_is_told_and_the_cheapest_change_runs_in_the_same_room(train, monkeypatch):
     """Rank 1 gets less than what is predicted. Its error is the run's; the other rank is a victim."""
     monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:little_memory")
-    monkeypatch.setenv("MESHWRIGHT_TEST_ROOM", str(ROOM))
     failed = train(*LARGE, *LAYOUT, expect=4)
     (error,) = failed.result["errors"]
     assert error["code"] == "run-out-of-memory"

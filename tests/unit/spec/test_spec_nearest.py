@@ -93,7 +93,7 @@ def build(model, train, batch):
 
 
 @pytest.mark.parametrize("to_run", [True, False])
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(layout=layouts, chosen=models, batch=st.integers(4, 24))
 def test_it_is_legal_whatever_was_asked_and_the_jobs_own_if_that_was_legal(to_run, layout, chosen, batch):
     job = with_layout(build(*chosen, batch), layout)
@@ -105,7 +105,7 @@ def test_it_is_legal_whatever_was_asked_and_the_jobs_own_if_that_was_legal(to_ru
     assert nearest_legal_layout(again, to_run) == nearest, "what is legal stays"
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(layout=layouts.filter(lambda layout: layout.world_size <= 8), batch=st.integers(4, 24))
 def test_no_legal_layout_with_as_many_ranks_is_nearer(layout, batch):
     """Against every split of the ranks and every ZeRO stage, with the asked settings and the defaults."""
