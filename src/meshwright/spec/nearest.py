@@ -26,7 +26,7 @@ MOST_SHARED = 16
 """Ranks that share a core before fewer of them are nearer to what was meant."""
 STAGE_SETTINGS: dict[str, Any] = {"accumulate": "sharded", "prefetch": 1, "offload": "none"}
 """Settings that some ZeRO stages alone take, as every stage takes them."""
-MOST_FOLLOWED = 8
+MOST_FOLLOWED = 2
 """Changes of settings that are followed at once."""
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "zero": (3, 2, 1, 0),
