@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
-from safetensors.torch import load_file
+from curves import TEN, Resumed, reference, relative
 
 from meshwright.plan.contract import PLAN_FILE, read_plan
-
-TEN = ("train.steps=10", "train.eval_every=5")
-REFERENCE: dict[tuple[str, ...], list[float]] = {}
-
-
-def relative(ours, theirs):
-    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
-
-
-def reference(train, *overrides):
-    """The losses of one process; trained once for all cases with the same settings."""
-    if overrides not in REFERENCE:
-        REFERENCE[overrides] = train("layout.dp_replicate=1", *TEN, *overrides).losses
-    return REFERENCE[overrides]
 
 
 @pytest.mark.parametrize(
@@ -152,23 +137,7 @@ def test_an_overflow_in_one_ranks_rows_skips_the_step_on_all(train, monkeypatch)
 
 def test_checkpoints_go_from_any_layout_to_any(train, tmp_path):
     """Shards resume bit by bit; replicas go on from them up to rounding, and the other way."""
-    common = ("train.steps=6", "checkpoint.every_steps=3", "checkpoint.keep_last=9")
-    layouts = {"cut": ("layout.dp_shard=3",), "whole": ("layout.dp_replicate=2",)}
-    straight = {name: train(*common, *layout) for name, layout in layouts.items()}
-
-    def resume(source, layout):
-        folder = tmp_path / f"from-{source}-to-{layout}"
-        shutil.copytree(straight[source].run_dir / "checkpoints" / "step-00000003", folder / "step-00000003")
-        return folder, train(*common, *layouts[layout], f"checkpoint.dir={folder}", resume=True)
-
-    folder, again = resume("cut", "cut")
-    assert again.losses == straight["cut"].losses[3:]
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        ours = load_file(folder / "step-00000006" / name)
-        theirs = load_file(straight["cut"].run_dir / "checkpoints" / "step-00000006" / name)
-        assert ours.keys() == theirs.keys()
-        assert all((ours[key] == theirs[key]).all() for key in ours), name
-    for source, layout in (("cut", "whole"), ("whole", "cut")):
-        _, other = resume(source, layout)
-        assert relative(other.losses, straight[source].losses[3:]) < 1e-5
-        assert "the sharding was" in other.messages
+    runs, cut, whole = Resumed(train, tmp_path), ("layout.dp_shard=3",), ("layout.dp_replicate=2",)
+    runs.require_the_same_bits(cut)
+    runs.require_the_same_curve(cut, whole)
+    runs.require_the_same_curve(whole, cut)

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from curves import TEN, Resumed, reference, relative
 
 from meshwright.cli.generate import write_text
 from meshwright.cli.output import Output
 from meshwright.core.errors import UserError
 
-TEN = ("train.steps=10", "train.eval_every=5")
 GPT = "model.positions=learned model.max_positions=32 model.norm=layer model.activation=gelu "
 GPT += "model.attention_bias=true model.ffn_bias=true model.vocab_size=321"
 UNTIED = "model.tied_embeddings=false train.optimizer=lion train.grad_noise=0.01"
-REFERENCE: dict[tuple[str, ...], list[float]] = {}
-
-
-def relative(ours, theirs):
-    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
-
-
-def reference(train, *overrides):
-    """The losses of one process; trained once for all cases with the same settings."""
-    if overrides not in REFERENCE:
-        REFERENCE[overrides] = train("layout.dp_replicate=1", *TEN, *overrides).losses
-    return REFERENCE[overrides]
 
 
 @pytest.mark.parametrize(
@@ -92,31 +78,12 @@ def test_compiled_blocks_are_equal_too(train):
 
 def test_checkpoints_go_from_any_layout_to_any(train, tmp_path):
     """Split matrices resume bit by bit; others go on from them up to rounding, and the other way."""
-    common = ("train.steps=6", "checkpoint.every_steps=3", "checkpoint.keep_last=9", *GPT.split())
-    split = "layout.tp=2 layout.dp_shard=2 layout.sequence_parallel=true"
-    layouts = {
-        "split": split.split(),
-        "rows": [*split.split(), "layout.zero=1"],
-        "whole": ["layout.dp_replicate=2"],
-    }
-    straight = {name: train(*common, *layouts[name]) for name in ("split", "whole")}
-
-    def resume(source, layout):
-        folder = tmp_path / f"from-{source}-to-{layout}"
-        shutil.copytree(straight[source].run_dir / "checkpoints" / "step-00000003", folder / "step-00000003")
-        return folder, train(*common, *layouts[layout], f"checkpoint.dir={folder}", resume=True)
-
-    folder, again = resume("split", "split")
-    assert again.losses == straight["split"].losses[3:]
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        ours = load_file(folder / "step-00000006" / name)
-        theirs = load_file(straight["split"].run_dir / "checkpoints" / "step-00000006" / name)
-        assert ours.keys() == theirs.keys()
-        assert all((ours[key] == theirs[key]).all() for key in ours), name
-    for source, layout in (("split", "whole"), ("whole", "split"), ("whole", "rows")):
-        _, other = resume(source, layout)
-        assert relative(other.losses, straight[source].losses[3:]) < 1e-5
-        assert "the sharding was" in other.messages
+    runs, whole = Resumed(train, tmp_path, *GPT.split()), ("layout.dp_replicate=2",)
+    split = ("layout.tp=2", "layout.dp_shard=2", "layout.sequence_parallel=true")
+    runs.require_the_same_bits(split)
+    runs.require_the_same_curve(split, whole)
+    runs.require_the_same_curve(whole, split)
+    runs.require_the_same_curve(whole, (*split, "layout.zero=1"))
 
 
 def test_text_is_written_by_ranks_that_share_the_model(train, capfd):
