@@ -99,3 +99,7 @@ def test_text_is_written_by_ranks_that_share_the_model(train, capfd):
     assert written(1) == written(2) != ""
     with pytest.raises(UserError, match="layout-tp-heads"):
         written(3)
+    (checkpoint / "tokenizer.json").write_text("{")
+    for tp in (1, 2):
+        with pytest.raises(UserError):
+            written(tp)

@@ -14,12 +14,13 @@ from rich.progress import Progress, TaskID
 from meshwright.cli.app import require_packages
 from meshwright.cli.output import Output
 from meshwright.cli.ranks import NO_GPU, PRELOAD, require_devices
-from meshwright.core.errors import Problem, UserError
+from meshwright.core.errors import Problem, RunFailedError, UserError
 from meshwright.core.events import Event
 from meshwright.launch.environment import prepare_environment
-from meshwright.launch.local import LocalLaunch
+from meshwright.launch.local import LOGS, LocalLaunch
 from meshwright.spec.cluster import count_cores
 from meshwright.spec.hf_reader import CONFIG_FILE
+from meshwright.spec.job import Job
 from meshwright.survive.checkpoint.manifest import MANIFEST, find_newest, read_manifest
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ def write_text(output: Output, path: Path, settings: dict[str, Any]) -> int:
     task = GenerateTask(checkpoint=str(checkpoint), **settings)
     with Progress(console=output.errors, transient=True, disable=not output.errors.is_terminal) as bar:
         heard = partial(_advance, bar, bar.add_task("writing", total=task.tokens))
-        task.chat()  # a template that cannot be read is found before anything starts
-        text = generate_text(task, heard=heard) if task.tp == 1 else _share(task, heard)
+        job = task.check()
+        text = generate_text(task, heard=heard) if task.tp == 1 else _share(task, job, heard)
     shown = f"{task.prompt}{text}" if task.template is None else text
     if not output.as_json and sys.stdout.isatty():  # an untrained model writes control characters too
         shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in shown)
@@ -49,11 +50,10 @@ def write_text(output: Output, path: Path, settings: dict[str, Any]) -> int:
     return 0
 
 
-def _share(task: GenerateTask, heard: Callable[[int], None]) -> str:
+def _share(task: GenerateTask, job: Job, heard: Callable[[int], None]) -> str:
     """Let ranks on this machine write it together."""
     from meshwright.run.generate import ENTRY  # noqa: PLC0415
 
-    job = task.job()
     require_devices(job, task.tp)
     texts: list[str] = []
 
@@ -65,7 +65,7 @@ def _share(task: GenerateTask, heard: Callable[[int], None]) -> str:
 
     with tempfile.TemporaryDirectory(prefix="meshwright-generate-") as folder:
         task.write(Path(folder))
-        LocalLaunch(
+        launch = LocalLaunch(
             entry=ENTRY,
             run_dir=Path(folder),
             world_size=task.tp,
@@ -74,7 +74,16 @@ def _share(task: GenerateTask, heard: Callable[[int], None]) -> str:
             listener=listen,
             environment=NO_GPU if job.cluster.device == "cpu" else {},
             preload=PRELOAD,
-        ).run()
+        )
+        try:
+            launch.run()
+        except RunFailedError as error:  # its advice is for training, and its log goes with the folder
+            logs = [path.read_text(errors="replace") for path in sorted(Path(folder, LOGS).glob("*.log"))]
+            said = next((text.strip().splitlines()[-1] for text in logs if text.strip()), "it said nothing")
+            rule, fix = f"a rank died: {said}", "Use more ranks (--tp) if memory ran out, or --tp 1"
+            raise RunFailedError(
+                Problem("generate-rank-died", rule, path=task.checkpoint, fix=fix)
+            ) from error
     if not texts:
         raise KeyboardInterrupt
     return texts[0]

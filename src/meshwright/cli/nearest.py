@@ -9,7 +9,7 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.plan.choose import evaluate
 from meshwright.plan.search.nearest import find_nearest
-from meshwright.plan.search.predict import layout_overrides, overrides_from
+from meshwright.plan.search.predict import overrides_from
 from meshwright.spec.job import Job
 from meshwright.spec.legality import find_problems, with_layout
 from meshwright.spec.load import SpecError
@@ -68,7 +68,7 @@ def _nearest_planned(job: Job, error: SpecError, also_here: bool) -> list[Near]:
     nearest = find_nearest(job, job.layout)
     if nearest is None:
         return []
-    named = layout_overrides(nearest.layout)
+    named = overrides_from(job.layout, nearest.layout)
     return [Near(False, named, nearest.step_s, nearest.peak_bytes, nearest.fits)]
 
 

@@ -82,6 +82,8 @@ def _changed_layouts(job: Job) -> Iterator[Layout]:
     layout = job.layout
     yield layout
     for _, keys in single_changes(layout):
+        if "offload" in keys and job.cluster.device == "cpu":
+            continue  # a core's state lies in the host's memory already
         yield dataclasses.replace(layout, **keys)
         for mode in ("selective", "full"):
             both: dict[str, Any] = {"recompute": mode, **keys}

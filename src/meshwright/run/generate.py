@@ -29,8 +29,10 @@ from meshwright.run.worker import report_error
 from meshwright.spec.hf import read_config
 from meshwright.spec.job import Job
 from meshwright.spec.load import SpecError, build_job
+from meshwright.spec.model import DecoderModel
 from meshwright.survive.checkpoint.manifest import MANIFEST, MODEL_FILE, read_manifest
 from meshwright.survive.checkpoint.plain import open_tensors
+from meshwright.survive.hf.weights import require_weights
 
 LONGEST_WINDOW = 4096
 """Tokens that a model of a Hugging Face folder looks back; many know more positions than fit in memory."""
@@ -74,6 +76,24 @@ class GenerateTask:
             return None
         tokenizer = str(Path(self.checkpoint).absolute() / TOKENIZER_FILE)
         return load_template(self.template, Path.cwd(), tokenizer, key="--template")
+
+    def check(self) -> Job:
+        """Find what is wrong with the task before anything starts; returns its job.
+
+        Raises:
+            UserError: The template, the tokenizer or the weights are missing or do not suit the model.
+        """
+        job, folder = self.job(), Path(self.checkpoint)
+        assert isinstance(job.model, DecoderModel), "a model of text"
+        self.chat()
+        tokens, words = load_tokenizer(folder).vocab_size, job.model.vocab_size
+        if tokens > words:
+            rule = f"has {tokens} tokens, and the model's vocabulary {words}"
+            where, fix = str(folder / TOKENIZER_FILE), "Use the tokenizer that the model was trained with"
+            raise UserError(Problem("model-vocab-small", rule, path=where, fix=fix))
+        if not (folder / MANIFEST).is_file():
+            require_weights(job.model)
+        return job
 
     def job(self) -> Job:
         """The model as a job, whose layout the legality table has checked.
@@ -171,13 +191,8 @@ def generate_text(
         ranks: Those that share the model; None for one process.
         heard: Told how many tokens are written.
     """
-    checkpoint = Path(task.checkpoint)
-    model, tokenizer = load_model(task, ranks), load_tokenizer(checkpoint)
-    device, words = model.embed.weight.device, model.embed.num_embeddings * task.tp
-    if tokenizer.vocab_size > words:
-        rule = f"has {tokenizer.vocab_size} tokens, and the model's vocabulary {words}"
-        where, fix = str(checkpoint / TOKENIZER_FILE), "Use the tokenizer that the model was trained with"
-        raise UserError(Problem("model-vocab-small", rule, path=where, fix=fix))
+    model, tokenizer = load_model(task, ranks), load_tokenizer(Path(task.checkpoint))
+    device = model.embed.weight.device
     generator = torch.Generator().manual_seed(task.seed)
     question = encode_question(tokenizer, task.prompt, task.chat())
     ids = list(question.tokens)

@@ -248,21 +248,6 @@ def check_idle_prefetch(job: Job) -> Problem | None:
     return Problem("layout-prefetch-zero", rule, path="layout.prefetch", value=layout.prefetch, fix=fix)
 
 
-def check_offload_device(job: Job) -> Problem | None:
-    """Offloading moves to the host; a core is on it."""
-    layout, device = job.layout, job.cluster.device
-    if layout.offload == "none" or device != "cpu":
-        return None
-    rule = "moves state to the host's memory, and with cluster.device=cpu it lies there already"
-    return Problem(
-        "layout-offload-cpu",
-        rule,
-        path="layout.offload",
-        value=layout.offload,
-        fix="Leave layout.offload out",
-    )
-
-
 Row = tuple[str, str, Check]
 
 AXIS_ROWS: tuple[Row, ...] = (
@@ -328,11 +313,6 @@ PLAN_AXIS_ROWS: tuple[Row, ...] = (
         "layout-context-cp",
         '`context = "ulysses"` needs `cp` > 1.',
         _check_idle("layout-context-cp", "context", "cp", "no sequence is shared"),
-    ),
-    (
-        "layout-offload-cpu",
-        "`offload` is for GPUs: a core computes in the host's memory.",
-        check_offload_device,
     ),
 )
 """Rows of settings without effect, which only planning meets: a run refuses them as not built."""

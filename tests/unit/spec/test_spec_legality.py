@@ -132,7 +132,6 @@ CASES = {
 PLAN_CASES = {
     "layout-schedule-pp": {"layout": {"schedule": "zb-h1", "dp_replicate": 2}},
     "layout-context-cp": {"layout": {"context": "ulysses", "dp_replicate": 2}},
-    "layout-offload-cpu": {"layout": {"offload": "all"}, "cluster": {"preset": "local", "device": "cpu"}},
     "cluster-links-missing": {"cluster": {"preset": "local", "device": "cuda", "nodes": 2}},
     "train-precision-device": {"train": {"precision": "fp4"}},
 }

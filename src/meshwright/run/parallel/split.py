@@ -94,19 +94,12 @@ class _Scatter(torch.autograd.Function):
 class Split:
     """A rank's place among those that share each matrix, and what of each parameter it holds."""
 
-    def __init__(self, job: Job, ranks: Ranks, sequence: bool | None = None) -> None:
-        """Take the place.
-
-        Args:
-            job: The settled job.
-            ranks: All of them.
-            sequence: Whether tokens are cut between the blocks; by default as the layout says.
-        """
+    def __init__(self, job: Job, ranks: Ranks) -> None:
         assert isinstance(job.model, DecoderModel), "the legality table splits decoders only"
         self._ranks = ranks
         group = ranks.group("tp")
         self.size, self.rank, self.name = group.size(), group.rank(), group.group_name
-        self.sequence = job.layout.sequence_parallel if sequence is None else sequence
+        self.sequence = job.layout.sequence_parallel
         self.copies = count_copies(job.model, self.size)
         self.words = job.model.vocab_size
         self.batch = (1, 1)

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from meshwright.core.files import sync_path
@@ -139,11 +138,6 @@ def _write_tensors(path: Path, header: Mapping[str, TensorFacts], tensors: Itera
             file.write(values)
             del tensor, values  # before the next one is made
     return FileFacts(len(first) + sum(facts.bytes for facts in header.values()), digest.hexdigest())
-
-
-def load_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:
-    """The tensors of one file, on the CPU."""
-    return load_file(checkpoint / name)
 
 
 def open_tensors(checkpoint: Path, name: str) -> Any:
