@@ -67,6 +67,7 @@ def test_an_input_that_is_not_prepared_is_a_collective_too_many(train, monkeypat
     assert "all_reduce" in said
 
 
+@pytest.mark.slow
 def test_compiled_blocks_are_equal_too(train):
     """The collectives are inside the compiled graphs, forward and backward, and are still counted."""
     compiled = ("train.compile=true", "train.compile_backend=aot_eager")

@@ -9,6 +9,7 @@ from model_shapes import gpt_overrides
 REPLICATED = "layout.dp_replicate=2"
 
 
+@pytest.mark.slow
 def test_bf16_and_fp16_follow_the_float32_curve_for_200_steps(train):
     """The mean difference over 200 steps is below 1% of the loss, and the end is no worse than 3%."""
     long = ("train.steps=200", "train.eval_every=0", "train.lr=2e-3")
