@@ -13,11 +13,11 @@ from rich.progress import Progress, TaskID
 
 from meshwright.cli.app import require_packages
 from meshwright.cli.output import Output
-from meshwright.cli.ranks import NO_GPU, PRELOAD, require_devices
+from meshwright.cli.ranks import build_launch, require_devices
 from meshwright.core.errors import Problem, RunFailedError, UserError
 from meshwright.core.events import Event
 from meshwright.launch.environment import prepare_environment
-from meshwright.launch.local import LOGS, LocalLaunch
+from meshwright.launch.local import LOGS
 from meshwright.spec.cluster import count_cores
 from meshwright.spec.hf_reader import CONFIG_FILE
 from meshwright.spec.job import Job
@@ -65,18 +65,8 @@ def _share(task: GenerateTask, job: Job, heard: Callable[[int], None]) -> str:
 
     with tempfile.TemporaryDirectory(prefix="meshwright-generate-") as folder:
         task.write(Path(folder))
-        launch = LocalLaunch(
-            entry=ENTRY,
-            run_dir=Path(folder),
-            world_size=task.tp,
-            generation=0,
-            stop_grace_s=job.survive.stop_grace_s,
-            listener=listen,
-            environment=NO_GPU if job.cluster.device == "cpu" else {},
-            preload=PRELOAD,
-        )
         try:
-            launch.run()
+            build_launch(ENTRY, job, Path(folder), listen).run()
         except RunFailedError as error:  # its advice is for training, and its log goes with the folder
             logs = [path.read_text(errors="replace") for path in sorted(Path(folder, LOGS).glob("*.log"))]
             said = next((text.strip().splitlines()[-1] for text in logs if text.strip()), "it said nothing")

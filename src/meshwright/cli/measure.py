@@ -63,7 +63,7 @@ def measure_plan(plan: Plan, data_dir: Path, name: str, show: Callable[[str, int
         elif event["event"] == "step" and event["rank"] == 0:
             show(f"{name}: {heard.steps} of {steps} steps", heard.steps)
 
-    interrupted = build_launch(ENTRY, plan, folder, listen).run()
+    interrupted = build_launch(ENTRY, plan.job, folder, listen).run()
     shutil.rmtree(folder, ignore_errors=True)
     if interrupted:
         raise InterruptedRunError(Problem("bench-interrupted", f"interrupted while measuring {name}"))

@@ -120,11 +120,7 @@ class SearchOutcome:
         found, best = self.found, self.best
         rest = [p.summary([compare(best, p, found.by)]) for p in self.shown[1:]]
         return {
-            "evaluated": found.evaluated,
-            "pruned": found.pruned,
-            "illegal": found.illegal,
-            "fit": found.fit,
-            "search_s": found.seconds,
+            **found.counts(),
             "layouts": [best.summary(self.reasons, formulas=True), *rest],
         }
 

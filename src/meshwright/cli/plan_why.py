@@ -12,7 +12,7 @@ from meshwright.cli.plan_search import describe_prediction, is_estimated, search
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.plan.contract import Plan, build_plan
-from meshwright.plan.search.find import Found, find_layouts
+from meshwright.plan.search.find import find_layouts
 from meshwright.plan.search.nearest import find_nearest
 from meshwright.plan.search.neighbours import compare, part_differences
 from meshwright.plan.search.predict import WALKED, Prediction, layout_words, predict_best, predict_layouts
@@ -55,7 +55,7 @@ def show_why(output: Output, source: str, overrides: list[str], why: list[str], 
     else:
         named = [text.partition("=")[0].removeprefix("layout.") for text in layout_keys]
         told = _explain_legal(output, job, best, _named_values(job, [*_in_file(source), *named]))
-    output.result(_counts(found) | {"layouts": told.pop("layouts"), "why": told | _best_of(best)})
+    output.result(found.counts() | {"layouts": told.pop("layouts"), "why": told | _best_of(best)})
     return 0
 
 
@@ -260,16 +260,6 @@ def _here(asked: Plan, best: Plan, slower: float) -> str:
 def _no_counts() -> dict[str, Any]:
     """Nothing was searched."""
     return {"evaluated": 0, "pruned": 0, "illegal": 0, "fit": 0, "search_s": 0.0}
-
-
-def _counts(found: Found) -> dict[str, Any]:
-    return {
-        "evaluated": found.evaluated,
-        "pruned": found.pruned,
-        "illegal": found.illegal,
-        "fit": found.fit,
-        "search_s": found.seconds,
-    }
 
 
 def _best_of(best: Prediction | None) -> dict[str, Any]:

@@ -176,7 +176,7 @@ def run_side(
                 if event["event"] == "step" and event["rank"] == 0:
                     status.update(f"{name}: {len(losses.values)} of {task.steps} steps")
 
-            interrupted = build_launch(entry, plan, folder, listen).run()
+            interrupted = build_launch(entry, plan.job, folder, listen).run()
     except RunFailedError as error:
         if task.reference is not None and error.problems[0].code == NOT_FINITE:
             return losses.values  # where one process had finite ones: a difference, not a failure

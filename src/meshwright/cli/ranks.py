@@ -10,7 +10,6 @@ from pathlib import Path
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import Event
 from meshwright.launch.local import LocalLaunch
-from meshwright.plan.contract import Plan
 from meshwright.spec.cluster import find_gpus
 from meshwright.spec.job import Job
 
@@ -21,25 +20,25 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def build_launch(
-    entry: str, plan: Plan, run_dir: Path, listener: Callable[[Event], None], generation: int = 0
+    entry: str, job: Job, run_dir: Path, listener: Callable[[Event], None], generation: int = 0
 ) -> LocalLaunch:
-    """The ranks of a plan on this machine, ready to run.
+    """The ranks of a job's layout on this machine, ready to run.
 
     Args:
         entry: ``module:function`` of a rank.
-        plan: What they follow.
-        run_dir: Where it lies, beside the assignment.
+        job: With its layout settled.
+        run_dir: Where what they are told lies.
         listener: Told every event.
         generation: Which attempt this is.
     """
     return LocalLaunch(
         entry=entry,
         run_dir=run_dir,
-        world_size=plan.world_size,
+        world_size=job.layout.world_size,
         generation=generation,
-        stop_grace_s=plan.job.survive.stop_grace_s,
+        stop_grace_s=job.survive.stop_grace_s,
         listener=listener,
-        environment=NO_GPU if plan.job.cluster.device == "cpu" else {},
+        environment=NO_GPU if job.cluster.device == "cpu" else {},
         preload=PRELOAD,
     )
 

@@ -137,7 +137,7 @@ def run_prepared(output: Output, prepared: Prepared) -> int:
         if job.train.precision != "fp32":
             output.say(notice)
     audience = Audience(output.errors, job, run_dir)
-    launch = build_launch(ENTRY, plan, run_dir, audience.hear, assignment.generation)
+    launch = build_launch(ENTRY, plan.job, run_dir, audience.hear, assignment.generation)
     try:
         with audience.listening():
             interrupted = launch.run()

@@ -22,15 +22,9 @@ PEAK_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
-class CollectiveRow:
+class CollectiveRow(Traffic):
     """One kind of collective over the whole run, on the rank that differs most from the promise."""
 
-    axis: str
-    op: str
-    phase: str
-    ranks: int
-    calls: int
-    bytes: int
     predicted_calls: int
     predicted_bytes: int
 

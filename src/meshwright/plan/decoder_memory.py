@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.moments import Line, Moment, StepMemory
-from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
+from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, operand_bytes
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -78,7 +78,7 @@ class _Sizes:
     @classmethod
     def of(cls, job: Job, model: DecoderModel, micro_batch: int) -> _Sizes:
         tokens = micro_batch * job.data.seq_len
-        low = 2 if job.train.precision in ("bf16", "fp16") else FLOAT32_BYTES
+        low = operand_bytes(job.train.precision)
         on_gpu = job.cluster.device == "cuda"
         width, queries, keys, ffn = model.hidden_size, model.query_size, model.kv_size, model.ffn_size
         gated = model.activation == "swiglu"

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from meshwright.plan.moments import Line, Moment, StepMemory
 from meshwright.plan.resnet_shapes import BlockShape, Conv, NetShape, list_convs
-from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, count_statistics
+from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, count_statistics, operand_bytes
 from meshwright.spec.job import Job
 from meshwright.spec.model import ResNetModel
 
@@ -85,7 +85,7 @@ class _Sizes:
 
     @classmethod
     def of(cls, job: Job, model: ResNetModel, micro_batch: int) -> _Sizes:
-        low = 2 if job.train.precision in ("bf16", "fp16") else FLOAT32_BYTES
+        low = operand_bytes(job.train.precision)
         wide = FLOAT32_BYTES if job.cluster.device == "cuda" and model.norm == "group" else low
         groups = model.groups if model.norm == "group" else 0
         recomputed = job.layout.recompute == "full"

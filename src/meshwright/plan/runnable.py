@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshwright.plan.choose import Candidate, evaluate
+from meshwright.plan.estimate.grid import RECOMPUTES
 from meshwright.plan.search.enumerate import world_sizes
 from meshwright.spec.job import Job
 from meshwright.spec.layout import AXES, Layout
@@ -19,7 +20,6 @@ from meshwright.spec.legality import find_problems, with_layout
 from meshwright.spec.numbers import split_ranks
 
 ZERO_STAGES = (1, 2, 3)
-RECOMPUTE_MODES = ("none", "selective", "full")
 
 
 def rank_runnable(job: Job, pins: Mapping[str, Any]) -> list[Candidate]:
@@ -41,7 +41,7 @@ def rank_runnable(job: Job, pins: Mapping[str, Any]) -> list[Candidate]:
 
 def _list_layouts(job: Job, pins: Mapping[str, Any]) -> Iterator[Layout]:
     """Degrees over even parts of the cluster, crossed with the settings that are open."""
-    modes = (pins["recompute"],) if "recompute" in pins else RECOMPUTE_MODES
+    modes = (pins["recompute"],) if "recompute" in pins else RECOMPUTES
     sequence = (pins["sequence_parallel"],) if "sequence_parallel" in pins else (False, True)
     for world in world_sizes(job):
         for degrees in split_ranks(world, len(AXES)):

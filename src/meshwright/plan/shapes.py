@@ -14,8 +14,15 @@ from meshwright.plan.resnet_shapes import list_convs
 from meshwright.spec.model import DecoderModel, Model, ResNetModel
 
 FLOAT32_BYTES = 4
+LOW_BYTES = {"bf16": 2, "fp16": 2}
+"""Bytes of an operand of matrix products in 16 bits; 4 in float32."""
 ROUTED = "ffn.experts"
 """Names of the parameters of routed experts have this in them."""
+
+
+def operand_bytes(precision: str) -> int:
+    """Bytes of an element that matrix products read."""
+    return LOW_BYTES.get(precision, FLOAT32_BYTES)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.moments import Moment
-from meshwright.plan.shapes import FLOAT32_BYTES
-from meshwright.plan.sharding import LOW_BYTES, Group, list_groups, sends_gradients
+from meshwright.plan.shapes import FLOAT32_BYTES, operand_bytes
+from meshwright.plan.sharding import Group, list_groups, sends_gradients
 from meshwright.plan.traffic import WIRE_BYTES
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -114,7 +114,7 @@ class _Sizes:
         head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
         norm = sum(size for name, size in around.items() if name.startswith("norm."))
         stays = 0 if sends_gradients(job) else 1
-        low, wire = LOW_BYTES.get(job.train.precision, FLOAT32_BYTES), WIRE_BYTES[job.compression.kind]
+        low, wire = operand_bytes(job.train.precision), WIRE_BYTES[job.compression.kind]
         # A tied gradient is made of two parts and their sum.
         late = sum(around.values()) + (2 * head if model.tied_embeddings else 0)
         return cls(

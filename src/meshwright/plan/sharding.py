@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from meshwright.plan.buckets import bucket_parameters
 from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
-from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, list_parameters
+from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, list_parameters, operand_bytes
 from meshwright.plan.tensor import held_model
 from meshwright.plan.traffic import (
     WIRE_BYTES,
@@ -39,8 +39,6 @@ from meshwright.plan.traffic import (
 from meshwright.spec.job import Job, Train
 from meshwright.spec.model import Model
 
-LOW_BYTES = {"bf16": 2, "fp16": 2}
-"""Bytes of an element of the blocks while they are gathered; 4 in float32."""
 ALL_DATA = "dp_replicate+dp_shard"
 """The axis of all ranks of data at once."""
 
@@ -60,7 +58,7 @@ class Group:
 
     def gathered_bytes(self, ranks: int, precision: str) -> int:
         """What one gather gives."""
-        return self.padded(ranks) * (LOW_BYTES.get(precision, FLOAT32_BYTES) if self.block else FLOAT32_BYTES)
+        return self.padded(ranks) * (operand_bytes(precision) if self.block else FLOAT32_BYTES)
 
 
 def list_groups(model: Model) -> tuple[Group, ...]:

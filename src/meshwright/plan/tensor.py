@@ -33,7 +33,7 @@ import functools
 
 from meshwright.plan.decoder_memory import loss_chunk
 from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
-from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, list_parameters
+from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, list_parameters, operand_bytes
 from meshwright.plan.traffic import Traffic, count_micro_batches
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel, Model
@@ -140,7 +140,7 @@ class _Passes:
 
 def _count_passes(job: Job, model: DecoderModel) -> _Passes:
     tokens = (job.layout.micro_batch or 1) * job.data.seq_len
-    low = 2 if job.train.precision in ("bf16", "fp16") else FLOAT32_BYTES
+    low = operand_bytes(job.train.precision)
     return _Passes(
         tp=job.layout.tp,
         sequence=job.layout.sequence_parallel,

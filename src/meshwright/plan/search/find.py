@@ -84,6 +84,16 @@ class Found:
     rates: list[Floats] = field(default_factory=list)
     """Step times of all that fit, for the picture."""
 
+    def counts(self) -> dict[str, Any]:
+        """How much was looked at, for programs."""
+        return {
+            "evaluated": self.evaluated,
+            "pruned": self.pruned,
+            "illegal": self.illegal,
+            "fit": self.fit,
+            "search_s": self.seconds,
+        }
+
 
 def find_layouts(
     job: Job,

@@ -15,11 +15,9 @@ from meshwright.plan.search.predict import Prediction, predict_layouts
 from meshwright.plan.search.settle import settle_micro_batch
 from meshwright.spec.job import Job
 from meshwright.spec.layout import DEGREES, Layout
+from meshwright.spec.nearest import MICRO_COST, SETTING_COST
 
 SETTINGS = ("zero", "sequence_parallel", "schedule", "virtual_stages", "context", "recompute")
-SETTING_WEIGHT = 0.1
-"""A changed setting counts as a tenth of a doubled degree."""
-MICRO_WEIGHT = 0.05
 MOST_TIES = 64
 SAME = 1e-9
 """Distances that differ by less are equal."""
@@ -73,7 +71,7 @@ def distance(grid: Grid, asked: Layout) -> Floats:
     for name in SETTINGS:
         if name == "virtual_stages" and asked.schedule == "interleaved" and asked.virtual_stages == 1:
             continue  # none were asked for
-        total += SETTING_WEIGHT * (getattr(grid, name) != getattr(wanted, name))
+        total += SETTING_COST * (getattr(grid, name) != getattr(wanted, name))
     if asked.micro_batch is not None:
-        total += MICRO_WEIGHT * np.abs(np.log2(grid.micro_batch / asked.micro_batch))
+        total += MICRO_COST * np.abs(np.log2(grid.micro_batch / asked.micro_batch))
     return total

@@ -1,0 +1,55 @@
+"""What benchmarks of pairs share: the optimizer that one writes by hand, its tokens, and the report.
+
+It imports torch: set the environment first.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from meshwright.run.session import Session
+from meshwright.spec.job import Train
+from meshwright.spec.recipe import setting
+
+
+def build_adamw(model: nn.Module, train: Train) -> torch.optim.AdamW:
+    """Fused, with decay for matrices alone."""
+    groups = [
+        {
+            "params": [p for p in model.parameters() if p.ndim >= 2],
+            "weight_decay": setting(train, "weight_decay"),
+        },
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=train.lr, betas=(0.9, 0.95), fused=True)
+
+
+def open_tokens(session: Session) -> npt.NDArray[np.uint16]:
+    """The first shard, mapped."""
+    return np.memmap(next(Path(session.assignment.data_dir).glob("train-*.bin")), dtype=np.uint16, mode="r")
+
+
+def report(
+    title: str, rows: Sequence[dict[str, Any]], line: Callable[[dict[str, Any]], str], as_json: bool
+) -> None:
+    """Print the rows with date and machine, for people or as one object."""
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
+    result = {"date": str(datetime.datetime.now(tz=datetime.UTC).date()), "machine": machine, "rows": rows}
+    if as_json:
+        print(json.dumps(result))
+        return
+    print(f"{title}, {result['date']}, {machine}")
+    for row in rows:
+        print(f"  {line(row)}, median of {row['pairs']} pairs {row['overhead']:+.2%}", end=" ")
+        print(f"(at most {row['promise']:+.0%} is promised)")
