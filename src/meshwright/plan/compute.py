@@ -19,19 +19,16 @@ from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.optimizer import predict_optimizer
 from meshwright.plan.resnet_shapes import image_flops
 from meshwright.plan.shapes import count_active_matmul_parameters, list_parameters
+from meshwright.plan.stage_times import EFFICIENCY, HOST_S
 from meshwright.plan.tensor import held_model
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel, Model, ResNetModel
 
-EFFICIENCY = 0.8
-"""Rate of a step's matrix products over the rate of one large product."""
 CONVOLUTION_EFFICIENCY = 0.4
 """The same for convolutions: five ResNets on one core, within 1.8 times; not measured on a GPU."""
 ACTIVATION_PASSES = 8
 """Times that the activations cross the memory bus in forward and backward."""
-HOST_S = {"cpu": 1.0e-3, "cuda": 2.0e-3}
-"""Time that eager Python takes for one block of one micro-batch, however small."""
 OVERLAP = {"cpu": 0.5, "cuda": 0.9}
 """Share of the gradient reduction that hides behind the last backward pass (CPU: measured with gloo)."""
 RECOMPUTE_PASSES = {"none": 0, "selective": 2, "full": 3}

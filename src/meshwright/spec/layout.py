@@ -49,6 +49,8 @@ class Layout:
     """Pipeline schedule."""
     virtual_stages: Count = 1
     """Stages a pipeline rank holds; `zbv` and `dualpipe-v` have 2, also if left out."""
+    stage_layers: tuple[Count, ...] | None = None
+    """Layers of each pipeline stage, first to last; by their predicted cost if left out."""
     context: Literal["ring", "ulysses"] = "ring"
     """How cp exchanges keys and values."""
     micro_batch: Count | None = None

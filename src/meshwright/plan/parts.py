@@ -1,0 +1,109 @@
+"""What of the model a rank of a pipeline holds: its stages, each a run of blocks, and their parameters.
+
+The first stage has the embedding and the positions too, the last one the final norm and the head. A tied
+head is the embedding: where both ends are on different ranks, each holds a copy, and their gradients are
+added up (:data:`TIED_AXIS`). Without a pipeline there is one part, which is everything.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from meshwright.plan.shapes import Parameter, list_parameters
+from meshwright.plan.tensor import held_model
+from meshwright.schedule.actions import PipelineSchedule
+from meshwright.schedule.build import build_schedule
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel, Model
+
+TIED_AXIS = "pp_tied"
+"""The two ranks of a pipeline that hold a copy of the same embedding."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stage, with the matrices of one rank of ``tp``."""
+
+    model: Model
+    """All layers of it."""
+    stage: int
+    layers: range
+    """Its blocks."""
+    first: bool
+    """Whether it reads the tokens: embedding and positions are here."""
+    last: bool
+    """Whether it makes the loss: final norm and head are here."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of the model."""
+        return self.first and self.last
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Its parameters, in registration order, by the names that they have in the whole model."""
+        return _list_part(self)
+
+    @property
+    def borrows(self) -> bool:
+        """Whether its head is a copy of an embedding that the first stage has."""
+        return (
+            self.last
+            and not self.first
+            and isinstance(self.model, DecoderModel)
+            and self.model.tied_embeddings
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _list_part(part: Part) -> tuple[Parameter, ...]:
+    return tuple(p for p in list_parameters(part.model) if part.whole or _is_in(part, p.name))
+
+
+def _is_in(part: Part, name: str) -> bool:
+    owner, _, rest = name.partition(".")
+    if owner == "blocks":
+        return int(rest.partition(".")[0]) in part.layers
+    if owner == "embed":
+        return part.first or part.borrows
+    return part.first if owner == "positions" else part.last
+
+
+def list_stages(job: Job) -> tuple[Part, ...]:
+    """All stages of a settled job, first to last."""
+    model, counts = held_model(job), job.layout.stage_layers
+    if job.layout.pp == 1:
+        layers = range(model.num_layers if isinstance(model, DecoderModel) else 0)
+        return (Part(model, 0, layers, first=True, last=True),)
+    assert counts is not None, "a plan settles the layers of the stages"
+    ends = [sum(counts[: stage + 1]) for stage in range(len(counts))]
+    return tuple(
+        Part(model, stage, range(end - count, end), stage == 0, stage == len(counts) - 1)
+        for stage, (count, end) in enumerate(zip(counts, ends, strict=True))
+    )
+
+
+def schedule_of(job: Job, micro_batches: int) -> PipelineSchedule:
+    """The schedule of a job's pipeline."""
+    layout = job.layout
+    return build_schedule(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
+
+
+def pipeline_rank(job: Job, rank: int) -> int:
+    """A rank's place in its pipeline, the outermost axis."""
+    return rank // (job.layout.world_size // job.layout.pp)
+
+
+def held_parts(job: Job, place: int) -> tuple[Part, ...]:
+    """The stages of the ranks at one place of the pipelines."""
+    stages = list_stages(job)
+    if job.layout.pp == 1:
+        return stages
+    homes = schedule_of(job, 2 * job.layout.pp)  # they do not depend on how many micro-batches there are
+    return tuple(part for part in stages if homes.rank_of(part.stage) == place)
+
+
+def held_parameters(job: Job, place: int) -> tuple[Parameter, ...]:
+    """All parameters of the ranks at one place of the pipelines; one that two stages share, once."""
+    return tuple({p.name: p for part in held_parts(job, place) for p in part.parameters}.values())
