@@ -107,3 +107,12 @@ def held_parts(job: Job, place: int) -> tuple[Part, ...]:
 def held_parameters(job: Job, place: int) -> tuple[Parameter, ...]:
     """All parameters of the ranks at one place of the pipelines; one that two stages share, once."""
     return tuple({p.name: p for part in held_parts(job, place) for p in part.parameters}.values())
+
+
+def find_tied_places(job: Job) -> tuple[int, ...]:
+    """The places of the pipeline that hold a tied embedding; none where it is not tied, or never cut."""
+    stages = list_stages(job)
+    if not stages[-1].borrows:
+        return ()
+    homes = schedule_of(job, 2 * job.layout.pp)
+    return tuple(sorted({homes.rank_of(0), homes.rank_of(stages[-1].stage)}))

@@ -27,6 +27,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from meshwright.plan.buckets import bucket_parameters
+from meshwright.plan.parts import Part
 from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, list_parameters, operand_bytes
 from meshwright.plan.tensor import held_model
@@ -61,18 +62,18 @@ class Group:
         return self.padded(ranks) * (operand_bytes(precision) if self.block else FLOAT32_BYTES)
 
 
-def list_groups(model: Model) -> tuple[Group, ...]:
-    """The groups: each block, then what lies around them."""
+def list_groups(part: Part | Model) -> tuple[Group, ...]:
+    """The groups: each block, then what lies around them, if anything does."""
     blocks: dict[str, list[Parameter]] = {}
     around: list[Parameter] = []
-    for parameter in list_parameters(model):
+    for parameter in part.parameters if isinstance(part, Part) else list_parameters(part):
         first, _, rest = parameter.name.partition(".")
         if first == "blocks":
             blocks.setdefault(f"blocks.{rest.partition('.')[0]}", []).append(parameter)
         else:
             around.append(parameter)
     found = [Group(name, tuple(parts), block=True) for name, parts in blocks.items()]
-    return (*found, Group("around the blocks", tuple(around), block=False))
+    return (*found, Group("around the blocks", tuple(around), block=False)) if around else tuple(found)
 
 
 def chunk_rows(rows: int, ranks: int, rank: int) -> range:

@@ -31,8 +31,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from meshwright.plan.parts import Part
 from meshwright.plan.sharding import list_groups
-from meshwright.plan.tensor import held_model
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder
 from meshwright.run.models.init import WeightSource, fill, tie
@@ -40,11 +40,13 @@ from meshwright.run.precision import LOW_PRECISION
 from meshwright.spec.job import Job
 
 
-def apply_sharding(network: Decoder, job: Job, ranks: Ranks, weights: WeightSource) -> Decoder:
-    """Cut a model over ``dp_shard``, group by group, in place."""
+def apply_sharding(
+    network: Decoder, part: Part, job: Job, ranks: Ranks, weights: WeightSource
+) -> Decoder:
+    """Cut a model, or a stage of one, over ``dp_shard``, group by group, in place."""
     mesh = ranks.data_mesh
     low = LOW_PRECISION.get(job.train.precision)
-    for group in list_groups(held_model(job)):
+    for group in list_groups(part):
         module = network.get_submodule(group.name) if group.block else network
         fill(network, [parameter.name for parameter in group.parameters], weights, ranks.device)
         if not group.block:
@@ -57,6 +59,8 @@ def apply_sharding(network: Decoder, job: Job, ranks: Ranks, weights: WeightSour
             cast_forward_inputs=False,
         )
         _cut(module, mesh, policy, _offload_policy(job, ranks), reshard_after_forward=again)
+    if not isinstance(network, FSDPModule):  # nothing lies around the blocks: it is their root all the same
+        _cut(network, mesh, policy, _offload_policy(job, ranks), reshard_after_forward=False)
     _gather_ahead(network, job.layout.prefetch)
     return network
 
@@ -67,7 +71,7 @@ def _gather_ahead(network: Decoder, depth: int) -> None:
     Without asynchronous gathers FSDP2 waits for each where there are no streams. With them a buffer is freed
     as soon as its block is copied out of it, on every device. Uses one private method, which 2.11 has too.
     """
-    root, *blocks = (cast(FSDPModule, module) for module in (network, *network.blocks))
+    root, *blocks = (cast(FSDPModule, module) for module in (network, *network.list_blocks()))
     root._set_unshard_async_op(True)
     for place, module in enumerate((root, *blocks)):
         module.set_modules_to_forward_prefetch(blocks[place : place + depth])
