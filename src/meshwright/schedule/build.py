@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.schedule.actions import PipelineSchedule, Placement
+from meshwright.schedule.actions import PipelineSchedule, loop_ranks, vee_ranks
 from meshwright.schedule.one_f_one_b import order_1f1b, order_gpipe, order_interleaved
 from meshwright.schedule.zero_bubble import order_zb_h1, order_zbv
 
@@ -32,13 +32,13 @@ def build_schedule(
     _check_name(name)
     stages = _settle_virtual_stages(name, virtual_stages)
     _check_sizes(name, pp, micro_batches, stages)
-    split, placement = name in ("zb-h1", "zbv"), Placement.VEE if name == "zbv" else Placement.LOOP
     if name == "interleaved":
         rows = order_interleaved(pp, stages, micro_batches)
     else:
         orders = {"gpipe": order_gpipe, "1f1b": order_1f1b, "zb-h1": order_zb_h1, "zbv": order_zbv}
         rows = orders[name](pp, micro_batches)
-    return PipelineSchedule(name, pp, stages, micro_batches, split, placement, rows)
+    homes = vee_ranks(pp) if name == "zbv" else loop_ranks(pp, stages)
+    return PipelineSchedule(name, micro_batches, homes, rows, split_backward=name in ("zb-h1", "zbv"))
 
 
 def _check_name(name: str) -> None:
