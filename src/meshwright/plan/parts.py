@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from meshwright.plan.buckets import bucket_parameters
 from meshwright.plan.shapes import Parameter, list_parameters
 from meshwright.plan.tensor import held_model
 from meshwright.schedule.actions import PipelineSchedule
@@ -19,6 +20,7 @@ from meshwright.spec.model import DecoderModel, Model
 
 TIED_AXIS = "pp_tied"
 """The two ranks of a pipeline that hold a copy of the same embedding."""
+TIED_NAME = "embed.weight"
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,17 @@ def held_parameters(job: Job, place: int) -> tuple[Parameter, ...]:
     return tuple({p.name: p for part in held_parts(job, place) for p in part.parameters}.values())
 
 
+def stage_buckets(job: Job, place: int) -> list[list[list[str]]]:
+    """The gradient buckets of each stage of a place; a parameter that two stages share is the first one's."""
+    seen: set[str] = set()
+    found = []
+    for part in held_parts(job, place):
+        own = [p for p in part.parameters if p.name not in seen]
+        seen |= {p.name for p in own}
+        found.append(bucket_parameters(own, job.layout.bucket_mb))
+    return found
+
+
 def find_tied_places(job: Job) -> tuple[int, ...]:
     """The places of the pipeline that hold a tied embedding; none where it is not tied, or never cut."""
     stages = list_stages(job)
@@ -116,3 +129,12 @@ def find_tied_places(job: Job) -> tuple[int, ...]:
         return ()
     homes = schedule_of(job, 2 * job.layout.pp)
     return tuple(sorted({homes.rank_of(0), homes.rank_of(stages[-1].stage)}))
+
+
+def list_homes(job: Job) -> list[tuple[Parameter, int]]:
+    """Every parameter of the whole model, and the first place of the pipeline that holds it."""
+    homes: dict[str, int] = {}
+    for place in range(job.layout.pp):
+        for parameter in held_parameters(job, place):
+            homes.setdefault(parameter.name, place)
+    return [(parameter, homes[parameter.name]) for parameter in list_parameters(job.model)]

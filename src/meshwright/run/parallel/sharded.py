@@ -18,10 +18,10 @@ more than its shards and one whole group.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -118,3 +118,58 @@ def begin_micro_batch(module: FSDPModule, job: Job, last: bool) -> None:
     module.set_requires_gradient_sync(last or job.layout.accumulate == "sharded")
     module.set_requires_all_reduce(last or job.compression.kind != "none")
     module.set_reshard_after_backward(last or job.layout.zero == 3)
+
+
+class LateGradients:
+    """Gradients of a stage's products that come after its backward pass, which FSDP2 does not know of.
+
+    In the backward pass FSDP2 keeps what a block has; here the rest is added, and the whole is reduced. No
+    weight is gathered for it. Uses private parts of FSDP2 that 2.11 and 2.13 have.
+    """
+
+    def __init__(self, stage: Decoder) -> None:
+        self._stage = cast(FSDPModule, stage)
+        self._blocks = [cast(FSDPModule, block) for block in stage.list_blocks()]
+        self._homes = {
+            (home._module_info.module, home._module_info.param_name): home
+            for block in self._blocks
+            for home in _cut_parameters(block)
+        }
+
+    def hold_back(self) -> None:
+        """A backward pass begins: nothing of a block is reduced in it."""
+        for block in self._blocks:
+            block.set_requires_gradient_sync(False, recurse=False)
+
+    def add(self, product: nn.Module, name: str, gradient: Tensor) -> None:
+        """One more gradient."""
+        home = self._homes[product, name]
+        _take_sum(home)
+        if home.unsharded_accumulated_grad is None:
+            home.unsharded_accumulated_grad = gradient.float()
+        else:
+            home.unsharded_accumulated_grad += gradient
+
+    def reduce(self, job: Job, last: bool) -> None:
+        """All blocks have all gradients of a micro-batch: what their backward pass would now do."""
+        begin_micro_batch(self._stage, job, last)
+        self._stage.set_reshard_after_backward(False)  # it was, or is still needed
+        for block in self._blocks:
+            for home in _cut_parameters(block):
+                _take_sum(home)
+        self._stage._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def _cut_parameters(block: FSDPModule) -> list[Any]:
+    group = block._get_fsdp_state()._fsdp_param_group
+    assert group is not None, "a block has parameters"
+    return group.fsdp_params
+
+
+def _take_sum(home: Any) -> None:
+    """What autograd has left of a gradient becomes a float32 sum, which outlives the gathered weight."""
+    left = home._unsharded_param.grad
+    if left is not None:
+        home._unsharded_param.grad = None
+        known = home.unsharded_accumulated_grad
+        home.unsharded_accumulated_grad = left.float() if known is None else known.float() + left
