@@ -15,6 +15,7 @@ from meshwright.plan.comms import Traffic, predict_traffic
 from meshwright.plan.compute import StepTime, estimate_step
 from meshwright.plan.learning_rate import explain_lr
 from meshwright.plan.ledger import Ledger, predict_ledger
+from meshwright.plan.stage_times import split_layers
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality import find_problems, with_layout
@@ -123,6 +124,8 @@ def evaluate(job: Job, layout: Layout) -> Candidate:
     usable = int(job.cluster.memory_bytes * USABLE_MEMORY)
     micro = layout.micro_batch or _largest_micro_batch(job, layout, share, usable)
     layout = dataclasses.replace(layout, micro_batch=micro)
+    if layout.stage_layers is None:
+        layout = dataclasses.replace(layout, stage_layers=split_layers(with_layout(job, layout)))
     placed = dataclasses.replace(job, layout=layout)
     micro_batches = -(-share // micro)
     ledger = predict_ledger(placed, micro, micro_batches)

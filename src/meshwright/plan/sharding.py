@@ -27,8 +27,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from meshwright.plan.buckets import bucket_parameters
-from meshwright.plan.parts import Part
 from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
+from meshwright.plan.parts import Part
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, list_parameters, operand_bytes
 from meshwright.plan.tensor import held_model
 from meshwright.plan.traffic import (

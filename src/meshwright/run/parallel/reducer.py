@@ -76,7 +76,7 @@ class StageReducer:
         for bucket in self._buckets:
             assert bucket.work is not None, f"{bucket.missing} gradients of a bucket did not come"
             bucket.work.wait()
-            if bucket.sent is not bucket.flat:
+            if bucket.sent is not None and bucket.sent is not bucket.flat:
                 bucket.flat.copy_(bucket.sent)
             bucket.missing, bucket.work, bucket.sent = bucket.size, None, None
 

@@ -17,10 +17,22 @@ from meshwright.run.pipeline.times import ActionTimes
 from meshwright.run.precision import Precision
 from meshwright.run.watch import StepWatch
 from meshwright.schedule.actions import PipelineSchedule
-from meshwright.schedule.forward_only import forward_schedule
-from meshwright.schedule.proof import require_proof
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
+
+
+def forward_schedule(schedule, n):
+    import dataclasses
+
+    from meshwright.schedule.actions import Action, Kind
+    rows = tuple(tuple(Action(Kind.FORWARD, s, m) for _, s, m in sorted((s + m, s, m) for s in schedule.stages_of(r) for m in range(n))) for r in range(schedule.pp))
+    return dataclasses.replace(schedule, ranks=rows, micro_batches=n, forward_only=True)
+
+
+def require_proof(s):
+    from meshwright.schedule.proof import prove_schedule
+    p = prove_schedule(s)
+    assert p.proved, p.violations
 
 
 class Pipeline:

@@ -66,7 +66,8 @@ class StageWork:
         """Take the stages by their numbers."""
         self._stages, self._job, self._precision, self._device = stages, job, precision, device
         self._batches: Sequence[Batch] = ()
-        self._divisor, self._watch = 1, None
+        self._divisor = 1
+        self._watch: StepWatch | None = None
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         """Of the step's micro-batches, on the rank with the last stage."""
 
