@@ -167,17 +167,15 @@ def _count_micro_batches(path: Path, rows: list[_Row], stages: int) -> int:
     """How many there are; every one below the largest number must be somewhere, and backward passes too."""
     found = {cell[2] for row in rows for cell in row.cells}
     count = max(found) + 1
-    code, rule, fix = "schedule-file-micro-batches", "", ""
     if len(found) < count:
         gap = next(m for m in range(count) if m not in found)
         rule = f"has micro-batch {count - 1} and no micro-batch {gap}; they count from 0 without gaps"
         fix = f"Add micro-batch {gap}, or count the micro-batches from 0"
-    elif count * stages * len(Kind) > MOST_ACTIONS:
+        raise UserError(Problem("schedule-file-micro-batches", rule, path=str(path), fix=fix))
+    if count * stages * len(Kind) > MOST_ACTIONS:
         rule = f"has {stages:,} stages and {count:,} micro-batches: more than {MOST_ACTIONS:,} actions"
-        code, fix = "schedule-size", "Use fewer of either"
-    elif all(letter == Kind.FORWARD for row in rows for _, letter, _ in row.cells):
-        code, rule = "schedule-file-backward", "has forward passes only, and a step of training has both"
-        fix = "Add B for each F; evaluation has an order of its own"
-    if rule:
-        raise UserError(Problem(code, rule, path=str(path), fix=fix))
+        raise UserError(Problem("schedule-size", rule, path=str(path), fix="Use fewer of either"))
+    if all(letter == Kind.FORWARD for row in rows for _, letter, _ in row.cells):
+        rule, fix = "has forward passes only, and a step of training has both", "Add a B for each F"
+        raise UserError(Problem("schedule-file-backward", rule, path=str(path), fix=fix))
     return count

@@ -106,6 +106,10 @@ def test_a_whole_backward_pass_in_a_split_file_is_both_parts(tmp_path):
     assert schedule.ranks[0][2:] == (Action(b, 0, 0), Action(w, 0, 0), Action(b, 0, 1), Action(w, 0, 1))
 
 
+LARGE = "\n".join(f"{n}F{n},{n}B{n}" for n in range(1200))
+"""Each stage has a micro-batch of its own: few cells, and millions of actions that are missing."""
+
+
 @pytest.mark.parametrize(
     ("text", "code", "says"),
     [
@@ -123,6 +127,7 @@ def test_a_whole_backward_pass_in_a_split_file_is_both_parts(tmp_path):
         ("0F1,0B1\n", "schedule-file-micro-batches", "has micro-batch 1 and no micro-batch 0"),
         ("0F0,0B0,0F999999999\n", "schedule-file-micro-batches", "no micro-batch 1;"),
         ("0F0,0F1\n", "schedule-file-backward", "forward passes only"),
+        (LARGE, "schedule-size", "1,200 stages and 1,200 micro-batches"),
     ],
 )
 def test_what_is_no_schedule_is_refused_with_its_line(tmp_path, text, code, says):
