@@ -390,14 +390,24 @@ def scaling(
 
 
 @schedule_app.command()
-def pipeline(
+def pipeline(  # noqa: PLR0913, PLR0917  (the options of a command are what it can be asked)
     schedule: Annotated[
-        str, typer.Option(help="gpipe, 1f1b, interleaved, zb-h1 or zbv; as layout.schedule.")
-    ] = "1f1b",
-    stages: Annotated[int, typer.Option(help="Ranks of the pipeline; as layout.pp.")] = 4,
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches of one step.")] = 8,
+        str | None,
+        typer.Option(
+            help="gpipe, 1f1b, interleaved, zb-h1, zbv or dualpipe-v; as layout.schedule. 1f1b if left out."
+        ),
+    ] = None,
+    stages: Annotated[
+        int | None, typer.Option(help="Ranks of the pipeline, as layout.pp; 4 if left out.")
+    ] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(help="Micro-batches of one step; 8 if left out.")
+    ] = None,
     virtual_stages: Annotated[
         int | None, typer.Option(help="Stages of each rank; what the schedule needs if left out.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Your own schedule instead: CSV, a row a rank, cells such as 0F0.")
     ] = None,
     forward: Annotated[str, typer.Option(help="Time of a stage; or one for each, as 1,1,1,2.")] = "1",
     backward: Annotated[
@@ -407,15 +417,21 @@ def pipeline(
     blocking: Annotated[
         bool, typer.Option("--blocking", help="A rank waits until what it sends has arrived.")
     ] = False,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the picture, as SVG.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the picture: a .svg or .png file.")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Write the schedule as CSV, which --file and torch read.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Generate a pipeline schedule, prove it, and draw when each rank does what."""
-    from meshwright.cli.schedule import TimeTexts, show_pipeline  # noqa: PLC0415
+    """Generate a pipeline schedule or load your own, prove it, and draw when each rank does what."""
+    from meshwright.cli.schedule import TimeTexts, Wanted, show_pipeline  # noqa: PLC0415
 
     output = Output(as_json)
-    sizes, times = (stages, micro_batches, virtual_stages), (forward, backward, transfer)
-    guarded(output, lambda: show_pipeline(output, schedule, sizes, TimeTexts(*times), blocking, out))
+    wanted = Wanted(schedule, stages, micro_batches, virtual_stages, file)
+    texts = TimeTexts(forward, backward, transfer)
+    guarded(output, lambda: show_pipeline(output, wanted, texts, blocking, out, save))
 
 
 @app.command()

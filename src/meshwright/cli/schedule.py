@@ -1,4 +1,4 @@
-"""``meshwright schedule pipeline``: generates, proves, walks and draws."""
+"""``meshwright schedule pipeline``: generates or loads, proves, walks, draws and saves."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from rich.text import Text
 from meshwright.cli.output import Output
 from meshwright.core.errors import CheckFailedError, Problem, UserError
 from meshwright.explain.plot import format_value
-from meshwright.explain.timeline import MOST_BARS, Timeline, build_timeline, draw_rows, draw_svg
+from meshwright.explain.timeline import MOST_BARS, Timeline, build_timeline, draw_png, draw_svg
+from meshwright.explain.timeline_text import draw_rows
 from meshwright.schedule.actions import Kind, PipelineSchedule
 from meshwright.schedule.build import build_schedule
 from meshwright.schedule.closed_forms import pipeline_time
+from meshwright.schedule.files import load_schedule, write_schedule
 from meshwright.schedule.proof import Proof, prove_schedule
 from meshwright.schedule.walk import StageTimes, Walk, walk_schedule
 
@@ -35,26 +37,53 @@ class TimeTexts:
     transfer: str = "0"
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """Which schedule: by name and sizes, each with a usual value, or from a file."""
+
+    name: str | None = None
+    pp: int | None = None
+    micro_batches: int | None = None
+    virtual_stages: int | None = None
+    file: Path | None = None
+
+    def schedule(self) -> PipelineSchedule:
+        """Built, or loaded and proved."""
+        if self.file is None:
+            return build_schedule(
+                self.name or "1f1b",
+                4 if self.pp is None else self.pp,
+                8 if self.micro_batches is None else self.micro_batches,
+                self.virtual_stages,
+            )
+        given = {
+            "--schedule": self.name,
+            "--stages": self.pp,
+            "--micro-batches": self.micro_batches,
+            "--virtual-stages": self.virtual_stages,
+        }
+        beside = [option for option, value in given.items() if value is not None]
+        if beside:
+            rule = f"has its own schedule and sizes, and {', '.join(beside)} would change nothing"
+            fix = f"Leave {'it' if len(beside) == 1 else 'them'} out"
+            raise UserError(Problem("schedule-file-and-sizes", rule, "--file", str(self.file), fix))
+        return load_schedule(self.file)
+
+
 def show_pipeline(
-    output: Output,
-    name: str,
-    sizes: tuple[int, int, int | None],
-    texts: TimeTexts,
-    blocking: bool,
-    out: Path | None,
+    output: Output, wanted: Wanted, texts: TimeTexts, blocking: bool, out: Path | None, save: Path | None
 ) -> int:
     """Draw a schedule with its proof; status 3 if it is not proved.
 
     Args:
         output: Where to print.
-        name: Of the schedule.
-        sizes: Ranks, micro-batches, and stages a rank if given.
+        wanted: Which schedule.
         texts: Times of stages and transfers.
         blocking: Whether a rank waits until what it sends has arrived.
         out: Where the picture goes.
+        save: Where the schedule goes, as a file that ``wanted`` may name.
     """
-    pp, micro_batches, virtual_stages = sizes
-    schedule = build_schedule(name, pp, micro_batches, virtual_stages)
+    schedule = wanted.schedule()
     times, transfer = read_times(texts, schedule.stages)
     proof = prove_schedule(schedule)
     if not proof.proved:
@@ -66,8 +95,15 @@ def show_pipeline(
     if out is not None:
         _write_picture(timeline, out)
         output.say(f"picture: {out}")
-    predicted = _predict(schedule, times, transfer, blocking)
-    output.result(_as_dict(schedule, proof, walk, predicted) | {"picture": None if out is None else str(out)})
+    if save is not None:
+        write_schedule(schedule, save)
+        output.say(f"schedule: {save}")
+    predicted = None if wanted.file else _predict(schedule, times, transfer, blocking)
+    files = {"picture": out, "saved": save}
+    output.result(
+        _as_dict(schedule, proof, walk, predicted)
+        | {name: None if path is None else str(path) for name, path in files.items()}
+    )
     return 0
 
 
@@ -116,8 +152,11 @@ def _predict(
 
 
 def _title(schedule: PipelineSchedule) -> str:
-    each = f" x {schedule.virtual_stages}" if schedule.virtual_stages > 1 else ""
-    return f"{schedule.name}, {schedule.pp}{each} stages, {schedule.micro_batches} micro-batches"
+    stages = f"{schedule.stages} stages on {schedule.pp} ranks"
+    if schedule.stages == schedule.pp * schedule.virtual_stages:
+        each = f" x {schedule.virtual_stages}" if schedule.virtual_stages > 1 else ""
+        stages = f"{schedule.pp}{each} stages"
+    return f"{schedule.name}, {stages}, {schedule.micro_batches} micro-batches"
 
 
 def _note(proof: Proof, walk: Walk) -> str:
@@ -140,6 +179,8 @@ def _show(output: Output, timeline: Timeline, proof: Proof, walk: Walk) -> None:
     output.say(
         f"bubble     {walk.bubble:.1%} of all ranks' time; {walk.bubble_overhead:.1%} on top of the work"
     )
+    idle = " ".join(f"{seconds / (walk.makespan_s or 1.0):.1%}" for seconds in walk.idle_s)
+    output.say(f"idle       {idle} (of the time, a rank each)")
     peaks = " ".join(map(str, proof.peak_in_flight))
     output.say(f"in flight  {peaks} (most activations of one stage and micro-batch, a rank each)")
     output.say(f"proved     {proof.actions} actions: each once, after what it needs; no rank waits for ever")
@@ -153,21 +194,19 @@ def _style(kind: Kind | None, chunk: int) -> str:
 
 def _write_picture(timeline: Timeline, out: Path) -> None:
     bars = sum(len(row) for _, row in timeline.rows)
-    if out.suffix.lower() != ".svg":
-        rule, fix = "is not an .svg file, and no other kind is drawn", f"Use -o {out.with_suffix('.svg')}"
+    kind = out.suffix.lower()
+    rule, fix = "", ""
+    if kind not in (".svg", ".png"):
+        rule, fix = "is neither an .svg nor a .png file", f"Use -o {out.with_suffix('.svg')}"
+    elif bars > MOST_BARS:
+        rule, fix = f"would have {bars:,} bars; {MOST_BARS:,} at most", "Use fewer stages or micro-batches"
+    else:
+        try:
+            out.write_bytes(draw_png(timeline) if kind == ".png" else draw_svg(timeline).encode())
+        except OSError as error:
+            rule, fix = f"cannot be written: {error.strerror}", "Name another file with -o"
+    if rule:
         raise UserError(Problem("schedule-picture", rule, path=str(out), fix=fix))
-    if bars > MOST_BARS:
-        rule = f"would have {bars:,} bars; {MOST_BARS:,} at most"
-        raise UserError(
-            Problem("schedule-picture", rule, path=str(out), fix="Use fewer stages or micro-batches")
-        )
-    try:
-        out.write_text(draw_svg(timeline), encoding="utf-8")
-    except OSError as error:
-        rule = f"cannot be written: {error.strerror}"
-        raise UserError(
-            Problem("schedule-picture", rule, path=str(out), fix="Name another file with -o")
-        ) from None
 
 
 def _as_dict(schedule: PipelineSchedule, proof: Proof, walk: Walk, predicted: float | None) -> dict[str, Any]:
@@ -184,11 +223,14 @@ def _as_dict(schedule: PipelineSchedule, proof: Proof, walk: Walk, predicted: fl
         "stages": schedule.pp,
         "virtual_stages": schedule.virtual_stages,
         "micro_batches": schedule.micro_batches,
+        "stage_ranks": list(schedule.stage_ranks),
+        "split_backward": schedule.split_backward,
         "actions": actions,
         "bubble": walk.bubble,
         "bubble_overhead": walk.bubble_overhead,
         "makespan": walk.makespan_s,
         "predicted_makespan": predicted,
+        "work": list(walk.work_s),
         "idle": list(walk.idle_s),
         "peak_in_flight": list(proof.peak_in_flight),
         "peak_by_stage": list(proof.peak_by_stage),

@@ -143,18 +143,23 @@ def _run_untimed(schedule: PipelineSchedule) -> list[int]:
 def _count_peaks(schedule: PipelineSchedule) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Most activations held at once, by rank and by stage.
 
-    Held from a forward pass to the end of the backward pass; where that is split, W still reads them.
+    Held from a forward pass to the end of the last pass that reads them: the backward pass; where that is
+    split, W; where there is none, the forward pass itself.
     """
-    release = Kind.WEIGHT if schedule.split_backward else Kind.BACKWARD
+    release = schedule.kinds()[-1]
     ranks, stages, held = [], [0] * schedule.stages, [0] * schedule.stages
     for row in schedule.ranks:
         now = peak = 0
         for kind, stage, _ in row:
-            change = 1 if kind is Kind.FORWARD else -1 if kind is release else 0
-            if change and 0 <= stage < schedule.stages:
-                now += change
-                held[stage] += change
+            if not 0 <= stage < schedule.stages:
+                continue
+            if kind is Kind.FORWARD:
+                now += 1
+                held[stage] += 1
                 peak = max(peak, now)
                 stages[stage] = max(stages[stage], held[stage])
+            if kind is release:
+                now -= 1
+                held[stage] -= 1
         ranks.append(peak)
     return tuple(ranks), tuple(stages)

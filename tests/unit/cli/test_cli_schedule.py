@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from meshwright.cli import schedule as command
+from meshwright.schedule.build import BUILT
 from meshwright.schedule.proof import Breach, Proof, Violation
 
 FIGURES = Path(__file__).parents[3] / "docs" / "figures"
@@ -23,6 +25,46 @@ def test_the_object_has_the_promised_keys(cli):
     assert [len(row) for row in found["actions"]] == [16] * 4
     assert found["actions"][0][0] == {"kind": "F", "stage": 0, "micro_batch": 0, "start": 0.0, "end": 1.0}
     assert found["makespan"] == found["predicted_makespan"] == 33
+
+
+def test_the_object_says_what_each_rank_does(cli):
+    found = cli("schedule", "pipeline", "--stages", 2, "--micro-batches", 3, "--forward", "1,2", "--backward",
+                "1+1,2+2", "--transfer", "0.5", "--json").json  # fmt: skip
+    assert found["stage_ranks"] == [0, 1]
+    assert found["split_backward"] is False
+    assert found["work"] == [9, 18]
+    assert found["idle"] == [found["makespan"] - 9, found["makespan"] - 18]
+    assert found["bubble"] == pytest.approx(sum(found["idle"]) / (2 * found["makespan"]))
+    assert found["peak_by_stage"] == [2, 1]
+
+
+def test_a_schedule_is_saved_and_loaded_and_gives_the_same_answers(cli, tmp_path):
+    saved = cli(
+        "schedule", "pipeline", "--schedule", "dualpipe-v", "--save", tmp_path / "my.csv", "--json"
+    ).json
+    assert saved["saved"] == str(tmp_path / "my.csv")
+    loaded = cli("schedule", "pipeline", "--file", tmp_path / "my.csv", "--json").json
+    assert loaded["schedule"] == "my.csv"
+    assert loaded["predicted_makespan"] is None, "the planner has no form of a user's own schedule"
+    for key in ("actions", "bubble", "makespan", "idle", "peak_in_flight", "stage_ranks", "proved"):
+        assert loaded[key] == saved[key]
+
+
+def test_a_schedule_of_ones_own_may_have_any_number_of_stages_on_a_rank(cli, tmp_path):
+    (tmp_path / "my.csv").write_text("2F0,2B0\n0F0,1F0,3F0,3B0,1B0,0B0\n", encoding="utf-8")
+    ran = cli("schedule", "pipeline", "--file", tmp_path / "my.csv", "--forward", "1,1,2,1")
+    assert ran.status == 0
+    assert "my.csv, 4 stages on 2 ranks, 1 micro-batches" in ran.out
+    assert "F0a F0b · · F0c" in " ".join(ran.out.split())
+    assert "idle       69.2% 30.8%" in ran.out
+
+
+def test_a_file_that_cannot_run_is_status_3_with_line_and_action(cli, tmp_path):
+    (tmp_path / "my.csv").write_text("# mine\n0F0,0B0\n1B0,1F0\n", encoding="utf-8")
+    ran = cli("schedule", "pipeline", "--file", tmp_path / "my.csv")
+    assert ran.status == 3
+    assert set(ran.codes) == {"schedule-not-proved"}
+    assert "my.csv:3 is not proved: rank 1, B(stage 1, micro-batch 0): comes before F(stage 1" in ran.err
 
 
 def test_the_drawing_has_a_row_a_rank_and_a_cell_an_action(cli):
@@ -66,7 +108,15 @@ def test_the_picture_has_a_bar_an_action(cli, tmp_path):
     assert bars[0][0].text == "forward, stage 0, micro-batch 0: 0 to 1"
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"])
+def test_the_picture_may_be_png(cli, tmp_path):
+    assert cli("schedule", "pipeline", "-o", tmp_path / "p.PNG").status == 0
+    content = (tmp_path / "p.PNG").read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", content[16:24])
+    assert (width, height) == (1920, 2 * (70 + 4 * 28 + 40))
+
+
+@pytest.mark.parametrize("name", BUILT)
 def test_the_figures_of_the_documentation_are_what_the_command_draws(cli, tmp_path, name):
     cli("schedule", "pipeline", "--schedule", name, "-o", tmp_path / "now.svg")
     kept = (FIGURES / f"schedule-{name}.svg").read_text(encoding="utf-8")
@@ -88,7 +138,11 @@ def test_the_figures_of_the_documentation_are_what_the_command_draws(cli, tmp_pa
         (("--backward", "nan"), "schedule-times"),
         (("--transfer", "fast"), "schedule-times"),
         (("-o", "nowhere/picture.svg"), "schedule-picture"),
-        (("-o", "picture.png"), "schedule-picture"),
+        (("-o", "picture.jpg"), "schedule-picture"),
+        (("--save", "nowhere/my.csv"), "schedule-file"),
+        (("--file", "nowhere.csv"), "schedule-file"),
+        (("--file", "nowhere.csv", "--stages", 4), "schedule-file-and-sizes"),
+        (("--file", "nowhere.csv", "--schedule", "1f1b"), "schedule-file-and-sizes"),
         (("--micro-batches", 4000, "-o", "large.svg"), "schedule-picture"),
     ],
 )

@@ -77,8 +77,25 @@ def test_zero_bubble_schedules_leave_a_third_and_next_to_nothing(pp, micro_batch
     plain = walk_schedule(build_schedule("1f1b", pp, micro_batches), StageTimes())
     h1 = walk_schedule(build_schedule("zb-h1", pp, micro_batches), StageTimes())
     vee = walk_schedule(build_schedule("zbv", pp, micro_batches), StageTimes(0.5, 0.5, 0.5))
+    dual = walk_schedule(build_schedule("dualpipe-v", pp, micro_batches), StageTimes(0.5, 0.5, 0.5))
     assert h1.makespan_s - max(h1.work_s) == pytest.approx((plain.makespan_s - max(plain.work_s)) / 3)
     assert vee.makespan_s - max(vee.work_s) == pytest.approx((pp - 1) * 0.5)
+    assert dual.makespan_s == pytest.approx(vee.makespan_s)
+
+
+def test_zero_bubble_is_close_to_none():
+    """With 64 micro-batches on 8 ranks, of a bubble of 10% of 1F1B not 2% are left."""
+    plain, vee, dual = (
+        walk_schedule(build_schedule(name, 8, 64), StageTimes()).bubble
+        for name in ("1f1b", "zbv", "dualpipe-v")
+    )
+    assert plain == pytest.approx(7 / 71)
+    assert max(vee, dual) < 0.02
+
+
+def test_dualpipe_v_holds_half_a_micro_batch_more_than_rank_0_of_1f1b():
+    proof = prove_schedule(build_schedule("dualpipe-v", 6, 24))
+    assert [peak / 2 for peak in proof.peak_in_flight] == [6.5] * 6
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zbv"])

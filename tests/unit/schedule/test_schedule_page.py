@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.core.errors import CheckFailedError
 from meshwright.schedule.build import build_schedule
+from meshwright.schedule.files import load_schedule
 from meshwright.schedule.proof import prove_schedule
 from meshwright.schedule.walk import StageTimes, walk_schedule
 
@@ -50,10 +52,22 @@ def test_times_with_transfers_of_the_table(row):
 
 
 def test_both_tables_were_read():
-    assert (len(rows("In numbers")), len(rows("Times and transfers"))) == (6, 5)
+    assert (len(rows("In numbers")), len(rows("Times and transfers"))) == (7, 6)
 
 
 def test_the_snippet_runs(capsys):
     (snippet,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     exec(snippet, {})
     assert capsys.readouterr().out == "[105.  100.5  97.5]\n[4 3 2 1]\n"
+
+
+def test_the_file_of_the_page_is_proved(tmp_path):
+    """Its picture of a file, and the same with a rank that begins with its backward pass."""
+    (text,) = re.findall(r"^```\n(# two ranks.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    (tmp_path / "my.csv").write_text(text, encoding="utf-8")
+    assert load_schedule(tmp_path / "my.csv").ranks == build_schedule("1f1b", 2, 3).ranks
+    (tmp_path / "my.csv").write_text(text.replace("1F0, 1B0", "1B0, 1F0"), encoding="utf-8")
+    with pytest.raises(CheckFailedError) as refused:
+        load_schedule(tmp_path / "my.csv")
+    said = str(refused.value.problems[-1]).replace(f"{tmp_path}/", "")
+    assert said in PAGE

@@ -1,0 +1,54 @@
+"""The order of an evaluation: proved wherever the stages are, as fast as the pipeline can be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.schedule.actions import Action, Kind, PipelineSchedule
+from meshwright.schedule.build import BUILT, build_schedule
+from meshwright.schedule.forward_only import order_forward
+from meshwright.schedule.proof import Breach, prove_schedule
+from meshwright.schedule.walk import StageTimes, walk_schedule
+
+
+@settings(max_examples=60, deadline=None)
+@given(homes=st.lists(st.integers(0, 3), min_size=1, max_size=8), micro_batches=st.integers(1, 9))
+def test_forward_passes_are_proved_wherever_the_stages_are(homes, micro_batches):
+    names = sorted(set(homes))
+    schedule = PipelineSchedule("any", 1, tuple(names.index(home) for home in homes), (), False)
+    order = order_forward(schedule, micro_batches)
+    proof = prove_schedule(order)
+    assert proof.violations == ()
+    assert proof.actions == len(homes) * micro_batches
+    assert {a.kind for row in order.ranks for a in row} == {Kind.FORWARD}
+    assert set(proof.peak_in_flight) == {1}, "nothing is kept for a backward pass"
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_an_evaluation_keeps_the_homes_of_the_stages(name):
+    schedule = build_schedule(name, 4, 8)
+    order = order_forward(schedule, 3)
+    assert order.stage_ranks == schedule.stage_ranks
+    assert (order.micro_batches, order_forward(schedule).micro_batches) == (3, 8)
+    assert all(schedule.rank_of(a.stage) == rank for rank, row in enumerate(order.ranks) for a in row)
+
+
+@pytest.mark.parametrize(("pp", "micro_batches"), [(1, 3), (4, 1), (4, 8), (8, 3)])
+def test_forward_passes_fill_the_pipeline_once(pp, micro_batches):
+    """The last micro-batch starts after all others on the first stage and goes through all of them."""
+    walk = walk_schedule(order_forward(build_schedule("1f1b", pp, micro_batches)), StageTimes())
+    assert walk.makespan_s == micro_batches + pp - 1
+
+
+def test_a_forward_pass_that_is_missing_or_a_backward_pass_that_is_there_is_named():
+    order = order_forward(build_schedule("1f1b", 2, 2))
+    short = replace(order, ranks=(order.ranks[0], order.ranks[1][:-1]))
+    (missing,) = prove_schedule(short).violations
+    assert (missing.breach, missing.action) == (Breach.MISSING, Action(Kind.FORWARD, 1, 1))
+    longer = replace(order, ranks=(order.ranks[0], (*order.ranks[1], Action(Kind.BACKWARD, 1, 0))))
+    (stray,) = prove_schedule(longer).violations
+    assert (stray.breach, stray.rank) == (Breach.STRAY, 1)
