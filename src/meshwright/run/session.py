@@ -231,9 +231,7 @@ def take_snapshot(session: Session) -> plain.Snapshot:
     return plain.Snapshot({MODEL_FILE: model, OPTIMIZER_FILE: state})
 
 
-def _piece(
-    ranks: Ranks, holder: int, shape: tuple[int, ...], make: Callable[[], Tensor]
-) -> plain.Piece:
+def _piece(ranks: Ranks, holder: int, shape: tuple[int, ...], make: Callable[[], Tensor]) -> plain.Piece:
     """A tensor of a checkpoint, at the rank that writes it."""
     bring = partial(bring_home, ranks, holder, shape, torch.float32, make)
     return plain.Piece(torch.float32, shape, bring)

@@ -29,7 +29,7 @@ class Waiting(NamedTuple):
         """Those of the weight and of the bias, by name, in the precision of the product."""
         grad_NO = self.grad.flatten(0, -2)
         yield "weight", grad_NO.T @ self.x.flatten(0, -2)
-        if self.product.bias is not None:
+        if "bias" in self.product.late_names():
             yield "bias", grad_NO.sum(0)
 
 
@@ -53,6 +53,12 @@ class Product(nn.Linear):
     """A linear layer that leaves the gradient of its weight for later where it is told to."""
 
     later: Later | None = None
+    adds_bias = True
+    """Whether its bias is a part of the product."""
+
+    def late_names(self) -> tuple[str, ...]:
+        """Its parameters whose gradients can wait."""
+        return ("weight", "bias") if self.adds_bias and self.bias is not None else ("weight",)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x W' + b``."""
@@ -83,6 +89,12 @@ class _InputGradient(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         ctx.product.later.keep(Waiting(ctx.product, x, grad))
         return grad @ weight.to(grad.dtype), None, None, None
+
+
+def late_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """Of a module's parameters those whose gradients can wait."""
+    products = [part for part in module.modules() if isinstance(part, Product)]
+    return {part.get_parameter(name) for part in products for name in part.late_names()}
 
 
 def put_off(module: nn.Module) -> Later:

@@ -12,6 +12,7 @@ from meshwright.plan.sharding import ALL_DATA
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder, Stages
 from meshwright.run.models.init import WeightSource
+from meshwright.run.models.products import late_parameters
 from meshwright.run.parallel.data import FixedBucketDDP, apply_replicate, average_statistics
 from meshwright.run.parallel.ownership import Owned, OwnedRows, OwnedShards
 from meshwright.run.parallel.reducer import StageReducer
@@ -60,7 +61,8 @@ def build_pipeline(
     for module, part in zip(stages, held_parts(job, ranks.place), strict=True):
         names, reducer = next(buckets), None
         if layout.data_degree > 1 and layout.zero < 2:
-            reducer = StageReducer(module, names, ranks.group(_replica_axis(job)), job.compression.kind)
+            group, late = ranks.group(_replica_axis(job)), late_parameters(module) if split else ()
+            reducer = StageReducer(module, names, group, job.compression.kind, late)
         found[part.stage] = Stage.of(module, reducer, split)
     return Pipeline(found, job, micro_batches, ranks, precision)
 

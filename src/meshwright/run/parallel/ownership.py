@@ -52,7 +52,8 @@ class Owned:
         self._shards = 1
         self._shapes = {name: p.shape for name, p in module.named_parameters()}
         self._keep_gradients = keep_gradients
-        self._tied = TIED_AXIS if ranks is not None and TIED_AXIS in ranks.joined else None
+        self._tied = ranks is not None and TIED_AXIS in ranks.joined
+        """Whether another rank has a copy of the embedding."""
         self.cut_up = split is not None or (ranks is not None and ranks.pp > 1)
         """Whether other ranks own the rest."""
 
@@ -116,20 +117,20 @@ class Owned:
         if self._split is not None:
             counts = {name: s.numel() // s[0] * self._rows(name) for name, s in self._shapes.items()}
             self._split.sum_gradients(self._gradients(), counts)
-        if self._tied is not None:
+        if self._tied:
             self._add_tied()
 
     @torch.no_grad()
     def _add_tied(self) -> None:
         """The first and the last stage's part of a tied embedding's gradient become their sum on both."""
-        assert self._ranks is not None and self._tied is not None, "a pipeline has ranks"
+        assert self._ranks is not None, "a pipeline has ranks"
         own = self._gradients()[TIED_NAME]
         assert own is not None, "a tied embedding without gradient"
         filled, device = own, self._ranks.device
         if len(own) < self._rows(TIED_NAME) or own.device != device:  # a short shard, or one on the host
             filled = torch.zeros(self._rows(TIED_NAME), *own.shape[1:], device=device)
             filled[: len(own)] = own
-        dist.all_reduce(filled, group=self._ranks.group(self._tied))
+        dist.all_reduce(filled, group=self._ranks.group(TIED_AXIS))
         if filled is not own:
             own.copy_(filled[: len(own)])
 
@@ -159,7 +160,7 @@ class Owned:
         by_owners: dict[int, list[Tensor]] = {}
         for name, gradient in gradients.items():
             distinct = self._shards * (1 if split is None else split.size // split.holders(name))
-            copies = 2 if self._tied is not None and name == TIED_NAME else 1
+            copies = 2 if self._tied and name == TIED_NAME else 1
             by_owners.setdefault(copies * world // distinct, []).append(torch.linalg.vector_norm(gradient))
         for owners, norms in by_owners.items():
             total += torch.stack(norms).double().square().sum().to(total.device) / owners

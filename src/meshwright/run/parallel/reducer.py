@@ -8,7 +8,7 @@ summed, every rank sending its own and getting the sum, when the last of its par
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class StageReducer:
         buckets: Sequence[Sequence[str]],
         group: dist.ProcessGroup,
         compression: str,
+        late: Collection[nn.Parameter] = (),
     ) -> None:
         """Give the stage's parameters gradients in buckets.
 
@@ -48,13 +49,15 @@ class StageReducer:
             buckets: Names of its parameters, each once.
             group: The replicas.
             compression: As ``compression.kind`` says.
+            late: Those whose gradients do not come in a backward pass: who makes them says so.
         """
         named = dict(stage.named_parameters())
         self._group, self._wire = group, LOW_PRECISION.get(compression)
         self._buckets = [_Bucket([named[name] for name in names]) for names in buckets]
-        self._home = {named[name]: b for b, names in zip(self._buckets, buckets, strict=True) for name in names}
+        pairs = zip(self._buckets, buckets, strict=True)
+        self._home = {named[name]: bucket for bucket, names in pairs for name in names}
         self._armed = False
-        for parameter in self._home:
+        for parameter in self._home.keys() - set(late):
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def begin(self, last: bool) -> None:

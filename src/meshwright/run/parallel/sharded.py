@@ -40,9 +40,7 @@ from meshwright.run.precision import LOW_PRECISION
 from meshwright.spec.job import Job
 
 
-def apply_sharding(
-    network: Decoder, part: Part, job: Job, ranks: Ranks, weights: WeightSource
-) -> Decoder:
+def apply_sharding(network: Decoder, part: Part, job: Job, ranks: Ranks, weights: WeightSource) -> Decoder:
     """Cut a model, or a stage of one, over ``dp_shard``, group by group, in place."""
     mesh = ranks.data_mesh
     low = LOW_PRECISION.get(job.train.precision)

@@ -102,7 +102,7 @@ class Split:
         self.sequence = job.layout.sequence_parallel
         self.copies = count_copies(job.model, self.size)
         self.words = job.model.vocab_size
-        self.batch = (1, 1)
+        self.batch = (job.layout.micro_batch or 1, job.data.seq_len)
         """Samples and tokens a sample of the micro-batch that is in work."""
         self._shapes = {p.name: p.shape for p in list_parameters(job.model)}
 

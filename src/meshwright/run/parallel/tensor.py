@@ -50,6 +50,8 @@ class ColumnLinear(Product):
 class RowLinear(Product):
     """A product with the rank's columns of the weight; the bias comes behind the sum."""
 
+    adds_bias = False
+
     def __init__(self, linear: nn.Linear, split: Split) -> None:
         nn.Module.__init__(self)
         _take_over(self, linear)

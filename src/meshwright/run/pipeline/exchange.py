@@ -54,14 +54,15 @@ class Exchange:
             if (peer := _receiver(action, schedule)) is not None
         }
         self._releases = self._find_releases(schedule)
-        self.begin()
-
-    def begin(self) -> None:
-        """A step begins."""
-        self._unposted = {peer: deque(actions) for peer, actions in self._incoming.items()}
-        self._ahead = deque(self._needed)
+        self._unposted: dict[int, deque[Action]] = {}
+        self._ahead: deque[tuple[int, Action]] = deque()
         self._posted: dict[Action, tuple[Tensor, dist.Work]] = {}
         self._sent: dict[Action, tuple[Tensor, dist.Work]] = {}
+
+    def begin(self) -> None:
+        """A step begins: the first receive is posted."""
+        self._unposted = {peer: deque(actions) for peer, actions in self._incoming.items()}
+        self._ahead = deque(self._needed)
         self._post_next()
 
     def receive(self, source: Action) -> Tensor:

@@ -17,22 +17,10 @@ from meshwright.run.pipeline.times import ActionTimes
 from meshwright.run.precision import Precision
 from meshwright.run.watch import StepWatch
 from meshwright.schedule.actions import PipelineSchedule
+from meshwright.schedule.forward_only import order_forward
+from meshwright.schedule.proof import prove_schedule
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
-
-
-def forward_schedule(schedule, n):
-    import dataclasses
-
-    from meshwright.schedule.actions import Action, Kind
-    rows = tuple(tuple(Action(Kind.FORWARD, s, m) for _, s, m in sorted((s + m, s, m) for s in schedule.stages_of(r) for m in range(n))) for r in range(schedule.pp))
-    return dataclasses.replace(schedule, ranks=rows, micro_batches=n, forward_only=True)
-
-
-def require_proof(s):
-    from meshwright.schedule.proof import prove_schedule
-    p = prove_schedule(s)
-    assert p.proved, p.violations
 
 
 class Pipeline:
@@ -41,7 +29,7 @@ class Pipeline:
     def __init__(
         self, stages: dict[int, Stage], job: Job, micro_batches: int, ranks: Ranks, precision: Precision
     ) -> None:
-        """Prove the schedule, and be ready to follow it.
+        """Be ready to follow the job's schedule.
 
         Args:
             stages: Of this rank, by number.
@@ -52,7 +40,6 @@ class Pipeline:
         """
         self._ranks, self._shape = ranks, stream_shape(job)
         self._schedule = schedule_of(job, micro_batches)
-        require_proof(self._schedule)
         self._work = StageWork(stages, job, precision, ranks.device)
         self.times = ActionTimes(self._schedule.ranks[ranks.place], ranks.device)
         self._step = self._interpret(self._schedule, self.times)
@@ -77,9 +64,7 @@ class Pipeline:
         """Forward passes alone; returns the same."""
         known = list(batches)
         if len(known) not in self._forward:
-            schedule = forward_schedule(self._schedule, len(known))
-            require_proof(schedule)
-            self._forward[len(known)] = self._interpret(schedule)
+            self._forward[len(known)] = self._interpret(order_forward(self._schedule, len(known)))
         self._work.begin(known, 1, None)
         self._forward[len(known)].run(self._work)
         return float(self._work.loss_sum), _count_targets(known)
@@ -89,6 +74,8 @@ class Pipeline:
         return {"place": self._ranks.place, "steps": self.times.steps, "actions": self.times.rows()}
 
     def _interpret(self, schedule: PipelineSchedule, times: ActionTimes | None = None) -> Interpreter:
+        proof = prove_schedule(schedule)
+        assert proof.proved, f"a schedule that cannot run: {proof.violations}"
         exchange = Exchange(schedule, self._ranks, self._shape, torch.float32)
         return Interpreter(schedule, self._ranks.place, exchange, times)
 

@@ -147,7 +147,8 @@ class StageWork:
     def finish(self) -> None:
         """Every action of the step is done: wait for the sums over replicas."""
         for stage in self._stages.values():
-            assert not (stage.graphs or stage.waiting), "a micro-batch was left in a stage"
+            left = len(stage.graphs) + len(stage.waiting)
+            assert not left, f"{left} micro-batches were left in a stage"
             if stage.reducer is not None:
                 stage.reducer.finish()
 
