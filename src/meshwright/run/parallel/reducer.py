@@ -76,6 +76,7 @@ class StageReducer:
 
     def finish(self) -> None:
         """Wait until every bucket is summed."""
+        self._armed = False  # another stage may share a parameter, and its backward pass comes first
         for bucket in self._buckets:
             assert bucket.work is not None, f"{bucket.missing} gradients of a bucket did not come"
             bucket.work.wait()
