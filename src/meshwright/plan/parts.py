@@ -10,13 +10,16 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from meshwright.plan.buckets import bucket_parameters
 from meshwright.plan.shapes import Parameter, list_parameters
 from meshwright.plan.tensor import held_model
-from meshwright.schedule.actions import PipelineSchedule
+from meshwright.schedule.actions import PipelineSchedule, Placement, rank_of_stage
 from meshwright.schedule.build import build_schedule
 from meshwright.spec.job import Job
+from meshwright.spec.layout import V_SCHEDULES
 from meshwright.spec.model import DecoderModel, Model
 
+EMBEDDING = "embed.weight"
 TIED_AXIS = "pp_tied"
 """The two ranks of a pipeline that hold a copy of the same embedding."""
 
@@ -95,15 +98,46 @@ def pipeline_rank(job: Job, rank: int) -> int:
     return rank // (job.layout.world_size // job.layout.pp)
 
 
+def stage_place(job: Job, stage: int) -> int:
+    """The place of the pipeline that holds a stage."""
+    placement = Placement.VEE if job.layout.schedule in V_SCHEDULES else Placement.LOOP
+    return rank_of_stage(stage, job.layout.pp, placement)
+
+
 def held_parts(job: Job, place: int) -> tuple[Part, ...]:
     """The stages of the ranks at one place of the pipelines."""
-    stages = list_stages(job)
-    if job.layout.pp == 1:
-        return stages
-    homes = schedule_of(job, 2 * job.layout.pp)  # they do not depend on how many micro-batches there are
-    return tuple(part for part in stages if homes.rank_of(part.stage) == place)
+    return tuple(part for part in list_stages(job) if stage_place(job, part.stage) == place)
 
 
 def held_parameters(job: Job, place: int) -> tuple[Parameter, ...]:
     """All parameters of the ranks at one place of the pipelines; one that two stages share, once."""
-    return tuple({p.name: p for part in held_parts(job, place) for p in part.parameters}.values())
+    return merge_parameters(held_parts(job, place))
+
+
+@functools.lru_cache(maxsize=256)
+def merge_parameters(parts: tuple[Part, ...]) -> tuple[Parameter, ...]:
+    """All parameters of some stages; one that two of them share, once, with the first."""
+    return tuple({p.name: p for part in parts for p in part.parameters}.values())
+
+
+def held_buckets(job: Job, place: int) -> list[list[str]]:
+    """Names of parameters whose gradients are reduced together; no bucket has those of two stages."""
+    buckets: list[list[str]] = []
+    seen: set[str] = set()
+    for part in held_parts(job, place):
+        own = [p for p in part.parameters if p.name not in seen]
+        seen.update(p.name for p in own)
+        buckets += bucket_parameters(own, job.layout.bucket_mb)
+    return buckets
+
+
+def tied_apart(job: Job) -> bool:
+    """Whether the embedding and the head that is tied to it are on different ranks."""
+    last = list_stages(job)[-1]
+    return last.borrows and stage_place(job, last.stage) != stage_place(job, 0)
+
+
+def saved_parameters(job: Job, place: int) -> tuple[Parameter, ...]:
+    """What the ranks at a place add to a checkpoint: all they hold but a borrowed embedding."""
+    borrowed = tied_apart(job) and any(part.borrows for part in held_parts(job, place))
+    return tuple(p for p in held_parameters(job, place) if not (borrowed and p.name == EMBEDDING))

@@ -152,7 +152,7 @@ class Prediction:
             "mfu": self.mfu,
             "memory_bytes": memory,
             "breakdown_s": self.breakdown_s,
-            "collectives": [dataclasses.asdict(row) for row in self.traffic],
+            "collectives": [row.as_dict() for row in self.traffic],
             "reasons": list(reasons),
             "fits": self.fits,
             "interval_basis": self.interval.basis,

@@ -31,8 +31,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from meshwright.plan.parts import held_parts
 from meshwright.plan.sharding import list_groups
-from meshwright.plan.tensor import held_model
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder
 from meshwright.run.models.init import WeightSource, fill, tie
@@ -44,7 +44,7 @@ def apply_sharding(network: Decoder, job: Job, ranks: Ranks, weights: WeightSour
     """Cut a model over ``dp_shard``, group by group, in place."""
     mesh = ranks.data_mesh
     low = LOW_PRECISION.get(job.train.precision)
-    for group in list_groups(held_model(job)):
+    for group in list_groups(held_parts(job, 0)[0]):
         module = network.get_submodule(group.name) if group.block else network
         fill(network, [parameter.name for parameter in group.parameters], weights, ranks.device)
         if not group.block:
