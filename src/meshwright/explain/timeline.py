@@ -64,7 +64,7 @@ def build_timeline(schedule: PipelineSchedule, walk: Walk, title: str, note: str
 
 
 def _bar(schedule: PipelineSchedule, action: Action, start: float, end: float) -> Bar:
-    chunk = action.stage // schedule.pp
+    chunk = schedule.stages_of(schedule.rank_of(action.stage)).index(action.stage)
     letter = chr(ord("a") + chunk % 26) if schedule.virtual_stages > 1 else ""
     says = f"{KIND_NAMES[action.kind]}, stage {action.stage}, micro-batch {action.micro_batch}: "
     says += f"{format_value(start)} to {format_value(end)}"

@@ -23,7 +23,7 @@ from meshwright.plan.compute import flops_per_token, peak_rate, step_interval
 from meshwright.plan.lighten import require_fit
 from meshwright.plan.moments import Line
 from meshwright.plan.offload import offloaded_state
-from meshwright.plan.parts import held_buckets, list_stages, pipeline_rank, stage_place
+from meshwright.plan.parts import held_buckets, list_stages, pipeline_rank, stage_homes
 from meshwright.plan.pipeline_time import PipelineTime
 from meshwright.plan.shapes import count_parameters
 from meshwright.plan.sharding import shard_rank, sharded_state
@@ -111,10 +111,11 @@ class Plan:
         """The stages of the pipeline, first to last; none without one."""
         if not self.exact or self.job.layout.pp == 1:
             return []
+        homes = stage_homes(self.job)
         return [
             StageRow(
                 part.stage,
-                stage_place(self.job, part.stage),
+                homes[part.stage],
                 part.layers.start,
                 part.layers.stop - 1,
                 part.first,

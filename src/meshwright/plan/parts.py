@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from meshwright.plan.buckets import bucket_parameters
 from meshwright.plan.shapes import Parameter, list_parameters
 from meshwright.plan.tensor import held_model
-from meshwright.schedule.actions import PipelineSchedule, Placement, rank_of_stage
+from meshwright.schedule.actions import PipelineSchedule, loop_ranks, vee_ranks
 from meshwright.schedule.build import build_schedule
 from meshwright.spec.job import Job
 from meshwright.spec.layout import V_SCHEDULES
 from meshwright.spec.model import DecoderModel, Model
 
-EMBEDDING = "embed.weight"
 TIED_AXIS = "pp_tied"
 """The two ranks of a pipeline that hold a copy of the same embedding."""
+TIED_NAME = "embed.weight"
 
 
 @dataclass(frozen=True)
@@ -98,15 +98,20 @@ def pipeline_rank(job: Job, rank: int) -> int:
     return rank // (job.layout.world_size // job.layout.pp)
 
 
-def stage_place(job: Job, stage: int) -> int:
-    """The place of the pipeline that holds a stage."""
-    placement = Placement.VEE if job.layout.schedule in V_SCHEDULES else Placement.LOOP
-    return rank_of_stage(stage, job.layout.pp, placement)
+def stage_homes(job: Job) -> tuple[int, ...]:
+    """The place of the pipeline that holds each stage."""
+    layout = job.layout
+    return (
+        vee_ranks(layout.pp)
+        if layout.schedule in V_SCHEDULES
+        else loop_ranks(layout.pp, layout.virtual_stages)
+    )
 
 
 def held_parts(job: Job, place: int) -> tuple[Part, ...]:
     """The stages of the ranks at one place of the pipelines."""
-    return tuple(part for part in list_stages(job) if stage_place(job, part.stage) == place)
+    homes = stage_homes(job)
+    return tuple(part for part in list_stages(job) if homes[part.stage] == place)
 
 
 def held_parameters(job: Job, place: int) -> tuple[Parameter, ...]:
@@ -120,24 +125,40 @@ def merge_parameters(parts: tuple[Part, ...]) -> tuple[Parameter, ...]:
     return tuple({p.name: p for part in parts for p in part.parameters}.values())
 
 
-def held_buckets(job: Job, place: int) -> list[list[str]]:
-    """Names of parameters whose gradients are reduced together; no bucket has those of two stages."""
-    buckets: list[list[str]] = []
+def stage_buckets(job: Job, place: int) -> list[list[list[str]]]:
+    """The gradient buckets of each stage of a place; a parameter that two stages share is the first one's."""
     seen: set[str] = set()
+    found = []
     for part in held_parts(job, place):
         own = [p for p in part.parameters if p.name not in seen]
-        seen.update(p.name for p in own)
-        buckets += bucket_parameters(own, job.layout.bucket_mb)
-    return buckets
+        seen |= {p.name for p in own}
+        found.append(bucket_parameters(own, job.layout.bucket_mb))
+    return found
 
 
-def tied_apart(job: Job) -> bool:
-    """Whether the embedding and the head that is tied to it are on different ranks."""
-    last = list_stages(job)[-1]
-    return last.borrows and stage_place(job, last.stage) != stage_place(job, 0)
+def held_buckets(job: Job, place: int) -> list[list[str]]:
+    """The gradient buckets of all stages of a place."""
+    return [names for buckets in stage_buckets(job, place) for names in buckets]
+
+
+def find_tied_places(job: Job) -> tuple[int, ...]:
+    """The places of the pipeline that hold a tied embedding; none where it is not tied, or never cut."""
+    if not list_stages(job)[-1].borrows:
+        return ()
+    homes = stage_homes(job)
+    return tuple(sorted({homes[0], homes[-1]}))
+
+
+def list_homes(job: Job) -> list[tuple[Parameter, int]]:
+    """Every parameter of the whole model, and the first place of the pipeline that holds it."""
+    homes: dict[str, int] = {}
+    for place in range(job.layout.pp):
+        for parameter in held_parameters(job, place):
+            homes.setdefault(parameter.name, place)
+    return [(parameter, homes[parameter.name]) for parameter in list_parameters(job.model)]
 
 
 def saved_parameters(job: Job, place: int) -> tuple[Parameter, ...]:
     """What the ranks at a place add to a checkpoint: all they hold but a borrowed embedding."""
-    borrowed = tied_apart(job) and any(part.borrows for part in held_parts(job, place))
-    return tuple(p for p in held_parameters(job, place) if not (borrowed and p.name == EMBEDDING))
+    here = {parameter.name for parameter, home in list_homes(job) if home == place}
+    return tuple(p for p in held_parameters(job, place) if p.name in here)

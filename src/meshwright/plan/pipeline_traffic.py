@@ -11,16 +11,16 @@ For a checkpoint every other place sends to the first what that does not have, w
 
 from __future__ import annotations
 
+import itertools
+
 from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
 from meshwright.plan.parts import (
-    EMBEDDING,
     TIED_AXIS,
+    TIED_NAME,
+    find_tied_places,
     held_parameters,
-    held_parts,
-    list_stages,
     saved_parameters,
-    stage_place,
-    tied_apart,
+    stage_homes,
 )
 from meshwright.plan.shapes import FLOAT32_BYTES, list_parameters
 from meshwright.plan.tensor_traffic import held_count
@@ -54,21 +54,21 @@ def predict_pipeline(job: Job, place: int) -> list[Traffic]:
 
 def _count_borders(job: Job, place: int) -> tuple[int, int]:
     """Stages of a place whose next one is elsewhere, and whose previous one is."""
-    last = len(list_stages(job)) - 1
-    stages = [part.stage for part in held_parts(job, place)]
-    forward = sum(s < last and stage_place(job, s + 1) != place for s in stages)
-    backward = sum(s > 0 and stage_place(job, s - 1) != place for s in stages)
+    homes = stage_homes(job)
+    borders = list(itertools.pairwise(homes))
+    forward = sum(home == place != behind for home, behind in borders)
+    backward = sum(home == place != before for before, home in borders)
     return forward, backward
 
 
 def _tied_traffic(job: Job, place: int) -> list[Traffic]:
     """The two copies of an embedding, as the ranks of both hold its gradient."""
-    if not tied_apart(job):
+    if len(find_tied_places(job)) < 2:
         return []
     return [
         Traffic(TIED_AXIS, "all_reduce", "step", 2, 1, held_count(p, job) * FLOAT32_BYTES)
         for p in held_parameters(job, place)
-        if p.name == EMBEDDING
+        if p.name == TIED_NAME
     ]
 
 

@@ -94,11 +94,11 @@ class ToldStep(StepAudit):
         super().__init__(session)
         self._tell, self._all, self._begun = tell, session.plan.micro_batches, 0
 
-    def before_forward(self) -> None:
-        """A micro-batch begins."""
+    def before_forward(self, micro_batch: int) -> None:
+        """A forward pass begins."""
         self._begun += 1
         self._tell(f"micro-batch {self._begun} of {self._all}")
-        super().before_forward()
+        super().before_forward(micro_batch)
 
     def after_backward(self) -> None:
         """The gradients are complete."""

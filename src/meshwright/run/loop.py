@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -140,12 +141,17 @@ def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[
     """Gradients of one step; returns this rank's summed loss and its number of targets."""
     device = session.ranks.device
     micro_batches = session.plan.micro_batches
+    batches = session.train_batches.micro_batches(samples)
+    if session.pipeline is not None:
+        found = session.pipeline.train(batches, divisor, session.audit)
+        session.owned.complete_gradients()
+        return found
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     targets_seen = 0
-    for index, batch in enumerate(session.train_batches.micro_batches(samples)):
+    for index, batch in enumerate(batches):
         targets_seen += int((batch[1] >= 0).sum())
         if session.audit is not None:
-            session.audit.before_forward()
+            session.audit.before_forward(index)
         with without_reduction(session.module, session.job, last=index == micro_batches - 1):
             with session.precision.products():
                 loss = session.module(*[move(t, device) for t in batch])
@@ -180,17 +186,14 @@ def evaluate(session: Session) -> float | None:
     if not len(samples):
         session.events.write("no_evaluation", reason="the held-out split has less than one sample")
         return None
-    device = session.ranks.device
-    loss_sum, targets_seen = 0.0, 0
-    session.model.train(not session.job.mixes_samples)  # else a batch norm reads its running statistics
-    # Each micro-batch gathers blocks or sums: as many as were promised, however few samples are held out.
+    # Each micro-batch gathers, sums or sends: as many as were promised, however few samples are held out.
     layout = session.job.layout
-    least = session.job.train.eval_samples if layout.zero == 3 or layout.tp > 1 else 0
-    for batch in session.eval_batches.micro_batches(samples, least):
-        with session.precision.products():
-            loss_sum += session.model(*[move(t, device) for t in batch]).item()
-        targets_seen += int((batch[1] >= 0).sum())
-    session.model.train()
+    moves = layout.zero == 3 or layout.tp > 1 or layout.pp > 1
+    batches = session.eval_batches.micro_batches(samples, session.job.train.eval_samples if moves else 0)
+    if session.pipeline is not None:
+        loss_sum, targets_seen = session.pipeline.evaluate(batches)
+    else:
+        loss_sum, targets_seen = _evaluate_whole(session, batches)
     session.owned.end_evaluation()
     own = [loss_sum, float(targets_seen)] if session.ranks.speaks else [0.0, 0.0]
     loss_sum, counted = session.ranks.add_up(own)
@@ -200,6 +203,19 @@ def evaluate(session: Session) -> float | None:
         return None
     session.events.write("eval", step=session.step, loss=loss_sum / counted, samples=len(samples))
     return loss_sum / counted
+
+
+def _evaluate_whole(session: Session, batches: Iterable[tuple[Tensor, ...]]) -> tuple[float, int]:
+    """The summed loss and the targets of micro-batches, where the model is not cut into stages."""
+    device = session.ranks.device
+    loss_sum, targets_seen = 0.0, 0
+    session.model.train(not session.job.mixes_samples)  # else a batch norm reads its running statistics
+    for batch in batches:
+        with session.precision.products():
+            loss_sum += session.model(*[move(t, device) for t in batch]).item()
+        targets_seen += int((batch[1] >= 0).sum())
+    session.model.train()
+    return loss_sum, targets_seen
 
 
 class Meter:

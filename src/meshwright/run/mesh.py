@@ -13,11 +13,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.launch.environment import GENERATION_VARIABLE, STORE_VARIABLE
+from meshwright.plan.parts import TIED_AXIS, find_tied_places, list_stages, schedule_of
 from meshwright.plan.sharding import ALL_DATA
 from meshwright.plan.tensor import COPIES_AXIS, count_copies
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
+
+UPWARDS = "pp_up"
+"""A second group of the ranks of a pipeline, for what goes to lower ones; it counts as ``pp``."""
 
 
 @dataclass(frozen=True)
@@ -33,23 +37,40 @@ class Ranks:
     """Groups that are no axis of the mesh: both axes of data at once, the ranks that share key heads."""
     tp: int = 1
     """Ranks that share each matrix, and read the same samples: the innermost axis."""
+    pp: int = 1
+    """Ranks of a pipeline, which read the same samples, too: the outermost axis."""
+    loss_place: int = 0
+    """The place in the pipeline that has the last stage."""
+
+    @property
+    def place(self) -> int:
+        """Its place in its pipeline."""
+        return self.rank // (self.world_size // self.pp)
 
     @property
     def data_rank(self) -> int:
         """Its place among the ranks that read different samples."""
-        return self.rank // self.tp
+        return self.rank % (self.world_size // self.pp) // self.tp
 
     @property
     def speaks(self) -> bool:
         """Whether it is the one of the ranks with the same samples whose loss is counted."""
-        return self.rank % self.tp == 0
+        return self.rank % self.tp == 0 and self.place == self.loss_place
 
     @property
     def data_mesh(self) -> DeviceMesh:
         """The axes of data: replicas and shards."""
         assert self.mesh is not None, "one process has no mesh"
-        axes = self.mesh.mesh_dim_names or ()
-        return self.mesh[tuple(axis for axis in axes if axis != "tp")] if "tp" in axes else self.mesh
+        axes = tuple(axis for axis in self.mesh.mesh_dim_names or () if axis not in ("pp", "tp"))
+        return self.mesh if axes == self.mesh.mesh_dim_names else self.mesh[axes]
+
+    def channel(self, source: int, target: int) -> dist.ProcessGroup:
+        """The group through which one place of the pipeline sends to another.
+
+        Up and down the ranks have a group each: between two ranks every message of a group then goes the same
+        way, and arrives in the order of the sends. NCCL would wait for ever where both sent first.
+        """
+        return self.group("pp" if source < target else UPWARDS)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of a mesh axis, or of several ranks that are none."""
@@ -100,7 +121,7 @@ def join_ranks(
         f"{dist.get_world_size()} ranks came, {world_size} were planned"
     )
     layout = job.layout
-    degrees = {axis: getattr(layout, axis) for axis in ("dp_replicate", "dp_shard", "tp")}
+    degrees = {axis: getattr(layout, axis) for axis in ("pp", "dp_replicate", "dp_shard", "tp")}
     axes = {axis: degree for axis, degree in degrees.items() if degree > 1}
     mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     control = dist.new_group(timeout=timeout)
@@ -109,27 +130,36 @@ def join_ranks(
     counter.name_axis(control, "control")
     joined = {}
     for axis, members in _joined_ranks(job):
-        joined[axis] = _group_of(rank, members, timeout)
-        counter.name_axis(joined[axis], axis)
-    return Ranks(rank, world_size, device, mesh, control, joined, layout.tp)
+        if (group := _group_of(rank, members, timeout)) is not None:
+            joined[axis] = group
+            counter.name_axis(group, "pp" if axis == UPWARDS else axis)
+    last = list_stages(job)[-1].stage
+    loss_place = schedule_of(job, 2 * layout.pp).rank_of(last) if layout.pp > 1 else 0
+    return Ranks(rank, world_size, device, mesh, control, joined, layout.tp, layout.pp, loss_place)
 
 
 def _joined_ranks(job: Job) -> Iterator[tuple[str, list[list[int]]]]:
     """Groups beside the axes of the mesh: a name, and all ranks by group."""
     layout, everybody = job.layout, range(job.layout.world_size)
+    inner = layout.world_size // layout.pp
     if layout.zero == 1 and layout.dp_replicate > 1:
-        yield ALL_DATA, [list(everybody[first :: layout.tp]) for first in range(layout.tp)]
+        starts = [place * inner + first for place in range(layout.pp) for first in range(layout.tp)]
+        yield ALL_DATA, [list(everybody[s : s - s % inner + inner : layout.tp]) for s in starts]
     copies = count_copies(job.model, layout.tp) if isinstance(job.model, DecoderModel) else 1
     if copies > 1:
         yield COPIES_AXIS, [list(everybody[first : first + copies]) for first in everybody[::copies]]
+    if layout.pp > 1:
+        lines = [list(everybody[first::inner]) for first in range(inner)]
+        yield UPWARDS, lines
+        ends = find_tied_places(job)
+        if len(ends) > 1:
+            yield TIED_AXIS, [[line[place] for place in ends] for line in lines]
 
 
-def _group_of(rank: int, members: Iterable[list[int]], timeout: timedelta) -> dist.ProcessGroup:
-    """This rank's group; every rank takes part in making all of them."""
+def _group_of(rank: int, members: Iterable[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
+    """This rank's group, if it is in one; every rank takes part in making all of them."""
     made = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in members]
-    own = next(group for ranks, group in made if rank in ranks)
-    assert isinstance(own, dist.ProcessGroup), "a rank is in its own group"
-    return own
+    return next((group for ranks, group in made if rank in ranks), None)
 
 
 def _supervisor_store(timeout: timedelta) -> dist.Store:

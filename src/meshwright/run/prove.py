@@ -83,9 +83,9 @@ class ModuleWatch:
         for name, module in session.model.named_modules():
             self._watch(canonical_name(name), module)
 
-    def begin(self) -> None:
-        """A micro-batch begins."""
-        self._index += 1
+    def begin(self, micro_batch: int) -> None:
+        """A forward pass of the first step begins."""
+        self._index = micro_batch
         self._met = set()
         self._on = self._index < len(self._parts)
 
@@ -134,10 +134,10 @@ class Witness(ABC):
         self.session, self.task, self.folder = session, task, folder
         self.modules: ModuleWatch | None = ModuleWatch(session, task.positions, self.see)
 
-    def before_forward(self) -> None:
-        """A micro-batch begins."""
+    def before_forward(self, micro_batch: int) -> None:
+        """A forward pass begins."""
         if self.modules is not None:
-            self.modules.begin()
+            self.modules.begin(micro_batch)
 
     def after_forward(self) -> None:
         """Its forward pass is over."""

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 
 from meshwright.core.events import EventWriter
 from meshwright.launch.assignment import Assignment
 from meshwright.plan.contract import Plan
+from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
+from meshwright.plan.parts import held_parts, list_homes
 from meshwright.prepare.dataset import TokenDataset
 from meshwright.prepare.order import SampleOrder
 from meshwright.prepare.shards import ShardFolder
@@ -29,15 +29,18 @@ from meshwright.run.divergence import not_finite
 from meshwright.run.gradient_noise import NoiseScale
 from meshwright.run.image_batches import ImageBatcher, open_image_batches
 from meshwright.run.mesh import Ranks
-from meshwright.run.models.decoder import Decoder, compile_blocks
+from meshwright.run.models.decoder import Decoder, Stages, compile_blocks
 from meshwright.run.models.init import SplitWeights, build_model, find_weight_source
 from meshwright.run.models.resnet import ResNet
 from meshwright.run.offload import StreamedState, offload_optimizer
 from meshwright.run.optimizer import build_optimizer
-from meshwright.run.parallel.apply import apply_layout, own_parameters
+from meshwright.run.parallel.apply import apply_layout, build_pipeline, own_parameters
 from meshwright.run.parallel.ownership import Owned
 from meshwright.run.parallel.split import Split
+from meshwright.run.pipeline.collect import bring_home
+from meshwright.run.pipeline.pipeline import Pipeline
 from meshwright.run.precision import Precision
+from meshwright.run.watch import StepWatch
 from meshwright.spec.job import Job, Train
 from meshwright.spec.model import ResNetModel
 from meshwright.spec.recipe import settled
@@ -54,19 +57,6 @@ NEW_KEYS = {f.name: f.default for f in dataclasses.fields(Train) if f.default is
 """What a key was in a checkpoint that is older than the key."""
 
 
-class StepWatch(Protocol):
-    """Whoever looks on during one step: the audit, or a proof."""
-
-    def before_forward(self) -> None:
-        """A micro-batch begins."""
-
-    def after_forward(self) -> None:
-        """Its loss is there."""
-
-    def after_backward(self) -> None:
-        """The gradients of the step are complete, and nothing is clipped or updated yet."""
-
-
 @dataclass
 class Session:
     """One rank's objects and its place in the run."""
@@ -76,9 +66,11 @@ class Session:
     ranks: Ranks
     counter: CollectiveCounter
     events: EventWriter
-    model: Decoder | ResNet
+    model: Decoder | ResNet | Stages
     module: nn.Module
     """The model as the layout wraps it; what is called."""
+    pipeline: Pipeline | None
+    """Calls the stages, where the model is cut into some."""
     split: Split | None
     """Which part of each matrix this rank holds; None for all."""
     owned: Owned
@@ -154,13 +146,18 @@ def build_session(
     weights = find_weight_source(job, from_hf=assignment.hf_weights)
     if split is not None:
         weights = SplitWeights(weights, split)
-    model = build_model(job, ranks.device, weights, split)
+    parts = held_parts(job, ranks.place)
+    model = build_model(job, ranks.device, weights, split, parts)
     assert job.layout.micro_batch is not None, "a plan settles the micro-batch"
     train_batches, eval_batches, data_sha256 = _open_data(job, Path(assignment.data_dir), ranks, open_split)
     if job.train.compile:
-        assert isinstance(model, Decoder), "the legality table compiles decoders only"
-        compile_blocks(model, backend=job.train.compile_backend)
+        for decoder in model if isinstance(model, Stages) else (model,):
+            assert isinstance(decoder, Decoder), "the legality table compiles decoders only"
+            compile_blocks(decoder, backend=job.train.compile_backend)
     module = apply_layout(model, job, ranks, weights)
+    precision, pipeline = Precision(job, ranks.device), None
+    if isinstance(model, Stages):
+        pipeline = build_pipeline(model, job, plan.micro_batches, ranks, precision)
     owned = own_parameters(model, job, ranks, split)
     optimizer = build_optimizer(owned, job.train)
     session = Session(
@@ -171,12 +168,13 @@ def build_session(
         events=events,
         model=model,
         module=module,
+        pipeline=pipeline,
         split=split,
         owned=owned,
         optimizer=optimizer,
         streamed=offload_optimizer(optimizer, owned, job, ranks.device),
         noise_scale=NoiseScale(module, job.train.noise_scale_every),
-        precision=Precision(job, ranks.device),
+        precision=precision,
         train_batches=train_batches,
         eval_batches=eval_batches,
         order=SampleOrder(train_batches.dataset.shard_sample_counts, job.train.seed),
@@ -212,19 +210,32 @@ def take_snapshot(session: Session) -> plain.Snapshot:
     Each tensor that is cut is gathered in a call of its own, when it is asked for, and only then: every rank
     must go through all of them, and none holds more than one. A weight that is not finite raises there.
     """
-    owned = session.owned
+    owned, train = session.owned, session.job.train
+    named = dict(owned.named_parameters())
     model: dict[str, plain.Piece] = {}
     state: dict[str, plain.Piece] = {}
-    for name, parameter in owned.named_parameters():
-        shape = tuple(owned.shape(name))
-        model[name] = plain.Piece(parameter.dtype, shape, partial(owned.whole_parameter, name))
-        for key, value in session.optimizer.state.get(parameter, {}).items():
-            cut = plain.Piece(value.dtype, shape, partial(owned.gather, name, value))
-            state[f"{name}:{key}"] = cut if value.ndim else plain.Piece.of(value)
+    for parameter, holder in list_homes(session.job):
+        name, shape = parameter.name, parameter.shape
+        piece = partial(_piece, session.ranks, holder)
+        model[name] = piece(shape, partial(owned.whole_parameter, name))
+        for key in state_keys(rule_of(name, len(shape), train), train):
+            own = session.optimizer.state[named[name]][key] if name in named else torch.empty(0)
+            if key == STEP_COUNT:
+                state[f"{name}:{key}"] = piece((), partial(torch.clone, own))
+            else:
+                state[f"{name}:{key}"] = piece(shape, partial(owned.gather, name, own))
     if session.job.mixes_samples:  # the running statistics of batch norms
         model |= {name: plain.Piece.of(buffer) for name, buffer in session.model.named_buffers()}
     model = {n: replace(p, whole=partial(_require_finite, session, n, p.whole)) for n, p in model.items()}
     return plain.Snapshot({MODEL_FILE: model, OPTIMIZER_FILE: state})
+
+
+def _piece(
+    ranks: Ranks, holder: int, shape: tuple[int, ...], make: Callable[[], Tensor]
+) -> plain.Piece:
+    """A tensor of a checkpoint, at the rank that writes it."""
+    bring = partial(bring_home, ranks, holder, shape, torch.float32, make)
+    return plain.Piece(torch.float32, shape, bring)
 
 
 def _require_finite(session: Session, name: str, make: Callable[[], Tensor]) -> Tensor:
@@ -277,8 +288,8 @@ def _resume(session: Session, checkpoint: Path) -> None:
         weights |= dict(session.model.named_buffers())
     for file, targets in ((MODEL_FILE, weights), (OPTIMIZER_FILE, states)):
         with plain.open_tensors(checkpoint, file) as saved:
-            keys = set(saved.keys())
-            assert keys == targets.keys(), f"{file} has other tensors than the model: {checkpoint}"
+            missing = targets.keys() - set(saved.keys())
+            assert not missing, f"{file} lacks tensors of the model: {checkpoint}: {sorted(missing)}"
             for key, target in targets.items():
                 whole = saved.get_slice(key)  # nothing is read yet
                 if whole.get_shape() == list(target.shape):
@@ -297,6 +308,8 @@ def _resume(session: Session, checkpoint: Path) -> None:
 def describe_sharding(job: Job) -> str:
     """How the state is cut, as the manifest says it; empty where it is not."""
     layout, parts = job.layout, []
+    if layout.pp > 1:
+        parts.append(f"pp={layout.pp} schedule={layout.schedule} virtual_stages={layout.virtual_stages}")
     if layout.dp_shard > 1:
         parts.append(f"dp_replicate={layout.dp_replicate} dp_shard={layout.dp_shard} zero={layout.zero}")
     if layout.tp > 1:

@@ -52,8 +52,8 @@ class StepAudit:
         if self._tracker is not None:
             self._tracker.__exit__(kind, error, trace)
 
-    def before_forward(self) -> None:
-        """A micro-batch begins."""
+    def before_forward(self, micro_batch: int) -> None:
+        """A forward pass begins."""
         self._before_forward = self._own_bytes()
 
     def after_forward(self) -> None:

@@ -4,11 +4,12 @@ This is the form that everything else shares: generators make it, the prover che
 times, the picture draws it and an interpreter may run it. Sends and receives are not written down: they
 follow from the stages of an action and its producer (:func:`producer_of`), so they cannot disagree with it.
 
-Legend: ``pp`` ranks, ``virtual_stages`` stages on each, so stages 0 to ``pp * virtual_stages - 1``.
+Legend: ``pp`` ranks; stages count from 0, the first of the model, and each has one rank as its home.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -37,40 +38,48 @@ class Action(NamedTuple):
         return f"{self.kind}(stage {self.stage}, micro-batch {self.micro_batch})"
 
 
-class Placement(StrEnum):
-    """Which rank holds a stage."""
-
-    LOOP = "loop"
-    """Stage s on rank s mod pp; with one stage a rank, that is rank s."""
-    VEE = "vee"
-    """Down the ranks and up again: stage s on rank s, from pp on on rank 2 pp - 1 - s."""
-
-
 @dataclass(frozen=True)
 class PipelineSchedule:
     """A schedule: the order of every rank's actions, and what is needed to read it."""
 
     name: str
     """As ``layout.schedule`` names it."""
-    pp: int
-    virtual_stages: int
     micro_batches: int
+    stage_ranks: tuple[int, ...]
+    """The rank that holds each stage, first stage to last; any rank may hold any number of them."""
+    ranks: tuple[tuple[Action, ...], ...]
     split_backward: bool
     """Whether gradients of weights are actions of their own."""
-    placement: Placement
-    ranks: tuple[tuple[Action, ...], ...]
+    forward_only: bool = False
+    """Whether there are no backward passes at all: evaluation."""
+
+    @property
+    def pp(self) -> int:
+        """Ranks of the pipeline."""
+        return max(self.stage_ranks) + 1
+
+    @property
+    def virtual_stages(self) -> int:
+        """Stages of a rank; the most of any, where they differ."""
+        return max(Counter(self.stage_ranks).values())
 
     @property
     def stages(self) -> int:
         """Stages of the whole model."""
-        return self.pp * self.virtual_stages
+        return len(self.stage_ranks)
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds a stage."""
-        return rank_of_stage(stage, self.pp, self.placement)
+        return self.stage_ranks[stage]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank holds, first to last."""
+        return tuple(stage for stage, home in enumerate(self.stage_ranks) if home == rank)
 
     def kinds(self) -> tuple[Kind, ...]:
         """The kinds of action that every stage does once for every micro-batch."""
+        if self.forward_only:
+            return (Kind.FORWARD,)
         whole = (Kind.FORWARD, Kind.BACKWARD)
         return (*whole, Kind.WEIGHT) if self.split_backward else whole
 
@@ -82,16 +91,14 @@ class PipelineSchedule:
                     yield Action(kind, stage, micro_batch)
 
 
-def rank_of_stage(stage: int, pp: int, placement: Placement) -> int:
-    """The rank that holds a stage under a placement."""
-    if placement is Placement.VEE and stage >= pp:
-        return 2 * pp - 1 - stage
-    return stage % pp
+def loop_ranks(pp: int, virtual_stages: int) -> tuple[int, ...]:
+    """Homes of stages that go round the ranks: stage s on rank s mod pp."""
+    return tuple(range(pp)) * virtual_stages
 
 
-def stages_of_rank(rank: int, pp: int, virtual_stages: int, placement: Placement) -> tuple[int, ...]:
-    """The stages that a rank holds, first to last."""
-    return tuple(s for s in range(pp * virtual_stages) if rank_of_stage(s, pp, placement) == rank)
+def vee_ranks(pp: int) -> tuple[int, ...]:
+    """Homes of two stages a rank, down the ranks and up again: the first rank also has the last stage."""
+    return (*range(pp), *reversed(range(pp)))
 
 
 def producer_of(action: Action, stages: int) -> Action | None:
@@ -109,3 +116,17 @@ def producer_of(action: Action, stages: int) -> Action | None:
     if stage == stages - 1:
         return Action(Kind.FORWARD, stage, micro_batch)
     return Action(Kind.BACKWARD, stage + 1, micro_batch)
+
+
+def consumer_of(action: Action, stages: int) -> Action | None:
+    """The action of another stage that needs this one's result; none where the result stays in its stage.
+
+    A forward pass is needed by that of the stage behind, a backward pass by that of the stage before. Nothing
+    follows the last stage's forward pass, the first stage's backward pass, and gradients of weights.
+    """
+    kind, stage, micro_batch = action
+    if kind is Kind.FORWARD and stage < stages - 1:
+        return Action(kind, stage + 1, micro_batch)
+    if kind is Kind.BACKWARD and stage:
+        return Action(kind, stage - 1, micro_batch)
+    return None

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.schedule.actions import PipelineSchedule, Placement
+from meshwright.schedule.actions import PipelineSchedule, loop_ranks, vee_ranks
+from meshwright.schedule.dualpipe import order_dualpipe_v
 from meshwright.schedule.one_f_one_b import order_1f1b, order_gpipe, order_interleaved
 from meshwright.schedule.zero_bubble import order_zb_h1, order_zbv
 
-BUILT = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
+BUILT = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe-v")
 """Schedules that can be generated, by their names in ``layout.schedule``."""
-NOT_BUILT = ("dualpipe-v",)
+VEE = ("zbv", "dualpipe-v")
+"""Those with two stages a rank, down the ranks and up again."""
+SPLIT = ("zb-h1", *VEE)
+"""Those with gradients of weights as actions of their own."""
 MOST_ACTIONS = 4_000_000
 """More would take gigabytes: an action is a tuple of three."""
 
@@ -23,37 +27,40 @@ def build_schedule(
         name: As in ``layout.schedule``.
         pp: Ranks of the pipeline.
         micro_batches: Of one step.
-        virtual_stages: Stages of each rank; what the schedule needs if left out (2 for ``interleaved`` and
-            ``zbv``, else 1).
+        virtual_stages: Stages of each rank; what the schedule needs if left out (2 for ``interleaved``,
+            ``zbv`` and ``dualpipe-v``, else 1).
 
     Raises:
-        UserError: The schedule is not known or not built, or does not take these sizes.
+        UserError: The schedule is not known, or does not take these sizes.
     """
     _check_name(name)
     stages = _settle_virtual_stages(name, virtual_stages)
     _check_sizes(name, pp, micro_batches, stages)
-    split, placement = name in ("zb-h1", "zbv"), Placement.VEE if name == "zbv" else Placement.LOOP
     if name == "interleaved":
         rows = order_interleaved(pp, stages, micro_batches)
     else:
-        orders = {"gpipe": order_gpipe, "1f1b": order_1f1b, "zb-h1": order_zb_h1, "zbv": order_zbv}
+        orders = {
+            "gpipe": order_gpipe,
+            "1f1b": order_1f1b,
+            "zb-h1": order_zb_h1,
+            "zbv": order_zbv,
+            "dualpipe-v": order_dualpipe_v,
+        }
         rows = orders[name](pp, micro_batches)
-    return PipelineSchedule(name, pp, stages, micro_batches, split, placement, rows)
+    homes = vee_ranks(pp) if name in VEE else loop_ranks(pp, stages)
+    return PipelineSchedule(name, micro_batches, homes, rows, split_backward=name in SPLIT)
 
 
 def _check_name(name: str) -> None:
-    there = f"Use {', '.join(BUILT[:-1])} or {BUILT[-1]}"
-    if name in NOT_BUILT:
-        rule = "is not built yet: it runs a forward and a backward pass at once, which an action cannot say"
-        raise UserError(Problem("schedule-not-built", rule, path="schedule", value=name, fix=there))
     if name not in BUILT:
+        there = f"Use {', '.join(BUILT[:-1])} or {BUILT[-1]}"
         rule = "is not a pipeline schedule"
         raise UserError(Problem("schedule-unknown", rule, path="schedule", value=name, fix=there))
 
 
 def _settle_virtual_stages(name: str, given: int | None) -> int:
     """What is given, if the schedule takes it."""
-    needed = {"interleaved": None, "zbv": 2}.get(name, 1)
+    needed = None if name == "interleaved" else 2 if name in VEE else 1
     found = (needed or 2) if given is None else given
     problem = ""
     if needed is None and found < 2:
@@ -73,11 +80,17 @@ def _check_sizes(name: str, pp: int, micro_batches: int, virtual_stages: int) ->
         if value < 1:
             rule = "is too few: a pipeline has one or more"
             raise UserError(Problem("schedule-size", rule, path=key, value=value, fix="Use 1 or more"))
-    count = pp * virtual_stages * micro_batches * (3 if name.startswith("zb") else 2)
+    count = pp * virtual_stages * micro_batches * (3 if name in SPLIT else 2)
     if count > MOST_ACTIONS:
         rule = f"makes {count:,} actions with stages={pp}; {MOST_ACTIONS:,} at most"
         fix = f"Use {max(1, micro_batches * MOST_ACTIONS // count)} or fewer"
         raise UserError(Problem("schedule-size", rule, path="micro_batches", value=micro_batches, fix=fix))
+    if name == "dualpipe-v" and micro_batches < 2 * pp:
+        rule = f"is too few: dualpipe-v fills both stages of all ranks, 2 x stages={pp}, before it alternates"
+        fix = f"Use {2 * pp} or more, or zbv"
+        raise UserError(
+            Problem("schedule-micro-batches", rule, path="micro_batches", value=micro_batches, fix=fix)
+        )
     if name == "interleaved" and micro_batches % pp:
         below, above = micro_batches // pp * pp, -(-micro_batches // pp) * pp
         rule = f"is not a multiple of stages={pp}; interleaved runs them in groups of that many"

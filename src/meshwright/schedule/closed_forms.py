@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
+NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe-v")
 CODES = {name: code for code, name in enumerate(NAMES)}
 """Schedules as whole numbers, for arrays."""
 
@@ -45,8 +45,9 @@ def pipeline_time(
     Args:
         schedule: Names, or :data:`CODES`.
         pp: Ranks.
-        virtual_stages: Stages of each rank, read for ``interleaved``; ``zbv`` has 2 and the others 1.
-        micro_batches: Of one step; for ``interleaved`` a multiple of ``pp``.
+        virtual_stages: Stages of each rank, read for ``interleaved``; those in a V have 2, the others 1.
+        micro_batches: Of one step; for ``interleaved`` a multiple of ``pp``, for ``dualpipe-v`` 2 ``pp`` or
+            more.
         forward_s: Of one micro-batch in one stage (1 / v of what the rank holds), mean over the stages.
         backward_input_s: Gradient of the input, likewise.
         backward_weight_s: Gradient of the weights, likewise; together with the former where not split.
@@ -75,6 +76,7 @@ def pipeline_time(
         _interleaved(p, v, m, f, b + w, t, hidden),
         _zb_h1(p, m, f, b, w, t, hidden),
         _zbv(p, m, f, b, w, t, hidden),
+        _dualpipe_v(p, m, f, b, w, t, hidden),
     )
     seconds = _choose(code, forms)
     if slowest_s is not None:
@@ -117,7 +119,7 @@ def peak_in_flight(
         schedule: Names, or :data:`CODES`.
         stage_rank: Which rank, 0 to pp - 1.
         pp: Ranks.
-        virtual_stages: Stages of each rank, read for ``interleaved``; ``zbv`` has 2 and the others 1.
+        virtual_stages: Stages of each rank, read for ``interleaved``; those in a V have 2, the others 1.
         micro_batches: Of one step.
 
     Returns:
@@ -131,6 +133,7 @@ def peak_in_flight(
         np.minimum(m * v, 2 * (p - r - 1) + (v - 1) * p + 1),
         np.minimum(m, p) + 0 * r,
         np.minimum(np.minimum(2 * m, 2 * p), m + r + 1),
+        np.minimum(2 * m, 2 * p + 1) + 0 * r,
     )
     return np.asarray(_choose(code, forms), dtype=np.int64)
 
@@ -152,7 +155,7 @@ def encode(schedule: ArrayLike) -> Ints:
 
 def _stages_a_rank(schedule: Ints, given: Ints) -> Ints:
     """What is given for ``interleaved``; the others have their own number."""
-    own = np.where(schedule == CODES["zbv"], 2, 1)
+    own = np.where((schedule == CODES["zbv"]) | (schedule == CODES["dualpipe-v"]), 2, 1)
     return np.where(schedule == CODES["interleaved"], given, own)
 
 
@@ -238,6 +241,38 @@ def _zbv(p: Ints, m: Ints, f: Floats, b: Floats, w: Floats, t: Floats, hidden: N
     long = np.maximum(0, k * (p - 1) // p - 2 * p) * np.maximum(0, t - w - np.minimum(f, b))
     waits = np.where(hidden, long, np.where(p == 2, k + 2, 2 * k + p - 3) * t)
     return np.where(p == 1, k * (f + b + w), _longest(paths, f, b, w, t * hidden) + waits)
+
+
+def _dualpipe_v(
+    p: Ints, m: Ints, f: Floats, b: Floats, w: Floats, t: Floats, hidden: NDArray[np.bool_]
+) -> Any:
+    """Is 2 m c + (p - 1) max(f, f + b - w, ...): the longest of seven paths, exact without transfers.
+
+    The other two are for transfers longer than a pass: every p micro-batches they wait for a round trip.
+    """
+    q, k, deep = p - 1, 2 * m, 2 * ((p - 1) // 4)
+    trips = k // np.maximum(p, 1)
+    paths = (
+        (k + q, k, k, 3 * q // 2),
+        (k + 2 * q, k - q, k - q, 2 * q),
+        (k - 1, k + 2 * q, k - q, 4 * q + deep),
+        (k - 1, k + q, k, 7 * q // 2),
+        (k + q, k + q, k - q, 2 * q + deep),
+        (k + 2 * q, k, k - 2 * q - 1, 4 * q),
+        (k + 2 * q - 1, k + 1, k - 2 * q + 1, 4 * q - 2),
+        (k - 1, k + 2 * q, k - 2 * q - 1, 6 * q),
+        (trips + 2 * p - 1, k + 2 * q, trips + 1, k - trips + 4 * q - 2),
+    )
+    # Ranks that wait for their sends: the first and the last send twice a micro-batch, the others four times.
+    between = (
+        (k + q - 1, k, k, 2 * k + q - 1),
+        (k, k + q - 1, k, 2 * k + q - 2),
+        (k, k + 2 * q - 1, k - q, 2 * k + q + 1),
+        (k + q - 1, k + q, k - q, 2 * k + q + 1),
+    )
+    at_ends = _longest(paths[:7], f, b, w, t) + k * t
+    waits = np.where(p < 3, at_ends, np.maximum(at_ends, _longest(between, f, b, w, t)))
+    return np.where(p == 1, k * (f + b + w), np.where(hidden, _longest(paths, f, b, w, t), waits))
 
 
 def _longest(paths: tuple[tuple[Any, ...], ...], f: Floats, b: Floats, w: Floats, t: Floats) -> Any:

@@ -177,6 +177,6 @@ class _State:
 
 def _send_times(schedule: PipelineSchedule, borders: list[float]) -> dict[Kind, list[float]]:
     """What it takes to hand a stage's result on; nothing where the next stage is on the same rank."""
-    ranks = [schedule.rank_of(stage) for stage in range(schedule.stages)]
+    ranks = schedule.stage_ranks
     costs = [s if ranks[i] != ranks[i + 1] else 0.0 for i, s in enumerate(borders)]
     return {Kind.FORWARD: [*costs, 0.0], Kind.BACKWARD: [0.0, *costs]}

@@ -7,9 +7,8 @@ are our own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from meshwright.schedule.actions import Action, Kind
+from meshwright.schedule.vee_row import VeeRow
 
 Rows = tuple[tuple[Action, ...], ...]
 
@@ -53,7 +52,7 @@ def order_zbv(pp: int, micro_batches: int) -> Rows:
 
 
 def _zbv_row(rank: int, pp: int, micro_batches: int) -> tuple[Action, ...]:
-    row = _Row(rank, pp, micro_batches)
+    row = VeeRow(rank, pp, micro_batches)
     row.add("F0" for _ in range(2 * (pp - rank) - 1))
     row.add(step for _ in range(rank) for step in ("F1", "F0"))
     row.add(step for _ in range(pp - rank) for step in ("F1", "B1", "W"))
@@ -66,32 +65,3 @@ def _zbv_row(rank: int, pp: int, micro_batches: int) -> tuple[Action, ...]:
     while row.waiting:
         row.add(("W",))
     return tuple(row.actions)
-
-
-class _Row:
-    """A rank's actions, each kind in the order of the micro-batches; what has run out is passed over."""
-
-    def __init__(self, rank: int, pp: int, micro_batches: int) -> None:
-        self.actions: list[Action] = []
-        self.waiting: list[Action] = []
-        """Weight gradients that can run, first come first."""
-        self._stages = (rank, 2 * pp - 1 - rank)
-        self._micro_batches = micro_batches
-        self._done = {"F0": 0, "F1": 0, "B0": 0, "B1": 0}
-
-    def left(self, step: str) -> int:
-        """Micro-batches for which a step is still to be added."""
-        return self._micro_batches - self._done[step]
-
-    def add(self, steps: Iterable[str]) -> None:
-        """Add steps: kind and chunk, or the next weight gradient."""
-        for step in steps:
-            if step == "W":
-                self.actions += self.waiting[:1]
-                del self.waiting[:1]
-            elif self.left(step):
-                stage, micro_batch = self._stages[int(step[1])], self._done[step]
-                self.actions.append(Action(Kind(step[0]), stage, micro_batch))
-                if step[0] == Kind.BACKWARD:
-                    self.waiting.append(Action(Kind.WEIGHT, stage, micro_batch))
-                self._done[step] += 1

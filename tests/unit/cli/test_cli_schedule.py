@@ -76,7 +76,7 @@ def test_the_figures_of_the_documentation_are_what_the_command_draws(cli, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
-        (("--schedule", "dualpipe-v"), "schedule-not-built"),
+        (("--schedule", "dualpipe-v", "--micro-batches", 7), "schedule-micro-batches"),
         (("--schedule", "ring"), "schedule-unknown"),
         (("--schedule", "interleaved", "--micro-batches", 6), "schedule-micro-batches"),
         (("--virtual-stages", 2), "schedule-virtual-stages"),

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.errors import UserError
-from meshwright.schedule.actions import Action, Kind, Placement, rank_of_stage, stages_of_rank
+from meshwright.schedule.actions import Action, Kind, consumer_of, loop_ranks, producer_of, vee_ranks
 from meshwright.schedule.build import BUILT, MOST_ACTIONS, build_schedule
 from meshwright.schedule.proof import prove_schedule
 from meshwright.schedule.walk import StageTimes, walk_schedule
@@ -28,7 +28,7 @@ def bubble_of(name: str, pp: int, micro_batches: int, virtual_stages: int | None
 )
 def test_every_generated_schedule_is_proved(name, pp, groups, rest, virtual_stages):
     interleaved = name == "interleaved"
-    micro_batches = pp * groups if interleaved else groups + rest
+    micro_batches = pp * groups if interleaved else groups + rest + (2 * pp if name == "dualpipe-v" else 0)
     schedule = build_schedule(name, pp, micro_batches, virtual_stages if interleaved else None)
     proof = prove_schedule(schedule)
     assert proof.violations == ()
@@ -100,9 +100,22 @@ def test_interleaved_goes_round_the_ranks_in_groups_of_pp():
 
 
 def test_stages_of_a_vee_come_back_to_rank_0():
-    assert [rank_of_stage(s, 3, Placement.VEE) for s in range(6)] == [0, 1, 2, 2, 1, 0]
-    assert [rank_of_stage(s, 3, Placement.LOOP) for s in range(6)] == [0, 1, 2, 0, 1, 2]
-    assert stages_of_rank(0, 3, 2, Placement.VEE) == (0, 5)
+    assert vee_ranks(3) == (0, 1, 2, 2, 1, 0)
+    assert loop_ranks(3, 2) == (0, 1, 2, 0, 1, 2)
+    vee = build_schedule("zbv", 3, 6)
+    assert (vee.pp, vee.stages, vee.virtual_stages) == (3, 6, 2)
+    assert (vee.stages_of(0), vee.stages_of(2)) == ((0, 5), (2, 3))
+    assert [vee.rank_of(stage) for stage in range(6)] == list(vee_ranks(3))
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_a_result_that_another_stage_needs_names_the_action_that_needs_it(name):
+    """Producer and consumer are the same pairs, read from either end."""
+    schedule = build_schedule(name, 3, 6)
+    pairs = {(producer_of(a, schedule.stages), a) for row in schedule.ranks for a in row}
+    travels = {(p, a) for p, a in pairs if p is not None and p.stage != a.stage}
+    mirrored = {(a, consumer_of(a, schedule.stages)) for row in schedule.ranks for a in row}
+    assert {pair for pair in mirrored if pair[1] is not None} == travels
 
 
 @pytest.mark.parametrize(
@@ -113,8 +126,9 @@ def test_stages_of_a_vee_come_back_to_rank_0():
         (("interleaved", 4, 8, 1), "schedule-virtual-stages", "Use 2 or more, or 1f1b"),
         (("1f1b", 4, 8, 2), "schedule-virtual-stages", "each rank has one stage"),
         (("zbv", 4, 8, 3), "schedule-virtual-stages", "Use 2"),
-        (("dualpipe-v", 4, 8), "schedule-not-built", "Use gpipe, 1f1b"),
-        (("dapple", 4, 8), "schedule-unknown", "'dapple'"),
+        (("dualpipe-v", 4, 7), "schedule-micro-batches", "Use 8 or more"),
+        (("dualpipe-v", 4, 8, 1), "schedule-virtual-stages", "Use 2"),
+        (("dapple", 4, 8), "schedule-unknown", "Use gpipe, 1f1b"),
         (("1f1b", 0, 8), "schedule-size", "stages=0"),
         (("1f1b", 4, 0), "schedule-size", "micro_batches=0"),
         (("gpipe", 1000, MOST_ACTIONS), "schedule-size", "Use 2000 or fewer"),

@@ -64,7 +64,7 @@ def test_the_slowest_stage_sets_the_pace(name):
     data=st.data(),
 )
 def test_no_action_begins_before_what_it_needs_has_arrived(name, pp, groups, overlap, data):
-    schedule = build_schedule(name, pp, pp * groups)
+    schedule = build_schedule(name, pp, pp * (groups + (name == "dualpipe-v")))
     draw = st.lists(st.floats(0.1, 3.0), min_size=schedule.stages, max_size=schedule.stages)
     times = StageTimes(data.draw(draw), data.draw(draw), data.draw(draw))
     transfer = data.draw(st.floats(0.0, 1.0))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.plan.estimate.block import SINGLE_KERNELS, BlockModel, BlockTimes, Passes
-from meshwright.plan.estimate.grid import ACCUMULATES, OFFLOADS, SCHEDULES, Floats, Grid, Ints
+from meshwright.plan.estimate.grid import ACCUMULATES, OFFLOADS, Floats, Grid, Ints
+from meshwright.plan.estimate.in_flight import V_SHAPED
 from meshwright.plan.estimate.network import Groups, build_groups
 from meshwright.plan.estimate.products import Device
 from meshwright.plan.estimate.rates import Rates, rates_of
@@ -18,7 +19,6 @@ from meshwright.schedule.closed_forms import pipeline_time
 FULL, SELECTIVE = 2, 1
 SHARDED = ACCUMULATES.index("sharded")
 OFFLOAD_ALL = OFFLOADS.index("all")
-ZBV, DUALPIPE = SCHEDULES.index("zbv"), SCHEDULES.index("dualpipe-v")
 WIRE_BYTES = 2.0
 """Bytes of an activation on the wire."""
 
@@ -244,14 +244,12 @@ class _Step:
     def _pipeline(self, mean: Passes, slow: Passes, send_s: Floats) -> tuple[Floats, Floats]:
         """Makespan of all micro-batches, and the bubble in it."""
         grid = self.grid
-        # DualPipe-V has no closed form of its own: it fills its pipeline as ZBV does.
-        schedule = np.where(grid.schedule == DUALPIPE, ZBV, grid.schedule)
-        stages = np.where(schedule == ZBV, 2, grid.virtual_stages)
+        stages = np.where(np.isin(grid.schedule, V_SHAPED), 2, grid.virtual_stages)
         chunk = mean.times(1 / stages)
 
         def makespan(transfer: Floats | float) -> Floats:
             return pipeline_time(
-                schedule, grid.pp, stages, self.micro_batches, chunk.forward, chunk.backward_input,
+                grid.schedule, grid.pp, stages, self.micro_batches, chunk.forward, chunk.backward_input,
                 chunk.backward_weight, transfer, self.rules.overlap_p2p, slow.total,
             )  # fmt: skip
 

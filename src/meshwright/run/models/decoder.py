@@ -11,14 +11,17 @@ F feed-forward, V vocabulary, N = B x T.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor, nn
 
+from meshwright.plan.parts import Part
 from meshwright.run.models.loss import linear_cross_entropy
 from meshwright.run.models.norms import build_norm, product_dtype
+from meshwright.run.models.products import Product
 from meshwright.run.recompute import run_recomputed
 from meshwright.spec.layout import Recompute
 from meshwright.spec.model import DecoderModel
@@ -81,10 +84,10 @@ class Attention(nn.Module):
         self.head_size = model.head_size
         self.groups = model.num_heads // model.num_kv_heads
         bias = model.attention_bias
-        self.wq = nn.Linear(model.hidden_size, model.query_size, bias=bias)
-        self.wk = nn.Linear(model.hidden_size, model.kv_size, bias=bias)
-        self.wv = nn.Linear(model.hidden_size, model.kv_size, bias=bias)
-        self.wo = nn.Linear(model.query_size, model.hidden_size, bias=bias)
+        self.wq = Product(model.hidden_size, model.query_size, bias=bias)
+        self.wk = Product(model.hidden_size, model.kv_size, bias=bias)
+        self.wv = Product(model.hidden_size, model.kv_size, bias=bias)
+        self.wo = Product(model.query_size, model.hidden_size, bias=bias)
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
         """Mix along the sequence; position t sees positions up to t, of its own document with a mask."""
@@ -114,9 +117,9 @@ class GatedFeedForward(nn.Module):
 
     def __init__(self, model: DecoderModel) -> None:
         super().__init__()
-        self.gate = nn.Linear(model.hidden_size, model.ffn_size, bias=model.ffn_bias)
-        self.up = nn.Linear(model.hidden_size, model.ffn_size, bias=model.ffn_bias)
-        self.down = nn.Linear(model.ffn_size, model.hidden_size, bias=model.ffn_bias)
+        self.gate = Product(model.hidden_size, model.ffn_size, bias=model.ffn_bias)
+        self.up = Product(model.hidden_size, model.ffn_size, bias=model.ffn_bias)
+        self.down = Product(model.ffn_size, model.hidden_size, bias=model.ffn_bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Each position on its own."""
@@ -129,8 +132,8 @@ class FeedForward(nn.Module):
     def __init__(self, model: DecoderModel) -> None:
         super().__init__()
         self.approximate = "tanh" if model.activation == "gelu_tanh" else "none"
-        self.up = nn.Linear(model.hidden_size, model.ffn_size, bias=model.ffn_bias)
-        self.down = nn.Linear(model.ffn_size, model.hidden_size, bias=model.ffn_bias)
+        self.up = Product(model.hidden_size, model.ffn_size, bias=model.ffn_bias)
+        self.down = Product(model.ffn_size, model.hidden_size, bias=model.ffn_bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Each position on its own."""
@@ -147,7 +150,7 @@ class Block(nn.Module):
         self.attention = Attention(model)
         self.ffn_norm = build_norm(model)
         self.ffn = GatedFeedForward(model) if model.activation == "swiglu" else FeedForward(model)
-        products = sum(isinstance(module, nn.Linear) for module in self.modules())
+        products = sum(isinstance(module, Product) for module in self.modules())
         self.kept_products = [True] * (products - 1) + [False]
         """Of the block's products, in order, those that selective recomputation keeps."""
 
@@ -169,68 +172,119 @@ class Head(nn.Linear):
 
 
 class Decoder(nn.Module):
-    """Token ids in; logits, or the summed loss where targets are given, out."""
+    """Token ids in; logits, or the summed loss where targets are given, out.
+
+    It may be a part of the model, a stage of a pipeline: a run of its blocks under the names that they have
+    in the whole, with the embedding if it is the first stage and the head if it is the last. A stage that is
+    not the first reads the residual stream, one that is not the last puts it out.
+    """
+
+    embed: nn.Embedding
+    norm: nn.Module
+    head: Head
 
     def __init__(
-        self, model: DecoderModel, seq_len: int, loss_chunk: int = 1024, recompute: Recompute = "none"
+        self,
+        model: DecoderModel,
+        seq_len: int,
+        loss_chunk: int = 1024,
+        recompute: Recompute = "none",
+        part: Part | None = None,
     ) -> None:
         """Build it with uninitialised weights.
 
         Args:
             model: Its shape.
-            seq_len: Longest sequence that it will read.
+            seq_len: Longest sequence that it will read; a stage that reads no tokens reads this many.
             loss_chunk: Tokens whose logits are held at once in training.
             recompute: What each block computes again in the backward pass.
+            part: Which stage it is; all of the model if left out.
         """
         super().__init__()
+        part = part or Part(model, 0, range(model.num_layers), first=True, last=True)
         self.seq_len, self.loss_chunk = seq_len, loss_chunk
-        self.embed = nn.Embedding(model.vocab_size, model.hidden_size)
-        if model.positions == "learned":
+        self.first, self.last = part.first, part.last
+        if part.first or part.borrows:
+            self.embed = nn.Embedding(model.vocab_size, model.hidden_size)
+        self.positions: nn.Embedding | None = None
+        if model.positions == "learned" and part.first:
             assert model.max_positions is not None, "the legality table asks for max_positions"
-            self.positions: nn.Embedding | None = nn.Embedding(model.max_positions, model.hidden_size)
-        else:
-            self.positions = None
-        self.blocks = nn.ModuleList(Block(model, recompute) for _ in range(model.num_layers))
-        self.norm = build_norm(model)
-        self.head = Head(model.hidden_size, model.vocab_size, bias=False)
-        if model.tied_embeddings:
-            self.head.weight = self.embed.weight
+            self.positions = nn.Embedding(model.max_positions, model.hidden_size)
+        self.blocks = nn.ModuleDict({str(layer): Block(model, recompute) for layer in part.layers})
+        if part.last:
+            self.norm = build_norm(model)
+            self.head = Head(model.hidden_size, model.vocab_size, bias=False)
+            if model.tied_embeddings:
+                self.head.weight = self.embed.weight
+        self.rotary = model.positions == "rope"
         self.rope_cos: Tensor
         self.rope_sin: Tensor
-        if model.positions == "rope":
-            cos_TE, sin_TE = build_rope(model, seq_len, self.embed.weight.device)
+        if self.rotary:
+            cos_TE, sin_TE = build_rope(model, seq_len, torch.get_default_device())
             self.register_buffer("rope_cos", cos_TE, persistent=False)
             self.register_buffer("rope_sin", sin_TE, persistent=False)
 
+    def list_blocks(self) -> Iterator[Block]:
+        """Its blocks, first to last."""
+        return (cast(Block, block) for block in self.blocks.values())
+
     def forward(
-        self, tokens_BT: Tensor, targets_BT: Tensor | None = None, segments_BT: Tensor | None = None
+        self, x: Tensor, targets_BT: Tensor | None = None, segments_BT: Tensor | None = None
     ) -> Tensor:
         """Logits (B, T, V), or the loss **summed** over the targets that are not ``IGNORED``.
 
         The caller divides by the number of targets in the whole global batch: a mean here would weigh
         ranks and micro-batches instead of tokens. With segments, no position sees another document.
+
+        Args:
+            x: Tokens (B, T); of a stage that is not the first, the residual stream.
+            targets_BT: Words to predict; read by the last stage.
+            segments_BT: The number of each token's document.
         """
-        length = tokens_BT.shape[1]
+        length = x.shape[1] if self.first else self.seq_len
         assert length <= self.seq_len, f"{length} tokens, but positions are built for {self.seq_len}"
-        x_BTD, rope = self.embed(tokens_BT), None
-        mask = None if segments_BT is None else document_mask(segments_BT, product_dtype(x_BTD))
+        if self.first:
+            x = self._embed(x, segments_BT)
+        rope = (self.rope_cos[:length], self.rope_sin[:length]) if self.rotary else None
+        mask = None if segments_BT is None else document_mask(segments_BT, product_dtype(x))
+        for block in self.blocks.values():
+            x = block(x, rope, mask)
+        if not self.last:
+            return x
+        x = self.norm(x)
+        return self.head(x) if targets_BT is None else self.head.loss(x, targets_BT, self.loss_chunk)
+
+    def _embed(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
+        x_BTD = self.embed(tokens_BT)
         if self.positions is None:
-            rope = (self.rope_cos[:length], self.rope_sin[:length])
-        elif segments_BT is None:
-            x_BTD = x_BTD + self.positions(torch.arange(length, device=tokens_BT.device))
-        else:
-            x_BTD = x_BTD + self.positions(document_positions(segments_BT))
-        for block in self.blocks:
-            x_BTD = block(x_BTD, rope, mask)
-        x_BTD = self.norm(x_BTD)
-        if targets_BT is None:
-            return self.head(x_BTD)
-        return self.head.loss(x_BTD, targets_BT, self.loss_chunk)
+            return x_BTD
+        if segments_BT is None:
+            return x_BTD + self.positions(torch.arange(tokens_BT.shape[1], device=tokens_BT.device))
+        return x_BTD + self.positions(document_positions(segments_BT))
+
+
+class Stages(nn.Module):
+    """What one rank holds of a model: its stages, with the names that parameters have in the whole."""
+
+    def __init__(self, stages: Iterable[Decoder]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+
+    def __iter__(self) -> Iterator[Decoder]:
+        return (cast(Decoder, stage) for stage in self.stages)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of all stages; parameters and buffers get their names from here, too."""
+        memo = set() if memo is None else memo
+        for stage in self.stages:
+            yield from stage.named_modules(memo, prefix, remove_duplicate)
 
 
 def compile_blocks(decoder: Decoder, **options: Any) -> None:
     """Compile each block on its own: they share one graph, and what is around them stays eager."""
     # It would cut graphs at DDP's buckets, which here lie outside them, and asserts how large those are.
     torch._dynamo.config.optimize_ddp = False
-    for block in decoder.blocks:
+    for block in decoder.list_blocks():
         block.compile(dynamic=False, **options)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.plan.decoder_memory import loss_chunk
+from meshwright.plan.parts import Part
 from meshwright.plan.shapes import list_parameters
 from meshwright.plan.tensor import held_model
-from meshwright.run.models.decoder import Decoder, build_rope
+from meshwright.run.models.decoder import Decoder, Stages, build_rope
 from meshwright.run.models.hf import HfParameters
 from meshwright.run.models.resnet import ResNet
 from meshwright.run.parallel.split import Split
@@ -102,7 +103,8 @@ def build_model(
     device: torch.device,
     weights: WeightSource | None = None,
     split: Split | None = None,
-) -> Decoder | ResNet:
+    parts: Sequence[Part] = (),
+) -> Decoder | ResNet | Stages:
     """The job's model with its initial weights, on its device; without any where it will be cut.
 
     Args:
@@ -110,14 +112,15 @@ def build_model(
         device: Where the weights lie.
         weights: Its first values, cut as it is; None draws them.
         split: Which part of each matrix the rank holds; None for all.
+        parts: The stages that the rank holds, in a pipeline.
     """
     model = job.model
     weights = weights or find_weight_source(job, from_hf=False)
     network: Decoder | ResNet
-    if split is not None:
-        return _build_split(job, device, weights, split)
-    if job.layout.zero >= 2:
-        return _build_empty(job, device)
+    if job.layout.pp > 1:
+        return _build_stages(job, device, weights, split, parts)
+    if split is not None or job.layout.zero >= 2:
+        return _build_decoder(job, device, weights, split)
     with torch.device(device):
         if isinstance(model, ResNetModel):
             network = ResNet(model, job.layout.recompute)
@@ -130,27 +133,43 @@ def build_model(
 
 def tie(network: Decoder, job: Job) -> None:
     """A tied head is the embedding, also where the embedding has just come to lie somewhere."""
-    if isinstance(job.model, DecoderModel) and job.model.tied_embeddings:
+    if isinstance(job.model, DecoderModel) and job.model.tied_embeddings and network.last:
         network.head.weight = network.embed.weight
 
 
-def _build_split(job: Job, device: torch.device, weights: WeightSource, split: Split) -> Decoder:
-    """A decoder with this rank's part of every matrix."""
-    network = _build_empty(job, device)
-    apply_split(network, split)
-    tie(network, job)
-    if job.layout.zero < 2:
-        fill(network, [name for name, _ in network.named_parameters()], weights, device)
-        tie(network, job)
-    return network
+def _build_stages(
+    job: Job, device: torch.device, weights: WeightSource, split: Split | None, parts: Sequence[Part]
+) -> Stages:
+    """The stages of a rank; they share the tables of rotations, and an embedding that two of them use."""
+    stages = [_build_decoder(job, device, weights, split, part) for part in parts]
+    first = stages[0]
+    for stage, part in list(zip(stages, parts, strict=True))[1:]:
+        if first.rotary:
+            stage.rope_cos, stage.rope_sin = first.rope_cos, first.rope_sin
+        if part.borrows and first.first:
+            assert job.layout.zero < 2, "the legality table shards no embedding that two stages share"
+            stage.embed.weight = first.embed.weight
+            tie(stage, job)
+    return Stages(stages)
 
 
-def _build_empty(job: Job, device: torch.device) -> Decoder:
-    """A decoder whose parameters lie nowhere yet; its tables are on the device."""
+def _build_decoder(
+    job: Job, device: torch.device, weights: WeightSource, split: Split | None, part: Part | None = None
+) -> Decoder:
+    """A decoder, or a stage of one, with this rank's part of every matrix; its tables are on the device.
+
+    Where it will be cut over the ranks of data, its parameters lie nowhere yet.
+    """
     model = held_model(job)
     assert isinstance(model, DecoderModel), "the legality table shards decoders only"
     with torch.device("meta"):
-        network = Decoder(model, job.data.seq_len, loss_chunk(job, model), job.layout.recompute)
-    if model.positions == "rope":
+        network = Decoder(model, job.data.seq_len, loss_chunk(job, model), job.layout.recompute, part)
+    if network.rotary:
         network.rope_cos, network.rope_sin = build_rope(model, job.data.seq_len, device)
+    if split is not None:
+        apply_split(network, split)
+        tie(network, job)
+    if job.layout.zero < 2:
+        fill(network, [name for name, _ in network.named_parameters()], weights, device)
+        tie(network, job)
     return network

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from meshwright.plan.parts import TIED_AXIS, TIED_NAME
 from meshwright.plan.sharding import chunk_rows
 from meshwright.run.mesh import Ranks
 from meshwright.run.parallel.split import Split
@@ -51,7 +52,8 @@ class Owned:
         self._shards = 1
         self._shapes = {name: p.shape for name, p in module.named_parameters()}
         self._keep_gradients = keep_gradients
-        self.cut_up = split is not None
+        self._tied = TIED_AXIS if ranks is not None and TIED_AXIS in ranks.joined else None
+        self.cut_up = split is not None or (ranks is not None and ranks.pp > 1)
         """Whether other ranks own the rest."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -114,6 +116,22 @@ class Owned:
         if self._split is not None:
             counts = {name: s.numel() // s[0] * self._rows(name) for name, s in self._shapes.items()}
             self._split.sum_gradients(self._gradients(), counts)
+        if self._tied is not None:
+            self._add_tied()
+
+    @torch.no_grad()
+    def _add_tied(self) -> None:
+        """The first and the last stage's part of a tied embedding's gradient become their sum on both."""
+        assert self._ranks is not None and self._tied is not None, "a pipeline has ranks"
+        own = self._gradients()[TIED_NAME]
+        assert own is not None, "a tied embedding without gradient"
+        filled, device = own, self._ranks.device
+        if len(own) < self._rows(TIED_NAME) or own.device != device:  # a short shard, or one on the host
+            filled = torch.zeros(self._rows(TIED_NAME), *own.shape[1:], device=device)
+            filled[: len(own)] = own
+        dist.all_reduce(filled, group=self._ranks.group(self._tied))
+        if filled is not own:
+            own.copy_(filled[: len(own)])
 
     def _gradients(self) -> dict[str, Tensor | None]:
         """As they lie in memory, by parameter."""
@@ -136,12 +154,13 @@ class Owned:
     def _shared_norm(self, gradients: dict[str, Tensor]) -> Tensor:
         """Every rank sends the squared norm of what it owns; what others own too is divided by how many."""
         assert self._ranks is not None, "nothing is cut in one process"
-        world, split = self._ranks.world_size, self._split
+        world, split = self._ranks.world_size // self._ranks.pp, self._split
         total = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         by_owners: dict[int, list[Tensor]] = {}
         for name, gradient in gradients.items():
             distinct = self._shards * (1 if split is None else split.size // split.holders(name))
-            by_owners.setdefault(world // distinct, []).append(torch.linalg.vector_norm(gradient))
+            copies = 2 if self._tied is not None and name == TIED_NAME else 1
+            by_owners.setdefault(copies * world // distinct, []).append(torch.linalg.vector_norm(gradient))
         for owners, norms in by_owners.items():
             total += torch.stack(norms).double().square().sum().to(total.device) / owners
         dist.all_reduce(total, group=self._ranks.control)

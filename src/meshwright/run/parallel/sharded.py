@@ -18,10 +18,10 @@ more than its shards and one whole group.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -31,7 +31,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from meshwright.plan.parts import held_parts
+from meshwright.plan.parts import Part
 from meshwright.plan.sharding import list_groups
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder
@@ -40,11 +40,13 @@ from meshwright.run.precision import LOW_PRECISION
 from meshwright.spec.job import Job
 
 
-def apply_sharding(network: Decoder, job: Job, ranks: Ranks, weights: WeightSource) -> Decoder:
-    """Cut a model over ``dp_shard``, group by group, in place."""
+def apply_sharding(
+    network: Decoder, part: Part, job: Job, ranks: Ranks, weights: WeightSource
+) -> Decoder:
+    """Cut a model, or a stage of one, over ``dp_shard``, group by group, in place."""
     mesh = ranks.data_mesh
     low = LOW_PRECISION.get(job.train.precision)
-    for group in list_groups(held_parts(job, 0)[0]):
+    for group in list_groups(part):
         module = network.get_submodule(group.name) if group.block else network
         fill(network, [parameter.name for parameter in group.parameters], weights, ranks.device)
         if not group.block:
@@ -57,6 +59,8 @@ def apply_sharding(network: Decoder, job: Job, ranks: Ranks, weights: WeightSour
             cast_forward_inputs=False,
         )
         _cut(module, mesh, policy, _offload_policy(job, ranks), reshard_after_forward=again)
+    if not isinstance(network, FSDPModule):  # nothing lies around the blocks: it is their root all the same
+        _cut(network, mesh, policy, _offload_policy(job, ranks), reshard_after_forward=False)
     _gather_ahead(network, job.layout.prefetch)
     return network
 
@@ -67,7 +71,7 @@ def _gather_ahead(network: Decoder, depth: int) -> None:
     Without asynchronous gathers FSDP2 waits for each where there are no streams. With them a buffer is freed
     as soon as its block is copied out of it, on every device. Uses one private method, which 2.11 has too.
     """
-    root, *blocks = (cast(FSDPModule, module) for module in (network, *network.blocks))
+    root, *blocks = (cast(FSDPModule, module) for module in (network, *network.list_blocks()))
     root._set_unshard_async_op(True)
     for place, module in enumerate((root, *blocks)):
         module.set_modules_to_forward_prefetch(blocks[place : place + depth])
@@ -114,3 +118,58 @@ def begin_micro_batch(module: FSDPModule, job: Job, last: bool) -> None:
     module.set_requires_gradient_sync(last or job.layout.accumulate == "sharded")
     module.set_requires_all_reduce(last or job.compression.kind != "none")
     module.set_reshard_after_backward(last or job.layout.zero == 3)
+
+
+class LateGradients:
+    """Gradients of a stage's products that come after its backward pass, which FSDP2 does not know of.
+
+    In the backward pass FSDP2 keeps what a block has; here the rest is added, and the whole is reduced. No
+    weight is gathered for it. Uses private parts of FSDP2 that 2.11 and 2.13 have.
+    """
+
+    def __init__(self, stage: Decoder) -> None:
+        self._stage = cast(FSDPModule, stage)
+        self._blocks = [cast(FSDPModule, block) for block in stage.list_blocks()]
+        self._homes = {
+            (home._module_info.module, home._module_info.param_name): home
+            for block in self._blocks
+            for home in _cut_parameters(block)
+        }
+
+    def hold_back(self) -> None:
+        """A backward pass begins: nothing of a block is reduced in it."""
+        for block in self._blocks:
+            block.set_requires_gradient_sync(False, recurse=False)
+
+    def add(self, product: nn.Module, name: str, gradient: Tensor) -> None:
+        """One more gradient."""
+        home = self._homes[product, name]
+        _take_sum(home)
+        if home.unsharded_accumulated_grad is None:
+            home.unsharded_accumulated_grad = gradient.float()
+        else:
+            home.unsharded_accumulated_grad += gradient
+
+    def reduce(self, job: Job, last: bool) -> None:
+        """All blocks have all gradients of a micro-batch: what their backward pass would now do."""
+        begin_micro_batch(self._stage, job, last)
+        self._stage.set_reshard_after_backward(False)  # it was, or is still needed
+        for block in self._blocks:
+            for home in _cut_parameters(block):
+                _take_sum(home)
+        self._stage._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def _cut_parameters(block: FSDPModule) -> list[Any]:
+    group = block._get_fsdp_state()._fsdp_param_group
+    assert group is not None, "a block has parameters"
+    return group.fsdp_params
+
+
+def _take_sum(home: Any) -> None:
+    """What autograd has left of a gradient becomes a float32 sum, which outlives the gathered weight."""
+    left = home._unsharded_param.grad
+    if left is not None:
+        home._unsharded_param.grad = None
+        known = home.unsharded_accumulated_grad
+        home.unsharded_accumulated_grad = left.float() if known is None else known.float() + left

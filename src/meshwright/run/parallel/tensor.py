@@ -28,10 +28,11 @@ from meshwright.prepare.dataset import IGNORED
 from meshwright.run.models.decoder import Block, Decoder, Head
 from meshwright.run.models.decoder_sharding import style_of
 from meshwright.run.models.loss import linear_cross_entropy
+from meshwright.run.models.products import Product
 from meshwright.run.parallel.split import Split
 
 
-class ColumnLinear(nn.Linear):
+class ColumnLinear(Product):
     """A product with the rank's rows of the weight."""
 
     def __init__(self, linear: nn.Linear, split: Split) -> None:
@@ -46,7 +47,7 @@ class ColumnLinear(nn.Linear):
         return super().forward(x if self.prepared else self._split.enter(x))
 
 
-class RowLinear(nn.Linear):
+class RowLinear(Product):
     """A product with the rank's columns of the weight; the bias comes behind the sum."""
 
     def __init__(self, linear: nn.Linear, split: Split) -> None:
@@ -56,7 +57,7 @@ class RowLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """The whole result."""
-        summed = self._split.leave(F.linear(x, self.weight))
+        summed = self._split.leave(self.multiply(x, bias=None))
         return summed if self.bias is None else summed + self.bias.to(summed.dtype)
 
 
@@ -146,9 +147,9 @@ def _take_over(module: nn.Module, old: nn.Module) -> None:
 
 def apply_split(network: Decoder, split: Split) -> None:
     """Give the modules of the table their styles, in place; the parameters may lie nowhere yet."""
-    for number, block in enumerate(network.blocks):
+    for number, block in network.blocks.items():
         assert isinstance(block, Block), "a decoder's blocks"
-        names = [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+        names = [name for name, module in block.named_modules() if isinstance(module, Product)]
         block.kept_products = [style_of(f"blocks.{number}.{name}") != "row" for name in names]
     for name, module in list(network.named_modules()):
         style = style_of(name)

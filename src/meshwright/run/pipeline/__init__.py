@@ -1,0 +1,1 @@
+"""Pipelines: a schedule's actions, run as they are written."""

@@ -1,0 +1,143 @@
+"""What the ranks of a pipeline send each other, in an order that follows from the schedule alone.
+
+Between two ranks, results arrive in the order in which the sender makes them (``Ranks.channel``). A rank
+knows the whole schedule, so it posts its receives in that order, one ahead of what it is about to do: the
+next result travels while the rank computes. Nobody waits to send. What was sent is kept until the rank gets
+something that the receiver made after it had used it: then the transfer is over for certain, and waiting for
+it takes no time.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.run.mesh import Ranks
+from meshwright.schedule.actions import Action, PipelineSchedule, consumer_of, producer_of
+
+
+class Exchange:
+    """One rank's side of all transfers of a step."""
+
+    def __init__(
+        self, schedule: PipelineSchedule, ranks: Ranks, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        """Read the order of sends and receives off the schedule.
+
+        Args:
+            schedule: One that is proved.
+            ranks: Of all of them, this one.
+            shape: Of every tensor that is sent.
+            dtype: Its type.
+        """
+        self._ranks, self._shape, self._dtype = ranks, shape, dtype
+        place = ranks.place
+        self._incoming = {
+            peer: [action for action in row if _receiver(action, schedule) == place]
+            for peer, row in enumerate(schedule.ranks)
+            if peer != place
+        }
+        """What each peer sends here, in its order."""
+        self._needed = [
+            (schedule.rank_of(source.stage), source)
+            for action in schedule.ranks[place]
+            if (source := producer_of(action, schedule.stages)) and _receiver(source, schedule) == place
+        ]
+        """What this rank's actions wait for, in their order."""
+        self._target = {
+            action: peer
+            for action in schedule.ranks[place]
+            if (peer := _receiver(action, schedule)) is not None
+        }
+        self._releases = self._find_releases(schedule)
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._unposted = {peer: deque(actions) for peer, actions in self._incoming.items()}
+        self._ahead = deque(self._needed)
+        self._posted: dict[Action, tuple[Tensor, dist.Work]] = {}
+        self._sent: dict[Action, tuple[Tensor, dist.Work]] = {}
+        self._post_next()
+
+    def receive(self, source: Action) -> Tensor:
+        """What another rank's action made; waits for it."""
+        if source not in self._posted:
+            self._post_next()
+        buffer, work = self._posted.pop(source)
+        self._ahead.popleft()
+        work.wait()
+        for action in self._releases.get(source, ()):
+            self._sent.pop(action)[1].wait()
+        self._post_next()
+        return buffer
+
+    def send(self, action: Action, result: Tensor) -> None:
+        """Begin to send what an action of this rank made, to whoever needs it."""
+        target, channel = self._target[action], self._ranks.channel
+        group = channel(self._ranks.place, target)
+        result = result.contiguous()
+        work = dist.isend(result, group=group, group_dst=target)
+        assert work is not None, "this rank is in the group"
+        self._sent[action] = (result, work)
+
+    def sends(self, action: Action) -> bool:
+        """Whether what an action makes goes to another rank."""
+        return action in self._target
+
+    def finish(self) -> None:
+        """Wait for what is still on its way."""
+        for _, work in self._sent.values():
+            work.wait()
+        self._sent = {}
+
+    def _post_next(self) -> None:
+        """Post the next receive, and those that come before it on the same way."""
+        if not self._ahead:
+            return
+        peer, source = self._ahead[0]
+        while source not in self._posted:
+            action = self._unposted[peer].popleft()
+            buffer = torch.empty(self._shape, dtype=self._dtype, device=self._ranks.device)
+            group = self._ranks.channel(peer, self._ranks.place)
+            work = dist.irecv(buffer, group=group, group_src=peer)
+            assert work is not None, "this rank is in the group"
+            self._posted[action] = (buffer, work)
+
+    def _find_releases(self, schedule: PipelineSchedule) -> dict[Action, list[Action]]:
+        """For each receive, the sends that are over by then."""
+        places = [{action: index for index, action in enumerate(row)} for row in schedule.ranks]
+        own = places[self._ranks.place]
+        arrivals: dict[int, list[tuple[int, Action]]] = {}
+        for peer, source in self._needed:
+            arrivals.setdefault(peer, []).append((own[_user(source, schedule)], source))
+        releases: dict[Action, list[Action]] = {}
+        for action, peer in self._target.items():
+            used = places[peer][_user(action, schedule)]
+            later = arrivals.get(peer, [])
+            start = bisect.bisect_right(later, own[action], key=lambda arrival: arrival[0])
+            for _, source in later[start:]:
+                if places[peer][source] >= used:
+                    releases.setdefault(source, []).append(action)
+                    break
+        return releases
+
+
+def _user(action: Action, schedule: PipelineSchedule) -> Action:
+    """The action that needs what another one made."""
+    used = consumer_of(action, schedule.stages)
+    assert used is not None, "what is sent is needed"
+    return used
+
+
+def _receiver(action: Action, schedule: PipelineSchedule) -> int | None:
+    """The other rank that needs an action's result; None if no other does."""
+    used = consumer_of(action, schedule.stages)
+    if used is None:
+        return None
+    home = schedule.rank_of(used.stage)
+    return home if home != schedule.rank_of(action.stage) else None

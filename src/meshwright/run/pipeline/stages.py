@@ -1,0 +1,172 @@
+"""The stages of one rank at work on a step: what an action of the schedule computes.
+
+Between its forward and its backward pass a micro-batch leaves its input and the end of its graph with the
+stage. Under a schedule that splits the backward pass, the products' weights wait for the third action
+(``run.models.products``); norms, biases behind a sum, the embedding and the head have their gradients at
+once. Each stage knows which of its backward passes is its last one of the step: then its gradients can be
+summed over the ranks of data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.fsdp import FSDPModule
+
+from meshwright.run.mesh import move
+from meshwright.run.models.decoder import Decoder
+from meshwright.run.models.products import Later, Product, Waiting, put_off
+from meshwright.run.parallel.reducer import StageReducer
+from meshwright.run.parallel.sharded import LateGradients, begin_micro_batch
+from meshwright.run.precision import Precision
+from meshwright.run.watch import StepWatch
+from meshwright.spec.job import Job
+
+Batch = tuple[Tensor, ...]
+
+
+@dataclass
+class Stage:
+    """One stage, and what its micro-batches have left with it."""
+
+    module: Decoder
+    reducer: StageReducer | None = None
+    """Sums its gradients over replicas, where there are any that FSDP2 does not know of."""
+    later: Later | None = None
+    """Where its products leave what the gradients of their weights are made of."""
+    late: LateGradients | None = None
+    """Takes those gradients where weights are cut."""
+    graphs: dict[int, tuple[Tensor | None, Tensor | GradientEdge]] = field(default_factory=dict)
+    """By micro-batch: its input, where that has a gradient, and the end of its graph."""
+    waiting: dict[int, list[Waiting]] = field(default_factory=dict)
+    """By micro-batch: products whose weights have no gradient of it yet."""
+    backward_left: int = 0
+    weight_left: int = 0
+
+    @classmethod
+    def of(cls, module: Decoder, reducer: StageReducer | None, split_backward: bool) -> Stage:
+        """A stage; its products put off their weights' gradients if the schedule has a place for them."""
+        if not split_backward:
+            return cls(module, reducer)
+        late = LateGradients(module) if isinstance(module, FSDPModule) else None
+        return cls(module, reducer, put_off(module), late)
+
+
+class StageWork:
+    """A rank's stages, working on one step after the other."""
+
+    def __init__(
+        self, stages: dict[int, Stage], job: Job, precision: Precision, device: torch.device
+    ) -> None:
+        """Take the stages by their numbers."""
+        self._stages, self._job, self._precision, self._device = stages, job, precision, device
+        self._batches: Sequence[Batch] = ()
+        self._divisor, self._watch = 1, None
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        """Of the step's micro-batches, on the rank with the last stage."""
+
+    def begin(self, batches: Sequence[Batch], divisor: int, watch: StepWatch | None) -> None:
+        """A step begins.
+
+        Args:
+            batches: Its micro-batches.
+            divisor: Targets of the whole step.
+            watch: Looks on.
+        """
+        self._batches, self._divisor, self._watch = batches, divisor, watch
+        self.loss_sum = torch.zeros_like(self.loss_sum)
+        for stage in self._stages.values():
+            stage.backward_left = stage.weight_left = len(batches)
+
+    def forward(self, stage: int, micro_batch: int, x: Tensor | None) -> Tensor | None:
+        """A forward pass; gives the residual stream, and keeps the loss."""
+        work = self._stages[stage]
+        if self._watch is not None:
+            self._watch.before_forward(micro_batch)
+        if x is not None and torch.is_grad_enabled():
+            x.requires_grad_()
+        with self._precision.products():
+            out = _call(work.module, self._batches[micro_batch], x, self._device)
+        made = out.detach()
+        if work.module.last:
+            self.loss_sum += made
+        if torch.is_grad_enabled():
+            end = out / self._divisor if work.module.last else get_gradient_edge(out)
+            work.graphs[micro_batch] = (x, end)
+        del out
+        if self._watch is not None:
+            self._watch.after_forward()
+        return None if work.module.last else made
+
+    def backward(self, stage: int, micro_batch: int, grad: Tensor | None) -> Tensor | None:
+        """A backward pass; gives the gradient of the residual stream that came in."""
+        work = self._stages[stage]
+        work.backward_left -= 1
+        last = not work.backward_left
+        if isinstance(work.module, FSDPModule):
+            begin_micro_batch(work.module, self._job, last)
+            if work.late is not None:
+                work.late.hold_back()
+        if work.reducer is not None:
+            work.reducer.begin(last)
+        x, end = work.graphs.pop(micro_batch)
+        if isinstance(end, Tensor):
+            self._precision.backward(end)
+        else:
+            torch.autograd.backward(end, grad)
+        if work.later is not None:
+            work.waiting[micro_batch] = work.later.take()
+        return None if x is None else x.grad
+
+    @torch.no_grad()
+    def weight(self, stage: int, micro_batch: int) -> None:
+        """The gradients of the products' weights."""
+        work = self._stages[stage]
+        work.weight_left -= 1
+        last = not work.weight_left
+        waiting = work.waiting.pop(micro_batch)
+        while waiting:
+            put_off = waiting.pop(0)  # what it held is let go before the next one's gradient is made
+            for name, gradient in put_off.gradients():
+                if work.late is not None:
+                    work.late.add(put_off.product, name, gradient)
+                    continue
+                parameter = _add(put_off.product, name, gradient)
+                if last and work.reducer is not None:
+                    work.reducer.complete(parameter)
+            del put_off
+        if work.late is not None:
+            work.late.reduce(self._job, last)
+
+    def finish(self) -> None:
+        """Every action of the step is done: wait for the sums over replicas."""
+        for stage in self._stages.values():
+            assert not (stage.graphs or stage.waiting), "a micro-batch was left in a stage"
+            if stage.reducer is not None:
+                stage.reducer.finish()
+
+
+def _call(module: Decoder, batch: Batch, x: Tensor | None, device: torch.device) -> Tensor:
+    """A stage on a micro-batch; of the batch each stage reads what it needs."""
+    tokens, targets, *segments = batch
+    given = move(tokens, device) if x is None else x
+    return module(
+        given,
+        move(targets, device) if module.last else None,
+        move(segments[0], device) if segments else None,
+    )
+
+
+def _add(product: Product, name: str, gradient: Tensor) -> nn.Parameter:
+    """Add to a parameter's gradient, in float32."""
+    parameter: Any = getattr(product, name)
+    if parameter.grad is None:
+        parameter.grad = gradient.to(parameter.dtype)
+    else:
+        parameter.grad += gradient
+    return parameter

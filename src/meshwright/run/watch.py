@@ -1,0 +1,18 @@
+"""Whoever looks on during one step: the audit, or a proof."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class StepWatch(Protocol):
+    """Told where a step is."""
+
+    def before_forward(self, micro_batch: int) -> None:
+        """A forward pass of a micro-batch begins, of the whole model or of a stage."""
+
+    def after_forward(self) -> None:
+        """It is over."""
+
+    def after_backward(self) -> None:
+        """The gradients of the step are complete, and nothing is clipped or updated yet."""
