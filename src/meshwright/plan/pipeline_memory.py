@@ -12,16 +12,19 @@ widest point, and:
 - where the backward pass is split, for every matrix product of a block its input and its output's gradient,
   from the gradient of the inputs (B) to that of the weights (W); what several products read is held once.
 
-Assumed: a stage's output is not kept for its own backward pass; batches are given out one micro-batch at a
-time; a document mask is made by every stage for every micro-batch; 16-bit copies of weights are made in every
-forward pass. Under ZeRO-2 and 3 the moments are bounds from above: of every stage at work the block and those
-ahead are gathered, what lies around the blocks always is, and one block's gradient is whole and one on its
-way.
+Assumed: a stage's output is not kept for its own backward pass; the batches of the whole step are there from
+its start (on GPUs one is, and what is kept of it); a document mask is made by every stage for every
+micro-batch; 16-bit copies of weights are made in every forward pass. With replicas, gradients are views of
+buckets and there from the start.
+
+Under ZeRO-2 and 3 the moments are bounds from above: of every stage at work the block and those ahead are
+gathered, what lies around the blocks always is, and one block's gradient is whole and one on its way.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.plan.decoder_memory import (
@@ -32,7 +35,7 @@ from meshwright.plan.decoder_memory import (
     loss_temporary,
 )
 from meshwright.plan.moments import Line
-from meshwright.plan.parts import Part, held_buckets, held_parameters, held_parts
+from meshwright.plan.parts import Part, held_parameters, held_parts
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
 from meshwright.plan.sharding import list_groups, sends_gradients
 from meshwright.plan.traffic import WIRE_BYTES
@@ -113,9 +116,10 @@ class _Moments:
         self.extra = self._tokens_kept(micro_batch)
 
     def _tokens_kept(self, micro_batch: int) -> int:
-        """Indices that the embedding keeps, and the documents and their mask."""
+        """Copies of the batch on a GPU, and the mask of its documents."""
         documents, length = self.job.data.mask == "document", self.job.data.seq_len
-        indices = (self.part.first + documents) * self.sizes.tokens * INT64_BYTES
+        on_gpu = self.job.cluster.device == "cuda"
+        indices = on_gpu * (self.part.first + documents) * self.sizes.tokens * INT64_BYTES
         return indices + (micro_batch * length * length * self.sizes.low if documents else 0)
 
     @property
@@ -270,11 +274,14 @@ def _orders(name: str, pp: int, micro_batches: int, virtual_stages: int) -> _Ord
 class _Walk:
     """Goes through one rank's actions and keeps the fullest moment."""
 
-    def __init__(self, orders: _Orders, place: int, stages: dict[int, _Stage], handed: int) -> None:
+    def __init__(
+        self, orders: _Orders, place: int, stages: dict[int, _Stage], handed: int, from_start: bool
+    ) -> None:
+        """``from_start``: whether gradients are there before the first backward pass."""
         self.orders, self.place, self.stages, self.handed = orders, place, stages, handed
         self.waiting: dict[tuple[int, int], int] = {}
         self.waiting_bytes = 0
-        self.gradients: dict[int, int] = dict.fromkeys(stages, 0)
+        self.gradients = {stage: mine.gradients if from_start else 0 for stage, mine in stages.items()}
         self.sent: list[tuple[int, int]] = []
         """The peer, and the position at which it uses what was sent to it."""
         self.inside = 0
@@ -371,33 +378,39 @@ def trace_pipeline(job: Job, place: int, micro_batch: int, micro_batches: int) -
         listed[part.stage] = _Moments(job, part, micro_batch, gradients, orders.schedule.split_backward)
     sizes, model = next(iter(listed.values())).sizes, next(iter(listed.values())).model
     stages = {stage: moments.stage() for stage, moments in listed.items()}
-    top = _Walk(orders, place, stages, sizes.hidden).run()
+    top = _Walk(orders, place, stages, sizes.hidden, from_start=layout.data_degree > 1).run()
     if layout.zero >= 2:
         top = _with_shards(job, parts, top)
-    elif layout.data_degree > 1:
+    elif layout.data_degree > 1 and job.compression.kind != "none":
         top = max(top, _reduction(job, place), key=lambda moment: moment.bytes)
-    always = [line for line in list_always(job, model, sizes, micro_batch) if line.name != "document mask"]
     return PipelineMemory(
         top=top,
-        always=tuple(
-            replace(line, bytes=line.bytes * len(parts), formula=f"{line.formula} x {len(parts)} stages")
-            if line.name == "rotary tables" and len(parts) > 1
-            else line
-            for line in always
-        ),
+        always=tuple(_list_always(job, model, sizes, micro_batch, micro_batches)),
         kept_bytes=max(stage.kept for stage in stages.values()),
         touched_bytes=sum(moments.touched for moments in listed.values()),
     )
 
 
+def _list_always(
+    job: Job, model: DecoderModel, sizes: Sizes, micro_batch: int, micro_batches: int
+) -> Iterator[Line]:
+    """Tables that the stages of a rank share, and the batches, which on CPU lie where the rank computes."""
+    batches = micro_batches if job.cluster.device == "cpu" else 1
+    for line in list_always(job, model, sizes, micro_batch):
+        if line.name == "batch":
+            yield Line("batches", batches * line.bytes, f"{batches} micro-batches, {line.formula}")
+        elif line.name != "document mask":  # each stage makes its own
+            yield line
+
+
 def _reduction(job: Job, place: int) -> PipelineMoment:
-    """The end of the step: all gradients, and the largest bucket as it is sent."""
+    """The end of the step: all gradients, and all buckets as they are sent in a smaller type."""
     counts = {p.name: p.count for p in held_parameters(job, place)}
-    sizes = [sum(counts[name] for name in names) for names in held_buckets(job, place)]
+    sizes = list(counts.values())
     return PipelineMoment(
         name="last bucket",
         activations=0,
-        temporary=max(sizes) * WIRE_BYTES[job.compression.kind],
+        temporary=sum(sizes) * WIRE_BYTES[job.compression.kind],
         gradients=sum(counts.values()) * FLOAT32_BYTES,
         formula="none",
     )

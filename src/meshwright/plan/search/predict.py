@@ -329,5 +329,6 @@ def overrides_from(before: Layout, layout: Layout) -> str:
         value = getattr(layout, field.name)
         changed = field.name != "mode" and value is not None and value != getattr(before, field.name)
         if changed and f"layout.{field.name}=" not in named:  # back to its default
-            named += f" layout.{field.name}={str(value).lower()}"
+            words = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value).lower()
+            named += f" layout.{field.name}={words}"
     return named
