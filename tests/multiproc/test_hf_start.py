@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from meshwright.core.errors import UserError
+from meshwright.plan.parts import list_stages
 from meshwright.plan.sharding import list_groups
 from meshwright.spec.load import load_job
 from meshwright.survive.hf.export import export_checkpoint
@@ -81,7 +82,7 @@ def test_a_rank_never_holds_the_whole_model(train, job_file, tmp_path, monkeypat
     assert resumed.losses == read.losses[1:]
     notes["resumed"] = held_at_start(resumed)
     weights = sum(t.nbytes for path in folder.glob("*.safetensors") for t in load_file(path).values())
-    groups = list_groups(load_job(str(job_file), []).model)
+    groups = list_groups(list_stages(load_job(str(job_file), []))[0])
     largest = 4 * max(parameter.count for group in groups for parameter in group.parameters)
     whole_group = max(group.gathered_bytes(2, "fp32") for group in groups)
     for peaks in notes.values():

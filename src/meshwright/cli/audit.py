@@ -52,7 +52,7 @@ def show_collectives(output: Output, verdict: Audit, title: str) -> None:
     """Calls and bytes, predicted beside measured."""
     moved = [
         (
-            row.axis,
+            row.axis if row.place is None else f"{row.axis}, place {row.place}",
             row.op,
             row.phase,
             f"{row.predicted_calls} / {row.calls}",

@@ -12,15 +12,17 @@ import numpy as np
 
 from meshwright.cli.output import Output
 from meshwright.cli.plan_picture import check_picture, draw_picture
-from meshwright.cli.plan_search import SearchOutcome, given_outcome, is_estimated, search_outcome
+from meshwright.cli.plan_search import PASS_NAMES, SearchOutcome, given_outcome, is_estimated, search_outcome
 from meshwright.cli.plan_sizing import show_sizing
 from meshwright.cli.plan_why import show_why
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_count, format_rate, format_seconds
 from meshwright.explain.plan_picture import PlanPicture
+from meshwright.explain.stage_table import STAGE_COLUMNS, stage_cells
 from meshwright.plan.choose import Candidate, Search
 from meshwright.plan.compute import peak_rate, step_interval
 from meshwright.plan.contract import Plan, build_plan, plan_of, write_plan
+from meshwright.plan.pipeline_time import walk_pipeline
 from meshwright.plan.search.enumerate import pinned_keys
 from meshwright.plan.search.find import By
 from meshwright.plan.search.sizing import parse_duration
@@ -157,11 +159,15 @@ class RunnableOutcome:
         rates = [tokens / c.time.total_s / c.layout.world_size for c in self.search.fitting]
         return PlanPicture(
             title=f"{job.name}: {self.search.candidates[0].name}",
-            memory={"every rank": {line.name: float(line.bytes) for line in self.best.ranks[0].lines}},
+            memory={
+                name.partition(" (")[0]: {line.name: float(line.bytes) for line in rank.lines}
+                for name, rank in self.best.classes().items()
+            },
             room_bytes=job.cluster.memory_bytes,
             steps=[(c.name, c.time.breakdown()) for c in self.search.candidates],
             rates=np.array(rates),
             unit=job.unit,
+            pipeline=_planned_passes(self.best),
         )
 
     def summary(self) -> dict[str, Any]:
@@ -202,20 +208,48 @@ def describe_plan(output: Output, plan: Plan) -> None:
     )
     _, peak = peak_rate(job.cluster, job.train.precision)
     output.say(f"  interval: {spread.basis}; MFU counts against {peak}; rates: {job.cluster.basis}")
-    rank = plan.ranks[0]
-    rows = [(line.name, format_bytes(line.bytes), line.formula) for line in rank.lines]
-    rows.append(("peak in a step", format_bytes(rank.peak_bytes), f"at: {rank.peak_at}"))
-    output.say()
-    output.table("Memory of every rank", ("", "bytes", "formula"), rows)
-    if plan.collectives:
-        moved = [
-            (t.axis, t.op, t.phase, str(t.ranks), str(t.calls), format_bytes(t.bytes))
-            for t in plan.collectives
-        ]
+    if plan.pipeline is not None:
+        output.say(f"  planned bubble {plan.pipeline.bubble:.1%} of the ranks' time")
         output.say()
-        output.table(
-            "Collectives of every rank, each time", ("axis", "op", "phase", "ranks", "calls", "bytes"), moved
+        output.table("Stages", STAGE_COLUMNS, stage_cells(plan))
+    for name, rank in plan.classes().items():
+        rows = [(line.name, format_bytes(line.bytes), line.formula) for line in rank.lines]
+        rows.append(("peak in a step", format_bytes(rank.peak_bytes), f"at: {rank.peak_at}"))
+        output.say()
+        output.table(f"Memory of {name}", ("", "bytes", "formula"), rows)
+    if plan.collectives:
+        _describe_collectives(output, plan)
+
+
+def _describe_collectives(output: Output, plan: Plan) -> None:
+    """Every row; with a column of places where ranks of a pipeline differ."""
+    columns = ["axis", "op", "phase", "ranks", "calls", "bytes"]
+    moved = [
+        [t.axis, t.op, t.phase, str(t.ranks), str(t.calls), format_bytes(t.bytes)] for t in plan.collectives
+    ]
+    title = "Collectives of every rank, each time"
+    if plan.pipeline is not None:
+        title, columns = "Collectives of a rank, each time", [*columns, "place in the pipeline"]
+        for cells, row in zip(moved, plan.collectives, strict=True):
+            cells.append("every" if row.place is None else str(row.place))
+    output.say()
+    output.table(title, columns, moved)
+
+
+def _planned_passes(plan: Plan) -> list[tuple[str, list[tuple[str, float, float]]]]:
+    """When each place of the pipeline is planned to do what; none without one."""
+    if plan.pipeline is None:
+        return []
+    schedule, walk = walk_pipeline(plan.job, plan.micro_batches, plan.pipeline)
+    return [
+        (
+            f"place {place}",
+            [(PASS_NAMES[a.kind.value], s, e) for a, s, e in zip(row, starts, ends, strict=True)],
         )
+        for place, (row, starts, ends) in enumerate(
+            zip(schedule.ranks, walk.start_s, walk.end_s, strict=True)
+        )
+    ]
 
 
 def _row(candidate: Candidate) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import shutil
 from dataclasses import dataclass
@@ -220,7 +219,7 @@ def summary(plan: Plan, record: RunRecord, verdict: Audit, run_dir: Path) -> dic
         "predicted_offloaded_bytes": {
             kind: [r.offloaded_bytes.get(kind, 0) for r in plan.ranks] for kind in kinds
         },
-        "collectives": [dataclasses.asdict(row) for row in verdict.collectives],
+        "collectives": [row.as_dict() for row in verdict.collectives],
         "checkpoint": record.checkpoint,
         "audit_ok": verdict.ok,
         "differences": list(verdict.differences),

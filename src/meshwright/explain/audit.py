@@ -16,14 +16,18 @@ from meshwright.core.units import format_bytes
 from meshwright.explain.record import RunRecord
 from meshwright.plan.comms import Traffic
 from meshwright.plan.contract import Plan
+from meshwright.plan.parts import pipeline_rank
 
 PEAK_TOLERANCE = 0.05
 """For what depends on torch's kernels: activations and the peak."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CollectiveRow(Traffic):
-    """One kind of collective over the whole run, on the rank that differs most from the promise."""
+    """One kind of collective over the whole run, on the rank that differs most from the promise.
+
+    Where the ranks at the places of a pipeline are promised different ones, a row for each place.
+    """
 
     predicted_calls: int
     predicted_bytes: int
@@ -81,7 +85,7 @@ class Audit:
             "audit_ok": self.ok,
             "differences": list(self.differences),
             "state": [{**asdict(row), "ok": row.held} for row in self.state],
-            "collectives": [asdict(row) for row in self.collectives],
+            "collectives": [row.as_dict() for row in self.collectives],
         }
 
 
@@ -113,7 +117,8 @@ def audit_rank(plan: Plan, rank: int, record: RunRecord) -> Audit:
 
 def held_text(plan: Plan) -> str:
     """What was equal, for a plan that held."""
-    total = format_bytes(sum(plan.ranks[0].state_bytes.values()))
+    totals = [sum(rank.state_bytes.values()) for rank in plan.classes().values()]
+    total = f"{format_bytes(min(totals))} to " * (min(totals) < max(totals)) + format_bytes(max(totals))
     if not plan.collectives:
         return f"{total} of state a rank is equal; there are no collectives."
     return f"{total} of state a rank and every collective are equal."
@@ -163,23 +168,32 @@ Kind = tuple[str, str, str, int]
 
 
 def _collective_rows(plan: Plan, record: RunRecord) -> list[CollectiveRow]:
-    """For each kind of collective, the rank that is furthest from the promise."""
-    promised = _add_up(plan.collectives)
-    rows: dict[Kind, CollectiveRow] = {}
-    for reported in record.collectives.values():
+    """For each kind of collective, and each promise of it, the rank that is furthest from the promise."""
+    rows: dict[tuple[Kind, int | None], CollectiveRow] = {}
+    alone = {(row.axis, row.op, row.phase, row.ranks) for row in plan.collectives if row.place is not None}
+    for rank, reported in record.collectives.items():
         times = {"setup": 1, "step": reported.steps, "eval": reported.evaluations, "save": reported.saves}
-        found = _add_up(reported.rows)
+        promised, found = _add_up(plan.collectives_of(rank)), _add_up(reported.rows)
         for kind in promised.keys() | found.keys():
             calls, sent = found.get(kind, (0, 0))
             promised_calls, promised_bytes = promised.get(kind, (0, 0))
-            occurrences = times.get(kind[2], 0)
-            row = CollectiveRow(
-                *kind, calls, sent, promised_calls * occurrences, promised_bytes * occurrences
+            occurrences, place = (
+                times.get(kind[2], 0),
+                pipeline_rank(plan.job, rank) if kind in alone else None,
             )
-            if kind not in rows or (rows[kind].equal and not row.equal):
-                rows[kind] = row
+            row = CollectiveRow(
+                *kind,
+                calls,
+                sent,
+                place,
+                predicted_calls=promised_calls * occurrences,
+                predicted_bytes=promised_bytes * occurrences,
+            )
+            known = rows.get((kind, place))
+            if known is None or (known.equal and not row.equal):
+                rows[kind, place] = row
     order = {"setup": 0, "step": 1, "eval": 2, "save": 3}
-    return [rows[kind] for kind in sorted(rows, key=lambda k: (order.get(k[2], 4), *k))]
+    return [rows[key] for key in sorted(rows, key=lambda k: (order.get(k[0][2], 4), *k[0], k[1] or 0))]
 
 
 def _add_up(rows: Iterable[Traffic]) -> dict[Kind, tuple[int, int]]:
@@ -203,7 +217,8 @@ def _state_difference(row: StateRow) -> str:
 
 def _collective_difference(row: CollectiveRow) -> str:
     extra = "" if row.predicted_calls else "; the plan has no such call"
+    whose = "" if row.place is None else f"place {row.place} of the pipeline, "
     return (
-        f"axis {row.axis}, {row.op} in phase {row.phase}: {row.calls} calls and {row.bytes} bytes, "
+        f"{whose}axis {row.axis}, {row.op} in phase {row.phase}: {row.calls} calls and {row.bytes} bytes, "
         f"predicted {row.predicted_calls} and {row.predicted_bytes}{extra}"
     )

@@ -16,6 +16,7 @@ from meshwright.core.units import format_bytes
 from meshwright.explain.audit import CollectiveRow, StateRow
 from meshwright.explain.plot import STYLE, Chart, draw_svg
 from meshwright.explain.report import RunReport
+from meshwright.explain.stage_table import STAGE_COLUMNS, stage_cells
 
 MOST_OPEN = 20
 """Further rows of a table with rows for each rank wait behind a click."""
@@ -70,6 +71,7 @@ def draw_page(report: RunReport) -> str:
         _head(report, name),
         *_warnings(report),
         *_curves(report),
+        *_pipeline(report),
         *_memory(report),
         *_audit(report),
         *_attempts(report),
@@ -157,15 +159,26 @@ def _small(chart: Chart) -> str:
     return draw_svg(chart, 530, 240)
 
 
+def _pipeline(report: RunReport) -> list[str]:
+    """The stages, as planned; nothing without a pipeline."""
+    planned = report.plan.pipeline
+    if planned is None:
+        return []
+    words = f"Planned: {planned.bubble:.1%} of the ranks' time is idle, from the first action to the last."
+    return ["<h2>Stages</h2>", f"<p>{escape(words)}</p>", table(STAGE_COLUMNS, stage_cells(report.plan))]
+
+
 def _memory(report: RunReport) -> list[str]:
     """The predicted ledger of a rank, then what each rank measured beside it."""
-    first = report.plan.ranks[0]
-    lines = [(line.name, f"{line.bytes:,}", format_bytes(line.bytes), line.formula) for line in first.lines]
-    lines.append(
-        ("peak in a step", f"{first.peak_bytes:,}", format_bytes(first.peak_bytes), f"at: {first.peak_at}")
-    )
-    parts = ["<h2>Memory</h2><p>Predicted for every rank before the run:</p>"]
-    parts.append(table(("line", "bytes", "", "formula"), lines, numbers=(1, 2)))
+    parts = ["<h2>Memory</h2>"]
+    for name, rank in report.plan.classes().items():
+        lines = [
+            (line.name, f"{line.bytes:,}", format_bytes(line.bytes), line.formula) for line in rank.lines
+        ]
+        peak = rank.peak_bytes
+        lines.append(("peak in a step", f"{peak:,}", format_bytes(peak), f"at: {rank.peak_at}"))
+        parts.append(f"<p>Predicted for {escape(name)} before the run:</p>")
+        parts.append(table(("line", "bytes", "", "formula"), lines, numbers=(1, 2)))
     kinds = list(dict.fromkeys(row.kind for row in report.verdict.state))
     by_rank: dict[int, dict[str, StateRow]] = {}
     for row in report.verdict.state:
@@ -232,7 +245,8 @@ def _state_cells(row: StateRow, judged: bool) -> list[str]:
 
 def _collective_cells(row: CollectiveRow, judged: bool) -> list[str]:
     counts = (row.ranks, row.predicted_calls, row.calls, row.predicted_bytes, row.bytes)
-    return [row.axis, row.op, row.phase, *(f"{n:,}" for n in counts), _word(row.equal, judged)]
+    axis = row.axis if row.place is None else f"{row.axis}, place {row.place}"
+    return [axis, row.op, row.phase, *(f"{n:,}" for n in counts), _word(row.equal, judged)]
 
 
 def _word(held: bool, judged: bool) -> str:

@@ -5,17 +5,18 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import time
 from dataclasses import dataclass
 
 from meshwright.core.errors import UserError
 from meshwright.core.units import format_bytes, format_seconds
-from meshwright.plan.comms import Traffic, predict_traffic
+from meshwright.plan.comms import Traffic, join_places, predict_traffic
 from meshwright.plan.compute import StepTime, estimate_step
 from meshwright.plan.learning_rate import explain_lr
 from meshwright.plan.ledger import Ledger, predict_ledger
-from meshwright.plan.stage_times import split_layers
+from meshwright.plan.stage_times import part_costs, split_layers
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality import find_problems, with_layout
@@ -35,22 +36,31 @@ class Candidate:
     share: int
     """Samples of the fullest rank in one step."""
     micro_batches: int
-    ledger: Ledger
+    ledgers: tuple[Ledger, ...]
+    """Of a rank at each place of the pipelines; one where there are none."""
     traffic: tuple[Traffic, ...]
     time: StepTime
     fits: bool
 
     @property
+    def ledger(self) -> Ledger:
+        """Of the fullest rank."""
+        return max(self.ledgers, key=lambda ledger: ledger.first_peak_bytes)
+
+    @property
     def name(self) -> str:
         """How it is spoken of."""
-        replicas, shards = self.layout.dp_replicate, self.layout.dp_shard
-        split = f"{self.layout.tp} ranks a matrix" if self.layout.tp > 1 else ""
-        if shards > 1:
-            copies = f"{replicas} replicas of " if replicas > 1 else ""
-            return f"{copies}{shards} shards (zero={self.layout.zero}){split and f', {split}'}"
-        if replicas > 1:
-            return f"{replicas} replicas{split and f', {split}'}"
-        return split or "one process"
+        layout, words = self.layout, []
+        if layout.pp > 1:
+            words.append(f"{len(layout.stage_layers or ())} stages ({layout.schedule}) on {layout.pp} ranks")
+        replicas = f"{layout.dp_replicate} replicas" if layout.dp_replicate > 1 else ""
+        if layout.dp_shard > 1:
+            words.append(f"{replicas and f'{replicas} of '}{layout.dp_shard} shards (zero={layout.zero})")
+        elif replicas:
+            words.append(replicas)
+        if layout.tp > 1:
+            words.append(f"{layout.tp} ranks a matrix")
+        return ", ".join(words) or "one process"
 
 
 @dataclass(frozen=True)
@@ -83,15 +93,15 @@ def search_layouts(job: Job) -> Search:
         degrees = list(range(1, min(job.cluster.world_size, job.train.global_batch) + 1))
         legal = [n for n in degrees if _can_deal(job, n)]
         illegal, degrees = len(degrees) - len(legal), legal
-    evaluated = [
-        evaluate(job, dataclasses.replace(job.layout, mode="given", dp_replicate=n)) for n in degrees
+    settled = [
+        settle_layout(job, dataclasses.replace(job.layout, mode="given", dp_replicate=n)) for n in degrees
     ]
     # The job's rules were checked with the micro-batch left open; here it is settled.
-    problems = [find_problems(with_layout(job, c.layout)) for c in evaluated]
-    candidates = [c for c, found in zip(evaluated, problems, strict=True) if not found]
+    problems = [find_problems(with_layout(job, layout)) for layout in settled]
+    candidates = [evaluate(job, layout) for layout, found in zip(settled, problems, strict=True) if not found]
     if not candidates:
         raise UserError(*problems[0])
-    illegal += len(evaluated) - len(candidates)
+    illegal += len(settled) - len(candidates)
     if job.layout.mode == "auto" and not any(c.fits for c in candidates):
         candidates += _fitting_shards(job, degrees)
     candidates.sort(key=lambda c: (not c.fits, c.time.total_s))
@@ -106,8 +116,9 @@ def _fitting_shards(job: Job, degrees: list[int]) -> list[Candidate]:
         if n > 1
     ]
     legal = [layout for layout in layouts if not find_problems(with_layout(job, layout))]
-    found = [evaluate(job, layout) for layout in legal]
-    return [c for c in found if c.fits and not find_problems(with_layout(job, c.layout))]
+    settled = [settle_layout(job, layout) for layout in legal]
+    found = [evaluate(job, layout) for layout in settled if not find_problems(with_layout(job, layout))]
+    return [candidate for candidate in found if candidate.fits]
 
 
 def _can_deal(job: Job, ranks: int) -> bool:
@@ -119,34 +130,78 @@ def _can_deal(job: Job, ranks: int) -> bool:
 
 
 def evaluate(job: Job, layout: Layout) -> Candidate:
-    """Memory, bytes and time of one layout; picks the micro-batch if it is left open."""
-    share = -(-job.train.global_batch // layout.data_degree)
-    usable = int(job.cluster.memory_bytes * USABLE_MEMORY)
-    micro = layout.micro_batch or _largest_micro_batch(job, layout, share, usable)
-    layout = dataclasses.replace(layout, micro_batch=micro)
-    if layout.stage_layers is None:
-        layout = dataclasses.replace(layout, stage_layers=split_layers(with_layout(job, layout)))
+    """Memory, bytes and time of one layout; what it leaves open is settled."""
+    layout = settle_layout(job, layout)
+    share, micro = _share(job, layout), layout.micro_batch or 1
     placed = dataclasses.replace(job, layout=layout)
     micro_batches = -(-share // micro)
-    ledger = predict_ledger(placed, micro, micro_batches)
-    traffic = tuple(predict_traffic(placed))
-    step = estimate_step(placed, micro_batches, ledger.touched_bytes, traffic)
-    return Candidate(layout, share, micro_batches, ledger, traffic, step, ledger.first_peak_bytes <= usable)
+    places = range(layout.pp)
+    ledgers = tuple(predict_ledger(placed, micro, micro_batches, place) for place in places)
+    traffic = tuple(join_places([predict_traffic(placed, place) for place in places]))
+    step = estimate_step(placed, micro_batches, sum(ledger.touched_bytes for ledger in ledgers), traffic)
+    fits = max(ledger.first_peak_bytes for ledger in ledgers) <= _usable_bytes(job)
+    return Candidate(layout, share, micro_batches, ledgers, traffic, step, fits)
 
 
-def _largest_micro_batch(job: Job, layout: Layout, share: int, usable: int) -> int:
+def settle_layout(job: Job, layout: Layout) -> Layout:
+    """The layout with what it leaves open: the micro-batch, then the layers of a pipeline's stages."""
+    micro = layout.micro_batch or _largest_micro_batch(job, layout)
+    return _with_micro_batch(job, layout, micro)
+
+
+def _with_micro_batch(job: Job, layout: Layout, micro: int) -> Layout:
+    layout = dataclasses.replace(layout, micro_batch=micro)
+    layers = layout.stage_layers or split_layers(dataclasses.replace(job, layout=layout))
+    return dataclasses.replace(layout, stage_layers=layers)
+
+
+def _share(job: Job, layout: Layout) -> int:
+    """Samples of the fullest rank."""
+    return -(-job.train.global_batch // layout.data_degree)
+
+
+def _usable_bytes(job: Job) -> int:
+    return int(job.cluster.memory_bytes * USABLE_MEMORY)
+
+
+def _peak_bytes(job: Job, layout: Layout, micro: int) -> int:
+    """Of the fullest rank with this micro-batch."""
+    placed = dataclasses.replace(job, layout=_with_micro_batch(job, layout, micro))
+    micro_batches = -(-_share(job, layout) // micro)
+    ledgers = [predict_ledger(placed, micro, micro_batches, place) for place in range(layout.pp)]
+    return max(ledger.first_peak_bytes for ledger in ledgers)
+
+
+def _largest_micro_batch(job: Job, layout: Layout) -> int:
     """The largest that fits and leaves at least 2 x pp micro-batches, evened out; 1 if none does."""
-    low, high = 1, -(-share // min(share, 2 * layout.pp))
-    placed = dataclasses.replace(job, layout=layout)
+    share, usable = _share(job, layout), _usable_bytes(job)
+    if layout.pp > 1:
+        sizes = _pipeline_sizes(layout, share)
+        fitting = bisect.bisect_right(sizes, usable, key=lambda micro: _peak_bytes(job, layout, micro))
+        return sizes[max(fitting - 1, 0)]
+    low, high = 1, -(-share // min(share, 2))
     if isinstance(job.model, ResNetModel) and job.mixes_samples:
+        placed = dataclasses.replace(job, layout=layout)
         return _largest_divisor(placed, job.model.least_micro_batch, high, share, usable)
     while low < high:
         middle = (low + high + 1) // 2
-        if predict_ledger(placed, middle, -(-share // middle)).first_peak_bytes <= usable:
+        if _peak_bytes(job, layout, middle) <= usable:
             low = middle
         else:
             high = middle - 1
     return -(-share // -(-share // low))
+
+
+def _pipeline_sizes(layout: Layout, share: int) -> list[int]:
+    """Micro-batches, smallest first, of which there are enough, and as many as the schedule takes.
+
+    Where no number of them is enough, any that the schedule takes; where it takes none, 1.
+    """
+    counts = {-(-share // count): -(-share // -(-share // count)) for count in range(1, share + 1)}
+    rounds = layout.pp if layout.schedule == "interleaved" else 1
+    taken = sorted(size for size, count in counts.items() if count % rounds == 0)
+    enough = [size for size in taken if counts[size] >= 2 * layout.pp]
+    return enough or taken[:1] or [1]
 
 
 def _largest_divisor(job: Job, least: int, most: int, share: int, usable: int) -> int:
@@ -170,8 +225,11 @@ def explain_choice(job: Job, search: Search) -> list[str]:
     if best.layout.world_size == 1 and job.layout.mode == "auto" and job.cluster.world_size > 1:
         reasons[0] += "; one device is enough, communication would cost more than it gives"
     reasons += [_why_not(best, other) for other in search.candidates[1:4]]
+    reasons += explain_stages(job, best)
     if job.layout.micro_batch is None:
         rule = "the largest that fits and leaves two micro-batches a stage"
+        if best.layout.schedule == "interleaved":
+            rule += ", and a multiple of layout.pp of them"
         rule += " and divides a rank's share" if job.mixes_samples else ""
         reasons.append(f"micro_batch={best.layout.micro_batch}: {rule}")
     if job.mixes_samples:
@@ -183,6 +241,26 @@ def explain_choice(job: Job, search: Search) -> list[str]:
             f"{empty} of {padding} samples a step are zero-weight padding, so that all ranks run alike"
         )
     return reasons + explain_positions(job) + explain_lr(job.train) + explain_defaults(job.train)
+
+
+def explain_stages(job: Job, candidate: Candidate) -> list[str]:
+    """Why a pipeline's stages have the layers that they have, and how long its ranks are planned to wait."""
+    layout, planned = candidate.layout, candidate.time.pipeline
+    if planned is None:
+        return []
+    layers = ", ".join(str(count) for count in layout.stage_layers or ())
+    if job.layout.stage_layers is not None:
+        why = "given in the job"
+    else:
+        costs = part_costs(dataclasses.replace(job, layout=layout))
+        head, embedding = (part.total_s / costs.block.total_s for part in (costs.head, costs.embedding))
+        why = f"the head costs as much as {head:.1f} layers"
+        why += f", the embedding as {embedding:.1f}" if embedding >= 0.1 else ""
+    count = candidate.micro_batches
+    return [
+        f"stages of {layers} layers: {why}",
+        f"bubble {planned.bubble:.1%} of the ranks' time, planned: {layout.schedule}, {count} micro-batches",
+    ]
 
 
 def explain_positions(job: Job) -> list[str]:

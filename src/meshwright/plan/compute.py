@@ -3,13 +3,13 @@
 Decoders on GPUs have the estimate of ``plan/estimate``. CPUs and ResNets have the one below: the cluster's
 rates, four constants, ring all-reduces. The constants were set by hand on five small models on a 2-core Xeon
 virtual machine (November 2026), all within 1.5 times. It ranks one process against replicas; it does not
-claim more.
+claim more. A pipeline's step is its schedule, walked with the stages' shares of that time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.plan.comms import Traffic
 from meshwright.plan.estimate import step as estimate
@@ -17,10 +17,11 @@ from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.interval import Interval, interval
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.optimizer import predict_optimizer
+from meshwright.plan.parts import held_parameters
+from meshwright.plan.pipeline_time import PipelineTime, link, plan_pipeline
 from meshwright.plan.resnet_shapes import image_flops
-from meshwright.plan.shapes import count_active_matmul_parameters, list_parameters
+from meshwright.plan.shapes import count_active_matmul_parameters
 from meshwright.plan.stage_times import EFFICIENCY, HOST_S
-from meshwright.plan.tensor import held_model
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel, Model, ResNetModel
@@ -46,15 +47,20 @@ class StepTime:
     communication_s: float
     exposed_s: float
     """The part of the communication that delays the step."""
+    bubble_s: float = 0.0
+    """What the busiest rank of a pipeline waits for the others, and for what they send."""
+    pipeline: PipelineTime | None = None
+    """The schedule as planned; None without a pipeline."""
 
     @property
     def total_s(self) -> float:
         """The whole step."""
-        return self.compute_s + self.optimizer_s + self.exposed_s
+        return self.compute_s + self.bubble_s + self.optimizer_s + self.exposed_s
 
     def breakdown(self) -> dict[str, float]:
         """The parts that add up to the step."""
-        return {"compute": self.compute_s, "optimizer": self.optimizer_s, "communication": self.exposed_s}
+        parts = {"compute": self.compute_s, "optimizer": self.optimizer_s, "communication": self.exposed_s}
+        return parts if self.pipeline is None else {**parts, "bubble": self.bubble_s}
 
 
 def flops_per_token(model: Model, seq_len: int) -> float:
@@ -116,53 +122,79 @@ def _is_estimated(job: Job) -> bool:
     return job.cluster.device == "cuda" and isinstance(job.model, DecoderModel)
 
 
-def _estimated(job: Job) -> StepTime:
-    """The step of a decoder on GPUs."""
+def _estimated(job: Job, micro_batches: int) -> StepTime:
+    """The step of a decoder on GPUs; the stages of a pipeline share its work as ``stage_times`` says."""
     found = estimate.estimate_step(Workload.of(job), Grid.of([job.layout]))
     total, optimizer = float(found.step_s[0]), float(found.parts["optimizer"][0])
-    shown = float(found.parts["gradient reduction"][0])
+    shown, bubble = (float(found.parts[name][0]) for name in ("gradient reduction", "bubble"))
     hidden = sum(float(part[0]) for part in found.hidden.values())
-    return StepTime(total - optimizer - shown, optimizer, shown + hidden, shown)
+    compute_s = total - optimizer - shown - bubble
+    step = StepTime(compute_s, optimizer, shown + hidden, shown, bubble)
+    if job.layout.pp == 1:
+        return step
+    return replace(
+        step, pipeline=plan_pipeline(job, micro_batches, compute_s * job.layout.pp / micro_batches)
+    )
 
 
 def estimate_step(job: Job, micro_batches: int, touched_bytes: int, traffic: Sequence[Traffic]) -> StepTime:
-    """The step of a rank.
+    """The step of a rank; of a pipeline's ranks, that of the slowest.
 
     Args:
-        job: With the layout settled, its micro-batch included.
+        job: With the layout settled, its micro-batch and stages included.
         micro_batches: Of one step.
-        touched_bytes: Activations that one micro-batch makes.
+        touched_bytes: Activations that one micro-batch makes, in all stages.
         traffic: The collectives of the layout.
     """
     if _is_estimated(job):
-        return _estimated(job)
-    cluster, train = job.cluster, job.train
+        return _estimated(job, micro_batches)
+    compute_s, rate = _compute_s(job, micro_batches, touched_bytes), _rate(job)
+    optimizers = [predict_optimizer(held_parameters(job, place), job.train) for place in range(job.layout.pp)]
+    optimizer_s = max(o.moved_bytes / job.cluster.memory_bytes_per_s + o.flops / rate for o in optimizers)
+    optimizer_s /= job.layout.dp_shard  # each rank moves its rows
+    waits = [_communication_s(job, traffic, place) for place in range(job.layout.pp)]
+    reduced_s, waited_s = max(waits, key=sum)
+    if job.layout.pp > 1:  # reductions begin when the schedule is done: nothing hides them
+        planned = plan_pipeline(job, micro_batches, compute_s / micro_batches)
+        all_s = reduced_s + waited_s
+        return StepTime(planned.work_s, optimizer_s, all_s, all_s, planned.bubble_s, planned)
+    last_backward_s = compute_s * 2 / 3 / micro_batches
+    hidden_s = min(reduced_s * OVERLAP[job.cluster.device], last_backward_s)
+    return StepTime(compute_s, optimizer_s, reduced_s + waited_s, reduced_s - hidden_s + waited_s)
+
+
+def _rate(job: Job) -> float:
+    return matmul_rate(job.cluster, job.train.precision) * _efficiency(job.model)
+
+
+def _compute_s(job: Job, micro_batches: int, touched_bytes: int) -> float:
+    """Work of all stages: products, passes over the activations, the host."""
+    cluster = job.cluster
     tokens = micro_batches * (job.layout.micro_batch or 1) * job.data.seq_len
-    rate = matmul_rate(cluster, train.precision) * _efficiency(job.model)
     flops = flops_per_token(job.model, job.data.seq_len) + recomputed_flops(job)
-    matmul_s = tokens * flops / rate / job.layout.tp
+    matmul_s = tokens * flops / _rate(job) / job.layout.tp
     passes = ACTIVATION_PASSES + RECOMPUTE_PASSES[job.layout.recompute]
     memory_s = micro_batches * touched_bytes * passes / cluster.memory_bytes_per_s
     host_s = micro_batches * (_depth(job.model) + 1) * HOST_S[cluster.device]
     # A GPU computes while the host goes on; a core is both.
     on_gpu = cluster.device == "cuda"
-    compute_s = max(matmul_s + memory_s, host_s) if on_gpu else matmul_s + memory_s + host_s
-    optimizer = predict_optimizer(list_parameters(held_model(job)), train)
-    optimizer_s = optimizer.moved_bytes / cluster.memory_bytes_per_s + optimizer.flops / rate
-    optimizer_s /= job.layout.dp_shard  # each rank moves its rows
-    crossing = job.layout.world_size > cluster.devices_per_node
-    bandwidth = (cluster.nic_bytes_per_s if crossing else None) or cluster.link_bytes_per_s
-    latency = (cluster.nic_latency_s if crossing else None) or cluster.link_latency_s
-    communication_s = waited_s = 0.0
+    return max(matmul_s + memory_s, host_s) if on_gpu else matmul_s + memory_s + host_s
+
+
+def _communication_s(job: Job, traffic: Sequence[Traffic], place: int) -> tuple[float, float]:
+    """Collectives of a step on a rank at a place: of gradients, and those that everything waits for.
+
+    What a pipeline sends is in its schedule.
+    """
+    bandwidth, latency = link(job.cluster, job.layout.world_size)
+    reduced_s = waited_s = 0.0
     for row in traffic:
-        if row.phase != "step":
+        if row.phase != "step" or row.place not in (None, place) or row.op == "send":
             continue
         rounds = 2 if row.op == "all_reduce" else 1
         ring_s = row.bytes * rounds * (row.ranks - 1) / row.ranks / bandwidth + row.calls * latency
         if row.axis == "control" or row.axis.startswith("tp"):  # the step waits for these
             waited_s += ring_s
         else:
-            communication_s += ring_s
-    last_backward_s = compute_s * 2 / 3 / micro_batches
-    hidden_s = min(communication_s * OVERLAP[cluster.device], last_backward_s)
-    return StepTime(compute_s, optimizer_s, communication_s + waited_s, communication_s - hidden_s + waited_s)
+            reduced_s += ring_s
+    return reduced_s, waited_s

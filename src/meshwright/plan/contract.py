@@ -17,16 +17,16 @@ from pydantic import TypeAdapter, ValidationError
 
 from meshwright import __version__
 from meshwright.core.errors import Problem, UserError
-from meshwright.plan.buckets import bucket_parameters
 from meshwright.plan.choose import Candidate, Search, explain_choice, search_layouts
 from meshwright.plan.comms import Traffic
 from meshwright.plan.compute import flops_per_token, peak_rate, step_interval
 from meshwright.plan.lighten import require_fit
 from meshwright.plan.moments import Line
 from meshwright.plan.offload import offloaded_state
-from meshwright.plan.shapes import count_parameters, list_parameters
-from meshwright.plan.sharding import sharded_state
-from meshwright.plan.tensor import held_model
+from meshwright.plan.parts import held_buckets, list_stages, pipeline_rank, stage_homes
+from meshwright.plan.pipeline_time import PipelineTime
+from meshwright.plan.shapes import count_parameters
+from meshwright.plan.sharding import shard_rank, sharded_state
 from meshwright.spec.hf import notes_on
 from meshwright.spec.job import Job
 from meshwright.spec.load import PLAN_KEY, build_job, job_tree
@@ -52,6 +52,19 @@ class RankPrediction:
 
 
 @dataclass(frozen=True)
+class StageRow:
+    """What one stage of a pipeline has."""
+
+    stage: int
+    place: int
+    """Which ranks of a pipeline hold it."""
+    first_layer: int
+    last_layer: int
+    embedding: bool
+    head: bool
+
+
+@dataclass(frozen=True)
 class Plan:
     """A job with its layout settled, and the predictions."""
 
@@ -68,11 +81,48 @@ class Plan:
     reasons: tuple[str, ...]
     exact: bool = True
     """False: the layout does not run yet; `ranks` has the fullest alone, and collectives are sums by axis."""
+    pipeline: PipelineTime | None = None
+    """The schedule as planned; None without a pipeline, and where the layout does not run yet."""
 
     @property
     def world_size(self) -> int:
         """Ranks of the run."""
         return self.job.layout.world_size
+
+    def collectives_of(self, rank: int) -> list[Traffic]:
+        """What one rank is promised to move."""
+        place = pipeline_rank(self.job, rank)
+        return [row for row in self.collectives if row.place in (None, place)]
+
+    def classes(self) -> dict[str, RankPrediction]:
+        """One rank of each kind: those at a place of the pipelines are alike."""
+        if not self.exact or self.job.layout.pp == 1:
+            return {"every rank": self.ranks[0]}
+        names: dict[str, RankPrediction] = {}
+        each = self.world_size // self.job.layout.pp
+        for place in range(self.job.layout.pp):
+            first, last = place * each, (place + 1) * each - 1
+            ranks = f"rank {first}" if each == 1 else f"ranks {first} to {last}"
+            stages = [str(row.stage) for row in self.stages() if row.place == place]
+            names[f"stage{'s' * (len(stages) > 1)} {', '.join(stages)} ({ranks})"] = self.ranks[first]
+        return names
+
+    def stages(self) -> list[StageRow]:
+        """The stages of the pipeline, first to last; none without one."""
+        if not self.exact or self.job.layout.pp == 1:
+            return []
+        homes = stage_homes(self.job)
+        return [
+            StageRow(
+                part.stage,
+                homes[part.stage],
+                part.layers.start,
+                part.layers.stop - 1,
+                part.first,
+                part.last,
+            )
+            for part in list_stages(self.job)
+        ]
 
     @property
     def mfu(self) -> float:
@@ -82,9 +132,8 @@ class Plan:
 
     def summary(self) -> dict[str, Any]:
         """The layout for ``--json``, with INTERFACES' keys."""
-        rank, spread = self.ranks[0], step_interval(self.job)
-        lines = [dataclasses.asdict(line) for line in rank.lines]
-        return {
+        spread = step_interval(self.job)
+        summary = {
             "layout": layout_keys(self.job),
             "step_s": self.step_s,
             "step_s_low": self.step_s * spread.low,
@@ -92,12 +141,21 @@ class Plan:
             "tokens_per_s_per_device": self.tokens_per_step / self.step_s / self.world_size,
             "mfu": self.mfu,
             "memory_bytes": {
-                "every rank": {"peak": rank.peak_bytes, "peak_at": rank.peak_at, "lines": lines}
+                name: {
+                    "peak": rank.peak_bytes,
+                    "peak_at": rank.peak_at,
+                    "lines": [dataclasses.asdict(line) for line in rank.lines],
+                }
+                for name, rank in self.classes().items()
             },
             "breakdown_s": self.breakdown_s,
-            "collectives": [dataclasses.asdict(row) for row in self.collectives],
+            "collectives": [row.as_dict() for row in self.collectives],
             "reasons": list(self.reasons),
         }
+        if self.pipeline is not None:
+            summary["bubble"] = self.pipeline.bubble
+            summary["stages"] = [dataclasses.asdict(row) for row in self.stages()]
+        return summary
 
 
 @functools.cache
@@ -116,28 +174,28 @@ def build_plan(job: Job) -> tuple[Plan, Search]:
 def plan_of(job: Job, candidate: Candidate, reasons: list[str]) -> Plan:
     """The contract for one candidate."""
     placed = dataclasses.replace(job, layout=candidate.layout)
-    parameters = list_parameters(held_model(placed))
-    ledger = candidate.ledger
-    sharded = candidate.layout.dp_shard > 1
-    states = [
-        sharded_state(placed, rank) if sharded else ledger.state_bytes
-        for rank in range(candidate.layout.world_size)
-    ]
-    ranks = tuple(
-        RankPrediction(
-            rank=rank,
-            state_bytes=state,
-            peak_bytes=ledger.peak_bytes,
-            peak_at=ledger.peak_at,
-            first_peak_bytes=ledger.first_peak_bytes,
-            activation_bytes=ledger.kept_bytes,
-            lines=ledger.lines,
-            offloaded_bytes=offloaded_state(placed, state),
+    layout, ranks = candidate.layout, []
+    states: dict[tuple[int, int], dict[str, int]] = {}
+    for rank in range(layout.world_size):
+        place, shard = pipeline_rank(placed, rank), shard_rank(placed, rank)
+        ledger = candidate.ledgers[place]
+        if (place, shard) not in states:
+            states[place, shard] = sharded_state(placed, rank) if layout.dp_shard > 1 else ledger.state_bytes
+        state = states[place, shard]
+        ranks.append(
+            RankPrediction(
+                rank=rank,
+                state_bytes=state,
+                peak_bytes=ledger.peak_bytes,
+                peak_at=ledger.peak_at,
+                first_peak_bytes=ledger.first_peak_bytes,
+                activation_bytes=ledger.kept_bytes,
+                lines=ledger.lines,
+                offloaded_bytes=offloaded_state(placed, state),
+            )
         )
-        for rank, state in enumerate(states)
-    )
-    replicated = candidate.layout.data_degree > 1 and candidate.layout.zero < 2
-    buckets = bucket_parameters(parameters, candidate.layout.bucket_mb) if replicated else []
+    replicated = layout.data_degree > 1 and layout.zero < 2
+    places = range(layout.pp) if replicated else ()
     return Plan(
         job=placed,
         micro_batches=candidate.micro_batches,
@@ -146,10 +204,11 @@ def plan_of(job: Job, candidate: Candidate, reasons: list[str]) -> Plan:
         tokens_per_step=job.train.global_batch * job.data.seq_len,
         flops_per_token=flops_per_token(job.model, job.data.seq_len),
         parameters=count_parameters(job.model),
-        ranks=ranks,
+        ranks=tuple(ranks),
         collectives=candidate.traffic,
-        buckets=tuple(tuple(names) for names in buckets),
+        buckets=tuple(tuple(names) for place in places for names in held_buckets(placed, place)),
         reasons=tuple(reasons),
+        pipeline=candidate.time.pipeline,
     )
 
 
@@ -173,11 +232,13 @@ def plan_tree(plan: Plan) -> dict[str, Any]:
             "flops_per_token": plan.flops_per_token,
             "parameters": plan.parameters,
             "breakdown_s": plan.breakdown_s,
-            "collectives": [dataclasses.asdict(row) for row in plan.collectives],
+            "collectives": [row.as_dict() for row in plan.collectives],
             "buckets": [list(names) for names in plan.buckets],
             "ranks": [dataclasses.asdict(rank) for rank in plan.ranks],
         },
     }
+    if plan.pipeline is not None:
+        tree["predicted"]["pipeline"] = dataclasses.asdict(plan.pipeline)
     if not plan.exact:
         tree["predicted"]["exact"] = False
     return tree

@@ -45,14 +45,14 @@ def loss_chunk(job: Job, model: DecoderModel) -> int:
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class Sizes:
     """Bytes of one micro-batch's tensors."""
 
     tokens: int
     low: int
+    """Bytes of a matrix product's operands: 2 under bf16 and fp16."""
     gathered: int
     """What a rank receives for its part of the tokens: T x D x e with sequence parallelism, else nothing."""
-    """Bytes of a matrix product's operands: 2 under bf16 and fp16."""
     hidden: int
     """The residual stream: T x D x 4."""
     inner: int
@@ -76,7 +76,8 @@ class _Sizes:
     """Kept products that are not yet read when a block is computed again."""
 
     @classmethod
-    def of(cls, job: Job, model: DecoderModel, micro_batch: int) -> _Sizes:
+    def of(cls, job: Job, model: DecoderModel, micro_batch: int) -> Sizes:
+        """Of the model as a rank holds it."""
         tokens = micro_batch * job.data.seq_len
         low = operand_bytes(job.train.precision)
         on_gpu = job.cluster.device == "cuda"
@@ -153,7 +154,7 @@ def trace_decoder(
         micro_batch: Samples of one forward pass.
         sums_kept: Whether gradients live through the whole step (DDP's buckets, accumulation).
     """
-    sizes = _Sizes.of(job, model, micro_batch)
+    sizes = Sizes.of(job, model, micro_batch)
     stack = sizes.waiting * model.num_layers
     head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
     loss = sizes.tokens * model.hidden_size * sizes.low + head
@@ -165,7 +166,7 @@ def trace_decoder(
             model, parameters, sizes, sums_kept, job.layout.recompute != "none", job.layout.zero >= 2
         ),
     ]
-    always = _always(job, model, sizes, micro_batch)
+    always = list_always(job, model, sizes, micro_batch)
     made_in_forward = sum(line.bytes for line in always if line.name == "document mask")
     logits = sizes.tokens * model.vocab_size * FLOAT32_BYTES
     return StepMemory(
@@ -176,7 +177,7 @@ def trace_decoder(
     )
 
 
-def _always(job: Job, model: DecoderModel, sizes: _Sizes, micro_batch: int) -> tuple[Line, ...]:
+def list_always(job: Job, model: DecoderModel, sizes: Sizes, micro_batch: int) -> tuple[Line, ...]:
     """What lives from the start of the forward pass to the end of the backward pass."""
     length, documents = job.data.seq_len, job.data.mask == "document"
     lines = []
@@ -192,10 +193,8 @@ def _always(job: Job, model: DecoderModel, sizes: _Sizes, micro_batch: int) -> t
     return tuple(lines)
 
 
-def _loss_moment(
-    job: Job, model: DecoderModel, parameters: Sequence[Parameter], sizes: _Sizes, sums_kept: bool
-) -> Moment:
-    """The loss, in the forward pass: the whole stack waits, and the head's gradient grows."""
+def loss_temporary(job: Job, model: DecoderModel, sizes: Sizes, layers: int) -> int:
+    """What the loss makes beside the stack of so many blocks: chunks of logits, the head's gradient."""
     head_elements = model.vocab_size * model.hidden_size
     width = sizes.tokens * model.hidden_size * sizes.low
     chunk = min(sizes.tokens, loss_chunk(job, model)) * model.vocab_size
@@ -207,7 +206,15 @@ def _loss_moment(
         copy = head_elements * sizes.low
         temporary += copy + max(0, copy - chunk * (2 * FLOAT32_BYTES - sizes.low))
         if job.layout.recompute != "none":  # the blocks' copies live until the forward pass ends
-            temporary += sizes.copies * model.num_layers
+            temporary += sizes.copies * layers
+    return temporary
+
+
+def _loss_moment(
+    job: Job, model: DecoderModel, parameters: Sequence[Parameter], sizes: Sizes, sums_kept: bool
+) -> Moment:
+    """The loss, in the forward pass: the whole stack waits, and the head's gradient grows."""
+    temporary = loss_temporary(job, model, sizes, model.num_layers)
     gradients = sum(p.count for p in parameters) * FLOAT32_BYTES if sums_kept else 0
     activations = sizes.waiting * model.num_layers + sizes.norm
     formula = f"{model.num_layers} blocks, {sizes.waiting_formula}, + {sizes.norm} (final norm)"
@@ -215,7 +222,7 @@ def _loss_moment(
 
 
 def _final_norm_moments(
-    job: Job, model: DecoderModel, parameters: Sequence[Parameter], sizes: _Sizes, sums_kept: bool
+    job: Job, model: DecoderModel, parameters: Sequence[Parameter], sizes: Sizes, sums_kept: bool
 ) -> list[Moment]:
     """The final norm's way back while the whole stack waits; the largest where tokens are many.
 
@@ -233,7 +240,7 @@ def _final_norm_moments(
 
 
 def _turning_moment(
-    model: DecoderModel, parameters: Sequence[Parameter], sizes: _Sizes, sums_kept: bool
+    model: DecoderModel, parameters: Sequence[Parameter], sizes: Sizes, sums_kept: bool
 ) -> Moment:
     """The last block's attention in the forward pass."""
     gradients = sum(p.count for p in parameters) * FLOAT32_BYTES if sums_kept else 0
@@ -249,10 +256,23 @@ def _turning_moment(
     )
 
 
+def backward_temporary(model: DecoderModel, sizes: Sizes, cut: bool) -> int:
+    """What lives beside a block at the widest point of its backward pass, which is in the feed-forward.
+
+    Beside the residual's gradient, that of the inner product with the down matrix's; or, where a product has
+    two factors, with one more inner gradient.
+    """
+    down = model.ffn_size * model.hidden_size * (sizes.low if cut else FLOAT32_BYTES)
+    gated = sizes.inner if model.activation == "swiglu" else 0
+    # A cut block keeps all its gradients until they are reduced together.
+    widest = down + max(gated, sizes.gathered) if cut else max(gated, down + sizes.gathered)
+    return sizes.hidden + sizes.inner + widest
+
+
 def _backward_moments(
     model: DecoderModel,
     parameters: Sequence[Parameter],
-    sizes: _Sizes,
+    sizes: Sizes,
     sums_kept: bool,
     recomputed: bool,
     cut: bool,
@@ -260,13 +280,7 @@ def _backward_moments(
     """Each block on the way back, then the embedding."""
     all_gradients = sum(p.count for p in parameters) * FLOAT32_BYTES
     head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
-    # The feed-forward's backward is the widest of a block: beside the residual's gradient, that of its inner
-    # product with the down matrix's; or, where a product has two factors, with one more inner gradient.
-    down = model.ffn_size * model.hidden_size * (sizes.low if cut else FLOAT32_BYTES)
-    gated = sizes.inner if model.activation == "swiglu" else 0
-    # A cut block keeps all its gradients until they are reduced together.
-    widest = down + max(gated, sizes.gathered) if cut else max(gated, down + sizes.gathered)
-    temporary = sizes.hidden + sizes.inner + widest
+    temporary = backward_temporary(model, sizes, cut)
     tied = model.tied_embeddings
     if tied and sums_kept:  # the head's part of the shared gradient waits for the embedding's
         temporary += head

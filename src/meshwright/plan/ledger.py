@@ -7,7 +7,6 @@ slack.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,8 +16,10 @@ from meshwright.plan.decoder_memory import trace_decoder
 from meshwright.plan.moments import Line, Moment, StepMemory
 from meshwright.plan.offload import SLOTS, offloaded_state, streaming_bytes
 from meshwright.plan.optimizer import predict_optimizer
+from meshwright.plan.parts import held_parameters
+from meshwright.plan.pipeline_memory import trace_pipeline
 from meshwright.plan.resnet_memory import trace_resnet
-from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, list_parameters
+from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
 from meshwright.plan.sharded_memory import trace_sharded
 from meshwright.plan.sharding import sharded_state
 from meshwright.plan.tensor import held_model
@@ -49,22 +50,15 @@ class Ledger:
     """The same without recomputation: a measure of the traffic that is not matrix products."""
 
 
-def predict_ledger(job: Job, micro_batch: int, micro_batches: int) -> Ledger:
-    """What a rank of a replicated or sharded layout holds; of a sharded one the first, the fullest."""
-    parameters = list_parameters(held_model(job))
+def predict_ledger(job: Job, micro_batch: int, micro_batches: int, place: int = 0) -> Ledger:
+    """What a rank holds, at one place of the pipelines; of the ranks that share it the first, the fullest."""
+    parameters = held_parameters(job, place)
+    if job.layout.pp > 1:
+        return _predict_pipeline(job, parameters, place, micro_batch, micro_batches)
     if job.layout.zero >= 2:
         return _predict_sharded(job, parameters, micro_batch, micro_batches)
+    state, optimizer = _predict_state(job, parameters, rank=0)
     count = sum(p.count for p in parameters)
-    optimizer = predict_optimizer(parameters, job.train)
-    state = {
-        "parameters": count * FLOAT32_BYTES,
-        "gradients": count * FLOAT32_BYTES,
-        "optimizer": optimizer.state_bytes,
-    }
-    if job.layout.zero == 1:
-        state = sharded_state(job, rank=0)
-        formula = f"{optimizer.formula}, rows over {job.layout.dp_shard} ranks"
-        optimizer = dataclasses.replace(optimizer, state_bytes=state["optimizer"], formula=formula)
     # DDP keeps its buckets; accumulation keeps the sums: either way all gradients live through the step.
     sums_kept = job.layout.data_degree > 1 or micro_batches > 1
     memory = _trace(job, parameters, micro_batch, sums_kept)
@@ -72,7 +66,7 @@ def predict_ledger(job: Job, micro_batch: int, micro_batches: int) -> Ledger:
     top = max(memory.moments, key=lambda moment: moment.bytes + _wire_bytes(buckets, moment))
     lines = [
         Line("parameters", state["parameters"], f"{count} x 4 (float32)"),
-        *_optimizer_lines(job, state["optimizer"], optimizer.formula),
+        *_optimizer_lines(job, state["optimizer"], optimizer),
         Line("gradients at the peak", top.gradients, f"of {count} x 4 (float32)"),
         Line("activations at the peak", top.activations, top.formula),
         Line("temporary at the peak", top.temporary + _wire_bytes(buckets, top), f"largest at: {top.name}"),
@@ -92,6 +86,57 @@ def predict_ledger(job: Job, micro_batch: int, micro_batches: int) -> Ledger:
         peak_bytes=peak,
         peak_at=top.name,
         first_peak_bytes=peak + first_more,
+        kept_bytes=memory.kept_bytes,
+        touched_bytes=memory.touched_bytes,
+    )
+
+
+def _predict_state(job: Job, parameters: Sequence[Parameter], rank: int) -> tuple[dict[str, int], str]:
+    """State that is whole, or of which ZeRO-1 cuts the optimizer's; and the formula of that."""
+    optimizer = predict_optimizer(parameters, job.train)
+    if job.layout.zero == 1:
+        return sharded_state(job, rank), f"{optimizer.formula}, rows over {job.layout.dp_shard} ranks"
+    size = sum(p.count for p in parameters) * FLOAT32_BYTES
+    return {"parameters": size, "gradients": size, "optimizer": optimizer.state_bytes}, optimizer.formula
+
+
+def _predict_pipeline(
+    job: Job, parameters: Sequence[Parameter], place: int, micro_batch: int, micro_batches: int
+) -> Ledger:
+    """What a rank of a pipeline holds: its stages, and what they keep of all micro-batches on their way."""
+    rank = place * (job.layout.world_size // job.layout.pp)
+    if job.layout.zero >= 2:
+        state = sharded_state(job, rank)
+        formula = f"the state of these rows, not padded, over {job.layout.dp_shard} ranks"
+    else:
+        state, formula = _predict_state(job, parameters, rank)
+    memory = trace_pipeline(job, place, micro_batch, micro_batches)
+    top, away = memory.top, offloaded_state(job, state)["parameters"]
+    held = "padded rows" if job.layout.zero >= 2 else str(sum(p.count for p in parameters))
+    lines = [
+        Line(
+            "parameters",
+            state["parameters"] - away,
+            f"{away} on the host" if away else f"{held} x 4 (float32)",
+        ),
+        *_optimizer_lines(job, state["optimizer"], formula, rank),
+        Line("gradients at the peak", top.gradients, f"of {state['gradients']}"),
+        *([Line("gathered at the peak", top.gathered, "ZeRO")] if job.layout.zero >= 2 else ()),
+        Line("micro-batches on their way", top.waiting, top.waiting_formula),
+        Line("activations at the peak", top.activations, top.formula),
+        Line("temporary at the peak", top.temporary, f"largest at: {top.name}"),
+        Line("handed over at the peak", top.handed, top.handed_formula),
+        *memory.always,
+    ]
+    if job.cluster.device == "cuda":
+        lines.append(Line("library workspace", GPU_WORKSPACE_BYTES, "cuBLAS and cuBLASLt, 32 MiB each"))
+    peak = sum(line.bytes for line in lines)
+    return Ledger(
+        lines=tuple(lines),
+        state_bytes=state,
+        peak_bytes=peak,
+        peak_at=top.name,
+        first_peak_bytes=peak,
         kept_bytes=memory.kept_bytes,
         touched_bytes=memory.touched_bytes,
     )
@@ -138,12 +183,12 @@ def _predict_sharded(
     )
 
 
-def _optimizer_lines(job: Job, state: int, formula: str) -> list[Line]:
+def _optimizer_lines(job: Job, state: int, formula: str, rank: int = 0) -> list[Line]:
     """The optimizer's state, or the buffers through which it is streamed."""
     if job.layout.offload == "none":
         return [Line("optimizer", state, formula)]
     lines = [Line("optimizer", 0, f"{state} on the host")]
-    if buffers := streaming_bytes(job):
+    if buffers := streaming_bytes(job, rank):
         lines.append(
             Line("streaming buffers", buffers, f"up to {SLOTS} buckets of it: arriving, at work, leaving")
         )

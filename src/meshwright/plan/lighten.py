@@ -84,9 +84,10 @@ def _changed_layouts(job: Job) -> Iterator[Layout]:
     for _, keys in single_changes(layout):
         if "offload" in keys and job.cluster.device == "cpu":
             continue  # a core's state lies in the host's memory already
-        yield dataclasses.replace(layout, **keys)
+        changed = {**keys, "stage_layers": None if "pp" in keys else layout.stage_layers}
+        yield dataclasses.replace(layout, **changed)
         for mode in ("selective", "full"):
-            both: dict[str, Any] = {"recompute": mode, **keys}
+            both: dict[str, Any] = {"recompute": mode, **changed}
             yield dataclasses.replace(layout, **both)
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.plan.buckets import bucket_parameters
 from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
-from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, list_parameters
+from meshwright.plan.parts import held_buckets, held_parameters, pipeline_rank
+from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
 from meshwright.plan.sharding import chunk_rows, shard_rank
-from meshwright.plan.tensor import held_model
 from meshwright.spec.job import Job
 
 SLOTS = 3
@@ -32,9 +31,9 @@ def offloaded_state(job: Job, state: dict[str, int]) -> dict[str, int]:
     return {kind: size if kind in away else 0 for kind, size in state.items()}
 
 
-def list_state_buckets(job: Job) -> list[list[str]]:
+def list_state_buckets(job: Job, rank: int = 0) -> list[list[str]]:
     """Names of parameters whose state is streamed together: those of a bucket of gradients."""
-    return bucket_parameters(list_parameters(held_model(job)), job.layout.bucket_mb)
+    return held_buckets(job, pipeline_rank(job, rank))
 
 
 def slot_sizes(buckets: Sequence[int]) -> list[int]:
@@ -46,9 +45,10 @@ def streaming_bytes(job: Job, rank: int = 0) -> int:
     """Device memory for what is streamed; none where nothing is, or the host takes the update."""
     if job.layout.offload != "optimizer":
         return 0
-    parameters = {p.name: p for p in list_parameters(held_model(job))}
+    parameters = {p.name: p for p in held_parameters(job, pipeline_rank(job, rank))}
     buckets = [
-        sum(_state_bytes(parameters[name], job, rank) for name in names) for names in list_state_buckets(job)
+        sum(_state_bytes(parameters[name], job, rank) for name in names)
+        for names in list_state_buckets(job, rank)
     ]
     return sum(slot_sizes(buckets))
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from meshwright.plan.buckets import bucket_parameters
 from meshwright.plan.shapes import Parameter, list_parameters
 from meshwright.plan.tensor import held_model
-from meshwright.schedule.actions import PipelineSchedule
+from meshwright.schedule.actions import PipelineSchedule, loop_ranks, vee_ranks
 from meshwright.schedule.build import build_schedule
 from meshwright.spec.job import Job
+from meshwright.spec.layout import V_SCHEDULES
 from meshwright.spec.model import DecoderModel, Model
 
 TIED_AXIS = "pp_tied"
@@ -97,18 +98,31 @@ def pipeline_rank(job: Job, rank: int) -> int:
     return rank // (job.layout.world_size // job.layout.pp)
 
 
+def stage_homes(job: Job) -> tuple[int, ...]:
+    """The place of the pipeline that holds each stage."""
+    layout = job.layout
+    return (
+        vee_ranks(layout.pp)
+        if layout.schedule in V_SCHEDULES
+        else loop_ranks(layout.pp, layout.virtual_stages)
+    )
+
+
 def held_parts(job: Job, place: int) -> tuple[Part, ...]:
     """The stages of the ranks at one place of the pipelines."""
-    stages = list_stages(job)
-    if job.layout.pp == 1:
-        return stages
-    homes = schedule_of(job, 2 * job.layout.pp)  # they do not depend on how many micro-batches there are
-    return tuple(part for part in stages if homes.rank_of(part.stage) == place)
+    homes = stage_homes(job)
+    return tuple(part for part in list_stages(job) if homes[part.stage] == place)
 
 
 def held_parameters(job: Job, place: int) -> tuple[Parameter, ...]:
     """All parameters of the ranks at one place of the pipelines; one that two stages share, once."""
-    return tuple({p.name: p for part in held_parts(job, place) for p in part.parameters}.values())
+    return merge_parameters(held_parts(job, place))
+
+
+@functools.lru_cache(maxsize=256)
+def merge_parameters(parts: tuple[Part, ...]) -> tuple[Parameter, ...]:
+    """All parameters of some stages; one that two of them share, once, with the first."""
+    return tuple({p.name: p for part in parts for p in part.parameters}.values())
 
 
 def stage_buckets(job: Job, place: int) -> list[list[list[str]]]:
@@ -122,13 +136,17 @@ def stage_buckets(job: Job, place: int) -> list[list[list[str]]]:
     return found
 
 
+def held_buckets(job: Job, place: int) -> list[list[str]]:
+    """The gradient buckets of all stages of a place."""
+    return [names for buckets in stage_buckets(job, place) for names in buckets]
+
+
 def find_tied_places(job: Job) -> tuple[int, ...]:
     """The places of the pipeline that hold a tied embedding; none where it is not tied, or never cut."""
-    stages = list_stages(job)
-    if not stages[-1].borrows:
+    if not list_stages(job)[-1].borrows:
         return ()
-    homes = schedule_of(job, 2 * job.layout.pp)
-    return tuple(sorted({homes.rank_of(0), homes.rank_of(stages[-1].stage)}))
+    homes = stage_homes(job)
+    return tuple(sorted({homes[0], homes[-1]}))
 
 
 def list_homes(job: Job) -> list[tuple[Parameter, int]]:
@@ -138,3 +156,9 @@ def list_homes(job: Job) -> list[tuple[Parameter, int]]:
         for parameter in held_parameters(job, place):
             homes.setdefault(parameter.name, place)
     return [(parameter, homes[parameter.name]) for parameter in list_parameters(job.model)]
+
+
+def saved_parameters(job: Job, place: int) -> tuple[Parameter, ...]:
+    """What the ranks at a place add to a checkpoint: all they hold but a borrowed embedding."""
+    here = {parameter.name for parameter, home in list_homes(job) if home == place}
+    return tuple(p for p in held_parameters(job, place) if p.name in here)

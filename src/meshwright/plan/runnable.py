@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from meshwright.plan.choose import Candidate, evaluate
+from meshwright.plan.choose import Candidate, evaluate, settle_layout
 from meshwright.plan.estimate.grid import RECOMPUTES
 from meshwright.plan.search.enumerate import world_sizes
 from meshwright.spec.job import Job
@@ -33,9 +33,12 @@ def rank_runnable(job: Job, pins: Mapping[str, Any]) -> list[Candidate]:
     for layout in _list_layouts(job, pins):
         if find_problems(with_layout(job, layout)):
             continue
-        for candidate in _with_micro_batches(job, layout, open_="micro_batch" not in pins):
-            if candidate.fits and not find_problems(with_layout(job, candidate.layout)):
-                found.setdefault(candidate.layout, candidate)
+        for settled in _with_micro_batches(job, layout, open_="micro_batch" not in pins):
+            if settled in found or find_problems(with_layout(job, settled)):
+                continue
+            candidate = evaluate(job, settled)
+            if candidate.fits:
+                found[settled] = candidate
     return sorted(found.values(), key=lambda c: (c.time.total_s, c.ledger.peak_bytes))
 
 
@@ -58,10 +61,10 @@ def _list_layouts(job: Job, pins: Mapping[str, Any]) -> Iterator[Layout]:
                 yield dataclasses.replace(job.layout, mode="given", **named, **settings)
 
 
-def _with_micro_batches(job: Job, layout: Layout, open_: bool) -> Iterator[Candidate]:
+def _with_micro_batches(job: Job, layout: Layout, open_: bool) -> Iterator[Layout]:
     """The largest micro-batch that fits, and half of it: the larger is not always the faster."""
-    largest = evaluate(job, layout)
+    largest = settle_layout(job, layout)
     yield largest
-    size = largest.layout.micro_batch or 1
+    size = largest.micro_batch or 1
     if open_ and size > 1:
-        yield evaluate(job, dataclasses.replace(layout, micro_batch=size // 2))
+        yield settle_layout(job, dataclasses.replace(layout, micro_batch=size // 2))

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.moments import Moment
+from meshwright.plan.parts import held_parts
 from meshwright.plan.shapes import FLOAT32_BYTES, operand_bytes
 from meshwright.plan.sharding import Group, list_groups, sends_gradients
 from meshwright.plan.traffic import WIRE_BYTES
@@ -108,7 +109,7 @@ class _Sizes:
 
     @classmethod
     def of(cls, job: Job, model: DecoderModel) -> _Sizes:
-        groups, ranks = list_groups(model), job.layout.dp_shard
+        groups, ranks = list_groups(held_parts(job, 0)[0]), job.layout.dp_shard
         blocks: list[Group] = [group for group in groups if group.block]
         around = {p.name: p.count * FLOAT32_BYTES for p in groups[-1].parameters}
         head = model.vocab_size * model.hidden_size * FLOAT32_BYTES

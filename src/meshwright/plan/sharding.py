@@ -18,19 +18,29 @@ The group around the blocks (embedding, positions, final norm, head) is gathered
 float32, and kept from forward to backward. With replicas of the shards (``dp_replicate``), stage 1 reduces
 over all ranks at once; stages 2 and 3 all-reduce each rank's shard over its replicas, once a step. With
 ``accumulate = "deferred"`` gradients are reduced and scattered in the last micro-batch alone: 1 for m.
+
+In a pipeline a rank shards the stages that it holds, each with its own blocks and, at the ends, what lies
+around them.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.plan.buckets import bucket_parameters
 from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
-from meshwright.plan.parts import Part
-from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, list_parameters, operand_bytes
-from meshwright.plan.tensor import held_model
+from meshwright.plan.parts import (
+    Part,
+    held_buckets,
+    held_parameters,
+    held_parts,
+    merge_parameters,
+    pipeline_rank,
+    saved_parameters,
+)
+from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, operand_bytes
 from meshwright.plan.traffic import (
     WIRE_BYTES,
     Traffic,
@@ -38,7 +48,6 @@ from meshwright.plan.traffic import (
     fixed_buckets,
 )
 from meshwright.spec.job import Job, Train
-from meshwright.spec.model import Model
 
 ALL_DATA = "dp_replicate+dp_shard"
 """The axis of all ranks of data at once."""
@@ -62,18 +71,18 @@ class Group:
         return self.padded(ranks) * (operand_bytes(precision) if self.block else FLOAT32_BYTES)
 
 
-def list_groups(part: Part | Model) -> tuple[Group, ...]:
-    """The groups: each block, then what lies around them, if anything does."""
+def list_groups(part: Part) -> tuple[Group, ...]:
+    """The groups of a stage: each block, then what lies around them, if anything does."""
     blocks: dict[str, list[Parameter]] = {}
     around: list[Parameter] = []
-    for parameter in part.parameters if isinstance(part, Part) else list_parameters(part):
+    for parameter in part.parameters:
         first, _, rest = parameter.name.partition(".")
         if first == "blocks":
             blocks.setdefault(f"blocks.{rest.partition('.')[0]}", []).append(parameter)
         else:
             around.append(parameter)
     found = [Group(name, tuple(parts), block=True) for name, parts in blocks.items()]
-    return (*found, Group("around the blocks", tuple(around), block=False)) if around else tuple(found)
+    return (*found, *([Group("around the blocks", tuple(around), block=False)] if around else ()))
 
 
 def chunk_rows(rows: int, ranks: int, rank: int) -> range:
@@ -89,13 +98,13 @@ def padded_count(parameter: Parameter, ranks: int) -> int:
 
 
 def shard_rank(job: Job, rank: int) -> int:
-    """Which shard a rank holds: replicas are the outer axis, ``tp`` the inner one."""
+    """Which shard a rank holds: pipelines and replicas are the outer axes, ``tp`` the inner one."""
     return rank // job.layout.tp % job.layout.dp_shard
 
 
 def sharded_state(job: Job, rank: int) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state of one rank, after the backward pass."""
-    parameters, ranks = list_parameters(held_model(job)), job.layout.dp_shard
+    parameters, ranks = held_parameters(job, pipeline_rank(job, rank)), job.layout.dp_shard
     count = gradients = sum(p.count for p in parameters)
     if job.layout.zero >= 2:
         count = gradients = sum(padded_count(p, ranks) for p in parameters) // ranks
@@ -105,7 +114,7 @@ def sharded_state(job: Job, rank: int) -> dict[str, int]:
     return {
         "parameters": count * FLOAT32_BYTES,
         "gradients": gradients * FLOAT32_BYTES,
-        "optimizer": _optimizer_bytes(job, shard_rank(job, rank)),
+        "optimizer": _optimizer_bytes(job, rank),
     }
 
 
@@ -115,59 +124,49 @@ def sends_gradients(job: Job) -> bool:
 
 
 def _optimizer_bytes(job: Job, rank: int) -> int:
-    total = 0
-    for (rows, width, keys), times in _count_kinds(held_model(job), job.train).items():
-        own = width * len(chunk_rows(rows, job.layout.dp_shard, rank))
+    total, parts = 0, held_parts(job, pipeline_rank(job, rank))
+    for (rows, width, keys), times in _count_kinds(parts, job.train).items():
+        own = width * len(chunk_rows(rows, job.layout.dp_shard, shard_rank(job, rank)))
         total += times * sum(1 if key == STEP_COUNT else own for key in keys) * FLOAT32_BYTES
     return total
 
 
 @functools.lru_cache(maxsize=64)
-def _count_kinds(model: Model, train: Train) -> Counter[tuple[int, int, tuple[str, ...]]]:
+def _count_kinds(parts: tuple[Part, ...], train: Train) -> Counter[tuple[int, int, tuple[str, ...]]]:
     """Parameters by rows, elements of a row, and state: few kinds, as blocks are alike."""
     return Counter(
         (p.shape[0], p.count // p.shape[0], state_keys(rule_of(p.name, len(p.shape), train), train))
-        for p in list_parameters(model)
+        for p in merge_parameters(parts)
     )
 
 
-def count_moments(job: Job) -> int:
-    """Padded elements of all tensors of optimizer state that are cut."""
-    total = 0
-    for (rows, width, keys), times in _count_kinds(held_model(job), job.train).items():
-        size = padded_count(Parameter("", (rows, width)), job.layout.dp_shard)
-        total += times * sum(key != STEP_COUNT for key in keys) * size
-    return total
+def predict_sharded(job: Job, place: int) -> list[Traffic]:
+    """All collectives over ``dp_shard`` and replicas of shards, of a rank at one place of the pipelines."""
+    rows = _optimizer_traffic(job, place) if job.layout.zero == 1 else _group_traffic(job, place)
+    return [*rows, _save_traffic(job, saved_parameters(job, place))]
 
 
-def predict_sharded(job: Job) -> list[Traffic]:
-    """All collectives over ``dp_shard``, and over replicas of shards."""
-    rows = _optimizer_traffic(job) if job.layout.zero == 1 else _group_traffic(job)
-    return [*rows, *_save_traffic(job)]
-
-
-def _optimizer_traffic(job: Job) -> list[Traffic]:
+def _optimizer_traffic(job: Job, place: int) -> list[Traffic]:
     """Stage 1: whole gradients are summed over all data ranks; what each updated is gathered."""
-    layout, parameters = job.layout, list_parameters(held_model(job))
-    buckets = bucket_parameters(parameters, layout.bucket_mb)
+    layout, parameters, buckets = job.layout, held_parameters(job, place), held_buckets(job, place)
     axis, ranks = ("dp_shard", layout.dp_shard)
     if layout.dp_replicate > 1:
         axis, ranks = ALL_DATA, layout.data_degree
     wire = sum(p.count for p in parameters) * WIRE_BYTES[job.compression.kind]
     gathered = sum(padded_count(p, layout.dp_shard) for p in parameters) * FLOAT32_BYTES
     return [
-        fixed_buckets(len(parameters), buckets, axis, ranks),
+        fixed_buckets(job, len(parameters), buckets, axis, ranks),
         Traffic(axis, "all_reduce", "step", ranks, len(buckets), wire),
         Traffic("dp_shard", "all_gather", "step", layout.dp_shard, len(buckets), gathered),
     ]
 
 
-def _group_traffic(job: Job) -> list[Traffic]:
+def _group_traffic(job: Job, place: int) -> list[Traffic]:
     """Stages 2 and 3: groups are gathered to be used, their gradients reduced and scattered."""
     layout, ranks = job.layout, job.layout.dp_shard
-    groups = list_groups(held_model(job))
+    groups = [group for part in held_parts(job, place) for group in list_groups(part)]
     blocks = [g.gathered_bytes(ranks, job.train.precision) for g in groups if g.block]
-    around = sum(g.gathered_bytes(ranks, job.train.precision) for g in groups if not g.block)
+    around = [g.gathered_bytes(ranks, job.train.precision) for g in groups if not g.block]
     reduced = sum(g.padded(ranks) for g in groups) * WIRE_BYTES[job.compression.kind]
     micro_batches = count_micro_batches(job, job.train.global_batch)
     reductions = 1 if layout.accumulate == "deferred" else micro_batches
@@ -178,8 +177,9 @@ def _group_traffic(job: Job) -> list[Traffic]:
         times, outer = 2 * micro_batches, micro_batches
 
     def gathers(phase: str, of_blocks: int, of_around: int) -> Traffic:
-        size = of_blocks * sum(blocks) + of_around * around
-        return Traffic("dp_shard", "all_gather", phase, ranks, of_blocks * len(blocks) + of_around, size)
+        calls = of_blocks * len(blocks) + of_around * len(around)
+        size = of_blocks * sum(blocks) + of_around * sum(around)
+        return Traffic("dp_shard", "all_gather", phase, ranks, calls, size)
 
     rows = [
         gathers("step", times, outer),
@@ -195,13 +195,11 @@ def _group_traffic(job: Job) -> list[Traffic]:
     return rows
 
 
-def _save_traffic(job: Job) -> list[Traffic]:
+def _save_traffic(job: Job, parameters: Sequence[Parameter]) -> Traffic:
     """A checkpoint holds whole tensors: each that is cut is gathered, one call a tensor."""
-    parameters, ranks = list_parameters(held_model(job)), job.layout.dp_shard
-    elements, calls = count_moments(job), 0
-    for (_, _, keys), times in _count_kinds(held_model(job), job.train).items():
-        calls += times * sum(key != STEP_COUNT for key in keys)
-    if job.layout.zero >= 2:
-        elements += sum(padded_count(p, ranks) for p in parameters)
-        calls += len(parameters)
-    return [Traffic("dp_shard", "all_gather", "save", ranks, calls, elements * FLOAT32_BYTES)]
+    ranks, calls, elements = job.layout.dp_shard, 0, 0
+    for parameter in parameters:
+        keys = state_keys(rule_of(parameter.name, len(parameter.shape), job.train), job.train)
+        tensors = sum(key != STEP_COUNT for key in keys) + (job.layout.zero >= 2)
+        calls, elements = calls + tensors, elements + tensors * padded_count(parameter, ranks)
+    return Traffic("dp_shard", "all_gather", "save", ranks, calls, elements * FLOAT32_BYTES)

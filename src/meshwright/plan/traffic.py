@@ -8,7 +8,8 @@ and each checkpoint (``save``).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from meshwright.spec.job import Job
 
@@ -38,6 +39,12 @@ class Traffic:
     ranks: int
     calls: int
     bytes: int
+    place: int | None = None
+    """Whose promise it is: of the ranks at this place of the pipelines; None for that of every rank."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values; without the place where it is everybody's."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 def merge(rows: Iterable[Traffic]) -> list[Traffic]:
@@ -50,8 +57,25 @@ def merge(rows: Iterable[Traffic]) -> list[Traffic]:
     return [row for row in kinds.values() if row.calls]
 
 
-def fixed_buckets(parameters: int, buckets: Sequence[object], axis: str, ranks: int) -> Traffic:
-    """DDP broadcasts its bucket assignment from rank 0: all indices and a count, then the sizes."""
+def join_places(rows: Sequence[Sequence[Traffic]]) -> list[Traffic]:
+    """The rows of every place of the pipelines as one list: those that all places share once, without one."""
+    shared = [row for row in rows[0] if all(row in others for others in rows[1:])]
+    own = [
+        replace(row, place=place)
+        for place, of_place in enumerate(rows)
+        for row in of_place
+        if row not in shared
+    ]
+    return [*shared, *own]
+
+
+def fixed_buckets(job: Job, parameters: int, buckets: Sequence[object], axis: str, ranks: int) -> Traffic:
+    """DDP broadcasts its bucket assignment from rank 0: all indices and a count, then the sizes.
+
+    A pipeline reduces by itself and broadcasts none: a row without calls.
+    """
+    if job.layout.pp > 1:
+        return Traffic(axis, "broadcast", "setup", ranks, 0, 0)
     sizes = (parameters + 1 + len(buckets)) * INT32_BYTES
     return Traffic(axis, "broadcast", "setup", ranks, 2, sizes)
 
@@ -72,7 +96,9 @@ def predict_control(job: Job) -> list[Traffic]:
     layout, values, calls = job.layout, CONTROL_STEP_VALUES, 1
     if job.train.noise_scale_every:
         values += CONTROL_NOISE_VALUES
-    if layout.dp_shard > 1 or layout.tp > 1:  # the state is cut: all take part in norms and checkpoints
+    if (
+        max(layout.pp, layout.dp_shard, layout.tp) > 1
+    ):  # the state is cut: all take part in norms and checkpoints
         values += CONTROL_SAVE_VALUES
         if needs_norm(job):
             values, calls = values + CONTROL_NORM_VALUES, calls + 1

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from meshwright.plan.comms import predict_traffic
 from meshwright.plan.contract import build_plan
 from meshwright.plan.offload import slot_sizes
+from meshwright.plan.parts import list_stages
 from meshwright.plan.shapes import Parameter, list_parameters
 from meshwright.plan.sharding import chunk_rows, list_groups, padded_count, sharded_state
 from meshwright.spec.load import load_job
@@ -29,10 +30,10 @@ def test_rows_are_cut_as_torch_cuts_them(rows, ranks):
 
 
 def test_every_parameter_is_in_one_group(job_file):
-    model = load_job(str(job_file)).model
-    grouped = [p for group in list_groups(model) for p in group.parameters]
-    assert sorted(p.name for p in grouped) == sorted(p.name for p in list_parameters(model))
-    assert [group.name for group in list_groups(model)] == ["blocks.0", "blocks.1", "around the blocks"]
+    (part,) = list_stages(load_job(str(job_file)))
+    grouped = [p for group in list_groups(part) for p in group.parameters]
+    assert sorted(p.name for p in grouped) == sorted(p.name for p in list_parameters(part.model))
+    assert [group.name for group in list_groups(part)] == ["blocks.0", "blocks.1", "around the blocks"]
 
 
 @pytest.mark.parametrize(("zero", "parameters", "optimizer"), [(1, 1, 2), (2, 2, 2), (3, 2, 2)])
@@ -63,7 +64,7 @@ def test_gathers_and_reductions_of_each_stage(job_file):
     given = ["layout.dp_shard=2", "layout.micro_batch=3", "train.clip=0"]
     stages = {z: rows_of(load_job(str(job_file), [*given, f"layout.zero={z}"])) for z in (1, 2, 3)}
     count = sum(p.count for p in list_parameters(load_job(str(job_file)).model)) * 4
-    around = sum(p.count for p in list_groups(load_job(str(job_file)).model)[-1].parameters) * 4
+    around = sum(p.count for p in list_groups(list_stages(load_job(str(job_file)))[0])[-1].parameters) * 4
     assert stages[1]["dp_shard", "all_reduce", "step"] == (1, count)
     assert stages[1]["dp_shard", "all_gather", "step"] == (1, count)
     assert stages[2]["dp_shard", "all_gather", "step"] == (3, count)
@@ -108,7 +109,7 @@ def test_blocks_are_gathered_in_the_precision_of_products(job_file):
     given = ["layout.dp_shard=2", "layout.micro_batch=6"]
     exact = rows_of(load_job(str(job_file), given))["dp_shard", "all_gather", "step"]
     low = rows_of(load_job(str(job_file), [*given, "train.precision=bf16"]))["dp_shard", "all_gather", "step"]
-    around = sum(p.count for p in list_groups(load_job(str(job_file)).model)[-1].parameters) * 4
+    around = sum(p.count for p in list_groups(list_stages(load_job(str(job_file)))[0])[-1].parameters) * 4
     assert low[0] == exact[0]
     assert low[1] - around == (exact[1] - around) // 2
 

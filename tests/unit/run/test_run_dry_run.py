@@ -106,10 +106,10 @@ def test_the_peak_of_many_tokens_is_in_the_final_norm(dry_run):
 def test_a_wrong_prediction_of_bytes_is_named_by_axis_and_op(dry_run, monkeypatch):
     right = choose.predict_traffic
 
-    def wrong(job):
+    def wrong(job, place):
         return [
             dataclasses.replace(row, bytes=row.bytes - 4) if row.op == "reduce_scatter" else row
-            for row in right(job)
+            for row in right(job, place)
         ]
 
     monkeypatch.setattr(choose, "predict_traffic", wrong)

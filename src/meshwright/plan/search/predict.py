@@ -152,7 +152,7 @@ class Prediction:
             "mfu": self.mfu,
             "memory_bytes": memory,
             "breakdown_s": self.breakdown_s,
-            "collectives": [dataclasses.asdict(row) for row in self.traffic],
+            "collectives": [row.as_dict() for row in self.traffic],
             "reasons": list(reasons),
             "fits": self.fits,
             "interval_basis": self.interval.basis,
@@ -329,5 +329,6 @@ def overrides_from(before: Layout, layout: Layout) -> str:
         value = getattr(layout, field.name)
         changed = field.name != "mode" and value is not None and value != getattr(before, field.name)
         if changed and f"layout.{field.name}=" not in named:  # back to its default
-            named += f" layout.{field.name}={str(value).lower()}"
+            words = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value).lower()
+            named += f" layout.{field.name}={words}"
     return named

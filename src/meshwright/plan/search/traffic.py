@@ -23,7 +23,7 @@ WIRE_BYTES = 2
 GRADIENT_BYTES = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Moved(Traffic):
     """Calls of one operation on one axis in a step."""
 
@@ -71,7 +71,7 @@ class _Traffic:
 
     def _row(self, axis: str, op: str, ranks: int, calls: float, each: float, stride: int) -> Moved:
         tier = tier_of(self.workload.cluster, ranks, stride)
-        return Moved(axis, op, "step", ranks, round(calls), round(calls * each), tier)
+        return Moved(axis, op, "step", ranks, round(calls), round(calls * each), tier=tier)
 
     def _tensor(self) -> list[Moved]:
         """Behind attention and behind the feed-forward, in each direction."""

@@ -1,0 +1,437 @@
+"""What a rank of a pipeline holds at its fullest moment, found by going through its actions in order.
+
+Between a stage's forward and backward pass of a micro-batch lives what ``decoder_memory`` says of its blocks,
+for the last stage also the final norm's and the loss's part: the head's gradient, which is made with the
+loss. So 1F1B holds up to ``pp`` micro-batches and GPipe all of them. To that comes the action at work, at its
+widest point, and:
+
+- gradients, from a stage's first backward pass on;
+- what was **sent**: it lives until something arrives that its receiver made after it had used it, or the step
+  ends; and what one stage hands to another of the same rank, until that begins;
+- the next **receive**, posted ahead while another action is at work;
+- where the backward pass is split, for every matrix product of a block its input and its output's gradient,
+  from the gradient of the inputs (B) to that of the weights (W); what several products read is held once.
+
+Assumed: a stage's output is not kept for its own backward pass; the batches of the whole step are there from
+its start (on GPUs one is, and what is kept of it); a document mask is made by every stage for every
+micro-batch; 16-bit copies of weights are made in every forward pass. With replicas, gradients are views of
+buckets and there from the start.
+
+Under ZeRO-2 and 3 the moments are bounds from above: of every stage at work the block and those ahead are
+gathered, what lies around the blocks always is, and one block's gradient is whole and one on its way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from meshwright.plan.decoder_memory import (
+    INT64_BYTES,
+    Sizes,
+    backward_temporary,
+    list_always,
+    loss_temporary,
+)
+from meshwright.plan.moments import Line
+from meshwright.plan.parts import Part, held_parameters, held_parts
+from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
+from meshwright.plan.sharding import list_groups, sends_gradients
+from meshwright.plan.traffic import WIRE_BYTES
+from meshwright.schedule.actions import Action, Kind, PipelineSchedule, producer_of
+from meshwright.schedule.build import build_schedule
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
+
+NORM_TENSORS = 6
+"""Tensors as large as the residual stream in the backward pass of an RMSNorm on CPU."""
+
+
+@dataclass(frozen=True)
+class PipelineMoment:
+    """A moment of a rank's step, with what lives there beside state and what always lives."""
+
+    name: str
+    activations: int
+    """Of the micro-batch at work."""
+    temporary: int
+    gradients: int
+    formula: str
+    gathered: int = 0
+    """ZeRO-2 and 3: parameters, and gradients on their way."""
+    waiting: int = 0
+    """Of the other micro-batches."""
+    waiting_formula: str = "none"
+    handed: int = 0
+    """Sent, handed over, or about to arrive."""
+    handed_formula: str = "none"
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        own = self.activations + self.temporary + self.gradients + self.gathered
+        return own + self.waiting + self.handed
+
+
+@dataclass(frozen=True)
+class PipelineMemory:
+    """A rank's step."""
+
+    top: PipelineMoment
+    """The fullest moment."""
+    always: tuple[Line, ...]
+    kept_bytes: int
+    """The most that one stage keeps of one micro-batch from forward to backward."""
+    touched_bytes: int
+    """What one micro-batch makes in all stages of the rank, without recomputation."""
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One stage: what it keeps, and the widest moment of each of its actions."""
+
+    kept: int
+    """From forward to backward."""
+    pending: int
+    """From the gradients of its inputs to those of its weights."""
+    gradients: int
+    """Of its parameters; one that it shares with an earlier stage of the rank is that one's."""
+    widest: dict[tuple[Kind, bool], PipelineMoment]
+    """By kind, and whether gradients are there already."""
+
+
+class _Moments:
+    """Lists the moments of one stage's actions."""
+
+    def __init__(self, job: Job, part: Part, micro_batch: int, gradients: int, split: bool) -> None:
+        assert isinstance(part.model, DecoderModel), "the legality table cuts decoders only"
+        self.job, self.part, self.model, self.split = job, part, part.model, split
+        self.sizes = Sizes.of(job, self.model, micro_batch)
+        self.layers, self.gradients = len(part.layers), gradients
+        self.words = self.model.vocab_size * self.model.hidden_size * FLOAT32_BYTES
+        """The head, or the embedding; its gradient too."""
+        self.width = self.sizes.tokens * self.model.hidden_size * self.sizes.low
+        """What a product along the hidden size gives: T x D x e."""
+        self.extra = self._tokens_kept(micro_batch)
+
+    def _tokens_kept(self, micro_batch: int) -> int:
+        """Copies of the batch on a GPU, and the mask of its documents."""
+        documents, length = self.job.data.mask == "document", self.job.data.seq_len
+        on_gpu = self.job.cluster.device == "cuda"
+        indices = on_gpu * (self.part.first + documents) * self.sizes.tokens * INT64_BYTES
+        return indices + (micro_batch * length * length * self.sizes.low if documents else 0)
+
+    @property
+    def kept(self) -> int:
+        """What waits between the passes."""
+        loss = self.sizes.norm + self.width + self.words if self.part.last else 0
+        return self.sizes.waiting * self.layers + loss + self.extra
+
+    @property
+    def pending(self) -> int:
+        """Inputs and output gradients of all products of the blocks; 0 where nothing is split."""
+        if not self.split:
+            return 0
+        model = self.model
+        inner = (3 if model.activation == "swiglu" else 2) * model.ffn_size
+        elements = 4 * model.hidden_size + 2 * (model.query_size + model.kv_size) + inner
+        return self.layers * self.sizes.tokens * elements * self.sizes.low
+
+    @property
+    def touched(self) -> int:
+        """What a micro-batch makes."""
+        logits = self.sizes.tokens * self.model.vocab_size * FLOAT32_BYTES
+        return self.sizes.block * self.layers + (self.sizes.norm + logits if self.part.last else 0)
+
+    def _moment(
+        self, name: str, activations: int, temporary: int, gradients: int, formula: str = ""
+    ) -> PipelineMoment:
+        named = f"stage {self.part.stage}, {name}"
+        return PipelineMoment(
+            named, activations + self.extra, temporary, gradients, formula or self.sizes.waiting_formula
+        )
+
+    def forward(self, there: bool) -> list[PipelineMoment]:
+        """Of a forward pass; ``there``: whether gradients are."""
+        sizes, before = self.sizes, self.sizes.waiting * (self.layers - 1)
+        gradients = self.gradients if there else 0
+        again = self.job.layout.recompute != "none"
+        copies = sizes.copies * self.layers if again and sizes.low != FLOAT32_BYTES else 0
+        blocks = f"{self.layers - 1} blocks, {sizes.waiting_formula}, and the last one at work"
+        found = [self._moment("forward, attention", before + sizes.turning, copies, gradients, blocks)]
+        if again:
+            inner = {"full": 2, "selective": 1}[self.job.layout.recompute]
+            inner += self.model.activation == "swiglu"
+            made = sizes.hidden + self.width + inner * sizes.inner
+            found.append(
+                self._moment(
+                    "forward, feed-forward", before + sizes.waiting, made + copies, gradients, blocks
+                )
+            )
+        else:
+            made = self.width + sizes.hidden
+            found.append(self._moment("forward, output", before + sizes.block, made, gradients, blocks))
+        if self.part.last:
+            temporary = loss_temporary(self.job, self.model, sizes, self.layers)
+            formula = f"{self.layers} blocks, {sizes.waiting_formula}, + {sizes.norm} (final norm)"
+            stack = before + sizes.waiting + sizes.norm
+            found.append(self._moment("loss, forward", stack, temporary, gradients, formula))
+        return found
+
+    def backward(self, there: bool) -> list[PipelineMoment]:
+        """Of a backward pass, or of its first half."""
+        sizes, model = self.sizes, self.model
+        made = self.words if self.part.last else 0
+        each = sum(p.count for p in self.part.parameters if _is_of_block(p, self.part.layers[0]))
+        cut = self.job.layout.zero >= 2
+        temporary = backward_temporary(model, sizes, cut)
+        if self.split:  # no gradient of a weight is made
+            inner = sizes.inner if model.activation == "swiglu" else 0
+            temporary = sizes.hidden + sizes.inner + max(inner, sizes.gathered)
+        found = self._head_moments(there)
+        for above, _ in enumerate(self.part.layers):
+            below = self.layers - 1 - above
+            gradients = (
+                self.gradients if there else made + (0 if self.split else above * each * FLOAT32_BYTES)
+            )
+            stack = sizes.waiting * below + self.pending // self.layers * above
+            formula = f"{below} blocks, {sizes.waiting_formula}, + {sizes.block} (this block)"
+            found.append(self._moment("backward", stack + sizes.block, temporary, gradients, formula))
+            passed = sizes.hidden + sizes.attention_gradients
+            formula = f"{below} blocks, {sizes.waiting_formula}, + {sizes.attention} (half of this block)"
+            found.append(
+                self._moment("backward, attention", stack + sizes.attention, passed, gradients, formula)
+            )
+            if self.job.layout.recompute != "none":
+                alive = stack + sizes.turning + sizes.waiting_products
+                found.append(self._moment("computed again", alive, sizes.hidden, gradients, formula))
+        if self.part.first:
+            done = self.gradients if there or not self.split else self.words
+            found.append(
+                self._moment("embedding, backward", self.pending, self.words if there else 0, done, "none")
+            )
+        return found
+
+    def _head_moments(self, there: bool) -> list[PipelineMoment]:
+        """The loss's and the final norm's way back."""
+        if not self.part.last:
+            return []
+        stack, gradients = self.sizes.waiting * self.layers, self.gradients if there else 0
+        found = [self._moment("loss, backward", self.kept - self.extra, 0, gradients)]
+        if self.model.norm == "rms" and self.job.cluster.device == "cpu":
+            made = self.gradients if there else self.words
+            found.append(self._moment("final norm, backward", stack, NORM_TENSORS * self.sizes.hidden, made))
+        return found
+
+    def weights(self, there: bool) -> list[PipelineMoment]:
+        """Of the second half of a backward pass that is split."""
+        largest = max(p.count for p in self.part.parameters if _is_of_block(p, self.part.layers[0]))
+        made = self.gradients if there else (self.part.first + self.part.last) * self.words
+        formula = "inputs and output gradients of products"
+        return [
+            self._moment(
+                "weights, backward", self.pending, largest * FLOAT32_BYTES, min(made, self.gradients), formula
+            ),
+            self._moment("weights, backward", self.pending // self.layers, 0, self.gradients, formula),
+        ]
+
+    def stage(self) -> _Stage:
+        """All of it."""
+        widest = {}
+        for kind, list_moments in (
+            (Kind.FORWARD, self.forward),
+            (Kind.BACKWARD, self.backward),
+            (Kind.WEIGHT, self.weights),
+        ):
+            if kind is Kind.WEIGHT and not self.split:
+                continue
+            for there in (False, True):
+                widest[kind, there] = max(list_moments(there), key=lambda moment: moment.bytes)
+        return _Stage(self.kept, self.pending, self.gradients, widest)
+
+
+def _is_of_block(parameter: Parameter, layer: int) -> bool:
+    return parameter.name.startswith(f"blocks.{layer}.")
+
+
+@dataclass(frozen=True)
+class _Orders:
+    """A schedule, and where in its rank's order every action is."""
+
+    schedule: PipelineSchedule
+    places: dict[Action, tuple[int, int]]
+    """Rank, and position there."""
+
+
+@functools.lru_cache(maxsize=32)
+def _orders(name: str, pp: int, micro_batches: int, virtual_stages: int) -> _Orders:
+    schedule = build_schedule(name, pp, micro_batches, virtual_stages)
+    places = {a: (rank, at) for rank, row in enumerate(schedule.ranks) for at, a in enumerate(row)}
+    return _Orders(schedule, places)
+
+
+class _Walk:
+    """Goes through one rank's actions and keeps the fullest moment."""
+
+    def __init__(
+        self, orders: _Orders, place: int, stages: dict[int, _Stage], handed: int, from_start: bool
+    ) -> None:
+        """``from_start``: whether gradients are there before the first backward pass."""
+        self.orders, self.place, self.stages, self.handed = orders, place, stages, handed
+        self.waiting: dict[tuple[int, int], int] = {}
+        self.waiting_bytes = 0
+        self.gradients = {stage: mine.gradients if from_start else 0 for stage, mine in stages.items()}
+        self.sent: list[tuple[int, int]] = []
+        """The peer, and the position at which it uses what was sent to it."""
+        self.inside = 0
+        """Tensors on their way between two stages of this rank."""
+        self.top = PipelineMoment("nothing", 0, 0, 0, "none")
+
+    def run(self) -> PipelineMoment:
+        """The fullest moment of a step."""
+        row = self.orders.schedule.ranks[self.place]
+        receiving = [at for at, action in enumerate(row) if self._peer(action) is not None]
+        last_receive = receiving[-1] if receiving else -1
+        for at, action in enumerate(row):
+            self._arrive(action)
+            self._look(action, posted=at < last_receive)
+            self._leave(action)
+        return self.top
+
+    def _peer(self, action: Action) -> tuple[int, int] | None:
+        """The rank that makes what an action needs, and where in its order; None for this rank."""
+        producer = producer_of(action, self.orders.schedule.stages)
+        if producer is None or producer.stage == action.stage:
+            return None
+        found = self.orders.places[producer]
+        return None if found[0] == self.place else found
+
+    def _arrive(self, action: Action) -> None:
+        """What comes in lets go of what its sender has used by then."""
+        found = self._peer(action)
+        producer = producer_of(action, self.orders.schedule.stages)
+        if found is not None:
+            peer, at = found
+            self.sent = [(to, used) for to, used in self.sent if to != peer or used >= at]
+        elif producer is not None and producer.stage != action.stage:
+            self.inside -= 1  # it is what the action works on now
+
+    def _look(self, action: Action, posted: bool) -> None:
+        kind, stage, m = action
+        mine = self.stages[stage]
+        own = mine.widest[kind, self.gradients[stage] > 0]
+        others = sum(size for held, size in self.gradients.items() if held != stage)
+        waiting = self.waiting_bytes - self.waiting.get((stage, m), 0)
+        count = len(self.sent) + self.inside + posted
+        moment_bytes = own.bytes + others + waiting + count * self.handed
+        if moment_bytes > self.top.bytes:
+            passes = len(self.waiting) - ((stage, m) in self.waiting)
+            self.top = replace(
+                own,
+                name=f"{own.name}, micro-batch {m}",
+                gradients=own.gradients + others,
+                waiting=waiting,
+                waiting_formula=f"{passes} passes of stages that wait for their backward pass",
+                handed=count * self.handed,
+                handed_formula=f"{len(self.sent)} sent, {self.inside} handed over, {int(posted)} to arrive, "
+                f"x {self.handed}",
+            )
+
+    def _leave(self, action: Action) -> None:
+        """What an action leaves behind, and hands on."""
+        kind, stage, m = action
+        mine, split = self.stages[stage], self.orders.schedule.split_backward
+        left = {Kind.FORWARD: mine.kept, Kind.BACKWARD: mine.pending, Kind.WEIGHT: 0}[kind]
+        self.waiting_bytes += left - self.waiting.pop((stage, m), 0)
+        if left:
+            self.waiting[stage, m] = left
+        if kind is Kind.WEIGHT or (kind is Kind.BACKWARD and not split):
+            self.gradients[stage] = mine.gradients
+        to = stage + (1 if kind is Kind.FORWARD else -1)
+        if kind is not Kind.WEIGHT and 0 <= to < self.orders.schedule.stages:
+            peer, used = self.orders.places[Action(kind, to, m)]
+            if peer == self.place:
+                self.inside += 1
+            else:
+                self.sent.append((peer, used))
+
+
+def trace_pipeline(job: Job, place: int, micro_batch: int, micro_batches: int) -> PipelineMemory:
+    """The fullest moment of a rank at one place of the pipelines.
+
+    Args:
+        job: With its layout settled.
+        place: The rank's index on the axis ``pp``.
+        micro_batch: Samples of one forward pass.
+        micro_batches: Of a step.
+    """
+    layout = job.layout
+    orders = _orders(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
+    parts, seen = held_parts(job, place), set[str]()
+    listed: dict[int, _Moments] = {}
+    for part in parts:
+        own = sum(p.count for p in part.parameters if p.name not in seen) * FLOAT32_BYTES
+        seen.update(p.name for p in part.parameters)
+        # Under ZeRO-2 and 3 gradients are shards, which the bound has.
+        gradients = 0 if layout.zero >= 2 else own
+        listed[part.stage] = _Moments(job, part, micro_batch, gradients, orders.schedule.split_backward)
+    sizes, model = next(iter(listed.values())).sizes, next(iter(listed.values())).model
+    stages = {stage: moments.stage() for stage, moments in listed.items()}
+    top = _Walk(orders, place, stages, sizes.hidden, from_start=layout.data_degree > 1).run()
+    if layout.zero >= 2:
+        top = _with_shards(job, parts, top)
+    elif layout.data_degree > 1 and job.compression.kind != "none":
+        top = max(top, _reduction(job, place), key=lambda moment: moment.bytes)
+    return PipelineMemory(
+        top=top,
+        always=tuple(_list_always(job, model, sizes, micro_batch, micro_batches)),
+        kept_bytes=max(stage.kept for stage in stages.values()),
+        touched_bytes=sum(moments.touched for moments in listed.values()),
+    )
+
+
+def _list_always(
+    job: Job, model: DecoderModel, sizes: Sizes, micro_batch: int, micro_batches: int
+) -> Iterator[Line]:
+    """Tables that the stages of a rank share, and the batches, which on CPU lie where the rank computes."""
+    batches = micro_batches if job.cluster.device == "cpu" else 1
+    for line in list_always(job, model, sizes, micro_batch):
+        if line.name == "batch":
+            yield Line("batches", batches * line.bytes, f"{batches} micro-batches, {line.formula}")
+        elif line.name != "document mask":  # each stage makes its own
+            yield line
+
+
+def _reduction(job: Job, place: int) -> PipelineMoment:
+    """The end of the step: all gradients, and all buckets as they are sent in a smaller type."""
+    counts = {p.name: p.count for p in held_parameters(job, place)}
+    sizes = list(counts.values())
+    return PipelineMoment(
+        name="last bucket",
+        activations=0,
+        temporary=sum(sizes) * WIRE_BYTES[job.compression.kind],
+        gradients=sum(counts.values()) * FLOAT32_BYTES,
+        formula="none",
+    )
+
+
+def _with_shards(job: Job, parts: tuple[Part, ...], top: PipelineMoment) -> PipelineMoment:
+    """The fullest moment with what ZeRO-2 and 3 add, as a bound from above."""
+    layout, ranks, precision = job.layout, job.layout.dp_shard, job.train.precision
+    groups = [group for part in parts for group in list_groups(part)]
+    blocks = [g.gathered_bytes(ranks, precision) for g in groups if g.block]
+    around = sum(g.gathered_bytes(ranks, precision) for g in groups if not g.block)
+    at_once = len(blocks) if layout.zero == 2 else min(len(blocks), 1 + layout.prefetch)
+    padded = sum(g.padded(ranks) for g in groups)
+    largest = max(g.padded(ranks) for g in groups if g.block)
+    kept = padded * FLOAT32_BYTES
+    if layout.accumulate == "sharded":
+        kept = 0 if sends_gradients(job) else kept // ranks
+        kept += sum(p.count for g in groups if not g.block for p in g.parameters) * FLOAT32_BYTES
+    sent = largest * WIRE_BYTES[job.compression.kind]
+    return replace(
+        top,
+        gradients=kept + blocks[0],
+        gathered=around + at_once * blocks[0] + sent,
+    )

@@ -1,0 +1,84 @@
+"""What a pipeline sends between its stages, written down without torch.
+
+With N tokens in a micro-batch (N / tp with sequence parallelism) and D hidden, a stage hands N x D x 4 bytes
+of the residual stream to the stage behind it in every forward pass, and as many of its gradient to the stage
+before it in every backward pass. Stages on the same rank hand over without a call. Sends are counted, on the
+rank that sends; receives are not.
+
+A tied head on another rank than the embedding has a copy: the gradients of both are added up once a step.
+For a checkpoint every other place sends to the first what that does not have, whole, one call a tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
+from meshwright.plan.parts import (
+    TIED_AXIS,
+    TIED_NAME,
+    find_tied_places,
+    held_parameters,
+    saved_parameters,
+    stage_homes,
+)
+from meshwright.plan.shapes import FLOAT32_BYTES, list_parameters
+from meshwright.plan.tensor_traffic import held_count
+from meshwright.plan.traffic import Traffic, count_micro_batches
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
+
+
+def handed_bytes(job: Job) -> int:
+    """What one stage hands to the next for one micro-batch."""
+    assert isinstance(job.model, DecoderModel), "the legality table cuts decoders only"
+    layout = job.layout
+    tokens = (layout.micro_batch or 1) * job.data.seq_len
+    resident = tokens // layout.tp if layout.sequence_parallel else tokens
+    return resident * job.model.hidden_size * FLOAT32_BYTES
+
+
+def predict_pipeline(job: Job, place: int) -> list[Traffic]:
+    """All that a rank at a place sends over ``pp``."""
+    forward, backward = _count_borders(job, place)
+    steps = count_micro_batches(job, job.train.global_batch) * (forward + backward)
+    evaluations = count_micro_batches(job, job.train.eval_samples) * forward
+    ranks, size = job.layout.pp, handed_bytes(job)
+    return [
+        Traffic("pp", "send", "step", ranks, steps, steps * size),
+        Traffic("pp", "send", "eval", ranks, evaluations, evaluations * size),
+        *_tied_traffic(job, place),
+        _save_traffic(job, place),
+    ]
+
+
+def _count_borders(job: Job, place: int) -> tuple[int, int]:
+    """Stages of a place whose next one is elsewhere, and whose previous one is."""
+    homes = stage_homes(job)
+    borders = list(itertools.pairwise(homes))
+    forward = sum(home == place != behind for home, behind in borders)
+    backward = sum(home == place != before for before, home in borders)
+    return forward, backward
+
+
+def _tied_traffic(job: Job, place: int) -> list[Traffic]:
+    """The two copies of an embedding, as the ranks of both hold its gradient."""
+    if len(find_tied_places(job)) < 2:
+        return []
+    return [
+        Traffic(TIED_AXIS, "all_reduce", "step", 2, 1, held_count(p, job) * FLOAT32_BYTES)
+        for p in held_parameters(job, place)
+        if p.name == TIED_NAME
+    ]
+
+
+def _save_traffic(job: Job, place: int) -> Traffic:
+    """Parameters and optimizer state of a place that is not the first, not cut by any axis."""
+    calls = elements = 0
+    whole = {p.name: p for p in list_parameters(job.model)}
+    for parameter in saved_parameters(job, place) if place else ():
+        count = whole[parameter.name].count
+        keys = state_keys(rule_of(parameter.name, len(parameter.shape), job.train), job.train)
+        calls += 1 + len(keys)
+        elements += count + sum(1 if key == STEP_COUNT else count for key in keys)
+    return Traffic("pp", "send", "save", job.layout.pp, calls, elements * FLOAT32_BYTES)
