@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.plan.parts import list_stages
+from meshwright.plan.parts import list_stages, stage_homes
 from meshwright.plan.shapes import FLOAT32_BYTES, list_parameters
 from meshwright.plan.tensor import held_model
 from meshwright.schedule.walk import StageTimes
@@ -93,7 +93,7 @@ def split_layers(job: Job) -> tuple[int, ...] | None:
     layout, model = job.layout, job.model
     if layout.pp == 1 or not isinstance(model, DecoderModel):
         return None
-    costs, stages = part_costs(job), layout.pp * layout.virtual_stages
+    costs, stages = part_costs(job), len(stage_homes(job))
     layers = [1] * stages
     ends = [0.0] * stages
     ends[0] += costs.embedding.total_s
