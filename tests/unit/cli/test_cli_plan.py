@@ -54,6 +54,23 @@ def test_every_preset_is_planned_or_refused_with_a_reason(cli, preset):
         assert "Use " in ran.json["errors"][0]["fix"]
 
 
+def test_a_pipelines_plan_shows_stages_bubble_and_each_places_memory(cli, tmp_path):
+    given = (*LOCAL, *SMALL, "layout.pp=2", "model.num_layers=5", "layout.stage_layers=[3,2]")
+    picture = tmp_path / "plan.svg"
+    ran = cli("plan", "tiny", *given, "--picture", str(picture))
+    assert ran.status == 0, ran.err
+    for words in ("stages of 3, 2 layers: given in the job", "bubble", "0 to 2 (3)", "3 to 4 (2)"):
+        assert words in ran.out
+    for words in ("Memory of stage 0 (rank 0)", "Memory of stage 1 (rank 1)", "place in the pipeline"):
+        assert words in ran.out
+    drawn = picture.read_text()
+    assert "stage 1" in drawn
+    assert "as its schedule was walked" in drawn
+    found = cli("plan", "tiny", *given, "--json").json["layouts"][0]
+    assert set(found["memory_bytes"]) == {"stage 0 (rank 0)", "stage 1 (rank 1)"}
+    assert "bubble" in found["breakdown_s"]
+
+
 def test_plan_json_is_one_object_with_the_keys_of_interfaces(cli, good):
     ran = cli("plan", good, *LOCAL, "--json")
     assert ran.status == 0
