@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from meshwright.plan.offload import SLOTS, list_state_buckets, slot_sizes
 from meshwright.run.memory import unique_bytes
+from meshwright.run.mesh import Ranks
 from meshwright.run.parallel.ownership import Owned
 from meshwright.spec.job import Job
 
@@ -145,15 +146,13 @@ class StreamedState:
                 self._optimizer.state[parameter] = values
 
 
-def offload_optimizer(
-    optimizer: Optimizer, owned: Owned, job: Job, device: torch.device
-) -> StreamedState | None:
+def offload_optimizer(optimizer: Optimizer, owned: Owned, job: Job, ranks: Ranks) -> StreamedState | None:
     """Stream the optimizer's state where the layout says so, and there is any."""
     if job.layout.offload != "optimizer" or not optimizer.state:
         return None
     named = dict(owned.named_parameters())
-    buckets = [[named[name] for name in names] for names in list_state_buckets(job)]
-    return StreamedState(optimizer, buckets, device)
+    buckets = [[named[name] for name in names] for names in list_state_buckets(job, ranks.rank)]
+    return StreamedState(optimizer, buckets, ranks.device)
 
 
 def offloaded_bytes(

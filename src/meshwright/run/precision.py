@@ -38,6 +38,8 @@ class Precision:
         self._scaler = torch.amp.GradScaler(
             self._device, init_scale=job.train.loss_scale, enabled=self._scaled
         )
+        # Makes its scale now: in a pipeline most ranks never see a loss.
+        self._scaler.scale(torch.zeros((), device=device))
         self.skipped = False
         """Whether the last step was skipped."""
         self._skipped_in_a_row = 0

@@ -139,8 +139,8 @@ class Witness(ABC):
         if self.modules is not None:
             self.modules.begin(micro_batch)
 
-    def after_forward(self) -> None:
-        """Its forward pass is over."""
+    def after_forward(self, border_bytes: int = 0) -> None:
+        """It is over."""
         if self.modules is not None:
             self.modules.end()
 

@@ -173,7 +173,7 @@ def build_session(
         split=split,
         owned=owned,
         optimizer=optimizer,
-        streamed=offload_optimizer(optimizer, owned, job, ranks.device),
+        streamed=offload_optimizer(optimizer, owned, job, ranks),
         noise_scale=NoiseScale(module, job.train.noise_scale_every),
         precision=precision,
         train_batches=train_batches,

@@ -56,9 +56,10 @@ class StepAudit:
         """A forward pass begins."""
         self._before_forward = self._own_bytes()
 
-    def after_forward(self) -> None:
+    def after_forward(self, border_bytes: int = 0) -> None:
         """What came to life in the forward pass and still lives is what the backward pass waits for."""
-        self._activations = max(self._activations, self._own_bytes() - self._before_forward)
+        kept = self._own_bytes() - self._before_forward + border_bytes
+        self._activations = max(self._activations, kept)
 
     def after_backward(self) -> None:
         """The moment at which the state is defined: write down everything."""

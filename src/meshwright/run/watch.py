@@ -11,8 +11,12 @@ class StepWatch(Protocol):
     def before_forward(self, micro_batch: int) -> None:
         """A forward pass of a micro-batch begins, of the whole model or of a stage."""
 
-    def after_forward(self) -> None:
-        """It is over."""
+    def after_forward(self, border_bytes: int = 0) -> None:
+        """It is over.
+
+        Args:
+            border_bytes: Of a stage: what it was given and keeps, less what it has made and hands on.
+        """
 
     def after_backward(self) -> None:
         """The gradients of the step are complete, and nothing is clipped or updated yet."""

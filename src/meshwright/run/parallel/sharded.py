@@ -155,6 +155,10 @@ class LateGradients:
         for block in self._blocks:
             for home in _cut_parameters(block):
                 _take_sum(home)
+                if home.unsharded_accumulated_grad is None:  # a norm's went with an earlier micro-batch's
+                    home.unsharded_accumulated_grad = torch.zeros_like(
+                        home._unsharded_param, dtype=torch.float32
+                    )
         self._stage._get_fsdp_state()._root_post_backward_final_callback()
 
 

@@ -101,7 +101,8 @@ class StageWork:
             work.graphs[micro_batch] = (x, end)
         del out
         if self._watch is not None:
-            self._watch.after_forward()
+            given = 0 if x is None else x.nbytes
+            self._watch.after_forward(given if work.module.last else given - made.nbytes)
         return None if work.module.last else made
 
     def backward(self, stage: int, micro_batch: int, grad: Tensor | None) -> Tensor | None:
