@@ -115,10 +115,10 @@ def test_training_a_plan_whose_layout_does_not_run_names_the_nearest_that_does(c
     """`plan` may write what `train` refuses; nothing is started and nothing is written."""
     assert cli("plan", good, "-o", "plan.toml", "layout.dp_replicate=2").status == 0
     path = tmp_path / "plan.toml"
-    path.write_text(path.read_text().replace("\npp = 1\n", "\npp = 2\n"))
-    assert read_plan(path, to_run=False).job.layout.pp == 2
+    path.write_text(path.read_text().replace("\ncp = 1\n", "\ncp = 2\n"))
+    assert read_plan(path, to_run=False).job.layout.cp == 2
     ran = cli("train", "plan.toml", "--json")
-    assert (ran.status, ran.codes) == (2, ["layout-pp-not-built"])
+    assert (ran.status, ran.codes) == (2, ["layout-cp-not-built"])
     assert ran.json["notes"][0].startswith("nearest layout that runs: layout.dp_replicate=4 ")
     assert not (tmp_path / "runs").exists()
 
@@ -164,7 +164,6 @@ def test_overrides_and_on_reach_the_plan(cli, good):
 @pytest.mark.parametrize(
     "override",
     [
-        "layout.pp=2",
         "layout.cp=2",
         "layout.tp=3",
         "layout.dp_replicate=9",
@@ -190,7 +189,7 @@ def test_the_nearest_layout_runs_when_it_is_asked_for(cli, good):
 
 def test_the_nearest_layout_can_be_pasted_behind_the_command_that_was_refused(cli, good):
     """It names every key that must change, back to its default too, and keeps the rest."""
-    asked = ("layout.pp=2", "layout.schedule=zb-h1", "layout.recompute=full")
+    asked = ("layout.cp=2", "layout.context=ulysses", "layout.recompute=full")
     ran = cli("train", good, *asked, "--json")
     (near,) = ran.json["nearest"]
     assert near["runs"]
@@ -200,7 +199,7 @@ def test_the_nearest_layout_can_be_pasted_behind_the_command_that_was_refused(cl
     again = cli("plan", good, *asked, *near["layout"].split(), "--json")
     assert again.status == 0, again.err
     chosen = again.json["layouts"][0]["layout"]
-    assert (chosen["pp"], chosen["schedule"], chosen["recompute"]) == (1, "1f1b", "full")
+    assert (chosen["cp"], chosen["context"], chosen["recompute"]) == (1, "ring", "full")
     asked = ("layout.dp_replicate=2", "layout.recompute=selective")
     (changed,) = cli("plan", "resnet-tiny", *asked, "--json").json["notes"]
     assert " layout.recompute=none (" in changed
@@ -221,7 +220,7 @@ def test_a_mistake_that_no_layout_mends_names_none(cli, good):
 
 
 def test_a_micro_batch_too_large_for_the_replicas_does_not_keep_the_price_away(cli, good):
-    notes = cli("train", good, "layout.pp=2", "layout.micro_batch=8", "--json").json["notes"]
+    notes = cli("train", good, "layout.cp=2", "layout.micro_batch=8", "--json").json["notes"]
     assert len(notes) == 1
 
 
