@@ -78,6 +78,8 @@ class ShardedSizes:
     """What it gives to its reduce-scatter: float32, or as compressed gradients are."""
     around_shard: int
     """What it keeps of that, in float32."""
+    around_last: int
+    """Its last gradient, which torch lets go of last."""
     around_early: int
     """Its gradients that wait through the backward pass of the blocks: the head's, the final norm's."""
     around_late: int
@@ -130,6 +132,7 @@ class ShardedSizes:
             around=outer.gathered_bytes(ranks, job.train.precision),
             around_sent=outer.padded(ranks) * wire,
             around_shard=stays * outer.padded(ranks) * FLOAT32_BYTES // ranks,
+            around_last=outer.parameters[-1].count * FLOAT32_BYTES if outer.parameters else 0,
             around_early=head + norm if part.last else 0,
             around_late=late,
             block=blocks[0].gathered_bytes(ranks, job.train.precision),
@@ -190,7 +193,7 @@ class ShardedSizes:
             shards = self.layers * self.block_shard if run.first else everything
             if moment.part == "around":
                 return shards + self.around_late, self.block_sent
-            return shards + max(self.kept_around, self.around_shard), self.around_sent
+            return shards + max(self.kept_around, self.around_last + self.around_shard), self.around_sent
         behind = self.layers - 1 - moment.layer
         shards = behind * self.block_shard if run.first else everything
         if moment.part == "reduced":
