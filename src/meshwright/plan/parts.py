@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 
+from meshwright.core.errors import Problem, UserError
 from meshwright.plan.buckets import bucket_parameters
 from meshwright.plan.shapes import Parameter, list_parameters
 from meshwright.plan.tensor import held_model
 from meshwright.schedule.actions import PipelineSchedule, loop_ranks, vee_ranks
 from meshwright.schedule.build import build_schedule
+from meshwright.schedule.files import load_schedule
 from meshwright.spec.job import Job
 from meshwright.spec.layout import V_SCHEDULES
 from meshwright.spec.model import DecoderModel, Model
@@ -88,9 +91,50 @@ def list_stages(job: Job) -> tuple[Part, ...]:
 
 
 def schedule_of(job: Job, micro_batches: int) -> PipelineSchedule:
-    """The schedule of a job's pipeline."""
+    """The schedule of a job's pipeline.
+
+    Raises:
+        UserError: It is a file's, which is for another pipeline.
+    """
     layout = job.layout
+    if layout.schedule_file is not None:
+        return _require_fit(_read_schedule(layout.schedule_file), job, micro_batches)
     return build_schedule(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
+
+
+def _read_schedule(path: str) -> PipelineSchedule:
+    """A file's schedule; read once, unless it changes."""
+    file = Path(path)
+    return _read_version(file, file.stat().st_mtime_ns if file.exists() else 0)
+
+
+@functools.lru_cache(maxsize=16)
+def _read_version(file: Path, modified: int) -> PipelineSchedule:
+    return load_schedule(file)
+
+
+def _require_fit(schedule: PipelineSchedule, job: Job, micro_batches: int) -> PipelineSchedule:
+    """A file's schedule, if it is for as many ranks and micro-batches as the job has."""
+    layout = job.layout
+    rule = fix = ""
+    if schedule.pp != layout.pp:
+        rule, fix = f"is for {schedule.pp} ranks, and layout.pp={layout.pp}", f"Use layout.pp={schedule.pp}"
+    elif schedule.micro_batches != micro_batches:
+        batch = schedule.micro_batches * (layout.micro_batch or 1) * layout.data_degree
+        rule = f"is for {schedule.micro_batches} micro-batches, and a step has {micro_batches} (train."
+        rule += f"global_batch={job.train.global_batch}, layout.micro_batch={layout.micro_batch})"
+        fix = f"Use train.global_batch={batch}, or a layout.micro_batch that makes {schedule.micro_batches}"
+    elif (
+        schedule.stage_ranks[0] == schedule.stage_ranks[-1]
+        and layout.zero >= 2
+        and list_stages(job)[-1].borrows
+    ):
+        rule = "has the first and the last stage on one rank, which share a tied embedding, and layout.zero="
+        rule, fix = f"{rule}{layout.zero} cuts it; that is not built yet", "Use layout.zero=1"
+    if rule:
+        problem = Problem("layout-schedule-file", rule, "layout.schedule_file", layout.schedule_file, fix)
+        raise UserError(problem)
+    return schedule
 
 
 def pipeline_rank(job: Job, rank: int) -> int:
@@ -101,6 +145,8 @@ def pipeline_rank(job: Job, rank: int) -> int:
 def stage_homes(job: Job) -> tuple[int, ...]:
     """The place of the pipeline that holds each stage."""
     layout = job.layout
+    if layout.schedule_file is not None:
+        return _read_schedule(layout.schedule_file).stage_ranks
     return (
         vee_ranks(layout.pp)
         if layout.schedule in V_SCHEDULES

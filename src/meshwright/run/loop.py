@@ -49,6 +49,9 @@ def train(session: Session) -> None:
 def take_step(session: Session, meter: Meter, audited: bool) -> bool:
     """One step, watched if it is the audited one; returns whether a rank wants to stop after it."""
     audit = session.audit = StepAudit(session) if audited else None
+    if session.pipeline is not None:  # what is new in a first step, and looking on, take time
+        short = session.job.train.steps - session.first_step <= 2
+        session.pipeline.times.counts = short or (not audited and session.step > session.first_step)
     with audit or nullcontext():
         return train_step(session, meter)
 
@@ -58,6 +61,8 @@ def report_end(session: Session, evaluations: int, stopping: bool, saves: int = 
     steps, status = session.step - session.first_step, "interrupted" if stopping else "complete"
     times = {"steps": steps, "evaluations": evaluations, "saves": saves}
     session.events.write("collectives", rows=session.counter.rows(), **times)
+    if session.pipeline is not None:
+        session.events.write("timeline", **session.pipeline.record())
     session.events.write("finished", status=status, step=session.step, steps=steps)
 
 

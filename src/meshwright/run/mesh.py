@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.launch.environment import GENERATION_VARIABLE, STORE_VARIABLE
-from meshwright.plan.parts import TIED_AXIS, find_tied_places, list_stages, schedule_of
+from meshwright.plan.parts import TIED_AXIS, find_tied_places, stage_homes
 from meshwright.plan.sharding import ALL_DATA
 from meshwright.plan.tensor import COPIES_AXIS, count_copies
 from meshwright.run.collectives.counter import CollectiveCounter
@@ -133,8 +133,7 @@ def join_ranks(
         if (group := _group_of(rank, members, timeout)) is not None:
             joined[axis] = group
             counter.name_axis(group, "pp" if axis == UPWARDS else axis)
-    last = list_stages(job)[-1].stage
-    loss_place = schedule_of(job, 2 * layout.pp).rank_of(last) if layout.pp > 1 else 0
+    loss_place = stage_homes(job)[-1] if layout.pp > 1 else 0
     return Ranks(rank, world_size, device, mesh, control, joined, layout.tp, layout.pp, loss_place)
 
 

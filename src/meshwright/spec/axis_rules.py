@@ -86,7 +86,8 @@ def check_interleaved(job: Job) -> Problem | None:
         f"ranks of data, layout.micro_batch={layout.micro_batch or 1}) in rounds of layout.pp={layout.pp}, "
     )
     rule += "which does not divide them"
-    fix = "Use layout.schedule=1f1b, or a batch of a multiple of pp micro-batches"
+    whole = -(-count // layout.pp) * layout.pp * (layout.micro_batch or 1) * layout.data_degree
+    fix = f"Use layout.schedule=1f1b, or train.global_batch={whole}"
     return Problem("layout-interleaved", rule, path="layout.schedule", value="interleaved", fix=fix)
 
 
@@ -116,7 +117,8 @@ def check_dualpipe(job: Job) -> Problem | None:
         return None
     rule = f"needs 2 x layout.pp={layout.pp} micro-batches, and a rank has {count} of "
     rule += f"train.global_batch={job.train.global_batch}"
-    fix = "Use layout.schedule=zbv, fewer stages or a larger batch"
+    batch = least * (layout.micro_batch or 1) * layout.data_degree
+    fix = f"Use layout.schedule=zbv, fewer stages, or train.global_batch={batch}"
     return Problem("layout-dualpipe", rule, path="layout.schedule", value="dualpipe-v", fix=fix)
 
 
@@ -298,17 +300,17 @@ AXIS_ROWS: tuple[Row, ...] = (
         "`layout.zero` above 0 needs `dp_shard` > 1 or `cp` > 1: else there is nothing to shard over.",
         check_zero_unsharded,
     ),
+    (
+        "layout-schedule-pp",
+        "A `schedule` other than `1f1b` needs `pp` > 1.",
+        _check_idle("layout-schedule-pp", "schedule", "pp", "there is no pipeline"),
+    ),
     ("layout-accumulate-zero", '`accumulate = "deferred"` needs `zero` 2 or 3.', check_idle_accumulate),
     ("layout-prefetch-zero", "A `prefetch` other than 1 needs `zero = 3`.", check_idle_prefetch),
 )
 """Rows of what can never run."""
 
 PLAN_AXIS_ROWS: tuple[Row, ...] = (
-    (
-        "layout-schedule-pp",
-        "A `schedule` other than `1f1b` needs `pp` > 1.",
-        _check_idle("layout-schedule-pp", "schedule", "pp", "there is no pipeline"),
-    ),
     (
         "layout-context-cp",
         '`context = "ulysses"` needs `cp` > 1.',

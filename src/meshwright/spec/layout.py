@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from meshwright.spec.fields import SECTION_CONFIG, Count, Flag, Natural
+from meshwright.spec.fields import SECTION_CONFIG, Count, Flag, Location, Natural
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first; `ep` divides dp_shard x cp x tp and adds no ranks."""
@@ -51,6 +51,8 @@ class Layout:
     """Stages a pipeline rank holds; `zbv` and `dualpipe-v` have 2, also if left out."""
     stage_layers: tuple[Count, ...] | None = None
     """Layers of each pipeline stage, first to last; by their predicted cost if left out."""
+    schedule_file: Location | None = None
+    """A schedule of your own in place of `schedule`: see `meshwright schedule pipeline --file`."""
     context: Literal["ring", "ulysses"] = "ring"
     """How cp exchanges keys and values."""
     micro_batch: Count | None = None

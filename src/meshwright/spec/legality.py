@@ -30,6 +30,11 @@ from meshwright.spec.job import Job, Train
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import DecoderModel, ResNetModel
 from meshwright.spec.numbers import divisors, list_choices
+from meshwright.spec.pipeline_rules import (
+    check_schedule_file,
+    check_shared_embedding,
+    check_stage_layers,
+)
 from meshwright.spec.recipe_rules import (
     OPTIONAL_KEYS,
     check_decay_room,
@@ -417,6 +422,16 @@ RULES: tuple[Rule, ...] = (
     _divides("layout-tp-heads", "layout.tp", "model.num_heads", "heads split evenly over tp"),
     *(Rule(*row) for row in AXIS_ROWS),
     Rule("layout-pp-layers", "`pp` x `virtual_stages` is at most `model.num_layers`.", _check_pp_layers),
+    Rule(
+        "layout-stage-layers",
+        "`stage_layers` has a number for each of the `pp` x `virtual_stages` stages, all layers in all.",
+        check_stage_layers,
+    ),
+    Rule(
+        "layout-schedule-file",
+        "`schedule_file` needs `pp` > 1, and takes the place of `schedule` and `virtual_stages`.",
+        check_schedule_file,
+    ),
     Rule("layout-zero-dp-shard", "`dp_shard` > 1 needs ZeRO stage 1, 2 or 3.", _check_zero_shard),
     Rule(
         "layout-accumulate-compression",
@@ -465,6 +480,12 @@ RULES: tuple[Rule, ...] = (
         "layout-offload-not-built",
         'Parameters on the host (`offload = "all"`) without ZeRO-2 or 3.',
         check_offload_all,
+        built=False,
+    ),
+    Rule(
+        "layout-schedule-tied-not-built",
+        "Tied embeddings under `zbv` and `dualpipe-v` with ZeRO-2 or 3: two stages of a rank share one.",
+        check_shared_embedding,
         built=False,
     ),
     _not_built("layout.context", ("ring",), "another context method"),

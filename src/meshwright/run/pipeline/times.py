@@ -15,6 +15,9 @@ import torch
 
 from meshwright.schedule.actions import Action
 
+MOST_STEPS = 50
+"""Steps that are timed: enough for a mean, and a GPU is not asked to wait in all the others."""
+
 
 class ActionTimes:
     """The moments of one rank's actions."""
@@ -42,7 +45,7 @@ class ActionTimes:
 
     def finish(self) -> None:
         """The step's last action has ended."""
-        if not self.counts:
+        if not self.counts or self.steps == MOST_STEPS:
             return
         origin, *moments = self._moments
         if self._gpu:
