@@ -105,7 +105,12 @@ def schedule_of(job: Job, micro_batches: int) -> PipelineSchedule:
     layout = job.layout
     if layout.schedule_file is not None:
         return _require_fit(_read_schedule(layout.schedule_file), job, micro_batches)
-    return build_schedule(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
+    return _build(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
+
+
+@functools.lru_cache(maxsize=32)
+def _build(name: str, pp: int, micro_batches: int, virtual_stages: int) -> PipelineSchedule:
+    return build_schedule(name, pp, micro_batches, virtual_stages)
 
 
 def _read_schedule(path: str) -> PipelineSchedule:
