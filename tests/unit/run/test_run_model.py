@@ -57,7 +57,9 @@ def test_parameters_are_the_planned_ones_in_order(changes):
 def test_start_depends_on_seed_and_name_only():
     """A parameter's first values do not change when other parameters come or go, or the order changes."""
     deep, shallow = built(small(num_layers=4)), built(small(num_layers=1))
-    torch.testing.assert_close(deep.blocks["0"].ffn.up.weight, shallow.blocks["0"].ffn.up.weight, rtol=0, atol=0)
+    torch.testing.assert_close(
+        deep.blocks["0"].ffn.up.weight, shallow.blocks["0"].ffn.up.weight, rtol=0, atol=0
+    )
     assert not torch.equal(deep.blocks["0"].ffn.up.weight, deep.blocks["1"].ffn.up.weight)
     assert not torch.equal(built(small(), seed=1).embed.weight, built(small(), seed=2).embed.weight)
 
