@@ -1,0 +1,251 @@
+"""How far the bubble that we simulate is from the one that our interpreter makes, for every schedule.
+
+The stages are timed waits: with more ranks than cores a bubble of real work is not idle time, as another rank
+computes in it, but a rank that sleeps needs no core. What runs is what trains: the interpreter and its
+transfers between processes; only what an action computes is a sleep. All ranks note when their actions begin
+and end, by one clock. The measured bubble is the idle share of all ranks' time between the first start and
+the last end, the median over some steps; the simulated one is that of ``walk_schedule`` with the same times
+and transfers that take none.
+
+    python benchmarks/pipeline_bubble.py [--ranks 4] [--schedule zbv] [--picture FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.launch.environment import prepare_environment
+
+os.environ["OMP_NUM_THREADS"] = "1"
+prepare_environment(threads=1)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from meshwright.cli.ranks import build_launch  # noqa: E402
+from meshwright.explain.timeline import build_timeline, draw_pair_svg, measured_timeline  # noqa: E402
+from meshwright.plan.contract import PLAN_FILE, build_plan, read_plan, write_plan  # noqa: E402
+from meshwright.run.collectives.counter import CollectiveCounter  # noqa: E402
+from meshwright.run.mesh import Ranks, join_ranks, leave_ranks  # noqa: E402
+from meshwright.run.pipeline.exchange import Exchange  # noqa: E402
+from meshwright.run.pipeline.interpreter import Interpreter  # noqa: E402
+from meshwright.run.pipeline.times import ActionTimes  # noqa: E402
+from meshwright.schedule.actions import Action, Kind, PipelineSchedule  # noqa: E402
+from meshwright.schedule.build import BUILT, build_schedule  # noqa: E402
+from meshwright.schedule.walk import StageTimes, Walk, walk_schedule  # noqa: E402
+from meshwright.spec.load import build_job  # noqa: E402
+
+SHAPE = (8, 64)
+"""Of what the stages hand on: 2 KiB, so that a transfer takes no time to speak of."""
+PROMISE = 0.10
+FORWARD, BACKWARD, WEIGHT = 1.0, 1.5, 1.0
+"""What a stage's actions take, in forward passes."""
+UNEVEN = 0.5
+"""How much slower the last of uneven stages is than the first; those between lie on a line."""
+
+Span = tuple[Action, float, float]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table."""
+
+    schedule: str
+    pp: int
+    micro_batches: int
+    even: bool
+    forward_s: float
+    """Of the first stage."""
+
+    def build(self) -> PipelineSchedule:
+        """Its schedule."""
+        return build_schedule(self.schedule, self.pp, self.micro_batches)
+
+    def times(self) -> StageTimes:
+        """How long each stage waits; a rank with two stages has half of the work in each."""
+        schedule = self.build()
+        last, share = schedule.stages - 1, self.forward_s / schedule.virtual_stages
+        slower = [1.0 if self.even else 1.0 + UNEVEN * stage / last for stage in range(schedule.stages)]
+        return StageTimes(*([share * s * part for s in slower] for part in (FORWARD, BACKWARD, WEIGHT)))
+
+    def walk(self) -> Walk:
+        """What is simulated."""
+        return walk_schedule(self.build(), self.times())
+
+
+class Waits:
+    """Stages that compute nothing, for as long as they are told."""
+
+    def __init__(self, schedule: PipelineSchedule, times: StageTimes) -> None:
+        self._forward_s, self._input_s, self._weight_s = (
+            list(values)  # type: ignore[arg-type]
+            for values in (times.forward_s, times.backward_input_s, times.backward_weight_s)
+        )
+        self._last, self._split = schedule.stages - 1, schedule.split_backward
+
+    def forward(self, stage: int, micro_batch: int, x: Tensor | None) -> Tensor | None:
+        """A forward pass."""
+        time.sleep(self._forward_s[stage])
+        return None if stage == self._last else torch.full(SHAPE, float(micro_batch))
+
+    def backward(self, stage: int, micro_batch: int, grad: Tensor | None) -> Tensor | None:
+        """A backward pass, with both its parts if they are not two actions."""
+        time.sleep(self._input_s[stage] + (0.0 if self._split else self._weight_s[stage]))
+        return torch.full(SHAPE, float(micro_batch)) if stage else None
+
+    def weight(self, stage: int, micro_batch: int) -> None:
+        """The second part."""
+        time.sleep(self._weight_s[stage])
+
+
+def run_waits(case: Case, ranks: Ranks, steps: int) -> list[list[Span]]:
+    """On one rank: when each action began and ended, in each step."""
+    schedule = case.build()
+    row, waits = schedule.ranks[ranks.place], Waits(schedule, case.times())
+    exchange = Exchange(schedule, ranks, SHAPE, torch.float32)
+    found = []
+    for _ in range(steps):
+        moments = ActionTimes(row, ranks.device)
+        interpreter = Interpreter(schedule, ranks.place, exchange, moments)
+        dist.barrier()
+        began = time.perf_counter()  # the machine's clock: that of the other ranks, too
+        interpreter.run(waits)
+        times = [(began + start, began + end) for *_, start, end in moments.rows()]
+        found.append([(action, *pair) for action, pair in zip(row, times, strict=True)])
+    return found
+
+
+def measure_bubble(spans: Sequence[Sequence[Span]]) -> float:
+    """The idle share of all ranks' time, from the first start to the last end."""
+    starts, ends = ([span[i] for row in spans for span in row] for i in (1, 2))
+    work_s = sum(end - start for row in spans for _, start, end in row)
+    return 1 - work_s / (len(spans) * (max(ends) - min(starts)))
+
+
+def run_rank(run_dir: str, listener: Any = None) -> int:
+    """One rank, through all cases; it writes down what it saw."""
+    folder = Path(run_dir)
+    job = read_plan(folder / PLAN_FILE).job
+    task = json.loads((folder / "task.json").read_text())
+    counter = CollectiveCounter()
+    counter.install()
+    ranks = join_ranks(job, counter)
+    found = [run_waits(Case(**case), ranks, task["steps"]) for case in task["cases"]]
+    (folder / f"spans-{ranks.rank}.json").write_text(json.dumps(found))
+    leave_ranks(ranks)
+    counter.remove()
+    return 0
+
+
+def run_cases(cases: Sequence[Case], steps: int, folder: Path) -> list[list[list[list[Span]]]]:
+    """Run cases that have the same number of ranks; for each case and step, the spans of all ranks."""
+    tree = {
+        "model": {"preset": "tiny", "num_layers": 8},
+        "data": {"path": "none", "seq_len": 32},
+        "train": {"steps": 1, "global_batch": 8},
+        "layout": {"pp": cases[0].pp, "micro_batch": 1},
+        "cluster": {"device": "cpu", "devices_per_node": cases[0].pp, "matmul_flops_per_s": 1e11},
+    }
+    plan, _ = build_plan(build_job(tree))
+    folder.mkdir()
+    write_plan(plan, folder / PLAN_FILE)
+    (folder / "task.json").write_text(json.dumps({"steps": steps, "cases": [vars(case) for case in cases]}))
+    build_launch("pipeline_bubble:run_rank", plan.job, folder, lambda event: None).run()
+    by_rank = [json.loads((folder / f"spans-{rank}.json").read_text()) for rank in range(cases[0].pp)]
+    return [
+        [[_read_spans(found[index][step]) for found in by_rank] for step in range(steps)]
+        for index in range(len(cases))
+    ]
+
+
+def _read_spans(row: list[Any]) -> list[Span]:
+    return [(Action(Kind(kind), stage, m), start, end) for (kind, stage, m), start, end in row]
+
+
+def judge(case: Case, steps: Sequence[Sequence[Sequence[Span]]]) -> dict[str, Any]:
+    """A row of the table: of several steps the one in the middle."""
+    bubbles = [measure_bubble(spans) for spans in steps]
+    measured, simulated = statistics.median_low(bubbles), case.walk().bubble
+    return {
+        **vars(case),
+        "simulated": simulated,
+        "measured": measured,
+        "difference": (measured - simulated) / simulated,
+        "step": bubbles.index(measured),
+    }
+
+
+def draw(case: Case, spans: Sequence[Sequence[Span]], folder: Path) -> None:
+    """What was simulated above what was measured."""
+    schedule, walk = case.build(), case.walk()
+    title = f"{case.schedule}, {case.pp} ranks, {'even' if case.even else 'uneven'} stages"
+    upper = build_timeline(schedule, walk, f"{title}: simulated", f"bubble {walk.bubble:.1%}", unit="s")
+    note = f"bubble {measure_bubble(spans):.1%}"
+    lower = measured_timeline(schedule, spans, f"{title}: measured with timed waits", note)
+    name = f"{case.schedule}-{case.pp}-{'even' if case.even else 'uneven'}.svg"
+    (folder / name).write_text(draw_pair_svg(upper, lower))
+
+
+def main() -> None:
+    """Print the table and the worst line of it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, choices=(2, 4), action="append")
+    parser.add_argument("--schedule", choices=BUILT, action="append")
+    parser.add_argument("--forward-ms", type=float, default=20.0, help="of a rank's stages together")
+    parser.add_argument("--steps", type=int, default=5, help="the median of which counts")
+    parser.add_argument("--picture", type=Path, help="a folder for a picture of each line")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    rows = []
+    for pp in arguments.ranks or (2, 4):
+        cases = [
+            Case(name, pp, 2 * pp, even, arguments.forward_ms / 1e3)
+            for name in arguments.schedule or BUILT
+            for even in (True, False)
+        ]
+        with tempfile.TemporaryDirectory() as place:
+            found = run_cases(cases, arguments.steps, Path(place) / "run")
+        for case, steps in zip(cases, found, strict=True):
+            rows.append(judge(case, steps))
+            if arguments.picture:
+                arguments.picture.mkdir(parents=True, exist_ok=True)
+                draw(case, steps[rows[-1]["step"]], arguments.picture)
+    show(rows, arguments.json)
+
+
+def show(rows: list[dict[str, Any]], as_json: bool) -> None:
+    """Print it for people, or as one object."""
+    date = datetime.datetime.now(tz=datetime.UTC).date()
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
+    if as_json:
+        print(json.dumps({"date": str(date), "machine": machine, "rows": rows}))
+        return
+    print(f"bubbles of timed waits, {date}, {machine}")
+    for row in rows:
+        stages = "even" if row["even"] else "uneven"
+        print(
+            f"  {row['schedule']:11} {row['pp']} ranks, {row['micro_batches']:2} micro-batches, {stages:6} "
+            f"stages: simulated {row['simulated']:6.2%}, measured {row['measured']:6.2%}, "
+            f"difference {row['difference']:+.1%}"
+        )
+    worst = max(rows, key=lambda row: abs(row["difference"]))
+    print(f"  worst difference {worst['difference']:+.1%} ({worst['schedule']}, {worst['pp']} ranks)", end=" ")
+    print(f"(at most {PROMISE:.0%} is promised)")
+
+
+if __name__ == "__main__":
+    main()
