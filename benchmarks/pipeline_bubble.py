@@ -4,8 +4,8 @@ The stages are timed waits: with more ranks than cores a bubble of real work is 
 computes in it, but a rank that sleeps needs no core. What runs is what trains: the interpreter and its
 transfers between processes; only what an action computes is a sleep. All ranks note when their actions begin
 and end, by one clock. The measured bubble is the idle share of all ranks' time between the first start and
-the last end, the median over some steps; the simulated one is that of ``walk_schedule`` with the same times
-and transfers that take none.
+the last end, the median over some steps. The simulated one is that of ``walk_schedule`` with the waits as the
+times of the stages, and as that of transfers what a message took between the same processes just before.
 
     python benchmarks/pipeline_bubble.py [--ranks 4] [--schedule zbv] [--picture FOLDER]
 """
@@ -50,6 +50,8 @@ from meshwright.spec.load import build_job  # noqa: E402
 
 SHAPE = (8, 64)
 """Of what the stages hand on: 2 KiB, so that a transfer takes no time to speak of."""
+MESSAGES, PAUSE_S = 15, 0.01
+"""Of each of two ranks, to see how long a transfer takes."""
 PROMISE = 0.10
 FORWARD, BACKWARD, WEIGHT = 1.0, 1.5, 1.0
 """What a stage's actions take, in forward passes."""
@@ -81,9 +83,9 @@ class Case:
         slower = [1.0 if self.even else 1.0 + UNEVEN * stage / last for stage in range(schedule.stages)]
         return StageTimes(*([share * s * part for s in slower] for part in (FORWARD, BACKWARD, WEIGHT)))
 
-    def walk(self) -> Walk:
+    def walk(self, transfer_s: float) -> Walk:
         """What is simulated."""
-        return walk_schedule(self.build(), self.times())
+        return walk_schedule(self.build(), self.times(), transfer_s)
 
 
 class Waits:
@@ -111,21 +113,33 @@ class Waits:
         time.sleep(self._weight_s[stage])
 
 
-def run_waits(case: Case, ranks: Ranks, steps: int) -> list[list[Span]]:
-    """On one rank: when each action began and ended, in each step."""
+@dataclass(frozen=True)
+class Seen:
+    """What was measured of a case."""
+
+    transfer_s: float
+    steps: list[list[list[Span]]]
+    """For each step and rank, when each action began and ended."""
+
+    def middle(self) -> list[list[Span]]:
+        """Of the steps the one with the median bubble."""
+        return sorted(self.steps, key=measure_bubble)[(len(self.steps) - 1) // 2]
+
+
+def run_waits(case: Case, ranks: Ranks, steps: int) -> dict[str, Any]:
+    """On one rank: when each action began and ended, in each step, and how long a transfer takes."""
     schedule = case.build()
     row, waits = schedule.ranks[ranks.place], Waits(schedule, case.times())
     exchange = Exchange(schedule, ranks, SHAPE, torch.float32)
-    found = []
+    transfer_s, found = time_transfer(ranks), []
     for _ in range(steps):
         moments = ActionTimes(row, ranks.device)
         interpreter = Interpreter(schedule, ranks.place, exchange, moments)
         dist.barrier()
         began = time.perf_counter()  # the machine's clock: that of the other ranks, too
         interpreter.run(waits)
-        times = [(began + start, began + end) for *_, start, end in moments.rows()]
-        found.append([(action, *pair) for action, pair in zip(row, times, strict=True)])
-    return found
+        found.append([(*what, began + start, began + end) for *what, start, end in moments.rows()])
+    return {"transfer_s": transfer_s, "steps": found}
 
 
 def measure_bubble(spans: Sequence[Sequence[Span]]) -> float:
@@ -133,6 +147,28 @@ def measure_bubble(spans: Sequence[Sequence[Span]]) -> float:
     starts, ends = ([span[i] for row in spans for span in row] for i in (1, 2))
     work_s = sum(end - start for row in spans for _, start, end in row)
     return 1 - work_s / (len(spans) * (max(ends) - min(starts)))
+
+
+def time_transfer(ranks: Ranks) -> float:
+    """Seconds of a message from a rank that has slept to one that waits; the median of some, there and back.
+
+    The first two ranks send, and all get the result.
+    """
+    group, seconds = ranks.channel(0, 1), torch.zeros((), dtype=torch.float64)
+    if ranks.place < 2:
+        took = []
+        for number in range(2 * MESSAGES):
+            message = torch.zeros((), dtype=torch.float64)
+            if ranks.place == number % 2:
+                time.sleep(PAUSE_S)
+                message += time.perf_counter()
+                dist.send(message, group=group, group_dst=1 - ranks.place)
+            else:
+                dist.recv(message, group=group, group_src=1 - ranks.place)
+                took.append(time.perf_counter() - message.item())
+        seconds += statistics.median(took)
+    dist.all_reduce(seconds)
+    return seconds.item() / 2
 
 
 def run_rank(run_dir: str, listener: Any = None) -> int:
@@ -144,59 +180,62 @@ def run_rank(run_dir: str, listener: Any = None) -> int:
     counter.install()
     ranks = join_ranks(job, counter)
     found = [run_waits(Case(**case), ranks, task["steps"]) for case in task["cases"]]
-    (folder / f"spans-{ranks.rank}.json").write_text(json.dumps(found))
+    (folder / f"seen-{ranks.rank}.json").write_text(json.dumps(found))
     leave_ranks(ranks)
     counter.remove()
     return 0
 
 
-def run_cases(cases: Sequence[Case], steps: int, folder: Path) -> list[list[list[list[Span]]]]:
-    """Run cases that have the same number of ranks; for each case and step, the spans of all ranks."""
+def run_cases(cases: Sequence[Case], steps: int, folder: Path) -> list[Seen]:
+    """Run cases that have the same number of ranks."""
+    pp = cases[0].pp
     tree = {
-        "model": {"preset": "tiny", "num_layers": 8},
+        "model": {"preset": "tiny", "num_layers": 2 * pp},
         "data": {"path": "none", "seq_len": 32},
-        "train": {"steps": 1, "global_batch": 8},
-        "layout": {"pp": cases[0].pp, "micro_batch": 1},
-        "cluster": {"device": "cpu", "devices_per_node": cases[0].pp, "matmul_flops_per_s": 1e11},
+        "train": {"steps": 1, "global_batch": 2 * pp},
+        "layout": {"pp": pp, "micro_batch": 1},
+        "cluster": {"device": "cpu", "devices_per_node": pp, "matmul_flops_per_s": 1e11},
     }
     plan, _ = build_plan(build_job(tree))
     folder.mkdir()
     write_plan(plan, folder / PLAN_FILE)
     (folder / "task.json").write_text(json.dumps({"steps": steps, "cases": [vars(case) for case in cases]}))
     build_launch("pipeline_bubble:run_rank", plan.job, folder, lambda event: None).run()
-    by_rank = [json.loads((folder / f"spans-{rank}.json").read_text()) for rank in range(cases[0].pp)]
-    return [
-        [[_read_spans(found[index][step]) for found in by_rank] for step in range(steps)]
-        for index in range(len(cases))
-    ]
+    by_rank = [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(pp)]
+    return [_join(found) for found in zip(*by_rank, strict=True)]
 
 
-def _read_spans(row: list[Any]) -> list[Span]:
-    return [(Action(Kind(kind), stage, m), start, end) for (kind, stage, m), start, end in row]
+def _join(by_rank: Sequence[dict[str, Any]]) -> Seen:
+    """What the ranks saw of one case."""
+    by_step = zip(*(found["steps"] for found in by_rank), strict=True)
+    return Seen(by_rank[0]["transfer_s"], [[_read_spans(row) for row in rows] for rows in by_step])
 
 
-def judge(case: Case, steps: Sequence[Sequence[Sequence[Span]]]) -> dict[str, Any]:
-    """A row of the table: of several steps the one in the middle."""
-    bubbles = [measure_bubble(spans) for spans in steps]
-    measured, simulated = statistics.median_low(bubbles), case.walk().bubble
+def _read_spans(row: list[list[Any]]) -> list[Span]:
+    return [(Action(Kind(kind), stage, m), start, end) for kind, stage, m, start, end in row]
+
+
+def judge(case: Case, seen: Seen) -> dict[str, Any]:
+    """A row of the table."""
+    simulated, measured = case.walk(seen.transfer_s).bubble, measure_bubble(seen.middle())
     return {
         **vars(case),
+        "transfer_s": seen.transfer_s,
         "simulated": simulated,
         "measured": measured,
         "difference": (measured - simulated) / simulated,
-        "step": bubbles.index(measured),
     }
 
 
-def draw(case: Case, spans: Sequence[Sequence[Span]], folder: Path) -> None:
+def draw(case: Case, seen: Seen, folder: Path) -> None:
     """What was simulated above what was measured."""
-    schedule, walk = case.build(), case.walk()
-    title = f"{case.schedule}, {case.pp} ranks, {'even' if case.even else 'uneven'} stages"
+    schedule, walk, spans = case.build(), case.walk(seen.transfer_s), seen.middle()
+    stages = "even" if case.even else "uneven"
+    title = f"{case.schedule}, {case.pp} ranks, {stages} stages"
     upper = build_timeline(schedule, walk, f"{title}: simulated", f"bubble {walk.bubble:.1%}", unit="s")
     note = f"bubble {measure_bubble(spans):.1%}"
     lower = measured_timeline(schedule, spans, f"{title}: measured with timed waits", note)
-    name = f"{case.schedule}-{case.pp}-{'even' if case.even else 'uneven'}.svg"
-    (folder / name).write_text(draw_pair_svg(upper, lower))
+    (folder / f"{case.schedule}-{case.pp}-{stages}.svg").write_text(draw_pair_svg(upper, lower))
 
 
 def main() -> None:
@@ -204,8 +243,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, choices=(2, 4), action="append")
     parser.add_argument("--schedule", choices=BUILT, action="append")
-    parser.add_argument("--forward-ms", type=float, default=20.0, help="of a rank's stages together")
-    parser.add_argument("--steps", type=int, default=5, help="the median of which counts")
+    parser.add_argument("--forward-ms", type=float, default=100.0, help="of a rank's stages together")
+    parser.add_argument("--steps", type=int, default=3, help="the median of which counts")
     parser.add_argument("--picture", type=Path, help="a folder for a picture of each line")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -219,11 +258,11 @@ def main() -> None:
         ]
         with tempfile.TemporaryDirectory() as place:
             found = run_cases(cases, arguments.steps, Path(place) / "run")
-        for case, steps in zip(cases, found, strict=True):
-            rows.append(judge(case, steps))
+        for case, seen in zip(cases, found, strict=True):
+            rows.append(judge(case, seen))
             if arguments.picture:
                 arguments.picture.mkdir(parents=True, exist_ok=True)
-                draw(case, steps[rows[-1]["step"]], arguments.picture)
+                draw(case, seen, arguments.picture)
     show(rows, arguments.json)
 
 

@@ -205,7 +205,7 @@ def measure(pairs: int, place: Path) -> list[dict[str, Any]]:
     data, folder = place / "data", place / "run"
     prepare_corpus(CorpusSpec(sources=("builtin:python-stdlib",), out=str(data)), place)
     tree = {
-        "model": {"num_layers": 6, "hidden_size": 192, "num_heads": 6, "num_kv_heads": 2, "ffn_size": 512,
+        "model": {"num_layers": 4, "hidden_size": 192, "num_heads": 6, "num_kv_heads": 2, "ffn_size": 512,
                   "vocab_size": 320, "tied_embeddings": False},
         "data": {"path": str(data), "seq_len": 128},
         "train": {"steps": 10**6, "global_batch": 16, "lr": 1e-3, "schedule": "constant", "warmup": 0},
