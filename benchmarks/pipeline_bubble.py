@@ -113,6 +113,21 @@ class Waits:
         time.sleep(self._weight_s[stage])
 
 
+class Moments(ActionTimes):
+    """The moments of one step, on the machine's clock, which all ranks share."""
+
+    began = 0.0
+
+    def begin(self) -> None:
+        """A step begins."""
+        super().begin()
+        self.began = time.perf_counter()
+
+    def rows(self) -> list[list[Any]]:
+        """Kind, stage, micro-batch, start and end of each action."""
+        return [[*what, self.began + start, self.began + end] for *what, start, end in super().rows()]
+
+
 @dataclass(frozen=True)
 class Seen:
     """What was measured of a case."""
@@ -133,20 +148,20 @@ def run_waits(case: Case, ranks: Ranks, steps: int) -> dict[str, Any]:
     exchange = Exchange(schedule, ranks, SHAPE, torch.float32)
     transfer_s, found = time_transfer(ranks), []
     for _ in range(steps):
-        moments = ActionTimes(row, ranks.device)
+        moments = Moments(row, ranks.device)
         interpreter = Interpreter(schedule, ranks.place, exchange, moments)
         dist.barrier()
-        began = time.perf_counter()  # the machine's clock: that of the other ranks, too
         interpreter.run(waits)
-        found.append([(*what, began + start, began + end) for *what, start, end in moments.rows()])
+        found.append(moments.rows())
     return {"transfer_s": transfer_s, "steps": found}
 
 
 def measure_bubble(spans: Sequence[Sequence[Span]]) -> float:
     """The idle share of all ranks' time, from the first start to the last end."""
-    starts, ends = ([span[i] for row in spans for span in row] for i in (1, 2))
-    work_s = sum(end - start for row in spans for _, start, end in row)
-    return 1 - work_s / (len(spans) * (max(ends) - min(starts)))
+    times = [(start, end) for row in spans for _, start, end in row]
+    work_s = sum(end - start for start, end in times)
+    makespan_s = max(end for _, end in times) - min(start for start, _ in times)
+    return 1 - work_s / (len(spans) * makespan_s)
 
 
 def time_transfer(ranks: Ranks) -> float:
@@ -278,11 +293,13 @@ def show(rows: list[dict[str, Any]], as_json: bool) -> None:
         stages = "even" if row["even"] else "uneven"
         print(
             f"  {row['schedule']:11} {row['pp']} ranks, {row['micro_batches']:2} micro-batches, {stages:6} "
-            f"stages: simulated {row['simulated']:6.2%}, measured {row['measured']:6.2%}, "
-            f"difference {row['difference']:+.1%}"
+            f"stages: simulated {row['simulated']:6.2%} with transfers of {row['transfer_s'] * 1e3:.2f} ms, "
+            f"measured {row['measured']:6.2%}, difference {row['difference']:+.1%}"
         )
     worst = max(rows, key=lambda row: abs(row["difference"]))
-    print(f"  worst difference {worst['difference']:+.1%} ({worst['schedule']}, {worst['pp']} ranks)", end=" ")
+    print(
+        f"  worst difference {worst['difference']:+.1%} ({worst['schedule']}, {worst['pp']} ranks)", end=" "
+    )
     print(f"(at most {PROMISE:.0%} is promised)")
 
 

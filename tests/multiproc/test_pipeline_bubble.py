@@ -1,4 +1,4 @@
-"""The bubble that our interpreter makes on real processes is the simulated one; a small form of the benchmark."""
+"""The bubble that our interpreter makes on real processes is the simulated one: the benchmark, small."""
 
 from __future__ import annotations
 

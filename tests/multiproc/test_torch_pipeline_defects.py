@@ -1,4 +1,4 @@
-"""Why we have an interpreter of our own: what torch's pipelines do to gradients over data ranks, and ours not.
+"""Why we have an interpreter of our own: what torch's pipelines do to gradients over ranks of data.
 
 The first tests hold torch to its defects. One that fails says that torch is mended: our reason has become
 weaker, and what the docs say of it wrong. The others hold our pipelines to the gradients of one process in
@@ -75,7 +75,9 @@ class TorchPipeline:
         self._x, self._y = x[ranks.data_rank], y[ranks.data_rank]
         self._whole = build_torch_stages()
         for samples, targets in zip(x, y, strict=True):
-            (_square(nn.Sequential(*self._whole)(samples), targets) / 2).backward()  # the mean over data ranks
+            (
+                _square(nn.Sequential(*self._whole)(samples), targets) / 2
+            ).backward()  # the mean over data ranks
 
     def step(self):
         """One step; of each parameter how far its gradient is from the right one, None without any."""
@@ -225,7 +227,7 @@ def run_ours(run_dir, listener):
     ],
 )
 def test_ours_has_the_gradients_of_one_process(job_file, prepared, tmp_path, layout):
-    """Where torch is wrong or crashes, every gradient of a second step is right, in the same four processes."""
+    """Where torch is wrong or crashes: every gradient of a second step is right."""
     given = ("pp=2", "micro_batch=1", *layout.split())
     asked = ["model.num_layers=4", "model.tied_embeddings=false", "train.global_batch=8"]
     plan, _ = build_plan(load_job(str(job_file), [*asked, *(f"layout.{key}" for key in given)]))
