@@ -259,7 +259,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, choices=(2, 4), action="append")
     parser.add_argument("--schedule", choices=BUILT, action="append")
     parser.add_argument("--forward-ms", type=float, default=100.0, help="of a rank's stages together")
-    parser.add_argument("--steps", type=int, default=3, help="the median of which counts")
+    parser.add_argument("--steps", type=int, default=5, help="the median of which counts")
     parser.add_argument("--picture", type=Path, help="a folder for a picture of each line")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
