@@ -84,7 +84,7 @@ def test_eight_ranks_too(prover, cell):
 
 
 def test_all_pairs_of_settings_meet_in_few_cells():
-    """What `make test` runs leaves out no trait that is legal, what `make test-all` runs no pair or layout."""
+    """What `make test` runs leaves out no legal trait, what `make test-all` runs no pair and no layout."""
     for chosen, meetings in ((COVERING, list_traits), (PAIRS, list_pairs)):
         legal = {met for cell in CELLS for met in meetings(cell)}
         assert legal == {met for cell in chosen for met in meetings(cell)}
