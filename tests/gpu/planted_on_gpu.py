@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from meshwright.run import worker
 from meshwright.run.parallel import split
+from meshwright.run.pipeline import collect, exchange
 
 
 def _all_gather(x, size, group):
@@ -23,11 +25,50 @@ def _reduce_scatter(x, size, group):
     return own
 
 
+class _Arriving:
+    """A receive on the host, which the device gets when it is waited for."""
+
+    def __init__(self, target, host, work):
+        self._target, self._host, self._work = target, host, work
+
+    def wait(self):
+        self._work.wait()
+        self._target.copy_(self._host)
+
+
+class _HostTransfers:
+    """In place of ``torch.distributed`` for a pipeline: gloo sends what lies on the host alone."""
+
+    @staticmethod
+    def isend(tensor, **where):
+        return dist.isend(tensor.cpu(), **where)
+
+    @staticmethod
+    def irecv(tensor, **where):
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return _Arriving(tensor, host, dist.irecv(host, **where))
+
+
+class _HostCollect:
+    """The same for checkpoints."""
+
+    @staticmethod
+    def send(tensor, **where):
+        dist.send(tensor.cpu(), **where)
+
+    @staticmethod
+    def recv(tensor, **where):
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        dist.recv(host, **where)
+        tensor.copy_(host)
+
+
 def through_gloo(run_dir, listener):
     """Ranks that may share a device: gloo carries what NCCL would refuse to.
 
     Its functional collectives read a GPU's memory from the host, and die of it; the plain ones do not.
     """
     split._all_gather, split._reduce_scatter = _all_gather, _reduce_scatter
+    exchange.dist, collect.dist = _HostTransfers, _HostCollect
     worker.join_ranks = functools.partial(worker.join_ranks, backend="gloo")
     return worker.run_rank(run_dir, listener)

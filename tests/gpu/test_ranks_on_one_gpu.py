@@ -63,3 +63,28 @@ def test_shards_on_one_gpu(together, settings):
     shared = together(*given, *asked, "run_dir=shared")
     assert shared.losses == pytest.approx(alone.losses, rel=1e-2)
     assert shared.result["audit_ok"], shared.result["differences"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "pp=2",
+        "pp=2 schedule=interleaved virtual_stages=2",
+        "pp=2 schedule=zb-h1 recompute=selective",
+        "pp=2 schedule=zbv",
+        "pp=2 tp=2 sequence_parallel=true",
+        "pp=2 dp_replicate=2 schedule=zb-h1",
+        "pp=2 dp_shard=2 zero=2",
+        "pp=2 dp_shard=2 zero=3 schedule=zb-h1",
+        "pp=2 schedule=zb-h1 offload=optimizer",
+    ],
+)
+def test_pipelines_on_one_gpu(together, monkeypatch, settings):
+    """Stages with CUDA's streams: losses of one rank, bytes and state as predicted, and what ran when."""
+    monkeypatch.setattr("meshwright.cli.ranks.find_gpus", lambda: [None] * 4)
+    given = (*WIDE, "cluster.devices_per_node=4", "train.precision=bf16", "layout.micro_batch=1")
+    alone = together(*given, "layout.dp_replicate=1", "run_dir=alone")
+    asked = tuple(f"layout.{key}" for key in settings.split())
+    shared = together(*given, *asked, "run_dir=shared")
+    assert shared.losses == pytest.approx(alone.losses, rel=1e-2)
+    assert shared.result["audit_ok"], shared.result["differences"]

@@ -185,13 +185,17 @@ def train(
 @app.command()
 def audit(
     run: Annotated[Path, typer.Argument(help="Folder of a run.", metavar="RUN")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Draw a pipeline, simulated and measured: a .svg or .png file."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show what the plan promised beside what the run did."""
     from meshwright.cli.audit import audit_folder  # noqa: PLC0415
 
     output = Output(as_json)
-    guarded(output, lambda: audit_folder(output, run))
+    guarded(output, lambda: audit_folder(output, run, out))
 
 
 @app.command()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwright.cli.output import Output
-from meshwright.core.errors import CheckFailedError
+from meshwright.cli.timeline_file import write_timelines
+from meshwright.core.errors import CheckFailedError, Problem, UserError
 from meshwright.core.units import format_rate, format_seconds
 from meshwright.explain.audit import Audit, StateRow, audit_run, held_text
+from meshwright.explain.pipeline_run import PipelineRun, find_pipeline
 from meshwright.explain.record import RunRecord, read_record
 from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
 from meshwright.spec.model import BATCH_NORM_NOTE
@@ -15,14 +17,34 @@ from meshwright.spec.model import BATCH_NORM_NOTE
 CHECK_FAILED = CheckFailedError.exit_status
 
 
-def audit_folder(output: Output, run_dir: Path) -> int:
-    """Audit a finished run; status 3 if a promise did not hold."""
+def audit_folder(output: Output, run_dir: Path, picture: Path | None = None) -> int:
+    """Audit a finished run; status 3 if a promise did not hold.
+
+    Args:
+        output: Where to print.
+        run_dir: Of the run.
+        picture: Where the pipeline's simulated and measured timelines go.
+    """
     record = read_record(run_dir)
     plan = read_plan(run_dir / PLAN_FILE)
     verdict = audit_run(plan, record)
     describe_audit(output, plan, record, verdict)
-    output.result({"run_dir": str(run_dir), "status": record.outcome, **verdict.as_dict()})
+    pipeline = find_pipeline(plan, record)
+    if picture is not None:
+        _draw_pipeline(output, run_dir, pipeline, picture)
+    told = {} if pipeline is None else {"pipeline": pipeline.as_dict()}
+    output.result({"run_dir": str(run_dir), "status": record.outcome, **verdict.as_dict(), **told})
     return 0 if verdict.ok else CHECK_FAILED
+
+
+def _draw_pipeline(output: Output, run_dir: Path, pipeline: PipelineRun | None, picture: Path) -> None:
+    """The two timelines, one above the other."""
+    if pipeline is None:
+        rule = "recorded no pipeline: it has none, or did not come to its end"
+        fix = "Leave out -o, or name a run with layout.pp above 1"
+        raise UserError(Problem("audit-no-pipeline", rule, path=str(run_dir), fix=fix))
+    write_timelines(picture, *pipeline.timelines())
+    output.say(f"picture: {picture}")
 
 
 def _word(row: StateRow) -> str:
@@ -79,14 +101,7 @@ def describe_audit(output: Output, plan: Plan, record: RunRecord, verdict: Audit
     else:
         output.say("Collectives: none predicted, none measured")
     output.say()
-    if record.tokens_per_s:
-        measured_s = record.tokens_per_step / record.tokens_per_s
-        rate = format_rate(record.tokens_per_s, plan.job.unit)
-        rate += f", MFU {record.mfu or 0:.1%} of {record.peak_basis}"
-        output.say(
-            f"Step: predicted {format_seconds(plan.step_s)}, measured {format_seconds(measured_s)} "
-            f"({rate}); shown, not judged"
-        )
+    _describe_times(output, plan, record)
     if plan.job.mixes_samples:
         output.say(f"Note: {BATCH_NORM_NOTE}")
     for note in record.notes:
@@ -96,3 +111,18 @@ def describe_audit(output: Output, plan: Plan, record: RunRecord, verdict: Audit
         return
     for difference in verdict.differences:
         output.say(f"Audit: {difference} [audit-differs]")
+
+
+def _describe_times(output: Output, plan: Plan, record: RunRecord) -> None:
+    """What is shown and not judged: the step, and a pipeline's bubble."""
+    if record.tokens_per_s:
+        measured_s = record.tokens_per_step / record.tokens_per_s
+        rate = format_rate(record.tokens_per_s, plan.job.unit)
+        rate += f", MFU {record.mfu or 0:.1%} of {record.peak_basis}"
+        output.say(
+            f"Step: predicted {format_seconds(plan.step_s)}, measured {format_seconds(measured_s)} "
+            f"({rate}); shown, not judged"
+        )
+    if (pipeline := find_pipeline(plan, record)) is not None:
+        for sentence in pipeline.sentences():
+            output.say(sentence)

@@ -209,7 +209,6 @@ def describe_plan(output: Output, plan: Plan) -> None:
     _, peak = peak_rate(job.cluster, job.train.precision)
     output.say(f"  interval: {spread.basis}; MFU counts against {peak}; rates: {job.cluster.basis}")
     if plan.pipeline is not None:
-        output.say(f"  planned bubble {plan.pipeline.bubble:.1%} of the ranks' time")
         output.say()
         output.table("Stages", STAGE_COLUMNS, stage_cells(plan))
     for name, rank in plan.classes().items():

@@ -11,9 +11,10 @@ import numpy as np
 from rich.text import Text
 
 from meshwright.cli.output import Output
+from meshwright.cli.timeline_file import write_timelines
 from meshwright.core.errors import CheckFailedError, Problem, UserError
 from meshwright.explain.plot import format_value
-from meshwright.explain.timeline import MOST_BARS, Timeline, build_timeline, draw_png, draw_svg
+from meshwright.explain.timeline import Timeline, build_timeline
 from meshwright.explain.timeline_text import draw_rows
 from meshwright.schedule.actions import Kind, PipelineSchedule
 from meshwright.schedule.build import build_schedule
@@ -93,7 +94,7 @@ def show_pipeline(
     timeline = build_timeline(schedule, walk, _title(schedule), _note(proof, walk))
     _show(output, timeline, proof, walk)
     if out is not None:
-        _write_picture(timeline, out)
+        write_timelines(out, timeline)
         output.say(f"picture: {out}")
     if save is not None:
         write_schedule(schedule, save)
@@ -190,23 +191,6 @@ def _style(kind: Kind | None, chunk: int) -> str:
     if kind is None:
         return ""
     return COLOURS[kind] if chunk % 2 == 0 else f"bold {COLOURS[kind]}"
-
-
-def _write_picture(timeline: Timeline, out: Path) -> None:
-    bars = sum(len(row) for _, row in timeline.rows)
-    kind = out.suffix.lower()
-    rule, fix = "", ""
-    if kind not in (".svg", ".png"):
-        rule, fix = "is neither an .svg nor a .png file", f"Use -o {out.with_suffix('.svg')}"
-    elif bars > MOST_BARS:
-        rule, fix = f"would have {bars:,} bars; {MOST_BARS:,} at most", "Use fewer stages or micro-batches"
-    else:
-        try:
-            out.write_bytes(draw_png(timeline) if kind == ".png" else draw_svg(timeline).encode())
-        except OSError as error:
-            rule, fix = f"cannot be written: {error.strerror}", "Name another file with -o"
-    if rule:
-        raise UserError(Problem("schedule-picture", rule, path=str(out), fix=fix))
 
 
 def _as_dict(schedule: PipelineSchedule, proof: Proof, walk: Walk, predicted: float | None) -> dict[str, Any]:

@@ -42,8 +42,20 @@ class Collectives:
     saves: int = 0
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """When one rank of a pipeline did what."""
+
+    place: int
+    steps: int
+    """Steps that the times are means of."""
+    actions: tuple[tuple[str, int, int, float, float], ...]
+    """Kind, stage, micro-batch, start and end in seconds since the step began."""
+
+
 _MEASURED: TypeAdapter[Measured] = TypeAdapter(Measured)
 _COLLECTIVES: TypeAdapter[Collectives] = TypeAdapter(Collectives)
+_RECORDED: TypeAdapter[Recorded] = TypeAdapter(Recorded)
 
 
 @dataclass
@@ -68,6 +80,8 @@ class RunRecord:
     """The audited step of each rank."""
     collectives: dict[int, Collectives] = field(default_factory=dict)
     """The counts of each rank."""
+    timelines: dict[int, Recorded] = field(default_factory=dict)
+    """Of the ranks of pipelines."""
     checkpoint: str | None = None
     checkpoint_failures: list[str] = field(default_factory=list)
     last_checkpoint_failed: bool = False
@@ -131,6 +145,9 @@ class RunRecord:
 
     def _on_collectives(self, event: Event) -> None:
         self.collectives[event["rank"]] = _COLLECTIVES.validate_python(event)
+
+    def _on_timeline(self, event: Event) -> None:
+        self.timelines[event["rank"]] = _RECORDED.validate_python(event)
 
     def _on_checkpoint(self, event: Event) -> None:
         self.checkpoint = event["path"]

@@ -5,6 +5,7 @@ Gathers everything from the run's folder; ``report_page.py`` draws it as one pag
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from meshwright.core.units import format_count, format_plural, format_rate, form
 from meshwright.explain.audit import Audit, audit_run, held_text
 from meshwright.explain.history import History, read_history
 from meshwright.explain.listing import FINISHED, settle_status
+from meshwright.explain.pipeline_run import PipelineRun, find_pipeline
 from meshwright.explain.plot import Chart, Series
 from meshwright.explain.record import format_loss
 from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
@@ -55,6 +57,11 @@ class RunReport:
     def audited(self) -> bool:
         """Whether the run came to an end at which promises can be judged."""
         return self.status in FINISHED
+
+    @functools.cached_property
+    def pipeline(self) -> PipelineRun | None:
+        """What its pipeline did, if it has one and recorded it."""
+        return find_pipeline(self.plan, self.history.newest.record)
 
     def facts(self) -> list[tuple[str, str]]:
         """What was trained and what came out, as pairs for people."""
@@ -221,6 +228,7 @@ class RunReport:
             "warnings": self.warnings(),
             "notes": self.notes(),
             "audit": self.verdict.as_dict() if self.audited else None,
+            "pipeline": None if self.pipeline is None else self.pipeline.as_dict(),
         }
 
 

@@ -17,6 +17,7 @@ from meshwright.explain.audit import CollectiveRow, StateRow
 from meshwright.explain.plot import STYLE, Chart, draw_svg
 from meshwright.explain.report import RunReport
 from meshwright.explain.stage_table import STAGE_COLUMNS, stage_cells
+from meshwright.explain.timeline import MOST_BARS, draw_pair_svg
 
 MOST_OPEN = 20
 """Further rows of a table with rows for each rank wait behind a click."""
@@ -160,12 +161,21 @@ def _small(chart: Chart) -> str:
 
 
 def _pipeline(report: RunReport) -> list[str]:
-    """The stages, as planned; nothing without a pipeline."""
+    """The stages, and what they did beside what the schedule says; nothing without a pipeline."""
     planned = report.plan.pipeline
     if planned is None:
         return []
-    words = f"Planned: {planned.bubble:.1%} of the ranks' time is idle, from the first action to the last."
-    return ["<h2>Stages</h2>", f"<p>{escape(words)}</p>", table(STAGE_COLUMNS, stage_cells(report.plan))]
+    parts = ["<h2>Stages</h2>", table(STAGE_COLUMNS, stage_cells(report.plan))]
+    if report.pipeline is None:
+        words = (
+            f"Planned: {planned.bubble:.1%} of the ranks' time is idle, from the first action to the last."
+        )
+        return [*parts, f"<p>{escape(words)} Nothing was recorded.</p>"]
+    parts += [f"<p>{escape(sentence)}</p>" for sentence in report.pipeline.sentences()]
+    upper, lower = report.pipeline.timelines()
+    if sum(len(row) for _, row in upper.rows) <= MOST_BARS:
+        parts.append(f"<figure>{draw_pair_svg(upper, lower)}</figure>")
+    return parts
 
 
 def _memory(report: RunReport) -> list[str]:

@@ -177,6 +177,8 @@ def _largest_micro_batch(job: Job, layout: Layout) -> int:
     share, usable = _share(job, layout), _usable_bytes(job)
     if layout.pp > 1:
         sizes = _pipeline_sizes(layout, share)
+        if len(sizes) == 1:  # perhaps one that the schedule does not take: the rules say so
+            return sizes[0]
         fitting = bisect.bisect_right(sizes, usable, key=lambda micro: _peak_bytes(job, layout, micro))
         return sizes[max(fitting - 1, 0)]
     low, high = 1, -(-share // min(share, 2))

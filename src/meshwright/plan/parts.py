@@ -124,9 +124,6 @@ def _require_fit(schedule: PipelineSchedule, job: Job, micro_batches: int) -> Pi
         rule = f"is for {schedule.micro_batches} micro-batches, and a step has {micro_batches} (train."
         rule += f"global_batch={job.train.global_batch}, layout.micro_batch={layout.micro_batch})"
         fix = f"Use train.global_batch={batch}, or a layout.micro_batch that makes {schedule.micro_batches}"
-    elif schedule.split_backward and job.train.compile:
-        rule = "splits the backward pass, and train.compile=true makes one piece of it"
-        fix = "Leave out train.compile, or use a schedule without I and W"
     elif (
         schedule.stage_ranks[0] == schedule.stage_ranks[-1]
         and layout.zero >= 2

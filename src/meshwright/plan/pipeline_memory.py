@@ -14,8 +14,8 @@ widest point, and:
 
 Assumed: a stage's output is not kept for its own backward pass; the batches of the whole step are there from
 its start (on GPUs one is, and what is kept of it); a document mask is made by every stage for every
-micro-batch; 16-bit copies of weights are made in every forward pass. With replicas, gradients are views of
-buckets and there from the start.
+micro-batch; 16-bit copies of weights are made in every forward pass, and kept where nothing is split. With
+replicas, gradients are views of buckets and there from the start.
 
 Under ZeRO-2 and 3 the moments are bounds from above: of every stage at work the block and those ahead are
 gathered, what lies around the blocks always is, and one block's gradient is whole and one on its way.
@@ -101,6 +101,23 @@ class _Stage:
     """By kind, and whether gradients are there already."""
 
 
+def _without_copies(sizes: Sizes, model: DecoderModel, kept: bool) -> Sizes:
+    """A product that puts off its weight's gradient keeps the weight itself, and no 16-bit copy of it."""
+    if not sizes.copies:
+        return sizes
+    half = model.hidden_size * (model.query_size + 2 * model.kv_size) * sizes.low
+    waiting = sizes.waiting - (sizes.copies if kept else 0)
+    return replace(
+        sizes,
+        copies=0,
+        block=sizes.block - sizes.copies,
+        waiting=waiting,
+        waiting_formula=f"{waiting} a block" if kept else sizes.waiting_formula,
+        attention=sizes.attention - half,
+        turning=max(0, sizes.turning - half),
+    )
+
+
 class _Moments:
     """Lists the moments of one stage's actions."""
 
@@ -108,12 +125,19 @@ class _Moments:
         assert isinstance(part.model, DecoderModel), "the legality table cuts decoders only"
         self.job, self.part, self.model, self.split = job, part, part.model, split
         self.sizes = Sizes.of(job, self.model, micro_batch)
+        self.copies = self.sizes.copies * len(part.layers) if split or job.layout.recompute != "none" else 0
+        """16-bit copies of weights that live until a forward pass ends, and are not kept."""
+        if split:
+            self.sizes = _without_copies(self.sizes, self.model, job.layout.recompute == "none")
         self.layers, self.gradients = len(part.layers), gradients
         self.words = self.model.vocab_size * self.model.hidden_size * FLOAT32_BYTES
         """The head, or the embedding; its gradient too."""
         self.width = self.sizes.tokens * self.model.hidden_size * self.sizes.low
         """What a product along the hidden size gives: T x D x e."""
         self.extra = self._tokens_kept(micro_batch)
+        cast = split and self.copies > 0
+        self.down = self.model.ffn_size * self.model.hidden_size * self.sizes.low if cast else 0
+        """A 16-bit copy that a split backward pass makes of the matrix at work."""
 
     def _tokens_kept(self, micro_batch: int) -> int:
         """Copies of the batch on a GPU, and the mask of its documents."""
@@ -156,8 +180,7 @@ class _Moments:
         """Of a forward pass; ``there``: whether gradients are."""
         sizes, before = self.sizes, self.sizes.waiting * (self.layers - 1)
         gradients = self.gradients if there else 0
-        again = self.job.layout.recompute != "none"
-        copies = sizes.copies * self.layers if again and sizes.low != FLOAT32_BYTES else 0
+        again, copies = self.job.layout.recompute != "none", self.copies
         blocks = f"{self.layers - 1} blocks, {sizes.waiting_formula}, and the last one at work"
         found = [self._moment("forward, attention", before + sizes.turning, copies, gradients, blocks)]
         if again:
@@ -170,10 +193,10 @@ class _Moments:
                 )
             )
         else:
-            made = self.width + sizes.hidden
+            made = self.width + sizes.hidden + copies
             found.append(self._moment("forward, output", before + sizes.block, made, gradients, blocks))
         if self.part.last:
-            temporary = loss_temporary(self.job, self.model, sizes, self.layers)
+            temporary = loss_temporary(self.job, self.model, sizes, 0) + copies
             formula = f"{self.layers} blocks, {sizes.waiting_formula}, + {sizes.norm} (final norm)"
             stack = before + sizes.waiting + sizes.norm
             found.append(self._moment("loss, forward", stack, temporary, gradients, formula))
@@ -188,7 +211,7 @@ class _Moments:
         temporary = backward_temporary(model, sizes, cut)
         if self.split:  # no gradient of a weight is made
             inner = sizes.inner if model.activation == "swiglu" else 0
-            temporary = sizes.hidden + sizes.inner + max(inner, sizes.gathered)
+            temporary = sizes.hidden + sizes.inner + max(inner, sizes.gathered, self.down)
         found = self._head_moments(there)
         for above, _ in enumerate(self.part.layers):
             below = self.layers - 1 - above

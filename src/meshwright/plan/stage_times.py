@@ -85,24 +85,32 @@ def part_costs(job: Job) -> Costs:
 
 
 def split_layers(job: Job) -> tuple[int, ...] | None:
-    """Layers of each stage, so that the slowest stage is as fast as it can be; None without a pipeline.
-
-    Layers are dealt one by one to the stage that is then fastest; of equal ones to the latest, which holds
-    fewest micro-batches.
-    """
-    layout, model = job.layout, job.model
-    if layout.pp == 1 or not isinstance(model, DecoderModel):
+    """Layers of each stage, so that the slowest stage is as fast as it can be; None without a pipeline."""
+    if job.layout.pp == 1 or not isinstance(job.model, DecoderModel):
         return None
-    costs, stages = part_costs(job), len(stage_homes(job))
-    layers = [1] * stages
-    ends = [0.0] * stages
-    ends[0] += costs.embedding.total_s
-    ends[-1] += costs.head.total_s
-    block = costs.block.total_s
-    for _ in range(model.num_layers - stages):
-        fastest = min(range(stages), key=lambda s: (ends[s] + (layers[s] + 1) * block, -s))
-        layers[fastest] += 1
-    return tuple(layers)
+    costs = part_costs(job)
+    ends = (costs.embedding.total_s, costs.head.total_s)
+    return deal_layers(job.model.num_layers, len(stage_homes(job)), costs.block.total_s, ends)
+
+
+def deal_layers(layers: int, stages: int, block_s: float, ends_s: tuple[float, float]) -> tuple[int, ...]:
+    """One layer after the other to the stage that is then fastest; of equal ones to the latest.
+
+    Late stages hold fewest micro-batches.
+
+    Args:
+        layers: Of the model.
+        stages: At most as many; each has one at least.
+        block_s: What a block costs.
+        ends_s: What the embedding adds to the first stage, and the head to the last.
+    """
+    dealt, base = [1] * stages, [0.0] * stages
+    base[0] += ends_s[0]
+    base[-1] += ends_s[1]
+    for _ in range(layers - stages):
+        fastest = min(range(stages), key=lambda s: (base[s] + (dealt[s] + 1) * block_s, -s))
+        dealt[fastest] += 1
+    return tuple(dealt)
 
 
 def stage_times(job: Job) -> StageTimes:

@@ -14,8 +14,6 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DEGREES = (*AXES, "ep", "etp")
 V_SCHEDULES = ("zbv", "dualpipe-v")
 """Pipeline schedules with two stages a rank, laid out in a V: the first rank holds the first and the last."""
-SPLIT_SCHEDULES = ("zb-h1", *V_SCHEDULES)
-"""Those that make the gradients of weights apart from those of inputs."""
 Recompute = Literal["none", "selective", "full"]
 
 

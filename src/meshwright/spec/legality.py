@@ -33,7 +33,6 @@ from meshwright.spec.numbers import divisors, list_choices
 from meshwright.spec.pipeline_rules import (
     check_schedule_file,
     check_shared_embedding,
-    check_split_compiled,
     check_stage_layers,
 )
 from meshwright.spec.recipe_rules import (
@@ -481,12 +480,6 @@ RULES: tuple[Rule, ...] = (
         "layout-offload-not-built",
         'Parameters on the host (`offload = "all"`) without ZeRO-2 or 3.',
         check_offload_all,
-        built=False,
-    ),
-    Rule(
-        "layout-schedule-compiled-not-built",
-        "Compiled blocks under a schedule that splits the backward pass (`zb-h1`, `zbv`, `dualpipe-v`).",
-        check_split_compiled,
         built=False,
     ),
     Rule(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.core.errors import Problem
 from meshwright.spec.job import Job
-from meshwright.spec.layout import SPLIT_SCHEDULES, V_SCHEDULES
+from meshwright.spec.layout import V_SCHEDULES
 from meshwright.spec.model import DecoderModel
 
 
@@ -46,17 +46,6 @@ def check_schedule_file(job: Job) -> Problem | None:
         rule += f"{getattr(layout, key)}"
         return Problem(code, rule, path=path, value=layout.schedule_file, fix=f"Leave out it or layout.{key}")
     return None
-
-
-def check_split_compiled(job: Job) -> Problem | None:
-    """A compiled block's backward pass is one piece."""
-    schedule = job.layout.schedule
-    if not job.train.compile or job.layout.pp == 1 or schedule not in SPLIT_SCHEDULES:
-        return None
-    rule = f"splits the backward pass of a block (layout.schedule={schedule}), and train.compile=true makes "
-    rule += "one piece of it; that is not built yet"
-    fix = "Use layout.schedule=1f1b or interleaved, or leave out train.compile"
-    return Problem("layout-schedule-compiled-not-built", rule, "layout.schedule", schedule, fix)
 
 
 def check_shared_embedding(job: Job) -> Problem | None:

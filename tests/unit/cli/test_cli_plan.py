@@ -54,6 +54,23 @@ def test_every_preset_is_planned_or_refused_with_a_reason(cli, preset):
         assert "Use " in ran.json["errors"][0]["fix"]
 
 
+def test_a_pipelines_plan_shows_stages_bubble_and_each_places_memory(cli, tmp_path):
+    given = (*LOCAL, *SMALL, "layout.pp=2", "model.num_layers=5", "layout.stage_layers=[3,2]")
+    picture = tmp_path / "plan.svg"
+    ran = cli("plan", "tiny", *given, "--picture", str(picture))
+    assert ran.status == 0, ran.err
+    for words in ("stages of 3, 2 layers: given in the job", "bubble", "0 to 2 (3)", "3 to 4 (2)"):
+        assert words in ran.out
+    for words in ("Memory of stage 0 (rank 0)", "Memory of stage 1 (rank 1)", "place in the pipeline"):
+        assert words in ran.out
+    drawn = picture.read_text()
+    assert "stage 1" in drawn
+    assert "as its schedule was walked" in drawn
+    found = cli("plan", "tiny", *given, "--json").json["layouts"][0]
+    assert set(found["memory_bytes"]) == {"stage 0 (rank 0)", "stage 1 (rank 1)"}
+    assert "bubble" in found["breakdown_s"]
+
+
 def test_plan_json_is_one_object_with_the_keys_of_interfaces(cli, good):
     ran = cli("plan", good, *LOCAL, "--json")
     assert ran.status == 0
@@ -98,10 +115,10 @@ def test_training_a_plan_whose_layout_does_not_run_names_the_nearest_that_does(c
     """`plan` may write what `train` refuses; nothing is started and nothing is written."""
     assert cli("plan", good, "-o", "plan.toml", "layout.dp_replicate=2").status == 0
     path = tmp_path / "plan.toml"
-    path.write_text(path.read_text().replace("\npp = 1\n", "\npp = 2\n"))
-    assert read_plan(path, to_run=False).job.layout.pp == 2
+    path.write_text(path.read_text().replace("\ncp = 1\n", "\ncp = 2\n"))
+    assert read_plan(path, to_run=False).job.layout.cp == 2
     ran = cli("train", "plan.toml", "--json")
-    assert (ran.status, ran.codes) == (2, ["layout-pp-not-built"])
+    assert (ran.status, ran.codes) == (2, ["layout-cp-not-built"])
     assert ran.json["notes"][0].startswith("nearest layout that runs: layout.dp_replicate=4 ")
     assert not (tmp_path / "runs").exists()
 
@@ -147,7 +164,6 @@ def test_overrides_and_on_reach_the_plan(cli, good):
 @pytest.mark.parametrize(
     "override",
     [
-        "layout.pp=2",
         "layout.cp=2",
         "layout.tp=3",
         "layout.dp_replicate=9",
@@ -173,7 +189,7 @@ def test_the_nearest_layout_runs_when_it_is_asked_for(cli, good):
 
 def test_the_nearest_layout_can_be_pasted_behind_the_command_that_was_refused(cli, good):
     """It names every key that must change, back to its default too, and keeps the rest."""
-    asked = ("layout.pp=2", "layout.schedule=zb-h1", "layout.recompute=full")
+    asked = ("layout.cp=2", "layout.context=ulysses", "layout.recompute=full")
     ran = cli("train", good, *asked, "--json")
     (near,) = ran.json["nearest"]
     assert near["runs"]
@@ -183,7 +199,7 @@ def test_the_nearest_layout_can_be_pasted_behind_the_command_that_was_refused(cl
     again = cli("plan", good, *asked, *near["layout"].split(), "--json")
     assert again.status == 0, again.err
     chosen = again.json["layouts"][0]["layout"]
-    assert (chosen["pp"], chosen["schedule"], chosen["recompute"]) == (1, "1f1b", "full")
+    assert (chosen["cp"], chosen["context"], chosen["recompute"]) == (1, "ring", "full")
     asked = ("layout.dp_replicate=2", "layout.recompute=selective")
     (changed,) = cli("plan", "resnet-tiny", *asked, "--json").json["notes"]
     assert " layout.recompute=none (" in changed
@@ -204,7 +220,7 @@ def test_a_mistake_that_no_layout_mends_names_none(cli, good):
 
 
 def test_a_micro_batch_too_large_for_the_replicas_does_not_keep_the_price_away(cli, good):
-    notes = cli("train", good, "layout.pp=2", "layout.micro_batch=8", "--json").json["notes"]
+    notes = cli("train", good, "layout.cp=2", "layout.micro_batch=8", "--json").json["notes"]
     assert len(notes) == 1
 
 

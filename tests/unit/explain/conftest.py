@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -33,13 +34,34 @@ def plan() -> Plan:
     return build_plan(job)[0]
 
 
-@pytest.fixture
-def kept(plan: Plan) -> Callable[..., Events]:
-    """Events of a run that did what the plan promised, on every rank."""
+@pytest.fixture(scope="session")
+def pipeline_plan() -> Plan:
+    """Two stages of the tiny model."""
+    job = build_job(
+        {
+            "model": {"preset": "tiny"},
+            "cluster": {"preset": "local", "device": "cpu", "devices_per_node": 2},
+            "data": {"path": "text", "seq_len": 32},
+            "train": {"steps": STEPS, "global_batch": 8},
+            "layout": {"pp": 2},
+        }
+    )
+    return build_plan(job)[0]
 
-    def events(generation: int = 0) -> Events:
+
+@pytest.fixture
+def kept(plan: Plan, events_of: Callable[..., Events]) -> Callable[..., Events]:
+    """Events of a run that did what the plan promised, on every rank."""
+    return functools.partial(events_of, plan)
+
+
+@pytest.fixture
+def events_of() -> Callable[..., Events]:
+    """The same of any plan."""
+
+    def events(plan: Plan, generation: int = 0) -> Events:
         found: Events = []
-        times = {"setup": 1, "step": STEPS, "eval": EVALUATIONS}
+        times = {"setup": 1, "step": STEPS, "eval": EVALUATIONS, "save": 0}
         for promised in plan.ranks:
             head = {"v": 1, "time": 0.0, "rank": promised.rank, "generation": generation}
             found.append({**head, "event": "ready", "step": 0, "steps": STEPS, "peak_basis": "a matmul"})
@@ -52,11 +74,11 @@ def kept(plan: Plan) -> Callable[..., Events]:
             found.append({**head, "event": "state", "step": 1, "first_step": False, **state})
             rows = [
                 {
-                    **dataclasses.asdict(t),
+                    **{k: v for k, v in dataclasses.asdict(t).items() if k != "place"},
                     "calls": t.calls * times[t.phase],
                     "bytes": t.bytes * times[t.phase],
                 }
-                for t in plan.collectives
+                for t in plan.collectives_of(promised.rank)
             ]
             counts = {"rows": rows, "steps": STEPS, "evaluations": EVALUATIONS}
             found.append({**head, "event": "collectives", **counts})

@@ -224,3 +224,32 @@ def test_the_audit_as_json_carries_the_verdict_of_every_row(plan, kept, record_o
         "predicted_calls",
         "predicted_bytes",
     }
+
+
+# Ranks of a pipeline
+
+
+def test_each_rank_of_a_pipeline_is_held_to_its_own_promise(pipeline_plan, events_of, record_of):
+    audit = audit_run(pipeline_plan, record_of(events_of(pipeline_plan)))
+    assert audit.ok, audit.differences
+    sends = [row for row in audit.collectives if (row.axis, row.phase) == ("pp", "eval")]
+    assert [row.place for row in sends] == [0], "the last place sends nothing in an evaluation"
+    assert "place" not in audit.as_dict()["collectives"][0], "control: the same promise for all"
+
+
+def test_a_send_too_many_is_named_with_its_place(pipeline_plan, events_of, record_of, find):
+    events = events_of(pipeline_plan)
+    row = next(r for r in find(events, "collectives", 1)["rows"] if (r["axis"], r["phase"]) == ("pp", "step"))
+    row["calls"] += 1
+    [difference] = audit_run(pipeline_plan, record_of(events)).differences
+    assert "axis pp, send in phase step" in difference
+
+
+def test_a_rank_that_does_its_neighbours_work_is_found(pipeline_plan, events_of, record_of, find):
+    """What place 0 is promised is no excuse for place 1."""
+    events = events_of(pipeline_plan)
+    find(events, "collectives", 1)["rows"] = find(events, "collectives", 0)["rows"]
+    differences = audit_run(pipeline_plan, record_of(events)).differences
+    assert any(
+        text.startswith("place 1 of the pipeline, axis pp, send in phase eval") for text in differences
+    )

@@ -14,6 +14,7 @@ from meshwright.explain.history import read_history
 from meshwright.explain.plot import x_axis
 from meshwright.explain.report import read_report
 from meshwright.explain.report_page import draw_page, write_page
+from meshwright.plan.contract import PLAN_FILE, write_plan
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "run-v1"
 
@@ -190,3 +191,13 @@ def test_a_page_is_written_whole_or_not_at_all(kept, run_folder, tmp_path):
     with pytest.raises(UserError) as caught:
         write_page(report, tmp_path / "missing" / "out.html")
     assert caught.value.problems[0].code == "report-not-writable"
+
+
+def test_a_pipelines_page_shows_its_stages_and_the_memory_of_each(pipeline_plan, events_of, tmp_path):
+    write_plan(pipeline_plan, tmp_path / PLAN_FILE)
+    lines = [json.dumps(event) + "\n" for event in events_of(pipeline_plan)]
+    (tmp_path / "events.jsonl").write_text("".join(lines))
+    page = draw_page(read_report(tmp_path))
+    for words in ("<h2>Stages</h2>", "embedding", "head", "Predicted for stage 1 (rank 1)", "pp, place 0"):
+        assert words in page
+    assert f"{pipeline_plan.pipeline.bubble:.1%}" in page

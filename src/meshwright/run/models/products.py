@@ -8,7 +8,7 @@ neither the weight nor the graph, so sharded weights need not be gathered for it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -36,8 +36,17 @@ class Waiting(NamedTuple):
 class Later:
     """What a stage's backward pass leaves for later, in its order."""
 
-    def __init__(self) -> None:
+    def __init__(self, compiled: bool = False) -> None:
+        """Nothing is left yet.
+
+        Args:
+            compiled: Whether what is around the products is compiled. They stay out of reach of the compiler,
+                which would make one piece of a backward pass.
+        """
         self._waiting: list[Waiting] = []
+        apply: Callable[..., Tensor] = _InputGradient.apply
+        self.multiply = torch.compiler.disable(apply) if compiled else apply
+        """A product that leaves something here."""
 
     def keep(self, waiting: Waiting) -> None:
         """One more."""
@@ -68,7 +77,7 @@ class Product(nn.Linear):
         """The product, with a bias or without."""
         if self.later is None or not torch.is_grad_enabled():
             return F.linear(x, self.weight, bias)
-        return _InputGradient.apply(x, self.weight, bias, self)
+        return self.later.multiply(x, self.weight, bias, self)
 
 
 class _InputGradient(torch.autograd.Function):
@@ -97,9 +106,9 @@ def late_parameters(module: nn.Module) -> set[nn.Parameter]:
     return {part.get_parameter(name) for part in products for name in part.late_names()}
 
 
-def put_off(module: nn.Module) -> Later:
+def put_off(module: nn.Module, compiled: bool) -> Later:
     """From now on the products of a module leave the gradients of their weights in what is returned."""
-    later = Later()
+    later = Later(compiled)
     for part in module.modules():
         if isinstance(part, Product):
             part.later = later

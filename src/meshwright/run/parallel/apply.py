@@ -63,7 +63,7 @@ def build_pipeline(
         if layout.data_degree > 1 and layout.zero < 2:
             group, late = ranks.group(_replica_axis(job)), late_parameters(module) if split else ()
             reducer = StageReducer(module, names, group, job.compression.kind, late)
-        found[part.stage] = Stage.of(module, reducer, split)
+        found[part.stage] = Stage.of(module, reducer, split, job.train.compile)
     return Pipeline(found, job, micro_batches, ranks, precision)
 
 

@@ -49,12 +49,12 @@ class Stage:
     weight_left: int = 0
 
     @classmethod
-    def of(cls, module: Decoder, reducer: StageReducer | None, split_backward: bool) -> Stage:
+    def of(cls, module: Decoder, reducer: StageReducer | None, split_backward: bool, compiled: bool) -> Stage:
         """A stage; its products put off their weights' gradients if the schedule has a place for them."""
         if not split_backward:
             return cls(module, reducer)
         late = LateGradients(module) if isinstance(module, FSDPModule) else None
-        return cls(module, reducer, put_off(module), late)
+        return cls(module, reducer, put_off(module, compiled), late)
 
 
 class StageWork:

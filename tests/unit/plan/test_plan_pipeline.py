@@ -1,0 +1,303 @@
+"""What is predicted of pipelines, held to small cases counted by hand.
+
+The tiny model: 320 words x 64 = 20480 elements of (tied) embedding, blocks of 36992, a final norm of 64.
+Samples have 32 tokens, a micro-batch of one is 32 x 64 x 4 = 8192 bytes of residual stream.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from meshwright.core.errors import UserError
+from meshwright.plan.choose import evaluate, explain_stages
+from meshwright.plan.comms import predict_traffic
+from meshwright.plan.contract import build_plan, plan_of, read_plan, write_plan
+from meshwright.plan.ledger import predict_ledger
+from meshwright.plan.parts import held_parts
+from meshwright.plan.sharding import list_groups, sharded_state
+
+WORDS, BLOCK, NORM, STREAM = 20480, 36992, 64, 8192
+"""Elements, but for the stream, which is in bytes."""
+TENSORS = {"embed": 1, "block": 9, "norm": 1}
+
+
+@pytest.fixture
+def settled(make_job):
+    """``settled(layers=4, pp=2, ...)``: a job on one core a rank, eight samples one by one, all settled."""
+
+    def make(layers=2, tied=True, train=None, **layout):
+        job = make_job(
+            model={"num_layers": layers, "tied_embeddings": tied},
+            cluster={"preset": "local", "device": "cpu", "devices_per_node": 8},
+            train={"eval_samples": 6, **(train or {})},
+            layout={"micro_batch": 1, **layout},
+        )
+        return dataclasses.replace(job, layout=evaluate(job, job.layout).layout)
+
+    return make
+
+
+def rows(job, place):
+    return {(t.axis, t.op, t.phase): (t.calls, t.bytes) for t in predict_traffic(job, place)}
+
+
+# What stages send
+
+
+@pytest.mark.parametrize(
+    ("layout", "step", "evaluation"),
+    [
+        # 8 micro-batches down from the first place, 8 gradients up from the last.
+        ({"pp": 2}, (8, 8), (6, 0)),
+        # The middle place sends both ways.
+        ({"pp": 4, "layers": 4}, (8, 16, 16, 8), (6, 6, 6, 0)),
+        # Stages 0 and 2 hand to 1 and 3, and stage 1 to 2; every way back is as long.
+        ({"pp": 2, "layers": 4, "schedule": "interleaved", "virtual_stages": 2}, (24, 24), (12, 6)),
+        # Stages 1 and 2 are on the same rank: the two ends alone are sent, each way.
+        ({"pp": 2, "layers": 4, "schedule": "zbv", "virtual_stages": 2}, (16, 16), (6, 6)),
+    ],
+)
+def test_every_border_between_ranks_is_sent_once_each_way(settled, layout, step, evaluation):
+    job = settled(**layout)
+    for place, (calls, forward) in enumerate(zip(step, evaluation, strict=True)):
+        found = rows(job, place)
+        assert found["pp", "send", "step"] == (calls, calls * STREAM)
+        assert found.get(("pp", "send", "eval"), (0, 0)) == (forward, forward * STREAM)
+
+
+def test_a_sequence_that_is_cut_sends_its_parts(settled):
+    whole, cut = (settled(pp=2, tp=2, sequence_parallel=cut) for cut in (False, True))
+    assert rows(whole, 0)["pp", "send", "step"] == (8, 8 * STREAM)
+    assert rows(cut, 0)["pp", "send", "step"] == (8, 8 * STREAM // 2)
+
+
+def test_a_checkpoint_gets_what_the_first_place_lacks(settled):
+    """Place 1 sends its block and the final norm, each with two moments and a step count."""
+    job = settled(pp=2)
+    assert ("pp", "send", "save") not in rows(job, 0)
+    tensors, elements = TENSORS["block"] + TENSORS["norm"], BLOCK + NORM
+    assert rows(job, 1)["pp", "send", "save"] == (4 * tensors, 4 * (3 * elements + tensors))
+    apart = settled(pp=2, tied=False)  # the head is the last place's own, and sent
+    assert rows(apart, 1)["pp", "send", "save"][0] == 4 * (tensors + 1)
+    split = settled(pp=2, tp=2)  # sent whole, however it is cut
+    assert rows(split, 1)["pp", "send", "save"] == rows(job, 1)["pp", "send", "save"]
+
+
+def test_two_copies_of_an_embedding_are_summed(settled):
+    job = settled(layers=4, pp=4)
+    found = [rows(job, place).get(("pp_tied", "all_reduce", "step")) for place in range(4)]
+    assert found == [(1, 4 * WORDS), None, None, (1, 4 * WORDS)]
+    halves = settled(pp=2, tp=2)
+    assert rows(halves, 1)["pp_tied", "all_reduce", "step"] == (1, 4 * WORDS // 2)
+    shards = settled(pp=2, dp_shard=2, zero=3)
+    assert rows(shards, 1)["pp_tied", "all_reduce", "step"] == (1, 4 * WORDS // 2)
+
+
+@pytest.mark.parametrize(
+    "layout", [{"tied": False}, {"layers": 4, "schedule": "zbv", "virtual_stages": 2}], ids=["apart", "zbv"]
+)
+def test_nothing_is_summed_where_there_is_one_embedding(settled, layout):
+    job = settled(pp=2, **layout)
+    assert all(t.axis != "pp_tied" for place in (0, 1) for t in predict_traffic(job, place))
+
+
+# Together with the other axes
+
+
+def test_replicas_sum_the_buckets_of_each_stage(settled):
+    job = settled(pp=2, dp_replicate=2, bucket_mb=0.1)  # 25600 elements: most matrices fill it with others
+    for place, elements in enumerate((WORDS + BLOCK, WORDS + BLOCK + NORM)):
+        found = rows(job, place)
+        calls, size = found["dp_replicate", "all_reduce", "step"]
+        assert size == 4 * elements
+        assert calls > 1, "no bucket is that large"
+        assert not any(phase == "setup" for _, _, phase in found), "there is no DDP to set up"
+    assert rows(job, 0)["control", "all_reduce", "step"] == (2, 40), "the norm is summed, too"
+
+
+def test_no_bucket_has_parameters_of_two_stages(settled):
+    job = settled(layers=4, pp=2, dp_replicate=2, schedule="zbv", virtual_stages=2)
+    assert rows(job, 0)["dp_replicate", "all_reduce", "step"] == (2, 4 * (WORDS + 2 * BLOCK + NORM))
+    assert rows(job, 1)["dp_replicate", "all_reduce", "step"] == (2, 4 * 2 * BLOCK)
+
+
+def test_zero_1_gathers_what_each_rank_updated(settled):
+    job = settled(pp=2, dp_shard=2, zero=1)
+    assert rows(job, 0)["dp_shard", "all_reduce", "step"] == (1, 4 * (WORDS + BLOCK))
+    assert rows(job, 0)["dp_shard", "all_gather", "step"] == (1, 4 * (WORDS + BLOCK))
+    assert rows(job, 1)["dp_shard", "all_gather", "save"] == (20, 4 * 2 * (BLOCK + NORM)), "moments"
+
+
+def test_zero_3_gathers_blocks_twice_and_the_ends_once_a_micro_batch(settled):
+    job = settled(layers=4, pp=4, dp_shard=2, zero=3)  # 4 micro-batches a rank
+    first, middle, last = (rows(job, place) for place in (0, 1, 3))
+    assert middle["dp_shard", "all_gather", "step"] == (8, 8 * 4 * BLOCK)
+    assert middle["dp_shard", "reduce_scatter", "step"] == (4, 4 * 4 * BLOCK)
+    assert first["dp_shard", "all_gather", "step"] == (12, 4 * (8 * BLOCK + 4 * WORDS))
+    assert last["dp_shard", "reduce_scatter", "step"] == (8, 4 * 4 * (BLOCK + WORDS + NORM))
+    assert middle["dp_shard", "all_gather", "eval"] == (3, 3 * 4 * BLOCK)
+    assert [len(list_groups(held_parts(job, place)[0])) for place in range(4)] == [2, 1, 1, 2]
+
+
+def test_zero_2_gathers_once_a_step(settled):
+    job = settled(pp=2, dp_shard=2, zero=2, accumulate="deferred")
+    assert rows(job, 0)["dp_shard", "all_gather", "step"] == (2, 4 * (BLOCK + WORDS))
+    assert rows(job, 0)["dp_shard", "reduce_scatter", "step"] == (2, 4 * (BLOCK + WORDS))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_stages_move_over_tp_what_the_whole_model_does(settled, sequence, recompute):
+    """Passes of all stages together are those of one; sums of gradients are one call a rank."""
+    split = {"tp": 2, "sequence_parallel": sequence, "recompute": recompute}
+    whole, cut = settled(layers=4, **split), settled(layers=4, pp=4, **split)
+    for kind, (calls, size) in rows(whole, 0).items():
+        if kind[0] == "tp" and kind[2] != "save":
+            found = [rows(cut, place).get(kind, (0, 0)) for place in range(4)]
+            more = 3 if sequence and kind[1:] == ("all_reduce", "step") else 0  # each rank sums its norms
+            assert (sum(c for c, _ in found), sum(s for _, s in found)) == (calls + more, size), kind
+
+
+# State
+
+
+def test_ranks_hold_their_stages_and_a_copy_of_a_tied_embedding(settled):
+    job = settled(layers=3, pp=2, stage_layers=[2, 1])
+    states = [predict_ledger(job, 1, 8, place).state_bytes for place in (0, 1)]
+    assert [s["parameters"] for s in states] == [4 * (WORDS + 2 * BLOCK), 4 * (WORDS + BLOCK + NORM)]
+    assert [s["optimizer"] for s in states] == [
+        8 * (WORDS + 2 * BLOCK) + 4 * 19,
+        8 * (WORDS + BLOCK + NORM) + 44,
+    ]
+
+
+def test_shards_are_of_a_ranks_own_stages(settled):
+    job = settled(pp=2, dp_shard=2, zero=3)
+    held = [sharded_state(job, rank)["parameters"] for rank in range(4)]
+    assert held == [2 * (WORDS + BLOCK)] * 2 + [2 * (WORDS + BLOCK + NORM)] * 2
+
+
+# Memory
+
+
+def waiting(job, place, micro_batches):
+    lines = {line.name: line.bytes for line in predict_ledger(job, 1, micro_batches, place).lines}
+    return lines["micro-batches on their way"]
+
+
+def test_gpipe_holds_every_micro_batch_and_1f1b_as_many_as_there_are_stages(settled):
+    gpipe, one_f_one_b = (settled(layers=4, pp=4, schedule=name) for name in ("gpipe", "1f1b"))
+    kept = predict_ledger(one_f_one_b, 1, 8, 1).kept_bytes
+    assert [waiting(one_f_one_b, place, 8) for place in (1, 2)] == [2 * kept, kept], "beside the one at work"
+    assert waiting(one_f_one_b, 1, 16) == 2 * kept
+    assert waiting(gpipe, 1, 8) == 7 * kept
+    assert waiting(gpipe, 1, 16) == 15 * kept
+
+
+def test_the_last_stage_keeps_the_heads_gradient_of_every_micro_batch(settled):
+    job = settled(pp=2, schedule="gpipe")
+    first, last = (predict_ledger(job, 1, 8, place).kept_bytes for place in (0, 1))
+    norm = 32 * (2 * 64 + 1) * 4
+    assert last - first == 4 * WORDS + STREAM + norm
+
+
+def test_a_split_backward_pass_holds_what_the_weights_wait_for(settled):
+    """Between B and W a block holds less than between F and B, but it holds it longer."""
+    split, plain = (settled(layers=8, pp=4, schedule=name) for name in ("zb-h1", "1f1b"))
+    assert predict_ledger(split, 1, 8, 3).peak_bytes > predict_ledger(plain, 1, 8, 3).peak_bytes
+    assert predict_ledger(split, 1, 8, 3).kept_bytes == predict_ledger(plain, 1, 8, 3).kept_bytes
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_lines_of_sharded_stages_add_up(settled, zero):
+    ledger = predict_ledger(settled(pp=2, dp_shard=2, zero=zero), 1, 4, 1)
+    assert ledger.peak_bytes == sum(line.bytes for line in ledger.lines)
+
+
+# Time, and what is chosen
+
+
+def test_a_step_is_work_bubble_optimizer_and_communication(settled):
+    job = settled(layers=4, pp=4)
+    step = evaluate(job, job.layout).time
+    assert sum(step.breakdown().values()) == pytest.approx(step.total_s)
+    assert step.pipeline is not None
+    assert step.bubble_s == pytest.approx(step.pipeline.makespan_s - step.compute_s)
+    assert 3 / 11 < step.pipeline.bubble < 0.6, "uneven stages and transfers add to (p - 1) / (m + p - 1)"
+
+
+def test_layers_are_dealt_by_cost_and_the_reason_says_so(make_job):
+    wide = make_job(
+        model={"num_layers": 8, "vocab_size": 32768},
+        cluster={"preset": "local", "device": "cpu", "devices_per_node": 4},
+        layout={"pp": 4, "micro_batch": 1},
+    )
+    found = evaluate(wide, wide.layout)
+    assert found.layout.stage_layers is not None
+    assert sum(found.layout.stage_layers) == 8
+    assert found.layout.stage_layers[-1] == 1, "the head is worth more than its share of layers"
+    why, bubble = explain_stages(wide, found)
+    assert "the head costs as much as" in why
+    assert f"stages of {', '.join(map(str, found.layout.stage_layers))} layers" in why
+    assert "8 micro-batches" in bubble
+    given = dataclasses.replace(wide, layout=dataclasses.replace(wide.layout, stage_layers=(2, 2, 2, 2)))
+    chosen = evaluate(given, given.layout)
+    assert chosen.layout.stage_layers == (2, 2, 2, 2)
+    assert "given in the job" in explain_stages(given, chosen)[0]
+    assert chosen.time.total_s > found.time.total_s
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "batch", "size", "count"),
+    [
+        ("1f1b", 2, 9, 2, 5),  # 3 would leave 3 micro-batches, less than two a stage
+        ("interleaved", 3, 12, 2, 6),
+        ("interleaved", 2, 12, 3, 4),
+        ("interleaved", 2, 9, 5, 2),  # the only even number that nine samples make
+    ],
+)
+def test_an_open_micro_batch_is_one_that_the_schedule_takes(make_job, schedule, pp, batch, size, count):
+    job = interleaved(make_job, schedule, pp, batch)
+    found = evaluate(job, job.layout)
+    assert (found.layout.micro_batch, found.micro_batches) == (size, count)
+
+
+def test_a_batch_that_no_micro_batch_suits_is_refused(make_job):
+    """Four samples make 4, 2 or 1 micro-batches; three ranks take them three by three."""
+    with pytest.raises(UserError, match="layout-interleaved"):
+        build_plan(interleaved(make_job, "interleaved", 3, 4))
+
+
+def interleaved(make_job, schedule, pp, batch):
+    stages = {"virtual_stages": 2} if schedule == "interleaved" else {}
+    return make_job(
+        model={"num_layers": 6},
+        cluster={"preset": "local", "device": "cpu", "devices_per_node": 3},
+        train={"global_batch": batch},
+        layout={"pp": pp, "schedule": schedule, **stages},
+    )
+
+
+# The plan
+
+
+def test_a_plan_keeps_each_places_promise(settled, tmp_path):
+    job = settled(layers=4, pp=2, dp_replicate=2)
+    plan = plan_of(job, evaluate(job, job.layout), [])
+    write_plan(plan, tmp_path / "plan.toml")
+    again = read_plan(tmp_path / "plan.toml")
+    assert again == plan
+    for rank in range(4):
+        promised = sorted((t.axis, t.op, t.phase, t.calls, t.bytes) for t in again.collectives_of(rank))
+        assert promised == sorted(
+            (t.axis, t.op, t.phase, t.calls, t.bytes) for t in predict_traffic(job, rank // 2)
+        )
+    assert {t.place for t in plan.collectives if t.axis == "control"} == {None}, "all ranks alike"
+    assert len(plan.buckets) == 2, "one a place"
+    summary = plan.summary()
+    assert list(summary["memory_bytes"]) == ["stage 0 (ranks 0 to 1)", "stage 1 (ranks 2 to 3)"]
+    assert 0 < summary["bubble"] < 1
+    assert [row["first_layer"] for row in summary["stages"]] == [0, 2]
+    assert all("place" not in t for t in summary["collectives"] if t["axis"] == "control")
