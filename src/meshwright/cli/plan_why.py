@@ -245,7 +245,7 @@ def _explain_here(output: Output, job: Job, problems: Sequence[Problem]) -> dict
     verdict = "it is the best layout" if asked.job.layout == best.job.layout else _here(asked, best, slower)
     output.say(f"{job.name}: {layout_words(asked.job.layout)}: asked for")
     output.say(f"  {verdict}")
-    peak = format_bytes(asked.ranks[0].peak_bytes)
+    peak = format_bytes(max(rank.peak_bytes for rank in asked.ranks))
     output.say(f"  predicted step {format_seconds(asked.step_s)}, {peak} a device")
     parts = {n: s - best.breakdown_s.get(n, 0.0) for n, s in asked.breakdown_s.items()}
     told = {"legal": True, "problems": [], "against_best_s": parts, "best": best.summary()}

@@ -15,6 +15,7 @@ from meshwright.plan.comms import Traffic
 from meshwright.plan.estimate import step as estimate
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.interval import Interval, interval
+from meshwright.plan.estimate.walked import pass_shares, walked_bubble_s
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.optimizer import predict_optimizer
 from meshwright.plan.parts import held_parameters
@@ -125,13 +126,15 @@ def _is_estimated(job: Job) -> bool:
 def _estimated(job: Job, micro_batches: int) -> StepTime:
     """The step of a decoder on GPUs; the stages of a pipeline share its work as ``stage_times`` says."""
     found = estimate.estimate_step(Workload.of(job), Grid.of([job.layout]))
-    total, optimizer = float(found.step_s[0]), float(found.parts["optimizer"][0])
-    shown, bubble = (float(found.parts[name][0]) for name in ("gradient reduction", "bubble"))
+    parts = {name: float(values[0]) for name, values in found.parts.items()}
+    optimizer, shown, bubble = (parts[name] for name in ("optimizer", "gradient reduction", "bubble"))
     hidden = sum(float(part[0]) for part in found.hidden.values())
-    compute_s = total - optimizer - shown - bubble
-    step = StepTime(compute_s, optimizer, shown + hidden, shown, bubble)
+    compute_s = float(found.step_s[0]) - optimizer - shown - bubble
+    step = StepTime(compute_s, optimizer, shown + hidden, shown)
     if job.layout.pp == 1:
         return step
+    walked = walked_bubble_s(job.layout, micro_batches, parts, pass_shares(found, 1)[0])
+    step = replace(step, bubble_s=bubble if walked is None else walked)
     return replace(
         step, pipeline=plan_pipeline(job, micro_batches, compute_s * job.layout.pp / micro_batches)
     )

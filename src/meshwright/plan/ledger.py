@@ -150,7 +150,7 @@ def _predict_sharded(
     assert not isinstance(model, ResNetModel), "the legality table shards decoders only"
     state = sharded_state(job, rank=0)
     memory = trace_decoder(job, model, parameters, micro_batch, sums_kept=False)
-    top = max(trace_sharded(job, model, memory.moments, micro_batches), key=lambda moment: moment.bytes)
+    top = max(trace_sharded(job, memory.moments, micro_batches), key=lambda moment: moment.bytes)
     ranks, away = job.layout.dp_shard, offloaded_state(job, state)["parameters"]
     formula = f"rows over {ranks} ranks, padded, x 4 (float32)"
     lines = [

@@ -17,8 +17,9 @@ its start (on GPUs one is, and what is kept of it); a document mask is made by e
 micro-batch; 16-bit copies of weights are made in every forward pass, and kept where nothing is split. With
 replicas, gradients are views of buckets and there from the start.
 
-Under ZeRO-2 and 3 the moments are bounds from above: of every stage at work the block and those ahead are
-gathered, what lies around the blocks always is, and one block's gradient is whole and one on its way.
+Under ZeRO-2 and 3 each moment of a stage has what ``sharded_memory`` adds to it. The other stages of the rank
+have what lies around their blocks gathered, and under ZeRO-2 their blocks. Gradients of weights that a split
+backward pass makes later are whole until all blocks of the stage have theirs.
 """
 
 from __future__ import annotations
@@ -34,18 +35,15 @@ from meshwright.plan.decoder_memory import (
     list_always,
     loss_temporary,
 )
-from meshwright.plan.moments import Line
+from meshwright.plan.moments import Line, Moment
 from meshwright.plan.parts import Part, held_parameters, held_parts
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
-from meshwright.plan.sharding import list_groups, sends_gradients
+from meshwright.plan.sharded_memory import NORM_TENSORS, Pass, ShardedSizes
 from meshwright.plan.traffic import WIRE_BYTES
 from meshwright.schedule.actions import Action, Kind, PipelineSchedule, producer_of
 from meshwright.schedule.build import build_schedule
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
-
-NORM_TENSORS = 6
-"""Tensors as large as the residual stream in the backward pass of an RMSNorm on CPU."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +95,8 @@ class _Stage:
     """From the gradients of its inputs to those of its weights."""
     gradients: int
     """Of its parameters; one that it shares with an earlier stage of the rank is that one's."""
+    idle: int
+    """ZeRO-2 and 3: what it has gathered while another stage of the rank works."""
     widest: dict[tuple[Kind, bool], PipelineMoment]
     """By kind, and whether gradients are there already."""
 
@@ -121,7 +121,8 @@ def _without_copies(sizes: Sizes, model: DecoderModel, kept: bool) -> Sizes:
 class _Moments:
     """Lists the moments of one stage's actions."""
 
-    def __init__(self, job: Job, part: Part, micro_batch: int, gradients: int, split: bool) -> None:
+    def __init__(self, job: Job, part: Part, micro_batch: int, own: int, split: bool) -> None:
+        """``own``: bytes of its parameters, without those that an earlier stage of the rank shares."""
         assert isinstance(part.model, DecoderModel), "the legality table cuts decoders only"
         self.job, self.part, self.model, self.split = job, part, part.model, split
         self.sizes = Sizes.of(job, self.model, micro_batch)
@@ -129,7 +130,8 @@ class _Moments:
         """16-bit copies of weights that live until a forward pass ends, and are not kept."""
         if split:
             self.sizes = _without_copies(self.sizes, self.model, job.layout.recompute == "none")
-        self.layers, self.gradients = len(part.layers), gradients
+        self.shards = ShardedSizes.of(job, part) if job.layout.zero >= 2 else None
+        self.layers, self.gradients = len(part.layers), self.shards.kept if self.shards else own
         self.words = self.model.vocab_size * self.model.hidden_size * FLOAT32_BYTES
         """The head, or the embedding; its gradient too."""
         self.width = self.sizes.tokens * self.model.hidden_size * self.sizes.low
@@ -169,32 +171,59 @@ class _Moments:
         return self.sizes.block * self.layers + (self.sizes.norm + logits if self.part.last else 0)
 
     def _moment(
-        self, name: str, activations: int, temporary: int, gradients: int, formula: str = ""
+        self,
+        name: str,
+        activations: int,
+        temporary: int,
+        gradients: int,
+        formula: str,
+        at: tuple[int | None, str] = (None, ""),
     ) -> PipelineMoment:
-        named = f"stage {self.part.stage}, {name}"
-        return PipelineMoment(
-            named, activations + self.extra, temporary, gradients, formula or self.sizes.waiting_formula
-        )
+        """A moment; ``at`` is the block at work, and where in its backward pass: what sharding asks.
+
+        Where gradients are cut, ``gradients`` says whether there are any, and ``sharded_memory`` how many.
+        """
+        named, gathered = f"stage {self.part.stage}, {name}", 0
+        if self.shards is not None:
+            moment, first = Moment(name, 0, 0, 0, "", 0, *at), not gradients
+            gathered, _ = self.shards.gathered(moment, Pass(first, last=False))
+            gradients, reduced = self._shards_at(moment, first)
+            gathered += reduced
+        return PipelineMoment(named, activations + self.extra, temporary, gradients, formula, gathered)
+
+    def _made(self, there: bool, so_far: int) -> int:
+        """Gradients: all that there are from the first backward pass on, in it what it has made so far."""
+        if there:
+            return self.gradients
+        return 0 if self.shards else so_far
+
+    def _shards_at(self, moment: Moment, first: bool) -> tuple[int, int]:
+        """Gradients, and what is reduced, where they are cut; a split backward pass leaves them for later."""
+        assert self.shards is not None, "asked where they are cut"
+        if self.split and moment.layer is not None:
+            return (0 if first else self.gradients) + self.shards.around_early, 0
+        return self.shards.gradients(moment, Pass(first, last=False))
 
     def forward(self, there: bool) -> list[PipelineMoment]:
         """Of a forward pass; ``there``: whether gradients are."""
         sizes, before = self.sizes, self.sizes.waiting * (self.layers - 1)
-        gradients = self.gradients if there else 0
+        gradients = self._made(there, 0)
         again, copies = self.job.layout.recompute != "none", self.copies
         blocks = f"{self.layers - 1} blocks, {sizes.waiting_formula}, and the last one at work"
-        found = [self._moment("forward, attention", before + sizes.turning, copies, gradients, blocks)]
+        at = (self.layers - 1, "")
+        found = [self._moment("forward, attention", before + sizes.turning, copies, gradients, blocks, at)]
         if again:
             inner = {"full": 2, "selective": 1}[self.job.layout.recompute]
             inner += self.model.activation == "swiglu"
             made = sizes.hidden + self.width + inner * sizes.inner
             found.append(
                 self._moment(
-                    "forward, feed-forward", before + sizes.waiting, made + copies, gradients, blocks
+                    "forward, feed-forward", before + sizes.waiting, made + copies, gradients, blocks, at
                 )
             )
         else:
             made = self.width + sizes.hidden + copies
-            found.append(self._moment("forward, output", before + sizes.block, made, gradients, blocks))
+            found.append(self._moment("forward, output", before + sizes.block, made, gradients, blocks, at))
         if self.part.last:
             temporary = loss_temporary(self.job, self.model, sizes, 0) + copies
             formula = f"{self.layers} blocks, {sizes.waiting_formula}, + {sizes.norm} (final norm)"
@@ -215,24 +244,54 @@ class _Moments:
         found = self._head_moments(there)
         for above, _ in enumerate(self.part.layers):
             below = self.layers - 1 - above
-            gradients = (
-                self.gradients if there else made + (0 if self.split else above * each * FLOAT32_BYTES)
-            )
+            gradients = self._made(there, made + (0 if self.split else above * each * FLOAT32_BYTES))
             stack = sizes.waiting * below + self.pending // self.layers * above
             formula = f"{below} blocks, {sizes.waiting_formula}, + {sizes.block} (this block)"
-            found.append(self._moment("backward", stack + sizes.block, temporary, gradients, formula))
+            found.append(
+                self._moment("backward", stack + sizes.block, temporary, gradients, formula, (below, "block"))
+            )
             passed = sizes.hidden + sizes.attention_gradients
             formula = f"{below} blocks, {sizes.waiting_formula}, + {sizes.attention} (half of this block)"
             found.append(
-                self._moment("backward, attention", stack + sizes.attention, passed, gradients, formula)
+                self._moment(
+                    "backward, attention",
+                    stack + sizes.attention,
+                    passed,
+                    gradients,
+                    formula,
+                    (below, "attention"),
+                )
             )
             if self.job.layout.recompute != "none":
                 alive = stack + sizes.turning + sizes.waiting_products
-                found.append(self._moment("computed again", alive, sizes.hidden, gradients, formula))
+                found.append(
+                    self._moment("computed again", alive, sizes.hidden, gradients, formula, (below, "again"))
+                )
+            if self.shards is not None and not self.split:
+                found += self._reduced_moments(below, stack, gradients)
         if self.part.first:
-            done = self.gradients if there or not self.split else self.words
+            done = self._made(there, self.words if self.split else self.gradients)
+            last = 0 if self.shards or not there else self.words  # shards have it among the gradients
             found.append(
-                self._moment("embedding, backward", self.pending, self.words if there else 0, done, "none")
+                self._moment("embedding, backward", self.pending, last, done, "none", (None, "around"))
+            )
+        if self.shards is not None and (self.part.first or self.part.last):
+            gradients = self._made(there, 0)
+            found.append(self._moment("ends, reduced", self.pending, 0, gradients, "none", (None, "reduced")))
+        return found
+
+    def _reduced_moments(self, layer: int, stack: int, gradients: int) -> list[PipelineMoment]:
+        """A cut block's last gradient, its reduction, and the next block's gather."""
+        hidden = self.sizes.hidden
+        formula = f"{layer} blocks, {self.sizes.waiting_formula}"
+        last = NORM_TENSORS * hidden
+        found = [
+            self._moment("backward, last gradient", stack, last, gradients, formula, (layer, "last")),
+            self._moment("backward, reduced", stack, hidden, gradients, formula, (layer, "reduced")),
+        ]
+        if layer and self.job.layout.zero == 3:
+            found.append(
+                self._moment("backward, gathered", stack, hidden, gradients, formula, (layer - 1, "gathered"))
             )
         return found
 
@@ -240,18 +299,26 @@ class _Moments:
         """The loss's and the final norm's way back."""
         if not self.part.last:
             return []
-        stack, gradients = self.sizes.waiting * self.layers, self.gradients if there else 0
-        found = [self._moment("loss, backward", self.kept - self.extra, 0, gradients)]
+        stack, gradients = self.sizes.waiting * self.layers, self._made(there, 0)
+        blocks = f"{self.layers} blocks, {self.sizes.waiting_formula}"
+        found = [self._moment("loss, backward", self.kept - self.extra, 0, gradients, blocks)]
         if self.model.norm == "rms" and self.job.cluster.device == "cpu":
-            made = self.gradients if there else self.words
-            found.append(self._moment("final norm, backward", stack, NORM_TENSORS * self.sizes.hidden, made))
+            inside = NORM_TENSORS * self.sizes.hidden
+            if self.shards is not None:  # the head's gradient is not a shard yet
+                inside += self.words
+            made = self._made(there, self.words)
+            found.append(self._moment("final norm, backward", stack, inside, made, blocks))
         return found
 
     def weights(self, there: bool) -> list[PipelineMoment]:
         """Of the second half of a backward pass that is split."""
         largest = max(p.count for p in self.part.parameters if _is_of_block(p, self.part.layers[0]))
-        made = self.gradients if there else (self.part.first + self.part.last) * self.words
+        made = self._made(there, (self.part.first + self.part.last) * self.words)
         formula = "inputs and output gradients of products"
+        if self.shards is not None:
+            whole = self.layers * self.shards.kept_block
+            found = self._moment("weights, backward", self.pending // self.layers, 0, made, formula)
+            return [replace(found, gradients=found.gradients + whole)]
         return [
             self._moment(
                 "weights, backward", self.pending, largest * FLOAT32_BYTES, min(made, self.gradients), formula
@@ -271,7 +338,8 @@ class _Moments:
                 continue
             for there in (False, True):
                 widest[kind, there] = max(list_moments(there), key=lambda moment: moment.bytes)
-        return _Stage(self.kept, self.pending, self.gradients, widest)
+        idle = self.shards.idle if self.shards else 0
+        return _Stage(self.kept, self.pending, self.gradients, idle, widest)
 
 
 def _is_of_block(parameter: Parameter, layer: int) -> bool:
@@ -345,15 +413,17 @@ class _Walk:
         mine = self.stages[stage]
         own = mine.widest[kind, self.gradients[stage] > 0]
         others = sum(size for held, size in self.gradients.items() if held != stage)
+        idle = sum(other.idle for held, other in self.stages.items() if held != stage)
         waiting = self.waiting_bytes - self.waiting.get((stage, m), 0)
         count = len(self.sent) + self.inside + posted
-        moment_bytes = own.bytes + others + waiting + count * self.handed
+        moment_bytes = own.bytes + others + idle + waiting + count * self.handed
         if moment_bytes > self.top.bytes:
             passes = len(self.waiting) - ((stage, m) in self.waiting)
             self.top = replace(
                 own,
                 name=f"{own.name}, micro-batch {m}",
                 gradients=own.gradients + others,
+                gathered=own.gathered + idle,
                 waiting=waiting,
                 waiting_formula=f"{passes} passes of stages that wait for their backward pass",
                 handed=count * self.handed,
@@ -396,15 +466,12 @@ def trace_pipeline(job: Job, place: int, micro_batch: int, micro_batches: int) -
     for part in parts:
         own = sum(p.count for p in part.parameters if p.name not in seen) * FLOAT32_BYTES
         seen.update(p.name for p in part.parameters)
-        # Under ZeRO-2 and 3 gradients are shards, which the bound has.
-        gradients = 0 if layout.zero >= 2 else own
-        listed[part.stage] = _Moments(job, part, micro_batch, gradients, orders.schedule.split_backward)
+        listed[part.stage] = _Moments(job, part, micro_batch, own, orders.schedule.split_backward)
     sizes, model = next(iter(listed.values())).sizes, next(iter(listed.values())).model
     stages = {stage: moments.stage() for stage, moments in listed.items()}
-    top = _Walk(orders, place, stages, sizes.hidden, from_start=layout.data_degree > 1).run()
-    if layout.zero >= 2:
-        top = _with_shards(job, parts, top)
-    elif layout.data_degree > 1 and job.compression.kind != "none":
+    replicated = layout.data_degree > 1 and layout.zero < 2
+    top = _Walk(orders, place, stages, sizes.hidden, from_start=replicated).run()
+    if replicated and job.compression.kind != "none":
         top = max(top, _reduction(job, place), key=lambda moment: moment.bytes)
     return PipelineMemory(
         top=top,
@@ -436,25 +503,4 @@ def _reduction(job: Job, place: int) -> PipelineMoment:
         temporary=sum(sizes) * WIRE_BYTES[job.compression.kind],
         gradients=sum(counts.values()) * FLOAT32_BYTES,
         formula="none",
-    )
-
-
-def _with_shards(job: Job, parts: tuple[Part, ...], top: PipelineMoment) -> PipelineMoment:
-    """The fullest moment with what ZeRO-2 and 3 add, as a bound from above."""
-    layout, ranks, precision = job.layout, job.layout.dp_shard, job.train.precision
-    groups = [group for part in parts for group in list_groups(part)]
-    blocks = [g.gathered_bytes(ranks, precision) for g in groups if g.block]
-    around = sum(g.gathered_bytes(ranks, precision) for g in groups if not g.block)
-    at_once = len(blocks) if layout.zero == 2 else min(len(blocks), 1 + layout.prefetch)
-    padded = sum(g.padded(ranks) for g in groups)
-    largest = max(g.padded(ranks) for g in groups if g.block)
-    kept = padded * FLOAT32_BYTES
-    if layout.accumulate == "sharded":
-        kept = 0 if sends_gradients(job) else kept // ranks
-        kept += sum(p.count for g in groups if not g.block for p in g.parameters) * FLOAT32_BYTES
-    sent = largest * WIRE_BYTES[job.compression.kind]
-    return replace(
-        top,
-        gradients=kept + blocks[0],
-        gathered=around + at_once * blocks[0] + sent,
     )

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.moments import Moment
-from meshwright.plan.parts import held_parts
+from meshwright.plan.parts import Part, list_stages
 from meshwright.plan.shapes import FLOAT32_BYTES, operand_bytes
 from meshwright.plan.sharding import Group, list_groups, sends_gradients
 from meshwright.plan.traffic import WIRE_BYTES
@@ -46,7 +46,7 @@ class ShardedMoment:
 
 
 @dataclass(frozen=True)
-class _Pass:
+class Pass:
     """One micro-batch of a step, by what it finds and what it leaves."""
 
     first: bool
@@ -55,16 +55,16 @@ class _Pass:
     """ZeRO-2 lets blocks go."""
 
 
-def _list_passes(micro_batches: int) -> list[_Pass]:
+def _list_passes(micro_batches: int) -> list[Pass]:
     """The micro-batches that differ: the first, one in the middle, the last."""
     if micro_batches == 1:
-        return [_Pass(first=True, last=True)]
-    passes = [_Pass(first=True, last=False), _Pass(first=False, last=True)]
-    return passes if micro_batches == 2 else [*passes, _Pass(first=False, last=False)]
+        return [Pass(first=True, last=True)]
+    passes = [Pass(first=True, last=False), Pass(first=False, last=True)]
+    return passes if micro_batches == 2 else [*passes, Pass(first=False, last=False)]
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class ShardedSizes:
     """Bytes of the groups; all blocks are alike."""
 
     ranks: int
@@ -78,6 +78,8 @@ class _Sizes:
     """What it gives to its reduce-scatter: float32, or as compressed gradients are."""
     around_shard: int
     """What it keeps of that, in float32."""
+    around_last: int
+    """Its last gradient, which torch lets go of last."""
     around_early: int
     """Its gradients that wait through the backward pass of the blocks: the head's, the final norm's."""
     around_late: int
@@ -108,25 +110,30 @@ class _Sizes:
     """The last gradient of a block, which torch lets go of last."""
 
     @classmethod
-    def of(cls, job: Job, model: DecoderModel) -> _Sizes:
-        groups, ranks = list_groups(held_parts(job, 0)[0]), job.layout.dp_shard
+    def of(cls, job: Job, part: Part) -> ShardedSizes:
+        """Of all of the model, or of a stage."""
+        model, groups, ranks = part.model, list_groups(part), job.layout.dp_shard
+        assert isinstance(model, DecoderModel), "the legality table shards decoders only"
         blocks: list[Group] = [group for group in groups if group.block]
-        around = {p.name: p.count * FLOAT32_BYTES for p in groups[-1].parameters}
+        outer = groups[-1] if not groups[-1].block else Group("nothing", (), block=False)
+        around = {p.name: p.count * FLOAT32_BYTES for p in outer.parameters}
         head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
+        tied = model.tied_embeddings and part.whole
         norm = sum(size for name, size in around.items() if name.startswith("norm."))
         stays = 0 if sends_gradients(job) else 1
         low, wire = operand_bytes(job.train.precision), WIRE_BYTES[job.compression.kind]
         # A tied gradient is made of two parts and their sum.
-        late = sum(around.values()) + (2 * head if model.tied_embeddings else 0)
+        late = sum(around.values()) + (2 * head if tied else 0)
         return cls(
             ranks=ranks,
             layers=len(blocks),
             zero=job.layout.zero,
             prefetch=job.layout.prefetch,
-            around=groups[-1].gathered_bytes(ranks, job.train.precision),
-            around_sent=groups[-1].padded(ranks) * wire,
-            around_shard=stays * groups[-1].padded(ranks) * FLOAT32_BYTES // ranks,
-            around_early=head + norm,
+            around=outer.gathered_bytes(ranks, job.train.precision),
+            around_sent=outer.padded(ranks) * wire,
+            around_shard=stays * outer.padded(ranks) * FLOAT32_BYTES // ranks,
+            around_last=outer.parameters[-1].count * FLOAT32_BYTES if outer.parameters else 0,
+            around_early=head + norm if part.last else 0,
             around_late=late,
             block=blocks[0].gathered_bytes(ranks, job.train.precision),
             feed_forward=sum(p.count for p in blocks[0].parameters if ".ffn." in p.name) * low,
@@ -136,13 +143,25 @@ class _Sizes:
             deferred=job.layout.accumulate == "deferred",
             kept_around=sum(around.values()),
             kept_block=sum(p.count for p in blocks[0].parameters) * FLOAT32_BYTES,
-            embedding=head,
-            tied=head if model.tied_embeddings else 0,
+            embedding=head if part.first else 0,
+            tied=head if tied else 0,
             summed=low == FLOAT32_BYTES,
             last=blocks[0].parameters[-1].count * low,
         )
 
-    def gathered(self, moment: Moment, run: _Pass) -> tuple[int, str]:
+    @property
+    def kept(self) -> int:
+        """Gradients between two micro-batches: shards, or whole where they are deferred."""
+        if self.deferred:
+            return self.kept_around + self.layers * self.kept_block
+        return self.around_shard + self.layers * self.block_shard
+
+    @property
+    def idle(self) -> int:
+        """What is gathered between two micro-batches."""
+        return self.around + (self.layers * self.block if self.zero == 2 else 0)
+
+    def gathered(self, moment: Moment, run: Pass) -> tuple[int, str]:
         """What is gathered at a moment."""
         layer, letting_go = moment.layer, self.zero == 3 or run.last
         around, buffers = self.around, 0
@@ -163,7 +182,7 @@ class _Sizes:
         formula = f"{around} (around the blocks) + {blocks} blocks and {buffers} on their way x {self.block}"
         return around + (blocks + buffers) * self.block, formula
 
-    def gradients(self, moment: Moment, run: _Pass) -> tuple[int, int]:
+    def gradients(self, moment: Moment, run: Pass) -> tuple[int, int]:
         """Gradients, in shards and whole, and what reduce-scatters were given, at a moment."""
         if self.deferred and not (run.first and run.last):
             return self._deferred_gradients(moment, run)
@@ -174,7 +193,7 @@ class _Sizes:
             shards = self.layers * self.block_shard if run.first else everything
             if moment.part == "around":
                 return shards + self.around_late, self.block_sent
-            return shards + max(self.kept_around, self.around_shard), self.around_sent
+            return shards + max(self.kept_around, self.around_last + self.around_shard), self.around_sent
         behind = self.layers - 1 - moment.layer
         shards = behind * self.block_shard if run.first else everything
         if moment.part == "reduced":
@@ -183,7 +202,7 @@ class _Sizes:
         whole = {"attention": self.feed_forward, "last": self.block}.get(moment.part, 0)
         return shards + self.around_early + whole, self.block_sent if behind else 0
 
-    def _deferred_gradients(self, moment: Moment, run: _Pass) -> tuple[int, int]:
+    def _deferred_gradients(self, moment: Moment, run: Pass) -> tuple[int, int]:
         """The same where gradients wait whole: they come in the first micro-batch, and go in the last."""
         everything = self.kept_around + self.layers * self.kept_block
         if not moment.backward:
@@ -242,18 +261,15 @@ def _last_moments(moments: Sequence[Moment]) -> list[Moment]:
     ]
 
 
-def trace_sharded(
-    job: Job, model: DecoderModel, moments: Sequence[Moment], micro_batches: int
-) -> list[ShardedMoment]:
+def trace_sharded(job: Job, moments: Sequence[Moment], micro_batches: int) -> list[ShardedMoment]:
     """The moments of a step of ZeRO-2 or 3, in each micro-batch that differs from the others.
 
     Args:
         job: With its layout settled.
-        model: The job's model.
         moments: Of the model.
         micro_batches: Of a step.
     """
-    sizes = _Sizes.of(job, model)
+    sizes = ShardedSizes.of(job, list_stages(job)[0])
     found = []
     for run in _list_passes(micro_batches):
         for moment in (*moments, *_gathered_moments(job, moments), *_last_moments(moments)):

@@ -212,7 +212,7 @@ def text_job(good, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "code"),
     [
-        (["layout.pp=2"], "layout-pp-not-built"),
+        (["layout.cp=2"], "layout-cp-not-built"),
         (["train.stepps=1"], "job-unknown-key"),
         (["data.path=gone"], None),
         (["model.vocab_size=64"], "model-vocab-small"),

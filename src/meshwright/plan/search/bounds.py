@@ -17,6 +17,7 @@ from meshwright.plan.estimate.grid import SCHEDULES, Floats, Grid, Ints
 from meshwright.plan.estimate.products import TILES, Device
 from meshwright.plan.estimate.rates import rates_of
 from meshwright.plan.estimate.step import StepEstimate
+from meshwright.plan.estimate.walked import WORK_PARTS
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.shapes import count_active_matmul_parameters
 
@@ -25,14 +26,6 @@ OF_THE_SCHEDULE = ("bubble", "uneven stages", "pipeline transfers")
 """Parts of a step that change with the schedule alone."""
 MATRICES = 0.99
 """At least this share of the parameters is matrices; the rest is norms and biases, which multiply nothing."""
-WORK_PARTS = (
-    "compute",
-    "tensor parallel",
-    "context parallel",
-    "expert parallel",
-    "sharded data parallel",
-)
-"""Parts of a step that every micro-batch repeats."""
 
 
 def highest_rate(workload: Workload) -> float:

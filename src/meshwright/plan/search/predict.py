@@ -5,25 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from meshwright.core.errors import UserError
 from meshwright.core.units import format_bytes
 from meshwright.plan.compute import flops_per_token, peak_rate, step_interval
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.interval import Interval
 from meshwright.plan.estimate.memory import estimate_memory, ledger_stages
 from meshwright.plan.estimate.memory_report import ClassLedger, explain_memory
-from meshwright.plan.estimate.step import StepEstimate, estimate_step
+from meshwright.plan.estimate.step import estimate_step
+from meshwright.plan.estimate.walked import WORK_PARTS, even_stage_times, pass_shares, walked_bubble_s
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.search.bounds import WORK_PARTS
 from meshwright.plan.search.find import Ranked
 from meshwright.plan.search.traffic import Moved, list_traffic
 from meshwright.schedule.build import build_schedule
-from meshwright.schedule.walk import StageTimes, walk_schedule
+from meshwright.schedule.walk import walk_schedule
 from meshwright.spec.job import Job
 from meshwright.spec.layout import AXES, Layout
 
@@ -178,13 +177,13 @@ def predict_layouts(job: Job, layouts: Sequence[Layout], walk: bool = True) -> l
     stages = ledger_stages(workload, grid)
     fits = memory.fits(workload)
     micro_batches = grid.micro_batches(workload.global_batch)
-    passes = _pass_shares(step, len(layouts))
+    passes = pass_shares(step, len(layouts))
     found = []
     for place, layout in enumerate(layouts):
         parts = {name: float(values[place]) for name, values in step.parts.items()}
         total, walked = float(step.step_s[place]), False
         if walk and layout.pp > 1:
-            bubble = _walked_bubble_s(layout, int(micro_batches[place]), parts, passes[place])
+            bubble = walked_bubble_s(layout, int(micro_batches[place]), parts, passes[place])
             if bubble is not None:
                 total, walked = total - parts["bubble"] + bubble, True
                 parts["bubble"] = bubble
@@ -215,33 +214,6 @@ def predict_best(job: Job, best: Ranked) -> Prediction:
     return min(predict_layouts(job, [best.grid.layout(int(place)) for place in near]), key=lambda p: p.step_s)
 
 
-def _pass_shares(step: StepEstimate, count: int) -> list[tuple[float, float]]:
-    """Shares of forward and input-gradient work in a micro-batch, rounded so that a walk serves many.
-
-    An estimate that does not tell them apart has thirds.
-    """
-    passes = getattr(step, "passes", None)
-    if passes is None:
-        return [(1 / 3, 1 / 3)] * count
-    total = passes.forward + passes.backward_input + passes.backward_weight
-    forward, back = np.round(passes.forward / total, 3), np.round(passes.backward_input / total, 3)
-    return [(float(f), float(b)) for f, b in zip(forward, back, strict=True)]
-
-
-def _walked_bubble_s(
-    layout: Layout, micro_batches: int, parts: dict[str, float], passes: tuple[float, float]
-) -> float | None:
-    """The bubble of the schedule itself; None where it is too large to generate."""
-    work = sum(parts.get(name, 0.0) for name in WORK_PARTS) / micro_batches
-    uneven = parts.get("uneven stages", 0.0) / micro_batches
-    if work <= 0:
-        return None
-    share = _walk(
-        layout.schedule, layout.pp, layout.virtual_stages, micro_batches, passes, round(uneven / work, 3)
-    )
-    return None if share is None else share * work
-
-
 def walk_passes(prediction: Prediction) -> list[list[tuple[str, float, float]]]:
     """Kind (`F`, `B`, `W`), start and end of each rank's passes in seconds; none without a pipeline.
 
@@ -252,41 +224,16 @@ def walk_passes(prediction: Prediction) -> list[list[tuple[str, float, float]]]:
         return []
     grid = Grid.of([layout])
     micro_batches = int(grid.micro_batches(workload.global_batch)[0])
-    (passes,) = _pass_shares(estimate_step(workload, grid), 1)
+    (passes,) = pass_shares(estimate_step(workload, grid), 1)
     parts = prediction.breakdown_s
     work = sum(parts.get(name, 0.0) for name in WORK_PARTS) / micro_batches
     uneven = parts.get("uneven stages", 0.0) / micro_batches / work
     schedule = build_schedule(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
-    walk = walk_schedule(schedule, _stage_times(passes, uneven, schedule.stages, layout.virtual_stages))
+    walk = walk_schedule(schedule, even_stage_times(passes, uneven, schedule.stages, layout.virtual_stages))
     return [
         [(a.kind.value, s * work, e * work) for a, s, e in zip(row, starts, ends, strict=True)]
         for row, starts, ends in zip(schedule.ranks, walk.start_s, walk.end_s, strict=True)
     ]
-
-
-def _stage_times(passes: tuple[float, float], uneven: float, stages: int, of_a_rank: int) -> StageTimes:
-    """Times of the stages, in units of an average rank's work on one micro-batch."""
-    shares = np.array([*passes, 1 - sum(passes)])
-    each = np.outer(shares, np.full(stages, 1.0 / of_a_rank))
-    each[:, -1] += shares * uneven
-    return StageTimes(each[0], each[1], each[2])
-
-
-@lru_cache(maxsize=1024)
-def _walk(
-    name: str, pp: int, stages: int, micro_batches: int, passes: tuple[float, float], uneven: float
-) -> float | None:
-    """Time of a step beyond its slowest rank's work, over one micro-batch's work on an average rank.
-
-    ``passes`` are the shares of forward and input-gradient work. The last stage is slower by ``uneven``, in
-    units of an average rank's work.
-    """
-    try:
-        schedule = build_schedule(name, pp, micro_batches, stages)
-    except UserError:
-        return None
-    walk = walk_schedule(schedule, _stage_times(passes, uneven, schedule.stages, stages))
-    return max(0.0, walk.makespan_s - max(walk.work_s))
 
 
 def layout_words(layout: Layout) -> str:
