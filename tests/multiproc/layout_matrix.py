@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
 from meshwright.spec.job import Job
-from meshwright.spec.layout import SPLIT_SCHEDULES, V_SCHEDULES, Layout
+from meshwright.spec.layout import V_SCHEDULES, Layout
 from meshwright.spec.legality import find_problems
 from meshwright.spec.load import build_job
 from model_shapes import GPT_PARTS
@@ -64,6 +64,8 @@ SETTINGS: dict[str, Sequence[Any]] = {
 """What is tried beside the degrees and ``zero``; those that are not built yet join when they are."""
 SEVERAL_STAGES = ("interleaved", *V_SCHEDULES)
 """Schedules with several stages a rank: here two."""
+SPLIT = ("zb-h1", *V_SCHEDULES)
+"""Those that make the gradients of weights apart from those of inputs."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,7 @@ def list_traits(cell: Cell) -> Iterable[tuple[Any, ...]]:
     traits = []
     if cell.pipelined:
         schedule = pipeline[1][1]
-        traits = [("several stages", schedule in SEVERAL_STAGES), ("split", schedule in SPLIT_SCHEDULES)]
+        traits = [("several stages", schedule in SEVERAL_STAGES), ("split", schedule in SPLIT)]
     return [*itertools.combinations((("work", cell.work), *settings.items(), *traits), 2), *pipeline]
 
 

@@ -5,6 +5,8 @@ All runs have one model and one batch, so that one process's losses serve them a
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 import subprocess
@@ -53,18 +55,19 @@ class Run:
 
 @pytest.fixture(scope="module")
 def straight(job_text, tmp_path_factory):
-    """Six steps by one process and by a pipeline of two ranks, through the command line."""
+    """Six steps by one process, and by a pipeline of two ranks that the command itself starts."""
     folder = tmp_path_factory.mktemp("pipeline")
-    (folder / "job.toml").write_text(job_text)
-
-    def train(name: str, *layout: str) -> Run:
-        command = [sys.executable, "-m", "meshwright", "train", "job.toml", *COMMON, *layout, "--json"]
-        command.append(f"run_dir={name}")
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr
-        return Run(folder / name, json.loads(done.stdout))
-
-    return train("one", "layout.dp_replicate=1"), train("two", "layout.pp=2")
+    job_file, one, two = folder / "job.toml", folder / "one", folder / "two"
+    job_file.write_text(job_text)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        alone = [*COMMON, "layout.dp_replicate=1", f"run_dir={one}"]
+        assert run_training(Output(as_json=True), str(job_file), alone, False) == 0
+    command = [sys.executable, "-m", "meshwright", "train", "job.toml", *COMMON, "layout.pp=2", "run_dir=two"]
+    done = subprocess.run(
+        [*command, "--json"], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return Run(one, json.loads(out.getvalue())), Run(two, json.loads(done.stdout))
 
 
 def test_a_pipeline_trains_and_evaluates_as_one_process(straight):
@@ -135,7 +138,7 @@ def test_text_and_a_folder_come_out_of_a_pipeline(straight, train, job_file, tmp
         texts.append(json.loads(capfd.readouterr().out)["text"])
     assert texts[0] == texts[1] != ""
     folder = tmp_path / "folder"
-    export_checkpoint(Path(run.result["checkpoint"]), folder, "float32", 100_000)
+    export_checkpoint(run.run_dir / "checkpoints" / "step-00000006", folder, "float32", 100_000)
     job_file.write_text(job_file.read_text().replace('preset = "tiny"', f'hf = "{folder}"'))
     still = ("train.steps=1", "train.lr=1e-12", "layout.pp=2", "layout.schedule=interleaved")
     started = train(*COMMON[1:], *still, "layout.virtual_stages=2")

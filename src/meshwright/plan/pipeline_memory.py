@@ -36,7 +36,7 @@ from meshwright.plan.decoder_memory import (
     loss_temporary,
 )
 from meshwright.plan.moments import Line, Moment
-from meshwright.plan.parts import Part, held_parameters, held_parts
+from meshwright.plan.parts import Part, held_parameters, held_parts, schedule_of
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
 from meshwright.plan.sharded_memory import NORM_TENSORS, Pass, ShardedSizes
 from meshwright.plan.traffic import WIRE_BYTES
@@ -355,9 +355,20 @@ class _Orders:
     """Rank, and position there."""
 
 
+def _orders_of(job: Job, micro_batches: int) -> _Orders:
+    """Of the job's schedule; a search asks for the same named ones again and again."""
+    layout = job.layout
+    if layout.schedule_file is not None:
+        return _locate(schedule_of(job, micro_batches))
+    return _named_orders(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
+
+
 @functools.lru_cache(maxsize=32)
-def _orders(name: str, pp: int, micro_batches: int, virtual_stages: int) -> _Orders:
-    schedule = build_schedule(name, pp, micro_batches, virtual_stages)
+def _named_orders(name: str, pp: int, micro_batches: int, virtual_stages: int) -> _Orders:
+    return _locate(build_schedule(name, pp, micro_batches, virtual_stages))
+
+
+def _locate(schedule: PipelineSchedule) -> _Orders:
     places = {a: (rank, at) for rank, row in enumerate(schedule.ranks) for at, a in enumerate(row)}
     return _Orders(schedule, places)
 
@@ -460,7 +471,7 @@ def trace_pipeline(job: Job, place: int, micro_batch: int, micro_batches: int) -
         micro_batches: Of a step.
     """
     layout = job.layout
-    orders = _orders(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
+    orders = _orders_of(job, micro_batches)
     parts, seen = held_parts(job, place), set[str]()
     listed: dict[int, _Moments] = {}
     for part in parts:
