@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.core.errors import UserError
@@ -26,6 +28,8 @@ from meshwright.spec.recipe import explain_defaults
 
 USABLE_MEMORY = 0.92
 """Share of a device's memory that tensors may take: the rest is the framework's and the allocator's."""
+MOST_LISTED = 12
+"""Stages whose layers are listed one by one."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +254,7 @@ def explain_stages(job: Job, candidate: Candidate) -> list[str]:
     layout, planned = candidate.layout, candidate.time.pipeline
     if planned is None:
         return []
-    layers = ", ".join(str(count) for count in layout.stage_layers or ())
+    layers = _list_layers(layout.stage_layers or ())
     if job.layout.stage_layers is not None:
         why = "given in the job"
     else:
@@ -263,6 +267,14 @@ def explain_stages(job: Job, candidate: Candidate) -> list[str]:
         f"stages of {layers} layers: {why}",
         f"bubble {planned.bubble:.1%} of the ranks' time, planned: {layout.schedule}, {count} micro-batches",
     ]
+
+
+def _list_layers(counts: Sequence[int]) -> str:
+    """The layers of each stage; runs of equal ones together where there are many."""
+    if len(counts) <= MOST_LISTED:
+        return ", ".join(map(str, counts))
+    runs = [(count, len(list(run))) for count, run in itertools.groupby(counts)]
+    return ", ".join(f"{times} x {count}" for count, times in runs)
 
 
 def explain_positions(job: Job) -> list[str]:

@@ -2,7 +2,8 @@
 
 The first stage has the embedding and the positions too, the last one the final norm and the head. A tied
 head is the embedding: where both ends are on different ranks, each holds a copy, and their gradients are
-added up (:data:`TIED_AXIS`). Without a pipeline there is one part, which is everything.
+added up (:data:`TIED_AXIS`); where they are on one rank, the last stage uses the first one's. Without a
+pipeline there is one part, which is everything.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Part:
     """Whether it reads the tokens: embedding and positions are here."""
     last: bool
     """Whether it makes the loss: final norm and head are here."""
+    lent: bool = False
+    """Whether its head is the embedding of the first stage, which is on the same rank."""
 
     @property
     def whole(self) -> bool:
@@ -57,6 +60,7 @@ class Part:
         return (
             self.last
             and not self.first
+            and not self.lent
             and isinstance(self.model, DecoderModel)
             and self.model.tied_embeddings
         )
@@ -83,9 +87,11 @@ def list_stages(job: Job) -> tuple[Part, ...]:
         layers = range(model.num_layers if isinstance(model, DecoderModel) else 0)
         return (Part(model, 0, layers, first=True, last=True),)
     assert counts is not None, "a plan settles the layers of the stages"
+    homes, last = stage_homes(job), len(counts) - 1
+    tied = isinstance(model, DecoderModel) and model.tied_embeddings and homes[0] == homes[-1]
     ends = [sum(counts[: stage + 1]) for stage in range(len(counts))]
     return tuple(
-        Part(model, stage, range(end - count, end), stage == 0, stage == len(counts) - 1)
+        Part(model, stage, range(end - count, end), stage == 0, stage == last, tied and stage == last)
         for stage, (count, end) in enumerate(zip(counts, ends, strict=True))
     )
 
@@ -99,7 +105,12 @@ def schedule_of(job: Job, micro_batches: int) -> PipelineSchedule:
     layout = job.layout
     if layout.schedule_file is not None:
         return _require_fit(_read_schedule(layout.schedule_file), job, micro_batches)
-    return build_schedule(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
+    return _build(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
+
+
+@functools.lru_cache(maxsize=32)
+def _build(name: str, pp: int, micro_batches: int, virtual_stages: int) -> PipelineSchedule:
+    return build_schedule(name, pp, micro_batches, virtual_stages)
 
 
 def _read_schedule(path: str) -> PipelineSchedule:
@@ -124,13 +135,6 @@ def _require_fit(schedule: PipelineSchedule, job: Job, micro_batches: int) -> Pi
         rule = f"is for {schedule.micro_batches} micro-batches, and a step has {micro_batches} (train."
         rule += f"global_batch={job.train.global_batch}, layout.micro_batch={layout.micro_batch})"
         fix = f"Use train.global_batch={batch}, or a layout.micro_batch that makes {schedule.micro_batches}"
-    elif (
-        schedule.stage_ranks[0] == schedule.stage_ranks[-1]
-        and layout.zero >= 2
-        and list_stages(job)[-1].borrows
-    ):
-        rule = "has the first and the last stage on one rank, which share a tied embedding, and layout.zero="
-        rule, fix = f"{rule}{layout.zero} cuts it; that is not built yet", "Use layout.zero=1"
     if rule:
         problem = Problem("layout-schedule-file", rule, "layout.schedule_file", layout.schedule_file, fix)
         raise UserError(problem)

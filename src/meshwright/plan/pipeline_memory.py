@@ -24,7 +24,6 @@ backward pass makes later are whole until all blocks of the stage have theirs.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -41,7 +40,6 @@ from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
 from meshwright.plan.sharded_memory import NORM_TENSORS, Pass, ShardedSizes
 from meshwright.plan.traffic import WIRE_BYTES
 from meshwright.schedule.actions import Action, Kind, PipelineSchedule, producer_of
-from meshwright.schedule.build import build_schedule
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -346,41 +344,14 @@ def _is_of_block(parameter: Parameter, layer: int) -> bool:
     return parameter.name.startswith(f"blocks.{layer}.")
 
 
-@dataclass(frozen=True)
-class _Orders:
-    """A schedule, and where in its rank's order every action is."""
-
-    schedule: PipelineSchedule
-    places: dict[Action, tuple[int, int]]
-    """Rank, and position there."""
-
-
-def _orders_of(job: Job, micro_batches: int) -> _Orders:
-    """Of the job's schedule; a search asks for the same named ones again and again."""
-    layout = job.layout
-    if layout.schedule_file is not None:
-        return _locate(schedule_of(job, micro_batches))
-    return _named_orders(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
-
-
-@functools.lru_cache(maxsize=32)
-def _named_orders(name: str, pp: int, micro_batches: int, virtual_stages: int) -> _Orders:
-    return _locate(build_schedule(name, pp, micro_batches, virtual_stages))
-
-
-def _locate(schedule: PipelineSchedule) -> _Orders:
-    places = {a: (rank, at) for rank, row in enumerate(schedule.ranks) for at, a in enumerate(row)}
-    return _Orders(schedule, places)
-
-
 class _Walk:
     """Goes through one rank's actions and keeps the fullest moment."""
 
     def __init__(
-        self, orders: _Orders, place: int, stages: dict[int, _Stage], handed: int, from_start: bool
+        self, schedule: PipelineSchedule, place: int, stages: dict[int, _Stage], handed: int, from_start: bool
     ) -> None:
         """``from_start``: whether gradients are there before the first backward pass."""
-        self.orders, self.place, self.stages, self.handed = orders, place, stages, handed
+        self.schedule, self.place, self.stages, self.handed = schedule, place, stages, handed
         self.waiting: dict[tuple[int, int], int] = {}
         self.waiting_bytes = 0
         self.gradients = {stage: mine.gradients if from_start else 0 for stage, mine in stages.items()}
@@ -392,7 +363,7 @@ class _Walk:
 
     def run(self) -> PipelineMoment:
         """The fullest moment of a step."""
-        row = self.orders.schedule.ranks[self.place]
+        row = self.schedule.ranks[self.place]
         receiving = [at for at, action in enumerate(row) if self._peer(action) is not None]
         last_receive = receiving[-1] if receiving else -1
         for at, action in enumerate(row):
@@ -403,16 +374,16 @@ class _Walk:
 
     def _peer(self, action: Action) -> tuple[int, int] | None:
         """The rank that makes what an action needs, and where in its order; None for this rank."""
-        producer = producer_of(action, self.orders.schedule.stages)
+        producer = producer_of(action, self.schedule.stages)
         if producer is None or producer.stage == action.stage:
             return None
-        found = self.orders.places[producer]
+        found = self.schedule.places[producer]
         return None if found[0] == self.place else found
 
     def _arrive(self, action: Action) -> None:
         """What comes in lets go of what its sender has used by then."""
         found = self._peer(action)
-        producer = producer_of(action, self.orders.schedule.stages)
+        producer = producer_of(action, self.schedule.stages)
         if found is not None:
             peer, at = found
             self.sent = [(to, used) for to, used in self.sent if to != peer or used >= at]
@@ -445,7 +416,7 @@ class _Walk:
     def _leave(self, action: Action) -> None:
         """What an action leaves behind, and hands on."""
         kind, stage, m = action
-        mine, split = self.stages[stage], self.orders.schedule.split_backward
+        mine, split = self.stages[stage], self.schedule.split_backward
         left = {Kind.FORWARD: mine.kept, Kind.BACKWARD: mine.pending, Kind.WEIGHT: 0}[kind]
         self.waiting_bytes += left - self.waiting.pop((stage, m), 0)
         if left:
@@ -453,8 +424,8 @@ class _Walk:
         if kind is Kind.WEIGHT or (kind is Kind.BACKWARD and not split):
             self.gradients[stage] = mine.gradients
         to = stage + (1 if kind is Kind.FORWARD else -1)
-        if kind is not Kind.WEIGHT and 0 <= to < self.orders.schedule.stages:
-            peer, used = self.orders.places[Action(kind, to, m)]
+        if kind is not Kind.WEIGHT and 0 <= to < self.schedule.stages:
+            peer, used = self.schedule.places[Action(kind, to, m)]
             if peer == self.place:
                 self.inside += 1
             else:
@@ -471,17 +442,17 @@ def trace_pipeline(job: Job, place: int, micro_batch: int, micro_batches: int) -
         micro_batches: Of a step.
     """
     layout = job.layout
-    orders = _orders_of(job, micro_batches)
+    schedule = schedule_of(job, micro_batches)
     parts, seen = held_parts(job, place), set[str]()
     listed: dict[int, _Moments] = {}
     for part in parts:
         own = sum(p.count for p in part.parameters if p.name not in seen) * FLOAT32_BYTES
         seen.update(p.name for p in part.parameters)
-        listed[part.stage] = _Moments(job, part, micro_batch, own, orders.schedule.split_backward)
+        listed[part.stage] = _Moments(job, part, micro_batch, own, schedule.split_backward)
     sizes, model = next(iter(listed.values())).sizes, next(iter(listed.values())).model
     stages = {stage: moments.stage() for stage, moments in listed.items()}
     replicated = layout.data_degree > 1 and layout.zero < 2
-    top = _Walk(orders, place, stages, sizes.hidden, from_start=replicated).run()
+    top = _Walk(schedule, place, stages, sizes.hidden, from_start=replicated).run()
     if replicated and job.compression.kind != "none":
         top = max(top, _reduction(job, place), key=lambda moment: moment.bytes)
     return PipelineMemory(

@@ -39,6 +39,7 @@ from meshwright.plan.parts import (
     merge_parameters,
     pipeline_rank,
     saved_parameters,
+    schedule_of,
 )
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, operand_bytes
 from meshwright.plan.traffic import (
@@ -47,6 +48,7 @@ from meshwright.plan.traffic import (
     count_micro_batches,
     fixed_buckets,
 )
+from meshwright.schedule.actions import Kind
 from meshwright.spec.job import Job, Train
 
 ALL_DATA = "dp_replicate+dp_shard"
@@ -176,13 +178,13 @@ def _group_traffic(job: Job, place: int) -> list[Traffic]:
     else:
         times, outer = 2 * micro_batches, micro_batches
 
-    def gathers(phase: str, of_blocks: int, of_around: int) -> Traffic:
-        calls = of_blocks * len(blocks) + of_around * len(around)
-        size = of_blocks * sum(blocks) + of_around * sum(around)
+    def gathers(phase: str, of_blocks: int, of_around: int, more: int = 0) -> Traffic:
+        calls = of_blocks * len(blocks) + of_around * len(around) + more
+        size = of_blocks * sum(blocks) + of_around * sum(around) + more * sum(around[:1])
         return Traffic("dp_shard", "all_gather", phase, ranks, calls, size)
 
     rows = [
-        gathers("step", times, outer),
+        gathers("step", times, outer, _count_lent_gathers(job, place, micro_batches)),
         gathers("eval", evaluations, 1),
         Traffic("dp_shard", "reduce_scatter", "step", ranks, reductions * len(groups), reductions * reduced),
     ]
@@ -193,6 +195,24 @@ def _group_traffic(job: Job, place: int) -> list[Traffic]:
         calls, size = times * len(groups), times * reduced // ranks
         rows.append(Traffic("dp_replicate", "all_reduce", "step", replicas, calls, size))
     return rows
+
+
+def _count_lent_gathers(job: Job, place: int, micro_batches: int) -> int:
+    """How often ZeRO-3 gathers an embedding for the last stage, which uses the first one's.
+
+    It stays until the first stage's next backward pass; what is gathered for that one is counted with it.
+    """
+    parts = held_parts(job, place)
+    if job.layout.zero < 3 or not parts or not parts[-1].lent:
+        return 0
+    gathered, gathers, last = False, 0, parts[-1].stage
+    for kind, stage, _ in schedule_of(job, micro_batches).ranks[place]:
+        uses = (kind is Kind.FORWARD and stage in (0, last)) or (kind is Kind.BACKWARD and stage == 0)
+        if uses and not gathered:
+            gathered, gathers = True, gathers + 1
+        if kind is Kind.BACKWARD and stage == 0:
+            gathered = False
+    return gathers - micro_batches
 
 
 def _save_traffic(job: Job, parameters: Sequence[Parameter]) -> Traffic:

@@ -140,7 +140,8 @@ def _small_layouts(layout: Layout) -> Iterator[Layout]:
     layouts = []
     for degrees in itertools.product(*choices):
         smaller: dict[str, Any] = dict(zip(axes, degrees, strict=True))
-        layouts.append(dataclasses.replace(layout, **smaller, virtual_stages=stages))
+        smaller |= {"virtual_stages": stages, "stage_layers": None, "schedule_file": None}
+        layouts.append(dataclasses.replace(layout, **smaller))
     return iter(sorted(layouts, key=lambda small: (small.world_size, small.ep, small.etp)))
 
 

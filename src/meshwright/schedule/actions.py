@@ -9,6 +9,7 @@ Legend: ``pp`` ranks; stages count from 0, the first of the model, and each has 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,6 +68,11 @@ class PipelineSchedule:
     def stages(self) -> int:
         """Stages of the whole model."""
         return len(self.stage_ranks)
+
+    @functools.cached_property
+    def places(self) -> dict[Action, tuple[int, int]]:
+        """The rank of every action, and its position there."""
+        return {a: (rank, at) for rank, row in enumerate(self.ranks) for at, a in enumerate(row)}
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds a stage."""

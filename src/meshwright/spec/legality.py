@@ -32,7 +32,6 @@ from meshwright.spec.model import DecoderModel, ResNetModel
 from meshwright.spec.numbers import divisors, list_choices
 from meshwright.spec.pipeline_rules import (
     check_schedule_file,
-    check_shared_embedding,
     check_stage_layers,
 )
 from meshwright.spec.recipe_rules import (
@@ -480,12 +479,6 @@ RULES: tuple[Rule, ...] = (
         "layout-offload-not-built",
         'Parameters on the host (`offload = "all"`) without ZeRO-2 or 3.',
         check_offload_all,
-        built=False,
-    ),
-    Rule(
-        "layout-schedule-tied-not-built",
-        "Tied embeddings under `zbv` and `dualpipe-v` with ZeRO-2 or 3: two stages of a rank share one.",
-        check_shared_embedding,
         built=False,
     ),
     _not_built("layout.context", ("ring",), "another context method"),

@@ -34,6 +34,8 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "sequence_parallel": (False,),
     "schedule": ("1f1b",),
     "virtual_stages": (1, 2),
+    "stage_layers": (None,),
+    "schedule_file": (None,),
     "context": ("ring",),
     "recompute": ("none", "full"),
     "offload": ("none",),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from meshwright.core.errors import Problem
 from meshwright.spec.job import Job
-from meshwright.spec.layout import V_SCHEDULES
 from meshwright.spec.model import DecoderModel
 
 
@@ -46,16 +45,3 @@ def check_schedule_file(job: Job) -> Problem | None:
         rule += f"{getattr(layout, key)}"
         return Problem(code, rule, path=path, value=layout.schedule_file, fix=f"Leave out it or layout.{key}")
     return None
-
-
-def check_shared_embedding(job: Job) -> Problem | None:
-    """Two stages of one rank with one embedding, which FSDP2 would have to gather for both."""
-    layout, model = job.layout, job.model
-    if layout.pp == 1 or layout.zero < 2 or layout.schedule not in V_SCHEDULES:
-        return None
-    if not isinstance(model, DecoderModel) or not model.tied_embeddings:
-        return None
-    rule = "has the first and the last stage on one rank, which share a tied embedding, and layout.zero="
-    rule += f"{layout.zero} cuts it; that is not built yet"
-    fix = "Use layout.schedule=zb-h1, or layout.zero=1"
-    return Problem("layout-schedule-tied-not-built", rule, "layout.schedule", layout.schedule, fix)

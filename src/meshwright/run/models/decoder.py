@@ -164,11 +164,22 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """The last product, to the logits of the words."""
+    """The last product, to the logits of the words; its matrix may be the embedding of another stage."""
+
+    lender: tuple[nn.Embedding] | None = None
+    """That embedding; in a tuple, so that it is no part of the head."""
+
+    def matrix(self) -> Tensor:
+        """The rows of the words."""
+        return self.weight if self.lender is None else self.lender[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        return F.linear(x, self.matrix())
 
     def loss(self, x: Tensor, targets_BT: Tensor, chunk: int) -> Tensor:
         """The loss **summed** over the targets that are not ``IGNORED``, ``chunk`` tokens at a time."""
-        return linear_cross_entropy(x.flatten(0, 1), self.weight, targets_BT.flatten(), chunk)
+        return linear_cross_entropy(x.flatten(0, 1), self.matrix(), targets_BT.flatten(), chunk)
 
 
 class Decoder(nn.Module):
@@ -214,7 +225,9 @@ class Decoder(nn.Module):
         if part.last:
             self.norm = build_norm(model)
             self.head = Head(model.hidden_size, model.vocab_size, bias=False)
-            if model.tied_embeddings:
+            if part.lent:
+                self.head.register_parameter("weight", None)
+            elif model.tied_embeddings:
                 self.head.weight = self.embed.weight
         self.rotary = model.positions == "rope"
         self.rope_cos: Tensor

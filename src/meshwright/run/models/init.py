@@ -133,23 +133,22 @@ def build_model(
 
 def tie(network: Decoder, job: Job) -> None:
     """A tied head is the embedding, also where the embedding has just come to lie somewhere."""
-    if isinstance(job.model, DecoderModel) and job.model.tied_embeddings and network.last:
+    tied = isinstance(job.model, DecoderModel) and job.model.tied_embeddings
+    if tied and network.last and hasattr(network, "embed"):
         network.head.weight = network.embed.weight
 
 
 def _build_stages(
     job: Job, device: torch.device, weights: WeightSource, split: Split | None, parts: Sequence[Part]
 ) -> Stages:
-    """The stages of a rank; they share the tables of rotations, and an embedding that two of them use."""
+    """The stages of a rank; they share the tables of rotations, and an embedding that is the head, too."""
     stages = [_build_decoder(job, device, weights, split, part) for part in parts]
     first = stages[0]
     for stage, part in list(zip(stages, parts, strict=True))[1:]:
         if first.rotary:
             stage.rope_cos, stage.rope_sin = first.rope_cos, first.rope_sin
-        if part.borrows and first.first:
-            assert job.layout.zero < 2, "the legality table shards no embedding that two stages share"
-            stage.embed.weight = first.embed.weight
-            tie(stage, job)
+        if part.lent:
+            stage.head.lender = (first.embed,)
     return Stages(stages)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -63,7 +64,9 @@ def build_pipeline(
         if layout.data_degree > 1 and layout.zero < 2:
             group, late = ranks.group(_replica_axis(job)), late_parameters(module) if split else ()
             reducer = StageReducer(module, names, group, job.compression.kind, late)
-        found[part.stage] = Stage.of(module, reducer, split, job.train.compile)
+        found[part.stage] = stage = Stage.of(module, reducer, split, job.train.compile)
+        if part.lent and layout.zero >= 2:
+            stage.lender = cast(FSDPModule, next(iter(stages)))
     return Pipeline(found, job, micro_batches, ranks, precision)
 
 

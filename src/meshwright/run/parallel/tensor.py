@@ -90,13 +90,13 @@ class VocabularyHead(Head):
 
     def forward(self, x: Tensor) -> Tensor:
         """All logits (B, T, V), on every rank."""
-        own_BTV = F.linear(self._split.enter(x), self.weight)
+        own_BTV = F.linear(self._split.enter(x), self.matrix())
         return self._split.join_columns(own_BTV)[..., : self._split.words]
 
     def loss(self, x: Tensor, targets_BT: Tensor, chunk: int) -> Tensor:
         """Summed over the targets; every rank has it."""
         x_ND = self._split.enter(x).flatten(0, 1)
-        return linear_cross_entropy(x_ND, self.weight, targets_BT.flatten(), chunk, self._softmax)
+        return linear_cross_entropy(x_ND, self.matrix(), targets_BT.flatten(), chunk, self._softmax)
 
     def _softmax(self, logits_CV: Tensor, targets_C: Tensor, wanted: bool) -> tuple[Tensor, Tensor | None]:
         """The summed loss of a chunk, and its gradient by the rank's logits, which it overwrites.

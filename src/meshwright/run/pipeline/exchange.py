@@ -111,18 +111,17 @@ class Exchange:
 
     def _find_releases(self, schedule: PipelineSchedule) -> dict[Action, list[Action]]:
         """For each receive, the sends that are over by then."""
-        places = [{action: index for index, action in enumerate(row)} for row in schedule.ranks]
-        own = places[self._ranks.place]
+        places = schedule.places
         arrivals: dict[int, list[tuple[int, Action]]] = {}
         for peer, source in self._needed:
-            arrivals.setdefault(peer, []).append((own[_user(source, schedule)], source))
+            arrivals.setdefault(peer, []).append((places[_user(source, schedule)][1], source))
         releases: dict[Action, list[Action]] = {}
         for action, peer in self._target.items():
-            used = places[peer][_user(action, schedule)]
+            used = places[_user(action, schedule)][1]
             later = arrivals.get(peer, [])
-            start = bisect.bisect_right(later, own[action], key=lambda arrival: arrival[0])
+            start = bisect.bisect_right(later, places[action][1], key=lambda arrival: arrival[0])
             for _, source in later[start:]:
-                if places[peer][source] >= used:
+                if places[source][1] >= used:
                     releases.setdefault(source, []).append(action)
                     break
         return releases

@@ -41,6 +41,8 @@ class Stage:
     """Where its products leave what the gradients of their weights are made of."""
     late: LateGradients | None = None
     """Takes those gradients where weights are cut."""
+    lender: FSDPModule | None = None
+    """The stage whose embedding its head is, where that is cut: gathered before it is used."""
     graphs: dict[int, tuple[Tensor | None, Tensor | GradientEdge]] = field(default_factory=dict)
     """By micro-batch: its input, where that has a gradient, and the end of its graph."""
     waiting: dict[int, list[Waiting]] = field(default_factory=dict)
@@ -91,6 +93,8 @@ class StageWork:
             self._watch.before_forward(micro_batch)
         if x is not None and torch.is_grad_enabled():
             x.requires_grad_()
+        if work.lender is not None:
+            work.lender.unshard()
         with self._precision.products():
             out = _call(work.module, self._batches[micro_batch], x, self._device)
         made = out.detach()
