@@ -121,10 +121,6 @@ CASES = {
     "model-window-not-built": {"model": {"window": 8}},
     "train-runtime-not-built": {"train": {"runtime": "megatron-core"}},
     "layout-offload-not-built": {"layout": {"offload": "all"}},
-    "layout-schedule-tied-not-built": {
-        "layout": {"pp": 2, "dp_shard": 2, "zero": 2, "schedule": "zbv"},
-        "model": {"num_layers": 4, "tied_embeddings": True},
-    },
     "layout-context-not-built": {"layout": {"context": "ulysses"}},
     "train-precision-not-built": {"train": {"precision": "fp8"}},
     "train-muon-not-built": {"train": {"optimizer": "muon"}, "layout": {"tp": 2}},
