@@ -25,6 +25,16 @@ def _reduce_scatter(x, size, group):
     return own
 
 
+def _reduce_scatter_on_host(output, input, op=dist.ReduceOp.SUM, group=None, async_op=False):  # noqa: A002
+    """Gloo copies what it reduces, on the device if it is there: memory that NCCL does not take."""
+    own = torch.empty(output.shape, dtype=output.dtype)
+    _plain_reduce_scatter(own, input.cpu(), op=op, group=group)
+    output.copy_(own)
+
+
+_plain_reduce_scatter = dist.reduce_scatter_tensor
+
+
 class _Arriving:
     """A receive on the host, which the device gets when it is waited for."""
 
@@ -69,6 +79,7 @@ def through_gloo(run_dir, listener):
     Its functional collectives read a GPU's memory from the host, and die of it; the plain ones do not.
     """
     split._all_gather, split._reduce_scatter = _all_gather, _reduce_scatter
+    dist.reduce_scatter_tensor = _reduce_scatter_on_host  # as FSDP2 calls it
     exchange.dist, collect.dist = _HostTransfers, _HostCollect
     worker.join_ranks = functools.partial(worker.join_ranks, backend="gloo")
     return worker.run_rank(run_dir, listener)

@@ -16,16 +16,16 @@ from meshwright.core.units import format_seconds
 from meshwright.explain.record import Recorded, RunRecord
 from meshwright.explain.timeline import Timeline, build_timeline, measured_timeline
 from meshwright.plan.contract import Plan
-from meshwright.plan.parts import schedule_of
+from meshwright.plan.parts import schedule_of, stage_homes
 from meshwright.plan.pipeline_time import PipelineTime
-from meshwright.plan.stage_times import deal_layers, part_costs
+from meshwright.plan.stage_times import deal_layers, part_costs, rank_seconds, stage_seconds
 from meshwright.schedule.actions import Action, Kind, PipelineSchedule
 from meshwright.schedule.walk import StageTimes, Walk, walk_schedule
 from meshwright.spec.model import DecoderModel
 
 Spans = tuple[tuple[tuple[Action, float, float], ...], ...]
 WORTH_SAYING = 0.05
-"""By how much another cut must shorten the slowest stage to be proposed."""
+"""By how much another cut must shorten the slowest rank's work to be proposed."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PipelineRun:
     planned: PipelineTime
     stage_layers: tuple[int, ...]
     better_layers: tuple[int, ...] | None
-    """A cut by the measured times that would shorten the slowest stage; None if none would."""
+    """A cut by the measured times that would relieve the slowest rank; None if none would."""
 
     @property
     def measured_bubble(self) -> float:
@@ -83,7 +83,7 @@ class PipelineRun:
         ]
         if self.better_layers is not None:
             said.append(
-                "The slowest stage rules: "
+                "The slowest rank rules: "
                 f"layout.stage_layers=[{_listed(self.better_layers)}] would even them out"
             )
         return said
@@ -159,13 +159,11 @@ def _find_better(plan: Plan, stage_s: tuple[float, ...]) -> tuple[int, ...] | No
         share = costs.block.total_s * layers[0]
         block = stage_s[0] * share / (share + costs.embedding.total_s) / layers[0]
     ends = (max(0.0, stage_s[0] - layers[0] * block), max(0.0, stage_s[-1] - layers[-1] * block))
-    dealt = deal_layers(plan.job.model.num_layers, len(layers), block, ends)
+    homes = stage_homes(plan.job)
+    dealt = deal_layers(plan.job.model.num_layers, homes, block, ends)
 
     def slowest(counts: tuple[int, ...]) -> float:
-        each = [count * block for count in counts]
-        each[0] += ends[0]
-        each[-1] += ends[1]
-        return max(each)
+        return max(rank_seconds(stage_seconds(counts, block, ends), homes))
 
     return dealt if slowest(dealt) < (1 - WORTH_SAYING) * slowest(layers) else None
 

@@ -18,6 +18,7 @@ from meshwright.plan.comms import Traffic, join_places, predict_traffic
 from meshwright.plan.compute import StepTime, estimate_step
 from meshwright.plan.learning_rate import explain_lr
 from meshwright.plan.ledger import Ledger, predict_ledger
+from meshwright.plan.parts import read_schedule
 from meshwright.plan.stage_times import part_costs, split_layers
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
@@ -56,7 +57,7 @@ class Candidate:
         """How it is spoken of."""
         layout, words = self.layout, []
         if layout.pp > 1:
-            words.append(f"{len(layout.stage_layers or ())} stages ({layout.schedule}) on {layout.pp} ranks")
+            words.append(f"{len(layout.stage_layers or ())} stages ({_order(layout)}) on {layout.pp} ranks")
         replicas = f"{layout.dp_replicate} replicas" if layout.dp_replicate > 1 else ""
         if layout.dp_shard > 1:
             words.append(f"{replicas and f'{replicas} of '}{layout.dp_shard} shards (zero={layout.zero})")
@@ -204,6 +205,9 @@ def _pipeline_sizes(layout: Layout, share: int) -> list[int]:
     Where no number of them is enough, any that the schedule takes; where it takes none, 1.
     """
     counts = {-(-share // count): -(-share // -(-share // count)) for count in range(1, share + 1)}
+    if layout.schedule_file is not None:
+        wanted = read_schedule(layout.schedule_file).micro_batches
+        return [size for size, count in counts.items() if count == wanted] or [1]
     rounds = layout.pp if layout.schedule == "interleaved" else 1
     taken = sorted(size for size, count in counts.items() if count % rounds == 0)
     enough = [size for size in taken if counts[size] >= 2 * layout.pp]
@@ -265,8 +269,13 @@ def explain_stages(job: Job, candidate: Candidate) -> list[str]:
     count = candidate.micro_batches
     return [
         f"stages of {layers} layers: {why}",
-        f"bubble {planned.bubble:.1%} of the ranks' time, planned: {layout.schedule}, {count} micro-batches",
+        f"bubble {planned.bubble:.1%} of the ranks' time, planned: {_order(layout)}, {count} micro-batches",
     ]
+
+
+def _order(layout: Layout) -> str:
+    """What a pipeline's schedule is called."""
+    return layout.schedule_file or layout.schedule
 
 
 def _list_layers(counts: Sequence[int]) -> str:

@@ -104,7 +104,7 @@ def schedule_of(job: Job, micro_batches: int) -> PipelineSchedule:
     """
     layout = job.layout
     if layout.schedule_file is not None:
-        return _require_fit(_read_schedule(layout.schedule_file), job, micro_batches)
+        return _require_fit(read_schedule(layout.schedule_file), job, micro_batches)
     return _build(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
 
 
@@ -113,7 +113,7 @@ def _build(name: str, pp: int, micro_batches: int, virtual_stages: int) -> Pipel
     return build_schedule(name, pp, micro_batches, virtual_stages)
 
 
-def _read_schedule(path: str) -> PipelineSchedule:
+def read_schedule(path: str) -> PipelineSchedule:
     """A file's schedule; read once, unless it changes."""
     file = Path(path)
     return _read_version(file, file.stat().st_mtime_ns if file.exists() else 0)
@@ -150,7 +150,7 @@ def stage_homes(job: Job) -> tuple[int, ...]:
     """The place of the pipeline that holds each stage."""
     layout = job.layout
     if layout.schedule_file is not None:
-        return _read_schedule(layout.schedule_file).stage_ranks
+        return read_schedule(layout.schedule_file).stage_ranks
     return (
         vee_ranks(layout.pp)
         if layout.schedule in V_SCHEDULES

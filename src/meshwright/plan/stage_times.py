@@ -18,6 +18,7 @@ The loss makes both gradients of the head in the forward pass (``run.models.loss
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.parts import list_stages, stage_homes
@@ -85,32 +86,49 @@ def part_costs(job: Job) -> Costs:
 
 
 def split_layers(job: Job) -> tuple[int, ...] | None:
-    """Layers of each stage, so that the slowest stage is as fast as it can be; None without a pipeline."""
+    """Layers of each stage, so that the slowest rank is as fast as it can be; None without a pipeline."""
     if job.layout.pp == 1 or not isinstance(job.model, DecoderModel):
         return None
     costs = part_costs(job)
     ends = (costs.embedding.total_s, costs.head.total_s)
-    return deal_layers(job.model.num_layers, len(stage_homes(job)), costs.block.total_s, ends)
+    return deal_layers(job.model.num_layers, stage_homes(job), costs.block.total_s, ends)
 
 
-def deal_layers(layers: int, stages: int, block_s: float, ends_s: tuple[float, float]) -> tuple[int, ...]:
-    """One layer after the other to the stage that is then fastest; of equal ones to the latest.
+def deal_layers(
+    layers: int, homes: Sequence[int], block_s: float, ends_s: tuple[float, float]
+) -> tuple[int, ...]:
+    """One layer after the other to the rank with least work, and there to its fastest stage.
 
-    Late stages hold fewest micro-batches.
+    Of equal stages to the latest: late ones hold fewest micro-batches.
 
     Args:
-        layers: Of the model.
-        stages: At most as many; each has one at least.
+        layers: Of the model; each stage has one at least.
+        homes: The rank of each stage.
         block_s: What a block costs.
         ends_s: What the embedding adds to the first stage, and the head to the last.
     """
-    dealt, base = [1] * stages, [0.0] * stages
-    base[0] += ends_s[0]
-    base[-1] += ends_s[1]
-    for _ in range(layers - stages):
-        fastest = min(range(stages), key=lambda s: (base[s] + (dealt[s] + 1) * block_s, -s))
-        dealt[fastest] += 1
+    dealt = [1] * len(homes)
+    for _ in range(layers - len(homes)):
+        stages = stage_seconds(dealt, block_s, ends_s)
+        loads = rank_seconds(stages, homes)
+        dealt[min(range(len(homes)), key=lambda s: (loads[homes[s]], stages[s], -s))] += 1
     return tuple(dealt)
+
+
+def stage_seconds(layers: Sequence[int], block_s: float, ends_s: tuple[float, float]) -> list[float]:
+    """What each stage costs with so many layers."""
+    seconds = [count * block_s for count in layers]
+    seconds[0] += ends_s[0]
+    seconds[-1] += ends_s[1]
+    return seconds
+
+
+def rank_seconds(stages: Sequence[float], homes: Sequence[int]) -> list[float]:
+    """What the stages of each rank cost."""
+    return [
+        sum(s for s, home in zip(stages, homes, strict=True) if home == rank)
+        for rank in range(max(homes) + 1)
+    ]
 
 
 def stage_times(job: Job) -> StageTimes:

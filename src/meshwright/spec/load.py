@@ -71,6 +71,12 @@ What a rule then says about one of these values is not reported: the user never 
 """
 
 
+CUTS_STAGES = frozenset(f"layout.{key}" for key in ("pp", "virtual_stages", "schedule", "schedule_file")) | {
+    "model.num_layers"
+}
+"""Keys that make a plan's layers of stages those of another pipeline."""
+
+
 class SpecError(UserError):
     """A job that cannot run; carries the job if only rules forbid it, to price the nearest legal one."""
 
@@ -97,6 +103,8 @@ def load_job(
         UserError: With every problem that was found.
     """
     tree = read_tree(source)
+    if any(text.partition("=")[0] in CUTS_STAGES for text in overrides) and _is_plan(source):
+        tree.get("layout", {}).pop("stage_layers", None)  # the planner's, for other stages
     settled = is_settled(tree.get("model")) and not any(t.startswith(HF_CHECKED) for t in overrides)
     problems: list[Problem] = []
     if on is not None and (problem := _apply_on(tree, on)):
@@ -181,6 +189,12 @@ def read_tree(source: str) -> Tree:
         return dict(tree["job"])
     tree.setdefault("name", re.sub(r"[^\w.-]", "-", path.stem).lstrip(".-") or "job")
     return tree
+
+
+def _is_plan(source: str) -> bool:
+    """Whether a file that was read as a job is a plan."""
+    path = Path(source)
+    return path.exists() and PLAN_KEY in tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 def apply_override(tree: Tree, text: str) -> Problem | None:

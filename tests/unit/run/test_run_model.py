@@ -57,8 +57,10 @@ def test_parameters_are_the_planned_ones_in_order(changes):
 def test_start_depends_on_seed_and_name_only():
     """A parameter's first values do not change when other parameters come or go, or the order changes."""
     deep, shallow = built(small(num_layers=4)), built(small(num_layers=1))
-    torch.testing.assert_close(deep.blocks[0].ffn.up.weight, shallow.blocks[0].ffn.up.weight, rtol=0, atol=0)
-    assert not torch.equal(deep.blocks[0].ffn.up.weight, deep.blocks[1].ffn.up.weight)
+    torch.testing.assert_close(
+        deep.blocks["0"].ffn.up.weight, shallow.blocks["0"].ffn.up.weight, rtol=0, atol=0
+    )
+    assert not torch.equal(deep.blocks["0"].ffn.up.weight, deep.blocks["1"].ffn.up.weight)
     assert not torch.equal(built(small(), seed=1).embed.weight, built(small(), seed=2).embed.weight)
 
 
@@ -167,7 +169,7 @@ def test_packed_documents_equal_the_same_documents_alone(changes):
 
 def test_biases_start_at_zero_and_norms_at_one():
     net = built(small(**GPT))
-    assert not net.blocks[0].attention.wq.bias.any()
+    assert not net.blocks["0"].attention.wq.bias.any()
     assert not net.norm.bias.any()
     assert (net.norm.weight == 1).all()
 

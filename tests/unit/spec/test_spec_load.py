@@ -6,11 +6,20 @@ import dataclasses
 import pickle
 
 import pytest
+import tomli_w
 
 from meshwright.core.errors import UserError
 from meshwright.spec import cluster as cluster_module
 from meshwright.spec import load as load_module
-from meshwright.spec.load import SpecError, apply_override, build_job, job_tree, load_job, read_tree
+from meshwright.spec.load import (
+    PLAN_KEY,
+    SpecError,
+    apply_override,
+    build_job,
+    job_tree,
+    load_job,
+    read_tree,
+)
 from meshwright.spec.presets import preset_names
 
 GOOD = """
@@ -459,3 +468,15 @@ def test_a_spec_error_pickles_with_its_job_and_problems(tree, more):
     again = pickle.loads(pickle.dumps(caught.value))
     assert again.problems == caught.value.problems
     assert again.job == caught.value.job
+
+
+def test_layers_that_a_plan_dealt_do_not_outlive_its_stages(tmp_path):
+    """Another pipeline on the command line deals them again; what a job file says stays, and is refused."""
+    job = read_tree("examples/quickstart.toml") | {"layout": {"pp": 2, "stage_layers": [3, 5]}}
+    plan, written = tmp_path / "plan.toml", tmp_path / "job.toml"
+    plan.write_text(tomli_w.dumps({PLAN_KEY: 1, "job": job}))
+    written.write_text(tomli_w.dumps(job))
+    assert load_job(str(plan), ["layout.micro_batch=2"]).layout.stage_layers == (3, 5)
+    assert load_job(str(plan), ["layout.pp=4"]).layout.stage_layers is None
+    with pytest.raises(SpecError, match="layout-stage-layers"):
+        load_job(str(written), ["layout.pp=4"])
