@@ -61,11 +61,17 @@ def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture
-def job_file(tmp_path: Path, prepared: Path) -> Path:
+@pytest.fixture(scope="session")
+def job_text(prepared: Path) -> str:
     """A job that trains in a moment."""
+    return TINY.format(corpus=prepared)
+
+
+@pytest.fixture
+def job_file(tmp_path: Path, job_text: str) -> Path:
+    """The same in a file of its own."""
     path = tmp_path / "job.toml"
-    path.write_text(TINY.format(corpus=prepared))
+    path.write_text(job_text)
     return path
 
 

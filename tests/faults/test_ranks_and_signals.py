@@ -47,6 +47,34 @@ def test_kill_minus_nine_of_a_rank_ends_the_run_naming_it(command, job_file, tmp
     assert not _is_running(other)
 
 
+def test_kill_minus_nine_of_a_stage_ends_the_pipeline_and_it_goes_on_from_its_checkpoint(
+    command, train, job_file, tmp_path
+):
+    """The other stage waits for what never comes: it ends too, the dead one is named, and nothing is lost."""
+    run_dir = tmp_path / "run"
+    pipeline = ("layout.pp=2", "checkpoint.every_steps=2", f"run_dir={run_dir}")
+    running = command("train", job_file, "train.steps=100000", *pipeline)
+    victim, other = (
+        running.wait_for(run_dir, lambda e, rank=rank: e["event"] == "started" and e["rank"] == rank)["pid"]
+        for rank in (1, 0)
+    )
+    running.wait_for(run_dir, lambda e: e["event"] == "checkpoint")
+    killed_at = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    status, _, err = running.finish()
+    assert time.monotonic() - killed_at < 30
+    assert status == 4
+    assert "rank 1 of 2" in err
+    assert "SIGKILL" in err
+    assert "[run-rank-died]" in err
+    assert "Traceback" not in err
+    assert not _is_running(other)
+    saved = max(e["step"] for e in running.events(run_dir) if e["event"] == "checkpoint")
+    resumed = train(*pipeline, f"train.steps={saved + 2}", resume=True)
+    assert len(resumed.losses) == 2
+    assert all(loss < 6 for loss in resumed.losses)
+
+
 def test_a_rank_that_raises_is_named_not_its_victims(train, monkeypatch):
     """Rank 1's own exception is the story; rank 0, which lost its peer, is not."""
     monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:raises_in_step_three")

@@ -1,4 +1,4 @@
-"""All layouts that run, by asking the legality table, and a small set in which all pairs of settings meet."""
+"""All layouts that run, by asking the legality table, and small sets in which all pairs of settings meet."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
 from meshwright.spec.job import Job
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import V_SCHEDULES, Layout
 from meshwright.spec.legality import find_problems
 from meshwright.spec.load import build_job
 from model_shapes import GPT_PARTS
@@ -22,10 +22,13 @@ SEQ_LEN = 24
 DECODER = {"num_layers": 2, "hidden_size": 48, "num_heads": 24, "head_dim": 4, "ffn_size": 96}
 """Heads and feed-forward split over 2, 3, 4 and 8 ranks."""
 GPT = {**GPT_PARTS, "max_positions": SEQ_LEN}
+PIPELINED_LAYERS = 4
+"""Of a model that is cut into stages: two a rank on two ranks, or unequal ones on three."""
 WORKS: dict[str, dict[str, Any]] = {
     "llama": {
         "model": {"num_kv_heads": 12, "vocab_size": 264, "tied_embeddings": False},
         "train": {"global_batch": 5},
+        "pipelined": {"global_batch": 7},
     },
     "llama, one key head": {
         "model": {"num_kv_heads": 1, "vocab_size": 263, "tied_embeddings": True},
@@ -44,11 +47,13 @@ WORKS: dict[str, dict[str, Any]] = {
     },
 }
 """Both families of decoders: key heads fewer than ``tp``, words that ``tp`` does not divide, tied and untied,
-packed documents, masked prompts, and batches that no number of ranks divides."""
+packed documents, masked prompts, and batches that no number of ranks divides. Pipelines have fewer
+micro-batches than stages, and, with a batch of seven, enough for the schedules that ask for many."""
 
 _HINTS = get_type_hints(Layout)
-DEGREES = ("dp_replicate", "dp_shard", "tp")
+DEGREES = ("pp", "dp_replicate", "dp_shard", "tp")
 SETTINGS: dict[str, Sequence[Any]] = {
+    "schedule": ("1f1b", *(name for name in get_args(_HINTS["schedule"]) if name != "1f1b")),
     "sequence_parallel": (False, True),
     "recompute": get_args(_HINTS["recompute"]),
     "micro_batch": (1, 2),
@@ -57,6 +62,10 @@ SETTINGS: dict[str, Sequence[Any]] = {
     "offload": get_args(_HINTS["offload"]),
 }
 """What is tried beside the degrees and ``zero``; those that are not built yet join when they are."""
+SEVERAL_STAGES = ("interleaved", *V_SCHEDULES)
+"""Schedules with several stages a rank: here two."""
+SPLIT = ("zb-h1", *V_SCHEDULES)
+"""Those that make the gradients of weights apart from those of inputs."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ class Cell:
     @property
     def job(self) -> Job:
         """The job to prove."""
-        job = _place(_job(self.work), dict(self.settings))
+        job = _place(_job(self.work, self.pipelined), dict(self.settings))
         if not self.compiled:
             return job
         train = dataclasses.replace(job.train, compile=True, compile_backend="aot_eager")
@@ -80,6 +89,11 @@ class Cell:
     def layout(self) -> tuple[tuple[str, Any], ...]:
         """How it is split, without how the batch is cut."""
         return tuple(item for item in self.settings if item[0] != "micro_batch")
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether its model is cut into stages."""
+        return dict(self.settings)["pp"] > 1
 
     @property
     def family(self) -> str:
@@ -99,8 +113,8 @@ class Cell:
     @property
     def passes(self) -> int:
         """Micro-batches of a step on all ranks, by which it takes its time."""
-        settings = dict(self.settings)
-        share = -(-WORKS[self.work]["train"]["global_batch"] // (self.ranks // settings["tp"]))
+        settings, batch = dict(self.settings), _train(self.work, self.pipelined)["global_batch"]
+        share = -(-batch // (settings["dp_replicate"] * settings["dp_shard"]))
         return self.ranks * -(-share // settings["micro_batch"])
 
     def __str__(self) -> str:
@@ -120,19 +134,20 @@ def list_cells(ranks: Iterable[int]) -> list[Cell]:
         Cell(work, tuple(settings.items()))
         for work in WORKS
         for count in ranks
-        for settings in _legal_settings(_job(work), count)
+        for settings in _legal_settings(work, count)
     ]
 
 
 def draw_cells(ranks: int) -> Iterator[Cell]:
     """Legal cells on so many ranks, drawn without an end."""
     drawn = random.Random(SEED)
-    shapes, jobs = _list_shapes(ranks), {work: _job(work) for work in WORKS}
+    shapes = _list_shapes(ranks)
+    jobs = {(work, cut): _job(work, cut) for work in WORKS for cut in (False, True)}
     while True:
         work, zero = drawn.choice(list(WORKS)), drawn.randrange(4)
         settings = {**drawn.choice(shapes), "zero": zero}
         settings |= {key: drawn.choice(values) for key, values in SETTINGS.items()}
-        if _is_legal(jobs[work], settings):
+        if _is_legal(jobs[work, settings["pp"] > 1], settings):
             yield Cell(work, tuple(settings.items()))
 
 
@@ -142,12 +157,13 @@ def list_compiled(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in compiled if not find_problems(cell.job)]
 
 
-def _legal_settings(job: Job, ranks: int) -> list[dict[str, Any]]:
+def _legal_settings(work: str, ranks: int) -> list[dict[str, Any]]:
+    jobs = [_job(work, pipelined=cut) for cut in (False, True)]
     found = [{**shape, "zero": zero} for shape, zero in itertools.product(_list_shapes(ranks), range(4))]
-    found = [settings for settings in found if _is_legal(job, settings)]
+    found = [settings for settings in found if _is_legal(jobs[settings["pp"] > 1], settings)]
     for key, values in SETTINGS.items():
         wider = ({**settings, key: value} for settings in found for value in values)
-        found = [settings for settings in wider if _is_legal(job, settings)]
+        found = [settings for settings in wider if _is_legal(jobs[settings["pp"] > 1], settings)]
     return found
 
 
@@ -165,51 +181,81 @@ def _is_legal(job: Job, settings: dict[str, Any]) -> bool:
 
 
 def _place(job: Job, settings: dict[str, Any]) -> Job:
-    return dataclasses.replace(job, layout=Layout(mode="given", **settings))
+    stages = 2 if settings.get("schedule") in SEVERAL_STAGES else 1
+    layout = Layout(mode="given", **settings, virtual_stages=stages)
+    return dataclasses.replace(job, layout=layout)
 
 
-def _job(work: str) -> Job:
+def _job(work: str, pipelined: bool) -> Job:
     """The model and its batch; the data are those of the test."""
     parts = WORKS[work]
+    layers = {"num_layers": PIPELINED_LAYERS} if pipelined else {}
     return build_job(
         {
             "name": "matrix",
-            "model": {**DECODER, **parts["model"]},
+            "model": {**DECODER, **parts["model"], **layers},
             "data": {"path": "builtin:python-stdlib", "seq_len": SEQ_LEN, **parts.get("data", {})},
-            "train": {"steps": 10, "lr": 3e-3, "warmup": 2, **parts["train"]},
+            "train": {"steps": 10, "lr": 3e-3, "warmup": 2, **_train(work, pipelined)},
             "cluster": {"preset": "local", "device": "cpu"},
             "layout": {"dp_replicate": 1},
         }
     )
 
 
+def _train(work: str, pipelined: bool) -> dict[str, Any]:
+    parts = WORKS[work]
+    return {**parts["train"], **(parts.get("pipelined", {}) if pipelined else {})}
+
+
 def choose_models(cells: Sequence[Cell]) -> list[Cell]:
-    """Every layout with one decoder of each family: which one, and its micro-batch, are drawn."""
+    """Every layout with one decoder of each family, or of either where it is a pipeline.
+
+    Which one, and its micro-batch, are drawn.
+    """
     drawn = random.Random(SEED)
     groups: dict[Any, list[Cell]] = {}
     for cell in cells:
-        groups.setdefault((cell.layout, cell.family), []).append(cell)
+        groups.setdefault((cell.layout, "" if cell.pipelined else cell.family), []).append(cell)
     return [drawn.choice(group) for group in groups.values()]
 
 
-def list_pairs(cell: Cell) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
+Meetings = Callable[[Cell], Iterable[tuple[Any, ...]]]
+"""What of a cell a covering set must have."""
+
+
+def list_pairs(cell: Cell) -> Iterable[tuple[Any, ...]]:
     """Settings that meet in a cell, two by two; the model is one of them."""
     return itertools.combinations((("work", cell.work), *cell.settings), 2)
 
 
-def choose_covering(cells: Sequence[Cell]) -> list[Cell]:
-    """Few cells in which every pair of settings that is legal at all occurs.
+def list_traits(cell: Cell) -> Iterable[tuple[Any, ...]]:
+    """The same with less of pipelines: each degree and schedule somewhere, and in pairs what they mean.
+
+    To the code a schedule is an order, which all have, and two traits: whether ranks have several stages, and
+    whether the backward pass is split.
+    """
+    settings = dict(cell.settings)
+    pipeline = [(key, settings.pop(key)) for key in ("pp", "schedule")]
+    traits = []
+    if cell.pipelined:
+        schedule = pipeline[1][1]
+        traits = [("several stages", schedule in SEVERAL_STAGES), ("split", schedule in SPLIT)]
+    return [*itertools.combinations((("work", cell.work), *settings.items(), *traits), 2), *pipeline]
+
+
+def choose_covering(cells: Sequence[Cell], meetings: Meetings) -> list[Cell]:
+    """Few cells in which all that meets in any legal cell does.
 
     Greedily: always the cell with the most that is new, and of equal ones the cheapest.
     """
     numbers: dict[Any, int] = {}
     tried = [
-        (sum(1 << numbers.setdefault(pair, len(numbers)) for pair in list_pairs(cell)), -cell.passes, cell)
+        (sum(1 << numbers.setdefault(met, len(numbers)) for met in meetings(cell)), -cell.passes, cell)
         for cell in random.Random(SEED).sample(cells, len(cells))
     ]
     left, chosen = (1 << len(numbers)) - 1, []
     while left:
-        pairs, _, best = max(tried, key=lambda row: ((row[0] & left).bit_count(), row[1]))
+        met, _, best = max(tried, key=lambda row: ((row[0] & left).bit_count(), row[1]))
         chosen.append(best)
-        left &= ~pairs
+        left &= ~met
     return chosen

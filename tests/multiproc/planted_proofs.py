@@ -11,10 +11,16 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwright.run import loop, prove, session
 from meshwright.run.batches import Batcher
 from meshwright.run.mesh import Ranks
+from meshwright.run.parallel.ownership import Owned
+from meshwright.run.parallel.reducer import StageReducer
 from meshwright.run.parallel.split import Split
 from meshwright.run.parallel.tensor import RowLinear, VocabularyEmbedding
+from meshwright.run.pipeline import stages
+from meshwright.run.pipeline.exchange import Exchange
+from meshwright.run.pipeline.stages import StageWork
 from meshwright.run.precision import Precision
 from meshwright.run.prove import run_rank
+from meshwright.schedule.actions import Action, Kind
 
 
 def with_model(change):
@@ -149,6 +155,87 @@ def tp_counted_as_data(run_dir, listener):
     loop.forward_backward = lambda session, samples, divisor: honest(
         session, samples, divisor * session.job.layout.tp
     )
+    return run_rank(run_dir, listener)
+
+
+untied_sum = with_method(Owned, "_add_tied", lambda honest, self: None)
+"""The first and the last stage each keep their own part of a tied embedding's gradient."""
+
+
+def _forget_last(honest, self, stage, micro_batch):
+    if self._stages[stage].weight_left > 1:
+        return honest(self, stage, micro_batch)
+    return self._stages[stage].waiting.clear()
+
+
+forgotten_weights = with_method(StageWork, "weight", _forget_last)
+"""The gradients of weights are never made of a stage's last micro-batch."""
+
+
+def _arm_early(honest, self, last):
+    """One backward pass before the last; nothing of what follows is summed."""
+    self.passes = getattr(self, "passes", 0) + 1
+    honest(self, self.passes % MICRO_BATCHES == MICRO_BATCHES - 1)
+
+
+MICRO_BATCHES = 2
+"""Of a step of those that are armed too early."""
+armed_early = with_method(StageReducer, "begin", _arm_early)
+own_stage_norm = with_method(
+    Owned,
+    "_shared_norm",
+    lambda honest, self, gradients: torch.nn.utils.get_total_norm(list(gradients.values())),
+)
+"""Every rank clips by the norm of its own stages."""
+
+
+def _swap_first_two(honest, self, action, result):
+    """What micro-batch 0 made travels as micro-batch 1's, and the other way round."""
+    if action == Action(Kind.FORWARD, 0, 0):
+        self.kept = result
+    elif action == Action(Kind.FORWARD, 0, 1):
+        honest(self, Action(Kind.FORWARD, 0, 0), result)
+        honest(self, action, self.kept)
+    else:
+        honest(self, action, result)
+
+
+swapped_micro_batches = with_method(Exchange, "send", _swap_first_two)
+
+
+def bf16_borders(run_dir, listener):
+    """What goes from stage to stage, and its gradient on the way back, travels in 16 bits."""
+    build, send, receive = Exchange.__init__, Exchange.send, Exchange.receive
+    Exchange.__init__ = lambda self, *how: build(self, *how[:-1], torch.bfloat16)
+    Exchange.send = lambda self, action, result: send(self, action, result.bfloat16())
+    Exchange.receive = lambda self, source: receive(self, source).float()
+    return run_rank(run_dir, listener)
+
+
+def unreleased_weights(run_dir, listener):
+    """What a stage has gathered is never let go: its gradients are where nobody looks for them."""
+    honest = stages.begin_micro_batch
+
+    def begin(module, job, last):
+        honest(module, job, last)
+        module.set_reshard_after_backward(False)
+
+    stages.begin_micro_batch = begin
+    return run_rank(run_dir, listener)
+
+
+def pp_counted_as_data(run_dir, listener):
+    """The loss is divided as if the ranks of a pipeline had read other samples each."""
+    honest = loop.forward_backward
+    loop.forward_backward = lambda session, samples, divisor: honest(
+        session, samples, divisor * session.job.layout.pp
+    )
+    return run_rank(run_dir, listener)
+
+
+def first_stage_speaks(run_dir, listener):
+    """The loss is counted where the first stage is, which has none."""
+    Ranks.speaks = property(lambda self: self.place == 0)
     return run_rank(run_dir, listener)
 
 

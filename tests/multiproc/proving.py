@@ -9,6 +9,7 @@ from pathlib import Path
 
 from meshwright.cli.output import Output
 from meshwright.cli.prove import ENTRY, REFERENCE_ENTRY, run_side
+from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.explain.proof import Verdict, judge
 from meshwright.explain.record import RunRecord, read_record
 from meshwright.plan.contract import Plan, build_plan
@@ -16,6 +17,14 @@ from meshwright.plan.proof import Findings, ProofTask, ReferenceNotes, proof_job
 from meshwright.spec.cluster import machine_memory_bytes
 from meshwright.spec.job import Job
 from meshwright.spec.load import require_runnable
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank said of a step."""
+
+    loss: float | None
+    grad_norm: float | None
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,9 @@ class Proof:
     findings: list[Findings]
     notes: ReferenceNotes
     record: RunRecord
+    steps: list[list[Step]]
+    """Of each rank."""
+    reference_steps: list[Step]
 
 
 class Prover:
@@ -55,7 +67,9 @@ class Prover:
         found = run_side(self._output, entry, plan, place, task, self._data_dir)
         findings = [Findings.read(place, rank) for rank in range(plan.world_size)]
         notes = ReferenceNotes.read(home)
-        return Proof(plan, judge(notes, findings, found, losses), findings, notes, read_record(place))
+        verdict = judge(notes, findings, found, losses)
+        steps = [read_steps(place, rank) for rank in range(plan.world_size)]
+        return Proof(plan, verdict, findings, notes, read_record(place), steps, read_steps(home, 0))
 
     def _reference(self, job: Job) -> tuple[Path, list[float | None]]:
         """One process; how it cuts its batch is rounding, so that all micro-batches share one."""
@@ -75,3 +89,12 @@ class Prover:
 
     def _place(self) -> Path:
         return self._folder / str(next(self._number))
+
+
+def read_steps(folder: Path, rank: int) -> list[Step]:
+    """What a rank said of its steps."""
+    return [
+        Step(event["loss"], event["grad_norm"])
+        for event in read_events(folder / EVENTS_FILE).events
+        if event["event"] == "step" and event["rank"] == rank
+    ]

@@ -169,17 +169,22 @@ def test_shards_are_gathered_before_they_are_compared(prove, monkeypatch):
     assert "all gradients are 0.5 times" in wrong["first_divergence"]["note"]
 
 
+def slow(*values):
+    """A case for which `make test` has no time."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def against(prepared, tmp_path_factory):
     """One reference for all defects of a model: each is planted in a small layout and judged."""
     prover = Prover(tmp_path_factory.mktemp("proof"), prepared)
 
-    def run(defect, layout, model=()):
+    def run(defect, layout, model=(), train=()):
         tree = {
             "name": "planted",
             "model": {"preset": "tiny", **dict(model)},
             "data": {"path": str(prepared), "seq_len": 32},
-            "train": {"steps": 10, "global_batch": 12, "lr": 3e-3},
+            "train": {"steps": 10, "global_batch": 12, "lr": 3e-3, **dict(train)},
             "layout": {"micro_batch": 3, **layout},
             "cluster": {"preset": "local", "device": "cpu"},
         }
@@ -238,6 +243,48 @@ def test_a_defect_of_shared_matrices_is_found_and_its_module_named(
 ):
     """Most of the ranks' losses are still near: what is named is the module."""
     named(against(defect, layout, model), kind, module, said)
+
+
+PIPELINE = {"pp": 2}
+SPLIT = {"pp": 2, "schedule": "zb-h1"}
+SHARDS = {"pp": 2, "dp_shard": 2}
+
+
+@pytest.mark.parametrize(
+    ("defect", "layout", "kind", "module", "said"),
+    [
+        ("bf16_borders", PIPELINE, "activation", "model", ""),
+        ("forgotten_weights", SPLIT, "gradient", "blocks.1.ffn.down", ""),
+        ("untied_sum", PIPELINE, "gradient", "embed", "it is also head.weight"),
+        slow(
+            "forgotten_weights",
+            {**SHARDS, "zero": 3, "schedule": "zb-h1"},
+            "gradient",
+            "blocks.1.ffn.down",
+            "",
+        ),
+        slow("untied_sum", {**SHARDS, "zero": 2}, "gradient", "embed", "it is also head.weight"),
+        slow("pp_counted_as_data", PIPELINE, "gradient", "norm", "all gradients are 0.5 times"),
+        slow("first_stage_speaks", PIPELINE, "loss", "loss", "added up"),
+        slow("armed_early", {"pp": 2, "dp_replicate": 2}, "gradient", "norm", ""),
+        slow("swapped_micro_batches", {**PIPELINE, "schedule": "gpipe"}, "activation", "model", ""),
+        slow("unreleased_weights", {**SHARDS, "zero": 2}, "gradient", "norm", "missing"),
+    ],
+)
+def test_a_defect_of_a_pipeline_is_found_and_its_module_named(against, defect, layout, kind, module, said):
+    """Between two stages it is the model that is named: what lies between its modules."""
+    named(against(defect, layout), kind, module, said)
+
+
+@pytest.mark.slow
+def test_clipping_by_the_norm_of_ones_own_stages_is_found(against):
+    """AdamW's first steps have one size whatever the gradient's: plain SGD shows it."""
+    plain = {"optimizer": "sgd", "lr": 0.1, "clip": 0.5}
+    proof = against("own_stage_norm", PIPELINE, train=plain)
+    named(proof, "weight", "norm", "its gradient was right")
+    norms = {steps[0].grad_norm for steps in proof.steps}
+    assert len(norms) == 2, "each rank has its own"
+    assert max(norms) < proof.reference_steps[0].grad_norm
 
 
 def named(proof, kind, module, said):

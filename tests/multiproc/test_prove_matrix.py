@@ -1,8 +1,9 @@
 """Every legal layout computes what one process computes, and does what its plan promised.
 
 The cells come from the legality table (``layout_matrix``). `make test` runs a set in which every pair of
-settings meets; `make test-all` runs every layout on two to four ranks, each with a decoder of both families,
-and samples on eight ranks and of compiled blocks.
+settings meets, of pipelines those of what a schedule means. `make test-all` runs every layout on two to four
+ranks, each with a decoder of both families, pipelines with one of either, and samples on eight ranks and of
+compiled blocks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from math import prod
 import pytest
 from layout_matrix import (
     SEED,
+    SETTINGS,
     Cell,
     choose_covering,
     choose_models,
@@ -22,20 +24,26 @@ from layout_matrix import (
     list_cells,
     list_compiled,
     list_pairs,
+    list_traits,
 )
-from proving import Prover
+from proving import Proof, Prover
 
 from meshwright.explain.audit import audit_run
-from meshwright.plan.proof import GRADIENT_STEPS, LOOKING
+from meshwright.plan.parts import Part, held_parameters, held_parts, pipeline_rank
+from meshwright.plan.proof import GRADIENT_STEPS, GRADIENT_TOLERANCE, LOOKING
 from meshwright.prepare.build import CorpusSpec, prepare_corpus
 
 CELLS = list_cells((2, 3, 4))
 MATRIX = choose_models(CELLS)
-COVERING = choose_covering(CELLS)
+COVERING = choose_covering(CELLS, list_traits)
+PAIRS = choose_covering(CELLS, list_pairs)
 COMPILED = sorted(random.Random(SEED).sample(list_compiled(COVERING), 8), key=lambda cell: cell.passes)
-LARGE = list(islice(draw_cells(8), 6))
-ALL_AXES = next(cell for cell in draw_cells(8) if min(cell.degrees) > 1)
-"""The one for which `make test` has time; of the compiled ones it is the first."""
+LARGE = list(islice(draw_cells(8), 12))
+ALL_DATA_AXES = next(cell for cell in draw_cells(8) if min(cell.degrees[1:]) > 1)
+PIPELINE_OF_SHARDS = next(
+    cell for cell in draw_cells(8) if cell.degrees == (2, 1, 2, 2) and dict(cell.settings)["zero"] == 3
+)
+"""Those for which `make test` has time; of the compiled ones it is the first."""
 
 
 def as_parameters(fast: list[Cell], slow: list[Cell]) -> list:
@@ -59,7 +67,7 @@ def prover(tmp_path_factory):
     return Prover(folder, folder / "data")
 
 
-@pytest.mark.parametrize("cell", as_parameters(COVERING, MATRIX))
+@pytest.mark.parametrize("cell", as_parameters(COVERING, [*PAIRS, *MATRIX]))
 def test_a_layout_is_one_process_and_keeps_its_promises(prover, cell):
     """Losses and every gradient of every rank; state and collectives equal to the byte."""
     hold(prover, cell)
@@ -70,40 +78,65 @@ def test_compiled_blocks_too(prover, cell):
     hold(prover, cell)
 
 
-@pytest.mark.parametrize("cell", as_parameters([ALL_AXES], LARGE))
+@pytest.mark.parametrize("cell", as_parameters([ALL_DATA_AXES, PIPELINE_OF_SHARDS], LARGE))
 def test_eight_ranks_too(prover, cell):
     hold(prover, cell)
 
 
 def test_all_pairs_of_settings_meet_in_few_cells():
-    """What `make test` runs leaves out no pair that is legal, what `make test-all` runs no layout."""
-    legal = {pair for cell in CELLS for pair in list_pairs(cell)}
-    assert legal == {pair for cell in COVERING for pair in list_pairs(cell)}
-    assert set(COVERING) <= set(CELLS)
-    assert len(COVERING) < len(CELLS) / 10
-    assert {(cell.layout, cell.family) for cell in MATRIX} == {(c.layout, c.family) for c in CELLS}
-    placed = {degrees for degrees in product(range(1, 5), repeat=3) if 2 <= prod(degrees) <= 4}
+    """What `make test` runs leaves out no legal trait, what `make test-all` runs no pair and no layout."""
+    for chosen, meetings in ((COVERING, list_traits), (PAIRS, list_pairs)):
+        legal = {met for cell in CELLS for met in meetings(cell)}
+        assert legal == {met for cell in chosen for met in meetings(cell)}
+        assert set(chosen) <= set(CELLS)
+        assert len(chosen) < len(CELLS) / 10
+    assert {cell.layout for cell in MATRIX} == {cell.layout for cell in CELLS}
+    assert {(c.layout, c.family) for c in CELLS if not c.pipelined} <= {(c.layout, c.family) for c in MATRIX}
+    placed = {degrees for degrees in product(range(1, 5), repeat=4) if 2 <= prod(degrees) <= 4}
     assert {cell.degrees for cell in MATRIX} == placed, "the table refuses no axis as such"
+    pipelines = [dict(cell.settings) for cell in COVERING if cell.pipelined]
+    assert {settings["schedule"] for settings in pipelines} == set(SETTINGS["schedule"])
+    assert {settings["zero"] for settings in pipelines} == {0, 1, 2, 3}
 
 
 def hold(prover: Prover, cell: Cell) -> None:
     """Prove a cell and look at everything that came of it."""
     proof = prover.prove(cell.job, "planted_proofs:audited")
-    verdict = proof.verdict
-    assert verdict.equal, verdict.first_divergence
-    for found in proof.findings:
-        for step in map(str, GRADIENT_STEPS):
-            assert found.gradients[step].keys() == set(proof.notes.parameters)
-            assert found.gradients[step].keys() == proof.notes.gradient_norms[step].keys()
-        assert found.not_compared == []
-        if found.activations:  # else the rank has zero-weight samples alone
-            assert {row.module for row in found.activations if row.what == "output"} == set(
-                proof.notes.modules
-            )
-    assert proof.findings[0].activations
+    assert proof.verdict.equal, proof.verdict.first_divergence
+    require_all_compared(proof)
+    for steps in proof.steps:
+        assert steps == proof.steps[0], "every rank tells the loss and the gradient norm of all"
+    for found, expected in zip(proof.steps[0], proof.reference_steps, strict=True):
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=GRADIENT_TOLERANCE)
     audit = audit_run(proof.plan, proof.record)
     assert [row for row in audit.collectives if row.phase != LOOKING and not row.equal] == []
     assert {row.phase for row in audit.collectives if row.calls} >= {"step"}
     state = [row for row in audit.state if not row.tolerance]  # peaks are for models of some size
     assert [row for row in state if not row.held] == []
     assert {row.rank for row in state} == set(range(cell.ranks))
+
+
+def require_all_compared(proof: Proof) -> None:
+    """Every rank has compared the gradients and modules of its stages, and together they have all."""
+    job, modules = proof.plan.job, set[str]()
+    for found in proof.findings:
+        place = pipeline_rank(job, found.rank)
+        held = {parameter.name for parameter in held_parameters(job, place)}
+        for step in map(str, GRADIENT_STEPS):
+            assert found.gradients[step].keys() == held
+            assert held <= proof.notes.gradient_norms[step].keys()
+        assert found.not_compared == []
+        seen = {row.module for row in found.activations if row.what == "output"}
+        if found.activations:  # else the rank has zero-weight samples alone
+            parts = held_parts(job, place)
+            assert seen == {name for name in proof.notes.modules if any(is_in(name, part) for part in parts)}
+        modules |= seen
+    assert modules == set(proof.notes.modules)
+
+
+def is_in(module: str, part: Part) -> bool:
+    """Whether a stage has a module."""
+    owner, _, rest = module.partition(".")
+    if owner == "blocks":
+        return int(rest.partition(".")[0]) in part.layers
+    return part.first if owner in ("embed", "positions") else part.last

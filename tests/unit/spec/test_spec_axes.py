@@ -100,7 +100,7 @@ def test_a_schedule_in_a_v_brings_its_two_stages(tree):
     alone = tree(layout={"schedule": "zbv"})
     with pytest.raises(SpecError) as caught:
         build_job(alone)
-    assert [p.code for p in caught.value.problems] == ["layout-schedule-not-built"]
+    assert [p.code for p in caught.value.problems] == ["layout-schedule-pp"]
 
 
 @pytest.mark.parametrize(

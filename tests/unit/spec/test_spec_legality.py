@@ -32,6 +32,9 @@ CASES = {
     "layout-pp-layers": {"layout": {"pp": 4}},
     "layout-interleaved": {"layout": {"pp": 2, "schedule": "interleaved"}},
     "layout-virtual-stages": {"layout": {"pp": 2, "virtual_stages": 2}, "model": {"num_layers": 4}},
+    "layout-schedule-pp": {"layout": {"schedule": "zb-h1", "dp_replicate": 2}},
+    "layout-stage-layers": {"layout": {"pp": 2, "stage_layers": [1, 2]}},
+    "layout-schedule-file": {"layout": {"pp": 2, "schedule_file": "own.csv", "schedule": "gpipe"}},
     "layout-dualpipe": {
         "layout": {"pp": 2, "schedule": "dualpipe-v", "micro_batch": 4},
         "model": {"num_layers": 4},
@@ -102,7 +105,6 @@ CASES = {
     "train-noise-scale-parts": {"train": {"noise_scale_every": 1}, "layout": {"micro_batch": 8}},
     "layout-accumulate-zero": {"layout": {"accumulate": "deferred", "dp_shard": 2, "zero": 1}},
     "layout-prefetch-zero": {"layout": {"prefetch": 2, "dp_shard": 2, "zero": 2}},
-    "layout-pp-not-built": {"layout": {"pp": 2}},
     "layout-offload-fp16": {
         "layout": {"offload": "all", "dp_shard": 2, "zero": 3},
         "train": {"precision": "fp16"},
@@ -119,7 +121,6 @@ CASES = {
     "model-window-not-built": {"model": {"window": 8}},
     "train-runtime-not-built": {"train": {"runtime": "megatron-core"}},
     "layout-offload-not-built": {"layout": {"offload": "all"}},
-    "layout-schedule-not-built": {"layout": {"schedule": "gpipe"}},
     "layout-context-not-built": {"layout": {"context": "ulysses"}},
     "train-precision-not-built": {"train": {"precision": "fp8"}},
     "train-muon-not-built": {"train": {"optimizer": "muon"}, "layout": {"tp": 2}},
@@ -130,7 +131,6 @@ CASES = {
 }
 """A job for each row; a row without one fails below."""
 PLAN_CASES = {
-    "layout-schedule-pp": {"layout": {"schedule": "zb-h1", "dp_replicate": 2}},
     "layout-context-cp": {"layout": {"context": "ulysses", "dp_replicate": 2}},
     "cluster-links-missing": {"cluster": {"preset": "local", "device": "cuda", "nodes": 2}},
     "train-precision-device": {"train": {"precision": "fp4"}},
@@ -173,8 +173,8 @@ def test_each_rule_of_planning_can_be_broken_and_does_not_hide_what_is_not_built
 
 
 UNPLANNED = {"consistency-mode-not-built", "compression-kind-not-built"}
-IDLE = {f"layout-{key}-not-built" for key in ("schedule", "context")}
-"""Their cases have no effect at all, which is for the rows of planning to say."""
+IDLE = {"layout-context-not-built"}
+"""Its case has no effect at all, which is for the rows of planning to say."""
 
 
 @pytest.mark.parametrize("code", [c for c in CASES if c.endswith("-not-built") and c not in IDLE])
@@ -192,10 +192,10 @@ def test_what_is_not_built_can_be_planned_unless_nothing_predicts_it(tree, code)
 
 
 def test_a_job_that_can_only_be_planned_is_refused_with_the_job_for_a_price(tree):
-    job = build_job(tree(layout={"pp": 2}), to_run=False)
+    job = build_job(tree(layout={"cp": 2}), to_run=False)
     with pytest.raises(SpecError) as caught:
         require_runnable(job)
-    assert [p.code for p in caught.value.problems] == ["layout-pp-not-built"]
+    assert [p.code for p in caught.value.problems] == ["layout-cp-not-built"]
     assert caught.value.job is job
     require_runnable(build_job(tree()))
 
@@ -366,8 +366,10 @@ def test_divisors_are_exact():
 @pytest.mark.parametrize(
     "layout",
     [
-        {"pp": 2},
-        {"pp": 2, "tp": 2},
+        {"cp": 2},
+        {"pp": 2, "cp": 2},
+        {"pp": 4},
+        {"pp": 2, "schedule": "interleaved"},
         {"dp_shard": 4, "micro_batch": 2, "zero": 2, "prefetch": 2},
         {"tp": 64},
         {"dp_replicate": 2, "zero": 1},
@@ -432,7 +434,7 @@ def test_the_nearest_layout_keeps_recomputation_where_the_model_can(tree, model,
         if "resnet" in model["preset"]
         else {"path": "text", "seq_len": 32}
     )
-    tables = {**tree(layout={"pp": 2, "recompute": asked}), "model": model, "data": data}
+    tables = {**tree(layout={"cp": 2, "recompute": asked}), "model": model, "data": data}
     with pytest.raises(SpecError) as caught:
         build_job(tables)
     nearest = nearest_legal_layout(caught.value.job)
@@ -442,7 +444,7 @@ def test_the_nearest_layout_keeps_recomputation_where_the_model_can(tree, model,
 
 def test_every_pair_of_unbuilt_degrees_is_refused_with_both_named(refused):
     """No combination slips through because its parts hide each other."""
-    for one, other in itertools.combinations(("pp", "cp", "ep"), 2):
+    for one, other in itertools.combinations(("cp", "ep", "etp"), 2):
         paths = {p.path for p in refused(layout={one: 2, other: 2})}
         assert {f"layout.{one}", f"layout.{other}"} <= paths, (one, other)
 
@@ -454,5 +456,5 @@ def test_degrees_name_themselves_as_overrides():
 
 def test_refusals_are_user_errors(tree):
     with pytest.raises(UserError) as caught:
-        build_job(tree(layout={"pp": 2}))
+        build_job(tree(layout={"cp": 2}))
     assert caught.value.exit_status == 2

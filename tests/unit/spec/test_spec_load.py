@@ -464,7 +464,7 @@ def test_no_problem_is_reported_about_a_value_that_the_user_never_wrote(refused,
 def test_a_spec_error_pickles_with_its_job_and_problems(tree, more):
     """Run-time errors travel between processes; this one must not lose a problem on the way."""
     with pytest.raises(SpecError) as caught:
-        build_job(tree(layout={"pp": 2}, train=more))
+        build_job(tree(layout={"cp": 2}, train=more))
     again = pickle.loads(pickle.dumps(caught.value))
     assert again.problems == caught.value.problems
     assert again.job == caught.value.job

@@ -1,0 +1,198 @@
+"""Pipelines as a user meets them: trained, evaluated, saved, resumed, in orders and stages of one's own.
+
+All runs have one model and one batch, so that one process's losses serve them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from curves import relative
+
+from meshwright.cli.generate import write_text
+from meshwright.cli.output import Output
+from meshwright.cli.train import run_training
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.events import EVENTS_FILE, read_events
+from meshwright.plan.contract import PLAN_FILE, read_plan
+from meshwright.plan.parts import held_parts, schedule_of
+from meshwright.survive.hf.export import export_checkpoint
+
+COMMON = (
+    *("model.num_layers=4", "train.global_batch=4", "train.steps=6", "train.eval_samples=5"),
+    *("checkpoint.every_steps=3", "checkpoint.keep_last=9", "layout.micro_batch=1"),
+)
+THREE_STAGES = """
+0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3
+1F0,2F0,2B0,1F1,1B0,2F1,2B1,1F2,1B1,2F2,2B2,1F3,1B2,2F3,2B3,1B3   # the second rank has two
+"""
+DEADLOCK = """
+0F0,0B0,0F1,0B1
+1F0,1F1,1B1,1B0
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One that was started by its command, and its events."""
+
+    run_dir: Path
+    result: dict[str, Any]
+
+    def of(self, event: str, rank: int) -> list[dict[str, Any]]:
+        """A rank's events of one kind."""
+        return [e for e in read_events(self.run_dir / EVENTS_FILE).of(event) if e["rank"] == rank]
+
+
+@pytest.fixture(scope="module")
+def straight(job_text, tmp_path_factory):
+    """Six steps by one process, and by a pipeline of two ranks that the command itself starts."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    job_file, one, two = folder / "job.toml", folder / "one", folder / "two"
+    job_file.write_text(job_text)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        alone = [*COMMON, "layout.dp_replicate=1", f"run_dir={one}"]
+        assert run_training(Output(as_json=True), str(job_file), alone, False) == 0
+    command = [sys.executable, "-m", "meshwright", "train", "job.toml", *COMMON, "layout.pp=2", "run_dir=two"]
+    done = subprocess.run(
+        [*command, "--json"], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return Run(one, json.loads(out.getvalue())), Run(two, json.loads(done.stdout))
+
+
+def test_a_pipeline_trains_and_evaluates_as_one_process(straight):
+    """Equal losses, told by every rank and not by the last stage alone; and the plan held."""
+    one, two = straight
+    assert relative(two.result["losses"], one.result["losses"]) < 1e-5
+    assert two.result["eval_loss"] == pytest.approx(one.result["eval_loss"], rel=1e-5)
+    assert two.result["audit_ok"], two.result["differences"]
+    assert {row["axis"] for row in two.result["collectives"]} >= {"pp", "pp_tied", "control"}
+    for rank in (0, 1):
+        assert [event["loss"] for event in two.of("step", rank)] == two.result["losses"]
+        assert [event["loss"] for event in two.of("eval", rank)] == [two.result["eval_loss"]]
+    norms = [[event["grad_norm"] for event in run.of("step", 0)] for run in straight]
+    assert relative(norms[1], norms[0]) < 1e-5
+
+
+def test_what_ran_when_is_the_schedule(straight):
+    """Each rank says of every action of its row, once and in order, when it began and ended."""
+    run = straight[1]
+    job = read_plan(run.run_dir / PLAN_FILE).job
+    for rank, row in enumerate(schedule_of(job, micro_batches=4).ranks):
+        (timeline,) = run.of("timeline", rank)
+        assert timeline["place"] == rank
+        assert [(kind, stage, m) for kind, stage, m, *_ in timeline["actions"]] == [
+            (str(a.kind), a.stage, a.micro_batch) for a in row
+        ]
+        times = [moment for action in timeline["actions"] for moment in action[3:]]
+        assert times == sorted(times)
+        assert timeline["steps"] == 4, "the first step and the audited one do not count"
+
+
+@pytest.fixture
+def resume(straight, train, tmp_path):
+    """Go on from the third step of a run that had none; returns what came of it."""
+
+    def again(source: Run, *layout: str):
+        folder = tmp_path / "resumed"
+        shutil.copytree(source.run_dir / "checkpoints" / "step-00000003", folder / "step-00000003")
+        return train(*COMMON, *layout, f"checkpoint.dir={folder}", resume=True)
+
+    return again
+
+
+ONE = ("layout.dp_replicate=1",)
+BY_HAND = ("layout.pp=2", "layout.schedule=gpipe", "layout.stage_layers=[3, 1]")
+SHARDED = ("layout.pp=2", "layout.schedule=zb-h1", "layout.dp_shard=2", "layout.zero=3")
+
+
+@pytest.mark.parametrize(("source", "layout"), [(0, BY_HAND), (1, ONE), (1, SHARDED)])
+def test_a_checkpoint_goes_on_with_or_without_a_pipeline(straight, resume, source, layout):
+    """From one process and back, with other stages, another schedule and cut weights: the same curve."""
+    resumed = resume(straight[source], *layout)
+    assert relative(resumed.losses, straight[source].result["losses"][3:]) < 1e-5
+    assert resumed.result["eval_loss"] == pytest.approx(straight[0].result["eval_loss"], rel=1e-5)
+    assert "the sharding was" in resumed.messages
+    if layout == BY_HAND:
+        job = read_plan(resumed.run_dir / PLAN_FILE).job
+        assert [len(part.layers) for place in (0, 1) for part in held_parts(job, place)] == [3, 1]
+
+
+def test_text_and_a_folder_come_out_of_a_pipeline(straight, train, job_file, tmp_path, capfd):
+    """A checkpoint of stages is a whole model: it writes text, and a pipeline starts from its export."""
+    run = straight[1]
+    settings = {"prompt": "the ", "tokens": 8, "temperature": 0.0, "top_k": 0, "seed": 0, "tp": 1}
+    texts = []
+    for made in straight:
+        assert write_text(Output(as_json=True), made.run_dir, settings) == 0
+        texts.append(json.loads(capfd.readouterr().out)["text"])
+    assert texts[0] == texts[1] != ""
+    folder = tmp_path / "folder"
+    export_checkpoint(run.run_dir / "checkpoints" / "step-00000006", folder, "float32", 100_000)
+    job_file.write_text(job_file.read_text().replace('preset = "tiny"', f'hf = "{folder}"'))
+    still = ("train.steps=1", "train.lr=1e-12", "layout.pp=2", "layout.schedule=interleaved")
+    started = train(*COMMON[1:], *still, "layout.virtual_stages=2")
+    assert started.result["eval_loss"] == pytest.approx(run.result["eval_loss"], rel=1e-5)
+
+
+def test_fewer_micro_batches_than_stages(straight, train):
+    """Four stages, two micro-batches: most of it waits, and it is right."""
+    trained = train(*COMMON, "layout.pp=4", "layout.micro_batch=2", "train.steps=2")
+    assert relative(trained.losses, straight[0].result["losses"][:2]) < 1e-5
+
+
+def refuse(job_file, *overrides):
+    """The problems for which `train` refuses a job; nothing was started or written."""
+    with pytest.raises(MeshwrightError) as caught:
+        run_training(Output(as_json=True), str(job_file), [*COMMON, *overrides], False)
+    assert not list(Path().glob("runs/*"))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("layout", "code", "number"),
+    [
+        ("layout.pp=2 layout.schedule=dualpipe-v layout.micro_batch=2", "layout-dualpipe", 8),
+        ("layout.pp=2 layout.schedule=interleaved layout.virtual_stages=2", "layout-interleaved", 6),
+    ],
+)
+def test_too_few_micro_batches_are_refused_with_the_number_to_use(
+    job_file, tmp_path, monkeypatch, layout, code, number
+):
+    monkeypatch.chdir(tmp_path)
+    batch = "train.global_batch=5"
+    (problem,) = refuse(job_file, batch, *layout.split()).problems
+    assert problem.code == code
+    assert f"train.global_batch={number}" in (problem.fix or "")
+
+
+def test_an_order_of_ones_own_runs_as_it_is_written(straight, train, tmp_path):
+    """Three stages on two ranks, the middle one the largest; equal losses, and that order in the events."""
+    file = tmp_path / "three.csv"
+    file.write_text(THREE_STAGES)
+    own = ("layout.pp=2", f"layout.schedule_file={file}")
+    trained = train(*COMMON, *own, "layout.stage_layers=[1, 2, 1]", "train.steps=3")
+    assert relative(trained.losses, straight[0].result["losses"][:3]) < 1e-5
+    events = read_events(trained.run_dir / EVENTS_FILE).of("timeline")
+    written = {e["rank"]: ",".join(f"{s}{kind}{m}" for kind, s, m, *_ in e["actions"]) for e in events}
+    rows = [line.partition("#")[0].strip() for line in THREE_STAGES.strip().splitlines()]
+    assert [written[rank] for rank in (0, 1)] == rows
+
+
+def test_an_order_that_waits_for_itself_is_refused_before_any_rank_starts(job_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deadlock.csv").write_text(DEADLOCK)
+    two = ("train.global_batch=2", "layout.pp=2", "layout.schedule_file=deadlock.csv")
+    refused = refuse(job_file, *two)
+    assert {problem.code for problem in refused.problems} == {"schedule-not-proved"}
+    assert "deadlock.csv:2" in str(refused)
