@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import torch
 import torch.distributed as dist
@@ -82,4 +83,14 @@ def through_gloo(run_dir, listener):
     dist.reduce_scatter_tensor = _reduce_scatter_on_host  # as FSDP2 calls it
     exchange.dist, collect.dist = _HostTransfers, _HostCollect
     worker.join_ranks = functools.partial(worker.join_ranks, backend="gloo")
+    return worker.run_rank(run_dir, listener)
+
+
+def through_nccl(run_dir, listener):
+    """Ranks that share a device and take each other for another machine's: NCCL sends through the loopback."""
+    os.environ |= {
+        "NCCL_HOSTID": f"rank-{os.environ['RANK']}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+    }
     return worker.run_rank(run_dir, listener)

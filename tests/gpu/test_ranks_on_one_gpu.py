@@ -1,4 +1,7 @@
-"""Two ranks on one GPU. NCCL refuses that, so they speak through gloo: the device's code, not its network."""
+"""Several ranks on one GPU: through gloo, which carries what lies on the host, and through NCCL.
+
+NCCL refuses two ranks of one machine on one device. Told that they are on two machines, it takes them.
+"""
 
 from __future__ import annotations
 
@@ -86,5 +89,26 @@ def test_pipelines_on_one_gpu(together, monkeypatch, settings):
     alone = together(*given, "layout.dp_replicate=1", "run_dir=alone")
     asked = tuple(f"layout.{key}" for key in settings.split())
     shared = together(*given, *asked, "run_dir=shared")
+    assert shared.losses == pytest.approx(alone.losses, rel=1e-2)
+    assert shared.result["audit_ok"], shared.result["differences"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "dp_shard=2 zero=3",
+        "tp=2 sequence_parallel=true",
+        "pp=2",
+        "pp=2 schedule=interleaved virtual_stages=2",
+        "pp=2 dp_replicate=2 schedule=zb-h1",
+    ],
+)
+def test_ranks_speak_through_nccl(train, monkeypatch, settings):
+    """The backend of GPUs itself: no rank waits for ever, and losses, state and collectives are as promised."""
+    monkeypatch.setattr("meshwright.cli.ranks.find_gpus", lambda: [None] * 4)
+    given = (*WIDE, "cluster.devices_per_node=4", "train.precision=bf16", "layout.micro_batch=1")
+    alone = train(*given, "layout.dp_replicate=1", "run_dir=alone")
+    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted_on_gpu:through_nccl")
+    shared = train(*given, *(f"layout.{key}" for key in settings.split()), "run_dir=shared")
     assert shared.losses == pytest.approx(alone.losses, rel=1e-2)
     assert shared.result["audit_ok"], shared.result["differences"]

@@ -6,6 +6,9 @@ next result travels while the rank computes. Nobody waits to send. What was sent
 something that the receiver made after it had used it: then the transfer is over for certain, and waiting for
 it takes no time.
 
+On a GPU the first steps post no receive ahead. A receive is a kernel that waits on the device; whatever is
+new there, a kernel that is loaded, a library's handle, waits for it to end, and the other rank for this one.
+
 Sends and receives are single calls, not batches: batched ones of a group share one queue under NCCL, where a
 receive that is posted ahead would hold up the rank's own sends.
 """
@@ -21,6 +24,9 @@ from torch import Tensor
 
 from meshwright.run.mesh import Ranks
 from meshwright.schedule.actions import Action, PipelineSchedule, consumer_of, producer_of
+
+NEW_STEPS = 2
+"""Steps after which a GPU has everything that a step needs."""
 
 
 class Exchange:
@@ -57,6 +63,7 @@ class Exchange:
             if (peer := _receiver(action, schedule)) is not None
         }
         self._releases = self._find_releases(schedule)
+        self._begun = 0
         self._unposted: dict[int, deque[Action]] = {}
         self._ahead: deque[tuple[int, Action]] = deque()
         self._posted: dict[Action, tuple[Tensor, dist.Work]] = {}
@@ -64,9 +71,10 @@ class Exchange:
 
     def begin(self) -> None:
         """A step begins: the first receive is posted."""
+        self._begun += 1
         self._unposted = {peer: deque(actions) for peer, actions in self._incoming.items()}
         self._ahead = deque(self._needed)
-        self._post_next()
+        self._post_ahead()
 
     def receive(self, source: Action) -> Tensor:
         """What another rank's action made; waits for it."""
@@ -77,7 +85,7 @@ class Exchange:
         work.wait()
         for action in self._releases.get(source, ()):
             self._sent.pop(action)[1].wait()
-        self._post_next()
+        self._post_ahead()
         return buffer
 
     def send(self, action: Action, result: Tensor) -> None:
@@ -98,6 +106,11 @@ class Exchange:
         for _, work in self._sent.values():
             work.wait()
         self._sent = {}
+
+    def _post_ahead(self) -> None:
+        """Post the next receive before it is needed, unless the device is new to this."""
+        if self._ranks.device.type != "cuda" or self._begun > NEW_STEPS:
+            self._post_next()
 
     def _post_next(self) -> None:
         """Post the next receive, and those that come before it on the same way."""
