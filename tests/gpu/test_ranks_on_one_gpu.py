@@ -104,7 +104,7 @@ def test_pipelines_on_one_gpu(together, monkeypatch, settings):
     ],
 )
 def test_ranks_speak_through_nccl(train, monkeypatch, settings):
-    """The backend of GPUs itself: no rank waits for ever, and losses, state and collectives are as promised."""
+    """The backend of GPUs itself: no rank waits for ever; losses, state and collectives are as promised."""
     monkeypatch.setattr("meshwright.cli.ranks.find_gpus", lambda: [None] * 4)
     given = (*WIDE, "cluster.devices_per_node=4", "train.precision=bf16", "layout.micro_batch=1")
     alone = train(*given, "layout.dp_replicate=1", "run_dir=alone")
