@@ -77,7 +77,7 @@ def build_by_hand(session: Session, kind: str) -> Callable[[], Any]:
     if kind == "ddp":
         model = DistributedDataParallel(whole, gradient_as_bucket_view=True)
     elif kind == "fsdp2":
-        for block in whole.blocks:
+        for block in whole.list_blocks():
             fully_shard(block, mesh=mesh)
         fully_shard(whole, mesh=mesh)
         assert isinstance(whole, FSDPModule), "fully_shard gives modules another class"
@@ -133,7 +133,7 @@ def _split_by_hand(model: Decoder, mesh: Any, sequence: bool) -> None:
             **({"norm": SequenceParallel()} if sequence else {}),
         },
     )
-    for block in model.blocks:
+    for block in model.list_blocks():
         enter = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
         first = PrepareModuleInput(
             input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None)

@@ -1,0 +1,307 @@
+"""How far the bubble that we simulate is from the one that our interpreter makes, for every schedule.
+
+The stages are timed waits: with more ranks than cores a bubble of real work is not idle time, as another rank
+computes in it, but a rank that sleeps needs no core. What runs is what trains: the interpreter and its
+transfers between processes; only what an action computes is a sleep. All ranks note when their actions begin
+and end, by one clock. The measured bubble is the idle share of all ranks' time between the first start and
+the last end, the median over some steps. The simulated one is that of ``walk_schedule`` with the waits as the
+times of the stages, and as that of transfers what a message took between the same processes just before.
+
+    python benchmarks/pipeline_bubble.py [--ranks 4] [--schedule zbv] [--picture FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.launch.environment import prepare_environment
+
+os.environ["OMP_NUM_THREADS"] = "1"
+prepare_environment(threads=1)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from meshwright.cli.ranks import build_launch  # noqa: E402
+from meshwright.explain.timeline import build_timeline, draw_pair_svg, measured_timeline  # noqa: E402
+from meshwright.plan.contract import PLAN_FILE, build_plan, read_plan, write_plan  # noqa: E402
+from meshwright.run.collectives.counter import CollectiveCounter  # noqa: E402
+from meshwright.run.mesh import Ranks, join_ranks, leave_ranks  # noqa: E402
+from meshwright.run.pipeline.exchange import Exchange  # noqa: E402
+from meshwright.run.pipeline.interpreter import Interpreter  # noqa: E402
+from meshwright.run.pipeline.times import ActionTimes  # noqa: E402
+from meshwright.schedule.actions import Action, Kind, PipelineSchedule  # noqa: E402
+from meshwright.schedule.build import BUILT, build_schedule  # noqa: E402
+from meshwright.schedule.walk import StageTimes, Walk, walk_schedule  # noqa: E402
+from meshwright.spec.load import build_job  # noqa: E402
+
+SHAPE = (8, 64)
+"""Of what the stages hand on: 2 KiB, so that a transfer takes no time to speak of."""
+MESSAGES, PAUSE_S = 15, 0.01
+"""Of each of two ranks, to see how long a transfer takes."""
+PROMISE = 0.10
+FORWARD, BACKWARD, WEIGHT = 1.0, 1.5, 1.0
+"""What a stage's actions take, in forward passes."""
+UNEVEN = 0.5
+"""How much slower the last of uneven stages is than the first; those between lie on a line."""
+
+Span = tuple[Action, float, float]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table."""
+
+    schedule: str
+    pp: int
+    micro_batches: int
+    even: bool
+    forward_s: float
+    """Of the first stage."""
+
+    def build(self) -> PipelineSchedule:
+        """Its schedule."""
+        return build_schedule(self.schedule, self.pp, self.micro_batches)
+
+    def times(self) -> StageTimes:
+        """How long each stage waits; a rank with two stages has half of the work in each."""
+        schedule = self.build()
+        last, share = schedule.stages - 1, self.forward_s / schedule.virtual_stages
+        slower = [1.0 if self.even else 1.0 + UNEVEN * stage / last for stage in range(schedule.stages)]
+        return StageTimes(*([share * s * part for s in slower] for part in (FORWARD, BACKWARD, WEIGHT)))
+
+    def walk(self, transfer_s: float) -> Walk:
+        """What is simulated."""
+        return walk_schedule(self.build(), self.times(), transfer_s)
+
+
+class Waits:
+    """Stages that compute nothing, for as long as they are told."""
+
+    def __init__(self, schedule: PipelineSchedule, times: StageTimes) -> None:
+        self._forward_s, self._input_s, self._weight_s = (
+            list(values)  # type: ignore[arg-type]
+            for values in (times.forward_s, times.backward_input_s, times.backward_weight_s)
+        )
+        self._last, self._split = schedule.stages - 1, schedule.split_backward
+
+    def forward(self, stage: int, micro_batch: int, x: Tensor | None) -> Tensor | None:
+        """A forward pass."""
+        time.sleep(self._forward_s[stage])
+        return None if stage == self._last else torch.full(SHAPE, float(micro_batch))
+
+    def backward(self, stage: int, micro_batch: int, grad: Tensor | None) -> Tensor | None:
+        """A backward pass, with both its parts if they are not two actions."""
+        time.sleep(self._input_s[stage] + (0.0 if self._split else self._weight_s[stage]))
+        return torch.full(SHAPE, float(micro_batch)) if stage else None
+
+    def weight(self, stage: int, micro_batch: int) -> None:
+        """The second part."""
+        time.sleep(self._weight_s[stage])
+
+
+class Moments(ActionTimes):
+    """The moments of one step, on the machine's clock, which all ranks share."""
+
+    began = 0.0
+
+    def begin(self) -> None:
+        """A step begins."""
+        super().begin()
+        self.began = time.perf_counter()
+
+    def rows(self) -> list[list[Any]]:
+        """Kind, stage, micro-batch, start and end of each action."""
+        return [[*what, self.began + start, self.began + end] for *what, start, end in super().rows()]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was measured of a case."""
+
+    transfer_s: float
+    steps: list[list[list[Span]]]
+    """For each step and rank, when each action began and ended."""
+
+    def middle(self) -> list[list[Span]]:
+        """Of the steps the one with the median bubble."""
+        return sorted(self.steps, key=measure_bubble)[(len(self.steps) - 1) // 2]
+
+
+def run_waits(case: Case, ranks: Ranks, steps: int) -> dict[str, Any]:
+    """On one rank: when each action began and ended, in each step, and how long a transfer takes."""
+    schedule = case.build()
+    row, waits = schedule.ranks[ranks.place], Waits(schedule, case.times())
+    exchange = Exchange(schedule, ranks, SHAPE, torch.float32)
+    transfer_s, found = time_transfer(ranks), []
+    for _ in range(steps):
+        moments = Moments(row, ranks.device)
+        interpreter = Interpreter(schedule, ranks.place, exchange, moments)
+        dist.barrier()
+        interpreter.run(waits)
+        found.append(moments.rows())
+    return {"transfer_s": transfer_s, "steps": found}
+
+
+def measure_bubble(spans: Sequence[Sequence[Span]]) -> float:
+    """The idle share of all ranks' time, from the first start to the last end."""
+    times = [(start, end) for row in spans for _, start, end in row]
+    work_s = sum(end - start for start, end in times)
+    makespan_s = max(end for _, end in times) - min(start for start, _ in times)
+    return 1 - work_s / (len(spans) * makespan_s)
+
+
+def time_transfer(ranks: Ranks) -> float:
+    """Seconds of a message from a rank that has slept to one that waits; the median of some, there and back.
+
+    The first two ranks send, and all get the result.
+    """
+    group, seconds = ranks.channel(0, 1), torch.zeros((), dtype=torch.float64)
+    if ranks.place < 2:
+        took = []
+        for number in range(2 * MESSAGES):
+            message = torch.zeros((), dtype=torch.float64)
+            if ranks.place == number % 2:
+                time.sleep(PAUSE_S)
+                message += time.perf_counter()
+                dist.send(message, group=group, group_dst=1 - ranks.place)
+            else:
+                dist.recv(message, group=group, group_src=1 - ranks.place)
+                took.append(time.perf_counter() - message.item())
+        seconds += statistics.median(took)
+    dist.all_reduce(seconds)
+    return seconds.item() / 2
+
+
+def run_rank(run_dir: str, listener: Any = None) -> int:
+    """One rank, through all cases; it writes down what it saw."""
+    folder = Path(run_dir)
+    job = read_plan(folder / PLAN_FILE).job
+    task = json.loads((folder / "task.json").read_text())
+    counter = CollectiveCounter()
+    counter.install()
+    ranks = join_ranks(job, counter)
+    found = [run_waits(Case(**case), ranks, task["steps"]) for case in task["cases"]]
+    (folder / f"seen-{ranks.rank}.json").write_text(json.dumps(found))
+    leave_ranks(ranks)
+    counter.remove()
+    return 0
+
+
+def run_cases(cases: Sequence[Case], steps: int, folder: Path) -> list[Seen]:
+    """Run cases that have the same number of ranks."""
+    pp = cases[0].pp
+    tree = {
+        "model": {"preset": "tiny", "num_layers": 2 * pp},
+        "data": {"path": "none", "seq_len": 32},
+        "train": {"steps": 1, "global_batch": 2 * pp},
+        "layout": {"pp": pp, "micro_batch": 1},
+        "cluster": {"device": "cpu", "devices_per_node": pp, "matmul_flops_per_s": 1e11},
+    }
+    plan, _ = build_plan(build_job(tree))
+    folder.mkdir()
+    write_plan(plan, folder / PLAN_FILE)
+    (folder / "task.json").write_text(json.dumps({"steps": steps, "cases": [vars(case) for case in cases]}))
+    build_launch("pipeline_bubble:run_rank", plan.job, folder, lambda event: None).run()
+    by_rank = [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(pp)]
+    return [_join(found) for found in zip(*by_rank, strict=True)]
+
+
+def _join(by_rank: Sequence[dict[str, Any]]) -> Seen:
+    """What the ranks saw of one case."""
+    by_step = zip(*(found["steps"] for found in by_rank), strict=True)
+    return Seen(by_rank[0]["transfer_s"], [[_read_spans(row) for row in rows] for rows in by_step])
+
+
+def _read_spans(row: list[list[Any]]) -> list[Span]:
+    return [(Action(Kind(kind), stage, m), start, end) for kind, stage, m, start, end in row]
+
+
+def judge(case: Case, seen: Seen) -> dict[str, Any]:
+    """A row of the table."""
+    simulated, measured = case.walk(seen.transfer_s).bubble, measure_bubble(seen.middle())
+    return {
+        **vars(case),
+        "transfer_s": seen.transfer_s,
+        "simulated": simulated,
+        "measured": measured,
+        "difference": (measured - simulated) / simulated,
+    }
+
+
+def draw(case: Case, seen: Seen, folder: Path) -> None:
+    """What was simulated above what was measured."""
+    schedule, walk, spans = case.build(), case.walk(seen.transfer_s), seen.middle()
+    stages = "even" if case.even else "uneven"
+    title = f"{case.schedule}, {case.pp} ranks, {stages} stages"
+    upper = build_timeline(schedule, walk, f"{title}: simulated", f"bubble {walk.bubble:.1%}", unit="s")
+    note = f"bubble {measure_bubble(spans):.1%}"
+    lower = measured_timeline(schedule, spans, f"{title}: measured with timed waits", note)
+    (folder / f"{case.schedule}-{case.pp}-{stages}.svg").write_text(draw_pair_svg(upper, lower))
+
+
+def main() -> None:
+    """Print the table and the worst line of it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, choices=(2, 4), action="append")
+    parser.add_argument("--schedule", choices=BUILT, action="append")
+    parser.add_argument("--forward-ms", type=float, default=100.0, help="of a rank's stages together")
+    parser.add_argument("--steps", type=int, default=5, help="the median of which counts")
+    parser.add_argument("--picture", type=Path, help="a folder for a picture of each line")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    rows = []
+    for pp in arguments.ranks or (2, 4):
+        cases = [
+            Case(name, pp, 2 * pp, even, arguments.forward_ms / 1e3)
+            for name in arguments.schedule or BUILT
+            for even in (True, False)
+        ]
+        with tempfile.TemporaryDirectory() as place:
+            found = run_cases(cases, arguments.steps, Path(place) / "run")
+        for case, seen in zip(cases, found, strict=True):
+            rows.append(judge(case, seen))
+            if arguments.picture:
+                arguments.picture.mkdir(parents=True, exist_ok=True)
+                draw(case, seen, arguments.picture)
+    show(rows, arguments.json)
+
+
+def show(rows: list[dict[str, Any]], as_json: bool) -> None:
+    """Print it for people, or as one object."""
+    date = datetime.datetime.now(tz=datetime.UTC).date()
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
+    if as_json:
+        print(json.dumps({"date": str(date), "machine": machine, "rows": rows}))
+        return
+    print(f"bubbles of timed waits, {date}, {machine}")
+    for row in rows:
+        stages = "even" if row["even"] else "uneven"
+        print(
+            f"  {row['schedule']:11} {row['pp']} ranks, {row['micro_batches']:2} micro-batches, {stages:6} "
+            f"stages: simulated {row['simulated']:6.2%} with transfers of {row['transfer_s'] * 1e3:.2f} ms, "
+            f"measured {row['measured']:6.2%}, difference {row['difference']:+.1%}"
+        )
+    worst = max(rows, key=lambda row: abs(row["difference"]))
+    print(
+        f"  worst difference {worst['difference']:+.1%} ({worst['schedule']}, {worst['pp']} ranks)", end=" "
+    )
+    print(f"(at most {PROMISE:.0%} is promised)")
+
+
+if __name__ == "__main__":
+    main()

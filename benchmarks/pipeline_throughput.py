@@ -1,0 +1,264 @@
+"""What a step of our pipeline costs over torch's own: two CPU ranks, one core each, 1F1B.
+
+Both train the same two stages from the same weights on the same micro-batches, in the same two processes, in
+turn, so that whatever else the machine does hits both alike. Torch's side is ``PipelineStage`` and
+``Schedule1F1B`` of ``torch.distributed.pipelining``, and the loop that one writes around them by hand:
+reading, clipping over both ranks, the optimizer's step, the loss for both ranks. Before anything is timed,
+both must have had the same losses, step by step. The figure is the median over pairs of (ours - torch's) /
+torch's, of rank 0: of whole steps, and of forward and backward passes alone.
+
+    python benchmarks/pipeline_throughput.py [--pairs 100]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from meshwright.launch.environment import prepare_environment
+
+os.environ["OMP_NUM_THREADS"] = "1"
+prepare_environment(threads=1)
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from by_hand import build_adamw, open_tokens, report  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # noqa: E402
+
+from meshwright.cli.ranks import build_launch  # noqa: E402
+from meshwright.core.events import EVENTS_FILE  # noqa: E402
+from meshwright.launch.assignment import Assignment  # noqa: E402
+from meshwright.plan.contract import PLAN_FILE, build_plan, write_plan  # noqa: E402
+from meshwright.plan.parts import held_parts  # noqa: E402
+from meshwright.prepare.build import CorpusSpec, prepare_corpus  # noqa: E402
+from meshwright.run.loop import Meter, report_end, train_step  # noqa: E402
+from meshwright.run.models.decoder import Stages  # noqa: E402
+from meshwright.run.models.init import build_model  # noqa: E402
+from meshwright.run.pipeline.pipeline import stream_shape  # noqa: E402
+from meshwright.run.session import Session  # noqa: E402
+from meshwright.run.worker import run_session  # noqa: E402
+from meshwright.spec.load import build_job  # noqa: E402
+
+WARM_UP = 5
+"""Steps of both before the first that is timed; their losses must be equal."""
+EQUAL = 1e-4
+"""Relative difference of losses that rounding explains."""
+
+
+class ByHand:
+    """The same stage on torch's schedule, and the loop around it."""
+
+    def __init__(self, session: Session) -> None:
+        job = session.job
+        self._job, self._place, self._order = job, session.ranks.place, session.order
+        model = build_model(job, torch.device("cpu"), parts=held_parts(job, self._place))
+        assert isinstance(model, Stages), "a pipeline of two"
+        (self.module,) = model
+        self._optimizer, self._tokens = build_adamw(self.module, job.train), open_tokens(session)
+        self._targets = job.train.global_batch * job.data.seq_len
+        self._positions = 0
+        stream = torch.empty(stream_shape(job), requires_grad=True)
+        tokens = torch.empty(stream.shape[:2], dtype=torch.int64)
+        stage = PipelineStage(
+            self.module,
+            self._place,
+            2,
+            torch.device("cpu"),
+            input_args=stream if self._place else tokens,
+            output_args=torch.empty(()) if self._place else stream,
+            group=session.ranks.group("pp"),
+        )
+        # The stage makes the sum of the losses, as ours does: what torch calls the loss divides it.
+        self._schedule = Schedule1F1B(
+            stage,
+            session.plan.micro_batches,
+            loss_fn=lambda loss, targets: loss / self._targets,
+            scale_grads=False,
+        )
+
+    def step(self) -> float:
+        """One step; gives the loss."""
+        loss = self.passes(self.read())
+        parameters = list(self.module.parameters())
+        own_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        squared = own_norm.square()
+        dist.all_reduce(squared)
+        nn.utils.clip_grads_with_norm_(parameters, self._job.train.clip, squared.sqrt())
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        dist.all_reduce(loss)  # a curve is that of all ranks
+        return loss.item()
+
+    def read(self) -> Tensor:
+        """The samples of a step, in the order in which ours come."""
+        count, length = self._job.train.global_batch, self._job.data.seq_len
+        samples = self._order.samples_at(np.arange(self._positions, self._positions + count))
+        self._positions += count
+        cut = [self._tokens[s * length : s * length + length + 1].astype(np.int64) for s in samples]
+        return torch.from_numpy(np.stack(cut))
+
+    def passes(self, rows: Tensor) -> Tensor:
+        """All forward and backward passes; gives the loss, zero on the first rank."""
+        if not self._place:
+            self._schedule.step(rows[:, :-1].contiguous())
+            return torch.zeros(())
+        targets, losses = rows[:, 1:].contiguous(), list[Tensor]()
+        self._schedule.step(target=targets, losses=losses, targets_BT=targets, return_outputs=False)
+        return torch.stack(losses).detach().sum()
+
+
+class Ours:
+    """A session's step."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._meter = session, Meter(session)
+        assert session.pipeline is not None, "a pipeline of two"
+        self._pipeline, self._divisor = session.pipeline, 1
+
+    def step(self) -> None:
+        """One step, with everything that a run does in it."""
+        train_step(self._session, self._meter)
+
+    def read(self) -> list[tuple[Tensor, ...]]:
+        """The micro-batches of the first step."""
+        session = self._session
+        samples = session.order.samples_at(np.arange(session.job.train.global_batch))
+        self._divisor = session.train_batches.count_targets(samples)
+        return list(session.train_batches.micro_batches(samples))
+
+    def passes(self, batches: list[tuple[Tensor, ...]]) -> None:
+        """All forward and backward passes."""
+        self._pipeline.train(batches, self._divisor, None)
+
+    def clear(self) -> None:
+        """Gradients begin again."""
+        self._session.owned.drop_gradients()
+
+
+def require_equal_losses(session: Session, ours: Ours, by_hand: ByHand) -> None:
+    """Warm both up; their losses are the same, or there is nothing to compare."""
+    theirs = []
+    for _ in range(WARM_UP):
+        ours.step()
+        theirs.append(by_hand.step())
+    lines = Path(session.assignment.run_dir, EVENTS_FILE).read_text().splitlines()
+    events = [json.loads(line) for line in lines if '"step"' in line]
+    mine = [e["loss"] for e in events if e["event"] == "step" and e["rank"] == session.ranks.rank]
+    for step, (loss, other) in enumerate(zip(mine, theirs, strict=True)):
+        assert abs(loss - other) <= EQUAL * other, f"step {step}: ours {loss}, torch's {other}"
+
+
+def time_pairs(
+    count: int, one: Callable[[], Any], other: Callable[[], Any], after: Callable[[], None]
+) -> Iterator[tuple[float, float]]:
+    """Interleave and time."""
+    for pair in range(count):
+        seconds = {}
+        for function in (one, other) if pair % 2 else (other, one):
+            dist.barrier()
+            started = time.perf_counter()
+            function()
+            seconds[function] = time.perf_counter() - started
+            after()
+        yield seconds[one], seconds[other]
+
+
+def compare(session: Session) -> None:
+    """Whole steps, then passes alone; rank 0 writes down the pairs."""
+    task = json.loads(Path(session.assignment.run_dir, "task.json").read_text())
+    ours, by_hand = Ours(session), ByHand(session)
+    require_equal_losses(session, ours, by_hand)
+    batches, rows = ours.read(), by_hand.read()
+
+    def clear() -> None:
+        ours.clear()
+        by_hand.module.zero_grad(set_to_none=True)
+
+    found = {
+        "whole step": list(time_pairs(task["pairs"], ours.step, by_hand.step, clear)),
+        "passes": list(
+            time_pairs(task["pairs"], lambda: ours.passes(batches), lambda: by_hand.passes(rows), clear)
+        ),
+    }
+    if session.ranks.rank == 0:
+        Path(session.assignment.run_dir, "pairs.json").write_text(json.dumps(found))
+    report_end(session, evaluations=0, stopping=False)
+
+
+def run_rank(run_dir: str, listener: Any = None) -> int:
+    """One of the two ranks."""
+    return run_session(compare, run_dir, listener)
+
+
+def measure(pairs: int, place: Path) -> list[dict[str, Any]]:
+    """Run the pipeline on two ranks."""
+    data, folder = place / "data", place / "run"
+    prepare_corpus(CorpusSpec(sources=("builtin:python-stdlib",), out=str(data)), place)
+    tree = {
+        "model": {"num_layers": 4, "hidden_size": 192, "num_heads": 6, "num_kv_heads": 2, "ffn_size": 512,
+                  "vocab_size": 320, "tied_embeddings": False},
+        "data": {"path": str(data), "seq_len": 128},
+        "train": {"steps": 10**6, "global_batch": 16, "lr": 1e-3, "schedule": "constant", "warmup": 0},
+        "layout": {"pp": 2, "schedule": "1f1b", "micro_batch": 2},
+        "cluster": {"device": "cpu", "devices_per_node": 2, "matmul_flops_per_s": 1e11},
+    }  # fmt: skip
+    plan, _ = build_plan(build_job(tree))
+    folder.mkdir()
+    write_plan(plan, folder / PLAN_FILE)
+    Assignment(str(folder), str(data), str(folder / "checkpoints")).write()
+    (folder / "task.json").write_text(json.dumps({"pairs": pairs}))
+    build_launch("pipeline_throughput:run_rank", plan.job, folder, lambda event: None).run()
+    found = json.loads((folder / "pairs.json").read_text())
+    return [_summarise(what, times) for what, times in found.items()]
+
+
+def _summarise(what: str, times: list[tuple[float, float]]) -> dict[str, Any]:
+    ours, torchs = zip(*times, strict=True)
+    overheads = [(a - b) / b for a, b in times]
+    quartiles = statistics.quantiles(overheads, n=4)
+    return {
+        "what": what,
+        "pairs": len(times),
+        "ours_s": statistics.median(ours),
+        "torch_s": statistics.median(torchs),
+        "fastest_s": (min(ours), min(torchs)),
+        "quartiles": (quartiles[0], quartiles[-1]),
+        "overhead": statistics.median(overheads),
+        "promise": 0.05,
+    }
+
+
+def main() -> None:
+    """Print both times and what ours costs more."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=100)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    with tempfile.TemporaryDirectory() as place:
+        rows = measure(arguments.pairs, Path(place))
+    report("1F1B of two stages, ours and torch's", rows, _line, arguments.json)
+
+
+def _line(row: dict[str, Any]) -> str:
+    ours_ms, torch_ms = row["ours_s"] * 1e3, row["torch_s"] * 1e3
+    ours_best_ms, torch_best_ms = (seconds * 1e3 for seconds in row["fastest_s"])
+    low, high = row["quartiles"]
+    medians = (
+        f"ours {ours_ms:.2f} ms, torch {torch_ms:.2f} ms (fastest {ours_best_ms:.2f}, {torch_best_ms:.2f})"
+    )
+    return f"{row['what']:10} {medians}, half of the pairs within {low:+.2%} to {high:+.2%}"
+
+
+if __name__ == "__main__":
+    main()

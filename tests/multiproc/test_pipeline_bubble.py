@@ -1,0 +1,34 @@
+"""The bubble that our interpreter makes on real processes is the simulated one: the benchmark, small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def bubbles(monkeypatch):
+    """The benchmark, found by this process and by the ranks."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import pipeline_bubble
+
+    return pipeline_bubble
+
+
+def test_measured_bubbles_are_the_simulated_ones(bubbles, tmp_path):
+    """With and without a split backward pass, within a quarter in the least disturbed of three steps.
+
+    A rank that is held up by a forward pass's time after each send is beyond that.
+    """
+    cases = [bubbles.Case(name, 2, 4, even=False, forward_s=0.01) for name in ("1f1b", "zb-h1")]
+    found = bubbles.run_cases(cases, 3, tmp_path / "run")
+    for case, seen in zip(cases, found, strict=True):
+        simulated = case.walk(seen.transfer_s).bubble
+        measured = [bubbles.measure_bubble(spans) for spans in seen.steps]
+        assert min(abs(bubble / simulated - 1) for bubble in measured) < 0.25, (case, simulated, measured)
+        bubbles.draw(case, seen, tmp_path)
+    picture = (tmp_path / "zb-h1-2-uneven.svg").read_text()
+    assert picture.index("zb-h1, 2 ranks, uneven stages: simulated") < picture.index("measured with timed")
