@@ -27,9 +27,8 @@ def audit_folder(output: Output, run_dir: Path, picture: Path | None = None) -> 
     """
     record = read_record(run_dir)
     plan = read_plan(run_dir / PLAN_FILE)
-    verdict = audit_run(plan, record)
+    verdict, pipeline = audit_run(plan, record), find_pipeline(plan, record)
     describe_audit(output, plan, record, verdict)
-    pipeline = find_pipeline(plan, record)
     if picture is not None:
         _draw_pipeline(output, run_dir, pipeline, picture)
     told = {} if pipeline is None else {"pipeline": pipeline.as_dict()}

@@ -18,7 +18,7 @@ from meshwright.plan.comms import Traffic, join_places, predict_traffic
 from meshwright.plan.compute import StepTime, estimate_step
 from meshwright.plan.learning_rate import explain_lr
 from meshwright.plan.ledger import Ledger, predict_ledger
-from meshwright.plan.parts import read_schedule
+from meshwright.plan.parts import read_schedule, schedule_of
 from meshwright.plan.stage_times import part_costs, split_layers
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
@@ -156,6 +156,8 @@ def settle_layout(job: Job, layout: Layout) -> Layout:
 
 def _with_micro_batch(job: Job, layout: Layout, micro: int) -> Layout:
     layout = dataclasses.replace(layout, micro_batch=micro)
+    if layout.schedule_file is not None:  # a file may be for another pipeline
+        schedule_of(dataclasses.replace(job, layout=layout), -(-_share(job, layout) // micro))
     layers = layout.stage_layers or split_layers(dataclasses.replace(job, layout=layout))
     return dataclasses.replace(layout, stage_layers=layers)
 

@@ -23,13 +23,14 @@ from meshwright.plan.compute import flops_per_token, peak_rate, step_interval
 from meshwright.plan.lighten import require_fit
 from meshwright.plan.moments import Line
 from meshwright.plan.offload import offloaded_state
-from meshwright.plan.parts import held_buckets, list_stages, pipeline_rank, stage_homes
+from meshwright.plan.parts import held_buckets, list_stages, pipeline_rank, schedule_of, stage_homes
 from meshwright.plan.pipeline_time import PipelineTime
 from meshwright.plan.shapes import count_parameters
 from meshwright.plan.sharding import shard_rank, sharded_state
+from meshwright.schedule.files import write_schedule
 from meshwright.spec.hf import notes_on
 from meshwright.spec.job import Job
-from meshwright.spec.load import PLAN_KEY, build_job, job_tree
+from meshwright.spec.load import LAYERS_DEALT, PLAN_KEY, build_job, find_schedule, job_tree
 
 PLAN_VERSION = 1
 PLAN_FILE = "plan.toml"
@@ -83,6 +84,8 @@ class Plan:
     """False: the layout does not run yet; `ranks` has the fullest alone, and collectives are sums by axis."""
     pipeline: PipelineTime | None = None
     """The schedule as planned; None without a pipeline, and where the layout does not run yet."""
+    layers_dealt: bool = False
+    """Whether the layers of the stages are the planner's; another job deals them again."""
 
     @property
     def world_size(self) -> int:
@@ -207,6 +210,7 @@ def plan_of(job: Job, candidate: Candidate, reasons: list[str]) -> Plan:
         ranks=tuple(ranks),
         collectives=candidate.traffic,
         buckets=tuple(tuple(names) for place in places for names in held_buckets(placed, place)),
+        layers_dealt=layout.pp > 1 and job.layout.stage_layers is None,
         reasons=tuple(reasons),
         pipeline=candidate.time.pipeline,
     )
@@ -239,16 +243,21 @@ def plan_tree(plan: Plan) -> dict[str, Any]:
     }
     if plan.pipeline is not None:
         tree["predicted"]["pipeline"] = dataclasses.asdict(plan.pipeline)
+        tree["predicted"][LAYERS_DEALT] = plan.layers_dealt
     if not plan.exact:
         tree["predicted"]["exact"] = False
     return tree
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Write the plan; a reader never sees half of one."""
-    draft = path.with_name(path.name + ".part")
+    """Write the plan; a reader never sees half of one. A schedule of one's own comes beside it."""
+    draft, tree = path.with_name(path.name + ".part"), plan_tree(plan)
     try:
-        draft.write_text(tomli_w.dumps(plan_tree(plan)), encoding="utf-8")
+        if plan.job.layout.schedule_file is not None:
+            beside = path.with_name(f"{path.stem}.schedule.csv")
+            write_schedule(schedule_of(plan.job, plan.micro_batches), beside)
+            tree["job"]["layout"]["schedule_file"] = beside.name
+        draft.write_text(tomli_w.dumps(tree), encoding="utf-8")
         draft.replace(path)
     except OSError as error:
         draft.unlink(missing_ok=True)
@@ -283,6 +292,7 @@ def read_plan(path: Path, *, to_run: bool = True) -> Plan:
     if not isinstance(job, dict) or not isinstance(predicted, dict):
         rule = "is not a whole plan: it has no job or no predictions"
         raise UserError(Problem("plan-unreadable", rule, path=str(path)))
+    find_schedule(job, path)
     content = {
         "job": build_job(job, settled=True, to_run=to_run),
         "reasons": tree.get("reasons"),

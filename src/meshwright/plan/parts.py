@@ -135,6 +135,12 @@ def _require_fit(schedule: PipelineSchedule, job: Job, micro_batches: int) -> Pi
         rule = f"is for {schedule.micro_batches} micro-batches, and a step has {micro_batches} (train."
         rule += f"global_batch={job.train.global_batch}, layout.micro_batch={layout.micro_batch})"
         fix = f"Use train.global_batch={batch}, or a layout.micro_batch that makes {schedule.micro_batches}"
+    elif isinstance(job.model, DecoderModel) and schedule.stages > job.model.num_layers:
+        rule = f"has {schedule.stages} stages for model.num_layers={job.model.num_layers}"
+        fix = "Use fewer stages: each holds at least one layer"
+    elif layout.stage_layers is not None and len(layout.stage_layers) != schedule.stages:
+        rule = f"has {schedule.stages} stages, and layout.stage_layers {len(layout.stage_layers)} numbers"
+        fix = f"Give {schedule.stages} numbers, or leave layout.stage_layers out"
     if rule:
         problem = Problem("layout-schedule-file", rule, "layout.schedule_file", layout.schedule_file, fix)
         raise UserError(problem)

@@ -386,7 +386,7 @@ class _Walk:
         producer = producer_of(action, self.schedule.stages)
         if found is not None:
             peer, at = found
-            self.sent = [(to, used) for to, used in self.sent if to != peer or used >= at]
+            self.sent = [(to, used) for to, used in self.sent if to != peer or used > at]
         elif producer is not None and producer.stage != action.stage:
             self.inside -= 1  # it is what the action works on now
 
@@ -477,12 +477,11 @@ def _list_always(
 
 def _reduction(job: Job, place: int) -> PipelineMoment:
     """The end of the step: all gradients, and all buckets as they are sent in a smaller type."""
-    counts = {p.name: p.count for p in held_parameters(job, place)}
-    sizes = list(counts.values())
+    count = sum(p.count for p in held_parameters(job, place))
     return PipelineMoment(
         name="last bucket",
         activations=0,
-        temporary=sum(sizes) * WIRE_BYTES[job.compression.kind],
-        gradients=sum(counts.values()) * FLOAT32_BYTES,
+        temporary=count * WIRE_BYTES[job.compression.kind],
+        gradients=count * FLOAT32_BYTES,
         formula="none",
     )

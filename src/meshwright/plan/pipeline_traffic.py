@@ -44,12 +44,21 @@ def predict_pipeline(job: Job, place: int) -> list[Traffic]:
     steps = count_micro_batches(job, job.train.global_batch) * (forward + backward)
     evaluations = count_micro_batches(job, job.train.eval_samples) * forward
     ranks, size = job.layout.pp, handed_bytes(job)
+    channels = len(_list_targets(job, place))
     return [
+        Traffic("pp", "send", "setup", ranks, channels, channels * FLOAT32_BYTES),
         Traffic("pp", "send", "step", ranks, steps, steps * size),
         Traffic("pp", "send", "eval", ranks, evaluations, evaluations * size),
         *_tied_traffic(job, place),
         _save_traffic(job, place),
     ]
+
+
+def _list_targets(job: Job, place: int) -> set[int]:
+    """The other places that a place sends to; it begins with one number to each."""
+    borders = list(itertools.pairwise(stage_homes(job)))
+    forward = {behind for home, behind in borders if home == place}
+    return (forward | {before for before, home in borders if home == place}) - {place}
 
 
 def _count_borders(job: Job, place: int) -> tuple[int, int]:

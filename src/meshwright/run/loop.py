@@ -49,9 +49,10 @@ def train(session: Session) -> None:
 def take_step(session: Session, meter: Meter, audited: bool) -> bool:
     """One step, watched if it is the audited one; returns whether a rank wants to stop after it."""
     audit = session.audit = StepAudit(session) if audited else None
-    if session.pipeline is not None:  # what is new in a first step, and looking on, take time
+    if session.pipeline is not None:  # what is new in a first step, looking on, and saving take time
         short = session.job.train.steps - session.first_step <= 2
-        session.pipeline.times.counts = short or (not audited and session.step > session.first_step)
+        usual = not audited and session.step not in (session.first_step, session.saved_step)
+        session.pipeline.times.counts = short or usual
     with audit or nullcontext():
         return train_step(session, meter)
 
@@ -267,7 +268,7 @@ class Saver:
             session.best_eval_loss = min(eval_loss, session.best_eval_loss)
         if last or best or timely or _due(keep.every_steps, session.step):
             self.saves += 1
-            session.saved_at = time.monotonic()
+            session.saved_at, session.saved_step = time.monotonic(), session.step
             self._save(eval_loss, best)
 
     def _save(self, eval_loss: float | None, best: bool) -> None:

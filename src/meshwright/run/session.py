@@ -94,6 +94,8 @@ class Session:
     """Samples consumed."""
     stop_wanted: bool = False
     """Set by a signal; the ranks agree on it at the end of a step."""
+    saved_step: int = -1
+    """Steps done when the last checkpoint was begun: until it is written, rank 0 is behind."""
     save_wanted: bool = False
     """Agreed on at the end of a step, where all ranks take part in a checkpoint."""
     saved_at: float = field(default_factory=time.monotonic)
@@ -308,7 +310,9 @@ def describe_sharding(job: Job) -> str:
     """How the state is cut, as the manifest says it; empty where it is not."""
     layout, parts = job.layout, []
     if layout.pp > 1:
-        parts.append(f"pp={layout.pp} schedule={layout.schedule} virtual_stages={layout.virtual_stages}")
+        order = "a file" if layout.schedule_file else layout.schedule
+        layers = ",".join(str(count) for count in layout.stage_layers or ())
+        parts.append(f"pp={layout.pp} schedule={order} stage_layers={layers}")
     if layout.dp_shard > 1:
         parts.append(f"dp_replicate={layout.dp_replicate} dp_shard={layout.dp_shard} zero={layout.zero}")
     if layout.tp > 1:

@@ -29,6 +29,8 @@ from meshwright.spec.translate import JOB, takes_text, translate_errors
 Tree = dict[str, Any]
 
 PLAN_KEY = "meshwright_plan"
+LAYERS_DEALT = "layers_dealt"
+"""In a plan's predictions: whether the layers of its stages are the planner's."""
 """A file with this key is a plan; its job lies under ``job``."""
 
 PRESET_IMAGE_DATA: Tree = {"data": {"path": SYNTHETIC_IMAGES}}
@@ -71,12 +73,6 @@ What a rule then says about one of these values is not reported: the user never 
 """
 
 
-CUTS_STAGES = frozenset(f"layout.{key}" for key in ("pp", "virtual_stages", "schedule", "schedule_file")) | {
-    "model.num_layers"
-}
-"""Keys that make a plan's layers of stages those of another pipeline."""
-
-
 class SpecError(UserError):
     """A job that cannot run; carries the job if only rules forbid it, to price the nearest legal one."""
 
@@ -103,8 +99,6 @@ def load_job(
         UserError: With every problem that was found.
     """
     tree = read_tree(source)
-    if any(text.partition("=")[0] in CUTS_STAGES for text in overrides) and _is_plan(source):
-        tree.get("layout", {}).pop("stage_layers", None)  # the planner's, for other stages
     settled = is_settled(tree.get("model")) and not any(t.startswith(HF_CHECKED) for t in overrides)
     problems: list[Problem] = []
     if on is not None and (problem := _apply_on(tree, on)):
@@ -186,15 +180,20 @@ def read_tree(source: str) -> Tree:
     if PLAN_KEY in tree:
         if not isinstance(tree.get("job"), dict):
             raise UserError(Problem("plan-unreadable", "is not a whole plan: it has no job", path=source))
-        return dict(tree["job"])
+        job = copy.deepcopy(tree["job"])
+        find_schedule(job, path)
+        if tree.get("predicted", {}).get(LAYERS_DEALT):  # they are dealt again: something may be overridden
+            job.get("layout", {}).pop("stage_layers", None)
+        return dict(job)
     tree.setdefault("name", re.sub(r"[^\w.-]", "-", path.stem).lstrip(".-") or "job")
     return tree
 
 
-def _is_plan(source: str) -> bool:
-    """Whether a file that was read as a job is a plan."""
-    path = Path(source)
-    return path.exists() and PLAN_KEY in tomllib.loads(path.read_text(encoding="utf-8"))
+def find_schedule(job: Tree, plan: Path) -> None:
+    """A plan names its schedule's file as one beside it."""
+    layout = job.get("layout")
+    if isinstance(layout, dict) and isinstance(layout.get("schedule_file"), str):
+        layout["schedule_file"] = str(plan.parent / layout["schedule_file"])
 
 
 def apply_override(tree: Tree, text: str) -> Problem | None:

@@ -113,7 +113,8 @@ def test_replicas_sum_the_buckets_of_each_stage(settled):
         calls, size = found["dp_replicate", "all_reduce", "step"]
         assert size == 4 * elements
         assert calls > 1, "no bucket is that large"
-        assert not any(phase == "setup" for _, _, phase in found), "there is no DDP to set up"
+        assert ("dp_replicate", "broadcast", "setup") not in found, "there is no DDP to set up"
+        assert found["pp", "send", "setup"] == (1, 4), "one number to the other rank"
     assert rows(job, 0)["control", "all_reduce", "step"] == (2, 40), "the norm is summed, too"
 
 

@@ -8,7 +8,7 @@ from typing import cast
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.plan.parts import held_parts, list_stages, schedule_of, stage_buckets
+from meshwright.plan.parts import held_buckets, held_parts, list_stages, schedule_of, stage_buckets
 from meshwright.plan.sharding import ALL_DATA
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder, Stages
@@ -64,9 +64,8 @@ def build_pipeline(
         if layout.data_degree > 1 and layout.zero < 2:
             group, late = ranks.group(_replica_axis(job)), late_parameters(module) if split else ()
             reducer = StageReducer(module, names, group, job.compression.kind, late)
-        found[part.stage] = stage = Stage.of(module, reducer, split, job.train.compile)
-        if part.lent and layout.zero >= 2:
-            stage.lender = cast(FSDPModule, next(iter(stages)))
+        lender = cast(FSDPModule, next(iter(stages))) if part.lent and layout.zero >= 2 else None
+        found[part.stage] = Stage.of(module, reducer, lender, split, job.train.compile)
     return Pipeline(found, job, micro_batches, ranks, precision)
 
 
@@ -75,9 +74,8 @@ def own_parameters(model: nn.Module, job: Job, ranks: Ranks, split: Split | None
     if job.layout.zero >= 2:
         return OwnedShards(model, ranks, split)
     if job.layout.zero == 1:
-        buckets = [names for stage in stage_buckets(job, ranks.place) for names in stage]
-        return OwnedRows(model, ranks, buckets, split)
-    # DDP's gradients are views of its buckets: dropped, the next accumulation would hold a second copy.
+        return OwnedRows(model, ranks, held_buckets(job, ranks.place), split)
+    # Gradients of replicas are views of buckets: dropped, the next accumulation would hold a second copy.
     return Owned(model, ranks, split, keep_gradients=job.layout.dp_replicate > 1)
 
 

@@ -46,7 +46,7 @@ class Owned:
             module: The model.
             ranks: All of them; none for one process.
             split: Which part of each matrix the module has; None if it has all.
-            keep_gradients: Clear gradients to zero and do not drop them: they are views of DDP's buckets.
+            keep_gradients: Clear gradients to zero and do not drop them: they are views of buckets.
         """
         self.module, self._ranks, self._split = module, ranks, split
         self._shards = 1

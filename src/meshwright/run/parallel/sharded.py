@@ -121,8 +121,9 @@ def begin_micro_batch(module: FSDPModule, job: Job, last: bool) -> None:
 class LateGradients:
     """Gradients of a stage's products that come after its backward pass, which FSDP2 does not know of.
 
-    In the backward pass FSDP2 keeps what a block has; here the rest is added, and the whole is reduced. No
-    weight is gathered for it. Uses private parts of FSDP2 that 2.11 and 2.13 have.
+    In the backward pass FSDP2 keeps what a block has; here the rest is added, and the whole is reduced, as at
+    the end of a backward pass. No weight is gathered for it. Uses private parts of FSDP2 that 2.11 and 2.13
+    have.
     """
 
     def __init__(self, stage: Decoder) -> None:
@@ -135,9 +136,11 @@ class LateGradients:
         }
 
     def hold_back(self) -> None:
-        """A backward pass begins: nothing of a block is reduced in it."""
+        """A backward pass begins: nothing of a block is reduced in it, and what is kept stays float32."""
         for block in self._blocks:
             block.set_requires_gradient_sync(False, recurse=False)
+        for home in self._homes.values():
+            home.reduce_dtype = torch.float32
 
     def add(self, product: nn.Module, name: str, gradient: Tensor) -> None:
         """One more gradient."""
@@ -149,8 +152,12 @@ class LateGradients:
             home.unsharded_accumulated_grad += gradient
 
     def reduce(self, job: Job, last: bool) -> None:
-        """All blocks have all gradients of a micro-batch: what their backward pass would now do."""
+        """All blocks have all gradients of a micro-batch: what their backward pass would now do.
+
+        What lies around them had its turn in the backward pass.
+        """
         begin_micro_batch(self._stage, job, last)
+        self._stage.set_requires_gradient_sync(False, recurse=False)
         self._stage.set_reshard_after_backward(False)  # it was, or is still needed
         for block in self._blocks:
             for home in _cut_parameters(block):

@@ -5,6 +5,9 @@ knows the whole schedule, so it posts its receives in that order, one ahead of w
 next result travels while the rank computes. Nobody waits to send. What was sent is kept until the rank gets
 something that the receiver made after it had used it: then the transfer is over for certain, and waiting for
 it takes no time.
+
+Sends and receives are single calls, not batches: batched ones of a group share one queue under NCCL, where a
+receive that is posted ahead would hold up the rank's own sends.
 """
 
 from __future__ import annotations
@@ -125,6 +128,26 @@ class Exchange:
                     releases.setdefault(source, []).append(action)
                     break
         return releases
+
+
+def open_channels(schedule: PipelineSchedule, ranks: Ranks) -> None:
+    """Every rank sends one number to each rank that it will send results to, all in one order.
+
+    NCCL makes the way between two ranks when they first use it, and each waits there for the other. Receives
+    that are posted ahead would wait on different ways, for ever.
+    """
+    pairs = {
+        (home, peer)
+        for a, (home, _) in schedule.places.items()
+        if (peer := _receiver(a, schedule)) is not None
+    }
+    number = torch.zeros(1, device=ranks.device)
+    for source, target in sorted(pairs):
+        group = ranks.channel(source, target)
+        if ranks.place == source:
+            dist.send(number, group=group, group_dst=target)
+        elif ranks.place == target:
+            dist.recv(number, group=group, group_src=source)
 
 
 def _user(action: Action, schedule: PipelineSchedule) -> Action:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.plan.parts import schedule_of
 from meshwright.run.mesh import Ranks
-from meshwright.run.pipeline.exchange import Exchange
+from meshwright.run.pipeline.exchange import Exchange, open_channels
 from meshwright.run.pipeline.interpreter import Interpreter
 from meshwright.run.pipeline.stages import Batch, Stage, StageWork
 from meshwright.run.pipeline.times import ActionTimes
@@ -40,6 +40,7 @@ class Pipeline:
         """
         self._ranks, self._shape = ranks, stream_shape(job)
         self._schedule = schedule_of(job, micro_batches)
+        open_channels(self._schedule, ranks)
         self._work = StageWork(stages, job, precision, ranks.device)
         self.times = ActionTimes(self._schedule.ranks[ranks.place], ranks.device)
         self._step = self._interpret(self._schedule, self.times)

@@ -37,12 +37,12 @@ class Stage:
     module: Decoder
     reducer: StageReducer | None = None
     """Sums its gradients over replicas, where there are any that FSDP2 does not know of."""
+    lender: FSDPModule | None = None
+    """The stage whose embedding its head is, where that is cut: gathered before it is used."""
     later: Later | None = None
     """Where its products leave what the gradients of their weights are made of."""
     late: LateGradients | None = None
     """Takes those gradients where weights are cut."""
-    lender: FSDPModule | None = None
-    """The stage whose embedding its head is, where that is cut: gathered before it is used."""
     graphs: dict[int, tuple[Tensor | None, Tensor | GradientEdge]] = field(default_factory=dict)
     """By micro-batch: its input, where that has a gradient, and the end of its graph."""
     waiting: dict[int, list[Waiting]] = field(default_factory=dict)
@@ -51,12 +51,19 @@ class Stage:
     weight_left: int = 0
 
     @classmethod
-    def of(cls, module: Decoder, reducer: StageReducer | None, split_backward: bool, compiled: bool) -> Stage:
+    def of(
+        cls,
+        module: Decoder,
+        reducer: StageReducer | None,
+        lender: FSDPModule | None,
+        split_backward: bool,
+        compiled: bool,
+    ) -> Stage:
         """A stage; its products put off their weights' gradients if the schedule has a place for them."""
         if not split_backward:
-            return cls(module, reducer)
+            return cls(module, reducer, lender)
         late = LateGradients(module) if isinstance(module, FSDPModule) else None
-        return cls(module, reducer, put_off(module, compiled), late)
+        return cls(module, reducer, lender, put_off(module, compiled), late)
 
 
 class StageWork:
