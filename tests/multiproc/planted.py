@@ -76,7 +76,7 @@ def note_gathers(run_dir, listener):
             session.events.write("gathers_so_far", gathers=sum(row["calls"] for row in rows))
 
     def watched(session):
-        for block in session.model.blocks:
+        for block in session.model.list_blocks():
             block.attention.register_forward_pre_hook(lambda *_: note(session))
             block.ffn.register_full_backward_pre_hook(lambda *_: note(session))
         honest(session)

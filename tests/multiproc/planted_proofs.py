@@ -53,7 +53,7 @@ tied_reduce = unreduced("embed.weight", "head.weight")
 
 
 def _freeze(model, ranks):
-    model.blocks[0].attention.wk.weight.requires_grad_(False)
+    model.blocks["0"].attention.wk.weight.requires_grad_(False)
 
 
 no_gradient = with_model(_freeze)
@@ -73,7 +73,7 @@ rope_offset = with_model(_restart_positions)
 def _grow(model, ranks):
     if ranks.rank == 1:
         with torch.no_grad():
-            model.blocks[1].ffn.down.weight *= 1.001
+            model.blocks["1"].ffn.down.weight *= 1.001
 
 
 unequal_weight = with_model(_grow)
@@ -82,7 +82,7 @@ unequal_weight = with_model(_grow)
 def _grow_norm(model, ranks):
     if ranks.rank == 1:
         with torch.no_grad():
-            model.blocks[1].attention_norm.weight *= 1.01
+            model.blocks["1"].attention_norm.weight *= 1.01
 
 
 unequal_norm = with_model(_grow_norm)
@@ -91,7 +91,7 @@ unequal_norm = with_model(_grow_norm)
 def _spoil(model, ranks):
     if ranks.rank == 1:
         with torch.no_grad():
-            model.blocks[0].ffn.up.weight[0] = float("nan")
+            model.blocks["0"].ffn.up.weight[0] = float("nan")
 
 
 not_finite = with_model(_spoil)
@@ -280,7 +280,7 @@ def lost_update(run_dir, listener):
     honest = loop.update
 
     def update(session, lr):
-        session.model.blocks[0].ffn.up.weight.grad.zero_()
+        session.model.blocks["0"].ffn.up.weight.grad.zero_()
         return honest(session, lr)
 
     loop.update = update
@@ -300,7 +300,7 @@ def sharded(average):
     def entry(run_dir, listener):
         def apply_layout(model, job, ranks, weights):
             mesh = ranks.mesh["dp_replicate"]
-            for module in (*model.blocks, model):
+            for module in (*model.list_blocks(), model):
                 fully_shard(module, mesh=mesh)
                 if not average:
                     module.set_gradient_divide_factor(1.0)

@@ -278,7 +278,7 @@ def test_a_defect_of_a_pipeline_is_found_and_its_module_named(against, defect, l
 
 @pytest.mark.slow
 def test_clipping_by_the_norm_of_ones_own_stages_is_found(against):
-    """AdamW's first steps have one size whatever the gradient's: plain SGD shows it."""
+    """Plain SGD shows it in the first update; AdamW, whose first steps have one size, in the third loss."""
     plain = {"optimizer": "sgd", "lr": 0.1, "clip": 0.5}
     proof = against("own_stage_norm", PIPELINE, train=plain)
     named(proof, "weight", "norm", "its gradient was right")
