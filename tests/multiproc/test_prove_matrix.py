@@ -78,7 +78,7 @@ def test_compiled_blocks_too(prover, cell):
     hold(prover, cell)
 
 
-@pytest.mark.parametrize("cell", as_parameters([ALL_DATA_AXES, PIPELINE_OF_SHARDS], LARGE))
+@pytest.mark.parametrize("cell", as_parameters([PIPELINE_OF_SHARDS], [ALL_DATA_AXES, *LARGE]))
 def test_eight_ranks_too(prover, cell):
     hold(prover, cell)
 
