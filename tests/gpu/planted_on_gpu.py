@@ -87,7 +87,7 @@ def through_gloo(run_dir, listener):
 
 
 def through_nccl(run_dir, listener):
-    """Ranks that share a device, which NCCL allows to ranks of different machines; it sends through loopback."""
+    """Ranks that share a device, and are on different machines for all that NCCL knows."""
     os.environ |= {
         "NCCL_HOSTID": f"rank-{os.environ['RANK']}",
         "NCCL_SOCKET_IFNAME": "lo",
