@@ -7,6 +7,7 @@ slack.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from meshwright.plan.moments import Line, Moment, StepMemory
 from meshwright.plan.offload import SLOTS, offloaded_state, streaming_bytes
 from meshwright.plan.optimizer import predict_optimizer
 from meshwright.plan.parts import held_parameters
-from meshwright.plan.pipeline_memory import trace_pipeline
+from meshwright.plan.pipeline_memory import PipelineMemory, trace_pipeline
 from meshwright.plan.resnet_memory import trace_resnet
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
 from meshwright.plan.sharded_memory import trace_sharded
@@ -72,23 +73,13 @@ def predict_ledger(job: Job, micro_batch: int, micro_batches: int, place: int = 
         Line("temporary at the peak", top.temporary + _wire_bytes(buckets, top), f"largest at: {top.name}"),
         *memory.always,
     ]
-    if job.cluster.device == "cuda":
-        lines.append(Line("library workspace", GPU_WORKSPACE_BYTES, "cuBLAS and cuBLASLt, 32 MiB each"))
-    peak = sum(line.bytes for line in lines)
-    first_more = 0
+    ledger = _add_up(job, lines, state, top.name, memory)
     if job.layout.data_degree > 1 and micro_batches > 1:
         alone = _trace(job, parameters, micro_batch, sums_kept=False)
         first_more = _second_copy(memory, alone, buckets, state["gradients"], micro_batches)
         first_more -= top.bytes + _wire_bytes(buckets, top)
-    return Ledger(
-        lines=tuple(lines),
-        state_bytes=state,
-        peak_bytes=peak,
-        peak_at=top.name,
-        first_peak_bytes=peak + first_more,
-        kept_bytes=memory.kept_bytes,
-        touched_bytes=memory.touched_bytes,
-    )
+        return dataclasses.replace(ledger, first_peak_bytes=ledger.peak_bytes + first_more)
+    return ledger
 
 
 def _predict_state(job: Job, parameters: Sequence[Parameter], rank: int) -> tuple[dict[str, int], str]:
@@ -128,18 +119,7 @@ def _predict_pipeline(
         Line("handed over at the peak", top.handed, top.handed_formula),
         *memory.always,
     ]
-    if job.cluster.device == "cuda":
-        lines.append(Line("library workspace", GPU_WORKSPACE_BYTES, "cuBLAS and cuBLASLt, 32 MiB each"))
-    peak = sum(line.bytes for line in lines)
-    return Ledger(
-        lines=tuple(lines),
-        state_bytes=state,
-        peak_bytes=peak,
-        peak_at=top.name,
-        first_peak_bytes=peak,
-        kept_bytes=memory.kept_bytes,
-        touched_bytes=memory.touched_bytes,
-    )
+    return _add_up(job, lines, state, top.name, memory)
 
 
 def _predict_sharded(
@@ -169,18 +149,17 @@ def _predict_sharded(
         Line("temporary at the peak", top.temporary, f"largest at: {top.name}"),
         *memory.always,
     ]
+    return _add_up(job, lines, state, top.name, memory)
+
+
+def _add_up(
+    job: Job, lines: list[Line], state: dict[str, int], peak_at: str, memory: StepMemory | PipelineMemory
+) -> Ledger:
+    """The ledger of these lines, and of what a GPU's libraries take."""
     if job.cluster.device == "cuda":
         lines.append(Line("library workspace", GPU_WORKSPACE_BYTES, "cuBLAS and cuBLASLt, 32 MiB each"))
     peak = sum(line.bytes for line in lines)
-    return Ledger(
-        lines=tuple(lines),
-        state_bytes=state,
-        peak_bytes=peak,
-        peak_at=top.name,
-        first_peak_bytes=peak,
-        kept_bytes=memory.kept_bytes,
-        touched_bytes=memory.touched_bytes,
-    )
+    return Ledger(tuple(lines), state, peak, peak_at, peak, memory.kept_bytes, memory.touched_bytes)
 
 
 def _optimizer_lines(job: Job, state: int, formula: str, rank: int = 0) -> list[Line]:
