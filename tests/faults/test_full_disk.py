@@ -39,7 +39,7 @@ def fill(disk: Path) -> None:
     assert os.statvfs(disk).f_bavail == 0, "the disk must be full now"
 
 
-@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])
+@pytest.mark.parametrize("layout", [pytest.param("dp_replicate=2", marks=pytest.mark.slow), "dp_shard=2"])
 def test_training_goes_on_when_the_disk_is_full(command, job_file, small_disk, layout):
     """Events and checkpoints cannot be written; the run ends well and says what it lost.
 

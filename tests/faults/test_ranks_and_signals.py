@@ -92,6 +92,7 @@ def test_the_first_to_fail_is_named_even_if_the_next_does_not_look_like_a_victim
     assert "the cause" in failed.result["errors"][0]["message"]
 
 
+@pytest.mark.slow
 def test_a_hang_up_stops_a_run_unless_nohup(command, job_file, tmp_path):
     """A dropped connection stops the run with a checkpoint; under nohup the whole group ignores it."""
     run_dir = tmp_path / "run"
@@ -162,7 +163,7 @@ def test_ctrl_c_while_the_ranks_start_is_quiet(command, job_file, tmp_path):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_ctrl_c_stops_after_the_step_with_a_checkpoint(command, job_file, tmp_path, number):
     """Exit status 130, a checkpoint of that step, an audit that holds; and it can be resumed."""
     run_dir = tmp_path / "run"
@@ -259,6 +260,7 @@ def test_torchrun_starts_the_same_run(job_file, tmp_path, train):
     assert result["world_size"] == 2
 
 
+@pytest.mark.slow
 def test_a_failure_under_torchrun_names_the_run_folder(job_file, tmp_path):
     run_dir = tmp_path / "launched"
     spoilt = ("train.lr=1e30", "train.clip=0.0", f"run_dir={run_dir}")
@@ -269,6 +271,7 @@ def test_a_failure_under_torchrun_names_the_run_folder(job_file, tmp_path):
     assert result["errors"][0]["code"] == "train-not-finite"
 
 
+@pytest.mark.slow
 def test_a_restart_by_torchrun_goes_on_from_the_checkpoint(job_file, tmp_path):
     """Rank 1 is killed; torchrun starts all again in the same store: the second attempt resumes and ends."""
     run_dir = tmp_path / "launched"

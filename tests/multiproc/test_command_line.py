@@ -142,6 +142,7 @@ def test_no_write_permission_is_a_clear_error(job_file, tmp_path):
     assert not any(locked.iterdir())
 
 
+@pytest.mark.slow
 def test_more_ranks_than_cores_is_a_warning(job_file, tmp_path):
     done = run(
         "train",

@@ -75,6 +75,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
 
 
+@pytest.mark.slow
 def test_from_a_folder_to_a_folder_on_four_ranks(finetune, folder, job_file, tmp_path):
     """It starts from the folder's weights, learns, and what it exports gives transformers the same logits."""
     trained = finetune()

@@ -223,19 +223,51 @@ GPT = {**GPT_PARTS, "max_positions": 32, "tied_embeddings": False}
     ("defect", "layout", "model", "kind", "module", "said"),
     [
         ("unsummed_norms", SEQUENCE, {}, "gradient", "norm", ""),
-        ("unsummed_norms", {**SEQUENCE, "dp_shard": 2}, {}, "gradient", "norm", ""),
+        pytest.param(
+            "unsummed_norms", {**SEQUENCE, "dp_shard": 2}, {}, "gradient", "norm", "", marks=pytest.mark.slow
+        ),
         ("unsummed_keys", SEQUENCE, ONE_KEY_HEAD, "gradient", "blocks.1.attention.wv", ""),
-        ("unsummed_keys", {"tp": 2}, ONE_KEY_HEAD, "gradient", "blocks.1.attention.wv", ""),
+        pytest.param(
+            "unsummed_keys",
+            {"tp": 2},
+            ONE_KEY_HEAD,
+            "gradient",
+            "blocks.1.attention.wv",
+            "",
+            marks=pytest.mark.slow,
+        ),
         ("bias_on_every_rank", SEQUENCE, GPT, "gradient", "blocks.1.ffn.down", ""),
         ("other_words", SEQUENCE, {}, "activation", "embed", ""),
-        ("first_positions", SEQUENCE, GPT, "activation", "positions", ""),
+        pytest.param("first_positions", SEQUENCE, GPT, "activation", "positions", "", marks=pytest.mark.slow),
         ("shifted_tokens", SEQUENCE, {}, "activation", "blocks.0.attention", ""),
-        ("tp_counted_as_data", SEQUENCE, {}, "gradient", "norm", "all gradients are 0.5 times"),
-        ("rope_offset", SEQUENCE, {}, "activation", "blocks.0.attention", ""),
-        ("unequal_weight", SEQUENCE, {}, "activation", "blocks.1.ffn.down", ""),
-        ("unequal_norm", SEQUENCE, {}, "activation", "blocks.1.attention_norm", ""),
+        pytest.param(
+            "tp_counted_as_data",
+            SEQUENCE,
+            {},
+            "gradient",
+            "norm",
+            "all gradients are 0.5 times",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "rope_offset", SEQUENCE, {}, "activation", "blocks.0.attention", "", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "unequal_weight", SEQUENCE, {}, "activation", "blocks.1.ffn.down", "", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "unequal_norm", SEQUENCE, {}, "activation", "blocks.1.attention_norm", "", marks=pytest.mark.slow
+        ),
         ("no_gradient", SEQUENCE, {}, "gradient", "blocks.0.attention.wk", "missing"),
-        ("tied_reduce", {**SEQUENCE, "dp_replicate": 2}, {}, "gradient", "embed", "it is also head.weight"),
+        pytest.param(
+            "tied_reduce",
+            {**SEQUENCE, "dp_replicate": 2},
+            {},
+            "gradient",
+            "embed",
+            "it is also head.weight",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_defect_of_shared_matrices_is_found_and_its_module_named(

@@ -14,13 +14,17 @@ from meshwright.plan.contract import PLAN_FILE, read_plan
     ("layout", "job"),
     [
         ("dp_shard=2 zero=1", ""),
-        ("dp_shard=2 zero=2 micro_batch=1 recompute=full", ""),
+        pytest.param("dp_shard=2 zero=2 micro_batch=1 recompute=full", "", marks=pytest.mark.slow),
         ("dp_shard=2 zero=3 micro_batch=3", ""),
-        ("dp_shard=3 zero=1 micro_batch=1", ""),
-        ("dp_shard=3 zero=2", "model.tied_embeddings=false train.optimizer=lion train.grad_noise=0.01"),
-        ("dp_shard=3 zero=3 micro_batch=1 recompute=selective", ""),
+        pytest.param("dp_shard=3 zero=1 micro_batch=1", "", marks=pytest.mark.slow),
+        pytest.param(
+            "dp_shard=3 zero=2",
+            "model.tied_embeddings=false train.optimizer=lion train.grad_noise=0.01",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("dp_shard=3 zero=3 micro_batch=1 recompute=selective", "", marks=pytest.mark.slow),
         ("dp_replicate=2 dp_shard=2 zero=3 micro_batch=1", ""),
-        ("dp_replicate=2 dp_shard=2 zero=1", ""),
+        pytest.param("dp_replicate=2 dp_shard=2 zero=1", "", marks=pytest.mark.slow),
         ("dp_shard=2 zero=3", "train.steps=1"),
     ],
 )

@@ -21,14 +21,22 @@ UNTIED = "model.tied_embeddings=false train.optimizer=lion train.grad_noise=0.01
     ("layout", "job", "tolerance"),
     [
         ("tp=2", "", 1e-5),
-        ("tp=2 sequence_parallel=true micro_batch=1", GPT, 1e-5),
-        ("tp=4 sequence_parallel=true", f"{GPT} model.num_kv_heads=1", 1e-5),
-        ("tp=2 sequence_parallel=true recompute=selective micro_batch=2", "", 1e-5),
+        pytest.param("tp=2 sequence_parallel=true micro_batch=1", GPT, 1e-5, marks=pytest.mark.slow),
+        pytest.param(
+            "tp=4 sequence_parallel=true", f"{GPT} model.num_kv_heads=1", 1e-5, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "tp=2 sequence_parallel=true recompute=selective micro_batch=2", "", 1e-5, marks=pytest.mark.slow
+        ),
         ("tp=2 recompute=full", UNTIED, 1e-5),
-        ("tp=2 dp_replicate=2 sequence_parallel=true micro_batch=3", "", 1e-5),
-        ("tp=2 dp_shard=2 zero=1", GPT, 1e-5),
-        ("tp=2 dp_shard=2 zero=2 micro_batch=2", GPT, 1e-5),
-        ("tp=2 dp_shard=2 zero=3 sequence_parallel=true recompute=full", "", 1e-5),
+        pytest.param(
+            "tp=2 dp_replicate=2 sequence_parallel=true micro_batch=3", "", 1e-5, marks=pytest.mark.slow
+        ),
+        pytest.param("tp=2 dp_shard=2 zero=1", GPT, 1e-5, marks=pytest.mark.slow),
+        pytest.param("tp=2 dp_shard=2 zero=2 micro_batch=2", GPT, 1e-5, marks=pytest.mark.slow),
+        pytest.param(
+            "tp=2 dp_shard=2 zero=3 sequence_parallel=true recompute=full", "", 1e-5, marks=pytest.mark.slow
+        ),
         ("tp=2 sequence_parallel=true", "train.precision=bf16", 1e-2),
         ("tp=2 dp_shard=2 zero=3 sequence_parallel=true", "train.precision=fp16 data.mask=document", 1e-2),
     ],
@@ -77,6 +85,7 @@ def test_compiled_blocks_are_equal_too(train):
         assert split.result["audit_ok"], split.result["differences"]
 
 
+@pytest.mark.slow
 def test_checkpoints_go_from_any_layout_to_any(train, tmp_path):
     """Split matrices resume bit by bit; others go on from them up to rounding, and the other way."""
     runs, whole = Resumed(train, tmp_path, *GPT.split()), ("layout.dp_replicate=2",)
