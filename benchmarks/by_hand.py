@@ -1,4 +1,4 @@
-"""What benchmarks of pairs share: the optimizer that one writes by hand, its tokens, and the report.
+"""What benchmarks of pairs share: the optimizer that one writes by hand, its tokens, timing, and the report.
 
 It imports torch: set the environment first.
 """
@@ -9,13 +9,15 @@ import datetime
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from meshwright.run.session import Session
@@ -38,6 +40,31 @@ def build_adamw(model: nn.Module, train: Train) -> torch.optim.AdamW:
 def open_tokens(session: Session) -> npt.NDArray[np.uint16]:
     """The first shard, mapped."""
     return np.memmap(next(Path(session.assignment.data_dir).glob("train-*.bin")), dtype=np.uint16, mode="r")
+
+
+def time_pairs(
+    count: int,
+    one: Callable[[], Any],
+    other: Callable[[], Any],
+    after: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[float, float]]:
+    """Seconds of two functions in turn, which begins first in turn, too; all ranks begin together.
+
+    Args:
+        count: Pairs.
+        one: Timed.
+        other: Timed beside it.
+        after: What is done after each of them, and not timed.
+    """
+    for pair in range(count):
+        seconds = {}
+        for function in (one, other) if pair % 2 else (other, one):
+            dist.barrier()
+            started = time.perf_counter()
+            function()
+            seconds[function] = time.perf_counter() - started
+            after()
+        yield seconds[one], seconds[other]
 
 
 def report(

@@ -16,7 +16,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
-from by_hand import build_adamw, open_tokens, report  # noqa: E402
+from by_hand import build_adamw, open_tokens, report, time_pairs  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: E402
@@ -162,15 +161,7 @@ def compare(session: Session) -> None:
     def ours() -> None:
         train_step(session, meter)
 
-    pairs: list[tuple[float, float]] = []
-    for pair in range(WARM_UP + task["pairs"]):
-        seconds = {}
-        for function in (ours, by_hand) if pair % 2 else (by_hand, ours):
-            dist.barrier()
-            started = time.perf_counter()
-            function()
-            seconds[function] = time.perf_counter() - started
-        pairs.append((seconds[ours], seconds[by_hand]))
+    pairs = list(time_pairs(WARM_UP + task["pairs"], ours, by_hand))
     if session.ranks.rank == 0:
         Path(session.assignment.run_dir, "pairs.json").write_text(json.dumps(pairs[WARM_UP:]))
     report_end(session, evaluations=0, stopping=False)

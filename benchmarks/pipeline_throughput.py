@@ -18,8 +18,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ prepare_environment(threads=1)
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from by_hand import build_adamw, open_tokens, report  # noqa: E402
+from by_hand import build_adamw, open_tokens, report, time_pairs  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # noqa: E402
 
@@ -156,21 +154,6 @@ def require_equal_losses(session: Session, ours: Ours, by_hand: ByHand) -> None:
     mine = [e["loss"] for e in events if e["event"] == "step" and e["rank"] == session.ranks.rank]
     for step, (loss, other) in enumerate(zip(mine, theirs, strict=True)):
         assert abs(loss - other) <= EQUAL * other, f"step {step}: ours {loss}, torch's {other}"
-
-
-def time_pairs(
-    count: int, one: Callable[[], Any], other: Callable[[], Any], after: Callable[[], None]
-) -> Iterator[tuple[float, float]]:
-    """Interleave and time."""
-    for pair in range(count):
-        seconds = {}
-        for function in (one, other) if pair % 2 else (other, one):
-            dist.barrier()
-            started = time.perf_counter()
-            function()
-            seconds[function] = time.perf_counter() - started
-            after()
-        yield seconds[one], seconds[other]
 
 
 def compare(session: Session) -> None:

@@ -28,7 +28,7 @@ def audit_folder(output: Output, run_dir: Path, picture: Path | None = None) -> 
     record = read_record(run_dir)
     plan = read_plan(run_dir / PLAN_FILE)
     verdict, pipeline = audit_run(plan, record), find_pipeline(plan, record)
-    describe_audit(output, plan, record, verdict)
+    describe_audit(output, plan, record, verdict, pipeline)
     if picture is not None:
         _draw_pipeline(output, run_dir, pipeline, picture)
     told = {} if pipeline is None else {"pipeline": pipeline.as_dict()}
@@ -86,7 +86,9 @@ def show_collectives(output: Output, verdict: Audit, title: str) -> None:
     output.table(title, columns, moved)
 
 
-def describe_audit(output: Output, plan: Plan, record: RunRecord, verdict: Audit) -> None:
+def describe_audit(
+    output: Output, plan: Plan, record: RunRecord, verdict: Audit, pipeline: PipelineRun | None
+) -> None:
     """Predicted and measured side by side, then the verdict in words."""
     if verdict.measured:
         show_state(output, verdict)
@@ -100,7 +102,7 @@ def describe_audit(output: Output, plan: Plan, record: RunRecord, verdict: Audit
     else:
         output.say("Collectives: none predicted, none measured")
     output.say()
-    _describe_times(output, plan, record)
+    _describe_times(output, plan, record, pipeline)
     if plan.job.mixes_samples:
         output.say(f"Note: {BATCH_NORM_NOTE}")
     for note in record.notes:
@@ -112,7 +114,7 @@ def describe_audit(output: Output, plan: Plan, record: RunRecord, verdict: Audit
         output.say(f"Audit: {difference} [audit-differs]")
 
 
-def _describe_times(output: Output, plan: Plan, record: RunRecord) -> None:
+def _describe_times(output: Output, plan: Plan, record: RunRecord, pipeline: PipelineRun | None) -> None:
     """What is shown and not judged: the step, and a pipeline's bubble."""
     if record.tokens_per_s:
         measured_s = record.tokens_per_step / record.tokens_per_s
@@ -122,6 +124,6 @@ def _describe_times(output: Output, plan: Plan, record: RunRecord) -> None:
             f"Step: predicted {format_seconds(plan.step_s)}, measured {format_seconds(measured_s)} "
             f"({rate}); shown, not judged"
         )
-    if (pipeline := find_pipeline(plan, record)) is not None:
+    if pipeline is not None:
         for sentence in pipeline.sentences():
             output.say(sentence)

@@ -22,6 +22,7 @@ from meshwright.core.errors import InterruptedRunError, MeshwrightError, Problem
 from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.explain.audit import Audit, audit_run
 from meshwright.explain.out_of_memory import describe_shortage
+from meshwright.explain.pipeline_run import find_pipeline
 from meshwright.explain.record import RunRecord, format_loss
 from meshwright.explain.trackers import Ending
 from meshwright.launch.assignment import Assignment
@@ -165,7 +166,7 @@ def report(output: Output, plan: Plan, record: RunRecord, run_dir: Path, audienc
     """Audit, print, leave a page, and turn the outcome into an exit status."""
     verdict = audit_run(plan, record)
     output.say()
-    describe_audit(output, plan, record, verdict)
+    describe_audit(output, plan, record, verdict, find_pipeline(plan, record))
     output.say()
     if told := record.told_losses:
         held_out = f", {record.eval_loss:.4f} on held-out data" if record.eval_loss is not None else ""

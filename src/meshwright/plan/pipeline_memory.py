@@ -39,7 +39,8 @@ from meshwright.plan.parts import Part, held_parameters, held_parts, schedule_of
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
 from meshwright.plan.sharded_memory import NORM_TENSORS, Pass, ShardedSizes
 from meshwright.plan.traffic import WIRE_BYTES
-from meshwright.schedule.actions import Action, Kind, PipelineSchedule, producer_of
+from meshwright.schedule.actions import Action, Kind, PipelineSchedule, consumer_of, producer_of
+from meshwright.schedule.transfers import find_releases, list_needed, receiver_of
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -355,8 +356,9 @@ class _Walk:
         self.waiting: dict[tuple[int, int], int] = {}
         self.waiting_bytes = 0
         self.gradients = {stage: mine.gradients if from_start else 0 for stage, mine in stages.items()}
-        self.sent: list[tuple[int, int]] = []
-        """The peer, and the position at which it uses what was sent to it."""
+        self.releases = find_releases(schedule, place)
+        self.sent: set[Action] = set()
+        """What was sent, and is kept until it has been used for certain."""
         self.inside = 0
         """Tensors on their way between two stages of this rank."""
         self.top = PipelineMoment("nothing", 0, 0, 0, "none")
@@ -364,7 +366,8 @@ class _Walk:
     def run(self) -> PipelineMoment:
         """The fullest moment of a step."""
         row = self.schedule.ranks[self.place]
-        receiving = [at for at, action in enumerate(row) if self._peer(action) is not None]
+        needed = set(list_needed(self.schedule, self.place))
+        receiving = [at for at, a in enumerate(row) if producer_of(a, self.schedule.stages) in needed]
         last_receive = receiving[-1] if receiving else -1
         for at, action in enumerate(row):
             self._arrive(action)
@@ -372,23 +375,14 @@ class _Walk:
             self._leave(action)
         return self.top
 
-    def _peer(self, action: Action) -> tuple[int, int] | None:
-        """The rank that makes what an action needs, and where in its order; None for this rank."""
-        producer = producer_of(action, self.schedule.stages)
-        if producer is None or producer.stage == action.stage:
-            return None
-        found = self.schedule.places[producer]
-        return None if found[0] == self.place else found
-
     def _arrive(self, action: Action) -> None:
         """What comes in lets go of what its sender has used by then."""
-        found = self._peer(action)
         producer = producer_of(action, self.schedule.stages)
-        if found is not None:
-            peer, at = found
-            self.sent = [(to, used) for to, used in self.sent if to != peer or used > at]
-        elif producer is not None and producer.stage != action.stage:
+        if producer is None or producer.stage == action.stage:
+            return
+        if self.schedule.rank_of(producer.stage) == self.place:
             self.inside -= 1  # it is what the action works on now
+        self.sent.difference_update(self.releases.get(producer, ()))
 
     def _look(self, action: Action, posted: bool) -> None:
         kind, stage, m = action
@@ -423,13 +417,10 @@ class _Walk:
             self.waiting[stage, m] = left
         if kind is Kind.WEIGHT or (kind is Kind.BACKWARD and not split):
             self.gradients[stage] = mine.gradients
-        to = stage + (1 if kind is Kind.FORWARD else -1)
-        if kind is not Kind.WEIGHT and 0 <= to < self.schedule.stages:
-            peer, used = self.schedule.places[Action(kind, to, m)]
-            if peer == self.place:
-                self.inside += 1
-            else:
-                self.sent.append((peer, used))
+        if receiver_of(action, self.schedule) is not None:
+            self.sent.add(action)
+        elif consumer_of(action, self.schedule.stages) is not None:
+            self.inside += 1
 
 
 def trace_pipeline(job: Job, place: int, micro_batch: int, micro_batches: int) -> PipelineMemory:

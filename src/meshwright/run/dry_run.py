@@ -92,12 +92,11 @@ class ToldStep(StepAudit):
 
     def __init__(self, session: Session, tell: Tell) -> None:
         super().__init__(session)
-        self._tell, self._all, self._begun = tell, session.plan.micro_batches, 0
+        self._tell, self._all = tell, session.plan.micro_batches
 
     def before_forward(self, micro_batch: int) -> None:
         """A forward pass begins."""
-        self._begun += 1
-        self._tell(f"micro-batch {self._begun} of {self._all}")
+        self._tell(f"micro-batch {micro_batch + 1} of {self._all}")
         super().before_forward(micro_batch)
 
     def after_backward(self) -> None:

@@ -11,12 +11,14 @@ def check_stage_layers(job: Job) -> Problem | None:
     """Every stage has its number, and all layers are dealt."""
     layout, model = job.layout, job.model
     counts = layout.stage_layers
-    if counts is None or not isinstance(model, DecoderModel):
+    if counts is None:
         return None
     path, shown = "layout.stage_layers", list(counts)
     if layout.pp == 1:
         rule = "has no effect with layout.pp=1: only pipelines have stages"
         return Problem("layout-stage-layers", rule, path=path, value=shown, fix="Leave it out")
+    if not isinstance(model, DecoderModel):
+        return None  # refused as such
     stages = layout.pp * layout.virtual_stages
     if layout.schedule_file is None and len(counts) != stages:
         rule = f"has {len(counts)} numbers; layout.pp={layout.pp} x layout.virtual_stages="

@@ -15,7 +15,6 @@ receive that is posted ahead would hold up the rank's own sends.
 
 from __future__ import annotations
 
-import bisect
 from collections import deque
 
 import torch
@@ -23,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.run.mesh import Ranks
-from meshwright.schedule.actions import Action, PipelineSchedule, consumer_of, producer_of
+from meshwright.schedule.actions import Action, PipelineSchedule
+from meshwright.schedule.transfers import find_releases, list_needed, receiver_of
 
 NEW_STEPS = 2
 """Steps after which a GPU has everything that a step needs."""
@@ -46,23 +46,19 @@ class Exchange:
         self._ranks, self._shape, self._dtype = ranks, shape, dtype
         place = ranks.place
         self._incoming = {
-            peer: [action for action in row if _receiver(action, schedule) == place]
+            peer: [action for action in row if receiver_of(action, schedule) == place]
             for peer, row in enumerate(schedule.ranks)
             if peer != place
         }
         """What each peer sends here, in its order."""
-        self._needed = [
-            (schedule.rank_of(source.stage), source)
-            for action in schedule.ranks[place]
-            if (source := producer_of(action, schedule.stages)) and _receiver(source, schedule) == place
-        ]
+        self._needed = [(schedule.rank_of(s.stage), s) for s in list_needed(schedule, place)]
         """What this rank's actions wait for, in their order."""
         self._target = {
             action: peer
             for action in schedule.ranks[place]
-            if (peer := _receiver(action, schedule)) is not None
+            if (peer := receiver_of(action, schedule)) is not None
         }
-        self._releases = self._find_releases(schedule)
+        self._releases = find_releases(schedule, place)
         self._begun = 0
         self._unposted: dict[int, deque[Action]] = {}
         self._ahead: deque[tuple[int, Action]] = deque()
@@ -125,23 +121,6 @@ class Exchange:
             assert work is not None, "this rank is in the group"
             self._posted[action] = (buffer, work)
 
-    def _find_releases(self, schedule: PipelineSchedule) -> dict[Action, list[Action]]:
-        """For each receive, the sends that are over by then."""
-        places = schedule.places
-        arrivals: dict[int, list[tuple[int, Action]]] = {}
-        for peer, source in self._needed:
-            arrivals.setdefault(peer, []).append((places[_user(source, schedule)][1], source))
-        releases: dict[Action, list[Action]] = {}
-        for action, peer in self._target.items():
-            used = places[_user(action, schedule)][1]
-            later = arrivals.get(peer, [])
-            start = bisect.bisect_right(later, places[action][1], key=lambda arrival: arrival[0])
-            for _, source in later[start:]:
-                if places[source][1] >= used:
-                    releases.setdefault(source, []).append(action)
-                    break
-        return releases
-
 
 def open_channels(schedule: PipelineSchedule, ranks: Ranks) -> None:
     """Every rank sends one number to each rank that it will send results to, all in one order.
@@ -152,7 +131,7 @@ def open_channels(schedule: PipelineSchedule, ranks: Ranks) -> None:
     pairs = {
         (home, peer)
         for a, (home, _) in schedule.places.items()
-        if (peer := _receiver(a, schedule)) is not None
+        if (peer := receiver_of(a, schedule)) is not None
     }
     number = torch.zeros(1, device=ranks.device)
     for source, target in sorted(pairs):
@@ -161,19 +140,3 @@ def open_channels(schedule: PipelineSchedule, ranks: Ranks) -> None:
             dist.send(number, group=group, group_dst=target)
         elif ranks.place == target:
             dist.recv(number, group=group, group_src=source)
-
-
-def _user(action: Action, schedule: PipelineSchedule) -> Action:
-    """The action that needs what another one made."""
-    used = consumer_of(action, schedule.stages)
-    assert used is not None, "what is sent is needed"
-    return used
-
-
-def _receiver(action: Action, schedule: PipelineSchedule) -> int | None:
-    """The other rank that needs an action's result; None if no other does."""
-    used = consumer_of(action, schedule.stages)
-    if used is None:
-        return None
-    home = schedule.rank_of(used.stage)
-    return home if home != schedule.rank_of(action.stage) else None
