@@ -164,7 +164,8 @@ def _build_decoder(
     with torch.device("meta"):
         network = Decoder(model, job.data.seq_len, loss_chunk(job, model), job.layout.recompute, part)
     if network.rotary:
-        network.rope_cos, network.rope_sin = build_rope(model, job.data.seq_len, device)
+        positions = network.context.own_positions(network.seq_len, device)
+        network.rope_cos, network.rope_sin = build_rope(model, positions)
     if split is not None:
         apply_split(network, split)
         tie(network, job)
