@@ -8,9 +8,12 @@ optimizer  parameters                              rule                         
 adamw      all                                     adamw                        two moments, step count
 sgd        all                                     sgd                          momentum, none if that is 0
 lion       all                                     lion                         momentum
-muon       2-D and named ``blocks.*``              muon                         momentum
-muon       embedding, head, norms, biases, others  adamw                        two moments, step count
+muon       2-D and named ``blocks.*``, not routed  muon                         momentum
+muon       embedding, head, norms, biases, routed  adamw                        two moments, step count
 =========  ======================================  ===========================  ========================
+
+A matrix of routed experts is many matrices, one below the other, and a rank may hold some of them only:
+Muon, which makes a matrix orthogonal as a whole, does not take it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
+from meshwright.plan.shapes import FLOAT32_BYTES, ROUTED, Parameter
 from meshwright.spec.job import Train
 from meshwright.spec.recipe import setting
 
@@ -46,7 +49,8 @@ def rule_of(name: str, dims: int, train: Train) -> str:
     """The rule that moves a parameter."""
     if train.optimizer != "muon":
         return train.optimizer
-    return "muon" if dims == 2 and name.startswith(BLOCK_PREFIX) else "adamw"
+    is_matrix = dims == 2 and name.startswith(BLOCK_PREFIX) and ROUTED not in name
+    return "muon" if is_matrix else "adamw"
 
 
 def decays(name: str, dims: int, train: Train) -> bool:

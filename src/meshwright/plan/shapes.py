@@ -1,7 +1,7 @@
 """Every parameter of a model by name and shape, in the order in which the model registers them.
 
 The same table as ``run.models`` builds, written down without torch: what a run is audited against must not
-come from the run. Experts and latent attention, not built in ``run.models`` yet, are listed for plans.
+come from the run. Latent attention, not built in ``run.models`` yet, is listed for plans.
 """
 
 from __future__ import annotations
@@ -119,24 +119,21 @@ def _list_latent_attention(model: DecoderModel) -> list[Parameter]:
     ]
 
 
-def _list_ffn(model: DecoderModel, owner: str, ffn: int, *experts: int) -> list[Parameter]:
-    """A feed-forward, or a stack of them."""
+def _list_ffn(model: DecoderModel, owner: str, ffn: int, experts: int = 1) -> list[Parameter]:
+    """A feed-forward, or so many of them, one below the other in each matrix."""
     width = model.hidden_size
-    parts = [("up", ffn, width), ("down", width, ffn)]
+    parts = [("up", experts * ffn, width), ("down", experts * width, ffn)]
     if model.activation == "swiglu":
-        parts.insert(0, ("gate", ffn, width))
-    listed = [p for part in parts for p in _list_linear(owner, *part, bias=model.ffn_bias)]
-    return [Parameter(p.name, (*experts, *p.shape)) for p in listed]
+        parts.insert(0, ("gate", experts * ffn, width))
+    return [p for part in parts for p in _list_linear(owner, *part, bias=model.ffn_bias)]
 
 
 def _list_experts(model: DecoderModel) -> list[Parameter]:
-    """The router, all routed experts stacked into one tensor a matrix, the shared ones as one block."""
-    experts, ffn = model.num_experts or 0, model.expert_width
-    shared = model.shared_experts * ffn
+    """The router, the routed experts one below the other in each matrix, the shared ones as one block."""
     return [
-        Parameter("ffn.router.weight", (experts, model.hidden_size)),
-        *_list_ffn(model, ROUTED, ffn, experts),
-        *(_list_ffn(model, "ffn.shared", shared) if shared else ()),
+        Parameter("ffn.router.weight", (model.num_experts or 0, model.hidden_size)),
+        *_list_ffn(model, ROUTED, model.held_expert_width, model.held_experts),
+        *(_list_ffn(model, "ffn.shared", model.shared_width) if model.shared_width else ()),
     ]
 
 

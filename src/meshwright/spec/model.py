@@ -117,6 +117,21 @@ class DecoderModel:
         return self.expert_ffn_size or self.ffn_size
 
     @property
+    def held_experts(self) -> int:
+        """Routed experts of a layer that are held here; a rank's part of the model may hold fewer."""
+        return self.num_experts or 0
+
+    @property
+    def held_expert_width(self) -> int:
+        """Inner width of a routed expert as it is held here."""
+        return self.expert_width
+
+    @property
+    def shared_width(self) -> int:
+        """Inner width of the shared experts together, which are one feed-forward."""
+        return self.shared_experts * self.expert_width
+
+    @property
     def windowed_layers(self) -> int:
         """Layers whose attention looks back only so far."""
         return self.num_layers // self.window_every if self.window else 0

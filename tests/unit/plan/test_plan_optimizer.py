@@ -51,7 +51,8 @@ def test_muon_takes_the_matrices_of_the_blocks_and_nothing_else(make_job):
     assert len(muon) == 14
     assert all(name.startswith("blocks.") and "norm" not in name for name in muon)
     assert {rules[name] for name in ("embed.weight", "head.weight", "norm.weight")} == {"adamw"}
-    assert rule_of("blocks.0.experts.up", 3, job.train) == "adamw", "three dims are not a matrix"
+    assert rule_of("blocks.0.ffn.experts.up.weight", 2, job.train) == "adamw", "experts are many matrices"
+    assert rule_of("blocks.0.ffn.shared.up.weight", 2, job.train) == "muon"
 
 
 def test_norms_and_biases_never_decay_and_the_embedding_only_if_wanted(make_job):
