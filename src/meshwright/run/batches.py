@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwright.prepare.dataset import IGNORED, Rows, TokenDataset
+from meshwright.run.parallel.context import SharedContext
 
 Samples = npt.NDArray[np.int64]
 """Numbers of samples."""
@@ -47,11 +48,14 @@ class Batcher:
     rank: int
     ranks: int
     micro_batch: int
+    context: SharedContext | None = None
+    """Which positions of its samples this rank has; None for all."""
 
     def micro_batches(self, samples: Samples, least: int = 0) -> Iterator[tuple[Tensor, ...]]:
         """The model's arguments, each (micro_batch, seq_len); as many as the fullest rank needs.
 
         Tokens and targets; with ``data.mask=document`` also segments, the number of each token's document.
+        Where ranks share sequences, tokens and targets are those of this rank's positions.
         """
         for part in cut(samples, self.rank, self.ranks, self.micro_batch, least):
             yield self._pad(self.dataset.read(part))
@@ -66,4 +70,7 @@ class Batcher:
         arrays = [np.pad(rows.tokens, missing), np.pad(rows.targets, missing, constant_values=IGNORED)]
         if rows.segments is not None:
             arrays.append(np.pad(rows.segments, missing))
-        return tuple(torch.from_numpy(array) for array in arrays)
+        tokens, targets, *segments = (torch.from_numpy(array) for array in arrays)
+        if self.context is not None:
+            tokens, targets = self.context.own_columns(tokens), self.context.own_columns(targets)
+        return tokens, targets, *segments

@@ -114,8 +114,8 @@ class RealIntegers(TorchDispatchMode):
         if FakeTensor in types:
             if func is _READ:
                 return 0.0 if args[0].is_floating_point() else 0
-            if func.namespace == "_c10d_functional":
-                # Its kernel for fake tensors only makes the result; the one for a CPU calls the group.
+            if func.namespace in ("_c10d_functional", "meshwright"):
+                # Their kernels for fake tensors only make the result; those for a CPU call the group.
                 return func.redispatch(DEVICE_KEYS["cpu"], *args, **kwargs)
             return func(*args, **kwargs)
         dtype = kwargs.get("dtype")
@@ -165,7 +165,7 @@ class BlankDataset(TokenDataset):
         return Rows(zeros, zeros, zeros if self.mask == "document" else None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FakeBatches(Batcher):
     """A rank's micro-batches: targets, which are counted, are real, and all else is fake."""
 

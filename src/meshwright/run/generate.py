@@ -23,7 +23,8 @@ from meshwright.prepare.tokenizer import TOKENIZER_FILE, load_tokenizer
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.mesh import Ranks, join_ranks, leave_ranks
 from meshwright.run.models.decoder import Decoder
-from meshwright.run.models.init import SplitWeights, WeightSource, build_model, find_weight_source
+from meshwright.run.models.init import PieceWeights, WeightSource, build_model, find_weight_source
+from meshwright.run.parallel.pieces import Pieces
 from meshwright.run.parallel.split import Split
 from meshwright.run.worker import report_error
 from meshwright.spec.hf import read_config
@@ -151,7 +152,7 @@ def load_model(task: GenerateTask, ranks: Ranks | None = None) -> Decoder:
         weights = find_weight_source(job, from_hf=True)
     split = Split(job, ranks) if task.tp > 1 else None
     if split is not None:
-        weights = SplitWeights(weights, split)
+        weights = PieceWeights(weights, Pieces(job, ranks, split))
     model = build_model(job, ranks.device, weights, split)
     assert isinstance(model, Decoder), "a model of text"
     return model.eval()

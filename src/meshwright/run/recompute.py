@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from meshwright.run.parallel import ring  # noqa: F401  (makes its operators known)
 from meshwright.spec.layout import Recompute
 
 _aten = torch.ops.aten
@@ -32,9 +33,10 @@ ATTENTIONS = frozenset(
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.meshwright.ring_attention.default,
     }
 )
-"""Kernels that attention may become: on CPU, and the three of CUDA."""
+"""Kernels that attention may become: on CPU, the three of CUDA, and the one that asks other ranks."""
 SUMS = frozenset(
     {torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.reduce_scatter_tensor.default}
 )

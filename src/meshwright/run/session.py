@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.core.events import EventWriter
 from meshwright.launch.assignment import Assignment
+from meshwright.plan.axes import EXPERTS
 from meshwright.plan.contract import Plan
 from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
 from meshwright.plan.parts import held_parts, list_homes
@@ -31,12 +32,15 @@ from meshwright.run.gradient_noise import NoiseScale
 from meshwright.run.image_batches import ImageBatcher, open_image_batches
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder, Stages, compile_blocks
-from meshwright.run.models.init import SplitWeights, build_model, find_weight_source
+from meshwright.run.models.init import PieceWeights, build_model, find_weight_source
 from meshwright.run.models.resnet import ResNet
 from meshwright.run.offload import StreamedState, offload_optimizer
 from meshwright.run.optimizer import build_optimizer
-from meshwright.run.parallel.apply import apply_layout, build_pipeline, own_parameters
+from meshwright.run.parallel.apply import apply_layout, build_pipeline, build_reducer, own_parameters
+from meshwright.run.parallel.context import SharedContext, find_context
 from meshwright.run.parallel.ownership import Owned
+from meshwright.run.parallel.pieces import Pieces
+from meshwright.run.parallel.reducer import BucketReducer
 from meshwright.run.parallel.split import Split
 from meshwright.run.pipeline.collect import bring_home
 from meshwright.run.pipeline.pipeline import Pipeline
@@ -72,6 +76,10 @@ class Session:
     """The model as the layout wraps it; what is called."""
     pipeline: Pipeline | None
     """Calls the stages, where the model is cut into some."""
+    reducer: BucketReducer | None
+    """Sums gradients, where neither the module nor the pipeline does."""
+    context: SharedContext | None
+    """Which positions this rank has; None for all."""
     split: Split | None
     """Which part of each matrix this rank holds; None for all."""
     owned: Owned
@@ -145,23 +153,29 @@ def build_session(
         torch.use_deterministic_algorithms(job.train.deterministic)  # loads torch's compiler: two seconds
     if job.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
+    context = find_context(job, ranks)
     split = Split(job, ranks) if job.layout.tp > 1 else None
     weights = find_weight_source(job, from_hf=assignment.hf_weights)
-    if split is not None:
-        weights = SplitWeights(weights, split)
+    pieces = Pieces(job, ranks, split) if split is not None or EXPERTS in ranks.groups else None
+    if pieces is not None:
+        weights = PieceWeights(weights, pieces)
     parts = held_parts(job, ranks.place)
-    model = build_model(job, ranks.device, weights, split, parts)
+    model = build_model(job, ranks.device, weights, split, parts, context)
     assert job.layout.micro_batch is not None, "a plan settles the micro-batch"
-    train_batches, eval_batches, data_sha256 = _open_data(job, Path(assignment.data_dir), ranks, open_split)
+    train_batches, eval_batches, data_sha256 = _open_data(
+        job, Path(assignment.data_dir), ranks, context, open_split
+    )
     if job.train.compile:
         for decoder in model if isinstance(model, Stages) else (model,):
             assert isinstance(decoder, Decoder), "the legality table compiles decoders only"
             compile_blocks(decoder, backend=job.train.compile_backend)
     module = apply_layout(model, job, ranks, weights)
-    precision, pipeline = Precision(job, ranks.device), None
+    precision, pipeline, reducer = Precision(job, ranks.device), None, None
     if isinstance(model, Stages):
         pipeline = build_pipeline(model, job, plan.micro_batches, ranks, precision)
-    owned = own_parameters(model, job, ranks, split)
+    else:
+        reducer = build_reducer(model, job, ranks)
+    owned = own_parameters(model, job, ranks, pieces)
     optimizer = build_optimizer(owned, job.train)
     session = Session(
         plan=plan,
@@ -172,6 +186,8 @@ def build_session(
         model=model,
         module=module,
         pipeline=pipeline,
+        reducer=reducer,
+        context=context,
         split=split,
         owned=owned,
         optimizer=optimizer,
@@ -189,7 +205,7 @@ def build_session(
 
 
 def _open_data(
-    job: Job, data_dir: Path, ranks: Ranks, open_split: OpenSplit | None
+    job: Job, data_dir: Path, ranks: Ranks, context: SharedContext | None, open_split: OpenSplit | None
 ) -> tuple[Batcher, Batcher, str] | tuple[ImageBatcher, ImageBatcher, str]:
     """This rank's samples to train on and to evaluate with, and the identity of the data."""
     if isinstance(job.model, ResNetModel):
@@ -199,7 +215,8 @@ def _open_data(
 
     def batcher(split: str) -> Batcher:
         dataset = open_split(split) if open_split else TokenDataset.open(data_dir, split, *rows)
-        return Batcher(dataset, ranks.data_rank, job.layout.data_degree, job.layout.micro_batch or 1)
+        degree, micro_batch = job.layout.data_degree, job.layout.micro_batch or 1
+        return Batcher(dataset, ranks.data_rank, degree, micro_batch, context)
 
     if open_split is not None:
         return batcher("train"), batcher("eval"), ""
@@ -313,8 +330,12 @@ def describe_sharding(job: Job) -> str:
         order = "a file" if layout.schedule_file else layout.schedule
         layers = ",".join(str(count) for count in layout.stage_layers or ())
         parts.append(f"pp={layout.pp} schedule={order} stage_layers={layers}")
-    if layout.dp_shard > 1:
+    if layout.zero:
         parts.append(f"dp_replicate={layout.dp_replicate} dp_shard={layout.dp_shard} zero={layout.zero}")
+    if layout.cp > 1:
+        parts.append(f"cp={layout.cp} context={layout.context}")
+    if layout.ep * layout.etp > 1:
+        parts.append(f"ep={layout.ep} etp={layout.etp}")
     if layout.tp > 1:
         parts.append(f"tp={layout.tp}" + (" sequence_parallel" if layout.sequence_parallel else ""))
     return " ".join(parts)

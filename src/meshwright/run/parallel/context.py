@@ -96,8 +96,11 @@ class UlyssesContext(SharedContext):
         parts = [part.unflatten(1, (self.size, -1)) for part in (q_BHTE, k_BKTE, v_BKTE)]
         packed_RBPTE = torch.cat(parts, dim=2).movedim(1, 0)
         traded_BPLE = _Trade.apply(packed_RBPTE, self.size, self.name).movedim(0, 2).flatten(2, 3)
-        mixed_BHLE = mix_causally(*traded_BPLE.split([part.shape[2] for part in parts], dim=1), hidden)
-        back_RBHTE = _Trade.apply(mixed_BHLE.unflatten(2, (self.size, -1)).movedim(2, 0), self.size, self.name)
+        q_BHLE, k_BKLE, v_BKLE = traded_BPLE.split([part.shape[2] for part in parts], dim=1)
+        mixed_BHLE = mix_causally(q_BHLE, k_BKLE, v_BKLE, hidden)
+        back_RBHTE = _Trade.apply(
+            mixed_BHLE.unflatten(2, (self.size, -1)).movedim(2, 0), self.size, self.name
+        )
         return back_RBHTE.movedim(0, 1).flatten(1, 2)
 
 

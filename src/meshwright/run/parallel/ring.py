@@ -18,12 +18,12 @@ Shape suffixes: B batch, T tokens of a sequence on this rank, H query heads, K k
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch._C._distributed_c10d import _resolve_process_group
 
 from meshwright.run.models.attention import hide_unseen
 
@@ -34,6 +34,11 @@ def zigzag_positions(length: int, rank: int, ranks: int) -> Tensor:
     """The positions of a rank in sequences of ``length``."""
     first, last = torch.arange(length).view(2 * ranks, -1)[[rank, 2 * ranks - 1 - rank]]
     return torch.cat((first, last))
+
+
+def _find_group(name: str) -> dist.ProcessGroup:
+    """A group by its name: operators take no objects."""
+    return cast(Any, _resolve_process_group)(name)
 
 
 class _Passing:
@@ -104,7 +109,11 @@ class _Block:
 
     def backward(self, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and values, of the result of **all** rounds and its log-sum-exp."""
-        grad, out, lse = grad[:, :, self.view.queries], out[:, :, self.view.queries], lse[..., self.view.queries]
+        grad, out, lse = (
+            grad[:, :, self.view.queries],
+            out[:, :, self.view.queries],
+            lse[..., self.view.queries],
+        )
         causal = self.view.causal and self._seen is None
         if not self._q.is_cuda:
             return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -184,7 +193,7 @@ class _Ring:
             causal: Whether positions see only earlier ones.
             group: Name of the ranks' group.
         """
-        self.group = _resolve_process_group(group)
+        self.group = _find_group(group)
         self.rank, self.ranks = self.group.rank(), self.group.size()
         self._length, self._causal = length, causal
         self._segments: list[Tensor] | None = None
@@ -326,4 +335,4 @@ ring_attention.register_autograd(_differentiate, setup_context=_keep)
 
 def open_ring(group: str, device: torch.device) -> None:
     """Send one number to the next rank, so that a backend which connects late does it now."""
-    _Passing(torch.zeros(1, device=device), _resolve_process_group(group)).wait()
+    _Passing(torch.zeros(1, device=device), _find_group(group)).wait()

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from meshwright.plan.axes import dense_shard_axis
 from meshwright.plan.parts import Part
 from meshwright.plan.sharding import list_groups
 from meshwright.run.mesh import Ranks
@@ -41,8 +42,8 @@ from meshwright.spec.job import Job
 
 
 def apply_sharding(network: Decoder, part: Part, job: Job, ranks: Ranks, weights: WeightSource) -> Decoder:
-    """Cut a model, or a stage of one, over ``dp_shard``, group by group, in place."""
-    mesh = ranks.data_mesh
+    """Cut a model, or a stage of one, over the ranks of data, group by group, in place."""
+    mesh = ranks.data_mesh(dense_shard_axis(job.layout).name)
     low = LOW_PRECISION.get(job.train.precision)
     for group in list_groups(part):
         module = network.get_submodule(group.name) if group.block else network
