@@ -109,6 +109,13 @@ def gradient_axis(job: Job, name: str) -> Axis:
     return expert_sum_axis(job.layout) if apart else dense_sum_axis(job.layout)
 
 
+def sums_whole_gradients(job: Job) -> bool:
+    """Whether whole gradients of some parameters are summed with other ranks', in buckets (ZeRO-0 and 1)."""
+    layout = job.layout
+    axes = [dense_sum_axis(layout), *([expert_sum_axis(layout)] if experts_apart(job) else ())]
+    return layout.zero < 2 and max(axis.size for axis in axes) > 1
+
+
 def is_cut(job: Job) -> bool:
     """Whether a rank's state is not all of the model's: all ranks take part in norms and checkpoints."""
     layout = job.layout

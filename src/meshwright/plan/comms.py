@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from meshwright.plan.parts import held_buckets, held_parameters
+from meshwright.plan.axes import has_experts
+from meshwright.plan.bucket_traffic import predict_buckets
+from meshwright.plan.context_traffic import predict_context
+from meshwright.plan.expert_traffic import predict_experts
 from meshwright.plan.pipeline_traffic import predict_pipeline
-from meshwright.plan.shapes import FLOAT32_BYTES, count_statistics
-from meshwright.plan.sharding import predict_sharded
+from meshwright.plan.sharding import predict_groups, predict_row_saves
 from meshwright.plan.tensor_traffic import predict_tensor
-from meshwright.plan.traffic import WIRE_BYTES, Traffic, fixed_buckets, join_places, merge, predict_control
+from meshwright.plan.traffic import Traffic, join_places, merge, predict_control
 from meshwright.spec.job import Job
 
 __all__ = ["Traffic", "join_places", "predict_traffic"]
@@ -23,31 +25,15 @@ def predict_traffic(job: Job, place: int = 0) -> list[Traffic]:
     layout = job.layout
     if layout.world_size == 1:
         return []
-    rows = []
-    if layout.dp_shard > 1:
-        rows += predict_sharded(job, place)
-    elif layout.dp_replicate > 1:
-        rows += _replicated(job, place)
+    rows = predict_groups(job, place) if layout.zero >= 2 else predict_buckets(job, place)
+    rows += predict_row_saves(job, place)
     rows += predict_control(job)
+    if layout.cp > 1:
+        rows += predict_context(job, place)
+    if has_experts(job):
+        rows += predict_experts(job, place)
     if layout.tp > 1:
         rows += predict_tensor(job, place)
     if layout.pp > 1:
         rows += predict_pipeline(job, place)
     return merge(rows)
-
-
-def _replicated(job: Job, place: int) -> list[Traffic]:
-    """The buckets of gradients, and the statistics of batch norms."""
-    ranks, parameters, buckets = (
-        job.layout.dp_replicate,
-        held_parameters(job, place),
-        held_buckets(job, place),
-    )
-    wire_bytes = sum(p.count for p in parameters) * WIRE_BYTES[job.compression.kind]
-    rows = [
-        fixed_buckets(job, len(parameters), buckets, "dp_replicate", ranks),
-        Traffic("dp_replicate", "all_reduce", "step", ranks, len(buckets), wire_bytes),
-    ]
-    if statistics := count_statistics(job.model):  # averaged at the end of a step, all in one call
-        rows.append(Traffic("dp_replicate", "all_reduce", "step", ranks, 1, statistics * FLOAT32_BYTES))
-    return rows

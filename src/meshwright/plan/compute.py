@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from meshwright.plan.axes import dense_shard_axis
 from meshwright.plan.comms import Traffic
 from meshwright.plan.estimate import step as estimate
 from meshwright.plan.estimate.grid import Grid
@@ -154,7 +155,7 @@ def estimate_step(job: Job, micro_batches: int, touched_bytes: int, traffic: Seq
     compute_s, rate = _compute_s(job, micro_batches, touched_bytes), _rate(job)
     optimizers = [predict_optimizer(held_parameters(job, place), job.train) for place in range(job.layout.pp)]
     optimizer_s = max(o.moved_bytes / job.cluster.memory_bytes_per_s + o.flops / rate for o in optimizers)
-    optimizer_s /= job.layout.dp_shard  # each rank moves its rows
+    optimizer_s /= dense_shard_axis(job.layout).size  # each rank moves its rows
     waits = [_communication_s(job, traffic, place) for place in range(job.layout.pp)]
     reduced_s, waited_s = max(waits, key=sum)
     if job.layout.pp > 1:  # reductions begin when the schedule is done: nothing hides them
@@ -175,7 +176,7 @@ def _compute_s(job: Job, micro_batches: int, touched_bytes: int) -> float:
     cluster = job.cluster
     tokens = micro_batches * (job.layout.micro_batch or 1) * job.data.seq_len
     flops = flops_per_token(job.model, job.data.seq_len) + recomputed_flops(job)
-    matmul_s = tokens * flops / _rate(job) / job.layout.tp
+    matmul_s = tokens * flops / _rate(job) / (job.layout.tp * job.layout.cp)
     passes = ACTIVATION_PASSES + RECOMPUTE_PASSES[job.layout.recompute]
     memory_s = micro_batches * touched_bytes * passes / cluster.memory_bytes_per_s
     host_s = micro_batches * (_depth(job.model) + 1) * HOST_S[cluster.device]
@@ -192,12 +193,18 @@ def _communication_s(job: Job, traffic: Sequence[Traffic], place: int) -> tuple[
     bandwidth, latency = link(job.cluster, job.layout.world_size)
     reduced_s = waited_s = 0.0
     for row in traffic:
-        if row.phase != "step" or row.place not in (None, place) or row.op == "send":
+        if row.phase != "step" or row.place not in (None, place) or row.axis == "pp":
             continue
         rounds = 2 if row.op == "all_reduce" else 1
-        ring_s = row.bytes * rounds * (row.ranks - 1) / row.ranks / bandwidth + row.calls * latency
-        if row.axis == "control" or row.axis.startswith("tp"):  # the step waits for these
+        share = 1 if row.op == "send" else (row.ranks - 1) / row.ranks
+        ring_s = row.bytes * rounds * share / bandwidth + row.calls * latency
+        if _is_awaited(row):
             waited_s += ring_s
         else:
             reduced_s += ring_s
     return reduced_s, waited_s
+
+
+def _is_awaited(row: Traffic) -> bool:
+    """Whether the layers wait for it: anything but gradients, and parameters that are cut."""
+    return row.op in ("send", "all_to_all") or row.axis in ("control", "tp", "tp_kv", "cp+tp")

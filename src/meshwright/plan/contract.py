@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from meshwright import __version__
 from meshwright.core.errors import Problem, UserError
+from meshwright.plan.axes import dense_shard_axis, sums_whole_gradients
 from meshwright.plan.choose import Candidate, Search, explain_choice, search_layouts
 from meshwright.plan.comms import Traffic
 from meshwright.plan.compute import flops_per_token, peak_rate, step_interval
@@ -26,7 +27,7 @@ from meshwright.plan.offload import offloaded_state
 from meshwright.plan.parts import held_buckets, list_stages, pipeline_rank, schedule_of, stage_homes
 from meshwright.plan.pipeline_time import PipelineTime
 from meshwright.plan.shapes import count_parameters
-from meshwright.plan.sharding import shard_rank, sharded_state
+from meshwright.plan.sharding import shard_places, sharded_state
 from meshwright.schedule.files import write_schedule
 from meshwright.spec.hf import notes_on
 from meshwright.spec.job import Job
@@ -178,13 +179,14 @@ def plan_of(job: Job, candidate: Candidate, reasons: list[str]) -> Plan:
     """The contract for one candidate."""
     placed = dataclasses.replace(job, layout=candidate.layout)
     layout, ranks = candidate.layout, []
-    states: dict[tuple[int, int], dict[str, int]] = {}
+    sharded = dense_shard_axis(layout).size > 1
+    states: dict[tuple[int, tuple[int, int]], dict[str, int]] = {}
     for rank in range(layout.world_size):
-        place, shard = pipeline_rank(placed, rank), shard_rank(placed, rank)
+        place, shards = pipeline_rank(placed, rank), shard_places(placed, rank)
         ledger = candidate.ledgers[place]
-        if (place, shard) not in states:
-            states[place, shard] = sharded_state(placed, rank) if layout.dp_shard > 1 else ledger.state_bytes
-        state = states[place, shard]
+        if (place, shards) not in states:
+            states[place, shards] = sharded_state(placed, rank) if sharded else ledger.state_bytes
+        state = states[place, shards]
         ranks.append(
             RankPrediction(
                 rank=rank,
@@ -197,8 +199,7 @@ def plan_of(job: Job, candidate: Candidate, reasons: list[str]) -> Plan:
                 offloaded_bytes=offloaded_state(placed, state),
             )
         )
-    replicated = layout.data_degree > 1 and layout.zero < 2
-    places = range(layout.pp) if replicated else ()
+    places = range(layout.pp) if sums_whole_gradients(placed) else ()
     return Plan(
         job=placed,
         micro_batches=candidate.micro_batches,

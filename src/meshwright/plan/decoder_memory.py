@@ -17,7 +17,8 @@ The loss holds the logits of a chunk of tokens twice in float32, and makes the h
 the forward pass.
 
 With tensor parallelism the model is the narrower one that a rank holds (``plan.tensor``). With sequence
-parallelism the residual stream and the norms have T / tp tokens; what they hand to attention, feed-forward
+parallelism the residual stream and the norms have T / tp tokens, and where ``cp`` ranks share a sequence T is
+a rank's own; what they hand to attention, feed-forward
 and head is gathered, and is kept gathered. The loss then holds a chunk's logits once.
 """
 
@@ -78,7 +79,7 @@ class Sizes:
     @classmethod
     def of(cls, job: Job, model: DecoderModel, micro_batch: int) -> Sizes:
         """Of the model as a rank holds it."""
-        tokens = micro_batch * job.data.seq_len
+        tokens = micro_batch * job.data.seq_len // job.layout.cp
         low = operand_bytes(job.train.precision)
         on_gpu = job.cluster.device == "cuda"
         width, queries, keys, ffn = model.hidden_size, model.query_size, model.kv_size, model.ffn_size
@@ -182,15 +183,26 @@ def list_always(job: Job, model: DecoderModel, sizes: Sizes, micro_batch: int) -
     length, documents = job.data.seq_len, job.data.mask == "document"
     lines = []
     if model.positions == "rope":
-        tables = 2 * length * model.head_size * FLOAT32_BYTES
-        lines.append(Line("rotary tables", tables, f"2 x {length} x {model.head_size} x 4"))
-    tensors = (3 if documents else 2) + (documents and model.positions == "learned")
-    batch = tensors * sizes.tokens * INT64_BYTES
-    lines.append(Line("batch", batch, f"{tensors} x {sizes.tokens} tokens x 8"))
-    if documents:
-        mask = micro_batch * length * length * sizes.low
+        own = length // job.layout.cp
+        tables = 2 * own * model.head_size * FLOAT32_BYTES
+        lines.append(Line("rotary tables", tables, f"2 x {own} x {model.head_size} x 4"))
+    tensors = 2 + (documents and model.positions == "learned")
+    batch, formula = tensors * sizes.tokens * INT64_BYTES, f"{tensors} x {sizes.tokens} tokens x 8"
+    if documents:  # whose they are is known of whole sequences
+        batch += micro_batch * length * INT64_BYTES
+        formula += f" + {micro_batch * length} x 8 (documents)"
+    lines.append(Line("batch", batch, formula))
+    if mask := mask_bytes(job, sizes, micro_batch):
         lines.append(Line("document mask", mask, f"{micro_batch} x {length} x {length} x {sizes.low}"))
     return tuple(lines)
+
+
+def mask_bytes(job: Job, sizes: Sizes, micro_batch: int) -> int:
+    """The mask of a micro-batch's documents; a ring makes it piece by piece and keeps none."""
+    ring = job.layout.cp > 1 and job.layout.context == "ring"
+    if job.data.mask != "document" or ring:
+        return 0
+    return micro_batch * job.data.seq_len * job.data.seq_len * sizes.low
 
 
 def loss_temporary(job: Job, model: DecoderModel, sizes: Sizes, layers: int) -> int:

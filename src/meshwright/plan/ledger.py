@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.core.units import MIB
-from meshwright.plan.buckets import bucket_parameters
+from meshwright.plan.axes import dense_shard_axis, sums_whole_gradients
+from meshwright.plan.bucket_traffic import uses_ddp
 from meshwright.plan.decoder_memory import trace_decoder
 from meshwright.plan.moments import Line, Moment, StepMemory
 from meshwright.plan.offload import SLOTS, offloaded_state, streaming_bytes
 from meshwright.plan.optimizer import predict_optimizer
-from meshwright.plan.parts import held_parameters
+from meshwright.plan.parts import held_buckets, held_parameters
 from meshwright.plan.pipeline_memory import PipelineMemory, trace_pipeline
 from meshwright.plan.resnet_memory import trace_resnet
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
@@ -60,8 +61,8 @@ def predict_ledger(job: Job, micro_batch: int, micro_batches: int, place: int = 
         return _predict_sharded(job, parameters, micro_batch, micro_batches)
     state, optimizer = _predict_state(job, parameters, rank=0)
     count = sum(p.count for p in parameters)
-    # DDP keeps its buckets; accumulation keeps the sums: either way all gradients live through the step.
-    sums_kept = job.layout.data_degree > 1 or micro_batches > 1
+    # Buckets stay; accumulation keeps the sums: either way all gradients live through the step.
+    sums_kept = sums_whole_gradients(job) or micro_batches > 1
     memory = _trace(job, parameters, micro_batch, sums_kept)
     buckets = _sent_buckets(job, parameters)
     top = max(memory.moments, key=lambda moment: moment.bytes + _wire_bytes(buckets, moment))
@@ -74,7 +75,7 @@ def predict_ledger(job: Job, micro_batch: int, micro_batches: int, place: int = 
         *memory.always,
     ]
     ledger = _add_up(job, lines, state, top.name, memory)
-    if job.layout.data_degree > 1 and micro_batches > 1:
+    if uses_ddp(job) and micro_batches > 1:
         alone = _trace(job, parameters, micro_batch, sums_kept=False)
         first_more = _second_copy(memory, alone, buckets, state["gradients"], micro_batches)
         first_more -= top.bytes + _wire_bytes(buckets, top)
@@ -86,7 +87,9 @@ def _predict_state(job: Job, parameters: Sequence[Parameter], rank: int) -> tupl
     """State that is whole, or of which ZeRO-1 cuts the optimizer's; and the formula of that."""
     optimizer = predict_optimizer(parameters, job.train)
     if job.layout.zero == 1:
-        return sharded_state(job, rank), f"{optimizer.formula}, rows over {job.layout.dp_shard} ranks"
+        return sharded_state(
+            job, rank
+        ), f"{optimizer.formula}, rows over {dense_shard_axis(job.layout).size} ranks"
     size = sum(p.count for p in parameters) * FLOAT32_BYTES
     return {"parameters": size, "gradients": size, "optimizer": optimizer.state_bytes}, optimizer.formula
 
@@ -98,7 +101,8 @@ def _predict_pipeline(
     rank = place * (job.layout.world_size // job.layout.pp)
     if job.layout.zero >= 2:
         state = sharded_state(job, rank)
-        formula = f"the state of these rows, not padded, over {job.layout.dp_shard} ranks"
+        ranks = dense_shard_axis(job.layout).size
+        formula = f"the state of these rows, not padded, over {ranks} ranks"
     else:
         state, formula = _predict_state(job, parameters, rank)
     memory = trace_pipeline(job, place, micro_batch, micro_batches)
@@ -131,7 +135,7 @@ def _predict_sharded(
     state = sharded_state(job, rank=0)
     memory = trace_decoder(job, model, parameters, micro_batch, sums_kept=False)
     top = max(trace_sharded(job, memory.moments, micro_batches), key=lambda moment: moment.bytes)
-    ranks, away = job.layout.dp_shard, offloaded_state(job, state)["parameters"]
+    ranks, away = dense_shard_axis(job.layout).size, offloaded_state(job, state)["parameters"]
     formula = f"rows over {ranks} ranks, padded, x 4 (float32)"
     lines = [
         Line("parameters", state["parameters"] - away, f"{away} on the host" if away else formula),
@@ -210,11 +214,11 @@ class _Bucket:
 
 def _sent_buckets(job: Job, parameters: Sequence[Parameter]) -> list[_Bucket]:
     """The buckets that are copied to be sent; none without compression."""
-    if job.compression.kind == "none" or job.layout.data_degree == 1:
+    if job.compression.kind == "none" or not sums_whole_gradients(job):
         return []
     sizes = {p.name: p.count for p in parameters}
     buckets, complete = [], 0
-    for names in bucket_parameters(parameters, job.layout.bucket_mb):
+    for names in held_buckets(job, place=0):
         count = sum(sizes[name] for name in names)
         complete += count * FLOAT32_BYTES
         buckets.append(_Bucket(complete, count * WIRE_BYTES[job.compression.kind]))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
 from meshwright.plan.parts import held_buckets, held_parameters, pipeline_rank
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
-from meshwright.plan.sharding import chunk_rows, shard_rank
+from meshwright.plan.sharding import count_own
 from meshwright.spec.job import Job
 
 SLOTS = 3
@@ -54,7 +54,6 @@ def streaming_bytes(job: Job, rank: int = 0) -> int:
 
 
 def _state_bytes(parameter: Parameter, job: Job, rank: int) -> int:
-    rows, ranks = parameter.shape[0], job.layout.dp_shard
-    own = parameter.count // rows * len(chunk_rows(rows, ranks, shard_rank(job, rank)))
+    own = count_own(job, parameter, rank)
     keys = state_keys(rule_of(parameter.name, len(parameter.shape), job.train), job.train)
     return sum(1 if key == STEP_COUNT else own for key in keys) * FLOAT32_BYTES

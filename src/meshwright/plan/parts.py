@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.core.errors import Problem, UserError
+from meshwright.plan.axes import experts_apart, is_expert
 from meshwright.plan.buckets import bucket_parameters
 from meshwright.plan.shapes import Parameter, list_parameters
 from meshwright.plan.tensor import held_model
@@ -48,6 +49,13 @@ class Part:
     def whole(self) -> bool:
         """Whether it is all of the model."""
         return self.first and self.last
+
+    @property
+    def expert_layers(self) -> int:
+        """Blocks of it that route their tokens to experts."""
+        if not isinstance(self.model, DecoderModel) or not self.model.num_experts:
+            return 0
+        return sum(layer >= self.model.dense_layers for layer in self.layers)
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -182,14 +190,24 @@ def merge_parameters(parts: tuple[Part, ...]) -> tuple[Parameter, ...]:
 
 
 def stage_buckets(job: Job, place: int) -> list[list[list[str]]]:
-    """The gradient buckets of each stage of a place; a parameter that two stages share is the first one's."""
+    """The gradient buckets of each stage of a place; a parameter that two stages share is the first one's.
+
+    Where experts have axes of their own, they have buckets of their own, behind the others.
+    """
     seen: set[str] = set()
     found = []
+    apart = experts_apart(job)
     for part in held_parts(job, place):
         own = [p for p in part.parameters if p.name not in seen]
         seen |= {p.name for p in own}
-        found.append(bucket_parameters(own, job.layout.bucket_mb))
+        experts = [p for p in own if apart and is_expert(p.name)]
+        dense = [p for p in own if not (apart and is_expert(p.name))]
+        found.append([names for kind in (dense, experts) for names in _bucket(job, kind)])
     return found
+
+
+def _bucket(job: Job, parameters: list[Parameter]) -> list[list[str]]:
+    return bucket_parameters(parameters, job.layout.bucket_mb)
 
 
 def held_buckets(job: Job, place: int) -> list[list[str]]:

@@ -27,12 +27,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from meshwright.plan.axes import sums_whole_gradients
 from meshwright.plan.decoder_memory import (
     INT64_BYTES,
     Sizes,
     backward_temporary,
     list_always,
     loss_temporary,
+    mask_bytes,
 )
 from meshwright.plan.moments import Line, Moment
 from meshwright.plan.parts import Part, held_parameters, held_parts, schedule_of
@@ -142,10 +144,11 @@ class _Moments:
 
     def _tokens_kept(self, micro_batch: int) -> int:
         """Copies of the batch on a GPU, and the mask of its documents."""
-        documents, length = self.job.data.mask == "document", self.job.data.seq_len
+        documents = self.job.data.mask == "document"
         on_gpu = self.job.cluster.device == "cuda"
-        indices = on_gpu * (self.part.first + documents) * self.sizes.tokens * INT64_BYTES
-        return indices + (micro_batch * length * length * self.sizes.low if documents else 0)
+        indices = self.part.first * self.sizes.tokens
+        indices += micro_batch * self.job.data.seq_len if documents else 0
+        return on_gpu * indices * INT64_BYTES + mask_bytes(self.job, self.sizes, micro_batch)
 
     @property
     def kept(self) -> int:
@@ -432,7 +435,6 @@ def trace_pipeline(job: Job, place: int, micro_batch: int, micro_batches: int) -
         micro_batch: Samples of one forward pass.
         micro_batches: Of a step.
     """
-    layout = job.layout
     schedule = schedule_of(job, micro_batches)
     parts, seen = held_parts(job, place), set[str]()
     listed: dict[int, _Moments] = {}
@@ -442,7 +444,7 @@ def trace_pipeline(job: Job, place: int, micro_batch: int, micro_batches: int) -
         listed[part.stage] = _Moments(job, part, micro_batch, own, schedule.split_backward)
     sizes, model = next(iter(listed.values())).sizes, next(iter(listed.values())).model
     stages = {stage: moments.stage() for stage, moments in listed.items()}
-    replicated = layout.data_degree > 1 and layout.zero < 2
+    replicated = sums_whole_gradients(job)
     top = _Walk(schedule, place, stages, sizes.hidden, from_start=replicated).run()
     if replicated and job.compression.kind != "none":
         top = max(top, _reduction(job, place), key=lambda moment: moment.bytes)

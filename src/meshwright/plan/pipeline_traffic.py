@@ -1,9 +1,9 @@
 """What a pipeline sends between its stages, written down without torch.
 
-With N tokens in a micro-batch (N / tp with sequence parallelism) and D hidden, a stage hands N x D x 4 bytes
-of the residual stream to the stage behind it in every forward pass, and as many of its gradient to the stage
-before it in every backward pass. Stages on the same rank hand over without a call. Sends are counted, on the
-rank that sends; receives are not.
+With N tokens of a micro-batch on a rank (N / tp with sequence parallelism) and D hidden, a stage hands
+N x D x 4 bytes of the residual stream to the stage behind it in every forward pass, and as many of its
+gradient to the stage before it in every backward pass. Stages on the same rank hand over without a call.
+Sends are counted, on the rank that sends; receives are not.
 
 A tied head on another rank than the embedding has a copy: the gradients of both are added up once a step.
 For a checkpoint every other place sends to the first what that does not have, whole, one call a tensor.
@@ -23,7 +23,8 @@ from meshwright.plan.parts import (
     stage_homes,
 )
 from meshwright.plan.shapes import FLOAT32_BYTES, list_parameters
-from meshwright.plan.tensor_traffic import held_count
+from meshwright.plan.sharding import held_count
+from meshwright.plan.tensor import count_tokens
 from meshwright.plan.traffic import Traffic, count_micro_batches
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -33,7 +34,7 @@ def handed_bytes(job: Job) -> int:
     """What one stage hands to the next for one micro-batch."""
     assert isinstance(job.model, DecoderModel), "the legality table cuts decoders only"
     layout = job.layout
-    tokens = (layout.micro_batch or 1) * job.data.seq_len
+    tokens = count_tokens(job)
     resident = tokens // layout.tp if layout.sequence_parallel else tokens
     return resident * job.model.hidden_size * FLOAT32_BYTES
 
@@ -75,7 +76,7 @@ def _tied_traffic(job: Job, place: int) -> list[Traffic]:
     if len(find_tied_places(job)) < 2:
         return []
     return [
-        Traffic(TIED_AXIS, "all_reduce", "step", 2, 1, held_count(p, job) * FLOAT32_BYTES)
+        Traffic(TIED_AXIS, "all_reduce", "step", 2, 1, held_count(job, p) * FLOAT32_BYTES)
         for p in held_parameters(job, place)
         if p.name == TIED_NAME
     ]

@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.plan.axes import dense_shard_axis, expert_shard_axis
 from meshwright.plan.moments import Moment
 from meshwright.plan.parts import Part, list_stages
 from meshwright.plan.shapes import FLOAT32_BYTES, operand_bytes
@@ -112,9 +113,11 @@ class ShardedSizes:
     @classmethod
     def of(cls, job: Job, part: Part) -> ShardedSizes:
         """Of all of the model, or of a stage."""
-        model, groups, ranks = part.model, list_groups(part), job.layout.dp_shard
+        model, groups, ranks = part.model, list_groups(part), dense_shard_axis(job.layout).size
         assert isinstance(model, DecoderModel), "the legality table shards decoders only"
-        blocks: list[Group] = [group for group in groups if group.block]
+        blocks: list[Group] = [group for group in groups if group.block and not group.experts]
+        routed: list[Group] = [group for group in groups if group.experts]
+        expert_ranks = expert_shard_axis(job.layout).size
         outer = groups[-1] if not groups[-1].block else Group("nothing", (), block=False)
         around = {p.name: p.count * FLOAT32_BYTES for p in outer.parameters}
         head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
@@ -124,6 +127,12 @@ class ShardedSizes:
         low, wire = operand_bytes(job.train.precision), WIRE_BYTES[job.compression.kind]
         # A tied gradient is made of two parts and their sum.
         late = sum(around.values()) + (2 * head if tied else 0)
+        # All blocks are taken to be as the last one, with its experts.
+        experts = routed[-1:]
+        whole = [*blocks[-1].parameters, *(p for group in experts for p in group.parameters)]
+        padded = blocks[-1].padded(ranks) + sum(group.padded(expert_ranks) for group in experts)
+        shard = blocks[-1].padded(ranks) // ranks
+        shard += sum(group.padded(expert_ranks) // expert_ranks for group in experts)
         return cls(
             ranks=ranks,
             layers=len(blocks),
@@ -135,18 +144,18 @@ class ShardedSizes:
             around_last=outer.parameters[-1].count * FLOAT32_BYTES if outer.parameters else 0,
             around_early=head + norm if part.last else 0,
             around_late=late,
-            block=blocks[0].gathered_bytes(ranks, job.train.precision),
-            feed_forward=sum(p.count for p in blocks[0].parameters if ".ffn." in p.name) * low,
-            block_sent=blocks[0].padded(ranks) * wire,
-            block_shard=stays * blocks[0].padded(ranks) * FLOAT32_BYTES // ranks,
-            arriving=0 if wire == FLOAT32_BYTES else blocks[0].padded(ranks) * wire // ranks,
+            block=padded * low,
+            feed_forward=sum(p.count for p in whole if ".ffn." in p.name) * low,
+            block_sent=padded * wire,
+            block_shard=stays * shard * FLOAT32_BYTES,
+            arriving=0 if wire == FLOAT32_BYTES else shard * wire,
             deferred=job.layout.accumulate == "deferred",
             kept_around=sum(around.values()),
-            kept_block=sum(p.count for p in blocks[0].parameters) * FLOAT32_BYTES,
+            kept_block=sum(p.count for p in whole) * FLOAT32_BYTES,
             embedding=head if part.first else 0,
             tied=head if tied else 0,
             summed=low == FLOAT32_BYTES,
-            last=blocks[0].parameters[-1].count * low,
+            last=whole[-1].count * low,
         )
 
     @property

@@ -7,16 +7,20 @@ and in the memory of parameters and gradients. Optimizer state is not padded. Wi
 group, L blocks, m micro-batches and e bytes of a product's operand (2 under bf16 and fp16, else 4):
 
 =====  ==========================  ============================================  ============================
-stage  a rank keeps                a step moves, over dp_shard                   in the blocks' gathers
+stage  a rank keeps                a step moves, over the N ranks                in the blocks' gathers
 =====  ==========================  ============================================  ============================
 1      P, G, O / N                 all-reduce of G (buckets), all-gather of P    4 bytes an element
 2      (P + G + O) / N, P in step  all-gather of P; m reduce-scatters of G       e bytes
 3      (P + G + O) / N             m x (2 all-gathers of P, reduce-scatter of G)  e bytes
 =====  ==========================  ============================================  ============================
 
+The N ranks are those of ``dp_shard`` x ``cp``; routed experts that have axes of their own are groups of their
+own, each before its block, and are cut over ``ep_shard`` (``plan.axes``). Over one rank nothing is called.
+
 The group around the blocks (embedding, positions, final norm, head) is gathered once a micro-batch, in
 float32, and kept from forward to backward. With replicas of the shards (``dp_replicate``), stage 1 reduces
-over all ranks at once; stages 2 and 3 all-reduce each rank's shard over its replicas, once a step. With
+over all ranks at once (``plan.bucket_traffic``); stages 2 and 3 all-reduce each rank's shard over its
+replicas, once a step. With
 ``accumulate = "deferred"`` gradients are reduced and scattered in the last micro-batch alone: 1 for m.
 
 In a pipeline a rank shards the stages that it holds, each with its own blocks and, at the ends, what lies
@@ -27,13 +31,20 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.plan.axes import (
+    Axis,
+    dense_shard_axis,
+    expert_shard_axis,
+    experts_apart,
+    is_expert,
+    place_on,
+    state_axis,
+)
 from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
 from meshwright.plan.parts import (
     Part,
-    held_buckets,
     held_parameters,
     held_parts,
     merge_parameters,
@@ -41,13 +52,9 @@ from meshwright.plan.parts import (
     saved_parameters,
     schedule_of,
 )
-from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, operand_bytes
-from meshwright.plan.traffic import (
-    WIRE_BYTES,
-    Traffic,
-    count_micro_batches,
-    fixed_buckets,
-)
+from meshwright.plan.shapes import FLOAT32_BYTES, ROUTED, Parameter, operand_bytes
+from meshwright.plan.tensor import HeldDecoder
+from meshwright.plan.traffic import WIRE_BYTES, Traffic, count_micro_batches
 from meshwright.schedule.actions import Kind
 from meshwright.spec.job import Job, Train
 
@@ -62,7 +69,9 @@ class Group:
     name: str
     parameters: tuple[Parameter, ...]
     block: bool
-    """Whether it is one of the blocks; the other is what lies around them."""
+    """Whether it is one of the blocks, or its experts; the other is what lies around them."""
+    experts: bool = False
+    """Whether it is a block's routed experts, which have axes of their own."""
 
     def padded(self, ranks: int) -> int:
         """Elements of all ranks' chunks."""
@@ -74,7 +83,7 @@ class Group:
 
 
 def list_groups(part: Part) -> tuple[Group, ...]:
-    """The groups of a stage: each block, then what lies around them, if anything does."""
+    """The groups of a stage: each block, its experts before it, then what lies around, if anything does."""
     blocks: dict[str, list[Parameter]] = {}
     around: list[Parameter] = []
     for parameter in part.parameters:
@@ -83,8 +92,18 @@ def list_groups(part: Part) -> tuple[Group, ...]:
             blocks.setdefault(f"blocks.{rest.partition('.')[0]}", []).append(parameter)
         else:
             around.append(parameter)
-    found = [Group(name, tuple(parts), block=True) for name, parts in blocks.items()]
+    found = []
+    for name, parts in blocks.items():
+        routed = [p for p in parts if is_expert(p.name) and isinstance(part.model, HeldDecoder)]
+        if routed:
+            found.append(Group(f"{name}.{ROUTED}", tuple(routed), block=True, experts=True))
+        found.append(Group(name, tuple(p for p in parts if p not in routed), block=True))
     return (*found, *([Group("around the blocks", tuple(around), block=False)] if around else ()))
+
+
+def group_axis(job: Job, group: Group) -> Axis:
+    """Over which a group is gathered, and its gradients are reduced and scattered."""
+    return expert_shard_axis(job.layout) if group.experts else dense_shard_axis(job.layout)
 
 
 def chunk_rows(rows: int, ranks: int, rank: int) -> range:
@@ -99,20 +118,31 @@ def padded_count(parameter: Parameter, ranks: int) -> int:
     return parameter.count // rows * -(-rows // ranks) * ranks
 
 
-def shard_rank(job: Job, rank: int) -> int:
-    """Which shard a rank holds: pipelines and replicas are the outer axes, ``tp`` the inner one."""
-    return rank // job.layout.tp % job.layout.dp_shard
+def shard_places(job: Job, rank: int) -> tuple[int, int]:
+    """Which shard a rank holds: of dense parameters, and of experts that have axes of their own."""
+    layout = job.layout
+    dense = place_on(layout, rank, dense_shard_axis(layout).name)
+    return dense, place_on(layout, rank, expert_shard_axis(layout).name) if experts_apart(job) else dense
+
+
+def count_own(job: Job, parameter: Parameter, rank: int) -> int:
+    """Elements of a parameter whose optimizer state a rank has."""
+    axis, rows = state_axis(job, parameter.name), parameter.shape[0]
+    return parameter.count // rows * len(chunk_rows(rows, axis.size, place_on(job.layout, rank, axis.name)))
+
+
+def held_count(job: Job, parameter: Parameter) -> int:
+    """Elements of a parameter, or of its gradient, on a rank: rows of it under ZeRO-2 and 3, filled up."""
+    ranks = state_axis(job, parameter.name).size if job.layout.zero >= 2 else 1
+    return padded_count(parameter, ranks) // ranks
 
 
 def sharded_state(job: Job, rank: int) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state of one rank, after the backward pass."""
-    parameters, ranks = held_parameters(job, pipeline_rank(job, rank)), job.layout.dp_shard
-    count = gradients = sum(p.count for p in parameters)
-    if job.layout.zero >= 2:
-        count = gradients = sum(padded_count(p, ranks) for p in parameters) // ranks
+    parameters = held_parameters(job, pipeline_rank(job, rank))
+    count = gradients = sum(held_count(job, p) for p in parameters)
     if sends_gradients(job):  # row by row, without the padding of what they arrived in
-        shard = shard_rank(job, rank)
-        gradients = sum(p.count // p.shape[0] * len(chunk_rows(p.shape[0], ranks, shard)) for p in parameters)
+        gradients = sum(count_own(job, p, rank) for p in parameters)
     return {
         "parameters": count * FLOAT32_BYTES,
         "gradients": gradients * FLOAT32_BYTES,
@@ -127,73 +157,64 @@ def sends_gradients(job: Job) -> bool:
 
 def _optimizer_bytes(job: Job, rank: int) -> int:
     total, parts = 0, held_parts(job, pipeline_rank(job, rank))
-    for (rows, width, keys), times in _count_kinds(parts, job.train).items():
-        own = width * len(chunk_rows(rows, job.layout.dp_shard, shard_rank(job, rank)))
+    axes = dense_shard_axis(job.layout), expert_shard_axis(job.layout)
+    places, apart = shard_places(job, rank), experts_apart(job)
+    for (rows, width, keys, routed), times in _count_kinds(parts, job.train).items():
+        kind = int(routed and apart)
+        own = width * len(chunk_rows(rows, axes[kind].size, places[kind]))
         total += times * sum(1 if key == STEP_COUNT else own for key in keys) * FLOAT32_BYTES
     return total
 
 
 @functools.lru_cache(maxsize=64)
-def _count_kinds(parts: tuple[Part, ...], train: Train) -> Counter[tuple[int, int, tuple[str, ...]]]:
-    """Parameters by rows, elements of a row, and state: few kinds, as blocks are alike."""
+def _count_kinds(parts: tuple[Part, ...], train: Train) -> Counter[tuple[int, int, tuple[str, ...], bool]]:
+    """Parameters by rows, elements of a row, state, whether of experts: few kinds, as blocks are alike."""
     return Counter(
-        (p.shape[0], p.count // p.shape[0], state_keys(rule_of(p.name, len(p.shape), train), train))
+        (
+            p.shape[0],
+            p.count // p.shape[0],
+            state_keys(rule_of(p.name, len(p.shape), train), train),
+            is_expert(p.name),
+        )
         for p in merge_parameters(parts)
     )
 
 
-def predict_sharded(job: Job, place: int) -> list[Traffic]:
-    """All collectives over ``dp_shard`` and replicas of shards, of a rank at one place of the pipelines."""
-    rows = _optimizer_traffic(job, place) if job.layout.zero == 1 else _group_traffic(job, place)
-    return [*rows, _save_traffic(job, saved_parameters(job, place))]
-
-
-def _optimizer_traffic(job: Job, place: int) -> list[Traffic]:
-    """Stage 1: whole gradients are summed over all data ranks; what each updated is gathered."""
-    layout, parameters, buckets = job.layout, held_parameters(job, place), held_buckets(job, place)
-    axis, ranks = ("dp_shard", layout.dp_shard)
-    if layout.dp_replicate > 1:
-        axis, ranks = ALL_DATA, layout.data_degree
-    wire = sum(p.count for p in parameters) * WIRE_BYTES[job.compression.kind]
-    gathered = sum(padded_count(p, layout.dp_shard) for p in parameters) * FLOAT32_BYTES
-    return [
-        fixed_buckets(job, len(parameters), buckets, axis, ranks),
-        Traffic(axis, "all_reduce", "step", ranks, len(buckets), wire),
-        Traffic("dp_shard", "all_gather", "step", layout.dp_shard, len(buckets), gathered),
-    ]
-
-
-def _group_traffic(job: Job, place: int) -> list[Traffic]:
+def predict_groups(job: Job, place: int) -> list[Traffic]:
     """Stages 2 and 3: groups are gathered to be used, their gradients reduced and scattered."""
-    layout, ranks = job.layout, job.layout.dp_shard
     groups = [group for part in held_parts(job, place) for group in list_groups(part)]
-    blocks = [g.gathered_bytes(ranks, job.train.precision) for g in groups if g.block]
-    around = [g.gathered_bytes(ranks, job.train.precision) for g in groups if not g.block]
-    reduced = sum(g.padded(ranks) for g in groups) * WIRE_BYTES[job.compression.kind]
+    rows = [row for group in groups for row in _group_traffic(job, group)]
+    around = [group for group in groups if not group.block]
+    if more := _count_lent_gathers(job, place, count_micro_batches(job, job.train.global_batch)):
+        axis = dense_shard_axis(job.layout)
+        size = around[0].gathered_bytes(axis.size, job.train.precision)
+        rows.append(Traffic(axis.name, "all_gather", "step", axis.size, more, more * size))
+    return rows
+
+
+def _group_traffic(job: Job, group: Group) -> list[Traffic]:
+    """What one group moves."""
+    layout, axis = job.layout, group_axis(job, group)
     micro_batches = count_micro_batches(job, job.train.global_batch)
-    reductions = 1 if layout.accumulate == "deferred" else micro_batches
-    evaluations = count_micro_batches(job, job.train.eval_samples)
+    evaluations = count_micro_batches(job, job.train.eval_samples) if group.block else 1
+    gathers = micro_batches * (2 if group.block else 1)
     if layout.zero == 2:  # gathered until the last backward pass, or until the evaluation ends
-        times = evaluations = outer = 1
-    else:
-        times, outer = 2 * micro_batches, micro_batches
-
-    def gathers(phase: str, of_blocks: int, of_around: int, more: int = 0) -> Traffic:
-        calls = of_blocks * len(blocks) + of_around * len(around) + more
-        size = of_blocks * sum(blocks) + of_around * sum(around) + more * sum(around[:1])
-        return Traffic("dp_shard", "all_gather", phase, ranks, calls, size)
-
-    rows = [
-        gathers("step", times, outer, _count_lent_gathers(job, place, micro_batches)),
-        gathers("eval", evaluations, 1),
-        Traffic("dp_shard", "reduce_scatter", "step", ranks, reductions * len(groups), reductions * reduced),
-    ]
+        gathers = evaluations = 1
+    reductions = 1 if layout.accumulate == "deferred" else micro_batches
+    gathered = group.gathered_bytes(axis.size, job.train.precision)
+    reduced = group.padded(axis.size) * WIRE_BYTES[job.compression.kind]
+    rows = []
+    if axis.size > 1:
+        rows = [
+            Traffic(axis.name, "all_gather", "step", axis.size, gathers, gathers * gathered),
+            Traffic(axis.name, "all_gather", "eval", axis.size, evaluations, evaluations * gathered),
+            Traffic(axis.name, "reduce_scatter", "step", axis.size, reductions, reductions * reduced),
+        ]
     if layout.dp_replicate > 1:
-        replicas = layout.dp_replicate
         # Sums of micro-batches wait in float32 for their replicas; 16-bit ones would be rounded, and do not.
         times = 1 if job.compression.kind == "none" else micro_batches
-        calls, size = times * len(groups), times * reduced // ranks
-        rows.append(Traffic("dp_replicate", "all_reduce", "step", replicas, calls, size))
+        size = times * reduced // axis.size
+        rows.append(Traffic("dp_replicate", "all_reduce", "step", layout.dp_replicate, times, size))
     return rows
 
 
@@ -215,11 +236,14 @@ def _count_lent_gathers(job: Job, place: int, micro_batches: int) -> int:
     return gathers - micro_batches
 
 
-def _save_traffic(job: Job, parameters: Sequence[Parameter]) -> Traffic:
+def predict_row_saves(job: Job, place: int) -> list[Traffic]:
     """A checkpoint holds whole tensors: each that is cut is gathered, one call a tensor."""
-    ranks, calls, elements = job.layout.dp_shard, 0, 0
-    for parameter in parameters:
-        keys = state_keys(rule_of(parameter.name, len(parameter.shape), job.train), job.train)
-        tensors = sum(key != STEP_COUNT for key in keys) + (job.layout.zero >= 2)
-        calls, elements = calls + tensors, elements + tensors * padded_count(parameter, ranks)
-    return Traffic("dp_shard", "all_gather", "save", ranks, calls, elements * FLOAT32_BYTES)
+    rows = []
+    for parameter in saved_parameters(job, place):
+        axis = state_axis(job, parameter.name)
+        if axis.size > 1:
+            keys = state_keys(rule_of(parameter.name, len(parameter.shape), job.train), job.train)
+            tensors = sum(key != STEP_COUNT for key in keys) + (job.layout.zero >= 2)
+            size = tensors * padded_count(parameter, axis.size) * FLOAT32_BYTES
+            rows.append(Traffic(axis.name, "all_gather", "save", axis.size, tensors, size))
+    return rows

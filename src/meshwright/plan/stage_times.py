@@ -21,9 +21,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.plan.axes import is_expert
 from meshwright.plan.parts import list_stages, stage_homes
 from meshwright.plan.shapes import FLOAT32_BYTES, list_parameters
-from meshwright.plan.tensor import held_model
+from meshwright.plan.tensor import count_tokens, held_model
 from meshwright.schedule.walk import StageTimes
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -63,10 +64,8 @@ def part_costs(job: Job) -> Costs:
     assert isinstance(model, DecoderModel), "the legality table cuts decoders only"
     cluster, low = job.cluster, job.train.precision != "fp32"
     rate = (cluster.bf16_flops_per_s if low else cluster.fp32_flops_per_s) * EFFICIENCY
-    tokens = (job.layout.micro_batch or 1) * job.data.seq_len
-    matrices = sum(
-        p.count for p in list_parameters(model) if p.name.startswith("blocks.0.") and len(p.shape) > 1
-    )
+    tokens = count_tokens(job)
+    matrices = _count_worked(job, model)
     product_s = 2 * tokens * matrices / rate
     attention_s = tokens * job.data.seq_len * (model.query_size + model.value_size) / rate
     again_s = product_s + attention_s if job.layout.recompute == "full" else 0.0
@@ -83,6 +82,23 @@ def part_costs(job: Job) -> Costs:
         embedding=Cost(rows_s, 4 * pass_s, 0.0),
         head=Cost(6 * tokens * words / rate + 4 * pass_s, pass_s, 0.0),
     )
+
+
+def _count_worked(job: Job, model: DecoderModel) -> float:
+    """Elements of a block's matrices that a token meets on a rank; of experts, where each gets its share.
+
+    All blocks are taken to be as the last one.
+    """
+    layout, count = job.layout, 0.0
+    for parameter in list_parameters(model):
+        if not parameter.name.startswith(f"blocks.{model.num_layers - 1}.") or len(parameter.shape) < 2:
+            continue
+        if is_expert(parameter.name):  # a rank routes its own 1 / tp of the tokens
+            each = parameter.count * layout.etp / (model.held_experts * layout.tp)
+            count += each * (model.experts_per_token or 1)
+        else:
+            count += parameter.count
+    return count
 
 
 def split_layers(job: Job) -> tuple[int, ...] | None:

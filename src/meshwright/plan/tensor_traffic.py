@@ -21,6 +21,10 @@ hold it (``tp_kv``), once a step.
 What recomputation repeats: ``full`` all that a block receives before its last product; ``selective`` keeps
 what sums gave, and gathers again.
 
+A block with experts enters and leaves for its shared experts alone, and without any for attention alone: each
+rank routes its own run of N / tp tokens (``plan.expert_traffic``). What it adds to the router's gradient is a
+part, too, which is summed with the others, or alone without sequence parallelism.
+
 In a pipeline each stage moves what its own blocks do, the first the embedding's too, the last the head's and
 the loss's; sums of gradients are one call for all stages of a rank.
 """
@@ -34,7 +38,8 @@ from meshwright.plan.decoder_memory import loss_chunk
 from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
 from meshwright.plan.parts import Part, held_parts, merge_parameters, saved_parameters
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, operand_bytes
-from meshwright.plan.tensor import COPIES_AXIS, count_copies, is_copied, is_whole
+from meshwright.plan.sharding import held_count
+from meshwright.plan.tensor import COPIES_AXIS, count_copies, count_tokens, is_copied, is_summed, is_whole
 from meshwright.plan.traffic import Traffic, count_micro_batches
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -60,6 +65,8 @@ class _Passes:
     tp: int
     sequence: bool
     layers: int
+    halves: int
+    """Attentions and feed-forwards, which enter and leave: two a block, one with no shared experts."""
     recompute: str
     inner: int
     """Bytes of what blocks and head exchange: N D e."""
@@ -75,13 +82,15 @@ class _Passes:
 
     def rows(self, phase: str, times: int, backward: bool) -> list[Traffic]:
         """The rows of ``times`` micro-batches."""
-        again = {"none": (0, 0), "selective": (2, 0), "full": (2, 1)}[self.recompute if backward else "none"]
-        passed = self.layers * (2 + 2 * backward)
+        recompute, passed = self.recompute if backward else "none", self.halves * (1 + backward)
+        # Computed again: every entrance, and attention's leave.
+        entered = 0 if recompute == "none" else self.halves
+        left = self.layers if recompute == "full" else 0
         if not self.sequence:
-            inner = passed + self.layers * again[1] + self.last * backward
+            inner = passed + left + self.last * backward
             found = [self._row("all_reduce", phase, inner, self.first)]
         else:
-            gathers, scatters = passed + self.layers * again[0], passed + self.layers * again[1]
+            gathers, scatters = passed + entered, passed + left
             found = [
                 self._row("all_gather", phase, gathers + self.last, self.first * backward),
                 self._row("reduce_scatter", phase, scatters + self.last * backward, self.first),
@@ -100,12 +109,13 @@ class _Passes:
 def _count_passes(job: Job, part: Part) -> _Passes:
     model = part.model
     assert isinstance(model, DecoderModel), "the legality table splits decoders only"
-    tokens = (job.layout.micro_batch or 1) * job.data.seq_len
+    tokens = count_tokens(job)
     low = operand_bytes(job.train.precision)
     return _Passes(
         tp=job.layout.tp,
         sequence=job.layout.sequence_parallel,
         layers=len(part.layers),
+        halves=2 * len(part.layers) - (0 if model.shared_experts else part.expert_layers),
         recompute=job.layout.recompute,
         inner=tokens * model.hidden_size * low,
         outer=tokens * model.hidden_size * FLOAT32_BYTES,
@@ -121,22 +131,13 @@ def _gradient_traffic(job: Job, parts: tuple[Part, ...]) -> list[Traffic]:
     layout, rows = job.layout, []
     assert isinstance(job.model, DecoderModel), "the legality table splits decoders only"
     copies = count_copies(job.model, layout.tp)
-    for wanted, axis, ranks in (
-        (is_whole if layout.sequence_parallel else None, "tp", layout.tp),
-        (is_copied if copies > 1 else None, COPIES_AXIS, copies),
-    ):
-        if wanted is not None:
-            summed = [held_count(p, job) for p in merge_parameters(parts) if wanted(p.name)]
-            rows.append(
-                Traffic(axis, "all_reduce", "step", ranks, int(bool(summed)), sum(summed) * FLOAT32_BYTES)
-            )
+    parameters = merge_parameters(parts)
+    parted = [p for p in parameters if is_summed(p.name, layout.sequence_parallel)]
+    copied = [p for p in parameters if copies > 1 and is_copied(p.name)]
+    for summed, axis, ranks in ((parted, "tp", layout.tp), (copied, COPIES_AXIS, copies)):
+        size = sum(held_count(job, p) for p in summed) * FLOAT32_BYTES
+        rows.append(Traffic(axis, "all_reduce", "step", ranks, int(bool(summed)), size))
     return rows
-
-
-def held_count(parameter: Parameter, job: Job) -> int:
-    """Elements of its gradient on a rank: rows of it under ZeRO-2 and 3, filled up."""
-    rows, shards = parameter.shape[0], job.layout.dp_shard if job.layout.zero >= 2 else 1
-    return parameter.count // rows * -(-rows // shards)
 
 
 def _save_traffic(job: Job, parameters: Sequence[Parameter]) -> Traffic:

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from meshwright.plan.axes import is_cut
 from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
 
-INT32_BYTES = 4
 FLOAT64_BYTES = 8
 CONTROL_STEP_VALUES = 3
 """Loss sum, target tokens, wish to stop: reduced once a step."""
@@ -69,17 +70,6 @@ def join_places(rows: Sequence[Sequence[Traffic]]) -> list[Traffic]:
     return [*shared, *own]
 
 
-def fixed_buckets(job: Job, parameters: int, buckets: Sequence[object], axis: str, ranks: int) -> Traffic:
-    """DDP broadcasts its bucket assignment from rank 0: all indices and a count, then the sizes.
-
-    A pipeline reduces by itself and broadcasts none: a row without calls.
-    """
-    if job.layout.pp > 1:
-        return Traffic(axis, "broadcast", "setup", ranks, 0, 0)
-    sizes = (parameters + 1 + len(buckets)) * INT32_BYTES
-    return Traffic(axis, "broadcast", "setup", ranks, 2, sizes)
-
-
 def count_micro_batches(job: Job, samples: int) -> int:
     """Micro-batches of the fullest rank."""
     share = -(-samples // job.layout.data_degree)
@@ -92,18 +82,25 @@ def needs_norm(job: Job) -> bool:
 
 
 def predict_control(job: Job) -> list[Traffic]:
-    """The small reductions of loss, wishes and norm over all ranks."""
+    """The small reductions of loss, wishes, norm and load of experts over all ranks."""
     layout, values, calls = job.layout, CONTROL_STEP_VALUES, 1
     if job.train.noise_scale_every:
         values += CONTROL_NOISE_VALUES
-    if (
-        max(layout.pp, layout.dp_shard, layout.tp) > 1
-    ):  # the state is cut: all take part in norms and checkpoints
+    if is_cut(job):  # all take part in norms and checkpoints
         values += CONTROL_SAVE_VALUES
         if needs_norm(job):
             values, calls = values + CONTROL_NORM_VALUES, calls + 1
+    if load := _count_load_values(job):
+        values, calls = values + load, calls + 1
     world, evaluation = layout.world_size, CONTROL_EVAL_VALUES * FLOAT64_BYTES
     return [
         Traffic("control", "all_reduce", "step", world, calls, values * FLOAT64_BYTES),
         Traffic("control", "all_reduce", "eval", world, 1, evaluation),
     ]
+
+
+def _count_load_values(job: Job) -> int:
+    """Of each layer with experts, the tokens that came to each of them and those that were dropped."""
+    if not isinstance(job.model, DecoderModel) or not job.model.num_experts:
+        return 0
+    return job.model.expert_layers * (job.model.num_experts + 1)

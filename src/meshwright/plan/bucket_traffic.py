@@ -1,0 +1,49 @@
+"""Sums of whole gradients (ZeRO-0 and 1), bucket by bucket, and what ZeRO-1 then hands round.
+
+Every bucket is all-reduced once a step over the ranks that hold the same parameters; ZeRO-1 gathers what each
+of them has updated, a call a bucket, rows filled up. Routed experts that have axes of their own have their
+own buckets (``plan.axes``). One process, and experts that no other rank holds, call nothing.
+"""
+
+from __future__ import annotations
+
+from meshwright.plan.axes import dense_sum_axis, experts_apart, gradient_axis, state_axis
+from meshwright.plan.parts import held_buckets, held_parameters
+from meshwright.plan.shapes import FLOAT32_BYTES, count_statistics
+from meshwright.plan.sharding import padded_count
+from meshwright.plan.traffic import WIRE_BYTES, Traffic
+from meshwright.spec.job import Job
+
+INT32_BYTES = 4
+
+
+def predict_buckets(job: Job, place: int) -> list[Traffic]:
+    """All of them, of a rank at one place of the pipelines, and the statistics of batch norms."""
+    parameters = {p.name: p for p in held_parameters(job, place)}
+    buckets = held_buckets(job, place)
+    rows = [_fixed_buckets(job, len(parameters), len(buckets))] if uses_ddp(job) else []
+    for names in buckets:
+        sums, shards = gradient_axis(job, names[0]), state_axis(job, names[0])
+        if sums.size > 1:
+            size = sum(parameters[name].count for name in names) * WIRE_BYTES[job.compression.kind]
+            rows.append(Traffic(sums.name, "all_reduce", "step", sums.size, 1, size))
+        if shards.size > 1:
+            size = sum(padded_count(parameters[name], shards.size) for name in names) * FLOAT32_BYTES
+            rows.append(Traffic(shards.name, "all_gather", "step", shards.size, 1, size))
+    if (statistics := count_statistics(job.model)) and job.layout.dp_replicate > 1:
+        # Averaged at the end of a step, all in one call.
+        size = statistics * FLOAT32_BYTES
+        rows.append(Traffic("dp_replicate", "all_reduce", "step", job.layout.dp_replicate, 1, size))
+    return rows
+
+
+def uses_ddp(job: Job) -> bool:
+    """Whether torch's DDP sums the gradients: not in a pipeline, nor where experts have axes of their own."""
+    layout = job.layout
+    return dense_sum_axis(layout).size > 1 and layout.zero < 2 and layout.pp == 1 and not experts_apart(job)
+
+
+def _fixed_buckets(job: Job, parameters: int, buckets: int) -> Traffic:
+    """DDP broadcasts its bucket assignment from rank 0: all indices and a count, then the sizes."""
+    axis = dense_sum_axis(job.layout)
+    return Traffic(axis.name, "broadcast", "setup", axis.size, 2, (parameters + 1 + buckets) * INT32_BYTES)
