@@ -40,7 +40,7 @@ def document_positions(segments_BT: Tensor) -> Tensor:
 
 
 def mix_causally(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None) -> Tensor:
-    """Position t sees positions up to t, of its own document with a mask; groups of heads share a key head."""
+    """Position t sees positions up to t, of its own document with a mask; heads may share key heads."""
     groups = q_BHTE.shape[1] // k_BKTE.shape[1]
     grouped = groups > 1
     if grouped and q_BHTE.is_cuda and (q_BHTE.dtype == torch.float32 or mask is not None):

@@ -2,14 +2,14 @@
 
 Innermost first; each sees what those before it have made, and nothing of those behind it:
 
-1. ``pp``    which blocks are here at all (``plan.parts``): the model is built with those alone;
-2. ``cp``    which positions (``run.parallel.context``): rotations and masks are of these;
-3. ``tp``    which part of each matrix (``run.parallel.tensor``): it changes what a product computes, so it comes
-             before anything looks at whole parameters of a rank;
-4. ``ep``    which experts (``run.parallel.experts``): their tokens come from ranks that 2 and 3 have told apart;
-5.           what a block computes again, and the compiler, which must see the block as 2 to 4 have left it;
-6. ``dp_shard``, ``dp_replicate``, with ``cp``: what a rank keeps of each parameter, and sums of gradients. They
-             come last, as they cut and add up whatever the axes inside have produced.
+1. ``pp``  which blocks are here at all (``plan.parts``): the model is built with those alone;
+2. ``cp``  which positions (``run.parallel.context``): rotations and masks are of these;
+3. ``tp``  which part of each matrix (``run.parallel.tensor``): it changes what a product computes, so it
+           comes before anything looks at whole parameters of a rank;
+4. ``ep``  which experts (``run.parallel.experts``): their tokens come from ranks that 2 and 3 tell apart;
+5.         what a block computes again, and the compiler, which must see the block as 2 to 4 have left it;
+6. data    ``dp_replicate``, ``dp_shard`` and ``cp``: what a rank keeps of each parameter, and sums of
+           gradients. They come last, as they cut and add up whatever the axes inside have produced.
 
 1 to 4 happen when the model is built (``run.models.init``): a rank never holds what it does not keep.
 """

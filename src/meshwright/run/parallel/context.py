@@ -8,8 +8,8 @@
 All other modules see a rank's own tokens and need not know of it. Gradients are then parts of a sum, which
 the axes of data add up: ``cp`` is one of them (``plan.axes``).
 
-Shape suffixes: B batch, T tokens of a sequence on this rank, L tokens of whole sequences, H query heads, K key
-heads, E head size, R ranks, P heads of queries, keys and values on one rank.
+Shape suffixes: B batch, T tokens of a sequence on this rank, L tokens of whole sequences, H query heads,
+K key heads, E head size, R ranks, P heads of queries, keys and values on one rank.
 """
 
 from __future__ import annotations

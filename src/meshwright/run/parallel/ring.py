@@ -100,7 +100,7 @@ class _Block:
         self._groups = q_BHTE.shape[1] // kv_2BKTE.shape[2]
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """What the queries get, and the log-sum-exp of their scores: minus infinity where they see nothing."""
+        """What the queries get, and the log-sum-exp of scores: minus infinity where they see nothing."""
         out, lse = self._kernel()[:2]
         lse = lse[..., : self._q.shape[2]]  # one kernel of CUDA fills it up
         if self._seen is not None:
