@@ -128,3 +128,19 @@ CONTEXTS = {"ring": RingContext, "ulysses": UlyssesContext}
 def find_context(job: Job, ranks: Ranks) -> SharedContext | None:
     """The rank's place among those that share its sequences; None if nobody does."""
     return CONTEXTS[job.layout.context](job, ranks) if job.layout.cp > 1 else None
+
+
+def whole_sequences(context: SharedContext, module: str, what: str, own: Tensor) -> Tensor:
+    """What a module would have read or put out of whole sequences; all ranks ask for the same together.
+
+    Args:
+        context: The rank's place.
+        module: Its name.
+        what: ``input`` or ``output``.
+        own: What it really put out, or was called with.
+    """
+    # Positions that every sample counts from zero are looked up once for all of them.
+    shared = module == "positions" and own.ndim == (1 if what == "input" else 2)
+    dim = 0 if shared else 1
+    tokens = own.ndim > dim and own.shape[dim] == len(context.positions)
+    return context.join(own, dim) if tokens else own
