@@ -30,7 +30,7 @@ from meshwright.core.events import EventWriter, Listener
 from meshwright.launch.assignment import Assignment
 from meshwright.plan.contract import Plan
 from meshwright.prepare.dataset import Rows, TokenDataset
-from meshwright.run.batches import Batcher, Samples
+from meshwright.run.batches import Batch, Batcher, Samples
 from meshwright.run.collectives.counter import DEVICE_KEYS, CollectiveCounter
 from meshwright.run.loop import compute_step, report_end
 from meshwright.run.mesh import join_ranks, leave_ranks
@@ -171,8 +171,12 @@ class FakeBatches(Batcher):
 
     fake: FakeTensorMode
 
-    def micro_batches(self, samples: Samples, least: int = 0) -> Iterator[tuple[Tensor, ...]]:
+    def micro_batches(self, samples: Samples, least: int = 0) -> Iterator[Batch]:
         """The model's arguments."""
-        for tokens, targets, *segments in super().micro_batches(samples, least):
-            others = (self.fake.from_tensor(tensor) for tensor in segments)
-            yield self.fake.from_tensor(tokens), targets, *others
+        for batch in super().micro_batches(samples, least):
+            faked = {
+                name: self.fake.from_tensor(tensor)
+                for name, tensor in batch._asdict().items()
+                if tensor is not None and name != "targets"
+            }
+            yield batch._replace(**faked)

@@ -212,11 +212,12 @@ def _open_data(
         return open_image_batches(job, job.model, data_dir, ranks.data_rank)
 
     rows = (job.data.seq_len, job.data.mask, job.data.prompt_masking)
+    share = 1 / job.train.global_batch if job.model.num_experts else None
 
     def batcher(split: str) -> Batcher:
         dataset = open_split(split) if open_split else TokenDataset.open(data_dir, split, *rows)
         degree, micro_batch = job.layout.data_degree, job.layout.micro_batch or 1
-        return Batcher(dataset, ranks.data_rank, degree, micro_batch, context)
+        return Batcher(dataset, ranks.data_rank, degree, micro_batch, context, share)
 
     if open_split is not None:
         return batcher("train"), batcher("eval"), ""

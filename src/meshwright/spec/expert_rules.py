@@ -11,7 +11,14 @@ from meshwright.spec.model import DecoderModel
 
 Row = tuple[str, str, Callable[[Job], Problem | None]]
 
-EXPERT_KEYS = ("experts_per_token", "expert_ffn_size", "shared_experts", "dense_layers", "capacity_factor")
+EXPERT_KEYS = (
+    "experts_per_token",
+    "expert_ffn_size",
+    "shared_experts",
+    "dense_layers",
+    "router",
+    "capacity_factor",
+)
 """Keys that mean something with `num_experts` alone."""
 LATENT_KEYS = ("latent_size", "query_latent_size", "rope_head_dim", "value_head_dim")
 """Keys that mean something with latent attention alone."""
