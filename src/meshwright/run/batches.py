@@ -46,7 +46,8 @@ class Batch(NamedTuple):
     """A micro-batch: a model's arguments, in its order."""
 
     inputs: Tensor
-    """Tokens, (micro_batch, seq_len), of the rank's positions alone where ranks share sequences; or images."""
+    """Tokens, (micro_batch, seq_len), or the rank's positions of them where ranks share sequences; or images.
+    """
     targets: Tensor
     """The next tokens, as many, or labels."""
     segments: Tensor | None = None
@@ -93,7 +94,8 @@ class Batcher:
         if self.share is not None:
             weights = torch.zeros(self.micro_batch)
             weights[:count] = self.share
-        own = [torch.from_numpy(tokens), torch.from_numpy(targets)]
-        if self.context is not None:
-            own = [self.context.own_columns(whole) for whole in own]
-        return Batch(*own, segments, weights)
+        batch = Batch(torch.from_numpy(tokens), torch.from_numpy(targets), segments, weights)
+        if self.context is None:
+            return batch
+        mine = self.context.own_columns
+        return batch._replace(inputs=mine(batch.inputs), targets=mine(batch.targets))
