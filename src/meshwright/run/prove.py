@@ -36,6 +36,7 @@ from meshwright.plan.proof import (
 from meshwright.run.batches import cut
 from meshwright.run.full_tensors import canonical_name, full_tensor, is_sharded, named_parameters
 from meshwright.run.loop import Meter, report_end, train_step
+from meshwright.run.models.moe import is_routed
 from meshwright.run.parallel.context import whole_sequences
 from meshwright.run.parallel.tensor import whole_activation
 from meshwright.run.session import Session
@@ -70,7 +71,7 @@ class ModuleWatch:
     """Hooks on every module that show what chosen samples look like on their way in and out."""
 
     def __init__(self, session: Session, positions: Sequence[int], seen: Seen) -> None:
-        batches, self._split, self._context = session.train_batches, session.split, session.context
+        batches, self._split, self._context = session.train_batches, session.seat.split, session.seat.context
         self._counter = session.counter
         places = np.arange(session.job.train.global_batch)
         self._parts = list(cut(places, batches.rank, batches.ranks, batches.micro_batch))
@@ -82,7 +83,8 @@ class ModuleWatch:
         self._on = False
         self._handles: list[RemovableHandle] = []
         for name, module in session.model.named_modules():
-            self._watch(canonical_name(name), module)
+            if not is_routed(name):  # what is in there sees other tokens on every rank
+                self._watch(canonical_name(name), module)
 
     def begin(self, micro_batch: int) -> None:
         """A forward pass of the first step begins."""
@@ -281,7 +283,7 @@ class Comparer(Witness):
                     continue
                 tensor = held[name]
                 # A rank that lacks its shard could not take part: nobody asks the others for theirs.
-                whole = present[name] == there[name] or not (is_sharded(tensor) or self.session.split)
+                whole = present[name] == there[name] or not (is_sharded(tensor) or self.session.seat.pieces)
                 if tensor is None or not whole:
                     if name in known:
                         yield name, TensorDifference(None, missing=True)

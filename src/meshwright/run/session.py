@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from meshwright.core.events import EventWriter
 from meshwright.launch.assignment import Assignment
-from meshwright.plan.axes import EXPERTS
 from meshwright.plan.contract import Plan
 from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
 from meshwright.plan.parts import held_parts, list_homes
@@ -37,11 +36,10 @@ from meshwright.run.models.resnet import ResNet
 from meshwright.run.offload import StreamedState, offload_optimizer
 from meshwright.run.optimizer import build_optimizer
 from meshwright.run.parallel.apply import apply_layout, build_pipeline, build_reducer, own_parameters
-from meshwright.run.parallel.context import SharedContext, find_context
+from meshwright.run.parallel.context import SharedContext
 from meshwright.run.parallel.ownership import Owned
-from meshwright.run.parallel.pieces import Pieces
 from meshwright.run.parallel.reducer import BucketReducer
-from meshwright.run.parallel.split import Split
+from meshwright.run.parallel.seat import Seat
 from meshwright.run.pipeline.collect import bring_home
 from meshwright.run.pipeline.pipeline import Pipeline
 from meshwright.run.precision import Precision
@@ -78,10 +76,8 @@ class Session:
     """Calls the stages, where the model is cut into some."""
     reducer: BucketReducer | None
     """Sums gradients, where neither the module nor the pipeline does."""
-    context: SharedContext | None
-    """Which positions this rank has; None for all."""
-    split: Split | None
-    """Which part of each matrix this rank holds; None for all."""
+    seat: Seat
+    """Which positions, parts of matrices and experts this rank has."""
     owned: Owned
     """What of the model this rank updates and keeps state for."""
     optimizer: torch.optim.Optimizer
@@ -153,17 +149,14 @@ def build_session(
         torch.use_deterministic_algorithms(job.train.deterministic)  # loads torch's compiler: two seconds
     if job.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
-    context = find_context(job, ranks)
-    split = Split(job, ranks) if job.layout.tp > 1 else None
+    seat = Seat.of(job, ranks)
     weights = find_weight_source(job, from_hf=assignment.hf_weights)
-    pieces = Pieces(job, ranks, split) if split is not None or EXPERTS in ranks.groups else None
-    if pieces is not None:
-        weights = PieceWeights(weights, pieces)
-    parts = held_parts(job, ranks.place)
-    model = build_model(job, ranks.device, weights, split, parts, context)
+    if seat.pieces is not None:
+        weights = PieceWeights(weights, seat.pieces)
+    model = build_model(job, ranks.device, weights, seat, held_parts(job, ranks.place))
     assert job.layout.micro_batch is not None, "a plan settles the micro-batch"
     train_batches, eval_batches, data_sha256 = _open_data(
-        job, Path(assignment.data_dir), ranks, context, open_split
+        job, Path(assignment.data_dir), ranks, seat.context, open_split
     )
     if job.train.compile:
         for decoder in model if isinstance(model, Stages) else (model,):
@@ -175,7 +168,7 @@ def build_session(
         pipeline = build_pipeline(model, job, plan.micro_batches, ranks, precision)
     else:
         reducer = build_reducer(model, job, ranks)
-    owned = own_parameters(model, job, ranks, pieces)
+    owned = own_parameters(model, job, ranks, seat.pieces)
     optimizer = build_optimizer(owned, job.train)
     session = Session(
         plan=plan,
@@ -187,8 +180,7 @@ def build_session(
         module=module,
         pipeline=pipeline,
         reducer=reducer,
-        context=context,
-        split=split,
+        seat=seat,
         owned=owned,
         optimizer=optimizer,
         streamed=offload_optimizer(optimizer, owned, job, ranks),
