@@ -15,7 +15,7 @@ from typing import Any
 from meshwright.core.errors import Problem
 from meshwright.spec.axis_rules import AXIS_ROWS, PLAN_AXIS_ROWS
 from meshwright.spec.cluster_rules import PLAN_CLUSTER_ROWS
-from meshwright.spec.expert_rules import MODEL_ROWS, UNUSED_ROWS
+from meshwright.spec.expert_rules import MODEL_ROWS, UNUSED_ROWS, check_split_experts
 from meshwright.spec.image_rules import (
     check_batch_norm,
     check_image_data,
@@ -473,7 +473,12 @@ RULES: tuple[Rule, ...] = (
     _not_built("layout.ep", (1,), "expert parallelism"),
     _not_built("layout.etp", (1,), "tensor parallelism of experts"),
     _not_built("model.attention", ("heads",), "latent attention"),
-    _not_built("model.num_experts", (None,), "a mixture of experts"),
+    Rule(
+        "layout-tp-experts-not-built",
+        "A mixture of experts with `tp`.",
+        check_split_experts,
+        built=False,
+    ),
     _not_built("model.window", (None,), "attention in a sliding window"),
     Rule(
         "layout-offload-not-built",
