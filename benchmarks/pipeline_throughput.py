@@ -39,6 +39,7 @@ from meshwright.launch.assignment import Assignment  # noqa: E402
 from meshwright.plan.contract import PLAN_FILE, build_plan, write_plan  # noqa: E402
 from meshwright.plan.parts import held_parts  # noqa: E402
 from meshwright.prepare.build import CorpusSpec, prepare_corpus  # noqa: E402
+from meshwright.run.batches import Batch  # noqa: E402
 from meshwright.run.loop import Meter, report_end, train_step  # noqa: E402
 from meshwright.run.models.decoder import Stages  # noqa: E402
 from meshwright.run.models.init import build_model  # noqa: E402
@@ -127,14 +128,14 @@ class Ours:
         """One step, with everything that a run does in it."""
         train_step(self._session, self._meter)
 
-    def read(self) -> list[tuple[Tensor, ...]]:
+    def read(self) -> list[Batch]:
         """The micro-batches of the first step."""
         session = self._session
         samples = session.order.samples_at(np.arange(session.job.train.global_batch))
         self._divisor = session.train_batches.count_targets(samples)
         return list(session.train_batches.micro_batches(samples))
 
-    def passes(self, batches: list[tuple[Tensor, ...]]) -> None:
+    def passes(self, batches: list[Batch]) -> None:
         """All forward and backward passes."""
         self._pipeline.train(batches, self._divisor, None)
 

@@ -204,8 +204,8 @@ def compare_with_one_process(session):
     forward_backward(session, second, divisor)
     session.owned.take_gradients()
     whole = build_model(with_layout(job, Layout(mode="given", micro_batch=1)), session.ranks.device)
-    for tokens, targets in Batcher(batches.dataset, 0, 1, 1).micro_batches(second):
-        (whole(tokens, targets) / divisor).backward()
+    for batch in Batcher(batches.dataset, 0, 1, 1).micro_batches(second):
+        (whole(*batch) / divisor).backward()
     errors = {
         name: _relative(session.owned.gather(name, own.grad), whole.get_parameter(name).grad)
         for name, own in session.owned.named_parameters()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from meshwright.prepare.dataset import IGNORED, Rows, TokenDataset
+from meshwright.run.mesh import move
 
 Samples = npt.NDArray[np.int64]
 """Numbers of samples."""
@@ -39,6 +41,24 @@ def cut(samples: Samples, rank: int, ranks: int, micro_batch: int, least: int = 
         yield mine[start : start + micro_batch]
 
 
+class Batch(NamedTuple):
+    """A micro-batch: a model's arguments, in its order."""
+
+    inputs: Tensor
+    """Tokens, (micro_batch, seq_len), or images."""
+    targets: Tensor
+    """The next tokens, (micro_batch, seq_len), or labels."""
+    segments: Tensor | None = None
+    """The number of each token's document, (micro_batch, seq_len), with ``data.mask=document``."""
+    weights: Tensor | None = None
+    """Each sample's share of the global batch, (micro_batch,), for a model with experts."""
+
+    def on(self, device: torch.device) -> list[Tensor | None]:
+        """The arguments on a device; those at the end that are none are left out."""
+        last = max(index for index, tensor in enumerate(self) if tensor is not None)
+        return [move(tensor, device) for tensor in self[: last + 1]]
+
+
 @dataclass(frozen=True)
 class Batcher:
     """Cuts lists of samples into this rank's micro-batches."""
@@ -47,12 +67,11 @@ class Batcher:
     rank: int
     ranks: int
     micro_batch: int
+    share: float | None = None
+    """Of one sample in the global batch, where the model wants to know it; a zero-weight one has none."""
 
-    def micro_batches(self, samples: Samples, least: int = 0) -> Iterator[tuple[Tensor, ...]]:
-        """The model's arguments, each (micro_batch, seq_len); as many as the fullest rank needs.
-
-        Tokens and targets; with ``data.mask=document`` also segments, the number of each token's document.
-        """
+    def micro_batches(self, samples: Samples, least: int = 0) -> Iterator[Batch]:
+        """The model's arguments; as many micro-batches as the fullest rank needs."""
         for part in cut(samples, self.rank, self.ranks, self.micro_batch, least):
             yield self._pad(self.dataset.read(part))
 
@@ -60,10 +79,15 @@ class Batcher:
         """Targets of all ranks together: every rank knows the divisor of the loss without asking."""
         return self.dataset.count_targets(samples)
 
-    def _pad(self, rows: Rows) -> tuple[Tensor, ...]:
+    def _pad(self, rows: Rows) -> Batch:
         """Fill up with zero-weight samples: zeros, one document, no target."""
-        missing = ((0, self.micro_batch - len(rows.tokens)), (0, 0))
-        arrays = [np.pad(rows.tokens, missing), np.pad(rows.targets, missing, constant_values=IGNORED)]
+        count = len(rows.tokens)
+        missing = ((0, self.micro_batch - count), (0, 0))
+        tokens, targets = np.pad(rows.tokens, missing), np.pad(rows.targets, missing, constant_values=IGNORED)
+        segments = weights = None
         if rows.segments is not None:
-            arrays.append(np.pad(rows.segments, missing))
-        return tuple(torch.from_numpy(array) for array in arrays)
+            segments = torch.from_numpy(np.pad(rows.segments, missing))
+        if self.share is not None:
+            weights = torch.zeros(self.micro_batch)
+            weights[:count] = self.share
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), segments, weights)

@@ -30,7 +30,7 @@ from meshwright.core.events import EventWriter, Listener
 from meshwright.launch.assignment import Assignment
 from meshwright.plan.contract import Plan
 from meshwright.prepare.dataset import Rows, TokenDataset
-from meshwright.run.batches import Batcher, Samples
+from meshwright.run.batches import Batch, Batcher, Samples
 from meshwright.run.collectives.counter import DEVICE_KEYS, CollectiveCounter
 from meshwright.run.loop import compute_step, report_end
 from meshwright.run.mesh import join_ranks, leave_ranks
@@ -165,14 +165,18 @@ class BlankDataset(TokenDataset):
         return Rows(zeros, zeros, zeros if self.mask == "document" else None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FakeBatches(Batcher):
     """A rank's micro-batches: targets, which are counted, are real, and all else is fake."""
 
     fake: FakeTensorMode
 
-    def micro_batches(self, samples: Samples, least: int = 0) -> Iterator[tuple[Tensor, ...]]:
+    def micro_batches(self, samples: Samples, least: int = 0) -> Iterator[Batch]:
         """The model's arguments."""
-        for tokens, targets, *segments in super().micro_batches(samples, least):
-            others = (self.fake.from_tensor(tensor) for tensor in segments)
-            yield self.fake.from_tensor(tokens), targets, *others
+        for batch in super().micro_batches(samples, least):
+            faked = {
+                name: self.fake.from_tensor(tensor)
+                for name, tensor in batch._asdict().items()
+                if tensor is not None and name != "targets"
+            }
+            yield batch._replace(**faked)

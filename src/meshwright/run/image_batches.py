@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from meshwright.prepare.dataset import IGNORED
 from meshwright.prepare.images import ImageDataset, ImageShape, open_images
-from meshwright.run.batches import Samples, cut
+from meshwright.run.batches import Batch, Samples, cut
 from meshwright.spec.job import SYNTHETIC_IMAGES, Job
 from meshwright.spec.model import ResNetModel
 
@@ -25,7 +24,7 @@ class ImageBatcher:
     ranks: int
     micro_batch: int
 
-    def micro_batches(self, samples: Samples, least: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def micro_batches(self, samples: Samples, least: int = 0) -> Iterator[Batch]:
         """Images (micro_batch, C, H, W) and labels (micro_batch); as many as the fullest rank needs.
 
         A rank with fewer fills up with black images whose labels are ignored.
@@ -38,7 +37,7 @@ class ImageBatcher:
                 pixels, classes = self.dataset.read(part)
                 images[: len(part)] = torch.from_numpy(pixels)
                 labels[: len(part)] = torch.from_numpy(classes)
-            yield images, labels
+            yield Batch(images, labels)
 
     def count_targets(self, samples: Samples) -> int:
         """Labels of all ranks together: every rank knows the divisor of the loss without asking."""

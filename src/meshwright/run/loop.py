@@ -14,10 +14,10 @@ from torch import Tensor
 
 from meshwright.core.files import folder_bytes
 from meshwright.plan.learning_rate import lr_at
-from meshwright.run.batches import Samples
+from meshwright.run.balance import ExpertLoad, load_due
+from meshwright.run.batches import Batch, Samples
 from meshwright.run.divergence import not_finite
 from meshwright.run.gradient_noise import add_noise
-from meshwright.run.mesh import move
 from meshwright.run.optimizer import set_lr
 from meshwright.run.parallel.apply import agree_on_statistics, without_reduction
 from meshwright.run.probe import Utilisation, find_peak
@@ -80,6 +80,8 @@ class Computed:
     loss_scale: float
     lr: float
     grad_norm: Tensor | None
+    load: ExpertLoad | None
+    """What experts had to do, where there are some."""
 
 
 def compute_step(session: Session, samples: Samples, targets: int) -> Computed:
@@ -102,7 +104,8 @@ def compute_step(session: Session, samples: Samples, targets: int) -> Computed:
     own = [own_loss, own_targets] if session.ranks.speaks else [0.0, 0.0]
     loss_sum, counted, stops, *sums = session.ranks.add_up([*own, *wishes, *noise])
     session.save_wanted = session.owned.cut_up and sums.pop(0) > 0
-    return Computed(loss_sum, counted, stops, sums, loss_scale, lr, grad_norm)
+    load = None if session.balancer is None else session.balancer.end_step(session.ranks)
+    return Computed(loss_sum, counted, stops, sums, loss_scale, lr, grad_norm, load)
 
 
 def train_step(session: Session, meter: Meter) -> bool:
@@ -130,7 +133,10 @@ def train_step(session: Session, meter: Meter) -> bool:
         step_s=step_s,
         **meter.read(targets / step_s),
         **session.precision.look(loss, norm),
+        **({} if done.load is None else done.load.figures()),
     )
+    if done.load is not None and session.ranks.rank == 0 and load_due(session.step, session.job.train.steps):
+        session.events.write("experts", step=session.step, layers=done.load.rows())
     session.precision.require_scale(session.step, session.has_checkpoint)
     if not session.precision.skipped:
         _require_finite(session, loss=loss, gradient_norm=norm)
@@ -155,12 +161,12 @@ def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     targets_seen = 0
     for index, batch in enumerate(batches):
-        targets_seen += int((batch[1] >= 0).sum())
+        targets_seen += int((batch.targets >= 0).sum())
         if session.audit is not None:
             session.audit.before_forward(index)
         with without_reduction(session.module, session.job, last=index == micro_batches - 1):
             with session.precision.products():
-                loss = session.module(*[move(t, device) for t in batch])
+                loss = session.module(*batch.on(device))
             if session.audit is not None:
                 session.audit.after_forward()
             session.precision.backward(loss / divisor)
@@ -211,15 +217,15 @@ def evaluate(session: Session) -> float | None:
     return loss_sum / counted
 
 
-def _evaluate_whole(session: Session, batches: Iterable[tuple[Tensor, ...]]) -> tuple[float, int]:
+def _evaluate_whole(session: Session, batches: Iterable[Batch]) -> tuple[float, int]:
     """The summed loss and the targets of micro-batches, where the model is not cut into stages."""
     device = session.ranks.device
     loss_sum, targets_seen = 0.0, 0
     session.model.train(not session.job.mixes_samples)  # else a batch norm reads its running statistics
     for batch in batches:
         with session.precision.products():
-            loss_sum += session.model(*[move(t, device) for t in batch]).item()
-        targets_seen += int((batch[1] >= 0).sum())
+            loss_sum += session.model(*batch.on(device)).item()
+        targets_seen += int((batch.targets >= 0).sum())
     session.model.train()
     return loss_sum, targets_seen
 

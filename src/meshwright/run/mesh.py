@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import overload
 
 import torch
 import torch.distributed as dist
@@ -173,9 +174,13 @@ def leave_ranks(ranks: Ranks) -> None:
         dist.destroy_process_group()
 
 
-def move(array: Tensor, device: torch.device) -> Tensor:
-    """A batch to the device, without waiting where the memory is pinned."""
-    if device.type == "cuda":
+@overload
+def move(array: Tensor, device: torch.device) -> Tensor: ...
+@overload
+def move(array: Tensor | None, device: torch.device) -> Tensor | None: ...
+def move(array: Tensor | None, device: torch.device) -> Tensor | None:
+    """A part of a batch to the device, without waiting where the memory is pinned; None stays None."""
+    if array is not None and device.type == "cuda":
         return array.pin_memory().to(device, non_blocking=True)
     return array
 

@@ -22,10 +22,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from meshwright.run.models.grouped import GROUPED_PRODUCT
 from meshwright.spec.layout import Recompute
 
 _aten = torch.ops.aten
-PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
+PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, GROUPED_PRODUCT})
 ATTENTIONS = frozenset(
     {
         _aten._scaled_dot_product_flash_attention_for_cpu.default,

@@ -84,8 +84,10 @@ class DecoderModel:
     """Experts, each expert_ffn_size wide, that every token visits."""
     dense_layers: Natural = 0
     """First layers that have a dense feed-forward and no experts."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """How experts are scored: against each other, or each on its own. Weights of the chosen add up to 1."""
     capacity_factor: Positive | None = None
-    """Places of an expert over its even share; tokens beyond them are dropped. None if left out."""
+    """Places of an expert in a sequence over its even share; later tokens are dropped. None if left out."""
     init_std: Positive = 0.02
     """Standard deviation of the initial weights (norms start at one, biases at zero)."""
     hf: Location | None = None
@@ -130,6 +132,12 @@ class DecoderModel:
     def shared_width(self) -> int:
         """Inner width of the shared experts together, which are one feed-forward."""
         return self.shared_experts * self.expert_width
+
+    @property
+    def load_size(self) -> int:
+        """Numbers that a step counts of its experts: for each layer with experts, the tokens of each of them,
+        the dropped ones, and the two losses that keep them in order."""
+        return self.expert_layers * ((self.num_experts or 0) + 3)
 
     @property
     def windowed_layers(self) -> int:

@@ -72,19 +72,20 @@ def test_every_rank_runs_the_same_micro_batches_and_every_sample_counts_once(mas
     samples = np.arange(100, 100 + count)
     shapes, seen = set(), []
     for rank in range(ranks):
-        batches = list(Batcher(Counting(mask), rank, ranks, micro).micro_batches(samples))
+        batches = list(Batcher(Counting(mask), rank, ranks, micro, 1 / count).micro_batches(samples))
         shapes.add((len(batches), micro))
-        for tokens, targets, *segments in batches:
+        for tokens, targets, segments, weights in batches:
             assert tokens.shape == targets.shape == (micro, 4)
             assert tokens.dtype == targets.dtype == torch.int64
-            assert len(segments) == (mask == "document"), "the model's third argument, where it is needed"
+            assert (segments is not None) == (mask == "document")
             real = targets[:, 0] != IGNORED
+            assert weights.tolist() == pytest.approx((real / count).tolist()), "a share of the global batch"
             seen += tokens[real][:, 0].tolist()
             assert (targets[~real] == IGNORED).all()
             assert (tokens[~real] == 0).all()
-            for numbers in segments:
-                assert (numbers[real] == 3).all()
-                assert (numbers[~real] == 0).all()
+            if segments is not None:
+                assert (segments[real] == 3).all()
+                assert (segments[~real] == 0).all()
     assert len(shapes) == 1
     assert sorted(seen) == samples.tolist()
     assert Batcher(Counting(), 0, ranks, micro).count_targets(samples) == 4 * count

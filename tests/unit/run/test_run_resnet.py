@@ -151,8 +151,8 @@ def test_batches_are_padded_with_images_that_weigh_nothing():
     samples, seen = np.arange(10, 15), []
     for rank in range(2):
         batches = list(ImageBatcher(data, rank, 2, 2).micro_batches(samples))
-        assert [tuple(images.shape) for images, _ in batches] == [(2, 3, 8, 8)] * 2
-        for images, labels in batches:
+        assert [tuple(batch.inputs.shape) for batch in batches] == [(2, 3, 8, 8)] * 2
+        for images, labels, *_ in batches:
             seen += [image.sum().item() for image in images[labels != IGNORED]]
             assert not images[labels == IGNORED].any()
     assert len(seen) == 5

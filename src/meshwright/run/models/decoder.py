@@ -1,4 +1,4 @@
-"""A decoder: grouped-query attention and a feed-forward, each behind a norm, with the parts the model names.
+"""A decoder: grouped-query attention and a feed-forward or experts, each behind a norm, as the model says.
 
 Llama-shaped as it stands, GPT-shaped with learned positions, LayerNorm, GELU and biases. Parameter names and
 registration order are the contract with ``plan.shapes``, which lists the same table without torch; a test
@@ -19,9 +19,12 @@ import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor, nn
 
 from meshwright.plan.parts import Part
+from meshwright.run.models.feed_forward import build_feed_forward
 from meshwright.run.models.loss import linear_cross_entropy
+from meshwright.run.models.moe import ExpertProduct, MixtureOfExperts
 from meshwright.run.models.norms import build_norm, product_dtype
 from meshwright.run.models.products import Product
+from meshwright.run.models.routing import Router
 from meshwright.run.recompute import run_recomputed
 from meshwright.spec.layout import Recompute
 from meshwright.spec.model import DecoderModel
@@ -112,55 +115,62 @@ class Attention(nn.Module):
         return self.wo(mixed_BHTE.transpose(1, 2).reshape(batch, length, -1))
 
 
-class GatedFeedForward(nn.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
-
-    def __init__(self, model: DecoderModel) -> None:
-        super().__init__()
-        self.gate = Product(model.hidden_size, model.ffn_size, bias=model.ffn_bias)
-        self.up = Product(model.hidden_size, model.ffn_size, bias=model.ffn_bias)
-        self.down = Product(model.ffn_size, model.hidden_size, bias=model.ffn_bias)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """Each position on its own."""
-        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
-
-
-class FeedForward(nn.Module):
-    """Two matrices around GELU: ``down(gelu(up(x)))``."""
-
-    def __init__(self, model: DecoderModel) -> None:
-        super().__init__()
-        self.approximate = "tanh" if model.activation == "gelu_tanh" else "none"
-        self.up = Product(model.hidden_size, model.ffn_size, bias=model.ffn_bias)
-        self.down = Product(model.ffn_size, model.hidden_size, bias=model.ffn_bias)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """Each position on its own."""
-        return self.down(F.gelu(self.up(x_BTD), approximate=self.approximate))
-
-
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside a residual."""
+    """Attention and feed-forward, or experts, each behind a norm and beside a residual."""
 
-    def __init__(self, model: DecoderModel, recompute: Recompute) -> None:
+    def __init__(self, model: DecoderModel, recompute: Recompute, layer: int) -> None:
         super().__init__()
         self.recompute: Recompute = recompute
         self.attention_norm = build_norm(model)
         self.attention = Attention(model)
         self.ffn_norm = build_norm(model)
-        self.ffn = GatedFeedForward(model) if model.activation == "swiglu" else FeedForward(model)
-        products = sum(isinstance(module, Product) for module in self.modules())
-        self.kept_products = [True] * (products - 1) + [False]
+        self.routed = model.num_experts is not None and layer >= model.dense_layers
+        """Whether it has experts."""
+        self.ffn = MixtureOfExperts(model) if self.routed else build_feed_forward(model, model.ffn_size)
+        products = list(self.list_products())
+        self.kept_products = [True] * len(products)
         """Of the block's products, in order, those that selective recomputation keeps."""
+        # Nothing in the backward pass reads the last one; but those who weigh experts' answers read them.
+        self.kept_products[-1] = not isinstance(products[-1][1], Product)
 
-    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
-        """One block, keeping for the backward pass what the layout says."""
-        return run_recomputed(self._compute, self.recompute, self.kept_products, x_BTD, rope, mask)
+    def list_products(self) -> Iterator[tuple[str, nn.Module]]:
+        """Its matrix products by name, in the order in which they are computed."""
+        kinds = (Product, Router, ExpertProduct)
+        return ((name, module) for name, module in self.named_modules() if isinstance(module, kinds))
 
-    def _compute(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
+        weights_B: Tensor | None = None,
+    ) -> Tensor:
+        """One block, keeping for the backward pass what the layout says.
+
+        Args:
+            x_BTD: The residual stream.
+            rope: Tables of rotations.
+            mask: Added to the scores of attention.
+            weights_B: Each sequence's share of the batch, for experts.
+        """
+        if not isinstance(self.ffn, MixtureOfExperts):
+            return run_recomputed(self._compute, self.recompute, self.kept_products, x_BTD, rope, mask, None)
+        router = self.ffn.router
+        router.counting = True  # and not where it is computed again
+        out = run_recomputed(self._compute, self.recompute, self.kept_products, x_BTD, rope, mask, weights_B)
+        router.counting = False
+        return out
+
+    def _compute(
+        self,
+        x_BTD: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
+        weights_B: Tensor | None,
+    ) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask)
-        return x_BTD + self.ffn(self.ffn_norm(x_BTD))
+        normal = self.ffn_norm(x_BTD)
+        return x_BTD + (self.ffn(normal, weights_B) if self.routed else self.ffn(normal))
 
 
 class Head(nn.Linear):
@@ -221,7 +231,7 @@ class Decoder(nn.Module):
         if model.positions == "learned" and part.first:
             assert model.max_positions is not None, "the legality table asks for max_positions"
             self.positions = nn.Embedding(model.max_positions, model.hidden_size)
-        self.blocks = nn.ModuleDict({str(layer): Block(model, recompute) for layer in part.layers})
+        self.blocks = nn.ModuleDict({str(layer): Block(model, recompute, layer) for layer in part.layers})
         if part.last:
             self.norm = build_norm(model)
             self.head = Head(model.hidden_size, model.vocab_size, bias=False)
@@ -242,7 +252,11 @@ class Decoder(nn.Module):
         return (cast(Block, block) for block in self.blocks.values())
 
     def forward(
-        self, x: Tensor, targets_BT: Tensor | None = None, segments_BT: Tensor | None = None
+        self,
+        x: Tensor,
+        targets_BT: Tensor | None = None,
+        segments_BT: Tensor | None = None,
+        weights_B: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, T, V), or the loss **summed** over the targets that are not ``IGNORED``.
 
@@ -253,6 +267,7 @@ class Decoder(nn.Module):
             x: Tokens (B, T); of a stage that is not the first, the residual stream.
             targets_BT: Words to predict; read by the last stage.
             segments_BT: The number of each token's document.
+            weights_B: Each sequence's share of the batch, 0 for one that only fills up; for experts.
         """
         length = x.shape[1] if self.first else self.seq_len
         assert length <= self.seq_len, f"{length} tokens, but positions are built for {self.seq_len}"
@@ -261,7 +276,7 @@ class Decoder(nn.Module):
         rope = (self.rope_cos[:length], self.rope_sin[:length]) if self.rotary else None
         mask = None if segments_BT is None else document_mask(segments_BT, product_dtype(x))
         for block in self.blocks.values():
-            x = block(x, rope, mask)
+            x = block(x, rope, mask, weights_B)
         if not self.last:
             return x
         x = self.norm(x)
@@ -300,4 +315,6 @@ def compile_blocks(decoder: Decoder, **options: Any) -> None:
     # It would cut graphs at DDP's buckets, which here lie outside them, and asserts how large those are.
     torch._dynamo.config.optimize_ddp = False
     for block in decoder.list_blocks():
+        if isinstance(block.ffn, MixtureOfExperts):  # how many rows an expert gets is known when it runs
+            block.ffn.forward = torch.compiler.disable(block.ffn.forward)  # type: ignore[method-assign]
         block.compile(dynamic=False, **options)

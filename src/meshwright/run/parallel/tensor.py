@@ -151,8 +151,9 @@ def apply_split(network: Decoder, split: Split) -> None:
     """Give the modules of the table their styles, in place; the parameters may lie nowhere yet."""
     for number, block in network.blocks.items():
         assert isinstance(block, Block), "a decoder's blocks"
-        names = [name for name, module in block.named_modules() if isinstance(module, Product)]
-        block.kept_products = [style_of(f"blocks.{number}.{name}") != "row" for name in names]
+        block.kept_products = [
+            style_of(f"blocks.{number}.{name}") != "row" for name, _ in block.list_products()
+        ]
     for name, module in list(network.named_modules()):
         style = style_of(name)
         owner_name, _, leaf = name.rpartition(".")

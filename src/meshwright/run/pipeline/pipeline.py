@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from meshwright.plan.parts import schedule_of
+from meshwright.run.batches import Batch
 from meshwright.run.mesh import Ranks
 from meshwright.run.pipeline.exchange import Exchange, open_channels
 from meshwright.run.pipeline.interpreter import Interpreter
-from meshwright.run.pipeline.stages import Batch, Stage, StageWork
+from meshwright.run.pipeline.stages import Stage, StageWork
 from meshwright.run.pipeline.times import ActionTimes
 from meshwright.run.precision import Precision
 from meshwright.run.watch import StepWatch
@@ -91,4 +92,4 @@ def stream_shape(job: Job) -> tuple[int, ...]:
 
 
 def _count_targets(batches: list[Batch]) -> int:
-    return sum(int((batch[1] >= 0).sum()) for batch in batches)
+    return sum(int((batch.targets >= 0).sum()) for batch in batches)

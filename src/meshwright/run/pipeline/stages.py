@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.run.batches import Batch
 from meshwright.run.mesh import move
 from meshwright.run.models.decoder import Decoder
 from meshwright.run.models.products import Later, Product, Waiting, put_off
@@ -26,8 +27,6 @@ from meshwright.run.parallel.sharded import LateGradients, begin_micro_batch
 from meshwright.run.precision import Precision
 from meshwright.run.watch import StepWatch
 from meshwright.spec.job import Job
-
-Batch = tuple[Tensor, ...]
 
 
 @dataclass
@@ -167,12 +166,11 @@ class StageWork:
 
 def _call(module: Decoder, batch: Batch, x: Tensor | None, device: torch.device) -> Tensor:
     """A stage on a micro-batch; of the batch each stage reads what it needs."""
-    tokens, targets, *segments = batch
-    given = move(tokens, device) if x is None else x
     return module(
-        given,
-        move(targets, device) if module.last else None,
-        move(segments[0], device) if segments else None,
+        move(batch.inputs, device) if x is None else x,
+        move(batch.targets, device) if module.last else None,
+        move(batch.segments, device),
+        move(batch.weights, device),
     )
 
 

@@ -1,0 +1,245 @@
+"""Which experts a token goes to, with what weight, and what keeps the experts evenly busy.
+
+The choice is a function of a token and of its own sequence, never of the micro-batch or the rank: capacity
+and the balance loss are counted over one sequence, and what a rank knows of the sequences that its tokens
+are part of is asked of :class:`Tokens`.
+
+The balance loss and the z-loss have no graph of their own. Their gradients are known in closed form and are
+added to those of the router's logits on the way back: the loss that is reported is cross-entropy alone, and
+a stage of a pipeline that never sees a loss needs nothing special.
+
+Shape suffixes: B sequences, N tokens of this rank, D hidden, E experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from meshwright.spec.model import DecoderModel
+
+Choose = Callable[[Tensor, Tensor], Tensor]
+"""Of scores (N, E), as they are chosen by, and the experts (N, K) that they choose: the experts to take."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Where tokens go."""
+
+    experts_NK: Tensor
+    """Numbers of experts, int64."""
+    weights_NK: Tensor
+    """Of each expert's answer, float32; those of a token add up to one. They have a gradient."""
+    kept_NK: Tensor | None = None
+    """False where the expert had no place left; None where nothing is dropped."""
+
+
+class Tokens:
+    """What a rank knows of the sequences that its tokens are part of: here, all of them, whole."""
+
+    def own(self, x: Tensor) -> Tensor:
+        """The rank's own tokens of the stream, (N, D)."""
+        return x.flatten(0, -2)
+
+    def back(self, out_ND: Tensor, like: Tensor) -> Tensor:
+        """What became of the own tokens, in the shape of the stream."""
+        return out_ND.view_as(like)
+
+    def length(self, own: int, batch: int) -> int:
+        """Tokens of one whole sequence, of which this rank has ``own`` over ``batch`` sequences."""
+        return own // batch
+
+    def sequence_of(self, own: int, batch: int, device: torch.device) -> Tensor:
+        """The sequence that each own token is part of, (N,)."""
+        return torch.arange(own, device=device) // (own // batch)
+
+    def add_up(self, counts_BE: Tensor) -> Tensor:
+        """Counts over whole sequences, of those over the own tokens; float32."""
+        return counts_BE
+
+    def queue_places(self, experts_NK: Tensor, batch: int, num_experts: int) -> tuple[Tensor, Tensor]:
+        """Where each choice stands in its expert's queue, and how long the queues are.
+
+        Returns:
+            For each token and slot, how many earlier ones of its sequence (in the order of tokens, then of
+            slots) chose the same expert, (N, K); and the counts over whole sequences, (B, E), float32.
+        """
+        sequence_N = self.sequence_of(len(experts_NK), batch, experts_NK.device)
+        places_NK = queue_up(sequence_N, experts_NK, num_experts)
+        return places_NK, count_choices(sequence_N, experts_NK, batch, num_experts)
+
+
+def queue_up(sequence_N: Tensor, experts_NK: Tensor, num_experts: int) -> Tensor:
+    """For each token and slot, how many earlier ones of the same sequence chose the same expert."""
+    queue = (sequence_N.unsqueeze(1) * num_experts + experts_NK).flatten()
+    in_order, order = queue.sort(stable=True)
+    index = torch.arange(len(queue), device=queue.device)
+    begins = torch.ones_like(in_order, dtype=torch.bool)
+    begins[1:] = in_order[1:] != in_order[:-1]
+    places = index - torch.where(begins, index, 0).cummax(0).values
+    return torch.empty_like(places).scatter_(0, order, places).view_as(experts_NK)
+
+
+def count_choices(sequence_N: Tensor, experts_NK: Tensor, batch: int, num_experts: int) -> Tensor:
+    """How often each sequence chose each expert, (B, E), float32."""
+    queue = (sequence_N.unsqueeze(1) * num_experts + experts_NK).flatten()
+    counts = torch.zeros(batch * num_experts, dtype=torch.int64, device=queue.device)
+    return counts.scatter_add_(0, queue, torch.ones_like(queue)).view(batch, num_experts).float()
+
+
+@dataclass(frozen=True)
+class AuxiliaryLosses:
+    """What is added to the loss so that experts are evenly busy and logits stay small."""
+
+    balance: float = 0.0
+    """Coefficient of the balance loss."""
+    z: float = 0.0
+    """Coefficient of the z-loss."""
+    scale: Callable[[], Tensor | None] = lambda: None
+    """What gradients are multiplied by (fp16's loss scale), on the device; None for nothing."""
+
+
+class Router(nn.Module):
+    """Scores every expert for every token and takes the best; always in float32."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        super().__init__()
+        assert model.num_experts is not None, "a router has experts to choose from"
+        assert model.experts_per_token is not None, "the legality table asks for experts_per_token"
+        self.num_experts, self.per_token = model.num_experts, model.experts_per_token
+        self.kind, self.capacity_factor = model.router, model.capacity_factor
+        self.weight = nn.Parameter(torch.empty(model.num_experts, model.hidden_size))
+        self.auxiliary = AuxiliaryLosses()
+        self.choose: Choose | None = None
+        """Takes the place of the choice, where somebody has another one in mind."""
+        self.selection_bias: Tensor | None = None
+        """(E,), added to the scores for choosing alone; the weights do not know of it."""
+        self.load: Tensor | None = None
+        """Where the step's sums go: tokens of each expert, dropped ones, both losses; float64, (E + 3,)."""
+        self.counting = False
+        """Whether what goes through is counted: in a forward pass, not when it is computed again."""
+
+    def forward(self, x_ND: Tensor, weights_B: Tensor | None, tokens: Tokens) -> Choice:
+        """Choose for this rank's tokens.
+
+        Args:
+            x_ND: The tokens.
+            weights_B: Each sequence's share of the batch, 0 for one that fills up; None where text is
+                written: then there is no capacity.
+            tokens: What is known of the sequences.
+        """
+        learning = weights_B is not None and torch.is_grad_enabled()
+        with torch.autocast(x_ND.device.type, enabled=False):
+            logits_NE = F.linear(x_ND.float(), self.weight.float())
+            with torch.no_grad():
+                scores_NE = logits_NE.softmax(-1) if self.kind == "softmax" else logits_NE.sigmoid()
+                experts_NK = self._choose(scores_NE)
+                kept_NK = extra_NE = None
+                if weights_B is not None:
+                    seen = _Seen(logits_NE, scores_NE, experts_NK, weights_B, tokens)
+                    kept_NK, extra_NE = self._look(seen, learning)
+            if extra_NE is not None:
+                logits_NE = _AddGradient.apply(logits_NE, extra_NE)
+            best_NK = logits_NE.gather(1, experts_NK)
+            if self.kind == "softmax":  # of the chosen alone: that of all experts, made to add up to one
+                weights_NK = best_NK.softmax(-1)
+            else:
+                chosen_NK = best_NK.sigmoid()
+                weights_NK = chosen_NK / chosen_NK.sum(-1, keepdim=True)
+        return Choice(experts_NK, weights_NK, kept_NK)
+
+    def _choose(self, scores_NE: Tensor) -> Tensor:
+        wanted_NE = scores_NE if self.selection_bias is None else scores_NE + self.selection_bias
+        experts_NK = wanted_NE.topk(self.per_token, dim=-1).indices
+        return experts_NK if self.choose is None else self.choose(wanted_NE, experts_NK)
+
+    def _look(self, seen: _Seen, learning: bool) -> tuple[Tensor | None, Tensor | None]:
+        """At whole sequences: who finds a place, and what the auxiliary losses add to the logits' gradient.
+
+        What is learned from is counted on the way.
+        """
+        tokens, experts_NK, weights_B = seen.tokens, seen.experts_NK, seen.weights_B
+        own, batch, experts = len(experts_NK), len(weights_B), self.num_experts
+        length, sequence_N = tokens.length(own, batch), tokens.sequence_of(own, batch, experts_NK.device)
+        kept_NK = counts_BE = extra_NE = None
+        if self.capacity_factor is not None:
+            places_NK, counts_BE = tokens.queue_places(experts_NK, batch, experts)
+            kept_NK = places_NK < math.ceil(self.capacity_factor * length * self.per_token / experts)
+        if not learning:
+            return kept_NK, None
+        own_BE = count_choices(sequence_N, experts_NK, batch, experts)
+        share_N1 = (weights_B / length)[sequence_N].unsqueeze(1)
+        values = own_BE.new_zeros(2)
+        if self.auxiliary.balance:
+            counts_BE = tokens.add_up(own_BE) if counts_BE is None else counts_BE
+            frequency_NE = (counts_BE * (experts / (length * self.per_token)))[sequence_N]
+            values[0], extra_NE = self._balance(seen, frequency_NE, share_N1)
+        if self.auxiliary.z:
+            values[1], gradient_NE = self._z(seen, share_N1)
+            extra_NE = gradient_NE if extra_NE is None else extra_NE.add_(gradient_NE)
+        if self.counting and self.load is not None:
+            real_B1 = (weights_B > 0).unsqueeze(1)
+            self.load[:experts] += (own_BE * real_B1).sum(0)
+            if kept_NK is not None:
+                self.load[experts] += (real_B1[sequence_N] & ~kept_NK).sum()
+            self.load[experts + 1 :] += values
+        scale = self.auxiliary.scale()
+        return kept_NK, extra_NE if extra_NE is None or scale is None else extra_NE * scale
+
+    def _balance(self, seen: _Seen, frequency_NE: Tensor, share_N1: Tensor) -> tuple[Tensor, Tensor]:
+        """The balance loss of the own tokens, and its gradient with its coefficient.
+
+        Of a sequence it is E sum_e f_e P_e (Fedus et al. 2021, equations 4 to 6): f_e the share of its
+        choices that fell on expert e, which has no gradient, P_e the mean of its tokens' probabilities.
+
+        Args:
+            seen: The router's numbers.
+            frequency_NE: E f_e of each token's sequence.
+            share_N1: Each token's share of the batch.
+        """
+        scores_NE = seen.scores_NE
+        probabilities_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
+        mean_N1 = (frequency_NE * probabilities_NE).sum(-1, keepdim=True)
+        gradient_NE = probabilities_NE * (frequency_NE - mean_N1)
+        if self.kind == "sigmoid":
+            gradient_NE *= 1 - scores_NE
+        return (share_N1 * mean_N1).sum(), gradient_NE * (share_N1 * self.auxiliary.balance)
+
+    def _z(self, seen: _Seen, share_N1: Tensor) -> tuple[Tensor, Tensor]:
+        """The z-loss of the own tokens, log(sum_e exp(logit_e))^2 (Zoph et al. 2022), and its gradient."""
+        total_N1 = seen.logits_NE.logsumexp(-1, keepdim=True)
+        gradient_NE = seen.logits_NE.softmax(-1) * (2 * self.auxiliary.z * share_N1 * total_N1)
+        return (share_N1 * total_N1.square()).sum(), gradient_NE
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a router found for its tokens; nothing of it has a gradient."""
+
+    logits_NE: Tensor
+    scores_NE: Tensor
+    experts_NK: Tensor
+    weights_B: Tensor
+    tokens: Tokens
+
+
+class _AddGradient(torch.autograd.Function):
+    """Nothing on the way forward; on the way back a gradient that is known already comes in."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, extra: Tensor) -> Tensor:
+        ctx.save_for_backward(extra)
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (extra,) = ctx.saved_tensors
+        return grad + extra, None
