@@ -24,6 +24,7 @@ from meshwright.prepare.dataset import TokenDataset
 from meshwright.prepare.order import SampleOrder
 from meshwright.prepare.shards import ShardFolder
 from meshwright.prepare.tokenizer import TOKENIZER_FILE
+from meshwright.run.balance import SELECTION_BIAS, Balancer, build_balancer
 from meshwright.run.batches import Batcher
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.divergence import not_finite
@@ -85,6 +86,8 @@ class Session:
     """Where its state lies on the host."""
     noise_scale: NoiseScale
     precision: Precision
+    balancer: Balancer | None
+    """Keeps experts evenly busy, where there are some."""
     train_batches: Batcher | ImageBatcher
     eval_batches: Batcher | ImageBatcher
     order: SampleOrder
@@ -186,6 +189,7 @@ def build_session(
         streamed=offload_optimizer(optimizer, owned, job, ranks),
         noise_scale=NoiseScale(module, job.train.noise_scale_every),
         precision=precision,
+        balancer=build_balancer(model, job, ranks.device, precision),
         train_batches=train_batches,
         eval_batches=eval_batches,
         order=SampleOrder(train_batches.dataset.shard_sample_counts, job.train.seed),
@@ -239,6 +243,8 @@ def take_snapshot(session: Session) -> plain.Snapshot:
                 state[f"{name}:{key}"] = piece(shape, partial(owned.gather, name, own))
     if session.job.mixes_samples:  # the running statistics of batch norms
         model |= {name: plain.Piece.of(buffer) for name, buffer in session.model.named_buffers()}
+    if session.balancer is not None and session.balancer.bias_LE is not None:
+        model[SELECTION_BIAS] = plain.Piece.of(session.balancer.bias_LE)  # the same on every rank
     model = {n: replace(p, whole=partial(_require_finite, session, n, p.whole)) for n, p in model.items()}
     return plain.Snapshot({MODEL_FILE: model, OPTIMIZER_FILE: state})
 
@@ -297,6 +303,8 @@ def _resume(session: Session, checkpoint: Path) -> None:
     weights = dict(zip(named, owned.held(), strict=True))
     if session.job.mixes_samples:
         weights |= dict(session.model.named_buffers())
+    if session.balancer is not None and session.balancer.bias_LE is not None:
+        _resume_bias(session.balancer.bias_LE, checkpoint)
     for file, targets in ((MODEL_FILE, weights), (OPTIMIZER_FILE, states)):
         with plain.open_tensors(checkpoint, file) as saved:
             missing = targets.keys() - set(saved.keys())
@@ -314,6 +322,13 @@ def _resume(session: Session, checkpoint: Path) -> None:
         session.best_eval_loss = manifest.best_eval_loss
     notes = _differences(manifest, session)
     session.events.write("resumed", checkpoint=str(checkpoint), step=session.step, notes=notes)
+
+
+def _resume_bias(bias_LE: Tensor, checkpoint: Path) -> None:
+    """The biases that experts were chosen by; a run that had none starts with zeros."""
+    with plain.open_tensors(checkpoint, MODEL_FILE) as saved:
+        if SELECTION_BIAS in saved.keys():  # noqa: SIM118  (it is no dict)
+            bias_LE.copy_(saved.get_tensor(SELECTION_BIAS))
 
 
 def describe_sharding(job: Job) -> str:

@@ -134,6 +134,12 @@ class DecoderModel:
         return self.shared_experts * self.expert_width
 
     @property
+    def load_size(self) -> int:
+        """Numbers that a step counts of its experts: for each layer with experts, the tokens of each of them,
+        the dropped ones, and the two losses that keep them in order."""
+        return self.expert_layers * ((self.num_experts or 0) + 3)
+
+    @property
     def windowed_layers(self) -> int:
         """Layers whose attention looks back only so far."""
         return self.num_layers // self.window_every if self.window else 0

@@ -1,11 +1,12 @@
 """Sharded data parallelism: torch's FSDP2 for ZeRO-2 and 3; ZeRO-1 is DDP with a cut optimizer.
 
 The order of wrapping, innermost first, is that of ``plan.sharding.list_groups``: each block is a group, its
-routed experts before it where they are cut over other ranks (``plan.axes``), and what lies around the blocks (embedding, positions, final norm, head) is the last, the root. The root is one
-group because a tied head is the embedding, and because the loss reads the head's weight without calling the
-head. A group is gathered before its forward pass. Under ZeRO-3 a block is let go after it and gathered again
-for its backward pass; under ZeRO-2 it stays until the last backward pass of the step. The root stays from
-forward to backward in both.
+routed experts before it where they are cut over other ranks (``plan.axes``), and what lies around the blocks
+(embedding, positions, final norm, head) is the last, the root. The root is one group because a tied head is
+the embedding, and because the loss reads the head's weight without calling the head. A group is gathered
+before its forward pass. Under ZeRO-3 a block is let go after it and gathered again for its backward pass;
+under ZeRO-2 it stays until the last backward pass of the step. The root stays from forward to backward in
+both.
 
 Shards are float32 masters. Blocks are gathered in the precision of the products, the root in float32, as the
 residual stream and the sums of the head's gradient are. Gradients are reduced in float32, or as
