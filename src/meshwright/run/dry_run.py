@@ -10,6 +10,7 @@ the number of targets. Whatever else is read from a tensor is zero.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore  # makes the backend known, too
@@ -34,6 +35,8 @@ from meshwright.run.batches import Batch, Batcher, Samples
 from meshwright.run.collectives.counter import DEVICE_KEYS, CollectiveCounter
 from meshwright.run.loop import compute_step, report_end
 from meshwright.run.mesh import join_ranks, leave_ranks
+from meshwright.run.models.moe import MixtureOfExperts
+from meshwright.run.parallel.experts import ExpertExchange
 from meshwright.run.session import Session, build_session
 from meshwright.run.step_audit import StepAudit
 from meshwright.spec.job import Job
@@ -66,6 +69,7 @@ def rehearse(plan: Plan, rank: int, listener: Listener, tell: Tell) -> None:
             blank = BlankDataset(plan.job)
             with OneChunk():
                 session = build_session(plan, nowhere, ranks, counter, events, open_split=lambda _: blank)
+            deal_evenly(session.model)
             batches = session.train_batches
             assert isinstance(batches, Batcher), "decoders read tokens"
             session.train_batches = FakeBatches(**vars(batches), fake=fake)
@@ -75,6 +79,32 @@ def rehearse(plan: Plan, rank: int, listener: Listener, tell: Tell) -> None:
             leave_ranks(ranks)
         counter.remove()
         events.close()
+
+
+def deal_evenly(model: nn.Module) -> None:
+    """Experts get the same number of tokens each, from every rank: scores that are nowhere choose nobody."""
+    for layer in model.modules():
+        if isinstance(layer, MixtureOfExperts):
+            layer.router.choose = functools.partial(_take_turns, layer.router.num_experts)
+            if isinstance(layer.dispatch, ExpertExchange):
+                layer.dispatch = EvenExchange(layer.dispatch)
+
+
+def _take_turns(experts: int, scores: Tensor, chosen: Tensor) -> Tensor:
+    """One expert after the other."""
+    return torch.arange(chosen.numel(), dtype=torch.int64).view(chosen.shape) % experts
+
+
+class EvenExchange(ExpertExchange):
+    """What arrives from every other rank is as much as this one sends to itself."""
+
+    def __init__(self, exchange: ExpertExchange) -> None:
+        vars(self).update(vars(exchange))
+
+    def tell(self, told_XH: Tensor) -> Tensor:  # noqa: N803
+        """Asks, and knows the answer."""
+        super().tell(told_XH)
+        return told_XH[self.place].expand_as(told_XH)
 
 
 def _take_step(session: Session, tell: Tell) -> None:

@@ -44,12 +44,12 @@ class ExpertExchange:
     def __init__(self, job: Job, ranks: Ranks) -> None:
         assert isinstance(job.model, DecoderModel), "only decoders have experts"
         self._experts, self._ep, self._etp = job.model.num_experts or 0, job.layout.ep, job.layout.etp
-        self._group = ranks.group(EXPERTS).group_name
+        self._group, self.place = ranks.group(EXPERTS).group_name, ranks.group(EXPERTS).rank()
 
     def __call__(self, x_ND: Tensor, choice: Choice, experts: Experts) -> Tensor:
         """What the experts of a choice, wherever they are, make of this rank's tokens; (N, D)."""
         by_expert = Sorted.of(choice, self._experts)
-        arriving_XH = self._tell(by_expert.sizes_E.view(self._ep, -1))
+        arriving_XH = self.tell(by_expert.sizes_E.view(self._ep, -1).repeat_interleave(self._etp, 0))
         told = torch.cat((by_expert.sizes_E, arriving_XH.flatten())).tolist()  # what the host waits for
         leaving, arriving = told[: self._experts], _fold(told[self._experts :], experts.held)
         blocks = [sum(rows) for rows in _fold(leaving, experts.held)]
@@ -68,9 +68,8 @@ class ExpertExchange:
         answers_RD = _Travel.apply(answers_RD, received, sent, *way)
         return gather(self._add_copies(answers_RD, blocks), by_expert, choice.weights_NK)
 
-    def _tell(self, sizes_PH: Tensor) -> Tensor:
-        """Every rank says how many rows are coming for each expert of the other; (X, H)."""
-        told_XH = sizes_PH.repeat_interleave(self._etp, 0)
+    def tell(self, told_XH: Tensor) -> Tensor:
+        """Every rank tells each other how many rows are coming for that one's experts; (X, H)."""
         even = [1] * len(told_XH)
         return _functional.wait_tensor(_functional.all_to_all_single(told_XH, even, even, self._group))
 
