@@ -5,12 +5,11 @@ fake ones, which return at once. What is built, wrapped, called and freed is wha
 calls and frees: the same functions in the same order, under the same counter and the same tracker.
 
 Integers stay real. They are few, and code reads them: the order of DDP's buckets, the coordinates of a mesh,
-the number of targets. Whatever else is read from a tensor is zero.
+the number of targets, how many tokens an expert gets. Whatever else is read from a tensor is zero.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -85,14 +84,16 @@ def deal_evenly(model: nn.Module) -> None:
     """Experts get the same number of tokens each, from every rank: scores that are nowhere choose nobody."""
     for layer in model.modules():
         if isinstance(layer, MixtureOfExperts):
-            layer.router.choose = functools.partial(_take_turns, layer.router.num_experts)
+            layer.router.choose = choose_evenly
             if isinstance(layer.dispatch, ExpertExchange):
                 layer.dispatch = EvenExchange(layer.dispatch)
 
 
-def _take_turns(experts: int, scores: Tensor, chosen: Tensor) -> Tensor:
-    """One expert after the other."""
-    return torch.arange(chosen.numel(), dtype=torch.int64).view(chosen.shape) % experts
+def choose_evenly(scores: Tensor, chosen: Tensor) -> Tensor:
+    """Experts in turn, as no score says anything: each gets its even share of the tokens."""
+    tokens, per_token = chosen.shape
+    slots = torch.arange(tokens * per_token, dtype=torch.int64).view(tokens, per_token)
+    return slots % scores.shape[1]
 
 
 class EvenExchange(ExpertExchange):

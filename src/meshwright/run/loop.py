@@ -169,6 +169,7 @@ def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[
                 loss = session.module(*batch.on(device))
             if session.audit is not None:
                 session.audit.after_forward()
+                session.audit.before_backward(index)
             if session.reducer is not None:
                 session.reducer.begin(last=index == micro_batches - 1)
             session.precision.backward(loss / divisor)

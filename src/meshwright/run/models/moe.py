@@ -21,17 +21,11 @@ import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.plan.shapes import ROUTED
 from meshwright.run.models.feed_forward import build_feed_forward, gelu_form
 from meshwright.run.models.grouped import grouped_product
 from meshwright.run.models.norms import product_dtype
 from meshwright.run.models.routing import Choice, Router, Tokens
 from meshwright.spec.model import DecoderModel
-
-
-def is_routed(module: str) -> bool:
-    """Whether a module is a router or of routed experts, by its name."""
-    return ".ffn.router" in module or f".{ROUTED}" in module
 
 
 class ExpertProduct(nn.Module):
@@ -106,7 +100,7 @@ class Sorted:
             expert_S = torch.where(choice.kept_NK, expert_S, num_experts)
         expert_S = expert_S.flatten()
         order_S = expert_S.argsort(stable=True)
-        index_S = torch.arange(len(order_S), device=order_S.device)
+        index_S = torch.arange(len(order_S), dtype=torch.int64, device=order_S.device)
         place_S = torch.empty_like(order_S).scatter_(0, order_S, index_S)
         sizes = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert_S.device)
         sizes.scatter_add_(0, expert_S, torch.ones_like(expert_S))

@@ -163,8 +163,18 @@ class SharedTokens(Tokens):
 
     def sequence_of(self, own: int, batch: int, device: torch.device) -> Tensor:
         """The sequence that each own token is part of, (N,)."""
+        return self._index(own, device) // (own * self._tp // batch)
+
+    def position_of(self, own: int, batch: int, device: torch.device) -> Tensor:
+        """The position of each own token in its sequence, (N,)."""
+        length = own * self._tp // batch
+        index = self._index(own, device) % length
+        return index if self._context is None else self._context.own_positions(length, device)[index]
+
+    def _index(self, own: int, device: torch.device) -> Tensor:
+        """Where each own token lies among all that the ranks of ``tp`` have together."""
         first = 0 if self._split is None else self._split.rank * own
-        return torch.arange(first, first + own, device=device) // (own * self._tp // batch)
+        return torch.arange(first, first + own, device=device)
 
     def add_up(self, counts_BE: Tensor) -> Tensor:
         """Counts over whole sequences: every rank sends its own and gets the sum."""
