@@ -53,15 +53,6 @@ def check_dense_layers(job: Job) -> Problem | None:
     return Problem("model-dense-layers", rule, path="model.dense_layers", value=model.dense_layers, fix=fix)
 
 
-def check_split_experts(job: Job) -> Problem | None:
-    """Experts beside matrices that ranks share."""
-    model, tp = job.model, job.layout.tp
-    if not isinstance(model, DecoderModel) or model.num_experts is None or tp == 1:
-        return None
-    rule = f"shares matrices beside model.num_experts={model.num_experts}, which is not built yet"
-    return Problem("layout-tp-experts-not-built", rule, path="layout.tp", value=tp, fix="Use layout.tp=1")
-
-
 def check_latent(job: Job) -> Problem | None:
     """What latent attention needs."""
     model = job.model

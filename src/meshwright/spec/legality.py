@@ -15,7 +15,7 @@ from typing import Any
 from meshwright.core.errors import Problem
 from meshwright.spec.axis_rules import AXIS_ROWS
 from meshwright.spec.cluster_rules import PLAN_CLUSTER_ROWS
-from meshwright.spec.expert_rules import MODEL_ROWS, UNUSED_ROWS, check_split_experts
+from meshwright.spec.expert_rules import MODEL_ROWS, UNUSED_ROWS
 from meshwright.spec.image_rules import (
     check_batch_norm,
     check_image_data,
@@ -474,12 +474,6 @@ RULES: tuple[Rule, ...] = (
     ),
     *(Rule(*row, plan_only=True) for row in PLAN_CLUSTER_ROWS),
     _not_built("model.attention", ("heads",), "latent attention"),
-    Rule(
-        "layout-tp-experts-not-built",
-        "A mixture of experts with `tp`.",
-        check_split_experts,
-        built=False,
-    ),
     _not_built("model.window", (None,), "attention in a sliding window"),
     Rule(
         "layout-offload-not-built",
