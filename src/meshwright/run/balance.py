@@ -11,6 +11,7 @@ Shape suffixes: L layers with experts, E experts.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.run.full_tensors import canonical_name
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.routing import AuxiliaryLosses, Router
 from meshwright.run.precision import Precision
@@ -25,8 +27,6 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.recipe import balance_coefficient
 
-SELECTION_BIAS = "routers.selection_bias"
-"""The biases' name in a checkpoint: (layers with experts, experts)."""
 LOAD_EVERY = 10
 """Steps between two events with the load of every expert; the first and the last step have one, too."""
 _ROUTER = re.compile(r"blocks\.(\d+)\.ffn\.router")
@@ -80,8 +80,17 @@ def _imbalance(counts: list[float]) -> float:
     return max(counts) * len(counts) / sum(counts) if any(counts) else 1.0
 
 
+def list_routers(network: nn.Module) -> Iterator[tuple[int, Router]]:
+    """The routers of a network, or of a rank's stages of it, with their layers."""
+    for name, module in network.named_modules():
+        if isinstance(module, Router):
+            match = _ROUTER.fullmatch(canonical_name(name))
+            assert match is not None, f"a router that is no block's: {name}"
+            yield int(match[1]), module
+
+
 class Balancer:
-    """The sums of a step and the biases of all layers; those of other ranks' layers stay zero till the end."""
+    """The sums of a step and the biases of all layers; a rank counts the layers and tokens that it has."""
 
     def __init__(self, model: DecoderModel, rate: float, device: torch.device) -> None:
         """Nothing is counted yet, and nobody is favoured.
@@ -99,13 +108,10 @@ class Balancer:
 
     def attach(self, network: nn.Module, auxiliary: AuxiliaryLosses) -> None:
         """Give each router of a network its row."""
-        for name, module in network.named_modules():
-            if isinstance(module, Router):
-                match = _ROUTER.fullmatch(name)
-                assert match is not None, f"a router that is no block's: {name}"
-                row = int(match[1]) - self._first
-                module.load, module.auxiliary = self.sums[row], auxiliary
-                module.selection_bias = None if self.bias_LE is None else self.bias_LE[row]
+        for layer, router in list_routers(network):
+            router.load, router.auxiliary = self.sums[layer - self._first], auxiliary
+            if self.bias_LE is not None:
+                router.selection_bias = self.bias_LE[layer - self._first]
 
     @torch.no_grad()
     def end_step(self, ranks: Ranks) -> ExpertLoad:

@@ -5,7 +5,7 @@ fake ones, which return at once. What is built, wrapped, called and freed is wha
 calls and frees: the same functions in the same order, under the same counter and the same tracker.
 
 Integers stay real. They are few, and code reads them: the order of DDP's buckets, the coordinates of a mesh,
-the number of targets. Whatever else is read from a tensor is zero.
+the number of targets, how many tokens an expert gets. Whatever else is read from a tensor is zero.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from meshwright.core.events import EventWriter, Listener
 from meshwright.launch.assignment import Assignment
 from meshwright.plan.contract import Plan
 from meshwright.prepare.dataset import Rows, TokenDataset
+from meshwright.run.balance import list_routers
 from meshwright.run.batches import Batch, Batcher, Samples
 from meshwright.run.collectives.counter import DEVICE_KEYS, CollectiveCounter
 from meshwright.run.loop import compute_step, report_end
@@ -66,6 +67,8 @@ def rehearse(plan: Plan, rank: int, listener: Listener, tell: Tell) -> None:
             blank = BlankDataset(plan.job)
             with OneChunk():
                 session = build_session(plan, nowhere, ranks, counter, events, open_split=lambda _: blank)
+            for _, router in list_routers(session.model):
+                router.choose = choose_evenly
             batches = session.train_batches
             assert isinstance(batches, Batcher), "decoders read tokens"
             session.train_batches = FakeBatches(**vars(batches), fake=fake)
@@ -75,6 +78,13 @@ def rehearse(plan: Plan, rank: int, listener: Listener, tell: Tell) -> None:
             leave_ranks(ranks)
         counter.remove()
         events.close()
+
+
+def choose_evenly(scores: Tensor, chosen: Tensor) -> Tensor:
+    """Experts in turn, as no score says anything: each gets its even share of the tokens."""
+    tokens, per_token = chosen.shape
+    slots = torch.arange(tokens * per_token, dtype=torch.int64).view(tokens, per_token)
+    return slots % scores.shape[1]
 
 
 def _take_step(session: Session, tell: Tell) -> None:

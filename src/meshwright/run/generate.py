@@ -20,6 +20,7 @@ from meshwright.prepare.conversation import Template
 from meshwright.prepare.question import encode_question
 from meshwright.prepare.templates import load_template
 from meshwright.prepare.tokenizer import TOKENIZER_FILE, load_tokenizer
+from meshwright.run.balance import list_routers
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.mesh import Ranks, join_ranks, leave_ranks
 from meshwright.run.models.decoder import Decoder
@@ -30,7 +31,7 @@ from meshwright.spec.hf import read_config
 from meshwright.spec.job import Job
 from meshwright.spec.load import SpecError, build_job
 from meshwright.spec.model import DecoderModel
-from meshwright.survive.checkpoint.manifest import MANIFEST, MODEL_FILE, read_manifest
+from meshwright.survive.checkpoint.manifest import MANIFEST, MODEL_FILE, SELECTION_BIAS, read_manifest
 from meshwright.survive.checkpoint.plain import open_tensors
 from meshwright.survive.hf.weights import require_weights
 
@@ -154,7 +155,20 @@ def load_model(task: GenerateTask, ranks: Ranks | None = None) -> Decoder:
         weights = SplitWeights(weights, split)
     model = build_model(job, ranks.device, weights, split)
     assert isinstance(model, Decoder), "a model of text"
+    if (folder / MANIFEST).is_file():
+        _take_biases(model, job, folder)
     return model.eval()
+
+
+def _take_biases(model: Decoder, job: Job, checkpoint: Path) -> None:
+    """The biases that experts are chosen by, where the checkpoint has some."""
+    with open_tensors(checkpoint, MODEL_FILE) as saved:
+        if SELECTION_BIAS not in set(saved.keys()):
+            return
+        biases = saved.get_tensor(SELECTION_BIAS).to(next(model.parameters()).device)
+    assert isinstance(job.model, DecoderModel), "a model of text"
+    for layer, router in list_routers(model):
+        router.selection_bias = biases[layer - job.model.dense_layers]
 
 
 def run_rank(run_dir: str, listener: Listener | None = None) -> int:

@@ -169,6 +169,7 @@ def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[
                 loss = session.module(*batch.on(device))
             if session.audit is not None:
                 session.audit.after_forward()
+                session.audit.before_backward(index)
             session.precision.backward(loss / divisor)
         session.noise_scale.after_micro_batch(targets_seen)
         loss_sum += loss.detach()

@@ -24,7 +24,7 @@ from meshwright.prepare.dataset import TokenDataset
 from meshwright.prepare.order import SampleOrder
 from meshwright.prepare.shards import ShardFolder
 from meshwright.prepare.tokenizer import TOKENIZER_FILE
-from meshwright.run.balance import SELECTION_BIAS, Balancer, build_balancer
+from meshwright.run.balance import Balancer, build_balancer
 from meshwright.run.batches import Batcher
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.divergence import not_finite
@@ -50,6 +50,7 @@ from meshwright.survive.checkpoint import plain
 from meshwright.survive.checkpoint.manifest import (
     MODEL_FILE,
     OPTIMIZER_FILE,
+    SELECTION_BIAS,
     Manifest,
     list_checkpoints,
     read_manifest,
@@ -294,8 +295,8 @@ def _resume(session: Session, checkpoint: Path) -> None:
     weights = dict(zip(named, owned.held(), strict=True))
     if session.job.mixes_samples:
         weights |= dict(session.model.named_buffers())
-    if session.balancer is not None and session.balancer.bias_LE is not None:
-        _resume_bias(session.balancer.bias_LE, checkpoint)
+    if session.balancer is not None:
+        _resume_biases(session.balancer, checkpoint)
     for file, targets in ((MODEL_FILE, weights), (OPTIMIZER_FILE, states)):
         with plain.open_tensors(checkpoint, file) as saved:
             missing = targets.keys() - set(saved.keys())
@@ -315,11 +316,11 @@ def _resume(session: Session, checkpoint: Path) -> None:
     session.events.write("resumed", checkpoint=str(checkpoint), step=session.step, notes=notes)
 
 
-def _resume_bias(bias_LE: Tensor, checkpoint: Path) -> None:
-    """The biases that experts were chosen by; a run that had none starts with zeros."""
+def _resume_biases(balancer: Balancer, checkpoint: Path) -> None:
+    """The biases that experts are chosen by; where the run before had none, they start at zero."""
     with plain.open_tensors(checkpoint, MODEL_FILE) as saved:
-        if SELECTION_BIAS in saved.keys():  # noqa: SIM118  (it is no dict)
-            bias_LE.copy_(saved.get_tensor(SELECTION_BIAS))
+        if balancer.bias_LE is not None and SELECTION_BIAS in set(saved.keys()):
+            balancer.bias_LE.copy_(saved.get_tensor(SELECTION_BIAS))
 
 
 def describe_sharding(job: Job) -> str:

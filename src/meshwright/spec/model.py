@@ -135,8 +135,10 @@ class DecoderModel:
 
     @property
     def load_size(self) -> int:
-        """Numbers that a step counts of its experts: for each layer with experts, the tokens of each of them,
-        the dropped ones, and the two losses that keep them in order."""
+        """Numbers about experts that a step adds up over all ranks.
+
+        For each layer with experts the tokens of each of them, the dropped ones, and two losses.
+        """
         return self.expert_layers * ((self.num_experts or 0) + 3)
 
     @property

@@ -97,7 +97,7 @@ class Sorted:
             expert_S = torch.where(choice.kept_NK, expert_S, num_experts)
         expert_S = expert_S.flatten()
         order_S = expert_S.argsort(stable=True)
-        index_S = torch.arange(len(order_S), device=order_S.device)
+        index_S = torch.arange(len(order_S), dtype=torch.int64, device=order_S.device)
         place_S = torch.empty_like(order_S).scatter_(0, order_S, index_S)
         sizes = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert_S.device)
         sizes.scatter_add_(0, expert_S, torch.ones_like(expert_S))
