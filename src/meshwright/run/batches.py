@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshwright.prepare.dataset import IGNORED, Rows, TokenDataset
 from meshwright.run.mesh import move
+from meshwright.run.parallel.context import SharedContext
 
 Samples = npt.NDArray[np.int64]
 """Numbers of samples."""
@@ -45,9 +46,10 @@ class Batch(NamedTuple):
     """A micro-batch: a model's arguments, in its order."""
 
     inputs: Tensor
-    """Tokens, (micro_batch, seq_len), or images."""
+    """Tokens, (micro_batch, seq_len), or the rank's positions of them where ranks share sequences; or images.
+    """
     targets: Tensor
-    """The next tokens, (micro_batch, seq_len), or labels."""
+    """The next tokens, as many, or labels."""
     segments: Tensor | None = None
     """The number of each token's document, (micro_batch, seq_len), with ``data.mask=document``."""
     weights: Tensor | None = None
@@ -67,6 +69,8 @@ class Batcher:
     rank: int
     ranks: int
     micro_batch: int
+    context: SharedContext | None = None
+    """Which positions of its samples this rank has; None for all."""
     share: float | None = None
     """Of one sample in the global batch, where the model wants to know it; a zero-weight one has none."""
 
@@ -90,4 +94,8 @@ class Batcher:
         if self.share is not None:
             weights = torch.zeros(self.micro_batch)
             weights[:count] = self.share
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), segments, weights)
+        batch = Batch(torch.from_numpy(tokens), torch.from_numpy(targets), segments, weights)
+        if self.context is None:
+            return batch
+        mine = self.context.own_columns
+        return batch._replace(inputs=mine(batch.inputs), targets=mine(batch.targets))

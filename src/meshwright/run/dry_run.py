@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore  # makes the backend known, too
@@ -30,11 +30,12 @@ from meshwright.core.events import EventWriter, Listener
 from meshwright.launch.assignment import Assignment
 from meshwright.plan.contract import Plan
 from meshwright.prepare.dataset import Rows, TokenDataset
-from meshwright.run.balance import list_routers
 from meshwright.run.batches import Batch, Batcher, Samples
 from meshwright.run.collectives.counter import DEVICE_KEYS, CollectiveCounter
 from meshwright.run.loop import compute_step, report_end
 from meshwright.run.mesh import join_ranks, leave_ranks
+from meshwright.run.models.moe import MixtureOfExperts
+from meshwright.run.parallel.experts import ExpertExchange
 from meshwright.run.session import Session, build_session
 from meshwright.run.step_audit import StepAudit
 from meshwright.spec.job import Job
@@ -67,8 +68,7 @@ def rehearse(plan: Plan, rank: int, listener: Listener, tell: Tell) -> None:
             blank = BlankDataset(plan.job)
             with OneChunk():
                 session = build_session(plan, nowhere, ranks, counter, events, open_split=lambda _: blank)
-            for _, router in list_routers(session.model):
-                router.choose = choose_evenly
+            deal_evenly(session.model)
             batches = session.train_batches
             assert isinstance(batches, Batcher), "decoders read tokens"
             session.train_batches = FakeBatches(**vars(batches), fake=fake)
@@ -80,11 +80,32 @@ def rehearse(plan: Plan, rank: int, listener: Listener, tell: Tell) -> None:
         events.close()
 
 
+def deal_evenly(model: nn.Module) -> None:
+    """Experts get the same number of tokens each, from every rank: scores that are nowhere choose nobody."""
+    for layer in model.modules():
+        if isinstance(layer, MixtureOfExperts):
+            layer.router.choose = choose_evenly
+            if isinstance(layer.dispatch, ExpertExchange):
+                layer.dispatch = EvenExchange(layer.dispatch)
+
+
 def choose_evenly(scores: Tensor, chosen: Tensor) -> Tensor:
     """Experts in turn, as no score says anything: each gets its even share of the tokens."""
     tokens, per_token = chosen.shape
     slots = torch.arange(tokens * per_token, dtype=torch.int64).view(tokens, per_token)
     return slots % scores.shape[1]
+
+
+class EvenExchange(ExpertExchange):
+    """What arrives from every other rank is as much as this one sends to itself."""
+
+    def __init__(self, exchange: ExpertExchange) -> None:
+        vars(self).update(vars(exchange))
+
+    def tell(self, told_XH: Tensor) -> Tensor:  # noqa: N803
+        """Asks, and knows the answer."""
+        super().tell(told_XH)
+        return told_XH[self.place].expand_as(told_XH)
 
 
 def _take_step(session: Session, tell: Tell) -> None:
@@ -124,8 +145,8 @@ class RealIntegers(TorchDispatchMode):
         if FakeTensor in types:
             if func is _READ:
                 return 0.0 if args[0].is_floating_point() else 0
-            if func.namespace == "_c10d_functional":
-                # Its kernel for fake tensors only makes the result; the one for a CPU calls the group.
+            if func.namespace in ("_c10d_functional", "meshwright"):
+                # Their kernels for fake tensors only make the result; those for a CPU call the group.
                 return func.redispatch(DEVICE_KEYS["cpu"], *args, **kwargs)
             return func(*args, **kwargs)
         dtype = kwargs.get("dtype")

@@ -24,8 +24,8 @@ from meshwright.run.balance import list_routers
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.mesh import Ranks, join_ranks, leave_ranks
 from meshwright.run.models.decoder import Decoder
-from meshwright.run.models.init import SplitWeights, WeightSource, build_model, find_weight_source
-from meshwright.run.parallel.split import Split
+from meshwright.run.models.init import PieceWeights, WeightSource, build_model, find_weight_source
+from meshwright.run.parallel.seat import Seat
 from meshwright.run.worker import report_error
 from meshwright.spec.hf import read_config
 from meshwright.spec.job import Job
@@ -150,10 +150,10 @@ def load_model(task: GenerateTask, ranks: Ranks | None = None) -> Decoder:
     weights: WeightSource = _SavedWeights(folder)
     if not (folder / MANIFEST).is_file():
         weights = find_weight_source(job, from_hf=True)
-    split = Split(job, ranks) if task.tp > 1 else None
-    if split is not None:
-        weights = SplitWeights(weights, split)
-    model = build_model(job, ranks.device, weights, split)
+    seat = Seat.of(job, ranks)
+    if seat.pieces is not None:
+        weights = PieceWeights(weights, seat.pieces)
+    model = build_model(job, ranks.device, weights, seat)
     assert isinstance(model, Decoder), "a model of text"
     if (folder / MANIFEST).is_file():
         _take_biases(model, job, folder)

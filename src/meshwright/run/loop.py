@@ -170,9 +170,13 @@ def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[
             if session.audit is not None:
                 session.audit.after_forward()
                 session.audit.before_backward(index)
+            if session.reducer is not None:
+                session.reducer.begin(last=index == micro_batches - 1)
             session.precision.backward(loss / divisor)
         session.noise_scale.after_micro_batch(targets_seen)
         loss_sum += loss.detach()
+    if session.reducer is not None:
+        session.reducer.finish()
     session.owned.complete_gradients()
     return loss_sum, targets_seen
 
@@ -201,7 +205,7 @@ def evaluate(session: Session) -> float | None:
         return None
     # Each micro-batch gathers, sums or sends: as many as were promised, however few samples are held out.
     layout = session.job.layout
-    moves = layout.zero == 3 or layout.tp > 1 or layout.pp > 1
+    moves = layout.zero == 3 or max(layout.pp, layout.cp, layout.tp, layout.ep * layout.etp) > 1
     batches = session.eval_batches.micro_batches(samples, session.job.train.eval_samples if moves else 0)
     if session.pipeline is not None:
         loss_sum, targets_seen = session.pipeline.evaluate(batches)

@@ -11,14 +11,23 @@ from typing import overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.launch.environment import GENERATION_VARIABLE, STORE_VARIABLE
+from meshwright.plan.axes import (
+    EXPERT_SHARDS,
+    dense_shard_axis,
+    dense_sum_axis,
+    expert_sum_axis,
+    experts_apart,
+    list_joined,
+    list_rank_groups,
+)
 from meshwright.plan.parts import TIED_AXIS, find_tied_places, stage_homes
-from meshwright.plan.sharding import ALL_DATA
 from meshwright.plan.tensor import COPIES_AXIS, count_copies
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.spec.job import Job
+from meshwright.spec.layout import Layout
 from meshwright.spec.model import DecoderModel
 
 UPWARDS = "pp_up"
@@ -32,16 +41,17 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
-    mesh: DeviceMesh | None = None
     control: dist.ProcessGroup | None = None
-    joined: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
-    """Groups that are no axis of the mesh: both axes of data at once, the ranks that share key heads."""
-    tp: int = 1
-    """Ranks that share each matrix, and read the same samples: the innermost axis."""
-    pp: int = 1
-    """Ranks of a pipeline, which read the same samples, too: the outermost axis."""
+    groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    """Those that it speaks in, by axis."""
+    layout: Layout = field(default_factory=Layout)
     loss_place: int = 0
     """The place in the pipeline that has the last stage."""
+
+    @property
+    def pp(self) -> int:
+        """Ranks of a pipeline, which read the same samples: the outermost axis."""
+        return self.layout.pp
 
     @property
     def place(self) -> int:
@@ -50,20 +60,27 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
-        """Its place among the ranks that read different samples."""
-        return self.rank % (self.world_size // self.pp) // self.tp
+        """Its place among the ranks that read different samples: those of ``cp`` and ``tp`` share theirs."""
+        return self.rank % (self.world_size // self.pp) // (self.layout.cp * self.layout.tp)
 
     @property
     def speaks(self) -> bool:
-        """Whether it is the one of the ranks with the same samples whose loss is counted."""
-        return self.rank % self.tp == 0 and self.place == self.loss_place
+        """Whether it is the one of the ranks with the same tokens whose loss is counted."""
+        return self.rank % self.layout.tp == 0 and self.place == self.loss_place
 
-    @property
-    def data_mesh(self) -> DeviceMesh:
-        """The axes of data: replicas and shards."""
-        assert self.mesh is not None, "one process has no mesh"
-        axes = tuple(axis for axis in self.mesh.mesh_dim_names or () if axis not in ("pp", "tp"))
-        return self.mesh if axes == self.mesh.mesh_dim_names else self.mesh[axes]
+    def data_mesh(self, shard_axis: str) -> DeviceMesh:
+        """The ranks of data as FSDP2 wants them: those that share a copy of the state, and its replicas."""
+        shards = self.group(shard_axis)
+        if self.layout.dp_replicate == 1:
+            return DeviceMesh.from_group(shards, self.device.type, mesh_dim_names=(shard_axis,))
+        replicas = self.group("dp_replicate")
+        # Replicas lie equally far apart: rank r of a copy is r's neighbour in all others.
+        first = [r - self.rank for r in dist.get_process_group_ranks(replicas)]
+        ranks = [[r + more for r in dist.get_process_group_ranks(shards)] for more in first]
+        names = ("dp_replicate", shard_axis)
+        return DeviceMesh.from_group(
+            [replicas, shards], self.device.type, mesh=torch.tensor(ranks), mesh_dim_names=names
+        )
 
     def channel(self, source: int, target: int) -> dist.ProcessGroup:
         """The group through which one place of the pipeline sends to another.
@@ -74,11 +91,9 @@ class Ranks:
         return self.group("pp" if source < target else UPWARDS)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group of a mesh axis, or of several ranks that are none."""
-        if axis in self.joined:
-            return self.joined[axis]
-        assert self.mesh is not None, f"one process has no group for {axis}"
-        return self.mesh.get_group(axis)
+        """The process group of an axis, or of axes joined by ``+``."""
+        assert axis in self.groups, f"no group for {axis or 'nothing'}: there are {list(self.groups)}"
+        return self.groups[axis]
 
     def add_up(self, values: Sequence[Tensor | float]) -> list[float]:
         """Sum small control values over all ranks: every rank sends its own and gets the sums.
@@ -122,34 +137,34 @@ def join_ranks(
         f"{dist.get_world_size()} ranks came, {world_size} were planned"
     )
     layout = job.layout
-    degrees = {axis: getattr(layout, axis) for axis in ("pp", "dp_replicate", "dp_shard", "tp")}
-    axes = {axis: degree for axis, degree in degrees.items() if degree > 1}
-    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     control = dist.new_group(timeout=timeout)
-    for axis in axes:
-        counter.name_axis(mesh.get_group(axis), axis)
     counter.name_axis(control, "control")
-    joined = {}
-    for axis, members in _joined_ranks(job):
+    groups = {}
+    for axis, members in _list_groups(job):
         if (group := _group_of(rank, members, timeout)) is not None:
-            joined[axis] = group
+            groups[axis] = group
             counter.name_axis(group, "pp" if axis == UPWARDS else axis)
     loss_place = stage_homes(job)[-1] if layout.pp > 1 else 0
-    return Ranks(rank, world_size, device, mesh, control, joined, layout.tp, layout.pp, loss_place)
+    return Ranks(rank, world_size, device, control, groups, layout, loss_place)
 
 
-def _joined_ranks(job: Job) -> Iterator[tuple[str, list[list[int]]]]:
-    """Groups beside the axes of the mesh: a name, and all ranks by group."""
+def _list_groups(job: Job) -> Iterator[tuple[str, list[list[int]]]]:
+    """The groups that a run of the job speaks in: an axis, and all ranks by group."""
     layout, everybody = job.layout, range(job.layout.world_size)
-    inner = layout.world_size // layout.pp
-    if layout.zero == 1 and layout.dp_replicate > 1:
-        starts = [place * inner + first for place in range(layout.pp) for first in range(layout.tp)]
-        yield ALL_DATA, [list(everybody[s : s - s % inner + inner : layout.tp]) for s in starts]
+    names = [axis for axis in ("pp", "cp", "tp") if getattr(layout, axis) > 1]
+    axes = [dense_shard_axis(layout), dense_sum_axis(layout)]
+    if experts_apart(job):
+        axes.append(expert_sum_axis(layout))
+    names += [*(axis.name for axis in axes if axis.size > 1), *list_joined(job)]
+    if layout.zero >= 2 and experts_apart(job):  # FSDP2 wants a group also where a rank is alone
+        names.append(EXPERT_SHARDS)
+    for axis in dict.fromkeys(names):
+        yield axis, list_rank_groups(layout, axis)
     copies = count_copies(job.model, layout.tp) if isinstance(job.model, DecoderModel) else 1
     if copies > 1:
         yield COPIES_AXIS, [list(everybody[first : first + copies]) for first in everybody[::copies]]
     if layout.pp > 1:
-        lines = [list(everybody[first::inner]) for first in range(inner)]
+        lines = list_rank_groups(layout, "pp")
         yield UPWARDS, lines
         ends = find_tied_places(job)
         if len(ends) > 1:
@@ -170,7 +185,7 @@ def _supervisor_store(timeout: timedelta) -> dist.Store:
 
 def leave_ranks(ranks: Ranks) -> None:
     """Close the groups."""
-    if ranks.mesh is not None:
+    if ranks.control is not None:
         dist.destroy_process_group()
 
 

@@ -39,6 +39,7 @@ from meshwright.run.full_tensors import canonical_name, full_tensor, is_sharded,
 from meshwright.run.loop import Meter, report_end, train_step
 from meshwright.run.models.moe import ExpertProduct, Experts
 from meshwright.run.models.routing import Router
+from meshwright.run.parallel.context import whole_sequences
 from meshwright.run.parallel.tensor import whole_activation
 from meshwright.run.session import Session
 from meshwright.run.worker import run_session
@@ -72,7 +73,7 @@ class ModuleWatch:
     """Hooks on every module that show what chosen samples look like on their way in and out."""
 
     def __init__(self, session: Session, positions: Sequence[int], seen: Seen) -> None:
-        batches, self._split = session.train_batches, session.split
+        batches, self._split, self._context = session.train_batches, session.seat.split, session.seat.context
         self._counter = session.counter
         places = np.arange(session.job.train.global_batch)
         self._parts = list(cut(places, batches.rank, batches.ranks, batches.micro_batch))
@@ -121,7 +122,9 @@ class ModuleWatch:
 
     def _whole(self, name: str, what: str, tensor: Tensor) -> Tensor:
         whole = full_tensor(tensor)
-        return whole if self._split is None else whole_activation(self._split, name, what, whole)
+        if self._split is not None:
+            whole = whole_activation(self._split, name, what, whole)
+        return whole if self._context is None else whole_sequences(self._context, name, what, whole)
 
     def _show(self, name: str, what: str, tensor: Tensor) -> None:
         # Positions that every sample counts from zero are looked up once for all of them.
@@ -293,7 +296,7 @@ class Comparer(Witness):
                     continue
                 tensor = held[name]
                 # A rank that lacks its shard could not take part: nobody asks the others for theirs.
-                whole = present[name] == there[name] or not (is_sharded(tensor) or self.session.split)
+                whole = present[name] == there[name] or not (is_sharded(tensor) or self.session.seat.pieces)
                 if tensor is None or not whole:
                     if name in known:
                         yield name, TensorDifference(None, missing=True)

@@ -32,13 +32,15 @@ from meshwright.run.gradient_noise import NoiseScale
 from meshwright.run.image_batches import ImageBatcher, open_image_batches
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder, Stages, compile_blocks
-from meshwright.run.models.init import SplitWeights, build_model, find_weight_source
+from meshwright.run.models.init import PieceWeights, build_model, find_weight_source
 from meshwright.run.models.resnet import ResNet
 from meshwright.run.offload import StreamedState, offload_optimizer
 from meshwright.run.optimizer import build_optimizer
-from meshwright.run.parallel.apply import apply_layout, build_pipeline, own_parameters
+from meshwright.run.parallel.apply import apply_layout, build_pipeline, build_reducer, own_parameters
+from meshwright.run.parallel.context import SharedContext
 from meshwright.run.parallel.ownership import Owned
-from meshwright.run.parallel.split import Split
+from meshwright.run.parallel.reducer import BucketReducer
+from meshwright.run.parallel.seat import Seat
 from meshwright.run.pipeline.collect import bring_home
 from meshwright.run.pipeline.pipeline import Pipeline
 from meshwright.run.precision import Precision
@@ -74,8 +76,10 @@ class Session:
     """The model as the layout wraps it; what is called."""
     pipeline: Pipeline | None
     """Calls the stages, where the model is cut into some."""
-    split: Split | None
-    """Which part of each matrix this rank holds; None for all."""
+    reducer: BucketReducer | None
+    """Sums gradients, where neither the module nor the pipeline does."""
+    seat: Seat
+    """Which positions, parts of matrices and experts this rank has."""
     owned: Owned
     """What of the model this rank updates and keeps state for."""
     optimizer: torch.optim.Optimizer
@@ -149,23 +153,26 @@ def build_session(
         torch.use_deterministic_algorithms(job.train.deterministic)  # loads torch's compiler: two seconds
     if job.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
-    split = Split(job, ranks) if job.layout.tp > 1 else None
+    seat = Seat.of(job, ranks)
     weights = find_weight_source(job, from_hf=assignment.hf_weights)
-    if split is not None:
-        weights = SplitWeights(weights, split)
-    parts = held_parts(job, ranks.place)
-    model = build_model(job, ranks.device, weights, split, parts)
+    if seat.pieces is not None:
+        weights = PieceWeights(weights, seat.pieces)
+    model = build_model(job, ranks.device, weights, seat, held_parts(job, ranks.place))
     assert job.layout.micro_batch is not None, "a plan settles the micro-batch"
-    train_batches, eval_batches, data_sha256 = _open_data(job, Path(assignment.data_dir), ranks, open_split)
+    train_batches, eval_batches, data_sha256 = _open_data(
+        job, Path(assignment.data_dir), ranks, seat.context, open_split
+    )
     if job.train.compile:
         for decoder in model if isinstance(model, Stages) else (model,):
             assert isinstance(decoder, Decoder), "the legality table compiles decoders only"
             compile_blocks(decoder, backend=job.train.compile_backend)
     module = apply_layout(model, job, ranks, weights)
-    precision, pipeline = Precision(job, ranks.device), None
+    precision, pipeline, reducer = Precision(job, ranks.device), None, None
     if isinstance(model, Stages):
         pipeline = build_pipeline(model, job, plan.micro_batches, ranks, precision)
-    owned = own_parameters(model, job, ranks, split)
+    else:
+        reducer = build_reducer(model, job, ranks)
+    owned = own_parameters(model, job, ranks, seat.pieces)
     optimizer = build_optimizer(owned, job.train)
     session = Session(
         plan=plan,
@@ -176,7 +183,8 @@ def build_session(
         model=model,
         module=module,
         pipeline=pipeline,
-        split=split,
+        reducer=reducer,
+        seat=seat,
         owned=owned,
         optimizer=optimizer,
         streamed=offload_optimizer(optimizer, owned, job, ranks),
@@ -194,7 +202,7 @@ def build_session(
 
 
 def _open_data(
-    job: Job, data_dir: Path, ranks: Ranks, open_split: OpenSplit | None
+    job: Job, data_dir: Path, ranks: Ranks, context: SharedContext | None, open_split: OpenSplit | None
 ) -> tuple[Batcher, Batcher, str] | tuple[ImageBatcher, ImageBatcher, str]:
     """This rank's samples to train on and to evaluate with, and the identity of the data."""
     if isinstance(job.model, ResNetModel):
@@ -205,7 +213,8 @@ def _open_data(
 
     def batcher(split: str) -> Batcher:
         dataset = open_split(split) if open_split else TokenDataset.open(data_dir, split, *rows)
-        return Batcher(dataset, ranks.data_rank, job.layout.data_degree, job.layout.micro_batch or 1, share)
+        degree, micro_batch = job.layout.data_degree, job.layout.micro_batch or 1
+        return Batcher(dataset, ranks.data_rank, degree, micro_batch, context, share)
 
     if open_split is not None:
         return batcher("train"), batcher("eval"), ""
@@ -330,8 +339,12 @@ def describe_sharding(job: Job) -> str:
         order = "a file" if layout.schedule_file else layout.schedule
         layers = ",".join(str(count) for count in layout.stage_layers or ())
         parts.append(f"pp={layout.pp} schedule={order} stage_layers={layers}")
-    if layout.dp_shard > 1:
+    if layout.zero:
         parts.append(f"dp_replicate={layout.dp_replicate} dp_shard={layout.dp_shard} zero={layout.zero}")
+    if layout.cp > 1:
+        parts.append(f"cp={layout.cp} context={layout.context}")
+    if layout.ep * layout.etp > 1:
+        parts.append(f"ep={layout.ep} etp={layout.etp}")
     if layout.tp > 1:
         parts.append(f"tp={layout.tp}" + (" sequence_parallel" if layout.sequence_parallel else ""))
     return " ".join(parts)

@@ -19,6 +19,7 @@ import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor, nn
 
 from meshwright.plan.parts import Part
+from meshwright.run.models.attention import Context, document_positions
 from meshwright.run.models.feed_forward import build_feed_forward
 from meshwright.run.models.loss import linear_cross_entropy
 from meshwright.run.models.moe import ExpertProduct, MixtureOfExperts
@@ -30,11 +31,12 @@ from meshwright.spec.layout import Recompute
 from meshwright.spec.model import DecoderModel
 
 
-def build_rope(model: DecoderModel, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position and frequency, each (seq_len, head_size), float32."""
+def build_rope(model: DecoderModel, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position and frequency, each (T, head_size), float32."""
+    device = positions_T.device
     exponents = torch.arange(0, model.head_size, 2, dtype=torch.float64, device=device) / model.head_size
     frequencies = stretch(model, model.rope_theta**-exponents)
-    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64, device=device), frequencies)
+    angles = torch.outer(positions_T.double(), frequencies)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos().float(), angles.sin().float()
 
@@ -59,33 +61,13 @@ def apply_rope(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     return (x_BHTE * cos_TE + turned * sin_TE).to(x_BHTE.dtype)
 
 
-def document_mask(segments_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores, (B, 1, T, T): 0 for earlier positions of the same document and itself.
-
-    Made once for all blocks, in the precision of the scores: attention would turn a mask of truth values into
-    this form in every block, and keep it there.
-    """
-    seen_BTT = (segments_BT.unsqueeze(2) == segments_BT.unsqueeze(1)).tril_()
-    hidden = torch.full(seen_BTT.shape, float("-inf"), dtype=dtype, device=segments_BT.device)
-    return hidden.masked_fill_(seen_BTT, 0.0).unsqueeze(1)
-
-
-def document_positions(segments_BT: Tensor) -> Tensor:
-    """Positions that begin again with every document."""
-    length = segments_BT.shape[1]
-    index_BT = torch.arange(length, device=segments_BT.device).expand_as(segments_BT)
-    begins_BT = torch.ones_like(segments_BT, dtype=torch.bool)
-    begins_BT[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
-    return index_BT - torch.where(begins_BT, index_BT, 0).cummax(dim=1).values
-
-
 class Attention(nn.Module):
     """Causal self-attention in which groups of query heads share one key and value head."""
 
     def __init__(self, model: DecoderModel) -> None:
         super().__init__()
         self.head_size = model.head_size
-        self.groups = model.num_heads // model.num_kv_heads
+        self.context = Context()
         bias = model.attention_bias
         self.wq = Product(model.hidden_size, model.query_size, bias=bias)
         self.wk = Product(model.hidden_size, model.kv_size, bias=bias)
@@ -93,7 +75,13 @@ class Attention(nn.Module):
         self.wo = Product(model.query_size, model.hidden_size, bias=bias)
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
-        """Mix along the sequence; position t sees positions up to t, of its own document with a mask."""
+        """Mix along the sequence; position t sees positions up to t, of its own document with a mask.
+
+        Args:
+            x_BTD: The tokens that are here.
+            rope: The turn of each of them.
+            mask: What the context makes of documents.
+        """
         batch, length, _ = x_BTD.shape
 
         def heads(projected: Tensor) -> Tensor:
@@ -102,16 +90,7 @@ class Attention(nn.Module):
         q_BHTE, k_BKTE, v_BKTE = heads(self.wq(x_BTD)), heads(self.wk(x_BTD)), heads(self.wv(x_BTD))
         if rope is not None:
             q_BHTE, k_BKTE = apply_rope(q_BHTE, *rope), apply_rope(k_BKTE, *rope)
-        grouped = self.groups > 1
-        if grouped and q_BHTE.is_cuda and (q_BHTE.dtype == torch.float32 or mask is not None):
-            # No fused GPU kernel takes grouped heads in float32, or with a mask: torch would build the whole
-            # score matrix.
-            k_BKTE = k_BKTE.repeat_interleave(self.groups, dim=1)
-            v_BKTE = v_BKTE.repeat_interleave(self.groups, dim=1)
-            grouped = False
-        mixed_BHTE = F.scaled_dot_product_attention(
-            q_BHTE, k_BKTE, v_BKTE, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-        )
+        mixed_BHTE = self.context.mix(q_BHTE, k_BKTE, v_BKTE, mask)
         return self.wo(mixed_BHTE.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -132,6 +111,8 @@ class Block(nn.Module):
         """Of the block's products, in order, those that selective recomputation keeps."""
         # Nothing in the backward pass reads the last one; but those who weigh experts' answers read them.
         self.kept_products[-1] = not isinstance(products[-1][1], Product)
+        self.kept_sums: list[bool] = []
+        """Of the sums over ranks that some become where matrices are split, in order, those that it keeps."""
 
     def list_products(self) -> Iterator[tuple[str, nn.Module]]:
         """Its matrix products by name, in the order in which they are computed."""
@@ -154,12 +135,15 @@ class Block(nn.Module):
             weights_B: Each sequence's share of the batch, for experts.
         """
         if not isinstance(self.ffn, MixtureOfExperts):
-            return run_recomputed(self._compute, self.recompute, self.kept_products, x_BTD, rope, mask, None)
+            return self._run(x_BTD, rope, mask, None)
         router = self.ffn.router
         router.counting = True  # and not where it is computed again
-        out = run_recomputed(self._compute, self.recompute, self.kept_products, x_BTD, rope, mask, weights_B)
+        out = self._run(x_BTD, rope, mask, weights_B)
         router.counting = False
         return out
+
+    def _run(self, *inputs: Any) -> Tensor:
+        return run_recomputed(self._compute, self.recompute, self.kept_products, self.kept_sums, *inputs)
 
     def _compute(
         self,
@@ -211,17 +195,20 @@ class Decoder(nn.Module):
         loss_chunk: int = 1024,
         recompute: Recompute = "none",
         part: Part | None = None,
+        context: Context | None = None,
     ) -> None:
         """Build it with uninitialised weights.
 
         Args:
             model: Its shape.
-            seq_len: Longest sequence that it will read; a stage that reads no tokens reads this many.
+            seq_len: Most tokens of a sequence that it will read; a stage without embedding reads this many.
             loss_chunk: Tokens whose logits are held at once in training.
             recompute: What each block computes again in the backward pass.
             part: Which stage it is; all of the model if left out.
+            context: Where its tokens stand in their sequences; those are whole if left out.
         """
         super().__init__()
+        self.context = context or Context()
         part = part or Part(model, 0, range(model.num_layers), first=True, last=True)
         self.seq_len, self.loss_chunk = seq_len, loss_chunk
         self.first, self.last = part.first, part.last
@@ -232,6 +219,8 @@ class Decoder(nn.Module):
             assert model.max_positions is not None, "the legality table asks for max_positions"
             self.positions = nn.Embedding(model.max_positions, model.hidden_size)
         self.blocks = nn.ModuleDict({str(layer): Block(model, recompute, layer) for layer in part.layers})
+        for block in self.list_blocks():
+            block.attention.context = self.context
         if part.last:
             self.norm = build_norm(model)
             self.head = Head(model.hidden_size, model.vocab_size, bias=False)
@@ -243,7 +232,8 @@ class Decoder(nn.Module):
         self.rope_cos: Tensor
         self.rope_sin: Tensor
         if self.rotary:
-            cos_TE, sin_TE = build_rope(model, seq_len, torch.get_default_device())
+            positions_T = self.context.own_positions(seq_len, torch.get_default_device())
+            cos_TE, sin_TE = build_rope(model, positions_T)
             self.register_buffer("rope_cos", cos_TE, persistent=False)
             self.register_buffer("rope_sin", sin_TE, persistent=False)
 
@@ -266,7 +256,7 @@ class Decoder(nn.Module):
         Args:
             x: Tokens (B, T); of a stage that is not the first, the residual stream.
             targets_BT: Words to predict; read by the last stage.
-            segments_BT: The number of each token's document.
+            segments_BT: The number of each token's document, of whole sequences.
             weights_B: Each sequence's share of the batch, 0 for one that only fills up; for experts.
         """
         length = x.shape[1] if self.first else self.seq_len
@@ -274,7 +264,7 @@ class Decoder(nn.Module):
         if self.first:
             x = self._embed(x, segments_BT)
         rope = (self.rope_cos[:length], self.rope_sin[:length]) if self.rotary else None
-        mask = None if segments_BT is None else document_mask(segments_BT, product_dtype(x))
+        mask = None if segments_BT is None else self.context.hide(segments_BT, product_dtype(x))
         for block in self.blocks.values():
             x = block(x, rope, mask, weights_B)
         if not self.last:
@@ -287,8 +277,10 @@ class Decoder(nn.Module):
         if self.positions is None:
             return x_BTD
         if segments_BT is None:
-            return x_BTD + self.positions(torch.arange(tokens_BT.shape[1], device=tokens_BT.device))
-        return x_BTD + self.positions(document_positions(segments_BT))
+            index = self.context.own_positions(tokens_BT.shape[1], tokens_BT.device)
+        else:
+            index = self.context.own_columns(document_positions(segments_BT))
+        return x_BTD + self.positions(index)
 
 
 class Stages(nn.Module):

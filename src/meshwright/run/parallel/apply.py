@@ -1,4 +1,18 @@
-"""The parallelisms in the order in which they are applied, and what a rank then owns."""
+"""The parallelisms in the order in which they are applied, and what a rank then owns.
+
+Innermost first; each sees what those before it have made, and nothing of those behind it:
+
+1. ``pp``  which blocks are here at all (``plan.parts``): the model is built with those alone;
+2. ``cp``  which positions (``run.parallel.context``): rotations and masks are of these;
+3. ``tp``  which part of each matrix (``run.parallel.tensor``): it changes what a product computes, so it
+           comes before anything looks at whole parameters of a rank;
+4. ``ep``  which experts (``run.parallel.experts``): their tokens come from ranks that 2 and 3 tell apart;
+5.         what a block computes again, and the compiler, which must see the block as 2 to 4 have left it;
+6. data    ``dp_replicate``, ``dp_shard`` and ``cp``: what a rank keeps of each parameter, and sums of
+           gradients. They come last, as they cut and add up whatever the axes inside have produced.
+
+1 to 4 happen when the model is built (``run.models.init``): a rank never holds what it does not keep.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +22,17 @@ from typing import cast
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.plan.axes import dense_sum_axis, experts_apart, gradient_axis
 from meshwright.plan.parts import held_buckets, held_parts, list_stages, schedule_of, stage_buckets
-from meshwright.plan.sharding import ALL_DATA
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder, Stages
 from meshwright.run.models.init import WeightSource
 from meshwright.run.models.products import late_parameters
 from meshwright.run.parallel.data import FixedBucketDDP, apply_replicate, average_statistics
 from meshwright.run.parallel.ownership import Owned, OwnedRows, OwnedShards
-from meshwright.run.parallel.reducer import StageReducer
+from meshwright.run.parallel.pieces import Pieces
+from meshwright.run.parallel.reducer import BucketReducer, Buckets
 from meshwright.run.parallel.sharded import apply_sharding, begin_micro_batch
-from meshwright.run.parallel.split import Split
 from meshwright.run.pipeline.pipeline import Pipeline
 from meshwright.run.pipeline.stages import Stage
 from meshwright.run.precision import Precision
@@ -28,8 +42,7 @@ from meshwright.spec.job import Job
 def apply_layout(module: nn.Module, job: Job, ranks: Ranks, weights: WeightSource) -> nn.Module:
     """Spread a module over the ranks of data; one that lies nowhere yet gets its weights on the way.
 
-    Its matrices were split over ``tp`` when it was built: innermost, before anything is cut or summed. Its
-    stages were split over ``pp`` then, too: each is spread on its own.
+    The stages of a pipeline are spread each on its own.
     """
     layout = job.layout
     if isinstance(module, Stages):
@@ -40,16 +53,24 @@ def apply_layout(module: nn.Module, job: Job, ranks: Ranks, weights: WeightSourc
     if layout.zero >= 2:  # with dp_replicate a mesh of two axes: FSDP2 sums over both
         assert isinstance(module, Decoder), "the legality table shards decoders only"
         return apply_sharding(module, list_stages(job)[0], job, ranks, weights)
-    if layout.data_degree > 1:  # outermost: it sums whatever gradients the axes inside produce
-        return apply_replicate(module, job, ranks, _replica_axis(job))
+    axis = dense_sum_axis(layout)
+    if axis.size > 1 and not experts_apart(job):
+        return apply_replicate(module, job, ranks, axis.name)
     return module
 
 
-def _replica_axis(job: Job) -> str:
-    """The ranks that hold the same parameters, whole: ZeRO-1 has whole gradients on every rank, too."""
-    if job.layout.zero == 0:
-        return "dp_replicate"
-    return ALL_DATA if job.layout.dp_replicate > 1 else "dp_shard"
+def build_reducer(module: nn.Module, job: Job, ranks: Ranks) -> BucketReducer | None:
+    """Sums the gradients of a model where DDP cannot: experts are summed over other ranks than the rest."""
+    if job.layout.zero >= 2 or not experts_apart(job):
+        return None
+    buckets = _find_groups(job, ranks, held_buckets(job, ranks.place))
+    return BucketReducer(module, buckets, job.compression.kind) if buckets else None
+
+
+def _find_groups(job: Job, ranks: Ranks, buckets: list[list[str]]) -> Buckets:
+    """The ranks over which each bucket is summed; those that no other rank has a part of are left out."""
+    axes = [gradient_axis(job, names[0]) for names in buckets]
+    return [(n, ranks.group(axis.name)) for n, axis in zip(buckets, axes, strict=True) if axis.size > 1]
 
 
 def build_pipeline(
@@ -60,23 +81,24 @@ def build_pipeline(
     split = schedule_of(job, micro_batches).split_backward
     buckets = iter(stage_buckets(job, ranks.place))
     for module, part in zip(stages, held_parts(job, ranks.place), strict=True):
-        names, reducer = next(buckets), None
-        if layout.data_degree > 1 and layout.zero < 2:
-            group, late = ranks.group(_replica_axis(job)), late_parameters(module) if split else ()
-            reducer = StageReducer(module, names, group, job.compression.kind, late)
+        summed, reducer = _find_groups(job, ranks, next(buckets)), None
+        if summed and layout.zero < 2:
+            late = late_parameters(module) if split else ()
+            reducer = BucketReducer(module, summed, job.compression.kind, late)
         lender = cast(FSDPModule, next(iter(stages))) if part.lent and layout.zero >= 2 else None
         found[part.stage] = Stage.of(module, reducer, lender, split, job.train.compile)
     return Pipeline(found, job, micro_batches, ranks, precision)
 
 
-def own_parameters(model: nn.Module, job: Job, ranks: Ranks, split: Split | None) -> Owned:
+def own_parameters(model: nn.Module, job: Job, ranks: Ranks, pieces: Pieces | None) -> Owned:
     """What of a spread model this rank updates."""
     if job.layout.zero >= 2:
-        return OwnedShards(model, ranks, split)
+        return OwnedShards(model, job, ranks, pieces)
     if job.layout.zero == 1:
-        return OwnedRows(model, ranks, held_buckets(job, ranks.place), split)
-    # Gradients of replicas are views of buckets: dropped, the next accumulation would hold a second copy.
-    return Owned(model, ranks, split, keep_gradients=job.layout.dp_replicate > 1)
+        return OwnedRows(model, job, ranks, held_buckets(job, ranks.place), pieces)
+    # Summed gradients are views of buckets: dropped, the next accumulation would hold a second copy.
+    summed = any(gradient_axis(job, name).size > 1 for name, _ in model.named_parameters())
+    return Owned(model, ranks, pieces, keep_gradients=summed)
 
 
 def without_reduction(module: nn.Module, job: Job, last: bool) -> AbstractContextManager[None]:

@@ -7,8 +7,8 @@ The optimizer, the gradient norm, checkpoints and the audit ask here and need no
                   and the same on all ranks; after the update the chunks are gathered.
 ``OwnedShards``   a chunk of rows of a parameter that FSDP2 keeps cut (ZeRO-2 and 3).
 
-With tensor parallelism a parameter is the rank's part of a matrix, to each of them: ``cut`` and ``gather``
-go through the ``Split`` as well, and the norm counts what lies on several ranks once.
+Where matrices are split or experts dealt, a parameter is the rank's piece of it, to each of them: ``cut`` and
+``gather`` go through the ``Pieces`` as well, and the norm counts what lies on several ranks once.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from meshwright.plan.axes import state_axis
 from meshwright.plan.parts import TIED_AXIS, TIED_NAME
 from meshwright.plan.sharding import chunk_rows
 from meshwright.run.mesh import Ranks
-from meshwright.run.parallel.split import Split
+from meshwright.run.parallel.pieces import Pieces
+from meshwright.spec.job import Job
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 
@@ -37,7 +39,7 @@ class Owned:
         self,
         module: nn.Module,
         ranks: Ranks | None = None,
-        split: Split | None = None,
+        pieces: Pieces | None = None,
         keep_gradients: bool = False,
     ) -> None:
         """Own a module.
@@ -45,16 +47,15 @@ class Owned:
         Args:
             module: The model.
             ranks: All of them; none for one process.
-            split: Which part of each matrix the module has; None if it has all.
+            pieces: Which piece of each parameter the module has; None if it has all.
             keep_gradients: Clear gradients to zero and do not drop them: they are views of buckets.
         """
-        self.module, self._ranks, self._split = module, ranks, split
-        self._shards = 1
+        self.module, self._ranks, self._pieces = module, ranks, pieces
         self._shapes = {name: p.shape for name, p in module.named_parameters()}
         self._keep_gradients = keep_gradients
-        self._tied = ranks is not None and TIED_AXIS in ranks.joined
+        self._tied = ranks is not None and TIED_AXIS in ranks.groups
         """Whether another rank has a copy of the embedding."""
-        self.cut_up = split is not None or (ranks is not None and ranks.pp > 1)
+        self.cut_up = pieces is not None or (ranks is not None and ranks.pp > 1)
         """Whether other ranks own the rest."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -63,7 +64,7 @@ class Owned:
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """What is owned of a whole tensor."""
-        return self._cut_rows(name, whole if self._split is None else self._split.cut(name, whole))
+        return self._cut_rows(name, self._piece(name, whole))
 
     def fit(self, name: str, whole: Any, shape: torch.Size) -> Tensor:
         """The part of a whole tensor that has a shape: of the matrix, or of its rows alone.
@@ -73,7 +74,7 @@ class Owned:
             whole: Its values, or a tensor of a mapped file, of which no more is read than is wanted.
             shape: What is wanted of it, less than the whole.
         """
-        part = whole if self._split is None else self._split.cut(name, whole)
+        part = self._piece(name, whole)
         if isinstance(part, Tensor) and part.shape == shape:
             return part
         return self._cut_rows(name, part)
@@ -85,8 +86,8 @@ class Owned:
         return self.join(name, self._gather_rows(name, own))
 
     def join(self, name: str, held: Tensor) -> Tensor:
-        """The whole of a tensor of which the rank holds its part of the matrix."""
-        return held if self._split is None else self._split.join(name, held)
+        """The whole of a tensor of which the rank holds its piece."""
+        return held if self._pieces is None else self._pieces.join(name, held)
 
     def whole_parameter(self, name: str) -> Tensor:
         """The whole of a parameter."""
@@ -94,7 +95,10 @@ class Owned:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the whole parameter."""
-        return tuple(self._shapes[name]) if self._split is None else self._split.shape(name)
+        return tuple(self._shapes[name]) if self._pieces is None else self._pieces.shape(name)
+
+    def _piece(self, name: str, whole: Any) -> Any:
+        return whole if self._pieces is None else self._pieces.cut(name, whole)
 
     def _cut_rows(self, name: str, held: Tensor) -> Tensor:
         """The rows that are owned."""
@@ -114,9 +118,9 @@ class Owned:
 
     def complete_gradients(self) -> None:
         """After the backward pass: ranks that share matrices add up what each has a part of."""
-        if self._split is not None:
+        if self._pieces is not None and self._pieces.split is not None:
             counts = {name: s.numel() // s[0] * self._rows(name) for name, s in self._shapes.items()}
-            self._split.sum_gradients(self._gradients(), counts)
+            self._pieces.split.sum_gradients(self._gradients(), counts)
         if self._tied:
             self._add_tied()
 
@@ -142,6 +146,10 @@ class Owned:
         """Rows of a gradient on the fullest rank."""
         return self._shapes[name][0]
 
+    def _shards(self, name: str) -> int:
+        """Ranks over which the rows of a parameter are cut."""
+        return 1
+
     def take_gradients(self) -> None:
         """After that: what is owned gets its gradient."""
 
@@ -155,11 +163,11 @@ class Owned:
     def _shared_norm(self, gradients: dict[str, Tensor]) -> Tensor:
         """Every rank sends the squared norm of what it owns; what others own too is divided by how many."""
         assert self._ranks is not None, "nothing is cut in one process"
-        world, split = self._ranks.world_size // self._ranks.pp, self._split
+        world, pieces = self._ranks.world_size // self._ranks.pp, self._pieces
         total = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         by_owners: dict[int, list[Tensor]] = {}
         for name, gradient in gradients.items():
-            distinct = self._shards * (1 if split is None else split.size // split.holders(name))
+            distinct = self._shards(name) * (1 if pieces is None else pieces.count(name))
             copies = 2 if self._tied and name == TIED_NAME else 1
             by_owners.setdefault(copies * world // distinct, []).append(torch.linalg.vector_norm(gradient))
         for owners, norms in by_owners.items():
@@ -188,33 +196,45 @@ class Owned:
 
 
 class _Chunks(Owned):
-    """Rows of every parameter, cut over ``dp_shard``."""
+    """Rows of every parameter, cut over ranks of data; those of experts may be others than the rest's."""
 
-    def __init__(self, module: nn.Module, ranks: Ranks, split: Split | None = None) -> None:
-        super().__init__(module, ranks, split)
+    def __init__(self, module: nn.Module, job: Job, ranks: Ranks, pieces: Pieces | None = None) -> None:
+        super().__init__(module, ranks, pieces)
         self.cut_up = True
-        self._group = ranks.group("dp_shard")
-        self._shards, self._index = self._group.size(), self._group.rank()
+        self._axes = {name: state_axis(job, name) for name in self._shapes}
         self._own: dict[str, nn.Parameter] = {}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The rows, by the parameter's name."""
         yield from self._own.items()
 
+    def _shards(self, name: str) -> int:
+        """Ranks over which the rows of a parameter are cut."""
+        return self._axes[name].size
+
+    def _group(self, name: str) -> dist.ProcessGroup:
+        assert self._ranks is not None, "nothing is cut in one process"
+        return self._ranks.group(self._axes[name].name)
+
     def _cut_rows(self, name: str, held: Tensor) -> Tensor:
         """The rows that are owned."""
-        rows = chunk_rows(self._shapes[name][0], self._shards, self._index)
+        shards = self._shards(name)
+        if shards == 1:
+            return held
+        rows = chunk_rows(self._shapes[name][0], shards, self._group(name).rank())
         return held[rows.start : rows.stop]
 
     @torch.no_grad()
     def _gather_rows(self, name: str, own: Tensor) -> Tensor:
         """Every rank sends its rows, filled up to the longest chunk, and gets all of them."""
-        shape = self._shapes[name]
-        size = -(-shape[0] // self._shards)
+        shape, shards = self._shapes[name], self._shards(name)
+        if shards == 1:
+            return own
+        size = -(-shape[0] // shards)
         padded = own.new_zeros(size, *shape[1:])
         padded[: len(own)] = own
-        whole = own.new_empty(size * self._shards, *shape[1:])
-        _all_gather(whole, padded, group=self._group)
+        whole = own.new_empty(size * shards, *shape[1:])
+        _all_gather(whole, padded, group=self._group(name))
         return whole[: shape[0]]
 
 
@@ -224,19 +244,21 @@ class OwnedRows(_Chunks):
     def __init__(
         self,
         module: nn.Module,
+        job: Job,
         ranks: Ranks,
         buckets: Sequence[Sequence[str]],
-        split: Split | None = None,
+        pieces: Pieces | None = None,
     ) -> None:
         """Own rows.
 
         Args:
             module: The model, whole.
+            job: Whose layout says over which ranks.
             ranks: All of them.
             buckets: Names of parameters that are gathered in one call after the update.
-            split: Which part of each matrix the module has.
+            pieces: Which piece of each parameter the module has.
         """
-        super().__init__(module, ranks, split)
+        super().__init__(module, job, ranks, pieces)
         self._buckets = buckets
         self._whole = dict(module.named_parameters())
         self._own = {name: nn.Parameter(self._cut_rows(name, p.detach())) for name, p in self._whole.items()}
@@ -255,18 +277,21 @@ class OwnedRows(_Chunks):
     def publish(self) -> None:
         """Every rank sends its rows of a bucket's parameters and gets the others'."""
         for names in self._buckets:
+            shards = self._shards(names[0])
+            if shards == 1:  # experts of which every rank has others
+                continue
             parts, sizes = [], []
             for name in names:
                 shape = self._shapes[name]
                 row = shape.numel() // shape[0]
-                sizes.append(-(-shape[0] // self._shards) * row)
+                sizes.append(-(-shape[0] // shards) * row)
                 flat = self._own[name].detach().reshape(-1)
                 parts += [flat, flat.new_zeros(sizes[-1] - flat.numel())]
             sent = torch.cat(parts)
             del parts
-            everything = sent.new_empty(self._shards * sent.numel())
-            _all_gather(everything, sent, group=self._group)
-            columns = everything.view(self._shards, -1).split(sizes, dim=1)
+            everything = sent.new_empty(shards * sent.numel())
+            _all_gather(everything, sent, group=self._group(names[0]))
+            columns = everything.view(shards, -1).split(sizes, dim=1)
             for name, column in zip(names, columns, strict=True):
                 whole = self._whole[name].detach().view(-1)
                 whole.copy_(column.reshape(-1)[: whole.numel()])
@@ -281,8 +306,8 @@ class OwnedRows(_Chunks):
 class OwnedShards(_Chunks):
     """ZeRO-2 and 3: the local part of FSDP2's parameters."""
 
-    def __init__(self, module: nn.Module, ranks: Ranks, split: Split | None = None) -> None:
-        super().__init__(module, ranks, split)
+    def __init__(self, module: nn.Module, job: Job, ranks: Ranks, pieces: Pieces | None = None) -> None:
+        super().__init__(module, job, ranks, pieces)
         self._cut = {name: cast(DTensor, p) for name, p in module.named_parameters()}
         self._own = {name: nn.Parameter(_local(p)) for name, p in self._cut.items()}
 
@@ -300,7 +325,7 @@ class OwnedShards(_Chunks):
 
     def _rows(self, name: str) -> int:
         """Rows of a gradient on the fullest rank."""
-        return -(-self._shapes[name][0] // self._shards)
+        return -(-self._shapes[name][0] // self._shards(name))
 
     def take_gradients(self) -> None:
         """Rows get the rows of the gradient."""

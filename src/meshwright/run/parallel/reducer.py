@@ -1,9 +1,10 @@
-"""Sums of gradients over replicas in a pipeline: by buckets, as soon as a stage's last backward pass allows.
+"""Sums of gradients where torch's DDP cannot make them: by buckets, as soon as the last backward pass allows.
 
-torch's DDP expects a forward pass, its backward pass, and the next forward pass; with several stages on a
-rank, or a backward pass in two parts, it fails in the second step. Here the schedule says which backward pass
-of a stage is its last one. Gradients are views of flat buckets (``plan.buckets``) from the start; a bucket is
-summed, every rank sending its own and getting the sum, when the last of its parameters is complete.
+DDP expects a forward pass, its backward pass, and the next forward pass; with several stages of a pipeline on
+a rank, or a backward pass in two parts, it fails in the second step. And it sums all parameters over the same
+ranks, which are not those of experts. Here whoever calls the backward pass says which is its last one of the
+step. Gradients are views of flat buckets (``plan.buckets``) from the start; a bucket is summed, every rank
+sending its own and getting the sum, when the last of its parameters is complete.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ from torch import Tensor, nn
 
 from meshwright.run.precision import LOW_PRECISION
 
+Buckets = Sequence[tuple[Sequence[str], dist.ProcessGroup]]
+"""Names of parameters, each once, and the ranks over which they are summed."""
+
 
 class _Bucket:
     """Gradients that travel together."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self.group = group
         self.flat = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
         self.size = self.missing = len(parameters)
         self.sent: Tensor | None = None
@@ -31,48 +36,46 @@ class _Bucket:
             parameter.grad = view.view_as(parameter)
 
 
-class StageReducer:
-    """The buckets of one stage."""
+class BucketReducer:
+    """The buckets of a model, or of one stage."""
 
     def __init__(
         self,
-        stage: nn.Module,
-        buckets: Sequence[Sequence[str]],
-        group: dist.ProcessGroup,
+        module: nn.Module,
+        buckets: Buckets,
         compression: str,
         late: Collection[nn.Parameter] = (),
     ) -> None:
-        """Give the stage's parameters gradients in buckets.
+        """Give parameters gradients in buckets.
 
         Args:
-            stage: Its module.
-            buckets: Names of its parameters, each once.
-            group: The replicas.
+            module: The model or the stage.
+            buckets: Of its parameters those that are summed.
             compression: As ``compression.kind`` says.
             late: Those whose gradients do not come in a backward pass: who makes them says so.
         """
-        named = dict(stage.named_parameters())
-        self._group, self._wire = group, LOW_PRECISION.get(compression)
-        self._buckets = [_Bucket([named[name] for name in names]) for names in buckets]
+        named = dict(module.named_parameters())
+        self._wire = LOW_PRECISION.get(compression)
+        self._buckets = [_Bucket([named[name] for name in names], group) for names, group in buckets]
         pairs = zip(self._buckets, buckets, strict=True)
-        self._home = {named[name]: bucket for bucket, names in pairs for name in names}
+        self._home = {named[name]: bucket for bucket, (names, _) in pairs for name in names}
         self._armed = False
         for parameter in self._home.keys() - set(late):
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def begin(self, last: bool) -> None:
-        """A backward pass begins; after the stage's last one nothing is added to what it completes."""
+        """A backward pass begins; after the last one nothing is added to what it completes."""
         self._armed = last
 
     def complete(self, parameter: nn.Parameter) -> None:
         """A parameter has its gradient of the whole step."""
         bucket = self._home.get(parameter)
-        if bucket is None:  # shared with a stage that runs backward later
+        if bucket is None:  # nobody else's, or shared with a stage that runs backward later
             return
         bucket.missing -= 1
         if not bucket.missing:
             bucket.sent = bucket.flat if self._wire is None else bucket.flat.to(self._wire)
-            bucket.work = dist.all_reduce(bucket.sent, group=self._group, async_op=True)
+            bucket.work = dist.all_reduce(bucket.sent, group=bucket.group, async_op=True)
 
     def finish(self) -> None:
         """Wait until every bucket is summed."""

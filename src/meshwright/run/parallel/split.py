@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
 from meshwright.plan.shapes import list_parameters
-from meshwright.plan.tensor import COPIES_AXIS, count_copies, is_copied, is_whole
+from meshwright.plan.tensor import COPIES_AXIS, count_copies, is_copied, is_summed, is_whole
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder_sharding import style_of
 from meshwright.spec.job import Job
@@ -30,7 +30,7 @@ def _all_reduce(x: Tensor, group: str, operation: str = "sum") -> Tensor:
     return _functional.wait_tensor(_functional.all_reduce(x.contiguous(), operation, group))
 
 
-def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
+def gather_rows(x: Tensor, size: int, group: str) -> Tensor:
     """Every rank sends its rows and gets all rows."""
     return _functional.wait_tensor(_functional.all_gather_into_tensor(x.contiguous(), size, group))
 
@@ -71,7 +71,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, group: str) -> Tensor:
         ctx.place = (size, group)
-        return _all_gather(x, size, group)
+        return gather_rows(x, size, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -88,7 +88,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather(grad, *ctx.place), None, None
+        return gather_rows(grad, *ctx.place), None, None
 
 
 class Split:
@@ -102,7 +102,7 @@ class Split:
         self.sequence = job.layout.sequence_parallel
         self.copies = count_copies(job.model, self.size)
         self.words = job.model.vocab_size
-        self.batch = (job.layout.micro_batch or 1, job.data.seq_len)
+        self.batch = (job.layout.micro_batch or 1, job.data.seq_len // job.layout.cp)
         """Samples and tokens a sample of the micro-batch that is in work."""
         self._shapes = {p.name: p.shape for p in list_parameters(job.model)}
 
@@ -126,12 +126,12 @@ class Split:
 
     def join_columns(self, x: Tensor, copies: int = 1) -> Tensor:
         """All ranks' columns of what a split product gave; of copies a rank takes its own."""
-        parts = _all_gather(x, self.size, self.name).chunk(self.size)
+        parts = gather_rows(x, self.size, self.name).chunk(self.size)
         return torch.cat(parts[self.rank % copies :: copies], dim=-1)
 
     def join_tokens(self, x: Tensor) -> Tensor:
         """All ranks' tokens of what the residual stream holds, by sample."""
-        return _all_gather(x, self.size, self.name).unflatten(0, self.batch) if self.sequence else x
+        return gather_rows(x, self.size, self.name).unflatten(0, self.batch) if self.sequence else x
 
     def add_up(self, x: Tensor) -> Tensor:
         """The sum over the ranks, outside the backward pass."""
@@ -140,10 +140,6 @@ class Split:
     def largest(self, x: Tensor) -> Tensor:
         """The largest over the ranks."""
         return _all_reduce(x, self.name, "max")
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a whole parameter."""
-        return self._shapes[name]
 
     def holders(self, name: str) -> int:
         """How many ranks hold the same elements of a parameter."""
@@ -176,7 +172,7 @@ class Split:
         if is_whole(name):
             return own
         copies = self.holders(name)
-        parts = _all_gather(own, self.size, self.name).chunk(self.size)[self.rank % copies :: copies]
+        parts = gather_rows(own, self.size, self.name).chunk(self.size)[self.rank % copies :: copies]
         dim = self._dim(name)
         return torch.cat(parts, dim).narrow(dim, 0, self._shapes[name][dim])
 
@@ -192,15 +188,12 @@ class Split:
             gradients: By parameter, as this rank holds them.
             counts: Elements that the fullest rank holds of each.
         """
-        for wanted, axis in (
-            (self.sequence and is_whole, "tp"),
-            (self.copies > 1 and is_copied, COPIES_AXIS),
-        ):
-            if wanted:
-                self._sum(
-                    [(g, counts[n]) for n, g in gradients.items() if wanted(n) and g is not None],
-                    self._ranks.group(axis),
-                )
+        summed = [name for name in gradients if is_summed(name, self.sequence)]
+        copied = [name for name in gradients if self.copies > 1 and is_copied(name)]
+        for names, axis in ((summed, "tp"), (copied, COPIES_AXIS)):
+            found = [(g, counts[name]) for name in names if (g := gradients[name]) is not None]
+            if found:
+                self._sum(found, self._ranks.group(axis))
 
     def _sum(self, gradients: Sequence[tuple[Tensor, int]], group: dist.ProcessGroup) -> None:
         filled = [F.pad(g.flatten(), (0, count - g.numel())) for g, count in gradients]

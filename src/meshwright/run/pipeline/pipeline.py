@@ -85,7 +85,8 @@ class Pipeline:
 def stream_shape(job: Job) -> tuple[int, ...]:
     """Of what goes from stage to stage: a micro-batch's residual stream, or the rank's tokens of it."""
     assert isinstance(job.model, DecoderModel), "the legality table cuts decoders only"
-    samples, length, width = job.layout.micro_batch or 1, job.data.seq_len, job.model.hidden_size
+    samples, width = job.layout.micro_batch or 1, job.model.hidden_size
+    length = job.data.seq_len // job.layout.cp
     if job.layout.sequence_parallel:
         return samples * length // job.layout.tp, width
     return samples, length, width

@@ -22,7 +22,7 @@ from meshwright.run.batches import Batch
 from meshwright.run.mesh import move
 from meshwright.run.models.decoder import Decoder
 from meshwright.run.models.products import Later, Product, Waiting, put_off
-from meshwright.run.parallel.reducer import StageReducer
+from meshwright.run.parallel.reducer import BucketReducer
 from meshwright.run.parallel.sharded import LateGradients, begin_micro_batch
 from meshwright.run.precision import Precision
 from meshwright.run.watch import StepWatch
@@ -34,7 +34,7 @@ class Stage:
     """One stage, and what its micro-batches have left with it."""
 
     module: Decoder
-    reducer: StageReducer | None = None
+    reducer: BucketReducer | None = None
     """Sums its gradients over replicas, where there are any that FSDP2 does not know of."""
     lender: FSDPModule | None = None
     """The stage whose embedding its head is, where that is cut: gathered before it is used."""
@@ -53,7 +53,7 @@ class Stage:
     def of(
         cls,
         module: Decoder,
-        reducer: StageReducer | None,
+        reducer: BucketReducer | None,
         lender: FSDPModule | None,
         split_backward: bool,
         compiled: bool,

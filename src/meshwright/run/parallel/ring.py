@@ -1,0 +1,338 @@
+"""Ring attention: ranks share a sequence, and keys and values go round until every query has seen all.
+
+Each rank keeps its queries. In every round it attends to the keys and values that it has, while it sends them
+to the next rank and receives the previous one's. Results of rounds are merged by their log-sum-exp, which
+makes the sum exact. In the backward pass keys and values go round again, each with the float32 sum of its
+gradients, which comes home after the last round.
+
+Positions lie in a zig-zag: the sequence is cut into twice as many pieces as there are ranks, and rank r has
+piece r and the r-th from the end. So every rank has the same causal work in every round: of an earlier rank's
+keys all queries see the first piece and none the second, of a later rank's the second half of the queries
+sees both.
+
+It is one operator to torch, forward and backward: the compiler does not look into it, and selective
+recomputation keeps what it gave and sends nothing twice.
+
+Shape suffixes: B batch, T tokens of a sequence on this rank, H query heads, K key heads, E head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+
+from meshwright.run.models.attention import hide_unseen
+
+_aten = torch.ops.aten
+
+
+def zigzag_positions(length: int, rank: int, ranks: int) -> Tensor:
+    """The positions of a rank in sequences of ``length``."""
+    first, last = torch.arange(length).view(2 * ranks, -1)[[rank, 2 * ranks - 1 - rank]]
+    return torch.cat((first, last))
+
+
+def _find_group(name: str) -> dist.ProcessGroup:
+    """A group by its name: operators take no objects."""
+    return cast(Any, _resolve_process_group)(name)
+
+
+class _Passing:
+    """A tensor on its way to the next rank, and the previous one's to here."""
+
+    def __init__(self, sent: Tensor, group: dist.ProcessGroup) -> None:
+        rank, ranks = group.rank(), group.size()
+        self._sent, self._received = sent, torch.empty_like(sent)
+        following = dist.get_global_rank(group, (rank + 1) % ranks)
+        previous = dist.get_global_rank(group, (rank - 1) % ranks)
+        # Both in one call: with NCCL two sends that wait for their receives would wait for ever.
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, sent, following, group),
+                dist.P2POp(dist.irecv, self._received, previous, group),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        """What has arrived."""
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+class _View(NamedTuple):
+    """Which queries attend to which of the keys of a round, as slices of the tokens."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+def _view(length: int, rank: int, source: int, causal: bool) -> _View:
+    """Of the keys that came from ``source``."""
+    everything, half = slice(0, length), length // 2
+    if not causal or source == rank:
+        return _View(everything, everything, causal)
+    if source < rank:
+        return _View(everything, slice(0, half), causal=False)
+    return _View(slice(half, length), everything, causal=False)
+
+
+class _Block:
+    """One round: some queries and some keys, through the kernel of the device."""
+
+    def __init__(
+        self, q_BHTE: Tensor, kv_2BKTE: Tensor, view: _View, segments: tuple[Tensor, Tensor] | None
+    ) -> None:
+        self.view = view
+        self._q = q_BHTE[:, :, view.queries]
+        self._k, self._v = (part[:, :, view.keys] for part in kv_2BKTE)
+        self._seen: Tensor | None = None
+        if segments is not None:
+            of_queries_BT, of_keys_BT = segments[0][:, view.queries], segments[1][:, view.keys]
+            self._seen = of_queries_BT.unsqueeze(2) == of_keys_BT.unsqueeze(1)
+            if view.causal:
+                self._seen = self._seen.tril_()
+        self._groups = q_BHTE.shape[1] // kv_2BKTE.shape[2]
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """What the queries get, and the log-sum-exp of scores: minus infinity where they see nothing."""
+        out, lse = self._kernel()[:2]
+        lse = lse[..., : self._q.shape[2]]  # one kernel of CUDA fills it up
+        if self._seen is not None:
+            lse = lse.masked_fill(~self._seen.any(-1).unsqueeze(1), float("-inf"))
+        return out, lse
+
+    def backward(self, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values, of the result of **all** rounds and its log-sum-exp."""
+        grad, out, lse = (
+            grad[:, :, self.view.queries],
+            out[:, :, self.view.queries],
+            lse[..., self.view.queries],
+        )
+        causal = self.view.causal and self._seen is None
+        if not self._q.is_cuda:
+            return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, self._q, self._k, self._v, out, lse.contiguous(), 0.0, causal, attn_mask=self._mask()
+            )
+        return self._cuda_backward(grad, out, lse.contiguous(), causal)
+
+    def _mask(self) -> Tensor | None:
+        return None if self._seen is None else hide_unseen(self._seen, self._q.dtype)
+
+    def _kernel(self) -> Any:
+        causal = self.view.causal and self._seen is None
+        if not self._q.is_cuda:
+            return _aten._scaled_dot_product_flash_attention_for_cpu(
+                self._q, self._k, self._v, 0.0, causal, attn_mask=self._mask()
+            )
+        k, v = self._repeated()
+        if self._is_flash():
+            return _aten._scaled_dot_product_flash_attention(self._q, k, v, 0.0, causal)
+        return _aten._scaled_dot_product_efficient_attention(
+            self._q, k, v, self._bias(), compute_log_sumexp=True, dropout_p=0.0, is_causal=causal
+        )
+
+    def _is_flash(self) -> bool:
+        """Whether CUDA's fastest kernel takes it: 16 bits, and no mask."""
+        return self._seen is None and self._q.dtype != torch.float32
+
+    def _bias(self) -> Tensor | None:
+        """The mask for all heads; its rows begin at multiples of 16 bytes, as the kernel wants them."""
+        mask = self._mask()
+        if mask is None:
+            return None
+        length, wanted = mask.shape[-1], -(-mask.shape[-1] // 8) * 8
+        if length != wanted:
+            mask = torch.nn.functional.pad(mask, (0, wanted - length))[..., :length]
+        return mask.expand(-1, self._q.shape[1], -1, -1)
+
+    def _repeated(self) -> tuple[Tensor, Tensor]:
+        """Keys and values for every query head: these kernels know no groups."""
+        if self._groups == 1:
+            return self._k, self._v
+        return self._k.repeat_interleave(self._groups, 1), self._v.repeat_interleave(self._groups, 1)
+
+    def _cuda_backward(
+        self, grad: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        k, v = self._repeated()
+        length, key_length = self._q.shape[2], k.shape[2]
+        seed = torch.zeros((2,), dtype=torch.uint64, device="cuda")  # of a dropout that there is not
+        offset = torch.zeros((), dtype=torch.uint64, device="cuda")
+        if self._is_flash():
+            grads = _aten._scaled_dot_product_flash_attention_backward(
+                grad, self._q, k, v, out, lse, None, None, length, key_length, 0.0, causal, seed, offset
+            )
+        else:
+            padded = torch.nn.functional.pad(lse, (0, -length % 32), value=float("inf"))
+            seed, offset = (torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2))
+            bias, wanted = self._bias(), (True, True, True, False)
+            grads = _aten._scaled_dot_product_efficient_attention_backward(
+                grad, self._q, k, v, bias, out, padded, seed, offset, 0.0, wanted, causal
+            )
+        of_q, of_k, of_v = grads[:3]
+        if self._groups > 1:
+            of_k, of_v = (g.unflatten(1, (-1, self._groups)).sum(2) for g in (of_k, of_v))
+        return of_q, of_k, of_v
+
+
+class _Ring:
+    """The rounds of one call, on one rank."""
+
+    def __init__(self, segments_BT: Tensor | None, length: int, causal: bool, group: str) -> None:
+        """Take one's place.
+
+        Args:
+            segments_BT: The document of each token, of whole sequences.
+            length: Tokens of a sequence on this rank.
+            causal: Whether positions see only earlier ones.
+            group: Name of the ranks' group.
+        """
+        self.group = _find_group(group)
+        self.rank, self.ranks = self.group.rank(), self.group.size()
+        self._length, self._causal = length, causal
+        self._segments: list[Tensor] | None = None
+        if segments_BT is not None:
+            total = length * self.ranks
+            self._segments = [
+                segments_BT[:, zigzag_positions(total, rank, self.ranks).to(segments_BT.device)]
+                for rank in range(self.ranks)
+            ]
+
+    def pass_on(self, tensor: Tensor) -> _Passing:
+        """Begin to send to the next rank, and to receive from the previous one."""
+        return _Passing(tensor, self.group)
+
+    def block(self, q_BHTE: Tensor, kv_2BKTE: Tensor, round_: int) -> _Block:
+        """The work of a round."""
+        source = (self.rank - round_) % self.ranks
+        view = _view(self._length, self.rank, source, self._causal)
+        segments = None
+        if self._segments is not None:
+            segments = self._segments[self.rank], self._segments[source]
+        return _Block(q_BHTE, kv_2BKTE, view, segments)
+
+
+@torch.library.custom_op("meshwright::ring_attention", mutates_args=())
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, causal: bool, group: str
+) -> tuple[Tensor, Tensor]:
+    """Attention of this rank's queries to all ranks' keys; every rank of the group calls it.
+
+    Args:
+        q: Queries (B, H, T, E).
+        k: Keys (B, K, T, E) of the same positions; K divides H.
+        v: Values.
+        segments: The document of each token of whole sequences: (B, ranks x T); None if there is one.
+        causal: Whether positions see only earlier ones.
+        group: Name of the process group.
+
+    Returns:
+        The mixed values, laid out as the queries are, and the log-sum-exp of the scores, (B, H, T).
+    """
+    ring = _Ring(segments, q.shape[2], causal, group)
+    kv_2BKTE = torch.stack((k, v))
+    out: Tensor | None = None
+    lse = torch.empty(0)
+    for round_ in range(ring.ranks):
+        passing = ring.pass_on(kv_2BKTE) if round_ < ring.ranks - 1 else None
+        block = ring.block(q, kv_2BKTE, round_)
+        part, part_lse = block.forward()
+        if out is None:  # the own keys come first, and every query sees itself
+            out, lse = torch.empty_like(q, dtype=torch.float32).copy_(part), part_lse.contiguous()
+        else:
+            _merge(out[:, :, block.view.queries], lse[..., block.view.queries], part, part_lse)
+        del part, part_lse, block
+        if passing is not None:
+            kv_2BKTE = passing.wait()
+    assert out is not None, "a ring has a rank"
+    return out.to(q.dtype), lse
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add a round to what the rounds before gave, in place."""
+    total = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - total).exp_().unsqueeze(-1))
+    out.addcmul_(part.float(), (part_lse - total).exp_().unsqueeze(-1))
+    lse.copy_(total)
+
+
+@torch.library.custom_op("meshwright::ring_attention_backward", mutates_args=())
+def ring_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the queries, and of keys and values in one tensor; every rank of the group calls it."""
+    ring = _Ring(segments, q.shape[2], causal, group)
+    kv_2BKTE = torch.stack((k, v))
+    grad_q = torch.zeros_like(q, dtype=torch.float32)
+    arriving: _Passing | None = None
+    for round_ in range(ring.ranks):
+        passing = ring.pass_on(kv_2BKTE) if round_ < ring.ranks - 1 else None
+        block = ring.block(q, kv_2BKTE, round_)
+        of_q, of_k, of_v = block.backward(grad, out, lse)
+        grad_q[:, :, block.view.queries] += of_q
+        # The sums of this block's gradients, of the rank that had it before: they came while this one worked.
+        sums = torch.zeros_like(kv_2BKTE, dtype=torch.float32) if arriving is None else arriving.wait()
+        sums[0][:, :, block.view.keys] += of_k
+        sums[1][:, :, block.view.keys] += of_v
+        del of_q, of_k, of_v, block
+        arriving = ring.pass_on(sums)
+        if passing is not None:
+            kv_2BKTE = passing.wait()
+    assert arriving is not None, "a ring has a rank"
+    return grad_q.to(q.dtype), arriving.wait().to(k.dtype)
+
+
+@ring_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, causal: bool, group: str
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@ring_attention_backward.register_fake
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), k.new_empty((2, *k.shape))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, segments, ctx.causal, ctx.group = inputs
+    ctx.save_for_backward(q, k, v, segments, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, segments, out, lse = ctx.saved_tensors
+    of_q, of_kv = ring_attention_backward(grad, q, k, v, segments, out, lse, ctx.causal, ctx.group)
+    return of_q, of_kv[0], of_kv[1], None, None, None
+
+
+ring_attention.register_autograd(_differentiate, setup_context=_keep)
+
+
+def open_ring(group: str, device: torch.device) -> None:
+    """Send one number to the next rank, so that a backend which connects late does it now."""
+    _Passing(torch.zeros(1, device=device), _find_group(group)).wait()
