@@ -109,7 +109,7 @@ BAD = [
     (used_run_dir, "run-exists"),
     (lambda _: ["layout.pp=3"], "layout-pp-layers"),
     (lambda _: ["layout.tp=3"], "layout-tp-heads"),
-    (lambda _: ["layout.cp=2"], "layout-cp-not-built"),
+    (lambda _: ["model.window=8"], "model-window-not-built"),
     (lambda _: ["train.precision=fp8"], "train-precision-not-built"),
 ]
 
@@ -157,6 +157,6 @@ def test_more_ranks_than_cores_is_a_warning(job_file, tmp_path):
 
 
 def test_illegal_layout_gets_the_nearest_one_with_its_price(job_file, tmp_path):
-    refused = run("train", job_file, "layout.cp=2", cwd=tmp_path)
-    assert "nearest layout that runs: layout.dp_replicate=2 layout.micro_batch=3" in refused.stderr
+    refused = run("train", job_file, "layout.pp=2", "layout.virtual_stages=2", cwd=tmp_path)
+    assert "nearest layout that runs: layout.pp=2 layout.micro_batch=" in refused.stderr
     assert "a step" in refused.stderr

@@ -26,6 +26,7 @@ from meshwright.launch.local import LOGS
 from meshwright.plan.contract import PLAN_FILE, Plan, build_plan, layout_keys, write_plan
 from meshwright.plan.proof import (
     STEPS,
+    TIE,
     Findings,
     ProofTask,
     ReferenceNotes,
@@ -94,6 +95,7 @@ def prove_job(output: Output, source: str, overrides: list[str]) -> int:
             **verdict.as_dict(),
             "losses": losses,
             "reference_losses": reference_losses,
+            "replayed_ties": sum(one.replayed_ties for one in found),
             "tolerance": TOLERANCE,
             "layout": layout_keys(job),
             "world_size": prepared.plan.world_size,
@@ -225,6 +227,10 @@ def describe_verdict(output: Output, prepared: Prepared, verdict: Verdict, findi
     if parts:
         more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
         output.say(f"Outputs that a rank holds in part were not compared: {', '.join(parts[:3])}{more}")
+    if ties := sum(found.replayed_ties for found in findings):
+        output.say(
+            f"{format_plural(ties, 'choice')} of experts tied within {TIE:g}: the reference's was replayed"
+        )
     losses = f"losses of {STEPS} steps differ by at most {_size(verdict.max_rel_diff)}"
     gradients = f"gradients by {_size(verdict.max_grad_diff)} of their norm"
     limits = f"allowed are {TOLERANCE['loss']:g} and {TOLERANCE['gradient']:g}"

@@ -53,6 +53,41 @@ class Recorded:
     """Kind, stage, micro-batch, start and end in seconds since the step began."""
 
 
+@dataclass(frozen=True)
+class LayerLoad:
+    """What the experts of one layer had to do in a step."""
+
+    layer: int
+    load: tuple[int, ...]
+    """Tokens that chose each expert."""
+    dropped: int
+    """Choices that found no place."""
+    imbalance: float
+    """The busiest expert's tokens over the mean."""
+
+    @property
+    def dropped_share(self) -> float:
+        """Of all choices."""
+        return self.dropped / max(1, sum(self.load))
+
+
+@dataclass(frozen=True)
+class ExpertLoads:
+    """What the experts of all layers had to do in a step."""
+
+    step: int
+    layers: tuple[LayerLoad, ...]
+
+    def sentence(self) -> str:
+        """The most uneven layer, and what was dropped, for people."""
+        worst = max(self.layers, key=lambda layer: layer.imbalance)
+        dropped = sum(layer.dropped for layer in self.layers)
+        share = dropped / max(1, sum(sum(layer.load) for layer in self.layers))
+        busiest = f"the busiest has {worst.imbalance:.2f} times the mean (layer {worst.layer})"
+        return f"{busiest}, {share:.1%} of the choices dropped; step {self.step}"
+
+
+_EXPERTS: TypeAdapter[ExpertLoads] = TypeAdapter(ExpertLoads)
 _MEASURED: TypeAdapter[Measured] = TypeAdapter(Measured)
 _COLLECTIVES: TypeAdapter[Collectives] = TypeAdapter(Collectives)
 _RECORDED: TypeAdapter[Recorded] = TypeAdapter(Recorded)
@@ -82,6 +117,8 @@ class RunRecord:
     """The counts of each rank."""
     timelines: dict[int, Recorded] = field(default_factory=dict)
     """Of the ranks of pipelines."""
+    experts: ExpertLoads | None = None
+    """The newest load of experts, where there are some."""
     checkpoint: str | None = None
     checkpoint_failures: list[str] = field(default_factory=list)
     last_checkpoint_failed: bool = False
@@ -148,6 +185,9 @@ class RunRecord:
 
     def _on_timeline(self, event: Event) -> None:
         self.timelines[event["rank"]] = _RECORDED.validate_python(event)
+
+    def _on_experts(self, event: Event) -> None:
+        self.experts = _EXPERTS.validate_python(event)
 
     def _on_checkpoint(self, event: Event) -> None:
         self.checkpoint = event["path"]

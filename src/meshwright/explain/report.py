@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,10 @@ NAMES = {
     "loss_scale": ("Loss scale", "factor"),
     "skipped": ("Steps that were not taken", "skipped"),
     "noise_scale": ("Gradient noise scale", "samples"),
+    "expert_imbalance": ("Busiest expert, in the most uneven layer", "times the mean"),
+    "expert_dropped": ("Choices of experts without a place", "share"),
+    "balance_loss": ("Balance loss, without its coefficient", "1 is even"),
+    "z_loss": ("Router z-loss, without its coefficient", "squared logits"),
 }
 """Titles and units of fields that have a small curve; another field is called by its own name."""
 OWN_CHART = frozenset({"loss", "tokens_per_s"})
@@ -82,6 +86,8 @@ class RunReport:
             rows.append(("Throughput", format_rate(record.tokens_per_s, self.unit)))
         if record.mfu:
             rows.append(("MFU", f"{record.mfu:.1%} of {record.peak_basis or 'the peak'}"))
+        if record.experts:
+            rows.append(("Experts", record.experts.sentence()))
         rows += self._where_and_when()
         return rows
 
@@ -228,6 +234,7 @@ class RunReport:
             "warnings": self.warnings(),
             "notes": self.notes(),
             "audit": self.verdict.as_dict() if self.audited else None,
+            "experts": None if record.experts is None else asdict(record.experts),
             "pipeline": None if self.pipeline is None else self.pipeline.as_dict(),
         }
 

@@ -22,6 +22,9 @@ from meshwright.explain.timeline import MOST_BARS, draw_pair_svg
 MOST_OPEN = 20
 """Further rows of a table with rows for each rank wait behind a click."""
 
+MOST_EXPERTS = 16
+"""Of a layer with more experts the first ones are listed."""
+
 PAGE_STYLE = """
 :root { color-scheme: light dark; }
 body { margin: 0 auto; max-width: 76rem; padding: 1.5rem; font: 15px/1.5 system-ui, sans-serif;
@@ -72,6 +75,7 @@ def draw_page(report: RunReport) -> str:
         _head(report, name),
         *_warnings(report),
         *_curves(report),
+        *_experts(report),
         *_pipeline(report),
         *_memory(report),
         *_audit(report),
@@ -158,6 +162,23 @@ def _curves(report: RunReport) -> list[str]:
 
 def _small(chart: Chart) -> str:
     return draw_svg(chart, 530, 240)
+
+
+def _experts(report: RunReport) -> list[str]:
+    """What the experts of each layer had to do; nothing for a dense model."""
+    loads = report.history.newest.record.experts
+    if loads is None:
+        return []
+    columns = ("layer", "busiest / mean", "most tokens", "fewest", "dropped", "tokens of each expert")
+    rows = []
+    for layer in loads.layers:
+        each = ", ".join(f"{count:,}" for count in layer.load[:MOST_EXPERTS])
+        more = len(layer.load) - MOST_EXPERTS
+        cells = (f"{layer.imbalance:.2f}", f"{max(layer.load):,}", f"{min(layer.load):,}")
+        told = f"{each} and {more} more" if more > 0 else each
+        rows.append((str(layer.layer), *cells, f"{layer.dropped_share:.1%}", told))
+    parts = ["<h2>Experts</h2>", f"<p>Tokens that chose each expert in step {loads.step}:</p>"]
+    return parts + _folded(columns, rows, (0, 1, 2, 3, 4))
 
 
 def _pipeline(report: RunReport) -> list[str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from meshwright.core.errors import UserError
 from meshwright.core.units import format_bytes, format_seconds
+from meshwright.plan.axes import dense_shard_axis
 from meshwright.plan.comms import Traffic, join_places, predict_traffic
 from meshwright.plan.compute import StepTime, estimate_step
 from meshwright.plan.learning_rate import explain_lr
@@ -59,12 +60,19 @@ class Candidate:
         if layout.pp > 1:
             words.append(f"{len(layout.stage_layers or ())} stages ({_order(layout)}) on {layout.pp} ranks")
         replicas = f"{layout.dp_replicate} replicas" if layout.dp_replicate > 1 else ""
-        if layout.dp_shard > 1:
-            words.append(f"{replicas and f'{replicas} of '}{layout.dp_shard} shards (zero={layout.zero})")
+        shards = dense_shard_axis(layout).size
+        if shards > 1:
+            words.append(f"{replicas and f'{replicas} of '}{shards} shards (zero={layout.zero})")
         elif replicas:
             words.append(replicas)
+        if layout.cp > 1:
+            words.append(f"{layout.cp} ranks a sequence ({layout.context})")
         if layout.tp > 1:
             words.append(f"{layout.tp} ranks a matrix")
+        if layout.ep > 1:
+            words.append(f"experts over {layout.ep} ranks")
+        if layout.etp > 1:
+            words.append(f"{layout.etp} ranks an expert")
         return ", ".join(words) or "one process"
 
 

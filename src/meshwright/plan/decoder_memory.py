@@ -31,6 +31,7 @@ from meshwright.plan.moments import Line, Moment, StepMemory
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, operand_bytes
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
+from meshwright.spec.recipe import balance_coefficient
 
 INT64_BYTES = 8
 LOSS_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**29}
@@ -82,7 +83,7 @@ class Sizes:
         tokens = micro_batch * job.data.seq_len // job.layout.cp
         low = operand_bytes(job.train.precision)
         on_gpu = job.cluster.device == "cuda"
-        width, queries, keys, ffn = model.hidden_size, model.query_size, model.kv_size, model.ffn_size
+        width, queries, keys, ffn = model.hidden_size, model.query_size, model.kv_size, active_ffn(model)
         gated = model.activation == "swiglu"
         layout = job.layout
         resident = tokens // layout.tp if layout.sequence_parallel else tokens
@@ -93,13 +94,17 @@ class Sizes:
         attention = (
             2 * queries + 2 * (queries if repeated else keys)
         ) * low + model.num_heads * FLOAT32_BYTES
-        matrices = 2 * width * (queries + keys) + (3 if gated else 2) * width * ffn
+        held = model.held_experts * model.held_expert_width + model.shared_width
+        matrices = 2 * width * (queries + keys) + (3 if gated else 2) * width * (held or ffn)
         # Products read a copy in 16 bits; under ZeRO-2 and 3 that is what is gathered.
         copied = low != FLOAT32_BYTES and job.layout.zero < 2
         copies = matrices * low if copied else 0
         block = 2 * (norm + tokens * width * low) + tokens * attention + (4 if gated else 2) * inner + copies
+        block += tokens * _routed_bytes(job, model, low)
         products = tokens * ((2 * queries + 2 * keys) * low + model.num_heads * FLOAT32_BYTES)
         products += resident * width * low
+        if model.num_experts:  # the router's logits, and what experts answered
+            products += tokens * ((model.experts_per_token or 0) * width * low + model.num_experts * 4)
         waiting = {
             "none": (block, f"{block} a block"),
             "selective": (
@@ -133,6 +138,33 @@ class Sizes:
             turning=turning if model.positions == "rope" else 0,
             waiting_products=unread if job.layout.recompute == "selective" else 0,
         )
+
+
+def active_ffn(model: DecoderModel) -> int:
+    """Inner width that a token goes through: of a model with experts, those of its own and the shared ones.
+
+    All layers are taken to have experts, and every expert its even share of the tokens.
+    """
+    if not model.num_experts:
+        return model.ffn_size
+    return (model.experts_per_token or 0) * model.held_expert_width + model.shared_width
+
+
+def _routed_bytes(job: Job, model: DecoderModel, low: int) -> int:
+    """What a token keeps for the way to its experts and back, beside what is inside them.
+
+    For each of its experts its row, the answer, the weight and three numbers (which expert, and where the row
+    lies in the two orders); the router's logits, and the auxiliary losses' gradient of them.
+    """
+    if not model.num_experts:
+        return 0
+    train = job.train
+    injected = bool(balance_coefficient(train) or train.z_loss)
+    each = 2 * model.hidden_size * low + FLOAT32_BYTES + 3 * INT64_BYTES
+    scores = (1 + injected) * model.num_experts * FLOAT32_BYTES
+    if low != FLOAT32_BYTES:  # the router reads float32, and weights are rounded
+        each, scores = each + low, scores + model.hidden_size * FLOAT32_BYTES
+    return (model.experts_per_token or 0) * each + scores
 
 
 def _norm_bytes(model: DecoderModel, tokens: int, on_gpu: bool) -> int:
@@ -274,7 +306,8 @@ def backward_temporary(model: DecoderModel, sizes: Sizes, cut: bool) -> int:
     Beside the residual's gradient, that of the inner product with the down matrix's; or, where a product has
     two factors, with one more inner gradient.
     """
-    down = model.ffn_size * model.hidden_size * (sizes.low if cut else FLOAT32_BYTES)
+    held = model.held_experts * model.held_expert_width or model.ffn_size
+    down = held * model.hidden_size * (sizes.low if cut else FLOAT32_BYTES)
     gated = sizes.inner if model.activation == "swiglu" else 0
     # A cut block keeps all its gradients until they are reduced together.
     widest = down + max(gated, sizes.gathered) if cut else max(gated, down + sizes.gathered)

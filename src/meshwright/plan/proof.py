@@ -35,6 +35,8 @@ ACTIVATION_TOLERANCE = 1e-4
 WEIGHT_TOLERANCE = 1e-2
 """Of the norm of the first update. AdamW's first steps have one size whatever the gradient's, so a gradient
 of zero and one of 1e-9 differ by a whole step; it only decides who is named."""
+TIE = 1e-6
+"""Scores of experts that differ by less tie: which one a token goes to is rounding's doing."""
 MOST_WARMUP = 2
 """Steps: with a long warm-up nothing would move in ten."""
 LOOKING = "proof"
@@ -50,6 +52,11 @@ ROOT_NAME = "model"
 def gradients_file(step: int) -> str:
     """Where the reference keeps the gradients of a step."""
     return f"gradients-{step}.safetensors"
+
+
+def choices_file(step: int) -> str:
+    """Where the reference keeps the experts that its tokens chose in a step."""
+    return f"choices-{step}.safetensors"
 
 
 WEIGHTS_FILE = "weights.safetensors"
@@ -145,6 +152,8 @@ class Findings:
     """After the first step."""
     not_compared: list[str] = field(default_factory=list)
     """Modules whose output the rank holds in another shape: a part."""
+    replayed_ties: int = 0
+    """Tokens of this rank, in all steps and layers, whose experts tied and were taken from the reference."""
 
     def write(self, folder: Path) -> None:
         """Leave them for the judge."""
@@ -164,6 +173,7 @@ class Findings:
             gradients={step: tensors(table) for step, table in facts["gradients"].items()},
             weights=tensors(facts["weights"]),
             not_compared=facts["not_compared"],
+            replayed_ties=facts["replayed_ties"],
         )
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshwright.plan.choose import Candidate, evaluate, settle_layout
-from meshwright.plan.estimate.grid import RECOMPUTES
+from meshwright.plan.estimate.grid import CONTEXTS, RECOMPUTES
 from meshwright.plan.search.enumerate import world_sizes
 from meshwright.spec.job import Job
 from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.legality import find_problems, with_layout
-from meshwright.spec.numbers import split_ranks
+from meshwright.spec.model import DecoderModel
+from meshwright.spec.numbers import divisors, split_ranks
 
 ZERO_STAGES = (1, 2, 3)
 
@@ -46,19 +48,36 @@ def _list_layouts(job: Job, pins: Mapping[str, Any]) -> Iterator[Layout]:
     """Degrees over even parts of the cluster, crossed with the settings that are open."""
     modes = (pins["recompute"],) if "recompute" in pins else RECOMPUTES
     sequence = (pins["sequence_parallel"],) if "sequence_parallel" in pins else (False, True)
+    contexts = (pins["context"],) if "context" in pins else CONTEXTS
     for world in world_sizes(job):
-        for degrees in split_ranks(world, len(AXES)):
-            named: dict[str, Any] = dict(zip(AXES, degrees, strict=True))
+        for named in _list_degrees(job, pins, world):
             if named["dp_replicate"] * named["dp_shard"] > job.train.global_batch:
                 continue  # legal, but some ranks would only pad
-            stages = ZERO_STAGES if named["dp_shard"] > 1 else (0,)
-            if "zero" in pins:
-                stages = (pins["zero"],)
-            for zero, mode, parts in itertools.product(stages, modes, sequence):
-                if parts and named["tp"] == 1:
-                    continue
-                settings = {"zero": zero, "recompute": mode, "sequence_parallel": parts}
-                yield dataclasses.replace(job.layout, mode="given", **named, **settings)
+            stages = _list_stages(pins, named)
+            for zero, mode, parts, context in itertools.product(stages, modes, sequence, contexts):
+                idle = (parts and named["tp"] == 1) or (context != "ring" and named["cp"] == 1)
+                if not idle:
+                    settings = {"zero": zero, "recompute": mode, "sequence_parallel": parts}
+                    yield dataclasses.replace(job.layout, mode="given", context=context, **named, **settings)
+
+
+def _list_degrees(job: Job, pins: Mapping[str, Any], world: int) -> Iterator[dict[str, Any]]:
+    """Degrees of all axes; experts are whole, dealt over as many of the ranks as divide their number."""
+    experts = job.model.num_experts or 1 if isinstance(job.model, DecoderModel) else 1
+    for degrees in split_ranks(world, len(AXES)):
+        named: dict[str, Any] = dict(zip(AXES, degrees, strict=True))
+        ranks = named["dp_shard"] * named["cp"] * named["tp"]
+        for ep in (pins["ep"],) if "ep" in pins else divisors(math.gcd(experts, ranks)):
+            yield named | {"ep": ep}
+
+
+def _list_stages(pins: Mapping[str, Any], named: Mapping[str, int]) -> tuple[int, ...]:
+    """ZeRO stages; ranks that share a sequence alone may keep the state whole."""
+    if "zero" in pins:
+        return (pins["zero"],)
+    if named["dp_shard"] > 1:
+        return ZERO_STAGES
+    return (0, *ZERO_STAGES) if named["cp"] > 1 else (0,)
 
 
 def _with_micro_batches(job: Job, layout: Layout, open_: bool) -> Iterator[Layout]:

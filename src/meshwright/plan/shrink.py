@@ -87,7 +87,8 @@ def find_reasons(job: Job, steps: int, memory_bytes: int, flops_per_s: float) ->
     layout = job.layout
     if layout.world_size > MOST_RANKS:
         reasons.append(f"{layout.world_size} ranks, and one machine runs {MOST_RANKS}")
-    state = state_bytes(job) * (layout.dp_replicate if layout.zero == 3 else layout.data_degree)
+    shards = layout.dp_shard * layout.cp
+    state = state_bytes(job) * layout.dp_replicate * (1 if layout.zero == 3 else shards)
     if state > MOST_MEMORY_SHARE * memory_bytes:
         room = f"{MOST_MEMORY_SHARE:.0%} of the {format_bytes(memory_bytes)} free here"
         reasons.append(f"{format_bytes(state)} of state, more than {room}")

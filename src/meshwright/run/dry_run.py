@@ -5,7 +5,7 @@ fake ones, which return at once. What is built, wrapped, called and freed is wha
 calls and frees: the same functions in the same order, under the same counter and the same tracker.
 
 Integers stay real. They are few, and code reads them: the order of DDP's buckets, the coordinates of a mesh,
-the number of targets. Whatever else is read from a tensor is zero.
+the number of targets, how many tokens an expert gets. Whatever else is read from a tensor is zero.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore  # makes the backend known, too
@@ -34,6 +34,8 @@ from meshwright.run.batches import Batch, Batcher, Samples
 from meshwright.run.collectives.counter import DEVICE_KEYS, CollectiveCounter
 from meshwright.run.loop import compute_step, report_end
 from meshwright.run.mesh import join_ranks, leave_ranks
+from meshwright.run.models.moe import MixtureOfExperts
+from meshwright.run.parallel.experts import ExpertExchange
 from meshwright.run.session import Session, build_session
 from meshwright.run.step_audit import StepAudit
 from meshwright.spec.job import Job
@@ -66,6 +68,7 @@ def rehearse(plan: Plan, rank: int, listener: Listener, tell: Tell) -> None:
             blank = BlankDataset(plan.job)
             with OneChunk():
                 session = build_session(plan, nowhere, ranks, counter, events, open_split=lambda _: blank)
+            deal_evenly(session.model)
             batches = session.train_batches
             assert isinstance(batches, Batcher), "decoders read tokens"
             session.train_batches = FakeBatches(**vars(batches), fake=fake)
@@ -75,6 +78,34 @@ def rehearse(plan: Plan, rank: int, listener: Listener, tell: Tell) -> None:
             leave_ranks(ranks)
         counter.remove()
         events.close()
+
+
+def deal_evenly(model: nn.Module) -> None:
+    """Experts get the same number of tokens each, from every rank: scores that are nowhere choose nobody."""
+    for layer in model.modules():
+        if isinstance(layer, MixtureOfExperts):
+            layer.router.choose = choose_evenly
+            if isinstance(layer.dispatch, ExpertExchange):
+                layer.dispatch = EvenExchange(layer.dispatch)
+
+
+def choose_evenly(scores: Tensor, chosen: Tensor) -> Tensor:
+    """Experts in turn, as no score says anything: each gets its even share of the tokens."""
+    tokens, per_token = chosen.shape
+    slots = torch.arange(tokens * per_token, dtype=torch.int64).view(tokens, per_token)
+    return slots % scores.shape[1]
+
+
+class EvenExchange(ExpertExchange):
+    """What arrives from every other rank is as much as this one sends to itself."""
+
+    def __init__(self, exchange: ExpertExchange) -> None:
+        vars(self).update(vars(exchange))
+
+    def tell(self, told_XH: Tensor) -> Tensor:  # noqa: N803
+        """Asks, and knows the answer."""
+        super().tell(told_XH)
+        return told_XH[self.place].expand_as(told_XH)
 
 
 def _take_step(session: Session, tell: Tell) -> None:

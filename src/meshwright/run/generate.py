@@ -20,18 +20,18 @@ from meshwright.prepare.conversation import Template
 from meshwright.prepare.question import encode_question
 from meshwright.prepare.templates import load_template
 from meshwright.prepare.tokenizer import TOKENIZER_FILE, load_tokenizer
+from meshwright.run.balance import list_routers
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.mesh import Ranks, join_ranks, leave_ranks
 from meshwright.run.models.decoder import Decoder
 from meshwright.run.models.init import PieceWeights, WeightSource, build_model, find_weight_source
-from meshwright.run.parallel.pieces import Pieces
-from meshwright.run.parallel.split import Split
+from meshwright.run.parallel.seat import Seat
 from meshwright.run.worker import report_error
 from meshwright.spec.hf import read_config
 from meshwright.spec.job import Job
 from meshwright.spec.load import SpecError, build_job
 from meshwright.spec.model import DecoderModel
-from meshwright.survive.checkpoint.manifest import MANIFEST, MODEL_FILE, read_manifest
+from meshwright.survive.checkpoint.manifest import MANIFEST, MODEL_FILE, SELECTION_BIAS, read_manifest
 from meshwright.survive.checkpoint.plain import open_tensors
 from meshwright.survive.hf.weights import require_weights
 
@@ -150,12 +150,25 @@ def load_model(task: GenerateTask, ranks: Ranks | None = None) -> Decoder:
     weights: WeightSource = _SavedWeights(folder)
     if not (folder / MANIFEST).is_file():
         weights = find_weight_source(job, from_hf=True)
-    split = Split(job, ranks) if task.tp > 1 else None
-    if split is not None:
-        weights = PieceWeights(weights, Pieces(job, ranks, split))
-    model = build_model(job, ranks.device, weights, split)
+    seat = Seat.of(job, ranks)
+    if seat.pieces is not None:
+        weights = PieceWeights(weights, seat.pieces)
+    model = build_model(job, ranks.device, weights, seat)
     assert isinstance(model, Decoder), "a model of text"
+    if (folder / MANIFEST).is_file():
+        _take_biases(model, job, folder)
     return model.eval()
+
+
+def _take_biases(model: Decoder, job: Job, checkpoint: Path) -> None:
+    """The biases that experts are chosen by, where the checkpoint has some."""
+    with open_tensors(checkpoint, MODEL_FILE) as saved:
+        if SELECTION_BIAS not in set(saved.keys()):
+            return
+        biases = saved.get_tensor(SELECTION_BIAS).to(next(model.parameters()).device)
+    assert isinstance(job.model, DecoderModel), "a model of text"
+    for layer, router in list_routers(model):
+        router.selection_bias = biases[layer - job.model.dense_layers]
 
 
 def run_rank(run_dir: str, listener: Listener | None = None) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshwright.core.files import folder_bytes
 from meshwright.plan.learning_rate import lr_at
+from meshwright.run.balance import ExpertLoad, load_due
 from meshwright.run.batches import Batch, Samples
 from meshwright.run.divergence import not_finite
 from meshwright.run.gradient_noise import add_noise
@@ -79,6 +80,8 @@ class Computed:
     loss_scale: float
     lr: float
     grad_norm: Tensor | None
+    load: ExpertLoad | None
+    """What experts had to do, where there are some."""
 
 
 def compute_step(session: Session, samples: Samples, targets: int) -> Computed:
@@ -101,7 +104,8 @@ def compute_step(session: Session, samples: Samples, targets: int) -> Computed:
     own = [own_loss, own_targets] if session.ranks.speaks else [0.0, 0.0]
     loss_sum, counted, stops, *sums = session.ranks.add_up([*own, *wishes, *noise])
     session.save_wanted = session.owned.cut_up and sums.pop(0) > 0
-    return Computed(loss_sum, counted, stops, sums, loss_scale, lr, grad_norm)
+    load = None if session.balancer is None else session.balancer.end_step(session.ranks)
+    return Computed(loss_sum, counted, stops, sums, loss_scale, lr, grad_norm, load)
 
 
 def train_step(session: Session, meter: Meter) -> bool:
@@ -129,7 +133,10 @@ def train_step(session: Session, meter: Meter) -> bool:
         step_s=step_s,
         **meter.read(targets / step_s),
         **session.precision.look(loss, norm),
+        **({} if done.load is None else done.load.figures()),
     )
+    if done.load is not None and session.ranks.rank == 0 and load_due(session.step, session.job.train.steps):
+        session.events.write("experts", step=session.step, layers=done.load.rows())
     session.precision.require_scale(session.step, session.has_checkpoint)
     if not session.precision.skipped:
         _require_finite(session, loss=loss, gradient_norm=norm)
@@ -162,6 +169,7 @@ def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[
                 loss = session.module(*batch.on(device))
             if session.audit is not None:
                 session.audit.after_forward()
+                session.audit.before_backward(index)
             if session.reducer is not None:
                 session.reducer.begin(last=index == micro_batches - 1)
             session.precision.backward(loss / divisor)

@@ -18,6 +18,7 @@ from meshwright.plan.axes import (
     EXPERT_SHARDS,
     dense_shard_axis,
     dense_sum_axis,
+    expert_sum_axis,
     experts_apart,
     list_joined,
     list_rank_groups,
@@ -151,8 +152,10 @@ def _list_groups(job: Job) -> Iterator[tuple[str, list[list[int]]]]:
     """The groups that a run of the job speaks in: an axis, and all ranks by group."""
     layout, everybody = job.layout, range(job.layout.world_size)
     names = [axis for axis in ("pp", "cp", "tp") if getattr(layout, axis) > 1]
-    names += [axis.name for axis in (dense_shard_axis(layout), dense_sum_axis(layout)) if axis.size > 1]
-    names += list_joined(job)
+    axes = [dense_shard_axis(layout), dense_sum_axis(layout)]
+    if experts_apart(job):
+        axes.append(expert_sum_axis(layout))
+    names += [*(axis.name for axis in axes if axis.size > 1), *list_joined(job)]
     if layout.zero >= 2 and experts_apart(job):  # FSDP2 wants a group also where a rank is alone
         names.append(EXPERT_SHARDS)
     for axis in dict.fromkeys(names):

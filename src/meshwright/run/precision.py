@@ -101,6 +101,10 @@ class Precision:
         if self.skipped and (scale := self.scale()) < LEAST_SCALE:
             raise scale_collapsed(step, scale, self._skipped_in_a_row, saved())
 
+    def scale_on_device(self) -> Tensor | None:
+        """The same where nobody waits for it; None where there is no scale."""
+        return self._scaler._scale if self._scaled else None
+
     def scale(self) -> float:
         """What the gradients of this step are multiplied by."""
         return float(self._scaler.get_scale()) if self._scaled else 1.0

@@ -34,8 +34,11 @@ from meshwright.plan.proof import (
     gradients_file,
 )
 from meshwright.run.batches import cut
+from meshwright.run.choices import Choices, RecordedChoices, ReplayedChoices
 from meshwright.run.full_tensors import canonical_name, full_tensor, is_sharded, named_parameters
 from meshwright.run.loop import Meter, report_end, train_step
+from meshwright.run.models.moe import ExpertProduct, Experts
+from meshwright.run.models.routing import Router
 from meshwright.run.parallel.context import whole_sequences
 from meshwright.run.parallel.tensor import whole_activation
 from meshwright.run.session import Session
@@ -70,7 +73,7 @@ class ModuleWatch:
     """Hooks on every module that show what chosen samples look like on their way in and out."""
 
     def __init__(self, session: Session, positions: Sequence[int], seen: Seen) -> None:
-        batches, self._split, self._context = session.train_batches, session.split, session.context
+        batches, self._split, self._context = session.train_batches, session.seat.split, session.seat.context
         self._counter = session.counter
         places = np.arange(session.job.train.global_batch)
         self._parts = list(cut(places, batches.rank, batches.ranks, batches.micro_batch))
@@ -82,7 +85,8 @@ class ModuleWatch:
         self._on = False
         self._handles: list[RemovableHandle] = []
         for name, module in session.model.named_modules():
-            self._watch(canonical_name(name), module)
+            if not isinstance(module, Router | Experts | ExpertProduct):  # their rows are no samples
+                self._watch(canonical_name(name), module)
 
     def begin(self, micro_batch: int) -> None:
         """A forward pass of the first step begins."""
@@ -136,9 +140,12 @@ class Witness(ABC):
     def __init__(self, session: Session, task: ProofTask, folder: Path) -> None:
         self.session, self.task, self.folder = session, task, folder
         self.modules: ModuleWatch | None = ModuleWatch(session, task.positions, self.see)
+        self.choices: Choices
+        """Of experts."""
 
     def before_forward(self, micro_batch: int) -> None:
         """A forward pass begins."""
+        self.choices.micro_batch = micro_batch
         if self.modules is not None:
             self.modules.begin(micro_batch)
 
@@ -146,6 +153,10 @@ class Witness(ABC):
         """It is over."""
         if self.modules is not None:
             self.modules.end()
+
+    def before_backward(self, micro_batch: int) -> None:
+        """A backward pass begins, which may compute again."""
+        self.choices.micro_batch = micro_batch
 
     def after_backward(self) -> None:
         """The gradients are complete, before anything is done with them."""
@@ -156,6 +167,7 @@ class Witness(ABC):
 
     def after_step(self) -> None:
         """The weights are updated."""
+        self.choices.end_step()
         if self.session.step == 1 and self.modules is not None:
             self.modules.remove()
             self.modules = None
@@ -184,6 +196,7 @@ class Recorder(Witness):
 
     def __init__(self, session: Session, task: ProofTask, folder: Path) -> None:
         super().__init__(session, task, folder)
+        self.choices = RecordedChoices(session, folder)
         self.notes = ReferenceNotes(shared=_shared_names(session.model))
         self._activations: dict[str, Tensor] = {}
         self._before = {name: p.detach().clone() for name, p in named_parameters(session.model)}
@@ -238,6 +251,7 @@ class Comparer(Witness):
         self._known = set(self._activations.keys())
         self.findings = Findings(session.ranks.rank)
         super().__init__(session, task, folder)
+        self.choices: ReplayedChoices = ReplayedChoices(session, self._reference)
 
     def see(self, module: str, what: str, position: int, tensor: Tensor) -> None:
         """Compare it, where the rank holds all of it."""
@@ -266,6 +280,7 @@ class Comparer(Witness):
 
     def finish(self) -> None:
         """Write down what was found."""
+        self.findings.replayed_ties = self.choices.replayed
         self.findings.write(self.folder)
 
     def _compare(self, file: str, held: dict[str, Tensor | None]) -> Iterator[tuple[str, TensorDifference]]:
@@ -281,7 +296,7 @@ class Comparer(Witness):
                     continue
                 tensor = held[name]
                 # A rank that lacks its shard could not take part: nobody asks the others for theirs.
-                whole = present[name] == there[name] or not (is_sharded(tensor) or self.session.split)
+                whole = present[name] == there[name] or not (is_sharded(tensor) or self.session.seat.pieces)
                 if tensor is None or not whole:
                     if name in known:
                         yield name, TensorDifference(None, missing=True)

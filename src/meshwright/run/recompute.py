@@ -45,7 +45,11 @@ SUMS = frozenset(
 
 
 def run_recomputed(
-    compute: Callable[..., Tensor], recompute: Recompute, products: Sequence[bool], *inputs: Any
+    compute: Callable[..., Tensor],
+    recompute: Recompute,
+    products: Sequence[bool],
+    sums: Sequence[bool],
+    *inputs: Any,
 ) -> Tensor:
     """Call a block's computation so that it keeps what the mode says.
 
@@ -53,22 +57,24 @@ def run_recomputed(
         compute: The block.
         recompute: The mode.
         products: For each matrix product of the block, in order, whether it is kept.
+        sums: For each of those that become a sum over ranks, in order, whether the sum is kept.
         inputs: Of the block.
     """
     if recompute == "none" or not torch.is_grad_enabled():
         return compute(*inputs)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn
     if recompute == "selective":
-        options["context_fn"] = functools.partial(_keep_products, products)
+        options["context_fn"] = functools.partial(_keep_products, products, sums)
     return checkpoint(compute, *inputs, **options)
 
 
-def _keep_products(products: Sequence[bool]) -> Any:
-    return create_selective_checkpoint_contexts(functools.partial(_policy, products, Counter()))
+def _keep_products(products: Sequence[bool], sums: Sequence[bool]) -> Any:
+    return create_selective_checkpoint_contexts(functools.partial(_policy, products, sums, Counter()))
 
 
 def _policy(
     products: Sequence[bool],
+    sums: Sequence[bool],
     seen: Counter[tuple[str, bool]],
     context: Any,
     operation: Any,
@@ -77,13 +83,13 @@ def _policy(
 ) -> CheckpointPolicy:
     """Keep attention and the products that are said to be kept, or the sums that they become.
 
-    Of those the last is not kept either. Forward pass and recomputation count alike.
+    Forward pass and recomputation count alike.
     """
     kind = "product" if operation in PRODUCTS else "sum" if operation in SUMS else ""
     if kind:
         number = seen[kind, context.is_recompute]
         seen[kind, context.is_recompute] += 1
-        kept = products[number] if kind == "product" else number < products.count(False) - 1
+        kept = (products if kind == "product" else sums)[number]
     else:
         kept = operation in ATTENTIONS
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

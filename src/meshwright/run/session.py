@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from meshwright.core.events import EventWriter
 from meshwright.launch.assignment import Assignment
-from meshwright.plan.axes import EXPERTS
 from meshwright.plan.contract import Plan
 from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
 from meshwright.plan.parts import held_parts, list_homes
@@ -25,6 +24,7 @@ from meshwright.prepare.dataset import TokenDataset
 from meshwright.prepare.order import SampleOrder
 from meshwright.prepare.shards import ShardFolder
 from meshwright.prepare.tokenizer import TOKENIZER_FILE
+from meshwright.run.balance import Balancer, build_balancer
 from meshwright.run.batches import Batcher
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.divergence import not_finite
@@ -37,11 +37,10 @@ from meshwright.run.models.resnet import ResNet
 from meshwright.run.offload import StreamedState, offload_optimizer
 from meshwright.run.optimizer import build_optimizer
 from meshwright.run.parallel.apply import apply_layout, build_pipeline, build_reducer, own_parameters
-from meshwright.run.parallel.context import SharedContext, find_context
+from meshwright.run.parallel.context import SharedContext
 from meshwright.run.parallel.ownership import Owned
-from meshwright.run.parallel.pieces import Pieces
 from meshwright.run.parallel.reducer import BucketReducer
-from meshwright.run.parallel.split import Split
+from meshwright.run.parallel.seat import Seat
 from meshwright.run.pipeline.collect import bring_home
 from meshwright.run.pipeline.pipeline import Pipeline
 from meshwright.run.precision import Precision
@@ -53,6 +52,7 @@ from meshwright.survive.checkpoint import plain
 from meshwright.survive.checkpoint.manifest import (
     MODEL_FILE,
     OPTIMIZER_FILE,
+    SELECTION_BIAS,
     Manifest,
     list_checkpoints,
     read_manifest,
@@ -78,10 +78,8 @@ class Session:
     """Calls the stages, where the model is cut into some."""
     reducer: BucketReducer | None
     """Sums gradients, where neither the module nor the pipeline does."""
-    context: SharedContext | None
-    """Which positions this rank has; None for all."""
-    split: Split | None
-    """Which part of each matrix this rank holds; None for all."""
+    seat: Seat
+    """Which positions, parts of matrices and experts this rank has."""
     owned: Owned
     """What of the model this rank updates and keeps state for."""
     optimizer: torch.optim.Optimizer
@@ -89,6 +87,8 @@ class Session:
     """Where its state lies on the host."""
     noise_scale: NoiseScale
     precision: Precision
+    balancer: Balancer | None
+    """Keeps experts evenly busy, where there are some."""
     train_batches: Batcher | ImageBatcher
     eval_batches: Batcher | ImageBatcher
     order: SampleOrder
@@ -153,17 +153,14 @@ def build_session(
         torch.use_deterministic_algorithms(job.train.deterministic)  # loads torch's compiler: two seconds
     if job.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
-    context = find_context(job, ranks)
-    split = Split(job, ranks) if job.layout.tp > 1 else None
+    seat = Seat.of(job, ranks)
     weights = find_weight_source(job, from_hf=assignment.hf_weights)
-    pieces = Pieces(job, ranks, split) if split is not None or EXPERTS in ranks.groups else None
-    if pieces is not None:
-        weights = PieceWeights(weights, pieces)
-    parts = held_parts(job, ranks.place)
-    model = build_model(job, ranks.device, weights, split, parts, context)
+    if seat.pieces is not None:
+        weights = PieceWeights(weights, seat.pieces)
+    model = build_model(job, ranks.device, weights, seat, held_parts(job, ranks.place))
     assert job.layout.micro_batch is not None, "a plan settles the micro-batch"
     train_batches, eval_batches, data_sha256 = _open_data(
-        job, Path(assignment.data_dir), ranks, context, open_split
+        job, Path(assignment.data_dir), ranks, seat.context, open_split
     )
     if job.train.compile:
         for decoder in model if isinstance(model, Stages) else (model,):
@@ -175,7 +172,7 @@ def build_session(
         pipeline = build_pipeline(model, job, plan.micro_batches, ranks, precision)
     else:
         reducer = build_reducer(model, job, ranks)
-    owned = own_parameters(model, job, ranks, pieces)
+    owned = own_parameters(model, job, ranks, seat.pieces)
     optimizer = build_optimizer(owned, job.train)
     session = Session(
         plan=plan,
@@ -187,13 +184,13 @@ def build_session(
         module=module,
         pipeline=pipeline,
         reducer=reducer,
-        context=context,
-        split=split,
+        seat=seat,
         owned=owned,
         optimizer=optimizer,
         streamed=offload_optimizer(optimizer, owned, job, ranks),
         noise_scale=NoiseScale(module, job.train.noise_scale_every),
         precision=precision,
+        balancer=build_balancer(model, job, ranks.device, precision),
         train_batches=train_batches,
         eval_batches=eval_batches,
         order=SampleOrder(train_batches.dataset.shard_sample_counts, job.train.seed),
@@ -247,6 +244,8 @@ def take_snapshot(session: Session) -> plain.Snapshot:
                 state[f"{name}:{key}"] = piece(shape, partial(owned.gather, name, own))
     if session.job.mixes_samples:  # the running statistics of batch norms
         model |= {name: plain.Piece.of(buffer) for name, buffer in session.model.named_buffers()}
+    if session.balancer is not None and session.balancer.bias_LE is not None:
+        model[SELECTION_BIAS] = plain.Piece.of(session.balancer.bias_LE)  # the same on every rank
     model = {n: replace(p, whole=partial(_require_finite, session, n, p.whole)) for n, p in model.items()}
     return plain.Snapshot({MODEL_FILE: model, OPTIMIZER_FILE: state})
 
@@ -305,6 +304,8 @@ def _resume(session: Session, checkpoint: Path) -> None:
     weights = dict(zip(named, owned.held(), strict=True))
     if session.job.mixes_samples:
         weights |= dict(session.model.named_buffers())
+    if session.balancer is not None:
+        _resume_biases(session.balancer, checkpoint)
     for file, targets in ((MODEL_FILE, weights), (OPTIMIZER_FILE, states)):
         with plain.open_tensors(checkpoint, file) as saved:
             missing = targets.keys() - set(saved.keys())
@@ -322,6 +323,13 @@ def _resume(session: Session, checkpoint: Path) -> None:
         session.best_eval_loss = manifest.best_eval_loss
     notes = _differences(manifest, session)
     session.events.write("resumed", checkpoint=str(checkpoint), step=session.step, notes=notes)
+
+
+def _resume_biases(balancer: Balancer, checkpoint: Path) -> None:
+    """The biases that experts are chosen by; where the run before had none, they start at zero."""
+    with plain.open_tensors(checkpoint, MODEL_FILE) as saved:
+        if balancer.bias_LE is not None and SELECTION_BIAS in set(saved.keys()):
+            balancer.bias_LE.copy_(saved.get_tensor(SELECTION_BIAS))
 
 
 def describe_sharding(job: Job) -> str:

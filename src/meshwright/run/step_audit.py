@@ -61,6 +61,9 @@ class StepAudit:
         kept = self._own_bytes() - self._before_forward + border_bytes
         self._activations = max(self._activations, kept)
 
+    def before_backward(self, micro_batch: int) -> None:
+        """Nothing is new: the peak is looked at all the time."""
+
     def after_backward(self) -> None:
         """The moment at which the state is defined: write down everything."""
         session = self._session

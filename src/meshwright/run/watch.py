@@ -18,5 +18,8 @@ class StepWatch(Protocol):
             border_bytes: Of a stage: what it was given and keeps, less what it has made and hands on.
         """
 
+    def before_backward(self, micro_batch: int) -> None:
+        """The backward pass of a micro-batch begins; what it computes again is that micro-batch's, too."""
+
     def after_backward(self) -> None:
         """The gradients of the step are complete, and nothing is clipped or updated yet."""

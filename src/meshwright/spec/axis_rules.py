@@ -206,6 +206,20 @@ def check_sequence_parallel(job: Job) -> Problem | None:
     return Problem(code, rule, path=path, value=True, fix=fix)
 
 
+def check_routed_tokens(job: Job) -> Problem | None:
+    """Each rank of tp routes an equal run of the tokens, so that no token is routed twice."""
+    model, layout, length = job.model, job.layout, job.data.seq_len
+    pieces = layout.tp * layout.cp
+    if not isinstance(model, DecoderModel) or not model.expert_layers or layout.tp == 1:
+        return None
+    if layout.sequence_parallel or length % pieces == 0:  # sequence parallelism has a rule of its own
+        return None
+    rule = f"times layout.cp={layout.cp} does not divide data.seq_len={length}; with model.num_experts="
+    rule += f"{model.num_experts} each rank of tp routes an equal part of the tokens"
+    fix = f"Use a data.seq_len that is a multiple of {pieces}, or another layout.tp"
+    return Problem("layout-tp-routed", rule, path="layout.tp", value=layout.tp, fix=fix)
+
+
 def check_zero_unsharded(job: Job) -> Problem | None:
     """State is sharded over dp_shard x cp."""
     layout = job.layout
@@ -296,6 +310,11 @@ AXIS_ROWS: tuple[Row, ...] = (
         check_sequence_parallel,
     ),
     (
+        "layout-tp-routed",
+        "With `num_experts`, `tp` x `cp` divides `data.seq_len`: ranks of `tp` route equal parts.",
+        check_routed_tokens,
+    ),
+    (
         "layout-zero-unsharded",
         "`layout.zero` above 0 needs `dp_shard` > 1 or `cp` > 1: else there is nothing to shard over.",
         check_zero_unsharded,
@@ -305,16 +324,12 @@ AXIS_ROWS: tuple[Row, ...] = (
         "A `schedule` other than `1f1b` needs `pp` > 1.",
         _check_idle("layout-schedule-pp", "schedule", "pp", "there is no pipeline"),
     ),
-    ("layout-accumulate-zero", '`accumulate = "deferred"` needs `zero` 2 or 3.', check_idle_accumulate),
-    ("layout-prefetch-zero", "A `prefetch` other than 1 needs `zero = 3`.", check_idle_prefetch),
-)
-"""Rows of what can never run."""
-
-PLAN_AXIS_ROWS: tuple[Row, ...] = (
     (
         "layout-context-cp",
         '`context = "ulysses"` needs `cp` > 1.',
         _check_idle("layout-context-cp", "context", "cp", "no sequence is shared"),
     ),
+    ("layout-accumulate-zero", '`accumulate = "deferred"` needs `zero` 2 or 3.', check_idle_accumulate),
+    ("layout-prefetch-zero", "A `prefetch` other than 1 needs `zero = 3`.", check_idle_prefetch),
 )
-"""Rows of settings without effect, which only planning meets: a run refuses them as not built."""
+"""Rows of what can never run."""

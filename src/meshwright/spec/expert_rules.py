@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from meshwright.core.errors import Problem
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.job import Job
+from meshwright.spec.job import Job, Train
 from meshwright.spec.model import DecoderModel
 
 Row = tuple[str, str, Callable[[Job], Problem | None]]
@@ -20,6 +20,8 @@ EXPERT_KEYS = (
     "capacity_factor",
 )
 """Keys that mean something with `num_experts` alone."""
+BALANCE_KEYS = ("balance_loss", "balance_rate", "z_loss")
+"""The same of ``[train]``."""
 LATENT_KEYS = ("latent_size", "query_latent_size", "rope_head_dim", "value_head_dim")
 """Keys that mean something with latent attention alone."""
 SPINE_KEYS = ("spine_oversubscription", "spine_latency_s")
@@ -107,14 +109,14 @@ def _unused_row(section: type, path: str, other: str, needed: str | None, why: s
     """
     table, _, key = path.partition(".")
     code = f"{table}-{key.removesuffix('_s').replace('_', '-')}-unused"
-    idle, leaf = getattr(section, key), other.rpartition(".")[2]
+    idle, (owner_table, _, leaf) = getattr(section, key), other.partition(".")
     wanted = other if needed is None else f"{other}={needed}"
 
     def check(job: Job) -> Problem | None:
         owner = getattr(job, table)
         if not isinstance(owner, section) or (value := getattr(owner, key)) == idle:
             return None
-        there = getattr(owner, leaf)
+        there = getattr(getattr(job, owner_table), leaf, None)
         if there is not None if needed is None else there == needed:
             return None
         rule, fix = f"has an effect only with {wanted}: {why}", f"Set {wanted}, or leave {path} out"
@@ -127,6 +129,10 @@ UNUSED_ROWS: tuple[Row, ...] = (
     *(
         _unused_row(DecoderModel, f"model.{key}", "model.num_experts", None, "a dense model has no experts")
         for key in EXPERT_KEYS
+    ),
+    *(
+        _unused_row(Train, f"train.{key}", "model.num_experts", None, "a dense model has no experts")
+        for key in BALANCE_KEYS
     ),
     *(
         _unused_row(DecoderModel, f"model.{key}", "model.attention", "latent", "heads have no latent vector")

@@ -227,6 +227,7 @@ def _read_mixtral(reader: ConfigReader) -> Tree:
     if reader.content.get("router_jitter_noise"):
         reader.refuse("router_jitter_noise", reader.content["router_jitter_noise"], "supported: 0.0")
     reader.taken |= {"router_jitter_noise", "router_aux_loss_coef", "output_router_logits"}
+    reader.content = {"rms_norm_eps": 1e-5, **reader.content}  # its class's own default
     experts = {
         "num_experts": reader.count("num_local_experts", 8),
         "experts_per_token": reader.count("num_experts_per_tok", 2),

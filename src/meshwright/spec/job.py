@@ -117,6 +117,13 @@ class Train:
     with (1 + step)^0.55. 0 adds none."""
     noise_scale_every: Natural = 0
     """Steps between measurements of the gradient noise scale; 0 measures none."""
+    balance_loss: NonNegative | None = None
+    """Coefficient of the loss that keeps experts evenly busy, see the page Experts; if left out 0.01, and 0
+    with balance_rate. A dense model has none."""
+    balance_rate: NonNegative = 0.0
+    """How far a step moves the bias by which an expert is chosen towards even use; 0 for no bias."""
+    z_loss: NonNegative = 0.0
+    """Coefficient of the loss that keeps the logits of routers small."""
     clip: NonNegative = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     precision: Literal["fp32", "bf16", "fp16", "fp8", "fp4"] = "fp32"

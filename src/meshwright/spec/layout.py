@@ -40,7 +40,7 @@ class Layout:
     etp: Count = 1
     """Ranks that share one expert's matrices."""
     zero: Annotated[int, Field(ge=0, le=3, strict=True)] = 0
-    """ZeRO stage over dp_shard: 1 optimizer, 2 + gradients, 3 + parameters."""
+    """ZeRO stage over dp_shard x cp: 1 optimizer, 2 + gradients, 3 + parameters."""
     accumulate: Literal["sharded", "deferred"] = "sharded"
     """When gradients of micro-batches are reduced under ZeRO."""
     sequence_parallel: Flag = False

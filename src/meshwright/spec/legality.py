@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.core.errors import Problem
-from meshwright.spec.axis_rules import AXIS_ROWS, PLAN_AXIS_ROWS
+from meshwright.spec.axis_rules import AXIS_ROWS
 from meshwright.spec.cluster_rules import PLAN_CLUSTER_ROWS
 from meshwright.spec.expert_rules import MODEL_ROWS, UNUSED_ROWS
 from meshwright.spec.image_rules import (
@@ -200,12 +200,12 @@ def _check_zero_shard(job: Job) -> Problem | None:
 
 
 def _check_cp_seq(job: Job) -> Problem | None:
-    pieces = 2 * job.layout.cp
+    ring = job.layout.context == "ring"
+    pieces = 2 * job.layout.cp if ring else job.layout.cp
     if job.layout.cp == 1 or job.data.seq_len % pieces == 0:
         return None
-    rule = (
-        f"needs data.seq_len={job.data.seq_len} to split into {pieces} equal pieces (two a rank, for balance)"
-    )
+    rule = f"needs data.seq_len={job.data.seq_len} to split into {pieces} equal pieces"
+    rule += " (two a rank, for balance)" if ring else ""
     fix = f"Use a data.seq_len that is a multiple of {pieces}"
     return Problem("layout-cp-seq-len", rule, path="layout.cp", value=job.layout.cp, fix=fix)
 
@@ -442,7 +442,11 @@ RULES: tuple[Rule, ...] = (
         '`offload = "all"` takes no fp16: the host would not wait for what the device finds of overflows.',
         check_offload_scale,
     ),
-    Rule("layout-cp-seq-len", "`data.seq_len` splits into 2 x `cp` equal pieces.", _check_cp_seq),
+    Rule(
+        "layout-cp-seq-len",
+        "`data.seq_len` splits into 2 x `cp` equal pieces; with `ulysses` into `cp`.",
+        _check_cp_seq,
+    ),
     Rule("layout-ep-dense", "`ep` and `etp` split experts; a dense model has none.", _check_ep),
     _needs(
         "layout-sequence-parallel-tp", "layout.sequence_parallel", False, "layout.tp", "it shards within tp"
@@ -468,9 +472,8 @@ RULES: tuple[Rule, ...] = (
         "`noise_scale_every` needs two ranks or two micro-batches: it compares a part with the whole.",
         check_noise_scale,
     ),
-    *(Rule(*row, plan_only=True) for row in (*PLAN_AXIS_ROWS, *PLAN_CLUSTER_ROWS)),
+    *(Rule(*row, plan_only=True) for row in PLAN_CLUSTER_ROWS),
     _not_built("model.attention", ("heads",), "latent attention"),
-    _not_built("model.num_experts", (None,), "a mixture of experts"),
     _not_built("model.window", (None,), "attention in a sliding window"),
     Rule(
         "layout-offload-not-built",
@@ -480,7 +483,12 @@ RULES: tuple[Rule, ...] = (
     ),
     _not_built("train.precision", ("fp32", "bf16", "fp16"), "fp8 or fp4 training"),
     _not_built("train.runtime", ("meshwright",), "a run by another framework"),
-    Rule("train-muon-not-built", "Muon on cut matrices (`dp_shard`, `tp`).", check_muon_whole, built=False),
+    Rule(
+        "train-muon-not-built",
+        "Muon on cut matrices (`tp`, or ZeRO over `dp_shard` or `cp`).",
+        check_muon_whole,
+        built=False,
+    ),
     Rule(
         "train-noise-scale-not-built",
         "The gradient noise scale in layouts other than replicas (`noise_scale_every`).",

@@ -134,6 +134,14 @@ class DecoderModel:
         return self.shared_experts * self.expert_width
 
     @property
+    def load_size(self) -> int:
+        """Numbers about experts that a step adds up over all ranks.
+
+        For each layer with experts the tokens of each of them, the dropped ones, and two losses.
+        """
+        return self.expert_layers * ((self.num_experts or 0) + 3)
+
+    @property
     def windowed_layers(self) -> int:
         """Layers whose attention looks back only so far."""
         return self.num_layers // self.window_every if self.window else 0

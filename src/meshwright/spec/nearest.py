@@ -1,6 +1,6 @@
 """The legal layout closest to one that a rule refuses: the same number of ranks, and few changes.
 
-Only the legality table says what is legal; an axis that becomes built is found by itself. Degrees count by
+Only the legality table says what is legal. Degrees count by
 their doublings, a changed setting by a tenth of one. Prices are the planner's business.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from meshwright.core.errors import Problem
@@ -88,8 +88,6 @@ class _Search:
 
     job: Job
     to_run: bool
-    refused: set[tuple[str, int]] = field(default_factory=set)
-    """Degrees that are not built, whatever stands beside them."""
 
     def __post_init__(self) -> None:
         plain = self._find(Layout(mode="given"))
@@ -100,12 +98,7 @@ class _Search:
 
     def problems(self, layout: Layout) -> list[Problem]:
         """What is wrong with a layout, without what is wrong with every one."""
-        found = [p for p in self._find(layout) if p.code not in self._beyond]
-        for problem in found:
-            name = problem.path.removeprefix("layout.")
-            if problem.code == f"layout-{name}-not-built" and name in DEGREES:
-                self.refused.add((name, getattr(layout, name)))
-        return found
+        return [p for p in self._find(layout) if p.code not in self._beyond]
 
     def worlds(self) -> Iterator[int]:
         """The ranks asked for, as far as there are devices, then fewer."""
@@ -126,8 +119,6 @@ class _Search:
             away = _degree_distance(asked, tried)
             if best is not None and away >= best[0]:
                 break
-            if any((name, getattr(tried, name)) in self.refused for name in DEGREES):
-                continue
             mended = self._mend(tried)
             if mended is not None and (best is None or layout_distance(asked, mended) < best[0]):
                 best = layout_distance(asked, mended), mended
@@ -147,8 +138,6 @@ class _Search:
         """
         tries, left = [layout], len(self.problems(layout))
         while left:
-            if any((name, getattr(layout, name)) in self.refused for name in DEGREES):
-                return None  # no setting helps
             changed = {
                 further: len(self.problems(further)) for one in tries for further in self._changed(one)
             }

@@ -36,6 +36,9 @@ SCHEDULES: dict[str, dict[str, float]] = {
 }
 """Keys that a schedule reads, with its defaults."""
 
+BALANCE_LOSS = 0.01
+"""Coefficient of the balance loss if nothing else balances experts (Fedus et al. 2021)."""
+
 DEFAULT_REASONS = {
     "sgd": "nothing scales its steps, so its rate is hundreds of times that of AdamW, and its decay smaller",
     "lion": "every element moves by the whole rate, so that is 3 times lower, and the decay 3 times higher, "
@@ -54,6 +57,13 @@ def setting(train: Train, key: str) -> float:
     """The value in force of a key: as given, else the default of the optimizer or schedule that reads it."""
     given: float | None = getattr(train, key)
     return defaults(train)[key] if given is None else given
+
+
+def balance_coefficient(train: Train) -> float:
+    """Of the balance loss, for a model with experts: as given, else none beside bias-based balancing."""
+    if train.balance_loss is not None:
+        return train.balance_loss
+    return 0.0 if train.balance_rate else BALANCE_LOSS
 
 
 def settled(train: Train) -> dict[str, Any]:

@@ -64,9 +64,10 @@ def check_decay_room(job: Job) -> Problem | None:
 
 
 def check_muon_whole(job: Job) -> Problem | None:
-    """Newton-Schulz multiplies whole matrices; a shard of one is not enough."""
+    """Newton-Schulz multiplies whole matrices; a shard of one is not enough. Experts are AdamW's."""
     layout = job.layout
-    cut = [name for name in ("dp_shard", "tp") if getattr(layout, name) > 1]
+    cutting = ("dp_shard", "tp", "cp") if layout.zero else ("tp",)
+    cut = [name for name in cutting if getattr(layout, name) > 1]
     if job.train.optimizer != "muon" or not cut:
         return None
     rule = f"needs whole matrices, and layout.{cut[0]}={getattr(layout, cut[0])} cuts them"

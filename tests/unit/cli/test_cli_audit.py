@@ -212,7 +212,7 @@ def text_job(good, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "code"),
     [
-        (["layout.cp=2"], "layout-cp-not-built"),
+        (["model.window=8"], "model-window-not-built"),
         (["train.stepps=1"], "job-unknown-key"),
         (["data.path=gone"], None),
         (["model.vocab_size=64"], "model-vocab-small"),

@@ -115,11 +115,11 @@ def test_training_a_plan_whose_layout_does_not_run_names_the_nearest_that_does(c
     """`plan` may write what `train` refuses; nothing is started and nothing is written."""
     assert cli("plan", good, "-o", "plan.toml", "layout.dp_replicate=2").status == 0
     path = tmp_path / "plan.toml"
-    path.write_text(path.read_text().replace("\ncp = 1\n", "\ncp = 2\n"))
-    assert read_plan(path, to_run=False).job.layout.cp == 2
+    path.write_text(path.read_text().replace('\noffload = "none"\n', '\noffload = "all"\n'))
+    assert read_plan(path, to_run=False).job.layout.offload == "all"
     ran = cli("train", "plan.toml", "--json")
-    assert (ran.status, ran.codes) == (2, ["layout-cp-not-built"])
-    assert ran.json["notes"][0].startswith("nearest layout that runs: layout.dp_replicate=4 ")
+    assert (ran.status, ran.codes) == (2, ["layout-offload-not-built"])
+    assert ran.json["notes"][0].startswith("nearest layout that runs: layout.dp_replicate=2 ")
     assert not (tmp_path / "runs").exists()
 
 
@@ -164,7 +164,7 @@ def test_overrides_and_on_reach_the_plan(cli, good):
 @pytest.mark.parametrize(
     "override",
     [
-        "layout.cp=2",
+        "layout.cp=3",
         "layout.tp=3",
         "layout.dp_replicate=9",
     ],
@@ -182,16 +182,16 @@ def test_an_illegal_layout_gets_the_nearest_legal_one_with_its_price(cli, good, 
 
 
 def test_the_nearest_layout_runs_when_it_is_asked_for(cli, good):
-    note = cli("train", good, "layout.cp=4", "--json").json["notes"][0]
+    note = cli("train", good, "layout.cp=3", "--json").json["notes"][0]
     overrides = note.removeprefix("nearest layout that runs: ").partition(" (")[0].split()
     assert cli("plan", good, *overrides).status == 0
 
 
 def test_the_nearest_layout_can_be_pasted_behind_the_command_that_was_refused(cli, good):
     """It names every key that must change, back to its default too, and keeps the rest."""
-    asked = ("layout.cp=2", "layout.context=ulysses", "layout.recompute=full")
+    asked = ("layout.cp=3", "layout.context=ulysses", "layout.recompute=full")
     ran = cli("train", good, *asked, "--json")
-    (near,) = ran.json["nearest"]
+    near = ran.json["nearest"][0]
     assert near["runs"]
     assert near["layout"] in ran.json["notes"][0]
     assert near["step_s"] > 0
@@ -220,8 +220,8 @@ def test_a_mistake_that_no_layout_mends_names_none(cli, good):
 
 
 def test_a_micro_batch_too_large_for_the_replicas_does_not_keep_the_price_away(cli, good):
-    notes = cli("train", good, "layout.cp=2", "layout.micro_batch=8", "--json").json["notes"]
-    assert len(notes) == 1
+    notes = cli("train", good, "layout.cp=3", "layout.micro_batch=8", "--json").json["notes"]
+    assert notes[0].startswith("nearest layout that runs: layout.dp_replicate=3 layout.micro_batch=3 ")
 
 
 def test_a_nearest_layout_that_does_not_fit_says_so(cli):

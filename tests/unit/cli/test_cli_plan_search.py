@@ -102,7 +102,7 @@ def test_a_mixture_of_experts_is_planned(cli):
 
 
 def test_a_layout_that_does_not_run_yet_is_written_and_refused_by_train(cli, tmp_path):
-    ran = cli(*LLAMA, "layout.cp=4", "layout.dp_shard=2", "-o", "plan.toml")
+    ran = cli(*LLAMA, "layout.tp=8", "layout.offload=all", "-o", "plan.toml")
     assert ran.status == 0
     assert "planned only" in ran.out
     plan = read_plan(tmp_path / "plan.toml", to_run=False)
@@ -110,7 +110,7 @@ def test_a_layout_that_does_not_run_yet_is_written_and_refused_by_train(cli, tmp
     assert plan.world_size == 8
     refused = cli("train", "plan.toml")
     assert refused.status == 2
-    assert "layout-cp-not-built" in refused.codes
+    assert "layout-offload-not-built" in refused.codes
 
 
 def test_a_layout_that_runs_today_is_written_to_the_byte(cli, tmp_path):
@@ -226,8 +226,8 @@ def test_why_on_this_machine_says_what_plan_says(cli, good):
     planned = cli("plan", good, *local, "layout.dp_replicate=2", "--json").json["layouts"][0]
     (asked,) = cli("plan", good, *local, "--why", "layout.dp_replicate=2", "--json").json["layouts"]
     assert asked["step_s"] == planned["step_s"]
-    refused = cli("plan", good, *local, "--why", "layout.cp=2", "--json").json
-    assert [problem["code"] for problem in refused["why"]["problems"]] == ["layout-cp-not-built"]
+    refused = cli("plan", good, *local, "--why", "layout.offload=all", "--json").json
+    assert [problem["code"] for problem in refused["why"]["problems"]] == ["layout-offload-not-built"]
 
 
 @pytest.mark.parametrize(

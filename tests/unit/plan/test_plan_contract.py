@@ -186,20 +186,20 @@ def test_a_plan_cut_short_is_refused(plan, path):
 
 def test_an_illegal_job_inside_a_plan_is_refused_by_its_rule(plan, path):
     tree = plan_tree(plan)
-    tree["job"]["layout"]["cp"] = 2
+    tree["job"]["layout"]["offload"] = "all"
     path.write_text(tomli_w.dumps(tree))
     with pytest.raises(UserError) as caught:
         read_plan(path)
-    assert "layout-cp-not-built" in codes(caught)
+    assert "layout-offload-not-built" in codes(caught)
 
 
 def test_a_plan_whose_layout_does_not_run_yet_can_be_looked_at(plan, path):
     """A plan is wider than a run: `train` refuses what `plan` may have written."""
     tree = plan_tree(plan)
-    tree["job"]["layout"]["cp"] = 2
+    tree["job"]["layout"]["offload"] = "all"
     path.write_text(tomli_w.dumps(tree))
-    assert read_plan(path, to_run=False).job.layout.cp == 2
-    tree["job"]["layout"] |= {"cp": 1, "tp": 3}
+    assert read_plan(path, to_run=False).job.layout.offload == "all"
+    tree["job"]["layout"] |= {"offload": "none", "tp": 3}
     path.write_text(tomli_w.dumps(tree))
     with pytest.raises(UserError) as caught:
         read_plan(path, to_run=False)

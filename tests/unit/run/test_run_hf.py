@@ -65,11 +65,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "wide heads": ("Llama", {**LLAMA, "head_dim": 16}),
     "mistral": ("Mistral", {**LLAMA, "sliding_window": SEQ_LEN}),
+    "mixtral": ("Mixtral", {**LLAMA, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "gpt2": ("GPT2", GPT2),
     "gpt2 untied": ("GPT2", {**GPT2, "tie_word_embeddings": False, "n_inner": 64}),
     "gpt2 gelu": ("GPT2", {**GPT2, "activation_function": "gelu", "layer_norm_epsilon": 1e-3}),
 }
-HEADS = {"Llama": "LlamaForCausalLM", "Mistral": "MistralForCausalLM", "GPT2": "GPT2LMHeadModel"}
+HEADS = {
+    "Llama": "LlamaForCausalLM",
+    "Mistral": "MistralForCausalLM",
+    "Mixtral": "MixtralForCausalLM",
+    "GPT2": "GPT2LMHeadModel",
+}
 
 Save = Callable[..., tuple[Any, Path]]
 
@@ -161,7 +167,7 @@ def test_long_positions(saved, job_of):
     torch.testing.assert_close(logits_of(ours, tokens), logits_of(theirs, tokens), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["grouped", "gpt2"])
+@pytest.mark.parametrize("kind", ["grouped", "mixtral", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_shards_of_low_precision_are_widened(saved, job_of, kind, dtype):
     """Several files of bf16 or fp16: exactly the numbers that transformers has, in float32."""

@@ -49,6 +49,8 @@ CASES = {
     },
     "layout-zero-dp-shard": {"layout": {"dp_shard": 2, "zero": 0}},
     "layout-zero-unsharded": {"layout": {"zero": 1}},
+    "layout-context-cp": {"layout": {"context": "ulysses", "dp_replicate": 2}},
+    "layout-tp-routed": {"layout": {"tp": 4}, "model": EXPERTS, "data": {"seq_len": 30}},
     "layout-cp-seq-len": {"layout": {"cp": 2}, "data": {"seq_len": 30}},
     "layout-ep-dense": {"layout": {"ep": 2}},
     "layout-sequence-parallel-tp": {"layout": {"sequence_parallel": True}},
@@ -113,15 +115,11 @@ CASES = {
         "layout": {"accumulate": "deferred", "dp_shard": 2},
         "compression": {"kind": "bf16"},
     },
-    "layout-cp-not-built": {"layout": {"cp": 2}},
-    "layout-ep-not-built": {"layout": {"ep": 2, "dp_shard": 2}, "model": EXPERTS},
-    "layout-etp-not-built": {"layout": {"etp": 2, "dp_shard": 2}, "model": EXPERTS},
     "model-attention-not-built": {"model": LATENT},
     "model-num-experts-not-built": {"model": EXPERTS},
     "model-window-not-built": {"model": {"window": 8}},
     "train-runtime-not-built": {"train": {"runtime": "megatron-core"}},
     "layout-offload-not-built": {"layout": {"offload": "all"}},
-    "layout-context-not-built": {"layout": {"context": "ulysses"}},
     "train-precision-not-built": {"train": {"precision": "fp8"}},
     "train-muon-not-built": {"train": {"optimizer": "muon"}, "layout": {"tp": 2}},
     "train-noise-scale-not-built": {"train": {"noise_scale_every": 1}, "layout": {"pp": 2}},
@@ -131,7 +129,6 @@ CASES = {
 }
 """A job for each row; a row without one fails below."""
 PLAN_CASES = {
-    "layout-context-cp": {"layout": {"context": "ulysses", "dp_replicate": 2}},
     "cluster-links-missing": {"cluster": {"preset": "local", "device": "cuda", "nodes": 2}},
     "train-precision-device": {"train": {"precision": "fp4"}},
 }
@@ -192,10 +189,10 @@ def test_what_is_not_built_can_be_planned_unless_nothing_predicts_it(tree, code)
 
 
 def test_a_job_that_can_only_be_planned_is_refused_with_the_job_for_a_price(tree):
-    job = build_job(tree(layout={"cp": 2}), to_run=False)
+    job = build_job(tree(model={"window": 8}), to_run=False)
     with pytest.raises(SpecError) as caught:
         require_runnable(job)
-    assert [p.code for p in caught.value.problems] == ["layout-cp-not-built"]
+    assert [p.code for p in caught.value.problems] == ["model-window-not-built"]
     assert caught.value.job is job
     require_runnable(build_job(tree()))
 
@@ -366,16 +363,16 @@ def test_divisors_are_exact():
 @pytest.mark.parametrize(
     "layout",
     [
-        {"cp": 2},
-        {"pp": 2, "cp": 2},
+        {"cp": 3},
+        {"pp": 2, "cp": 3},
         {"pp": 4},
         {"pp": 2, "schedule": "interleaved"},
         {"dp_shard": 4, "micro_batch": 2, "zero": 2, "prefetch": 2},
         {"tp": 64},
         {"dp_replicate": 2, "zero": 1},
         {"dp_replicate": 9},
-        {"cp": 2, "micro_batch": 8},
-        {"cp": 8, "micro_batch": 3, "bucket_mb": 1.0},
+        {"cp": 3, "micro_batch": 8},
+        {"cp": 5, "micro_batch": 3, "bucket_mb": 1.0},
         {"micro_batch": 99},
     ],
 )
@@ -434,7 +431,7 @@ def test_the_nearest_layout_keeps_recomputation_where_the_model_can(tree, model,
         if "resnet" in model["preset"]
         else {"path": "text", "seq_len": 32}
     )
-    tables = {**tree(layout={"cp": 2, "recompute": asked}), "model": model, "data": data}
+    tables = {**tree(layout={"cp": 3, "recompute": asked}), "model": model, "data": data}
     with pytest.raises(SpecError) as caught:
         build_job(tables)
     nearest = nearest_legal_layout(caught.value.job)
@@ -442,11 +439,11 @@ def test_the_nearest_layout_keeps_recomputation_where_the_model_can(tree, model,
     assert find_problems(with_layout(caught.value.job, nearest)) == []
 
 
-def test_every_pair_of_unbuilt_degrees_is_refused_with_both_named(refused):
+def test_every_pair_of_illegal_degrees_is_refused_with_both_named(refused):
     """No combination slips through because its parts hide each other."""
-    for one, other in itertools.combinations(("cp", "ep", "etp"), 2):
-        paths = {p.path for p in refused(layout={one: 2, other: 2})}
-        assert {f"layout.{one}", f"layout.{other}"} <= paths, (one, other)
+    for one, other in itertools.combinations({"pp": 3, "cp": 3, "tp": 3, "ep": 2}.items(), 2):
+        paths = {p.path for p in refused(layout=dict([one, other]))}
+        assert {f"layout.{one[0]}", f"layout.{other[0]}"} <= paths, (one, other)
 
 
 def test_degrees_name_themselves_as_overrides():
@@ -456,5 +453,5 @@ def test_degrees_name_themselves_as_overrides():
 
 def test_refusals_are_user_errors(tree):
     with pytest.raises(UserError) as caught:
-        build_job(tree(layout={"cp": 2}))
+        build_job(tree(layout={"tp": 3}))
     assert caught.value.exit_status == 2

@@ -430,7 +430,7 @@ def test_all_mistakes_are_reported_in_one_error(job_file):
         ({"data": {"seq_len": 0}, "train": {"precision": "fp8"}}, "train-precision-not-built"),
         ({"train": {"lr": "x", "precision": "fp8"}}, "train-precision-not-built"),
         # the path of the first mistake is part of a word in the second one's sentence
-        ({"data": None, "layout": {"cp": 2}}, "layout-cp-not-built"),
+        ({"data": None, "layout": {"tp": 3}}, "layout-tp-heads"),
         ({"train": {"lr": "x", "lr_scaling": "linear"}}, "train-lr-base-batch"),
         ({"name": 5, "consistency": {"mode": "gossip"}}, "consistency-mode-not-built"),
         ({"cluster": {"devices_per_node": "two"}, "layout": {"tp": 3}}, "layout-tp-heads"),
@@ -464,7 +464,7 @@ def test_no_problem_is_reported_about_a_value_that_the_user_never_wrote(refused,
 def test_a_spec_error_pickles_with_its_job_and_problems(tree, more):
     """Run-time errors travel between processes; this one must not lose a problem on the way."""
     with pytest.raises(SpecError) as caught:
-        build_job(tree(layout={"cp": 2}, train=more))
+        build_job(tree(layout={"tp": 3}, train=more))
     again = pickle.loads(pickle.dumps(caught.value))
     assert again.problems == caught.value.problems
     assert again.job == caught.value.job

@@ -9,7 +9,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_spec_legality import CASES, PLAN_CASES
+from test_spec_legality import CASES
 
 from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.legality import find_problems, with_layout
@@ -44,14 +44,6 @@ def test_every_rule_about_a_layout_has_a_legal_one_nearby(tree, code):
     assert left <= codes(job, Layout(mode="given"))
     if job.model.architecture == "decoder":
         assert nearest.world_size == min(job.layout.world_size, job.cluster.world_size)
-
-
-@pytest.mark.parametrize("code", [c for c, tables in PLAN_CASES.items() if "layout" in tables])
-def test_every_rule_of_planning_has_one_too(tree, code):
-    job = asked_for(tree(**PLAN_CASES[code]), to_run=False)
-    nearest = nearest_legal_layout(job, to_run=False)
-    assert codes(job, nearest, to_run=False) == set()
-    assert nearest.world_size == job.layout.world_size
 
 
 degree = st.sampled_from([1, 1, 2, 3, 4])

@@ -148,7 +148,9 @@ class Space:
     def _legal_degrees(self, columns: Columns) -> np.ndarray:
         model, tp, cp, pp = self.model, columns["tp"], columns["cp"], columns["pp"]
         legal = (model.num_heads % tp == 0) & (pp <= model.num_layers)
-        legal &= (cp == 1) | (self.job.data.seq_len % (2 * cp) == 0)
+        legal &= self.job.data.seq_len % cp == 0
+        if model.expert_layers:  # ranks of tp route equal parts of the tokens
+            legal &= (tp == 1) | (self.job.data.seq_len % (tp * cp) == 0)
         if model.attention == "heads":
             legal &= _evenly(model.num_kv_heads, tp)
         if model.expert_layers < model.num_layers:
@@ -228,7 +230,8 @@ class Space:
             heads = model.num_heads % (tp * cp) == 0
             if model.attention == "heads":
                 heads = heads and bool(_evenly(max(model.num_kv_heads // tp, 1), np.array(cp)))
-            legal = [name for name in CONTEXTS if name == "ring" or heads]
+            even = self.job.data.seq_len % (2 * cp) == 0
+            legal = [name for name in CONTEXTS if (even if name == "ring" else heads)]
             return [(CONTEXTS.index(name),) for name in self._allowed("context", legal)]
 
         return expand(columns, columns["tp"] * base + columns["cp"], ("context",), choices)

@@ -135,6 +135,7 @@ def single_changes(layout: Layout) -> list[tuple[str, dict[str, Any]]]:
             )
             for stage in ((1, 2, 3) if layout.dp_replicate > 1 else ())
         ),
+        (f"ep={layout.ep * 2}", {"ep": layout.ep * 2}),
         ("offload=optimizer", {"offload": "optimizer"}),
         ("offload=all", {"offload": "all"}),
         (
@@ -143,6 +144,7 @@ def single_changes(layout: Layout) -> list[tuple[str, dict[str, Any]]]:
         ),
         (f"pp={layout.pp * 2}, {doubled}", {"pp": layout.pp * 2}),
         (f"tp={layout.tp * 2}, {doubled}", {"tp": layout.tp * 2}),
+        (f"cp={layout.cp * 2}, {doubled}", {"cp": layout.cp * 2}),
     ]
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,22 @@ DEVICE_KEYS = {
 }
 DEVICE_KEYS["meta"] = DEVICE_KEYS["cpu"]  # what torch shows a kernel of a fake tensor, in a dry run
 """Where a call goes on, by the device of its tensors."""
+
+
+_declared: ContextVar[int | None] = ContextVar("declared", default=None)
+
+
+@contextlib.contextmanager
+def count_as(size: int) -> Iterator[None]:
+    """Calls inside count as so many bytes each, where what is sent depends on the data.
+
+    What the dispatch of tokens to experts counts is a definition: all that leaves a rank if none is dropped.
+    """
+    token = _declared.set(size)
+    try:
+        yield
+    finally:
+        _declared.reset(token)
 
 
 @dataclass
@@ -119,7 +136,9 @@ class CollectiveCounter:
         tally = self._tallies[axis, op, self.phase, ranks]
         tally.calls += 1
         if op != "barrier":
-            tally.bytes += max(_tensor_bytes(a) for a in args if isinstance(a, Tensor | list | tuple))
+            sizes = [_tensor_bytes(a) for a in args if isinstance(a, Tensor | list | tuple)]
+            declared = _declared.get()
+            tally.bytes += max(sizes) if declared is None else declared
 
 
 def _tensor_bytes(argument: Any) -> int:

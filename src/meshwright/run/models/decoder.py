@@ -111,6 +111,8 @@ class Block(nn.Module):
         """Of the block's products, in order, those that selective recomputation keeps."""
         # Nothing in the backward pass reads the last one; but those who weigh experts' answers read them.
         self.kept_products[-1] = not isinstance(products[-1][1], Product)
+        self.kept_sums: list[bool] = []
+        """Of the sums over ranks that some become where matrices are split, in order, those that it keeps."""
 
     def list_products(self) -> Iterator[tuple[str, nn.Module]]:
         """Its matrix products by name, in the order in which they are computed."""
@@ -133,12 +135,15 @@ class Block(nn.Module):
             weights_B: Each sequence's share of the batch, for experts.
         """
         if not isinstance(self.ffn, MixtureOfExperts):
-            return run_recomputed(self._compute, self.recompute, self.kept_products, x_BTD, rope, mask, None)
+            return self._run(x_BTD, rope, mask, None)
         router = self.ffn.router
         router.counting = True  # and not where it is computed again
-        out = run_recomputed(self._compute, self.recompute, self.kept_products, x_BTD, rope, mask, weights_B)
+        out = self._run(x_BTD, rope, mask, weights_B)
         router.counting = False
         return out
+
+    def _run(self, *inputs: Any) -> Tensor:
+        return run_recomputed(self._compute, self.recompute, self.kept_products, self.kept_sums, *inputs)
 
     def _compute(
         self,

@@ -21,6 +21,10 @@ SHARDING: dict[str, Style] = {
     "blocks.*.ffn.gate": "column",
     "blocks.*.ffn.up": "column",
     "blocks.*.ffn.down": "row",
+    "blocks.*.ffn.shared": "enter",
+    "blocks.*.ffn.shared.gate": "column",
+    "blocks.*.ffn.shared.up": "column",
+    "blocks.*.ffn.shared.down": "row",
     "head": "vocabulary",
 }
 """Modules by name; ``*`` stands for the number of a block."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -20,10 +21,13 @@ class HfParameters:
     def whole(self, name: str) -> Tensor:
         """One of our parameters, as a float32 tensor on the CPU; beyond it, nothing takes memory."""
         place = self._places[name]
-        stored = self._weights.tensors[place.name]
-        with safe_open(stored.file, framework="pt") as file:
-            if place.columns is None:
-                tensor = file.get_tensor(stored.name)
-            else:
-                tensor = file.get_slice(stored.name)[..., place.columns]
+        parts = [self._read(piece, place.columns) for piece in place.names]
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
         return (tensor.T if place.transposed else tensor).float()
+
+    def _read(self, name: str, columns: slice | None) -> Tensor:
+        stored = self._weights.tensors[name]
+        with safe_open(stored.file, framework="pt") as file:
+            if columns is None:
+                return file.get_tensor(stored.name)
+            return file.get_slice(stored.name)[..., columns]

@@ -20,9 +20,9 @@ from meshwright.plan.tensor import held_model
 from meshwright.run.models.decoder import Decoder, Stages, build_rope
 from meshwright.run.models.hf import HfParameters
 from meshwright.run.models.resnet import ResNet
-from meshwright.run.parallel.context import SharedContext
+from meshwright.run.parallel.experts import apply_experts
 from meshwright.run.parallel.pieces import Pieces
-from meshwright.run.parallel.split import Split
+from meshwright.run.parallel.seat import Seat
 from meshwright.run.parallel.tensor import apply_split
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel, Model, ResNetModel
@@ -104,9 +104,8 @@ def build_model(
     job: Job,
     device: torch.device,
     weights: WeightSource | None = None,
-    split: Split | None = None,
+    seat: Seat | None = None,
     parts: Sequence[Part] = (),
-    context: SharedContext | None = None,
 ) -> Decoder | ResNet | Stages:
     """The job's model with its initial weights, on its device; without any where it will be cut.
 
@@ -114,17 +113,16 @@ def build_model(
         job: The settled job.
         device: Where the weights lie.
         weights: Its first values, cut as it is; None draws them.
-        split: Which part of each matrix the rank holds; None for all.
+        seat: What the rank has of matrices, positions and experts; None for all.
         parts: The stages that the rank holds, in a pipeline.
-        context: Which positions it has; None for all.
     """
     model = job.model
     weights = weights or find_weight_source(job, from_hf=False)
     network: Decoder | ResNet
     if job.layout.pp > 1:
-        return _build_stages(job, device, weights, split, parts, context)
-    if job.layout.world_size > 1 and isinstance(model, DecoderModel):
-        return _build_decoder(job, device, weights, split, context=context)
+        return _build_stages(job, device, weights, seat, parts)
+    if seat is not None and isinstance(model, DecoderModel):
+        return _build_decoder(job, device, weights, seat)
     with torch.device(device):
         if isinstance(model, ResNetModel):
             network = ResNet(model, job.layout.recompute)
@@ -143,15 +141,10 @@ def tie(network: Decoder, job: Job) -> None:
 
 
 def _build_stages(
-    job: Job,
-    device: torch.device,
-    weights: WeightSource,
-    split: Split | None,
-    parts: Sequence[Part],
-    context: SharedContext | None,
+    job: Job, device: torch.device, weights: WeightSource, seat: Seat | None, parts: Sequence[Part]
 ) -> Stages:
     """The stages of a rank; they share the tables of rotations, and an embedding that is the head, too."""
-    stages = [_build_decoder(job, device, weights, split, part, context) for part in parts]
+    stages = [_build_decoder(job, device, weights, seat, part) for part in parts]
     first = stages[0]
     for stage, part in list(zip(stages, parts, strict=True))[1:]:
         if first.rotary:
@@ -162,12 +155,7 @@ def _build_stages(
 
 
 def _build_decoder(
-    job: Job,
-    device: torch.device,
-    weights: WeightSource,
-    split: Split | None,
-    part: Part | None = None,
-    context: SharedContext | None = None,
+    job: Job, device: torch.device, weights: WeightSource, seat: Seat | None, part: Part | None = None
 ) -> Decoder:
     """A decoder, or a stage of one, with this rank's part of every matrix; its tables are on the device.
 
@@ -177,13 +165,16 @@ def _build_decoder(
     assert isinstance(model, DecoderModel), "the legality table shards decoders only"
     with torch.device("meta"):
         chunk, length = loss_chunk(job, model), job.data.seq_len // job.layout.cp
+        context = None if seat is None else seat.context
         network = Decoder(model, length, chunk, job.layout.recompute, part, context)
     if network.rotary:
         positions = network.context.own_positions(network.seq_len, device)
         network.rope_cos, network.rope_sin = build_rope(model, positions)
-    if split is not None:
-        apply_split(network, split)
+    if seat is not None and seat.split is not None:
+        apply_split(network, seat.split)
         tie(network, job)
+    if seat is not None:
+        apply_experts(network, job, seat.ranks, seat.split, seat.context)
     if job.layout.zero < 2:
         fill(network, [name for name, _ in network.named_parameters()], weights, device)
         tie(network, job)

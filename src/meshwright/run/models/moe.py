@@ -31,6 +31,9 @@ from meshwright.spec.model import DecoderModel
 class ExpertProduct(nn.Module):
     """One matrix of every expert that is held here, one below the other."""
 
+    shared_by = 1
+    """Ranks that hold the same bias, and whose results are added up."""
+
     def __init__(self, experts: int, inner: int, outer: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts * outer, inner))
@@ -39,7 +42,7 @@ class ExpertProduct(nn.Module):
     def forward(self, x_RI: Tensor, sizes: list[int]) -> Tensor:
         """Each expert's rows times its matrix."""
         dtype = product_dtype(x_RI)
-        bias = None if self.bias is None else self.bias.to(dtype)
+        bias = None if self.bias is None else _Portion.apply(self.bias, self.shared_by).to(dtype)
         return grouped_product(x_RI.to(dtype), self.weight.to(dtype), bias, sizes)
 
 
@@ -97,7 +100,7 @@ class Sorted:
             expert_S = torch.where(choice.kept_NK, expert_S, num_experts)
         expert_S = expert_S.flatten()
         order_S = expert_S.argsort(stable=True)
-        index_S = torch.arange(len(order_S), device=order_S.device)
+        index_S = torch.arange(len(order_S), dtype=torch.int64, device=order_S.device)
         place_S = torch.empty_like(order_S).scatter_(0, order_S, index_S)
         sizes = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert_S.device)
         sizes.scatter_add_(0, expert_S, torch.ones_like(expert_S))
@@ -146,6 +149,18 @@ class MixtureOfExperts(nn.Module):
         choice = self.router(x_ND, weights_B, self.tokens)
         out = self.tokens.back(self.dispatch(x_ND, choice, self.experts), x)
         return out if self.shared is None else out + self.shared(x)
+
+
+class _Portion(torch.autograd.Function):
+    """A rank's portion of what several add up; all of them see the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, ranks: int) -> Tensor:
+        return whole / ranks
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 class _Spread(torch.autograd.Function):

@@ -109,7 +109,7 @@ class Block(nn.Module):
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """One block, keeping for the backward pass what the layout says."""
-        return run_recomputed(self._compute, self.recompute, (), x_BCHW)
+        return run_recomputed(self._compute, self.recompute, (), (), x_BCHW)
 
     def _compute(self, x_BCHW: Tensor) -> Tensor:
         residual = x_BCHW if self.shortcut is None else self.shortcut(x_BCHW)

@@ -58,7 +58,11 @@ class Tokens:
 
     def sequence_of(self, own: int, batch: int, device: torch.device) -> Tensor:
         """The sequence that each own token is part of, (N,)."""
-        return torch.arange(own, device=device) // (own // batch)
+        return torch.arange(own, dtype=torch.int64, device=device) // (own // batch)
+
+    def position_of(self, own: int, batch: int, device: torch.device) -> Tensor:
+        """The place of each own token in its sequence, (N,)."""
+        return torch.arange(own, dtype=torch.int64, device=device) % (own // batch)
 
     def add_up(self, counts_BE: Tensor) -> Tensor:
         """Counts over whole sequences, of those over the own tokens; float32."""
@@ -80,7 +84,7 @@ def queue_up(sequence_N: Tensor, experts_NK: Tensor, num_experts: int) -> Tensor
     """For each token and slot, how many earlier ones of the same sequence chose the same expert."""
     queue = (sequence_N.unsqueeze(1) * num_experts + experts_NK).flatten()
     in_order, order = queue.sort(stable=True)
-    index = torch.arange(len(queue), device=queue.device)
+    index = torch.arange(len(queue), dtype=torch.int64, device=queue.device)
     begins = torch.ones_like(in_order, dtype=torch.bool)
     begins[1:] = in_order[1:] != in_order[:-1]
     places = index - torch.where(begins, index, 0).cummax(0).values

@@ -23,6 +23,7 @@ from torch import Tensor
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.attention import Context, mix_causally
 from meshwright.run.parallel.ring import open_ring, ring_attention, zigzag_positions
+from meshwright.run.parallel.split import gather_rows
 from meshwright.spec.job import Job
 
 _functional = torch.ops._c10d_functional
@@ -50,15 +51,18 @@ class SharedContext(Context):
         """Of one number a token of whole sequences, those of the own tokens."""
         return whole_BT[:, self.positions.to(whole_BT.device)]
 
+    def put_together(self, by_rank_BT: Tensor) -> Tensor:
+        """Tokens of whole sequences in order, of those of all ranks one after the other; (B, T, ...)."""
+        order = torch.cat([self.positions_of(rank) for rank in range(self.size)]).to(by_rank_BT.device)
+        whole_BT = torch.empty_like(by_rank_BT)
+        whole_BT[:, order] = by_rank_BT
+        return whole_BT
+
     @torch.no_grad()
     def join(self, own: Tensor, dim: int = 1) -> Tensor:
         """Whole sequences of what each rank has for its own tokens: every rank sends its own and gets all."""
-        sent = own.movedim(dim, 0).contiguous()
-        gathered = _functional.all_gather_into_tensor(sent, self.size, self.name)
-        order = torch.cat([self.positions_of(rank) for rank in range(self.size)]).to(own.device)
-        whole = torch.empty_like(gathered)
-        whole[order] = _functional.wait_tensor(gathered)
-        return whole.movedim(0, dim)
+        by_rank = gather_rows(own.movedim(dim, 0), self.size, self.name)
+        return self.put_together(by_rank.unsqueeze(0))[0].movedim(0, dim)
 
 
 class RingContext(SharedContext):

@@ -1,11 +1,12 @@
 """Sharded data parallelism: torch's FSDP2 for ZeRO-2 and 3; ZeRO-1 is DDP with a cut optimizer.
 
-The order of wrapping, innermost first, is that of ``plan.sharding.list_groups``: each block is a group, and
-what lies around the blocks (embedding, positions, final norm, head) is the last, the root. The root is one
-group because a tied head is the embedding, and because the loss reads the head's weight without calling the
-head. A group is gathered before its forward pass. Under ZeRO-3 a block is let go after it and gathered again
-for its backward pass; under ZeRO-2 it stays until the last backward pass of the step. The root stays from
-forward to backward in both.
+The order of wrapping, innermost first, is that of ``plan.sharding.list_groups``: each block is a group, its
+routed experts before it where they are cut over other ranks (``plan.axes``), and what lies around the blocks
+(embedding, positions, final norm, head) is the last, the root. The root is one group because a tied head is
+the embedding, and because the loss reads the head's weight without calling the head. A group is gathered
+before its forward pass. Under ZeRO-3 a block is let go after it and gathered again for its backward pass;
+under ZeRO-2 it stays until the last backward pass of the step. The root stays from forward to backward in
+both.
 
 Shards are float32 masters. Blocks are gathered in the precision of the products, the root in float32, as the
 residual stream and the sums of the head's gradient are. Gradients are reduced in float32, or as
@@ -31,7 +32,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from meshwright.plan.axes import dense_shard_axis
+from meshwright.plan.axes import EXPERT_SHARDS, dense_shard_axis, experts_apart
 from meshwright.plan.parts import Part
 from meshwright.plan.sharding import list_groups
 from meshwright.run.mesh import Ranks
@@ -43,7 +44,9 @@ from meshwright.spec.job import Job
 
 def apply_sharding(network: Decoder, part: Part, job: Job, ranks: Ranks, weights: WeightSource) -> Decoder:
     """Cut a model, or a stage of one, over the ranks of data, group by group, in place."""
-    mesh = ranks.data_mesh(dense_shard_axis(job.layout).name)
+    meshes = {False: ranks.data_mesh(dense_shard_axis(job.layout).name)}
+    if experts_apart(job):
+        meshes[True] = ranks.data_mesh(EXPERT_SHARDS)
     low = LOW_PRECISION.get(job.train.precision)
     for group in list_groups(part):
         module = network.get_submodule(group.name) if group.block else network
@@ -57,9 +60,9 @@ def apply_sharding(network: Decoder, part: Part, job: Job, ranks: Ranks, weights
             reduce_dtype=LOW_PRECISION.get(job.compression.kind, torch.float32),
             cast_forward_inputs=False,
         )
-        _cut(module, mesh, policy, _offload_policy(job, ranks), reshard_after_forward=again)
+        _cut(module, meshes[group.experts], policy, _offload_policy(job, ranks), reshard_after_forward=again)
     if not isinstance(network, FSDPModule):  # nothing lies around the blocks: it is their root all the same
-        _cut(network, mesh, policy, _offload_policy(job, ranks), reshard_after_forward=False)
+        _cut(network, meshes[False], policy, _offload_policy(job, ranks), reshard_after_forward=False)
     _gather_ahead(network, job.layout.prefetch)
     return network
 
@@ -70,14 +73,22 @@ def _gather_ahead(network: Decoder, depth: int) -> None:
     Without asynchronous gathers FSDP2 waits for each where there are no streams. With them a buffer is freed
     as soon as its block is copied out of it, on every device. Uses one private method, which 2.11 has too.
     """
-    root, *blocks = (cast(FSDPModule, module) for module in (network, *network.list_blocks()))
+    root, blocks = cast(FSDPModule, network), [_list_units(block) for block in network.list_blocks()]
     root._set_unshard_async_op(True)
-    for place, module in enumerate((root, *blocks)):
-        module.set_modules_to_forward_prefetch(blocks[place : place + depth])
+    for place, units in enumerate(([root], *blocks)):
+        units[0].set_modules_to_forward_prefetch(
+            [u for units in blocks[place : place + depth] for u in units]
+        )
     blocks.reverse()
-    for place, module in enumerate((root, *blocks)):
+    for place, units in enumerate(([root], *blocks)):
         # No names at all would leave it to FSDP2, which then gathers one; what is gathered costs nothing.
-        module.set_modules_to_backward_prefetch(blocks[place : place + depth] or [module])
+        ahead = [u for units in blocks[place : place + depth] for u in units]
+        units[0].set_modules_to_backward_prefetch(ahead or [units[0]])
+
+
+def _list_units(block: nn.Module) -> list[FSDPModule]:
+    """A block and, where they are cut by themselves, its experts."""
+    return [module for module in block.modules() if isinstance(module, FSDPModule)]
 
 
 def _offload_policy(job: Job, ranks: Ranks) -> OffloadPolicy:

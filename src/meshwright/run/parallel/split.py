@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
 from meshwright.plan.shapes import list_parameters
-from meshwright.plan.tensor import COPIES_AXIS, count_copies, is_copied, is_whole
+from meshwright.plan.tensor import COPIES_AXIS, count_copies, is_copied, is_summed, is_whole
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder_sharding import style_of
 from meshwright.spec.job import Job
@@ -188,15 +188,12 @@ class Split:
             gradients: By parameter, as this rank holds them.
             counts: Elements that the fullest rank holds of each.
         """
-        for wanted, axis in (
-            (self.sequence and is_whole, "tp"),
-            (self.copies > 1 and is_copied, COPIES_AXIS),
-        ):
-            if wanted:
-                self._sum(
-                    [(g, counts[n]) for n, g in gradients.items() if wanted(n) and g is not None],
-                    self._ranks.group(axis),
-                )
+        summed = [name for name in gradients if is_summed(name, self.sequence)]
+        copied = [name for name in gradients if self.copies > 1 and is_copied(name)]
+        for names, axis in ((summed, "tp"), (copied, COPIES_AXIS)):
+            found = [(g, counts[name]) for name in names if (g := gradients[name]) is not None]
+            if found:
+                self._sum(found, self._ranks.group(axis))
 
     def _sum(self, gradients: Sequence[tuple[Tensor, int]], group: dist.ProcessGroup) -> None:
         filled = [F.pad(g.flatten(), (0, count - g.numel())) for g, count in gradients]

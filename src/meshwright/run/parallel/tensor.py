@@ -28,6 +28,7 @@ from meshwright.prepare.dataset import IGNORED
 from meshwright.run.models.decoder import Block, Decoder, Head
 from meshwright.run.models.decoder_sharding import style_of
 from meshwright.run.models.loss import linear_cross_entropy
+from meshwright.run.models.moe import MixtureOfExperts
 from meshwright.run.models.products import Product
 from meshwright.run.parallel.split import Split
 
@@ -149,15 +150,13 @@ def _take_over(module: nn.Module, old: nn.Module) -> None:
 
 def apply_split(network: Decoder, split: Split) -> None:
     """Give the modules of the table their styles, in place; the parameters may lie nowhere yet."""
-    for number, block in network.blocks.items():
-        assert isinstance(block, Block), "a decoder's blocks"
-        block.kept_products = [
-            style_of(f"blocks.{number}.{name}") != "row" for name, _ in block.list_products()
-        ]
+    _keep_sums(network)
     for name, module in list(network.named_modules()):
         style = style_of(name)
         owner_name, _, leaf = name.rpartition(".")
         owner = network.get_submodule(owner_name)
+        if isinstance(module, MixtureOfExperts):  # routes what a rank has, and shares the rest out itself
+            continue
         if style == "enter":
             module.register_forward_pre_hook(
                 lambda _, inputs: (split.enter(inputs[0]), *inputs[1:]), prepend=True
@@ -175,3 +174,14 @@ def apply_split(network: Decoder, split: Split) -> None:
                 column = ColumnLinear(module, split)
                 column.prepared = style_of(owner_name) == "enter"
                 setattr(owner, leaf, column)
+
+
+def _keep_sums(network: Decoder) -> None:
+    """Recomputation keeps the sum that a product becomes; not a block's last one, which nobody reads."""
+    for number, block in network.blocks.items():
+        assert isinstance(block, Block), "a decoder's blocks"
+        products = list(block.list_products())
+        rows = [style_of(f"blocks.{number}.{name}") == "row" for name, _ in products]
+        last = len(products) - 1 if isinstance(products[-1][1], Product) else None
+        block.kept_products = [not row for row in rows]
+        block.kept_sums = [index != last for index, row in enumerate(rows) if row]

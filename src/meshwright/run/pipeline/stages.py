@@ -118,6 +118,8 @@ class StageWork:
     def backward(self, stage: int, micro_batch: int, grad: Tensor | None) -> Tensor | None:
         """A backward pass; gives the gradient of the residual stream that came in."""
         work = self._stages[stage]
+        if self._watch is not None:
+            self._watch.before_backward(micro_batch)
         work.backward_left -= 1
         last = not work.backward_left
         if isinstance(work.module, FSDPModule):

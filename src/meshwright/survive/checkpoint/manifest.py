@@ -24,6 +24,8 @@ from meshwright.spec.recipe import setting
 CHECKPOINT_VERSION = 1
 MANIFEST = "manifest.json"
 MODEL_FILE = "model.safetensors"
+SELECTION_BIAS = "routers.selection_bias"
+"""In that file, the biases by which experts are chosen: (layers with experts, experts)."""
 OPTIMIZER_FILE = "optimizer.safetensors"
 BEST_FILE = "best"
 """Names the checkpoint with the lowest evaluation loss; rotation spares it."""

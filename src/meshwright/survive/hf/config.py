@@ -6,9 +6,17 @@ from typing import Any
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.spec.model import DecoderModel
-from meshwright.survive.hf.names import GPT2, LLAMA, architecture_of
+from meshwright.survive.hf.names import GPT2, MIXTRAL, architecture_of
 
 _LLAMA_PARTS = {"positions": "rope", "norm": "rms", "activation": "swiglu"}
+_MIXTRAL_PARTS = {
+    **_LLAMA_PARTS,
+    "attention_bias": False,
+    "ffn_bias": False,
+    "router": "softmax",
+    "shared_experts": 0,
+    "dense_layers": 0,
+}
 _GPT2_PARTS = {"norm": "layer", "attention_bias": True, "ffn_bias": True}
 _GPT2_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu"}
 
@@ -20,10 +28,12 @@ def require_hf_form(model: DecoderModel) -> str:
         UserError: With each part that none of them has.
     """
     name = architecture_of(model)
-    parts = _GPT2_PARTS if name == GPT2 else _LLAMA_PARTS
+    parts = {GPT2: _GPT2_PARTS, MIXTRAL: _MIXTRAL_PARTS}.get(name, _LLAMA_PARTS)
     strange = [(key, getattr(model, key), f"has {want}") for key, want in parts.items()]
     strange = [(key, value, why) for key, value, why in strange if value != parts[key]]
     if name == GPT2:
+        if model.num_experts:
+            strange.append(("num_experts", model.num_experts, "has none"))
         if model.activation not in _GPT2_ACTIVATIONS:
             strange.append(("activation", model.activation, f"has {' or '.join(_GPT2_ACTIVATIONS)}"))
         if model.num_kv_heads != model.num_heads:
@@ -62,7 +72,11 @@ def build_hf_config(model: DecoderModel, seq_len: int, end_token: int, dtype: st
     }
     if architecture_of(model) == GPT2:
         return {"architectures": [GPT2], "model_type": "gpt2", **common, **_gpt2_fields(model)}
-    return {"architectures": [LLAMA], "model_type": "llama", **common, **_llama_fields(model, seq_len)}
+    name, kind = architecture_of(model), "llama"
+    fields = _llama_fields(model, seq_len)
+    if name == MIXTRAL:
+        kind, fields = "mixtral", fields | _mixtral_fields(model)
+    return {"architectures": [name], "model_type": kind, **common, **fields}
 
 
 def _llama_fields(model: DecoderModel, seq_len: int) -> dict[str, Any]:
@@ -91,6 +105,17 @@ def _llama_fields(model: DecoderModel, seq_len: int) -> dict[str, Any]:
         "rms_norm_eps": model.norm_eps,
         "rope_scaling": scaling,
         "rope_theta": model.rope_theta,
+    }
+
+
+def _mixtral_fields(model: DecoderModel) -> dict[str, Any]:
+    """What Mixtral has beyond Llama."""
+    return {
+        "intermediate_size": model.expert_width,
+        "num_experts_per_tok": model.experts_per_token,
+        "num_local_experts": model.num_experts,
+        "router_jitter_noise": 0.0,
+        "sliding_window": None,
     }
 
 

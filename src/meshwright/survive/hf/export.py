@@ -22,9 +22,9 @@ from meshwright.prepare.tokenizer import TOKENIZER_FILE, load_tokenizer
 from meshwright.spec.hf import INDEX_FILE, WEIGHTS_FILE
 from meshwright.spec.hf_reader import CONFIG_FILE
 from meshwright.spec.model import DecoderModel
-from meshwright.survive.checkpoint.manifest import MODEL_FILE, read_manifest
+from meshwright.survive.checkpoint.manifest import MODEL_FILE, SELECTION_BIAS, read_manifest
 from meshwright.survive.hf.config import build_hf_config, require_hf_form
-from meshwright.survive.hf.names import list_hf_shapes, list_places
+from meshwright.survive.hf.names import MIXTRAL, Place, list_hf_shapes, list_places
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -125,18 +125,32 @@ def _iter_hf_tensors(
     checkpoint: Path, model: DecoderModel, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """Hugging Face's tensors in the order of ``list_hf_shapes``, put together from ours."""
-    places = list_places(model)
+    holders: dict[str, list[tuple[str, Place]]] = {}
+    for mine, place in list_places(model).items():
+        for name in place.names:
+            holders.setdefault(name, []).append((mine, place))
     with safe_open(checkpoint / MODEL_FILE, framework="pt") as file:
-        for name in list_hf_shapes(model):
-            ours = [mine for mine, place in places.items() if place.name == name]
-            parts = [file.get_tensor(mine) for mine in ours]
-            turned = [
-                part.T if places[mine].transposed else part for mine, part in zip(ours, parts, strict=True)
-            ]
-            tensor = turned[0] if len(turned) == 1 else torch.cat(turned, dim=-1)
+        _require_no_bias(checkpoint, set(file.keys()))
+        for name, (rows, *_) in list_hf_shapes(model).items():
+            parts = []
+            for mine, place in holders[name]:
+                if place.pieces:
+                    first = place.pieces.index(name) * rows
+                    parts.append(file.get_slice(mine)[first : first + rows])
+                else:
+                    parts.append(file.get_tensor(mine).T if place.transposed else file.get_tensor(mine))
+            tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
             low = tensor.to(dtype).contiguous()
             if not low.isfinite().all():
                 rule = f"cannot be written as {str(dtype).removeprefix('torch.')}: {name} leaves its range"
                 fix = "Use --dtype bfloat16"
                 raise UserError(Problem("export-dtype-range", rule, path=str(checkpoint), fix=fix))
             yield name, low
+
+
+def _require_no_bias(checkpoint: Path, names: set[str]) -> None:
+    """Experts that were balanced by biases are chosen by them, which Mixtral does not know."""
+    if SELECTION_BIAS in names:
+        rule = f"has no Hugging Face form: {MIXTRAL} chooses experts without biases (train.balance_rate)"
+        fix = "Train with train.balance_loss instead"
+        raise UserError(Problem("export-no-hf-form", rule, path=str(checkpoint), fix=fix))

@@ -1,11 +1,13 @@
 """One table for both directions: where each of our parameters lies in Hugging Face's files; without torch.
 
-Llama's matrices are ours under other names. GPT-2's are transposed (its ``Conv1D`` multiplies from the other
+Llama's matrices are ours under other names; of Mixtral's experts each has matrices of its own, which here lie
+one below the other. GPT-2's are transposed (its ``Conv1D`` multiplies from the other
 side), and queries, keys and values share one matrix, side by side along its last dim.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -13,6 +15,7 @@ from meshwright.plan.shapes import Parameter, list_parameters
 from meshwright.spec.model import DecoderModel
 
 LLAMA = "LlamaForCausalLM"
+MIXTRAL = "MixtralForCausalLM"
 GPT2 = "GPT2LMHeadModel"
 HEAD = "lm_head.weight"
 
@@ -28,7 +31,9 @@ _LLAMA_BLOCK = {
     "ffn.gate": "mlp.gate_proj",
     "ffn.up": "mlp.up_proj",
     "ffn.down": "mlp.down_proj",
+    "ffn.router": "block_sparse_moe.gate",
 }
+_MIXTRAL_EXPERT = {"ffn.experts.gate": "w1", "ffn.experts.down": "w2", "ffn.experts.up": "w3"}
 _GPT2_TOP = {
     "embed": "transformer.wte",
     "positions": "transformer.wpe",
@@ -56,11 +61,18 @@ class Place:
     """Where one of our parameters lies."""
 
     name: str
-    """The tensor in Hugging Face's files."""
+    """The tensor in Hugging Face's files; the first of its pieces."""
     transposed: bool = False
     begin: int | None = None
     """First column of a shared tensor, along its last dim; None if the tensor is ours alone."""
     end: int | None = None
+    pieces: tuple[str, ...] = ()
+    """The tensors that lie one below the other in ours, where there are several."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every tensor that holds a part of ours."""
+        return self.pieces or (self.name,)
 
     @property
     def columns(self) -> slice | None:
@@ -70,13 +82,16 @@ class Place:
 
 def architecture_of(model: DecoderModel) -> str:
     """The class in transformers whose parts come closest."""
-    return GPT2 if model.positions == "learned" else LLAMA
+    if model.positions == "learned":
+        return GPT2
+    return MIXTRAL if model.num_experts else LLAMA
 
 
 def list_places(model: DecoderModel) -> dict[str, Place]:
     """The place of each of our parameters, in our order."""
     gpt2 = architecture_of(model) == GPT2
-    return {p.name: (_gpt2_place(model, p) if gpt2 else _llama_place(p)) for p in list_parameters(model)}
+    place = functools.partial(_gpt2_place if gpt2 else _llama_place, model)
+    return {parameter.name: place(parameter) for parameter in list_parameters(model)}
 
 
 def list_hf_shapes(model: DecoderModel) -> dict[str, tuple[int, ...]]:
@@ -88,7 +103,9 @@ def list_hf_shapes(model: DecoderModel) -> dict[str, tuple[int, ...]]:
         shape = parameter.shape[::-1] if place.transposed else parameter.shape
         if place.end is not None:
             shape = (*shape[:-1], max(place.end, shapes.get(place.name, (0,))[-1]))
-        shapes[place.name] = shape
+        elif place.pieces:
+            shape = (shape[0] // len(place.pieces), *shape[1:])
+        shapes |= dict.fromkeys(place.names, shape)
     return shapes
 
 
@@ -112,8 +129,12 @@ def is_buffer(name: str) -> bool:
     return _BUFFERS.fullmatch(name) is not None
 
 
-def _llama_place(parameter: Parameter) -> Place:
+def _llama_place(model: DecoderModel, parameter: Parameter) -> Place:
     if match := _BLOCK.fullmatch(parameter.name):
+        if part := _MIXTRAL_EXPERT.get(match[2]):
+            owner = f"model.layers.{match[1]}.block_sparse_moe.experts"
+            pieces = tuple(f"{owner}.{e}.{part}.{match[3]}" for e in range(model.num_experts or 0))
+            return Place(pieces[0], pieces=pieces)
         return Place(f"model.layers.{match[1]}.{_LLAMA_BLOCK[match[2]]}.{match[3]}")
     owner, _, kind = parameter.name.rpartition(".")
     return Place(f"{_LLAMA_TOP[owner]}.{kind}")
