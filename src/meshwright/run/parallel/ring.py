@@ -165,7 +165,7 @@ class Block:
     def _cuda_backward(
         self, grad: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Through the same kernel; the one that takes masks reads the result as if it were packed by token."""
+        """Through the same kernel; the one that takes masks reads the result as if packed by token."""
         k, v = self._repeated()
         length, key_length = self._q.shape[2], k.shape[2]
         seed = torch.zeros((2,), dtype=torch.uint64, device="cuda")  # of a dropout that there is not
