@@ -1,4 +1,4 @@
-"""Experts on one GPU: the grouped kernel is a product for each expert, and runs have the losses of the CPU."""
+"""Experts on one GPU: the grouped kernel is a product for each expert, and runs have the CPU's losses."""
 
 from __future__ import annotations
 
