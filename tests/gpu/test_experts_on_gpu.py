@@ -1,4 +1,4 @@
-"""Experts on one GPU: torch's grouped kernel gives what a product for each expert gives, and runs are audited."""
+"""Experts on one GPU: the grouped kernel is a product for each expert, and runs have the CPU's losses."""
 
 from __future__ import annotations
 
