@@ -73,7 +73,7 @@ BACKWARD = 2.5
 PROMISE = 1.2
 LIMIT_S = 900
 """After which the ranks are stopped."""
-MODEL = {"num_layers": 1, "hidden_size": 128, "num_heads": 16, "num_kv_heads": 4, "head_dim": 32}
+MODEL = {"num_layers": 1, "hidden_size": 128, "num_heads": 16, "num_kv_heads": 8, "head_dim": 32}
 MODEL |= {"ffn_size": 256, "vocab_size": 320, "tied_embeddings": True}
 SEQ_LEN = 6144
 
@@ -233,7 +233,7 @@ def two_namespaces() -> Iterator[None]:
         command("ip", "link", "add", DEVICE, "netns", SPACES[0], "type", "veth", *peer)
         for space, address in zip(SPACES, ADDRESSES, strict=True):
             command("ip", "-n", space, "addr", "add", f"{address}/24", "dev", DEVICE)
-            command("ip", "-n", space, "link", "set", DEVICE, "up")
+            command("ip", "-n", space, "link", "set", DEVICE, "mtu", "9000", "up")
             command("ip", "-n", space, "link", "set", "lo", "up")
             command("ip", "netns", "exec", space, "tc", "qdisc", "replace", "dev", DEVICE, "root", "tbf",
                     "rate", "1gbit", "burst", "256kb", "latency", "400ms")  # fmt: skip
