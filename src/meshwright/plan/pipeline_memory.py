@@ -162,7 +162,8 @@ class _Moments:
         if not self.split:
             return 0
         model = self.model
-        inner = (3 if model.activation == "swiglu" else 2) * model.ffn_size
+        ffn = model.shared_width if model.num_experts else model.ffn_size  # routed experts put nothing off
+        inner = (3 if model.activation == "swiglu" else 2) * ffn
         elements = 4 * model.hidden_size + 2 * (model.query_size + model.kv_size) + inner
         return self.layers * self.sizes.tokens * elements * self.sizes.low
 

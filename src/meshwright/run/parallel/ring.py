@@ -165,6 +165,7 @@ class Block:
     def _cuda_backward(
         self, grad: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Through the same kernel; the one that takes masks reads the result as if packed by token."""
         k, v = self._repeated()
         length, key_length = self._q.shape[2], k.shape[2]
         seed = torch.zeros((2,), dtype=torch.uint64, device="cuda")  # of a dropout that there is not
@@ -177,6 +178,7 @@ class Block:
             padded = torch.nn.functional.pad(lse, (0, -length % 32), value=float("inf"))
             seed, offset = (torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2))
             bias, wanted = self._bias(), (True, True, True, False)
+            grad, out = (part.transpose(1, 2).contiguous().transpose(1, 2) for part in (grad, out))
             grads = _aten._scaled_dot_product_efficient_attention_backward(
                 grad, self._q, k, v, bias, out, padded, seed, offset, 0.0, wanted, causal
             )
