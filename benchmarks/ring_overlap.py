@@ -63,7 +63,11 @@ SPACES = [f"mw-ring-{os.getpid()}-{rank}" for rank in range(2)]
 DEVICE = "eth0"
 ADDRESSES = ["10.98.77.1", "10.98.77.2"]
 PORT = 29577
-SHARES = {"waits": (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0), "attention": (0.5, 1.0, 2.0), "step": (0.5, 1.0, 2.0)}
+SHARES = {
+    "waits": (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0),
+    "attention": (0.5, 1.0, 2.0),
+    "step": (0.5, 1.0, 2.0),
+}
 """What transfers shall take, in times of compute."""
 TITLES = {"waits": "attention, timed waits", "attention": "attention", "step": "training step"}
 WAIT_S = 0.012
