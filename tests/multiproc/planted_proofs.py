@@ -12,7 +12,7 @@ from meshwright.run import loop, prove, session
 from meshwright.run.batches import Batcher
 from meshwright.run.mesh import Ranks
 from meshwright.run.parallel.ownership import Owned
-from meshwright.run.parallel.reducer import StageReducer
+from meshwright.run.parallel.reducer import BucketReducer
 from meshwright.run.parallel.split import Split
 from meshwright.run.parallel.tensor import RowLinear, VocabularyEmbedding
 from meshwright.run.pipeline import stages
@@ -180,7 +180,7 @@ def _arm_early(honest, self, last):
 
 MICRO_BATCHES = 2
 """Of a step of those that are armed too early."""
-armed_early = with_method(StageReducer, "begin", _arm_early)
+armed_early = with_method(BucketReducer, "begin", _arm_early)
 own_stage_norm = with_method(
     Owned,
     "_shared_norm",
