@@ -285,7 +285,14 @@ HALF = "all gradients are 0.5 times"
     ("defect", "layout", "data", "kind", "module", "said"),
     [
         ("contiguous_positions", SHARED, {}, "activation", "blocks.0.attention", ""),
-        ("far_documents", SHARED, {"mask": "document", "seq_len": 512}, "activation", "blocks.0.attention", ""),
+        (
+            "far_documents",
+            SHARED,
+            {"mask": "document", "seq_len": 512},
+            "activation",
+            "blocks.0.attention",
+            "",
+        ),
         ("lost_sums", SHARED, {}, "gradient", "blocks.1.attention.wv", ""),
         ("cp_counted_as_data", {"cp": 2, "tp": 2}, {}, "gradient", "norm", HALF),
         ("swapped_heads", {"cp": 2, "context": "ulysses"}, {}, "activation", "blocks.0.attention", ""),

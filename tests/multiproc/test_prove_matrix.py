@@ -26,11 +26,8 @@ from layout_matrix import (
     list_pairs,
     list_traits,
 )
-from proving import Proof, Prover
+from proving import Prover, hold
 
-from meshwright.explain.audit import audit_run
-from meshwright.plan.parts import Part, held_parameters, held_parts, pipeline_rank
-from meshwright.plan.proof import GRADIENT_STEPS, GRADIENT_TOLERANCE, LOOKING
 from meshwright.prepare.build import CorpusSpec, prepare_corpus
 
 CELLS = list_cells((2, 3, 4))
@@ -70,17 +67,17 @@ def prover(tmp_path_factory):
 @pytest.mark.parametrize("cell", as_parameters(COVERING, [*PAIRS, *MATRIX]))
 def test_a_layout_is_one_process_and_keeps_its_promises(prover, cell):
     """Losses and every gradient of every rank; state and collectives equal to the byte."""
-    hold(prover, cell)
+    hold(prover, cell.job)
 
 
 @pytest.mark.parametrize("cell", as_parameters(COMPILED[:1], COMPILED))
 def test_compiled_blocks_too(prover, cell):
-    hold(prover, cell)
+    hold(prover, cell.job)
 
 
 @pytest.mark.parametrize("cell", as_parameters([PIPELINE_OF_SHARDS], [ALL_DATA_AXES, *LARGE]))
 def test_eight_ranks_too(prover, cell):
-    hold(prover, cell)
+    hold(prover, cell.job)
 
 
 def test_all_pairs_of_settings_meet_in_few_cells():
@@ -97,46 +94,3 @@ def test_all_pairs_of_settings_meet_in_few_cells():
     pipelines = [dict(cell.settings) for cell in COVERING if cell.pipelined]
     assert {settings["schedule"] for settings in pipelines} == set(SETTINGS["schedule"])
     assert {settings["zero"] for settings in pipelines} == {0, 1, 2, 3}
-
-
-def hold(prover: Prover, cell: Cell) -> None:
-    """Prove a cell and look at everything that came of it."""
-    proof = prover.prove(cell.job, "planted_proofs:audited")
-    assert proof.verdict.equal, proof.verdict.first_divergence
-    require_all_compared(proof)
-    for steps in proof.steps:
-        assert steps == proof.steps[0], "every rank tells the loss and the gradient norm of all"
-    for found, expected in zip(proof.steps[0], proof.reference_steps, strict=True):
-        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=GRADIENT_TOLERANCE)
-    audit = audit_run(proof.plan, proof.record)
-    assert [row for row in audit.collectives if row.phase != LOOKING and not row.equal] == []
-    assert {row.phase for row in audit.collectives if row.calls} >= {"step"}
-    state = [row for row in audit.state if not row.tolerance]  # peaks are for models of some size
-    assert [row for row in state if not row.held] == []
-    assert {row.rank for row in state} == set(range(cell.ranks))
-
-
-def require_all_compared(proof: Proof) -> None:
-    """Every rank has compared the gradients and modules of its stages, and together they have all."""
-    job, modules = proof.plan.job, set[str]()
-    for found in proof.findings:
-        place = pipeline_rank(job, found.rank)
-        held = {parameter.name for parameter in held_parameters(job, place)}
-        for step in map(str, GRADIENT_STEPS):
-            assert found.gradients[step].keys() == held
-            assert held <= proof.notes.gradient_norms[step].keys()
-        assert found.not_compared == []
-        seen = {row.module for row in found.activations if row.what == "output"}
-        if found.activations:  # else the rank has zero-weight samples alone
-            parts = held_parts(job, place)
-            assert seen == {name for name in proof.notes.modules if any(is_in(name, part) for part in parts)}
-        modules |= seen
-    assert modules == set(proof.notes.modules)
-
-
-def is_in(module: str, part: Part) -> bool:
-    """Whether a stage has a module."""
-    owner, _, rest = module.partition(".")
-    if owner == "blocks":
-        return int(rest.partition(".")[0]) in part.layers
-    return part.first if owner in ("embed", "positions") else part.last
