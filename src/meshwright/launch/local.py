@@ -32,7 +32,7 @@ from meshwright.launch.exits import EXIT_OK, EXIT_PEER_LOST
 
 LOGS = "logs"
 SIGNAL_HINTS = {
-    signal.SIGILL: "A kernel used an instruction that this machine names but does not have, as virtual machines "
+    signal.SIGILL: "A kernel used an instruction that this machine names but does not have, as virtual ones "
     "do with AMX: set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment, or train.precision=fp32. ",
 }
 """What to try where a signal says what happened."""
