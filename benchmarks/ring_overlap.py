@@ -63,7 +63,11 @@ SPACES = [f"mw-ring-{os.getpid()}-{rank}" for rank in range(2)]
 DEVICE = "eth0"
 ADDRESSES = ["10.98.77.1", "10.98.77.2"]
 PORT = 29577
-SHARES = {"waits": (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0), "attention": (0.5, 1.0, 2.0), "step": (0.5, 1.0, 2.0)}
+SHARES = {
+    "waits": (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0),
+    "attention": (0.5, 1.0, 2.0),
+    "step": (0.5, 1.0, 2.0),
+}
 """What transfers shall take, in times of compute."""
 TITLES = {"waits": "attention, timed waits", "attention": "attention", "step": "training step"}
 WAIT_S = 0.012
@@ -73,7 +77,7 @@ BACKWARD = 2.5
 PROMISE = 1.2
 LIMIT_S = 900
 """After which the ranks are stopped."""
-MODEL = {"num_layers": 1, "hidden_size": 128, "num_heads": 16, "num_kv_heads": 4, "head_dim": 32}
+MODEL = {"num_layers": 1, "hidden_size": 128, "num_heads": 16, "num_kv_heads": 8, "head_dim": 32}
 MODEL |= {"ffn_size": 256, "vocab_size": 320, "tied_embeddings": True}
 SEQ_LEN = 6144
 
@@ -233,7 +237,7 @@ def two_namespaces() -> Iterator[None]:
         command("ip", "link", "add", DEVICE, "netns", SPACES[0], "type", "veth", *peer)
         for space, address in zip(SPACES, ADDRESSES, strict=True):
             command("ip", "-n", space, "addr", "add", f"{address}/24", "dev", DEVICE)
-            command("ip", "-n", space, "link", "set", DEVICE, "up")
+            command("ip", "-n", space, "link", "set", DEVICE, "mtu", "9000", "up")
             command("ip", "-n", space, "link", "set", "lo", "up")
             command("ip", "netns", "exec", space, "tc", "qdisc", "replace", "dev", DEVICE, "root", "tbf",
                     "rate", "1gbit", "burst", "256kb", "latency", "400ms")  # fmt: skip

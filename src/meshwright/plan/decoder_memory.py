@@ -17,9 +17,12 @@ The loss holds the logits of a chunk of tokens twice in float32, and makes the h
 the forward pass.
 
 With tensor parallelism the model is the narrower one that a rank holds (``plan.tensor``). With sequence
-parallelism the residual stream and the norms have T / tp tokens, and where ``cp`` ranks share a sequence T is
-a rank's own; what they hand to attention, feed-forward
+parallelism the residual stream and the norms have T / tp tokens; what they hand to attention, feed-forward
 and head is gathered, and is kept gathered. The loss then holds a chunk's logits once.
+
+Where ``cp`` ranks share a sequence T is a rank's own tokens. A ring keeps what one process keeps of them.
+Ulysses keeps Q more, as what attention gave is traded back before the next product reads it, and at least a
+key head a rank. What a ring holds while it turns is inside one operation, and is not among the moments.
 """
 
 from __future__ import annotations
@@ -73,7 +76,7 @@ class Sizes:
     attention_gradients: int
     """Gradients there: of the output, the queries, keys and values."""
     turning: int
-    """What lives of a block while its queries or keys are turned, in the forward pass."""
+    """What lives of a block while its queries or keys are turned, or traded, in the forward pass."""
     waiting_products: int
     """Kept products that are not yet read when a block is computed again."""
 
@@ -89,17 +92,22 @@ class Sizes:
         resident = tokens // layout.tp if layout.sequence_parallel else tokens
         hidden, inner = resident * width * FLOAT32_BYTES, tokens * ffn * low
         norm = _norm_bytes(model, resident, on_gpu)
-        # On GPUs keys and values are repeated for every query head in float32 and behind a mask.
-        repeated = on_gpu and (low == FLOAT32_BYTES or job.data.mask == "document")
-        attention = (
-            2 * queries + 2 * (queries if repeated else keys)
-        ) * low + model.num_heads * FLOAT32_BYTES
+        ring, ulysses = (layout.cp > 1 and layout.context == name for name in ("ring", "ulysses"))
+        # On GPUs keys and values are repeated for every query head in float32 and behind a mask; a ring keeps
+        # them as they are. Ulysses has at least a key head a rank.
+        repeated = on_gpu and (low == FLOAT32_BYTES or job.data.mask == "document") and not ring
+        attended = max(keys, layout.cp * model.head_size) if ulysses else keys
+        seen = queries if repeated else attended
+        attention = (2 * queries + 2 * seen) * low + model.num_heads * FLOAT32_BYTES
+        # What attention gave is another tensor when it was traded back, and repeated keys than traded ones.
+        traded = (queries + (2 * attended if repeated else 0)) * low if ulysses else 0
         held = model.held_experts * model.held_expert_width + model.shared_width
         matrices = 2 * width * (queries + keys) + (3 if gated else 2) * width * (held or ffn)
         # Products read a copy in 16 bits; under ZeRO-2 and 3 that is what is gathered.
         copied = low != FLOAT32_BYTES and job.layout.zero < 2
         copies = matrices * low if copied else 0
-        block = 2 * (norm + tokens * width * low) + tokens * attention + (4 if gated else 2) * inner + copies
+        block = 2 * (norm + tokens * width * low) + tokens * (attention + traded) + copies
+        block += (4 if gated else 2) * inner
         block += tokens * _routed_bytes(job, model, low)
         products = tokens * ((2 * queries + 2 * keys) * low + model.num_heads * FLOAT32_BYTES)
         products += resident * width * low
@@ -116,12 +124,21 @@ class Sizes:
         half = norm + tokens * width * low + tokens * attention
         if copied:
             half += width * (queries + 2 * keys) * low
-        gradients = tokens * (2 * queries + 2 * (queries if repeated else keys)) * low
+        # Trading gradients back holds them three times: as they are made, sent and received.
+        trading_back = queries + 4 * attended if ulysses else 0
+        gradients = tokens * max(2 * queries + 2 * seen, trading_back) * low
         # Turning holds what is turned and its swapped half, and three products with the tables in float32.
         turned = 2 * low + 3 * FLOAT32_BYTES
         of_queries = queries * turned + 2 * keys * low
         of_keys = 2 * queries * low + keys * (turned + low)
-        turning = half - tokens * attention + tokens * max(of_queries, of_keys)
+        turning = max(of_queries, of_keys) if model.positions == "rope" else 0
+        if ulysses:
+            # Queries, keys and values, repeated, packed and received; or received, and what attention gave
+            # thrice: as it is, sent and received.
+            packed, more = queries + 2 * attended, 2 * attended if attended > keys else 0
+            trading = queries + 2 * keys + packed + max(packed + more, 3 * queries)
+            turning = max(turning, trading * low)
+        turning = half - tokens * attention + tokens * turning if turning else 0
         unread = waiting[0] - hidden - tokens * (queries + 2 * keys) * low
         return cls(
             tokens,
@@ -135,7 +152,7 @@ class Sizes:
             *waiting,
             attention=half,
             attention_gradients=gradients,
-            turning=turning if model.positions == "rope" else 0,
+            turning=turning,
             waiting_products=unread if job.layout.recompute == "selective" else 0,
         )
 

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_iter
 from meshwright.run.parallel.ownership import Owned
 
 LETTING_GO_S = 0.004
-"""What gloo's thread gets to let go of a gather that has arrived: while every operation is looked at, it may
-not come to run, and the buffer would outlive its use by as long."""
+"""What gloo's thread gets to let go of a gather or an exchange that has arrived: while every operation is looked
+at, it may not come to run, and the buffer would outlive its use by as long."""
 
 
 def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
@@ -53,6 +53,7 @@ class PeakTracker(TorchDispatchMode):
         self._live: dict[int, weakref.ref[Any]] = {}
         self._gathered: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._resizable: set[int] = set()
+        self._exchanging = False
         self.live_bytes = 0
         self.peak_bytes = 0
         self._known = list(alive)  # held, so that none of them leaves uncounted
@@ -74,6 +75,11 @@ class PeakTracker(TorchDispatchMode):
             self._expect_resizing(kwargs["out"])
             self._look_at_gathered()
             time.sleep(LETTING_GO_S)
+        elif func.namespace == "_c10d_functional":
+            arrived = self._exchanging and "wait_tensor" in func.name()
+            self._exchanging = "all_to_all" in func.name()
+            if arrived:
+                time.sleep(LETTING_GO_S)
         return result
 
     @property

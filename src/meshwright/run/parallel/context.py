@@ -94,18 +94,18 @@ class UlyssesContext(SharedContext):
 
     def mix(self, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, hidden: Tensor | None) -> Tensor:
         """Attention of some heads, along the whole sequence."""
+        mixed_BHLE = mix_causally(*self._trade_for_heads(q_BHTE, k_BKTE, v_BKTE), hidden)
+        parts_RBHTE = mixed_BHLE.unflatten(2, (self.size, -1)).movedim(2, 0)
+        return _Trade.apply(parts_RBHTE, self.size, self.name).movedim(0, 1).flatten(1, 2)
+
+    def _trade_for_heads(self, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values of some heads at all positions."""
         repeats = max(1, self.size // k_BKTE.shape[1])
         if repeats > 1:
             k_BKTE, v_BKTE = (part.repeat_interleave(repeats, dim=1) for part in (k_BKTE, v_BKTE))
-        parts = [part.unflatten(1, (self.size, -1)) for part in (q_BHTE, k_BKTE, v_BKTE)]
-        packed_RBPTE = torch.cat(parts, dim=2).movedim(1, 0)
-        traded_BPLE = _Trade.apply(packed_RBPTE, self.size, self.name).movedim(0, 2).flatten(2, 3)
-        q_BHLE, k_BKLE, v_BKLE = traded_BPLE.split([part.shape[2] for part in parts], dim=1)
-        mixed_BHLE = mix_causally(q_BHLE, k_BKLE, v_BKLE, hidden)
-        back_RBHTE = _Trade.apply(
-            mixed_BHLE.unflatten(2, (self.size, -1)).movedim(2, 0), self.size, self.name
-        )
-        return back_RBHTE.movedim(0, 1).flatten(1, 2)
+        parts = [part.unflatten(1, (self.size, -1)).movedim(1, 0) for part in (q_BHTE, k_BKTE, v_BKTE)]
+        traded_RBPTE = _Trade.apply(torch.cat(parts, dim=2), self.size, self.name)
+        return traded_RBPTE.movedim(0, 2).flatten(2, 3).split([part.shape[2] for part in parts], dim=1)
 
 
 class _Trade(torch.autograd.Function):

@@ -5,7 +5,7 @@ to the next rank and receives the previous one's. Results of rounds are merged b
 makes the sum exact. In the backward pass keys and values go round again, and behind them the float32 sums of
 their gradients, which come home after the last round; what a rank's own queries add is there already.
 
-Heads go round in up to four lanes (``plan.context_traffic``), one after the other. All begin to send before
+Heads go round in up to eight lanes (``plan.context_traffic``), one after the other. All begin to send before
 the first one computes, and a later round begins with the first lane that has arrived: so that transfers hide
 behind the last round too, and of the gradients' way home only the last lane's is not hidden.
 

@@ -1,0 +1,178 @@
+"""Context parallelism on real ranks: attention of one process, memory that falls with the ranks, no byte more."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from curves import TEN, Resumed, reference, relative
+
+from meshwright.cli.ranks import build_launch
+from meshwright.explain.record import read_record
+from meshwright.plan.context_traffic import LANES, list_lanes
+from meshwright.run.collectives.counter import CollectiveCounter
+from meshwright.run.mesh import join_ranks, leave_ranks
+from meshwright.run.parallel.ring import ring_attention, zigzag_positions
+from meshwright.spec.load import load_job
+
+HEADS = ((4, 4), (6, 3), (3, 1), (9, 9))
+"""Of queries and keys: as many, in groups, one for all, and more than there are lanes."""
+CASES = list(itertools.product((True, False), (True, False), HEADS))
+"""Causal or not, with documents or not."""
+RINGS = (2, 3, 4)
+RING = ("layout.cp=4",)
+
+
+def attend_plainly(q, k, v, segments, causal):
+    """Attention as its definition has it, with the whole matrix of scores."""
+    groups, length = q.shape[1] // k.shape[1], q.shape[2]
+    k, v = (part.repeat_interleave(groups, dim=1) for part in (k, v))
+    seen = torch.ones(length, length, dtype=torch.bool)
+    seen = seen.tril() if causal else seen
+    if segments is not None:
+        seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v
+
+
+def largest_differences(group, causal, documents, heads):
+    """Of a rank's part of the output and each gradient to that of one process, as a share of the largest."""
+    rank, size = group.rank(), group.size()
+    torch.manual_seed(7)
+    length = 12 * size
+    whole = [torch.randn(2, h, length, 8, requires_grad=True) for h in (heads[0], heads[1], heads[1])]
+    segments = torch.randint(0, 2, (2, length)).cumsum(1) // 4 if documents else None
+    expected = attend_plainly(*whole, segments, causal)
+    grad = torch.randn_like(expected)
+    expected = [expected, *torch.autograd.grad(expected, whole, grad)]
+    here = zigzag_positions(length, rank, size)
+    own = [part[:, :, here].detach().requires_grad_() for part in whole]
+    out, _ = ring_attention(*own, segments, causal, group.group_name)
+    found = [out, *torch.autograd.grad(out, own, grad[:, :, here])]
+    pairs = zip(found, expected, strict=True)
+    return [((a - b[:, :, here]).abs().max() / b.abs().max()).item() for a, b in pairs]
+
+
+def attend(run_dir, listener):
+    """In one of four ranks: every case in rings of two, three and four."""
+    counter = CollectiveCounter()
+    counter.install()
+    job = load_job(f"{run_dir}/job.toml", RING)
+    ranks = join_ranks(job, counter)
+    rings = [dist.new_group(range(size)) for size in RINGS]
+    found = {
+        str(group.size()): [largest_differences(group, *case) for case in CASES]
+        for group in rings
+        if isinstance(group, dist.ProcessGroup)  # else it is not in it
+    }
+    listener({"event": "compared", "rank": ranks.rank, "differences": found})
+    leave_ranks(ranks)
+    return 0
+
+
+def test_ring_attention_is_that_of_one_process(job_file, tmp_path):
+    """Output and gradients of queries, keys and values, on every rank, whatever is seen."""
+    heard = []
+    build_launch(f"{__name__}:attend", load_job(str(job_file), RING), tmp_path, heard.append).run()
+    by_rank = {event["rank"]: event["differences"] for event in heard if event["event"] == "compared"}
+    for size in RINGS:
+        found = [differences[str(size)] for differences in by_rank.values() if str(size) in differences]
+        assert len(found) == size
+        for of_rank in found:
+            for case, differences in zip(CASES, of_rank, strict=True):
+                said = f"{size} ranks; causal, documents, heads: {case}; output, q, k, v: {differences}"
+                assert max(differences) < 1e-5, said
+
+
+def test_lanes_have_every_key_head_once():
+    for heads in range(1, 4 * LANES):
+        lanes = list_lanes(heads)
+        assert len(lanes) <= LANES
+        assert [head for first, end in lanes for head in range(first, end)] == list(range(heads))
+
+
+def activation_bytes(trained):
+    """What every rank kept between forward and backward; they must agree."""
+    [kept] = {state.activation_bytes for state in read_record(trained.run_dir).state.values()}
+    return kept
+
+
+@pytest.mark.parametrize("context", ["ring", pytest.param("ulysses", marks=pytest.mark.slow)])
+def test_activations_fall_with_the_ranks_that_share_a_sequence(train, context):
+    """Less the head's gradient and the loss, which every rank has whole: exactly half on two, a quarter on four.
+
+    Ulysses keeps what attention gave once more than one process does: there four ranks are compared with two.
+    """
+    whole = 320 * 64 * 4 + 4
+    job = ("data.seq_len=256", "layout.micro_batch=2", "train.steps=3", "train.global_batch=4")
+    job += (f"layout.context={context}", "model.num_kv_heads=4")
+    two, four = (activation_bytes(train(f"layout.cp={cp}", *job)) - whole for cp in (2, 4))
+    assert two == 2 * four
+    if context == "ring":
+        assert activation_bytes(train(*job[:-2], job[-1])) - whole == 2 * two
+
+
+GPT = "model.positions=learned model.max_positions=48 model.norm=layer model.activation=gelu "
+GPT += "model.attention_bias=true model.ffn_bias=true"
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("layout", "job", "tolerance"),
+    [
+        ("cp=2", "data.mask=document", 1e-5),
+        ("cp=2 context=ulysses zero=3 recompute=full", "", 1e-5),
+        ("cp=2 tp=2 sequence_parallel=true recompute=selective", "", 1e-5),
+        ("cp=2", "train.precision=bf16", 1e-2),
+        pytest.param("cp=2 zero=1", GPT, 1e-5, marks=slow),
+        pytest.param("cp=2 zero=2 recompute=full micro_batch=2", "", 1e-5, marks=slow),
+        pytest.param("cp=2 zero=3 recompute=selective", "data.mask=document", 1e-5, marks=slow),
+        pytest.param("cp=2 dp_shard=2 zero=3", "", 1e-5, marks=slow),
+        pytest.param("cp=3 dp_replicate=2", "data.seq_len=48 model.num_kv_heads=1", 1e-5, marks=slow),
+        pytest.param("cp=2 pp=2 micro_batch=2", "data.mask=document", 1e-5, marks=slow),
+        pytest.param("cp=2 pp=2 zero=2 micro_batch=2 schedule=zb-h1", "", 1e-5, marks=slow),
+        pytest.param("cp=4 recompute=full", "model.num_kv_heads=4", 1e-5, marks=slow),
+        pytest.param("cp=2 context=ulysses", "data.mask=document", 1e-5, marks=slow),
+        pytest.param("cp=2 context=ulysses zero=1 recompute=selective", GPT, 1e-5, marks=slow),
+        pytest.param("cp=2 context=ulysses dp_shard=2 zero=2", "", 1e-5, marks=slow),
+        pytest.param("cp=2 context=ulysses tp=2", "", 1e-5, marks=slow),
+        pytest.param("cp=2 context=ulysses pp=2 zero=3 micro_batch=2", "", 1e-5, marks=slow),
+        pytest.param("cp=4 context=ulysses", "model.num_kv_heads=1", 1e-5, marks=slow),
+        pytest.param("cp=2 context=ulysses", "train.precision=bf16", 1e-2, marks=slow),
+    ],
+)
+def test_losses_and_contract(train, layout, job, tolerance):
+    """Ten losses as in one process; state and collectives equal to the byte, the peak within 5%."""
+    asked = tuple(job.split())
+    split = train(*(f"layout.{key}" for key in layout.split()), *TEN, *asked)
+    assert relative(split.losses, reference(train, *asked)) < tolerance
+    result = split.result
+    assert result["audit_ok"], result["differences"]
+    assert result["state_bytes"] == result["predicted_state_bytes"]
+    phases = {row["phase"] for row in result["collectives"] if row["axis"] == "cp"}
+    assert phases >= {"step", "eval"}
+    assert all(row["calls"] > 0 for row in result["collectives"]), "a promise about nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["ring", "ulysses"])
+def test_compiled_blocks_are_equal_too(train, context):
+    """The compiler does not look into the ring, and what it sends is still counted."""
+    compiled = ("train.compile=true", "train.compile_backend=aot_eager")
+    split = train("layout.cp=2", f"layout.context={context}", *TEN, *compiled)
+    assert relative(split.losses, reference(train)) < 1e-5
+    assert split.result["audit_ok"], split.result["differences"]
+
+
+@pytest.mark.slow
+def test_checkpoints_go_from_any_layout_to_any(train, tmp_path):
+    """From ranks that share sequences to one process and to shards, and back; and on, bit by bit."""
+    runs = Resumed(train, tmp_path)
+    shared = ("layout.cp=2", "layout.zero=1")
+    runs.require_the_same_bits(shared)
+    for other in (("layout.cp=1",), ("layout.dp_shard=2", "layout.zero=3")):
+        runs.require_the_same_curve(shared, other)
+        runs.require_the_same_curve(other, shared)
+    runs.require_the_same_curve(shared, ("layout.cp=2", "layout.context=ulysses", "layout.zero=0"))
