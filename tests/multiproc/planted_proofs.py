@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -12,7 +13,7 @@ from meshwright.run import loop, prove, session
 from meshwright.run.batches import Batcher
 from meshwright.run.mesh import Ranks
 from meshwright.run.parallel.ownership import Owned
-from meshwright.run.parallel.reducer import StageReducer
+from meshwright.run.parallel.reducer import BucketReducer
 from meshwright.run.parallel.split import Split
 from meshwright.run.parallel.tensor import RowLinear, VocabularyEmbedding
 from meshwright.run.pipeline import stages
@@ -180,7 +181,7 @@ def _arm_early(honest, self, last):
 
 MICRO_BATCHES = 2
 """Of a step of those that are armed too early."""
-armed_early = with_method(StageReducer, "begin", _arm_early)
+armed_early = with_method(BucketReducer, "begin", _arm_early)
 own_stage_norm = with_method(
     Owned,
     "_shared_norm",
@@ -299,7 +300,7 @@ def sharded(average):
 
     def entry(run_dir, listener):
         def apply_layout(model, job, ranks, weights):
-            mesh = ranks.mesh["dp_replicate"]
+            mesh = DeviceMesh.from_group(ranks.group("dp_replicate"), "cpu")
             for module in (*model.list_blocks(), model):
                 fully_shard(module, mesh=mesh)
                 if not average:
