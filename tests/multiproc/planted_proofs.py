@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwright.run import loop, prove, session
 from meshwright.run.batches import Batcher
 from meshwright.run.mesh import Ranks
+from meshwright.run.parallel import context, ring
+from meshwright.run.parallel.context import RingContext
 from meshwright.run.parallel.ownership import Owned
 from meshwright.run.parallel.reducer import BucketReducer
 from meshwright.run.parallel.split import Split
@@ -150,13 +152,68 @@ shifted_tokens = with_method(Split, "enter", lambda honest, self, x: honest(self
 """The ranks' tokens are put together in a wrong order."""
 
 
-def tp_counted_as_data(run_dir, listener):
-    """The loss is divided by all ranks' targets as if each rank had read other samples."""
-    honest = loop.forward_backward
-    loop.forward_backward = lambda session, samples, divisor: honest(
-        session, samples, divisor * session.job.layout.tp
-    )
-    return run_rank(run_dir, listener)
+def counted_as_data(axis):
+    """An entry that divides the loss as if the ranks of an axis had read other samples each."""
+
+    def entry(run_dir, listener):
+        honest = loop.forward_backward
+        loop.forward_backward = lambda session, samples, divisor: honest(
+            session, samples, divisor * getattr(session.job.layout, axis)
+        )
+        return run_rank(run_dir, listener)
+
+    return entry
+
+
+tp_counted_as_data = counted_as_data("tp")
+cp_counted_as_data = counted_as_data("cp")
+pp_counted_as_data = counted_as_data("pp")
+
+
+def with_function(owner, name, change):
+    """An entry in whose ranks a function of a module is another: ``change(honest, *arguments)``."""
+
+    def entry(run_dir, listener):
+        honest = getattr(owner, name)
+        setattr(owner, name, lambda *arguments: change(honest, *arguments))
+        return run_rank(run_dir, listener)
+
+    return entry
+
+
+def _run_of_positions(honest, self, length, device):
+    return torch.arange(length, device=device) + self.rank * length
+
+
+contiguous_positions = with_method(RingContext, "own_positions", _run_of_positions)
+"""A ring turns queries and keys as if its tokens were one run, and not a zig-zag."""
+skipped_round = with_function(ring, "_merge", lambda honest, *arguments: None)
+"""What far keys give is left out."""
+
+
+def _average(honest, out, lse, part, part_lse):
+    out.copy_((out + part) / 2)
+
+
+averaged_rounds = with_function(ring, "_merge", _average)
+"""Every round counts the same, however much of the scores it has."""
+
+
+def _own_documents(honest, self, q, kv, round_):
+    documents = self._segments
+    if round_:
+        self._segments = None
+    found = honest(self, q, kv, round_)
+    self._segments = documents
+    return found
+
+
+far_documents = with_method(ring._Ring, "block", _own_documents)
+"""Far rounds do not look where documents end."""
+lost_sums = with_method(ring._Lane, "take_sums", lambda honest, self: 0 * honest(self))
+"""What other ranks' queries add to the gradients of keys and values does not come home."""
+swapped_heads = with_function(context, "_trade", lambda honest, *arguments: honest(*arguments).roll(1, dims=0))
+"""Ulysses takes what one rank sent for what another did."""
 
 
 untied_sum = with_method(Owned, "_add_tied", lambda honest, self: None)
@@ -222,15 +279,6 @@ def unreleased_weights(run_dir, listener):
         module.set_reshard_after_backward(False)
 
     stages.begin_micro_batch = begin
-    return run_rank(run_dir, listener)
-
-
-def pp_counted_as_data(run_dir, listener):
-    """The loss is divided as if the ranks of a pipeline had read other samples each."""
-    honest = loop.forward_backward
-    loop.forward_backward = lambda session, samples, divisor: honest(
-        session, samples, divisor * session.job.layout.pp
-    )
     return run_rank(run_dir, listener)
 
 
