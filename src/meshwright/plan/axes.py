@@ -128,7 +128,7 @@ def list_joined(job: Job) -> list[str]:
     layout = job.layout
     axes = [dense_shard_axis(layout), dense_sum_axis(layout)]
     if has_experts(job):
-        axes += [expert_axis(layout), sequence_axis(layout)]
+        axes += [expert_axis(layout), sequence_axis(layout)]  # to them, and to balance them
     if experts_apart(job):
         axes += [expert_shard_axis(layout), expert_sum_axis(layout)]
     names = dict.fromkeys(axis.name for axis in axes if axis.size > 1)

@@ -9,15 +9,16 @@ axis        forward                                                  backward
 ``ep``      3 all-to-alls: split sizes E etp 8; rows to the experts  2 all-to-alls of n k D e etp
             and back, n k D e etp each
 ``tp``      without sequence parallelism 1 all-gather of N D e       the same
-``cp+tp``   balance: 1 all-reduce of B E 4; with a capacity instead  nothing
-            1 all-gather of cp tp n k 8, the choices
+``cp+tp``   balance loss: 1 all-reduce of B E 4; with a capacity     nothing
+            instead 1 all-gather of cp tp n k 8, the choices
 ==========  =======================================================  =====================================
 
 Bytes are those of tokens that are all sent, as many as a rank sends itself: what really arrives is the
 router's choice. Each of the ``etp`` ranks that share an expert gets a row whole.
 
-What recomputation repeats: all of the forward pass but the last gather over ``tp``. For a checkpoint each
-tensor of experts that is dealt over ``ep`` is gathered, one call a tensor.
+Recomputation repeats all of the forward pass but a gather over ``tp`` that no shared experts follow: that is
+the last thing. An evaluation is a forward pass without the balance loss. For a checkpoint each tensor of
+experts that is dealt over ``ep`` is gathered, one call a tensor.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from meshwright.plan.tensor import count_tokens, is_dealt
 from meshwright.plan.traffic import Traffic, count_micro_batches
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
+from meshwright.spec.recipe import balance_coefficient
 
 INT64_BYTES = 8
 
@@ -39,14 +41,15 @@ def predict_experts(job: Job, place: int) -> list[Traffic]:
     blocks = sum(part.expert_layers for part in held_parts(job, place))
     steps = blocks * count_micro_batches(job, job.train.global_batch)
     evaluations = blocks * count_micro_batches(job, job.train.eval_samples)
-    forwards = steps * (1 if job.layout.recompute == "none" else 2)
+    again = 0 if job.layout.recompute == "none" else steps
+    followed = again if _model_of(job).shared_experts else 0
     return [
-        *_routed_rows(job, "step", forwards, backwards=steps),
+        *_routed_rows(job, "step", steps + again, backwards=steps),
         *_routed_rows(job, "eval", evaluations, backwards=0),
-        *_gathered_tokens(job, "step", 2 * steps),
+        *_gathered_tokens(job, "step", 2 * steps + followed),
         *_gathered_tokens(job, "eval", evaluations),
-        *_balance(job, "step", forwards),
-        *_balance(job, "eval", evaluations),
+        *_looks(job, "step", steps + again, learning=True),
+        *_looks(job, "eval", evaluations, learning=False),
         *_saves(job, place),
     ]
 
@@ -72,14 +75,16 @@ def _gathered_tokens(job: Job, phase: str, times: int) -> list[Traffic]:
     return [Traffic("tp", "all_gather", phase, layout.tp, times, times * size)]
 
 
-def _balance(job: Job, phase: str, times: int) -> list[Traffic]:
-    """What ranks must know of each other's tokens of the same sequences."""
+def _looks(job: Job, phase: str, times: int, learning: bool) -> list[Traffic]:
+    """What ranks must know of each other's tokens of the same sequences, for places and for balance."""
     model, axis = _model_of(job), sequence_axis(job.layout)
     if axis.size == 1:
         return []
     if model.capacity_factor is not None:
         size = axis.size * _count_choices(job) * INT64_BYTES
         return [Traffic(axis.name, "all_gather", phase, axis.size, times, times * size)]
+    if not learning or not balance_coefficient(job.train):
+        return []
     size = (job.layout.micro_batch or 1) * (model.num_experts or 0) * FLOAT32_BYTES
     return [Traffic(axis.name, "all_reduce", phase, axis.size, times, times * size)]
 

@@ -90,17 +90,10 @@ def predict_control(job: Job) -> list[Traffic]:
         values += CONTROL_SAVE_VALUES
         if needs_norm(job):
             values, calls = values + CONTROL_NORM_VALUES, calls + 1
-    if load := _count_load_values(job):
-        values, calls = values + load, calls + 1
+    if isinstance(job.model, DecoderModel) and job.model.load_size:
+        values, calls = values + job.model.load_size, calls + 1
     world, evaluation = layout.world_size, CONTROL_EVAL_VALUES * FLOAT64_BYTES
     return [
         Traffic("control", "all_reduce", "step", world, calls, values * FLOAT64_BYTES),
         Traffic("control", "all_reduce", "eval", world, 1, evaluation),
     ]
-
-
-def _count_load_values(job: Job) -> int:
-    """Of each layer with experts, the tokens that came to each of them and those that were dropped."""
-    if not isinstance(job.model, DecoderModel) or not job.model.num_experts:
-        return 0
-    return job.model.expert_layers * (job.model.num_experts + 1)

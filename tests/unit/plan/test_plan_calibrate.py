@@ -12,10 +12,10 @@ from meshwright.plan.runnable import rank_runnable
 from meshwright.spec.load import build_job
 
 
-def build(**cluster):
+def build(model=None, **cluster):
     return build_job(
         {
-            "model": {"preset": "demo-2m"},
+            "model": {"preset": "demo-2m", **(model or {})},
             "cluster": {"preset": "local", "device": "cpu", "devices_per_node": 4, **cluster},
             "data": {"path": "text", "seq_len": 128},
             "train": {"steps": 4, "global_batch": 32},
@@ -102,3 +102,15 @@ def test_what_does_not_fit_is_no_candidate():
     found = rank_runnable(build(memory_bytes=int(least / 0.9)), {})
     assert 0 < len(found) < len(whole)
     assert all(c.ledger.first_peak_bytes <= least / 0.9 for c in found)
+
+
+def test_ranks_that_share_sequences_and_experts_are_tried():
+    """With experts every axis occurs, Ulysses beside the ring, and cp with and without ZeRO."""
+    experts = {"num_experts": 4, "experts_per_token": 2, "num_layers": 1}
+    found = [c.layout for c in rank_runnable(build(experts), {"recompute": "none"})]
+    assert {layout.ep for layout in found} == {1, 2, 4}
+    assert {layout.context for layout in found if layout.cp > 1} == {"ring", "ulysses"}
+    assert {layout.zero for layout in found if layout.cp == 4} == {0, 1, 2, 3}
+    assert {layout.ep for layout in found if layout.dp_replicate == 4} == {1}
+    pinned = rank_runnable(build(experts), {"recompute": "none", "ep": 2, "context": "ring"})
+    assert {(c.layout.ep, c.layout.context) for c in pinned} == {(2, "ring")}

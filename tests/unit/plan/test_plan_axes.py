@@ -1,0 +1,324 @@
+"""Over which ranks state is cut and gradients are summed: names, groups, and that nothing is owned twice."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.plan.axes import (
+    Axis,
+    dense_shard_axis,
+    dense_sum_axis,
+    expert_axis,
+    expert_shard_axis,
+    expert_sum_axis,
+    experts_apart,
+    gradient_axis,
+    is_cut,
+    is_expert,
+    list_joined,
+    list_rank_groups,
+    place_on,
+    sequence_axis,
+    state_axis,
+)
+from meshwright.plan.parts import held_buckets, held_parameters, list_stages, pipeline_rank
+from meshwright.plan.shapes import list_parameters
+from meshwright.plan.sharding import chunk_rows, count_own, list_groups, sharded_state
+from meshwright.plan.tensor import HeldDecoder, count_copies, held_model, is_copied, is_dealt, is_whole
+from meshwright.spec.layout import Layout
+from meshwright.spec.legality import find_problems, with_layout
+from meshwright.spec.load import build_job
+
+MODEL = {
+    "preset": None, "num_layers": 2, "hidden_size": 8, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 16,
+    "vocab_size": 32, "ffn_bias": True,
+}  # fmt: skip
+EXPERTS = {**MODEL, "num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 8}
+ALONE = Axis("", 1)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "shards", "sums"),
+    [
+        ({}, ALONE, ALONE),
+        ({"dp_replicate": 2}, ALONE, ("dp_replicate", 2)),
+        ({"cp": 2}, ALONE, ("cp", 2)),
+        ({"dp_replicate": 2, "cp": 4}, ALONE, ("dp_replicate+cp", 8)),
+        ({"cp": 2, "zero": 1}, ("cp", 2), ("cp", 2)),
+        ({"dp_shard": 2, "zero": 1}, ("dp_shard", 2), ("dp_shard", 2)),
+        ({"dp_shard": 2, "cp": 2, "zero": 1}, ("dp_shard+cp", 4), ("dp_shard+cp", 4)),
+        (
+            {"dp_replicate": 3, "dp_shard": 2, "cp": 2, "zero": 1},
+            ("dp_shard+cp", 4),
+            ("dp_replicate+dp_shard+cp", 12),
+        ),
+        ({"dp_replicate": 3, "dp_shard": 2, "cp": 2, "zero": 3}, ("dp_shard+cp", 4), ("dp_replicate", 3)),
+        ({"cp": 2, "tp": 2, "zero": 2}, ("cp", 2), ALONE),
+    ],
+)
+def test_dense_state_and_sums_by_stage(degrees, shards, sums):
+    layout = Layout(**degrees)
+    assert (dense_shard_axis(layout), dense_sum_axis(layout)) == (shards, sums)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "experts", "shards", "sums"),
+    [
+        ({"tp": 2}, ALONE, ALONE, ("ep_shard", 2)),
+        ({"tp": 2, "ep": 2}, ("ep", 2), ALONE, ALONE),
+        ({"tp": 2, "etp": 2}, ("ep", 2), ALONE, ALONE),
+        ({"tp": 2, "ep": 2, "dp_replicate": 2}, ("ep", 2), ALONE, ("dp_replicate", 2)),
+        ({"cp": 4, "ep": 2, "dp_replicate": 2}, ("ep", 2), ALONE, ("dp_replicate+ep_shard", 4)),
+        ({"dp_shard": 8, "ep": 2, "etp": 2, "zero": 1}, ("ep", 4), ("ep_shard", 2), ("ep_shard", 2)),
+        (
+            {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2, "ep": 2, "zero": 3},
+            ("ep", 2),
+            ("ep_shard", 4),
+            ("dp_replicate", 2),
+        ),
+    ],
+)
+def test_experts_have_the_rest_of_a_replica_for_shards(degrees, experts, shards, sums):
+    layout = Layout(**degrees)
+    assert (expert_axis(layout), expert_shard_axis(layout), expert_sum_axis(layout)) == (
+        experts,
+        shards,
+        sums,
+    )
+
+
+def test_groups_of_ranks_by_hand():
+    """16 ranks: two replicas of dp_shard=2 x cp=2 x tp=2; experts over runs of ep x etp = 4."""
+    layout = Layout(dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=2, etp=2, zero=1)
+    assert list_rank_groups(layout, "dp_shard+cp")[:2] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert list_rank_groups(layout, "dp_replicate+dp_shard+cp")[0] == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert list_rank_groups(layout, "ep")[:3] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert list_rank_groups(layout, "ep_shard")[:2] == [[0, 4], [1, 5]]
+    assert list_rank_groups(layout, "dp_replicate+ep_shard")[3] == [3, 7, 11, 15]
+    assert list_rank_groups(layout, "cp+tp") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert [place_on(layout, 13, axis) for axis in ("tp", "cp", "ep", "ep_shard", "dp_shard+cp", "")] == [
+        1, 0, 1, 1, 2, 0,
+    ]  # fmt: skip
+
+
+def test_a_pipeline_is_the_outermost_axis_of_both_meshes():
+    layout = Layout(pp=2, dp_shard=2, tp=2, ep=2, zero=3)
+    assert list_rank_groups(layout, "pp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert list_rank_groups(layout, "ep_shard") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+def test_experts_are_apart_where_their_ranks_are_others(make_job):
+    assert not experts_apart(make_job(model=EXPERTS, layout={"dp_shard": 2, "cp": 2, "micro_batch": 2}))
+    assert not experts_apart(make_job(model=MODEL, layout={"tp": 2, "micro_batch": 2}))
+    for degrees in ({"tp": 2}, {"cp": 2, "ep": 2}, {"dp_shard": 2, "etp": 2}):
+        assert experts_apart(make_job(model=EXPERTS, layout={**degrees, "micro_batch": 2}))
+
+
+def test_each_parameter_asks_its_own_axis(make_job):
+    job = make_job(model=EXPERTS, layout={"dp_shard": 2, "cp": 2, "ep": 2, "zero": 1, "micro_batch": 2})
+    expert, router = "blocks.0.ffn.experts.up.weight", "blocks.0.ffn.router.weight"
+    assert (state_axis(job, expert), gradient_axis(job, expert)) == (("ep_shard", 2), ("ep_shard", 2))
+    assert (state_axis(job, router), gradient_axis(job, router)) == (("dp_shard+cp", 4), ("dp_shard+cp", 4))
+    assert list_joined(job) == ["dp_shard+cp", "ep", "ep_shard"]
+    together = make_job(model=EXPERTS, layout={"dp_shard": 2, "zero": 1, "micro_batch": 2})
+    assert state_axis(together, expert) == state_axis(together, router) == ("dp_shard", 2)
+    assert list_joined(together) == []
+
+
+def test_shared_experts_and_the_router_are_no_routed_experts():
+    names = ("blocks.0.ffn.shared.up.weight", "blocks.0.ffn.router.weight", "blocks.0.ffn.up.weight")
+    assert not any(map(is_expert, names))
+
+
+def test_groups_that_run_needs_beside_the_mesh():
+    degrees = {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2, "ep": 4, "zero": 1, "micro_batch": 2}
+    job = build({"model": EXPERTS, "layout": degrees})
+    assert list_joined(job) == [
+        "dp_shard+cp",
+        "dp_replicate+dp_shard+cp",
+        "ep",
+        "cp+tp",
+        "ep_shard",
+        "dp_replicate+ep_shard",
+    ]
+    assert sequence_axis(job.layout) == ("cp+tp", 4)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "cut"),
+    [
+        ({"dp_replicate": 2}, False),
+        ({"cp": 2}, False),
+        ({"cp": 2, "zero": 1}, True),
+        ({"cp": 2, "ep": 2}, True),
+        ({"tp": 2}, True),
+    ],
+)
+def test_state_counts_as_cut_where_ranks_hold_different_parts(make_job, degrees, cut):
+    assert is_cut(make_job(model=EXPERTS, layout={**degrees, "micro_batch": 2})) is cut
+
+
+# What ranks hold
+
+
+def test_a_rank_holds_some_columns_of_some_experts():
+    """E=4, F=8, D=8 over ep=2 x etp=2: two experts, four columns of each; the router is whole."""
+    tables = {"model": EXPERTS, "layout": {"dp_shard": 4, "ep": 2, "etp": 2, "micro_batch": 2}}
+    shapes = {p.name: p.shape for p in list_parameters(held_model(build(tables)))}
+    assert shapes["blocks.1.ffn.experts.gate.weight"] == (2 * 4, 8)
+    assert shapes["blocks.1.ffn.experts.gate.bias"] == (2 * 4,)
+    assert shapes["blocks.1.ffn.experts.down.weight"] == (2 * 8, 4)
+    assert shapes["blocks.1.ffn.experts.down.bias"] == (2 * 8,)
+    assert shapes["blocks.1.ffn.router.weight"] == (4, 8)
+
+
+def test_tp_splits_shared_experts_and_leaves_routed_ones():
+    model = {**EXPERTS, "shared_experts": 2, "expert_ffn_size": None}
+    held = held_model(build({"model": model, "layout": {"tp": 2, "micro_batch": 2}}))
+    shapes = {p.name: p.shape for p in list_parameters(held)}
+    assert isinstance(held, HeldDecoder)
+    assert shapes["blocks.0.ffn.shared.up.weight"] == (2 * 16 // 2, 8)
+    assert shapes["blocks.0.ffn.experts.up.weight"] == (4 * 16, 8)
+    assert shapes["blocks.0.ffn.router.weight"] == (4, 8)
+
+
+def test_experts_apart_are_groups_before_their_block():
+    tables = {
+        "model": {**EXPERTS, "dense_layers": 1},
+        "layout": {"dp_shard": 2, "ep": 2, "zero": 3, "micro_batch": 2},
+    }
+    (part,) = list_stages(build(tables))
+    groups = list_groups(part)
+    assert [g.name for g in groups] == [
+        "blocks.0",
+        "blocks.1.ffn.experts",
+        "blocks.1",
+        "around the blocks",
+    ]
+    assert [g.experts for g in groups] == [False, True, False, False]
+    assert sorted(p.name for g in groups for p in g.parameters) == sorted(p.name for p in part.parameters)
+    tables["layout"] = {"dp_shard": 2, "zero": 3, "micro_batch": 2}
+    (part,) = list_stages(build(tables))
+    assert [g.name for g in list_groups(part)] == ["blocks.0", "blocks.1", "around the blocks"]
+
+
+def test_buckets_never_mix_experts_with_the_rest_where_those_are_apart():
+    job = build({"model": EXPERTS, "layout": {"cp": 2, "ep": 2, "micro_batch": 2}})
+    dense, experts = held_buckets(job, place=0)
+    assert not any(map(is_expert, dense))
+    assert all(map(is_expert, experts))
+    together = build({"model": EXPERTS, "layout": {"cp": 2, "micro_batch": 2}})
+    assert len(held_buckets(together, place=0)) == 1
+
+
+def build(tables):
+    """A job of 16 ranks at most."""
+    tree = {
+        "name": "small",
+        "cluster": {"preset": "h100-sxm", "nodes": 2},
+        "data": {"path": "text", "seq_len": 32},
+        "train": {"steps": 4, "global_batch": 16},
+    }
+    return build_job(tree | tables)
+
+
+@functools.cache
+def legal_jobs():
+    """Every legal layout of a model with experts and biases on 16 ranks at most; degrees up to four."""
+    asked, found = build({"model": EXPERTS, "layout": {"micro_batch": 1}}), []
+    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp", "zero")
+    for values in itertools.product((1, 2), (1, 2), *[(1, 2, 4)] * 5, range(4)):
+        degrees = dict(zip(names, values, strict=True))
+        layers = (1, 1) if degrees["pp"] > 1 else None
+        layout = Layout(mode="given", micro_batch=1, stage_layers=layers, **degrees)
+        ranks = layout.dp_shard * layout.cp * layout.tp
+        job = with_layout(asked, layout)
+        if layout.world_size <= 16 and ranks % (layout.ep * layout.etp) == 0 and not find_problems(job):
+            found.append(job)
+    return found
+
+
+def jobs():
+    """Some of them."""
+    return st.deferred(lambda: st.sampled_from(legal_jobs()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(job=jobs())
+def test_every_element_of_the_state_is_owned_once_in_every_replica(job):
+    """All ranks' own elements together are the model, as often as it is held: copies of tp, replicas."""
+    layout = job.layout
+    whole = {p.name: p.count for p in list_parameters(job.model)}
+    owned = Counter()
+    for rank in range(layout.world_size):
+        for parameter in held_parameters(job, pipeline_rank(job, rank)):
+            owned[parameter.name] += count_own(job, parameter, rank)
+    shards = dense_shard_axis(layout).size
+    for name, count in whole.items():
+        replicas = layout.dp_replicate * layout.dp_shard * layout.cp // shards
+        if is_expert(name):
+            ranks = layout.dp_shard * layout.cp * layout.tp
+            dealt = expert_axis(layout).size if is_dealt(name, layout.ep, layout.etp) else 1
+            if name.endswith("down.bias"):
+                dealt = layout.ep
+            axis = expert_shard_axis(layout) if experts_apart(job) else dense_shard_axis(layout)
+            copies = layout.dp_replicate * ranks // (dealt * axis.size)
+        elif is_whole(name):
+            copies = replicas * layout.tp
+        else:
+            copies = replicas * (count_copies(job.model, layout.tp) if is_copied(name) else 1)
+        assert owned[name] == count * copies, name
+
+
+@settings(max_examples=60, deadline=None)
+@given(job=jobs())
+def test_every_row_of_every_expert_is_owned_once_in_every_replica(job):
+    """Rows of the held matrices, by the expert and the column that they are in the whole model."""
+    layout, name = job.layout, "blocks.1.ffn.experts.up.weight"
+    owners = Counter()
+    for rank in range(layout.world_size):
+        held = {p.name: p for p in held_parameters(job, pipeline_rank(job, rank))}.get(name)
+        if held is None:
+            continue
+        dealt, column = divmod(place_on(layout, rank, "ep"), layout.etp)
+        axis = state_axis(job, name)
+        each = held.shape[0] // (4 // layout.ep)
+        for row in chunk_rows(held.shape[0], axis.size, place_on(layout, rank, axis.name)):
+            expert, inner = divmod(row, each)
+            owners[dealt * (4 // layout.ep) + expert, column * each + inner] += 1
+    assert set(owners) == {(expert, inner) for expert in range(4) for inner in range(8)}
+    ranks = layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp
+    assert set(owners.values()) == {ranks // (layout.ep * layout.etp * state_axis(job, name).size)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(job=jobs())
+def test_state_of_a_rank_is_what_its_parameters_say(job):
+    """Optimizer state of all ranks: two moments of what each owns, and a step count a tensor."""
+    for rank in range(0, job.layout.world_size, 3):
+        parameters = held_parameters(job, pipeline_rank(job, rank))
+        own = sum(count_own(job, p, rank) for p in parameters)
+        state = sharded_state(job, rank)
+        assert state["optimizer"] == 8 * own + 4 * len(parameters)
+        assert state["parameters"] >= 4 * own
+        if job.layout.zero < 2:
+            assert state["parameters"] == 4 * sum(p.count for p in parameters)
+
+
+@settings(max_examples=40, deadline=None)
+@given(job=jobs())
+def test_groups_of_an_axis_part_the_ranks(job):
+    """Every rank is in one group, all are equally large, and places in them are the order."""
+    layout = job.layout
+    for axis in (*list_joined(job), "pp", "tp", "cp"):
+        groups = list_rank_groups(layout, axis)
+        assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
+        assert len({len(group) for group in groups}) == 1
+        for group in groups:
+            assert [place_on(layout, rank, axis) for rank in group] == list(range(len(group)))

@@ -1,0 +1,142 @@
+"""What ranks that share sequences move and hold, counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.plan.choose import evaluate
+from meshwright.plan.comms import predict_traffic
+from meshwright.plan.contract import build_plan
+from meshwright.plan.sharding import sharded_state
+
+MODEL = {
+    "preset": None, "num_layers": 2, "hidden_size": 8, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 16,
+    "vocab_size": 32,
+}  # fmt: skip
+PARAMETERS = 256 + 2 * (8 + 64 + 32 + 32 + 64 + 8 + 3 * 128) + 8 + 256
+"""Embedding, two blocks (norm, queries, keys, values, output, norm, feed-forward), norm, head: 1704 in 21."""
+
+
+@pytest.fixture
+def rows_of(make_job):
+    """Calls and bytes by axis, operation and phase, of a small decoder; micro-batches of 2 x 32 tokens."""
+
+    def rows(layout, data=None, **tables):
+        job = make_job(
+            model=MODEL,
+            layout={"micro_batch": 2, **layout},
+            train={"steps": 4, "global_batch": 8, "eval_samples": 4, **tables},
+            data={"seq_len": 32, **(data or {})},
+        )
+        return {(row.axis, row.op, row.phase): (row.calls, row.bytes) for row in predict_traffic(job)}
+
+    return rows
+
+
+def test_keys_and_values_go_round_the_ring(rows_of):
+    """Two ranks, 4 micro-batches, 2 blocks; 32 tokens a rank, keys and values 2 x 32 x 4 x 4 bytes.
+
+    Forward one send, backward one more, and two of their gradients: home is a hop further.
+    """
+    rows = rows_of({"cp": 2})
+    assert rows["cp", "send", "step"] == (4 * 2 * 4, 4 * 2 * 4 * 1024)
+    assert rows["cp", "send", "eval"] == (2 * 2, 2 * 2 * 1024)
+    assert rows["cp", "send", "setup"] == (1, 4)
+
+
+def test_gradients_travel_in_float32_and_keys_in_the_precision_of_products(rows_of):
+    """Four ranks: 3 sends forward and backward of 512 bytes in 16 bits, 4 of gradients in 32."""
+    rows = rows_of({"cp": 4}, precision="bf16")
+    each = 2 * 16 * 4
+    assert rows["cp", "send", "step"] == (8 * (6 + 4), 8 * (6 * each * 2 + 4 * each * 4))
+
+
+@pytest.mark.parametrize(("recompute", "sends"), [("none", 4), ("selective", 4), ("full", 5)])
+def test_the_ring_turns_again_where_attention_is_computed_again(rows_of, recompute, sends):
+    assert rows_of({"cp": 2, "recompute": recompute})["cp", "send", "step"][0] == 8 * sends
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("selective", 3), ("full", 3)])
+def test_ulysses_exchanges_twice_a_pass(rows_of, recompute, passes):
+    """32 tokens x (8 queries + 2 x 4 keys and values), then x 8 results, 4 bytes each; no channel to open."""
+    rows = rows_of({"cp": 2, "context": "ulysses", "recompute": recompute})
+    assert rows["cp", "all_to_all", "step"] == (2 * 8 * passes, 8 * passes * 32 * (16 + 8) * 4)
+    assert rows["cp", "all_to_all", "eval"] == (2 * 4, 4 * 32 * (16 + 8) * 4)
+    assert not any(op == "send" for _, op, _ in rows)
+
+
+def test_ulysses_repeats_key_heads_that_are_fewer_than_ranks(rows_of):
+    """Two key heads of width 2 on four ranks: four travel."""
+    rows = rows_of({"cp": 4, "context": "ulysses"})
+    assert rows["cp", "all_to_all", "step"] == (2 * 8 * 2, 8 * 2 * 16 * (16 + 2 * 4 * 2) * 4)
+
+
+def test_ranks_of_a_sequence_sum_gradients_as_replicas_do(rows_of):
+    """21 tensors in one bucket; the state is whole, so that one rank saves it alone."""
+    rows = rows_of({"cp": 2})
+    assert rows["cp", "all_reduce", "step"] == (1, PARAMETERS * 4)
+    assert rows["cp", "broadcast", "setup"] == (2, (21 + 1 + 1) * 4)
+    assert rows["control", "all_reduce", "step"] == (1, 3 * 8)
+    rows = rows_of({"dp_replicate": 2, "cp": 2})
+    assert rows["dp_replicate+cp", "all_reduce", "step"] == (1, PARAMETERS * 4)
+
+
+def test_zero_cuts_the_state_over_ranks_of_a_sequence_too(rows_of, make_job):
+    """Stage 1 over dp_shard x cp = 4; 8 samples over two ranks of data are 2 micro-batches."""
+    rows = rows_of({"dp_shard": 2, "cp": 2, "zero": 1})
+    assert rows["dp_shard+cp", "all_reduce", "step"] == (1, PARAMETERS * 4)
+    assert rows["dp_shard+cp", "all_gather", "step"] == (1, PARAMETERS * 4)
+    assert rows["dp_shard+cp", "all_gather", "save"] == (21 * 2, PARAMETERS * 2 * 4)
+    rows = rows_of({"dp_replicate": 2, "cp": 2, "zero": 1})
+    assert rows["dp_replicate+cp", "all_reduce", "step"] == (1, PARAMETERS * 4)
+    assert rows["cp", "all_gather", "step"] == (1, PARAMETERS * 4)
+    layout = {"dp_shard": 2, "cp": 2, "zero": 3, "micro_batch": 2}
+    assert sharded_state(make_job(model=MODEL, layout=layout), 1)["parameters"] == PARAMETERS
+
+
+def test_tensor_parallel_and_pipelines_move_a_ranks_own_tokens(rows_of):
+    """Half of the tokens: half of the bytes of what is summed over tp, handed on over pp, sent for keys."""
+    for layout in ({"tp": 2}, {"pp": 2, "stage_layers": [1, 1]}):
+        alone, shared = rows_of(layout), rows_of({**layout, "cp": 2})
+        axis, op = ("tp", "all_reduce") if "tp" in layout else ("pp", "send")
+        for phase in ("step", "eval"):
+            assert shared[axis, op, phase][1] * 2 == alone[axis, op, phase][1]
+            assert shared[axis, op, phase][0] == alone[axis, op, phase][0]
+    one = rows_of({"tp": 2, "cp": 2})["cp", "send", "step"]
+    assert one == (32, 32 * 512), "a rank of tp has one of two key heads"
+
+
+def test_memory_of_activations_falls_with_the_ranks_of_a_sequence(make_job):
+    """The block's activations are half; rotary tables are of the own positions."""
+    alone, shared = (
+        evaluate(job, job.layout).ledger
+        for job in (make_job(model=MODEL, layout={"cp": cp, "micro_batch": 2}) for cp in (1, 2))
+    )
+    tables = [
+        next(line.bytes for line in ledger.lines if line.name == "rotary tables")
+        for ledger in (alone, shared)
+    ]
+    assert tables == [2 * 32 * 2 * 4, 2 * 16 * 2 * 4]
+    head = 32 * 8 * 4
+    assert (alone.kept_bytes - head) == 2 * (shared.kept_bytes - head)
+    assert alone.touched_bytes == 2 * shared.touched_bytes
+
+
+@pytest.mark.parametrize(("context", "masks"), [("ring", 0), ("ulysses", 2 * 32 * 32 * 4)])
+def test_a_ring_keeps_no_mask_of_documents(make_job, context, masks):
+    """Whose tokens belong to which document is known of whole sequences: 2 x 16 x 2 + 2 x 32 numbers."""
+    job = make_job(
+        model=MODEL,
+        layout={"cp": 2, "context": context, "micro_batch": 2},
+        data={"path": "text", "seq_len": 32, "mask": "document"},
+    )
+    lines = {line.name: line.bytes for line in evaluate(job, job.layout).ledger.lines}
+    assert lines.get("document mask", 0) == masks
+    assert lines["batch"] == (2 * 32 + 2 * 32) * 8
+
+
+def test_a_plan_names_the_ranks_of_a_sequence(make_job):
+    plan, _ = build_plan(make_job(model=MODEL, layout={"dp_shard": 2, "cp": 2, "zero": 3}))
+    assert plan.reasons[0].startswith("4 shards (zero=3), 2 ranks a sequence (ring): given in the job")
+    assert plan.world_size == 4
+    assert {rank.state_bytes["parameters"] for rank in plan.ranks} == {PARAMETERS}
