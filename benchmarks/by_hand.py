@@ -78,5 +78,5 @@ def report(
         return
     print(f"{title}, {result['date']}, {machine}")
     for row in rows:
-        print(f"  {line(row)}, median of {row['pairs']} pairs {row['overhead']:+.2%}", end=" ")
-        print(f"(at most {row['promise']:+.0%} is promised)")
+        promise = f" (at most {row['promise']:+.0%} is promised)" if row["promise"] is not None else ""
+        print(f"  {line(row)}, median of {row['pairs']} pairs {row['overhead']:+.2%}{promise}")

@@ -79,7 +79,7 @@ def through_gloo(run_dir, listener):
 
     Its functional collectives read a GPU's memory from the host, and die of it; the plain ones do not.
     """
-    split._all_gather, split._reduce_scatter = _all_gather, _reduce_scatter
+    split.gather_rows, split._reduce_scatter = _all_gather, _reduce_scatter
     dist.reduce_scatter_tensor = _reduce_scatter_on_host  # as FSDP2 calls it
     exchange.dist, collect.dist = _HostTransfers, _HostCollect
     worker.join_ranks = functools.partial(worker.join_ranks, backend="gloo")

@@ -101,12 +101,37 @@ def test_pipelines_on_one_gpu(together, monkeypatch, settings):
         "pp=2",
         "pp=2 schedule=interleaved virtual_stages=2",
         "pp=2 dp_replicate=2 schedule=zb-h1",
+        "cp=2",
+        "cp=2 context=ulysses zero=3",
+        "cp=2 tp=2 recompute=selective",
+        "pp=2 cp=2",
     ],
 )
 def test_ranks_speak_through_nccl(train, monkeypatch, settings):
     """The backend of GPUs itself: no rank waits for ever; losses, state and collectives are as promised."""
     monkeypatch.setattr("meshwright.cli.ranks.find_gpus", lambda: [None] * 4)
     given = (*WIDE, "cluster.devices_per_node=4", "train.precision=bf16", "layout.micro_batch=1")
+    alone = train(*given, "layout.dp_replicate=1", "run_dir=alone")
+    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted_on_gpu:through_nccl")
+    shared = train(*given, *(f"layout.{key}" for key in settings.split()), "run_dir=shared")
+    assert shared.losses == pytest.approx(alone.losses, rel=1e-2)
+    assert shared.result["audit_ok"], shared.result["differences"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "dp_shard=2 ep=2 zero=3",
+        "tp=2 ep=2 sequence_parallel=true",
+        "dp_shard=2 etp=2 zero=1",
+        "cp=2 ep=2 pp=2",
+    ],
+)
+def test_experts_on_gpus(train, monkeypatch, settings):
+    """Tokens travel to their experts through NCCL: losses of one rank, state and collectives as promised."""
+    monkeypatch.setattr("meshwright.cli.ranks.find_gpus", lambda: [None] * 4)
+    experts = ("model.num_experts=4", "model.experts_per_token=2", "model.ffn_size=1024")
+    given = (*WIDE, *experts, "cluster.devices_per_node=4", "train.precision=bf16", "layout.micro_batch=1")
     alone = train(*given, "layout.dp_replicate=1", "run_dir=alone")
     monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted_on_gpu:through_nccl")
     shared = train(*given, *(f"layout.{key}" for key in settings.split()), "run_dir=shared")

@@ -6,14 +6,15 @@ With N tokens of a micro-batch on a rank, Q and K the widths of its query and ke
 =======  ======================================  =======================================================
 method   forward                                 backward
 =======  ======================================  =======================================================
-ring     cp - 1 sends of keys and values, 2 N K  cp - 1 of the same, cp sends of their gradients, 2 N K 4
+ring     cp - 1 sends of keys and values, 2 N K  cp - 1 of the same, and of their gradients, 2 N K 4 each
          e each
 ulysses  2 all-to-alls: of N (Q + 2 K') e, of    the same two
          N Q e
 =======  ======================================  =======================================================
 
-A block's keys and values go once round the ring; their gradients travel with them, in float32, and one hop
-further, home. Ulysses repeats key heads where there are fewer than ranks: K' is then the width of ``cp``
+A block's keys and values go once round the ring; their gradients travel behind them, in float32, from the
+first rank that is not their own to the last, and home. Each of these sends is one for every lane: a ring
+sends heads in up to four parts, so that attention can begin with what has arrived. Ulysses repeats key heads where there are fewer than ranks: K' is then the width of ``cp``
 heads, else K.
 
 What recomputation repeats: ``full`` all of the forward pass; ``selective`` keeps what the ring's attention
@@ -28,6 +29,16 @@ from meshwright.plan.tensor import count_tokens, held_model
 from meshwright.plan.traffic import Traffic, count_micro_batches
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
+
+LANES = 4
+"""Parts of the key heads that go round a ring one after the other. With more, less is left that nothing hides,
+of one part in 2 x lanes where two ranks compute as long as they send; but kernels and messages get small."""
+
+
+def list_lanes(key_heads: int) -> list[tuple[int, int]]:
+    """The first key head of each lane, and the one behind its last."""
+    width = -(-key_heads // LANES)
+    return [(first, min(first + width, key_heads)) for first in range(0, key_heads, width)]
 
 
 def predict_context(job: Job, place: int) -> list[Traffic]:
@@ -52,12 +63,12 @@ def _turns(job: Job, phase: str, blocks: int, backward: bool) -> list[Traffic]:
     assert isinstance(model, DecoderModel), "the legality table cuts decoders only"
     elements = 2 * count_tokens(job) * model.kv_size
     turns = 1 + backward + (backward and job.layout.recompute == "full")
-    sends, size = blocks * turns * (ranks - 1), elements * operand_bytes(job.train.precision)
-    hops = blocks * ranks if backward else 0
-    return [
-        Traffic("cp", "send", phase, ranks, sends, sends * size),
-        Traffic("cp", "send", phase, ranks, hops, hops * elements * FLOAT32_BYTES),
-    ]
+    hops, lanes = blocks * (ranks - 1), len(list_lanes(model.num_kv_heads))
+    size = turns * elements * operand_bytes(job.train.precision)
+    rows = [Traffic("cp", "send", phase, ranks, hops * turns * lanes, hops * size)]
+    if backward:
+        rows.append(Traffic("cp", "send", phase, ranks, hops * lanes, hops * elements * FLOAT32_BYTES))
+    return rows
 
 
 def _exchanges(job: Job, phase: str, passes: int) -> Traffic:

@@ -58,9 +58,6 @@ from meshwright.plan.traffic import WIRE_BYTES, Traffic, count_micro_batches
 from meshwright.schedule.actions import Kind
 from meshwright.spec.job import Job, Train
 
-ALL_DATA = "dp_replicate+dp_shard"
-"""The axis of all ranks of data at once."""
-
 
 @dataclass(frozen=True)
 class Group:

@@ -3,7 +3,7 @@
 Which expert a token is sent to is a jump: two scores that differ by less than rounding may come out the other
 way round in another layout, and the token then goes through other matrices. That is no error of the layout.
 Where the last chosen expert and the first not chosen one tie within ``TIE``, ranks take the reference's
-choice, if it is one of those that tie; how often is counted.
+choice, if its scores are as good; how often is counted.
 
 A token is known by the place of its sample in the global batch and by its position in the sequence.
 
@@ -115,7 +115,8 @@ class ReplayedChoices(Choices):
         real_N, place_N, position_N = self._find(module, chosen_NK)
         taken_NK = chosen_NK.clone()
         taken_NK[real_N] = self._read(layer)[place_N, position_N].to(chosen_NK)
-        tied_N &= real_N & (scores_NE.gather(1, taken_NK).amin(-1) > best[:, -2] - TIE)
+        theirs_NK = scores_NE.gather(1, taken_NK).sort(dim=-1, descending=True).values
+        tied_N &= real_N & ((best[:, :-1] - theirs_NK).amax(-1) < TIE)
         if module.router.counting:
             self.replayed += int(tied_N.sum())
         return torch.where(tied_N.unsqueeze(1), taken_NK, chosen_NK)

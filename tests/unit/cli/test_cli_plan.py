@@ -123,13 +123,10 @@ def test_training_a_plan_whose_layout_does_not_run_names_the_nearest_that_does(c
     assert not (tmp_path / "runs").exists()
 
 
-def test_training_a_mixture_of_experts_is_refused_as_not_built_and_gets_no_false_price(cli, tmp_path):
-    job = EXAMPLES / "moe-quickstart.toml"
-    for layout in ([], ["layout.dp_shard=2", "layout.ep=2"]):
-        ran = cli("train", str(job), *layout, "--json")
-        assert ran.status == 2
-        assert "model-num-experts-not-built" in ran.codes
-        assert ran.json["notes"] == [], "the ledger would price a dense model"
+def test_what_is_not_built_for_experts_is_refused_and_a_layout_that_runs_is_named(cli, tmp_path):
+    ran = cli("train", str(EXAMPLES / "moe-quickstart.toml"), "layout.dp_shard=2", "layout.ep=2", "--json")
+    assert (ran.status, ran.codes) == (2, ["layout-ep-not-built"])
+    assert ran.json["notes"][0].startswith("nearest layout that runs: layout.dp_shard=2 ")
     assert not (tmp_path / "runs").exists()
 
 

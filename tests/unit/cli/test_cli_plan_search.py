@@ -412,9 +412,10 @@ def test_the_step_is_named_with_its_samples_precision_and_runtime(cli):
     assert "a step: 32 samples of 512 tokens, 16.4 k tokens in all, in bf16; as meshwright" in cli(*LLAMA).out
 
 
-def test_a_mixture_of_experts_is_planned_on_this_machine_too(cli, good):
+def test_a_model_that_does_not_run_yet_is_planned_on_this_machine_too(cli, good):
     local = ("cluster.preset=local", "cluster.device=cpu", "cluster.devices_per_node=2")
-    ran = cli("plan", good, *local, "model.num_experts=4", "model.experts_per_token=2", "--json")
+    experts = ("model.num_experts=4", "model.experts_per_token=2", "model.window=8")
+    ran = cli("plan", good, *local, *experts, "--json")
     assert ran.status == 0
     assert ran.json["fit"] > 0
     assert ran.json["layouts"][0]["interval_basis"].startswith("a guess")

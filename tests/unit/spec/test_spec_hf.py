@@ -123,17 +123,16 @@ PUBLISHED = {
 }
 
 
-def test_a_mixture_of_experts_is_read_to_be_planned(tree, folder):
-    """Mixtral 8x7B: as many parameters as its preset; a run is refused as not built, and jitter by name."""
+def test_a_mixture_of_experts_is_read(tree, folder):
+    """Mixtral 8x7B: as many parameters as its preset, its class's own default; jitter is refused by name."""
     kind = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8}
     config = {**PUBLISHED["Mistral 7B"][0], **kind, "sliding_window": None, "num_experts_per_tok": 2}
     made = tree(model={"hf": str(folder(config)), "preset": None})
     model = build_job(made, to_run=False).model
     assert (model.num_experts, model.experts_per_token) == (8, 2)
     assert count_parameters(model) == 46_702_792_704
-    with pytest.raises(UserError) as caught:
-        build_job(made)
-    assert [p.code for p in caught.value.problems] == ["model-num-experts-not-built"]
+    folder({key: value for key, value in config.items() if key != "rms_norm_eps"})
+    assert build_job(made).model.norm_eps == 1e-5
     folder({**config, "router_jitter_noise": 0.1})
     with pytest.raises(UserError) as caught:
         build_job(made, to_run=False)

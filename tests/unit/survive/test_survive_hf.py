@@ -35,6 +35,9 @@ GPT2 = DecoderModel(
     tied_embeddings=True,
     **GPT_PARTS,
 )
+MIXTRAL = DecoderModel(
+    **{**LLAMA.__dict__, "attention_bias": False, "num_experts": 4, "experts_per_token": 2}
+)
 
 
 def tensors_of(model: DecoderModel) -> dict[str, Any]:
@@ -265,6 +268,10 @@ def test_pickles_are_refused_with_the_way_to_convert_them(tmp_path):
         (GPT2, {"ffn_bias": False}, "model.ffn_bias"),
         (GPT2, {"num_kv_heads": 2}, "model.num_kv_heads"),
         (GPT2, {"head_dim": 4}, "model.head_dim"),
+        (GPT2, {"num_experts": 4, "experts_per_token": 2}, "model.num_experts"),
+        (MIXTRAL, {"router": "sigmoid"}, "model.router"),
+        (MIXTRAL, {"shared_experts": 1}, "model.shared_experts"),
+        (MIXTRAL, {"dense_layers": 1}, "model.dense_layers"),
     ],
     ids=str,
 )
@@ -272,4 +279,4 @@ def test_a_part_without_a_hugging_face_form_is_named(model, change, path):
     with pytest.raises(UserError) as caught:
         require_hf_form(DecoderModel(**{**model.__dict__, **change}))
     assert [(p.code, p.path) for p in caught.value.problems] == [("export-no-hf-form", path)]
-    assert require_hf_form(model) in ("LlamaForCausalLM", "GPT2LMHeadModel")
+    assert require_hf_form(model) in ("LlamaForCausalLM", "GPT2LMHeadModel", "MixtralForCausalLM")

@@ -237,6 +237,8 @@ def apply_experts(
 ) -> None:
     """Let the layers with experts of a model know which ranks share their experts and their sequences."""
     layers = [module for module in network.modules() if isinstance(module, MixtureOfExperts)]
+    if not layers:
+        return
     tokens = SharedTokens(job, ranks, split, context) if split is not None or context is not None else None
     exchange = ExpertExchange(job, ranks) if EXPERTS in ranks.groups else None
     for layer in layers:

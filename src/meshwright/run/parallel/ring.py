@@ -2,8 +2,12 @@
 
 Each rank keeps its queries. In every round it attends to the keys and values that it has, while it sends them
 to the next rank and receives the previous one's. Results of rounds are merged by their log-sum-exp, which
-makes the sum exact. In the backward pass keys and values go round again, each with the float32 sum of its
-gradients, which comes home after the last round.
+makes the sum exact. In the backward pass keys and values go round again, and behind them the float32 sums of
+their gradients, which come home after the last round; what a rank's own queries add is there already.
+
+Heads go round in up to four lanes (``plan.context_traffic``), one after the other. All begin to send before
+the first one computes, and a later round begins with the first lane that has arrived: so that transfers hide
+behind the last round too, and of the gradients' way home only the last lane's is not hidden.
 
 Positions lie in a zig-zag: the sequence is cut into twice as many pieces as there are ranks, and rank r has
 piece r and the r-th from the end. So every rank has the same causal work in every round: of an earlier rank's
@@ -25,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 
+from meshwright.plan.context_traffic import list_lanes
 from meshwright.run.models.attention import hide_unseen
 
 _aten = torch.ops.aten
@@ -41,7 +46,7 @@ def _find_group(name: str) -> dist.ProcessGroup:
     return cast(Any, _resolve_process_group)(name)
 
 
-class _Passing:
+class Passing:
     """A tensor on its way to the next rank, and the previous one's to here."""
 
     def __init__(self, sent: Tensor, group: dist.ProcessGroup) -> None:
@@ -82,7 +87,7 @@ def _view(length: int, rank: int, source: int, causal: bool) -> _View:
     return _View(slice(half, length), everything, causal=False)
 
 
-class _Block:
+class Block:
     """One round: some queries and some keys, through the kernel of the device."""
 
     def __init__(
@@ -160,6 +165,7 @@ class _Block:
     def _cuda_backward(
         self, grad: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Through the same kernel; the one that takes masks reads the result as if packed by token."""
         k, v = self._repeated()
         length, key_length = self._q.shape[2], k.shape[2]
         seed = torch.zeros((2,), dtype=torch.uint64, device="cuda")  # of a dropout that there is not
@@ -172,6 +178,7 @@ class _Block:
             padded = torch.nn.functional.pad(lse, (0, -length % 32), value=float("inf"))
             seed, offset = (torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2))
             bias, wanted = self._bias(), (True, True, True, False)
+            grad, out = (part.transpose(1, 2).contiguous().transpose(1, 2) for part in (grad, out))
             grads = _aten._scaled_dot_product_efficient_attention_backward(
                 grad, self._q, k, v, bias, out, padded, seed, offset, 0.0, wanted, causal
             )
@@ -204,18 +211,58 @@ class _Ring:
                 for rank in range(self.ranks)
             ]
 
-    def pass_on(self, tensor: Tensor) -> _Passing:
+    def pass_on(self, tensor: Tensor) -> Passing:
         """Begin to send to the next rank, and to receive from the previous one."""
-        return _Passing(tensor, self.group)
+        return Passing(tensor, self.group)
 
-    def block(self, q_BHTE: Tensor, kv_2BKTE: Tensor, round_: int) -> _Block:
-        """The work of a round."""
+    def open_lanes(self, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor) -> list[_Lane]:
+        """Begin to send the own keys and values, lane by lane."""
+        heads, groups = k_BKTE.shape[1], q_BHTE.shape[1] // k_BKTE.shape[1]
+        return [_Lane(self, k_BKTE, v_BKTE, slice(*run), groups) for run in list_lanes(heads)]
+
+    def block(self, q_BHTE: Tensor, kv_2BKTE: Tensor, round_: int) -> Block:
+        """The work of a round, of one lane."""
         source = (self.rank - round_) % self.ranks
         view = _view(self._length, self.rank, source, self._causal)
         segments = None
         if self._segments is not None:
             segments = self._segments[self.rank], self._segments[source]
-        return _Block(q_BHTE, kv_2BKTE, view, segments)
+        return Block(q_BHTE, kv_2BKTE, view, segments)
+
+
+class _Lane:
+    """Some key heads, which go round together, and the query heads that look at them."""
+
+    def __init__(self, ring: _Ring, k_BKTE: Tensor, v_BKTE: Tensor, keys: slice, groups: int) -> None:
+        self.keys, self.queries = keys, slice(keys.start * groups, keys.stop * groups)
+        self._ring = ring
+        self._kv_2BKTE = torch.stack((k_BKTE[:, keys], v_BKTE[:, keys]))
+        self._arriving = self._pass_on(0)
+        self._sums: Passing | None = None
+
+    def take(self, round_: int) -> Tensor:
+        """Keys and values of a round, each asked for once; meanwhile they go on to the next rank."""
+        if round_:
+            assert self._arriving is not None, "there is a round for every rank"
+            self._kv_2BKTE = self._arriving.wait()
+            self._arriving = self._pass_on(round_)
+        return self._kv_2BKTE
+
+    def _pass_on(self, round_: int) -> Passing | None:
+        return self._ring.pass_on(self._kv_2BKTE) if round_ < self._ring.ranks - 1 else None
+
+    def add(self, keys: slice, of_k: Tensor, of_v: Tensor) -> None:
+        """Add gradients of a far round to the sums of the ranks before, and send them on."""
+        # They came while this rank was at work.
+        sums = self.take_sums() if self._sums else torch.zeros_like(self._kv_2BKTE, dtype=torch.float32)
+        sums[0][:, :, keys] += of_k
+        sums[1][:, :, keys] += of_v
+        self._sums = self._ring.pass_on(sums)
+
+    def take_sums(self) -> Tensor:
+        """The sums that the previous rank has sent; after the last round those of the own keys."""
+        assert self._sums is not None, "a ring has another rank"
+        return self._sums.wait()
 
 
 @torch.library.custom_op("meshwright::ring_attention", mutates_args=())
@@ -236,21 +283,19 @@ def ring_attention(
         The mixed values, laid out as the queries are, and the log-sum-exp of the scores, (B, H, T).
     """
     ring = _Ring(segments, q.shape[2], causal, group)
-    kv_2BKTE = torch.stack((k, v))
-    out: Tensor | None = None
-    lse = torch.empty(0)
+    out, lse = torch.empty_like(q, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
+    lanes = ring.open_lanes(q, k, v)
     for round_ in range(ring.ranks):
-        passing = ring.pass_on(kv_2BKTE) if round_ < ring.ranks - 1 else None
-        block = ring.block(q, kv_2BKTE, round_)
-        part, part_lse = block.forward()
-        if out is None:  # the own keys come first, and every query sees itself
-            out, lse = torch.empty_like(q, dtype=torch.float32).copy_(part), part_lse.contiguous()
-        else:
-            _merge(out[:, :, block.view.queries], lse[..., block.view.queries], part, part_lse)
-        del part, part_lse, block
-        if passing is not None:
-            kv_2BKTE = passing.wait()
-    assert out is not None, "a ring has a rank"
+        for lane in lanes:
+            block = ring.block(q[:, lane.queries], lane.take(round_), round_)
+            part, part_lse = block.forward()
+            lane_out, lane_lse = out[:, lane.queries], lse[:, lane.queries]
+            if round_ == 0:  # the own keys come first, and every query sees itself
+                lane_out.copy_(part)
+                lane_lse.copy_(part_lse)
+            else:
+                _merge(lane_out[:, :, block.view.queries], lane_lse[..., block.view.queries], part, part_lse)
+            del part, part_lse, block
     return out.to(q.dtype), lse
 
 
@@ -276,24 +321,23 @@ def ring_attention_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the queries, and of keys and values in one tensor; every rank of the group calls it."""
     ring = _Ring(segments, q.shape[2], causal, group)
-    kv_2BKTE = torch.stack((k, v))
+    lanes = ring.open_lanes(q, k, v)
     grad_q = torch.zeros_like(q, dtype=torch.float32)
-    arriving: _Passing | None = None
+    own_2BKTE = k.new_empty((2, *k.shape), dtype=torch.float32)
     for round_ in range(ring.ranks):
-        passing = ring.pass_on(kv_2BKTE) if round_ < ring.ranks - 1 else None
-        block = ring.block(q, kv_2BKTE, round_)
-        of_q, of_k, of_v = block.backward(grad, out, lse)
-        grad_q[:, :, block.view.queries] += of_q
-        # The sums of this block's gradients, of the rank that had it before: they came while this one worked.
-        sums = torch.zeros_like(kv_2BKTE, dtype=torch.float32) if arriving is None else arriving.wait()
-        sums[0][:, :, block.view.keys] += of_k
-        sums[1][:, :, block.view.keys] += of_v
-        del of_q, of_k, of_v, block
-        arriving = ring.pass_on(sums)
-        if passing is not None:
-            kv_2BKTE = passing.wait()
-    assert arriving is not None, "a ring has a rank"
-    return grad_q.to(q.dtype), arriving.wait().to(k.dtype)
+        for lane in lanes:
+            block = ring.block(q[:, lane.queries], lane.take(round_), round_)
+            parts = (whole[:, lane.queries] for whole in (grad, out, lse))
+            of_q, of_k, of_v = block.backward(*parts)
+            grad_q[:, lane.queries, block.view.queries] += of_q
+            if round_ == 0:
+                own_2BKTE[0, :, lane.keys], own_2BKTE[1, :, lane.keys] = of_k, of_v
+            else:
+                lane.add(block.view.keys, of_k, of_v)
+            del of_q, of_k, of_v, block
+    for lane in lanes:
+        own_2BKTE[:, :, lane.keys] += lane.take_sums()
+    return grad_q.to(q.dtype), own_2BKTE.to(k.dtype)
 
 
 @ring_attention.register_fake
@@ -335,4 +379,4 @@ ring_attention.register_autograd(_differentiate, setup_context=_keep)
 
 def open_ring(group: str, device: torch.device) -> None:
     """Send one number to the next rank, so that a backend which connects late does it now."""
-    _Passing(torch.zeros(1, device=device), _find_group(group)).wait()
+    Passing(torch.zeros(1, device=device), _find_group(group)).wait()

@@ -1,0 +1,214 @@
+"""What bringing tokens to their experts costs: our layer and the usual loop, and how often the host waits.
+
+Both layers have the same weights and the same router, on the same device, in the same process:
+
+- ours: tokens sorted by expert, one grouped product a matrix (``run.models.moe``); with ``--ranks`` the
+  experts are dealt over so many processes and tokens travel (``run.parallel.experts``);
+- the loop that one writes by hand, as published models have it: for every expert the host asks which tokens
+  chose it, gathers them, and adds the answers back. It has all experts in every process, and sends nothing.
+
+A layer's forward pass may make the host wait once: for how many tokens each expert got. What makes it wait is
+counted: on a GPU by torch's own debug mode, on CPU by what would wait on a GPU.
+
+    python benchmarks/expert_dispatch.py
+    python benchmarks/expert_dispatch.py --ranks 2
+    python benchmarks/expert_dispatch.py --device cuda --hidden 2048 --ffn 4096 --tokens 16384 --experts 32
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import dataclasses
+import functools
+import socket
+import statistics
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
+from by_hand import report, time_pairs
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshwright.plan.tensor import narrow
+from meshwright.run.collectives.counter import CollectiveCounter
+from meshwright.run.mesh import join_ranks, leave_ranks
+from meshwright.run.models.moe import MixtureOfExperts
+from meshwright.run.parallel.experts import ExpertExchange
+from meshwright.spec.job import Job
+from meshwright.spec.load import build_job
+from meshwright.spec.model import DecoderModel
+
+WAITS = {
+    getattr(Tensor, name) for name in ("tolist", "item", "__bool__", "__int__", "__float__", "nonzero")
+} | {torch.nonzero, torch.where, Tensor.masked_select}
+"""What reads a value, or makes a tensor whose size is a value: on a GPU the host waits for either."""
+PROMISE = 0.0
+"""Of the time over the loop's, in one process: at most the same."""
+
+
+class HostWaits(TorchFunctionMode):
+    """Counts what would make the host wait."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look, and go on."""
+        kwargs = kwargs or {}
+        chooses = func is torch.where and len(args) + len(kwargs) > 1  # that one reads nothing
+        self.count += func in WAITS and not chooses
+        return func(*args, **kwargs)
+
+
+class LoopOfExperts(nn.Module):
+    """The usual way: expert by expert, each asked for its tokens."""
+
+    def __init__(self, layer: MixtureOfExperts) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same as the layer that it was made of."""
+        tokens, experts = x.flatten(0, 1), self.layer.experts
+        choice = self.layer.router(tokens, None, self.layer.tokens)
+        out = torch.zeros_like(tokens)
+        matrices = [
+            part.weight.view(experts.held, -1, part.weight.shape[1])
+            for part in (experts.gate, experts.up, experts.down)
+        ]
+        for expert in range(experts.held):
+            token, slot = torch.where(choice.experts_NK == expert)
+            gate, up, down = (matrix[expert] for matrix in matrices)
+            rows = tokens[token]
+            made = F.linear(F.silu(F.linear(rows, gate)) * F.linear(rows, up), down)
+            out.index_add_(0, token, made * choice.weights_NK[token, slot].unsqueeze(1).to(made.dtype))
+        return out.view_as(x)
+
+
+def count_waits(run: Callable[[], Any], device: torch.device) -> int:
+    """How often the host waits in a call."""
+    if device.type != "cuda":
+        with HostWaits() as waits:
+            run()
+        return waits.count
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        run()
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in seen)
+
+
+def build_layer(job: Job, device: torch.device, dtype: torch.dtype) -> MixtureOfExperts:
+    """A layer of the job's model, or of what a rank holds of it, with drawn weights."""
+    assert isinstance(job.model, DecoderModel), "experts are a decoder's"
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(narrow(job.model, 1, job.layout.ep)).to(device, dtype)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    return layer
+
+
+def forward_backward(layer: nn.Module, x: Tensor) -> None:
+    """Once there and back."""
+    layer(x).square().mean().backward()
+    if x.is_cuda:
+        torch.cuda.synchronize()
+
+
+def measure(rank: int, options: argparse.Namespace, port: int) -> None:
+    """One rank; the first one reports."""
+    torch.set_num_threads(1)
+    device = torch.device(options.device)
+    job = make_job(options)
+    ranks = None
+    if options.ranks > 1:
+        store = dist.TCPStore("127.0.0.1", port, options.ranks, is_master=rank == 0)
+        ranks = join_ranks(job, CollectiveCounter(), store, rank)
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    ours = build_layer(job, device, dtype)
+    alone = build_layer(dataclasses.replace(job, layout=dataclasses.replace(job.layout, ep=1)), device, dtype)
+    loop = LoopOfExperts(alone)
+    if ranks is not None:
+        ours.dispatch = ExpertExchange(job, ranks)
+    x = torch.randn(1, options.tokens, options.hidden, device=device, dtype=dtype, requires_grad=True)
+    runs = [functools.partial(forward_backward, layer, x) for layer in (ours, loop)]
+    for run in runs:
+        run()
+    waits = [count_waits(functools.partial(layer, x), device) for layer in (ours, loop)]
+    out = ours(x).square().mean()
+    back = count_waits(out.backward, device)
+    pairs = list(time_pairs(options.pairs, *runs))
+    if rank == 0:
+        row = {
+            "ours_s": statistics.median(one for one, _ in pairs),
+            "loop_s": statistics.median(other for _, other in pairs),
+            "overhead": statistics.median(one / other for one, other in pairs) - 1,
+            "pairs": len(pairs),
+            "promise": PROMISE if ranks is None else None,
+            "waits": waits[0],
+            "waits_backward": back,
+            "loop_waits": waits[1],
+        }
+        where = f"{options.ranks} ranks" if options.ranks > 1 else str(device)
+        report(f"One layer of {options.experts} experts on {where}", [row], _line, options.json)
+    if ranks is not None:
+        leave_ranks(ranks)
+
+
+def _line(row: dict[str, Any]) -> str:
+    times = f"forward and backward {row['ours_s'] * 1e3:.1f} ms, loop {row['loop_s'] * 1e3:.1f} ms"
+    waits = f"{row['waits']} + {row['waits_backward']} times, in the loop {row['loop_waits']}"
+    return f"{times}; the host waits {waits}"
+
+
+def make_job(options: argparse.Namespace) -> Job:
+    """A job with such a layer."""
+    model = {
+        "num_layers": 1, "hidden_size": options.hidden, "num_heads": 2, "num_kv_heads": 2, "vocab_size": 256,
+        "ffn_size": options.ffn, "num_experts": options.experts, "experts_per_token": options.per_token,
+    }  # fmt: skip
+    layout = {"dp_shard": options.ranks, "ep": options.ranks, "zero": 1} if options.ranks > 1 else {"pp": 1}
+    return build_job(
+        {
+            "model": model,
+            "data": {"path": "builtin:python-stdlib", "tokenizer": "byte", "seq_len": 128},
+            "train": {"steps": 1, "global_batch": options.ranks},
+            "layout": {**layout, "micro_batch": 1},
+            "cluster": {"preset": "local", "device": "cpu", "devices_per_node": options.ranks},
+        }
+    )
+
+
+def main() -> None:
+    """Measure as asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in (
+        ("ranks", 1), ("tokens", 4096), ("hidden", 256), ("ffn", 512), ("experts", 8), ("per-token", 2),
+        ("pairs", 20),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if options.ranks > 1 and options.device == "cuda":
+        parser.error("--ranks is for processes on CPU")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(measure, (options, port), nprocs=options.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""How well ring attention hides its transfers: two ranks, each in a network namespace, and a slow link between.
+
+The benchmark makes two network namespaces and a link that lets through so many bits a second each way (``tc``,
+a token bucket), and takes them away at the end. In both a rank trains the same small model with long sequences
+and ``layout.cp=2``, one core each. It times, in turn, in the same processes:
+
+- compute: the same rounds, where what would be received is what would be sent;
+- transfer: the same messages, all begun at once, where nothing is computed;
+- both: as it trains.
+
+The figure is the time of both over the larger of the other two; of each the shortest of some, as whatever else
+the machine does makes it longer. Rates are chosen by what compute takes: such that transfers take half of it,
+as long, and so on. This for
+
+- attention with timed waits: forward and backward of one call in which a kernel is a sleep, which needs no
+  core, so that nothing but the order of sends, waits and rounds is measured;
+- attention, with its kernels;
+- a training step. Its feed-forward, norms and loss hide nothing, as the next block's keys are not made yet.
+
+    python benchmarks/ring_overlap.py [--repeats 5] [--only waits] [--json]
+
+It needs root, ``ip`` and ``tc``; without them it says so and ends with status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from meshwright.launch.environment import prepare_environment
+
+os.environ["OMP_NUM_THREADS"] = "1"
+prepare_environment(threads=1)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from meshwright.launch.assignment import Assignment  # noqa: E402
+from meshwright.plan.contract import PLAN_FILE, build_plan, write_plan  # noqa: E402
+from meshwright.prepare.build import CorpusSpec, prepare_corpus  # noqa: E402
+from meshwright.run.loop import Meter, report_end, train_step  # noqa: E402
+from meshwright.run.parallel import ring  # noqa: E402
+from meshwright.run.session import Session  # noqa: E402
+from meshwright.run.worker import run_session  # noqa: E402
+from meshwright.spec.load import build_job  # noqa: E402
+
+SPACES = [f"mw-ring-{os.getpid()}-{rank}" for rank in range(2)]
+DEVICE = "eth0"
+ADDRESSES = ["10.98.77.1", "10.98.77.2"]
+PORT = 29577
+SHARES = {"waits": (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0), "attention": (0.5, 1.0, 2.0), "step": (0.5, 1.0, 2.0)}
+"""What transfers shall take, in times of compute."""
+TITLES = {"waits": "attention, timed waits", "attention": "attention", "step": "training step"}
+WAIT_S = 0.012
+"""Of one query head in one round of the forward pass, where waits are timed."""
+BACKWARD = 2.5
+"""What it takes in the backward pass, in forward passes."""
+PROMISE = 1.2
+LIMIT_S = 900
+"""After which the ranks are stopped."""
+MODEL = {"num_layers": 1, "hidden_size": 128, "num_heads": 16, "num_kv_heads": 4, "head_dim": 32}
+MODEL |= {"ffn_size": 256, "vocab_size": 320, "tied_embeddings": True}
+SEQ_LEN = 6144
+
+Work = Callable[[], Any]
+Message = tuple[tuple[int, ...], torch.dtype]
+
+
+class Silent:
+    """In the place of a transfer: what was to be sent has arrived, at once."""
+
+    def __init__(self, sent: Tensor, group: dist.ProcessGroup) -> None:
+        self._sent = sent
+
+    def wait(self) -> Tensor:
+        """What would have been sent."""
+        return self._sent
+
+
+class Waits(ring.Block):
+    """A round that computes nothing, for as long as it is told."""
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Nothing, as large as what the queries would get."""
+        time.sleep(WAIT_S * self._q.shape[1])
+        return torch.zeros_like(self._q), torch.zeros(self._q.shape[:3])
+
+    def backward(self, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Nothing, as large as the gradients."""
+        time.sleep(BACKWARD * WAIT_S * self._q.shape[1])
+        return torch.zeros_like(self._q), torch.zeros_like(self._k), torch.zeros_like(self._v)
+
+
+def record_messages(work: Work) -> list[Message]:
+    """What a piece of work sends round the ring."""
+    messages: list[Message] = []
+
+    class Recorded(ring.Passing):
+        def __init__(self, sent: Tensor, group: dist.ProcessGroup) -> None:
+            messages.append((tuple(sent.shape), sent.dtype))
+            super().__init__(sent, group)
+
+    with mock.patch.object(ring, "Passing", Recorded):
+        work()
+    return messages
+
+
+def send_all(messages: list[Message], group: dist.ProcessGroup) -> None:
+    """The same messages, with nothing between."""
+    for passing in [ring.Passing(torch.empty(shape, dtype=dtype), group) for shape, dtype in messages]:
+        passing.wait()
+
+
+def limit_rate(bits_per_s: float) -> None:
+    """How much may leave this rank's namespace a second; it sets its own side of the link."""
+    burst = max(2**16, int(bits_per_s / 8 * 0.002))
+    # So long a queue drops nothing: what is measured is the rate, not how TCP finds it out.
+    rule = ["tbf", "rate", f"{int(bits_per_s)}bit", "burst", f"{burst}b", "latency", "4s"]
+    subprocess.run(["tc", "qdisc", "replace", "dev", DEVICE, "root", *rule], check=True)
+
+
+def lift_limit() -> None:
+    """Everything may leave at once."""
+    subprocess.run(["tc", "qdisc", "del", "dev", DEVICE, "root"], check=False, stderr=subprocess.DEVNULL)
+
+
+def time_together(work: Work) -> float:
+    """Seconds from when both ranks are ready to when both are done."""
+    dist.barrier()
+    started = time.perf_counter()
+    work()
+    dist.barrier()
+    return time.perf_counter() - started
+
+
+def agree(seconds: float) -> float:
+    """The first rank's figure, so that both set the same rate."""
+    said = torch.tensor(seconds, dtype=torch.float64)
+    dist.broadcast(said, 0)
+    return said.item()
+
+
+def measure(work: Work, group: dist.ProcessGroup, repeats: int, shares: tuple[float, ...]) -> dict[str, Any]:
+    """One kind of work at all rates."""
+    lift_limit()
+    messages = record_messages(work)
+    sent = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in messages)
+
+    def compute() -> None:
+        with mock.patch.object(ring, "Passing", Silent):
+            work()
+
+    compute_s = agree(min(time_together(compute) for _ in range(repeats)))
+    rows = []
+    for share in shares:
+        rate = 8 * sent / (share * compute_s)
+        limit_rate(rate)
+        times: dict[str, list[float]] = {"compute": [], "transfer": [], "both": []}
+        for _ in range(repeats):
+            times["both"].append(time_together(work))
+            times["transfer"].append(time_together(lambda: send_all(messages, group)))
+            times["compute"].append(time_together(compute))
+        least = {name: min(found) for name, found in times.items()}
+        ratio = least["both"] / max(least["compute"], least["transfer"])
+        rows.append({"mbit_per_s": rate / 1e6, **{f"{k}_s": v for k, v in least.items()}, "ratio": ratio})
+    lift_limit()
+    return {"sent_bytes": sent, "messages": len(messages), "rows": rows}
+
+
+def attend_once(session: Session) -> Work:
+    """Forward and backward of attention alone, of the model's shape."""
+    model, length = session.job.model, SEQ_LEN // 2
+    torch.manual_seed(session.ranks.rank)
+    heads = (MODEL["num_heads"], MODEL["num_kv_heads"], MODEL["num_kv_heads"])
+    q, k, v = (torch.randn(1, h, length, model.head_size, requires_grad=True) for h in heads)  # type: ignore[union-attr]
+    grad, name = torch.randn_like(q), session.ranks.group("cp").group_name
+
+    def work() -> None:
+        out, _ = ring.ring_attention(q, k, v, None, True, name)
+        out.backward(grad)
+
+    return work
+
+
+def compare(session: Session) -> None:
+    """On a rank: attention alone, then whole steps."""
+    folder = Path(session.assignment.run_dir)
+    task, group = json.loads((folder / "task.json").read_text()), session.ranks.group("cp")
+    attend, meter, found = attend_once(session), Meter(session), {}
+    for kind in task["kinds"]:
+        with mock.patch.object(ring, "Block", Waits if kind == "waits" else ring.Block):
+            work = (lambda: train_step(session, meter)) if kind == "step" else attend
+            found[kind] = measure(work, group, task["repeats"], SHARES[kind])
+    if session.ranks.rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    report_end(session, evaluations=0, stopping=False)
+
+
+def run_rank(rank: int, run_dir: str) -> int:
+    """One of the two ranks, in its namespace."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME=DEVICE)
+    store = dist.TCPStore(ADDRESSES[0], PORT, 2, is_master=rank == 0, timeout=timedelta(seconds=60))
+    return run_session(compare, run_dir, store=store)
+
+
+def command(*words: str) -> None:
+    """Run a command that must work."""
+    subprocess.run(words, check=True, capture_output=True, text=True)
+
+
+@contextlib.contextmanager
+def two_namespaces() -> Iterator[None]:
+    """Two network namespaces with a link between them; nothing of it stays."""
+    try:
+        for space in SPACES:
+            command("ip", "netns", "add", space)
+        peer = ("peer", "name", DEVICE, "netns", SPACES[1])
+        command("ip", "link", "add", DEVICE, "netns", SPACES[0], "type", "veth", *peer)
+        for space, address in zip(SPACES, ADDRESSES, strict=True):
+            command("ip", "-n", space, "addr", "add", f"{address}/24", "dev", DEVICE)
+            command("ip", "-n", space, "link", "set", DEVICE, "up")
+            command("ip", "-n", space, "link", "set", "lo", "up")
+            command("ip", "netns", "exec", space, "tc", "qdisc", "replace", "dev", DEVICE, "root", "tbf",
+                    "rate", "1gbit", "burst", "256kb", "latency", "400ms")  # fmt: skip
+        yield
+    finally:
+        for space in SPACES:
+            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+
+
+def run_ranks(folder: Path) -> None:
+    """Both ranks, until they are done; the other is stopped when one fails, or when time is up."""
+    me = [sys.executable, __file__, "--run-dir", str(folder), "--rank"]
+    ranks = [
+        subprocess.Popen(["ip", "netns", "exec", space, *me, str(rank)]) for rank, space in enumerate(SPACES)
+    ]
+    try:
+        ends = time.monotonic() + LIMIT_S
+        while any(rank.poll() is None for rank in ranks):
+            if time.monotonic() > ends or any(rank.poll() not in (None, 0) for rank in ranks):
+                sys.exit("ring_overlap: a rank failed, or time was up")
+            time.sleep(0.1)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    if any(rank.returncode for rank in ranks):
+        sys.exit("ring_overlap: a rank failed")
+
+
+def run_all(task: dict[str, Any]) -> dict[str, Any]:
+    """Plan, data, namespaces, ranks."""
+    with tempfile.TemporaryDirectory() as place, two_namespaces():
+        data, folder = Path(place, "data"), Path(place, "run")
+        prepare_corpus(CorpusSpec(sources=("builtin:python-stdlib",), out=str(data)), Path())
+        tree = {
+            "model": MODEL,
+            "data": {"path": str(data), "seq_len": SEQ_LEN},
+            "train": {"steps": 10**6, "global_batch": 1, "lr": 1e-3},
+            "layout": {"cp": 2, "micro_batch": 1},
+            "cluster": {"device": "cpu", "devices_per_node": 2, "matmul_flops_per_s": 1e11},
+        }
+        plan, _ = build_plan(build_job(tree))
+        folder.mkdir()
+        write_plan(plan, folder / PLAN_FILE)
+        Assignment(str(folder), str(data), str(folder / "checkpoints")).write()
+        (folder / "task.json").write_text(json.dumps(task))
+        run_ranks(folder)
+        return json.loads((folder / "found.json").read_text())
+
+
+def show(found: dict[str, Any], as_json: bool) -> None:
+    """Print it for people, or as one object."""
+    date = datetime.datetime.now(tz=datetime.UTC).date()
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
+    if as_json:
+        print(json.dumps({"date": str(date), "machine": machine, "promise": PROMISE, **found}))
+        return
+    print(f"ring attention over a slow link, {date}, {machine}")
+    for name, part in found.items():
+        print(f"{TITLES[name]}: {part['messages']} messages, {part['sent_bytes'] / 1e6:.1f} MB each way")
+        for row in part["rows"]:
+            print(
+                f"  {row['mbit_per_s']:7.0f} Mbit/s: compute {row['compute_s'] * 1e3:6.0f} ms, "
+                f"transfer {row['transfer_s'] * 1e3:6.0f} ms, both {row['both_s'] * 1e3:6.0f} ms: "
+                f"{row['ratio']:.3f} of the larger"
+            )
+        worst = max(row["ratio"] for row in part["rows"])
+        print(f"  worst {worst:.3f} (at most {PROMISE} is promised)")
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5, help="of each time, the shortest of which counts")
+    parser.add_argument("--only", choices=SHARES, action="append")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--run-dir", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        sys.exit(run_rank(arguments.rank, arguments.run_dir))
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
+        print("ring_overlap: making network namespaces needs root, ip and tc (iproute2)", file=sys.stderr)
+        sys.exit(2)
+    try:
+        found = run_all({"repeats": arguments.repeats, "kinds": arguments.only or list(SHARES)})
+    except subprocess.CalledProcessError as error:
+        print(f"ring_overlap: no namespaces here: {error.cmd}: {error.stderr}", file=sys.stderr)
+        sys.exit(2)
+    show(found, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

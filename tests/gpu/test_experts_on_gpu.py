@@ -1,0 +1,49 @@
+"""Experts on one GPU: the grouped kernel is a product for each expert, and runs have the CPU's losses."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from meshwright.run.models import grouped  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+ON_GPU = ("cluster.device=cuda", "cluster.devices_per_node=1")
+EXPERTS = ("model.num_experts=4", "model.experts_per_token=2", "train.balance_rate=0.01")
+
+
+@pytest.mark.parametrize("sizes", [[5, 0, 7, 20], [0, 0, 0, 3], [128, 1, 0, 64], [0, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize("widths", [(64, 96), (24, 36)], ids=["fused", "one by one"])
+def test_the_grouped_kernel_is_a_product_for_each_expert(sizes, widths):
+    """Output and gradients in bf16, a bias with them; experts without rows get zeros."""
+    inner, outer = widths
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, device="cuda", generator=generator).bfloat16().requires_grad_()
+
+    x, weight, bias = draw(sum(sizes), inner), draw(4 * outer, inner), draw(4 * outer)
+    out = grouped.grouped_product(x, weight, bias, sizes)
+    assert grouped._is_fused(x, weight.view(4, outer, inner)) == (inner == 64 and sum(sizes) > 0)
+    exact = [tensor.detach().float().requires_grad_() for tensor in (x, weight, bias)]
+    matrices, biases = exact[1].view(4, outer, inner), exact[2].view(4, outer)
+    rows = exact[0].split(sizes)
+    expected = torch.cat([rows[e] @ matrices[e].T + biases[e] for e in range(4)])
+    torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.1)
+    grad = torch.randn_like(expected)
+    found = torch.autograd.grad(out, (x, weight, bias), grad.bfloat16())
+    for mine, theirs in zip(found, torch.autograd.grad(expected, exact, grad), strict=True):
+        torch.testing.assert_close(mine.float(), theirs, rtol=0.05, atol=0.3)
+
+
+def test_a_run_has_the_losses_of_the_cpu(train):
+    on_cpu = train(*EXPERTS, "layout.dp_replicate=1", "run_dir=cpu")
+    on_gpu = train(*EXPERTS, *ON_GPU, "run_dir=gpu")
+    assert on_gpu.losses == pytest.approx(on_cpu.losses, rel=1e-4)
+    low = train(*EXPERTS, *ON_GPU, "train.precision=bf16", "run_dir=low")
+    assert low.losses == pytest.approx(on_cpu.losses, rel=0.02)

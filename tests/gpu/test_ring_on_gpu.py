@@ -1,0 +1,79 @@
+"""Ring attention through the kernels of a GPU, two ranks on one device, against attention in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CASES = [
+    (dtype, causal, documents, groups)
+    for dtype in ("float32", "bfloat16")
+    for causal in (True, False)
+    for documents in (False, True)
+    for groups in (1, 2)
+]
+
+
+def attend(rank: int, ranks: int, port: int, out: str) -> None:
+    """One rank: the largest relative difference of each case, of result and gradients."""
+    import torch.distributed as dist
+    import torch.nn.functional as F  # noqa: N812
+
+    from meshwright.run.parallel.ring import ring_attention, zigzag_positions
+
+    os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    torch.cuda.set_device(0)
+    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks)
+    group, found = dist.group.WORLD.group_name, []
+    for name, causal, documents, groups in CASES:
+        dtype, generator = getattr(torch, name), torch.Generator().manual_seed(0)
+        batch, heads, length, size = 2, 4, 248, 64
+
+        def draw(count, dtype=dtype, generator=generator, length=length, size=size):
+            return torch.randn(2, length, count, size, generator=generator).to("cuda", dtype).transpose(1, 2)
+
+        q, k, v, grad = draw(heads), draw(heads // groups), draw(heads // groups), draw(heads)
+        segments = (torch.arange(length, device="cuda") // 37).expand(batch, length) if documents else None
+        mask = None
+        if documents:
+            seen = segments.unsqueeze(2) == segments.unsqueeze(1)
+            mask = (seen.tril() if causal else seen).unsqueeze(1)
+        exact = [t.double().requires_grad_() for t in (q, k, v)]
+        repeated = [exact[0], *(t.repeat_interleave(groups, 1) for t in exact[1:])]
+        wanted = F.scaled_dot_product_attention(*repeated, attn_mask=mask, is_causal=causal and mask is None)
+        expected = [wanted, *torch.autograd.grad(wanted, exact, grad.double())]
+        own = zigzag_positions(length, rank, ranks).cuda()
+        mine = [t[:, :, own].detach().requires_grad_() for t in (q, k, v)]
+        mixed, _ = ring_attention(*mine, segments, causal, group)
+        got = [mixed, *torch.autograd.grad(mixed, mine, grad[:, :, own])]
+        off = [
+            float((g.double() - e[:, :, own]).norm() / e[:, :, own].norm())
+            for g, e in zip(got, expected, strict=True)
+        ]
+        found.append(max(off))
+    if rank == 0:
+        Path(out).write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def test_every_kernel_is_exact(tmp_path):
+    """Flash in 16 bits, the one that takes masks and float32: result and all gradients, causal and full."""
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    out = str(tmp_path / "found.json")
+    torch.multiprocessing.spawn(attend, (2, port, out), nprocs=2)
+    found = dict(zip(CASES, json.loads(Path(out).read_text(encoding="utf-8")), strict=True))
+    assert {case: off for case, off in found.items() if off > (1e-5 if case[0] == "float32" else 1e-2)} == {}

@@ -1,0 +1,105 @@
+"""Mixtures of experts in real processes: equal to one, resumed to the bit, exported, and visible."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from proving import Prover
+from safetensors.torch import load_file
+
+from meshwright.core.errors import UserError
+from meshwright.core.events import read_events
+from meshwright.explain.report import read_report
+from meshwright.explain.report_page import draw_page
+from meshwright.run.generate import GenerateTask, load_model
+from meshwright.spec.load import load_job
+from meshwright.survive.checkpoint.manifest import SELECTION_BIAS
+from meshwright.survive.hf.export import export_checkpoint
+
+EXPERTS = ("model.num_experts=4", "model.experts_per_token=2", "model.expert_ffn_size=64")
+BALANCED = (*EXPERTS, "train.balance_loss=0.05", "train.z_loss=0.01", "train.balance_rate=0.01")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        # Seven samples: the last micro-batch of a replica is filled up with samples that must count nowhere.
+        (
+            "layout.dp_replicate=2",
+            "train.global_batch=7",
+            "layout.micro_batch=3",
+            "model.capacity_factor=1.0",
+        ),
+        ("layout.dp_shard=2", "layout.recompute=selective", "model.router=sigmoid", "model.shared_experts=1"),
+        ("layout.pp=2", "layout.recompute=full", "layout.micro_batch=3", "train.global_batch=7"),
+    ],
+    ids=["replicas", "shards", "stages"],
+)
+def test_layouts_are_equal_to_one_process(job_file, prepared, tmp_path, overrides):
+    """Losses, every gradient, the load of every expert, and the biases that move by it."""
+    job = load_job(str(job_file), [*BALANCED, *overrides])
+    proof = Prover(tmp_path, prepared).prove(job)
+    assert proof.verdict.equal, proof.verdict.first_divergence
+    loads = [
+        [event["layers"] for event in read_events(folder / "events.jsonl").of("experts")]
+        for folder in sorted(path.parent for path in tmp_path.glob("*/events.jsonl"))
+    ]
+    assert len(loads) == 2
+    assert loads[0] == loads[1]
+    layers, steps = job.model.num_layers, 2
+    assert [len(step) for step in loads[0]] == [layers] * steps, "the first and the last step, every layer"
+    choices = job.train.global_batch * job.data.seq_len * 2
+    assert all(sum(layer["load"]) == choices for step in loads[0] for layer in step)
+    dropped = sum(layer["dropped"] for step in loads[0] for layer in step)
+    assert (dropped > 0) == (job.model.capacity_factor is not None)
+
+
+def test_a_run_is_audited_resumed_to_the_bit_and_shown(train, tmp_path):
+    """Biases are part of the checkpoint: without them the curve would go on differently."""
+    common = [
+        *BALANCED,
+        "layout.dp_replicate=1",
+        "train.steps=8",
+        "checkpoint.every_steps=4",
+        "checkpoint.keep_last=9",
+    ]
+    straight = train(*common)
+    rescued = tmp_path / "rescued"
+    shutil.copytree(straight.run_dir / "checkpoints" / "step-00000004", rescued / "step-00000004")
+    resumed = train(*common, f"checkpoint.dir={rescued}", resume=True)
+    assert resumed.losses == straight.losses[4:]
+    first, last = (load_file(rescued / f"step-{n:08d}" / "model.safetensors") for n in (4, 8))
+    assert (first[SELECTION_BIAS].abs() > 0).any()
+    assert (first[SELECTION_BIAS].abs() <= 4 * 0.01 + 1e-6).all(), "at most the rate a step"
+    assert not torch.equal(first[SELECTION_BIAS], last[SELECTION_BIAS])
+    checkpoint = Path(straight.result["checkpoint"])
+    model = load_model(GenerateTask(str(checkpoint)))
+    for row, block in enumerate(model.list_blocks()):
+        assert torch.equal(block.ffn.router.selection_bias, last[SELECTION_BIAS][row]), (
+            "generate chooses by it"
+        )
+    with pytest.raises(UserError) as caught:
+        export_checkpoint(checkpoint, tmp_path / "out", "float32", 10**9)
+    assert caught.value.problems[0].code == "export-no-hf-form"
+    report = read_report(straight.run_dir)
+    assert report.as_dict()["experts"]["step"] == 8
+    assert "times the mean" in dict(report.facts())["Experts"]
+    assert any(chart.title.startswith("Busiest expert") for chart in report.small_charts())
+    assert "Tokens that chose each expert in step 8" in draw_page(report)
+
+
+def test_a_trained_mixture_goes_to_hugging_face(train, tmp_path):
+    """Without biases; its logits there are ours."""
+    transformers = pytest.importorskip("transformers")
+    trained = train(*EXPERTS, "layout.dp_replicate=1", "train.steps=2", "model.tied_embeddings=false")
+    checkpoint, out = Path(trained.result["checkpoint"]), tmp_path / "out"
+    done = export_checkpoint(checkpoint, out, "float32", 10**9)
+    assert done.architecture == "MixtralForCausalLM"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    tokens = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours = load_model(GenerateTask(str(checkpoint)))(tokens)
+        torch.testing.assert_close(ours, theirs(tokens).logits, atol=1e-5, rtol=1e-5)
