@@ -36,7 +36,7 @@ from meshwright.plan.feed_forward_memory import (
     size_experts,
     size_feed_forward,
 )
-from meshwright.plan.moments import Line, Moment, StepMemory
+from meshwright.plan.moments import KeptGradients, Line, Moment, StepMemory
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, operand_bytes
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -169,7 +169,7 @@ class Stack:
             model: As the rank holds it.
             layers: Which.
             micro_batch: Samples of one forward pass.
-            sums_kept: Whether gradients live through the whole step.
+            sums_kept: Whether gradients of experts live through the whole step.
             rows: That experts read in each layer with experts; None for an even share of all.
         """
         first = model.dense_layers if model.num_experts else model.num_layers
@@ -231,7 +231,7 @@ def trace_decoder(
     model: DecoderModel,
     parameters: Sequence[Parameter],
     micro_batch: int,
-    sums_kept: bool,
+    sums_kept: KeptGradients,
     rows: Sequence[int] | None = None,
 ) -> StepMemory:
     """The moments of a step.
@@ -241,10 +241,10 @@ def trace_decoder(
         model: The job's model.
         parameters: Of the model.
         micro_batch: Samples of one forward pass.
-        sums_kept: Whether gradients live through the whole step (DDP's buckets, accumulation).
+        sums_kept: Which gradients live through the whole step.
         rows: That experts read in each layer with experts; None for an even share of all.
     """
-    stack = Stack.of(job, model, range(model.num_layers), micro_batch, sums_kept, rows)
+    stack = Stack.of(job, model, range(model.num_layers), micro_batch, sums_kept.experts, rows)
     sizes = stack.last
     head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
     loss = sizes.tokens * model.hidden_size * sizes.low + head
@@ -313,17 +313,17 @@ def loss_temporary(job: Job, model: DecoderModel, sizes: Sizes, block_copies: in
 
 
 def _loss_moment(
-    job: Job, model: DecoderModel, parameters: Sequence[Parameter], stack: Stack, sums_kept: bool
+    job: Job, model: DecoderModel, parameters: Sequence[Parameter], stack: Stack, sums_kept: KeptGradients
 ) -> Moment:
     """The loss, in the forward pass: the whole stack waits, and the head's gradient grows."""
     temporary, norm = loss_temporary(job, model, stack.last, stack.copies), stack.last.norm
-    gradients = sum(p.count for p in parameters) * FLOAT32_BYTES if sums_kept else 0
+    gradients = sums_kept.count_bytes(parameters)
     formula = f"{stack.formula(model.num_layers)}, + {norm} (final norm)"
     return Moment("loss, forward", stack.waiting(model.num_layers) + norm, temporary, gradients, formula)
 
 
 def _final_norm_moments(
-    job: Job, model: DecoderModel, parameters: Sequence[Parameter], stack: Stack, sums_kept: bool
+    job: Job, model: DecoderModel, parameters: Sequence[Parameter], stack: Stack, sums_kept: KeptGradients
 ) -> list[Moment]:
     """The final norm's way back while the whole stack waits; the largest where tokens are many.
 
@@ -333,15 +333,15 @@ def _final_norm_moments(
         return []
     head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
     # Where sums are kept the head's gradient is among them, but for the part of a tied one.
-    temporary = 6 * stack.last.hidden + (head if model.tied_embeddings or not sums_kept else 0)
-    gradients = sum(p.count for p in parameters) * FLOAT32_BYTES if sums_kept else 0
+    temporary = 6 * stack.last.hidden + (head if model.tied_embeddings or not sums_kept.dense else 0)
+    gradients = sums_kept.count_bytes(parameters)
     waiting, formula = stack.waiting(model.num_layers), stack.formula(model.num_layers)
     return [Moment("final norm, backward", waiting, temporary, gradients, formula)]
 
 
-def _turning_moment(parameters: Sequence[Parameter], stack: Stack, sums_kept: bool) -> Moment:
+def _turning_moment(parameters: Sequence[Parameter], stack: Stack, sums_kept: KeptGradients) -> Moment:
     """The last block's attention in the forward pass."""
-    gradients = sum(p.count for p in parameters) * FLOAT32_BYTES if sums_kept else 0
+    gradients = sums_kept.count_bytes(parameters)
     before, turning = len(stack.blocks) - 1, stack.last.turning
     formula = f"{stack.formula(before)}, + {turning} (half of this block)"
     alive = stack.waiting(before) + turning
@@ -349,20 +349,22 @@ def _turning_moment(parameters: Sequence[Parameter], stack: Stack, sums_kept: bo
 
 
 def _backward_moments(
-    job: Job, model: DecoderModel, parameters: Sequence[Parameter], stack: Stack, sums_kept: bool
+    job: Job, model: DecoderModel, parameters: Sequence[Parameter], stack: Stack, sums_kept: KeptGradients
 ) -> list[Moment]:
     """Each block on the way back, then the embedding."""
     all_gradients = sum(p.count for p in parameters) * FLOAT32_BYTES
     head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
     tied, cut = model.tied_embeddings, job.layout.zero >= 2
-    beside = head if tied and sums_kept else 0  # the head's part of the shared gradient waits
-    block_gradients = sum_blocks(parameters)
+    beside = head if tied and sums_kept.dense else 0  # the head's part of the shared gradient waits
+    made, block_gradients = KeptGradients(not sums_kept.dense, not sums_kept.experts), sum_blocks(parameters)
+    gradients, made_in = sums_kept.count_bytes(parameters), sum_blocks(parameters, made)
     done = head + sum(p.count for p in parameters if p.name.startswith("norm.")) * FLOAT32_BYTES
     shared = head if tied else 0  # complete only when the embedding's part is there
+    gradients += 0 if sums_kept.dense else done
     moments = []
     for layer in reversed(range(model.num_layers)):
         sizes, below = stack.blocks[layer], stack.waiting(layer)
-        gradients, complete = all_gradients if sums_kept else done, done - shared
+        complete = done - shared
         waiting, name = stack.formula(layer), f"block {layer}, backward"
         formula, temporary = f"{waiting}, + {sizes.block} (this block)", sizes.backward + beside
         alive = below + sizes.block
@@ -378,10 +380,10 @@ def _backward_moments(
         if cut:
             name = f"block {layer}, reduced"
             moments.append(Moment(name, below, sizes.hidden, gradients, waiting, done, layer, "reduced"))
-        done += block_gradients[layer]
+        done, gradients = done + block_gradients[layer], gradients + made_in[layer]
     # A tied gradient is made of two parts and their sum; the sum is the gradient unless others are kept.
     parts = 3 if tied else 1
-    last = head * (parts if sums_kept else parts - 1)
+    last = head * (parts if sums_kept.dense else parts - 1)
     moments.append(
         Moment("embedding, backward", 0, last, all_gradients, "none", done - shared, None, "around")
     )
@@ -389,11 +391,13 @@ def _backward_moments(
     return moments
 
 
-def sum_blocks(parameters: Sequence[Parameter]) -> Counter[int]:
-    """Bytes of the gradients of each block, by its number."""
+def sum_blocks(
+    parameters: Sequence[Parameter], of: KeptGradients = KeptGradients(dense=True, experts=True)
+) -> Counter[int]:
+    """Bytes of the gradients of each block, or of some of them, by its number."""
     sums: Counter[int] = Counter()
     for parameter in parameters:
         first, _, rest = parameter.name.partition(".")
         if first == "blocks":
-            sums[int(rest.partition(".")[0])] += parameter.count * FLOAT32_BYTES
+            sums[int(rest.partition(".")[0])] += of.count_bytes((parameter,))
     return sums
