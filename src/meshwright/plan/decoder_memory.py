@@ -85,6 +85,11 @@ class Sizes:
     """Kept products that are not yet read when a block is computed again."""
 
     @property
+    def after_experts(self) -> int:
+        """What lives of a block when the backward pass of its experts is done."""
+        return self.attention + self.norm + self.feed_forward.after_experts
+
+    @property
     def backward(self) -> int:
         """What lives beside a block at the widest point of its backward pass, in the feed-forward."""
         return self.hidden + self.feed_forward.backward
@@ -369,6 +374,10 @@ def _backward_moments(
         formula, temporary = f"{waiting}, + {sizes.block} (this block)", sizes.backward + beside
         alive = below + sizes.block
         moments.append(Moment(name, alive, temporary, gradients, formula, complete, layer, "block"))
+        if cut and sizes.feed_forward.after_experts:
+            name, alive = f"block {layer}, experts reduced", below + sizes.after_experts
+            temporary = sizes.hidden + beside
+            moments.append(Moment(name, alive, temporary, gradients, waiting, complete, layer, "experts"))
         inside, passed = below + sizes.attention, sizes.hidden + sizes.attention_gradients
         formula = f"{waiting}, + {sizes.attention} (half of this block)"
         name = f"block {layer}, attention, backward"

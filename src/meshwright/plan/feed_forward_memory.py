@@ -50,6 +50,8 @@ class FeedForwardSizes:
     """The same where the backward pass is split in two, and makes no gradients of matrices but experts'."""
     late: int
     """Inputs and output gradients of products whose matrices' gradients then come later."""
+    after_experts: int = 0
+    """What lives of it, and beside it, when the experts' backward pass is done; 0 for a dense one."""
 
 
 def balanced_rows(job: Job, model: DecoderModel, micro_batch: int) -> int:
@@ -207,6 +209,9 @@ class _Routed:
             row_bytes + self.inner + gradient - answers,
             2 * self.inner * self.gated + stays - answers,
         ]
+        # When experts are done, the gradient of their rows is there, and that which shared ones gave.
+        numbers = self._choices - answers
+        after_experts = self._router + numbers + row_bytes + self.shared.width
         return FeedForwardSizes(
             kept=self.kept,
             products=self.products,
@@ -215,4 +220,5 @@ class _Routed:
             backward=max(shared.backward, after + max(behind)),
             split_backward=max(shared.split_backward, after + max(behind)),
             late=shared.late,
+            after_experts=after_experts,
         )

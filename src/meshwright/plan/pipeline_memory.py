@@ -322,7 +322,7 @@ class _Moments:
         made = self._made(there, (self.part.first + self.part.last) * self.words)
         formula = "inputs and output gradients of products"
         if self.shards is not None:
-            whole = self.layers * self.shards.kept_block
+            whole = self.shards.kept_blocks
             found = self._moment("weights, backward", self.pending // self.layers, 0, made, formula)
             return [replace(found, gradients=found.gradients + whole)]
         return [
