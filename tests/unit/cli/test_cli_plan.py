@@ -123,10 +123,10 @@ def test_training_a_plan_whose_layout_does_not_run_names_the_nearest_that_does(c
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_is_not_built_for_experts_is_refused_and_a_layout_that_runs_is_named(cli, tmp_path):
-    ran = cli("train", str(EXAMPLES / "moe-quickstart.toml"), "layout.dp_shard=2", "layout.ep=2", "--json")
-    assert (ran.status, ran.codes) == (2, ["layout-ep-not-built"])
-    assert ran.json["notes"][0].startswith("nearest layout that runs: layout.dp_shard=2 ")
+def test_ranks_that_do_not_divide_the_experts_are_refused_and_a_layout_that_runs_is_named(cli, tmp_path):
+    ran = cli("train", str(EXAMPLES / "moe-quickstart.toml"), "layout.dp_shard=3", "layout.ep=3", "--json")
+    assert (ran.status, ran.codes) == (2, ["layout-ep-experts"])
+    assert ran.json["notes"][0].startswith("nearest layout that runs: layout.dp_shard=3 ")
     assert not (tmp_path / "runs").exists()
 
 

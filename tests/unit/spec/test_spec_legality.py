@@ -120,7 +120,6 @@ CASES = {
         "compression": {"kind": "bf16"},
     },
     "model-attention-not-built": {"model": LATENT},
-    "layout-tp-experts-not-built": {"layout": {"tp": 2}, "model": EXPERTS},
     "model-window-not-built": {"model": {"window": 8}},
     "train-runtime-not-built": {"train": {"runtime": "megatron-core"}},
     "layout-offload-not-built": {"layout": {"offload": "all"}},

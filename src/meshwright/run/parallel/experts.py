@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
 from meshwright.plan.axes import EXPERTS, sequence_axis
@@ -149,13 +150,17 @@ class SharedTokens(Tokens):
         """The rank's own tokens of the stream, (N, D)."""
         if self._split is None or self._split.sequence:
             return x.flatten(0, -2)
-        return _OwnRun.apply(x.flatten(0, -2), self._tp, self._split.name, self._split.rank)
+        x_ND = x.flatten(0, -2)
+        if missing := -len(x_ND) % self._tp:  # where text is written, one token at a time
+            x_ND = F.pad(x_ND, (0, 0, 0, missing))
+        return _OwnRun.apply(x_ND, self._tp, self._split.name, self._split.rank)
 
     def back(self, out_ND: Tensor, like: Tensor) -> Tensor:
         """What became of the own tokens, in the shape of the stream."""
         if self._split is None or self._split.sequence:
             return out_ND.view_as(like)
-        return _AllRuns.apply(out_ND, self._tp, self._split.name, self._split.rank).view_as(like)
+        whole_ND = _AllRuns.apply(out_ND, self._tp, self._split.name, self._split.rank)
+        return whole_ND[: like.shape[:-1].numel()].view_as(like)
 
     def length(self, own: int, batch: int) -> int:
         """Tokens of one whole sequence."""

@@ -39,6 +39,7 @@ from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder
 from meshwright.run.models.init import WeightSource, fill, tie
 from meshwright.run.precision import LOW_PRECISION
+from meshwright.run.recompute import leave_hooks_alone
 from meshwright.spec.job import Job
 
 
@@ -61,6 +62,8 @@ def apply_sharding(network: Decoder, part: Part, job: Job, ranks: Ranks, weights
             cast_forward_inputs=False,
         )
         _cut(module, meshes[group.experts], policy, _offload_policy(job, ranks), reshard_after_forward=again)
+        if group.experts:
+            leave_hooks_alone(module)
     if not isinstance(network, FSDPModule):  # nothing lies around the blocks: it is their root all the same
         _cut(network, meshes[False], policy, _offload_policy(job, ranks), reshard_after_forward=False)
     _gather_ahead(network, job.layout.prefetch)
