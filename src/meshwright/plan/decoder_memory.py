@@ -375,6 +375,9 @@ def _backward_moments(
         alive = below + sizes.block
         moments.append(Moment(name, alive, temporary, gradients, formula, complete, layer, "block"))
         if cut and sizes.feed_forward.after_experts:
+            name, passed = f"block {layer}, experts gathered", sizes.hidden + sizes.feed_forward.passed + beside
+            part = "experts gathered"
+            moments.append(Moment(name, alive, passed, gradients, formula, complete, layer, part))
             name, alive = f"block {layer}, experts reduced", below + sizes.after_experts
             temporary = sizes.hidden + beside
             moments.append(Moment(name, alive, temporary, gradients, waiting, complete, layer, "experts"))

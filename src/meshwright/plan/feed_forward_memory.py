@@ -50,6 +50,8 @@ class FeedForwardSizes:
     """The same where the backward pass is split in two, and makes no gradients of matrices but experts'."""
     late: int
     """Inputs and output gradients of products whose matrices' gradients then come later."""
+    passed: int = 0
+    """What lives beside a block with experts, and the residual's gradient, when their backward pass begins."""
     after_experts: int = 0
     """What lives of it, and beside it, when the experts' backward pass is done; 0 for a dense one."""
 
@@ -194,6 +196,12 @@ class _Routed:
         answers = self.rows * self.row + (2 if self.gated else 1) * self.inner
         return scores + answers + (2 if self.gated else 1) * self.shared.inner
 
+    def _last_product(self, gradient: int) -> int:
+        """At the experts' last product on the way back, with gradients of all matrices, less what is gone."""
+        if self.gated:
+            return 2 * self.rows * self.row - 3 * self.inner + 3 * gradient
+        return self.rows * self.row - self.inner + 2 * gradient
+
     def sizes(self, sums_kept: bool) -> FeedForwardSizes:
         """All of it."""
         shared, row_bytes, answers = self.shared.sizes(), self.rows * self.row, self.choices * self.row
@@ -209,6 +217,8 @@ class _Routed:
             row_bytes + self.inner + gradient - answers,
             2 * self.inner * self.gated + stays - answers,
         ]
+        if stays:
+            behind.append(self._last_product(gradient) - answers)
         # When experts are done, the gradient of their rows is there, and that which shared ones gave.
         numbers = self._choices - answers
         after_experts = self._router + numbers + row_bytes + self.shared.width
@@ -220,5 +230,6 @@ class _Routed:
             backward=max(shared.backward, after + max(behind)),
             split_backward=max(shared.split_backward, after + max(behind)),
             late=shared.late,
+            passed=after + row_bytes - answers,
             after_experts=after_experts,
         )

@@ -44,13 +44,15 @@ class ShardedGroup:
         given = 0 if wire == FLOAT32_BYTES else padded // ranks * wire
         shard = 0 if sends_gradients(job) else padded // ranks * FLOAT32_BYTES
         last = group.parameters[-1].count * low
-        divided = padded * wire if ranks == 1 else 0
+        turned = last + given + shard
+        if ranks == 1:
+            turned = max(padded * wire + (given or shard), given + shard)
         return cls(
             gathered=padded * low,
             arriving=0 if ranks == 1 else padded * low,
             sent=padded * wire,
             shard=shard,
-            reducing=max(padded * low, last + divided + given + shard),
+            reducing=max(padded * low, turned),
             kept=sum(p.count for p in group.parameters) * FLOAT32_BYTES,
             last=last,
         )

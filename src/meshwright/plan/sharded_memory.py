@@ -156,25 +156,36 @@ class ShardedSizes:
 
     def gathered(self, moment: Moment, run: Pass) -> tuple[int, str]:
         """What is gathered at a moment."""
-        layer, letting_go = moment.layer, self.zero == 3 or run.last
-        around, held, ahead = self.around, self.blocks, self.blocks[:0]
-        if not moment.backward:
-            if self.zero == 3:
-                held = () if layer is None else self.blocks[layer : layer + 1]
-                ahead = () if layer is None else self.blocks[layer + 1 : layer + 1 + self.prefetch]
-        elif layer is None:
-            held = () if letting_go else self.blocks
-            around = 0 if moment.part == "reduced" and letting_go else around
+        around, layer, letting_go = self.around, moment.layer, self.zero == 3 or run.last
+        if layer is not None and moment.backward and letting_go:
+            below = _gathered(self.blocks[:layer]) if self.zero == 2 else 0
+            blocks, buffers = self._at_work_gathered(self.blocks[layer], layer, moment.part)
+            blocks += below
+        elif self.zero == 3 and not moment.backward:
+            blocks = self.blocks[layer].gathered if layer is not None else 0
+            ahead = self.blocks[layer + 1 : layer + 1 + self.prefetch] if layer is not None else ()
+            buffers = _arriving(ahead)
         else:
-            first, end = layer if self.zero == 3 else 0, layer + int(moment.part != "reduced")
-            held = self.blocks[first:end] if letting_go else self.blocks
-            if moment.part == "gathered":  # its own buffer; the farthest one ahead is not asked for yet
-                ahead = self.blocks[max(0, layer - max(self.prefetch - 1, 0)) : layer + 1]
-            elif self.zero == 3:
-                ahead = self.blocks[max(0, layer - self.prefetch) : layer]
-        blocks, buffers = _gathered(held), sum(block.arriving for block in ahead)
-        formula = f"{around} (around the blocks) + {blocks} ({len(held)} blocks) + {buffers} ({len(ahead)} on "
-        return around + blocks + buffers, f"{formula}their way)"
+            gone = layer is None and moment.backward and letting_go
+            around = 0 if gone and moment.part == "reduced" else around
+            blocks, buffers = 0 if gone else _gathered(self.blocks), 0
+        formula = f"{around} (around the blocks) + {blocks} (blocks) + {buffers} (on their way)"
+        return around + blocks + buffers, formula
+
+    def _at_work_gathered(self, block: ShardedBlock, layer: int, part: str) -> tuple[int, int]:
+        """Of the block at work on the way back, and what is on its way meanwhile; blocks are let go."""
+        own, everything = block.own.gathered, block.gathered
+        there = {"reduced": 0, "experts": own, "attention": own, "last": own, "gathered": own}
+        gathered = there.get(part, everything)
+        if self.zero == 2:
+            return gathered, 0
+        ahead = _arriving(self.blocks[max(0, layer - self.prefetch) : layer])
+        if part == "gathered":  # its own buffers; the farthest one ahead is not asked for yet
+            ahead = _arriving(self.blocks[max(0, layer - max(self.prefetch - 1, 0)) : layer])
+            ahead += block.own.arriving + (block.experts.arriving if self.prefetch else 0)
+        elif part == "experts gathered":
+            ahead += block.experts.arriving
+        return gathered, ahead
 
     def gradients(self, moment: Moment, run: Pass) -> tuple[int, int]:
         """Gradients, in shards and whole, and what reduce-scatters were given, at a moment."""
@@ -254,6 +265,10 @@ class ShardedSizes:
 
 def _gathered(blocks: Sequence[ShardedBlock]) -> int:
     return sum(block.gathered for block in blocks)
+
+
+def _arriving(blocks: Sequence[ShardedBlock]) -> int:
+    return sum(block.arriving for block in blocks)
 
 
 def _gathered_moments(job: Job, moments: Sequence[Moment]) -> list[Moment]:
