@@ -24,18 +24,20 @@ backward pass makes later are whole until all blocks of the stage have theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.plan.axes import sums_whole_gradients
 from meshwright.plan.decoder_memory import (
-    INT64_BYTES,
     Sizes,
-    backward_temporary,
+    Stack,
     list_always,
     loss_temporary,
     mask_bytes,
+    sum_blocks,
 )
+from meshwright.plan.feed_forward_memory import INT64_BYTES
 from meshwright.plan.moments import Line, Moment
 from meshwright.plan.parts import Part, held_parameters, held_parts, schedule_of
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
@@ -122,15 +124,29 @@ def _without_copies(sizes: Sizes, model: DecoderModel, kept: bool) -> Sizes:
 class _Moments:
     """Lists the moments of one stage's actions."""
 
-    def __init__(self, job: Job, part: Part, micro_batch: int, own: int, split: bool) -> None:
-        """``own``: bytes of its parameters, without those that an earlier stage of the rank shares."""
+    def __init__(
+        self, job: Job, part: Part, micro_batch: int, own: int, split: bool, rows: Sequence[int] | None
+    ) -> None:
+        """Of one stage.
+
+        Args:
+            job: With its layout settled.
+            part: The stage.
+            micro_batch: Samples of one forward pass.
+            own: Bytes of its parameters, without those that an earlier stage of the rank shares.
+            split: Whether the backward pass is.
+            rows: That experts read in each of its layers with experts; None for an even share of all.
+        """
         assert isinstance(part.model, DecoderModel), "the legality table cuts decoders only"
         self.job, self.part, self.model, self.split = job, part, part.model, split
-        self.sizes = Sizes.of(job, self.model, micro_batch)
-        self.copies = self.sizes.copies * len(part.layers) if split or job.layout.recompute != "none" else 0
+        kept = job.layout.recompute == "none"
+        self.stack = Stack.of(job, self.model, part.layers, micro_batch, sums_kept=True, rows=rows)
+        self.copies = self.stack.copies if split or not kept else 0
         """16-bit copies of weights that live until a forward pass ends, and are not kept."""
         if split:
-            self.sizes = _without_copies(self.sizes, self.model, job.layout.recompute == "none")
+            blocks = (_without_copies(block, self.model, kept) for block in self.stack.blocks)
+            self.stack = Stack(tuple(blocks))
+        self.sizes = self.stack.last
         self.shards = ShardedSizes.of(job, part) if job.layout.zero >= 2 else None
         self.layers, self.gradients = len(part.layers), self.shards.kept if self.shards else own
         self.words = self.model.vocab_size * self.model.hidden_size * FLOAT32_BYTES
@@ -138,9 +154,6 @@ class _Moments:
         self.width = self.sizes.tokens * self.model.hidden_size * self.sizes.low
         """What a product along the hidden size gives: T x D x e."""
         self.extra = self._tokens_kept(micro_batch)
-        cast = split and self.copies > 0
-        self.down = self.model.ffn_size * self.model.hidden_size * self.sizes.low if cast else 0
-        """A 16-bit copy that a split backward pass makes of the matrix at work."""
 
     def _tokens_kept(self, micro_batch: int) -> int:
         """Copies of the batch on a GPU, and the mask of its documents."""
@@ -154,24 +167,27 @@ class _Moments:
     def kept(self) -> int:
         """What waits between the passes."""
         loss = self.sizes.norm + self.width + self.words if self.part.last else 0
-        return self.sizes.waiting * self.layers + loss + self.extra
+        return self.stack.waiting(self.layers) + loss + self.extra
+
+    def late(self, count: int) -> int:
+        """Inputs and output gradients of all products of the last blocks; 0 where nothing is split."""
+        if not self.split or not count:
+            return 0
+        model = self.model
+        elements = 2 * model.hidden_size + 2 * (model.query_size + model.kv_size)
+        attention = self.sizes.tokens * elements * self.sizes.low
+        return sum(attention + block.feed_forward.late for block in self.stack.blocks[-count:])
 
     @property
     def pending(self) -> int:
-        """Inputs and output gradients of all products of the blocks; 0 where nothing is split."""
-        if not self.split:
-            return 0
-        model = self.model
-        ffn = model.shared_width if model.num_experts else model.ffn_size  # routed experts put nothing off
-        inner = (3 if model.activation == "swiglu" else 2) * ffn
-        elements = 4 * model.hidden_size + 2 * (model.query_size + model.kv_size) + inner
-        return self.layers * self.sizes.tokens * elements * self.sizes.low
+        """Of all blocks."""
+        return self.late(self.layers)
 
     @property
     def touched(self) -> int:
         """What a micro-batch makes."""
         logits = self.sizes.tokens * self.model.vocab_size * FLOAT32_BYTES
-        return self.sizes.block * self.layers + (self.sizes.norm + logits if self.part.last else 0)
+        return self.stack.touched + (self.sizes.norm + logits if self.part.last else 0)
 
     def _moment(
         self,
@@ -209,16 +225,14 @@ class _Moments:
 
     def forward(self, there: bool) -> list[PipelineMoment]:
         """Of a forward pass; ``there``: whether gradients are."""
-        sizes, before = self.sizes, self.sizes.waiting * (self.layers - 1)
+        sizes, before = self.sizes, self.stack.waiting(self.layers - 1)
         gradients = self._made(there, 0)
         again, copies = self.job.layout.recompute != "none", self.copies
-        blocks = f"{self.layers - 1} blocks, {sizes.waiting_formula}, and the last one at work"
+        blocks = f"{self.stack.formula(self.layers - 1)}, and the last one at work"
         at = (self.layers - 1, "")
         found = [self._moment("forward, attention", before + sizes.turning, copies, gradients, blocks, at)]
         if again:
-            inner = {"full": 2, "selective": 1}[self.job.layout.recompute]
-            inner += self.model.activation == "swiglu"
-            made = sizes.hidden + self.width + inner * sizes.inner
+            made = sizes.hidden + self.width + sizes.feed_forward.at_work
             found.append(
                 self._moment(
                     "forward, feed-forward", before + sizes.waiting, made + copies, gradients, blocks, at
@@ -228,50 +242,20 @@ class _Moments:
             made = self.width + sizes.hidden + copies
             found.append(self._moment("forward, output", before + sizes.block, made, gradients, blocks, at))
         if self.part.last:
-            temporary = loss_temporary(self.job, self.model, sizes, 0) + copies
-            formula = f"{self.layers} blocks, {sizes.waiting_formula}, + {sizes.norm} (final norm)"
+            temporary = loss_temporary(self.job, self.model, sizes) + copies
+            formula = f"{self.stack.formula(self.layers)}, + {sizes.norm} (final norm)"
             stack = before + sizes.waiting + sizes.norm
             found.append(self._moment("loss, forward", stack, temporary, gradients, formula))
         return found
 
     def backward(self, there: bool) -> list[PipelineMoment]:
         """Of a backward pass, or of its first half."""
-        sizes, model = self.sizes, self.model
         made = self.words if self.part.last else 0
-        each = sum(p.count for p in self.part.parameters if _is_of_block(p, self.part.layers[0]))
-        cut = self.job.layout.zero >= 2
-        temporary = backward_temporary(model, sizes, cut)
-        if self.split:  # no gradient of a weight is made
-            inner = sizes.inner if model.activation == "swiglu" else 0
-            temporary = sizes.hidden + sizes.inner + max(inner, sizes.gathered, self.down)
         found = self._head_moments(there)
-        for above, _ in enumerate(self.part.layers):
-            below = self.layers - 1 - above
-            gradients = self._made(there, made + (0 if self.split else above * each * FLOAT32_BYTES))
-            stack = sizes.waiting * below + self.pending // self.layers * above
-            formula = f"{below} blocks, {sizes.waiting_formula}, + {sizes.block} (this block)"
-            found.append(
-                self._moment("backward", stack + sizes.block, temporary, gradients, formula, (below, "block"))
-            )
-            passed = sizes.hidden + sizes.attention_gradients
-            formula = f"{below} blocks, {sizes.waiting_formula}, + {sizes.attention} (half of this block)"
-            found.append(
-                self._moment(
-                    "backward, attention",
-                    stack + sizes.attention,
-                    passed,
-                    gradients,
-                    formula,
-                    (below, "attention"),
-                )
-            )
-            if self.job.layout.recompute != "none":
-                alive = stack + sizes.turning + sizes.waiting_products
-                found.append(
-                    self._moment("computed again", alive, sizes.hidden, gradients, formula, (below, "again"))
-                )
-            if self.shards is not None and not self.split:
-                found += self._reduced_moments(below, stack, gradients)
+        each = sum_blocks(self.part.parameters)
+        for below in reversed(range(self.layers)):
+            found += self._block_moments(below, self._made(there, made))
+            made += 0 if self.split else each[self.part.layers[below]]
         if self.part.first:
             done = self._made(there, self.words if self.split else self.gradients)
             last = 0 if self.shards or not there else self.words  # shards have it among the gradients
@@ -283,10 +267,29 @@ class _Moments:
             found.append(self._moment("ends, reduced", self.pending, 0, gradients, "none", (None, "reduced")))
         return found
 
+    def _block_moments(self, below: int, gradients: int) -> list[PipelineMoment]:
+        """One block on the way back."""
+        sizes = self.stack.blocks[below]
+        stack = self.stack.waiting(below) + self.late(self.layers - 1 - below)
+        waiting, temporary = self.stack.formula(below), sizes.backward
+        if self.split:  # no gradient of a weight is made
+            temporary = sizes.hidden + sizes.feed_forward.split_backward
+        formula, alive = f"{waiting}, + {sizes.block} (this block)", stack + sizes.block
+        found = [self._moment("backward", alive, temporary, gradients, formula, (below, "block"))]
+        formula, alive = f"{waiting}, + {sizes.attention} (half of this block)", stack + sizes.attention
+        passed, at = sizes.hidden + sizes.attention_gradients, (below, "attention")
+        found.append(self._moment("backward, attention", alive, passed, gradients, formula, at))
+        if self.job.layout.recompute != "none":
+            alive, at = stack + sizes.turning + sizes.waiting_products, (below, "again")
+            found.append(self._moment("computed again", alive, sizes.hidden, gradients, formula, at))
+        if self.shards is not None and not self.split:
+            found += self._reduced_moments(below, stack, gradients)
+        return found
+
     def _reduced_moments(self, layer: int, stack: int, gradients: int) -> list[PipelineMoment]:
         """A cut block's last gradient, its reduction, and the next block's gather."""
         hidden = self.sizes.hidden
-        formula = f"{layer} blocks, {self.sizes.waiting_formula}"
+        formula = self.stack.formula(layer)
         last = NORM_TENSORS * hidden
         found = [
             self._moment("backward, last gradient", stack, last, gradients, formula, (layer, "last")),
@@ -302,8 +305,8 @@ class _Moments:
         """The loss's and the final norm's way back."""
         if not self.part.last:
             return []
-        stack, gradients = self.sizes.waiting * self.layers, self._made(there, 0)
-        blocks = f"{self.layers} blocks, {self.sizes.waiting_formula}"
+        stack, gradients = self.stack.waiting(self.layers), self._made(there, 0)
+        blocks = self.stack.formula(self.layers)
         found = [self._moment("loss, backward", self.kept - self.extra, 0, gradients, blocks)]
         if self.model.norm == "rms" and self.job.cluster.device == "cpu":
             inside = NORM_TENSORS * self.sizes.hidden
@@ -319,7 +322,7 @@ class _Moments:
         made = self._made(there, (self.part.first + self.part.last) * self.words)
         formula = "inputs and output gradients of products"
         if self.shards is not None:
-            whole = self.layers * self.shards.kept_block
+            whole = self.shards.kept_blocks
             found = self._moment("weights, backward", self.pending // self.layers, 0, made, formula)
             return [replace(found, gradients=found.gradients + whole)]
         return [
@@ -427,7 +430,9 @@ class _Walk:
             self.inside += 1
 
 
-def trace_pipeline(job: Job, place: int, micro_batch: int, micro_batches: int) -> PipelineMemory:
+def trace_pipeline(
+    job: Job, place: int, micro_batch: int, micro_batches: int, rows: Sequence[int] | None = None
+) -> PipelineMemory:
     """The fullest moment of a rank at one place of the pipelines.
 
     Args:
@@ -435,14 +440,16 @@ def trace_pipeline(job: Job, place: int, micro_batch: int, micro_batches: int) -
         place: The rank's index on the axis ``pp``.
         micro_batch: Samples of one forward pass.
         micro_batches: Of a step.
+        rows: That experts read in each of the rank's layers with experts; None for an even share of all.
     """
     schedule = schedule_of(job, micro_batches)
-    parts, seen = held_parts(job, place), set[str]()
+    parts, seen, left = held_parts(job, place), set[str](), iter(rows or ())
     listed: dict[int, _Moments] = {}
     for part in parts:
         own = sum(p.count for p in part.parameters if p.name not in seen) * FLOAT32_BYTES
         seen.update(p.name for p in part.parameters)
-        listed[part.stage] = _Moments(job, part, micro_batch, own, schedule.split_backward)
+        read = None if rows is None else list(itertools.islice(left, part.expert_layers))
+        listed[part.stage] = _Moments(job, part, micro_batch, own, schedule.split_backward, read)
     sizes, model = next(iter(listed.values())).sizes, next(iter(listed.values())).model
     stages = {stage: moments.stage() for stage, moments in listed.items()}
     replicated = sums_whole_gradients(job)

@@ -33,7 +33,9 @@ class StepAudit:
         alive += [*session.model.buffers(), *(session.streamed.slots if session.streamed else ())]
         self._compiled = session.job.train.compile
         self._on_gpu = self._device.type == "cuda"
-        self._tracker = None if self._on_gpu or self._compiled else PeakTracker(alive)
+        self._tracker = None
+        if not self._on_gpu and not self._compiled:
+            self._tracker = PeakTracker(alive, session.owned.list_gathered)
         # DDP has its buckets from construction on; they can only be seen once a step has filled them.
         self._unseen_buckets = session.module is not session.model and not gradients
         self._before_forward = 0
@@ -94,7 +96,9 @@ class StepAudit:
 
     def _own_bytes(self) -> int:
         """The same without what is gathered: parameters, not activations."""
-        gathered = self._session.owned.gathered_bytes() if self._on_gpu else 0
         if self._tracker is not None:
             gathered = self._tracker.gathered_bytes
+        else:
+            tensors = self._session.owned.list_gathered() if self._on_gpu else ()
+            gathered = sum(tensor.untyped_storage().size() for tensor in tensors)
         return (self.live_bytes() or 0) - gathered
