@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_iter
 from meshwright.run.parallel.ownership import Owned
 
 LETTING_GO_S = 0.004
-"""What gloo's thread gets to let go of a gather or an exchange that has arrived: while every operation is looked
-at, it may not come to run, and the buffer would outlive its use by as long."""
+"""What gloo's thread gets to let go of a gather or an exchange that has arrived: while every operation is
+looked at, it may not come to run, and the buffer would outlive its use by as long."""
 
 
 def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
