@@ -212,7 +212,9 @@ far_documents = with_method(ring._Ring, "block", _own_documents)
 """Far rounds do not look where documents end."""
 lost_sums = with_method(ring._Lane, "take_sums", lambda honest, self: 0 * honest(self))
 """What other ranks' queries add to the gradients of keys and values does not come home."""
-swapped_heads = with_function(context, "_trade", lambda honest, *arguments: honest(*arguments).roll(1, dims=0))
+swapped_heads = with_function(
+    context, "_trade", lambda honest, *arguments: honest(*arguments).roll(1, dims=0)
+)
 """Ulysses takes what one rank sent for what another did."""
 
 

@@ -179,11 +179,11 @@ def against(prepared, tmp_path_factory):
     """One reference for all defects of a model: each is planted in a small layout and judged."""
     prover = Prover(tmp_path_factory.mktemp("proof"), prepared)
 
-    def run(defect, layout, model=(), train=(), data=()):
+    def run(defect, layout, model=(), train=()):
         tree = {
             "name": "planted",
             "model": {"preset": "tiny", **dict(model)},
-            "data": {"path": str(prepared), "seq_len": 32, **dict(data)},
+            "data": {"path": str(prepared), "seq_len": 32},
             "train": {"steps": 10, "global_batch": 12, "lr": 3e-3, **dict(train)},
             "layout": {"micro_batch": 3, **layout},
             "cluster": {"preset": "local", "device": "cpu"},
@@ -282,24 +282,23 @@ HALF = "all gradients are 0.5 times"
 
 
 @pytest.mark.parametrize(
-    ("defect", "layout", "data", "kind", "module", "said"),
+    ("defect", "layout", "kind", "module", "said"),
     [
-        ("contiguous_positions", SHARED, {}, "activation", "blocks.0.attention", ""),
-        ("far_documents", SHARED, {"mask": "document", "seq_len": 512}, "activation", "blocks.0.attention", ""),
-        ("lost_sums", SHARED, {}, "gradient", "blocks.1.attention.wv", ""),
-        ("cp_counted_as_data", {"cp": 2, "tp": 2}, {}, "gradient", "norm", HALF),
-        ("swapped_heads", {"cp": 2, "context": "ulysses"}, {}, "activation", "blocks.0.attention", ""),
-        slow("averaged_rounds", SHARED, {}, "activation", "blocks.0.attention", ""),
-        slow("skipped_round", SHARED, {}, "activation", "blocks.0.attention", ""),
-        slow("missing_reduce", SHARED, {}, "gradient", "blocks.1.ffn_norm", ""),
-        slow("lost_sums", {"cp": 2, "pp": 2}, {}, "gradient", "blocks.1.attention.wv", ""),
+        ("contiguous_positions", SHARED, "activation", "blocks.0.attention", ""),
+        ("lost_sums", SHARED, "gradient", "blocks.1.attention.wv", ""),
+        ("cp_counted_as_data", {"cp": 2, "tp": 2}, "gradient", "norm", HALF),
+        ("swapped_heads", {"cp": 2, "context": "ulysses"}, "activation", "blocks.0.attention", ""),
+        slow("averaged_rounds", SHARED, "activation", "blocks.0.attention", ""),
+        slow("skipped_round", SHARED, "activation", "blocks.0.attention", ""),
+        slow("missing_reduce", SHARED, "gradient", "blocks.1.ffn_norm", ""),
+        slow("lost_sums", {"cp": 2, "pp": 2}, "gradient", "blocks.1.attention.wv", ""),
     ],
 )
 def test_a_defect_of_shared_sequences_is_found_and_its_module_named(
-    against, defect, layout, data, kind, module, said
+    against, defect, layout, kind, module, said
 ):
     """Whole sequences are compared, of parts that lie on several ranks."""
-    named(against(defect, layout, data=data), kind, module, said)
+    named(against(defect, layout), kind, module, said)
 
 
 PIPELINE = {"pp": 2}
