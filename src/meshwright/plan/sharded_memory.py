@@ -210,6 +210,17 @@ class ShardedSizes:
             whole += block.experts.reducing
         return shards + self.around_early + whole, sent or (behind[0].own.sent if behind else 0)
 
+    def split_gradients(self, moment: Moment, first: bool) -> tuple[int, int]:
+        """The same inside the blocks where matrices' gradients come later: those of experts come at once."""
+        assert moment.layer is not None, "inside a block"
+        block, behind = self.blocks[moment.layer], self.blocks[moment.layer + 1 :]
+        shards = sum(other.experts.shard for other in behind) if first else self.around_shard + self.block_shards
+        whole = sum(other.routed for other in behind)
+        if moment.part == "experts":
+            whole += block.experts.reducing
+        sent = block.experts.sent if moment.part in ("experts", "attention") else 0
+        return shards + self.around_early + whole, sent or (behind[0].experts.sent if behind else 0)
+
     @staticmethod
     def _at_work(block: ShardedBlock, part: str) -> tuple[int, int]:
         """Whole gradients of a block on its way back, and what it has sent itself."""
