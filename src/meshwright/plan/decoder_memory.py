@@ -364,6 +364,11 @@ def _backward_moments(
     shared = head if tied else 0  # complete only when the embedding's part is there
     gradients += 0 if sums_kept.dense else done
     moments = []
+    if job.layout.zero == 3:  # the last block, gathered when the loss is done
+        top, waiting = model.num_layers - 1, stack.formula(model.num_layers)
+        alive, name = stack.waiting(model.num_layers), f"block {top}, gathered"
+        temporary = stack.last.hidden
+        moments.append(Moment(name, alive, temporary, gradients, waiting, 0, top, "gathered"))
     for layer in reversed(range(model.num_layers)):
         sizes, below = stack.blocks[layer], stack.waiting(layer)
         complete = done - shared

@@ -28,6 +28,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 
 from meshwright.plan.axes import sums_whole_gradients
 from meshwright.plan.bucket_traffic import kept_gradients
@@ -90,6 +91,16 @@ class PipelineMemory:
     """What one micro-batch makes in all stages of the rank, without recomputation."""
 
 
+class Made(IntEnum):
+    """Which gradients of a stage there are."""
+
+    NONE = 0
+    """Those at most that are in buckets."""
+    HALF = 1
+    """What a split backward pass makes in its first half: those of experts and around the blocks."""
+    ALL = 2
+
+
 @dataclass(frozen=True)
 class _Stage:
     """One stage: what it keeps, and the widest moment of each of its actions."""
@@ -106,8 +117,8 @@ class _Stage:
     """Those that are there after the first half of a backward pass that is split."""
     idle: int
     """ZeRO-2 and 3: what it has gathered while another stage of the rank works."""
-    widest: dict[tuple[Kind, bool], PipelineMoment]
-    """By kind, and whether gradients are there already."""
+    widest: dict[tuple[Kind, Made], PipelineMoment]
+    """By kind, and which gradients are there already."""
 
 
 def _without_copies(sizes: Sizes, model: DecoderModel, kept: bool) -> Sizes:
@@ -165,11 +176,18 @@ class _Moments:
         self.gradients = self.shards.kept if self.shards else size
         self.start = self.always.count_bytes(own)
         """Gradients that are there from the start of the step, in buckets."""
+        self.half = self.gradients
+        """Those that are there after the first half of a backward pass that is split."""
         self.words = self.model.vocab_size * self.model.hidden_size * FLOAT32_BYTES
         """The head, or the embedding; its gradient too."""
         self.width = self.sizes.tokens * self.model.hidden_size * self.sizes.low
         """What a product along the hidden size gives: T x D x e."""
         self.extra = self._tokens_kept(micro_batch)
+        if split and self.shards is not None:
+            self.half = self.shards.half
+        elif split:
+            around = 0 if self.always.dense else (part.first + part.last) * self.words
+            self.half = min(self.gradients, self.start + around + self._new_gradients.total())
 
     def _tokens_kept(self, micro_batch: int) -> int:
         """Copies of the batch on a GPU, and the mask of its documents."""
@@ -220,27 +238,32 @@ class _Moments:
         """
         named, gathered = f"stage {self.part.stage}, {name}", 0
         if self.shards is not None:
-            moment, first = Moment(name, 0, 0, 0, "", 0, *at), not gradients
+            moment, first = Moment(name, 0, 0, 0, "", 0, *at), gradients < self.gradients
             gathered, _ = self.shards.gathered(moment, Pass(first, last=False))
-            gradients, reduced = self._shards_at(moment, first)
+            gradients, reduced = self._shards_at(moment, gradients)
             gathered += reduced
         return PipelineMoment(named, activations + self.extra, temporary, gradients, formula, gathered)
 
-    def _made(self, there: bool, so_far: int) -> int:
+    def _made(self, there: Made, so_far: int) -> int:
         """Gradients: all that there are from the first backward pass on, in it what it has made so far."""
-        if there:
-            return self.gradients
-        return 0 if self.shards else self.start + so_far
+        if there is Made.NONE:
+            return 0 if self.shards else self.start + so_far
+        return self.half if there is Made.HALF else self.gradients
 
-    def _shards_at(self, moment: Moment, first: bool) -> tuple[int, int]:
-        """Gradients, and what is reduced, where they are cut; a split backward pass leaves them for later."""
+    def _shards_at(self, moment: Moment, before: int) -> tuple[int, int]:
+        """Gradients, and what is reduced, where they are cut and some were there before this pass.
+
+        A split backward pass leaves those of products for later.
+        """
         assert self.shards is not None, "asked where they are cut"
+        first = before < self.gradients
         if self.split and moment.layer is not None and moment.backward:
-            return self.shards.split_gradients(moment, first)
-        return self.shards.gradients(moment, Pass(first, last=False))
+            return self.shards.split_gradients(moment, before)
+        gradients, reduced = self.shards.gradients(moment, Pass(first, last=False))
+        return gradients + (before if first else 0), reduced
 
-    def forward(self, there: bool) -> list[PipelineMoment]:
-        """Of a forward pass; ``there``: whether gradients are."""
+    def forward(self, there: Made) -> list[PipelineMoment]:
+        """Of a forward pass; ``there``: which gradients are."""
         sizes, before = self.sizes, self.stack.waiting(self.layers - 1)
         gradients = self._made(there, 0)
         again, copies = self.job.layout.recompute != "none", self.copies
@@ -264,7 +287,7 @@ class _Moments:
             found.append(self._moment("loss, forward", stack, temporary, gradients, formula))
         return found
 
-    def backward(self, there: bool) -> list[PipelineMoment]:
+    def backward(self, there: Made) -> list[PipelineMoment]:
         """Of a backward pass, or of its first half."""
         made = self.words if self.part.last and not self.always.dense else 0
         found, each = self._head_moments(there), self._new_gradients
@@ -288,7 +311,7 @@ class _Moments:
         made = KeptGradients(not self.always.dense and not self.split, not self.always.experts)
         return sum_blocks(self.part.parameters, made)
 
-    def _block_moments(self, below: int, gradients: int, there: bool) -> list[PipelineMoment]:
+    def _block_moments(self, below: int, gradients: int, there: Made) -> list[PipelineMoment]:
         """One block on the way back."""
         sizes = self.stack.blocks[below]
         stack = self.stack.waiting(below) + self.late(self.layers - 1 - below)
@@ -312,6 +335,9 @@ class _Moments:
         if self.job.layout.recompute != "none":
             alive, at = stack + sizes.turning + sizes.waiting_products, (below, "again")
             found.append(self._moment("computed again", alive, sizes.hidden, gradients, formula, at))
+        if self.shards is not None and below == self.layers - 1:
+            at, alive = (below, "gathered"), self.stack.waiting(self.layers)
+            found.append(self._moment("backward, gathered", alive, sizes.hidden, gradients, waiting, at))
         if self.shards is not None and not self.split:
             found += self._reduced_moments(below, stack, gradients)
         return found
@@ -331,7 +357,7 @@ class _Moments:
             )
         return found
 
-    def _head_moments(self, there: bool) -> list[PipelineMoment]:
+    def _head_moments(self, there: Made) -> list[PipelineMoment]:
         """The loss's and the final norm's way back."""
         if not self.part.last:
             return []
@@ -346,11 +372,10 @@ class _Moments:
             found.append(self._moment("final norm, backward", stack, inside, made, blocks))
         return found
 
-    def weights(self, there: bool) -> list[PipelineMoment]:
+    def weights(self, there: Made) -> list[PipelineMoment]:
         """Of the second half of a backward pass that is split."""
         largest = max(p.count for p in self.part.parameters if _is_of_block(p, self.part.layers[0]))
-        around = 0 if self.always.dense else (self.part.first + self.part.last) * self.words
-        made = self._made(there, around + self._new_gradients.total())
+        made = max(self.half, self._made(there, 0))
         formula = "inputs and output gradients of products"
         if self.shards is not None:
             whole = self.shards.kept_blocks
@@ -373,11 +398,10 @@ class _Moments:
         ):
             if kind is Kind.WEIGHT and not self.split:
                 continue
-            for there in (False, True):
+            for there in Made:
                 widest[kind, there] = max(list_moments(there), key=lambda moment: moment.bytes)
         idle = self.shards.idle if self.shards else 0
-        half = self.start + (0 if self.shards else self._new_gradients.total())
-        return _Stage(self.kept, self.pending, self.gradients, self.start, half, idle, widest)
+        return _Stage(self.kept, self.pending, self.gradients, self.start, self.half, idle, widest)
 
 
 def _is_of_block(parameter: Parameter, layer: int) -> bool:
@@ -394,6 +418,8 @@ class _Walk:
         self.waiting: dict[tuple[int, int], int] = {}
         self.waiting_bytes = 0
         self.gradients = {stage: mine.start for stage, mine in stages.items()}
+        whole = {stage for stage, mine in stages.items() if mine.start == mine.gradients}
+        self.made = {stage: Made.ALL if stage in whole else Made.NONE for stage in stages}
         self.releases = find_releases(schedule, place)
         self.sent: set[Action] = set()
         """What was sent, and is kept until it has been used for certain."""
@@ -425,7 +451,7 @@ class _Walk:
     def _look(self, action: Action, posted: bool) -> None:
         kind, stage, m = action
         mine = self.stages[stage]
-        own = mine.widest[kind, self.gradients[stage] == mine.gradients]
+        own = mine.widest[kind, self.made[stage]]
         others = sum(size for held, size in self.gradients.items() if held != stage)
         idle = sum(other.idle for held, other in self.stages.items() if held != stage)
         waiting = self.waiting_bytes - self.waiting.get((stage, m), 0)
@@ -454,9 +480,9 @@ class _Walk:
         if left:
             self.waiting[stage, m] = left
         if kind is Kind.WEIGHT or (kind is Kind.BACKWARD and not split):
-            self.gradients[stage] = mine.gradients
-        elif kind is Kind.BACKWARD:
-            self.gradients[stage] = max(self.gradients[stage], mine.half)
+            self.gradients[stage], self.made[stage] = mine.gradients, Made.ALL
+        elif kind is Kind.BACKWARD and self.made[stage] is Made.NONE:
+            self.gradients[stage], self.made[stage] = mine.half, Made.HALF
         if receiver_of(action, self.schedule) is not None:
             self.sent.add(action)
         elif consumer_of(action, self.schedule.stages) is not None:

@@ -210,16 +210,25 @@ class ShardedSizes:
             whole += block.experts.reducing
         return shards + self.around_early + whole, sent or (behind[0].own.sent if behind else 0)
 
-    def split_gradients(self, moment: Moment, first: bool) -> tuple[int, int]:
-        """The same inside the blocks where matrices' gradients come later: those of experts come at once."""
+    @property
+    def half(self) -> int:
+        """Gradients between the two halves of a split backward pass, the first of a step."""
+        return self.around_shard + sum(block.experts.shard + block.routed for block in self.blocks)
+
+    def split_gradients(self, moment: Moment, before: int) -> tuple[int, int]:
+        """Inside the blocks where products' gradients come later, and only those of experts at once.
+
+        Args:
+            moment: Of the first half of a backward pass.
+            before: Gradients that there were when it began.
+        """
         assert moment.layer is not None, "inside a block"
         block, behind = self.blocks[moment.layer], self.blocks[moment.layer + 1 :]
-        shards = sum(other.experts.shard for other in behind) if first else self.around_shard + self.block_shards
-        whole = sum(other.routed for other in behind)
+        made = 0 if before else sum(other.experts.shard + other.routed for other in behind)
         if moment.part == "experts":
-            whole += block.experts.reducing
+            made += block.experts.reducing
         sent = block.experts.sent if moment.part in ("experts", "attention") else 0
-        return shards + self.around_early + whole, sent or (behind[0].experts.sent if behind else 0)
+        return before + made + self.around_early, sent or (behind[0].experts.sent if behind else 0)
 
     @staticmethod
     def _at_work(block: ShardedBlock, part: str) -> tuple[int, int]:
