@@ -92,10 +92,9 @@ class Sizes:
         """What lives of a block when the backward pass of its experts is done."""
         return self.attention + self.norm + self.feed_forward.after_experts
 
-    @property
-    def backward(self) -> int:
+    def backward(self, first: bool) -> int:
         """What lives beside a block at the widest point of its backward pass, in the feed-forward."""
-        return self.hidden + self.feed_forward.backward
+        return self.hidden + (self.feed_forward.first_backward if first else self.feed_forward.backward)
 
     @classmethod
     def of(cls, job: Job, model: DecoderModel, micro_batch: int, feed_forward: FeedForwardSizes) -> Sizes:
@@ -180,7 +179,6 @@ class Stack:
         model: DecoderModel,
         layers: range,
         micro_batch: int,
-        sums_kept: bool,
         rows: Sequence[int] | None = None,
     ) -> Stack:
         """Of some layers of the model as a rank holds it.
@@ -190,7 +188,6 @@ class Stack:
             model: As the rank holds it.
             layers: Which.
             micro_batch: Samples of one forward pass.
-            sums_kept: Whether gradients of experts live through the whole step.
             rows: That experts read in each layer with experts; None for an even share of all.
         """
         first = model.dense_layers if model.num_experts else model.num_layers
@@ -199,10 +196,10 @@ class Stack:
             dense = size_feed_forward(job, model, micro_batch)
             found = [Sizes.of(job, model, micro_batch, dense)] * (len(layers) - routed)
         if rows is None and routed:
-            experts = size_experts(job, model, micro_batch, sums_kept)
+            experts = size_experts(job, model, micro_batch)
             found += [Sizes.of(job, model, micro_batch, experts)] * routed
         for read in rows or ():
-            experts = size_experts(job, model, micro_batch, sums_kept, read)
+            experts = size_experts(job, model, micro_batch, read)
             found.append(Sizes.of(job, model, micro_batch, experts))
         assert len(found) == len(layers), "rows are given for every layer with experts"
         return cls(tuple(found))
@@ -265,7 +262,7 @@ def trace_decoder(
         sums_kept: Which gradients live through the whole step.
         rows: That experts read in each layer with experts; None for an even share of all.
     """
-    stack = Stack.of(job, model, range(model.num_layers), micro_batch, sums_kept.experts, rows)
+    stack = Stack.of(job, model, range(model.num_layers), micro_batch, rows)
     sizes = stack.last
     head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
     loss = sizes.tokens * model.hidden_size * sizes.low + head
@@ -383,20 +380,20 @@ def _backward_moments(
     shared = head if tied else 0  # complete only when the embedding's part is there
     gradients += 0 if sums_kept.dense else done
     moments = []
+    if job.layout.zero == 3:  # the last block, gathered when the loss is done
+        top, waiting = model.num_layers - 1, stack.formula(model.num_layers)
+        alive, name = stack.waiting(model.num_layers), f"block {top}, gathered"
+        temporary = stack.last.hidden
+        moments.append(Moment(name, alive, temporary, gradients, waiting, 0, top, "gathered"))
     for layer in reversed(range(model.num_layers)):
         sizes, below = stack.blocks[layer], stack.waiting(layer)
         complete = done - shared
         waiting, name = stack.formula(layer), f"block {layer}, backward"
-        formula, temporary = f"{waiting}, + {sizes.block} (this block)", sizes.backward + beside
+        formula, temporary = f"{waiting}, + {sizes.block} (this block)", sizes.backward(not sums_kept.experts) + beside
         alive = below + sizes.block
         moments.append(Moment(name, alive, temporary, gradients, formula, complete, layer, "block"))
         if cut and sizes.feed_forward.after_experts:
-            name, passed = f"block {layer}, experts gathered", sizes.hidden + sizes.feed_forward.passed + beside
-            part = "experts gathered"
-            moments.append(Moment(name, alive, passed, gradients, formula, complete, layer, part))
-            name, alive = f"block {layer}, experts reduced", below + sizes.after_experts
-            temporary = sizes.hidden + beside
-            moments.append(Moment(name, alive, temporary, gradients, waiting, complete, layer, "experts"))
+            moments += _expert_moments(job, layer, sizes, below, gradients, waiting)
         inside, passed = below + sizes.attention, sizes.hidden + sizes.attention_gradients
         formula = f"{waiting}, + {sizes.attention} (half of this block)"
         name = f"block {layer}, attention, backward"
@@ -417,6 +414,21 @@ def _backward_moments(
     )
     moments.append(Moment("last bucket", 0, 0, all_gradients, "none", all_gradients, None, "reduced"))
     return moments
+
+
+def _expert_moments(
+    job: Job, layer: int, sizes: Sizes, below: int, gradients: int, formula: str
+) -> list[Moment]:
+    """A block's experts where they may be a group of their own: when they are gathered, and when reduced."""
+    after = below + sizes.after_experts
+    alive, passed = below + sizes.block, sizes.hidden + sizes.feed_forward.passed
+    if job.layout.recompute != "none":  # they are gathered when they are computed again
+        alive, passed = after + sizes.waiting_products, sizes.hidden
+    name = f"block {layer}, experts"
+    return [
+        Moment(f"{name} gathered", alive, passed, gradients, formula, 0, layer, "experts gathered"),
+        Moment(f"{name} reduced", after, sizes.hidden, gradients, formula, 0, layer, "experts"),
+    ]
 
 
 def sum_blocks(

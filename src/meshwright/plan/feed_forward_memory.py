@@ -46,6 +46,8 @@ class FeedForwardSizes:
     """What lives beside what is kept at the widest point of a forward pass that will be computed again."""
     backward: int
     """What lives beside a whole block and the residual's gradient at the widest point of the way back."""
+    first_backward: int
+    """The same where there are no gradients of experts yet, and those that are made stay."""
     split_backward: int
     """The same where the backward pass is split in two, and makes no gradients of matrices but experts'."""
     late: int
@@ -81,7 +83,7 @@ def size_feed_forward(job: Job, model: DecoderModel, micro_batch: int) -> FeedFo
 
 
 def size_experts(
-    job: Job, model: DecoderModel, micro_batch: int, sums_kept: bool, rows: int | None = None
+    job: Job, model: DecoderModel, micro_batch: int, rows: int | None = None
 ) -> FeedForwardSizes:
     """A router and experts, as the rank holds them.
 
@@ -89,11 +91,10 @@ def size_experts(
         job: With its layout settled.
         model: As the rank holds it.
         micro_batch: Samples of one forward pass.
-        sums_kept: Whether gradients live through the whole step, so that new ones are added and let go.
         rows: That the experts read; None for an even share.
     """
     rows = balanced_rows(job, model, micro_batch) if rows is None else rows
-    return _Routed(job, model, micro_batch, rows).sizes(sums_kept)
+    return _Routed(job, model, micro_batch, rows).sizes()
 
 
 class _Plain:
@@ -133,6 +134,7 @@ class _Plain:
             cached=matrices * copy,
             at_work=({"none": 0, "selective": 1, "full": 2}[layout.recompute] + self.gated) * self.inner,
             backward=self.inner + widest,
+            first_backward=self.inner + widest,
             split_backward=self.inner + max(second, gathered, copy),
             late=2 * self.width + matrices * self.inner,
         )
@@ -196,40 +198,43 @@ class _Routed:
         answers = self.rows * self.row + (2 if self.gated else 1) * self.inner
         return scores + answers + (2 if self.gated else 1) * self.shared.inner
 
-    def _last_product(self, gradient: int) -> int:
-        """At the experts' last product on the way back, with gradients of all matrices, less what is gone."""
-        if self.gated:
-            return 2 * self.rows * self.row - 3 * self.inner + 3 * gradient
-        return self.rows * self.row - self.inner + 2 * gradient
-
-    def sizes(self, sums_kept: bool) -> FeedForwardSizes:
-        """All of it."""
-        shared, row_bytes, answers = self.shared.sizes(), self.rows * self.row, self.choices * self.row
-        made = {"none": 0, "selective": 1, "full": 2}[self.job.layout.recompute] + self.gated
-        # The way back of the shared experts comes first; then their part is gone, but for a gradient.
-        after = self.shared.width - self.shared.inside
+    def _backward(self, stay: bool) -> int:
+        """Beside a block less its shared experts, at the widest point; whether new gradients stay."""
+        answers, rows = self.choices * self.row, self.rows * self.row
         gradient = self.matrix * (self.low if self.cut else FLOAT32_BYTES)
-        stays = 0 if sums_kept and not self.cut else gradient
-        # Then answers have a gradient, and are let go.
-        behind = [
+        # Answers have a gradient, and are let go. Rows travel back. The last product makes gradients of its
+        # input and its matrices; the inner product those of its factors; then come the first products.
+        found = [
             answers,
-            2 * row_bytes * self.travels - answers,
-            row_bytes + self.inner + gradient - answers,
-            2 * self.inner * self.gated + stays - answers,
+            2 * rows * self.travels - answers,
+            rows + self.inner + gradient - answers,
+            2 * self.inner * self.gated + gradient * stay - answers,
         ]
-        if stays:
-            behind.append(self._last_product(gradient) - answers)
-        # When experts are done, the gradient of their rows is there, and that which shared ones gave.
-        numbers = self._choices - answers
-        after_experts = self._router + numbers + row_bytes + self.shared.width
+        if stay and self.gated:
+            found.append(2 * rows - 3 * self.inner + 3 * gradient - answers)
+        elif stay:
+            found.append(rows - self.inner + 2 * gradient - answers)
+        return max(found)
+
+    def sizes(self) -> FeedForwardSizes:
+        """All of it."""
+        shared, rows, answers = self.shared.sizes(), self.rows * self.row, self.choices * self.row
+        made = {"none": 0, "selective": 1, "full": 2}[self.job.layout.recompute] + self.gated
+        # The way back of the shared experts comes first; then their part is gone, but for gradients.
+        after = self.shared.width - self.shared.inside
+        if self.cut:
+            after += (3 if self.gated else 2) * self.shared.matrix * self.low
+        backward = after + self._backward(stay=self.cut)
         return FeedForwardSizes(
             kept=self.kept,
             products=self.products,
             cached=shared.cached,
-            at_work=max(shared.at_work, made * self.inner + row_bytes),
-            backward=max(shared.backward, after + max(behind)),
-            split_backward=max(shared.split_backward, after + max(behind)),
+            at_work=max(shared.at_work, made * self.inner + rows),
+            backward=max(shared.backward, backward),
+            first_backward=max(shared.backward, after + self._backward(stay=True)),
+            split_backward=max(shared.split_backward, backward),
             late=shared.late,
-            passed=after + row_bytes - answers,
-            after_experts=after_experts,
+            passed=after + rows - answers,
+            # The gradient of the rows is there, and that which shared experts gave.
+            after_experts=self._router + self._choices - answers + rows + self.shared.width,
         )

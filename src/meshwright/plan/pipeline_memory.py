@@ -25,10 +25,13 @@ backward pass makes later are whole until all blocks of the stage have theirs.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 
 from meshwright.plan.axes import sums_whole_gradients
+from meshwright.plan.bucket_traffic import kept_gradients
 from meshwright.plan.decoder_memory import (
     Sizes,
     Stack,
@@ -38,7 +41,7 @@ from meshwright.plan.decoder_memory import (
     sum_blocks,
 )
 from meshwright.plan.feed_forward_memory import INT64_BYTES
-from meshwright.plan.moments import Line, Moment
+from meshwright.plan.moments import KeptGradients, Line, Moment
 from meshwright.plan.parts import Part, held_parameters, held_parts, schedule_of
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
 from meshwright.plan.sharded_memory import NORM_TENSORS, Pass, ShardedSizes
@@ -88,6 +91,16 @@ class PipelineMemory:
     """What one micro-batch makes in all stages of the rank, without recomputation."""
 
 
+class Made(IntEnum):
+    """Which gradients of a stage there are."""
+
+    NONE = 0
+    """Those at most that are in buckets."""
+    HALF = 1
+    """What a split backward pass makes in its first half: those of experts and around the blocks."""
+    ALL = 2
+
+
 @dataclass(frozen=True)
 class _Stage:
     """One stage: what it keeps, and the widest moment of each of its actions."""
@@ -98,10 +111,14 @@ class _Stage:
     """From the gradients of its inputs to those of its weights."""
     gradients: int
     """Of its parameters; one that it shares with an earlier stage of the rank is that one's."""
+    start: int
+    """Those of them that are there before the first backward pass."""
+    half: int
+    """Those that are there after the first half of a backward pass that is split."""
     idle: int
     """ZeRO-2 and 3: what it has gathered while another stage of the rank works."""
-    widest: dict[tuple[Kind, bool], PipelineMoment]
-    """By kind, and whether gradients are there already."""
+    widest: dict[tuple[Kind, Made], PipelineMoment]
+    """By kind, and which gradients are there already."""
 
 
 def _without_copies(sizes: Sizes, model: DecoderModel, kept: bool) -> Sizes:
@@ -125,7 +142,13 @@ class _Moments:
     """Lists the moments of one stage's actions."""
 
     def __init__(
-        self, job: Job, part: Part, micro_batch: int, own: int, split: bool, rows: Sequence[int] | None
+        self,
+        job: Job,
+        part: Part,
+        micro_batch: int,
+        own: Sequence[Parameter],
+        split: bool,
+        rows: Sequence[int] | None,
     ) -> None:
         """Of one stage.
 
@@ -133,14 +156,14 @@ class _Moments:
             job: With its layout settled.
             part: The stage.
             micro_batch: Samples of one forward pass.
-            own: Bytes of its parameters, without those that an earlier stage of the rank shares.
+            own: Its parameters, without those that an earlier stage of the rank shares.
             split: Whether the backward pass is.
             rows: That experts read in each of its layers with experts; None for an even share of all.
         """
         assert isinstance(part.model, DecoderModel), "the legality table cuts decoders only"
         self.job, self.part, self.model, self.split = job, part, part.model, split
         kept = job.layout.recompute == "none"
-        self.stack = Stack.of(job, self.model, part.layers, micro_batch, sums_kept=True, rows=rows)
+        self.stack = Stack.of(job, self.model, part.layers, micro_batch, rows)
         self.copies = self.stack.copies if split or not kept else 0
         """16-bit copies of weights that live until a forward pass ends, and are not kept."""
         if split:
@@ -148,12 +171,23 @@ class _Moments:
             self.stack = Stack(tuple(blocks))
         self.sizes = self.stack.last
         self.shards = ShardedSizes.of(job, part) if job.layout.zero >= 2 else None
-        self.layers, self.gradients = len(part.layers), self.shards.kept if self.shards else own
+        self.layers, self.always = len(part.layers), kept_gradients(job)
+        size = sum(p.count for p in own) * FLOAT32_BYTES
+        self.gradients = self.shards.kept if self.shards else size
+        self.start = self.always.count_bytes(own)
+        """Gradients that are there from the start of the step, in buckets."""
+        self.half = self.gradients
+        """Those that are there after the first half of a backward pass that is split."""
         self.words = self.model.vocab_size * self.model.hidden_size * FLOAT32_BYTES
         """The head, or the embedding; its gradient too."""
         self.width = self.sizes.tokens * self.model.hidden_size * self.sizes.low
         """What a product along the hidden size gives: T x D x e."""
         self.extra = self._tokens_kept(micro_batch)
+        if split and self.shards is not None:
+            self.half = self.shards.half
+        elif split:
+            around = 0 if self.always.dense else (part.first + part.last) * self.words
+            self.half = min(self.gradients, self.start + around + self._new_gradients.total())
 
     def _tokens_kept(self, micro_batch: int) -> int:
         """Copies of the batch on a GPU, and the mask of its documents."""
@@ -204,27 +238,32 @@ class _Moments:
         """
         named, gathered = f"stage {self.part.stage}, {name}", 0
         if self.shards is not None:
-            moment, first = Moment(name, 0, 0, 0, "", 0, *at), not gradients
+            moment, first = Moment(name, 0, 0, 0, "", 0, *at), gradients < self.gradients
             gathered, _ = self.shards.gathered(moment, Pass(first, last=False))
-            gradients, reduced = self._shards_at(moment, first)
+            gradients, reduced = self._shards_at(moment, gradients)
             gathered += reduced
         return PipelineMoment(named, activations + self.extra, temporary, gradients, formula, gathered)
 
-    def _made(self, there: bool, so_far: int) -> int:
+    def _made(self, there: Made, so_far: int) -> int:
         """Gradients: all that there are from the first backward pass on, in it what it has made so far."""
-        if there:
-            return self.gradients
-        return 0 if self.shards else so_far
+        if there is Made.NONE:
+            return 0 if self.shards else self.start + so_far
+        return self.half if there is Made.HALF else self.gradients
 
-    def _shards_at(self, moment: Moment, first: bool) -> tuple[int, int]:
-        """Gradients, and what is reduced, where they are cut; a split backward pass leaves them for later."""
+    def _shards_at(self, moment: Moment, before: int) -> tuple[int, int]:
+        """Gradients, and what is reduced, where they are cut and some were there before this pass.
+
+        A split backward pass leaves those of products for later.
+        """
         assert self.shards is not None, "asked where they are cut"
-        if self.split and moment.layer is not None:
-            return (0 if first else self.gradients) + self.shards.around_early, 0
-        return self.shards.gradients(moment, Pass(first, last=False))
+        first = before < self.gradients
+        if self.split and moment.layer is not None and moment.backward:
+            return self.shards.split_gradients(moment, before)
+        gradients, reduced = self.shards.gradients(moment, Pass(first, last=False))
+        return gradients + (before if first else 0), reduced
 
-    def forward(self, there: bool) -> list[PipelineMoment]:
-        """Of a forward pass; ``there``: whether gradients are."""
+    def forward(self, there: Made) -> list[PipelineMoment]:
+        """Of a forward pass; ``there``: which gradients are."""
         sizes, before = self.sizes, self.stack.waiting(self.layers - 1)
         gradients = self._made(there, 0)
         again, copies = self.job.layout.recompute != "none", self.copies
@@ -248,16 +287,15 @@ class _Moments:
             found.append(self._moment("loss, forward", stack, temporary, gradients, formula))
         return found
 
-    def backward(self, there: bool) -> list[PipelineMoment]:
+    def backward(self, there: Made) -> list[PipelineMoment]:
         """Of a backward pass, or of its first half."""
-        made = self.words if self.part.last else 0
-        found = self._head_moments(there)
-        each = sum_blocks(self.part.parameters)
+        made = self.words if self.part.last and not self.always.dense else 0
+        found, each = self._head_moments(there), self._new_gradients
         for below in reversed(range(self.layers)):
-            found += self._block_moments(below, self._made(there, made))
-            made += 0 if self.split else each[self.part.layers[below]]
+            found += self._block_moments(below, self._made(there, made), there)
+            made += each[self.part.layers[below]]
         if self.part.first:
-            done = self._made(there, self.words if self.split else self.gradients)
+            done = self._made(there, made + self.words if self.split else self.gradients - self.start)
             last = 0 if self.shards or not there else self.words  # shards have it among the gradients
             found.append(
                 self._moment("embedding, backward", self.pending, last, done, "none", (None, "around"))
@@ -267,21 +305,39 @@ class _Moments:
             found.append(self._moment("ends, reduced", self.pending, 0, gradients, "none", (None, "reduced")))
         return found
 
-    def _block_moments(self, below: int, gradients: int) -> list[PipelineMoment]:
+    @property
+    def _new_gradients(self) -> Counter[int]:
+        """Bytes of gradients that the first backward pass makes, by layer; of a split one those of experts."""
+        made = KeptGradients(not self.always.dense and not self.split, not self.always.experts)
+        return sum_blocks(self.part.parameters, made)
+
+    def _block_moments(self, below: int, gradients: int, there: Made) -> list[PipelineMoment]:
         """One block on the way back."""
         sizes = self.stack.blocks[below]
         stack = self.stack.waiting(below) + self.late(self.layers - 1 - below)
-        waiting, temporary = self.stack.formula(below), sizes.backward
+        waiting = self.stack.formula(below)
+        temporary = sizes.backward(first=not there and not self.always.experts)
         if self.split:  # no gradient of a weight is made
             temporary = sizes.hidden + sizes.feed_forward.split_backward
         formula, alive = f"{waiting}, + {sizes.block} (this block)", stack + sizes.block
         found = [self._moment("backward", alive, temporary, gradients, formula, (below, "block"))]
+        if self.shards is not None and sizes.feed_forward.after_experts:
+            passed, after = sizes.hidden + sizes.feed_forward.passed, stack + sizes.after_experts
+            if self.job.layout.recompute != "none":  # they are gathered when they are computed again
+                alive, passed = after + sizes.waiting_products, sizes.hidden
+            at = (below, "experts gathered")
+            found.append(self._moment("backward, experts gathered", alive, passed, gradients, formula, at))
+            at = (below, "experts")
+            found.append(self._moment("backward, experts", after, sizes.hidden, gradients, formula, at))
         formula, alive = f"{waiting}, + {sizes.attention} (half of this block)", stack + sizes.attention
         passed, at = sizes.hidden + sizes.attention_gradients, (below, "attention")
         found.append(self._moment("backward, attention", alive, passed, gradients, formula, at))
         if self.job.layout.recompute != "none":
             alive, at = stack + sizes.turning + sizes.waiting_products, (below, "again")
             found.append(self._moment("computed again", alive, sizes.hidden, gradients, formula, at))
+        if self.shards is not None and below == self.layers - 1:
+            at, alive = (below, "gathered"), self.stack.waiting(self.layers)
+            found.append(self._moment("backward, gathered", alive, sizes.hidden, gradients, waiting, at))
         if self.shards is not None and not self.split:
             found += self._reduced_moments(below, stack, gradients)
         return found
@@ -301,7 +357,7 @@ class _Moments:
             )
         return found
 
-    def _head_moments(self, there: bool) -> list[PipelineMoment]:
+    def _head_moments(self, there: Made) -> list[PipelineMoment]:
         """The loss's and the final norm's way back."""
         if not self.part.last:
             return []
@@ -316,10 +372,10 @@ class _Moments:
             found.append(self._moment("final norm, backward", stack, inside, made, blocks))
         return found
 
-    def weights(self, there: bool) -> list[PipelineMoment]:
+    def weights(self, there: Made) -> list[PipelineMoment]:
         """Of the second half of a backward pass that is split."""
         largest = max(p.count for p in self.part.parameters if _is_of_block(p, self.part.layers[0]))
-        made = self._made(there, (self.part.first + self.part.last) * self.words)
+        made = max(self.half, self._made(there, 0))
         formula = "inputs and output gradients of products"
         if self.shards is not None:
             whole = self.shards.kept_blocks
@@ -342,10 +398,10 @@ class _Moments:
         ):
             if kind is Kind.WEIGHT and not self.split:
                 continue
-            for there in (False, True):
+            for there in Made:
                 widest[kind, there] = max(list_moments(there), key=lambda moment: moment.bytes)
         idle = self.shards.idle if self.shards else 0
-        return _Stage(self.kept, self.pending, self.gradients, idle, widest)
+        return _Stage(self.kept, self.pending, self.gradients, self.start, self.half, idle, widest)
 
 
 def _is_of_block(parameter: Parameter, layer: int) -> bool:
@@ -356,13 +412,14 @@ class _Walk:
     """Goes through one rank's actions and keeps the fullest moment."""
 
     def __init__(
-        self, schedule: PipelineSchedule, place: int, stages: dict[int, _Stage], handed: int, from_start: bool
+        self, schedule: PipelineSchedule, place: int, stages: dict[int, _Stage], handed: int
     ) -> None:
-        """``from_start``: whether gradients are there before the first backward pass."""
         self.schedule, self.place, self.stages, self.handed = schedule, place, stages, handed
         self.waiting: dict[tuple[int, int], int] = {}
         self.waiting_bytes = 0
-        self.gradients = {stage: mine.gradients if from_start else 0 for stage, mine in stages.items()}
+        self.gradients = {stage: mine.start for stage, mine in stages.items()}
+        whole = {stage for stage, mine in stages.items() if mine.start == mine.gradients}
+        self.made = {stage: Made.ALL if stage in whole else Made.NONE for stage in stages}
         self.releases = find_releases(schedule, place)
         self.sent: set[Action] = set()
         """What was sent, and is kept until it has been used for certain."""
@@ -394,7 +451,7 @@ class _Walk:
     def _look(self, action: Action, posted: bool) -> None:
         kind, stage, m = action
         mine = self.stages[stage]
-        own = mine.widest[kind, self.gradients[stage] > 0]
+        own = mine.widest[kind, self.made[stage]]
         others = sum(size for held, size in self.gradients.items() if held != stage)
         idle = sum(other.idle for held, other in self.stages.items() if held != stage)
         waiting = self.waiting_bytes - self.waiting.get((stage, m), 0)
@@ -423,7 +480,9 @@ class _Walk:
         if left:
             self.waiting[stage, m] = left
         if kind is Kind.WEIGHT or (kind is Kind.BACKWARD and not split):
-            self.gradients[stage] = mine.gradients
+            self.gradients[stage], self.made[stage] = mine.gradients, Made.ALL
+        elif kind is Kind.BACKWARD and self.made[stage] is Made.NONE:
+            self.gradients[stage], self.made[stage] = mine.half, Made.HALF
         if receiver_of(action, self.schedule) is not None:
             self.sent.add(action)
         elif consumer_of(action, self.schedule.stages) is not None:
@@ -446,14 +505,14 @@ def trace_pipeline(
     parts, seen, left = held_parts(job, place), set[str](), iter(rows or ())
     listed: dict[int, _Moments] = {}
     for part in parts:
-        own = sum(p.count for p in part.parameters if p.name not in seen) * FLOAT32_BYTES
+        own = [p for p in part.parameters if p.name not in seen]
         seen.update(p.name for p in part.parameters)
         read = None if rows is None else list(itertools.islice(left, part.expert_layers))
         listed[part.stage] = _Moments(job, part, micro_batch, own, schedule.split_backward, read)
     sizes, model = next(iter(listed.values())).sizes, next(iter(listed.values())).model
     stages = {stage: moments.stage() for stage, moments in listed.items()}
     replicated = sums_whole_gradients(job)
-    top = _Walk(schedule, place, stages, sizes.hidden, from_start=replicated).run()
+    top = _Walk(schedule, place, stages, sizes.hidden).run()
     if replicated and job.compression.kind != "none":
         top = max(top, _reduction(job, place), key=lambda moment: moment.bytes)
     return PipelineMemory(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.plan.axes import is_expert
 from meshwright.plan.shapes import FLOAT32_BYTES, operand_bytes
 from meshwright.plan.sharding import Group, group_axis, sends_gradients
 from meshwright.plan.traffic import WIRE_BYTES
@@ -69,6 +70,8 @@ class ShardedBlock:
     experts: ShardedGroup
     feed_forward: int
     """The part of the own gradient which is there when the backward pass comes to attention."""
+    routed: int
+    """The part of `own.kept` that is of routed experts."""
 
     @classmethod
     def of(cls, job: Job, own: Group, experts: Group | None) -> ShardedBlock:
@@ -78,6 +81,7 @@ class ShardedBlock:
             ShardedGroup.of(job, own),
             ShardedGroup.of(job, experts) if experts else NOTHING,
             sum(p.count for p in own.parameters if ".ffn." in p.name) * low,
+            sum(p.count for p in own.parameters if is_expert(p.name)) * FLOAT32_BYTES,
         )
 
     @property

@@ -210,6 +210,26 @@ class ShardedSizes:
             whole += block.experts.reducing
         return shards + self.around_early + whole, sent or (behind[0].own.sent if behind else 0)
 
+    @property
+    def half(self) -> int:
+        """Gradients between the two halves of a split backward pass, the first of a step."""
+        return self.around_shard + sum(block.experts.shard + block.routed for block in self.blocks)
+
+    def split_gradients(self, moment: Moment, before: int) -> tuple[int, int]:
+        """Inside the blocks where products' gradients come later, and only those of experts at once.
+
+        Args:
+            moment: Of the first half of a backward pass.
+            before: Gradients that there were when it began.
+        """
+        assert moment.layer is not None, "inside a block"
+        block, behind = self.blocks[moment.layer], self.blocks[moment.layer + 1 :]
+        made = 0 if before else sum(other.experts.shard + other.routed for other in behind)
+        if moment.part == "experts":
+            made += block.experts.reducing
+        sent = block.experts.sent if moment.part in ("experts", "attention") else 0
+        return before + made + self.around_early, sent or (behind[0].experts.sent if behind else 0)
+
     @staticmethod
     def _at_work(block: ShardedBlock, part: str) -> tuple[int, int]:
         """Whole gradients of a block on its way back, and what it has sent itself."""
