@@ -1,16 +1,16 @@
-"""How well ring attention hides its transfers: two ranks, each in a network namespace, and a slow link between.
+"""How well ring attention hides its transfers: two ranks in network namespaces, and a slow link between.
 
-The benchmark makes two network namespaces and a link that lets through so many bits a second each way (``tc``,
-a token bucket), and takes them away at the end. In both a rank trains the same small model with long sequences
-and ``layout.cp=2``, one core each. It times, in turn, in the same processes:
+The benchmark makes two network namespaces and a link that lets through so many bits a second each way
+(``tc``, a token bucket), and takes them away at the end. In both a rank trains the same small model with long
+sequences and ``layout.cp=2``, one core each. It times, in turn, in the same processes:
 
 - compute: the same rounds, where what would be received is what would be sent;
 - transfer: the same messages, all begun at once, where nothing is computed;
 - both: as it trains.
 
-The figure is the time of both over the larger of the other two; of each the shortest of some, as whatever else
-the machine does makes it longer. Rates are chosen by what compute takes: such that transfers take half of it,
-as long, and so on. This for
+The figure is the time of both over the larger of the other two; of each the shortest of some, as whatever
+else the machine does makes it longer. Rates are chosen by what compute takes: such that transfers take half
+of it, as long, and so on. This for
 
 - attention with timed waits: forward and backward of one call in which a kernel is a sleep, which needs no
   core, so that nothing but the order of sends, waits and rounds is measured;

@@ -51,9 +51,10 @@ packed documents, masked prompts, and batches that no number of ranks divides. P
 micro-batches than stages, and, with a batch of seven, enough for the schedules that ask for many."""
 
 _HINTS = get_type_hints(Layout)
-DEGREES = ("pp", "dp_replicate", "dp_shard", "tp")
+DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 SETTINGS: dict[str, Sequence[Any]] = {
     "schedule": ("1f1b", *(name for name in get_args(_HINTS["schedule"]) if name != "1f1b")),
+    "context": get_args(_HINTS["context"]),
     "sequence_parallel": (False, True),
     "recompute": get_args(_HINTS["recompute"]),
     "micro_batch": (1, 2),
@@ -62,6 +63,9 @@ SETTINGS: dict[str, Sequence[Any]] = {
     "offload": get_args(_HINTS["offload"]),
 }
 """What is tried beside the degrees and ``zero``; those that are not built yet join when they are."""
+DRAWN = ("recompute", "accumulate", "prefetch", "offload")
+"""Settings of which `make test-all` tries one, drawn, for each layout that shares sequences: else they are
+too many. In pairs with all others they are tried, too."""
 SEVERAL_STAGES = ("interleaved", *V_SCHEDULES)
 """Schedules with several stages a rank: here two."""
 SPLIT = ("zb-h1", *V_SCHEDULES)
@@ -94,6 +98,12 @@ class Cell:
     def pipelined(self) -> bool:
         """Whether its model is cut into stages."""
         return dict(self.settings)["pp"] > 1
+
+    @property
+    def sharing(self) -> str:
+        """How ranks share sequences; empty where they do not."""
+        settings = dict(self.settings)
+        return settings["context"] if settings["cp"] > 1 else ""
 
     @property
     def family(self) -> str:
@@ -208,14 +218,16 @@ def _train(work: str, pipelined: bool) -> dict[str, Any]:
 
 
 def choose_models(cells: Sequence[Cell]) -> list[Cell]:
-    """Every layout with one decoder of each family, or of either where it is a pipeline.
+    """Every layout with one decoder of each family, or of either where it is a pipeline or shares sequences.
 
-    Which one, and its micro-batch, are drawn.
+    Which one, and its micro-batch, are drawn; where sequences are shared also what is kept and when sent.
     """
     drawn = random.Random(SEED)
     groups: dict[Any, list[Cell]] = {}
     for cell in cells:
-        groups.setdefault((cell.layout, "" if cell.pipelined else cell.family), []).append(cell)
+        either = cell.pipelined or cell.sharing
+        layout = tuple(item for item in cell.layout if not (cell.sharing and item[0] in DRAWN))
+        groups.setdefault((layout, "" if either else cell.family), []).append(cell)
     return [drawn.choice(group) for group in groups.values()]
 
 
@@ -229,18 +241,18 @@ def list_pairs(cell: Cell) -> Iterable[tuple[Any, ...]]:
 
 
 def list_traits(cell: Cell) -> Iterable[tuple[Any, ...]]:
-    """The same with less of pipelines: each degree and schedule somewhere, and in pairs what they mean.
+    """The same with less of pipelines and sequences: their settings once each, in pairs what they mean.
 
     To the code a schedule is an order, which all have, and two traits: whether ranks have several stages, and
-    whether the backward pass is split.
+    whether the backward pass is split. Of ranks that share sequences it is how they do.
     """
     settings = dict(cell.settings)
-    pipeline = [(key, settings.pop(key)) for key in ("pp", "schedule")]
-    traits = []
+    once = [(key, settings.pop(key)) for key in ("pp", "schedule", "cp", "context")]
+    traits = [("sharing", cell.sharing)]
     if cell.pipelined:
-        schedule = pipeline[1][1]
-        traits = [("several stages", schedule in SEVERAL_STAGES), ("split", schedule in SPLIT)]
-    return [*itertools.combinations((("work", cell.work), *settings.items(), *traits), 2), *pipeline]
+        schedule = once[1][1]
+        traits += [("several stages", schedule in SEVERAL_STAGES), ("split", schedule in SPLIT)]
+    return [*itertools.combinations((("work", cell.work), *settings.items(), *traits), 2), *once]
 
 
 def choose_covering(cells: Sequence[Cell], meetings: Meetings) -> list[Cell]:

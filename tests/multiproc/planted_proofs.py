@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -105,13 +106,13 @@ def _spoil(model, ranks):
 not_finite = with_model(_spoil)
 
 
-def with_method(owner, name, change):
+def with_method(owner, name, change, run=run_rank):
     """An entry in whose ranks a method is another: ``change(honest, self, *arguments)``."""
 
     def entry(run_dir, listener):
         honest = getattr(owner, name)
         setattr(owner, name, lambda self, *arguments: change(honest, self, *arguments))
-        return run_rank(run_dir, listener)
+        return run(run_dir, listener)
 
     return entry
 
@@ -270,12 +271,6 @@ own_queues = with_method(
 """A capacity is counted over the tokens of a rank, and not of the sequence."""
 own_counts = with_method(experts.SharedTokens, "add_up", lambda honest, self, counts: counts)
 """The balance loss looks at a rank's own tokens alone."""
-first_experts_alone = with_method(
-    Router,
-    "_choose",
-    lambda honest, self, scores: honest(self, -torch.arange(scores.shape[1]).expand_as(scores)),
-)
-"""No defect of the layout: all tokens choose the same experts, and others none."""
 
 
 untied_sum = with_method(Owned, "_add_tied", lambda honest, self: None)
@@ -410,7 +405,7 @@ def sharded(average):
 
     def entry(run_dir, listener):
         def apply_layout(model, job, ranks, weights):
-            mesh = ranks.mesh["dp_replicate"]
+            mesh = DeviceMesh.from_group(ranks.group("dp_replicate"), "cpu")
             for module in (*model.list_blocks(), model):
                 fully_shard(module, mesh=mesh)
                 if not average:
@@ -472,3 +467,11 @@ class AuditWithChoices(StepAudit):
     def before_backward(self, micro_batch):
         self._choices.micro_batch = micro_batch
         super().before_backward(micro_batch)
+
+
+def _falling_scores(honest, self, scores):
+    return honest(self, -torch.arange(scores.shape[1], dtype=scores.dtype).expand_as(scores))
+
+
+first_experts_alone = with_method(Router, "_choose", _falling_scores, run=audited)
+"""No defect: all tokens choose the same experts, and others none."""

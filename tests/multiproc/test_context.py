@@ -1,4 +1,4 @@
-"""Context parallelism on real ranks: attention of one process, memory that falls with the ranks, no byte more."""
+"""Context parallelism on real ranks: attention of one process, less memory a rank, every byte as predicted."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def activation_bytes(trained):
 
 @pytest.mark.parametrize("context", ["ring", pytest.param("ulysses", marks=pytest.mark.slow)])
 def test_activations_fall_with_the_ranks_that_share_a_sequence(train, context):
-    """Less the head's gradient and the loss, which every rank has whole: exactly half on two, a quarter on four.
+    """Less the head's gradient and the loss, which every rank has whole: half on two, a quarter on four.
 
     Ulysses keeps what attention gave once more than one process does: there four ranks are compared with two.
     """

@@ -179,11 +179,11 @@ def against(prepared, tmp_path_factory):
     """One reference for all defects of a model: each is planted in a small layout and judged."""
     prover = Prover(tmp_path_factory.mktemp("proof"), prepared)
 
-    def run(defect, layout, model=(), train=(), data=()):
+    def run(defect, layout, model=(), train=()):
         tree = {
             "name": "planted",
             "model": {"preset": "tiny", **dict(model)},
-            "data": {"path": str(prepared), "seq_len": 32, **dict(data)},
+            "data": {"path": str(prepared), "seq_len": 32},
             "train": {"steps": 10, "global_batch": 12, "lr": 3e-3, **dict(train)},
             "layout": {"micro_batch": 3, **layout},
             "cluster": {"preset": "local", "device": "cpu"},
@@ -282,31 +282,50 @@ HALF = "all gradients are 0.5 times"
 
 
 @pytest.mark.parametrize(
-    ("defect", "layout", "data", "kind", "module", "said"),
+    ("defect", "layout", "kind", "module", "said"),
     [
-        ("contiguous_positions", SHARED, {}, "activation", "blocks.0.attention", ""),
-        (
-            "far_documents",
-            SHARED,
-            {"mask": "document", "seq_len": 512},
-            "activation",
-            "blocks.0.attention",
-            "",
-        ),
-        ("lost_sums", SHARED, {}, "gradient", "blocks.1.attention.wv", ""),
-        ("cp_counted_as_data", {"cp": 2, "tp": 2}, {}, "gradient", "norm", HALF),
-        ("swapped_heads", {"cp": 2, "context": "ulysses"}, {}, "activation", "blocks.0.attention", ""),
-        slow("averaged_rounds", SHARED, {}, "activation", "blocks.0.attention", ""),
-        slow("skipped_round", SHARED, {}, "activation", "blocks.0.attention", ""),
-        slow("missing_reduce", SHARED, {}, "gradient", "blocks.1.ffn_norm", ""),
-        slow("lost_sums", {"cp": 2, "pp": 2}, {}, "gradient", "blocks.1.attention.wv", ""),
+        ("contiguous_positions", SHARED, "activation", "blocks.0.attention", ""),
+        ("lost_sums", SHARED, "gradient", "blocks.1.attention.wv", ""),
+        ("cp_counted_as_data", {"cp": 2, "tp": 2}, "gradient", "norm", HALF),
+        ("swapped_heads", {"cp": 2, "context": "ulysses"}, "activation", "blocks.0.attention", ""),
+        slow("averaged_rounds", SHARED, "activation", "blocks.0.attention", ""),
+        slow("skipped_round", SHARED, "activation", "blocks.0.attention", ""),
+        slow("missing_reduce", SHARED, "gradient", "blocks.1.ffn_norm", ""),
+        slow("lost_sums", {"cp": 2, "pp": 2}, "gradient", "blocks.1.attention.wv", ""),
     ],
 )
 def test_a_defect_of_shared_sequences_is_found_and_its_module_named(
-    against, defect, layout, data, kind, module, said
+    against, defect, layout, kind, module, said
 ):
     """Whole sequences are compared, of parts that lie on several ranks."""
-    named(against(defect, layout, data=data), kind, module, said)
+    named(against(defect, layout), kind, module, said)
+
+
+MIXTURE = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 32, "capacity_factor": 1.0}
+BIASED = {**MIXTURE, "ffn_bias": True}
+ROUTER, GATE, DOWN = "blocks.1.ffn.router", "blocks.1.ffn.experts.gate", "blocks.1.ffn.experts.down"
+
+
+@pytest.mark.parametrize(
+    ("defect", "layout", "model", "kind", "module"),
+    [
+        ("unsummed_router", {"tp": 2}, MIXTURE, "gradient", ROUTER),
+        ("experts_as_dense", {"cp": 2, "ep": 2}, MIXTURE, "gradient", DOWN),
+        ("turned_answers", {"cp": 2, "ep": 2}, MIXTURE, "activation", "blocks.0.ffn"),
+        ("own_queues", {"cp": 2}, MIXTURE, "activation", "blocks.0.ffn"),
+        ("own_counts", {"cp": 2}, {**MIXTURE, "capacity_factor": None}, "gradient", ROUTER),
+        slow("unsummed_router", {**SEQUENCE, "ep": 2}, MIXTURE, "gradient", "norm"),
+        slow("unsummed_experts", {"dp_replicate": 2, "cp": 2, "ep": 2}, MIXTURE, "gradient", DOWN),
+        slow("unsummed_experts", {"tp": 2}, MIXTURE, "gradient", DOWN),
+        slow("own_queues", {"tp": 2, "ep": 2}, MIXTURE, "activation", "blocks.0.ffn"),
+        slow("own_counts", {"tp": 2}, {**MIXTURE, "capacity_factor": None}, "gradient", ROUTER),
+        slow("bias_of_every_part", {"cp": 2, "etp": 2}, BIASED, "activation", "blocks.0.ffn"),
+        slow("turned_answers", {"pp": 2, "tp": 2, "ep": 2}, MIXTURE, "activation", "blocks.0.ffn"),
+    ],
+)
+def test_a_defect_of_experts_is_found_and_its_module_named(against, defect, layout, model, kind, module):
+    """Gradients are summed over the ranks that share an expert, and sequences counted whole."""
+    named(against(defect, layout, model, {"balance_loss": 0.05}), kind, module, "")
 
 
 PIPELINE = {"pp": 2}

@@ -2,8 +2,8 @@
 
 The cells come from the legality table (``layout_matrix``). `make test` runs a set in which every pair of
 settings meets, of pipelines those of what a schedule means. `make test-all` runs every layout on two to four
-ranks, each with a decoder of both families, pipelines with one of either, and samples on eight ranks and of
-compiled blocks.
+ranks, each with a decoder of both families, pipelines and shared sequences with one of either, and samples on
+eight ranks and of compiled blocks.
 """
 
 from __future__ import annotations
@@ -36,9 +36,12 @@ COVERING = choose_covering(CELLS, list_traits)
 PAIRS = choose_covering(CELLS, list_pairs)
 COMPILED = sorted(random.Random(SEED).sample(list_compiled(COVERING), 8), key=lambda cell: cell.passes)
 LARGE = list(islice(draw_cells(8), 12))
-ALL_DATA_AXES = next(cell for cell in draw_cells(8) if min(cell.degrees[1:]) > 1)
+ALL_DATA_AXES = next(cell for cell in draw_cells(8) if cell.degrees == (1, 2, 2, 1, 2))
+SHARED_SHARDS_OF_SPLITS = next(
+    cell for cell in draw_cells(8) if cell.degrees == (1, 1, 2, 2, 2) and dict(cell.settings)["zero"] == 3
+)
 PIPELINE_OF_SHARDS = next(
-    cell for cell in draw_cells(8) if cell.degrees == (2, 1, 2, 2) and dict(cell.settings)["zero"] == 3
+    cell for cell in draw_cells(8) if cell.degrees == (2, 1, 2, 1, 2) and dict(cell.settings)["zero"] == 3
 )
 """Those for which `make test` has time; of the compiled ones it is the first."""
 
@@ -75,7 +78,9 @@ def test_compiled_blocks_too(prover, cell):
     hold(prover, cell.job)
 
 
-@pytest.mark.parametrize("cell", as_parameters([PIPELINE_OF_SHARDS], [ALL_DATA_AXES, *LARGE]))
+@pytest.mark.parametrize(
+    "cell", as_parameters([PIPELINE_OF_SHARDS], [ALL_DATA_AXES, SHARED_SHARDS_OF_SPLITS, *LARGE])
+)
 def test_eight_ranks_too(prover, cell):
     hold(prover, cell.job)
 
@@ -87,10 +92,22 @@ def test_all_pairs_of_settings_meet_in_few_cells():
         assert legal == {met for cell in chosen for met in meetings(cell)}
         assert set(chosen) <= set(CELLS)
         assert len(chosen) < len(CELLS) / 10
-    assert {cell.layout for cell in MATRIX} == {cell.layout for cell in CELLS}
-    assert {(c.layout, c.family) for c in CELLS if not c.pipelined} <= {(c.layout, c.family) for c in MATRIX}
-    placed = {degrees for degrees in product(range(1, 5), repeat=4) if 2 <= prod(degrees) <= 4}
+    alone = [cell for cell in CELLS if not cell.sharing]
+    assert {cell.layout for cell in MATRIX if not cell.sharing} == {cell.layout for cell in alone}
+    assert {(c.layout, c.family) for c in alone if not c.pipelined} <= {(c.layout, c.family) for c in MATRIX}
+    placed = {degrees for degrees in product(range(1, 5), repeat=5) if 2 <= prod(degrees) <= 4}
     assert {cell.degrees for cell in MATRIX} == placed, "the table refuses no axis as such"
     pipelines = [dict(cell.settings) for cell in COVERING if cell.pipelined]
     assert {settings["schedule"] for settings in pipelines} == set(SETTINGS["schedule"])
     assert {settings["zero"] for settings in pipelines} == {0, 1, 2, 3}
+    shared = [dict(cell.settings) for cell in COVERING if cell.sharing]
+    assert {settings["zero"] for settings in shared if settings["dp_shard"] == 1} == {0, 1, 2, 3}
+    assert {settings["cp"] for settings in shared} == {2, 3, 4}
+
+
+def test_documents_that_far_rounds_of_a_ring_ignore_are_found(prover):
+    """Here sequences have several documents, and not only one that is cut."""
+    cell = next(c for c in MATRIX if c.sharing == "ring" and c.ranks == 2 and c.job.data.mask == "document")
+    first = prover.prove(cell.job, "planted_proofs:far_documents").verdict.first_divergence
+    assert first is not None
+    assert (first.kind, first.module) == ("activation", "blocks.0.attention"), first

@@ -14,8 +14,8 @@ ulysses  2 all-to-alls: of N (Q + 2 K') e, of    the same two
 
 A block's keys and values go once round the ring; their gradients travel behind them, in float32, from the
 first rank that is not their own to the last, and home. Each of these sends is one for every lane: a ring
-sends heads in up to eight parts, so that attention can begin with what has arrived. Ulysses repeats key heads where there are fewer than ranks: K' is then the width of ``cp``
-heads, else K.
+sends heads in up to eight parts, so that attention can begin with what has arrived. Ulysses repeats key heads
+where there are fewer than ranks: K' is then the width of ``cp`` heads, else K.
 
 What recomputation repeats: ``full`` all of the forward pass; ``selective`` keeps what the ring's attention
 gave, and makes Ulysses' exchanges again.
@@ -31,8 +31,9 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
 LANES = 8
-"""Parts of the key heads that go round a ring one after the other. With more, less is left that nothing hides,
-one part in 2 x lanes where two ranks compute as long as they send; but kernels and messages get small."""
+"""Parts of the key heads that go round a ring one after the other. With more, less is left that nothing
+hides, one part in 2 x lanes where two ranks compute as long as they send; but kernels and messages get small.
+"""
 
 
 def list_lanes(key_heads: int) -> list[tuple[int, int]]:

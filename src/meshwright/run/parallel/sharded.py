@@ -87,6 +87,8 @@ def _gather_ahead(network: Decoder, depth: int) -> None:
         # No names at all would leave it to FSDP2, which then gathers one; what is gathered costs nothing.
         ahead = [u for units in blocks[place : place + depth] for u in units]
         units[0].set_modules_to_backward_prefetch(ahead or [units[0]])
+        for experts in units[1:]:
+            experts.set_modules_to_backward_prefetch([experts])
 
 
 def _list_units(block: nn.Module) -> list[FSDPModule]:
