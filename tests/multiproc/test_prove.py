@@ -319,7 +319,7 @@ ROUTER, GATE, DOWN = "blocks.1.ffn.router", "blocks.1.ffn.experts.gate", "blocks
         slow("unsummed_experts", {"tp": 2}, MIXTURE, "gradient", DOWN),
         slow("own_queues", {"tp": 2, "ep": 2}, MIXTURE, "activation", "blocks.0.ffn"),
         slow("own_counts", {"tp": 2}, {**MIXTURE, "capacity_factor": None}, "gradient", ROUTER),
-        slow("bias_of_every_part", {"cp": 2, "etp": 2}, BIASED, "activation", "blocks.0.ffn"),
+        slow("bias_of_every_part", {"cp": 2, "etp": 2}, BIASED, "loss", "loss"),  # biases begin as zeros
         slow("turned_answers", {"pp": 2, "tp": 2, "ep": 2}, MIXTURE, "activation", "blocks.0.ffn"),
     ],
 )

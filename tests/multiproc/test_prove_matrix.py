@@ -2,8 +2,8 @@
 
 The cells come from the legality table (``layout_matrix``). `make test` runs a set in which every pair of
 settings meets, of pipelines those of what a schedule means. `make test-all` runs every layout on two to four
-ranks, each with a decoder of both families, pipelines and shared sequences with one of either, and samples on
-eight ranks and of compiled blocks.
+ranks, each with a decoder of both families, pipelines, shared sequences and dealt experts with one of either,
+and samples on eight ranks, of compiled blocks, and of ways to route tokens.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from math import prod
 
 import pytest
 from layout_matrix import (
+    ROUTING,
     SEED,
     SETTINGS,
     Cell,
     choose_covering,
     choose_models,
     draw_cells,
+    draw_routings,
     list_cells,
     list_compiled,
     list_pairs,
@@ -34,6 +36,7 @@ CELLS = list_cells((2, 3, 4))
 MATRIX = choose_models(CELLS)
 COVERING = choose_covering(CELLS, list_traits)
 PAIRS = choose_covering(CELLS, list_pairs)
+ROUTINGS = choose_covering(draw_routings(CELLS, 1000), list_pairs)
 COMPILED = sorted(random.Random(SEED).sample(list_compiled(COVERING), 8), key=lambda cell: cell.passes)
 LARGE = list(islice(draw_cells(8), 12))
 ALL_DATA_AXES = next(cell for cell in draw_cells(8) if cell.degrees == (1, 2, 2, 1, 2))
@@ -85,6 +88,11 @@ def test_eight_ranks_too(prover, cell):
     hold(prover, cell.job)
 
 
+@pytest.mark.parametrize("cell", as_parameters([], ROUTINGS))
+def test_every_way_of_routing_too(prover, cell):
+    hold(prover, cell.job)
+
+
 def test_all_pairs_of_settings_meet_in_few_cells():
     """What `make test` runs leaves out no legal trait, what `make test-all` runs no pair and no layout."""
     for chosen, meetings in ((COVERING, list_traits), (PAIRS, list_pairs)):
@@ -92,8 +100,8 @@ def test_all_pairs_of_settings_meet_in_few_cells():
         assert legal == {met for cell in chosen for met in meetings(cell)}
         assert set(chosen) <= set(CELLS)
         assert len(chosen) < len(CELLS) / 10
-    alone = [cell for cell in CELLS if not cell.sharing]
-    assert {cell.layout for cell in MATRIX if not cell.sharing} == {cell.layout for cell in alone}
+    alone = [cell for cell in CELLS if not cell.sharing and not cell.dealing]
+    assert {cell.layout for cell in MATRIX} >= {cell.layout for cell in alone}
     assert {(c.layout, c.family) for c in alone if not c.pipelined} <= {(c.layout, c.family) for c in MATRIX}
     placed = {degrees for degrees in product(range(1, 5), repeat=5) if 2 <= prod(degrees) <= 4}
     assert {cell.degrees for cell in MATRIX} == placed, "the table refuses no axis as such"
@@ -103,6 +111,19 @@ def test_all_pairs_of_settings_meet_in_few_cells():
     shared = [dict(cell.settings) for cell in COVERING if cell.sharing]
     assert {settings["zero"] for settings in shared if settings["dp_shard"] == 1} == {0, 1, 2, 3}
     assert {settings["cp"] for settings in shared} == {2, 3, 4}
+    dealt = [dict(cell.settings) for cell in COVERING if cell.dealing]
+    assert {(settings["ep"], settings["etp"]) for settings in dealt} >= {
+        (2, 1),
+        (3, 1),
+        (4, 1),
+        (1, 2),
+        (2, 2),
+    }
+    assert {settings["zero"] for settings in dealt} == {0, 1, 2, 3}
+    met = {pair for cell in ROUTINGS for pair in list_pairs(cell)}
+    ways = [(key, value) for key, values in ROUTING.items() for value in values]
+    degrees = [(key, 2) for key in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")]
+    assert met >= {(degree, way) for degree in degrees for way in ways}, "every axis with every way to route"
 
 
 def test_documents_that_far_rounds_of_a_ring_ignore_are_found(prover):
