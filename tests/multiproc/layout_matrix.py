@@ -51,9 +51,9 @@ WORKS: dict[str, dict[str, Any]] = {
     },
 }
 """Both families of decoders, dense and with experts: places that run out, shared experts, a dense layer in
-front of them, key heads fewer than ``tp``, words that ``tp`` does not divide, tied and untied, packed documents,
-masked prompts, and batches that no number of ranks divides. Pipelines have fewer micro-batches than stages,
-and, with a batch of seven, enough for the schedules that ask for many."""
+front of them, key heads fewer than ``tp``, words that ``tp`` does not divide, tied and untied, packed
+documents, masked prompts, and batches that no number of ranks divides. Pipelines have fewer micro-batches
+than stages, and, with a batch of seven, enough for the schedules that ask for many."""
 
 _HINTS = get_type_hints(Layout)
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
