@@ -94,7 +94,8 @@ class UlyssesContext(SharedContext):
 
     def mix(self, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, hidden: Tensor | None) -> Tensor:
         """Attention of some heads, along the whole sequence."""
-        mixed_BHLE = mix_causally(*self._trade_for_heads(q_BHTE, k_BKTE, v_BKTE), hidden)
+        q_BHLE, k_BKLE, v_BKLE = self._trade_for_heads(q_BHTE, k_BKTE, v_BKTE)
+        mixed_BHLE = mix_causally(q_BHLE, k_BKLE, v_BKLE, hidden)
         parts_RBHTE = mixed_BHLE.unflatten(2, (self.size, -1)).movedim(2, 0)
         return _Trade.apply(parts_RBHTE, self.size, self.name).movedim(0, 1).flatten(1, 2)
 
