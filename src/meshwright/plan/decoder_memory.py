@@ -278,7 +278,11 @@ def trace_decoder(
     return StepMemory(
         moments=tuple(moments),
         always=always,
-        kept_bytes=stack.waiting(model.num_layers) + sizes.norm + loss + made_in_forward,
+        kept_bytes=embedding_bytes(job, sizes)
+        + stack.waiting(model.num_layers)
+        + sizes.norm
+        + loss
+        + made_in_forward,
         touched_bytes=stack.touched + sizes.norm + logits,
     )
 
@@ -300,6 +304,11 @@ def list_always(job: Job, model: DecoderModel, sizes: Sizes, micro_batch: int) -
     if mask := mask_bytes(job, sizes, micro_batch):
         lines.append(Line("document mask", mask, f"{micro_batch} x {length} x {length} x {sizes.low}"))
     return tuple(lines)
+
+
+def embedding_bytes(job: Job, sizes: Sizes) -> int:
+    """What a split embedding keeps: which of its rows each token is, and which tokens are not its own."""
+    return sizes.tokens * (INT64_BYTES + 1) if job.layout.tp > 1 else 0
 
 
 def mask_bytes(job: Job, sizes: Sizes, micro_batch: int) -> int:

@@ -35,6 +35,7 @@ from meshwright.plan.bucket_traffic import kept_gradients
 from meshwright.plan.decoder_memory import (
     Sizes,
     Stack,
+    embedding_bytes,
     list_always,
     loss_temporary,
     mask_bytes,
@@ -190,12 +191,13 @@ class _Moments:
             self.half = min(self.gradients, self.start + around + self._new_gradients.total())
 
     def _tokens_kept(self, micro_batch: int) -> int:
-        """Copies of the batch on a GPU, and the mask of its documents."""
+        """Copies of the batch on a GPU, the mask of its documents, and what the embedding keeps."""
         documents = self.job.data.mask == "document"
         on_gpu = self.job.cluster.device == "cuda"
         indices = self.part.first * self.sizes.tokens
         indices += micro_batch * self.job.data.seq_len if documents else 0
-        return on_gpu * indices * INT64_BYTES + mask_bytes(self.job, self.sizes, micro_batch)
+        looked_up = embedding_bytes(self.job, self.sizes) if self.part.first else 0
+        return on_gpu * indices * INT64_BYTES + mask_bytes(self.job, self.sizes, micro_batch) + looked_up
 
     @property
     def kept(self) -> int:
