@@ -31,7 +31,7 @@ PIPELINED_LAYERS = 4
 WORKS: dict[str, dict[str, Any]] = {
     "llama": {
         "model": {"num_kv_heads": 12, "vocab_size": 264, "tied_embeddings": False},
-        "train": {"global_batch": 5, "optimizer": "lion"},
+        "train": {"global_batch": 5, "optimizer": "sgd", "lr": 0.1},
         "pipelined": {"global_batch": 7},
     },
     "llama with experts, one key head": {
