@@ -57,7 +57,7 @@ def largest_differences(group, causal, documents, heads):
 
 
 def attend(run_dir, listener):
-    """In one of four ranks: every case in rings of two, three and four; in the last, masks in small pieces."""
+    """In one of four ranks: every case in rings of two, three and four; in the last, masks in pieces."""
     counter = CollectiveCounter()
     counter.install()
     job = load_job(f"{run_dir}/job.toml", RING)
