@@ -105,7 +105,7 @@ def count_waits(run: Callable[[], Any], device: torch.device) -> int:
         torch.cuda.set_sync_debug_mode("warn")
         run()
         torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(warning.message) for warning in seen)
+    return sum("called a synchronizing" in str(warning.message) for warning in seen)
 
 
 def build_layer(job: Job, device: torch.device, dtype: torch.dtype) -> MixtureOfExperts:

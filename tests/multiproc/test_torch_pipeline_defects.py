@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -108,10 +109,12 @@ def run_torch(run_dir, listener):
     ranks = join_ranks(read_plan(Path(run_dir) / PLAN_FILE).job, CollectiveCounter())
     loop, vee = (0, 1, 0, 1), (0, 1, 1, 0)
 
+    mesh = DeviceMesh.from_group(ranks.group("dp_replicate"), "cpu")
+
     def shard(reshard):
         def wrap(stage):
             for part in (*stage, stage):
-                fully_shard(part, mesh=ranks.data_mesh, reshard_after_forward=reshard)
+                fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
             return stage
 
         return wrap

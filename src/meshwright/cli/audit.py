@@ -105,7 +105,7 @@ def describe_audit(
     _describe_times(output, plan, record, pipeline)
     if plan.job.mixes_samples:
         output.say(f"Note: {BATCH_NORM_NOTE}")
-    for note in record.notes:
+    for note in (*record.notes, *verdict.load):
         output.say(f"Note: {note}")
     if verdict.ok:
         output.say(f"Audit: the plan held. {held_text(plan)}")

@@ -1,7 +1,8 @@
 """The audit: what the plan promised beside what the run did.
 
 State and collectives must be **equal**, on every rank; activations and peak may differ by 5% (and are shown,
-not judged, where blocks are compiled). Step time is shown and not judged. What was not measured is a failure
+not judged, where blocks are compiled). Of a model with experts these two are predicted for the rows that a
+rank's experts read (``routed_load``): the plan has the even share. Step time is shown and not judged. What was not measured is a failure
 too: a contract that nobody checked did not hold.
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 
 from meshwright.core.units import format_bytes
 from meshwright.explain.record import RunRecord
+from meshwright.explain.routed_load import describe_load, find_effect
 from meshwright.plan.comms import Traffic
 from meshwright.plan.contract import Plan
 from meshwright.plan.parts import pipeline_rank
@@ -49,6 +51,8 @@ class StateRow:
     tolerance: float = 0.0
     compiled: bool = False
     """What compiled code keeps is the compiler's choice: shown, not judged."""
+    for_rows: int = 0
+    """What of the prediction is not the plan's: experts read more rows than an even share, or fewer."""
 
     @property
     def held(self) -> bool:
@@ -68,6 +72,8 @@ class Audit:
     collectives: tuple[CollectiveRow, ...]
     differences: tuple[str, ...]
     """A sentence for each promise that did not hold."""
+    load: tuple[str, ...] = ()
+    """Sentences about ranks whose experts did not read an even share of the rows."""
 
     @property
     def ok(self) -> bool:
@@ -84,6 +90,7 @@ class Audit:
         return {
             "audit_ok": self.ok,
             "differences": list(self.differences),
+            "load": list(self.load),
             "state": [{**asdict(row), "ok": row.held} for row in self.state],
             "collectives": [row.as_dict() for row in self.collectives],
         }
@@ -103,7 +110,8 @@ def audit_run(plan: Plan, record: RunRecord) -> Audit:
     elif unheard:
         ranks = ", ".join(str(r) for r in unheard)
         differences.append(f"the collectives of rank {ranks} were not reported: the run did not end there")
-    return Audit(tuple(state), tuple(collectives), tuple(differences))
+    load = describe_load(plan, record)
+    return Audit(tuple(state), tuple(collectives), tuple(differences), tuple(load))
 
 
 def audit_rank(plan: Plan, rank: int, record: RunRecord) -> Audit:
@@ -154,12 +162,19 @@ def _state_rows(plan: Plan, record: RunRecord) -> list[StateRow]:
             if expected or measured:
                 rows.append(StateRow(promised.rank, f"{kind} on the host", expected, measured))
         peak = promised.first_peak_bytes if found and found.first_step else promised.peak_bytes
-        compiled = found is not None and found.compiled
-        for kind, predicted, measured in (
-            ("activations", promised.activation_bytes, found.activation_bytes if found else None),
-            ("peak", peak, found.peak_bytes if found else None),
+        compiled, effect = found is not None and found.compiled, find_effect(plan, promised, found)
+        for kind, predicted, measured, more in (
+            (
+                "activations",
+                promised.activation_bytes,
+                found.activation_bytes if found else None,
+                effect.activations,
+            ),
+            ("peak", peak, found.peak_bytes if found else None, effect.peak),
         ):
-            rows.append(StateRow(promised.rank, kind, predicted, measured, PEAK_TOLERANCE, compiled))
+            rows.append(
+                StateRow(promised.rank, kind, predicted + more, measured, PEAK_TOLERANCE, compiled, more)
+            )
     return rows
 
 

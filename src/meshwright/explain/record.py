@@ -19,6 +19,16 @@ from meshwright.plan.comms import Traffic
 
 
 @dataclass(frozen=True)
+class RoutedRows:
+    """Rows that one rank's experts read, by layer with experts."""
+
+    fullest: tuple[int, ...]
+    """In the micro-batch in which they read most."""
+    mean: tuple[int, ...]
+    """Over the micro-batches."""
+
+
+@dataclass(frozen=True)
 class Measured:
     """Memory of one rank in its audited step."""
 
@@ -30,6 +40,8 @@ class Measured:
     compiled: bool = False
     offloaded_bytes: dict[str, int] = field(default_factory=dict)
     """The part of the state that lies on the host."""
+    routed_rows: RoutedRows | None = None
+    """None for a model without experts, and in records from before it was written down."""
 
 
 @dataclass(frozen=True)

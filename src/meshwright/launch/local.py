@@ -31,6 +31,11 @@ from meshwright.launch.environment import GENERATION_VARIABLE, STORE_VARIABLE, l
 from meshwright.launch.exits import EXIT_OK, EXIT_PEER_LOST
 
 LOGS = "logs"
+SIGNAL_HINTS = {
+    signal.SIGILL: "A kernel used an instruction that this machine names but does not have, as virtual ones "
+    "do with AMX: set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment, or train.precision=fp32. ",
+}
+"""What to try where a signal says what happened."""
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What a terminal or a scheduler sends to all processes at once."""
 
@@ -191,7 +196,7 @@ class LocalLaunch:
         return Problem(
             "run-rank-died",
             f"rank {rank.rank} of {self.world_size} on {socket.gethostname()} died ({how}); {seen}",
-            fix=f"Its output is in {log}; {way_on}",
+            fix=f"{SIGNAL_HINTS.get(-status, '')}Its output is in {log}; {way_on}",
         )
 
 

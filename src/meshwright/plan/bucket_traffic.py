@@ -7,7 +7,14 @@ own buckets (``plan.axes``). One process, and experts that no other rank holds, 
 
 from __future__ import annotations
 
-from meshwright.plan.axes import dense_sum_axis, experts_apart, gradient_axis, state_axis
+from meshwright.plan.axes import (
+    dense_sum_axis,
+    expert_sum_axis,
+    experts_apart,
+    gradient_axis,
+    state_axis,
+)
+from meshwright.plan.moments import KeptGradients
 from meshwright.plan.parts import held_buckets, held_parameters
 from meshwright.plan.shapes import FLOAT32_BYTES, count_statistics
 from meshwright.plan.sharding import padded_count
@@ -41,6 +48,16 @@ def uses_ddp(job: Job) -> bool:
     """Whether torch's DDP sums the gradients: not in a pipeline, nor where experts have axes of their own."""
     layout = job.layout
     return dense_sum_axis(layout).size > 1 and layout.zero < 2 and layout.pp == 1 and not experts_apart(job)
+
+
+def kept_gradients(job: Job, micro_batches: int = 1) -> KeptGradients:
+    """Which gradients live through the whole step where they are not cut."""
+    if micro_batches > 1:
+        return KeptGradients(dense=True, experts=True)
+    if job.layout.zero >= 2:
+        return KeptGradients()
+    dense = dense_sum_axis(job.layout).size > 1
+    return KeptGradients(dense, expert_sum_axis(job.layout).size > 1 if experts_apart(job) else dense)
 
 
 def _fixed_buckets(job: Job, parameters: int, buckets: int) -> Traffic:

@@ -21,6 +21,7 @@ from meshwright.plan.axes import dense_shard_axis, sums_whole_gradients
 from meshwright.plan.choose import Candidate, Search, explain_choice, search_layouts
 from meshwright.plan.comms import Traffic
 from meshwright.plan.compute import flops_per_token, peak_rate, step_interval
+from meshwright.plan.feed_forward_memory import balanced_rows, row_bytes
 from meshwright.plan.lighten import require_fit
 from meshwright.plan.moments import Line
 from meshwright.plan.offload import offloaded_state
@@ -28,10 +29,12 @@ from meshwright.plan.parts import held_buckets, list_stages, pipeline_rank, sche
 from meshwright.plan.pipeline_time import PipelineTime
 from meshwright.plan.shapes import count_parameters
 from meshwright.plan.sharding import shard_places, sharded_state
+from meshwright.plan.tensor import held_model
 from meshwright.schedule.files import write_schedule
 from meshwright.spec.hf import notes_on
 from meshwright.spec.job import Job
 from meshwright.spec.load import LAYERS_DEALT, PLAN_KEY, build_job, find_schedule, job_tree
+from meshwright.spec.model import DecoderModel
 
 PLAN_VERSION = 1
 PLAN_FILE = "plan.toml"
@@ -51,6 +54,10 @@ class RankPrediction:
     lines: tuple[Line, ...]
     offloaded_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     """The part of the state that lies on the host, by kind; empty in plans from before there was any."""
+    routed_rows: int = 0
+    """Rows that the rank's experts read in one layer and micro-batch if all experts are equally busy."""
+    row_bytes: int = 0
+    """What one of them keeps there from forward to backward."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +188,7 @@ def plan_of(job: Job, candidate: Candidate, reasons: list[str]) -> Plan:
     layout, ranks = candidate.layout, []
     sharded = dense_shard_axis(layout).size > 1
     states: dict[tuple[int, tuple[int, int]], dict[str, int]] = {}
+    rows, each_row = _even_share(placed)
     for rank in range(layout.world_size):
         place, shards = pipeline_rank(placed, rank), shard_places(placed, rank)
         ledger = candidate.ledgers[place]
@@ -197,6 +205,8 @@ def plan_of(job: Job, candidate: Candidate, reasons: list[str]) -> Plan:
                 activation_bytes=ledger.kept_bytes,
                 lines=ledger.lines,
                 offloaded_bytes=offloaded_state(placed, state),
+                routed_rows=rows,
+                row_bytes=each_row,
             )
         )
     places = range(layout.pp) if sums_whole_gradients(placed) else ()
@@ -215,6 +225,14 @@ def plan_of(job: Job, candidate: Candidate, reasons: list[str]) -> Plan:
         reasons=tuple(reasons),
         pipeline=candidate.time.pipeline,
     )
+
+
+def _even_share(job: Job) -> tuple[int, int]:
+    """Rows of a rank's experts in one layer, and what each keeps; nothing for a model without experts."""
+    model = held_model(job)
+    if not isinstance(model, DecoderModel) or not model.expert_layers:
+        return 0, 0
+    return balanced_rows(job, model, job.layout.micro_batch or 1), row_bytes(job, model)
 
 
 def layout_keys(job: Job) -> dict[str, Any]:

@@ -27,16 +27,23 @@ key head a rank. What a ring holds while it turns is inside one operation, and i
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.plan.moments import Line, Moment, StepMemory
+from meshwright.plan.feed_forward_memory import (
+    INT64_BYTES,
+    FeedForwardSizes,
+    size_experts,
+    size_feed_forward,
+)
+from meshwright.plan.moments import KeptGradients, Line, Moment, StepMemory
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, operand_bytes
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
-from meshwright.spec.recipe import balance_coefficient
 
-INT64_BYTES = 8
 LOSS_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**29}
 """Logits held at once: 4 MB on a core, near its cache; 2 GiB on a GPU, which likes large products."""
 LOSS_CHUNK_TOKENS = (256, 4096)
@@ -60,14 +67,14 @@ class Sizes:
     """What a rank receives for its part of the tokens: T x D x e with sequence parallelism, else nothing."""
     hidden: int
     """The residual stream: T x D x 4."""
-    inner: int
-    """One tensor inside the feed-forward: T x F x e."""
+    feed_forward: FeedForwardSizes
+    """Of the second half, dense or with experts."""
     norm: int
     """What a norm keeps, without its output."""
     block: int
     """What a block keeps without recomputation, 16-bit copies of its weights included."""
     copies: int
-    """16-bit copies of a block's weights."""
+    """16-bit copies of a block's weights that autocast makes."""
     waiting: int
     """What a block keeps until its backward pass begins."""
     waiting_formula: str
@@ -80,17 +87,25 @@ class Sizes:
     waiting_products: int
     """Kept products that are not yet read when a block is computed again."""
 
+    @property
+    def after_experts(self) -> int:
+        """What lives of a block when the backward pass of its experts is done."""
+        return self.attention + self.norm + self.feed_forward.after_experts
+
+    def backward(self, first: bool) -> int:
+        """What lives beside a block at the widest point of its backward pass, in the feed-forward."""
+        return self.hidden + (self.feed_forward.first_backward if first else self.feed_forward.backward)
+
     @classmethod
-    def of(cls, job: Job, model: DecoderModel, micro_batch: int) -> Sizes:
-        """Of the model as a rank holds it."""
+    def of(cls, job: Job, model: DecoderModel, micro_batch: int, feed_forward: FeedForwardSizes) -> Sizes:
+        """Of a block of the model as a rank holds it, with that second half."""
         tokens = micro_batch * job.data.seq_len // job.layout.cp
         low = operand_bytes(job.train.precision)
         on_gpu = job.cluster.device == "cuda"
-        width, queries, keys, ffn = model.hidden_size, model.query_size, model.kv_size, active_ffn(model)
-        gated = model.activation == "swiglu"
+        width, queries, keys = model.hidden_size, model.query_size, model.kv_size
         layout = job.layout
         resident = tokens // layout.tp if layout.sequence_parallel else tokens
-        hidden, inner = resident * width * FLOAT32_BYTES, tokens * ffn * low
+        hidden = resident * width * FLOAT32_BYTES
         norm = _norm_bytes(model, resident, on_gpu)
         ring, ulysses = (layout.cp > 1 and layout.context == name for name in ("ring", "ulysses"))
         # On GPUs keys and values are repeated for every query head in float32 and behind a mask; a ring keeps
@@ -101,23 +116,17 @@ class Sizes:
         attention = (2 * queries + 2 * seen) * low + model.num_heads * FLOAT32_BYTES
         # What attention gave is another tensor when it was traded back, and repeated keys than traded ones.
         traded = (queries + (2 * attended if repeated else 0)) * low if ulysses else 0
-        held = model.held_experts * model.held_expert_width + model.shared_width
-        matrices = 2 * width * (queries + keys) + (3 if gated else 2) * width * (held or ffn)
         # Products read a copy in 16 bits; under ZeRO-2 and 3 that is what is gathered.
         copied = low != FLOAT32_BYTES and job.layout.zero < 2
-        copies = matrices * low if copied else 0
-        block = 2 * (norm + tokens * width * low) + tokens * (attention + traded) + copies
-        block += (4 if gated else 2) * inner
-        block += tokens * _routed_bytes(job, model, low)
+        copies = 2 * width * (queries + keys) * low * copied + feed_forward.cached
+        block = 2 * norm + tokens * (width * low + attention + traded) + feed_forward.kept + copies
         products = tokens * ((2 * queries + 2 * keys) * low + model.num_heads * FLOAT32_BYTES)
-        products += resident * width * low
-        if model.num_experts:  # the router's logits, and what experts answered
-            products += tokens * ((model.experts_per_token or 0) * width * low + model.num_experts * 4)
+        products += resident * width * low + feed_forward.products
         waiting = {
             "none": (block, f"{block} a block"),
             "selective": (
-                hidden + products + (2 if gated else 1) * inner,
-                f"{hidden} (input) + {products + (2 if gated else 1) * inner} (products) a block",
+                hidden + products,
+                f"{hidden} (input) + {products} (products) a block",
             ),
             "full": (hidden, f"{resident} x {width} x 4 (input) a block"),
         }[job.layout.recompute]
@@ -145,7 +154,7 @@ class Sizes:
             low,
             tokens * width * low if layout.sequence_parallel else 0,
             hidden,
-            inner,
+            feed_forward,
             norm,
             block,
             copies,
@@ -157,31 +166,74 @@ class Sizes:
         )
 
 
-def active_ffn(model: DecoderModel) -> int:
-    """Inner width that a token goes through: of a model with experts, those of its own and the shared ones.
+@dataclass(frozen=True)
+class Stack:
+    """The blocks of a model, or of a stage of it, first to last."""
 
-    All layers are taken to have experts, and every expert its even share of the tokens.
-    """
-    if not model.num_experts:
-        return model.ffn_size
-    return (model.experts_per_token or 0) * model.held_expert_width + model.shared_width
+    blocks: tuple[Sizes, ...]
 
+    @classmethod
+    def of(
+        cls,
+        job: Job,
+        model: DecoderModel,
+        layers: range,
+        micro_batch: int,
+        rows: Sequence[int] | None = None,
+    ) -> Stack:
+        """Of some layers of the model as a rank holds it.
 
-def _routed_bytes(job: Job, model: DecoderModel, low: int) -> int:
-    """What a token keeps for the way to its experts and back, beside what is inside them.
+        Args:
+            job: With its layout settled.
+            model: As the rank holds it.
+            layers: Which.
+            micro_batch: Samples of one forward pass.
+            rows: That experts read in each layer with experts; None for an even share of all.
+        """
+        first = model.dense_layers if model.num_experts else model.num_layers
+        routed, found = max(0, len(layers) - max(0, first - layers.start)), []
+        if routed < len(layers):
+            dense = size_feed_forward(job, model, micro_batch)
+            found = [Sizes.of(job, model, micro_batch, dense)] * (len(layers) - routed)
+        if rows is None and routed:
+            experts = size_experts(job, model, micro_batch)
+            found += [Sizes.of(job, model, micro_batch, experts)] * routed
+        for read in rows or ():
+            experts = size_experts(job, model, micro_batch, read)
+            found.append(Sizes.of(job, model, micro_batch, experts))
+        assert len(found) == len(layers), "rows are given for every layer with experts"
+        return cls(tuple(found))
 
-    For each of its experts its row, the answer, the weight and three numbers (which expert, and where the row
-    lies in the two orders); the router's logits, and the auxiliary losses' gradient of them.
-    """
-    if not model.num_experts:
-        return 0
-    train = job.train
-    injected = bool(balance_coefficient(train) or train.z_loss)
-    each = 2 * model.hidden_size * low + FLOAT32_BYTES + 3 * INT64_BYTES
-    scores = (1 + injected) * model.num_experts * FLOAT32_BYTES
-    if low != FLOAT32_BYTES:  # the router reads float32, and weights are rounded
-        each, scores = each + low, scores + model.hidden_size * FLOAT32_BYTES
-    return (model.experts_per_token or 0) * each + scores
+    @property
+    def last(self) -> Sizes:
+        """Of the last block; what is around blocks is alike in all."""
+        return self.blocks[-1]
+
+    @functools.cached_property
+    def _sums(self) -> tuple[int, ...]:
+        return tuple(itertools.accumulate((block.waiting for block in self.blocks), initial=0))
+
+    def waiting(self, count: int) -> int:
+        """What the first blocks keep until their backward pass begins."""
+        return self._sums[count]
+
+    def formula(self, count: int) -> str:
+        """The same as a sum that can be checked."""
+        first, last = self.blocks[0], self.blocks[max(0, count - 1)]
+        if first.waiting == last.waiting:
+            return f"{count} blocks, {first.waiting_formula}"
+        dense = sum(block.waiting == first.waiting for block in self.blocks[:count])
+        return f"{dense} blocks, {first.waiting_formula}, {count - dense} blocks, {last.waiting_formula}"
+
+    @property
+    def copies(self) -> int:
+        """16-bit copies of all blocks' weights."""
+        return sum(block.copies for block in self.blocks)
+
+    @property
+    def touched(self) -> int:
+        """What blocks keep without recomputation."""
+        return sum(block.block for block in self.blocks)
 
 
 def _norm_bytes(model: DecoderModel, tokens: int, on_gpu: bool) -> int:
@@ -193,7 +245,12 @@ def _norm_bytes(model: DecoderModel, tokens: int, on_gpu: bool) -> int:
 
 
 def trace_decoder(
-    job: Job, model: DecoderModel, parameters: Sequence[Parameter], micro_batch: int, sums_kept: bool
+    job: Job,
+    model: DecoderModel,
+    parameters: Sequence[Parameter],
+    micro_batch: int,
+    sums_kept: KeptGradients,
+    rows: Sequence[int] | None = None,
 ) -> StepMemory:
     """The moments of a step.
 
@@ -202,19 +259,18 @@ def trace_decoder(
         model: The job's model.
         parameters: Of the model.
         micro_batch: Samples of one forward pass.
-        sums_kept: Whether gradients live through the whole step (DDP's buckets, accumulation).
+        sums_kept: Which gradients live through the whole step.
+        rows: That experts read in each layer with experts; None for an even share of all.
     """
-    sizes = Sizes.of(job, model, micro_batch)
-    stack = sizes.waiting * model.num_layers
+    stack = Stack.of(job, model, range(model.num_layers), micro_batch, rows)
+    sizes = stack.last
     head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
     loss = sizes.tokens * model.hidden_size * sizes.low + head
     moments = [
-        _turning_moment(model, parameters, sizes, sums_kept),
-        _loss_moment(job, model, parameters, sizes, sums_kept),
-        *_final_norm_moments(job, model, parameters, sizes, sums_kept),
-        *_backward_moments(
-            model, parameters, sizes, sums_kept, job.layout.recompute != "none", job.layout.zero >= 2
-        ),
+        _turning_moment(parameters, stack, sums_kept),
+        _loss_moment(job, model, parameters, stack, sums_kept),
+        *_final_norm_moments(job, model, parameters, stack, sums_kept),
+        *_backward_moments(job, model, parameters, stack, sums_kept),
     ]
     always = list_always(job, model, sizes, micro_batch)
     made_in_forward = sum(line.bytes for line in always if line.name == "document mask")
@@ -222,8 +278,12 @@ def trace_decoder(
     return StepMemory(
         moments=tuple(moments),
         always=always,
-        kept_bytes=stack + sizes.norm + loss + made_in_forward,
-        touched_bytes=sizes.block * model.num_layers + sizes.norm + logits,
+        kept_bytes=embedding_bytes(job, sizes)
+        + stack.waiting(model.num_layers)
+        + sizes.norm
+        + loss
+        + made_in_forward,
+        touched_bytes=stack.touched + sizes.norm + logits,
     )
 
 
@@ -246,6 +306,11 @@ def list_always(job: Job, model: DecoderModel, sizes: Sizes, micro_batch: int) -
     return tuple(lines)
 
 
+def embedding_bytes(job: Job, sizes: Sizes) -> int:
+    """What a split embedding keeps: which of its rows each token is, and which tokens are not its own."""
+    return sizes.tokens * (INT64_BYTES + 1) if job.layout.tp > 1 else 0
+
+
 def mask_bytes(job: Job, sizes: Sizes, micro_batch: int) -> int:
     """The mask of a micro-batch's documents; a ring makes it piece by piece and keeps none."""
     ring = job.layout.cp > 1 and job.layout.context == "ring"
@@ -254,8 +319,11 @@ def mask_bytes(job: Job, sizes: Sizes, micro_batch: int) -> int:
     return micro_batch * job.data.seq_len * job.data.seq_len * sizes.low
 
 
-def loss_temporary(job: Job, model: DecoderModel, sizes: Sizes, layers: int) -> int:
-    """What the loss makes beside the stack of so many blocks: chunks of logits, the head's gradient."""
+def loss_temporary(job: Job, model: DecoderModel, sizes: Sizes, block_copies: int = 0) -> int:
+    """What the loss makes beside the stack: chunks of logits, the head's gradient.
+
+    Where blocks are computed again, 16-bit copies of their weights live until the forward pass ends.
+    """
     head_elements = model.vocab_size * model.hidden_size
     width = sizes.tokens * model.hidden_size * sizes.low
     chunk = min(sizes.tokens, loss_chunk(job, model)) * model.vocab_size
@@ -266,24 +334,23 @@ def loss_temporary(job: Job, model: DecoderModel, sizes: Sizes, layers: int) -> 
     if sizes.low != FLOAT32_BYTES:
         copy = head_elements * sizes.low
         temporary += copy + max(0, copy - chunk * (2 * FLOAT32_BYTES - sizes.low))
-        if job.layout.recompute != "none":  # the blocks' copies live until the forward pass ends
-            temporary += sizes.copies * layers
+        if job.layout.recompute != "none":
+            temporary += block_copies
     return temporary
 
 
 def _loss_moment(
-    job: Job, model: DecoderModel, parameters: Sequence[Parameter], sizes: Sizes, sums_kept: bool
+    job: Job, model: DecoderModel, parameters: Sequence[Parameter], stack: Stack, sums_kept: KeptGradients
 ) -> Moment:
     """The loss, in the forward pass: the whole stack waits, and the head's gradient grows."""
-    temporary = loss_temporary(job, model, sizes, model.num_layers)
-    gradients = sum(p.count for p in parameters) * FLOAT32_BYTES if sums_kept else 0
-    activations = sizes.waiting * model.num_layers + sizes.norm
-    formula = f"{model.num_layers} blocks, {sizes.waiting_formula}, + {sizes.norm} (final norm)"
-    return Moment("loss, forward", activations, temporary, gradients, formula)
+    temporary, norm = loss_temporary(job, model, stack.last, stack.copies), stack.last.norm
+    gradients = sums_kept.count_bytes(parameters)
+    formula = f"{stack.formula(model.num_layers)}, + {norm} (final norm)"
+    return Moment("loss, forward", stack.waiting(model.num_layers) + norm, temporary, gradients, formula)
 
 
 def _final_norm_moments(
-    job: Job, model: DecoderModel, parameters: Sequence[Parameter], sizes: Sizes, sums_kept: bool
+    job: Job, model: DecoderModel, parameters: Sequence[Parameter], stack: Stack, sums_kept: KeptGradients
 ) -> list[Moment]:
     """The final norm's way back while the whole stack waits; the largest where tokens are many.
 
@@ -293,89 +360,93 @@ def _final_norm_moments(
         return []
     head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
     # Where sums are kept the head's gradient is among them, but for the part of a tied one.
-    temporary = 6 * sizes.hidden + (head if model.tied_embeddings or not sums_kept else 0)
-    gradients = sum(p.count for p in parameters) * FLOAT32_BYTES if sums_kept else 0
-    formula = f"{model.num_layers} blocks, {sizes.waiting_formula}"
-    stack = sizes.waiting * model.num_layers
-    return [Moment("final norm, backward", stack, temporary, gradients, formula)]
+    temporary = 6 * stack.last.hidden + (head if model.tied_embeddings or not sums_kept.dense else 0)
+    gradients = sums_kept.count_bytes(parameters)
+    waiting, formula = stack.waiting(model.num_layers), stack.formula(model.num_layers)
+    return [Moment("final norm, backward", waiting, temporary, gradients, formula)]
 
 
-def _turning_moment(
-    model: DecoderModel, parameters: Sequence[Parameter], sizes: Sizes, sums_kept: bool
-) -> Moment:
+def _turning_moment(parameters: Sequence[Parameter], stack: Stack, sums_kept: KeptGradients) -> Moment:
     """The last block's attention in the forward pass."""
-    gradients = sum(p.count for p in parameters) * FLOAT32_BYTES if sums_kept else 0
-    before = model.num_layers - 1
-    formula = f"{before} blocks, {sizes.waiting_formula}, + {sizes.turning} (half of this block)"
-    return Moment(
-        f"block {before}, forward",
-        sizes.waiting * before + sizes.turning,
-        0,
-        gradients,
-        formula,
-        layer=before,
-    )
-
-
-def backward_temporary(model: DecoderModel, sizes: Sizes, cut: bool) -> int:
-    """What lives beside a block at the widest point of its backward pass, which is in the feed-forward.
-
-    Beside the residual's gradient, that of the inner product with the down matrix's; or, where a product has
-    two factors, with one more inner gradient.
-    """
-    held = model.held_experts * model.held_expert_width or model.ffn_size
-    down = held * model.hidden_size * (sizes.low if cut else FLOAT32_BYTES)
-    gated = sizes.inner if model.activation == "swiglu" else 0
-    # A cut block keeps all its gradients until they are reduced together.
-    widest = down + max(gated, sizes.gathered) if cut else max(gated, down + sizes.gathered)
-    return sizes.hidden + sizes.inner + widest
+    gradients = sums_kept.count_bytes(parameters)
+    before, turning = len(stack.blocks) - 1, stack.last.turning
+    formula = f"{stack.formula(before)}, + {turning} (half of this block)"
+    alive = stack.waiting(before) + turning
+    return Moment(f"block {before}, forward", alive, 0, gradients, formula, layer=before)
 
 
 def _backward_moments(
-    model: DecoderModel,
-    parameters: Sequence[Parameter],
-    sizes: Sizes,
-    sums_kept: bool,
-    recomputed: bool,
-    cut: bool,
+    job: Job, model: DecoderModel, parameters: Sequence[Parameter], stack: Stack, sums_kept: KeptGradients
 ) -> list[Moment]:
     """Each block on the way back, then the embedding."""
     all_gradients = sum(p.count for p in parameters) * FLOAT32_BYTES
     head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
-    temporary = backward_temporary(model, sizes, cut)
-    tied = model.tied_embeddings
-    if tied and sums_kept:  # the head's part of the shared gradient waits for the embedding's
-        temporary += head
-    block_gradients = sum(p.count for p in parameters if p.name.startswith("blocks.0.")) * FLOAT32_BYTES
+    tied, cut = model.tied_embeddings, job.layout.zero >= 2
+    beside = head if tied and sums_kept.dense else 0  # the head's part of the shared gradient waits
+    made, block_gradients = KeptGradients(not sums_kept.dense, not sums_kept.experts), sum_blocks(parameters)
+    gradients, made_in = sums_kept.count_bytes(parameters), sum_blocks(parameters, made)
     done = head + sum(p.count for p in parameters if p.name.startswith("norm.")) * FLOAT32_BYTES
     shared = head if tied else 0  # complete only when the embedding's part is there
+    gradients += 0 if sums_kept.dense else done
     moments = []
+    if job.layout.zero == 3:  # the last block, gathered when the loss is done
+        top, waiting = model.num_layers - 1, stack.formula(model.num_layers)
+        alive, name = stack.waiting(model.num_layers), f"block {top}, gathered"
+        temporary = stack.last.hidden
+        moments.append(Moment(name, alive, temporary, gradients, waiting, 0, top, "gathered"))
     for layer in reversed(range(model.num_layers)):
-        name = f"block {layer}, backward"
-        formula = f"{layer} blocks, {sizes.waiting_formula}, + {sizes.block} (this block)"
-        gradients = all_gradients if sums_kept else done
-        alive = sizes.waiting * layer + sizes.block
-        moments.append(Moment(name, alive, temporary, gradients, formula, done - shared, layer, "block"))
-        inside, passed = sizes.waiting * layer + sizes.attention, sizes.hidden + sizes.attention_gradients
-        formula = f"{layer} blocks, {sizes.waiting_formula}, + {sizes.attention} (half of this block)"
+        sizes, below = stack.blocks[layer], stack.waiting(layer)
+        complete = done - shared
+        waiting, name = stack.formula(layer), f"block {layer}, backward"
+        formula, temporary = f"{waiting}, + {sizes.block} (this block)", sizes.backward(not sums_kept.experts) + beside
+        alive = below + sizes.block
+        moments.append(Moment(name, alive, temporary, gradients, formula, complete, layer, "block"))
+        if cut and sizes.feed_forward.after_experts:
+            moments += _expert_moments(job, layer, sizes, below, gradients, waiting)
+        inside, passed = below + sizes.attention, sizes.hidden + sizes.attention_gradients
+        formula = f"{waiting}, + {sizes.attention} (half of this block)"
         name = f"block {layer}, attention, backward"
-        moments.append(Moment(name, inside, passed, gradients, formula, done - shared, layer, "attention"))
-        if recomputed:
-            alive = sizes.waiting * layer + sizes.turning + sizes.waiting_products
+        moments.append(Moment(name, inside, passed, gradients, formula, complete, layer, "attention"))
+        if job.layout.recompute != "none":
+            alive = below + sizes.turning + sizes.waiting_products
             name = f"block {layer}, computed again"
-            moments.append(
-                Moment(name, alive, sizes.hidden, gradients, formula, done - shared, layer, "again")
-            )
+            moments.append(Moment(name, alive, sizes.hidden, gradients, formula, complete, layer, "again"))
         if cut:
-            name, formula = f"block {layer}, reduced", f"{layer} blocks, {sizes.waiting_formula}"
-            alive = sizes.waiting * layer
-            moments.append(Moment(name, alive, sizes.hidden, gradients, formula, done, layer, "reduced"))
-        done += block_gradients
+            name = f"block {layer}, reduced"
+            moments.append(Moment(name, below, sizes.hidden, gradients, waiting, done, layer, "reduced"))
+        done, gradients = done + block_gradients[layer], gradients + made_in[layer]
     # A tied gradient is made of two parts and their sum; the sum is the gradient unless others are kept.
     parts = 3 if tied else 1
-    last = head * (parts if sums_kept else parts - 1)
+    last = head * (parts if sums_kept.dense else parts - 1)
     moments.append(
         Moment("embedding, backward", 0, last, all_gradients, "none", done - shared, None, "around")
     )
     moments.append(Moment("last bucket", 0, 0, all_gradients, "none", all_gradients, None, "reduced"))
     return moments
+
+
+def _expert_moments(
+    job: Job, layer: int, sizes: Sizes, below: int, gradients: int, formula: str
+) -> list[Moment]:
+    """A block's experts where they may be a group of their own: when they are gathered, and when reduced."""
+    after = below + sizes.after_experts
+    alive, passed = below + sizes.block, sizes.hidden + sizes.feed_forward.passed
+    if job.layout.recompute != "none":  # they are gathered when they are computed again
+        alive, passed = after + sizes.waiting_products, sizes.hidden
+    name = f"block {layer}, experts"
+    return [
+        Moment(f"{name} gathered", alive, passed, gradients, formula, 0, layer, "experts gathered"),
+        Moment(f"{name} reduced", after, sizes.hidden, gradients, formula, 0, layer, "experts"),
+    ]
+
+
+def sum_blocks(
+    parameters: Sequence[Parameter], of: KeptGradients = KeptGradients(dense=True, experts=True)
+) -> Counter[int]:
+    """Bytes of the gradients of each block, or of some of them, by its number."""
+    sums: Counter[int] = Counter()
+    for parameter in parameters:
+        first, _, rest = parameter.name.partition(".")
+        if first == "blocks":
+            sums[int(rest.partition(".")[0])] += of.count_bytes((parameter,))
+    return sums

@@ -24,6 +24,7 @@ experts that is dealt over ``ep`` is gathered, one call a tensor.
 from __future__ import annotations
 
 from meshwright.plan.axes import expert_axis, sequence_axis
+from meshwright.plan.feed_forward_memory import INT64_BYTES
 from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
 from meshwright.plan.parts import held_parts, saved_parameters
 from meshwright.plan.shapes import FLOAT32_BYTES, operand_bytes
@@ -32,8 +33,6 @@ from meshwright.plan.traffic import Traffic, count_micro_batches
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.recipe import balance_coefficient
-
-INT64_BYTES = 8
 
 
 def predict_experts(job: Job, place: int) -> list[Traffic]:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.core.units import MIB
-from meshwright.plan.axes import dense_shard_axis, sums_whole_gradients
-from meshwright.plan.bucket_traffic import uses_ddp
+from meshwright.plan.axes import dense_shard_axis, gradient_axis
+from meshwright.plan.bucket_traffic import kept_gradients, uses_ddp
 from meshwright.plan.decoder_memory import trace_decoder
-from meshwright.plan.moments import Line, Moment, StepMemory
+from meshwright.plan.moments import KeptGradients, Line, Moment, StepMemory
 from meshwright.plan.offload import SLOTS, offloaded_state, streaming_bytes
 from meshwright.plan.optimizer import predict_optimizer
 from meshwright.plan.parts import held_buckets, held_parameters
@@ -52,18 +52,28 @@ class Ledger:
     """The same without recomputation: a measure of the traffic that is not matrix products."""
 
 
-def predict_ledger(job: Job, micro_batch: int, micro_batches: int, place: int = 0) -> Ledger:
-    """What a rank holds, at one place of the pipelines; of the ranks that share it the first, the fullest."""
+def predict_ledger(
+    job: Job, micro_batch: int, micro_batches: int, place: int = 0, rows: Sequence[int] | None = None
+) -> Ledger:
+    """What a rank holds, at one place of the pipelines; of the ranks that share it the first, the fullest.
+
+    Args:
+        job: With its layout settled.
+        micro_batch: Samples of one forward pass.
+        micro_batches: Of a step.
+        place: The rank's index on the axis ``pp``.
+        rows: That experts read in each of the rank's layers with experts; None for an even share of all.
+    """
     parameters = held_parameters(job, place)
     if job.layout.pp > 1:
-        return _predict_pipeline(job, parameters, place, micro_batch, micro_batches)
+        memory = trace_pipeline(job, place, micro_batch, micro_batches, rows)
+        return _predict_pipeline(job, parameters, place, memory)
     if job.layout.zero >= 2:
-        return _predict_sharded(job, parameters, micro_batch, micro_batches)
+        return _predict_sharded(job, parameters, micro_batch, micro_batches, rows)
     state, optimizer = _predict_state(job, parameters, rank=0)
     count = sum(p.count for p in parameters)
-    # Buckets stay; accumulation keeps the sums: either way all gradients live through the step.
-    sums_kept = sums_whole_gradients(job) or micro_batches > 1
-    memory = _trace(job, parameters, micro_batch, sums_kept)
+    sums_kept = kept_gradients(job, micro_batches)
+    memory = _trace(job, parameters, micro_batch, sums_kept, rows)
     buckets = _sent_buckets(job, parameters)
     top = max(memory.moments, key=lambda moment: moment.bytes + _wire_bytes(buckets, moment))
     lines = [
@@ -76,7 +86,7 @@ def predict_ledger(job: Job, micro_batch: int, micro_batches: int, place: int = 
     ]
     ledger = _add_up(job, lines, state, top.name, memory)
     if uses_ddp(job) and micro_batches > 1:
-        alone = _trace(job, parameters, micro_batch, sums_kept=False)
+        alone = _trace(job, parameters, micro_batch, KeptGradients(), rows)
         first_more = _second_copy(memory, alone, buckets, state["gradients"], micro_batches)
         first_more -= top.bytes + _wire_bytes(buckets, top)
         return dataclasses.replace(ledger, first_peak_bytes=ledger.peak_bytes + first_more)
@@ -95,7 +105,7 @@ def _predict_state(job: Job, parameters: Sequence[Parameter], rank: int) -> tupl
 
 
 def _predict_pipeline(
-    job: Job, parameters: Sequence[Parameter], place: int, micro_batch: int, micro_batches: int
+    job: Job, parameters: Sequence[Parameter], place: int, memory: PipelineMemory
 ) -> Ledger:
     """What a rank of a pipeline holds: its stages, and what they keep of all micro-batches on their way."""
     rank = place * (job.layout.world_size // job.layout.pp)
@@ -105,7 +115,6 @@ def _predict_pipeline(
         formula = f"the state of these rows, not padded, over {ranks} ranks"
     else:
         state, formula = _predict_state(job, parameters, rank)
-    memory = trace_pipeline(job, place, micro_batch, micro_batches)
     top, away = memory.top, offloaded_state(job, state)["parameters"]
     held = "padded rows" if job.layout.zero >= 2 else str(sum(p.count for p in parameters))
     lines = [
@@ -127,13 +136,17 @@ def _predict_pipeline(
 
 
 def _predict_sharded(
-    job: Job, parameters: Sequence[Parameter], micro_batch: int, micro_batches: int
+    job: Job,
+    parameters: Sequence[Parameter],
+    micro_batch: int,
+    micro_batches: int,
+    rows: Sequence[int] | None,
 ) -> Ledger:
     """What a rank of ZeRO-2 or 3 holds: its shards, and what is gathered at the peak."""
     model = held_model(job)
     assert not isinstance(model, ResNetModel), "the legality table shards decoders only"
     state = sharded_state(job, rank=0)
-    memory = trace_decoder(job, model, parameters, micro_batch, sums_kept=False)
+    memory = trace_decoder(job, model, parameters, micro_batch, KeptGradients(), rows)
     top = max(trace_sharded(job, memory.moments, micro_batches), key=lambda moment: moment.bytes)
     ranks, away = dense_shard_axis(job.layout).size, offloaded_state(job, state)["parameters"]
     formula = f"rows over {ranks} ranks, padded, x 4 (float32)"
@@ -178,12 +191,18 @@ def _optimizer_lines(job: Job, state: int, formula: str, rank: int = 0) -> list[
     return lines
 
 
-def _trace(job: Job, parameters: Sequence[Parameter], micro_batch: int, sums_kept: bool) -> StepMemory:
+def _trace(
+    job: Job,
+    parameters: Sequence[Parameter],
+    micro_batch: int,
+    sums_kept: KeptGradients,
+    rows: Sequence[int] | None,
+) -> StepMemory:
     """The moments of the job's model."""
     model = held_model(job)
     if isinstance(model, ResNetModel):
-        return trace_resnet(job, model, parameters, micro_batch, sums_kept)
-    return trace_decoder(job, model, parameters, micro_batch, sums_kept)
+        return trace_resnet(job, model, parameters, micro_batch, sums_kept.dense)
+    return trace_decoder(job, model, parameters, micro_batch, sums_kept, rows)
 
 
 def _second_copy(
@@ -210,21 +229,33 @@ class _Bucket:
     complete_bytes: int
     """Gradients, in the order of the backward pass, by which it is complete."""
     wire_bytes: int
+    stays: bool
+    """Whether what is sent lives until all are summed, not only until it has arrived."""
 
 
 def _sent_buckets(job: Job, parameters: Sequence[Parameter]) -> list[_Bucket]:
     """The buckets that are copied to be sent; none without compression."""
-    if job.compression.kind == "none" or not sums_whole_gradients(job):
+    if job.compression.kind == "none":
         return []
     sizes = {p.name: p.count for p in parameters}
-    buckets, complete = [], 0
-    for names in held_buckets(job, place=0):
-        count = sum(sizes[name] for name in names)
-        complete += count * FLOAT32_BYTES
-        buckets.append(_Bucket(complete, count * WIRE_BYTES[job.compression.kind]))
-    return buckets
+    complete, total = {}, 0
+    for name in reversed(sizes):
+        total += sizes[name] * FLOAT32_BYTES
+        complete[name] = total
+    return [
+        _Bucket(
+            max(complete[name] for name in names),
+            sum(sizes[name] for name in names) * WIRE_BYTES[job.compression.kind],
+            stays=not uses_ddp(job),
+        )
+        for names in held_buckets(job, place=0)
+        if gradient_axis(job, names[0]).size > 1
+    ]
 
 
 def _wire_bytes(buckets: Sequence[_Bucket], moment: Moment) -> int:
-    """The largest copy that may be on its way at a moment."""
-    return max((b.wire_bytes for b in buckets if b.complete_bytes <= moment.complete_bytes), default=0)
+    """The largest copy that may be on its way at a moment, and those that have arrived and are not let go."""
+    sent = [b for b in buckets if b.complete_bytes <= moment.complete_bytes]
+    if any(bucket.stays for bucket in sent):
+        return sum(bucket.wire_bytes for bucket in sent)
+    return max((bucket.wire_bytes for bucket in sent), default=0)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from meshwright.plan.axes import is_expert
+from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
 
 
 @dataclass(frozen=True)
@@ -12,6 +16,20 @@ class Line:
     name: str
     bytes: int
     formula: str
+
+
+@dataclass(frozen=True)
+class KeptGradients:
+    """Which gradients live through the whole step: those in buckets, and all where micro-batches add up."""
+
+    dense: bool = False
+    """Those of everything but routed experts."""
+    experts: bool = False
+
+    def count_bytes(self, parameters: Iterable[Parameter]) -> int:
+        """Of some parameters those that live."""
+        kept = (p.count for p in parameters if (self.experts if is_expert(p.name) else self.dense))
+        return sum(kept) * FLOAT32_BYTES
 
 
 @dataclass(frozen=True)

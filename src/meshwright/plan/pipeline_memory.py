@@ -24,19 +24,25 @@ backward pass makes later are whole until all blocks of the stage have theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 
 from meshwright.plan.axes import sums_whole_gradients
+from meshwright.plan.bucket_traffic import kept_gradients
 from meshwright.plan.decoder_memory import (
-    INT64_BYTES,
     Sizes,
-    backward_temporary,
+    Stack,
+    embedding_bytes,
     list_always,
     loss_temporary,
     mask_bytes,
+    sum_blocks,
 )
-from meshwright.plan.moments import Line, Moment
+from meshwright.plan.feed_forward_memory import INT64_BYTES
+from meshwright.plan.moments import KeptGradients, Line, Moment
 from meshwright.plan.parts import Part, held_parameters, held_parts, schedule_of
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
 from meshwright.plan.sharded_memory import NORM_TENSORS, Pass, ShardedSizes
@@ -86,6 +92,16 @@ class PipelineMemory:
     """What one micro-batch makes in all stages of the rank, without recomputation."""
 
 
+class Made(IntEnum):
+    """Which gradients of a stage there are."""
+
+    NONE = 0
+    """Those at most that are in buckets."""
+    HALF = 1
+    """What a split backward pass makes in its first half: those of experts and around the blocks."""
+    ALL = 2
+
+
 @dataclass(frozen=True)
 class _Stage:
     """One stage: what it keeps, and the widest moment of each of its actions."""
@@ -96,10 +112,14 @@ class _Stage:
     """From the gradients of its inputs to those of its weights."""
     gradients: int
     """Of its parameters; one that it shares with an earlier stage of the rank is that one's."""
+    start: int
+    """Those of them that are there before the first backward pass."""
+    half: int
+    """Those that are there after the first half of a backward pass that is split."""
     idle: int
     """ZeRO-2 and 3: what it has gathered while another stage of the rank works."""
-    widest: dict[tuple[Kind, bool], PipelineMoment]
-    """By kind, and whether gradients are there already."""
+    widest: dict[tuple[Kind, Made], PipelineMoment]
+    """By kind, and which gradients are there already."""
 
 
 def _without_copies(sizes: Sizes, model: DecoderModel, kept: bool) -> Sizes:
@@ -122,56 +142,88 @@ def _without_copies(sizes: Sizes, model: DecoderModel, kept: bool) -> Sizes:
 class _Moments:
     """Lists the moments of one stage's actions."""
 
-    def __init__(self, job: Job, part: Part, micro_batch: int, own: int, split: bool) -> None:
-        """``own``: bytes of its parameters, without those that an earlier stage of the rank shares."""
+    def __init__(
+        self,
+        job: Job,
+        part: Part,
+        micro_batch: int,
+        own: Sequence[Parameter],
+        split: bool,
+        rows: Sequence[int] | None,
+    ) -> None:
+        """Of one stage.
+
+        Args:
+            job: With its layout settled.
+            part: The stage.
+            micro_batch: Samples of one forward pass.
+            own: Its parameters, without those that an earlier stage of the rank shares.
+            split: Whether the backward pass is.
+            rows: That experts read in each of its layers with experts; None for an even share of all.
+        """
         assert isinstance(part.model, DecoderModel), "the legality table cuts decoders only"
         self.job, self.part, self.model, self.split = job, part, part.model, split
-        self.sizes = Sizes.of(job, self.model, micro_batch)
-        self.copies = self.sizes.copies * len(part.layers) if split or job.layout.recompute != "none" else 0
+        kept = job.layout.recompute == "none"
+        self.stack = Stack.of(job, self.model, part.layers, micro_batch, rows)
+        self.copies = self.stack.copies if split or not kept else 0
         """16-bit copies of weights that live until a forward pass ends, and are not kept."""
         if split:
-            self.sizes = _without_copies(self.sizes, self.model, job.layout.recompute == "none")
+            blocks = (_without_copies(block, self.model, kept) for block in self.stack.blocks)
+            self.stack = Stack(tuple(blocks))
+        self.sizes = self.stack.last
         self.shards = ShardedSizes.of(job, part) if job.layout.zero >= 2 else None
-        self.layers, self.gradients = len(part.layers), self.shards.kept if self.shards else own
+        self.layers, self.always = len(part.layers), kept_gradients(job)
+        size = sum(p.count for p in own) * FLOAT32_BYTES
+        self.gradients = self.shards.kept if self.shards else size
+        self.start = self.always.count_bytes(own)
+        """Gradients that are there from the start of the step, in buckets."""
+        self.half = self.gradients
+        """Those that are there after the first half of a backward pass that is split."""
         self.words = self.model.vocab_size * self.model.hidden_size * FLOAT32_BYTES
         """The head, or the embedding; its gradient too."""
         self.width = self.sizes.tokens * self.model.hidden_size * self.sizes.low
         """What a product along the hidden size gives: T x D x e."""
         self.extra = self._tokens_kept(micro_batch)
-        cast = split and self.copies > 0
-        self.down = self.model.ffn_size * self.model.hidden_size * self.sizes.low if cast else 0
-        """A 16-bit copy that a split backward pass makes of the matrix at work."""
+        if split and self.shards is not None:
+            self.half = self.shards.half
+        elif split:
+            around = 0 if self.always.dense else (part.first + part.last) * self.words
+            self.half = min(self.gradients, self.start + around + self._new_gradients.total())
 
     def _tokens_kept(self, micro_batch: int) -> int:
-        """Copies of the batch on a GPU, and the mask of its documents."""
+        """Copies of the batch on a GPU, the mask of its documents, and what the embedding keeps."""
         documents = self.job.data.mask == "document"
         on_gpu = self.job.cluster.device == "cuda"
         indices = self.part.first * self.sizes.tokens
         indices += micro_batch * self.job.data.seq_len if documents else 0
-        return on_gpu * indices * INT64_BYTES + mask_bytes(self.job, self.sizes, micro_batch)
+        looked_up = embedding_bytes(self.job, self.sizes) if self.part.first else 0
+        return on_gpu * indices * INT64_BYTES + mask_bytes(self.job, self.sizes, micro_batch) + looked_up
 
     @property
     def kept(self) -> int:
         """What waits between the passes."""
         loss = self.sizes.norm + self.width + self.words if self.part.last else 0
-        return self.sizes.waiting * self.layers + loss + self.extra
+        return self.stack.waiting(self.layers) + loss + self.extra
+
+    def late(self, count: int) -> int:
+        """Inputs and output gradients of all products of the last blocks; 0 where nothing is split."""
+        if not self.split or not count:
+            return 0
+        model = self.model
+        elements = 2 * model.hidden_size + 2 * (model.query_size + model.kv_size)
+        attention = self.sizes.tokens * elements * self.sizes.low
+        return sum(attention + block.feed_forward.late for block in self.stack.blocks[-count:])
 
     @property
     def pending(self) -> int:
-        """Inputs and output gradients of all products of the blocks; 0 where nothing is split."""
-        if not self.split:
-            return 0
-        model = self.model
-        ffn = model.shared_width if model.num_experts else model.ffn_size  # routed experts put nothing off
-        inner = (3 if model.activation == "swiglu" else 2) * ffn
-        elements = 4 * model.hidden_size + 2 * (model.query_size + model.kv_size) + inner
-        return self.layers * self.sizes.tokens * elements * self.sizes.low
+        """Of all blocks."""
+        return self.late(self.layers)
 
     @property
     def touched(self) -> int:
         """What a micro-batch makes."""
         logits = self.sizes.tokens * self.model.vocab_size * FLOAT32_BYTES
-        return self.sizes.block * self.layers + (self.sizes.norm + logits if self.part.last else 0)
+        return self.stack.touched + (self.sizes.norm + logits if self.part.last else 0)
 
     def _moment(
         self,
@@ -188,37 +240,40 @@ class _Moments:
         """
         named, gathered = f"stage {self.part.stage}, {name}", 0
         if self.shards is not None:
-            moment, first = Moment(name, 0, 0, 0, "", 0, *at), not gradients
+            moment, first = Moment(name, 0, 0, 0, "", 0, *at), gradients < self.gradients
             gathered, _ = self.shards.gathered(moment, Pass(first, last=False))
-            gradients, reduced = self._shards_at(moment, first)
+            gradients, reduced = self._shards_at(moment, gradients)
             gathered += reduced
         return PipelineMoment(named, activations + self.extra, temporary, gradients, formula, gathered)
 
-    def _made(self, there: bool, so_far: int) -> int:
+    def _made(self, there: Made, so_far: int) -> int:
         """Gradients: all that there are from the first backward pass on, in it what it has made so far."""
-        if there:
-            return self.gradients
-        return 0 if self.shards else so_far
+        if there is Made.NONE:
+            return 0 if self.shards else self.start + so_far
+        return self.half if there is Made.HALF else self.gradients
 
-    def _shards_at(self, moment: Moment, first: bool) -> tuple[int, int]:
-        """Gradients, and what is reduced, where they are cut; a split backward pass leaves them for later."""
+    def _shards_at(self, moment: Moment, before: int) -> tuple[int, int]:
+        """Gradients, and what is reduced, where they are cut and some were there before this pass.
+
+        A split backward pass leaves those of products for later.
+        """
         assert self.shards is not None, "asked where they are cut"
-        if self.split and moment.layer is not None:
-            return (0 if first else self.gradients) + self.shards.around_early, 0
-        return self.shards.gradients(moment, Pass(first, last=False))
+        first = before < self.gradients
+        if self.split and moment.layer is not None and moment.backward:
+            return self.shards.split_gradients(moment, before)
+        gradients, reduced = self.shards.gradients(moment, Pass(first, last=False))
+        return gradients + (before if first else 0), reduced
 
-    def forward(self, there: bool) -> list[PipelineMoment]:
-        """Of a forward pass; ``there``: whether gradients are."""
-        sizes, before = self.sizes, self.sizes.waiting * (self.layers - 1)
+    def forward(self, there: Made) -> list[PipelineMoment]:
+        """Of a forward pass; ``there``: which gradients are."""
+        sizes, before = self.sizes, self.stack.waiting(self.layers - 1)
         gradients = self._made(there, 0)
         again, copies = self.job.layout.recompute != "none", self.copies
-        blocks = f"{self.layers - 1} blocks, {sizes.waiting_formula}, and the last one at work"
+        blocks = f"{self.stack.formula(self.layers - 1)}, and the last one at work"
         at = (self.layers - 1, "")
         found = [self._moment("forward, attention", before + sizes.turning, copies, gradients, blocks, at)]
         if again:
-            inner = {"full": 2, "selective": 1}[self.job.layout.recompute]
-            inner += self.model.activation == "swiglu"
-            made = sizes.hidden + self.width + inner * sizes.inner
+            made = sizes.hidden + self.width + sizes.feed_forward.at_work
             found.append(
                 self._moment(
                     "forward, feed-forward", before + sizes.waiting, made + copies, gradients, blocks, at
@@ -228,52 +283,21 @@ class _Moments:
             made = self.width + sizes.hidden + copies
             found.append(self._moment("forward, output", before + sizes.block, made, gradients, blocks, at))
         if self.part.last:
-            temporary = loss_temporary(self.job, self.model, sizes, 0) + copies
-            formula = f"{self.layers} blocks, {sizes.waiting_formula}, + {sizes.norm} (final norm)"
+            temporary = loss_temporary(self.job, self.model, sizes) + copies
+            formula = f"{self.stack.formula(self.layers)}, + {sizes.norm} (final norm)"
             stack = before + sizes.waiting + sizes.norm
             found.append(self._moment("loss, forward", stack, temporary, gradients, formula))
         return found
 
-    def backward(self, there: bool) -> list[PipelineMoment]:
+    def backward(self, there: Made) -> list[PipelineMoment]:
         """Of a backward pass, or of its first half."""
-        sizes, model = self.sizes, self.model
-        made = self.words if self.part.last else 0
-        each = sum(p.count for p in self.part.parameters if _is_of_block(p, self.part.layers[0]))
-        cut = self.job.layout.zero >= 2
-        temporary = backward_temporary(model, sizes, cut)
-        if self.split:  # no gradient of a weight is made
-            inner = sizes.inner if model.activation == "swiglu" else 0
-            temporary = sizes.hidden + sizes.inner + max(inner, sizes.gathered, self.down)
-        found = self._head_moments(there)
-        for above, _ in enumerate(self.part.layers):
-            below = self.layers - 1 - above
-            gradients = self._made(there, made + (0 if self.split else above * each * FLOAT32_BYTES))
-            stack = sizes.waiting * below + self.pending // self.layers * above
-            formula = f"{below} blocks, {sizes.waiting_formula}, + {sizes.block} (this block)"
-            found.append(
-                self._moment("backward", stack + sizes.block, temporary, gradients, formula, (below, "block"))
-            )
-            passed = sizes.hidden + sizes.attention_gradients
-            formula = f"{below} blocks, {sizes.waiting_formula}, + {sizes.attention} (half of this block)"
-            found.append(
-                self._moment(
-                    "backward, attention",
-                    stack + sizes.attention,
-                    passed,
-                    gradients,
-                    formula,
-                    (below, "attention"),
-                )
-            )
-            if self.job.layout.recompute != "none":
-                alive = stack + sizes.turning + sizes.waiting_products
-                found.append(
-                    self._moment("computed again", alive, sizes.hidden, gradients, formula, (below, "again"))
-                )
-            if self.shards is not None and not self.split:
-                found += self._reduced_moments(below, stack, gradients)
+        made = self.words if self.part.last and not self.always.dense else 0
+        found, each = self._head_moments(there), self._new_gradients
+        for below in reversed(range(self.layers)):
+            found += self._block_moments(below, self._made(there, made), there)
+            made += each[self.part.layers[below]]
         if self.part.first:
-            done = self._made(there, self.words if self.split else self.gradients)
+            done = self._made(there, made + self.words if self.split else self.gradients - self.start)
             last = 0 if self.shards or not there else self.words  # shards have it among the gradients
             found.append(
                 self._moment("embedding, backward", self.pending, last, done, "none", (None, "around"))
@@ -283,10 +307,47 @@ class _Moments:
             found.append(self._moment("ends, reduced", self.pending, 0, gradients, "none", (None, "reduced")))
         return found
 
+    @property
+    def _new_gradients(self) -> Counter[int]:
+        """Bytes of gradients that the first backward pass makes, by layer; of a split one those of experts."""
+        made = KeptGradients(not self.always.dense and not self.split, not self.always.experts)
+        return sum_blocks(self.part.parameters, made)
+
+    def _block_moments(self, below: int, gradients: int, there: Made) -> list[PipelineMoment]:
+        """One block on the way back."""
+        sizes = self.stack.blocks[below]
+        stack = self.stack.waiting(below) + self.late(self.layers - 1 - below)
+        waiting = self.stack.formula(below)
+        temporary = sizes.backward(first=not there and not self.always.experts)
+        if self.split:  # no gradient of a weight is made
+            temporary = sizes.hidden + sizes.feed_forward.split_backward
+        formula, alive = f"{waiting}, + {sizes.block} (this block)", stack + sizes.block
+        found = [self._moment("backward", alive, temporary, gradients, formula, (below, "block"))]
+        if self.shards is not None and sizes.feed_forward.after_experts:
+            passed, after = sizes.hidden + sizes.feed_forward.passed, stack + sizes.after_experts
+            if self.job.layout.recompute != "none":  # they are gathered when they are computed again
+                alive, passed = after + sizes.waiting_products, sizes.hidden
+            at = (below, "experts gathered")
+            found.append(self._moment("backward, experts gathered", alive, passed, gradients, formula, at))
+            at = (below, "experts")
+            found.append(self._moment("backward, experts", after, sizes.hidden, gradients, formula, at))
+        formula, alive = f"{waiting}, + {sizes.attention} (half of this block)", stack + sizes.attention
+        passed, at = sizes.hidden + sizes.attention_gradients, (below, "attention")
+        found.append(self._moment("backward, attention", alive, passed, gradients, formula, at))
+        if self.job.layout.recompute != "none":
+            alive, at = stack + sizes.turning + sizes.waiting_products, (below, "again")
+            found.append(self._moment("computed again", alive, sizes.hidden, gradients, formula, at))
+        if self.shards is not None and below == self.layers - 1:
+            at, alive = (below, "gathered"), self.stack.waiting(self.layers)
+            found.append(self._moment("backward, gathered", alive, sizes.hidden, gradients, waiting, at))
+        if self.shards is not None and not self.split:
+            found += self._reduced_moments(below, stack, gradients)
+        return found
+
     def _reduced_moments(self, layer: int, stack: int, gradients: int) -> list[PipelineMoment]:
         """A cut block's last gradient, its reduction, and the next block's gather."""
         hidden = self.sizes.hidden
-        formula = f"{layer} blocks, {self.sizes.waiting_formula}"
+        formula = self.stack.formula(layer)
         last = NORM_TENSORS * hidden
         found = [
             self._moment("backward, last gradient", stack, last, gradients, formula, (layer, "last")),
@@ -298,12 +359,12 @@ class _Moments:
             )
         return found
 
-    def _head_moments(self, there: bool) -> list[PipelineMoment]:
+    def _head_moments(self, there: Made) -> list[PipelineMoment]:
         """The loss's and the final norm's way back."""
         if not self.part.last:
             return []
-        stack, gradients = self.sizes.waiting * self.layers, self._made(there, 0)
-        blocks = f"{self.layers} blocks, {self.sizes.waiting_formula}"
+        stack, gradients = self.stack.waiting(self.layers), self._made(there, 0)
+        blocks = self.stack.formula(self.layers)
         found = [self._moment("loss, backward", self.kept - self.extra, 0, gradients, blocks)]
         if self.model.norm == "rms" and self.job.cluster.device == "cpu":
             inside = NORM_TENSORS * self.sizes.hidden
@@ -313,13 +374,13 @@ class _Moments:
             found.append(self._moment("final norm, backward", stack, inside, made, blocks))
         return found
 
-    def weights(self, there: bool) -> list[PipelineMoment]:
+    def weights(self, there: Made) -> list[PipelineMoment]:
         """Of the second half of a backward pass that is split."""
         largest = max(p.count for p in self.part.parameters if _is_of_block(p, self.part.layers[0]))
-        made = self._made(there, (self.part.first + self.part.last) * self.words)
+        made = max(self.half, self._made(there, 0))
         formula = "inputs and output gradients of products"
         if self.shards is not None:
-            whole = self.layers * self.shards.kept_block
+            whole = self.shards.kept_blocks
             found = self._moment("weights, backward", self.pending // self.layers, 0, made, formula)
             return [replace(found, gradients=found.gradients + whole)]
         return [
@@ -339,10 +400,10 @@ class _Moments:
         ):
             if kind is Kind.WEIGHT and not self.split:
                 continue
-            for there in (False, True):
+            for there in Made:
                 widest[kind, there] = max(list_moments(there), key=lambda moment: moment.bytes)
         idle = self.shards.idle if self.shards else 0
-        return _Stage(self.kept, self.pending, self.gradients, idle, widest)
+        return _Stage(self.kept, self.pending, self.gradients, self.start, self.half, idle, widest)
 
 
 def _is_of_block(parameter: Parameter, layer: int) -> bool:
@@ -353,13 +414,14 @@ class _Walk:
     """Goes through one rank's actions and keeps the fullest moment."""
 
     def __init__(
-        self, schedule: PipelineSchedule, place: int, stages: dict[int, _Stage], handed: int, from_start: bool
+        self, schedule: PipelineSchedule, place: int, stages: dict[int, _Stage], handed: int
     ) -> None:
-        """``from_start``: whether gradients are there before the first backward pass."""
         self.schedule, self.place, self.stages, self.handed = schedule, place, stages, handed
         self.waiting: dict[tuple[int, int], int] = {}
         self.waiting_bytes = 0
-        self.gradients = {stage: mine.gradients if from_start else 0 for stage, mine in stages.items()}
+        self.gradients = {stage: mine.start for stage, mine in stages.items()}
+        whole = {stage for stage, mine in stages.items() if mine.start == mine.gradients}
+        self.made = {stage: Made.ALL if stage in whole else Made.NONE for stage in stages}
         self.releases = find_releases(schedule, place)
         self.sent: set[Action] = set()
         """What was sent, and is kept until it has been used for certain."""
@@ -391,7 +453,7 @@ class _Walk:
     def _look(self, action: Action, posted: bool) -> None:
         kind, stage, m = action
         mine = self.stages[stage]
-        own = mine.widest[kind, self.gradients[stage] > 0]
+        own = mine.widest[kind, self.made[stage]]
         others = sum(size for held, size in self.gradients.items() if held != stage)
         idle = sum(other.idle for held, other in self.stages.items() if held != stage)
         waiting = self.waiting_bytes - self.waiting.get((stage, m), 0)
@@ -420,14 +482,18 @@ class _Walk:
         if left:
             self.waiting[stage, m] = left
         if kind is Kind.WEIGHT or (kind is Kind.BACKWARD and not split):
-            self.gradients[stage] = mine.gradients
+            self.gradients[stage], self.made[stage] = mine.gradients, Made.ALL
+        elif kind is Kind.BACKWARD and self.made[stage] is Made.NONE:
+            self.gradients[stage], self.made[stage] = mine.half, Made.HALF
         if receiver_of(action, self.schedule) is not None:
             self.sent.add(action)
         elif consumer_of(action, self.schedule.stages) is not None:
             self.inside += 1
 
 
-def trace_pipeline(job: Job, place: int, micro_batch: int, micro_batches: int) -> PipelineMemory:
+def trace_pipeline(
+    job: Job, place: int, micro_batch: int, micro_batches: int, rows: Sequence[int] | None = None
+) -> PipelineMemory:
     """The fullest moment of a rank at one place of the pipelines.
 
     Args:
@@ -435,18 +501,20 @@ def trace_pipeline(job: Job, place: int, micro_batch: int, micro_batches: int) -
         place: The rank's index on the axis ``pp``.
         micro_batch: Samples of one forward pass.
         micro_batches: Of a step.
+        rows: That experts read in each of the rank's layers with experts; None for an even share of all.
     """
     schedule = schedule_of(job, micro_batches)
-    parts, seen = held_parts(job, place), set[str]()
+    parts, seen, left = held_parts(job, place), set[str](), iter(rows or ())
     listed: dict[int, _Moments] = {}
     for part in parts:
-        own = sum(p.count for p in part.parameters if p.name not in seen) * FLOAT32_BYTES
+        own = [p for p in part.parameters if p.name not in seen]
         seen.update(p.name for p in part.parameters)
-        listed[part.stage] = _Moments(job, part, micro_batch, own, schedule.split_backward)
+        read = None if rows is None else list(itertools.islice(left, part.expert_layers))
+        listed[part.stage] = _Moments(job, part, micro_batch, own, schedule.split_backward, read)
     sizes, model = next(iter(listed.values())).sizes, next(iter(listed.values())).model
     stages = {stage: moments.stage() for stage, moments in listed.items()}
     replicated = sums_whole_gradients(job)
-    top = _Walk(schedule, place, stages, sizes.hidden, from_start=replicated).run()
+    top = _Walk(schedule, place, stages, sizes.hidden).run()
     if replicated and job.compression.kind != "none":
         top = max(top, _reduction(job, place), key=lambda moment: moment.bytes)
     return PipelineMemory(

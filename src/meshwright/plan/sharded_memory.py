@@ -11,13 +11,15 @@ peak. Deferred gradients stay whole, in float32 and not padded, until the last m
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.plan.axes import dense_shard_axis, expert_shard_axis
+from meshwright.plan.axes import dense_shard_axis
 from meshwright.plan.moments import Moment
 from meshwright.plan.parts import Part, list_stages
 from meshwright.plan.shapes import FLOAT32_BYTES, operand_bytes
+from meshwright.plan.sharded_blocks import ShardedBlock, list_blocks
 from meshwright.plan.sharding import Group, list_groups, sends_gradients
 from meshwright.plan.traffic import WIRE_BYTES
 from meshwright.spec.job import Job
@@ -66,10 +68,9 @@ def _list_passes(micro_batches: int) -> list[Pass]:
 
 @dataclass(frozen=True)
 class ShardedSizes:
-    """Bytes of the groups; all blocks are alike."""
+    """Bytes of the groups."""
 
-    ranks: int
-    layers: int
+    blocks: tuple[ShardedBlock, ...]
     zero: int
     prefetch: int
     """Blocks gathered ahead."""
@@ -85,166 +86,209 @@ class ShardedSizes:
     """Its gradients that wait through the backward pass of the blocks: the head's, the final norm's."""
     around_late: int
     """Its gradients when the embedding's is made."""
-    block: int
-    """A gathered block, in the precision of the products; its whole gradient is as large."""
-    feed_forward: int
-    """The part of that gradient which is there when the backward pass comes to attention."""
-    block_sent: int
-    """What a block gives to its reduce-scatter."""
-    block_shard: int
-    """What it keeps of that."""
-    arriving: int
-    """What a block's reduce-scatter gives, before it is float32; 0 where it is that already."""
     deferred: bool
     """Whether gradients wait for the last micro-batch."""
     kept_around: int
     """Whole gradients of what lies around the blocks, as they wait."""
-    kept_block: int
-    """Those of a block."""
     embedding: int
     """The gradient of the embedding's part."""
     tied: int
     """The head's part of a gradient that it shares with the embedding; 0 where it does not."""
     summed: bool
     """Whether autograd adds to kept gradients itself: those of a product in float32."""
-    last: int
-    """The last gradient of a block, which torch lets go of last."""
 
     @classmethod
     def of(cls, job: Job, part: Part) -> ShardedSizes:
         """Of all of the model, or of a stage."""
         model, groups, ranks = part.model, list_groups(part), dense_shard_axis(job.layout).size
         assert isinstance(model, DecoderModel), "the legality table shards decoders only"
-        blocks: list[Group] = [group for group in groups if group.block and not group.experts]
-        routed: list[Group] = [group for group in groups if group.experts]
-        expert_ranks = expert_shard_axis(job.layout).size
         outer = groups[-1] if not groups[-1].block else Group("nothing", (), block=False)
         around = {p.name: p.count * FLOAT32_BYTES for p in outer.parameters}
         head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
         tied = model.tied_embeddings and part.whole
         norm = sum(size for name, size in around.items() if name.startswith("norm."))
         stays = 0 if sends_gradients(job) else 1
-        low, wire = operand_bytes(job.train.precision), WIRE_BYTES[job.compression.kind]
         # A tied gradient is made of two parts and their sum.
         late = sum(around.values()) + (2 * head if tied else 0)
-        # All blocks are taken to be as the last one, with its experts.
-        experts = routed[-1:]
-        whole = [*blocks[-1].parameters, *(p for group in experts for p in group.parameters)]
-        padded = blocks[-1].padded(ranks) + sum(group.padded(expert_ranks) for group in experts)
-        shard = blocks[-1].padded(ranks) // ranks
-        shard += sum(group.padded(expert_ranks) // expert_ranks for group in experts)
         return cls(
-            ranks=ranks,
-            layers=len(blocks),
+            blocks=list_blocks(job, groups),
             zero=job.layout.zero,
             prefetch=job.layout.prefetch,
             around=outer.gathered_bytes(ranks, job.train.precision),
-            around_sent=outer.padded(ranks) * wire,
+            around_sent=outer.padded(ranks) * WIRE_BYTES[job.compression.kind],
             around_shard=stays * outer.padded(ranks) * FLOAT32_BYTES // ranks,
             around_last=outer.parameters[-1].count * FLOAT32_BYTES if outer.parameters else 0,
             around_early=head + norm if part.last else 0,
             around_late=late,
-            block=padded * low,
-            feed_forward=sum(p.count for p in whole if ".ffn." in p.name) * low,
-            block_sent=padded * wire,
-            block_shard=stays * shard * FLOAT32_BYTES,
-            arriving=0 if wire == FLOAT32_BYTES else shard * wire,
             deferred=job.layout.accumulate == "deferred",
             kept_around=sum(around.values()),
-            kept_block=sum(p.count for p in whole) * FLOAT32_BYTES,
             embedding=head if part.first else 0,
             tied=head if tied else 0,
-            summed=low == FLOAT32_BYTES,
-            last=whole[-1].count * low,
+            summed=operand_bytes(job.train.precision) == FLOAT32_BYTES,
         )
+
+    @property
+    def layers(self) -> int:
+        """How many blocks."""
+        return len(self.blocks)
+
+    @functools.cached_property
+    def block_shards(self) -> int:
+        """Shards of gradients of all blocks."""
+        return sum(block.shard for block in self.blocks)
+
+    @functools.cached_property
+    def kept_blocks(self) -> int:
+        """Whole gradients of all blocks, as they wait."""
+        return sum(block.kept for block in self.blocks)
 
     @property
     def kept(self) -> int:
         """Gradients between two micro-batches: shards, or whole where they are deferred."""
         if self.deferred:
-            return self.kept_around + self.layers * self.kept_block
-        return self.around_shard + self.layers * self.block_shard
+            return self.kept_around + self.kept_blocks
+        return self.around_shard + self.block_shards
 
     @property
     def idle(self) -> int:
         """What is gathered between two micro-batches."""
-        return self.around + (self.layers * self.block if self.zero == 2 else 0)
+        return self.around + (_gathered(self.blocks) if self.zero == 2 else 0)
 
     def gathered(self, moment: Moment, run: Pass) -> tuple[int, str]:
         """What is gathered at a moment."""
-        layer, letting_go = moment.layer, self.zero == 3 or run.last
-        around, buffers = self.around, 0
-        if not moment.backward:
-            blocks = self.layers if self.zero == 2 else int(layer is not None)
-            if self.zero == 3 and layer is not None:
-                buffers = min(self.prefetch, self.layers - 1 - layer)
-        elif layer is None:
-            blocks = 0 if letting_go else self.layers
-            around = 0 if moment.part == "reduced" and letting_go else around
+        around, layer, letting_go = self.around, moment.layer, self.zero == 3 or run.last
+        if layer is not None and moment.backward and letting_go:
+            below = _gathered(self.blocks[:layer]) if self.zero == 2 else 0
+            blocks, buffers = self._at_work_gathered(self.blocks[layer], layer, moment.part)
+            blocks += below
+        elif self.zero == 3 and not moment.backward:
+            blocks = self.blocks[layer].gathered if layer is not None else 0
+            ahead = self.blocks[layer + 1 : layer + 1 + self.prefetch] if layer is not None else ()
+            buffers = _arriving(ahead)
         else:
-            at_work = int(moment.part != "reduced")
-            blocks = at_work if self.zero == 3 else layer + at_work if run.last else self.layers
-            if moment.part == "gathered":  # its own buffer; the farthest one ahead is not asked for yet
-                buffers = 1 + min(max(self.prefetch - 1, 0), layer)
-            elif self.zero == 3:
-                buffers = min(self.prefetch, layer)
-        formula = f"{around} (around the blocks) + {blocks} blocks and {buffers} on their way x {self.block}"
-        return around + (blocks + buffers) * self.block, formula
+            gone = layer is None and moment.backward and letting_go
+            around = 0 if gone and moment.part == "reduced" else around
+            blocks, buffers = 0 if gone else _gathered(self.blocks), 0
+        formula = f"{around} (around the blocks) + {blocks} (blocks) + {buffers} (on their way)"
+        return around + blocks + buffers, formula
+
+    def _at_work_gathered(self, block: ShardedBlock, layer: int, part: str) -> tuple[int, int]:
+        """Of the block at work on the way back, and what is on its way meanwhile; blocks are let go."""
+        own, everything = block.own.gathered, block.gathered
+        there = {"reduced": 0, "experts": own, "attention": own, "last": own, "gathered": own}
+        gathered = there.get(part, everything)
+        if self.zero == 2:
+            return gathered, 0
+        ahead = _arriving(self.blocks[max(0, layer - self.prefetch) : layer])
+        if part == "gathered":  # its own buffers; the farthest one ahead is not asked for yet
+            ahead = _arriving(self.blocks[max(0, layer - max(self.prefetch - 1, 0)) : layer])
+            ahead += block.own.arriving + (block.experts.arriving if self.prefetch else 0)
+        elif part == "experts gathered":
+            ahead += block.experts.arriving
+        return gathered, ahead
 
     def gradients(self, moment: Moment, run: Pass) -> tuple[int, int]:
         """Gradients, in shards and whole, and what reduce-scatters were given, at a moment."""
         if self.deferred and not (run.first and run.last):
             return self._deferred_gradients(moment, run)
-        everything = self.around_shard + self.layers * self.block_shard
+        everything = self.around_shard + self.block_shards
         if not moment.backward:
             return (0 if run.first else everything), 0
         if moment.layer is None:
-            shards = self.layers * self.block_shard if run.first else everything
+            shards = self.block_shards if run.first else everything
             if moment.part == "around":
-                return shards + self.around_late, self.block_sent
+                return shards + self.around_late, self.blocks[0].own.sent
             return shards + max(self.kept_around, self.around_last + self.around_shard), self.around_sent
-        behind = self.layers - 1 - moment.layer
-        shards = behind * self.block_shard if run.first else everything
+        block, behind = self.blocks[moment.layer], self.blocks[moment.layer + 1 :]
+        shards = sum(other.shard for other in behind) if run.first else everything
+        whole, sent = self._at_work(block, moment.part)
+        if run.first and moment.part in ("attention", "last", "reduced"):
+            shards += block.experts.shard
         if moment.part == "reduced":
-            whole = max(self.block, self.last + self.arriving + self.block_shard)
-            return shards + self.around_early + whole, self.block_sent
-        whole = {"attention": self.feed_forward, "last": self.block}.get(moment.part, 0)
-        return shards + self.around_early + whole, self.block_sent if behind else 0
+            whole = block.own.reducing
+        elif moment.part == "experts":
+            whole += block.experts.reducing
+        return shards + self.around_early + whole, sent or (behind[0].own.sent if behind else 0)
+
+    @property
+    def half(self) -> int:
+        """Gradients between the two halves of a split backward pass, the first of a step."""
+        return self.around_shard + sum(block.experts.shard + block.routed for block in self.blocks)
+
+    def split_gradients(self, moment: Moment, before: int) -> tuple[int, int]:
+        """Inside the blocks where products' gradients come later, and only those of experts at once.
+
+        Args:
+            moment: Of the first half of a backward pass.
+            before: Gradients that there were when it began.
+        """
+        assert moment.layer is not None, "inside a block"
+        block, behind = self.blocks[moment.layer], self.blocks[moment.layer + 1 :]
+        made = 0 if before else sum(other.experts.shard + other.routed for other in behind)
+        if moment.part == "experts":
+            made += block.experts.reducing
+        sent = block.experts.sent if moment.part in ("experts", "attention") else 0
+        return before + made + self.around_early, sent or (behind[0].experts.sent if behind else 0)
+
+    @staticmethod
+    def _at_work(block: ShardedBlock, part: str) -> tuple[int, int]:
+        """Whole gradients of a block on its way back, and what it has sent itself."""
+        whole = {
+            "experts": block.feed_forward,
+            "attention": block.feed_forward,
+            "last": block.own.gathered,
+            "reduced": block.own.gathered,
+        }
+        sent = {
+            "experts": block.experts.sent,
+            "attention": block.experts.sent,
+            "last": block.experts.sent,
+            "reduced": block.own.sent,
+        }
+        return whole.get(part, 0), sent.get(part, 0)
 
     def _deferred_gradients(self, moment: Moment, run: Pass) -> tuple[int, int]:
         """The same where gradients wait whole: they come in the first micro-batch, and go in the last."""
-        everything = self.kept_around + self.layers * self.kept_block
+        everything = self.kept_around + self.kept_blocks
         if not moment.backward:
             return (0 if run.first else everything), 0
         if moment.layer is None:
-            blocks = self.layers * (self.block_shard if run.last else self.kept_block)
-            reduced = (self.block_sent if moment.part == "around" else self.around_sent) if run.last else 0
+            blocks = self.block_shards if run.last else self.kept_blocks
+            first_sent = self.blocks[0].own.sent
+            reduced = (first_sent if moment.part == "around" else self.around_sent) if run.last else 0
             if moment.part != "around":
                 return blocks + self.kept_around, reduced
             # The embedding's part is made whole before it is added; a tied one is the sum of two parts.
             made = self.around_late if run.first else self.kept_around + self.embedding + 2 * self.tied
             return blocks + made, reduced
-        behind = self.layers - 1 - moment.layer
+        block, behind = self.blocks[moment.layer], self.blocks[moment.layer + 1 :]
+        own, sent = self._at_work(block, moment.part)
+        if moment.part == "experts":
+            own += block.experts.gathered
         if run.first:
-            kept = self.around_early + behind * self.kept_block
+            kept = self.around_early + sum(other.kept for other in behind)
         elif run.last:
-            kept = (
-                self.kept_around
-                + self.tied
-                + (moment.layer + 1) * self.kept_block
-                + behind * self.block_shard
-            )
+            there = sum(other.kept for other in self.blocks[: moment.layer + 1])
+            kept = self.kept_around + self.tied + there + sum(other.shard for other in behind)
         else:
             kept = everything + self.tied
-        own = {"attention": self.feed_forward, "last": self.block, "reduced": self.block}.get(moment.part, 0)
         if run.first and moment.part == "reduced":
-            own = self.kept_block + (0 if self.summed else self.last)
+            own = block.kept + (0 if self.summed else block.own.last)
         elif self.summed and not run.first:
             own = 0
         elif run.last and moment.part == "reduced" and not behind:
             own = 0  # added before the first buffer to send is made; later ones follow another
-        given = run.last and (behind or moment.part == "reduced")
-        return kept + own, self.block_sent if given else 0
+        if not run.last:
+            return kept + own, 0
+        return kept + own, sent or (behind[0].own.sent if behind else 0)
+
+
+def _gathered(blocks: Sequence[ShardedBlock]) -> int:
+    return sum(block.gathered for block in blocks)
+
+
+def _arriving(blocks: Sequence[ShardedBlock]) -> int:
+    return sum(block.arriving for block in blocks)
 
 
 def _gathered_moments(job: Job, moments: Sequence[Moment]) -> list[Moment]:

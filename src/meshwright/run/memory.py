@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from meshwright.run.parallel.ownership import Owned
 LETTING_GO_S = 0.004
 """What gloo's thread gets to let go of a gather or an exchange that has arrived: while every operation is
 looked at, it may not come to run, and the buffer would outlive its use by as long."""
+
+_COPY = torch.ops.aten.copy_.default
 
 
 def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
@@ -45,11 +47,21 @@ class PeakTracker(TorchDispatchMode):
 
     FSDP2 keeps the tensors that it gathers into and resizes their storages, which no operation shows. They
     are known from its operators' arguments: they grow just before a gather is copied out to them, and are
-    looked at after every operation until they are let go.
+    looked at after every operation until they are let go. Where a rank is alone and has nothing to gather,
+    its own part is copied, as anything might be: then whoever knows those tensors is asked.
     """
 
-    def __init__(self, alive: Iterable[Tensor | None]) -> None:
+    def __init__(
+        self, alive: Iterable[Tensor | None], list_gathered: Callable[[], Iterable[Tensor]] = list
+    ) -> None:
+        """Begin with what lives.
+
+        Args:
+            alive: Tensors that live already.
+            list_gathered: Those that FSDP2 gathers into.
+        """
         super().__init__()
+        self._list_gathered = list_gathered
         self._live: dict[int, weakref.ref[Any]] = {}
         self._gathered: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._resizable: set[int] = set()
@@ -80,6 +92,9 @@ class PeakTracker(TorchDispatchMode):
             self._exchanging = "all_to_all" in func.name()
             if arrived:
                 time.sleep(LETTING_GO_S)
+        elif func is _COPY:
+            self._expect_resizing(self._list_gathered())
+            self._look_at_gathered()
         return result
 
     @property

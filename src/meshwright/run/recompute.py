@@ -12,10 +12,10 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -68,8 +68,46 @@ def run_recomputed(
     return checkpoint(compute, *inputs, **options)
 
 
+def leave_hooks_alone(module: nn.Module) -> None:
+    """Selective recomputation shall not look at the hooks of a module inside a block.
+
+    It wants the same operations in the same order in both passes. Those that gather a module's parameters
+    have more to do in one than in the other. Call it when the module has the hooks.
+    """
+    module.register_forward_pre_hook(_Pausable.pause, prepend=True)
+    module.register_forward_pre_hook(_Pausable.go_on)
+    module.register_forward_hook(_Pausable.pause, prepend=True)
+    module.register_forward_hook(_Pausable.go_on)
+
+
+class _Pausable:
+    """A mode of selective recomputation that can be told to look away."""
+
+    paused = False
+
+    @classmethod
+    def pause(cls, *_: Any) -> None:
+        """A hook."""
+        _Pausable.paused = True
+
+    @classmethod
+    def go_on(cls, *_: Any) -> None:
+        """A hook."""
+        _Pausable.paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and look at it unless told otherwise."""
+        if _Pausable.paused:
+            return func(*args, **(kwargs or {}))
+        return cast(Any, super()).__torch_dispatch__(func, types, args, kwargs or {})
+
+
 def _keep_products(products: Sequence[bool], sums: Sequence[bool]) -> Any:
-    return create_selective_checkpoint_contexts(functools.partial(_policy, products, sums, Counter()))
+    modes = create_selective_checkpoint_contexts(functools.partial(_policy, products, sums, Counter()))
+    for mode in modes:
+        kind = type(mode)
+        mode.__class__ = type(kind.__name__, (_Pausable, kind), {})
+    return modes
 
 
 def _policy(

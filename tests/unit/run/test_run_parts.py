@@ -72,7 +72,7 @@ def test_every_rank_runs_the_same_micro_batches_and_every_sample_counts_once(mas
     samples = np.arange(100, 100 + count)
     shapes, seen = set(), []
     for rank in range(ranks):
-        batches = list(Batcher(Counting(mask), rank, ranks, micro, 1 / count).micro_batches(samples))
+        batches = list(Batcher(Counting(mask), rank, ranks, micro, share=1 / count).micro_batches(samples))
         shapes.add((len(batches), micro))
         for tokens, targets, segments, weights in batches:
             assert tokens.shape == targets.shape == (micro, 4)

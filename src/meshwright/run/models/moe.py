@@ -50,6 +50,8 @@ class Experts(nn.Module):
     """The routed experts of a layer that are held here; each is a feed-forward as the model names it."""
 
     gate: ExpertProduct
+    rows_read: int | None = None
+    """Rows of the newest forward pass, for whoever sets it to None before."""
 
     def __init__(self, model: DecoderModel) -> None:
         super().__init__()
@@ -68,6 +70,7 @@ class Experts(nn.Module):
             x_RD: Rows, sorted by expert.
             sizes: Rows of each held expert.
         """
+        self.rows_read = len(x_RD)
         if self.gated:
             inner_RF = F.silu(self.gate(x_RD, sizes)) * self.up(x_RD, sizes)
         else:

@@ -187,9 +187,9 @@ class Owned:
         for parameter in gradients:
             parameter.grad = None
 
-    def gathered_bytes(self) -> int:
-        """What lies in this rank's memory of other ranks' parts of the parameters."""
-        return 0
+    def list_gathered(self) -> Iterator[Tensor]:
+        """What other ranks' parts of the parameters are gathered into; empty where nothing is."""
+        return iter(())
 
     def end_evaluation(self) -> None:
         """What an evaluation gathered is let go."""
@@ -338,14 +338,12 @@ class OwnedShards(_Chunks):
         for name, own in self._own.items():
             own.grad = self._cut[name].grad = None
 
-    def gathered_bytes(self) -> int:
-        """What FSDP2 has gathered and not let go; asks it by names that 2.11 and 2.13 have."""
-        gathered = 0
+    def list_gathered(self) -> Iterator[Tensor]:
+        """What FSDP2 gathers into, by names that 2.11 and 2.13 have."""
         for part in self.module.modules():
             if isinstance(part, FSDPModule) and (group := part._get_fsdp_state()._fsdp_param_group):
-                outputs = [tensor for p in group.fsdp_params for tensor in p.all_gather_outputs]
-                gathered += sum(tensor.untyped_storage().size() for tensor in outputs)
-        return gathered
+                for parameter in group.fsdp_params:
+                    yield from parameter.all_gather_outputs
 
     def end_evaluation(self) -> None:
         """Let go of what an evaluation gathered."""

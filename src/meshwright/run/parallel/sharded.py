@@ -39,6 +39,7 @@ from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder
 from meshwright.run.models.init import WeightSource, fill, tie
 from meshwright.run.precision import LOW_PRECISION
+from meshwright.run.recompute import leave_hooks_alone
 from meshwright.spec.job import Job
 
 
@@ -61,6 +62,8 @@ def apply_sharding(network: Decoder, part: Part, job: Job, ranks: Ranks, weights
             cast_forward_inputs=False,
         )
         _cut(module, meshes[group.experts], policy, _offload_policy(job, ranks), reshard_after_forward=again)
+        if group.experts:
+            leave_hooks_alone(module)
     if not isinstance(network, FSDPModule):  # nothing lies around the blocks: it is their root all the same
         _cut(network, meshes[False], policy, _offload_policy(job, ranks), reshard_after_forward=False)
     _gather_ahead(network, job.layout.prefetch)
@@ -84,6 +87,8 @@ def _gather_ahead(network: Decoder, depth: int) -> None:
         # No names at all would leave it to FSDP2, which then gathers one; what is gathered costs nothing.
         ahead = [u for units in blocks[place : place + depth] for u in units]
         units[0].set_modules_to_backward_prefetch(ahead or [units[0]])
+        for experts in units[1:]:
+            experts.set_modules_to_backward_prefetch([experts])
 
 
 def _list_units(block: nn.Module) -> list[FSDPModule]:
