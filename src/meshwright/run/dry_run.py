@@ -35,7 +35,7 @@ from meshwright.run.collectives.counter import DEVICE_KEYS, CollectiveCounter
 from meshwright.run.loop import compute_step, report_end
 from meshwright.run.mesh import join_ranks, leave_ranks
 from meshwright.run.models.moe import MixtureOfExperts
-from meshwright.run.parallel.experts import ExpertExchange
+from meshwright.run.parallel.experts import ExpertExchange, SharedTokens
 from meshwright.run.session import Session, build_session
 from meshwright.run.step_audit import StepAudit
 from meshwright.spec.job import Job
@@ -87,6 +87,8 @@ def deal_evenly(model: nn.Module) -> None:
             layer.router.choose = choose_evenly
             if isinstance(layer.dispatch, ExpertExchange):
                 layer.dispatch = EvenExchange(layer.dispatch)
+            if isinstance(layer.tokens, SharedTokens):
+                layer.tokens = EvenTokens(layer.tokens)
 
 
 def choose_evenly(scores: Tensor, chosen: Tensor) -> Tensor:
@@ -106,6 +108,18 @@ class EvenExchange(ExpertExchange):
         """Asks, and knows the answer."""
         super().tell(told_XH)
         return told_XH[self.place].expand_as(told_XH)
+
+
+class EvenTokens(SharedTokens):
+    """The tokens of every other rank chose what this one's did."""
+
+    def __init__(self, tokens: SharedTokens) -> None:
+        vars(self).update(vars(tokens))
+
+    def gather(self, experts_NK: Tensor) -> Tensor:  # noqa: N803
+        """Asks, and knows the answer."""
+        ranks = len(super().gather(experts_NK)) // len(experts_NK)
+        return experts_NK.repeat(ranks, 1)
 
 
 def _take_step(session: Session, tell: Tell) -> None:
