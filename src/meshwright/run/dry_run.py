@@ -44,6 +44,8 @@ Tell = Callable[[str], None]
 """Told what is being done."""
 _READ = torch.ops.aten._local_scalar_dense.default
 """What ``item``, ``tolist`` and ``float`` call."""
+_COUNT = torch.ops.aten.arange
+"""Of integers it is integers, unless a type is asked for."""
 
 
 def rehearse(plan: Plan, rank: int, listener: Listener, tell: Tell) -> None:
@@ -165,7 +167,8 @@ class RealIntegers(TorchDispatchMode):
             return func(*args, **kwargs)
         dtype = kwargs.get("dtype")
         given = any(isinstance(leaf, Tensor) for leaf in tree_iter((args, kwargs)))
-        if given or (dtype is not None and not dtype.is_floating_point):
+        counts = dtype is None and func.overloadpacket is _COUNT and all(type(a) is int for a in args)
+        if given or counts or (dtype is not None and not dtype.is_floating_point):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
