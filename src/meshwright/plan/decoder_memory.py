@@ -119,7 +119,10 @@ class Sizes:
         # Products read a copy in 16 bits; under ZeRO-2 and 3 that is what is gathered.
         copied = low != FLOAT32_BYTES and job.layout.zero < 2
         copies = 2 * width * (queries + keys) * low * copied + feed_forward.cached
-        block = 2 * norm + tokens * (width * low + attention + traded) + feed_forward.kept + copies
+        # Norms read the weights that were gathered in 16 bits in float32.
+        vectors = 2 if model.norm == "layer" else 1
+        weight = vectors * width * FLOAT32_BYTES if low != FLOAT32_BYTES and not copied else 0
+        block = 2 * (norm + weight) + tokens * (width * low + attention + traded) + feed_forward.kept + copies
         products = tokens * ((2 * queries + 2 * keys) * low + model.num_heads * FLOAT32_BYTES)
         products += resident * width * low + feed_forward.products
         waiting = {
@@ -130,7 +133,7 @@ class Sizes:
             ),
             "full": (hidden, f"{resident} x {width} x 4 (input) a block"),
         }[job.layout.recompute]
-        half = norm + tokens * width * low + tokens * attention
+        half = norm + weight + tokens * width * low + tokens * attention
         if copied:
             half += width * (queries + 2 * keys) * low
         # Trading gradients back holds them three times: as they are made, sent and received.
