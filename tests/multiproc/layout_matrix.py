@@ -31,13 +31,13 @@ PIPELINED_LAYERS = 4
 WORKS: dict[str, dict[str, Any]] = {
     "llama": {
         "model": {"num_kv_heads": 12, "vocab_size": 264, "tied_embeddings": False},
-        "train": {"global_batch": 5},
+        "train": {"global_batch": 5, "optimizer": "lion"},
         "pipelined": {"global_batch": 7},
     },
     "llama with experts, one key head": {
         "model": {**DROPPING, "num_kv_heads": 1, "vocab_size": 263, "tied_embeddings": True},
         "data": {"mask": "document"},
-        "train": {"global_batch": 3, "optimizer": "lion", "balance_loss": 0.05},
+        "train": {"global_batch": 3, "balance_loss": 0.05},
     },
     "gpt": {
         "model": {**GPT, "num_kv_heads": 24, "vocab_size": 263, "tied_embeddings": True},

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from curves import Resumed
+from curves import TEN, Resumed, reference, relative
 from proving import Prover, hold
 from safetensors.torch import load_file
 
@@ -137,6 +137,23 @@ def test_a_checkpoint_of_dealt_experts_goes_on_in_any_layout(train, tmp_path, la
 @pytest.mark.slow
 def test_a_checkpoint_of_dealt_experts_goes_on_to_the_bit(train, tmp_path):
     Resumed(train, tmp_path, *TRAINED).require_the_same_bits(SHARDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (*SHARDS, "train.precision=bf16", "compression.kind=bf16", "layout.recompute=selective"),
+        ("layout.cp=2", "layout.ep=2", "train.precision=fp16", "train.z_loss=0.01", "compression.kind=bf16"),
+        ("layout.cp=2", "layout.etp=2", "layout.zero=1", "train.precision=fp16", "train.balance_loss=0.05"),
+    ],
+    ids=" ".join,
+)
+def test_sixteen_bits_travel_to_experts(train, settings):
+    """Half the bytes, as promised; auxiliary losses are scaled as the loss is; and the curve of float32."""
+    training = [word for word in settings if word.startswith("train.") and "precision" not in word]
+    exact = reference(train, *as_overrides(MIXTURE, "model"), *training)
+    assert relative(train(*TEN, *as_overrides(MIXTURE, "model"), *settings).losses, exact) < 1e-2
 
 
 def test_dealt_experts_write_text_and_go_to_hugging_face(train, tmp_path, capfd):
