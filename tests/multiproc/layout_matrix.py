@@ -22,6 +22,10 @@ SEQ_LEN = 24
 DECODER = {"num_layers": 2, "hidden_size": 48, "num_heads": 24, "head_dim": 4, "ffn_size": 96}
 """Heads and feed-forward split over 2, 3, 4 and 8 ranks."""
 GPT = {**GPT_PARTS, "max_positions": SEQ_LEN}
+EXPERTS = {"num_experts": 12, "experts_per_token": 2, "expert_ffn_size": 12}
+"""They are dealt to 2, 3 and 4 ranks, and so are the columns of each."""
+DROPPING = {**EXPERTS, "capacity_factor": 1.0, "shared_experts": 1}
+SIGMOID = {**EXPERTS, "router": "sigmoid", "dense_layers": 1}
 PIPELINED_LAYERS = 4
 """Of a model that is cut into stages: two a rank on two ranks, or unequal ones on three."""
 WORKS: dict[str, dict[str, Any]] = {
@@ -30,29 +34,32 @@ WORKS: dict[str, dict[str, Any]] = {
         "train": {"global_batch": 5},
         "pipelined": {"global_batch": 7},
     },
-    "llama, one key head": {
-        "model": {"num_kv_heads": 1, "vocab_size": 263, "tied_embeddings": True},
+    "llama with experts, one key head": {
+        "model": {**DROPPING, "num_kv_heads": 1, "vocab_size": 263, "tied_embeddings": True},
         "data": {"mask": "document"},
-        "train": {"global_batch": 3, "optimizer": "lion"},
+        "train": {"global_batch": 3, "optimizer": "lion", "balance_loss": 0.05},
     },
     "gpt": {
         "model": {**GPT, "num_kv_heads": 24, "vocab_size": 263, "tied_embeddings": True},
         "data": {"prompt_masking": True},
         "train": {"global_batch": 3},
     },
-    "gpt, two key heads": {
-        "model": {**GPT, "num_kv_heads": 2, "vocab_size": 265, "tied_embeddings": False},
+    "gpt with experts, two key heads": {
+        "model": {**GPT, **SIGMOID, "num_kv_heads": 2, "vocab_size": 265, "tied_embeddings": False},
         "data": {"mask": "document", "prompt_masking": True},
-        "train": {"global_batch": 5},
+        "train": {"global_batch": 5, "balance_rate": 0.01, "z_loss": 0.01},
     },
 }
-"""Both families of decoders: key heads fewer than ``tp``, words that ``tp`` does not divide, tied and untied,
-packed documents, masked prompts, and batches that no number of ranks divides. Pipelines have fewer
-micro-batches than stages, and, with a batch of seven, enough for the schedules that ask for many."""
+"""Both families of decoders, dense and with experts: places that run out, shared experts, a dense layer in
+front of them, key heads fewer than ``tp``, words that ``tp`` does not divide, tied and untied, packed
+documents, masked prompts, and batches that no number of ranks divides. Pipelines have fewer micro-batches
+than stages, and, with a batch of seven, enough for the schedules that ask for many."""
 
 _HINTS = get_type_hints(Layout)
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 SETTINGS: dict[str, Sequence[Any]] = {
+    "ep": (1, 2, 3, 4, 8),
+    "etp": (1, 2, 3, 4, 8),
     "schedule": ("1f1b", *(name for name in get_args(_HINTS["schedule"]) if name != "1f1b")),
     "context": get_args(_HINTS["context"]),
     "sequence_parallel": (False, True),
@@ -64,8 +71,19 @@ SETTINGS: dict[str, Sequence[Any]] = {
 }
 """What is tried beside the degrees and ``zero``; those that are not built yet join when they are."""
 DRAWN = ("recompute", "accumulate", "prefetch", "offload")
-"""Settings of which `make test-all` tries one, drawn, for each layout that shares sequences: else they are
-too many. In pairs with all others they are tried, too."""
+"""Settings of which one is drawn for each layout that deals experts, and `make test-all` does so for those
+that share sequences: else they are too many. In pairs with all others they are tried, too."""
+ROUTING: dict[str, Sequence[Any]] = {
+    "model.experts_per_token": (1, 2, 3),
+    "model.router": ("softmax", "sigmoid"),
+    "model.capacity_factor": (None, 1.0),
+    "model.shared_experts": (0, 1),
+    "model.dense_layers": (0, 1),
+    "train.balance_loss": (0.0, 0.05),
+    "train.balance_rate": (0.0, 0.01),
+    "train.z_loss": (0.0, 0.01),
+}
+"""How tokens find their experts: tried in pairs with each other and with everything else."""
 SEVERAL_STAGES = ("interleaved", *V_SCHEDULES)
 """Schedules with several stages a rank: here two."""
 SPLIT = ("zb-h1", *V_SCHEDULES)
@@ -79,11 +97,13 @@ class Cell:
     work: str
     settings: tuple[tuple[str, Any], ...]
     compiled: bool = False
+    routing: tuple[tuple[str, Any], ...] = ()
+    """Where it is not that of the work."""
 
     @property
     def job(self) -> Job:
         """The job to prove."""
-        job = _place(_job(self.work, self.pipelined), dict(self.settings))
+        job = _place(_job(self.work, self.pipelined, self.routing), dict(self.settings))
         if not self.compiled:
             return job
         train = dataclasses.replace(job.train, compile=True, compile_backend="aot_eager")
@@ -106,9 +126,20 @@ class Cell:
         return settings["context"] if settings["cp"] > 1 else ""
 
     @property
+    def dealing(self) -> str:
+        """What of experts lies on different ranks: they, parts of them, or both; empty where nothing does."""
+        settings = dict(self.settings)
+        return " ".join(key for key in ("ep", "etp") if settings[key] > 1)
+
+    @property
     def family(self) -> str:
         """Of its decoder."""
-        return self.work.partition(",")[0]
+        return self.work.split()[0].strip(",")
+
+    @property
+    def routed(self) -> bool:
+        """Whether its decoder has experts."""
+        return "num_experts" in WORKS[self.work]["model"]
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -131,11 +162,12 @@ class Cell:
         """As the name of a test: what is not the default."""
         idle = {field.name: field.default for field in dataclasses.fields(Layout)}
         said = [f"{key}={value}" for key, value in self.settings if value != idle[key]]
+        said += [f"{key}={value}" for key, value in self.routing]
         return " ".join((self.work, *said, *(["compiled"] if self.compiled else [])))
 
 
 def list_cells(ranks: Iterable[int]) -> list[Cell]:
-    """Every legal cell on so many ranks.
+    """Every legal cell on so many ranks; where experts are dealt, ``DRAWN`` are drawn.
 
     Degrees and ``zero`` need each other and come together. The settings are added one by one, and what the
     table refuses on the way is not gone on with: no rule asks of a setting that a later one be there.
@@ -161,6 +193,15 @@ def draw_cells(ranks: int) -> Iterator[Cell]:
             yield Cell(work, tuple(settings.items()))
 
 
+def draw_routings(cells: Sequence[Cell], count: int) -> list[Cell]:
+    """So many of those cells that have experts, each with a way of routing, all drawn."""
+    drawn = random.Random(SEED)
+    chosen = drawn.sample([cell for cell in cells if cell.routed], count)
+    routings = [tuple((key, drawn.choice(values)) for key, values in ROUTING.items()) for _ in chosen]
+    found = (dataclasses.replace(c, routing=r) for c, r in zip(chosen, routings, strict=True))
+    return [cell for cell in found if not find_problems(cell.job)]
+
+
 def list_compiled(cells: Sequence[Cell]) -> list[Cell]:
     """Those whose blocks may be compiled, compiled."""
     compiled = (dataclasses.replace(cell, compiled=True) for cell in cells)
@@ -171,9 +212,15 @@ def _legal_settings(work: str, ranks: int) -> list[dict[str, Any]]:
     jobs = [_job(work, pipelined=cut) for cut in (False, True)]
     found = [{**shape, "zero": zero} for shape, zero in itertools.product(_list_shapes(ranks), range(4))]
     found = [settings for settings in found if _is_legal(jobs[settings["pp"] > 1], settings)]
+    drawn = random.Random(SEED)
     for key, values in SETTINGS.items():
-        wider = ({**settings, key: value} for settings in found for value in values)
-        found = [settings for settings in wider if _is_legal(jobs[settings["pp"] > 1], settings)]
+        wider = []
+        for settings in found:
+            tried = [{**settings, key: value} for value in values]
+            legal = [more for more in tried if _is_legal(jobs[more["pp"] > 1], more)]
+            dealing = settings.get("ep", 1) * settings.get("etp", 1) > 1
+            wider += drawn.sample(legal, 1) if legal and dealing and key in DRAWN else legal
+        found = wider
     return found
 
 
@@ -196,20 +243,23 @@ def _place(job: Job, settings: dict[str, Any]) -> Job:
     return dataclasses.replace(job, layout=layout)
 
 
-def _job(work: str, pipelined: bool) -> Job:
+def _job(work: str, pipelined: bool, routing: Sequence[tuple[str, Any]] = ()) -> Job:
     """The model and its batch; the data are those of the test."""
     parts = WORKS[work]
     layers = {"num_layers": PIPELINED_LAYERS} if pipelined else {}
-    return build_job(
-        {
-            "name": "matrix",
-            "model": {**DECODER, **parts["model"], **layers},
-            "data": {"path": "builtin:python-stdlib", "seq_len": SEQ_LEN, **parts.get("data", {})},
-            "train": {"steps": 10, "lr": 3e-3, "warmup": 2, **_train(work, pipelined)},
-            "cluster": {"preset": "local", "device": "cpu"},
-            "layout": {"dp_replicate": 1},
-        }
-    )
+    tree: dict[str, dict[str, Any]] = {
+        "model": {**DECODER, **parts["model"], **layers},
+        "data": {"path": "builtin:python-stdlib", "seq_len": SEQ_LEN, **parts.get("data", {})},
+        "train": {"steps": 10, "lr": 3e-3, "warmup": 2, **_train(work, pipelined)},
+        "cluster": {"preset": "local", "device": "cpu"},
+        "layout": {"dp_replicate": 1},
+    }
+    for path, value in routing:
+        section, key = path.split(".")
+        tree[section].pop(key, None)
+        if value is not None:
+            tree[section][key] = value
+    return build_job({"name": "matrix", **tree})
 
 
 def _train(work: str, pipelined: bool) -> dict[str, Any]:
@@ -218,15 +268,16 @@ def _train(work: str, pipelined: bool) -> dict[str, Any]:
 
 
 def choose_models(cells: Sequence[Cell]) -> list[Cell]:
-    """Every layout with one decoder of each family, or of either where it is a pipeline or shares sequences.
+    """Every layout with one decoder of each family; of either in a pipeline, or where something is shared.
 
-    Which one, and its micro-batch, are drawn; where sequences are shared also what is kept and when sent.
+    Which one, and its micro-batch, are drawn; where sequences or experts are shared also ``DRAWN``.
     """
     drawn = random.Random(SEED)
     groups: dict[Any, list[Cell]] = {}
     for cell in cells:
-        either = cell.pipelined or cell.sharing
-        layout = tuple(item for item in cell.layout if not (cell.sharing and item[0] in DRAWN))
+        shared = cell.sharing or cell.dealing
+        either = cell.pipelined or shared
+        layout = tuple(item for item in cell.layout if not (shared and item[0] in DRAWN))
         groups.setdefault((layout, "" if either else cell.family), []).append(cell)
     return [drawn.choice(group) for group in groups.values()]
 
@@ -237,18 +288,18 @@ Meetings = Callable[[Cell], Iterable[tuple[Any, ...]]]
 
 def list_pairs(cell: Cell) -> Iterable[tuple[Any, ...]]:
     """Settings that meet in a cell, two by two; the model is one of them."""
-    return itertools.combinations((("work", cell.work), *cell.settings), 2)
+    return itertools.combinations((("work", cell.work), *cell.settings, *cell.routing), 2)
 
 
 def list_traits(cell: Cell) -> Iterable[tuple[Any, ...]]:
-    """The same with less of pipelines and sequences: their settings once each, in pairs what they mean.
+    """The same with less of pipelines, sequences and experts: settings once each, in pairs what they mean.
 
     To the code a schedule is an order, which all have, and two traits: whether ranks have several stages, and
-    whether the backward pass is split. Of ranks that share sequences it is how they do.
+    whether the backward pass is split. Of ranks that share sequences or experts it is how they do.
     """
     settings = dict(cell.settings)
-    once = [(key, settings.pop(key)) for key in ("pp", "schedule", "cp", "context")]
-    traits = [("sharing", cell.sharing)]
+    once = [(key, settings.pop(key)) for key in ("pp", "schedule", "cp", "context", "ep", "etp")]
+    traits = [("sharing", cell.sharing), ("dealing", cell.dealing)]
     if cell.pipelined:
         schedule = once[1][1]
         traits += [("several stages", schedule in SEVERAL_STAGES), ("split", schedule in SPLIT)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
@@ -9,10 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from meshwright.plan.axes import Axis, is_expert
 from meshwright.run import loop, prove, session
 from meshwright.run.batches import Batcher
 from meshwright.run.mesh import Ranks
-from meshwright.run.parallel import context, ring
+from meshwright.run.models.moe import ExpertProduct
+from meshwright.run.models.routing import Router, Tokens
+from meshwright.run.parallel import apply, context, experts, ring, split
 from meshwright.run.parallel.context import RingContext
 from meshwright.run.parallel.ownership import Owned
 from meshwright.run.parallel.reducer import BucketReducer
@@ -23,6 +28,7 @@ from meshwright.run.pipeline.exchange import Exchange
 from meshwright.run.pipeline.stages import StageWork
 from meshwright.run.precision import Precision
 from meshwright.run.prove import run_rank
+from meshwright.run.step_audit import StepAudit
 from meshwright.schedule.actions import Action, Kind
 
 
@@ -100,13 +106,13 @@ def _spoil(model, ranks):
 not_finite = with_model(_spoil)
 
 
-def with_method(owner, name, change):
+def with_method(owner, name, change, run=run_rank):
     """An entry in whose ranks a method is another: ``change(honest, self, *arguments)``."""
 
     def entry(run_dir, listener):
         honest = getattr(owner, name)
         setattr(owner, name, lambda self, *arguments: change(honest, self, *arguments))
-        return run_rank(run_dir, listener)
+        return run(run_dir, listener)
 
     return entry
 
@@ -216,6 +222,55 @@ swapped_heads = with_function(
     context, "_trade", lambda honest, *arguments: honest(*arguments).roll(1, dims=0)
 )
 """Ulysses takes what one rank sent for what another did."""
+
+
+unsummed_router = with_function(split, "is_summed", lambda honest, *arguments: False)
+"""Each rank of tp keeps what its own tokens add to the router's gradient."""
+
+
+def experts_summed_over(axis):
+    """An entry whose experts' gradients are summed over the ranks of another axis, or of none."""
+
+    def entry(run_dir, listener):
+        honest = apply.gradient_axis
+
+        def gradient_axis(job, name):
+            return axis if is_expert(name) else honest(job, name)
+
+        apply.gradient_axis = gradient_axis
+        return run_rank(run_dir, listener)
+
+    return entry
+
+
+unsummed_experts = experts_summed_over(Axis("", 1))
+experts_as_dense = experts_summed_over(Axis("cp", 2))
+
+
+def _turn_answers(honest, self, answers, blocks):
+    """The first block of answers is taken for the last."""
+    return torch.cat(honest(self, answers, blocks).split(list(blocks))[::-1])
+
+
+turned_answers = with_method(experts.ExpertExchange, "_add_copies", _turn_answers)
+"""What the ranks of ep answer is put together in the wrong order of ranks."""
+
+
+def _whole_bias(honest, self, *arguments):
+    self.shared_by = 1
+    return honest(self, *arguments)
+
+
+bias_of_every_part = with_method(ExpertProduct, "forward", _whole_bias)
+"""Every rank of etp adds all of an expert's last bias."""
+own_queues = with_method(
+    experts.SharedTokens,
+    "queue_places",
+    lambda honest, self, *arguments: Tokens.queue_places(self, *arguments),
+)
+"""A capacity is counted over the tokens of a rank, and not of the sequence."""
+own_counts = with_method(experts.SharedTokens, "add_up", lambda honest, self, counts: counts)
+"""The balance loss looks at a rank's own tokens alone."""
 
 
 untied_sum = with_method(Owned, "_add_tied", lambda honest, self: None)
@@ -382,13 +437,41 @@ def dies(run_dir, listener):
 
 
 def audited(run_dir, listener):
-    """No defect: the second step, of which the proof itself looks at nothing, is audited as `train` does."""
+    """No defect: the second step, of which the proof itself looks at nothing, is audited as `train` does.
+
+    Where the scores of experts tie, the reference's choice is taken in that step, too.
+    """
     honest = prove.train_step
 
     def train_step(session, meter):
         if session.step == 1:
+            loop.StepAudit = functools.partial(AuditWithChoices, session.audit.choices)
             return loop.take_step(session, meter, audited=True)
         return honest(session, meter)
 
     prove.train_step = train_step
     return run_rank(run_dir, listener)
+
+
+class AuditWithChoices(StepAudit):
+    """Tells those who know the reference's choices which micro-batch is running."""
+
+    def __init__(self, choices, session):
+        super().__init__(session)
+        self._choices = choices
+
+    def before_forward(self, micro_batch):
+        self._choices.micro_batch = micro_batch
+        super().before_forward(micro_batch)
+
+    def before_backward(self, micro_batch):
+        self._choices.micro_batch = micro_batch
+        super().before_backward(micro_batch)
+
+
+def _falling_scores(honest, self, scores):
+    return honest(self, -torch.arange(scores.shape[1], dtype=scores.dtype).expand_as(scores))
+
+
+first_experts_alone = with_method(Router, "_choose", _falling_scores, run=audited)
+"""No defect: all tokens choose the same experts, and others none."""

@@ -1,4 +1,4 @@
-"""Context parallelism on real ranks: attention of one process, less memory a rank, every byte as predicted."""
+"""Context parallelism on real ranks: attention of one process, less memory a rank, every byte foretold."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from proving import Prover
 from safetensors.torch import load_file
 
 from meshwright.core.errors import UserError
-from meshwright.core.events import read_events
 from meshwright.explain.report import read_report
 from meshwright.explain.report_page import draw_page
 from meshwright.run.generate import GenerateTask, load_model
@@ -43,17 +42,12 @@ def test_layouts_are_equal_to_one_process(job_file, prepared, tmp_path, override
     job = load_job(str(job_file), [*BALANCED, *overrides])
     proof = Prover(tmp_path, prepared).prove(job)
     assert proof.verdict.equal, proof.verdict.first_divergence
-    loads = [
-        [event["layers"] for event in read_events(folder / "events.jsonl").of("experts")]
-        for folder in sorted(path.parent for path in tmp_path.glob("*/events.jsonl"))
-    ]
-    assert len(loads) == 2
-    assert loads[0] == loads[1]
+    assert proof.loads == proof.reference_loads
     layers, steps = job.model.num_layers, 2
-    assert [len(step) for step in loads[0]] == [layers] * steps, "the first and the last step, every layer"
+    assert [len(step) for step in proof.loads] == [layers] * steps, "the first and the last step, every layer"
     choices = job.train.global_batch * job.data.seq_len * 2
-    assert all(sum(layer["load"]) == choices for step in loads[0] for layer in step)
-    dropped = sum(layer["dropped"] for step in loads[0] for layer in step)
+    assert all(sum(layer["load"]) == choices for step in proof.loads for layer in step)
+    dropped = sum(layer["dropped"] for step in proof.loads for layer in step)
     assert (dropped > 0) == (job.model.capacity_factor is not None)
 
 

@@ -301,6 +301,33 @@ def test_a_defect_of_shared_sequences_is_found_and_its_module_named(
     named(against(defect, layout), kind, module, said)
 
 
+MIXTURE = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 32, "capacity_factor": 1.0}
+BIASED = {**MIXTURE, "ffn_bias": True}
+ROUTER, GATE, DOWN = "blocks.1.ffn.router", "blocks.1.ffn.experts.gate", "blocks.1.ffn.experts.down"
+
+
+@pytest.mark.parametrize(
+    ("defect", "layout", "model", "kind", "module"),
+    [
+        ("unsummed_router", {"tp": 2}, MIXTURE, "gradient", ROUTER),
+        ("experts_as_dense", {"cp": 2, "ep": 2}, MIXTURE, "gradient", DOWN),
+        ("turned_answers", {"cp": 2, "ep": 2}, MIXTURE, "activation", "blocks.0.ffn"),
+        ("own_queues", {"cp": 2}, MIXTURE, "activation", "blocks.0.ffn"),
+        ("own_counts", {"cp": 2}, {**MIXTURE, "capacity_factor": None}, "gradient", ROUTER),
+        slow("unsummed_router", {**SEQUENCE, "ep": 2}, MIXTURE, "gradient", "norm"),
+        slow("unsummed_experts", {"dp_replicate": 2, "cp": 2, "ep": 2}, MIXTURE, "gradient", DOWN),
+        slow("unsummed_experts", {"tp": 2}, MIXTURE, "gradient", DOWN),
+        slow("own_queues", {"tp": 2, "ep": 2}, MIXTURE, "activation", "blocks.0.ffn"),
+        slow("own_counts", {"tp": 2}, {**MIXTURE, "capacity_factor": None}, "gradient", ROUTER),
+        slow("bias_of_every_part", {"cp": 2, "etp": 2}, BIASED, "loss", "loss"),  # biases begin as zeros
+        slow("turned_answers", {"pp": 2, "tp": 2, "ep": 2}, MIXTURE, "activation", "blocks.0.ffn"),
+    ],
+)
+def test_a_defect_of_experts_is_found_and_its_module_named(against, defect, layout, model, kind, module):
+    """Gradients are summed over the ranks that share an expert, and sequences counted whole."""
+    named(against(defect, layout, model, {"balance_loss": 0.05}), kind, module, "")
+
+
 PIPELINE = {"pp": 2}
 SPLIT = {"pp": 2, "schedule": "zb-h1"}
 SHARDS = {"pp": 2, "dp_shard": 2}

@@ -2,8 +2,8 @@
 
 The cells come from the legality table (``layout_matrix``). `make test` runs a set in which every pair of
 settings meets, of pipelines those of what a schedule means. `make test-all` runs every layout on two to four
-ranks, each with a decoder of both families, pipelines and shared sequences with one of either, and samples on
-eight ranks and of compiled blocks.
+ranks, each with a decoder of both families, pipelines, shared sequences and dealt experts with one of either,
+and samples on eight ranks, of compiled blocks, and of ways to route tokens.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from math import prod
 
 import pytest
 from layout_matrix import (
+    ROUTING,
     SEED,
     SETTINGS,
     Cell,
     choose_covering,
     choose_models,
     draw_cells,
+    draw_routings,
     list_cells,
     list_compiled,
     list_pairs,
     list_traits,
 )
-from proving import Proof, Prover
+from proving import Prover, hold
 
-from meshwright.explain.audit import audit_run
-from meshwright.plan.parts import Part, held_parameters, held_parts, pipeline_rank
-from meshwright.plan.proof import GRADIENT_STEPS, GRADIENT_TOLERANCE, LOOKING
 from meshwright.prepare.build import CorpusSpec, prepare_corpus
 
 CELLS = list_cells((2, 3, 4))
 MATRIX = choose_models(CELLS)
 COVERING = choose_covering(CELLS, list_traits)
 PAIRS = choose_covering(CELLS, list_pairs)
+ROUTINGS = choose_covering(draw_routings(CELLS, 1000), list_pairs)
 COMPILED = sorted(random.Random(SEED).sample(list_compiled(COVERING), 8), key=lambda cell: cell.passes)
 LARGE = list(islice(draw_cells(8), 12))
 ALL_DATA_AXES = next(cell for cell in draw_cells(8) if cell.degrees == (1, 2, 2, 1, 2))
@@ -73,19 +73,24 @@ def prover(tmp_path_factory):
 @pytest.mark.parametrize("cell", as_parameters(COVERING, [*PAIRS, *MATRIX]))
 def test_a_layout_is_one_process_and_keeps_its_promises(prover, cell):
     """Losses and every gradient of every rank; state and collectives equal to the byte."""
-    hold(prover, cell)
+    hold(prover, cell.job)
 
 
 @pytest.mark.parametrize("cell", as_parameters(COMPILED[:1], COMPILED))
 def test_compiled_blocks_too(prover, cell):
-    hold(prover, cell)
+    hold(prover, cell.job)
 
 
 @pytest.mark.parametrize(
     "cell", as_parameters([PIPELINE_OF_SHARDS], [ALL_DATA_AXES, SHARED_SHARDS_OF_SPLITS, *LARGE])
 )
 def test_eight_ranks_too(prover, cell):
-    hold(prover, cell)
+    hold(prover, cell.job)
+
+
+@pytest.mark.parametrize("cell", as_parameters([], ROUTINGS))
+def test_every_way_of_routing_too(prover, cell):
+    hold(prover, cell.job)
 
 
 def test_all_pairs_of_settings_meet_in_few_cells():
@@ -95,8 +100,8 @@ def test_all_pairs_of_settings_meet_in_few_cells():
         assert legal == {met for cell in chosen for met in meetings(cell)}
         assert set(chosen) <= set(CELLS)
         assert len(chosen) < len(CELLS) / 10
-    alone = [cell for cell in CELLS if not cell.sharing]
-    assert {cell.layout for cell in MATRIX if not cell.sharing} == {cell.layout for cell in alone}
+    alone = [cell for cell in CELLS if not cell.sharing and not cell.dealing]
+    assert {cell.layout for cell in MATRIX} >= {cell.layout for cell in alone}
     assert {(c.layout, c.family) for c in alone if not c.pipelined} <= {(c.layout, c.family) for c in MATRIX}
     placed = {degrees for degrees in product(range(1, 5), repeat=5) if 2 <= prod(degrees) <= 4}
     assert {cell.degrees for cell in MATRIX} == placed, "the table refuses no axis as such"
@@ -106,6 +111,19 @@ def test_all_pairs_of_settings_meet_in_few_cells():
     shared = [dict(cell.settings) for cell in COVERING if cell.sharing]
     assert {settings["zero"] for settings in shared if settings["dp_shard"] == 1} == {0, 1, 2, 3}
     assert {settings["cp"] for settings in shared} == {2, 3, 4}
+    dealt = [dict(cell.settings) for cell in COVERING if cell.dealing]
+    assert {(settings["ep"], settings["etp"]) for settings in dealt} >= {
+        (2, 1),
+        (3, 1),
+        (4, 1),
+        (1, 2),
+        (2, 2),
+    }
+    assert {settings["zero"] for settings in dealt} == {0, 1, 2, 3}
+    met = {pair for cell in ROUTINGS for pair in list_pairs(cell)}
+    ways = [(key, value) for key, values in ROUTING.items() for value in values]
+    degrees = [(key, 2) for key in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")]
+    assert met >= {(degree, way) for degree in degrees for way in ways}, "every axis with every way to route"
 
 
 def test_documents_that_far_rounds_of_a_ring_ignore_are_found(prover):
@@ -114,46 +132,3 @@ def test_documents_that_far_rounds_of_a_ring_ignore_are_found(prover):
     first = prover.prove(cell.job, "planted_proofs:far_documents").verdict.first_divergence
     assert first is not None
     assert (first.kind, first.module) == ("activation", "blocks.0.attention"), first
-
-
-def hold(prover: Prover, cell: Cell) -> None:
-    """Prove a cell and look at everything that came of it."""
-    proof = prover.prove(cell.job, "planted_proofs:audited")
-    assert proof.verdict.equal, proof.verdict.first_divergence
-    require_all_compared(proof)
-    for steps in proof.steps:
-        assert steps == proof.steps[0], "every rank tells the loss and the gradient norm of all"
-    for found, expected in zip(proof.steps[0], proof.reference_steps, strict=True):
-        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=GRADIENT_TOLERANCE)
-    audit = audit_run(proof.plan, proof.record)
-    assert [row for row in audit.collectives if row.phase != LOOKING and not row.equal] == []
-    assert {row.phase for row in audit.collectives if row.calls} >= {"step"}
-    state = [row for row in audit.state if not row.tolerance]  # peaks are for models of some size
-    assert [row for row in state if not row.held] == []
-    assert {row.rank for row in state} == set(range(cell.ranks))
-
-
-def require_all_compared(proof: Proof) -> None:
-    """Every rank has compared the gradients and modules of its stages, and together they have all."""
-    job, modules = proof.plan.job, set[str]()
-    for found in proof.findings:
-        place = pipeline_rank(job, found.rank)
-        held = {parameter.name for parameter in held_parameters(job, place)}
-        for step in map(str, GRADIENT_STEPS):
-            assert found.gradients[step].keys() == held
-            assert held <= proof.notes.gradient_norms[step].keys()
-        assert found.not_compared == []
-        seen = {row.module for row in found.activations if row.what == "output"}
-        if found.activations:  # else the rank has zero-weight samples alone
-            parts = held_parts(job, place)
-            assert seen == {name for name in proof.notes.modules if any(is_in(name, part) for part in parts)}
-        modules |= seen
-    assert modules == set(proof.notes.modules)
-
-
-def is_in(module: str, part: Part) -> bool:
-    """Whether a stage has a module."""
-    owner, _, rest = module.partition(".")
-    if owner == "blocks":
-        return int(rest.partition(".")[0]) in part.layers
-    return part.first if owner in ("embed", "positions") else part.last

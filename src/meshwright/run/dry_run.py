@@ -10,6 +10,7 @@ the number of targets, how many tokens an expert gets. Whatever else is read fro
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -83,25 +84,26 @@ def rehearse(plan: Plan, rank: int, listener: Listener, tell: Tell) -> None:
 
 
 def deal_evenly(model: nn.Module) -> None:
-    """Experts get the same number of tokens each, from every rank: scores that are nowhere choose nobody."""
+    """Experts get the same number of tokens each, over all ranks: scores that are nowhere choose nobody."""
     for layer in model.modules():
         if isinstance(layer, MixtureOfExperts):
-            layer.router.choose = choose_evenly
+            place = 0
             if isinstance(layer.dispatch, ExpertExchange):
+                place = layer.dispatch.place
                 layer.dispatch = EvenExchange(layer.dispatch)
+            layer.router.choose = functools.partial(choose_in_turn, place)
             if isinstance(layer.tokens, SharedTokens):
                 layer.tokens = EvenTokens(layer.tokens)
 
 
-def choose_evenly(scores: Tensor, chosen: Tensor) -> Tensor:
-    """Experts in turn, as no score says anything: each gets its even share of the tokens."""
-    tokens, per_token = chosen.shape
-    slots = torch.arange(tokens * per_token, dtype=torch.int64).view(tokens, per_token)
-    return slots % scores.shape[1]
+def choose_in_turn(place: int, scores: Tensor, chosen: Tensor) -> Tensor:
+    """Experts in turn, as no score says anything; each rank goes on where the one before it has ended."""
+    slots = torch.arange(chosen.numel(), dtype=torch.int64).view_as(chosen)
+    return (slots + place * chosen.numel()) % scores.shape[1]
 
 
 class EvenExchange(ExpertExchange):
-    """What arrives from every other rank is as much as this one sends to itself."""
+    """Every other rank sends as much as this one, to the experts in turn."""
 
     def __init__(self, exchange: ExpertExchange) -> None:
         vars(self).update(vars(exchange))
@@ -109,7 +111,11 @@ class EvenExchange(ExpertExchange):
     def tell(self, told_XH: Tensor) -> Tensor:  # noqa: N803
         """Asks, and knows the answer."""
         super().tell(told_XH)
-        return told_XH[self.place].expand_as(told_XH)
+        ranks, held = told_XH.shape
+        sent = int(told_XH.sum()) // self._etp
+        begins = torch.arange(ranks).unsqueeze(1) * sent
+        own = torch.arange(held) + self.place // self._etp * held
+        return (sent - (own - begins) % self._experts + self._experts - 1) // self._experts
 
 
 class EvenTokens(SharedTokens):

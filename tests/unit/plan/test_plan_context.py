@@ -36,7 +36,7 @@ def rows_of(make_job):
 def test_keys_and_values_go_round_the_ring(rows_of):
     """Two ranks, 4 micro-batches, 2 blocks; 32 tokens a rank, keys and values 2 x 32 x 4 x 4 bytes.
 
-    Forward one turn, backward one more, and one of their gradients; each of two key heads goes by itself.
+    Forward one, backward one more, and one of their gradients; each is two sends, as there are two lanes.
     """
     rows = rows_of({"cp": 2})
     assert rows["cp", "send", "step"] == (4 * 2 * 3 * 2, 4 * 2 * 3 * 1024)
@@ -45,15 +45,15 @@ def test_keys_and_values_go_round_the_ring(rows_of):
 
 
 def test_gradients_travel_in_float32_and_keys_in_the_precision_of_products(rows_of):
-    """Four ranks: 3 sends forward and backward of 256 bytes in 16 bits, 3 of gradients in 32; two lanes."""
+    """Four ranks: 3 hops forward and backward of 512 bytes in 16 bits, 3 of gradients in 32; two lanes."""
     rows = rows_of({"cp": 4}, precision="bf16")
     each = 2 * 16 * 4
     assert rows["cp", "send", "step"] == (8 * (6 + 3) * 2, 8 * (6 * each * 2 + 3 * each * 4))
 
 
-@pytest.mark.parametrize(("recompute", "sends"), [("none", 3), ("selective", 3), ("full", 4)])
-def test_the_ring_turns_again_where_attention_is_computed_again(rows_of, recompute, sends):
-    assert rows_of({"cp": 2, "recompute": recompute})["cp", "send", "step"][0] == 8 * sends * 2
+@pytest.mark.parametrize(("recompute", "hops"), [("none", 3), ("selective", 3), ("full", 4)])
+def test_the_ring_turns_again_where_attention_is_computed_again(rows_of, recompute, hops):
+    assert rows_of({"cp": 2, "recompute": recompute})["cp", "send", "step"][0] == 8 * hops * 2
 
 
 @pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("selective", 3), ("full", 3)])
@@ -103,17 +103,18 @@ def test_tensor_parallel_and_pipelines_move_a_ranks_own_tokens(rows_of):
             assert shared[axis, op, phase][1] * 2 == alone[axis, op, phase][1]
             assert shared[axis, op, phase][0] == alone[axis, op, phase][0]
     one = rows_of({"tp": 2, "cp": 2})["cp", "send", "step"]
-    assert one == (24, 24 * 512), "a rank of tp has one of two key heads"
+    assert one == (24, 24 * 512), "a rank of tp has one of two key heads, and one lane"
 
 
 def test_memory_of_activations_falls_with_the_ranks_of_a_sequence(make_job):
-    """The block's activations are half; rotary tables are of the own positions."""
+    """The block's activations are half; rotary tables are of the own positions.
+
+    Key heads are as many as those of queries: one process would keep fewer repeated on a GPU.
+    """
+    model = {**MODEL, "num_kv_heads": 4}
     alone, shared = (
         evaluate(job, job.layout).ledger
-        for job in (
-            make_job(model=MODEL, layout={"cp": cp, "micro_batch": 2}, cluster={"preset": "local"})
-            for cp in (1, 2)
-        )
+        for job in (make_job(model=model, layout={"cp": cp, "micro_batch": 2}) for cp in (1, 2))
     )
     tables = [
         next(line.bytes for line in ledger.lines if line.name == "rotary tables")
@@ -123,6 +124,19 @@ def test_memory_of_activations_falls_with_the_ranks_of_a_sequence(make_job):
     head = 32 * 8 * 4
     assert (alone.kept_bytes - head) == 2 * (shared.kept_bytes - head)
     assert alone.touched_bytes == 2 * shared.touched_bytes
+
+
+def test_ulysses_keeps_what_attention_gave_twice_and_a_key_head_a_rank(make_job):
+    """2 blocks, 2 x 8 tokens on each of four ranks: 8 numbers more each, and 2 x (8 - 4) of repeated keys."""
+    kept = {}
+    for context in ("ring", "ulysses"):
+        job = make_job(
+            model=MODEL,
+            layout={"cp": 4, "context": context, "micro_batch": 2},
+            cluster={"preset": "local", "device": "cpu"},
+        )
+        kept[context] = evaluate(job, job.layout).ledger.kept_bytes
+    assert kept["ulysses"] - kept["ring"] == 2 * (2 * 8) * (8 + 2 * 4) * 4
 
 
 @pytest.mark.parametrize(("context", "masks"), [("ring", 0), ("ulysses", 2 * 32 * 32 * 4)])

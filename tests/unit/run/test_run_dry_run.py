@@ -17,7 +17,8 @@ from meshwright.cli.output import Output
 from meshwright.core.errors import UserError
 from meshwright.plan import choose
 from meshwright.run.collectives.counter import CollectiveCounter
-from meshwright.run.dry_run import FakeStore, OneChunk, RealIntegers
+from meshwright.run.dry_run import EvenExchange, FakeStore, OneChunk, RealIntegers, choose_in_turn
+from meshwright.run.parallel.experts import ExpertExchange
 
 SMALL = ("train.global_batch=12", "data.seq_len=32", "cluster.device=cpu")
 
@@ -72,6 +73,33 @@ def test_the_ledger_of_large_models_is_what_torch_does(dry_run, preset, layout, 
     assert {axis for axis, _ in moved} >= {axis for axis in ("dp_shard", "tp") if axis in named}
     assert found["process_bytes"] < found["job_peak_bytes"] / 8, "the model was really there"
     assert "The tensors are those of a CPU" in said
+
+
+@pytest.mark.parametrize(("tokens", "etp"), [(1, 1), (3, 1), (8, 2), (21, 2)])
+def test_ranks_agree_on_what_goes_to_which_experts(monkeypatch, tokens, etp):
+    """What one knows to arrive is what the others send, and is even: also of fewer tokens than experts."""
+    monkeypatch.setattr(ExpertExchange, "tell", lambda self, told: None)
+    ranks, experts = 4, 8
+    held = experts * etp // ranks
+    nowhere, choice = torch.zeros(tokens, experts), torch.zeros(tokens, 2, dtype=torch.int64)
+    sent = [choose_in_turn(place, nowhere, choice) for place in range(ranks)]
+    counts = torch.stack([torch.bincount(chosen.flatten(), minlength=experts) for chosen in sent])
+    totals = counts.sum(0)
+    assert totals.max() - totals.min() <= 1
+    for place in range(ranks):
+        exchange = object.__new__(EvenExchange)
+        vars(exchange).update(_experts=experts, _etp=etp, place=place)
+        told = counts[place].view(ranks // etp, held).repeat_interleave(etp, 0)
+        first = place // etp * held
+        assert torch.equal(exchange.tell(told), counts[:, first : first + held])
+
+
+def test_ranks_with_fewer_choices_than_experts_are_rehearsed(dry_run):
+    """Rank 3 sends nothing to its own experts and gets tokens from others all the same."""
+    mixture = ("model.num_experts=4", "model.experts_per_token=1", "data.seq_len=8")
+    layout = ("layout.cp=2", "layout.tp=2", "layout.ep=4", "layout.micro_batch=1")
+    found, _ = dry_run("tiny", *SMALL, *mixture, *layout, rank=3)
+    assert {row["axis"] for row in found["collectives"] if row["op"] == "all_to_all"} == {"ep"}
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,6 @@ class UlyssesContext(SharedContext):
         """Attention of some heads, along the whole sequence."""
         q_BHLE, k_BKLE, v_BKLE = self._trade_for_heads(q_BHTE, k_BKTE, v_BKTE)
         mixed_BHLE = mix_causally(q_BHLE, k_BKLE, v_BKLE, hidden)
-        del q_BHLE, k_BKLE, v_BKLE
         parts_RBHTE = mixed_BHLE.unflatten(2, (self.size, -1)).movedim(2, 0)
         return _Trade.apply(parts_RBHTE, self.size, self.name).movedim(0, 1).flatten(1, 2)
 

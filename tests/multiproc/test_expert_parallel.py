@@ -1,0 +1,162 @@
+"""Experts on different ranks: equal to one process and to the plan, whoever holds them and who is idle."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from curves import Resumed
+from proving import Prover, hold
+from safetensors.torch import load_file
+
+from meshwright.cli.generate import write_text
+from meshwright.cli.output import Output
+from meshwright.spec.load import apply_override, build_job
+from meshwright.survive.hf.export import export_checkpoint
+
+DECODER = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 264}
+MIXTURE = {**DECODER, "ffn_size": 64, "num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 24}
+BUSY = {**MIXTURE, "capacity_factor": 1.0, "shared_experts": 1, "ffn_bias": True, "activation": "gelu"}
+"""Tokens are dropped, and every expert has biases: those of `down` lie on all ranks of `etp`."""
+BALANCED = {"balance_loss": 0.05, "z_loss": 0.01, "balance_rate": 0.01}
+
+
+def slow(layout):
+    """A case for which `make test` has no time."""
+    return pytest.param(layout, marks=pytest.mark.slow)
+
+
+def job_of(layout, model, data, train=()):
+    """A small job; its layout as one would write it on the command line."""
+    tree = {
+        "name": "experts",
+        "model": model,
+        "data": {"path": str(data), "seq_len": 32},
+        "train": {"steps": 10, "global_batch": 6, "lr": 3e-3, "warmup": 2, **dict(train)},
+        "cluster": {"preset": "local", "device": "cpu"},
+    }
+    for word in ("micro_batch=2", *layout.split()):
+        assert apply_override(tree, f"layout.{word}") is None
+    return build_job(tree)
+
+
+@pytest.fixture(scope="module")
+def prover(tmp_path_factory, prepared):
+    return Prover(tmp_path_factory.mktemp("experts"), prepared)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp_shard=2 ep=2 zero=1",
+        "dp_shard=2 ep=2 zero=3",
+        "tp=2 ep=2 sequence_parallel=true",
+        "cp=2 ep=2",
+        "cp=2 etp=2 zero=2 micro_batch=1",
+        slow("tp=2 ep=2"),
+        slow("tp=2 etp=2 recompute=full"),
+        slow("cp=2 ep=2 zero=3 context=ulysses recompute=selective"),
+        slow("dp_replicate=2 cp=2 ep=2"),
+        slow("dp_shard=4 ep=2 zero=1"),
+        slow("dp_shard=4 ep=2 etp=2 zero=3"),
+        slow("dp_replicate=2 dp_shard=2 ep=2 zero=2"),
+        slow("cp=2 tp=2 ep=2"),
+        slow("cp=2 tp=2 ep=2 zero=3 sequence_parallel=true"),
+        slow("pp=2 dp_shard=2 ep=2 zero=1"),
+        slow("pp=2 tp=2 ep=2 sequence_parallel=true"),
+    ],
+)
+def test_experts_on_other_ranks_are_those_of_one_process(prover, prepared, layout):
+    """Losses, every gradient, every call and byte of every axis, every rank's state, and the same load.
+
+    Capacity and balance are counted over whole sequences, wherever their tokens are.
+    """
+    proof = hold(prover, job_of(layout, BUSY, prepared, BALANCED))
+    steps = [[layer["dropped"] for layer in step] for step in proof.loads]
+    assert len(steps) == 2
+    assert all(sum(step) > 0 for step in steps), "some tokens found no place"
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory, prepared):
+    """Both sides send every token to the first two experts."""
+    folder = tmp_path_factory.mktemp("crowded")
+    return Prover(folder, prepared, "planted_proofs:first_experts_alone")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "cp=2 ep=2",
+        "dp_shard=2 ep=2 zero=3",
+        "pp=2",
+        slow("dp_shard=2 ep=2 zero=1"),
+        slow("dp_shard=2 ep=2 zero=2"),
+        slow("dp_shard=4 ep=4 zero=3"),
+        slow("pp=2 cp=2 ep=2"),
+        slow("pp=2 dp_shard=2 ep=2 zero=1"),
+        slow("pp=2 dp_shard=2 ep=2 zero=3"),
+        slow("tp=2 etp=2 recompute=full"),
+    ],
+)
+def test_an_expert_that_nobody_chooses_keeps_nobody_waiting(crowded, prepared, layout):
+    """The rank that holds idle experts alone takes part in everything, with nothing: gradients are zeros."""
+    proof = hold(crowded, job_of(layout, MIXTURE, prepared), "planted_proofs:first_experts_alone")
+    assert {tuple(expert > 0 for expert in layer["load"]) for step in proof.loads for layer in step} == {
+        (True, True, False, False)
+    }
+    compared = [tensor for found in proof.findings for tensor in found.gradients["1"].values()]
+    assert not any(tensor.missing for tensor in compared)
+
+
+def as_overrides(table, section):
+    return [f"{section}.{key}={str(value).lower()}" for key, value in dict(table).items()]
+
+
+TRAINED = (*as_overrides(MIXTURE, "model"), "train.balance_rate=0.01")
+SHARDS = ("layout.dp_shard=2", "layout.ep=2", "layout.zero=3")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("layout.tp=2",),
+        slow(("layout.dp_replicate=1",)),
+        slow(("layout.cp=2", "layout.ep=2")),
+        slow(("layout.pp=2", "layout.tp=2", "layout.etp=2", "layout.zero=0")),
+    ],
+    ids=" ".join,
+)
+def test_a_checkpoint_of_dealt_experts_goes_on_in_any_layout(train, tmp_path, layout):
+    """Optimizer state and biases included: the curve is the one of the run that never stopped."""
+    Resumed(train, tmp_path, *TRAINED).require_the_same_curve(SHARDS, layout)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_dealt_experts_goes_on_to_the_bit(train, tmp_path):
+    Resumed(train, tmp_path, *TRAINED).require_the_same_bits(SHARDS)
+
+
+def test_dealt_experts_write_text_and_go_to_hugging_face(train, tmp_path, capfd):
+    """Text is that of one process; what is exported after training apart is what one process has learned."""
+    settings = [*as_overrides(MIXTURE, "model"), "train.steps=3", "model.tied_embeddings=false"]
+    exported = []
+    for number, layout in enumerate((("layout.dp_shard=2", "layout.ep=2"), ("layout.dp_replicate=1",))):
+        checkpoint = Path(train(*settings, *layout).result["checkpoint"])
+        export_checkpoint(checkpoint, tmp_path / str(number), "float32", 10**9)
+        exported.append(load_file(tmp_path / str(number) / "model.safetensors"))
+    ours, theirs = exported
+    assert ours.keys() == theirs.keys()
+    assert any(".experts.3." in name for name in ours)
+    for name, tensor in ours.items():
+        assert (tensor - theirs[name]).norm() < 1e-4 * theirs[name].norm(), name
+
+    def written(tp):
+        capfd.readouterr()
+        asked = {"prompt": "the ", "tokens": 12, "template": None, "tp": tp}
+        assert write_text(Output(as_json=True), checkpoint, asked) == 0
+        return json.loads(capfd.readouterr().out)["text"]
+
+    assert written(1) == written(2) != ""
