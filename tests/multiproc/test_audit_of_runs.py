@@ -40,7 +40,7 @@ def test_state_and_collectives_equal_the_plan(train, overrides):
 
 
 def test_experts_that_are_not_equally_busy_keep_the_plan(train):
-    """Fresh routers favour some experts: far more, or fewer, activations than the even share, as predicted."""
+    """Fresh routers favour some experts: far more activations than the even share, or fewer, as predicted."""
     experts = ("model.num_experts=4", "model.experts_per_token=2", "layout.ep=2")
     trained = train(*experts, "layout.dp_shard=2", "layout.zero=1", "train.steps=2")
     result = trained.result

@@ -8,7 +8,8 @@ CPU::
          two norms                     attention               feed-forward
 
 and in 16 bits also a copy of its matrices. On GPUs an RMSNorm is one kernel and keeps D instead of 2 D, as
-LayerNorm does everywhere; in float32 attention keeps 2 Q for its 2 K there. GELU keeps 2 F for SwiGLU's 4 F.
+LayerNorm does everywhere; in float32 attention keeps 2 Q for its 2 K there. What the second half of a block
+holds, dense or with experts, is in ``feed_forward_memory``.
 
 Recomputation ``full`` keeps T x D x 4 a block, ``selective`` also the products' outputs: T x ((2 Q + 2 K + D)
 e + 4 H + 2 F e). Either way one whole block lives while its backward pass runs.
@@ -39,7 +40,7 @@ from meshwright.plan.feed_forward_memory import (
     size_experts,
     size_feed_forward,
 )
-from meshwright.plan.moments import KeptGradients, Line, Moment, StepMemory
+from meshwright.plan.moments import ALL_GRADIENTS, KeptGradients, Line, Moment, StepMemory
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, operand_bytes
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -401,7 +402,10 @@ def _backward_moments(
         sizes, below = stack.blocks[layer], stack.waiting(layer)
         complete = done - shared
         waiting, name = stack.formula(layer), f"block {layer}, backward"
-        formula, temporary = f"{waiting}, + {sizes.block} (this block)", sizes.backward(not sums_kept.experts) + beside
+        formula, temporary = (
+            f"{waiting}, + {sizes.block} (this block)",
+            sizes.backward(not sums_kept.experts) + beside,
+        )
         alive = below + sizes.block
         moments.append(Moment(name, alive, temporary, gradients, formula, complete, layer, "block"))
         if cut and sizes.feed_forward.after_experts:
@@ -443,9 +447,7 @@ def _expert_moments(
     ]
 
 
-def sum_blocks(
-    parameters: Sequence[Parameter], of: KeptGradients = KeptGradients(dense=True, experts=True)
-) -> Counter[int]:
+def sum_blocks(parameters: Sequence[Parameter], of: KeptGradients = ALL_GRADIENTS) -> Counter[int]:
     """Bytes of the gradients of each block, or of some of them, by its number."""
     sums: Counter[int] = Counter()
     for parameter in parameters:

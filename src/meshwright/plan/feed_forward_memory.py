@@ -53,7 +53,7 @@ class FeedForwardSizes:
     late: int
     """Inputs and output gradients of products whose matrices' gradients then come later."""
     passed: int = 0
-    """What lives beside a block with experts, and the residual's gradient, when their backward pass begins."""
+    """What lives beside a block and the residual's gradient when its experts' backward pass begins."""
     after_experts: int = 0
     """What lives of it, and beside it, when the experts' backward pass is done; 0 for a dense one."""
 

@@ -44,7 +44,7 @@ def row_of(audit, kind):
 
 @pytest.mark.parametrize("share", [0.5, -0.5])
 def test_the_prediction_is_for_the_rows_that_came(plan, audit_of, share):
-    """Half a share more, or less: far beyond what is allowed, and held; without the bytes it does not hold."""
+    """Half a share more, or less: far beyond what is allowed, and held; without the bytes it is not."""
     promised = plan.ranks[0]
     rows = round(promised.routed_rows * share)
     more = 2 * rows * promised.row_bytes
