@@ -8,6 +8,9 @@ import pytest
 
 from meshwright.cli.audit import audit_folder
 from meshwright.cli.output import Output
+from meshwright.explain.audit import audit_run
+from meshwright.explain.record import read_record
+from meshwright.plan.contract import read_plan
 
 
 @pytest.mark.parametrize(
@@ -34,6 +37,19 @@ def test_state_and_collectives_equal_the_plan(train, overrides):
     for row in rows:
         assert (row["calls"], row["bytes"]) == (row["predicted_calls"], row["predicted_bytes"]), row
         assert row["calls"] > 0, f"a promise about nothing: {row}"
+
+
+def test_experts_that_are_not_equally_busy_keep_the_plan(train):
+    """Fresh routers favour some experts: far more activations than the even share, or fewer, as predicted."""
+    experts = ("model.num_experts=4", "model.experts_per_token=2", "layout.ep=2")
+    trained = train(*experts, "layout.dp_shard=2", "layout.zero=1", "train.steps=2")
+    result = trained.result
+    assert result["audit_ok"], result["differences"]
+    verdict = audit_run(read_plan(trained.run_dir / "plan.toml"), read_record(trained.run_dir))
+    kept = [row for row in verdict.state if row.kind == "activations"]
+    assert any(abs(row.for_rows) > 0.05 * row.predicted for row in kept), "an even load would prove nothing"
+    assert all(0 <= row.measured - row.predicted <= 8 for row in kept)
+    assert len(verdict.load) == 2
 
 
 def test_compression_halves_what_is_sent(train):

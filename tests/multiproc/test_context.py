@@ -14,6 +14,7 @@ from meshwright.explain.record import read_record
 from meshwright.plan.context_traffic import LANES, list_lanes
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.mesh import join_ranks, leave_ranks
+from meshwright.run.parallel import ring
 from meshwright.run.parallel.ring import ring_attention, zigzag_positions
 from meshwright.spec.load import load_job
 
@@ -56,17 +57,17 @@ def largest_differences(group, causal, documents, heads):
 
 
 def attend(run_dir, listener):
-    """In one of four ranks: every case in rings of two, three and four."""
+    """In one of four ranks: every case in rings of two, three and four; in the last, masks in pieces."""
     counter = CollectiveCounter()
     counter.install()
     job = load_job(f"{run_dir}/job.toml", RING)
     ranks = join_ranks(job, counter)
     rings = [dist.new_group(range(size)) for size in RINGS]
-    found = {
-        str(group.size()): [largest_differences(group, *case) for case in CASES]
-        for group in rings
-        if isinstance(group, dist.ProcessGroup)  # else it is not in it
-    }
+    found = {}
+    for group in rings:
+        if isinstance(group, dist.ProcessGroup):  # else it is not in it
+            ring.MASK_ELEMENTS = 100 if group.size() == RINGS[-1] else ring.MASK_ELEMENTS
+            found[str(group.size())] = [largest_differences(group, *case) for case in CASES]
     listener({"event": "compared", "rank": ranks.rank, "differences": found})
     leave_ranks(ranks)
     return 0

@@ -2,8 +2,8 @@
 
 State and collectives must be **equal**, on every rank; activations and peak may differ by 5% (and are shown,
 not judged, where blocks are compiled). Of a model with experts these two are predicted for the rows that a
-rank's experts read (``routed_load``): the plan has the even share. Step time is shown and not judged. What was not measured is a failure
-too: a contract that nobody checked did not hold.
+rank's experts read (``routed_load``): the plan has the even share. Step time is shown and not judged. What
+was not measured is a failure too: a contract that nobody checked did not hold.
 """
 
 from __future__ import annotations

@@ -39,9 +39,7 @@ def find_effect(plan: Plan, promised: RankPrediction, found: Measured | None) ->
     sizes = (job, job.layout.micro_batch or 1, plan.micro_batches, pipeline_rank(job, promised.rank))
     even, full = predict_ledger(*sizes), predict_ledger(*sizes, rows=fullest)
     at_peak = full if job.layout.pp == 1 else predict_ledger(*sizes, rows=found.routed_rows.mean)
-    peaks = [
-        ledger.first_peak_bytes if found.first_step else ledger.peak_bytes for ledger in (even, at_peak)
-    ]
+    peaks = [ledger.first_peak_bytes if found.first_step else ledger.peak_bytes for ledger in (even, at_peak)]
     share = sum(fullest) / (promised.routed_rows * len(fullest)) - 1
     return LoadEffect(share, full.kept_bytes - even.kept_bytes, peaks[1] - peaks[0])
 

@@ -14,7 +14,7 @@ from meshwright.plan.axes import (
     gradient_axis,
     state_axis,
 )
-from meshwright.plan.moments import KeptGradients
+from meshwright.plan.moments import ALL_GRADIENTS, KeptGradients
 from meshwright.plan.parts import held_buckets, held_parameters
 from meshwright.plan.shapes import FLOAT32_BYTES, count_statistics
 from meshwright.plan.sharding import padded_count
@@ -53,7 +53,7 @@ def uses_ddp(job: Job) -> bool:
 def kept_gradients(job: Job, micro_batches: int = 1) -> KeptGradients:
     """Which gradients live through the whole step where they are not cut."""
     if micro_batches > 1:
-        return KeptGradients(dense=True, experts=True)
+        return ALL_GRADIENTS
     if job.layout.zero >= 2:
         return KeptGradients()
     dense = dense_sum_axis(job.layout).size > 1

@@ -8,7 +8,8 @@ CPU::
          two norms                     attention               feed-forward
 
 and in 16 bits also a copy of its matrices. On GPUs an RMSNorm is one kernel and keeps D instead of 2 D, as
-LayerNorm does everywhere; in float32 attention keeps 2 Q for its 2 K there. GELU keeps 2 F for SwiGLU's 4 F.
+LayerNorm does everywhere; in float32 attention keeps 2 Q for its 2 K there. What the second half of a block
+holds, dense or with experts, is in ``feed_forward_memory``.
 
 Recomputation ``full`` keeps T x D x 4 a block, ``selective`` also the products' outputs: T x ((2 Q + 2 K + D)
 e + 4 H + 2 F e). Either way one whole block lives while its backward pass runs.
@@ -39,7 +40,7 @@ from meshwright.plan.feed_forward_memory import (
     size_experts,
     size_feed_forward,
 )
-from meshwright.plan.moments import KeptGradients, Line, Moment, StepMemory
+from meshwright.plan.moments import ALL_GRADIENTS, KeptGradients, Line, Moment, StepMemory
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, operand_bytes
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -119,7 +120,10 @@ class Sizes:
         # Products read a copy in 16 bits; under ZeRO-2 and 3 that is what is gathered.
         copied = low != FLOAT32_BYTES and job.layout.zero < 2
         copies = 2 * width * (queries + keys) * low * copied + feed_forward.cached
-        block = 2 * norm + tokens * (width * low + attention + traded) + feed_forward.kept + copies
+        # Norms read the weights that were gathered in 16 bits in float32.
+        vectors = 2 if model.norm == "layer" else 1
+        weight = vectors * width * FLOAT32_BYTES if low != FLOAT32_BYTES and not copied else 0
+        block = 2 * (norm + weight) + tokens * (width * low + attention + traded) + feed_forward.kept + copies
         products = tokens * ((2 * queries + 2 * keys) * low + model.num_heads * FLOAT32_BYTES)
         products += resident * width * low + feed_forward.products
         waiting = {
@@ -130,7 +134,7 @@ class Sizes:
             ),
             "full": (hidden, f"{resident} x {width} x 4 (input) a block"),
         }[job.layout.recompute]
-        half = norm + tokens * width * low + tokens * attention
+        half = norm + weight + tokens * width * low + tokens * attention
         if copied:
             half += width * (queries + 2 * keys) * low
         # Trading gradients back holds them three times: as they are made, sent and received.
@@ -398,7 +402,10 @@ def _backward_moments(
         sizes, below = stack.blocks[layer], stack.waiting(layer)
         complete = done - shared
         waiting, name = stack.formula(layer), f"block {layer}, backward"
-        formula, temporary = f"{waiting}, + {sizes.block} (this block)", sizes.backward(not sums_kept.experts) + beside
+        formula, temporary = (
+            f"{waiting}, + {sizes.block} (this block)",
+            sizes.backward(not sums_kept.experts) + beside,
+        )
         alive = below + sizes.block
         moments.append(Moment(name, alive, temporary, gradients, formula, complete, layer, "block"))
         if cut and sizes.feed_forward.after_experts:
@@ -440,9 +447,7 @@ def _expert_moments(
     ]
 
 
-def sum_blocks(
-    parameters: Sequence[Parameter], of: KeptGradients = KeptGradients(dense=True, experts=True)
-) -> Counter[int]:
+def sum_blocks(parameters: Sequence[Parameter], of: KeptGradients = ALL_GRADIENTS) -> Counter[int]:
     """Bytes of the gradients of each block, or of some of them, by its number."""
     sums: Counter[int] = Counter()
     for parameter in parameters:

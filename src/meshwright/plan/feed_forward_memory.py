@@ -53,7 +53,7 @@ class FeedForwardSizes:
     late: int
     """Inputs and output gradients of products whose matrices' gradients then come later."""
     passed: int = 0
-    """What lives beside a block with experts, and the residual's gradient, when their backward pass begins."""
+    """What lives beside a block and the residual's gradient when its experts' backward pass begins."""
     after_experts: int = 0
     """What lives of it, and beside it, when the experts' backward pass is done; 0 for a dense one."""
 
@@ -181,8 +181,13 @@ class _Routed:
 
     @property
     def _choices(self) -> int:
-        """Each expert's answer, its weight, also rounded, which expert it is, where it lies in two orders."""
-        weight = FLOAT32_BYTES + (self.low if self.low != FLOAT32_BYTES else 0)
+        """Each expert's answer, its weight, also rounded, which expert it is, where it lies in two orders.
+
+        Of sigmoids the weight before it is rounded is not kept, but what it was made of, with the router.
+        """
+        weight = self.low
+        if self.low != FLOAT32_BYTES and self.model.router == "softmax":
+            weight += FLOAT32_BYTES
         return self.choices * (self.row + weight + 3 * INT64_BYTES)
 
     @property

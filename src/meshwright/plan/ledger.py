@@ -66,8 +66,8 @@ def predict_ledger(
     """
     parameters = held_parameters(job, place)
     if job.layout.pp > 1:
-        memory = trace_pipeline(job, place, micro_batch, micro_batches, rows)
-        return _predict_pipeline(job, parameters, place, memory)
+        pipeline = trace_pipeline(job, place, micro_batch, micro_batches, rows)
+        return _predict_pipeline(job, parameters, place, pipeline)
     if job.layout.zero >= 2:
         return _predict_sharded(job, parameters, micro_batch, micro_batches, rows)
     state, optimizer = _predict_state(job, parameters, rank=0)

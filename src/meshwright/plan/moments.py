@@ -32,6 +32,9 @@ class KeptGradients:
         return sum(kept) * FLOAT32_BYTES
 
 
+ALL_GRADIENTS = KeptGradients(dense=True, experts=True)
+
+
 @dataclass(frozen=True)
 class Moment:
     """A moment of the step and what lives there beside parameters, optimizer state and what always lives."""

@@ -309,7 +309,7 @@ class _Moments:
 
     @property
     def _new_gradients(self) -> Counter[int]:
-        """Bytes of gradients that the first backward pass makes, by layer; of a split one those of experts."""
+        """Bytes of gradients that the first backward pass makes, by layer; a split one those of experts."""
         made = KeptGradients(not self.always.dense and not self.split, not self.always.experts)
         return sum_blocks(self.part.parameters, made)
 

@@ -1,9 +1,9 @@
 """The groups of one block under ZeRO-2 and 3, in bytes: its own, and its experts' where those are apart.
 
 Experts that are cut over ranks of their own are reduced as soon as their backward pass is done, before that
-of the router and of attention; what they gave to their reduce-scatter then waits in place of the block behind.
-A rank that is alone in its group has no buffer that a gather arrives in, as it copies its own part; and in
-place of a reduce-scatter it divides, and copies.
+of the router and of attention; what they gave to their reduce-scatter then waits in place of what the block
+behind gave. A rank that is alone in its group has no buffer that a gather arrives in, as it copies its own
+part; and in place of a reduce-scatter it divides, and copies.
 """
 
 from __future__ import annotations

@@ -253,14 +253,7 @@ class ShardedSizes:
         if not moment.backward:
             return (0 if run.first else everything), 0
         if moment.layer is None:
-            blocks = self.block_shards if run.last else self.kept_blocks
-            first_sent = self.blocks[0].own.sent
-            reduced = (first_sent if moment.part == "around" else self.around_sent) if run.last else 0
-            if moment.part != "around":
-                return blocks + self.kept_around, reduced
-            # The embedding's part is made whole before it is added; a tied one is the sum of two parts.
-            made = self.around_late if run.first else self.kept_around + self.embedding + 2 * self.tied
-            return blocks + made, reduced
+            return self._deferred_around(moment, run)
         block, behind = self.blocks[moment.layer], self.blocks[moment.layer + 1 :]
         own, sent = self._at_work(block, moment.part)
         if moment.part == "experts":
@@ -281,6 +274,17 @@ class ShardedSizes:
         if not run.last:
             return kept + own, 0
         return kept + own, sent or (behind[0].own.sent if behind else 0)
+
+    def _deferred_around(self, moment: Moment, run: Pass) -> tuple[int, int]:
+        """The same when the blocks are done."""
+        blocks = self.block_shards if run.last else self.kept_blocks
+        sent = self.blocks[0].own.sent if moment.part == "around" else self.around_sent
+        reduced = sent if run.last else 0
+        if moment.part != "around":
+            return blocks + self.kept_around, reduced
+        # The embedding's part is made whole before it is added; a tied one is the sum of two parts.
+        made = self.around_late if run.first else self.kept_around + self.embedding + 2 * self.tied
+        return blocks + made, reduced
 
 
 def _gathered(blocks: Sequence[ShardedBlock]) -> int:

@@ -36,7 +36,7 @@ from meshwright.run.collectives.counter import DEVICE_KEYS, CollectiveCounter
 from meshwright.run.loop import compute_step, report_end
 from meshwright.run.mesh import join_ranks, leave_ranks
 from meshwright.run.models.moe import MixtureOfExperts
-from meshwright.run.parallel.experts import ExpertExchange
+from meshwright.run.parallel.experts import ExpertExchange, SharedTokens
 from meshwright.run.session import Session, build_session
 from meshwright.run.step_audit import StepAudit
 from meshwright.spec.job import Job
@@ -45,6 +45,8 @@ Tell = Callable[[str], None]
 """Told what is being done."""
 _READ = torch.ops.aten._local_scalar_dense.default
 """What ``item``, ``tolist`` and ``float`` call."""
+_COUNT = torch.ops.aten.arange
+"""Of integers it is integers, unless a type is asked for."""
 
 
 def rehearse(plan: Plan, rank: int, listener: Listener, tell: Tell) -> None:
@@ -90,6 +92,8 @@ def deal_evenly(model: nn.Module) -> None:
                 place = layer.dispatch.place
                 layer.dispatch = EvenExchange(layer.dispatch)
             layer.router.choose = functools.partial(choose_in_turn, place)
+            if isinstance(layer.tokens, SharedTokens):
+                layer.tokens = EvenTokens(layer.tokens)
 
 
 def choose_in_turn(place: int, scores: Tensor, chosen: Tensor) -> Tensor:
@@ -112,6 +116,18 @@ class EvenExchange(ExpertExchange):
         begins = torch.arange(ranks).unsqueeze(1) * sent
         own = torch.arange(held) + self.place // self._etp * held
         return (sent - (own - begins) % self._experts + self._experts - 1) // self._experts
+
+
+class EvenTokens(SharedTokens):
+    """The tokens of every other rank chose what this one's did."""
+
+    def __init__(self, tokens: SharedTokens) -> None:
+        vars(self).update(vars(tokens))
+
+    def gather(self, experts_NK: Tensor) -> Tensor:  # noqa: N803
+        """Asks, and knows the answer."""
+        ranks = len(super().gather(experts_NK)) // len(experts_NK)
+        return experts_NK.repeat(ranks, 1)
 
 
 def _take_step(session: Session, tell: Tell) -> None:
@@ -157,7 +173,8 @@ class RealIntegers(TorchDispatchMode):
             return func(*args, **kwargs)
         dtype = kwargs.get("dtype")
         given = any(isinstance(leaf, Tensor) for leaf in tree_iter((args, kwargs)))
-        if given or (dtype is not None and not dtype.is_floating_point):
+        counts = dtype is None and func.overloadpacket is _COUNT and all(type(a) is int for a in args)
+        if given or counts or (dtype is not None and not dtype.is_floating_point):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)

@@ -29,7 +29,7 @@ from meshwright.run.models.decoder import Decoder, Stages
 from meshwright.run.models.init import WeightSource
 from meshwright.run.models.products import late_parameters
 from meshwright.run.parallel.data import FixedBucketDDP, apply_replicate, average_statistics
-from meshwright.run.parallel.ownership import Owned, OwnedRows, OwnedShards
+from meshwright.run.parallel.ownership import Owned, OwnedRows, OwnedShards, list_summed
 from meshwright.run.parallel.pieces import Pieces
 from meshwright.run.parallel.reducer import BucketReducer, Buckets
 from meshwright.run.parallel.sharded import apply_sharding, begin_micro_batch
@@ -97,7 +97,7 @@ def own_parameters(model: nn.Module, job: Job, ranks: Ranks, pieces: Pieces | No
     if job.layout.zero == 1:
         return OwnedRows(model, job, ranks, held_buckets(job, ranks.place), pieces)
     # Summed gradients are views of buckets: dropped, the next accumulation would hold a second copy.
-    summed = any(gradient_axis(job, name).size > 1 for name, _ in model.named_parameters())
+    summed = list_summed(job, (name for name, _ in model.named_parameters()))
     return Owned(model, ranks, pieces, keep_gradients=summed)
 
 

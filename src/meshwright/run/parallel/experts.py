@@ -201,10 +201,13 @@ class SharedTokens(Tokens):
             own = own.chunk(self._tp)[self._split.rank]
         return own, count_choices(sequence, everywhere, batch, num_experts)
 
+    def gather(self, experts_NK: Tensor) -> Tensor:
+        """The experts of all ranks' tokens, rank by rank."""
+        return gather_rows(experts_NK, self._tp * self._cp, self._group.group_name)
+
     def _gather_whole(self, experts_NK: Tensor, batch: int) -> Tensor:
         """The experts of every token of whole sequences, in their order."""
-        everything = gather_rows(experts_NK, self._tp * self._cp, self._group.group_name)
-        by_rank = everything.view(self._cp, batch, -1, experts_NK.shape[1])
+        by_rank = self.gather(experts_NK).view(self._cp, batch, -1, experts_NK.shape[1])
         if self._context is None:
             return by_rank[0]
         return self._context.put_together(by_rank.transpose(0, 1).flatten(1, 2))

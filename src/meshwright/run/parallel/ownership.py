@@ -13,7 +13,7 @@ Where matrices are split or experts dealt, a parameter is the rank's piece of it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from meshwright.plan.axes import state_axis
+from meshwright.plan.axes import gradient_axis, state_axis
 from meshwright.plan.parts import TIED_AXIS, TIED_NAME
 from meshwright.plan.sharding import chunk_rows
 from meshwright.run.mesh import Ranks
@@ -30,6 +30,11 @@ from meshwright.run.parallel.pieces import Pieces
 from meshwright.spec.job import Job
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
+
+
+def list_summed(job: Job, names: Iterable[str]) -> frozenset[str]:
+    """Of parameters those whose whole gradients are summed with other ranks', in buckets."""
+    return frozenset(name for name in names if gradient_axis(job, name).size > 1)
 
 
 class Owned:
@@ -40,7 +45,7 @@ class Owned:
         module: nn.Module,
         ranks: Ranks | None = None,
         pieces: Pieces | None = None,
-        keep_gradients: bool = False,
+        keep_gradients: Collection[str] = (),
     ) -> None:
         """Own a module.
 
@@ -48,7 +53,7 @@ class Owned:
             module: The model.
             ranks: All of them; none for one process.
             pieces: Which piece of each parameter the module has; None if it has all.
-            keep_gradients: Clear gradients to zero and do not drop them: they are views of buckets.
+            keep_gradients: Parameters whose gradients are cleared to zero and not dropped: views of buckets.
         """
         self.module, self._ranks, self._pieces = module, ranks, pieces
         self._shapes = {name: p.shape for name, p in module.named_parameters()}
@@ -180,12 +185,14 @@ class Owned:
 
     def drop_gradients(self) -> None:
         """After the update: gradients begin again."""
-        gradients = [p for p in self.module.parameters() if p.grad is not None]
-        if self._keep_gradients:
-            torch._foreach_zero_([cast(Tensor, p.grad) for p in gradients])
-            return
-        for parameter in gradients:
-            parameter.grad = None
+        kept = []
+        for name, parameter in self.module.named_parameters():
+            if name not in self._keep_gradients:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                kept.append(parameter.grad)
+        if kept:
+            torch._foreach_zero_(kept)
 
     def list_gathered(self) -> Iterator[Tensor]:
         """What other ranks' parts of the parameters are gathered into; empty where nothing is."""
@@ -259,6 +266,7 @@ class OwnedRows(_Chunks):
             pieces: Which piece of each parameter the module has.
         """
         super().__init__(module, job, ranks, pieces)
+        self._keep_gradients = list_summed(job, self._shapes)
         self._buckets = buckets
         self._whole = dict(module.named_parameters())
         self._own = {name: nn.Parameter(self._cut_rows(name, p.detach())) for name, p in self._whole.items()}
@@ -300,7 +308,7 @@ class OwnedRows(_Chunks):
         """Gradients begin again."""
         for own in self._own.values():
             own.grad = None
-        torch._foreach_zero_([p.grad for p in self._whole.values() if p.grad is not None])
+        super().drop_gradients()
 
 
 class OwnedShards(_Chunks):

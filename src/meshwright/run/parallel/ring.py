@@ -22,6 +22,7 @@ Shape suffixes: B batch, T tokens of a sequence on this rank, H query heads, K k
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,6 +34,8 @@ from meshwright.plan.context_traffic import list_lanes
 from meshwright.run.models.attention import hide_unseen
 
 _aten = torch.ops.aten
+MASK_ELEMENTS = 2**24
+"""Of the mask of documents that is made at once: 16 MB of truth values, and as many numbers to add."""
 
 
 def zigzag_positions(length: int, rank: int, ranks: int) -> Tensor:
@@ -101,7 +104,7 @@ class Block:
             of_queries_BT, of_keys_BT = segments[0][:, view.queries], segments[1][:, view.keys]
             self._seen = of_queries_BT.unsqueeze(2) == of_keys_BT.unsqueeze(1)
             if view.causal:
-                self._seen = self._seen.tril_()
+                self._seen = self._seen.tril_(view.queries.start)
         self._groups = q_BHTE.shape[1] // kv_2BKTE.shape[2]
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -220,14 +223,21 @@ class _Ring:
         heads, groups = k_BKTE.shape[1], q_BHTE.shape[1] // k_BKTE.shape[1]
         return [_Lane(self, k_BKTE, v_BKTE, slice(*run), groups) for run in list_lanes(heads)]
 
-    def block(self, q_BHTE: Tensor, kv_2BKTE: Tensor, round_: int) -> Block:
-        """The work of a round, of one lane."""
+    def blocks(self, q_BHTE: Tensor, kv_2BKTE: Tensor, round_: int) -> Iterator[Block]:
+        """The work of a round, of one lane: one block, or some where a mask of all would be large."""
         source = (self.rank - round_) % self.ranks
         view = _view(self._length, self.rank, source, self._causal)
-        segments = None
-        if self._segments is not None:
-            segments = self._segments[self.rank], self._segments[source]
-        return Block(q_BHTE, kv_2BKTE, view, segments)
+        if self._segments is None:
+            yield Block(q_BHTE, kv_2BKTE, view, None)
+            return
+        segments = self._segments[self.rank], self._segments[source]
+        rows = max(1, MASK_ELEMENTS // (len(q_BHTE) * (view.keys.stop - view.keys.start)))
+        for first in reversed(
+            range(view.queries.start, view.queries.stop, rows)
+        ):  # those that see most first
+            last = min(first + rows, view.queries.stop)
+            keys = slice(0, last) if view.causal else view.keys
+            yield Block(q_BHTE, kv_2BKTE, _View(slice(first, last), keys, view.causal), segments)
 
 
 class _Lane:
@@ -287,15 +297,16 @@ def ring_attention(
     lanes = ring.open_lanes(q, k, v)
     for round_ in range(ring.ranks):
         for lane in lanes:
-            block = ring.block(q[:, lane.queries], lane.take(round_), round_)
-            part, part_lse = block.forward()
-            lane_out, lane_lse = out[:, lane.queries], lse[:, lane.queries]
-            if round_ == 0:  # the own keys come first, and every query sees itself
-                lane_out.copy_(part)
-                lane_lse.copy_(part_lse)
-            else:
-                _merge(lane_out[:, :, block.view.queries], lane_lse[..., block.view.queries], part, part_lse)
-            del part, part_lse, block
+            for block in ring.blocks(q[:, lane.queries], lane.take(round_), round_):
+                part, part_lse = block.forward()
+                seen = block.view.queries
+                lane_out, lane_lse = out[:, lane.queries, seen], lse[:, lane.queries, seen]
+                if round_ == 0:  # the own keys come first, and every query sees itself
+                    lane_out.copy_(part)
+                    lane_lse.copy_(part_lse)
+                else:
+                    _merge(lane_out, lane_lse, part, part_lse)
+                del part, part_lse, block
     return out.to(q.dtype), lse
 
 
@@ -305,6 +316,16 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     out.mul_((lse - total).exp_().unsqueeze(-1))
     out.addcmul_(part.float(), (part_lse - total).exp_().unsqueeze(-1))
     lse.copy_(total)
+
+
+def _add_up(sums: list[Tensor], more: list[Tensor]) -> list[Tensor]:
+    """Gradients of keys and values of several blocks: of which the first has seen most of them."""
+    if not sums:
+        return more
+    sums = [one.float() for one in sums]
+    for one, other in zip(sums, more, strict=True):
+        one[:, :, : other.shape[2]] += other
+    return sums
 
 
 @torch.library.custom_op("meshwright::ring_attention_backward", mutates_args=())
@@ -326,15 +347,19 @@ def ring_attention_backward(
     own_2BKTE = k.new_empty((2, *k.shape), dtype=torch.float32)
     for round_ in range(ring.ranks):
         for lane in lanes:
-            block = ring.block(q[:, lane.queries], lane.take(round_), round_)
-            parts = (whole[:, lane.queries] for whole in (grad, out, lse))
-            of_q, of_k, of_v = block.backward(*parts)
-            grad_q[:, lane.queries, block.view.queries] += of_q
+            made, keys = list[Tensor](), slice(0)
+            for block in ring.blocks(q[:, lane.queries], lane.take(round_), round_):
+                parts = (whole[:, lane.queries] for whole in (grad, out, lse))
+                of_q, *of_kv = block.backward(*parts)
+                grad_q[:, lane.queries, block.view.queries] += of_q
+                keys = keys if made else block.view.keys
+                made = _add_up(made, of_kv)
+                del of_q, of_kv, block
             if round_ == 0:
-                own_2BKTE[0, :, lane.keys], own_2BKTE[1, :, lane.keys] = of_k, of_v
+                own_2BKTE[0, :, lane.keys], own_2BKTE[1, :, lane.keys] = made
             else:
-                lane.add(block.view.keys, of_k, of_v)
-            del of_q, of_k, of_v, block
+                lane.add(keys, *made)
+            del made
     for lane in lanes:
         own_2BKTE[:, :, lane.keys] += lane.take_sums()
     return grad_q.to(q.dtype), own_2BKTE.to(k.dtype)
