@@ -134,6 +134,13 @@ def test_a_checkpoint_of_dealt_experts_goes_on_in_any_layout(train, tmp_path, la
     Resumed(train, tmp_path, *TRAINED).require_the_same_curve(SHARDS, layout)
 
 
+def test_a_bias_that_all_hold_is_saved_without_a_call(train):
+    """Two ranks share every expert: its columns are gathered, the bias behind its sum is on both."""
+    settings = (*as_overrides(MIXTURE, "model"), "model.ffn_bias=true", "layout.cp=2", "layout.etp=2")
+    result = train(*settings, "train.steps=2").result
+    assert result["audit_ok"], result["differences"]
+
+
 @pytest.mark.slow
 def test_a_checkpoint_of_dealt_experts_goes_on_to_the_bit(train, tmp_path):
     Resumed(train, tmp_path, *TRAINED).require_the_same_bits(SHARDS)
@@ -159,6 +166,7 @@ def test_sixteen_bits_travel_to_experts(train, settings):
 def test_dealt_experts_write_text_and_go_to_hugging_face(train, tmp_path, capfd):
     """Text is that of one process; what is exported after training apart is what one process has learned."""
     settings = [*as_overrides(MIXTURE, "model"), "train.steps=3", "model.tied_embeddings=false"]
+    settings.append("data.seq_len=31")  # two ranks cannot look back on equal halves of it
     exported = []
     for number, layout in enumerate((("layout.dp_shard=2", "layout.ep=2"), ("layout.dp_replicate=1",))):
         checkpoint = Path(train(*settings, *layout).result["checkpoint"])

@@ -69,6 +69,12 @@ def test_a_run_is_audited_resumed_to_the_bit_and_shown(train, tmp_path):
     assert (first[SELECTION_BIAS].abs() > 0).any()
     assert (first[SELECTION_BIAS].abs() <= 4 * 0.01 + 1e-6).all(), "at most the rate a step"
     assert not torch.equal(first[SELECTION_BIAS], last[SELECTION_BIAS])
+    frozen = [word for word in common if "balance_rate" not in word]
+    again = tmp_path / "again"
+    shutil.copytree(rescued / "step-00000004", again / "step-00000004")
+    train(*frozen, "train.steps=5", f"checkpoint.dir={again}", resume=True)
+    kept = load_file(again / "step-00000005" / "model.safetensors")[SELECTION_BIAS]
+    assert torch.equal(kept, first[SELECTION_BIAS]), "without a rate they stay, and choose"
     checkpoint = Path(straight.result["checkpoint"])
     model = load_model(GenerateTask(str(checkpoint)))
     for row, block in enumerate(model.list_blocks()):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.run.full_tensors import canonical_name
 from meshwright.run.mesh import Ranks
@@ -110,8 +110,14 @@ class Balancer:
         """Give each router of a network its row."""
         for layer, router in list_routers(network):
             router.load, router.auxiliary = self.sums[layer - self._first], auxiliary
-            if self.bias_LE is not None:
-                router.selection_bias = self.bias_LE[layer - self._first]
+        if self.bias_LE is not None:
+            self.favour(network, self.bias_LE)
+
+    def favour(self, network: nn.Module, bias_LE: Tensor) -> None:
+        """Choose by these biases from now on; without a rate they stay as they are."""
+        self.bias_LE = bias_LE.to(self.sums.device)
+        for layer, router in list_routers(network):
+            router.selection_bias = self.bias_LE[layer - self._first]
 
     @torch.no_grad()
     def end_step(self, ranks: Ranks) -> ExpertLoad:

@@ -115,6 +115,7 @@ class GenerateTask:
             model = {"hf": str(folder.absolute())}
             known = (config.fields.get("max_positions"), config.sliding_window, LONGEST_WINDOW)
             length = min(value for value in known if value is not None)
+        length = max(self.tp, length - length % self.tp)  # ranks route equal parts of what they look back on
         cluster: dict[str, Any] = {"preset": "local"}
         if not torch.cuda.is_available():
             cluster |= {"device": "cpu", "devices_per_node": self.tp}  # ranks may share cores

@@ -305,7 +305,7 @@ def _resume(session: Session, checkpoint: Path) -> None:
     if session.job.mixes_samples:
         weights |= dict(session.model.named_buffers())
     if session.balancer is not None:
-        _resume_biases(session.balancer, checkpoint)
+        _resume_biases(session.balancer, session.model, checkpoint)
     for file, targets in ((MODEL_FILE, weights), (OPTIMIZER_FILE, states)):
         with plain.open_tensors(checkpoint, file) as saved:
             missing = targets.keys() - set(saved.keys())
@@ -325,11 +325,14 @@ def _resume(session: Session, checkpoint: Path) -> None:
     session.events.write("resumed", checkpoint=str(checkpoint), step=session.step, notes=notes)
 
 
-def _resume_biases(balancer: Balancer, checkpoint: Path) -> None:
-    """The biases that experts are chosen by; where the run before had none, they start at zero."""
+def _resume_biases(balancer: Balancer, model: nn.Module, checkpoint: Path) -> None:
+    """The biases that experts are chosen by; where the run before had none, they start at zero.
+
+    They are a part of the model: without a rate they move no more, and experts are still chosen by them.
+    """
     with plain.open_tensors(checkpoint, MODEL_FILE) as saved:
-        if balancer.bias_LE is not None and SELECTION_BIAS in set(saved.keys()):
-            balancer.bias_LE.copy_(saved.get_tensor(SELECTION_BIAS))
+        if SELECTION_BIAS in set(saved.keys()):
+            balancer.favour(model, saved.get_tensor(SELECTION_BIAS))
 
 
 def describe_sharding(job: Job) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.attention import Context, mix_causally
-from meshwright.run.parallel.ring import open_ring, ring_attention, zigzag_positions
+from meshwright.run.parallel.ring import attend_in_ring, open_ring, zigzag_positions
 from meshwright.run.parallel.split import gather_rows
 from meshwright.spec.job import Job
 
@@ -37,6 +37,10 @@ class SharedContext(Context):
         self.size, self.rank, self.name = group.size(), group.rank(), group.group_name
         self.length = job.data.seq_len
         self.positions = self.positions_of(self.rank)
+        order = torch.cat([self.positions_of(rank) for rank in range(self.size)])
+        # Where they are needed, so that no later copy makes the host wait.
+        self._order = {device: order.to(device) for device in {torch.device("cpu"), ranks.device}}
+        self._own = {device: self.positions.to(device) for device in self._order}
 
     @abstractmethod
     def positions_of(self, rank: int) -> Tensor:
@@ -45,17 +49,16 @@ class SharedContext(Context):
     def own_positions(self, length: int, device: torch.device) -> Tensor:
         """Its positions."""
         assert length == len(self.positions), f"{length} tokens, and {len(self.positions)} are this rank's"
-        return self.positions.to(device)
+        return self._own[device] if device in self._own else self.positions.to(device)  # else it lies nowhere
 
     def own_columns(self, whole_BT: Tensor) -> Tensor:
         """Of one number a token of whole sequences, those of the own tokens."""
-        return whole_BT[:, self.positions.to(whole_BT.device)]
+        return whole_BT[:, self._own[whole_BT.device]]
 
     def put_together(self, by_rank_BT: Tensor) -> Tensor:
         """Tokens of whole sequences in order, of those of all ranks one after the other; (B, T, ...)."""
-        order = torch.cat([self.positions_of(rank) for rank in range(self.size)]).to(by_rank_BT.device)
         whole_BT = torch.empty_like(by_rank_BT)
-        whole_BT[:, order] = by_rank_BT
+        whole_BT[:, self._order[by_rank_BT.device]] = by_rank_BT
         return whole_BT
 
     @torch.no_grad()
@@ -82,7 +85,7 @@ class RingContext(SharedContext):
 
     def mix(self, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, hidden: Tensor | None) -> Tensor:
         """Attention of the own queries to the keys of all ranks."""
-        return ring_attention(q_BHTE, k_BKTE, v_BKTE, hidden, True, self.name)[0]
+        return attend_in_ring(q_BHTE, k_BKTE, v_BKTE, hidden, self.name)
 
 
 class UlyssesContext(SharedContext):

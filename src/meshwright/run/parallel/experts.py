@@ -184,6 +184,7 @@ class SharedTokens(Tokens):
     def add_up(self, counts_BE: Tensor) -> Tensor:
         """Counts over whole sequences: every rank sends its own and gets the sum."""
         summed = counts_BE.clone()
+        # Not a functional collective: selective recomputation would take it for the sum of a split product.
         dist.all_reduce(summed, group=self._group)
         return summed
 

@@ -51,6 +51,8 @@ class ExpertPieces:
     @torch.no_grad()
     def join(self, name: str, own: Tensor) -> Tensor:
         """The whole of what each rank holds a piece of: every rank sends its own and gets all of them."""
+        if self.count(name) == 1:  # a bias that all hold
+            return own
         parts = gather_rows(own, self.size, self._name).unflatten(0, (self._ep, self._etp, -1))
         dim = self._dim(name)
         if dim is None:

@@ -34,6 +34,10 @@ from meshwright.plan.context_traffic import list_lanes
 from meshwright.run.models.attention import hide_unseen
 
 _aten = torch.ops.aten
+FLASH_WIDTH, FLASH_CAPABILITY = 256, (8, 0)
+"""The widest head of CUDA's fastest kernel, and the oldest device."""
+HEAD_MULTIPLE = 8
+"""What the width of a head must be a multiple of for CUDA's kernels."""
 MASK_ELEMENTS = 2**24
 """Of the mask of documents that is made at once: 16 MB of truth values, and as many numbers to add."""
 
@@ -94,9 +98,14 @@ class Block:
     """One round: some queries and some keys, through the kernel of the device."""
 
     def __init__(
-        self, q_BHTE: Tensor, kv_2BKTE: Tensor, view: _View, segments: tuple[Tensor, Tensor] | None
+        self,
+        q_BHTE: Tensor,
+        kv_2BKTE: Tensor,
+        view: _View,
+        segments: tuple[Tensor, Tensor] | None = None,
+        scale: float | None = None,
     ) -> None:
-        self.view = view
+        self.view, self._scale = view, scale
         self._q = q_BHTE[:, :, view.queries]
         self._k, self._v = (part[:, :, view.keys] for part in kv_2BKTE)
         self._seen: Tensor | None = None
@@ -125,7 +134,16 @@ class Block:
         causal = self.view.causal and self._seen is None
         if not self._q.is_cuda:
             return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, self._q, self._k, self._v, out, lse.contiguous(), 0.0, causal, attn_mask=self._mask()
+                grad,
+                self._q,
+                self._k,
+                self._v,
+                out,
+                lse.contiguous(),
+                0.0,
+                causal,
+                attn_mask=self._mask(),
+                scale=self._scale,
             )
         return self._cuda_backward(grad, out, lse.contiguous(), causal)
 
@@ -136,18 +154,19 @@ class Block:
         causal = self.view.causal and self._seen is None
         if not self._q.is_cuda:
             return _aten._scaled_dot_product_flash_attention_for_cpu(
-                self._q, self._k, self._v, 0.0, causal, attn_mask=self._mask()
+                self._q, self._k, self._v, 0.0, causal, attn_mask=self._mask(), scale=self._scale
             )
         k, v = self._repeated()
         if self._is_flash():
-            return _aten._scaled_dot_product_flash_attention(self._q, k, v, 0.0, causal)
+            return _aten._scaled_dot_product_flash_attention(self._q, k, v, 0.0, causal, scale=self._scale)
         return _aten._scaled_dot_product_efficient_attention(
-            self._q, k, v, self._bias(), compute_log_sumexp=True, dropout_p=0.0, is_causal=causal
+            self._q, k, v, self._bias(), True, 0.0, causal, scale=self._scale
         )
 
     def _is_flash(self) -> bool:
-        """Whether CUDA's fastest kernel takes it: 16 bits, and no mask."""
-        return self._seen is None and self._q.dtype != torch.float32
+        """Whether CUDA's fastest kernel takes it: 16 bits, no mask, heads not too wide, a new device."""
+        takes = self._seen is None and self._q.dtype != torch.float32 and self._q.shape[-1] <= FLASH_WIDTH
+        return takes and torch.cuda.get_device_capability(self._q.device) >= FLASH_CAPABILITY
 
     def _bias(self) -> Tensor | None:
         """The mask for all heads; its rows begin at multiples of 16 bytes, as the kernel wants them."""
@@ -175,7 +194,21 @@ class Block:
         offset = torch.zeros((), dtype=torch.uint64, device="cuda")
         if self._is_flash():
             grads = _aten._scaled_dot_product_flash_attention_backward(
-                grad, self._q, k, v, out, lse, None, None, length, key_length, 0.0, causal, seed, offset
+                grad,
+                self._q,
+                k,
+                v,
+                out,
+                lse,
+                None,
+                None,
+                length,
+                key_length,
+                0.0,
+                causal,
+                seed,
+                offset,
+                scale=self._scale,
             )
         else:
             padded = torch.nn.functional.pad(lse, (0, -length % 32), value=float("inf"))
@@ -183,7 +216,19 @@ class Block:
             bias, wanted = self._bias(), (True, True, True, False)
             grad, out = (part.transpose(1, 2).contiguous().transpose(1, 2) for part in (grad, out))
             grads = _aten._scaled_dot_product_efficient_attention_backward(
-                grad, self._q, k, v, bias, out, padded, seed, offset, 0.0, wanted, causal
+                grad,
+                self._q,
+                k,
+                v,
+                bias,
+                out,
+                padded,
+                seed,
+                offset,
+                0.0,
+                wanted,
+                causal,
+                scale=self._scale,
             )
         of_q, of_k, of_v = grads[:3]
         if self._groups > 1:
@@ -194,7 +239,9 @@ class Block:
 class _Ring:
     """The rounds of one call, on one rank."""
 
-    def __init__(self, segments_BT: Tensor | None, length: int, causal: bool, group: str) -> None:
+    def __init__(
+        self, segments_BT: Tensor | None, length: int, causal: bool, group: str, scale: float | None
+    ) -> None:
         """Take one's place.
 
         Args:
@@ -202,17 +249,16 @@ class _Ring:
             length: Tokens of a sequence on this rank.
             causal: Whether positions see only earlier ones.
             group: Name of the ranks' group.
+            scale: Of the scores; by the head size if left out.
         """
+        self._scale = scale
         self.group = _find_group(group)
         self.rank, self.ranks = self.group.rank(), self.group.size()
         self._length, self._causal = length, causal
         self._segments: list[Tensor] | None = None
         if segments_BT is not None:
-            total = length * self.ranks
-            self._segments = [
-                segments_BT[:, zigzag_positions(total, rank, self.ranks).to(segments_BT.device)]
-                for rank in range(self.ranks)
-            ]
+            pieces = segments_BT.chunk(2 * self.ranks, dim=1)
+            self._segments = [torch.cat((pieces[r], pieces[-1 - r]), 1) for r in range(self.ranks)]
 
     def pass_on(self, tensor: Tensor) -> Passing:
         """Begin to send to the next rank, and to receive from the previous one."""
@@ -228,7 +274,7 @@ class _Ring:
         source = (self.rank - round_) % self.ranks
         view = _view(self._length, self.rank, source, self._causal)
         if self._segments is None:
-            yield Block(q_BHTE, kv_2BKTE, view, None)
+            yield Block(q_BHTE, kv_2BKTE, view, scale=self._scale)
             return
         segments = self._segments[self.rank], self._segments[source]
         rows = max(1, MASK_ELEMENTS // (len(q_BHTE) * (view.keys.stop - view.keys.start)))
@@ -237,7 +283,7 @@ class _Ring:
         ):  # those that see most first
             last = min(first + rows, view.queries.stop)
             keys = slice(0, last) if view.causal else view.keys
-            yield Block(q_BHTE, kv_2BKTE, _View(slice(first, last), keys, view.causal), segments)
+            yield Block(q_BHTE, kv_2BKTE, _View(slice(first, last), keys, view.causal), segments, self._scale)
 
 
 class _Lane:
@@ -277,7 +323,13 @@ class _Lane:
 
 @torch.library.custom_op("meshwright::ring_attention", mutates_args=())
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, causal: bool, group: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Tensor | None,
+    causal: bool,
+    group: str,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries to all ranks' keys; every rank of the group calls it.
 
@@ -288,11 +340,12 @@ def ring_attention(
         segments: The document of each token of whole sequences: (B, ranks x T); None if there is one.
         causal: Whether positions see only earlier ones.
         group: Name of the process group.
+        scale: Of the scores; one over the root of the head size if left out.
 
     Returns:
         The mixed values, laid out as the queries are, and the log-sum-exp of the scores, (B, H, T).
     """
-    ring = _Ring(segments, q.shape[2], causal, group)
+    ring = _Ring(segments, q.shape[2], causal, group, scale)
     out, lse = torch.empty_like(q, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
     lanes = ring.open_lanes(q, k, v)
     for round_ in range(ring.ranks):
@@ -339,9 +392,10 @@ def ring_attention_backward(
     lse: Tensor,
     causal: bool,
     group: str,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the queries, and of keys and values in one tensor; every rank of the group calls it."""
-    ring = _Ring(segments, q.shape[2], causal, group)
+    ring = _Ring(segments, q.shape[2], causal, group, scale)
     lanes = ring.open_lanes(q, k, v)
     grad_q = torch.zeros_like(q, dtype=torch.float32)
     own_2BKTE = k.new_empty((2, *k.shape), dtype=torch.float32)
@@ -367,7 +421,13 @@ def ring_attention_backward(
 
 @ring_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, causal: bool, group: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Tensor | None,
+    causal: bool,
+    group: str,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
@@ -383,23 +443,35 @@ def _(
     lse: Tensor,
     causal: bool,
     group: str,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), k.new_empty((2, *k.shape))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, segments, ctx.causal, ctx.group = inputs
+    q, k, v, segments, ctx.causal, ctx.group, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, segments, *output)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, segments, out, lse = ctx.saved_tensors
-    of_q, of_kv = ring_attention_backward(grad, q, k, v, segments, out, lse, ctx.causal, ctx.group)
-    return of_q, of_kv[0], of_kv[1], None, None, None
+    way = (ctx.causal, ctx.group, ctx.scale)
+    of_q, of_kv = ring_attention_backward(grad, q, k, v, segments, out, lse, *way)
+    return of_q, of_kv[0], of_kv[1], None, None, None, None
 
 
 ring_attention.register_autograd(_differentiate, setup_context=_keep)
+
+
+def attend_in_ring(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, group: str) -> Tensor:
+    """Causal attention around a ring, with heads of any width: to some kernels zeros are added."""
+    width = q.shape[-1]
+    missing = -width % HEAD_MULTIPLE if q.is_cuda else 0
+    if not missing:
+        return ring_attention(q, k, v, segments, True, group)[0]
+    q, k, v = (torch.nn.functional.pad(part, (0, missing)) for part in (q, k, v))
+    return ring_attention(q, k, v, segments, True, group, width**-0.5)[0][..., :width]
 
 
 def open_ring(group: str, device: torch.device) -> None:
