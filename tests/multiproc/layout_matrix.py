@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 from meshwright.spec.job import Job
 from meshwright.spec.layout import V_SCHEDULES, Layout
-from meshwright.spec.legality import find_problems
+from meshwright.spec.legality import RULES, find_problems
 from meshwright.spec.load import build_job
 from model_shapes import GPT_PARTS
 
@@ -55,6 +55,8 @@ front of them, key heads fewer than ``tp``, words that ``tp`` does not divide, t
 documents, masked prompts, and batches that no number of ranks divides. Pipelines have fewer micro-batches
 than stages, and, with a batch of seven, enough for the schedules that ask for many."""
 
+LAYOUT_RULES = [rule for rule in RULES if rule.code.startswith("layout") and rule.holds_for(to_run=True)]
+"""What may be wrong with a layout, where nothing is with model, data and training."""
 _HINTS = get_type_hints(Layout)
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 SETTINGS: dict[str, Sequence[Any]] = {
@@ -234,7 +236,8 @@ def _list_shapes(ranks: int) -> list[dict[str, int]]:
 
 
 def _is_legal(job: Job, settings: dict[str, Any]) -> bool:
-    return not find_problems(_place(job, settings))
+    placed = _place(job, settings)
+    return all(rule.check(placed) is None for rule in LAYOUT_RULES)
 
 
 def _place(job: Job, settings: dict[str, Any]) -> Job:

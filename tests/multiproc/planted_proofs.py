@@ -209,12 +209,12 @@ def _own_documents(honest, self, q, kv, round_):
     documents = self._segments
     if round_:
         self._segments = None
-    found = honest(self, q, kv, round_)
+    found = list(honest(self, q, kv, round_))
     self._segments = documents
     return found
 
 
-far_documents = with_method(ring._Ring, "block", _own_documents)
+far_documents = with_method(ring._Ring, "blocks", _own_documents)
 """Far rounds do not look where documents end."""
 lost_sums = with_method(ring._Lane, "take_sums", lambda honest, self: 0 * honest(self))
 """What other ranks' queries add to the gradients of keys and values does not come home."""

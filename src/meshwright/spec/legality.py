@@ -89,7 +89,7 @@ def find_problems(job: Job, to_run: bool = True) -> list[Problem]:
     """
     searched = not to_run and job.layout.mode == "auto"
     found: dict[str, Problem] = {}
-    for rule in sorted(RULES, key=lambda r: not r.built):
+    for rule in _BUILT_FIRST:
         problem = rule.check(job) if rule.holds_for(to_run) else None
         if problem is not None and not (searched and problem.code in UNTIL_SEARCHED):
             found.setdefault(problem.path, problem)
@@ -499,6 +499,9 @@ RULES: tuple[Rule, ...] = (
     _not_built("compression.kind", ("none", "bf16", "fp16"), "this compression", planned=False),
 )
 """The table. Rows that can never run come first, then what is not built yet."""
+
+
+_BUILT_FIRST = tuple(sorted(RULES, key=lambda rule: not rule.built))
 
 
 def with_layout(job: Job, layout: Layout) -> Job:
