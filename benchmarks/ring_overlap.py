@@ -79,7 +79,7 @@ LIMIT_S = 900
 """After which the ranks are stopped."""
 MODEL = {"num_layers": 1, "hidden_size": 128, "num_heads": 16, "num_kv_heads": 8, "head_dim": 32}
 MODEL |= {"ffn_size": 256, "vocab_size": 320, "tied_embeddings": True}
-SEQ_LEN = 6144
+TOKENS = 8192
 
 Work = Callable[[], Any]
 Message = tuple[tuple[int, ...], torch.dtype]
@@ -188,7 +188,7 @@ def measure(work: Work, group: dist.ProcessGroup, repeats: int, shares: tuple[fl
 
 def attend_once(session: Session) -> Work:
     """Forward and backward of attention alone, of the model's shape."""
-    model, length = session.job.model, SEQ_LEN // 2
+    model, length = session.job.model, session.job.data.seq_len // 2
     torch.manual_seed(session.ranks.rank)
     heads = (MODEL["num_heads"], MODEL["num_kv_heads"], MODEL["num_kv_heads"])
     q, k, v = (torch.randn(1, h, length, model.head_size, requires_grad=True) for h in heads)  # type: ignore[union-attr]
@@ -274,7 +274,7 @@ def run_all(task: dict[str, Any]) -> dict[str, Any]:
         prepare_corpus(CorpusSpec(sources=("builtin:python-stdlib",), out=str(data)), Path())
         tree = {
             "model": MODEL,
-            "data": {"path": str(data), "seq_len": SEQ_LEN},
+            "data": {"path": str(data), "seq_len": task["tokens"]},
             "train": {"steps": 10**6, "global_batch": 1, "lr": 1e-3},
             "layout": {"cp": 2, "micro_batch": 1},
             "cluster": {"device": "cpu", "devices_per_node": 2, "matmul_flops_per_s": 1e11},
@@ -312,6 +312,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5, help="of each time, the shortest of which counts")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a sequence")
     parser.add_argument("--only", choices=SHARES, action="append")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -323,7 +324,8 @@ def main() -> None:
         print("ring_overlap: making network namespaces needs root, ip and tc (iproute2)", file=sys.stderr)
         sys.exit(2)
     try:
-        found = run_all({"repeats": arguments.repeats, "kinds": arguments.only or list(SHARES)})
+        task = {"repeats": arguments.repeats, "tokens": arguments.tokens}
+        found = run_all({**task, "kinds": arguments.only or list(SHARES)})
     except subprocess.CalledProcessError as error:
         print(f"ring_overlap: no namespaces here: {error.cmd}: {error.stderr}", file=sys.stderr)
         sys.exit(2)
