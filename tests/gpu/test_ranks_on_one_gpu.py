@@ -37,6 +37,17 @@ def together(train, monkeypatch):
     return train
 
 
+def hold_through_nccl(train, monkeypatch, settings, *model):
+    """Hold ranks that share a GPU and speak through NCCL to one rank, and to their plan."""
+    monkeypatch.setattr("meshwright.cli.ranks.find_gpus", lambda: [None] * 4)
+    given = (*WIDE, *model, "cluster.devices_per_node=4", "train.precision=bf16", "layout.micro_batch=1")
+    alone = train(*given, "layout.dp_replicate=1", "run_dir=alone")
+    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted_on_gpu:through_nccl")
+    shared = train(*given, *(f"layout.{key}" for key in settings.split()), "run_dir=shared")
+    assert shared.losses == pytest.approx(alone.losses, rel=1e-2)
+    assert shared.result["audit_ok"], shared.result["differences"]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "layout",
@@ -109,13 +120,7 @@ def test_pipelines_on_one_gpu(together, monkeypatch, settings):
 )
 def test_ranks_speak_through_nccl(train, monkeypatch, settings):
     """The backend of GPUs itself: no rank waits for ever; losses, state and collectives are as promised."""
-    monkeypatch.setattr("meshwright.cli.ranks.find_gpus", lambda: [None] * 4)
-    given = (*WIDE, "cluster.devices_per_node=4", "train.precision=bf16", "layout.micro_batch=1")
-    alone = train(*given, "layout.dp_replicate=1", "run_dir=alone")
-    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted_on_gpu:through_nccl")
-    shared = train(*given, *(f"layout.{key}" for key in settings.split()), "run_dir=shared")
-    assert shared.losses == pytest.approx(alone.losses, rel=1e-2)
-    assert shared.result["audit_ok"], shared.result["differences"]
+    hold_through_nccl(train, monkeypatch, settings)
 
 
 @pytest.mark.parametrize(
@@ -129,11 +134,5 @@ def test_ranks_speak_through_nccl(train, monkeypatch, settings):
 )
 def test_experts_on_gpus(train, monkeypatch, settings):
     """Tokens travel to their experts through NCCL: losses of one rank, state and collectives as promised."""
-    monkeypatch.setattr("meshwright.cli.ranks.find_gpus", lambda: [None] * 4)
     experts = ("model.num_experts=4", "model.experts_per_token=2", "model.ffn_size=1024")
-    given = (*WIDE, *experts, "cluster.devices_per_node=4", "train.precision=bf16", "layout.micro_batch=1")
-    alone = train(*given, "layout.dp_replicate=1", "run_dir=alone")
-    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted_on_gpu:through_nccl")
-    shared = train(*given, *(f"layout.{key}" for key in settings.split()), "run_dir=shared")
-    assert shared.losses == pytest.approx(alone.losses, rel=1e-2)
-    assert shared.result["audit_ok"], shared.result["differences"]
+    hold_through_nccl(train, monkeypatch, settings, *experts)

@@ -60,3 +60,15 @@ class Resumed:
         _, other = self.again(source, layout)
         assert relative(other.losses, self.straight(*source).losses[3:]) < 1e-5
         assert "the sharding was" in other.messages
+
+
+def phases_of(train, axis, layout, job, tolerance):
+    """Hold ten steps of a layout to one process and to its plan; in which phases it spoke over an axis."""
+    asked = tuple(job.split())
+    split = train(*(f"layout.{key}" for key in layout.split()), *TEN, *asked)
+    assert relative(split.losses, reference(train, *asked)) < tolerance
+    result = split.result
+    assert result["audit_ok"], result["differences"]
+    assert result["state_bytes"] == result["predicted_state_bytes"]
+    assert all(row["calls"] > 0 for row in result["collectives"]), "a promise about nothing"
+    return {row["phase"] for row in result["collectives"] if row["axis"] == axis}

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from curves import TEN, Resumed, reference, relative
+from curves import TEN, Resumed, phases_of, reference, relative
 
 from meshwright.cli.ranks import build_launch
 from meshwright.explain.record import read_record
@@ -146,15 +146,7 @@ slow = pytest.mark.slow
 )
 def test_losses_and_contract(train, layout, job, tolerance):
     """Ten losses as in one process; state and collectives equal to the byte, the peak within 5%."""
-    asked = tuple(job.split())
-    split = train(*(f"layout.{key}" for key in layout.split()), *TEN, *asked)
-    assert relative(split.losses, reference(train, *asked)) < tolerance
-    result = split.result
-    assert result["audit_ok"], result["differences"]
-    assert result["state_bytes"] == result["predicted_state_bytes"]
-    phases = {row["phase"] for row in result["collectives"] if row["axis"] == "cp"}
-    assert phases >= {"step", "eval"}
-    assert all(row["calls"] > 0 for row in result["collectives"]), "a promise about nothing"
+    assert phases_of(train, "cp", layout, job, tolerance) >= {"step", "eval"}
 
 
 @pytest.mark.slow

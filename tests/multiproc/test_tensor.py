@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from curves import TEN, Resumed, reference, relative
+from curves import TEN, Resumed, phases_of, reference, relative
 
 from meshwright.cli.generate import write_text
 from meshwright.cli.output import Output
@@ -46,15 +46,7 @@ def test_losses_and_contract(train, layout, job, tolerance):
 
     321 words over 2 and 4 ranks are filled up; one key head on 4 ranks is held by all of them.
     """
-    asked = tuple(job.split())
-    split = train(*(f"layout.{key}" for key in layout.split()), *TEN, *asked)
-    assert relative(split.losses, reference(train, *asked)) < tolerance
-    result = split.result
-    assert result["audit_ok"], result["differences"]
-    assert result["state_bytes"] == result["predicted_state_bytes"]
-    phases = {row["phase"] for row in result["collectives"] if row["axis"] == "tp"}
-    assert phases == {"step", "eval", "save"}
-    assert all(row["calls"] > 0 for row in result["collectives"]), "a promise about nothing"
+    assert phases_of(train, "tp", layout, job, tolerance) == {"step", "eval", "save"}
 
 
 def test_four_all_reduces_a_block(train):

@@ -123,16 +123,22 @@ def is_cut(job: Job) -> bool:
     return max(layout.pp, layout.tp, shards, experts) > 1
 
 
-def list_joined(job: Job) -> list[str]:
-    """The axes above one that a run speaks over and that are none of the dense mesh's own."""
+def list_spoken(job: Job) -> list[str]:
+    """The axes that a run speaks over: those above one, and those over which FSDP2 cuts the experts.
+
+    It wants a group also where a rank is alone.
+    """
     layout = job.layout
-    axes = [dense_shard_axis(layout), dense_sum_axis(layout)]
+    axes = [*(_join(layout, name) for name in ("pp", "cp", "tp"))]
+    axes += [dense_shard_axis(layout), dense_sum_axis(layout)]
     if has_experts(job):
         axes += [expert_axis(layout), sequence_axis(layout)]  # to them, and to balance them
     if experts_apart(job):
         axes += [expert_shard_axis(layout), expert_sum_axis(layout)]
-    names = dict.fromkeys(axis.name for axis in axes if axis.size > 1)
-    return [name for name in names if name not in AXES]
+    names = [axis.name for axis in axes if axis.size > 1]
+    if layout.zero >= 2 and experts_apart(job):
+        names.append(EXPERT_SHARDS)
+    return list(dict.fromkeys(names))
 
 
 def list_rank_groups(layout: Layout, name: str) -> list[list[int]]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from meshwright.plan.axes import expert_axis, sequence_axis
 from meshwright.plan.feed_forward_memory import INT64_BYTES
-from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
+from meshwright.plan.optimizer import count_states
 from meshwright.plan.parts import held_parts, saved_parameters
 from meshwright.plan.shapes import FLOAT32_BYTES, operand_bytes
 from meshwright.plan.tensor import count_tokens, is_dealt
@@ -92,8 +92,7 @@ def _saves(job: Job, place: int) -> list[Traffic]:
     layout, axis, calls, elements = job.layout, expert_axis(job.layout), 0, 0
     for parameter in saved_parameters(job, place):
         if is_dealt(parameter.name, layout.ep, layout.etp):
-            keys = state_keys(rule_of(parameter.name, len(parameter.shape), job.train), job.train)
-            tensors = 1 + sum(key != STEP_COUNT for key in keys)
+            tensors = 1 + count_states(parameter, job.train)
             calls, elements = calls + tensors, elements + tensors * parameter.count
     return [Traffic(axis.name, "all_gather", "save", axis.size, calls, elements * axis.size * FLOAT32_BYTES)]
 

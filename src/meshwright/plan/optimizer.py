@@ -65,6 +65,12 @@ def state_keys(rule: str, train: Train) -> tuple[str, ...]:
     return STATE_KEYS[rule]
 
 
+def count_states(parameter: Parameter, train: Train) -> int:
+    """Tensors of a parameter's own shape that are kept for it."""
+    keys = state_keys(rule_of(parameter.name, len(parameter.shape), train), train)
+    return sum(key != STEP_COUNT for key in keys)
+
+
 @dataclass(frozen=True)
 class OptimizerCost:
     """One rank's optimizer, for parameters that it holds whole."""

@@ -42,7 +42,7 @@ from meshwright.plan.axes import (
     place_on,
     state_axis,
 )
-from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
+from meshwright.plan.optimizer import STEP_COUNT, count_states, rule_of, state_keys
 from meshwright.plan.parts import (
     Part,
     held_parameters,
@@ -239,8 +239,7 @@ def predict_row_saves(job: Job, place: int) -> list[Traffic]:
     for parameter in saved_parameters(job, place):
         axis = state_axis(job, parameter.name)
         if axis.size > 1:
-            keys = state_keys(rule_of(parameter.name, len(parameter.shape), job.train), job.train)
-            tensors = sum(key != STEP_COUNT for key in keys) + (job.layout.zero >= 2)
+            tensors = count_states(parameter, job.train) + (job.layout.zero >= 2)
             size = tensors * padded_count(parameter, axis.size) * FLOAT32_BYTES
             rows.append(Traffic(axis.name, "all_gather", "save", axis.size, tensors, size))
     return rows

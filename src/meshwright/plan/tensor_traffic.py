@@ -35,7 +35,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from meshwright.plan.decoder_memory import loss_chunk
-from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
+from meshwright.plan.optimizer import count_states
 from meshwright.plan.parts import Part, held_parts, merge_parameters, saved_parameters
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, operand_bytes
 from meshwright.plan.sharding import held_count
@@ -145,7 +145,6 @@ def _save_traffic(job: Job, parameters: Sequence[Parameter]) -> Traffic:
     calls = elements = 0
     for parameter in parameters:
         if not is_whole(parameter.name):
-            keys = state_keys(rule_of(parameter.name, len(parameter.shape), job.train), job.train)
-            tensors = 1 + sum(key != STEP_COUNT for key in keys)
+            tensors = 1 + count_states(parameter, job.train)
             calls, elements = calls + tensors, elements + tensors * parameter.count
     return Traffic("tp", "all_gather", "save", job.layout.tp, calls, elements * job.layout.tp * FLOAT32_BYTES)

@@ -89,6 +89,12 @@ def list_routers(network: nn.Module) -> Iterator[tuple[int, Router]]:
             yield int(match[1]), module
 
 
+def set_biases(network: nn.Module, bias_LE: Tensor, first_layer: int) -> None:
+    """Give each router of a network its biases: rows from the first layer with experts on."""
+    for layer, router in list_routers(network):
+        router.selection_bias = bias_LE[layer - first_layer]
+
+
 class Balancer:
     """The sums of a step and the biases of all layers; a rank counts the layers and tokens that it has."""
 
@@ -116,8 +122,7 @@ class Balancer:
     def favour(self, network: nn.Module, bias_LE: Tensor) -> None:
         """Choose by these biases from now on; without a rate they stay as they are."""
         self.bias_LE = bias_LE.to(self.sums.device)
-        for layer, router in list_routers(network):
-            router.selection_bias = self.bias_LE[layer - self._first]
+        set_biases(network, self.bias_LE, self._first)
 
     @torch.no_grad()
     def end_step(self, ranks: Ranks) -> ExpertLoad:

@@ -13,6 +13,7 @@ Shape suffixes: N tokens of this rank, E experts, K experts of a token.
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from meshwright.run.models.moe import MixtureOfExperts
 from meshwright.run.session import Session
 
 
-class Choices:
+class Choices(ABC):
     """What the choices of a step belong to."""
 
     def __init__(self, session: Session, folder: Path) -> None:
@@ -48,10 +49,11 @@ class Choices:
         for layer, module in self._list_mixtures():
             module.router.choose = functools.partial(self.choose, layer, module)
 
+    @abstractmethod
     def choose(self, layer: str, module: MixtureOfExperts, scores_NE: Tensor, chosen_NK: Tensor) -> Tensor:
         """The experts to take; see :class:`meshwright.run.models.routing.Router`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end_step(self) -> None:
         """The weights are updated."""
 
@@ -120,6 +122,9 @@ class ReplayedChoices(Choices):
         if module.router.counting:
             self.replayed += int(tied_N.sum())
         return torch.where(tied_N.unsqueeze(1), taken_NK, chosen_NK)
+
+    def end_step(self) -> None:
+        """Nothing is kept of it."""
 
     def _read(self, layer: str) -> Tensor:
         step = self._session.step + 1

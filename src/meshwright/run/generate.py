@@ -20,7 +20,7 @@ from meshwright.prepare.conversation import Template
 from meshwright.prepare.question import encode_question
 from meshwright.prepare.templates import load_template
 from meshwright.prepare.tokenizer import TOKENIZER_FILE, load_tokenizer
-from meshwright.run.balance import list_routers
+from meshwright.run.balance import set_biases
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.mesh import Ranks, join_ranks, leave_ranks
 from meshwright.run.models.decoder import Decoder
@@ -168,8 +168,7 @@ def _take_biases(model: Decoder, job: Job, checkpoint: Path) -> None:
             return
         biases = saved.get_tensor(SELECTION_BIAS).to(next(model.parameters()).device)
     assert isinstance(job.model, DecoderModel), "a model of text"
-    for layer, router in list_routers(model):
-        router.selection_bias = biases[layer - job.model.dense_layers]
+    set_biases(model, biases, job.model.dense_layers)
 
 
 def run_rank(run_dir: str, listener: Listener | None = None) -> int:

@@ -14,15 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.launch.environment import GENERATION_VARIABLE, STORE_VARIABLE
-from meshwright.plan.axes import (
-    EXPERT_SHARDS,
-    dense_shard_axis,
-    dense_sum_axis,
-    expert_sum_axis,
-    experts_apart,
-    list_joined,
-    list_rank_groups,
-)
+from meshwright.plan.axes import list_rank_groups, list_spoken
 from meshwright.plan.parts import TIED_AXIS, find_tied_places, stage_homes
 from meshwright.plan.tensor import COPIES_AXIS, count_copies
 from meshwright.run.collectives.counter import CollectiveCounter
@@ -151,14 +143,7 @@ def join_ranks(
 def _list_groups(job: Job) -> Iterator[tuple[str, list[list[int]]]]:
     """The groups that a run of the job speaks in: an axis, and all ranks by group."""
     layout, everybody = job.layout, range(job.layout.world_size)
-    names = [axis for axis in ("pp", "cp", "tp") if getattr(layout, axis) > 1]
-    axes = [dense_shard_axis(layout), dense_sum_axis(layout)]
-    if experts_apart(job):
-        axes.append(expert_sum_axis(layout))
-    names += [*(axis.name for axis in axes if axis.size > 1), *list_joined(job)]
-    if layout.zero >= 2 and experts_apart(job):  # FSDP2 wants a group also where a rank is alone
-        names.append(EXPERT_SHARDS)
-    for axis in dict.fromkeys(names):
+    for axis in list_spoken(job):
         yield axis, list_rank_groups(layout, axis)
     copies = count_copies(job.model, layout.tp) if isinstance(job.model, DecoderModel) else 1
     if copies > 1:

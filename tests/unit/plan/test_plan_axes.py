@@ -21,8 +21,8 @@ from meshwright.plan.axes import (
     gradient_axis,
     is_cut,
     is_expert,
-    list_joined,
     list_rank_groups,
+    list_spoken,
     place_on,
     sequence_axis,
     state_axis,
@@ -31,7 +31,7 @@ from meshwright.plan.parts import held_buckets, held_parameters, list_stages, pi
 from meshwright.plan.shapes import list_parameters
 from meshwright.plan.sharding import chunk_rows, count_own, list_groups, sharded_state
 from meshwright.plan.tensor import HeldDecoder, count_copies, held_model, is_copied, is_dealt, is_whole
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.legality import find_problems, with_layout
 from meshwright.spec.load import build_job
 
@@ -41,6 +41,11 @@ MODEL = {
 }  # fmt: skip
 EXPERTS = {**MODEL, "num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 8}
 ALONE = Axis("", 1)
+
+
+def joined(job):
+    """The axes that a run speaks over and that are none of the dense mesh's own."""
+    return [name for name in list_spoken(job) if name not in AXES]
 
 
 @pytest.mark.parametrize(
@@ -125,10 +130,10 @@ def test_each_parameter_asks_its_own_axis(make_job):
     expert, router = "blocks.0.ffn.experts.up.weight", "blocks.0.ffn.router.weight"
     assert (state_axis(job, expert), gradient_axis(job, expert)) == (("ep_shard", 2), ("ep_shard", 2))
     assert (state_axis(job, router), gradient_axis(job, router)) == (("dp_shard+cp", 4), ("dp_shard+cp", 4))
-    assert list_joined(job) == ["dp_shard+cp", "ep", "ep_shard"]
+    assert joined(job) == ["dp_shard+cp", "ep", "ep_shard"]
     together = make_job(model=EXPERTS, layout={"dp_shard": 2, "zero": 1, "micro_batch": 2})
     assert state_axis(together, expert) == state_axis(together, router) == ("dp_shard", 2)
-    assert list_joined(together) == []
+    assert joined(together) == []
 
 
 def test_shared_experts_and_the_router_are_no_routed_experts():
@@ -139,7 +144,7 @@ def test_shared_experts_and_the_router_are_no_routed_experts():
 def test_groups_that_run_needs_beside_the_mesh():
     degrees = {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2, "ep": 4, "zero": 1, "micro_batch": 2}
     job = build({"model": EXPERTS, "layout": degrees})
-    assert list_joined(job) == [
+    assert joined(job) == [
         "dp_shard+cp",
         "dp_replicate+dp_shard+cp",
         "ep",
@@ -316,7 +321,7 @@ def test_state_of_a_rank_is_what_its_parameters_say(job):
 def test_groups_of_an_axis_part_the_ranks(job):
     """Every rank is in one group, all are equally large, and places in them are the order."""
     layout = job.layout
-    for axis in (*list_joined(job), "pp", "tp", "cp"):
+    for axis in {*list_spoken(job), "pp", "tp", "cp"}:
         groups = list_rank_groups(layout, axis)
         assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
         assert len({len(group) for group in groups}) == 1

@@ -102,12 +102,17 @@ class Sorted:
         if choice.kept_NK is not None:
             expert_S = torch.where(choice.kept_NK, expert_S, num_experts)
         expert_S = expert_S.flatten()
-        order_S = expert_S.argsort(stable=True)
-        index_S = torch.arange(len(order_S), dtype=torch.int64, device=order_S.device)
-        place_S = torch.empty_like(order_S).scatter_(0, order_S, index_S)
+        order_S, place_S = sort_stably(expert_S)
         sizes = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert_S.device)
         sizes.scatter_add_(0, expert_S, torch.ones_like(expert_S))
         return cls(order_S, place_S, sizes[:num_experts], choice.experts_NK.shape[1])
+
+
+def sort_stably(numbers_S: Tensor) -> tuple[Tensor, Tensor]:
+    """The order that sorts them, and the other way round: where each comes to lie."""
+    order_S = numbers_S.argsort(stable=True)
+    index_S = torch.arange(len(order_S), dtype=torch.int64, device=order_S.device)
+    return order_S, torch.empty_like(order_S).scatter_(0, order_S, index_S)
 
 
 def spread(x_ND: Tensor, by_expert: Sorted, rows: int) -> Tensor:

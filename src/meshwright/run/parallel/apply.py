@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.plan.axes import dense_sum_axis, experts_apart, gradient_axis
+from meshwright.plan.bucket_traffic import uses_ddp
 from meshwright.plan.parts import held_buckets, held_parts, list_stages, schedule_of, stage_buckets
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder, Stages
@@ -53,9 +54,8 @@ def apply_layout(module: nn.Module, job: Job, ranks: Ranks, weights: WeightSourc
     if layout.zero >= 2:  # with dp_replicate a mesh of two axes: FSDP2 sums over both
         assert isinstance(module, Decoder), "the legality table shards decoders only"
         return apply_sharding(module, list_stages(job)[0], job, ranks, weights)
-    axis = dense_sum_axis(layout)
-    if axis.size > 1 and not experts_apart(job):
-        return apply_replicate(module, job, ranks, axis.name)
+    if uses_ddp(job):
+        return apply_replicate(module, job, ranks, dense_sum_axis(layout).name)
     return module
 
 

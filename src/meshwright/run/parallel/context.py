@@ -100,7 +100,7 @@ class UlyssesContext(SharedContext):
         q_BHLE, k_BKLE, v_BKLE = self._trade_for_heads(q_BHTE, k_BKTE, v_BKTE)
         mixed_BHLE = mix_causally(q_BHLE, k_BKLE, v_BKLE, hidden)
         parts_RBHTE = mixed_BHLE.unflatten(2, (self.size, -1)).movedim(2, 0)
-        return _Trade.apply(parts_RBHTE, self.size, self.name).movedim(0, 1).flatten(1, 2)
+        return _Trade.apply(parts_RBHTE, self.name).movedim(0, 1).flatten(1, 2)
 
     def _trade_for_heads(self, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values of some heads at all positions."""
@@ -108,7 +108,7 @@ class UlyssesContext(SharedContext):
         if repeats > 1:
             k_BKTE, v_BKTE = (part.repeat_interleave(repeats, dim=1) for part in (k_BKTE, v_BKTE))
         parts = [part.unflatten(1, (self.size, -1)).movedim(1, 0) for part in (q_BHTE, k_BKTE, v_BKTE)]
-        traded_RBPTE = _Trade.apply(torch.cat(parts, dim=2), self.size, self.name)
+        traded_RBPTE = _Trade.apply(torch.cat(parts, dim=2), self.name)
         return traded_RBPTE.movedim(0, 2).flatten(2, 3).split([part.shape[2] for part in parts], dim=1)
 
 
@@ -116,17 +116,18 @@ class _Trade(torch.autograd.Function):
     """Rank r sends its s-th part to rank s and gets that one's r-th part; the gradient goes the same way."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, size: int, group: str) -> Tensor:
-        ctx.place = (size, group)
-        return _trade(parts, size, group)
+    def forward(ctx: Any, parts: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return trade(parts, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _trade(grad, *ctx.place), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return trade(grad, ctx.group), None
 
 
-def _trade(parts: Tensor, size: int, group: str) -> Tensor:
-    even = [1] * size
+def trade(parts: Tensor, group: str) -> Tensor:
+    """Every rank sends a part, of as many as there are ranks, to each other, and gets one from each."""
+    even = [1] * len(parts)
     return _functional.wait_tensor(_functional.all_to_all_single(parts.contiguous(), even, even, group))
 
 

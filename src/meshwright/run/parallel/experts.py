@@ -29,9 +29,9 @@ from meshwright.plan.axes import EXPERTS, sequence_axis
 from meshwright.run.collectives.counter import count_as
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder
-from meshwright.run.models.moe import Experts, MixtureOfExperts, Sorted, gather, spread
+from meshwright.run.models.moe import Experts, MixtureOfExperts, Sorted, gather, sort_stably, spread
 from meshwright.run.models.routing import Choice, Tokens, count_choices, queue_up
-from meshwright.run.parallel.context import SharedContext
+from meshwright.run.parallel.context import SharedContext, trade
 from meshwright.run.parallel.split import Split, gather_rows
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -71,8 +71,7 @@ class ExpertExchange:
 
     def tell(self, told_XH: Tensor) -> Tensor:
         """Every rank tells each other how many rows are coming for that one's experts; (X, H)."""
-        even = [1] * len(told_XH)
-        return _functional.wait_tensor(_functional.all_to_all_single(told_XH, even, even, self._group))
+        return trade(told_XH, self._group)
 
     def _copy(self, rows_RD: Tensor, blocks: Sequence[int]) -> Tensor:
         """A copy of each block for every rank that has a part of its experts."""
@@ -97,9 +96,7 @@ def _order_by_expert(arriving_XH: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     ranks, held = arriving_XH.shape
     experts = torch.arange(held, device=arriving_XH.device).repeat(ranks)
     expert_R = torch.repeat_interleave(experts, arriving_XH.flatten(), output_size=rows)
-    order_R = expert_R.argsort(stable=True)
-    index_R = torch.arange(rows, device=order_R.device)
-    return order_R, torch.empty_like(order_R).scatter_(0, order_R, index_R)
+    return sort_stably(expert_R)
 
 
 class _Travel(torch.autograd.Function):

@@ -401,13 +401,12 @@ def ring_attention_backward(
     own_2BKTE = k.new_empty((2, *k.shape), dtype=torch.float32)
     for round_ in range(ring.ranks):
         for lane in lanes:
-            made, keys = list[Tensor](), slice(0)
+            made: list[Tensor] = []
             for block in ring.blocks(q[:, lane.queries], lane.take(round_), round_):
                 parts = (whole[:, lane.queries] for whole in (grad, out, lse))
                 of_q, *of_kv = block.backward(*parts)
                 grad_q[:, lane.queries, block.view.queries] += of_q
-                keys = keys if made else block.view.keys
-                made = _add_up(made, of_kv)
+                made, keys = _add_up(made, of_kv), block.view.keys  # of far rounds always the same
                 del of_q, of_kv, block
             if round_ == 0:
                 own_2BKTE[0, :, lane.keys], own_2BKTE[1, :, lane.keys] = made
@@ -420,31 +419,12 @@ def ring_attention_backward(
 
 
 @ring_attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segments: Tensor | None,
-    causal: bool,
-    group: str,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @ring_attention_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segments: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    group: str,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), k.new_empty((2, *k.shape))
 
 
