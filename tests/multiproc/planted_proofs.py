@@ -108,9 +108,9 @@ not_finite = with_model(_spoil)
 
 def with_method(owner, name, change, run=run_rank):
     """An entry in whose ranks a method is another: ``change(honest, self, *arguments)``."""
+    honest = getattr(owner, name)  # now: a name that is gone fails before any rank starts
 
     def entry(run_dir, listener):
-        honest = getattr(owner, name)
         setattr(owner, name, lambda self, *arguments: change(honest, self, *arguments))
         return run(run_dir, listener)
 
@@ -178,9 +178,9 @@ pp_counted_as_data = counted_as_data("pp")
 
 def with_function(owner, name, change):
     """An entry in whose ranks a function of a module is another: ``change(honest, *arguments)``."""
+    honest = getattr(owner, name)  # now: a name that is gone fails before any rank starts
 
     def entry(run_dir, listener):
-        honest = getattr(owner, name)
         setattr(owner, name, lambda *arguments: change(honest, *arguments))
         return run_rank(run_dir, listener)
 
@@ -218,9 +218,7 @@ far_documents = with_method(ring._Ring, "blocks", _own_documents)
 """Far rounds do not look where documents end."""
 lost_sums = with_method(ring._Lane, "take_sums", lambda honest, self: 0 * honest(self))
 """What other ranks' queries add to the gradients of keys and values does not come home."""
-swapped_heads = with_function(
-    context, "_trade", lambda honest, *arguments: honest(*arguments).roll(1, dims=0)
-)
+swapped_heads = with_function(context, "trade", lambda honest, *arguments: honest(*arguments).roll(1, dims=0))
 """Ulysses takes what one rank sent for what another did."""
 
 
