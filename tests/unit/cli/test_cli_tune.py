@@ -39,14 +39,14 @@ def test_a_layout_that_is_given_leaves_nothing_to_try(cli, job_file, tmp_path):
 
 
 def test_a_place_that_cannot_be_written_is_known_before_anything_runs(cli, job_file, tmp_path):
-    assert refused(cli, job_file, "-o", tmp_path / "nowhere" / "cluster.toml") == "tune-not-writable"
-    assert refused(cli, job_file, "-o", tmp_path) == "tune-not-writable"
+    assert refused(cli, job_file, "-o", tmp_path / "nowhere" / "cluster.toml") == "cluster-file-not-writable"
+    assert refused(cli, job_file, "-o", tmp_path) == "cluster-file-not-writable"
 
 
 def test_a_file_made_by_hand_is_not_written_over(cli, job_file, tmp_path):
     own = tmp_path / "own.toml"
     own.write_text('device = "cpu"\n')
-    assert refused(cli, job_file, "-o", own) == "tune-not-writable"
+    assert refused(cli, job_file, "-o", own) == "cluster-file-not-writable"
     assert own.read_text() == 'device = "cpu"\n'
 
 
