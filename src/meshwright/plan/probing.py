@@ -119,11 +119,11 @@ PROGRAMMES = {
         copied=2**24,
         updated=2**22,
         seconds=0.04,
-        steps=15,
+        steps=13,
         models=(
             {"model": _small(4, 64, (4, 2), 192, 256), "seq_len": 32, "batch": 2},
-            {"model": _small(1, 256, (8, 4), 768, 1024), "seq_len": 128, "batch": 4},
-            {"model": _small(4, 256, (8, 4), 768, 1024), "seq_len": 128, "batch": 4},
+            {"model": _small(1, 256, (8, 4), 768, 1024), "seq_len": 128, "batch": 2},
+            {"model": _small(4, 256, (8, 4), 768, 1024), "seq_len": 128, "batch": 2},
         ),
     ),
 }

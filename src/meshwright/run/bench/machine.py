@@ -1,7 +1,8 @@
 """What ``meshwright probe`` times on one device: single operations as a run calls them, and real steps.
 
 Operands are random: how fast a GPU multiplies depends on what, as it does on how warm it is. So each
-operation is repeated for a while, and on a GPU it is the mean that counts, not the best.
+operation is repeated for a while, and on a GPU it is the mean that counts, not the best. On a CPU it is the
+median of processor time: what one thread would take on a core that nobody else uses.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ def _median_s(call: Callable[[], object], seconds: float) -> float:
     times: list[float] = []
     deadline = time.perf_counter() + seconds
     while len(times) < FEWEST or (time.perf_counter() < deadline and len(times) < MOST):
-        started = time.perf_counter()
+        started = time.process_time()
         call()
-        times.append(time.perf_counter() - started)
+        times.append(time.process_time() - started)
     return statistics.median(times)
 
 
@@ -195,14 +196,15 @@ def time_steps(plan: Plan) -> RealSteps:
         session = build_session(plan, nowhere, ranks, counter, events, open_split=lambda _: words)
         meter, times, device = Meter(session), [], ranks.device
         on_gpu = device.type == "cuda"
+        clock = time.perf_counter if on_gpu else time.process_time
         for number in range(plan.job.train.steps):
             if number == WARM_UP_STEPS and on_gpu:
                 torch.cuda.reset_peak_memory_stats(device)
-            started = time.perf_counter()
+            started = clock()
             take_step(session, meter, audited=False)
             if on_gpu:
                 torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - started)
+            times.append(clock() - started)
         peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
         return RealSteps(
             statistics.median(times[WARM_UP_STEPS:]), peak, _issue_block_s(session) if on_gpu else None
