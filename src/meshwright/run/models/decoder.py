@@ -316,10 +316,12 @@ class Stages(nn.Module):
 
 
 def compile_blocks(decoder: Decoder, **options: Any) -> None:
-    """Compile each block on its own: they share one graph, and what is around them stays eager."""
+    """Compile each block on its own, as they share one graph, and the last norm."""
     # It would cut graphs at DDP's buckets, which here lie outside them, and asserts how large those are.
     torch._dynamo.config.optimize_ddp = False
     for block in decoder.list_blocks():
         if isinstance(block.ffn, MixtureOfExperts):  # how many rows an expert gets is known when it runs
             block.ffn.forward = torch.compiler.disable(block.ffn.forward)  # type: ignore[method-assign]
         block.compile(dynamic=False, **options)
+    if decoder.last:
+        decoder.norm.compile(dynamic=False, **options)
