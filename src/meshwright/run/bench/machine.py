@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 
 from meshwright.core.events import EventWriter
 from meshwright.launch.assignment import Assignment
@@ -29,6 +31,8 @@ from meshwright.run.loop import Meter, take_step
 from meshwright.run.mesh import join_ranks, leave_ranks
 from meshwright.run.models.attention import mix_causally
 from meshwright.run.models.decoder import Decoder
+from meshwright.run.models.products import weight_gradient
+from meshwright.run.precision import COMPILED_ATTENTION
 from meshwright.run.session import Session, build_session
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -89,17 +93,11 @@ def time_linear(
     x = torch.randn(rows, depth, device=device).to(dtype)
     grad = torch.randn(rows, columns, device=device).to(dtype)
     weight = torch.randn(columns, depth, device=device).mul_(depth**-0.5).to(dtype)
-    low_on_gpu = device.type == "cuda" and dtype != torch.float32
-
-    def weight_gradient() -> Tensor:
-        if low_on_gpu:
-            return torch.mm(grad.T, x, out_dtype=torch.float32)
-        return torch.mm(grad.T, x)
-
+    exact = weight_gradient if dtype != torch.float32 else lambda grad, x: torch.mm(grad.T, x)
     return (
         time_call(device, lambda: torch.mm(x, weight.T), seconds),
         time_call(device, lambda: torch.mm(grad, weight), seconds),
-        time_call(device, weight_gradient, seconds),
+        time_call(device, lambda: exact(grad, x), seconds),
     )
 
 
@@ -132,9 +130,10 @@ def time_attention(
     def both() -> object:
         return torch.autograd.grad(mix_causally(q, k, v, None), (q, k, v), grad)
 
-    with torch.no_grad():
-        forward_s = time_call(device, lambda: mix_causally(q, k, v, None), seconds)
-    return forward_s, max(time_call(device, both, seconds) - forward_s, 0.1 * forward_s)
+    with sdpa_kernel(COMPILED_ATTENTION, set_priority=True) if device.type == "cuda" else nullcontext():
+        with torch.no_grad():
+            forward_s = time_call(device, lambda: mix_causally(q, k, v, None), seconds)
+        return forward_s, max(time_call(device, both, seconds) - forward_s, 0.1 * forward_s)
 
 
 def measure_copy(device: torch.device, elements: int, seconds: float) -> float:
