@@ -31,7 +31,7 @@ from meshwright.spec.cluster import Cluster, count_cores
 from meshwright.spec.probed import AttentionTime, Probed, ProductTime
 
 if TYPE_CHECKING:  # planning needs no torch, and neither does --help
-    import torch
+    pass
 
 WARM_S = 1.5
 """A GPU is brought to its clocks under load before anything is timed."""
@@ -133,9 +133,7 @@ def _time_operations(
     return probed, large
 
 
-def _fit_to_steps(
-    output: Output, runs: Sequence[SmallRun], probed: Probed
-) -> tuple[Probed, list[Checked]]:
+def _fit_to_steps(output: Output, runs: Sequence[SmallRun], probed: Probed) -> tuple[Probed, list[Checked]]:
     """Real steps of the small models, and what they say of the rest; without them nothing is fitted."""
     from meshwright.run.bench import machine  # noqa: PLC0415
 
@@ -144,7 +142,7 @@ def _fit_to_steps(
         output.errors.print(f"  real steps of {run.layers} layers")
         try:
             found.append(machine.time_steps(run.plan))
-        except Exception as error:  # noqa: BLE001  (a compiler that fails costs the fit, not the measurements)
+        except Exception as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
             output.warn(f"no real steps, so that all other bytes are taken at the rate of a copy: {first}")
             return probed, []

@@ -13,6 +13,7 @@ from meshwright.explain.scaling import Times, quartiles, slowest
 from meshwright.plan.contract import Plan
 from meshwright.plan.search.predict import layout_overrides
 
+
 @dataclass(frozen=True)
 class Measurement:
     """What a layout did."""

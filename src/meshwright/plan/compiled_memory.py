@@ -10,13 +10,14 @@ SwiGLU keeps from forward to backward::
     none       the same, and T x ((Q + K) e + 2 (D e + 4) + F e)
                                   turned      two norms     what down reads
 
-as the partitioner keeps what the backward pass's products and attention read, and computes again what can be
-fused into other loops (torch's ``min_cut_rematerialization_partition``). Values are a view of what one joint
-product gave, which lives as long as they; where there is no joint product, ``none`` keeps K e for (Q + 2 K) e.
+as the partitioner keeps what the backward pass's products and attention read, and computes again what can
+be fused into other loops (torch's ``min_cut_rematerialization_partition``). Values are a view of what one
+joint product gave, which lives as long as they; where there is none, ``none`` keeps K e for (Q + 2 K) e. With
+torch 2.13 on CPU, blocks keep that to the byte.
 
 Beside that live 16-bit copies of all matrices but the embedding, from step to step; the loss's two buffers of
-a chunk's logits in 16 bits, what it reads and the gradient of that, and the head's gradient in float32; and on
-the way back, at the widest point of a block, what is made inside its feed-forward: T x 4 F e, without
+a chunk's logits in 16 bits, what it reads and the gradient of that, and the head's gradient in float32; and
+on the way back, at the widest point of a block, what is made inside its feed-forward: T x 4 F e, without
 recomputation T x 2 F e. Gradients of weights are float32, and each lives from where it is made.
 """
 

@@ -1,10 +1,11 @@
 """Time of a step of what runs: matrix work, the optimizer, and communication that nothing hides.
 
 Steps of a kind that ``meshwright probe`` measured on the device are built of what it measured
-(``plan.probed_time``). Other decoders on GPUs have the estimate of ``plan/estimate``; on CPUs, and ResNets, the
-one below: the cluster's rates, four constants, ring all-reduces. The constants were set by hand on five small models on a 2-core Xeon
-virtual machine (November 2026), all within 1.5 times. It ranks one process against replicas; it does not
-claim more. A pipeline's step is its schedule, walked with the stages' shares of that time.
+(``plan.probed_time``). Other decoders on GPUs have the estimate of ``plan/estimate``. All else on CPUs, and
+ResNets, have the one below: the cluster's rates, four constants, ring all-reduces. The constants were set by
+hand on five small models on a 2-core Xeon virtual machine (November 2026), all within 1.5 times. It ranks one
+process against replicas; it does not claim more. A pipeline's step is its schedule, walked with the stages'
+shares of that time.
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ def peak_rate(cluster: Cluster, precision: str) -> tuple[float, str]:
         return cluster.matmul_flops_per_s, "cluster.matmul_flops_per_s"
     if precision != "fp32" and cluster.peak_bf16_flops_per_s is not None:
         return cluster.peak_bf16_flops_per_s, "the data sheet's dense 16-bit peak"
-    return matmul_rate(cluster, precision), "the cluster's large-product rate"
+    whose = "the cluster's" if cluster.probed is None else "the probed"
+    return matmul_rate(cluster, precision), f"{whose} large-product rate"
 
 
 def step_interval(job: Job) -> Interval:

@@ -1,8 +1,8 @@
 """The memory ledger: what one rank holds, line by line, each with its formula.
 
 State is exact to the byte. The peak is the largest of the moments that the model's own module lists
-(``decoder_memory``, ``compiled_memory``, ``resnet_memory``). It counts live tensors, not the process and not the allocator's
-slack.
+(``decoder_memory``, ``compiled_memory``, ``resnet_memory``). It counts live tensors, not the process and not
+the allocator's slack.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -126,7 +126,8 @@ def count_work(job: Job, micro_batches: int, touched_bytes: int) -> Work:
         touched_bytes: Activations that one micro-batch makes in an eager step.
     """
     model, probed = job.model, job.cluster.probed
-    assert isinstance(model, DecoderModel) and probed is not None, "only what was probed is counted here"
+    assert isinstance(model, DecoderModel), "decoders are probed"
+    assert probed is not None, "only what was probed is counted here"
     times = _Times.of(job)
     full = job.layout.recompute == "full"
     products_s = attention_s = 0.0
@@ -213,7 +214,9 @@ class _Times:
             empty,
             by_kind=by_kind,
             forward=[empty._compare_attention(entry, 1.0, entry.forward_s) for entry in attention],
-            backward=[empty._compare_attention(entry, BACKWARD_FLOPS, entry.backward_s) for entry in attention],
+            backward=[
+                empty._compare_attention(entry, BACKWARD_FLOPS, entry.backward_s) for entry in attention
+            ],
         )
 
     def product_s(self, kind: Kind, linear: Linear) -> float:
@@ -238,7 +241,8 @@ class _Times:
         share = 1.0
         if self.probed.multiprocessors:
             arrays = (np.array([float(size)]) for size in (rows, columns, depth, 1))
-            share = float(tile_share(self.probed.multiprocessors, *arrays)[0])
+            # Libraries choose tiles so that the last wave is fuller than with those that are counted.
+            share = math.sqrt(float(tile_share(self.probed.multiprocessors, *arrays)[0]))
         arithmetic = 2.0 * rows * columns * depth / (self.rate * share)
         moved = self.low * (rows * columns + depth * (rows + columns))
         return max(arithmetic, moved / self.probed.copy_bytes_per_s) + self.probed.launch_s
@@ -281,7 +285,7 @@ def _logs(*sizes: float) -> tuple[float, ...]:
 
 
 def _ratio_at(place: tuple[float, ...], probes: Sequence[_Probe]) -> float:
-    """How far off a count is: the nearer a probed size, the more it says (inverse distance, in logarithms)."""
+    """How far off a count is: the nearer a probed size, the more it says (inverse distances)."""
     weights = [1 / (NEARNESS + math.dist(place, probe.place) ** 2) ** 2 for probe in probes]
     total = sum(w * math.log(probe.ratio) for w, probe in zip(weights, probes, strict=True))
     return math.exp(total / sum(weights))
@@ -336,20 +340,21 @@ def fit_steps(probed: Probed, timed: Sequence[Timed]) -> Probed:
         probed: With the times of single operations; on a GPU also with the host's time.
         timed: At least one.
     """
-    works = [
-        count_work(with_probed(t.job, probed), t.micro_batches, t.touched_bytes) for t in timed
-    ]
+    works = [count_work(with_probed(t.job, probed), t.micro_batches, t.touched_bytes) for t in timed]
     scales = np.array([1 / t.step_s for t in timed])
     left = np.array(
         [t.step_s - w.products_s - w.attention_s - w.update_s for t, w in zip(timed, works, strict=True)]
     )
-    columns: dict[str, list[float]] = {"elementwise": [w.moved_s for w in works], "step_s": [1.0] * len(timed)}
+    columns: dict[str, list[float]] = {
+        "elementwise": [w.moved_s for w in works],
+        "step_s": [1.0] * len(timed),
+    }
     if not works[0].hides_host:
         columns["block_s"] = [float(w.blocks) for w in works]
     table = {name: np.array(values) * scales for name, values in columns.items()}
     found = _least_squares(table, left * scales)
     found["elementwise"] = max(found.get("elementwise", 0.0), LEAST_ELEMENTWISE)
-    rounded = {name: float(f"{value:.4g}") for name, value in found.items()}
+    rounded: dict[str, Any] = {name: float(f"{value:.4g}") for name, value in found.items()}
     return dataclasses.replace(probed, **rounded)
 
 

@@ -1,4 +1,4 @@
-"""What ``meshwright probe`` measures: shapes of products and attention, and small models whose steps are real.
+"""What ``meshwright probe`` measures: shapes of products and attention, and small models for real steps.
 
 The shapes are those of the small models, so that what is left of their steps is not products, and some
 around them, so that shapes of other models have a neighbour.
@@ -77,12 +77,14 @@ PROGRAMMES = {
         precision="bf16",
         compiled=True,
         products=(
-            Sizes(32768, 10240, 2560),
-            Sizes(32768, 2560, 2560),
+            Sizes(32768, 17920, 2560),
+            Sizes(32768, 3584, 2560),
+            Sizes(32768, 2560, 8960),
+            Sizes(16384, 5120, 3584),
             Sizes(8192, 5120, 5120),
             Sizes(16384, 28672, 4096),
             Sizes(16384, 4096, 14336),
-            Sizes(4096, 98304, 3584),
+            Sizes(4096, 98304, 2560),
             Sizes(2048, 1024, 1024),
             Sizes(1024, 512, 2048),
         ),

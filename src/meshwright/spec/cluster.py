@@ -76,7 +76,7 @@ class Cluster:
     cost_per_hour: Positive | None = None
     """Price of one device for an hour, in any currency."""
     matmul_flops_per_s: Positive | None = None
-    """Peak that MFU is counted against; on `local`, measured in one second at the start if left out."""
+    """Peak that MFU is counted against; on `local`, unless probed, measured at the start if left out."""
     basis: str = ""
     """Where the figures come from."""
     probed: Probed | None = None

@@ -1,7 +1,7 @@
 """What ``meshwright probe`` measured on one device: the table ``probed`` of a cluster file.
 
-Times are those of single operations as a run calls them; ``plan.probed_time`` builds a step of them. Left out,
-a step is predicted from the cluster's rates alone.
+Times are those of single operations as a run calls them; ``plan.probed_time`` builds a step of them. Without
+the table a step is predicted from the cluster's rates alone.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Probed:
     launch_s: Positive
     """Time of an operation on almost nothing."""
     elementwise: Positive = 1.0
-    """Time of what is not products, over its counted bytes at the bandwidth of a copy; fitted to real steps."""
+    """Time of what is neither product nor attention, over its bytes at a copy's rate; of real steps."""
     block_s: NonNegative = 0.0
     """Time that the host takes for both passes of a block; beside a GPU's own time it is hidden."""
     step_s: NonNegative = 0.0

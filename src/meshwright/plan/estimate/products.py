@@ -81,7 +81,9 @@ def product_s(
     rows, columns, depth, count = np.broadcast_arrays(
         *(np.asarray(x, float) for x in (rows, columns, depth, count))
     )
-    share = tile_share(device.multiprocessors, rows, columns, depth, count) * _aligned(columns) * _aligned(depth)
+    share = (
+        tile_share(device.multiprocessors, rows, columns, depth, count) * _aligned(columns) * _aligned(depth)
+    )
     rate = share * (device.plain_flops_per_s if plain else device.flops_per_s)
     width = 2.0 if plain else device.operand_width
     moved = count * (width * (rows + columns) * depth + 2.0 * rows * columns)
