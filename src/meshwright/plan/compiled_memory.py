@@ -84,10 +84,10 @@ class CompiledBlock:
         unturned = products if joint or not turned else keys * low
         none = around + unturned + turned + 2 * (width * low + statistics) + inner * low
         kept = {"none": none, "selective": around + products, "full": stream * width}[recompute]
-        # What recomputation left out is made again where it is read; down's input on top of the rest.
-        whole = none if recompute == "none" else around + products
+        # What full recomputation left out is made again at once, what selective left out where it is read.
+        whole = around + products if recompute == "selective" else none
         # Of the product inside and its factors. Down's input is made again in the same loop; or it was kept,
-        # and is let go when the gradient of down's matrix is made of it.
+        # and is let go, as the stream's gradient, when the gradient of down's matrix is made of both.
         gradients = (inner + entered) * low + (-inner * low if recompute == "none" else inner * low)
         matrix = width * inner * FLOAT32_BYTES
         rounded = width * low if stream != low else 0  # the stream's gradient, as products read it
@@ -100,7 +100,7 @@ class CompiledBlock:
             kept=tokens * kept + cast,
             formula=f"{tokens} tokens x {kept}" + (f" + {cast} (cast matrices)" if cast else ""),
             whole=tokens * whole + cast,
-            inside=tokens * (gradients + rounded) + (matrix if recompute == "none" else 0),
+            inside=tokens * gradients + (matrix if recompute == "none" else tokens * rounded),
             attention=tokens * half + cast,
             matrices=matrix * (entered + inner) // inner,
         )

@@ -46,7 +46,7 @@ RECOMPUTE_PASSES = {"none": 0, "selective": 2, "full": 3}
 """Times that they cross it once more when they are computed again."""
 BACKWARD_FLOPS = 2.5
 """Of attention's backward pass, over its forward pass: five products for two."""
-NEARNESS = 0.1
+NEARNESS = 0.01
 """Squared distance, in doublings of a size, within which a probed shape counts as the same."""
 LEAST_ELEMENTWISE = 0.05
 """Where real steps leave nothing for moved bytes."""

@@ -120,7 +120,7 @@ PROGRAMMES = {
         large=1024,
         copied=2**24,
         updated=2**22,
-        seconds=0.04,
+        seconds=0.03,
         steps=13,
         models=(
             {"model": _small(4, 64, (4, 2), 192, 256), "seq_len": 32, "batch": 2},

@@ -201,20 +201,19 @@ def time_steps(plan: Plan) -> RealSteps:
                 torch.cuda.reset_peak_memory_stats(device)
             started = clock()
             take_step(session, meter, audited=False)
-            if on_gpu:
-                torch.cuda.synchronize(device)
+            _wait(device)
             times.append(clock() - started)
-        peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
-        return RealSteps(
-            statistics.median(times[WARM_UP_STEPS:]), peak, _issue_block_s(session) if on_gpu else None
-        )
+        step_s = statistics.median(times[WARM_UP_STEPS:])
+        if not on_gpu:
+            return RealSteps(step_s, None, None)
+        return RealSteps(step_s, torch.cuda.max_memory_allocated(device), issue_block_s(session))
     finally:
         leave_ranks(ranks)
         events.close()
         _let_go()
 
 
-def _issue_block_s(session: Session) -> float:
+def issue_block_s(session: Session) -> float:
     """How long the host is busy with both passes of one block."""
     model, device, job = session.model, session.ranks.device, session.job
     assert isinstance(model, Decoder), "decoders are probed"
@@ -224,13 +223,19 @@ def _issue_block_s(session: Session) -> float:
     x = torch.randn(shape, device=device).to(stream).requires_grad_()
     rope, times = (model.rope_cos[:length], model.rope_sin[:length]), []
     for _ in range(WARM_UP + 5):
-        torch.cuda.synchronize(device)
+        _wait(device)
         started = time.perf_counter()
         with session.precision.products():
             out = block(x, rope, None, None)
         out.backward(torch.ones_like(out))
         times.append(time.perf_counter() - started)
     return statistics.median(times[WARM_UP:])
+
+
+def _wait(device: torch.device) -> None:
+    """Until the device has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _let_go() -> None:
