@@ -35,7 +35,7 @@ from meshwright.run.models.decoder import Decoder, Stages, compile_blocks
 from meshwright.run.models.init import PieceWeights, build_model, find_weight_source
 from meshwright.run.models.resnet import ResNet
 from meshwright.run.offload import StreamedState, offload_optimizer
-from meshwright.run.optimizer import build_optimizer
+from meshwright.run.optimizer import build_optimizer, compiles_update
 from meshwright.run.parallel.apply import apply_layout, build_pipeline, build_reducer, own_parameters
 from meshwright.run.parallel.context import SharedContext
 from meshwright.run.parallel.ownership import Owned
@@ -173,7 +173,7 @@ def build_session(
     else:
         reducer = build_reducer(model, job, ranks)
     owned = own_parameters(model, job, ranks, seat.pieces)
-    optimizer = build_optimizer(owned, job.train)
+    optimizer = build_optimizer(owned, job.train, compiled=compiles_update(job, ranks.device))
     session = Session(
         plan=plan,
         assignment=assignment,
