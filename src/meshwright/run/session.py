@@ -25,7 +25,7 @@ from meshwright.prepare.order import SampleOrder
 from meshwright.prepare.shards import ShardFolder
 from meshwright.prepare.tokenizer import TOKENIZER_FILE
 from meshwright.run.balance import Balancer, build_balancer
-from meshwright.run.batches import Batcher
+from meshwright.run.batches import Batcher, Feed
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.divergence import not_finite
 from meshwright.run.gradient_noise import NoiseScale
@@ -92,6 +92,8 @@ class Session:
     train_batches: Batcher | ImageBatcher
     eval_batches: Batcher | ImageBatcher
     order: SampleOrder
+    feed: Feed
+    """Gives every step its batch."""
     data_sha256: str
     """Of the index, which holds the shards' own checksums; of images, see ``prepare.images``."""
     step: int = 0
@@ -173,6 +175,7 @@ def build_session(
     else:
         reducer = build_reducer(model, job, ranks)
     owned = own_parameters(model, job, ranks, seat.pieces)
+    order = SampleOrder(train_batches.dataset.shard_sample_counts, job.train.seed)
     optimizer = build_optimizer(owned, job.train, compiled=compiles_update(job, ranks.device))
     session = Session(
         plan=plan,
@@ -193,7 +196,8 @@ def build_session(
         balancer=build_balancer(model, job, ranks.device, precision),
         train_batches=train_batches,
         eval_batches=eval_batches,
-        order=SampleOrder(train_batches.dataset.shard_sample_counts, job.train.seed),
+        order=order,
+        feed=Feed(order, train_batches, job.train.global_batch, ranks.device),
         data_sha256=data_sha256,
     )
     if assignment.resume_from is not None:

@@ -164,7 +164,7 @@ def test_the_job_says_when_the_update_is_compiled(job_file):
 
 
 def test_clipping_tells_the_optimizer_and_leaves_gradients_alone(job_file):
-    """The same step as with torch's AdamW and gradients that were scaled; state is made with the optimizer."""
+    """The same step as with torch's AdamW and gradients that were scaled; its state is made at once."""
     job = load_job(str(job_file), ["train.compile=true", "train.compile_backend=aot_eager"])
     found = []
     for compiled in (False, True):

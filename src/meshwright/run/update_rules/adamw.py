@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 ALIGNED = 16
-"""Elements of a row of what is compiled: a size that is known to be a multiple of it is read in long words."""
+"""Elements of a row of what is compiled: memory of a known multiple of them is read in long words."""
 SMALLEST_NORM = 1e-6
 """Added to the norm that clipping divides by, as torch does."""
 
@@ -49,7 +49,7 @@ def update_parameter(
         mean: Of gradients.
         square: The mean of their squares.
         scalars: Of this step, four on the device: the rate over the mean's correction, one over the root of
-            the square's correction, what decay leaves of the parameter, and what clipping leaves of the gradient.
+            the square's correction, what decay leaves of the parameter, what clipping leaves of the gradient.
         low: A copy of the parameter in 16 bits, if there is one.
         beta1: Weight of the past in the mean.
         beta2: In the square.
@@ -65,7 +65,7 @@ def update_parameter(
 
 
 class FusedAdamW(Optimizer):
-    """AdamW as torch has it (decoupled decay, both corrections), with a factor for gradients and 16-bit copies."""
+    """AdamW as torch has it, with a factor for the gradients and copies in 16 bits."""
 
     def __init__(
         self,
