@@ -40,6 +40,8 @@ from one_device_kinds import SHAPES, Order
 KINDS = ("ours", "bare", "floor", "transformers")
 DEFAULT_KINDS = ("ours", "bare", "floor")
 STDERR_LINES = 15
+EXIT_S = 15.0
+"""How long a process may take to end."""
 GIB = 2**30
 Row = dict[str, Any]
 
@@ -51,6 +53,8 @@ class Child:
         self.order = order
         self.ready = self.ended = False
         self.row: Row | None = None
+        self.disturbed_by: list[str] = []
+        """Who was still compiling when it took the device."""
         self._log = logs / f"{len(list(logs.iterdir()))}.txt"
         script = Path(__file__).with_name("one_device_kinds.py")
         with self._log.open("wb") as log:
@@ -88,6 +92,14 @@ class Child:
         except OSError:
             pass  # it has ended, and says so in the queue
 
+    def finish(self) -> None:
+        """Wait until it has given the device back; it has nothing more to do."""
+        try:
+            self.process.wait(timeout=EXIT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self.ended = True
+
     def kill(self) -> None:
         """End it and what it started."""
         try:
@@ -106,6 +118,8 @@ class Company:
 
     def __init__(self, limit_s: float, logs: Path, out: Path | None, screen: TextIO) -> None:
         self.rows: list[Row] = []
+        self.torch = "unknown"
+        """Its version, as the processes say."""
         self._heard: queue.Queue[tuple[Child, Row | None]] = queue.Queue()
         self._children: list[Child] = []
         self._began = time.monotonic()
@@ -146,7 +160,7 @@ class Company:
 
     def _measure(self, child: Child) -> None:
         """Give the device to a process until it has ended."""
-        others = [c.name for c in self._children if not (c is child or c.ready or c.ended)]
+        child.disturbed_by = [c.name for c in self._children if not (c is child or c.ready or c.ended)]
         child.go()
         while not child.ended and self.seconds < self._limit_s:
             self._listen(self._limit_s)
@@ -154,8 +168,6 @@ class Company:
             child.kill()
             child.ended = True
             self._keep(child, {"failed": f"not done after {self._limit_s:.0f} s\n{child.last_words()}"})
-        if child.row is not None and others:
-            child.row["disturbed_by"] = others
 
     def _listen(self, until_s: float) -> None:
         """Take in one message, or find that the time is over."""
@@ -169,11 +181,14 @@ class Company:
                 self._keep(child, {"failed": f"ended with status {status}\n{child.last_words()}"})
             child.ended = True
         elif "result" in message:
-            self._keep(child, {**message["result"], "seconds": message["seconds"]})
+            self._keep(child, {**message["result"], "disturbed_by": child.disturbed_by})
+            child.finish()
         elif "failed" in message and "phase" not in message:
             self._keep(child, {"failed": message["failed"]})
+            child.finish()
         else:
             child.ready = child.ready or bool(message.get("ready"))
+            self.torch = message.get("torch", self.torch)
             self._write({"kind": child.order.name, "shape": child.order.shape, **message})
             self._print(f"{child.name}: {describe_phase(message)}")
 
@@ -195,9 +210,9 @@ class Company:
 
 def describe_phase(message: Row) -> str:
     """What a process has just done, how long it took, and the memory that it holds."""
-    text = f"{message['phase']}, {message['seconds']:.1f} s"
     if "failed" in message:
         return f"{message['phase']} failed: {message['failed']}"
+    text = f"{message['phase']}, {message['seconds']:.1f} s"
     if message.get("held_bytes") is not None:
         peak = message.get("peak_bytes") or 0
         text += f", {message['held_bytes'] / GIB:.1f} GiB held, {peak / GIB:.1f} at most"
@@ -220,6 +235,8 @@ def describe_row(row: Row) -> list[str]:
         text += f", peak {row['peak_bytes'] / GIB:.1f} GiB (reserved {row['reserved_bytes'] / GIB:.1f})"
     if row.get("held_before_bytes"):
         text += f", of it {row['held_before_bytes'] / GIB:.2f} left from the rehearsal"
+    if row.get("event_step_s"):
+        text += f"; its own events say {row['event_step_s'] * 1e3:.1f} ms"
     if row.get("planned_step_s"):
         text += f"; planned {row['planned_step_s'] * 1e3:.1f} ms, {row['planned_peak_bytes'] / GIB:.1f} GiB"
     if row.get("loss") is not None:
@@ -341,15 +358,13 @@ def main() -> None:
     """Measure, print, compare."""
     arguments = parse_arguments()
     device, name = find_device()
-    from importlib.metadata import version  # noqa: PLC0415
-
     screen = sys.stderr if arguments.json else sys.stdout
     with tempfile.TemporaryDirectory() as logs:
         company = Company(arguments.limit, Path(logs), arguments.out, screen)
         company.run(list_orders(arguments, device), arguments.overlap, arguments.ready_limit)
     result: Row = {
         "date": str(datetime.datetime.now(tz=datetime.UTC).date()),
-        "machine": f"{name}, torch {version('torch')}",
+        "machine": f"{name}, torch {company.torch}",
         "seconds": company.seconds,
         "rows": company.rows,
         "ratios": compare(company.rows),

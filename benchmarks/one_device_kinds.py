@@ -40,7 +40,7 @@ SMALL = {
 }  # fmt: skip
 """Shapes that a CPU can try the benchmark with."""
 SMALL_BATCHES = {"a": (4, 64), "b": (2, 64)}
-OURS = ("train.precision=bf16", "train.compile=true", "layout.recompute=selective")
+OURS = ("train.precision=bf16", "train.compile=true", "train.residual=bf16", "layout.recompute=selective")
 """What our side asks for; ``--set`` goes over it."""
 WARM_UP = 3
 """Steps that are not timed; ours audits its second one."""
@@ -77,7 +77,7 @@ def build_shape(order: Order, folder: Path, layers: int | None = None) -> Any:
     tree: dict[str, Any] = {
         "model": dict((SMALL if order.small else SHAPES)[order.shape]),
         "data": {"path": str(folder), "seq_len": length},
-        "train": {"steps": 10**6, "global_batch": batch, "lr": 1e-4},
+        "train": {"steps": 10**6, "global_batch": batch, "lr": 1e-4, "clip": 1.0},
         "layout": {"dp_replicate": 1, "micro_batch": batch},
         "cluster": {"device": order.device, "matmul_flops_per_s": 1e15},  # else a run measures it, a second long
         "checkpoint": {"every_minutes": 0.0},
@@ -172,17 +172,16 @@ class StepClock:
             ends = self._ends[self._first - 1 :]
             times = [b - a for a, b in zip(ends, ends[1:], strict=False)]
             self.measured = {**_figures(times), **_peaks(self._on_gpu)}
-            if self._profile is None:
+            if self._profile is None or not self._profile.start():
                 raise EnoughSteps
             self._voice.say(phase="timed", **self.measured)
-            self._profile.start()
         elif step == self._last + PROFILED and self._profile is not None:
             self.folded = self._profile.stop()
             raise EnoughSteps
 
 
 class _Profile:
-    """Torch's profiler around some steps, folded by kind of kernel."""
+    """Torch's profiler around some steps, folded by kind of kernel; that it fails costs no result."""
 
     def __init__(self, device: str) -> None:
         from torch.profiler import ProfilerActivity, profile  # noqa: PLC0415
@@ -190,17 +189,28 @@ class _Profile:
         activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
         self._profiler = profile(activities=[activity])
 
-    def start(self) -> None:
-        self._profiler.start()
+    def start(self) -> bool:
+        """Whether it has begun."""
+        try:
+            self._profiler.start()
+        except Exception:
+            traceback.print_exc()
+            return False
+        return True
 
-    def stop(self) -> dict[str, Any]:
+    def stop(self) -> dict[str, Any] | None:
+        """The profile; None if it failed."""
         from kernel_kinds import fold_trace  # noqa: PLC0415
 
-        self._profiler.stop()
-        with tempfile.TemporaryDirectory() as folder:
-            trace = Path(folder) / "trace.json"
-            self._profiler.export_chrome_trace(str(trace))
-            return fold_trace(json.loads(trace.read_text())["traceEvents"], PROFILED)
+        try:
+            self._profiler.stop()
+            with tempfile.TemporaryDirectory() as folder:
+                trace = Path(folder) / "trace.json"
+                self._profiler.export_chrome_trace(str(trace))
+                return fold_trace(json.loads(trace.read_text())["traceEvents"], PROFILED)
+        except Exception:
+            traceback.print_exc()
+            return None
 
 
 def _reset_peak(on_gpu: bool) -> None:
@@ -358,6 +368,27 @@ def run_transformers(order: Order, job: Any, voice: Voice, warm_up: int, steps: 
 RUNS = {"ours": run_ours, "bare": run_bare, "transformers": run_transformers}
 
 
+def rehearse(order: Order, job: Any, voice: Voice) -> None:
+    """Let the compiler see everything once; where that fails, the measurement may still succeed.
+
+    Args:
+        order: What will be measured.
+        job: The same with one layer.
+        voice: Told how it went.
+    """
+    try:
+        RUNS[order.kind](order, job, voice, 1, 1)
+    except Exception:
+        voice.say(phase="rehearsal", failed=last_lines())
+    _free(order.device == "cuda")
+    voice.say(phase="rehearsed")
+
+
+def last_lines() -> str:
+    """The end of the traceback that is being handled."""
+    return "\n".join(traceback.format_exc().strip().splitlines()[-TRACEBACK_LINES:])
+
+
 def measure(order: Order, voice: Voice, wait: Callable[[], None]) -> dict[str, Any]:
     """All phases of a process.
 
@@ -375,13 +406,11 @@ def measure(order: Order, voice: Voice, wait: Callable[[], None]) -> dict[str, A
     if on_gpu:
         torch.cuda.init()
         torch.empty(1, device="cuda")
-    voice.say(phase="imported")
+    voice.say(phase="imported", torch=torch.__version__)
     with tempfile.TemporaryDirectory() as name:
         job = build_shape(order, Path(name))
         if order.rehearse and order.kind != "floor":
-            RUNS[order.kind](order, build_shape(order, Path(name), layers=1), voice, 1, 1)
-            _free(on_gpu)
-            voice.say(phase="rehearsed")
+            rehearse(order, build_shape(order, Path(name), layers=1), voice)
     held = torch.cuda.memory_allocated() if on_gpu else 0
     voice.say(phase="ready", ready=True)
     wait()
@@ -417,8 +446,7 @@ def main() -> None:
     try:
         voice.say(result=measure(order, voice, wait))
     except Exception:
-        lines = traceback.format_exc().strip().splitlines()
-        voice.say(failed="\n".join(lines[-TRACEBACK_LINES:]))
+        voice.say(failed=last_lines())
         sys.stdout.flush()
         os._exit(1)  # a broken device may hang in what is left to do
     os._exit(0)  # nothing is left to do, and freeing it all takes seconds
