@@ -15,7 +15,10 @@ KINDS = (
     ("attention", r"sdpa|flash|fmha|attention"),
     ("products", r"gemm|nvjet|cutlass|xmma|splitk|cublas|wgmma|gemv"),
     ("optimizer", r"adam|multi_tensor|foreach|(?<!r)sqrt|linalg_vector_norm|lpnorm"),
-    ("copies", r"memcpy|memset|copy_kernel|catarray|fused__to_copy(_(t|view|clone|transpose|unsqueeze))*_\d+$|fill"),
+    (
+        "copies",
+        r"memcpy|memset|copy_kernel|catarray|fused__to_copy(_(t|view|clone|transpose|unsqueeze))*_\d+$|fill",
+    ),
     ("elementwise", r""),
 )
 """Kinds and the names that belong to them."""

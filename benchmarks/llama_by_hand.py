@@ -6,7 +6,7 @@ Nothing here is Meshwright's.
 
 Shape suffixes: B batch, T tokens of a sequence, D hidden, H heads, E head size.
 """
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, N815
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Sizes:
 
 @contextmanager
 def fast_attention(device: str) -> Iterator[None]:
-    """cuDNN's kernel first, flash attention where it refuses; on a CPU whatever there is."""
+    """CuDNN's kernel first, flash attention where it refuses; on a CPU whatever there is."""
     if device != "cuda":
         yield
         return
@@ -151,7 +151,9 @@ def build_step(sizes: Sizes, batch: int, device: str, backend: str) -> Callable[
     for block in model.blocks:
         block.compile(backend=backend, fullgraph=True, dynamic=False)
     loss_of = torch.compile(cross_entropy, backend=backend, dynamic=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     parameters = list(model.parameters())
 
     def step() -> Tensor:

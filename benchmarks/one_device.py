@@ -2,8 +2,8 @@
 
 Ours is the training loop of ``meshwright train``; the bare equivalent is the Llama that one writes by hand
 after torchtitan's (``llama_by_hand.py``); the floor is each part of the step timed alone, and added
-(``step_floor.py``). FLOPs are counted alike: 6 for each parameter but the input embedding a token, plus causal
-attention (half). Two shapes, both bf16, untied, 128256 words: (a) 16 layers, 2048 wide, 8 x 4096 tokens;
+(``step_floor.py``). FLOPs are counted alike: 6 for each parameter but the input embedding a token, plus
+causal attention (half). Two shapes, both bf16, untied, 128256 words: (a) 16 layers, 2048 wide, 8 x 4096 tokens;
 (b) 28 layers, 3072 wide, 4 x 4096 tokens.
 
     python benchmarks/one_device.py --overlap --profile --out rows.jsonl    # on a GPU
@@ -19,6 +19,7 @@ after the other.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -102,10 +103,8 @@ class Child:
 
     def kill(self) -> None:
         """End it and what it started."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
     def last_words(self) -> str:
         """The end of what it printed."""
@@ -248,7 +247,7 @@ def describe_row(row: Row) -> list[str]:
 
 
 def compare(rows: list[Row]) -> dict[str, dict[str, Any]]:
-    """For each shape, every kind of ours against the bare equivalent, transformers and the floor, by speed."""
+    """For each shape, every kind of ours against the bare equivalent, transformers and the floor: speed."""
     ratios: dict[str, dict[str, Any]] = {}
     for shape in sorted({row["shape"] for row in rows}):
         times = {row["kind"]: row["step_s"] for row in rows if row["shape"] == shape and row.get("step_s")}
@@ -291,8 +290,13 @@ def _describe_parts(row: Row) -> list[str]:
         group = name.split(",")[0].split()[0]
         groups[group] = groups.get(group, 0.0) + seconds
     parts = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in groups.items())
-    rate = row.get("products_flops_per_s")
-    return [f"      {parts}" + (f"; products at {rate / 1e12:.4g} TFLOP/s" if rate else "")]
+    rates = {
+        "products": (row["products_flops_per_s"], "TFLOP/s"),
+        "attention": (row["attention_flops_per_s"], "TFLOP/s"),
+        "copies": (row["copy_bytes_per_s"], "TB/s"),
+    }
+    said = [f"{name} {rate / 1e12:.4g} {unit}" for name, (rate, unit) in rates.items() if rate]
+    return [f"      {parts}", f"      {', '.join(said)}"]
 
 
 def list_orders(arguments: argparse.Namespace, device: str) -> list[Order]:
@@ -343,14 +347,20 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="shapes that a CPU can do")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of our job")
     parser.add_argument(
-        "--also", action="append", default=[], metavar="KEY=VALUE,...", help="one more kind of ours with these"
+        "--also",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,...",
+        help="one more kind of ours with these",
     )
     parser.add_argument("--overlap", action="store_true", help="compile beside each other")
     parser.add_argument("--profile", action="store_true", help="our steps by kind of kernel")
     parser.add_argument("--limit", type=float, default=210.0, help="seconds for everything")
     parser.add_argument("--ready-limit", type=float, default=100.0, help="seconds until the first is timed")
     parser.add_argument("--out", type=Path, help="file to which everything is appended as JSON lines")
-    parser.add_argument("--json", action="store_true", help="print one object; progress goes to standard error")
+    parser.add_argument(
+        "--json", action="store_true", help="print one object; progress goes to standard error"
+    )
     return parser.parse_args()
 
 

@@ -9,6 +9,7 @@ that at a time, and only the device is not shared while times are taken.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -35,8 +36,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 BATCHES = {"a": (8, 4096), "b": (4, 4096)}
 """Sequences of a step, and the tokens of each."""
 SMALL = {
-    "a": {"num_layers": 2, "hidden_size": 64, "num_heads": 8, "num_kv_heads": 2, "ffn_size": 256, "vocab_size": 512},
-    "b": {"num_layers": 3, "hidden_size": 96, "num_heads": 12, "num_kv_heads": 4, "ffn_size": 256, "vocab_size": 512},
+    "a": {"num_layers": 2, "hidden_size": 64, "num_heads": 8, "num_kv_heads": 2, "ffn_size": 256,
+          "vocab_size": 512},
+    "b": {"num_layers": 3, "hidden_size": 96, "num_heads": 12, "num_kv_heads": 4, "ffn_size": 256,
+          "vocab_size": 512},
 }  # fmt: skip
 """Shapes that a CPU can try the benchmark with."""
 SMALL_BATCHES = {"a": (4, 64), "b": (2, 64)}
@@ -79,7 +82,10 @@ def build_shape(order: Order, folder: Path, layers: int | None = None) -> Any:
         "data": {"path": str(folder), "seq_len": length},
         "train": {"steps": 10**6, "global_batch": batch, "lr": 1e-4, "clip": 1.0},
         "layout": {"dp_replicate": 1, "micro_batch": batch},
-        "cluster": {"device": order.device, "matmul_flops_per_s": 1e15},  # else a run measures it, a second long
+        "cluster": {
+            "device": order.device,
+            "matmul_flops_per_s": 1e15,
+        },  # else a run measures it, a second long
         "checkpoint": {"every_minutes": 0.0},
     }
     backend = ("train.compile_backend=aot_eager",) if order.device == "cpu" else ()  # no time to write C++
@@ -170,7 +176,7 @@ class StepClock:
             self.own_step_s.append(event["step_s"])
         if step == self._last:
             ends = self._ends[self._first - 1 :]
-            times = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+            times = [b - a for a, b in itertools.pairwise(ends)]
             self.measured = {**_figures(times), **_peaks(self._on_gpu)}
             if self._profile is None or not self._profile.start():
                 raise EnoughSteps
@@ -287,7 +293,7 @@ def run_steps(step: Callable[[], Any], warm_up: int, steps: int, device: str) ->
         for _ in range(steps):
             loss = step()
             ends.append(time.perf_counter())
-        times = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+        times = [b - a for a, b in itertools.pairwise(ends)]
     else:
         torch.cuda.synchronize()
         _reset_peak(on_gpu)
@@ -297,7 +303,7 @@ def run_steps(step: Callable[[], Any], warm_up: int, steps: int, device: str) ->
             loss = step()
             mark.record()
         torch.cuda.synchronize()
-        times = [a.elapsed_time(b) / 1e3 for a, b in zip(marks, marks[1:], strict=False)]
+        times = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
     return {**_figures(times), **_peaks(on_gpu), "loss": float(loss)}
 
 

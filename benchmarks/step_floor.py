@@ -10,6 +10,7 @@ What is counted (``list_products``, ``elementwise_bytes``) needs no torch; ``tim
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from meshwright.spec.model import DecoderModel
 
 LOW_BYTES, FLOAT32_BYTES = 2, 4
 WARM_UP, REPEATS = 2, 10
+COPY = "copy of half a terabyte, read and written"
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,11 @@ def elementwise_bytes(model: DecoderModel, tokens: int) -> dict[str, float]:
     }
 
 
+def attention_flops(model: DecoderModel, tokens: int, length: int) -> float:
+    """Forward and backward of all layers, half of the positions each: 2 for scores, 2 for values, times 3."""
+    return 3 * 4.0 * tokens * length / 2 * model.query_size * model.num_layers
+
+
 class Stopwatch:
     """Medians of repeated work: device events on a GPU, the clock on a CPU."""
 
@@ -96,7 +103,7 @@ class Stopwatch:
             work()
             mark.record()
         self._wait()
-        return statistics.median(a.elapsed_time(b) / 1e3 for a, b in zip(marks, marks[1:], strict=False))
+        return statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks))
 
 
 def time_floor(job: Job, say: Callable[..., None]) -> dict[str, Any]:
@@ -133,12 +140,17 @@ def time_floor(job: Job, say: Callable[..., None]) -> dict[str, Any]:
     if job.cluster.device == "cuda":  # the CPU has no such product
         attempt("float32 gradients of weights", lambda: _time_exact_products(job, tokens, watch))
     products_s = sum(seconds for name, seconds in parts.items() if name.startswith("product "))
+    attention_s = sum(seconds for name, seconds in parts.items() if name.startswith("attention,"))
     return {
         "step_s": sum(parts.values()) if whole else None,
         "parts_s": parts,
         "beside_s": beside,
         "failed_parts": failed,
         "products_flops_per_s": flops / products_s if products_s else None,
+        "attention_flops_per_s": attention_flops(job.model, tokens, job.data.seq_len) / attention_s
+        if attention_s
+        else None,
+        "copy_bytes_per_s": 1e12 / beside[COPY] if COPY in beside else None,
     }
 
 
@@ -235,5 +247,5 @@ def _time_elementwise(job: Job, tokens: int, watch: Stopwatch) -> Found:
     bytes_per_s = 2 * source.numel() * FLOAT32_BYTES / copy_s
     counted = elementwise_bytes(job.model, tokens)
     return {f"elementwise, {name}": moved / bytes_per_s for name, moved in counted.items()}, {
-        "copy of one terabyte, read and written": 1e12 / bytes_per_s
+        COPY: 1e12 / bytes_per_s
     }

@@ -169,7 +169,7 @@ class RunRecord:
         return self.tokens_per_step / statistics.median(times) if times else None
 
     def flops_per_s(self, plan: Plan) -> float | None:
-        """Achieved by all ranks together: tokens a second times the plan's FLOPs of a token, as MFU counts."""
+        """Achieved by all ranks together: tokens a second times the FLOPs of a token that MFU counts."""
         rate = self.tokens_per_s
         return None if rate is None else rate * plan.flops_per_token
 

@@ -1,4 +1,4 @@
-"""The benchmark of one device: its counts are the issue's and the plan's, and a kind that fails stops no other."""
+"""The benchmark of one device: its counts are the targets' and the plan's, a failure stops no other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def job_of(tmp_path):
     return build
 
 
-@pytest.mark.parametrize(("shape", "billions", "step_flops"), [("a", 1.236, 2.694e14), ("b", 3.213, 3.505e14)])
+@pytest.mark.parametrize(
+    ("shape", "billions", "step_flops"), [("a", 1.236, 2.694e14), ("b", 3.213, 3.505e14)]
+)
 def test_flops_are_those_that_the_targets_are_set_in(job_of, shape, billions, step_flops):
     job = job_of(shape)
     assert count_active_matmul_parameters(job.model) / 1e9 == pytest.approx(billions, abs=5e-4)
@@ -41,13 +43,14 @@ def test_flops_are_those_that_the_targets_are_set_in(job_of, shape, billions, st
 
 
 @pytest.mark.parametrize("shape", ["a", "b"])
-def test_the_floors_products_have_the_plans_flops_but_norms_and_attention(job_of, shape):
-    from step_floor import list_products
+def test_the_floors_products_and_attention_have_the_plans_flops_but_norms(job_of, shape):
+    from step_floor import attention_flops, list_products
 
     model, tokens = job_of(shape).model, 4096
-    counted = sum(product.flops(tokens) for product in list_products(model))
-    norms = (2 * model.num_layers + 1) * model.hidden_size
-    assert counted == 6.0 * tokens * (count_active_matmul_parameters(model) - norms)
+    products = sum(product.flops(tokens) for product in list_products(model))
+    norms = 6.0 * tokens * (2 * model.num_layers + 1) * model.hidden_size
+    whole = products + norms + attention_flops(model, tokens, 4096)
+    assert whole == tokens * flops_per_token(model, 4096)
 
 
 @pytest.mark.parametrize(("shape", "gigabytes"), [("a", 140.9), ("b", 134.3)])
