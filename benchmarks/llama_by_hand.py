@@ -35,12 +35,12 @@ class Sizes:
 
 
 @contextmanager
-def fast_attention(device: str) -> Iterator[None]:
-    """CuDNN's kernel first, flash attention where it refuses; on a CPU whatever there is."""
+def fast_attention(device: str, first: SDPBackend = SDPBackend.CUDNN_ATTENTION) -> Iterator[None]:
+    """The kernel of cuDNN, or the one that is asked for; flash attention where it refuses; any on a CPU."""
     if device != "cuda":
         yield
         return
-    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+    with sdpa_kernel(list(dict.fromkeys([first, SDPBackend.FLASH_ATTENTION])), set_priority=True):
         yield
 
 

@@ -3,8 +3,8 @@
 Ours is the training loop of ``meshwright train``; the bare equivalent is the Llama that one writes by hand
 after torchtitan's (``llama_by_hand.py``); the floor is each part of the step timed alone, and added
 (``step_floor.py``). FLOPs are counted alike: 6 for each parameter but the input embedding a token, plus
-causal attention (half). Two shapes, both bf16, untied, 128256 words: (a) 16 layers, 2048 wide, 8 x 4096 tokens;
-(b) 28 layers, 3072 wide, 4 x 4096 tokens.
+causal attention (half). Two shapes, both bf16, untied, 128256 words: (a) 16 layers, 2048 wide, 8 x 4096
+tokens; (b) 28 layers, 3072 wide, 4 x 4096 tokens.
 
     python benchmarks/one_device.py --overlap --profile --out rows.jsonl    # on a GPU
     python benchmarks/one_device.py --shape b --only ours --set train.residual=fp32

@@ -96,9 +96,12 @@ def build_shape(order: Order, folder: Path, layers: int | None = None) -> Any:
 
 
 def _seconds_since_start() -> float:
-    """How long this process is there, imports included."""
-    ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    """How long this process is there, imports included; 0 where the system does not say."""
+    try:
+        ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    except OSError:
+        return 0.0
     return max(0.0, uptime_s - ticks / os.sysconf("SC_CLK_TCK"))
 
 

@@ -133,12 +133,13 @@ def time_floor(job: Job, say: Callable[..., None]) -> dict[str, Any]:
         say(phase=name, seconds=time.perf_counter() - started, parts=counted, beside=shown)
 
     attempt("products", lambda: _time_products(job, tokens, watch))
-    attempt("attention", lambda: _time_attention(job, watch))
+    attempt("attention", lambda: (_time_attention(job, watch), {}))
     attempt("optimizer", lambda: _time_optimizer(job, watch))
     attempt("elementwise", lambda: _time_elementwise(job, tokens, watch))
     whole = not failed
     if job.cluster.device == "cuda":  # the CPU has no such product
         attempt("float32 gradients of weights", lambda: _time_exact_products(job, tokens, watch))
+        attempt("flash attention", lambda: ({}, _time_attention(job, watch, flash=True)))
     products_s = sum(seconds for name, seconds in parts.items() if name.startswith("product "))
     attention_s = sum(seconds for name, seconds in parts.items() if name.startswith("attention,"))
     return {
@@ -193,11 +194,18 @@ def _time_exact_products(job: Job, tokens: int, watch: Stopwatch) -> Found:
     return {}, shown
 
 
-def _time_attention(job: Job, watch: Stopwatch) -> Found:
-    """Forward and backward of all layers, heads as products leave them."""
+def _time_attention(job: Job, watch: Stopwatch, flash: bool = False) -> dict[str, float]:
+    """Forward and backward of all layers, heads as products leave them.
+
+    Args:
+        job: Its model and batch.
+        watch: Takes the time.
+        flash: Flash attention's kernel in place of cuDNN's: as fast means that cuDNN has refused.
+    """
     import torch  # noqa: PLC0415
     import torch.nn.functional as F  # noqa: N812, PLC0415
     from llama_by_hand import fast_attention  # noqa: PLC0415
+    from torch.nn.attention import SDPBackend  # noqa: PLC0415
 
     model, device = job.model, job.cluster.device
     batch, length = job.train.global_batch, job.data.seq_len
@@ -213,13 +221,13 @@ def _time_attention(job: Job, watch: Stopwatch) -> Found:
     def mix() -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
-    with fast_attention(device):
+    with fast_attention(device, SDPBackend.FLASH_ATTENTION if flash else SDPBackend.CUDNN_ATTENTION):
         mixed = mix()
         gradient = torch.randn_like(mixed)
         forward_s = watch.median_s(mix)
         back = watch.median_s(lambda: torch.autograd.grad(mixed, (q, k, v), gradient, retain_graph=True))
-    layers = model.num_layers
-    return {"attention, forward": forward_s * layers, "attention, backward": back * layers}, {}
+    name, layers = "flash attention" if flash else "attention", model.num_layers
+    return {f"{name}, forward": forward_s * layers, f"{name}, backward": back * layers}
 
 
 def _time_optimizer(job: Job, watch: Stopwatch) -> Found:
