@@ -26,7 +26,7 @@ from meshwright.prepare.order import SampleOrder
 from meshwright.prepare.shards import ShardFolder
 from meshwright.prepare.tokenizer import TOKENIZER_FILE
 from meshwright.run.balance import Balancer, build_balancer
-from meshwright.run.batches import Batcher
+from meshwright.run.batches import Batcher, Feed
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.divergence import not_finite
 from meshwright.run.gradient_noise import NoiseScale
@@ -36,7 +36,7 @@ from meshwright.run.models.decoder import Decoder, Stages, compile_blocks
 from meshwright.run.models.init import PieceWeights, WeightSource, build_model, find_weight_source
 from meshwright.run.models.resnet import ResNet
 from meshwright.run.offload import StreamedState, offload_optimizer
-from meshwright.run.optimizer import build_optimizer
+from meshwright.run.optimizer import build_optimizer, compiles_update
 from meshwright.run.parallel.apply import apply_layout, build_pipeline, build_reducer, own_parameters
 from meshwright.run.parallel.context import SharedContext
 from meshwright.run.parallel.ownership import Owned
@@ -96,6 +96,8 @@ class Session:
     train_batches: Batcher | ImageBatcher
     eval_batches: Batcher | ImageBatcher
     order: SampleOrder
+    feed: Feed
+    """Gives every step its batch."""
     data_sha256: str
     """Of the index, which holds the shards' own checksums; of images, see ``prepare.images``."""
     step: int = 0
@@ -182,7 +184,10 @@ def build_session(
     else:
         reducer = build_reducer(model, job, ranks)
     owned = own_parameters(model, job, ranks, seat.pieces)
-    optimizer = build_optimizer(owned, job.train)
+    order = SampleOrder(train_batches.dataset.shard_sample_counts, job.train.seed)
+    working = model.working if isinstance(model, Decoder) else None
+    copies = None if working is None else working.copies
+    optimizer = build_optimizer(owned, job.train, copies, compiles_update(job, ranks.device))
     session = Session(
         plan=plan,
         assignment=assignment,
@@ -199,11 +204,12 @@ def build_session(
         streamed=offload_optimizer(optimizer, owned, job, ranks),
         noise_scale=NoiseScale(module, job.train.noise_scale_every),
         precision=precision,
-        working=model.working if isinstance(model, Decoder) else None,
+        working=working,
         balancer=build_balancer(model, job, ranks.device, precision),
         train_batches=train_batches,
         eval_batches=eval_batches,
-        order=SampleOrder(train_batches.dataset.shard_sample_counts, job.train.seed),
+        order=order,
+        feed=Feed(order, train_batches, job.train.global_batch, ranks.device),
         data_sha256=data_sha256,
     )
     if assignment.resume_from is not None:
