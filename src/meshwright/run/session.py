@@ -33,7 +33,7 @@ from meshwright.run.gradient_noise import NoiseScale
 from meshwright.run.image_batches import ImageBatcher, open_image_batches
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder, Stages, compile_blocks
-from meshwright.run.models.init import PieceWeights, build_model, find_weight_source
+from meshwright.run.models.init import PieceWeights, WeightSource, build_model, find_weight_source
 from meshwright.run.models.resnet import ResNet
 from meshwright.run.offload import StreamedState, offload_optimizer
 from meshwright.run.optimizer import build_optimizer, compiles_update
@@ -143,6 +143,7 @@ def build_session(
     counter: CollectiveCounter,
     events: EventWriter,
     open_split: OpenSplit | None = None,
+    weights: WeightSource | None = None,
 ) -> Session:
     """Build model, optimizer and data of this rank; load the checkpoint if there is one to resume.
 
@@ -153,6 +154,7 @@ def build_session(
         counter: Of collectives.
         events: Where this rank writes what happens.
         open_split: In place of the data that the assignment names.
+        weights: First values in place of the job's, for who does not care which.
     """
     job = plan.job
     if job.train.deterministic != torch.are_deterministic_algorithms_enabled():
@@ -160,7 +162,7 @@ def build_session(
     if job.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
     seat = Seat.of(job, ranks)
-    weights = find_weight_source(job, from_hf=assignment.hf_weights)
+    weights = weights or find_weight_source(job, from_hf=assignment.hf_weights)
     if seat.pieces is not None:
         weights = PieceWeights(weights, seat.pieces)
     model = build_model(job, ranks.device, weights, seat, held_parts(job, ranks.place))
