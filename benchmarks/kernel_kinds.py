@@ -68,6 +68,8 @@ def fold_trace(rows: Iterable[dict[str, Any]], steps: int) -> dict[str, Any]:
 
 def describe(folded: dict[str, Any], shown: int = 20) -> list[str]:
     """The same for people."""
+    if "failed" in folded:
+        return [f"  no profile: {line}" for line in folded["failed"].splitlines()]
     lines = [f"  {'span':14}{folded['span_ms']:9.2f} ms a step"]
     lines += [f"  {kind:14}{taken:9.2f} ms" for kind, taken in folded["kinds_ms"].items()]
     lines.append(f"  {'idle':14}{folded['idle_ms']:9.2f} ms")
