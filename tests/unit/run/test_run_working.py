@@ -29,6 +29,7 @@ def build(model: DecoderModel, recompute: str = "none", copied: bool = True) -> 
     weights = DrawnWeights(dataclasses.replace(model, init_std=0.2), 0)
     fill(net, [name for name, _ in net.named_parameters()], weights, torch.device("cpu"))
     if copied:
+        torch.compiler.reset()  # it counts how often it has compiled a block, and gives up
         net.stream = torch.bfloat16
         net.working = WorkingCopies(net, torch.bfloat16)
         compile_blocks(net, backend="aot_eager")
