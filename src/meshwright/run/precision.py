@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.run.divergence import scale_collapsed
 from meshwright.run.parallel.ownership import Owned
+from meshwright.run.update_rules.adamw import FusedAdamW, clipping_factor
 from meshwright.spec.job import Job
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -70,7 +71,10 @@ class Precision:
         self._scaler.scale(loss).backward()
 
     def clip(self, owned: Owned, optimizer: torch.optim.Optimizer, most: float) -> Tensor | None:
-        """Take the scale out of the gradients and clip them; returns their norm where it was needed."""
+        """Take the scale out of the gradients and clip them; returns their norm where it was needed.
+
+        An optimizer that multiplies gradients itself is told the factor instead.
+        """
         norm = None
         if self._scaled and owned.cut_up:  # an overflow in another rank's rows is an overflow here too
             norm = owned.norm()
@@ -82,6 +86,9 @@ class Precision:
         if not most and not self._scaled:
             return None
         norm = owned.norm() if norm is None else norm
+        if isinstance(optimizer, FusedAdamW):
+            optimizer.factor = clipping_factor(norm, most)
+            return norm
         parameters = [parameter for _, parameter in owned.named_parameters()]
         nn.utils.clip_grads_with_norm_(parameters, most or float("inf"), norm)
         return norm

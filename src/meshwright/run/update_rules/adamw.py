@@ -1,0 +1,140 @@
+"""AdamW in one compiled pass over each parameter: clipping and the 16-bit copy come along.
+
+Torch's fused AdamW reads and writes each parameter once as well, but clipping has scaled the gradients in a
+pass of its own before, and whoever keeps 16-bit copies of parameters makes them in another one after. Here a
+parameter, its gradient and its two moments are read once; the parameter, the moments and the copy are written
+once. What changes from step to step lies on the device: the host waits for nothing, nothing compiles twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+ALIGNED = 16
+"""Elements of a row of what is compiled: memory of a known multiple of them is read in long words."""
+SMALLEST_NORM = 1e-6
+"""Added to the norm that clipping divides by, as torch does."""
+
+Update = Callable[..., None]
+
+
+def clipping_factor(norm: Tensor, most: float) -> Tensor:
+    """What gradients of a norm are multiplied by so that it is ``most`` at most."""
+    return (most / (norm + SMALLEST_NORM)).clamp(max=1.0)
+
+
+def update_parameter(
+    parameter: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    scalars: Tensor,
+    low: Tensor | None,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """One parameter's step, in place; to be compiled to one kernel.
+
+    Args:
+        parameter: Moved, and rounded into ``low``.
+        gradient: As the backward pass left it.
+        mean: Of gradients.
+        square: The mean of their squares.
+        scalars: Of this step, four on the device: the rate over the mean's correction, one over the root of
+            the square's correction, what decay leaves of the parameter, what clipping leaves of the gradient.
+        low: A copy of the parameter in 16 bits, if there is one.
+        beta1: Weight of the past in the mean.
+        beta2: In the square.
+        eps: Added to the root.
+    """
+    rate, correction, kept, factor = scalars.unbind()
+    clipped = gradient * factor
+    mean.lerp_(clipped, 1 - beta1)
+    square.mul_(beta2).addcmul_(clipped, clipped, value=1 - beta2)
+    parameter.mul_(kept).sub_(rate * mean / (square.sqrt() * correction + eps))
+    if low is not None:
+        low.copy_(parameter)
+
+
+class FusedAdamW(Optimizer):
+    """AdamW as torch has it, with a factor for the gradients and copies in 16 bits."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        copies: Mapping[nn.Parameter, Tensor] | None = None,
+        backend: str | None = None,
+    ) -> None:
+        """Build it; whoever does makes its state: ``step``, ``exp_avg``, ``exp_avg_sq``.
+
+        Args:
+            groups: Parameters, with their ``weight_decay``.
+            lr: The first rate.
+            betas: Weights of the past in both means.
+            eps: Added to the root of the second.
+            copies: Copies of parameters in 16 bits, to be written with them.
+            backend: Of torch's compiler; not compiled if left out.
+        """
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+        self._betas = betas
+        self._copies = copies or {}
+        parameters = {parameter for group in self.param_groups for parameter in group["params"]}
+        self.writes_copies = bool(self._copies) and self._copies.keys() <= parameters
+        """Whether all copies are as new as their parameters after a step."""
+        self.factor: Tensor | None = None
+        """What the gradients of the next step are multiplied by, on their device; whoever clips sets it."""
+        self._update: Update = functools.partial(update_parameter, beta1=betas[0], beta2=betas[1], eps=eps)
+        self._compiled = None if backend is None else torch.compile(self._update, backend=backend)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Move every parameter that has a gradient; its state is there since construction."""
+        assert closure is None, "the loss is computed by the training loop"
+        for group in self.param_groups:
+            moved = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if moved:
+                rows = self._count_step(moved, group["lr"], group["weight_decay"])
+                for parameter, scalars in zip(moved, rows, strict=True):
+                    self._move(parameter, scalars)
+
+    def _count_step(self, moved: list[nn.Parameter], lr: float, weight_decay: float) -> tuple[Tensor, ...]:
+        """One more step; returns each parameter's scalars.
+
+        They are rows of one table, made by a few operations whatever the number of parameters. A row is of
+        16 bytes: compiled code copies what is not aligned so.
+        """
+        counts = [self.state[parameter]["step"] for parameter in moved]
+        torch._foreach_add_(counts, 1)
+        steps = torch.stack(counts).double()  # a power of a number near one
+        beta1, beta2 = self._betas
+        rates, corrections = lr / (1 - beta1**steps), (1 - beta2**steps).rsqrt()
+        kept = torch.full_like(steps, 1 - lr * weight_decay)
+        factors = torch.ones_like(steps) if self.factor is None else self.factor.double().expand_as(steps)
+        return torch.stack((rates, corrections, kept, factors), dim=1).float().unbind()
+
+    def _move(self, parameter: nn.Parameter, scalars: Tensor) -> None:
+        state, low = self.state[parameter], self._copies.get(parameter)
+        tensors = [parameter.detach(), parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
+        if self._compiled is None or parameter.numel() % ALIGNED or parameter.numel() == ALIGNED:
+            self._update(*tensors, scalars, low)
+            return
+        *flat, low = (None if tensor is None else _rows(tensor) for tensor in (*tensors, low))
+        self._compiled(*flat, scalars, low)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """A view of all elements, of which compiled code takes the number of rows as it comes."""
+    rows = tensor.view(-1, ALIGNED)
+    torch._dynamo.maybe_mark_dynamic(rows, 0)
+    return rows
