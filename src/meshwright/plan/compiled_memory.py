@@ -31,6 +31,7 @@ from meshwright.plan.moments import KeptGradients, Line, Moment, StepMemory
 from meshwright.plan.optimizer import EMBEDDINGS
 from meshwright.plan.shapes import (
     FLOAT32_BYTES,
+    LOW_BYTES,
     Parameter,
     keeps_copies,
     list_parameters,
@@ -47,7 +48,8 @@ def is_compiled(job: Job) -> bool:
     plain = isinstance(model, DecoderModel) and model.num_experts is None and job.data.mask == "causal"
     whole = layout.pp * layout.tp * layout.cp == 1 and layout.zero < 2
     inductor = job.train.compile and job.train.compile_backend == "inductor"
-    return plain and whole and inductor and job.cluster.device == "cuda"
+    known = job.train.precision in ("fp32", *LOW_BYTES)
+    return plain and whole and inductor and known and job.cluster.device == "cuda"
 
 
 @dataclass(frozen=True)

@@ -218,9 +218,8 @@ def issue_block_s(session: Session) -> float:
     model, device, job = session.model, session.ranks.device, session.job
     assert isinstance(model, Decoder), "decoders are probed"
     block, length = next(model.list_blocks()), job.data.seq_len
-    stream = torch.bfloat16 if job.train.residual == "bf16" else torch.float32
     shape = (job.layout.micro_batch or 1, length, block.attention.wo.out_features)
-    x = torch.randn(shape, device=device).to(stream).requires_grad_()
+    x = torch.randn(shape, device=device).to(model.stream).requires_grad_()
     rope, times = (model.rope_cos[:length], model.rope_sin[:length]), []
     for _ in range(WARM_UP + 5):
         _wait(device)
