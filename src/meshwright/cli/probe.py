@@ -15,6 +15,7 @@ from meshwright.cli.cluster_file import require_place, write_cluster
 from meshwright.cli.measure import processor_name
 from meshwright.cli.output import Output
 from meshwright.cli.ranks import require_devices
+from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.launch.environment import prepare_environment
 from meshwright.plan.probed_time import count_work, fit_steps, with_probed
@@ -96,6 +97,12 @@ def _time_operations(
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     dtype = dtypes[programme.precision]
     if kind == "cuda":
+        if not torch.cuda.is_available():
+            rule, fix = (
+                "is here, but this torch does not see it",
+                "Install torch for CUDA, or probe with --cpu",
+            )
+            raise UserError(Problem("cluster-not-here", rule, path="cluster.device", value=kind, fix=fix))
         machine.warm(device, dtype, WARM_S)
     else:
         torch.set_num_threads(1)  # as many as a rank has

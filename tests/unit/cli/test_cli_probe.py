@@ -113,6 +113,18 @@ def test_a_file_made_by_hand_is_not_written_over(cli, tmp_path):
     assert cli("probe", "-o", tmp_path / "nowhere" / "file.toml").codes == ["cluster-file-not-writable"]
 
 
+def test_a_gpu_that_torch_does_not_see_is_refused(cli, monkeypatch):
+    """The driver names one, and torch was built without CUDA, as where tests run."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for module in ("spec.load", "cli.ranks"):
+        monkeypatch.setattr(f"meshwright.{module}.find_gpus", lambda: [("NVIDIA H200", 150_754_820_096)])
+    done = cli("probe")
+    assert (done.status, done.codes) == (2, ["cluster-not-here"]), done.err
+    assert "--cpu" in done.err
+
+
 def test_tune_fits_rates_and_leaves_out_what_was_probed(cli, quick, on_cores):
     from meshwright.cli.tune import shorten
     from meshwright.spec.load import load_job
