@@ -126,7 +126,7 @@ class FusedAdamW(Optimizer):
     def _move(self, parameter: nn.Parameter, scalars: Tensor) -> None:
         state, low = self.state[parameter], self._copies.get(parameter)
         tensors = [parameter.detach(), parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
-        if self._compiled is None or parameter.numel() % ALIGNED or parameter.numel() == ALIGNED:
+        if self._compiled is None or parameter.numel() % ALIGNED or parameter.numel() <= ALIGNED:
             self._update(*tensors, scalars, low)
             return
         *flat, low = (None if tensor is None else _rows(tensor) for tensor in (*tensors, low))
