@@ -18,7 +18,7 @@ from meshwright.run.balance import ExpertLoad, load_due
 from meshwright.run.batches import Batch
 from meshwright.run.divergence import not_finite
 from meshwright.run.gradient_noise import add_noise
-from meshwright.run.optimizer import set_lr
+from meshwright.run.optimizer import set_lr, writes_copies
 from meshwright.run.parallel.apply import agree_on_statistics, without_reduction
 from meshwright.run.probe import Utilisation, find_peak
 from meshwright.run.session import Session, save, take_snapshot
@@ -206,6 +206,8 @@ def update(session: Session, lr: float) -> Tensor | None:
     precision.step(session.optimizer)
     owned.publish()
     owned.drop_gradients()
+    if session.working is not None:
+        session.working.stale = not writes_copies(session.optimizer)
     return grad_norm
 
 

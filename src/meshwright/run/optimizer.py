@@ -66,6 +66,11 @@ def build_optimizer(
     return optimizer
 
 
+def writes_copies(optimizer: Optimizer) -> bool:
+    """Whether its step leaves all 16-bit copies of parameters as new as the parameters."""
+    return isinstance(optimizer, FusedAdamW) and optimizer.writes_copies
+
+
 def set_lr(optimizer: Optimizer, lr: float) -> None:
     """Set the rate of every group."""
     for group in optimizer.param_groups:
