@@ -1,7 +1,8 @@
 """What the device did in a step, by kind of kernel: folds a trace of torch's profiler.
 
 A kernel's kind is read off its name, the first rule that fits. Compiled kernels are named after the
-operations in them: one that takes a square root, and not its reciprocal, is the optimizer's.
+operations in them and beside them, attention's included: one that takes a square root, and not its
+reciprocal, is the optimizer's, one that takes an exponential or a logarithm the loss's.
 """
 
 from __future__ import annotations
@@ -12,13 +13,11 @@ from collections.abc import Iterable
 from typing import Any
 
 KINDS = (
-    ("attention", r"sdpa|flash|fmha|attention"),
-    ("products", r"gemm|nvjet|cutlass|xmma|splitk|cublas|wgmma|gemv"),
-    ("optimizer", r"adam|multi_tensor|foreach|(?<!r)sqrt|linalg_vector_norm|lpnorm"),
-    (
-        "copies",
-        r"memcpy|memset|copy_kernel|catarray|fused__to_copy(_(t|view|clone|transpose|unsqueeze))*_\d+$|fill",
-    ),
+    ("attention", r"^(?!triton).*(sdpa|flash|fmha|attention)"),
+    ("products", r"triton_tem|^(?!triton).*(gemm|nvjet|cutlass|xmma|splitk|cublas|gemv)"),
+    ("optimizer", r"adam|multi_tensor|foreach|(?<!r)sqrt|lpnorm"),
+    ("loss", r"softmax|nll_loss|_amax_|_exp_|_log_"),
+    ("copies", r"memcpy|memset|copy_kernel|catarray|fillfunctor|fused__to_copy(_(t|view|transpose))*_\d+$"),
     ("elementwise", r""),
 )
 """Kinds and the names that belong to them."""
@@ -69,6 +68,8 @@ def fold_trace(rows: Iterable[dict[str, Any]], steps: int) -> dict[str, Any]:
 
 def describe(folded: dict[str, Any], shown: int = 20) -> list[str]:
     """The same for people."""
+    if "failed" in folded:
+        return [f"  no profile: {line}" for line in folded["failed"].splitlines()]
     lines = [f"  {'span':14}{folded['span_ms']:9.2f} ms a step"]
     lines += [f"  {kind:14}{taken:9.2f} ms" for kind, taken in folded["kinds_ms"].items()]
     lines.append(f"  {'idle':14}{folded['idle_ms']:9.2f} ms")

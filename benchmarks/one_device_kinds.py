@@ -181,9 +181,10 @@ class StepClock:
             ends = self._ends[self._first - 1 :]
             times = [b - a for a, b in itertools.pairwise(ends)]
             self.measured = {**_figures(times), **_peaks(self._on_gpu)}
-            if self._profile is None or not self._profile.start():
-                raise EnoughSteps
             self._voice.say(phase="timed", **self.measured)
+            if self._profile is None:
+                raise EnoughSteps
+            self._profile.start()
         elif step == self._last + PROFILED and self._profile is not None:
             self.folded = self._profile.stop()
             raise EnoughSteps
@@ -197,20 +198,21 @@ class _Profile:
 
         activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
         self._profiler = profile(activities=[activity])
+        self._failed = ""
 
-    def start(self) -> bool:
-        """Whether it has begun."""
+    def start(self) -> None:
+        """Begin to look on."""
         try:
             self._profiler.start()
         except Exception:
-            traceback.print_exc()
-            return False
-        return True
+            self._failed = last_lines()
 
-    def stop(self) -> dict[str, Any] | None:
-        """The profile; None if it failed."""
+    def stop(self) -> dict[str, Any]:
+        """The profile, or why there is none."""
         from kernel_kinds import fold_trace  # noqa: PLC0415
 
+        if self._failed:
+            return {"failed": self._failed}
         try:
             self._profiler.stop()
             with tempfile.TemporaryDirectory() as folder:
@@ -218,8 +220,7 @@ class _Profile:
                 self._profiler.export_chrome_trace(str(trace))
                 return fold_trace(json.loads(trace.read_text())["traceEvents"], PROFILED)
         except Exception:
-            traceback.print_exc()
-            return None
+            return {"failed": last_lines()}
 
 
 def _reset_peak(on_gpu: bool) -> None:
@@ -331,7 +332,9 @@ def run_bare(order: Order, job: Any, voice: Voice, warm_up: int, steps: int) -> 
         voice.say(phase="built")
         step()
         voice.say(phase="first step")
-        return run_steps(step, warm_up - 1, steps, order.device)
+        found = run_steps(step, warm_up - 1, steps, order.device)
+    voice.say(phase="timed", **found)
+    return found
 
 
 def run_transformers(order: Order, job: Any, voice: Voice, warm_up: int, steps: int) -> dict[str, Any]:
@@ -371,7 +374,9 @@ def run_transformers(order: Order, job: Any, voice: Voice, warm_up: int, steps: 
 
     step()
     voice.say(phase="first step")
-    return run_steps(step, warm_up - 1, steps, order.device)
+    found = run_steps(step, warm_up - 1, steps, order.device)
+    voice.say(phase="timed", **found)
+    return found
 
 
 RUNS = {"ours": run_ours, "bare": run_bare, "transformers": run_transformers}

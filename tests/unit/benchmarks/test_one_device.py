@@ -84,10 +84,14 @@ def test_settings_go_over_what_ours_asks_for(job_of):
     [
         ("nvjet_sm90_tst_256x128_64x4_2x1_v_bz_coopA_TNT", "products"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob", "attention"),
+        ("void pytorch_flash::flash_bwd_kernel<Traits<128, cutlass::bfloat16_t> >", "attention"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
         ("triton_poi_fused_add_div_mul_sqrt_0", "optimizer"),
         ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_2", "elementwise"),
-        ("triton_poi_fused__to_copy_3", "copies"),
+        ("triton_poi_fused__scaled_dot_product_cudnn_attention__to_copy_add_cat_mul_2", "elementwise"),
+        ("triton_poi_fused_fill_mul_sigmoid_silu_silu_backward_0", "elementwise"),
+        ("triton_red_fused__to_copy_amax_arange_exp_gather_log_mul_sub_sum_0", "loss"),
+        ("triton_poi_fused__to_copy_t_3", "copies"),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
     ],
 )
