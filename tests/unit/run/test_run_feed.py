@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.core.events import EVENTS_FILE, EventWriter
 from meshwright.launch.assignment import Assignment
@@ -79,8 +80,9 @@ def test_on_cpu_nothing_is_prepared(build_feed, unpinned):
     assert feed._next is None
 
 
-def build_rank(job_file: Path, folder: Path) -> Session:
-    plan, _ = build_plan(load_job(str(job_file), ["layout.micro_batch=4", "layout.dp_replicate=1"]))
+def build_rank(job_file: Path, folder: Path, *overrides: str) -> Session:
+    alone = ("layout.micro_batch=4", "layout.dp_replicate=1")
+    plan, _ = build_plan(load_job(str(job_file), [*alone, *overrides]))
     folder.mkdir()
     counter = CollectiveCounter()
     assignment = Assignment(str(folder), plan.job.data.path, str(folder / "checkpoints"))
@@ -116,6 +118,37 @@ def test_the_loop_prepares_before_it_waits_and_not_after_the_last_step(
     assert len(unpinned) == steps - 1
     assert losses(tmp_path / "ahead") == losses(tmp_path / "usual")
     assert len(losses(tmp_path / "ahead")) == steps + 1
+
+
+class Reads(TorchDispatchMode):
+    """Sees what makes a host wait for a GPU: looks at a value, and results whose size depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
+        indices = [i for i in args[1] if i is not None] if name in ("index", "index_put_") else []
+        by_mask = any(index.dtype == torch.bool for index in indices)
+        if by_mask or name in ("_local_scalar_dense", "nonzero", "masked_select", "unique_consecutive"):
+            self.looks.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mask", ["causal", "document"])
+def test_a_step_looks_at_no_device_value_before_its_end(job_file, tmp_path, mask):
+    """When the host prepares the next batch, it has read the counts of its own targets, and nothing else."""
+    session = build_rank(job_file, tmp_path / "run", f"data.mask={mask}")
+    session.counter.phase = "step"
+    _, _, targets, micro_batches = session.feed.take(0)
+    batches = list(micro_batches)  # lie on the host
+    seen: list[int] = []
+    with Reads() as reads:
+        loop.compute_step(session, batches, targets, lambda: seen.append(len(reads.looks)))
+    assert len(reads.looks) == seen[0], "it ends with one look at all values, which is no scalar's"
+    assert seen == [len(batches)]
+    assert {look.dtype for look in reads.looks} == {torch.int64}
 
 
 def test_values_of_the_host_and_of_the_device_are_added_up():

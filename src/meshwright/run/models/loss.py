@@ -120,7 +120,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         fused: bool,
     ) -> Tensor:
         grad_x_ND = torch.empty_like(x_ND)
-        in_product = fused and x_ND.is_cuda and weight_VD.dtype != x_ND.dtype
+        in_product = fused and weight_VD.dtype != x_ND.dtype and _can_add_in_product(x_ND.device, x_ND.dtype)
         grad_weight_VD = torch.empty_like(weight_VD) if in_product else torch.zeros_like(weight_VD)
         losses = []
         with torch.autocast(x_ND.device.type, enabled=False):
@@ -149,6 +149,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x_ND, grad_weight_VD = ctx.gradients
         ctx.gradients = None  # the weight's gradient is then taken over, not copied
         return grad_x_ND.mul_(grad), grad_weight_VD.mul_(grad), None, None, None, None, None
+
+
+@functools.cache
+def _can_add_in_product(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of this device add to a float32 sum: no CPU's do, and older torches' do not."""
+    if device.type != "cuda":
+        return False
+    part, total = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
+    try:
+        _add_in_product(total, part, part, first=False)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _add_in_product(sum_VD: Tensor, grad_VC: Tensor, x_CD: Tensor, first: bool) -> None:

@@ -4,6 +4,9 @@ Torch's fused AdamW reads and writes each parameter once as well, but clipping h
 pass of its own before, and whoever keeps 16-bit copies of parameters makes them in another one after. Here a
 parameter, its gradient and its two moments are read once; the parameter, the moments and the copy are written
 once. What changes from step to step lies on the device: the host waits for nothing, nothing compiles twice.
+
+A call of compiled code costs the host about 0.1 ms (15 Nov 2026, 2-core Xeon VM, torch 2.13). Small
+parameters are over sooner, and torch's fused kernel moves all of them in one call.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from torch.optim import Optimizer
 
 ALIGNED = 16
 """Elements of a row of what is compiled: memory of a known multiple of them is read in long words."""
+LEAST_COMPILED = 2**22
+"""Elements of the smallest parameter that compiled code moves: a GPU is busy with it for some 0.03 ms."""
 SMALLEST_NORM = 1e-6
 """Added to the norm that clipping divides by, as torch does."""
 
@@ -94,8 +99,9 @@ class FusedAdamW(Optimizer):
         """Whether all copies are as new as their parameters after a step."""
         self.factor: Tensor | None = None
         """What the gradients of the next step are multiplied by, on their device; whoever clips sets it."""
-        self._update: Update = functools.partial(update_parameter, beta1=betas[0], beta2=betas[1], eps=eps)
-        self._compiled = None if backend is None else torch.compile(self._update, backend=backend)
+        self._eps = eps
+        update: Update = functools.partial(update_parameter, beta1=betas[0], beta2=betas[1], eps=eps)
+        self._update = update if backend is None else torch.compile(update, backend=backend)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -103,20 +109,25 @@ class FusedAdamW(Optimizer):
         assert closure is None, "the loss is computed by the training loop"
         for group in self.param_groups:
             moved = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if moved:
-                rows = self._count_step(moved, group["lr"], group["weight_decay"])
-                for parameter, scalars in zip(moved, rows, strict=True):
+            if not moved:
+                continue
+            torch._foreach_add_([self.state[parameter]["step"] for parameter in moved], 1)
+            large = [parameter for parameter in moved if _is_large(parameter)]
+            small = [parameter for parameter in moved if not _is_large(parameter)]
+            if large:
+                rows = self._list_scalars(large, group["lr"], group["weight_decay"])
+                for parameter, scalars in zip(large, rows, strict=True):
                     self._move(parameter, scalars)
+            if small:
+                self._move_together(small, group["lr"], group["weight_decay"])
 
-    def _count_step(self, moved: list[nn.Parameter], lr: float, weight_decay: float) -> tuple[Tensor, ...]:
-        """One more step; returns each parameter's scalars.
+    def _list_scalars(self, moved: list[nn.Parameter], lr: float, weight_decay: float) -> tuple[Tensor, ...]:
+        """What an update reads beside its tensors, for each parameter.
 
         They are rows of one table, made by a few operations whatever the number of parameters. A row is of
         16 bytes: compiled code copies what is not aligned so.
         """
-        counts = [self.state[parameter]["step"] for parameter in moved]
-        torch._foreach_add_(counts, 1)
-        steps = torch.stack(counts).double()  # a power of a number near one
+        steps = torch.stack([self.state[p]["step"] for p in moved]).double()  # of numbers near one, powers
         beta1, beta2 = self._betas
         rates, corrections = lr / (1 - beta1**steps), (1 - beta2**steps).rsqrt()
         kept = torch.full_like(steps, 1 - lr * weight_decay)
@@ -125,12 +136,40 @@ class FusedAdamW(Optimizer):
 
     def _move(self, parameter: nn.Parameter, scalars: Tensor) -> None:
         state, low = self.state[parameter], self._copies.get(parameter)
-        tensors = [parameter.detach(), parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
-        if self._compiled is None or parameter.numel() % ALIGNED or parameter.numel() == ALIGNED:
-            self._update(*tensors, scalars, low)
-            return
-        *flat, low = (None if tensor is None else _rows(tensor) for tensor in (*tensors, low))
-        self._compiled(*flat, scalars, low)
+        assert parameter.grad is not None, "it has one, or it is not moved"
+        tensors = (parameter.detach(), parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+        self._update(*map(_rows, tensors), scalars, None if low is None else _rows(low))
+
+    def _move_together(self, moved: list[nn.Parameter], lr: float, weight_decay: float) -> None:
+        """Torch's fused step of many parameters, their gradients clipped before and copies made after it."""
+        gradients = [parameter.grad for parameter in moved if parameter.grad is not None]
+        if self.factor is not None:
+            torch._foreach_mul_(gradients, self.factor)
+        mean, square, steps = (
+            [self.state[parameter][key] for parameter in moved] for key in ("exp_avg", "exp_avg_sq", "step")
+        )
+        torch._fused_adamw_(
+            tuple(moved),
+            gradients,
+            mean,
+            square,
+            [],
+            steps,
+            lr=lr,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            weight_decay=weight_decay,
+            eps=self._eps,
+            amsgrad=False,
+            maximize=False,
+        )
+        copied = [parameter for parameter in moved if parameter in self._copies]
+        if copied:
+            torch._foreach_copy_([self._copies[p] for p in copied], [p.detach() for p in copied])
+
+
+def _is_large(parameter: Tensor) -> bool:
+    return parameter.numel() >= LEAST_COMPILED and parameter.numel() % ALIGNED == 0
 
 
 def _rows(tensor: Tensor) -> Tensor:
