@@ -13,7 +13,7 @@ from meshwright.launch.local import LocalLaunch
 from meshwright.spec.cluster import find_gpus
 from meshwright.spec.job import Job
 
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "meshwright.cli", "meshwright.run.worker")
+PRELOAD = ("torch", "torch.distributed", "meshwright.cli", "meshwright.run.worker")
 """What ranks share from birth; torch's optimizers load its compiler, so it is there too."""
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """Ranks that compute on cores do not wake up the GPUs beside them."""

@@ -27,6 +27,7 @@ from meshwright.prepare.tokenizer import TOKENIZER_FILE
 from meshwright.run.balance import Balancer, build_balancer
 from meshwright.run.batches import Batcher
 from meshwright.run.collectives.counter import CollectiveCounter
+from meshwright.run.compiler_import import spare_compiler
 from meshwright.run.divergence import not_finite
 from meshwright.run.gradient_noise import NoiseScale
 from meshwright.run.image_batches import ImageBatcher, open_image_batches
@@ -149,6 +150,8 @@ def build_session(
         open_split: In place of the data that the assignment names.
     """
     job = plan.job
+    if not job.train.compile:
+        spare_compiler()
     if job.train.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(job.train.deterministic)  # loads torch's compiler: two seconds
     if job.train.deterministic:
