@@ -1,9 +1,10 @@
-"""From the command to the first step, and the memory of a rank: ``meshwright train`` with one process, on cores.
+"""From the command to the first step, and the memory of a rank: ``meshwright train``, one process, on cores.
 
-Beside it the least that one writes by hand: a script that imports torch, builds a model of the same widths, and
-takes one step of AdamW. Both run in turn, in processes of their own, so that whatever else the machine does hits
-both alike. Wall time on a busy machine says little: processor time up to the first step is printed beside it.
-Parts are moments since the command was given; the fork server imports torch while the command still plans.
+Beside it the least that one writes by hand: a script that imports torch, builds a model of the same widths,
+and takes one step of AdamW. Both run in turn, in processes of their own, so that whatever else the machine
+does hits both alike. Wall time on a busy machine says little: processor time up to the first step is printed
+beside it. Parts are moments since the command was given; the fork server imports torch while the command
+still plans.
 
     python benchmarks/startup.py [--rounds 5] [--src OTHER/src] [--json]
 
@@ -235,7 +236,8 @@ def main() -> None:
         "by_hand": _medians(hand),
         "import_cpu_s": _medians(imports),
         "ratios": {
-            key: statistics.median(a[key] / b[key] for a, b in zip(ours, hand, strict=True)) for key in hand[0]
+            key: statistics.median(a[key] / b[key] for a, b in zip(ours, hand, strict=True))
+            for key in hand[0]
         },
     }
     print(json.dumps(result) if arguments.json else _describe(result))

@@ -18,7 +18,7 @@ from meshwright.spec.job import Job
 PRELOAD = ("meshwright.launch.birth", "torch", "torch.distributed", "meshwright.cli", "meshwright.run.worker")
 """What a rank is born with."""
 PRELOAD_SHARED = ("torch._dynamo", "torch.distributed.fsdp")
-"""What several ranks share besides: DDP loads torch's compiler, sharded layouts FSDP2. One alone may need neither."""
+"""What several ranks share besides: DDP loads torch's compiler, sharded layouts FSDP2; one rank does not."""
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """Ranks that compute on cores do not wake up the GPUs beside them."""
 

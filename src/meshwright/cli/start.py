@@ -1,14 +1,13 @@
-"""Where ``meshwright train`` begins: torch is loaded for the ranks while this process still loads the planner.
+"""Where ``meshwright train`` begins: torch is loaded for the ranks while this process loads the planner.
 
-Reading the job is quick and says what the ranks need; everything else, planning, data, the run's folder, goes on
-beside the import of torch, which takes longer than all of it.
+Reading the job is quick and says what the ranks need; everything else, planning, data, the run's folder, goes
+on beside the import of torch, which takes longer than all of it.
 """
 
 from __future__ import annotations
 
 import os
 
-from meshwright.cli.app import require_packages
 from meshwright.cli.output import Output
 from meshwright.cli.ranks import list_preload, settle_environment
 from meshwright.core.errors import UserError
@@ -18,7 +17,6 @@ from meshwright.spec.load import load_job
 
 def start_training(output: Output, source: str, overrides: list[str], resume: bool) -> int:
     """Train, with the ranks' server on its way before the job is looked at closely."""
-    require_packages(("torch", "run"), ("safetensors", "run"), needed_for="training")
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # else the ranks are there already
         _start_early(output, source, overrides)
     from meshwright.cli.train import run_training  # noqa: PLC0415  (the planner: a third of a second)

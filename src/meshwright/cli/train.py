@@ -15,7 +15,13 @@ from meshwright.cli.data import settle_data
 from meshwright.cli.output import Output
 from meshwright.cli.plan import describe_plan
 from meshwright.cli.progress import Audience
-from meshwright.cli.ranks import build_launch, list_preload, require_compiler, require_devices, settle_environment
+from meshwright.cli.ranks import (
+    build_launch,
+    list_preload,
+    require_compiler,
+    require_devices,
+    settle_environment,
+)
 from meshwright.cli.runs import leave_page
 from meshwright.cli.weights import InitialWeights
 from meshwright.core.errors import InterruptedRunError, MeshwrightError, Problem, RunFailedError, UserError

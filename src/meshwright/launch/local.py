@@ -259,7 +259,7 @@ def start_server(preload: Sequence[str]) -> None:
 
     One that lacks some of them, from an earlier launch of this process, makes room for another.
     """
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if not set(preload) <= set(server._preload_modules):
         end_server()
     if server._forkserver_pid is None:
@@ -268,8 +268,8 @@ def start_server(preload: Sequence[str]) -> None:
 
 
 def end_server() -> None:
-    """End the server now, whatever it is importing; left alone, it ends with this process, once it is done."""
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    """End the server now, in the middle of an import too; left alone, it ends after this process."""
+    server: Any = forkserver._forkserver
     if server._forkserver_pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(server._forkserver_pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """Parameters and gradients whole and under one name, however a layout holds them.
 
-Torch's DTensor and FSDP2 bring sympy and 150 modules with them, a third of the time that importing torch takes.
-Only layouts that cut parameters load them (``run.parallel.sharded``); until then nothing can be an instance.
+Torch's DTensor and FSDP2 bring sympy with them, and a third of the time of torch's own import. Only layouts
+that cut parameters load them (``run.parallel.sharded``); until then nothing can be an instance.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_sharded(tensor: Tensor | None) -> TypeGuard[DTensor]:
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
-def is_cut(module: nn.Module) -> TypeGuard[FSDPModule]:
+def is_cut(module: object) -> TypeGuard[FSDPModule]:
     """Whether FSDP2 has cut a module's parameters."""
     loaded = sys.modules.get("torch.distributed.fsdp")
     return loaded is not None and isinstance(module, loaded.FSDPModule)

@@ -15,8 +15,8 @@ from meshwright.run.precision import LOW_PRECISION
 from meshwright.spec.job import Job
 
 PROBE_SECONDS = {"cpu": 0.1, "cuda": 1.0}
-"""How long products are tried: many small ones on cores, as a process that shares them is seldom left alone for as
-long as a large one takes; a GPU needs longer for its clock to rise."""
+"""How long products are tried. On cores many small ones, as a process that shares them is seldom left alone
+for as long as a large one takes; a GPU needs longer for its clock to rise."""
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype, seconds: float) -> float:

@@ -64,7 +64,8 @@ class Stage:
         """A stage; its products put off their weights' gradients if the schedule has a place for them."""
         if not split_backward:
             return cls(module, reducer, lender)
-        late = LateGradients(module) if is_cut(module) else None
+        cut: bool = is_cut(module)
+        late = LateGradients(module) if cut else None
         return cls(module, reducer, lender, put_off(module, compiled), late)
 
 
