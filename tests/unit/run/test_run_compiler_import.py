@@ -30,7 +30,7 @@ print(json.dumps({"status": status, "loaded": loaded}))
 
 
 def test_one_process_trains_without_the_compiler_and_without_sharding(job_file: Path):
-    """Not at its start, in no step, the audited one included, nor at its end: it costs as much as torch itself."""
+    """Not at its start, in no step, nor at its end: it would cost as much as torch itself."""
     overrides = ["layout.dp_replicate=1", "train.steps=3", f"run_dir={job_file.parent / 'run'}"]
     done = subprocess.run(
         [sys.executable, "-c", TRAINED, str(job_file), *overrides],
