@@ -176,10 +176,10 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Plan if needed, train, and audit the run against the plan."""
-    from meshwright.cli.train import run_training  # noqa: PLC0415
+    from meshwright.cli.start import start_training  # noqa: PLC0415
 
     output = Output(as_json)
-    guarded(output, lambda: run_training(output, job, overrides or [], resume))
+    guarded(output, lambda: start_training(output, job, overrides or [], resume))
 
 
 @app.command()

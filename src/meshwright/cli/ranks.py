@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from meshwright.cli.output import Output
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import Event
+from meshwright.launch.environment import prepare_environment
 from meshwright.launch.local import LocalLaunch
 from meshwright.spec.cluster import find_gpus
 from meshwright.spec.job import Job
 
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "meshwright.cli", "meshwright.run.worker")
-"""What ranks share from birth; torch's optimizers load its compiler, so it is there too."""
+PRELOAD = ("meshwright.launch.birth", "torch", "torch.distributed", "meshwright.cli", "meshwright.run.worker")
+"""What a rank is born with."""
+PRELOAD_SHARED = ("torch._dynamo", "torch.distributed.fsdp")
+"""What several ranks share besides: DDP loads torch's compiler, sharded layouts FSDP2; one rank does not."""
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """Ranks that compute on cores do not wake up the GPUs beside them."""
 
 
 def build_launch(
-    entry: str, job: Job, run_dir: Path, listener: Callable[[Event], None], generation: int = 0
+    entry: str,
+    job: Job,
+    run_dir: Path,
+    listener: Callable[[Event], None],
+    generation: int = 0,
+    preload: Sequence[str] = (*PRELOAD, *PRELOAD_SHARED),
 ) -> LocalLaunch:
     """The ranks of a job's layout on this machine, ready to run.
 
@@ -30,6 +39,7 @@ def build_launch(
         run_dir: Where what they are told lies.
         listener: Told every event.
         generation: Which attempt this is.
+        preload: Modules that are imported before the ranks are started.
     """
     return LocalLaunch(
         entry=entry,
@@ -39,8 +49,21 @@ def build_launch(
         stop_grace_s=job.survive.stop_grace_s,
         listener=listener,
         environment=NO_GPU if job.cluster.device == "cpu" else {},
-        preload=PRELOAD,
+        preload=preload,
     )
+
+
+def list_preload(job: Job) -> tuple[str, ...]:
+    """What the ranks of a training run are born with; of a job whose layout is open, what they may be."""
+    ranks = job.layout.world_size if job.layout.mode == "given" else job.cluster.world_size
+    return PRELOAD if ranks == 1 else (*PRELOAD, *PRELOAD_SHARED)
+
+
+def settle_environment(output: Output, job: Job) -> None:
+    """Set what torch reads on import, and say what concerns this job."""
+    for notice in prepare_environment(threads=1):
+        if job.train.precision != "fp32":
+            output.say(notice)
 
 
 def require_devices(job: Job, world_size: int) -> None:

@@ -15,7 +15,13 @@ from meshwright.cli.data import settle_data
 from meshwright.cli.output import Output
 from meshwright.cli.plan import describe_plan
 from meshwright.cli.progress import Audience
-from meshwright.cli.ranks import build_launch, require_compiler, require_devices
+from meshwright.cli.ranks import (
+    build_launch,
+    list_preload,
+    require_compiler,
+    require_devices,
+    settle_environment,
+)
 from meshwright.cli.runs import leave_page
 from meshwright.cli.weights import InitialWeights
 from meshwright.core.errors import InterruptedRunError, MeshwrightError, Problem, RunFailedError, UserError
@@ -26,7 +32,6 @@ from meshwright.explain.pipeline_run import find_pipeline
 from meshwright.explain.record import RunRecord, format_loss
 from meshwright.explain.trackers import Ending
 from meshwright.launch.assignment import Assignment
-from meshwright.launch.environment import prepare_environment
 from meshwright.launch.lock import RunLock
 from meshwright.plan.contract import PLAN_FILE, Plan, build_plan, is_plan, layout_keys, read_plan, write_plan
 from meshwright.spec.job import Job
@@ -133,11 +138,10 @@ def run_prepared(output: Output, prepared: Prepared) -> int:
     """Start the ranks, show their progress, audit at the end."""
     plan, assignment = prepared.plan, prepared.assignment
     job, run_dir = plan.job, Path(assignment.run_dir)
-    for notice in prepare_environment(threads=1):
-        if job.train.precision != "fp32":
-            output.say(notice)
+    settle_environment(output, job)
     audience = Audience(output.errors, job, run_dir)
-    launch = build_launch(ENTRY, plan.job, run_dir, audience.hear, assignment.generation)
+    born_with = list_preload(job)
+    launch = build_launch(ENTRY, job, run_dir, audience.hear, assignment.generation, born_with)
     try:
         with audience.listening():
             interrupted = launch.run()

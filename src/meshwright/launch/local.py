@@ -10,6 +10,7 @@ itself.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import multiprocessing
@@ -83,12 +84,11 @@ class LocalLaunch:
         """
         (self.run_dir / LOGS).mkdir(exist_ok=True)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(self.preload))
         ranks: list[_Rank] = []
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(_caught_signals())
             stack.callback(_end_all, ranks)
-            _start_forkserver()
+            start_server(self.preload)
             store = stack.enter_context(_listening_socket()) if self.world_size > 1 else None
             for rank in range(self.world_size):
                 ranks.append(self._start(context, rank, store))  # noqa: PERF401  (one that fails leaves the others)
@@ -204,6 +204,8 @@ def _enter_rank(
     entry: str, run_dir: str, environment: dict[str, str], log: str, sender: connection.Connection
 ) -> None:
     """First thing in a child: environment, output, ties to the parent; then the rank itself."""
+    gc.freeze()
+    gc.enable()  # see launch.birth
     os.environ.update(environment)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the supervisor decides what these two mean
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -250,6 +252,28 @@ def _serve_store(listener: socket.socket) -> object:
     return dist.TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
     )
+
+
+def start_server(preload: Sequence[str]) -> None:
+    """Have a server that has imported these modules, or is about to: returns before it is done.
+
+    One that lacks some of them, from an earlier launch of this process, makes room for another.
+    """
+    server: Any = forkserver._forkserver
+    if not set(preload) <= set(server._preload_modules):
+        end_server()
+    if server._forkserver_pid is None:
+        multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
+    _start_forkserver()
+
+
+def end_server() -> None:
+    """End the server now, in the middle of an import too; left alone, it ends after this process."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server._forkserver_pid, signal.SIGKILL)
+        server._stop()
 
 
 def _start_forkserver() -> None:

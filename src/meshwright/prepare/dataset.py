@@ -44,7 +44,8 @@ class Rows:
 class TokenDataset:
     """The samples of one split, numbered through all shards.
 
-    Shards are mapped when they are first read. A copy sent to another process maps them there.
+    A shard is mapped when it is first read and stays so until another one is: samples come from one after the
+    other, and mapping a file takes as long as reading a few of them. A copy in another process maps there.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class TokenDataset:
         self._shards: tuple[ShardEntry, ...] = shards.index.split(split).shards
         self._packings: dict[int, Packing] = {}
         self._targets: dict[int, Int64s] = {}
+        self._tokens: tuple[int, npt.NDArray[Any]] | None = None
         self.shard_sample_counts: tuple[int, ...] = tuple(
             self._pack(s).rows for s in range(len(self._shards))
         )
@@ -109,7 +111,7 @@ class TokenDataset:
         return int(self._starts[-1])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_packings": {}, "_targets": {}}
+        return {**self.__dict__, "_packings": {}, "_targets": {}, "_tokens": None}
 
     def read(self, indices: npt.ArrayLike) -> Rows:
         """Samples.
@@ -122,11 +124,11 @@ class TokenDataset:
         tokens: Int64s = np.zeros(shape, dtype=np.int64)
         targets: Int64s = np.full(shape, IGNORED, dtype=np.int64)
         segments: Int64s | None = np.zeros(shape, dtype=np.int64) if self.mask == "document" else None
-        for shard in np.unique(shards).tolist():
+        for shard in sorted(set(shards.tolist())):
             chosen = np.flatnonzero(shards == shard)
             pieces = self._pack(shard).pieces(wanted[chosen] - self._starts[shard])
             source, place = _spread(pieces, chosen, self.seq_len)
-            data = self._folder.map_tokens(self._shards[shard])
+            data = self._map(shard)
             following: Int64s = data[source + 1].astype(np.int64)
             if self.prompt_masking:
                 following[self._folder.map_marks(self._shards[shard])[source + 1] == 0] = IGNORED
@@ -144,7 +146,7 @@ class TokenDataset:
             return wanted.size * self.seq_len
         return sum(
             int(self._count(shard)[wanted[shards == shard] - self._starts[shard]].sum())
-            for shard in np.unique(shards).tolist()
+            for shard in sorted(set(shards.tolist()))
         )
 
     @property
@@ -211,6 +213,12 @@ class TokenDataset:
         if wanted.size and (int(wanted.min()) < 0 or int(wanted.max()) >= len(self)):
             raise IndexError(f"samples {wanted.min()} to {wanted.max()} asked of {len(self)}")
         return wanted, np.searchsorted(self._starts, wanted, side="right") - 1
+
+    def _map(self, shard: int) -> npt.NDArray[Any]:
+        """The tokens of a shard."""
+        if self._tokens is None or self._tokens[0] != shard:
+            self._tokens = shard, self._folder.map_tokens(self._shards[shard])
+        return self._tokens[1]
 
     def _pack(self, shard: int) -> Packing:
         if shard not in self._packings:

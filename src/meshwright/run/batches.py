@@ -92,15 +92,17 @@ class Batcher:
     def _pad(self, rows: Rows) -> Batch:
         """Fill up with zero-weight samples: zeros, one document, no target."""
         count = len(rows.tokens)
-        missing = ((0, self.micro_batch - count), (0, 0))
-        tokens, targets = np.pad(rows.tokens, missing), np.pad(rows.targets, missing, constant_values=IGNORED)
-        segments = weights = None
-        if rows.segments is not None:
-            segments = torch.from_numpy(np.pad(rows.segments, missing))
+        tokens, targets, segments = rows.tokens, rows.targets, rows.segments
+        if count < self.micro_batch:
+            missing = ((0, self.micro_batch - count), (0, 0))
+            tokens, targets = np.pad(tokens, missing), np.pad(targets, missing, constant_values=IGNORED)
+            segments = segments if segments is None else np.pad(segments, missing)
+        weights = None
         if self.share is not None:
             weights = torch.zeros(self.micro_batch)
             weights[:count] = self.share
-        batch = Batch(torch.from_numpy(tokens), torch.from_numpy(targets), segments, weights)
+        documents = segments if segments is None else torch.from_numpy(segments)
+        batch = Batch(torch.from_numpy(tokens), torch.from_numpy(targets), documents, weights)
         if self.context is None:
             return batch
         mine = self.context.own_columns

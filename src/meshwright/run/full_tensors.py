@@ -1,12 +1,21 @@
-"""Parameters and gradients whole and under one name, however a layout holds them."""
+"""Parameters and gradients whole and under one name, however a layout holds them.
+
+Torch's DTensor and FSDP2 bring sympy with them, and a third of the time of torch's own import. Only layouts
+that cut parameters load them (``run.parallel.sharded``); until then nothing can be an instance.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Parts of a dotted name that only a wrapper has put there."""
@@ -17,9 +26,16 @@ def canonical_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def is_sharded(tensor: Tensor | None) -> bool:
+def is_sharded(tensor: Tensor | None) -> TypeGuard[DTensor]:
     """Whether making it whole needs the other ranks."""
-    return isinstance(tensor, DTensor)
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
+
+
+def is_cut(module: object) -> TypeGuard[FSDPModule]:
+    """Whether FSDP2 has cut a module's parameters."""
+    loaded = sys.modules.get("torch.distributed.fsdp")
+    return loaded is not None and isinstance(module, loaded.FSDPModule)
 
 
 @torch.no_grad()
@@ -29,7 +45,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     Of a DTensor every rank of its mesh sends its shard and gets all of them: they must call this together. A
     dim that is replicated is taken as this rank has it, so that ranks which disagree are seen.
     """
-    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.full_tensor().detach() if is_sharded(tensor) else tensor.detach()
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -14,12 +14,14 @@ from meshwright.plan.compute import peak_rate
 from meshwright.run.precision import LOW_PRECISION
 from meshwright.spec.job import Job
 
-PROBE_SECONDS = 1.0
+PROBE_SECONDS = {"cpu": 0.1, "cuda": 1.0}
+"""How long products are tried. On cores many small ones, as a process that shares them is seldom left alone
+for as long as a large one takes; a GPU needs longer for its clock to rise."""
 
 
-def measure_matmul(device: torch.device, dtype: torch.dtype, seconds: float = PROBE_SECONDS) -> float:
+def measure_matmul(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
     """Rate of large matrix products on this device: the best of those that fit into ``seconds``."""
-    size = 8192 if device.type == "cuda" else 768
+    size = 8192 if device.type == "cuda" else 64 * round(6 * torch.get_num_threads() ** (1 / 3))
     left = torch.rand((size, size), device=device).to(dtype)
     best = 0.0
     deadline = time.perf_counter() + seconds
@@ -36,9 +38,9 @@ def find_peak(job: Job, device: torch.device) -> tuple[float, str]:
     """FLOP/s that MFU is counted against, and in words what it is."""
     cluster = job.cluster
     if cluster.preset == "local" and cluster.matmul_flops_per_s is None and cluster.probed is None:
-        dtype = LOW_PRECISION.get(job.train.precision, torch.float32)
-        rate = measure_matmul(device, dtype)
-        return rate, f"a {PROBE_SECONDS:.0f}-second {job.train.precision} matmul on this device"
+        dtype, seconds = LOW_PRECISION.get(job.train.precision, torch.float32), PROBE_SECONDS[device.type]
+        rate = measure_matmul(device, dtype, seconds)
+        return rate, f"a {seconds:g}-second {job.train.precision} matmul on this device"
     return peak_rate(cluster, job.train.precision)
 
 

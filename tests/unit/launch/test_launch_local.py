@@ -1,8 +1,10 @@
 """The supervisor's own parts, without ranks."""
 
+import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +27,62 @@ def test_the_fork_server_is_born_deaf_to_group_signals():
     blocked = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigBlk:")), 16)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         assert blocked >> (number - 1) & 1, number
+
+
+SERVERS = """
+import os
+from multiprocessing import forkserver
+from meshwright.launch.local import end_server, start_server
+
+def pid_with(*modules):
+    start_server(modules)
+    return forkserver._forkserver._forkserver_pid
+
+first = pid_with("json", "decimal")
+assert pid_with("json") == first, "one that has more was replaced"
+second = pid_with("json", "fractions")
+assert second != first, "one that lacks a module was kept"
+assert forkserver._forkserver._preload_modules == ["json", "fractions"]
+end_server()
+for gone in (first, second):
+    assert not os.path.exists(f"/proc/{gone}"), "a server outlived its end"
+assert pid_with("json") not in (None, second), "none was started after the end"
+end_server()
+end_server()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_server_is_replaced_only_where_it_lacks_a_module_and_ends_at_once():
+    """Several launches of one process share a server; one that is not needed holds nobody's output open."""
+    done = subprocess.run([sys.executable, "-c", SERVERS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+BORN = """
+import gc, json, sys
+from pathlib import Path
+from meshwright.launch.local import LocalLaunch
+
+def look(run_dir, tell):
+    tell({"event": "born", "rank": 0, "enabled": gc.isenabled(), "frozen": gc.get_freeze_count()})
+    return 0
+
+if __name__ == "__main__":
+    heard = []
+    LocalLaunch("born:look", Path(), 1, 0, 5.0, heard.append, preload=("meshwright.launch.birth",)).run()
+    print(json.dumps(heard), gc.isenabled())
+"""
+
+
+def test_a_rank_looks_for_garbage_but_not_in_what_it_was_born_with(tmp_path: Path):
+    """The server imports without a look for garbage; ranks must not inherit that, nor the command."""
+    (tmp_path / "born.py").write_text(BORN)
+    done = subprocess.run(
+        [sys.executable, "born.py"], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
+    heard, enabled = done.rsplit(" ", 1)
+    (born,) = json.loads(heard)
+    assert born["enabled"]
+    assert born["frozen"] > 1000
+    assert enabled.strip() == "True"

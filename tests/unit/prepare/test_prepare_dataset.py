@@ -90,6 +90,20 @@ def test_samples_are_copies(folder):
     assert dataset.read([0]).tokens.tolist() == before
 
 
+def test_a_shard_is_mapped_once_however_often_it_is_read(folder, monkeypatch):
+    """Mapping a file for every micro-batch was most of the loop's share of a step."""
+    mapped = []
+    real = ShardFolder.map_tokens
+    monkeypatch.setattr(ShardFolder, "map_tokens", lambda self, s: mapped.append(s.file) or real(self, s))
+    dataset = TokenDataset.open(folder, "train", 4)
+    counts = dataset.shard_sample_counts
+    assert len(counts) > 1
+    assert counts[0] > 1
+    for sample in (0, 1, 0, counts[0], 0):
+        dataset.read([sample])
+    assert len(mapped) == 3
+
+
 @pytest.mark.parametrize("mask", ["causal", "document"])
 def test_a_dataset_goes_to_another_process_without_its_data(folder, mask):
     dataset = TokenDataset.open(folder, "train", 4, mask)

@@ -186,6 +186,11 @@ class Head(nn.Linear):
         return linear_cross_entropy(x_ND, self.matrix(), targets_N, chunk, low_VD=self.low, fused=self.fused)
 
 
+def _build_table(rows: int, width: int) -> nn.Embedding:
+    """A table whose weights come later: drawing them on the meta device would load torch's compiler."""
+    return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
+
+
 class Decoder(nn.Module):
     """Token ids in; logits, or the summed loss where targets are given, out.
 
@@ -227,11 +232,11 @@ class Decoder(nn.Module):
         self.seq_len, self.loss_chunk = seq_len, loss_chunk
         self.first, self.last = part.first, part.last
         if part.first or part.borrows:
-            self.embed = nn.Embedding(model.vocab_size, model.hidden_size)
+            self.embed = _build_table(model.vocab_size, model.hidden_size)
         self.positions: nn.Embedding | None = None
         if model.positions == "learned" and part.first:
             assert model.max_positions is not None, "the legality table asks for max_positions"
-            self.positions = nn.Embedding(model.max_positions, model.hidden_size)
+            self.positions = _build_table(model.max_positions, model.hidden_size)
         self.blocks = nn.ModuleDict({str(layer): Block(model, recompute, layer) for layer in part.layers})
         for block in self.list_blocks():
             block.attention.context = self.context
@@ -246,8 +251,11 @@ class Decoder(nn.Module):
         self.rope_cos: Tensor
         self.rope_sin: Tensor
         if self.rotary:
-            positions_T = self.context.own_positions(seq_len, torch.get_default_device())
-            cos_TE, sin_TE = build_rope(model, positions_T)
+            device = torch.get_default_device()
+            if device.type == "meta":  # as above
+                cos_TE, sin_TE = torch.empty(2, seq_len, model.head_size)
+            else:
+                cos_TE, sin_TE = build_rope(model, self.context.own_positions(seq_len, device))
             self.register_buffer("rope_cos", cos_TE, persistent=False)
             self.register_buffer("rope_sin", sin_TE, persistent=False)
 

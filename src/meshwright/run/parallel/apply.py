@@ -17,14 +17,14 @@ Innermost first; each sees what those before it have made, and nothing of those 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from meshwright.plan.axes import dense_sum_axis, experts_apart, gradient_axis
 from meshwright.plan.bucket_traffic import uses_ddp
 from meshwright.plan.parts import held_buckets, held_parts, list_stages, schedule_of, stage_buckets
+from meshwright.run.full_tensors import is_cut
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder, Stages
 from meshwright.run.models.init import WeightSource
@@ -38,6 +38,9 @@ from meshwright.run.pipeline.pipeline import Pipeline
 from meshwright.run.pipeline.stages import Stage
 from meshwright.run.precision import Precision
 from meshwright.spec.job import Job
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 def apply_layout(module: nn.Module, job: Job, ranks: Ranks, weights: WeightSource) -> nn.Module:
@@ -85,7 +88,7 @@ def build_pipeline(
         if summed and layout.zero < 2:
             late = late_parameters(module) if split else ()
             reducer = BucketReducer(module, summed, job.compression.kind, late)
-        lender = cast(FSDPModule, next(iter(stages))) if part.lent and layout.zero >= 2 else None
+        lender = cast("FSDPModule", next(iter(stages))) if part.lent and layout.zero >= 2 else None
         found[part.stage] = Stage.of(module, reducer, lender, split, job.train.compile)
     return Pipeline(found, job, micro_batches, ranks, precision)
 
@@ -103,7 +106,7 @@ def own_parameters(model: nn.Module, job: Job, ranks: Ranks, pieces: Pieces | No
 
 def without_reduction(module: nn.Module, job: Job, last: bool) -> AbstractContextManager[None]:
     """Around a micro-batch: those before the last one leave something for later."""
-    if isinstance(module, FSDPModule):
+    if is_cut(module):
         begin_micro_batch(module, job, last)
     if isinstance(module, FixedBucketDDP) and not last:
         return module.no_sync()

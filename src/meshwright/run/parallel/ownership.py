@@ -14,20 +14,22 @@ Where matrices are split or experts dealt, a parameter is the rank's piece of it
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from meshwright.plan.axes import gradient_axis, state_axis
 from meshwright.plan.parts import TIED_AXIS, TIED_NAME
 from meshwright.plan.sharding import chunk_rows
+from meshwright.run.full_tensors import is_cut
 from meshwright.run.mesh import Ranks
 from meshwright.run.parallel.pieces import Pieces
 from meshwright.spec.job import Job
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 
@@ -316,7 +318,7 @@ class OwnedShards(_Chunks):
 
     def __init__(self, module: nn.Module, job: Job, ranks: Ranks, pieces: Pieces | None = None) -> None:
         super().__init__(module, job, ranks, pieces)
-        self._cut = {name: cast(DTensor, p) for name, p in module.named_parameters()}
+        self._cut = {name: cast("DTensor", p) for name, p in module.named_parameters()}
         self._own = {name: nn.Parameter(_local(p)) for name, p in self._cut.items()}
 
     def held(self) -> list[Tensor]:
@@ -349,14 +351,14 @@ class OwnedShards(_Chunks):
     def list_gathered(self) -> Iterator[Tensor]:
         """What FSDP2 gathers into, by names that 2.11 and 2.13 have."""
         for part in self.module.modules():
-            if isinstance(part, FSDPModule) and (group := part._get_fsdp_state()._fsdp_param_group):
+            if is_cut(part) and (group := part._get_fsdp_state()._fsdp_param_group):
                 for parameter in group.fsdp_params:
                     yield from parameter.all_gather_outputs
 
     def end_evaluation(self) -> None:
         """Let go of what an evaluation gathered."""
         for part in self.module.modules():
-            if isinstance(part, FSDPModule):
+            if is_cut(part):
                 part.reshard()
 
 

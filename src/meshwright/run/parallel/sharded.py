@@ -19,22 +19,16 @@ more than its shards and one whole group.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
 
 from meshwright.plan.axes import EXPERT_SHARDS, dense_shard_axis, experts_apart
 from meshwright.plan.parts import Part
 from meshwright.plan.sharding import list_groups
+from meshwright.run.full_tensors import is_cut
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder
 from meshwright.run.models.init import WeightSource, fill, tie
@@ -42,9 +36,14 @@ from meshwright.run.precision import LOW_PRECISION
 from meshwright.run.recompute import leave_hooks_alone
 from meshwright.spec.job import Job
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+
 
 def apply_sharding(network: Decoder, part: Part, job: Job, ranks: Ranks, weights: WeightSource) -> Decoder:
     """Cut a model, or a stage of one, over the ranks of data, group by group, in place."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415  (loaded where something is cut)
+
     meshes = {False: ranks.data_mesh(dense_shard_axis(job.layout).name)}
     if experts_apart(job):
         meshes[True] = ranks.data_mesh(EXPERT_SHARDS)
@@ -64,7 +63,7 @@ def apply_sharding(network: Decoder, part: Part, job: Job, ranks: Ranks, weights
         _cut(module, meshes[group.experts], policy, _offload_policy(job, ranks), reshard_after_forward=again)
         if group.experts:
             leave_hooks_alone(module)
-    if not isinstance(network, FSDPModule):  # nothing lies around the blocks: it is their root all the same
+    if not is_cut(network):  # nothing lies around the blocks: it is their root all the same
         _cut(network, meshes[False], policy, _offload_policy(job, ranks), reshard_after_forward=False)
     _gather_ahead(network, job.layout.prefetch)
     return network
@@ -76,7 +75,7 @@ def _gather_ahead(network: Decoder, depth: int) -> None:
     Without asynchronous gathers FSDP2 waits for each where there are no streams. With them a buffer is freed
     as soon as its block is copied out of it, on every device. Uses one private method, which 2.11 has too.
     """
-    root, blocks = cast(FSDPModule, network), [_list_units(block) for block in network.list_blocks()]
+    root, blocks = cast("FSDPModule", network), [_list_units(block) for block in network.list_blocks()]
     root._set_unshard_async_op(True)
     for place, units in enumerate(([root], *blocks)):
         units[0].set_modules_to_forward_prefetch(
@@ -93,11 +92,13 @@ def _gather_ahead(network: Decoder, depth: int) -> None:
 
 def _list_units(block: nn.Module) -> list[FSDPModule]:
     """A block and, where they are cut by themselves, its experts."""
-    return [module for module in block.modules() if isinstance(module, FSDPModule)]
+    return [module for module in block.modules() if is_cut(module)]
 
 
 def _offload_policy(job: Job, ranks: Ranks) -> OffloadPolicy:
     """Shards on the host, in memory that a GPU copies from while it computes."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy  # noqa: PLC0415  (as above)
+
     if job.layout.offload != "all":
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
@@ -111,6 +112,8 @@ def _cut(
     reshard_after_forward: bool,
 ) -> None:
     """One group: everything in the module that is not in a group yet."""
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  (as above)
+
     cut = fully_shard(
         module,
         mesh=mesh,
@@ -118,7 +121,7 @@ def _cut(
         offload_policy=offload,
         reshard_after_forward=reshard_after_forward,
     )
-    assert isinstance(cut, FSDPModule), "fully_shard gives modules another class"
+    assert is_cut(cut), "fully_shard gives modules another class"
     cut.set_gradient_divide_factor(1.0)
     cut.set_force_sum_reduction_for_comms(True)  # or gloo is asked for a reduction that it does not have
 
@@ -144,8 +147,8 @@ class LateGradients:
     """
 
     def __init__(self, stage: Decoder) -> None:
-        self._stage = cast(FSDPModule, stage)
-        self._blocks = [cast(FSDPModule, block) for block in stage.list_blocks()]
+        self._stage = cast("FSDPModule", stage)
+        self._blocks = [cast("FSDPModule", block) for block in stage.list_blocks()]
         self._homes = {
             (home._module_info.module, home._module_info.param_name): home
             for block in self._blocks

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.fsdp import FSDPModule
 
 from meshwright.run.batches import Batch
+from meshwright.run.full_tensors import is_cut
 from meshwright.run.mesh import move
 from meshwright.run.models.decoder import Decoder
 from meshwright.run.models.products import Later, Product, Waiting, put_off
@@ -27,6 +27,9 @@ from meshwright.run.parallel.sharded import LateGradients, begin_micro_batch
 from meshwright.run.precision import Precision
 from meshwright.run.watch import StepWatch
 from meshwright.spec.job import Job
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 @dataclass
@@ -61,7 +64,8 @@ class Stage:
         """A stage; its products put off their weights' gradients if the schedule has a place for them."""
         if not split_backward:
             return cls(module, reducer, lender)
-        late = LateGradients(module) if isinstance(module, FSDPModule) else None
+        cut: bool = is_cut(module)
+        late = LateGradients(module) if cut else None
         return cls(module, reducer, lender, put_off(module, compiled), late)
 
 
@@ -122,7 +126,7 @@ class StageWork:
             self._watch.before_backward(micro_batch)
         work.backward_left -= 1
         last = not work.backward_left
-        if isinstance(work.module, FSDPModule):
+        if is_cut(work.module):
             begin_micro_batch(work.module, self._job, last)
             if work.late is not None:
                 work.late.hold_back()

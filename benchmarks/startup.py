@@ -1,0 +1,270 @@
+"""From the command to the first step, and the memory of a rank: ``meshwright train``, one process, on cores.
+
+Beside it the least that one writes by hand: a script that imports torch, builds a model of the same widths,
+and takes one step of AdamW. Both run in turn, in processes of their own, so that whatever else the machine
+does hits both alike. Wall time on a busy machine says little: processor time up to the first step is printed
+beside it. Parts are moments since the command was given; the fork server imports torch while the command
+still plans.
+
+    python benchmarks/startup.py [--rounds 5] [--src OTHER/src] [--json]
+
+``--src`` takes the package from another tree, for a comparison with an earlier version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+JOB = """
+name = "startup"
+run_dir = "{run_dir}"
+[model]
+num_layers = 8
+hidden_size = 128
+num_heads = 16
+num_kv_heads = 8
+ffn_size = 384
+vocab_size = 320
+tied_embeddings = true
+[data]
+path = "builtin:python-stdlib"
+seq_len = 128
+tokenizer = "byte"
+[train]
+steps = 100000
+global_batch = 8
+eval_samples = 8
+[layout]
+dp_replicate = 1
+[cluster]
+preset = "local"
+device = "cpu"
+"""
+BY_HAND = """
+import os, sys
+os.environ["OMP_NUM_THREADS"] = "1"
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(128) for _ in range(2))
+        self.qkv, self.out = nn.Linear(128, 256, bias=False), nn.Linear(128, 128, bias=False)
+        self.up, self.down = nn.Linear(128, 768, bias=False), nn.Linear(384, 128, bias=False)
+    def forward(self, x):
+        q, k, v = self.qkv(self.norms[0](x)).split((128, 64, 64), dim=-1)
+        q, k, v = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        gate, up = self.up(self.norms[1](x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+embed = nn.Embedding(320, 128)
+model = nn.Sequential(embed, *(Block() for _ in range(8)), nn.RMSNorm(128), nn.Linear(128, 320, bias=False))
+model[-1].weight = embed.weight
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+tokens = torch.randint(256, (8, 129))
+def step():
+    loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+step()
+print("stepped", flush=True)
+while True:
+    step()
+"""
+PATIENCE_S = 120.0
+MEMORY_STEPS = 4
+"""Steps after which memory is read: the audited one, the second, is over."""
+
+
+def run_ours(folder: Path, source: Path) -> dict[str, float]:
+    """One start of the command: moments, processor time up to the first step, memory of the rank."""
+    run_dir = Path(tempfile.mkdtemp(dir=folder)) / "run"
+    job = run_dir.parent / "job.toml"
+    job.write_text(JOB.format(run_dir=run_dir))
+    environment = {**os.environ, "PYTHONPATH": str(source)}
+    with _started([sys.executable, "-m", "meshwright", "train", str(job)], folder, environment) as command:
+        begun = time.time()
+        stepped = _wait_for(run_dir, command, step=1)
+        cpu_s = sum(_cpu_seconds(pid) for pid in _family(command.pid))
+        events = {event["event"]: event for event in _read_events(run_dir)}
+        _wait_for(run_dir, command, step=MEMORY_STEPS)
+        memory = _memory(events["started"]["pid"])
+        all_pss_mb = sum(_memory(pid)["pss_mb"] for pid in _family(command.pid))
+    return {
+        "planned_s": (run_dir / "plan.toml").stat().st_mtime - begun,
+        "ranks_up_s": events["started"]["time"] - begun,
+        "ready_s": events["ready"]["time"] - begun,
+        "first_step_s": stepped["time"] - begun,
+        "cpu_s": cpu_s,
+        **memory,
+        "all_pss_mb": all_pss_mb,
+    }
+
+
+def run_by_hand(folder: Path) -> dict[str, float]:
+    """The same of the script."""
+    with _started([sys.executable, "-c", BY_HAND], folder, dict(os.environ)) as script:
+        begun = time.time()
+        assert script.stdout is not None, "its output is a pipe"
+        assert script.stdout.readline() == b"stepped\n", "the script failed"
+        moment, cpu_s = time.time() - begun, _cpu_seconds(script.pid)
+        time.sleep(0.3)  # a few more steps: what the first one needed for itself is given back
+        return {"first_step_s": moment, "cpu_s": cpu_s, **_memory(script.pid)}
+
+
+def time_imports(source: Path) -> dict[str, float]:
+    """Processor seconds of a process that does nothing but import."""
+    wanted = {
+        "python": "pass",
+        "command line": "import meshwright.cli",
+        "job": "import meshwright.cli, meshwright.spec.load",
+        "planner": "import meshwright.cli, meshwright.cli.train",
+        "torch": "import torch",
+        "rank": "import meshwright.run.worker",
+    }
+    environment = {**os.environ, "PYTHONPATH": str(source)}
+    found = {}
+    for name, text in wanted.items():
+        process = subprocess.Popen([sys.executable, "-c", text], env=environment)
+        _, _, usage = os.wait4(process.pid, 0)
+        process.returncode = 0
+        found[name] = usage.ru_utime + usage.ru_stime
+    return found
+
+
+@contextlib.contextmanager
+def _started(
+    arguments: list[str], folder: Path, environment: dict[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process, ended with all that it has started."""
+    process = subprocess.Popen(
+        arguments,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def _wait_for(run_dir: Path, command: subprocess.Popen[bytes], step: int) -> dict[str, Any]:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline and command.poll() is None:
+        for event in _read_events(run_dir):
+            if event["event"] == "step" and event["step"] >= step:
+                return event
+        time.sleep(0.005)
+    raise SystemExit(f"no step {step} after {PATIENCE_S:.0f} s, or the command failed; see {run_dir}")
+
+
+def _read_events(run_dir: Path) -> list[dict[str, Any]]:
+    with contextlib.suppress(FileNotFoundError):
+        text = (run_dir / "events.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return []
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(one for child in children for one in _family(int(child)))]
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _memory(pid: int) -> dict[str, float]:
+    """Of a process: its share of what several map, what is resident, and what it has to itself alone."""
+    rows = [line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]]
+    found = {row[0]: int(row[1]) * 1024 / 1e6 for row in rows}
+    private = found["Private_Dirty:"] + found["Private_Clean:"]
+    return {"pss_mb": found["Pss:"], "rss_mb": found["Rss:"], "private_mb": private}
+
+
+def _medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {key: statistics.median(row[key] for row in rounds) for key in rounds[0]}
+
+
+def main() -> None:
+    """Measure in turn, print medians and ratios."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--src", type=Path, default=Path(__file__).resolve().parents[1] / "src")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    ours, hand, imports = [], [], []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run_ours(folder, arguments.src)  # prepares the data, and warms the disk
+        for _ in range(arguments.rounds):
+            ours.append(run_ours(folder, arguments.src))
+            hand.append(run_by_hand(folder))
+            imports.append(time_imports(arguments.src))
+    result: dict[str, Any] = {
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
+        "load": os.getloadavg()[0],
+        "rounds": arguments.rounds,
+        "ours": _medians(ours),
+        "by_hand": _medians(hand),
+        "import_cpu_s": _medians(imports),
+        "ratios": {
+            key: statistics.median(a[key] / b[key] for a, b in zip(ours, hand, strict=True))
+            for key in hand[0]
+        },
+    }
+    print(json.dumps(result) if arguments.json else _describe(result))
+
+
+def _describe(result: dict[str, Any]) -> str:
+    ours, hand, ratios = result["ours"], result["by_hand"], result["ratios"]
+    lines = [
+        f"start-up, medians of {result['rounds']} rounds: {result['machine']}; load {result['load']:.1f}",
+        "imports, processor seconds: "
+        + ", ".join(f"{name} {seconds:.2f}" for name, seconds in result["import_cpu_s"].items()),
+        "since the command was given: "
+        + ", ".join(f"{key.removesuffix('_s')} {ours[key]:.2f} s" for key in list(ours)[:4]),
+        f"{'':22}{'ours':>9}{'by hand':>9}{'ratio':>8}",
+    ]
+    names = {
+        "first_step_s": "first step, s",
+        "cpu_s": "processor time, s",
+        "pss_mb": "memory (PSS), MB",
+        "rss_mb": "resident (RSS), MB",
+        "private_mb": "private, MB",
+    }
+    for key, name in names.items():
+        lines.append(f"{name:22}{ours[key]:9.2f}{hand[key]:9.2f}{ratios[key]:8.2f}")
+    lines.append(f"with the command and the idle fork server: {ours['all_pss_mb']:.0f} MB (PSS)")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

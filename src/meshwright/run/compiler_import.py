@@ -1,0 +1,40 @@
+"""Keeps torch's compiler out of ranks that compile nothing.
+
+Torch imports ``torch._dynamo``, as much again as torch itself, in order to tell the compiler to leave
+something alone: some methods of optimizers and what looks at every operation at their first call, and every
+step of an optimizer. Where nothing is compiled there is nobody to tell. This uses two private habits of torch
+2.11 to 2.13; a version without them loads its compiler as before, and
+``tests/unit/run/test_run_compiler_import.py`` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import SGD, AdamW, Optimizer
+
+from meshwright.run.memory import PeakTracker
+
+
+def spare_compiler() -> None:
+    """From now on a rank's step does not load the compiler; what it computes stays as it is."""
+    for method in (
+        Optimizer.add_param_group,
+        Optimizer.load_state_dict,
+        Optimizer.state_dict,
+        Optimizer.zero_grad,
+        PeakTracker.__torch_dispatch__,
+    ):
+        if (plain := _unwrapped(method)) is not None:
+            # Where the wrapper keeps what the compiler made of the function, and finds it at the first call.
+            vars(plain).setdefault("__dynamo_disable", plain)
+    for rule in (AdamW, SGD):
+        if (plain := _unwrapped(rule.step)) is not None:
+            rule.step = torch.no_grad()(plain)  # type: ignore[method-assign]  # all that the wrapper did beside
+
+
+def _unwrapped(method: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The function that torch has wrapped, if it has."""
+    return getattr(method, "__wrapped__", None)
