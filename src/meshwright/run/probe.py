@@ -37,7 +37,8 @@ def find_peak(job: Job, device: torch.device) -> tuple[float, str]:
     if job.cluster.preset == "local" and job.cluster.matmul_flops_per_s is None:
         dtype = LOW_PRECISION.get(job.train.precision, torch.float32)
         rate = measure_matmul(device, dtype)
-        return rate, f"a {PROBE_SECONDS:.0f}-second {job.train.precision} matmul on this device"
+        products = "bf16" if job.train.precision == "fp8" else job.train.precision
+        return rate, f"a {PROBE_SECONDS:.0f}-second {products} matmul on this device"
     return peak_rate(job.cluster, job.train.precision)
 
 

@@ -32,6 +32,7 @@ from meshwright.run.gradient_noise import NoiseScale
 from meshwright.run.image_batches import ImageBatcher, open_image_batches
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder, Stages, compile_blocks
+from meshwright.run.models.products import scale_products
 from meshwright.run.models.init import PieceWeights, build_model, find_weight_source
 from meshwright.run.models.resnet import ResNet
 from meshwright.run.offload import StreamedState, offload_optimizer
@@ -162,6 +163,8 @@ def build_session(
     train_batches, eval_batches, data_sha256 = _open_data(
         job, Path(assignment.data_dir), ranks, seat.context, open_split
     )
+    if job.train.precision == "fp8":
+        scale_products(model)
     if job.train.compile:
         for decoder in model if isinstance(model, Stages) else (model,):
             assert isinstance(decoder, Decoder), "the legality table compiles decoders only"

@@ -123,7 +123,9 @@ CASES = {
     "model-window-not-built": {"model": {"window": 8}},
     "train-runtime-not-built": {"train": {"runtime": "megatron-core"}},
     "layout-offload-not-built": {"layout": {"offload": "all"}},
-    "train-precision-not-built": {"train": {"precision": "fp8"}},
+    "train-fp8-not-built": {"train": {"precision": "fp8"}},
+    "train-precision-device": {"train": {"precision": "fp4"}},
+    "train-precision-not-built": {"train": {"precision": "fp4"}, "cluster": {"preset": "b200"}},
     "train-muon-not-built": {"train": {"optimizer": "muon"}, "layout": {"tp": 2}},
     "train-noise-scale-not-built": {"train": {"noise_scale_every": 1}, "layout": {"pp": 2}},
     "data-template-needed": {"data": {"answer_field": "output"}},
@@ -133,7 +135,6 @@ CASES = {
 """A job for each row; a row without one fails below."""
 PLAN_CASES = {
     "cluster-links-missing": {"cluster": {"preset": "local", "device": "cuda", "nodes": 2}},
-    "train-precision-device": {"train": {"precision": "fp4"}},
 }
 """Likewise, for rows that are a matter of planning alone."""
 

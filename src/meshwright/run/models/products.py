@@ -16,6 +16,8 @@ import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from meshwright.run.models.fp8 import multiply_scaled
+
 
 class Waiting(NamedTuple):
     """A product whose weight's gradient is still to be made."""
@@ -64,6 +66,8 @@ class Product(nn.Linear):
     later: Later | None = None
     adds_bias = True
     """Whether its bias is a part of the product."""
+    scaled = False
+    """Whether it is computed in 8 bits."""
 
     def late_names(self) -> tuple[str, ...]:
         """Its parameters whose gradients can wait."""
@@ -75,6 +79,8 @@ class Product(nn.Linear):
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The product, with a bias or without."""
+        if self.scaled:
+            return multiply_scaled(x, self.weight, bias)
         if self.later is None or not torch.is_grad_enabled():
             return F.linear(x, self.weight, bias)
         return self.later.multiply(x, self.weight, bias, self)
@@ -113,3 +119,10 @@ def put_off(module: nn.Module, compiled: bool) -> Later:
         if isinstance(part, Product):
             part.later = later
     return later
+
+
+def scale_products(module: nn.Module) -> None:
+    """From now on the products of a module are computed in 8 bits."""
+    for part in module.modules():
+        if isinstance(part, Product):
+            part.scaled = True
