@@ -191,6 +191,8 @@ def update(session: Session, lr: float) -> Tensor | None:
     precision.step(session.optimizer)
     owned.publish()
     owned.drop_gradients()
+    if session.working is not None:
+        session.working.stale = True
     return grad_norm
 
 

@@ -20,6 +20,7 @@ from meshwright.launch.assignment import Assignment
 from meshwright.plan.contract import Plan
 from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
 from meshwright.plan.parts import held_parts, list_homes
+from meshwright.plan.shapes import keeps_copies
 from meshwright.prepare.dataset import TokenDataset
 from meshwright.prepare.order import SampleOrder
 from meshwright.prepare.shards import ShardFolder
@@ -43,9 +44,10 @@ from meshwright.run.parallel.ownership import Owned
 from meshwright.run.parallel.reducer import BucketReducer
 from meshwright.run.parallel.seat import Seat
 from meshwright.run.pipeline.collect import bring_home
-from meshwright.run.pipeline.pipeline import Pipeline
-from meshwright.run.precision import Precision
+from meshwright.run.pipeline.pipeline import STREAMS, Pipeline
+from meshwright.run.precision import LOW_PRECISION, Precision
 from meshwright.run.watch import StepWatch
+from meshwright.run.working import WorkingCopies
 from meshwright.spec.job import Job, Train
 from meshwright.spec.model import ResNetModel
 from meshwright.spec.recipe import settled
@@ -88,6 +90,8 @@ class Session:
     """Where its state lies on the host."""
     noise_scale: NoiseScale
     precision: Precision
+    working: WorkingCopies | None
+    """Copies of its matrices in 16 bits, where products read some."""
     balancer: Balancer | None
     """Keeps experts evenly busy, where there are some."""
     train_batches: Batcher | ImageBatcher
@@ -168,6 +172,9 @@ def build_session(
     if job.train.compile:
         for decoder in model if isinstance(model, Stages) else (model,):
             assert isinstance(decoder, Decoder), "the legality table compiles decoders only"
+            decoder.stream = STREAMS[job.train.residual]
+            if keeps_copies(job):
+                decoder.working = WorkingCopies(decoder, LOW_PRECISION[job.train.precision])
             compile_blocks(decoder, backend=job.train.compile_backend)
     module = apply_layout(model, job, ranks, weights)
     precision, pipeline, reducer = Precision(job, ranks.device), None, None
@@ -193,6 +200,7 @@ def build_session(
         streamed=offload_optimizer(optimizer, owned, job, ranks),
         noise_scale=NoiseScale(module, job.train.noise_scale_every),
         precision=precision,
+        working=model.working if isinstance(model, Decoder) else None,
         balancer=build_balancer(model, job, ranks.device, precision),
         train_batches=train_batches,
         eval_batches=eval_batches,

@@ -24,9 +24,10 @@ from meshwright.run.models.feed_forward import build_feed_forward
 from meshwright.run.models.loss import linear_cross_entropy
 from meshwright.run.models.moe import ExpertProduct, MixtureOfExperts
 from meshwright.run.models.norms import build_norm, product_dtype
-from meshwright.run.models.products import Product
+from meshwright.run.models.products import Joint, Product
 from meshwright.run.models.routing import Router
 from meshwright.run.recompute import run_recomputed
+from meshwright.run.working import WorkingCopies
 from meshwright.spec.layout import Recompute
 from meshwright.spec.model import DecoderModel
 
@@ -73,6 +74,8 @@ class Attention(nn.Module):
         self.wk = Product(model.hidden_size, model.kv_size, bias=bias)
         self.wv = Product(model.hidden_size, model.kv_size, bias=bias)
         self.wo = Product(model.query_size, model.hidden_size, bias=bias)
+        self.joint: Joint | None = None
+        """The first three as one, where they are."""
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
         """Mix along the sequence; position t sees positions up to t, of its own document with a mask.
@@ -87,7 +90,10 @@ class Attention(nn.Module):
         def heads(projected: Tensor) -> Tensor:
             return projected.view(batch, length, -1, self.head_size).transpose(1, 2)
 
-        q_BHTE, k_BKTE, v_BKTE = heads(self.wq(x_BTD)), heads(self.wk(x_BTD)), heads(self.wv(x_BTD))
+        if self.joint is None:
+            q_BHTE, k_BKTE, v_BKTE = heads(self.wq(x_BTD)), heads(self.wk(x_BTD)), heads(self.wv(x_BTD))
+        else:
+            q_BHTE, k_BKTE, v_BKTE = map(heads, self.joint.multiply(x_BTD))
         if rope is not None:
             q_BHTE, k_BKTE = apply_rope(q_BHTE, *rope), apply_rope(k_BKTE, *rope)
         mixed_BHTE = self.context.mix(q_BHTE, k_BKTE, v_BKTE, mask)
@@ -107,10 +113,9 @@ class Block(nn.Module):
         """Whether it has experts."""
         self.ffn = MixtureOfExperts(model) if self.routed else build_feed_forward(model, model.ffn_size)
         products = list(self.list_products())
-        self.kept_products = [True] * len(products)
-        """Of the block's products, in order, those that selective recomputation keeps."""
         # Nothing in the backward pass reads the last one; but those who weigh experts' answers read them.
-        self.kept_products[-1] = not isinstance(products[-1][1], Product)
+        self.kept_products = [*[True] * (len(products) - 1), not isinstance(products[-1][1], Product)]
+        """Of the block's products, in order, those that selective recomputation keeps."""
         self.kept_sums: list[bool] = []
         """Of the sums over ranks that some become where matrices are split, in order, those that it keeps."""
 
@@ -162,6 +167,8 @@ class Head(nn.Linear):
 
     lender: tuple[nn.Embedding] | None = None
     """That embedding; in a tuple, so that it is no part of the head."""
+    low: Tensor | None = None
+    """Its matrix in the precision of the product, where a copy is kept."""
 
     def matrix(self) -> Tensor:
         """The rows of the words."""
@@ -187,6 +194,10 @@ class Decoder(nn.Module):
     embed: nn.Embedding
     norm: nn.Module
     head: Head
+    stream: torch.dtype = torch.float32
+    """Precision of the residual stream."""
+    working: WorkingCopies | None = None
+    """Of its matrices, where products read copies."""
 
     def __init__(
         self,
@@ -261,8 +272,10 @@ class Decoder(nn.Module):
         """
         length = x.shape[1] if self.first else self.seq_len
         assert length <= self.seq_len, f"{length} tokens, but positions are built for {self.seq_len}"
+        if self.working is not None:
+            self.working.refresh()
         if self.first:
-            x = self._embed(x, segments_BT)
+            x = self._embed(x, segments_BT).to(self.stream)
         rope = (self.rope_cos[:length], self.rope_sin[:length]) if self.rotary else None
         mask = None if segments_BT is None else self.context.hide(segments_BT, product_dtype(x))
         for block in self.blocks.values():

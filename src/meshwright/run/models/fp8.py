@@ -19,12 +19,8 @@ Shape suffixes: N tokens, I inputs, O outputs.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
-import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -39,16 +35,6 @@ FAST_BACKWARD = False
 """Whether the backward pass, too, sums without the extra float32 register."""
 
 
-class ScaledMatrix(NamedTuple):
-    """A weight in 8 bits, both ways round."""
-
-    rows_OI: Tensor
-    """As it is: what the forward pass reads."""
-    turned_IO: Tensor
-    """The same values, transposed: what the gradient of the input reads."""
-    scale_O1: Tensor
-
-
 def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Values in 8 bits and the scale of each row, float32."""
     scale = _scales(x, dim=1)
@@ -58,7 +44,7 @@ def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def cast_columns(x: Tensor) -> tuple[Tensor, Tensor]:
     """The same by columns, and transposed: each column becomes a row with its scale."""
     scale = _scales(x, dim=0)
-    return _cast(x, scale).t().contiguous(), scale.view(-1, 1)
+    return turn(_cast(x, scale)), scale.view(-1, 1)
 
 
 def _scales(x: Tensor, dim: int) -> Tensor:
@@ -70,36 +56,59 @@ def _cast(x: Tensor, scale: Tensor) -> Tensor:
     return (x.float() / scale).clamp(-LARGEST, LARGEST).to(E4M3)
 
 
-def scale_matrix(weight_OI: Tensor) -> ScaledMatrix:
-    """Both casts of a weight."""
-    rows_OI, scale_O1 = cast_rows(weight_OI)
-    return ScaledMatrix(rows_OI, rows_OI.t().contiguous(), scale_O1)
+def turn(cast: Tensor) -> Tensor:
+    """Transposed.
+
+    The compiler would join it with the search for the largest of each row, and then write byte by byte to
+    places far apart. A view as wider numbers is one that it leaves to torch: what is cast lies in memory, row by
+    row, before it is turned, and the turning is a kernel of its own.
+    """
+    return cast.view(torch.int32).view(cast.dtype).t().contiguous()
 
 
-def can_scale(weight_OI: Tensor) -> bool:
-    """Whether the shape is one that 8-bit products take."""
-    return not any(size % ALIGNED for size in weight_OI.shape)
+def can_scale(outputs: int, inputs: int) -> bool:
+    """Whether a weight has a shape that 8-bit products take."""
+    return outputs % ALIGNED == 0 and inputs % ALIGNED == 0
 
 
-def _multiply(a: Tensor, b_turned: Tensor, scale_a: Tensor, scale_b_turned: Tensor, fast: bool) -> Tensor:
+def _multiply(a: Tensor, b_turned: Tensor, scale_a: Tensor, scale_b: Tensor, fast: bool) -> Tensor:
     """``a b``; both are read along their rows, so ``b`` is given transposed."""
     return torch._scaled_mm(
-        a, b_turned.t(), scale_a, scale_b_turned.view(1, -1), out_dtype=torch.bfloat16, use_fast_accum=fast
+        a, b_turned.t(), scale_a, scale_b.view(1, -1), out_dtype=torch.bfloat16, use_fast_accum=fast
     )
 
 
-def _ones(rows: int, like: Tensor) -> Tensor:
-    return torch.ones((rows, 1), dtype=torch.float32, device=like.device)
+def _ones(turned: Tensor) -> Tensor:
+    """Scales of an operand whose own have gone into the other."""
+    return torch.ones(turned.shape[0], dtype=torch.float32, device=turned.device)
 
 
-def input_gradient(grad_NO: Tensor, matrix: ScaledMatrix) -> Tensor:
-    """Gradient of a product's input."""
-    cast_NO, scale_N1 = cast_rows(grad_NO.float() * matrix.scale_O1.t())
-    turned_IO = matrix.turned_IO
-    return _multiply(cast_NO, turned_IO, scale_N1, _ones(turned_IO.shape[0], turned_IO), FAST_BACKWARD)
+def forward_product(x_NI: Tensor, scale_N1: Tensor, weight_OI: Tensor) -> Tensor:
+    """``x W'``.
+
+    Args:
+        x_NI: In 8 bits.
+        scale_N1: Of its rows.
+        weight_OI: In 16 bits or more.
+    """
+    cast_OI, scale_O1 = cast_rows(weight_OI)
+    return _multiply(x_NI, cast_OI, scale_N1, scale_O1, fast=True)
 
 
-def weight_gradient(grad_NO: Tensor, x_NI: Tensor, scale_N1: Tensor) -> Tensor:
+def input_gradient(grad_NO: Tensor, weight_OI: Tensor) -> Tensor:
+    """Gradient of a product's input.
+
+    Args:
+        grad_NO: Of its output.
+        weight_OI: As the forward product read it.
+    """
+    cast_OI, scale_O1 = cast_rows(weight_OI)
+    cast_NO, scale_N1 = cast_rows(grad_NO.float() * scale_O1.view(1, -1))
+    turned_IO = turn(cast_OI)
+    return _multiply(cast_NO, turned_IO, scale_N1, _ones(turned_IO), FAST_BACKWARD)
+
+
+def scaled_weight_gradient(grad_NO: Tensor, x_NI: Tensor, scale_N1: Tensor) -> Tensor:
     """Gradient of a product's weight.
 
     Args:
@@ -108,36 +117,5 @@ def weight_gradient(grad_NO: Tensor, x_NI: Tensor, scale_N1: Tensor) -> Tensor:
         scale_N1: Of the rows of that.
     """
     cast_ON, scale_O1 = cast_columns(grad_NO.float() * scale_N1)
-    x_IN = x_NI.t().contiguous()
-    return _multiply(cast_ON, x_IN, scale_O1, _ones(x_IN.shape[0], x_IN), FAST_BACKWARD)
-
-
-class _ScaledProduct(torch.autograd.Function):
-    """``x W'`` in 8 bits; the gradient of the weight has the weight's precision."""
-
-    @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, *matrix: Tensor) -> Tensor:
-        scaled = ScaledMatrix(*matrix)
-        cast_NI, scale_N1 = cast_rows(x_NI)
-        ctx.in_fp8 = WEIGHT_GRADIENT_IN_FP8 and x_NI.shape[0] % ALIGNED == 0
-        kept = (cast_NI, scale_N1) if ctx.in_fp8 else (x_NI.bfloat16(),)
-        ctx.save_for_backward(*scaled, *kept)
-        ctx.x_dtype, ctx.weight_dtype = x_NI.dtype, weight_OI.dtype
-        return _multiply(cast_NI, scaled.rows_OI, scale_N1, scaled.scale_O1, fast=True)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
-        scaled, kept = ScaledMatrix(*ctx.saved_tensors[:3]), ctx.saved_tensors[3:]
-        grad_NI = input_gradient(grad_NO, scaled).to(ctx.x_dtype)
-        grad_OI = weight_gradient(grad_NO, *kept) if ctx.in_fp8 else grad_NO.t() @ kept[0]
-        return grad_NI, grad_OI.to(ctx.weight_dtype), None, None, None
-
-
-def multiply_scaled(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """``x W' + b`` in 8 bits, out in bfloat16; the product of 16 bits where the shape is none for it."""
-    if not can_scale(weight_OI):
-        return F.linear(x, weight_OI, bias_O)
-    out_NO = _ScaledProduct.apply(x.flatten(0, -2), weight_OI, *scale_matrix(weight_OI.detach()))
-    out = out_NO.unflatten(0, x.shape[:-1])
-    return out if bias_O is None else out + bias_O.to(out.dtype)
+    turned_IN = turn(x_NI)
+    return _multiply(cast_ON, turned_IN, scale_O1, _ones(turned_IN), FAST_BACKWARD)

@@ -1,14 +1,21 @@
-"""Matrix products whose weight gradient can wait: what a backward pass that is split in two needs.
+"""Matrix products: from a copy in 16 bits, several as one, or with a weight gradient that can wait.
 
-Only the gradient of a stage's input is waited for by another rank. Under a schedule that splits the backward
-pass, each product of the stage's blocks makes that one at once, and leaves its input and the gradient of its
-output in :class:`Later`; the gradient of its weight is made of the two when the schedule says so. It needs
-neither the weight nor the graph, so sharded weights need not be gathered for it.
+**A copy in 16 bits** (:class:`WorkingCopies` of ``run.working`` makes and keeps them). Under autocast every
+forward pass casts every float32 matrix, every backward pass may again, and the gradient is made in 16 bits
+and cast back: 18 bytes a weight cross memory beside the product. With a copy that lives from step to step
+none do, and the gradient's product writes float32 itself: nothing is rounded on the way. Products that read
+the same input are one product over copies that lie below each other.
+
+**Gradients that can wait** are what a backward pass that is split in two needs. Only the gradient of a
+stage's input is waited for by another rank. Under a schedule that splits the backward pass, each product of
+the stage's blocks makes that one at once, and leaves its input and the gradient of its output in
+:class:`Later`; the gradient of its weight is made of the two when the schedule says so. It needs neither the
+weight nor the graph, so sharded weights need not be gathered for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +23,7 @@ import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.run.models.fp8 import multiply_scaled
+from meshwright.run.models import fp8
 
 
 class Waiting(NamedTuple):
@@ -64,6 +71,8 @@ class Product(nn.Linear):
     """A linear layer that leaves the gradient of its weight for later where it is told to."""
 
     later: Later | None = None
+    low: Tensor | None = None
+    """Its weight in the precision of the product, where a copy is kept."""
     adds_bias = True
     """Whether its bias is a part of the product."""
     scaled = False
@@ -79,11 +88,101 @@ class Product(nn.Linear):
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The product, with a bias or without."""
-        if self.scaled:
-            return multiply_scaled(x, self.weight, bias)
+        if self.scaled or self.low is not None:
+            read = self.weight if self.low is None else self.low
+            out = (multiply_scaled if self.scaled else multiply_copy)(x, read, self.weight)
+            return out if bias is None else out + bias.to(out.dtype)
         if self.later is None or not torch.is_grad_enabled():
             return F.linear(x, self.weight, bias)
         return self.later.multiply(x, self.weight, bias, self)
+
+
+class Joint:
+    """Products without bias that read the same input, as one."""
+
+    def __init__(self, products: Sequence[Product], low: Tensor) -> None:
+        """Join them.
+
+        Args:
+            products: In order.
+            low: Copies of their weights, one below the other.
+        """
+        self._masters, self._low = [product.weight for product in products], low
+        self._widths = [product.out_features for product in products]
+        self._multiply = multiply_scaled if all(product.scaled for product in products) else multiply_copy
+
+    def multiply(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What each of them gives."""
+        return self._multiply(x, self._low, *self._masters).split(self._widths, dim=-1)
+
+
+def multiply_copy(x: Tensor, low: Tensor, *masters: Tensor) -> Tensor:
+    """``x low'``, whose weight gradients go to the float32 matrices that ``low`` is a copy of.
+
+    Args:
+        x: In the precision of the copy, or made so.
+        low: Of the matrices, one below the other.
+        masters: The matrices.
+    """
+    out: Tensor = _CopyProduct.apply(x, low, *masters)
+    return out
+
+
+class _CopyProduct(torch.autograd.Function):
+    """A product whose weight gradient is float32 from the start."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: Tensor, *masters: Tensor) -> Tensor:
+        x = x.to(low.dtype)
+        ctx.save_for_backward(x, low)
+        ctx.rows = [master.shape[0] for master in masters]
+        return F.linear(x, low)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, low = ctx.saved_tensors
+        whole = weight_gradient(grad.flatten(0, -2), x.flatten(0, -2))
+        return grad @ low, None, *whole.split(ctx.rows)
+
+
+def multiply_scaled(x: Tensor, low: Tensor, *masters: Tensor) -> Tensor:
+    """The same in 8 bits, made of the copy (or of a matrix that has none); what comes out is bfloat16."""
+    out: Tensor = _ScaledProduct.apply(x.flatten(0, -2), low.detach(), *masters)
+    return out.unflatten(0, x.shape[:-1])
+
+
+class _ScaledProduct(torch.autograd.Function):
+    """A product in 8 bits, and in the backward pass another two, or one and the weight gradient of a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, low_OI: Tensor, *masters: Tensor) -> Tensor:
+        cast_NI, scale_N1 = fp8.cast_rows(x_NI)
+        ctx.in_fp8 = fp8.WEIGHT_GRADIENT_IN_FP8 and x_NI.shape[0] % fp8.ALIGNED == 0
+        ctx.save_for_backward(low_OI, *((cast_NI, scale_N1) if ctx.in_fp8 else (x_NI.bfloat16(),)))
+        ctx.rows, ctx.kind = [master.shape[0] for master in masters], masters[0].dtype
+        ctx.input_kind = x_NI.dtype
+        return fp8.forward_product(cast_NI, scale_N1, low_OI)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
+        low_OI, *kept = ctx.saved_tensors
+        grad_NI = fp8.input_gradient(grad_NO, low_OI).to(ctx.input_kind)
+        whole_OI = (fp8.scaled_weight_gradient if ctx.in_fp8 else weight_gradient)(grad_NO, *kept)
+        return grad_NI, None, *whole_OI.to(ctx.kind).split(ctx.rows)
+
+
+@torch.library.custom_op("meshwright::weight_gradient", mutates_args=())
+def weight_gradient(grad_NO: Tensor, x_NI: Tensor) -> Tensor:
+    """``grad' x``, (O, I), in float32: summed in it on every device, and on GPUs never rounded to less."""
+    if grad_NO.is_cuda:
+        return torch.mm(grad_NO.T, x_NI, out_dtype=torch.float32)
+    return torch.mm(grad_NO.T, x_NI).float()
+
+
+@weight_gradient.register_fake
+def _(grad_NO: Tensor, x_NI: Tensor) -> Tensor:
+    return grad_NO.new_empty(grad_NO.shape[1], x_NI.shape[1], dtype=torch.float32)
 
 
 class _InputGradient(torch.autograd.Function):
@@ -122,7 +221,7 @@ def put_off(module: nn.Module, compiled: bool) -> Later:
 
 
 def scale_products(module: nn.Module) -> None:
-    """From now on the products of a module are computed in 8 bits."""
+    """From now on the products of a module are computed in 8 bits, but for shapes that those do not take."""
     for part in module.modules():
         if isinstance(part, Product):
-            part.scaled = True
+            part.scaled = fp8.can_scale(part.out_features, part.in_features)
