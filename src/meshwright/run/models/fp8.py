@@ -44,7 +44,7 @@ def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def cast_columns(x: Tensor) -> tuple[Tensor, Tensor]:
     """The same by columns, and transposed: each column becomes a row with its scale."""
     scale = _scales(x, dim=0)
-    return turn(_cast(x, scale)), scale.view(-1, 1)
+    return _turn(_cast(x, scale)), scale.view(-1, 1)
 
 
 def _scales(x: Tensor, dim: int) -> Tensor:
@@ -56,14 +56,27 @@ def _cast(x: Tensor, scale: Tensor) -> Tensor:
     return (x.float() / scale).clamp(-LARGEST, LARGEST).to(E4M3)
 
 
+@torch.library.custom_op("meshwright::turn", mutates_args=())
 def turn(cast: Tensor) -> Tensor:
-    """Transposed.
+    """Transposed, by a kernel of its own.
 
     The compiler would join it with the search for the largest of each row, and then write byte by byte to
-    places far apart. A view as wider numbers is one that it leaves to torch: what is cast lies in memory, row by
-    row, before it is turned, and the turning is a kernel of its own.
+    places far apart. It does not look into this: what is cast lies in memory, row by row, before it is turned.
     """
-    return cast.view(torch.int32).view(cast.dtype).t().contiguous()
+    return (_turn_in_tiles if cast.is_cuda else _turn)(cast)
+
+
+@turn.register_fake
+def _(cast: Tensor) -> Tensor:
+    return cast.new_empty(cast.shape[1], cast.shape[0])
+
+
+def _turn(x: Tensor) -> Tensor:
+    return x.t().contiguous()
+
+
+_turn_in_tiles = torch.compile(_turn, dynamic=True)
+"""Torch's own copy reads or writes with gaps; the compiler's goes tile by tile. One for all shapes."""
 
 
 def can_scale(outputs: int, inputs: int) -> bool:
