@@ -1,10 +1,10 @@
 """What 8-bit products win: each product of a block's step in bf16 and in fp8, casts included and compiled.
 
-Of every product its three passes: forward, gradient of the input, gradient of the weight. In bf16 they read what
-is there; in fp8 they cast it first, as ``run.models.fp8`` does, by code that the compiler makes. In a real block
-a cast is joined with the norm or activation before it, so the figures here are an upper bound. ``alone`` is the
-fp8 product without its casts, with the tensor cores' own sums (fast) and with a float32 register behind them
-(exact). The shape is a 3.2B model's (3072 wide, 24 heads, 8 key heads, ffn 8192) at 4 x 4096 tokens.
+Of every product its three passes: forward, gradient of the input, gradient of the weight. In bf16 they read
+what is there; in fp8 they cast it first, as ``run.models.fp8`` does, by code that the compiler makes. In a
+real block a cast is joined with the norm or activation before it, so the figures here are an upper bound.
+``alone`` is the fp8 product without its casts, with the tensor cores' own sums (fast) and with a float32
+register behind them (exact). The shape is a 3.2B model's (3072 wide, 24 heads, 8 key heads, ffn 8192) at 4 x 4096 tokens.
 
 The largest products come first; none is begun after ``--budget`` seconds.
 
@@ -15,6 +15,7 @@ The largest products come first; none is begun after ``--budget`` seconds.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -68,18 +69,18 @@ def measure(run: Callable[[], object], on_gpu: bool) -> float:
         run()
         mark.record()
     torch.cuda.synchronize()
-    spent = [a.elapsed_time(b) / 1e3 for a, b in zip(marks, marks[1:], strict=False)]
+    spent = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
     return statistics.median(spent)
 
 
-def forward(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+def forward(x: Tensor, weight: Tensor) -> Tensor:
     """In 8 bits, from 16."""
-    return fp8.forward_product(*fp8.cast_rows(x_NI), weight_OI)
+    return fp8.forward_product(*fp8.cast_rows(x), weight)
 
 
-def gradient_of_weight(grad_NO: Tensor, x_NI: Tensor) -> Tensor:
+def gradient_of_weight(grad: Tensor, x: Tensor) -> Tensor:
     """Likewise, out in float32 as the optimizer reads it."""
-    return fp8.scaled_weight_gradient(grad_NO, *fp8.cast_rows(x_NI)).float()
+    return fp8.scaled_weight_gradient(grad, *fp8.cast_rows(x)).float()
 
 
 def measure_alone(rows: int, columns: int, depth: int, device: torch.device) -> list[float]:
@@ -96,14 +97,14 @@ def measure_alone(rows: int, columns: int, depth: int, device: torch.device) -> 
 
 def measure_product(name: str, outputs: int, inputs: int, tokens: int, device: torch.device) -> list[Figure]:
     """The three passes of a product."""
-    x_NI = torch.randn(tokens, inputs, device=device).bfloat16()
-    grad_NO = (torch.randn(tokens, outputs, device=device) * 1e-6).bfloat16()
-    weight_OI = (torch.randn(outputs, inputs, device=device) * 0.02).bfloat16()
+    x = torch.randn(tokens, inputs, device=device).bfloat16()
+    grad = (torch.randn(tokens, outputs, device=device) * 1e-6).bfloat16()
+    weight = (torch.randn(outputs, inputs, device=device) * 0.02).bfloat16()
     on_gpu = device.type == "cuda"
     passes: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, Tensor]]] = {
-        "forward": (F.linear, forward, (x_NI, weight_OI)),
-        "input": (torch.mm, fp8.input_gradient, (grad_NO, weight_OI)),
-        "weight": (weight_gradient, gradient_of_weight, (grad_NO, x_NI)),
+        "forward": (F.linear, forward, (x, weight)),
+        "input": (torch.mm, fp8.input_gradient, (grad, weight)),
+        "weight": (weight_gradient, gradient_of_weight, (grad, x)),
     }
     sizes = {
         "forward": (tokens, outputs, inputs),
@@ -127,7 +128,8 @@ def show(figure: Figure) -> None:
     rates = [figure.flops / s / 1e12 for s in (figure.bf16_s, figure.fp8_s, figure.fast_s, figure.exact_s)]
     print(
         f"{figure.product:<9} {figure.which:<8} {figure.bf16_s * 1e3:8.3f} {figure.fp8_s * 1e3:8.3f} "
-        f"{figure.bf16_s / figure.fp8_s:6.2f} {rates[0]:9.1f} {rates[1]:8.1f} {rates[2]:10.1f} {rates[3]:8.1f}",
+        f"{figure.bf16_s / figure.fp8_s:6.2f} {rates[0]:9.1f} {rates[1]:8.1f} {rates[2]:10.1f} "
+        f"{rates[3]:8.1f}",
         flush=True,
     )
 
@@ -138,7 +140,8 @@ def sum_up(figures: list[Figure]) -> None:
     two_s = sum(figure.bf16_s if figure.which == "weight" else figure.fp8_s for figure in figures)
     all_s = sum(figure.fp8_s for figure in figures)
     for name, spent in (("bf16", bf16_s), ("fp8, weight gradients in bf16", two_s), ("fp8", all_s)):
-        print(f"{LAYERS} layers of these, {name}: {spent * LAYERS * 1e3:.1f} ms, {bf16_s / spent:.2f} times as fast")
+        won = f"{bf16_s / spent:.2f} times as fast"
+        print(f"{LAYERS} layers of these, {name}: {spent * LAYERS * 1e3:.1f} ms, {won}")
 
 
 def main() -> None:

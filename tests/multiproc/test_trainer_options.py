@@ -91,11 +91,9 @@ def test_compiled_blocks_on_two_ranks_give_the_same_losses_and_say_compiled(trai
     assert "leaked" not in compiled.messages
 
 
-@pytest.mark.parametrize(
-    "layout", [REPLICATED, pytest.param("layout.dp_shard=2", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("layout", [REPLICATED, pytest.param("layout.dp_shard=2", marks=pytest.mark.slow)])
 def test_fp8_on_two_ranks_stays_near_bf16_and_its_state_is_audited(train, layout):
-    """Products in 8 bits of the kept copies, and of what ZeRO-3 gathers; the optimizer's state stays float32."""
+    """Products in 8 bits of kept copies, and of what ZeRO-3 gathers; the optimizer's state stays float32."""
     near = train("run_dir=bf16", layout, "train.precision=bf16").losses
     compiled = ("train.compile=true", "train.compile_backend=aot_eager", "layout.recompute=selective")
     found = train("run_dir=fp8", layout, "train.precision=fp8", *compiled)

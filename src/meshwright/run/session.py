@@ -33,8 +33,8 @@ from meshwright.run.gradient_noise import NoiseScale
 from meshwright.run.image_batches import ImageBatcher, open_image_batches
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder, Stages, compile_blocks
-from meshwright.run.models.products import scale_products
 from meshwright.run.models.init import PieceWeights, build_model, find_weight_source
+from meshwright.run.models.products import scale_products
 from meshwright.run.models.resnet import ResNet
 from meshwright.run.offload import StreamedState, offload_optimizer
 from meshwright.run.optimizer import build_optimizer

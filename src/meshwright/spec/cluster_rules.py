@@ -27,7 +27,7 @@ def check_links(job: Job) -> Problem | None:
 
 
 def check_precision_device(job: Job) -> Problem | None:
-    """A GPU without fp8 or fp4 products does not train in them; torch has fp8 on cores too, for trying it out."""
+    """A GPU without fp8 or fp4 products does not train in them; torch has fp8 on cores too, to try it out."""
     cluster, precision = job.cluster, job.train.precision
     key = PEAKS.get(precision)
     on_cores = cluster.device == "cpu" and precision == "fp8"

@@ -91,7 +91,9 @@ def check_fp8(job: Job) -> Problem | None:
         rule = f"multiplies whole matrices, and layout.tp={layout.tp} cuts them"
         fix += ", or leave layout.tp out"
     elif not job.train.compile:
-        rule = "needs train.compile=true: casts that no compiler joins with what is before them cost more than "
+        rule = (
+            "needs train.compile=true: casts that no compiler joins with what is before them cost more than "
+        )
         rule += "the products save"
         fix = "Set train.compile=true, or use train.precision=bf16"
     else:

@@ -60,9 +60,7 @@ def test_scales_of_tokens_and_outputs_may_lie_far_apart():
     by_token, by_output = torch.logspace(-4, 4, 64)[:, None], torch.logspace(-4, 4, 48)[:, None]
     x, weight, grad = draw(64, 96), draw(48, 96, seed=1), draw(64, 48, seed=2)
     exact = passes(lambda x, w: x @ w.T, x, weight, grad)
-    out, grad_x, grad_weight = passes(
-        scaled, x * by_token, weight * by_output, grad / by_token / by_output.T
-    )
+    out, grad_x, grad_weight = passes(scaled, x * by_token, weight * by_output, grad / by_token / by_output.T)
     found = (out / by_token / by_output.T, grad_x * by_token, grad_weight * by_output)
     assert max(distance(a, b) for a, b in zip(found, exact, strict=True)) < NEAR
 
@@ -118,7 +116,7 @@ def test_products_that_are_one_give_what_each_gives():
 
 @pytest.mark.filterwarnings("ignore")  # what the compiler itself does is not up to date
 def test_compiled_blocks_recompute_no_8_bit_product_and_keep_nothing_else_of_one():
-    """Selective recomputation keeps the results of three of a block's four products, in 16 bits, and no cast."""
+    """Selective recomputation keeps the results of three of a block's four products, and no cast."""
     net = Decoder(dataclasses.replace(SHAPE, num_layers=1), 16, 8, "selective")
     names = [name for name, _ in net.named_parameters()]
     fill(net, names, DrawnWeights(SHAPE, 0), torch.device("cpu"))

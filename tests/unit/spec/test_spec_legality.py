@@ -192,7 +192,9 @@ def test_fp8_of_a_compiled_dense_decoder_runs_on_cores_and_on_gpus_that_have_it(
     for layout in ({"dp_replicate": 2}, {"dp_shard": 2}, {"cp": 2}):
         assert build_job(tree(train=train, layout=layout)).train.precision == "fp8"
     assert build_job(tree(train=train, cluster={"preset": "h200-sxm"})).cluster.device == "cuda"
-    assert "train-precision-device" in [p.code for p in refused(train=train, cluster={"preset": "a100-80g-sxm"})]
+    assert "train-precision-device" in [
+        p.code for p in refused(train=train, cluster={"preset": "a100-80g-sxm"})
+    ]
 
 
 UNPLANNED = {"consistency-mode-not-built", "compression-kind-not-built"}

@@ -1,9 +1,9 @@
 """Matrix products in 8 bits: ``torch._scaled_mm`` on e4m3 values with one scale for each row.
 
 Four bits of mantissa leave each value within 6% of what it was, down to 1/28,672 of the largest of its row. A
-product wants each scale to belong to a row of its result: what is summed over must share one. So the values of
-a layer are cast once, by the rows that the forward pass sums over, and in the backward pass the gradient, which
-is cast for each of its two products anyway, takes in the scale that would be in the way::
+product wants each scale to belong to a row of its operand: what is summed over must share one. So the values
+of a layer are cast once, by the rows that the forward pass sums over; in the backward pass the gradient,
+which is cast for each of its two products anyway, takes in the scale that would be in the way::
 
     y  = s_x s_w (X W')          x = s_x X by tokens, w = s_w W by outputs
     dx = s_g (G W)               grad s_w = s_g G by tokens
@@ -18,6 +18,9 @@ Shape suffixes: N tokens, I inputs, O outputs.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -61,9 +64,9 @@ def turn(cast: Tensor) -> Tensor:
     """Transposed, by a kernel of its own.
 
     The compiler would join it with the search for the largest of each row, and then write byte by byte to
-    places far apart. It does not look into this: what is cast lies in memory, row by row, before it is turned.
+    places far apart. It does not look into this: what is cast lies in memory by rows before it is turned.
     """
-    return (_turn_in_tiles if cast.is_cuda else _turn)(cast)
+    return (_compiled_turn() if cast.is_cuda else _turn)(cast)
 
 
 @turn.register_fake
@@ -75,8 +78,10 @@ def _turn(x: Tensor) -> Tensor:
     return x.t().contiguous()
 
 
-_turn_in_tiles = torch.compile(_turn, dynamic=True)
-"""Torch's own copy reads or writes with gaps; the compiler's goes tile by tile. One for all shapes."""
+@functools.cache
+def _compiled_turn() -> Callable[[Tensor], Tensor]:
+    """Torch's own copy reads or writes with gaps; the compiler's goes tile by tile. One for all shapes."""
+    return torch.compile(_turn, dynamic=True)
 
 
 def can_scale(outputs: int, inputs: int) -> bool:
