@@ -4,7 +4,8 @@ Of every product its three passes: forward, gradient of the input, gradient of t
 what is there; in fp8 they cast it first, as ``run.models.fp8`` does, by code that the compiler makes. In a
 real block a cast is joined with the norm or activation before it, so the figures here are an upper bound.
 ``alone`` is the fp8 product without its casts, with the tensor cores' own sums (fast) and with a float32
-register behind them (exact). The shape is a 3.2B model's (3072 wide, 24 heads, 8 key heads, ffn 8192) at 4 x 4096 tokens.
+register behind them (exact). The shape is a 3.2B model's (3072 wide, 24 heads, 8 key heads, ffn 8192) at
+4 x 4096 tokens.
 
 The largest products come first; none is begun after ``--budget`` seconds.
 
