@@ -26,18 +26,18 @@ from meshwright.prepare.order import SampleOrder
 from meshwright.prepare.shards import ShardFolder
 from meshwright.prepare.tokenizer import TOKENIZER_FILE
 from meshwright.run.balance import Balancer, build_balancer
-from meshwright.run.batches import Batcher
+from meshwright.run.batches import Batcher, Feed
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.divergence import not_finite
 from meshwright.run.gradient_noise import NoiseScale
 from meshwright.run.image_batches import ImageBatcher, open_image_batches
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder, Stages, compile_blocks
-from meshwright.run.models.init import PieceWeights, build_model, find_weight_source
+from meshwright.run.models.init import PieceWeights, WeightSource, build_model, find_weight_source
 from meshwright.run.models.products import scale_products
 from meshwright.run.models.resnet import ResNet
 from meshwright.run.offload import StreamedState, offload_optimizer
-from meshwright.run.optimizer import build_optimizer
+from meshwright.run.optimizer import build_optimizer, compiles_update
 from meshwright.run.parallel.apply import apply_layout, build_pipeline, build_reducer, own_parameters
 from meshwright.run.parallel.context import SharedContext
 from meshwright.run.parallel.ownership import Owned
@@ -97,6 +97,8 @@ class Session:
     train_batches: Batcher | ImageBatcher
     eval_batches: Batcher | ImageBatcher
     order: SampleOrder
+    feed: Feed
+    """Gives every step its batch."""
     data_sha256: str
     """Of the index, which holds the shards' own checksums; of images, see ``prepare.images``."""
     step: int = 0
@@ -142,6 +144,7 @@ def build_session(
     counter: CollectiveCounter,
     events: EventWriter,
     open_split: OpenSplit | None = None,
+    weights: WeightSource | None = None,
 ) -> Session:
     """Build model, optimizer and data of this rank; load the checkpoint if there is one to resume.
 
@@ -152,6 +155,7 @@ def build_session(
         counter: Of collectives.
         events: Where this rank writes what happens.
         open_split: In place of the data that the assignment names.
+        weights: First values in place of the job's, for who does not care which.
     """
     job = plan.job
     if job.train.deterministic != torch.are_deterministic_algorithms_enabled():
@@ -159,7 +163,7 @@ def build_session(
     if job.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
     seat = Seat.of(job, ranks)
-    weights = find_weight_source(job, from_hf=assignment.hf_weights)
+    weights = weights or find_weight_source(job, from_hf=assignment.hf_weights)
     if seat.pieces is not None:
         weights = PieceWeights(weights, seat.pieces)
     model = build_model(job, ranks.device, weights, seat, held_parts(job, ranks.place))
@@ -183,7 +187,10 @@ def build_session(
     else:
         reducer = build_reducer(model, job, ranks)
     owned = own_parameters(model, job, ranks, seat.pieces)
-    optimizer = build_optimizer(owned, job.train)
+    order = SampleOrder(train_batches.dataset.shard_sample_counts, job.train.seed)
+    working = model.working if isinstance(model, Decoder) else None
+    copies = None if working is None else working.copies
+    optimizer = build_optimizer(owned, job.train, copies, compiles_update(job, ranks.device))
     session = Session(
         plan=plan,
         assignment=assignment,
@@ -200,11 +207,12 @@ def build_session(
         streamed=offload_optimizer(optimizer, owned, job, ranks),
         noise_scale=NoiseScale(module, job.train.noise_scale_every),
         precision=precision,
-        working=model.working if isinstance(model, Decoder) else None,
+        working=working,
         balancer=build_balancer(model, job, ranks.device, precision),
         train_batches=train_batches,
         eval_batches=eval_batches,
-        order=SampleOrder(train_batches.dataset.shard_sample_counts, job.train.seed),
+        order=order,
+        feed=Feed(order, train_batches, job.train.global_batch, ranks.device),
         data_sha256=data_sha256,
     )
     if assignment.resume_from is not None:

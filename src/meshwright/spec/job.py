@@ -137,7 +137,7 @@ class Train:
     seed: Natural = 0
     """Decides the initial weights and the order of samples."""
     compile: Flag = False
-    """Compile each block with torch.compile; activations and peak are then shown, not judged."""
+    """Compile blocks, loss and, on GPUs, AdamW with torch.compile; activations and peak are not judged."""
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
     """`inductor` makes fast code; `aot_eager` only traces, for tests."""
     eval_every: Natural = 0

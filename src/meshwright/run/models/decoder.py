@@ -169,6 +169,8 @@ class Head(nn.Linear):
     """That embedding; in a tuple, so that it is no part of the head."""
     low: Tensor | None = None
     """Its matrix in the precision of the product, where a copy is kept."""
+    fused = False
+    """Whether its loss is made by compiled code, of logits in 16 bits."""
 
     def matrix(self) -> Tensor:
         """The rows of the words."""
@@ -180,7 +182,8 @@ class Head(nn.Linear):
 
     def loss(self, x: Tensor, targets_BT: Tensor, chunk: int) -> Tensor:
         """The loss **summed** over the targets that are not ``IGNORED``, ``chunk`` tokens at a time."""
-        return linear_cross_entropy(x.flatten(0, 1), self.matrix(), targets_BT.flatten(), chunk)
+        x_ND, targets_N = x.flatten(0, 1), targets_BT.flatten()
+        return linear_cross_entropy(x_ND, self.matrix(), targets_N, chunk, low_VD=self.low, fused=self.fused)
 
 
 class Decoder(nn.Module):
@@ -315,11 +318,19 @@ class Stages(nn.Module):
             yield from stage.named_modules(memo, prefix, remove_duplicate)
 
 
-def compile_blocks(decoder: Decoder, **options: Any) -> None:
-    """Compile each block on its own: they share one graph, and what is around them stays eager."""
+def compile_blocks(decoder: Decoder, backend: str = "inductor") -> None:
+    """Compile each block on its own, as they share one graph; the last norm and the loss, too.
+
+    Args:
+        decoder: Or a stage of one.
+        backend: Of torch's compiler; one that makes no code leaves the loss as it is.
+    """
     # It would cut graphs at DDP's buckets, which here lie outside them, and asserts how large those are.
     torch._dynamo.config.optimize_ddp = False
     for block in decoder.list_blocks():
         if isinstance(block.ffn, MixtureOfExperts):  # how many rows an expert gets is known when it runs
             block.ffn.forward = torch.compiler.disable(block.ffn.forward)  # type: ignore[method-assign]
-        block.compile(dynamic=False, **options)
+        block.compile(dynamic=False, backend=backend)
+    if decoder.last:
+        decoder.norm.compile(dynamic=False, backend=backend)
+        decoder.head.fused = backend == "inductor"
