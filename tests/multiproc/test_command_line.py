@@ -110,7 +110,7 @@ BAD = [
     (lambda _: ["layout.pp=3"], "layout-pp-layers"),
     (lambda _: ["layout.tp=3"], "layout-tp-heads"),
     (lambda _: ["model.window=8"], "model-window-not-built"),
-    (lambda _: ["train.precision=fp8"], "train-precision-not-built"),
+    (lambda _: ["train.precision=fp8"], "train-fp8-not-built"),
 ]
 
 

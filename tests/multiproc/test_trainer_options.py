@@ -91,6 +91,33 @@ def test_compiled_blocks_on_two_ranks_give_the_same_losses_and_say_compiled(trai
     assert "leaked" not in compiled.messages
 
 
+@pytest.mark.parametrize("layout", [REPLICATED, pytest.param("layout.dp_shard=2", marks=pytest.mark.slow)])
+def test_fp8_on_two_ranks_stays_near_bf16_and_its_state_is_audited(train, layout):
+    """Products in 8 bits of kept copies, and of what ZeRO-3 gathers; the optimizer's state stays float32."""
+    layout = (layout, "model.num_heads=8", "model.num_kv_heads=4")
+    near = train("run_dir=bf16", *layout, "train.precision=bf16").losses
+    compiled = ("train.compile=true", "train.compile_backend=aot_eager", "layout.recompute=selective")
+    found = train("run_dir=fp8", *layout, "train.precision=fp8", *compiled)
+    assert found.losses == pytest.approx(near, rel=0.01)
+    assert found.losses != near, "fp8 was not used"
+    assert found.result["audit_ok"]
+    assert "compiled, not judged" in found.messages
+
+
+@pytest.mark.slow
+def test_fp8_follows_the_bf16_curve_for_200_steps(train):
+    """The mean over the curve, and over its last 50 steps, is within 0.5% of the loss of bf16."""
+    long = ("train.steps=200", "train.eval_every=0", "train.compile=true", "train.compile_backend=aot_eager")
+    exact, found = (
+        train(f"run_dir={precision}", *long, f"train.precision={precision}").losses
+        for precision in ("bf16", "fp8")
+    )
+    assert exact[-1] < 0.6 * exact[0], "it learns something, or any curve would be near"
+    assert sum(found) == pytest.approx(sum(exact), rel=0.005)
+    assert sum(found[-50:]) == pytest.approx(sum(exact[-50:]), rel=0.005)
+    assert found != exact, "fp8 was not used"
+
+
 def test_copies_and_a_stream_in_16_bits_follow_the_plain_curve(train):
     """Products read copies that the update has made stale: two ranks stay within what 16 bits round."""
     low = ("train.precision=bf16", "model.num_heads=8", "model.num_kv_heads=4")

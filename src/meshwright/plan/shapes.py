@@ -15,8 +15,8 @@ from meshwright.spec.job import Job, Train
 from meshwright.spec.model import DecoderModel, Model, ResNetModel
 
 FLOAT32_BYTES = 4
-LOW_BYTES = {"bf16": 2, "fp16": 2}
-"""Bytes of an operand of matrix products in 16 bits; 4 in float32."""
+LOW_BYTES = {"bf16": 2, "fp16": 2, "fp8": 2}
+"""Bytes of an operand of matrix products in 16 bits; 4 in float32. What is cast to fp8 is kept in 16 bits."""
 ROUTED = "ffn.experts"
 """Names of the parameters of routed experts have this in them."""
 

@@ -1,10 +1,11 @@
 """The precision of the matrix products, and the loss scale that fp16 needs.
 
 Weights, gradients, reductions and optimizer state are float32 in every mode. bf16 and fp16 are what the
-products read (autocast). fp16 has a small range: the loss is multiplied by a scale before the backward pass
-and the gradients divided by it after; a step whose gradients overflow is skipped and halves the scale, 2,000
-good ones double it (torch's ``GradScaler``). Gradients are reduced before anyone looks, so all ranks skip
-the same steps.
+products read (autocast); under fp8 the blocks' products cast what they read once more, row by row
+(``run/models/fp8.py``), and the rest runs in bf16. fp16 has a small range: the loss is multiplied by a scale
+before the backward pass and the gradients divided by it after; a step whose gradients overflow is skipped and
+halves the scale, 2,000 good ones double it (torch's ``GradScaler``). Gradients are reduced before anyone
+looks, so all ranks skip the same steps.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from meshwright.run.parallel.ownership import Owned
 from meshwright.run.update_rules.adamw import FusedAdamW, clipping_factor
 from meshwright.spec.job import Job
 
-LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""What autocast hands to products; of fp8, to those that stay in 16 bits."""
 COMPILED_ATTENTION = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,

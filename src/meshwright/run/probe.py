@@ -40,7 +40,8 @@ def find_peak(job: Job, device: torch.device) -> tuple[float, str]:
     if cluster.preset == "local" and cluster.matmul_flops_per_s is None and cluster.probed is None:
         dtype, seconds = LOW_PRECISION.get(job.train.precision, torch.float32), PROBE_SECONDS[device.type]
         rate = measure_matmul(device, dtype, seconds)
-        return rate, f"a {seconds:g}-second {job.train.precision} matmul on this device"
+        products = "bf16" if job.train.precision == "fp8" else job.train.precision
+        return rate, f"a {seconds:g}-second {products} matmul on this device"
     return peak_rate(cluster, job.train.precision)
 
 

@@ -27,7 +27,7 @@ from meshwright.run.parallel import ring  # noqa: F401  (makes its operators kno
 from meshwright.spec.layout import Recompute
 
 _aten = torch.ops.aten
-PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, GROUPED_PRODUCT})
+PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default, GROUPED_PRODUCT})
 ATTENTIONS = frozenset(
     {
         _aten._scaled_dot_product_flash_attention_for_cpu.default,

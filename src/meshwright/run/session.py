@@ -35,6 +35,7 @@ from meshwright.run.image_batches import ImageBatcher, open_image_batches
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder, Stages, compile_blocks
 from meshwright.run.models.init import PieceWeights, WeightSource, build_model, find_weight_source
+from meshwright.run.models.products import scale_products
 from meshwright.run.models.resnet import ResNet
 from meshwright.run.offload import StreamedState, offload_optimizer
 from meshwright.run.optimizer import build_optimizer, compiles_update
@@ -173,13 +174,7 @@ def build_session(
     train_batches, eval_batches, data_sha256 = _open_data(
         job, Path(assignment.data_dir), ranks, seat.context, open_split
     )
-    if job.train.compile:
-        for decoder in model if isinstance(model, Stages) else (model,):
-            assert isinstance(decoder, Decoder), "the legality table compiles decoders only"
-            decoder.stream = STREAMS[job.train.residual]
-            if keeps_copies(job):
-                decoder.working = WorkingCopies(decoder, LOW_PRECISION[job.train.precision])
-            compile_blocks(decoder, backend=job.train.compile_backend)
+    working = _compile(model, job) if job.train.compile else None
     module = apply_layout(model, job, ranks, weights)
     precision, pipeline, reducer = Precision(job, ranks.device), None, None
     if isinstance(model, Stages):
@@ -188,7 +183,6 @@ def build_session(
         reducer = build_reducer(model, job, ranks)
     owned = own_parameters(model, job, ranks, seat.pieces)
     order = SampleOrder(train_batches.dataset.shard_sample_counts, job.train.seed)
-    working = model.working if isinstance(model, Decoder) else None
     copies = None if working is None else working.copies
     optimizer = build_optimizer(owned, job.train, copies, compiles_update(job, ranks.device))
     session = Session(
@@ -218,6 +212,19 @@ def build_session(
     if assignment.resume_from is not None:
         _resume(session, Path(assignment.resume_from))
     return session
+
+
+def _compile(model: nn.Module, job: Job) -> WorkingCopies | None:
+    """Blocks as compiled ones are: with a stream, products and copies as the job says; returns the copies."""
+    for decoder in model if isinstance(model, Stages) else (model,):
+        assert isinstance(decoder, Decoder), "the legality table compiles decoders only"
+        decoder.stream = STREAMS[job.train.residual]
+        if job.train.precision == "fp8":
+            scale_products(decoder)
+        if keeps_copies(job):
+            decoder.working = WorkingCopies(decoder, LOW_PRECISION[job.train.precision])
+        compile_blocks(decoder, backend=job.train.compile_backend)
+    return model.working if isinstance(model, Decoder) else None
 
 
 def _open_data(

@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright.core.errors import Problem
 from meshwright.spec.axis_rules import AXIS_ROWS
-from meshwright.spec.cluster_rules import PLAN_CLUSTER_ROWS
+from meshwright.spec.cluster_rules import PLAN_CLUSTER_ROWS, check_precision_device
 from meshwright.spec.expert_rules import MODEL_ROWS, UNUSED_ROWS
 from meshwright.spec.image_rules import (
     check_batch_norm,
@@ -37,6 +37,7 @@ from meshwright.spec.pipeline_rules import (
 from meshwright.spec.recipe_rules import (
     OPTIONAL_KEYS,
     check_decay_room,
+    check_fp8,
     check_muon_whole,
     check_nesterov,
     check_noise_scale,
@@ -466,7 +467,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "train-residual",
-        '`residual = "bf16"` needs `precision = "bf16"` and `compile = true`.',
+        '`residual = "bf16"` needs `precision` bf16 or fp8, and `compile = true`.',
         check_residual,
     ),
     Rule("train-lr-base-batch", "`lr_scaling` and `lr_base_batch` come together.", _check_lr_base),
@@ -478,6 +479,11 @@ RULES: tuple[Rule, ...] = (
         "`noise_scale_every` needs two ranks or two micro-batches: it compares a part with the whole.",
         check_noise_scale,
     ),
+    Rule(
+        "train-precision-device",
+        "`precision` fp8 or fp4 needs `peak_fp8_flops_per_s` or `peak_fp4_flops_per_s` of a GPU.",
+        check_precision_device,
+    ),
     *(Rule(*row, plan_only=True) for row in PLAN_CLUSTER_ROWS),
     _not_built("model.attention", ("heads",), "latent attention"),
     _not_built("model.window", (None,), "attention in a sliding window"),
@@ -487,7 +493,13 @@ RULES: tuple[Rule, ...] = (
         check_offload_all,
         built=False,
     ),
-    _not_built("train.precision", ("fp32", "bf16", "fp16"), "fp8 or fp4 training"),
+    Rule(
+        "train-fp8-not-built",
+        '`precision = "fp8"` without `compile`, of experts or a ResNet, or with `pp` or `tp`.',
+        check_fp8,
+        built=False,
+    ),
+    _not_built("train.precision", ("fp32", "bf16", "fp16", "fp8"), "fp4 training"),
     _not_built("train.runtime", ("meshwright",), "a run by another framework"),
     Rule(
         "train-muon-not-built",

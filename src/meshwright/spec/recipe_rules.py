@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from meshwright.core.errors import Problem
 from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
 from meshwright.spec.numbers import list_choices
 from meshwright.spec.recipe import OPTIMIZERS, count_decay_steps, defaults, readers, setting
 
@@ -53,9 +54,9 @@ def check_nesterov(job: Job) -> Problem | None:
 def check_residual(job: Job) -> Problem | None:
     """A stream in 16 bits is for products in 16 bits; eager norms would keep it in float32 all the same."""
     train = job.train
-    if train.residual == "fp32" or (train.compile and train.precision == "bf16"):
+    if train.residual == "fp32" or (train.compile and train.precision in ("bf16", "fp8")):
         return None
-    rule = "is for compiled blocks whose products read bf16: elsewhere each norm keeps a float32 copy of it"
+    rule = "is for compiled blocks in bf16 or fp8: elsewhere each norm keeps a float32 copy of it"
     fix = "Set train.precision=bf16 and train.compile=true, or leave train.residual out"
     return Problem("train-residual", rule, path="train.residual", value=train.residual, fix=fix)
 
@@ -71,6 +72,33 @@ def check_decay_room(job: Job) -> Problem | None:
     rule = f"and the {fall} steps of the fall at the end are more than train.steps={train.steps}"
     fix = f"Use a warm-up of {train.steps - fall} steps or less, or a smaller train.decay_fraction"
     return Problem("train-wsd-room", rule, path="train.warmup", value=train.warmup, fix=fix)
+
+
+def check_fp8(job: Job) -> Problem | None:
+    """Products in 8 bits are those of compiled blocks of a dense decoder, with whole matrices."""
+    if job.train.precision != "fp8":
+        return None
+    model, layout = job.model, job.layout
+    fix = "Use train.precision=bf16"
+    if not isinstance(model, DecoderModel):
+        rule = "multiplies matrices in 8 bits, and torch has no such convolution"
+    elif model.num_experts is not None:
+        rule = f"multiplies plain matrices, not yet those of model.num_experts={model.num_experts}"
+    elif layout.pp > 1:
+        rule = f"makes the gradients of weights at once, and layout.pp={layout.pp} may ask for them later"
+        fix += ", or leave layout.pp out"
+    elif layout.tp > 1:
+        rule = f"multiplies whole matrices, and layout.tp={layout.tp} cuts them"
+        fix += ", or leave layout.tp out"
+    elif not job.train.compile:
+        rule = (
+            "needs train.compile=true: casts that no compiler joins with what is before them cost more than "
+        )
+        rule += "the products save"
+        fix = "Set train.compile=true, or use train.precision=bf16"
+    else:
+        return None
+    return Problem("train-fp8-not-built", rule, path="train.precision", value="fp8", fix=fix)
 
 
 def check_muon_whole(job: Job) -> Problem | None:

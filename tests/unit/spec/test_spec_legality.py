@@ -124,7 +124,9 @@ CASES = {
     "model-window-not-built": {"model": {"window": 8}},
     "train-runtime-not-built": {"train": {"runtime": "megatron-core"}},
     "layout-offload-not-built": {"layout": {"offload": "all"}},
-    "train-precision-not-built": {"train": {"precision": "fp8"}},
+    "train-fp8-not-built": {"train": {"precision": "fp8"}},
+    "train-precision-device": {"train": {"precision": "fp4"}},
+    "train-precision-not-built": {"train": {"precision": "fp4"}, "cluster": {"preset": "b200"}},
     "train-muon-not-built": {"train": {"optimizer": "muon"}, "layout": {"tp": 2}},
     "train-noise-scale-not-built": {"train": {"noise_scale_every": 1}, "layout": {"pp": 2}},
     "data-template-needed": {"data": {"answer_field": "output"}},
@@ -134,7 +136,6 @@ CASES = {
 """A job for each row; a row without one fails below."""
 PLAN_CASES = {
     "cluster-links-missing": {"cluster": {"preset": "local", "device": "cuda", "nodes": 2}},
-    "train-precision-device": {"train": {"precision": "fp4"}},
 }
 """Likewise, for rows that are a matter of planning alone."""
 
@@ -166,11 +167,34 @@ def test_each_rule_of_planning_can_be_broken_and_does_not_hide_what_is_not_built
     (problem,) = caught.value.problems
     assert problem.code == code
     assert problem.fix
-    if code == "cluster-links-missing":
-        assert build_job(made).cluster.nodes == 2, "train itself says that this machine is not that cluster"
-        return
-    assert code not in [p.code for p in refused(**PLAN_CASES[code])]
-    assert any(p.path == problem.path and p.code.endswith("-not-built") for p in refused(**PLAN_CASES[code]))
+    assert build_job(made).cluster.nodes == 2, "train itself says that this machine is not that cluster"
+
+
+@pytest.mark.parametrize(
+    ("tables", "reason"),
+    [
+        ({}, "needs train.compile=true"),
+        ({"train": {"compile": True}, "model": EXPERTS}, "not yet those of model.num_experts"),
+        ({"train": {"compile": True}, "layout": {"pp": 2}}, "layout.pp=2 may ask for them later"),
+        ({"train": {"compile": True}, "layout": {"tp": 2}}, "layout.tp=2 cuts them"),
+        ({"model": RESNET}, "torch has no such convolution"),
+    ],
+)
+def test_fp8_that_is_not_built_says_why_and_what_to_use(refused, tables, reason):
+    problems = refused(**tables | {"train": {**tables.get("train", {}), "precision": "fp8"}})
+    (problem,) = (p for p in problems if p.code == "train-fp8-not-built")
+    assert reason in problem.rule
+    assert "train.precision=bf16" in problem.fix
+
+
+def test_fp8_of_a_compiled_dense_decoder_runs_on_cores_and_on_gpus_that_have_it(tree, refused):
+    train = {"precision": "fp8", "compile": True}
+    for layout in ({"dp_replicate": 2}, {"dp_shard": 2}, {"cp": 2}):
+        assert build_job(tree(train=train, layout=layout)).train.precision == "fp8"
+    assert build_job(tree(train=train, cluster={"preset": "h200-sxm"})).cluster.device == "cuda"
+    assert "train-precision-device" in [
+        p.code for p in refused(train=train, cluster={"preset": "a100-80g-sxm"})
+    ]
 
 
 UNPLANNED = {"consistency-mode-not-built", "compression-kind-not-built"}

@@ -39,6 +39,7 @@ class Workload:
             global_batch=job.train.global_batch,
             precision=job.train.precision,
             profile=PROFILES[job.train.runtime],
+            recipe="rowwise" if job.train.precision == "fp8" and job.train.runtime == "meshwright" else "",
             compiled=job.train.compile,
             document_mask=job.data.mask == "document",
         )

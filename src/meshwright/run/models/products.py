@@ -23,6 +23,8 @@ import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from meshwright.run.models import fp8
+
 
 class Waiting(NamedTuple):
     """A product whose weight's gradient is still to be made."""
@@ -73,6 +75,8 @@ class Product(nn.Linear):
     """Its weight in the precision of the product, where a copy is kept."""
     adds_bias = True
     """Whether its bias is a part of the product."""
+    scaled = False
+    """Whether it is computed in 8 bits."""
 
     def late_names(self) -> tuple[str, ...]:
         """Its parameters whose gradients can wait."""
@@ -84,8 +88,9 @@ class Product(nn.Linear):
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The product, with a bias or without."""
-        if self.low is not None:
-            out = multiply_copy(x, self.low, self.weight)
+        if self.scaled or self.low is not None:
+            read = self.weight if self.low is None else self.low
+            out = (multiply_scaled if self.scaled else multiply_copy)(x, read, self.weight)
             return out if bias is None else out + bias.to(out.dtype)
         if self.later is None or not torch.is_grad_enabled():
             return F.linear(x, self.weight, bias)
@@ -104,10 +109,11 @@ class Joint:
         """
         self._masters, self._low = [product.weight for product in products], low
         self._widths = [product.out_features for product in products]
+        self._multiply = multiply_scaled if all(product.scaled for product in products) else multiply_copy
 
     def multiply(self, x: Tensor) -> tuple[Tensor, ...]:
         """What each of them gives."""
-        return multiply_copy(x, self._low, *self._masters).split(self._widths, dim=-1)
+        return self._multiply(x, self._low, *self._masters).split(self._widths, dim=-1)
 
 
 def multiply_copy(x: Tensor, low: Tensor, *masters: Tensor) -> Tensor:
@@ -137,6 +143,33 @@ class _CopyProduct(torch.autograd.Function):
         x, low = ctx.saved_tensors
         whole = weight_gradient(grad.flatten(0, -2), x.flatten(0, -2))
         return grad @ low, None, *whole.split(ctx.rows)
+
+
+def multiply_scaled(x: Tensor, low: Tensor, *masters: Tensor) -> Tensor:
+    """The same in 8 bits, made of the copy (or of a matrix that has none); what comes out is bfloat16."""
+    out: Tensor = _ScaledProduct.apply(x.flatten(0, -2), low.detach(), *masters)
+    return out.unflatten(0, x.shape[:-1])
+
+
+class _ScaledProduct(torch.autograd.Function):
+    """A product in 8 bits, and in the backward pass another two, or one and the weight gradient of a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, low_OI: Tensor, *masters: Tensor) -> Tensor:
+        cast_NI, scale_N1 = fp8.cast_rows(x_NI)
+        ctx.in_fp8 = fp8.WEIGHT_GRADIENT_IN_FP8 and x_NI.shape[0] % fp8.ALIGNED == 0
+        ctx.save_for_backward(low_OI, *((cast_NI, scale_N1) if ctx.in_fp8 else (x_NI.bfloat16(),)))
+        ctx.rows, ctx.kind = [master.shape[0] for master in masters], masters[0].dtype
+        ctx.input_kind = x_NI.dtype
+        return fp8.forward_product(cast_NI, scale_N1, low_OI)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
+        low_OI, *kept = ctx.saved_tensors
+        grad_NI = fp8.input_gradient(grad_NO, low_OI).to(ctx.input_kind)
+        whole_OI = (fp8.scaled_weight_gradient if ctx.in_fp8 else weight_gradient)(grad_NO, *kept)
+        return grad_NI, None, *whole_OI.to(ctx.kind).split(ctx.rows)
 
 
 @torch.library.custom_op("meshwright::weight_gradient", mutates_args=())
@@ -185,3 +218,10 @@ def put_off(module: nn.Module, compiled: bool) -> Later:
         if isinstance(part, Product):
             part.later = later
     return later
+
+
+def scale_products(module: nn.Module) -> None:
+    """From now on the products of a module are computed in 8 bits, but for shapes that those do not take."""
+    for part in module.modules():
+        if isinstance(part, Product):
+            part.scaled = fp8.can_scale(part.out_features, part.in_features)

@@ -1,0 +1,171 @@
+"""What 8-bit products win: each product of a block's step in bf16 and in fp8, casts included and compiled.
+
+Of every product its three passes: forward, gradient of the input, gradient of the weight. In bf16 they read
+what is there; in fp8 they cast it first, as ``run.models.fp8`` does, by code that the compiler makes. In a
+real block a cast is joined with the norm or activation before it, so the figures here are an upper bound.
+``alone`` is the fp8 product without its casts, with the tensor cores' own sums (fast) and with a float32
+register behind them (exact). The shape is a 3.2B model's (3072 wide, 24 heads, 8 key heads, ffn 8192) at
+4 x 4096 tokens.
+
+The largest products come first; none is begun after ``--budget`` seconds.
+
+    python benchmarks/fp8_products.py
+    python benchmarks/fp8_products.py --small
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
+from torch import Tensor
+
+from meshwright.run.models import fp8
+from meshwright.run.models.products import weight_gradient
+
+PRODUCTS = {"gate, up": (16384, 3072), "down": (3072, 8192), "q, k, v": (5120, 3072), "out": (3072, 3072)}
+"""Outputs and inputs of a block's products."""
+TOKENS, LAYERS = 4 * 4096, 28
+WARM_UPS, REPEATS = 3, 10
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One pass of one product."""
+
+    product: str
+    which: str
+    """``forward``, ``input`` or ``weight``: gradient of the input, of the weight."""
+    flops: float
+    bf16_s: float
+    fp8_s: float
+    """With its casts."""
+    fast_s: float
+    """Without casts."""
+    exact_s: float
+    """Likewise, with exact sums."""
+
+
+def measure(run: Callable[[], object], on_gpu: bool) -> float:
+    """Median time of a call."""
+    for _ in range(WARM_UPS):
+        run()
+    spent = []
+    if not on_gpu:
+        for _ in range(REPEATS):
+            started = time.perf_counter()
+            run()
+            spent.append(time.perf_counter() - started)
+        return statistics.median(spent)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    torch.cuda.synchronize()
+    spent = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+    return statistics.median(spent)
+
+
+def forward(x: Tensor, weight: Tensor) -> Tensor:
+    """In 8 bits, from 16."""
+    return fp8.forward_product(*fp8.cast_rows(x), weight)
+
+
+def gradient_of_weight(grad: Tensor, x: Tensor) -> Tensor:
+    """Likewise, out in float32 as the optimizer reads it."""
+    return fp8.scaled_weight_gradient(grad, *fp8.cast_rows(x)).float()
+
+
+def measure_alone(rows: int, columns: int, depth: int, device: torch.device) -> list[float]:
+    """Seconds of an 8-bit product without casts: fast sums, then exact ones."""
+    a = torch.randn(rows, depth, device=device).to(fp8.E4M3)
+    b = torch.randn(columns, depth, device=device).to(fp8.E4M3).t()
+    scales = torch.ones(rows, 1, device=device), torch.ones(1, columns, device=device)
+
+    def run(fast: bool) -> Tensor:
+        return torch._scaled_mm(a, b, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+    return [measure(lambda fast=fast: run(fast), device.type == "cuda") for fast in (True, False)]
+
+
+def measure_product(name: str, outputs: int, inputs: int, tokens: int, device: torch.device) -> list[Figure]:
+    """The three passes of a product."""
+    x = torch.randn(tokens, inputs, device=device).bfloat16()
+    grad = (torch.randn(tokens, outputs, device=device) * 1e-6).bfloat16()
+    weight = (torch.randn(outputs, inputs, device=device) * 0.02).bfloat16()
+    on_gpu = device.type == "cuda"
+    passes: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, Tensor]]] = {
+        "forward": (F.linear, forward, (x, weight)),
+        "input": (torch.mm, fp8.input_gradient, (grad, weight)),
+        "weight": (weight_gradient, gradient_of_weight, (grad, x)),
+    }
+    sizes = {
+        "forward": (tokens, outputs, inputs),
+        "input": (tokens, inputs, outputs),
+        "weight": (outputs, inputs, tokens),
+    }
+    found = []
+    for which, (in_16, in_8, operands) in passes.items():
+        compiled = torch.compile(in_8, dynamic=False)
+        figures = [
+            measure(lambda run=run, operands=operands: run(*operands), on_gpu) for run in (in_16, compiled)
+        ]
+        alone = measure_alone(*sizes[which], device)
+        found.append(Figure(name, which, 2.0 * tokens * outputs * inputs, *figures, *alone))
+        show(found[-1])
+    return found
+
+
+def show(figure: Figure) -> None:
+    """One line."""
+    rates = [figure.flops / s / 1e12 for s in (figure.bf16_s, figure.fp8_s, figure.fast_s, figure.exact_s)]
+    print(
+        f"{figure.product:<9} {figure.which:<8} {figure.bf16_s * 1e3:8.3f} {figure.fp8_s * 1e3:8.3f} "
+        f"{figure.bf16_s / figure.fp8_s:6.2f} {rates[0]:9.1f} {rates[1]:8.1f} {rates[2]:10.1f} "
+        f"{rates[3]:8.1f}",
+        flush=True,
+    )
+
+
+def sum_up(figures: list[Figure]) -> None:
+    """What a step wins, in all layers, with two of the three passes in fp8 and with all."""
+    bf16_s = sum(figure.bf16_s for figure in figures)
+    two_s = sum(figure.bf16_s if figure.which == "weight" else figure.fp8_s for figure in figures)
+    all_s = sum(figure.fp8_s for figure in figures)
+    for name, spent in (("bf16", bf16_s), ("fp8, weight gradients in bf16", two_s), ("fp8", all_s)):
+        won = f"{bf16_s / spent:.2f} times as fast"
+        print(f"{LAYERS} layers of these, {name}: {spent * LAYERS * 1e3:.1f} ms, {won}")
+
+
+def main() -> None:
+    """Measure as asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds after which no product is begun")
+    parser.add_argument("--json", action="store_true", help="also print the figures as one line of JSON")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() and not options.small else "cpu")
+    scale, tokens = (32, 64) if options.small else (1, TOKENS)
+    print(f"torch {torch.__version__}, {device.type}, {tokens} tokens")
+    print("product   pass      bf16 ms   fp8 ms  ratio  bf16 TF/s fp8 TF/s alone fast    exact")
+    started, figures = time.perf_counter(), list[Figure]()
+    for name, (outputs, inputs) in PRODUCTS.items():
+        if time.perf_counter() - started > options.budget:
+            print(f"{name} and what follows left out: {options.budget:g} s have passed")
+            break
+        figures += measure_product(name, outputs // scale, inputs // scale, tokens, device)
+    sum_up(figures)
+    if options.json:
+        print(json.dumps([asdict(figure) for figure in figures]))
+
+
+if __name__ == "__main__":
+    main()

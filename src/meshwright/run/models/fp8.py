@@ -1,0 +1,139 @@
+"""Matrix products in 8 bits: ``torch._scaled_mm`` on e4m3 values with one scale for each row.
+
+Four bits of mantissa leave each value within 6% of what it was, down to 1/28,672 of the largest of its row. A
+product wants each scale to belong to a row of its operand: what is summed over must share one. So the values
+of a layer are cast once, by the rows that the forward pass sums over; in the backward pass the gradient,
+which is cast for each of its two products anyway, takes in the scale that would be in the way::
+
+    y  = s_x s_w (X W')          x = s_x X by tokens, w = s_w W by outputs
+    dx = s_g (G W)               grad s_w = s_g G by tokens
+    dw = s_h (H' X)              grad s_x = s_h H by outputs
+
+The backward pass thus differentiates the product that was computed, and neither input nor weight is looked
+through a second time for the largest value of its other dim. Tensor cores read 8-bit operands along the dim
+that is summed over, hence the transposed copies. All of it is plain torch without a wait for the device: the
+compiler joins casts with the norm or activation before them.
+
+Shape suffixes: N tokens, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0
+"""Of e4m3."""
+LEAST_AMAX = 2.0**-100
+"""Rows of zeros get a scale too; far below any gradient, far above the least float32."""
+ALIGNED = 16
+"""Both dims of a matrix that is read in 8 bits are multiples of this many bytes."""
+WEIGHT_GRADIENT_IN_FP8 = True
+"""Whether the gradient of the weight is an 8-bit product as well; else it is one of 16 bits."""
+FAST_BACKWARD = False
+"""Whether the backward pass, too, sums without the extra float32 register."""
+
+
+def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Values in 8 bits and the scale of each row, float32."""
+    scale = _scales(x, dim=1)
+    return _cast(x, scale), scale
+
+
+def cast_columns(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by columns, and transposed: each column becomes a row with its scale."""
+    scale = _scales(x, dim=0)
+    return _turn(_cast(x, scale)), scale.view(-1, 1)
+
+
+def _scales(x: Tensor, dim: int) -> Tensor:
+    amax = x.abs().amax(dim, keepdim=True).float()
+    return amax.clamp(min=LEAST_AMAX) / LARGEST
+
+
+def _cast(x: Tensor, scale: Tensor) -> Tensor:
+    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(E4M3)
+
+
+@torch.library.custom_op("meshwright::turn", mutates_args=())
+def turn(cast: Tensor) -> Tensor:
+    """Transposed, by a kernel of its own.
+
+    The compiler would join it with the search for the largest of each row, and then write byte by byte to
+    places far apart. It does not look into this: what is cast lies in memory by rows before it is turned.
+    """
+    return (_compiled_turn() if cast.is_cuda else _turn)(cast)
+
+
+@turn.register_fake
+def _(cast: Tensor) -> Tensor:
+    return cast.new_empty(cast.shape[1], cast.shape[0])
+
+
+def _turn(x: Tensor) -> Tensor:
+    return x.t().contiguous()
+
+
+@functools.cache
+def _compiled_turn() -> Callable[[Tensor], Tensor]:
+    """Torch's own copy reads or writes with gaps; the compiler's goes tile by tile. One for all shapes."""
+    return torch.compile(_turn, dynamic=True)
+
+
+def can_scale(outputs: int, inputs: int) -> bool:
+    """Whether a weight has a shape that 8-bit products take."""
+    return outputs % ALIGNED == 0 and inputs % ALIGNED == 0
+
+
+def _multiply(a: Tensor, b_turned: Tensor, scale_a: Tensor, scale_b: Tensor, fast: bool) -> Tensor:
+    """``a b``; both are read along their rows, so ``b`` is given transposed."""
+    return torch._scaled_mm(
+        a, b_turned.t(), scale_a, scale_b.view(1, -1), out_dtype=torch.bfloat16, use_fast_accum=fast
+    )
+
+
+def _ones(turned: Tensor) -> Tensor:
+    """Scales of an operand whose own have gone into the other."""
+    return torch.ones(turned.shape[0], dtype=torch.float32, device=turned.device)
+
+
+def forward_product(x_NI: Tensor, scale_N1: Tensor, weight_OI: Tensor) -> Tensor:
+    """``x W'``.
+
+    Args:
+        x_NI: In 8 bits.
+        scale_N1: Of its rows.
+        weight_OI: In 16 bits or more.
+    """
+    cast_OI, scale_O1 = cast_rows(weight_OI)
+    return _multiply(x_NI, cast_OI, scale_N1, scale_O1, fast=True)
+
+
+def input_gradient(grad_NO: Tensor, weight_OI: Tensor) -> Tensor:
+    """Gradient of a product's input.
+
+    Args:
+        grad_NO: Of its output.
+        weight_OI: As the forward product read it.
+    """
+    cast_OI, scale_O1 = cast_rows(weight_OI)
+    cast_NO, scale_N1 = cast_rows(grad_NO.float() * scale_O1.view(1, -1))
+    turned_IO = turn(cast_OI)
+    return _multiply(cast_NO, turned_IO, scale_N1, _ones(turned_IO), FAST_BACKWARD)
+
+
+def scaled_weight_gradient(grad_NO: Tensor, x_NI: Tensor, scale_N1: Tensor) -> Tensor:
+    """Gradient of a product's weight.
+
+    Args:
+        grad_NO: Of its output.
+        x_NI: Its input, in 8 bits.
+        scale_N1: Of the rows of that.
+    """
+    cast_ON, scale_O1 = cast_columns(grad_NO.float() * scale_N1)
+    turned_IN = turn(x_NI)
+    return _multiply(cast_ON, turned_IN, scale_O1, _ones(turned_IN), FAST_BACKWARD)
