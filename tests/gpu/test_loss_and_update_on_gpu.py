@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,7 +23,9 @@ pytestmark = [
 @contextmanager
 def nobody_waits() -> Iterator[None]:
     """Whatever makes the host wait for the device is an error."""
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it does not see everything
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

@@ -55,8 +55,9 @@ def test_a_product_and_its_gradients_are_near_the_exact_ones(monkeypatch, weight
     assert (distances[2] > 0.01) == weight_gradient
 
 
-def test_scales_of_tokens_and_outputs_may_lie_far_apart():
+def test_scales_of_tokens_and_outputs_may_lie_far_apart(monkeypatch):
     """One scale for a whole matrix would lose all but the largest rows; the gradient folds the others' in."""
+    monkeypatch.setattr(fp8, "WEIGHT_GRADIENT_IN_FP8", True)
     by_token, by_output = torch.logspace(-4, 4, 64)[:, None], torch.logspace(-4, 4, 48)[:, None]
     x, weight, grad = draw(64, 96), draw(48, 96, seed=1), draw(64, 48, seed=2)
     exact = passes(lambda x, w: x @ w.T, x, weight, grad)
@@ -86,7 +87,8 @@ def test_what_is_not_finite_stays_so(value):
     assert out[4].isfinite().all()
 
 
-def test_tokens_that_fill_no_16_rows_get_their_weight_gradient_in_16_bits():
+def test_tokens_that_fill_no_16_rows_get_their_weight_gradient_in_16_bits(monkeypatch):
+    monkeypatch.setattr(fp8, "WEIGHT_GRADIENT_IN_FP8", True)
     x, weight, grad = draw(10, 32), draw(16, 32, seed=1), draw(10, 16, seed=2)
     exact = passes(lambda x, w: x @ w.T, x, weight, grad)
     found = passes(scaled, x, weight, grad)
@@ -115,8 +117,9 @@ def test_products_that_are_one_give_what_each_gives():
 
 
 @pytest.mark.filterwarnings("ignore")  # what the compiler itself does is not up to date
-def test_compiled_blocks_recompute_no_8_bit_product_and_keep_nothing_else_of_one():
+def test_compiled_blocks_recompute_no_8_bit_product_and_keep_nothing_else_of_one(monkeypatch):
     """Selective recomputation keeps the results of three of a block's four products, and no cast."""
+    monkeypatch.setattr(fp8, "WEIGHT_GRADIENT_IN_FP8", True)
     net = Decoder(dataclasses.replace(SHAPE, num_layers=1), 16, 8, "selective")
     names = [name for name, _ in net.named_parameters()]
     fill(net, names, DrawnWeights(SHAPE, 0), torch.device("cpu"))

@@ -124,6 +124,8 @@ def multiply_copy(x: Tensor, low: Tensor, *masters: Tensor) -> Tensor:
         low: Of the matrices, one below the other.
         masters: The matrices.
     """
+    if not torch.is_grad_enabled():  # torch 2.11 cannot compile the function below then
+        return F.linear(x.to(low.dtype), low)
     out: Tensor = _CopyProduct.apply(x, low, *masters)
     return out
 
