@@ -1,214 +1,389 @@
-"""Training steps on one device: ours beside transformers' Llama with torch.compile, same shape, same batch.
+"""Training steps on one device: ours, the bare torch equivalent and the floor, with their ratios and parts.
 
-Each runs in a process of its own. Ours is a rank's session and step as ``meshwright train`` runs them, eager
-and compiled; theirs is the loop that one writes by hand: float32 weights, bf16 autocast, fused AdamW, clips.
-FLOPs are counted alike for both: 6 for each parameter but the input embedding a token, plus causal attention
-(half). The shape is Llama 3.2 1B's, untied.
+Ours is the training loop of ``meshwright train``; the bare equivalent is the Llama that one writes by hand
+after torchtitan's (``llama_by_hand.py``); the floor is each part of the step timed alone, and added
+(``step_floor.py``). FLOPs are counted alike: 6 for each parameter but the input embedding a token, plus
+causal attention (half). Two shapes, both bf16, untied, 128256 words: (a) 16 layers, 2048 wide, 8 x 4096
+tokens; (b) 28 layers, 3072 wide, 4 x 4096 tokens.
 
-    python benchmarks/one_device.py                      # on a GPU: 8 x 4096 tokens
-    python benchmarks/one_device.py --small              # what a CPU can do, to try the benchmark
+    python benchmarks/one_device.py --overlap --profile --out rows.jsonl    # on a GPU
+    python benchmarks/one_device.py --shape b --only ours --set train.residual=fp32
+    python benchmarks/one_device.py --shape b --also train.precision=fp8    # a second kind of ours
+    python benchmarks/one_device.py --small                                 # what a CPU can do, to try it
+
+Each kind runs in a process of its own, and one that fails does not stop the others. With ``--overlap`` all of
+them start at once and compile beside each other, each on a model of one layer; then they take the device one
+after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
-import statistics
+import queue
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from meshwright.launch.environment import prepare_environment
+from kernel_kinds import describe
+from one_device_kinds import SHAPES, Order
 
-prepare_environment(threads=os.cpu_count() or 1)
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-
-from meshwright.plan.compute import flops_per_token  # noqa: E402
-from meshwright.spec.job import Job  # noqa: E402
-from meshwright.spec.load import build_job  # noqa: E402
-
-LARGE = {"num_layers": 16, "hidden_size": 2048, "num_heads": 32, "num_kv_heads": 8, "ffn_size": 8192,
-         "vocab_size": 128256, "rope_theta": 500000.0}  # fmt: skip
-SMALL = {"num_layers": 2, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 512,
-         "vocab_size": 1024}  # fmt: skip
-KINDS = ("ours", "ours compiled", "transformers", "transformers compiled")
-WARM_UP = 4
-"""Steps that are not timed; ours audits its second one."""
+KINDS = ("ours", "bare", "floor", "transformers")
+DEFAULT_KINDS = ("ours", "bare", "floor")
+STDERR_LINES = 15
+EXIT_S = 15.0
+"""How long a process may take to end."""
+GIB = 2**30
+Row = dict[str, Any]
 
 
-def build_shape(small: bool, compiled: bool, recompute: str, folder: Path) -> Job:
-    """The job of our side; theirs takes its numbers from it."""
-    length, batch = (128, 4) if small else (4096, 8)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tree: dict[str, Any] = {
-        "model": SMALL if small else LARGE,
-        "data": {"path": str(folder), "seq_len": length},
-        "train": {
-            "steps": 10**6,
-            "global_batch": batch,
-            "lr": 1e-4,
-            "precision": "bf16",
-            "compile": compiled,
-        },
-        "layout": {"dp_replicate": 1, "micro_batch": batch, "recompute": recompute},
-        "cluster": {"device": device, "matmul_flops_per_s": 1e12},
-        "checkpoint": {"every_minutes": 0.0},
+class Child:
+    """A process that measures one kind; what it says comes through a queue."""
+
+    def __init__(self, order: Order, logs: Path, heard: queue.Queue[tuple[Child, Row | None]]) -> None:
+        self.order = order
+        self.ready = self.ended = False
+        self.row: Row | None = None
+        self.disturbed_by: list[str] = []
+        """Who was still compiling when it took the device."""
+        self._log = logs / f"{len(list(logs.iterdir()))}.txt"
+        script = Path(__file__).with_name("one_device_kinds.py")
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(script), json.dumps(asdict(order))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                process_group=0,
+            )
+        threading.Thread(target=self._read, args=(heard,), daemon=True).start()
+
+    @property
+    def name(self) -> str:
+        """Kind and shape."""
+        return f"{self.order.name} ({self.order.shape})"
+
+    def _read(self, heard: queue.Queue[tuple[Child, Row | None]]) -> None:
+        assert self.process.stdout is not None, "a pipe was asked for"
+        for line in self.process.stdout:
+            try:
+                heard.put((self, json.loads(line)))
+            except ValueError:
+                continue  # not a line of ours
+        self.process.wait()
+        heard.put((self, None))
+
+    def go(self) -> None:
+        """Let it take the device."""
+        assert self.process.stdin is not None, "a pipe was asked for"
+        try:
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+        except OSError:
+            pass  # it has ended, and says so in the queue
+
+    def finish(self) -> None:
+        """Wait until it has given the device back; it has nothing more to do."""
+        try:
+            self.process.wait(timeout=EXIT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self.ended = True
+
+    def kill(self) -> None:
+        """End it and what it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def last_words(self) -> str:
+        """The end of what it printed."""
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return "\n".join(lines[-STDERR_LINES:])
+
+
+class Company:
+    """All processes of a run of the benchmark, and what they found."""
+
+    def __init__(self, limit_s: float, logs: Path, out: Path | None, screen: TextIO) -> None:
+        self.rows: list[Row] = []
+        self.torch = "unknown"
+        """Its version, as the processes say."""
+        self._heard: queue.Queue[tuple[Child, Row | None]] = queue.Queue()
+        self._children: list[Child] = []
+        self._began = time.monotonic()
+        self._limit_s, self._logs, self._out, self._screen = limit_s, logs, out, screen
+
+    @property
+    def seconds(self) -> float:
+        """Since the beginning."""
+        return time.monotonic() - self._began
+
+    def run(self, orders: list[Order], overlap: bool, ready_limit_s: float) -> None:
+        """Measure everything: one after the other, or all compiling at once.
+
+        Args:
+            orders: What to measure, in this order.
+            overlap: Whether all start at once.
+            ready_limit_s: How long the device waits for the slowest to be ready.
+        """
+        try:
+            if overlap:
+                children = [self._start(order) for order in orders]
+                limit_s = min(ready_limit_s, self._limit_s)
+                while self.seconds < limit_s and not all(c.ready or c.ended for c in children):
+                    self._listen(limit_s)
+                for child in children:
+                    self._measure(child)
+            else:
+                for order in orders:
+                    self._measure(self._start(order))
+        finally:
+            for child in self._children:
+                child.kill()
+
+    def _start(self, order: Order) -> Child:
+        child = Child(order, self._logs, self._heard)
+        self._children.append(child)
+        return child
+
+    def _measure(self, child: Child) -> None:
+        """Give the device to a process until it has ended."""
+        child.disturbed_by = [c.name for c in self._children if not (c is child or c.ready or c.ended)]
+        child.go()
+        while not child.ended and self.seconds < self._limit_s:
+            self._listen(self._limit_s)
+        if not child.ended:
+            child.kill()
+            child.ended = True
+            self._keep(child, {"failed": f"not done after {self._limit_s:.0f} s\n{child.last_words()}"})
+
+    def _listen(self, until_s: float) -> None:
+        """Take in one message, or find that the time is over."""
+        try:
+            child, message = self._heard.get(timeout=max(0.01, until_s - self.seconds))
+        except queue.Empty:
+            return
+        if message is None:
+            if child.row is None and not child.ended:
+                status = child.process.returncode
+                self._keep(child, {"failed": f"ended with status {status}\n{child.last_words()}"})
+            child.ended = True
+        elif "result" in message:
+            self._keep(child, {**message["result"], "disturbed_by": child.disturbed_by})
+            child.finish()
+        elif "failed" in message and "phase" not in message:
+            self._keep(child, {"failed": message["failed"]})
+            child.finish()
+        else:
+            child.ready = child.ready or bool(message.get("ready"))
+            self.torch = message.get("torch", self.torch)
+            self._write({"kind": child.order.name, "shape": child.order.shape, **message})
+            self._print(f"{child.name}: {describe_phase(message)}")
+
+    def _keep(self, child: Child, found: Row) -> None:
+        child.row = {"kind": child.order.name, "shape": child.order.shape, **found}
+        self.rows.append(child.row)
+        self._write(child.row)
+        for line in describe_row(child.row):
+            self._print(line)
+
+    def _write(self, content: Row) -> None:
+        if self._out is not None:
+            with self._out.open("a") as file:
+                file.write(json.dumps({"at_s": round(self.seconds, 2), **content}) + "\n")
+
+    def _print(self, text: str) -> None:
+        print(f"[{self.seconds:6.1f} s] {text}", file=self._screen, flush=True)
+
+
+def describe_phase(message: Row) -> str:
+    """What a process has just done, how long it took, and the memory that it holds."""
+    if "failed" in message:
+        return f"{message['phase']} failed: {message['failed']}"
+    text = f"{message['phase']}, {message['seconds']:.1f} s"
+    if message.get("held_bytes") is not None:
+        peak = message.get("peak_bytes") or 0
+        text += f", {message['held_bytes'] / GIB:.1f} GiB held, {peak / GIB:.1f} at most"
+    if message.get("step_s"):
+        text += f", {message['step_s'] * 1e3:.1f} ms a step"
+    for name, seconds in {**message.get("parts", {}), **message.get("beside", {})}.items():
+        text += f"\n             {name}: {seconds * 1e3:.2f} ms"
+    return text
+
+
+def describe_row(row: Row) -> list[str]:
+    """A result for people, its profile included."""
+    name = f"{row['kind']} ({row['shape']})"
+    if "failed" in row:
+        return [f"{name} FAILED", *(f"    {line}" for line in row["failed"].splitlines())]
+    if not row["step_s"]:
+        return [f"{name}: not whole, failed: {row['failed_parts']}"]
+    text = f"{name}: {row['step_s'] * 1e3:.1f} ms, {row['flops_per_s'] / 1e12:.4g} TFLOP/s"
+    if row.get("peak_bytes"):
+        text += f", peak {row['peak_bytes'] / GIB:.1f} GiB (reserved {row['reserved_bytes'] / GIB:.1f})"
+    if row.get("held_before_bytes"):
+        text += f", of it {row['held_before_bytes'] / GIB:.2f} left from the rehearsal"
+    if row.get("event_step_s"):
+        text += f"; its own events say {row['event_step_s'] * 1e3:.1f} ms"
+    if row.get("planned_step_s"):
+        text += f"; planned {row['planned_step_s'] * 1e3:.1f} ms, {row['planned_peak_bytes'] / GIB:.1f} GiB"
+    if row.get("loss") is not None:
+        text += f"; loss {row['loss']:.3f}"
+    lines = [text]
+    if row.get("times_s"):
+        lines.append("    steps: " + ", ".join(f"{seconds * 1e3:.1f}" for seconds in row["times_s"]) + " ms")
+    return lines + (describe(row["profile"]) if row.get("profile") else [])
+
+
+def compare(rows: list[Row]) -> dict[str, dict[str, Any]]:
+    """For each shape, every kind of ours against the bare equivalent, transformers and the floor: speed."""
+    ratios: dict[str, dict[str, Any]] = {}
+    for shape in sorted({row["shape"] for row in rows}):
+        times = {row["kind"]: row["step_s"] for row in rows if row["shape"] == shape and row.get("step_s")}
+        others = [kind for kind in ("bare", "transformers", "floor") if kind in times]
+        found = {
+            f"{kind} / {other}": times[other] / times[kind]
+            for kind in times
+            if kind.startswith("ours")
+            for other in others
+        }
+        if "floor" in times and "bare" in times:
+            found["bare / floor"] = times["floor"] / times["bare"]
+        ratios[shape] = found
+    return ratios
+
+
+def describe_all(result: Row) -> list[str]:
+    """The table at the end."""
+    lines = [f"one device, {result['date']}, {result['machine']}"]
+    for row in sorted(result["rows"], key=lambda row: row["shape"]):
+        name = f"  ({row['shape']}) {row['kind']:24}"
+        if row.get("step_s"):
+            rate = f"{row['flops_per_s'] / 1e12:7.4g} TFLOP/s"
+            peak = f", peak {row['peak_bytes'] / GIB:.1f} GiB" if row.get("peak_bytes") else ""
+            noisy = ", others were still compiling" if row.get("disturbed_by") else ""
+            lines.append(f"{name} {row['step_s'] * 1e3:9.1f} ms, {rate}{peak}{noisy}")
+        else:
+            lines.append(f"{name} failed")
+        if row["kind"] == "floor" and row.get("parts_s"):
+            lines += _describe_parts(row)
+    for shape, ratios in result["ratios"].items():
+        lines += [f"  ({shape}) speed of {pair}: {ratio:.3f}" for pair, ratio in ratios.items()]
+    return lines
+
+
+def _describe_parts(row: Row) -> list[str]:
+    """The floor by kinds of parts."""
+    groups: dict[str, float] = {}
+    for name, seconds in row["parts_s"].items():
+        group = name.split(",")[0].split()[0]
+        groups[group] = groups.get(group, 0.0) + seconds
+    parts = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in groups.items())
+    rates = {
+        "products": (row["products_flops_per_s"], "TFLOP/s"),
+        "attention": (row["attention_flops_per_s"], "TFLOP/s"),
+        "copies": (row["copy_bytes_per_s"], "TB/s"),
     }
-    return build_job(tree)
+    said = [f"{name} {rate / 1e12:.4g} {unit}" for name, (rate, unit) in rates.items() if rate]
+    return [f"      {parts}", f"      {', '.join(said)}"]
 
 
-def write_tokens(folder: Path, job: Job) -> None:
-    """Random tokens as prepared data: what they say does not matter to the time."""
-    from meshwright.prepare.tokenizer import ByteTokenizer  # noqa: PLC0415
-    from meshwright.prepare.writer import ShardWriter  # noqa: PLC0415
+def list_orders(arguments: argparse.Namespace, device: str) -> list[Order]:
+    """What is to be measured, the most wanted first."""
+    kinds = arguments.only or DEFAULT_KINDS
+    shared = {"steps": arguments.steps, "small": arguments.small, "device": device}
+    names: list[tuple[str, str, tuple[str, ...]]] = []
+    for kind in (kind for kind in KINDS if kind in kinds):
+        settings = tuple(arguments.set) if kind == "ours" else ()
+        names.append((kind, kind, settings))
+        if kind == "ours":
+            names += [(kind, f"ours {more}", (*settings, *more.split(","))) for more in arguments.also]
+    shapes = arguments.shape or list(SHAPES)
+    compiling = max(1, sum(kind != "floor" for kind, *_ in names) * len(shapes)) if arguments.overlap else 1
+    threads = max(1, (os.cpu_count() or 1) // compiling)
+    return [
+        Order(
+            kind=kind,
+            name=name,
+            shape=shape,
+            settings=settings,
+            rehearse=arguments.overlap,
+            profile=arguments.profile and kind == "ours",
+            threads=threads,
+            **shared,
+        )
+        for shape in shapes
+        for kind, name, settings in names
+    ]
 
-    generator = np.random.default_rng(0)
-    with ShardWriter(folder, ByteTokenizer()) as writer:
-        for split, samples in (("train", 64), ("eval", 1)):
-            writer.add(split, generator.integers(0, 256, samples * job.data.seq_len + 1).astype(np.uint16))
-        writer.finish()
+
+def find_device() -> tuple[str, str]:
+    """Kind and name of the device, without loading torch here: the processes do."""
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        answer = subprocess.run(query, capture_output=True, text=True, check=False)
+        if answer.returncode == 0 and answer.stdout.strip():
+            return "cuda", answer.stdout.splitlines()[0]
+    return "cpu", "CPU"
 
 
-def ours(job: Job, folder: Path) -> Callable[[], float]:
-    """A step as a rank takes it."""
-    from one_rank import build_rank  # noqa: PLC0415
-
-    from meshwright.run.loop import Meter, train_step  # noqa: PLC0415
-
-    write_tokens(folder, job)
-    session = build_rank(job, folder, folder)
-    meter = Meter(session)
-
-    def step() -> float:
-        train_step(session, meter)
-        return float("nan")
-
-    return step
-
-
-def theirs(job: Job, compiled: bool) -> Callable[[], float]:
-    """The loop that one writes by hand around transformers' model."""
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
-
-    model, device = job.model, torch.device(job.cluster.device)
-    config = LlamaConfig(
-        vocab_size=model.vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.ffn_size,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=model.num_heads,
-        num_key_value_heads=model.num_kv_heads,
-        max_position_embeddings=job.data.seq_len,
-        tie_word_embeddings=False,
-        use_cache=False,
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", action="append", choices=tuple(SHAPES), help="default: both")
+    parser.add_argument("--only", action="append", choices=KINDS, help="default: ours, bare and floor")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--small", action="store_true", help="shapes that a CPU can do")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of our job")
+    parser.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,...",
+        help="one more kind of ours with these",
     )
-    config._attn_implementation = "sdpa"
-    with torch.device(device):
-        network = LlamaForCausalLM(config)
-    called = torch.compile(network) if compiled else network
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
-    shape = (job.train.global_batch, job.data.seq_len)
-
-    def step() -> float:
-        tokens = torch.randint(0, 256, shape, device=device)
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = called(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-
-    return step
-
-
-def measure(kind: str, small: bool, recompute: str, steps: int) -> dict[str, Any]:
-    """Median step, FLOP/s and peak memory of one kind."""
-    compiled = kind.endswith("compiled")
-    with tempfile.TemporaryDirectory() as name:
-        job = build_shape(small, compiled, recompute, Path(name))
-        step = ours(job, Path(name)) if kind.startswith("ours") else theirs(job, compiled)
-        on_gpu = job.cluster.device == "cuda"
-        for _ in range(WARM_UP):
-            step()
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        times = []
-        for _ in range(steps):
-            started = time.perf_counter()
-            step()
-            if on_gpu:
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - started)
-    tokens = job.train.global_batch * job.data.seq_len
-    step_s = statistics.median(times)
-    return {
-        "kind": kind,
-        "step_s": step_s,
-        "tokens_per_s": tokens / step_s,
-        "flops_per_s": tokens * flops_per_token(job.model, job.data.seq_len) / step_s,
-        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
-    }
-
-
-def run_alone(kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure in a process of its own, so that no one inherits another's memory."""
-    command = [sys.executable, __file__, "--only", kind, "--steps", str(arguments.steps)]
-    command += ["--recompute", arguments.recompute, *(["--small"] if arguments.small else [])]
-    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if answer.returncode:
-        return {"kind": kind, "failed": answer.returncode}
-    return json.loads(answer.stdout.splitlines()[-1])
+    parser.add_argument("--overlap", action="store_true", help="compile beside each other")
+    parser.add_argument("--profile", action="store_true", help="our steps by kind of kernel")
+    parser.add_argument("--limit", type=float, default=210.0, help="seconds for everything")
+    parser.add_argument("--ready-limit", type=float, default=100.0, help="seconds until the first is timed")
+    parser.add_argument("--out", type=Path, help="file to which everything is appended as JSON lines")
+    parser.add_argument(
+        "--json", action="store_true", help="print one object; progress goes to standard error"
+    )
+    return parser.parse_args()
 
 
 def main() -> None:
-    """Print each kind and the ratio of ours to the best of theirs."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
-    parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--only", choices=KINDS)
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    if arguments.only:
-        row = measure(arguments.only, arguments.small, arguments.recompute, arguments.steps)
-        print(json.dumps(row))
-        return
-    rows = [run_alone(kind, arguments) for kind in arguments.kinds.split(",")]
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    result: dict[str, Any] = {
+    """Measure, print, compare."""
+    arguments = parse_arguments()
+    device, name = find_device()
+    screen = sys.stderr if arguments.json else sys.stdout
+    with tempfile.TemporaryDirectory() as logs:
+        company = Company(arguments.limit, Path(logs), arguments.out, screen)
+        company.run(list_orders(arguments, device), arguments.overlap, arguments.ready_limit)
+    result: Row = {
         "date": str(datetime.datetime.now(tz=datetime.UTC).date()),
-        "machine": f"{device}, torch {torch.__version__}",
-        "rows": rows,
+        "machine": f"{name}, torch {company.torch}",
+        "seconds": company.seconds,
+        "rows": company.rows,
+        "ratios": compare(company.rows),
     }
-    rates = {row["kind"]: row.get("flops_per_s", 0.0) for row in rows}
-    best = {
-        side: max((r for k, r in rates.items() if k.startswith(side)), default=0.0)
-        for side in ("ours", "tran")
-    }
-    result["ratio"] = best["ours"] / best["tran"] if best["tran"] else None
     if arguments.json:
         print(json.dumps(result))
         return
-    print(f"one device, {result['date']}, {result['machine']}")
-    for row in rows:
-        if "failed" in row:
-            print(f"  {row['kind']:22} failed with status {row['failed']}")
-            continue
-        peak = f", peak {row['peak_bytes'] / 2**30:.1f} GiB" if row["peak_bytes"] else ""
-        rate = f"{row['flops_per_s'] / 1e12:7.2f} TFLOP/s"
-        print(f"  {row['kind']:22} {row['step_s'] * 1e3:9.1f} ms, {rate}{peak}")
-    if result["ratio"]:
-        print(f"  ours over transformers: {result['ratio']:.3f}")
+    print("\n".join(describe_all(result)))
+    print(f"  {company.seconds:.0f} s in all")
 
 
 if __name__ == "__main__":

@@ -7,26 +7,57 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.core.events import EVENTS_FILE, EventWriter
+import torch
+from torch import Tensor
+
+from meshwright.core.events import EVENTS_FILE, EventWriter, Listener
 from meshwright.launch.assignment import Assignment
 from meshwright.plan.contract import build_plan
+from meshwright.plan.shapes import list_parameters
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.mesh import join_ranks
+from meshwright.run.models.init import WeightSource
 from meshwright.run.session import Session, build_session
 from meshwright.spec.job import Job
 
 
-def build_rank(job: Job, folder: Path, data_dir: Path) -> Session:
+class WeightsOfTheDevice:
+    """First values drawn where they will lie: billions of them take a moment there and a minute on a core.
+
+    They are spread as a run's own are, so that nothing runs faster for them; zeros would.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._shapes = {parameter.name: parameter.shape for parameter in list_parameters(job.model)}
+        self._device, self._std = torch.device(job.cluster.device), job.model.init_std
+
+    def whole(self, name: str) -> Tensor:
+        """Norms are one, everything else is drawn."""
+        shape = self._shapes[name]
+        values = torch.ones(shape, device=self._device)
+        return values if len(shape) == 1 else values.normal_(0.0, self._std)
+
+
+def build_rank(
+    job: Job,
+    folder: Path,
+    data_dir: Path,
+    listener: Listener | None = None,
+    weights: WeightSource | None = None,
+) -> Session:
     """A session as a rank builds it.
 
     Args:
         job: With a layout of one process.
         folder: Where its events go.
         data_dir: A prepared folder.
+        listener: Told every event.
+        weights: First values in place of the job's.
     """
     plan, _ = build_plan(job)
     counter = CollectiveCounter()
     counter.install()
     assignment = Assignment(str(folder), str(data_dir), str(folder / "checkpoints"))
-    events = EventWriter(folder / EVENTS_FILE, 0)
-    return build_session(plan, assignment, join_ranks(plan.job, counter), counter, events)
+    events = EventWriter(folder / EVENTS_FILE, 0, listener=listener)
+    ranks = join_ranks(plan.job, counter)
+    return build_session(plan, assignment, ranks, counter, events, weights=weights)

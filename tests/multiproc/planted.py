@@ -118,10 +118,10 @@ def raises_in_step_three(run_dir, listener):
     """Rank 1 meets an exception of its own."""
     honest = loop.forward_backward
 
-    def forward_backward(session, samples, divisor):
+    def forward_backward(session, batches, divisor):
         if session.step == 2 and session.ranks.rank == 1:
             raise RuntimeError("the cat sat on the keyboard")
-        return honest(session, samples, divisor)
+        return honest(session, batches, divisor)
 
     loop.forward_backward = forward_backward
     return run_rank(run_dir, listener)
@@ -131,11 +131,11 @@ def nan_in_step_three(run_dir, listener):
     """One rank's weights turn into NaN."""
     honest = loop.forward_backward
 
-    def forward_backward(session, samples, divisor):
+    def forward_backward(session, batches, divisor):
         if session.step == 2:
             with torch.no_grad():
                 session.model.norm.weight.fill_(float("nan"))
-        return honest(session, samples, divisor)
+        return honest(session, batches, divisor)
 
     loop.forward_backward = forward_backward
     return run_rank(run_dir, listener)
@@ -157,11 +157,11 @@ def cause_and_consequence(run_dir, listener):
     """Rank 1 fails; rank 0 fails of it, with an error that does not look like a lost peer."""
     honest = loop.forward_backward
 
-    def forward_backward(session, samples, divisor):
+    def forward_backward(session, batches, divisor):
         if session.step == 2 and session.ranks.rank == 1:
             raise RuntimeError("the cause")
         try:
-            return honest(session, samples, divisor)
+            return honest(session, batches, divisor)
         except RuntimeError:
             raise ValueError("a consequence") from None
 

@@ -163,8 +163,8 @@ def counted_as_data(axis):
 
     def entry(run_dir, listener):
         honest = loop.forward_backward
-        loop.forward_backward = lambda session, samples, divisor: honest(
-            session, samples, divisor * getattr(session.job.layout, axis)
+        loop.forward_backward = lambda session, batches, divisor: honest(
+            session, batches, divisor * getattr(session.job.layout, axis)
         )
         return run_rank(run_dir, listener)
 
@@ -346,7 +346,7 @@ def first_stage_speaks(run_dir, listener):
 def wrong_divisor(run_dir, listener):
     """The loss is divided by the ranks once more, as a mean of means is."""
     honest = loop.forward_backward
-    loop.forward_backward = lambda session, samples, divisor: honest(session, samples, 2 * divisor)
+    loop.forward_backward = lambda session, batches, divisor: honest(session, batches, 2 * divisor)
     return run_rank(run_dir, listener)
 
 

@@ -10,7 +10,9 @@ import pytest
 
 from meshwright.cli.bench import bench_scaling
 from meshwright.cli.output import Output
+from meshwright.core.units import format_rate
 from meshwright.explain.listing import summarise_run
+from meshwright.plan.contract import PLAN_FILE, read_plan
 
 
 def test_a_run_and_its_resume_leave_one_page_with_both_attempts(train):
@@ -27,6 +29,9 @@ def test_a_run_and_its_resume_leave_one_page_with_both_attempts(train):
     assert listed.loss == second.losses[-1]
     assert listed.eval_loss == second.result["eval_loss"]
     assert listed.tokens_per_s == pytest.approx(second.result["tokens_per_s"])
+    flops = read_plan(second.run_dir / PLAN_FILE).flops_per_token
+    assert second.result["flops_per_s"] == pytest.approx(listed.tokens_per_s * flops)
+    assert f"{format_rate(second.result['flops_per_s'], 'FLOP')}, MFU" in second.messages
 
 
 def test_a_failed_run_leaves_a_page_that_says_so(train, tmp_path):

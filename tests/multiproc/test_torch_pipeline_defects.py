@@ -201,10 +201,10 @@ def compare_with_one_process(session):
     """In a rank: the gradients of two steps, those of the second beside the whole model's."""
     job, batches = session.job, session.train_batches
     first, second = session.order.samples_at(range(2 * job.train.global_batch)).reshape(2, -1)
-    forward_backward(session, first, batches.count_targets(first))
+    forward_backward(session, batches.micro_batches(first), batches.count_targets(first))
     session.owned.drop_gradients()
     divisor = batches.count_targets(second)
-    forward_backward(session, second, divisor)
+    forward_backward(session, batches.micro_batches(second), divisor)
     session.owned.take_gradients()
     whole = build_model(with_layout(job, Layout(mode="given", micro_batch=1)), session.ranks.device)
     for batch in Batcher(batches.dataset, 0, 1, 1).micro_batches(second):

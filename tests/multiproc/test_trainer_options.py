@@ -91,6 +91,17 @@ def test_compiled_blocks_on_two_ranks_give_the_same_losses_and_say_compiled(trai
     assert "leaked" not in compiled.messages
 
 
+def test_copies_and_a_stream_in_16_bits_follow_the_plain_curve(train):
+    """Products read copies that the update has made stale: two ranks stay within what 16 bits round."""
+    low = ("train.precision=bf16", "model.num_heads=8", "model.num_kv_heads=4")
+    plain = train("run_dir=plain", REPLICATED, *low)
+    compiled = ("train.compile=true", "train.compile_backend=aot_eager", "train.residual=bf16")
+    copied = train("run_dir=copied", REPLICATED, *low, *compiled)
+    assert copied.losses == pytest.approx(plain.losses, rel=2e-3)
+    assert copied.losses != pytest.approx(plain.losses, rel=1e-7)
+    assert copied.result["audit_ok"]
+
+
 def test_gpt_shaped_models_train_on_two_ranks_like_in_one_process(train):
     gpt = gpt_overrides(max_positions=32)
     alone = train("run_dir=alone", *gpt)

@@ -88,6 +88,8 @@ def key_table(prefix: str, properties: dict[str, Any], required: set[str]) -> li
 
 
 def type_of(facts: dict[str, Any]) -> str:
+    if "$ref" in facts:
+        return "table, see [its page](probe.md#the-file)"
     if "anyOf" in facts:
         return type_of(next(option for option in facts["anyOf"] if option.get("type") != "null"))
     if "enum" in facts:
@@ -147,6 +149,14 @@ def test_job_page_names_every_key_and_no_other() -> None:
     named = set(re.findall(r"^\| `([\w.]+)` \|", (DOCS / "job-file.md").read_text(), re.MULTILINE))
     assert len(keys) > 50
     assert named == keys, REWRITE
+
+
+def test_probe_page_names_every_key_of_its_table() -> None:
+    definitions = job_schema()["$defs"]
+    kinds = {"Probed": "", "ProductTime": "products.", "AttentionTime": "attention."}
+    keys = {f"probed.{at}{key}" for kind, at in kinds.items() for key in definitions[kind]["properties"]}
+    named = re.findall(r"^\| `([\w.]+)` \|", (DOCS / "probe.md").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(keys)
 
 
 def test_legality_page_has_every_rule() -> None:

@@ -23,7 +23,7 @@ MOST_FUNCTION_LINES = 100
 MOST_ARGUMENTS = 10
 COMMANDS = {"plan", "train", "audit", "generate", "prepare", "schema", "runs", "report", "bench scaling"}
 COMMANDS |= {f"checkpoint {name}" for name in ("export", "list", "prune", "verify")} | {"schedule pipeline"}
-COMMANDS |= {"dry-run", "prove", "tune", "validate"}
+COMMANDS |= {"dry-run", "probe", "prove", "tune", "validate"}
 NO_TORCH = ("core", "spec", "schedule", "plan", "prepare", "explain", "launch")
 HEAVY = ("torch", "tokenizers", "transformers", "safetensors", "ray", "pyspark", "mlflow", "wandb")
 

@@ -243,6 +243,21 @@ def tune(
 
 
 @app.command()
+def probe(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the cluster file goes.")] = Path(
+        "cluster.toml"
+    ),
+    cpu: Annotated[bool, typer.Option("--cpu", help="Probe a core, also where there is a GPU.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Time products, attention, memory and real steps on this machine, and write a cluster file with them."""
+    from meshwright.cli.probe import probe_machine  # noqa: PLC0415
+
+    output = Output(as_json)
+    guarded(output, lambda: probe_machine(output, cpu, out))
+
+
+@app.command()
 def runs(
     folder: Annotated[Path, typer.Argument(help="Folder that holds runs.", metavar="DIR")] = Path("runs"),
     as_json: Json = False,

@@ -119,6 +119,7 @@ def _describe_times(output: Output, plan: Plan, record: RunRecord, pipeline: Pip
     if record.tokens_per_s:
         measured_s = record.tokens_per_step / record.tokens_per_s
         rate = format_rate(record.tokens_per_s, plan.job.unit)
+        rate += f", {format_rate(record.flops_per_s(plan) or 0, 'FLOP')}"
         rate += f", MFU {record.mfu or 0:.1%} of {record.peak_basis}"
         output.say(
             f"Step: predicted {format_seconds(plan.step_s)}, measured {format_seconds(measured_s)} "

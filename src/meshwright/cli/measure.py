@@ -75,7 +75,7 @@ def describe_machine(plan: Plan, attempt: Attempt) -> dict[str, Any]:
     cluster = plan.job.cluster
     return {
         "host": attempt.host or platform.node(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": count_cores(),
         "device": cluster.device,
         "device_name": cluster.device_name,
@@ -85,7 +85,8 @@ def describe_machine(plan: Plan, attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """What the cores of this machine are called."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -94,8 +94,12 @@ def _write_files(outcome: SearchOutcome | RunnableOutcome, asked: PlanRequest) -
 
 
 def is_searched(job: Job) -> bool:
-    """Whether all layouts are searched, or only those that this machine can run."""
-    return job.layout.mode == "auto" and is_estimated(job)
+    """Whether all layouts are searched, or only those that this machine can run.
+
+    On one device that was probed there is none to search, and a step of it is known better.
+    """
+    probed = job.cluster.probed is not None and job.cluster.world_size == 1
+    return job.layout.mode == "auto" and is_estimated(job) and not probed
 
 
 def _sizing_deadline(asked: PlanRequest) -> float:

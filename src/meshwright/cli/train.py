@@ -212,6 +212,7 @@ def summary(plan: Plan, record: RunRecord, verdict: Audit, run_dir: Path) -> dic
         "losses": record.losses,
         "eval_loss": record.eval_loss,
         "tokens_per_s": record.tokens_per_s,
+        "flops_per_s": record.flops_per_s(plan),
         "mfu": record.mfu,
         "mfu_basis": record.peak_basis,
         "peak_memory_bytes": [measured.peak_bytes if measured else None for measured in found],

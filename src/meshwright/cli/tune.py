@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -14,6 +13,7 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TextColumn
 
 from meshwright.cli.app import require_packages
+from meshwright.cli.cluster_file import require_place, write_cluster
 from meshwright.cli.data import settle_data
 from meshwright.cli.measure import describe_machine, measure_plan
 from meshwright.cli.output import Output
@@ -25,7 +25,7 @@ from meshwright.core.units import format_bytes, format_count, format_plural, for
 from meshwright.explain.audit import audit_run
 from meshwright.explain.scaling import FEWEST_STEPS, WARM_UP
 from meshwright.explain.scan import Attempt
-from meshwright.explain.tuning import WRITTEN_BY, TuneRow, cluster_text, fold, order
+from meshwright.explain.tuning import TuneRow, fold, order
 from meshwright.launch.environment import prepare_environment
 from meshwright.plan.calibrate import Calibration, Timed, calibrate
 from meshwright.plan.choose import Candidate, evaluate, search_layouts
@@ -44,7 +44,7 @@ def tune_job(output: Output, source: str, overrides: list[str], top: int, steps:
     require_packages(("torch", "run"), ("safetensors", "run"), needed_for="tune")
     refuse_preset(source)
     _require_sizes(top, steps)
-    _require_place(out)
+    require_place(out)
     job = shorten(load_job(source, overrides), steps)
     _require_open(job)
     require_compiler(job)
@@ -65,7 +65,7 @@ def tune_job(output: Output, source: str, overrides: list[str], top: int, steps:
     where = machine["processor"] if machine["device"] == "cpu" else machine["device_name"]
     layouts = format_plural(len(measured), "layout")
     basis = f"fitted by meshwright tune to {layouts} of {job.name} on {where}, {date[:10]}"
-    _write(out, cluster_text(fitted.cluster, basis))
+    write_cluster(out, dataclasses.replace(fitted.cluster, basis=basis), "tune")
     _show(output, job, rows, fitted)
     _show_fit(output, fitted, found, rows, steps, out)
     again = dataclasses.replace(job, cluster=fitted.cluster)
@@ -88,11 +88,15 @@ def tune_job(output: Output, source: str, overrides: list[str], top: int, steps:
 
 
 def shorten(job: Job, steps: int) -> Job:
-    """The job for a few steps: a schedule of the learning rate that fits them; it changes no step's time."""
+    """The job for a few steps: a schedule of the learning rate that fits them; it changes no step's time.
+
+    What was probed is left out: rates are fitted, and steps that are built of probed times know none.
+    """
     train = dataclasses.replace(
         job.train, steps=steps, schedule="constant", warmup=0, min_lr_ratio=None, decay_fraction=None
     )
-    return dataclasses.replace(job, train=train)
+    cluster = dataclasses.replace(job.cluster, probed=None)
+    return dataclasses.replace(job, train=train, cluster=cluster)
 
 
 def rank_candidates(job: Job, source: str, overrides: Sequence[str]) -> list[Candidate]:
@@ -121,24 +125,6 @@ def _require_open(job: Job) -> None:
         rule = f"is given: {job.layout.named_degrees()}; tune tries layouts that the planner chooses"
         fix = "Leave the degrees and layout.mode out, or measure this one with meshwright train"
         raise UserError(Problem("tune-layout-given", rule, path="layout", fix=fix))
-
-
-def _require_place(out: Path) -> None:
-    """Whether the file can be written is known before minutes are spent; one made by hand is kept."""
-    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
-        rule, fix = "cannot be written", "Name another file with -o"
-        raise UserError(Problem("tune-not-writable", rule, path=str(out), fix=fix))
-    if out.exists() and not out.read_text(encoding="utf-8", errors="replace").startswith(WRITTEN_BY):
-        rule, fix = "is there already, and tune did not write it", "Name another file with -o"
-        raise UserError(Problem("tune-not-writable", rule, path=str(out), fix=fix))
-
-
-def _write(out: Path, text: str) -> None:
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        rule = f"cannot be written: {error.strerror or error}"
-        raise UserError(Problem("tune-not-writable", rule, path=str(out))) from None
 
 
 def _try_all(output: Output, plans: Sequence[Plan], data_dir: Path) -> tuple[list[TuneRow], Attempt]:

@@ -16,6 +16,7 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import EVENTS_FILE, Event, read_events
 from meshwright.core.units import format_plural
 from meshwright.plan.comms import Traffic
+from meshwright.plan.contract import Plan
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,11 @@ class RunRecord:
         """Of the whole run, by the median step; the first two steps, one of them audited, are left out."""
         times = self.step_times_s[2:] or self.step_times_s
         return self.tokens_per_step / statistics.median(times) if times else None
+
+    def flops_per_s(self, plan: Plan) -> float | None:
+        """Achieved by all ranks together: tokens a second times the FLOPs of a token that MFU counts."""
+        rate = self.tokens_per_s
+        return None if rate is None else rate * plan.flops_per_token
 
     @property
     def mfu(self) -> float | None:

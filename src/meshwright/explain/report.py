@@ -83,7 +83,8 @@ class RunReport:
             took = record.tokens_per_step / record.tokens_per_s
             step = f"{format_seconds(took)} measured, {format_seconds(self.plan.step_s)} predicted"
             rows.append(("Step time", f"{step} (shown, not judged)"))
-            rows.append(("Throughput", format_rate(record.tokens_per_s, self.unit)))
+            achieved = format_rate(record.flops_per_s(self.plan) or 0, "FLOP")
+            rows.append(("Throughput", f"{format_rate(record.tokens_per_s, self.unit)}, {achieved}"))
         if record.mfu:
             rows.append(("MFU", f"{record.mfu:.1%} of {record.peak_basis or 'the peak'}"))
         if record.experts:
@@ -228,6 +229,7 @@ class RunReport:
             "loss": record.told_losses[-1] if record.told_losses else None,
             "eval_loss": record.eval_loss,
             "tokens_per_s": record.tokens_per_s,
+            "flops_per_s": record.flops_per_s(self.plan),
             "mfu": record.mfu,
             "step_s": record.tokens_per_step / record.tokens_per_s if record.tokens_per_s else None,
             "predicted_step_s": self.plan.step_s,

@@ -1,4 +1,4 @@
-"""Layouts that were tried for a few steps: predicted beside measured, and the cluster file of it."""
+"""Layouts that were tried for a few steps: predicted beside measured."""
 
 from __future__ import annotations
 
@@ -8,16 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import tomli_w
-
 from meshwright.explain.record import RunRecord
 from meshwright.explain.scaling import Times, quartiles, slowest
 from meshwright.plan.contract import Plan
 from meshwright.plan.search.predict import layout_overrides
-from meshwright.spec.cluster import Cluster
-
-WRITTEN_BY = "# Written by meshwright tune."
-"""First words of a cluster file that may be written over."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +77,3 @@ def fold(times: Sequence[Times], record: RunRecord, audit_ok: bool) -> Measureme
 def order(rows: Sequence[TuneRow]) -> list[TuneRow]:
     """The shortest measured step first; what did not run comes last."""
     return sorted(rows, key=lambda row: (row.measured is None, row.measured.step_s if row.measured else 0.0))
-
-
-def cluster_text(cluster: Cluster, basis: str) -> str:
-    """The file that ``cluster.file`` names."""
-    fields = {k: v for k, v in dataclasses.asdict(cluster).items() if v is not None and k != "file"}
-    return f"{WRITTEN_BY} Use it with cluster.file=...\n{tomli_w.dumps(fields | {'basis': basis})}"

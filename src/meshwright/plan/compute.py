@@ -1,9 +1,11 @@
 """Time of a step of what runs: matrix work, the optimizer, and communication that nothing hides.
 
-Decoders on GPUs have the estimate of ``plan/estimate``. CPUs and ResNets have the one below: the cluster's
-rates, four constants, ring all-reduces. The constants were set by hand on five small models on a 2-core Xeon
-virtual machine (November 2026), all within 1.5 times. It ranks one process against replicas; it does not
-claim more. A pipeline's step is its schedule, walked with the stages' shares of that time.
+Steps of a kind that ``meshwright probe`` measured on the device are built of what it measured
+(``plan.probed_time``). Other decoders on GPUs have the estimate of ``plan/estimate``. All else on CPUs, and
+ResNets, have the one below: the cluster's rates, four constants, ring all-reduces. The constants were set by
+hand on five small models on a 2-core Xeon virtual machine (November 2026), all within 1.5 times. It ranks one
+process against replicas; it does not claim more. A pipeline's step is its schedule, walked with the stages'
+shares of that time.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.optimizer import predict_optimizer
 from meshwright.plan.parts import held_parameters
 from meshwright.plan.pipeline_time import PipelineTime, link, plan_pipeline
+from meshwright.plan.probed_time import ACTIVATION_PASSES, RECOMPUTE_PASSES, count_work, is_probed
 from meshwright.plan.resnet_shapes import image_flops
 from meshwright.plan.shapes import count_active_matmul_parameters
 from meshwright.plan.stage_times import EFFICIENCY, HOST_S
@@ -30,14 +33,15 @@ from meshwright.spec.model import DecoderModel, Model, ResNetModel
 
 CONVOLUTION_EFFICIENCY = 0.4
 """The same for convolutions: five ResNets on one core, within 1.8 times; not measured on a GPU."""
-ACTIVATION_PASSES = 8
-"""Times that the activations cross the memory bus in forward and backward."""
 OVERLAP = {"cpu": 0.5, "cuda": 0.9}
 """Share of the gradient reduction that hides behind the last backward pass (CPU: measured with gloo)."""
-RECOMPUTE_PASSES = {"none": 0, "selective": 2, "full": 3}
-"""Times that the activations cross it once more when they are computed again."""
 UNCERTAINTY = Interval(0.5, 2.0, "a guess: no published run on CPUs or of ResNets was compared")
 """Of the estimate below."""
+PROBED = {
+    "cpu": Interval(0.7, 1.4, "what meshwright probe measured; cores that others use are slower"),
+    "cuda": Interval(0.93, 1.07, "what meshwright probe measured on the device"),
+}
+"""Of steps that are built of probed times; a guess."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +116,14 @@ def peak_rate(cluster: Cluster, precision: str) -> tuple[float, str]:
         return cluster.matmul_flops_per_s, "cluster.matmul_flops_per_s"
     if precision != "fp32" and cluster.peak_bf16_flops_per_s is not None:
         return cluster.peak_bf16_flops_per_s, "the data sheet's dense 16-bit peak"
-    return matmul_rate(cluster, precision), "the cluster's large-product rate"
+    whose = "the cluster's" if cluster.probed is None else "the probed"
+    return matmul_rate(cluster, precision), f"{whose} large-product rate"
 
 
 def step_interval(job: Job) -> Interval:
     """How far the predicted time may be off, and what that rests on."""
+    if is_probed(job):
+        return PROBED[job.cluster.device]
     return interval(Workload.of(job)) if _is_estimated(job) else UNCERTAINTY
 
 
@@ -150,11 +157,9 @@ def estimate_step(job: Job, micro_batches: int, touched_bytes: int, traffic: Seq
         touched_bytes: Activations that one micro-batch makes, in all stages.
         traffic: The collectives of the layout.
     """
-    if _is_estimated(job):
+    if _is_estimated(job) and not is_probed(job):
         return _estimated(job, micro_batches)
-    compute_s, rate = _compute_s(job, micro_batches, touched_bytes), _rate(job)
-    optimizers = [predict_optimizer(held_parameters(job, place), job.train) for place in range(job.layout.pp)]
-    optimizer_s = max(o.moved_bytes / job.cluster.memory_bytes_per_s + o.flops / rate for o in optimizers)
+    compute_s, optimizer_s = _own_work_s(job, micro_batches, touched_bytes)
     optimizer_s /= dense_shard_axis(job.layout).size  # each rank moves its rows
     waits = [_communication_s(job, traffic, place) for place in range(job.layout.pp)]
     reduced_s, waited_s = max(waits, key=sum)
@@ -165,6 +170,18 @@ def estimate_step(job: Job, micro_batches: int, touched_bytes: int, traffic: Seq
     last_backward_s = compute_s * 2 / 3 / micro_batches
     hidden_s = min(reduced_s * OVERLAP[job.cluster.device], last_backward_s)
     return StepTime(compute_s, optimizer_s, reduced_s + waited_s, reduced_s - hidden_s + waited_s)
+
+
+def _own_work_s(job: Job, micro_batches: int, touched_bytes: int) -> tuple[float, float]:
+    """What a rank computes, all stages together; and the update of the fullest, as if it moved every row."""
+    probed = job.cluster.probed
+    if probed is not None and is_probed(job):
+        work = count_work(job, micro_batches, touched_bytes)
+        return work.compute_s(probed), work.update_s
+    rate = _rate(job)
+    optimizers = [predict_optimizer(held_parameters(job, place), job.train) for place in range(job.layout.pp)]
+    update_s = max(o.moved_bytes / job.cluster.memory_bytes_per_s + o.flops / rate for o in optimizers)
+    return _compute_s(job, micro_batches, touched_bytes), update_s
 
 
 def _rate(job: Job) -> float:

@@ -41,7 +41,7 @@ from meshwright.plan.feed_forward_memory import (
     size_feed_forward,
 )
 from meshwright.plan.moments import ALL_GRADIENTS, KeptGradients, Line, Moment, StepMemory
-from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, operand_bytes
+from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, operand_bytes, residual_bytes
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -106,7 +106,7 @@ class Sizes:
         width, queries, keys = model.hidden_size, model.query_size, model.kv_size
         layout = job.layout
         resident = tokens // layout.tp if layout.sequence_parallel else tokens
-        hidden = resident * width * FLOAT32_BYTES
+        hidden = resident * width * residual_bytes(job.train)
         norm = _norm_bytes(model, resident, on_gpu)
         ring, ulysses = (layout.cp > 1 and layout.context == name for name in ("ring", "ulysses"))
         # On GPUs keys and values are repeated for every query head in float32 and behind a mask; a ring keeps
@@ -132,7 +132,7 @@ class Sizes:
                 hidden + products,
                 f"{hidden} (input) + {products} (products) a block",
             ),
-            "full": (hidden, f"{resident} x {width} x 4 (input) a block"),
+            "full": (hidden, f"{resident} x {width} x {residual_bytes(job.train)} (input) a block"),
         }[job.layout.recompute]
         half = norm + weight + tokens * width * low + tokens * attention
         if copied:

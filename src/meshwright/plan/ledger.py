@@ -1,8 +1,8 @@
 """The memory ledger: what one rank holds, line by line, each with its formula.
 
 State is exact to the byte. The peak is the largest of the moments that the model's own module lists
-(``decoder_memory``, ``resnet_memory``). It counts live tensors, not the process and not the allocator's
-slack.
+(``decoder_memory``, ``compiled_memory``, ``resnet_memory``). It counts live tensors, not the process and not
+the allocator's slack.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from meshwright.core.units import MIB
 from meshwright.plan.axes import dense_shard_axis, gradient_axis
 from meshwright.plan.bucket_traffic import kept_gradients, uses_ddp
+from meshwright.plan.compiled_memory import is_compiled, trace_compiled
 from meshwright.plan.decoder_memory import trace_decoder
 from meshwright.plan.moments import KeptGradients, Line, Moment, StepMemory
 from meshwright.plan.offload import SLOTS, offloaded_state, streaming_bytes
@@ -202,7 +203,10 @@ def _trace(
     model = held_model(job)
     if isinstance(model, ResNetModel):
         return trace_resnet(job, model, parameters, micro_batch, sums_kept.dense)
-    return trace_decoder(job, model, parameters, micro_batch, sums_kept, rows)
+    eager = trace_decoder(job, model, parameters, micro_batch, sums_kept, rows)
+    if not is_compiled(job):
+        return eager
+    return trace_compiled(job, model, parameters, micro_batch, sums_kept, eager)
 
 
 def _second_copy(

@@ -22,7 +22,7 @@ from meshwright.plan.parts import (
     saved_parameters,
     stage_homes,
 )
-from meshwright.plan.shapes import FLOAT32_BYTES, list_parameters
+from meshwright.plan.shapes import FLOAT32_BYTES, list_parameters, residual_bytes
 from meshwright.plan.sharding import held_count
 from meshwright.plan.tensor import count_tokens
 from meshwright.plan.traffic import Traffic, count_micro_batches
@@ -36,7 +36,7 @@ def handed_bytes(job: Job) -> int:
     layout = job.layout
     tokens = count_tokens(job)
     resident = tokens // layout.tp if layout.sequence_parallel else tokens
-    return resident * job.model.hidden_size * FLOAT32_BYTES
+    return resident * job.model.hidden_size * residual_bytes(job.train)
 
 
 def predict_pipeline(job: Job, place: int) -> list[Traffic]:

@@ -191,6 +191,7 @@ def proof_job(job: Job, memory_bytes: int) -> Job:
         steps=STEPS,
         warmup=warmup,
         precision="fp32",
+        residual="fp32",
         compile=False,
         noise_scale_every=0,
         deterministic=True,

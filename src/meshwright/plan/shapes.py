@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from meshwright.plan.resnet_shapes import list_convs
+from meshwright.spec.job import Job, Train
 from meshwright.spec.model import DecoderModel, Model, ResNetModel
 
 FLOAT32_BYTES = 4
@@ -23,6 +24,23 @@ ROUTED = "ffn.experts"
 def operand_bytes(precision: str) -> int:
     """Bytes of an element that matrix products read."""
     return LOW_BYTES.get(precision, FLOAT32_BYTES)
+
+
+def residual_bytes(train: Train) -> int:
+    """Bytes of an element of the residual stream."""
+    return LOW_BYTES.get(train.residual, FLOAT32_BYTES)
+
+
+def keeps_copies(job: Job) -> bool:
+    """Whether compiled products read copies in 16 bits that live from step to step.
+
+    Not where weights are gathered in 16 bits for each pass (ZeRO-2 and 3), and not yet in stages of a
+    pipeline and beside experts.
+    """
+    layout, model = job.layout, job.model
+    whole = layout.zero < 2 and layout.pp == 1
+    dense = isinstance(model, DecoderModel) and model.num_experts is None
+    return job.train.compile and job.train.precision in LOW_BYTES and whole and dense
 
 
 @dataclass(frozen=True)

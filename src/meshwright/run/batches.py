@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import chain, islice
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from meshwright.prepare.dataset import IGNORED, Rows, TokenDataset
+from meshwright.prepare.order import SampleOrder
 from meshwright.run.mesh import move
 from meshwright.run.parallel.context import SharedContext
 
@@ -60,6 +62,10 @@ class Batch(NamedTuple):
         last = max(index for index, tensor in enumerate(self) if tensor is not None)
         return [move(tensor, device) for tensor in self[: last + 1]]
 
+    def pinned(self) -> Batch:
+        """The same in memory that a GPU copies from without the host waiting."""
+        return Batch._make(None if tensor is None else tensor.pin_memory() for tensor in self)
+
 
 @dataclass(frozen=True)
 class Batcher:
@@ -101,3 +107,58 @@ class Batcher:
             return batch
         mine = self.context.own_columns
         return batch._replace(inputs=mine(batch.inputs), targets=mine(batch.targets))
+
+
+class Source(Protocol):
+    """What micro-batches are cut by: of tokens or of images."""
+
+    def micro_batches(self, samples: Samples, least: int = 0) -> Iterator[Batch]:
+        """This rank's, in order."""
+
+    def count_targets(self, samples: Samples) -> int:
+        """Of all ranks together."""
+
+
+class StepBatch(NamedTuple):
+    """What a step trains on."""
+
+    position: int
+    """Samples consumed before it."""
+    samples: Samples
+    """Those of all ranks."""
+    targets: int
+    """That count in the loss, on all ranks."""
+    micro_batches: Iterator[Batch]
+    """Those of this rank, each read when it is asked for."""
+
+
+class Feed:
+    """Gives every step its batch; on a GPU the next one's is prepared while the device computes this one.
+
+    Then its samples are chosen, its targets counted, and its first micro-batch lies in pinned memory when the
+    step begins; the others are read while the device is at work on those before them. One micro-batch is
+    ahead, on the host: the device's memory holds what it held. On a CPU host and device are one, and
+    nothing is gained: a batch is made when its step begins.
+    """
+
+    def __init__(self, order: SampleOrder, source: Source, global_batch: int, device: torch.device) -> None:
+        self._order, self._source, self._global_batch = order, source, global_batch
+        self._on_gpu = device.type == "cuda"
+        self._next: StepBatch | None = None
+
+    def take(self, position: int) -> StepBatch:
+        """The batch of the step that begins at a position."""
+        ready, self._next = self._next, None
+        if ready is not None and ready.position == position:
+            return ready
+        positions = np.arange(position, position + self._global_batch)
+        samples = self._order.samples_at(positions)
+        targets = self._source.count_targets(samples)
+        return StepBatch(position, samples, targets, self._source.micro_batches(samples))
+
+    def prepare(self, position: int) -> None:
+        """Make the batch at a position ready, where that saves time."""
+        if self._on_gpu:
+            batch = self.take(position)
+            first = [micro_batch.pinned() for micro_batch in islice(batch.micro_batches, 1)]
+            self._next = batch._replace(micro_batches=chain(first, batch.micro_batches))

@@ -135,7 +135,8 @@ def _take_step(session: Session, tell: Tell) -> None:
     batch = session.job.train.global_batch
     with ToldStep(session, tell) as audit:
         session.audit = audit
-        compute_step(session, np.arange(batch), batch * session.job.data.seq_len)
+        micro_batches = session.train_batches.micro_batches(np.arange(batch))
+        compute_step(session, micro_batches, batch * session.job.data.seq_len)
     session.step += 1
     report_end(session, evaluations=0, stopping=False)
 

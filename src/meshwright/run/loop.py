@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -15,10 +15,10 @@ from torch import Tensor
 from meshwright.core.files import folder_bytes
 from meshwright.plan.learning_rate import lr_at
 from meshwright.run.balance import ExpertLoad, load_due
-from meshwright.run.batches import Batch, Samples
+from meshwright.run.batches import Batch
 from meshwright.run.divergence import not_finite
 from meshwright.run.gradient_noise import add_noise
-from meshwright.run.optimizer import set_lr
+from meshwright.run.optimizer import set_lr, writes_copies
 from meshwright.run.parallel.apply import agree_on_statistics, without_reduction
 from meshwright.run.probe import Utilisation, find_peak
 from meshwright.run.session import Session, save, take_snapshot
@@ -84,12 +84,24 @@ class Computed:
     """What experts had to do, where there are some."""
 
 
-def compute_step(session: Session, samples: Samples, targets: int) -> Computed:
-    """Everything that a step computes and sends: gradients, the update, and the sums over all ranks."""
+def compute_step(
+    session: Session,
+    micro_batches: Iterable[Batch],
+    targets: int,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Computed:
+    """Everything that a step computes and sends: gradients, the update, and the sums over all ranks.
+
+    Args:
+        session: The rank.
+        micro_batches: What it trains on.
+        targets: Those of all ranks.
+        meanwhile: Called when all work of the step is queued, before the host waits for the device.
+    """
     session.counter.phase = "step"
     session.noise_scale.begin(session.step + 1)
     divisor = max(targets, 1)  # a batch of nothing but long, masked prompts has none, and no gradient
-    own_loss, own_targets = forward_backward(session, samples, divisor)
+    own_loss, own_targets = forward_backward(session, micro_batches, divisor)
     if session.audit is not None:
         session.audit.after_backward()
     noise = session.noise_scale.parts(divisor, own_targets)
@@ -97,6 +109,7 @@ def compute_step(session: Session, samples: Samples, targets: int) -> Computed:
     lr = lr_at(session.step, session.job.train)
     grad_norm = update(session, lr)
     agree_on_statistics(session.model, session.job, session.ranks)
+    meanwhile()
     # The first look at a device value in this step: all its work is queued by now.
     wishes = [float(session.stop_wanted)]
     if session.owned.cut_up:  # all ranks take part in a checkpoint, and rank 0 knows when
@@ -111,10 +124,13 @@ def compute_step(session: Session, samples: Samples, targets: int) -> Computed:
 def train_step(session: Session, meter: Meter) -> bool:
     """One optimizer step with its event; returns whether a rank wants to stop after it."""
     started = time.perf_counter()
-    positions = np.arange(session.position, session.position + session.job.train.global_batch)
-    samples = session.order.samples_at(positions)
-    targets = session.train_batches.count_targets(samples)
-    done = compute_step(session, samples, targets)
+    _, samples, targets, micro_batches = session.feed.take(session.position)
+
+    def prepare_next() -> None:
+        if session.step + 1 < session.job.train.steps:
+            session.feed.prepare(session.position + len(samples))
+
+    done = compute_step(session, micro_batches, targets, prepare_next)
     assert done.counted == targets, f"{done.counted:.0f} targets were trained on, {targets} were expected"
     session.step += 1
     session.position += len(samples)
@@ -149,11 +165,10 @@ def _require_finite(session: Session, **figures: float | None) -> None:
             raise not_finite(name.replace("_", " "), value, session.step, session.has_checkpoint())
 
 
-def forward_backward(session: Session, samples: Samples, divisor: int) -> tuple[Tensor, int]:
+def forward_backward(session: Session, batches: Iterable[Batch], divisor: int) -> tuple[Tensor, int]:
     """Gradients of one step; returns this rank's summed loss and its number of targets."""
     device = session.ranks.device
     micro_batches = session.plan.micro_batches
-    batches = session.train_batches.micro_batches(samples)
     if session.pipeline is not None:
         found = session.pipeline.train(batches, divisor, session.audit)
         session.owned.complete_gradients()
@@ -191,6 +206,8 @@ def update(session: Session, lr: float) -> Tensor | None:
     precision.step(session.optimizer)
     owned.publish()
     owned.drop_gradients()
+    if session.working is not None:
+        session.working.stale = not writes_copies(session.optimizer)
     return grad_norm
 
 
@@ -207,13 +224,13 @@ def evaluate(session: Session) -> float | None:
     layout = session.job.layout
     moves = layout.zero == 3 or max(layout.pp, layout.cp, layout.tp, layout.ep * layout.etp) > 1
     batches = session.eval_batches.micro_batches(samples, session.job.train.eval_samples if moves else 0)
+    found: tuple[Tensor | float, int]
     if session.pipeline is not None:
-        loss_sum, targets_seen = session.pipeline.evaluate(batches)
+        found = session.pipeline.evaluate(batches)
     else:
-        loss_sum, targets_seen = _evaluate_whole(session, batches)
+        found = _evaluate_whole(session, batches)
     session.owned.end_evaluation()
-    own = [loss_sum, float(targets_seen)] if session.ranks.speaks else [0.0, 0.0]
-    loss_sum, counted = session.ranks.add_up(own)
+    loss_sum, counted = session.ranks.add_up(found if session.ranks.speaks else (0.0, 0.0))
     if not counted:
         reason = f"the first {len(samples)} held-out samples hold masked prompts alone"
         session.events.write("no_evaluation", reason=reason)
@@ -222,14 +239,14 @@ def evaluate(session: Session) -> float | None:
     return loss_sum / counted
 
 
-def _evaluate_whole(session: Session, batches: Iterable[Batch]) -> tuple[float, int]:
+def _evaluate_whole(session: Session, batches: Iterable[Batch]) -> tuple[Tensor, int]:
     """The summed loss and the targets of micro-batches, where the model is not cut into stages."""
     device = session.ranks.device
-    loss_sum, targets_seen = 0.0, 0
+    loss_sum, targets_seen = torch.zeros((), dtype=torch.float64, device=device), 0
     session.model.train(not session.job.mixes_samples)  # else a batch norm reads its running statistics
     for batch in batches:
         with session.precision.products():
-            loss_sum += session.model(*batch.on(device)).item()
+            loss_sum += session.model(*batch.on(device))
         targets_seen += int((batch.targets >= 0).sum())
     session.model.train()
     return loss_sum, targets_seen

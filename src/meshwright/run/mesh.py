@@ -90,14 +90,18 @@ class Ranks:
     def add_up(self, values: Sequence[Tensor | float]) -> list[float]:
         """Sum small control values over all ranks: every rank sends its own and gets the sums.
 
-        One process gets its own values back and calls nothing.
+        One process gets its own values back and calls nothing. The host waits for a GPU once, for the sums:
+        its own values are filled in there, as a copy of each would wait, too.
         """
         with torch.no_grad():
-            scalars = [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]
-            summed = torch.stack(scalars)
+            scalars = [v if isinstance(v, Tensor) else self._fill(v) for v in values]
+            summed = torch.stack([scalar.to(self.device, torch.float64) for scalar in scalars])
             if self.control is not None:
                 dist.all_reduce(summed, group=self.control)
             return summed.tolist()
+
+    def _fill(self, value: float) -> Tensor:
+        return torch.full((), value, dtype=torch.float64, device=self.device)
 
 
 def join_ranks(

@@ -5,6 +5,7 @@ Which rule moves a parameter, whether it decays and what is kept for it is the t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,29 +13,62 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from meshwright.plan.learning_rate import scaled_lr
+from meshwright.plan.offload import OFFLOADED
 from meshwright.plan.optimizer import STEP_COUNT, decays, rule_of, state_keys
 from meshwright.run.parallel.ownership import Owned
+from meshwright.run.update_rules.adamw import FusedAdamW
 from meshwright.run.update_rules.lion import Lion
 from meshwright.run.update_rules.muon import Muon
-from meshwright.spec.job import Train
+from meshwright.spec.job import Job, Train
 from meshwright.spec.recipe import setting
 
 Group = dict[str, Any]
 
 
-def build_optimizer(owned: Owned | nn.Module, train: Train) -> Optimizer:
+def compiles_update(job: Job, device: torch.device) -> bool:
+    """Whether the update is compiled as the blocks are: AdamW's on GPUs, where nobody comes in between.
+
+    A loss scale may skip a step, noise is added to clipped gradients, and offloaded state lies in slots where
+    it is not aligned.
+    """
+    train = job.train
+    compiled = train.compile and train.compile_backend == "inductor" and device.type == "cuda"
+    alone = train.precision != "fp16" and not train.grad_noise and not OFFLOADED[job.layout.offload]
+    return compiled and alone and train.optimizer == "adamw"
+
+
+def build_optimizer(
+    owned: Owned | nn.Module,
+    train: Train,
+    copies: Mapping[nn.Parameter, Tensor] | None = None,
+    compiled: bool = False,
+) -> Optimizer:
     """The job's optimizer, with its state made at once.
 
     Torch makes the state in the first step; then the first step would hold less than the others and a
     resumed run would load into nothing.
+
+    Args:
+        owned: What it moves.
+        train: The recipe.
+        copies: 16-bit copies of parameters, which a compiled update writes with them.
+        compiled: Whether to compile the update (``compiles_update``).
     """
     named = [(name, p) for name, p in owned.named_parameters() if p.requires_grad]
-    optimizer = _BUILDERS[train.optimizer](train, named)
+    if compiled:
+        optimizer: Optimizer = _build_fused_adamw(train, named, copies)
+    else:
+        optimizer = _BUILDERS[train.optimizer](train, named)
     for name, parameter in named:
         keys = state_keys(rule_of(name, parameter.ndim, train), train)
         if keys:
             optimizer.state[parameter] = {key: _blank(key, parameter) for key in keys}
     return optimizer
+
+
+def writes_copies(optimizer: Optimizer) -> bool:
+    """Whether its step leaves all 16-bit copies of parameters as new as the parameters."""
+    return isinstance(optimizer, FusedAdamW) and optimizer.writes_copies
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
@@ -64,6 +98,19 @@ def _blank(key: str, parameter: Tensor) -> Tensor:
 def _build_adamw(train: Train, named: list[tuple[str, nn.Parameter]]) -> Optimizer:
     groups = build_groups(train, named, "adamw")
     return AdamW(groups, lr=scaled_lr(train), betas=_betas(train), eps=setting(train, "eps"), fused=True)
+
+
+def _build_fused_adamw(
+    train: Train, named: list[tuple[str, nn.Parameter]], copies: Mapping[nn.Parameter, Tensor] | None
+) -> Optimizer:
+    return FusedAdamW(
+        build_groups(train, named, "adamw"),
+        lr=scaled_lr(train),
+        betas=_betas(train),
+        eps=setting(train, "eps"),
+        copies=copies,
+        backend=train.compile_backend,
+    )
 
 
 def _build_sgd(train: Train, named: list[tuple[str, nn.Parameter]]) -> Optimizer:

@@ -10,17 +10,27 @@ the same steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.run.divergence import scale_collapsed
 from meshwright.run.parallel.ownership import Owned
+from meshwright.run.update_rules.adamw import FusedAdamW, clipping_factor
 from meshwright.spec.job import Job
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+COMPILED_ATTENTION = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+"""In the order in which they are asked."""
 LEAST_SCALE = 1.0
 """Below this the scale divides instead of multiplying: what overflows then is not the scale's doing."""
 
@@ -34,6 +44,7 @@ class Precision:
             False  # fp32 means it: left alone, convolutions on GPUs round to TF32
         )
         self._low = LOW_PRECISION.get(job.train.precision)
+        self._fastest = job.train.compile and device.type == "cuda"
         self._scaled = job.train.precision == "fp16"
         self._scaler = torch.amp.GradScaler(
             self._device, init_scale=job.train.loss_scale, enabled=self._scaled
@@ -44,16 +55,26 @@ class Precision:
         """Whether the last step was skipped."""
         self._skipped_in_a_row = 0
 
-    def products(self) -> torch.autocast:
+    @contextmanager
+    def products(self) -> Iterator[None]:
         """Around a forward pass."""
-        return torch.autocast(self._device, self._low or torch.bfloat16, enabled=self._low is not None)
+        low = self._low or torch.bfloat16
+        with torch.autocast(self._device, low, enabled=self._low is not None), self._attention():
+            yield
+
+    def _attention(self) -> AbstractContextManager[None]:
+        """Of the kernels that can compute it, the one that compiled blocks take: on Hopper, cuDNN's."""
+        return sdpa_kernel(COMPILED_ATTENTION, set_priority=True) if self._fastest else nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of a loss, scaled where the precision needs it."""
         self._scaler.scale(loss).backward()
 
     def clip(self, owned: Owned, optimizer: torch.optim.Optimizer, most: float) -> Tensor | None:
-        """Take the scale out of the gradients and clip them; returns their norm where it was needed."""
+        """Take the scale out of the gradients and clip them; returns their norm where it was needed.
+
+        An optimizer that multiplies gradients itself is told the factor instead.
+        """
         norm = None
         if self._scaled and owned.cut_up:  # an overflow in another rank's rows is an overflow here too
             norm = owned.norm()
@@ -65,6 +86,9 @@ class Precision:
         if not most and not self._scaled:
             return None
         norm = owned.norm() if norm is None else norm
+        if isinstance(optimizer, FusedAdamW):
+            optimizer.factor = clipping_factor(norm, most)
+            return norm
         parameters = [parameter for _, parameter in owned.named_parameters()]
         nn.utils.clip_grads_with_norm_(parameters, most or float("inf"), norm)
         return norm

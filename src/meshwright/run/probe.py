@@ -36,11 +36,12 @@ def measure_matmul(device: torch.device, dtype: torch.dtype, seconds: float) -> 
 
 def find_peak(job: Job, device: torch.device) -> tuple[float, str]:
     """FLOP/s that MFU is counted against, and in words what it is."""
-    if job.cluster.preset == "local" and job.cluster.matmul_flops_per_s is None:
+    cluster = job.cluster
+    if cluster.preset == "local" and cluster.matmul_flops_per_s is None and cluster.probed is None:
         dtype, seconds = LOW_PRECISION.get(job.train.precision, torch.float32), PROBE_SECONDS[device.type]
         rate = measure_matmul(device, dtype, seconds)
         return rate, f"a {seconds:g}-second {job.train.precision} matmul on this device"
-    return peak_rate(job.cluster, job.train.precision)
+    return peak_rate(cluster, job.train.precision)
 
 
 class Utilisation:

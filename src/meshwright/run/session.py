@@ -20,12 +20,13 @@ from meshwright.launch.assignment import Assignment
 from meshwright.plan.contract import Plan
 from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
 from meshwright.plan.parts import held_parts, list_homes
+from meshwright.plan.shapes import keeps_copies
 from meshwright.prepare.dataset import TokenDataset
 from meshwright.prepare.order import SampleOrder
 from meshwright.prepare.shards import ShardFolder
 from meshwright.prepare.tokenizer import TOKENIZER_FILE
 from meshwright.run.balance import Balancer, build_balancer
-from meshwright.run.batches import Batcher
+from meshwright.run.batches import Batcher, Feed
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.compiler_import import spare_compiler
 from meshwright.run.divergence import not_finite
@@ -33,19 +34,20 @@ from meshwright.run.gradient_noise import NoiseScale
 from meshwright.run.image_batches import ImageBatcher, open_image_batches
 from meshwright.run.mesh import Ranks
 from meshwright.run.models.decoder import Decoder, Stages, compile_blocks
-from meshwright.run.models.init import PieceWeights, build_model, find_weight_source
+from meshwright.run.models.init import PieceWeights, WeightSource, build_model, find_weight_source
 from meshwright.run.models.resnet import ResNet
 from meshwright.run.offload import StreamedState, offload_optimizer
-from meshwright.run.optimizer import build_optimizer
+from meshwright.run.optimizer import build_optimizer, compiles_update
 from meshwright.run.parallel.apply import apply_layout, build_pipeline, build_reducer, own_parameters
 from meshwright.run.parallel.context import SharedContext
 from meshwright.run.parallel.ownership import Owned
 from meshwright.run.parallel.reducer import BucketReducer
 from meshwright.run.parallel.seat import Seat
 from meshwright.run.pipeline.collect import bring_home
-from meshwright.run.pipeline.pipeline import Pipeline
-from meshwright.run.precision import Precision
+from meshwright.run.pipeline.pipeline import STREAMS, Pipeline
+from meshwright.run.precision import LOW_PRECISION, Precision
 from meshwright.run.watch import StepWatch
+from meshwright.run.working import WorkingCopies
 from meshwright.spec.job import Job, Train
 from meshwright.spec.model import ResNetModel
 from meshwright.spec.recipe import settled
@@ -88,11 +90,15 @@ class Session:
     """Where its state lies on the host."""
     noise_scale: NoiseScale
     precision: Precision
+    working: WorkingCopies | None
+    """Copies of its matrices in 16 bits, where products read some."""
     balancer: Balancer | None
     """Keeps experts evenly busy, where there are some."""
     train_batches: Batcher | ImageBatcher
     eval_batches: Batcher | ImageBatcher
     order: SampleOrder
+    feed: Feed
+    """Gives every step its batch."""
     data_sha256: str
     """Of the index, which holds the shards' own checksums; of images, see ``prepare.images``."""
     step: int = 0
@@ -138,6 +144,7 @@ def build_session(
     counter: CollectiveCounter,
     events: EventWriter,
     open_split: OpenSplit | None = None,
+    weights: WeightSource | None = None,
 ) -> Session:
     """Build model, optimizer and data of this rank; load the checkpoint if there is one to resume.
 
@@ -148,6 +155,7 @@ def build_session(
         counter: Of collectives.
         events: Where this rank writes what happens.
         open_split: In place of the data that the assignment names.
+        weights: First values in place of the job's, for who does not care which.
     """
     job = plan.job
     if not job.train.compile:
@@ -157,7 +165,7 @@ def build_session(
     if job.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
     seat = Seat.of(job, ranks)
-    weights = find_weight_source(job, from_hf=assignment.hf_weights)
+    weights = weights or find_weight_source(job, from_hf=assignment.hf_weights)
     if seat.pieces is not None:
         weights = PieceWeights(weights, seat.pieces)
     model = build_model(job, ranks.device, weights, seat, held_parts(job, ranks.place))
@@ -168,6 +176,9 @@ def build_session(
     if job.train.compile:
         for decoder in model if isinstance(model, Stages) else (model,):
             assert isinstance(decoder, Decoder), "the legality table compiles decoders only"
+            decoder.stream = STREAMS[job.train.residual]
+            if keeps_copies(job):
+                decoder.working = WorkingCopies(decoder, LOW_PRECISION[job.train.precision])
             compile_blocks(decoder, backend=job.train.compile_backend)
     module = apply_layout(model, job, ranks, weights)
     precision, pipeline, reducer = Precision(job, ranks.device), None, None
@@ -176,7 +187,10 @@ def build_session(
     else:
         reducer = build_reducer(model, job, ranks)
     owned = own_parameters(model, job, ranks, seat.pieces)
-    optimizer = build_optimizer(owned, job.train)
+    order = SampleOrder(train_batches.dataset.shard_sample_counts, job.train.seed)
+    working = model.working if isinstance(model, Decoder) else None
+    copies = None if working is None else working.copies
+    optimizer = build_optimizer(owned, job.train, copies, compiles_update(job, ranks.device))
     session = Session(
         plan=plan,
         assignment=assignment,
@@ -193,10 +207,12 @@ def build_session(
         streamed=offload_optimizer(optimizer, owned, job, ranks),
         noise_scale=NoiseScale(module, job.train.noise_scale_every),
         precision=precision,
+        working=working,
         balancer=build_balancer(model, job, ranks.device, precision),
         train_batches=train_batches,
         eval_batches=eval_batches,
-        order=SampleOrder(train_batches.dataset.shard_sample_counts, job.train.seed),
+        order=order,
+        feed=Feed(order, train_batches, job.train.global_batch, ranks.device),
         data_sha256=data_sha256,
     )
     if assignment.resume_from is not None:

@@ -16,6 +16,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from meshwright.spec.fields import SECTION_CONFIG, Count, Positive
+from meshwright.spec.probed import Probed
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,11 @@ class Cluster:
     cost_per_hour: Positive | None = None
     """Price of one device for an hour, in any currency."""
     matmul_flops_per_s: Positive | None = None
-    """Peak that MFU is counted against; on `local`, measured in one second at the start if left out."""
+    """Peak that MFU is counted against; on `local`, unless probed, measured at the start if left out."""
     basis: str = ""
     """Where the figures come from."""
+    probed: Probed | None = None
+    """What `meshwright probe` measured on a device; steps of its kind are then predicted from that."""
 
     @property
     def world_size(self) -> int:

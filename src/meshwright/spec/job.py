@@ -128,6 +128,8 @@ class Train:
     """Largest global gradient norm; 0 turns clipping off."""
     precision: Literal["fp32", "bf16", "fp16", "fp8", "fp4"] = "fp32"
     """Precision of the matrix products; weights, gradients and reductions stay float32."""
+    residual: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the residual stream between compiled blocks; bf16 moves and keeps half the bytes."""
     runtime: Runtime = "meshwright"
     """Whose memory and time `plan` predicts; `train` runs `meshwright` alone."""
     loss_scale: Annotated[float, Field(gt=0, le=2**32, strict=True)] = 65536.0
@@ -135,7 +137,7 @@ class Train:
     seed: Natural = 0
     """Decides the initial weights and the order of samples."""
     compile: Flag = False
-    """Compile each block with torch.compile; activations and peak are then shown, not judged."""
+    """Compile blocks, loss and, on GPUs, AdamW with torch.compile; activations and peak are not judged."""
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
     """`inductor` makes fast code; `aot_eager` only traces, for tests."""
     eval_every: Natural = 0

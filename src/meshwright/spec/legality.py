@@ -41,6 +41,7 @@ from meshwright.spec.recipe_rules import (
     check_nesterov,
     check_noise_scale,
     check_noise_scale_layout,
+    check_residual,
     check_unused,
     unused_code,
     unused_statement,
@@ -462,6 +463,11 @@ RULES: tuple[Rule, ...] = (
     ),
     _only_with(
         "train-compile-backend", Train, "train.compile_backend", "train.compile", True, "nothing is compiled"
+    ),
+    Rule(
+        "train-residual",
+        '`residual = "bf16"` needs `precision = "bf16"` and `compile = true`.',
+        check_residual,
     ),
     Rule("train-lr-base-batch", "`lr_scaling` and `lr_base_batch` come together.", _check_lr_base),
     *(Rule(unused_code(key), unused_statement(key), check_unused(key)) for key in OPTIONAL_KEYS),

@@ -50,6 +50,16 @@ def check_nesterov(job: Job) -> Problem | None:
     return Problem("train-nesterov-momentum", rule, path="train.nesterov", value=True, fix=fix)
 
 
+def check_residual(job: Job) -> Problem | None:
+    """A stream in 16 bits is for products in 16 bits; eager norms would keep it in float32 all the same."""
+    train = job.train
+    if train.residual == "fp32" or (train.compile and train.precision == "bf16"):
+        return None
+    rule = "is for compiled blocks whose products read bf16: elsewhere each norm keeps a float32 copy of it"
+    fix = "Set train.precision=bf16 and train.compile=true, or leave train.residual out"
+    return Problem("train-residual", rule, path="train.residual", value=train.residual, fix=fix)
+
+
 def check_decay_room(job: Job) -> Problem | None:
     """Warm-up and the fall at the end of ``wsd`` fit into the run."""
     train = job.train

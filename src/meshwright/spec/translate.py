@@ -103,7 +103,11 @@ def section_type(path: list[str]) -> Any:
     """The dataclass at a dotted path of the job, the first of several kinds; or None."""
     owner: Any = Job
     for part in path:
+        if part.isdigit():  # a row of a list of tables
+            continue
         hint = typing.get_type_hints(owner).get(part)
+        if typing.get_origin(hint) is tuple:
+            hint = typing.get_args(hint)[0]
         if typing.get_origin(hint) in (types.UnionType, typing.Union):
             hint = next((a for a in typing.get_args(hint) if dataclasses.is_dataclass(a)), None)
         if hint is None or not dataclasses.is_dataclass(hint):

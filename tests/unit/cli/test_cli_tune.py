@@ -7,10 +7,11 @@ import tomllib
 
 import pytest
 
+from meshwright.cli.cluster_file import cluster_text
 from meshwright.cli.tune import shorten
 from meshwright.explain.record import RunRecord
 from meshwright.explain.scaling import WARM_UP
-from meshwright.explain.tuning import TuneRow, cluster_text, fold, order
+from meshwright.explain.tuning import TuneRow, fold, order
 from meshwright.plan.contract import build_plan
 from meshwright.spec.load import build_job, load_job
 
@@ -39,14 +40,14 @@ def test_a_layout_that_is_given_leaves_nothing_to_try(cli, job_file, tmp_path):
 
 
 def test_a_place_that_cannot_be_written_is_known_before_anything_runs(cli, job_file, tmp_path):
-    assert refused(cli, job_file, "-o", tmp_path / "nowhere" / "cluster.toml") == "tune-not-writable"
-    assert refused(cli, job_file, "-o", tmp_path) == "tune-not-writable"
+    assert refused(cli, job_file, "-o", tmp_path / "nowhere" / "cluster.toml") == "cluster-file-not-writable"
+    assert refused(cli, job_file, "-o", tmp_path) == "cluster-file-not-writable"
 
 
 def test_a_file_made_by_hand_is_not_written_over(cli, job_file, tmp_path):
     own = tmp_path / "own.toml"
     own.write_text('device = "cpu"\n')
-    assert refused(cli, job_file, "-o", own) == "tune-not-writable"
+    assert refused(cli, job_file, "-o", own) == "cluster-file-not-writable"
     assert own.read_text() == 'device = "cpu"\n'
 
 
@@ -82,8 +83,8 @@ def test_a_row_has_medians_of_the_slowest_rank_and_those_that_failed_come_last(j
 
 def test_the_cluster_file_gives_the_cluster_back(job_file, tmp_path):
     """All of it but where it comes from; so a plan with it is for the same devices."""
-    job = load_job(str(job_file), ["cluster.link_bytes_per_s=3e9"])
-    text = cluster_text(job.cluster, "a test")
+    job = load_job(str(job_file), ["cluster.link_bytes_per_s=3e9", "cluster.basis=a test"])
+    text = cluster_text(job.cluster, "tune")
     (tmp_path / "cluster.toml").write_text(text)
     assert tomllib.loads(text)["basis"] == "a test"
     tables = {

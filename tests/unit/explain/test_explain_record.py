@@ -34,6 +34,9 @@ def test_rates_come_from_the_median_step_without_the_first_two():
     )
     assert record.tokens_per_s == 5.0
     assert record.mfu == 0.2
+    plan = read_plan(GOLDEN / "plan.toml")
+    assert record.flops_per_s(plan) == 5.0 * plan.flops_per_token
+    assert RunRecord().flops_per_s(plan) is None, "no step, no rate"
 
 
 def test_rates_of_short_runs_use_what_there_is_and_of_empty_ones_are_none():

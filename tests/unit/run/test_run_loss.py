@@ -8,6 +8,7 @@ import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 
 from meshwright.prepare.dataset import IGNORED
 from meshwright.run.memory import PeakTracker
+from meshwright.run.models import loss as losses
 from meshwright.run.models.loss import linear_cross_entropy
 
 TOKENS, WIDTH, WORDS = 37, 16, 50
@@ -96,3 +97,85 @@ def test_the_weights_gradient_is_handed_over_not_copied():
     made = loss.grad_fn.gradients[1].data_ptr()
     loss.backward()
     assert weight.grad.data_ptr() == made
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """The function that a GPU gets compiled, as it stands: a compiler takes seconds."""
+    monkeypatch.setattr(losses, "_compile_softmax_loss", lambda: losses.fused_softmax_loss)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 36, 1000])
+def test_the_fused_loss_is_the_plain_one(uncompiled, chunk):
+    """In float32, with ignored targets, also where the last chunk is short, and without gradients."""
+    x, weight, targets = operands()
+    expected = plain(x, weight, targets)
+    wanted = torch.autograd.grad(expected * 3.0, (x, weight))
+    loss = linear_cross_entropy(x, weight, targets, chunk, fused=True)
+    found = torch.autograd.grad(loss * 3.0, (x, weight))
+    torch.testing.assert_close(loss, expected)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(linear_cross_entropy(x, weight, targets, chunk, fused=True), expected)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["copy kept", "copy made"])
+def test_fused_sixteen_bits_are_those_of_the_eager_loss(uncompiled, kept):
+    """The logits are rounded to 16 bits in both: losses agree as float32 does, gradients to one rounding."""
+    x, weight, targets = operands(torch.bfloat16)
+    low = weight.detach().to(torch.bfloat16) if kept else None
+    eager = linear_cross_entropy(x, weight, targets, 8)
+    wanted = torch.autograd.grad(eager, (x, weight))
+    loss = linear_cross_entropy(x, weight, targets, 8, low_VD=low, fused=True)
+    found = torch.autograd.grad(loss, (x, weight))
+    torch.testing.assert_close(loss, eager, rtol=1e-6, atol=0.0)
+    assert [gradient.dtype for gradient in found] == [torch.bfloat16, torch.float32]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours.float() - theirs.float()).norm() < 2**-8 * theirs.float().norm()
+
+
+def test_a_kept_copy_is_what_the_products_read():
+    """Eager, too: with a copy of zeros all words are as likely, whatever the weight is."""
+    x, weight, targets = operands(torch.bfloat16)
+    low = torch.zeros_like(weight, dtype=torch.bfloat16, requires_grad=False)
+    loss = linear_cross_entropy(x, weight, targets, 8, low_VD=low)
+    counted = int((targets != IGNORED).sum())
+    assert loss.item() == pytest.approx(counted * torch.tensor(float(WORDS)).log().item(), rel=1e-5)
+
+
+def test_the_fused_loss_of_ignored_targets_alone_is_zero(uncompiled):
+    x, weight, targets = operands(torch.bfloat16)
+    loss = linear_cross_entropy(x, weight, torch.full_like(targets, IGNORED), 8, fused=True)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert not x.grad.any()
+    assert not weight.grad.any()
+
+
+def test_fused_logits_are_never_held_in_float32(monkeypatch):
+    """What goes into the compiled function, and comes out, is as wide as the product's operands."""
+    seen = []
+
+    def spy(logits, targets, wanted):
+        loss, gradient = losses.fused_softmax_loss(logits, targets, wanted)
+        seen.append((logits.dtype, None if gradient is None else gradient.dtype))
+        return loss, gradient
+
+    monkeypatch.setattr(losses, "_compile_softmax_loss", lambda: spy)
+    x, weight, targets = operands(torch.bfloat16)
+    linear_cross_entropy(x, weight, targets, 37, fused=True)
+    with torch.no_grad():
+        linear_cross_entropy(x, weight, targets, 37, fused=True)
+    assert seen == [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, None)]
+
+
+@pytest.mark.slow
+def test_the_fused_loss_compiles():
+    x, weight, targets = operands(torch.bfloat16)
+    eager = linear_cross_entropy(x, weight, targets, 20)
+    wanted = torch.autograd.grad(eager, (x, weight))
+    loss = linear_cross_entropy(x, weight, targets, 20, fused=True)
+    torch.testing.assert_close(loss, eager, rtol=1e-5, atol=0.0)
+    for ours, theirs in zip(torch.autograd.grad(loss, (x, weight)), wanted, strict=True):
+        assert (ours.float() - theirs.float()).norm() < 2**-8 * theirs.float().norm()

@@ -81,7 +81,9 @@ def product_s(
     rows, columns, depth, count = np.broadcast_arrays(
         *(np.asarray(x, float) for x in (rows, columns, depth, count))
     )
-    share = _tiled(device.multiprocessors, rows, columns, depth, count) * _aligned(columns) * _aligned(depth)
+    share = (
+        tile_share(device.multiprocessors, rows, columns, depth, count) * _aligned(columns) * _aligned(depth)
+    )
     rate = share * (device.plain_flops_per_s if plain else device.flops_per_s)
     width = 2.0 if plain else device.operand_width
     moved = count * (width * (rows + columns) * depth + 2.0 * rows * columns)
@@ -90,7 +92,7 @@ def product_s(
     return np.maximum(arithmetic + device.rates.operand_bytes * traffic, traffic) + device.rates.launch_s
 
 
-def _tiled(multiprocessors: int, rows: Floats, columns: Floats, depth: Floats, count: Floats) -> Floats:
+def tile_share(multiprocessors: int, rows: Floats, columns: Floats, depth: Floats, count: Floats) -> Floats:
     """Share of the rate that is left after the last, partly filled wave of tiles; the best tile is taken."""
     best = np.zeros_like(rows)
     for height, width, rate in TILES:

@@ -24,9 +24,10 @@ from meshwright.run.models.feed_forward import build_feed_forward
 from meshwright.run.models.loss import linear_cross_entropy
 from meshwright.run.models.moe import ExpertProduct, MixtureOfExperts
 from meshwright.run.models.norms import build_norm, product_dtype
-from meshwright.run.models.products import Product
+from meshwright.run.models.products import Joint, Product
 from meshwright.run.models.routing import Router
 from meshwright.run.recompute import run_recomputed
+from meshwright.run.working import WorkingCopies
 from meshwright.spec.layout import Recompute
 from meshwright.spec.model import DecoderModel
 
@@ -73,6 +74,8 @@ class Attention(nn.Module):
         self.wk = Product(model.hidden_size, model.kv_size, bias=bias)
         self.wv = Product(model.hidden_size, model.kv_size, bias=bias)
         self.wo = Product(model.query_size, model.hidden_size, bias=bias)
+        self.joint: Joint | None = None
+        """The first three as one, where they are."""
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
         """Mix along the sequence; position t sees positions up to t, of its own document with a mask.
@@ -87,7 +90,10 @@ class Attention(nn.Module):
         def heads(projected: Tensor) -> Tensor:
             return projected.view(batch, length, -1, self.head_size).transpose(1, 2)
 
-        q_BHTE, k_BKTE, v_BKTE = heads(self.wq(x_BTD)), heads(self.wk(x_BTD)), heads(self.wv(x_BTD))
+        if self.joint is None:
+            q_BHTE, k_BKTE, v_BKTE = heads(self.wq(x_BTD)), heads(self.wk(x_BTD)), heads(self.wv(x_BTD))
+        else:
+            q_BHTE, k_BKTE, v_BKTE = map(heads, self.joint.multiply(x_BTD))
         if rope is not None:
             q_BHTE, k_BKTE = apply_rope(q_BHTE, *rope), apply_rope(k_BKTE, *rope)
         mixed_BHTE = self.context.mix(q_BHTE, k_BKTE, v_BKTE, mask)
@@ -107,10 +113,9 @@ class Block(nn.Module):
         """Whether it has experts."""
         self.ffn = MixtureOfExperts(model) if self.routed else build_feed_forward(model, model.ffn_size)
         products = list(self.list_products())
-        self.kept_products = [True] * len(products)
-        """Of the block's products, in order, those that selective recomputation keeps."""
         # Nothing in the backward pass reads the last one; but those who weigh experts' answers read them.
-        self.kept_products[-1] = not isinstance(products[-1][1], Product)
+        self.kept_products = [*[True] * (len(products) - 1), not isinstance(products[-1][1], Product)]
+        """Of the block's products, in order, those that selective recomputation keeps."""
         self.kept_sums: list[bool] = []
         """Of the sums over ranks that some become where matrices are split, in order, those that it keeps."""
 
@@ -162,6 +167,10 @@ class Head(nn.Linear):
 
     lender: tuple[nn.Embedding] | None = None
     """That embedding; in a tuple, so that it is no part of the head."""
+    low: Tensor | None = None
+    """Its matrix in the precision of the product, where a copy is kept."""
+    fused = False
+    """Whether its loss is made by compiled code, of logits in 16 bits."""
 
     def matrix(self) -> Tensor:
         """The rows of the words."""
@@ -173,7 +182,8 @@ class Head(nn.Linear):
 
     def loss(self, x: Tensor, targets_BT: Tensor, chunk: int) -> Tensor:
         """The loss **summed** over the targets that are not ``IGNORED``, ``chunk`` tokens at a time."""
-        return linear_cross_entropy(x.flatten(0, 1), self.matrix(), targets_BT.flatten(), chunk)
+        x_ND, targets_N = x.flatten(0, 1), targets_BT.flatten()
+        return linear_cross_entropy(x_ND, self.matrix(), targets_N, chunk, low_VD=self.low, fused=self.fused)
 
 
 def _build_table(rows: int, width: int) -> nn.Embedding:
@@ -192,6 +202,10 @@ class Decoder(nn.Module):
     embed: nn.Embedding
     norm: nn.Module
     head: Head
+    stream: torch.dtype = torch.float32
+    """Precision of the residual stream."""
+    working: WorkingCopies | None = None
+    """Of its matrices, where products read copies."""
 
     def __init__(
         self,
@@ -269,8 +283,10 @@ class Decoder(nn.Module):
         """
         length = x.shape[1] if self.first else self.seq_len
         assert length <= self.seq_len, f"{length} tokens, but positions are built for {self.seq_len}"
+        if self.working is not None:
+            self.working.refresh()
         if self.first:
-            x = self._embed(x, segments_BT)
+            x = self._embed(x, segments_BT).to(self.stream)
         rope = (self.rope_cos[:length], self.rope_sin[:length]) if self.rotary else None
         mask = None if segments_BT is None else self.context.hide(segments_BT, product_dtype(x))
         for block in self.blocks.values():
@@ -310,11 +326,19 @@ class Stages(nn.Module):
             yield from stage.named_modules(memo, prefix, remove_duplicate)
 
 
-def compile_blocks(decoder: Decoder, **options: Any) -> None:
-    """Compile each block on its own: they share one graph, and what is around them stays eager."""
+def compile_blocks(decoder: Decoder, backend: str = "inductor") -> None:
+    """Compile each block on its own, as they share one graph; the last norm and the loss, too.
+
+    Args:
+        decoder: Or a stage of one.
+        backend: Of torch's compiler; one that makes no code leaves the loss as it is.
+    """
     # It would cut graphs at DDP's buckets, which here lie outside them, and asserts how large those are.
     torch._dynamo.config.optimize_ddp = False
     for block in decoder.list_blocks():
         if isinstance(block.ffn, MixtureOfExperts):  # how many rows an expert gets is known when it runs
             block.ffn.forward = torch.compiler.disable(block.ffn.forward)  # type: ignore[method-assign]
-        block.compile(dynamic=False, **options)
+        block.compile(dynamic=False, backend=backend)
+    if decoder.last:
+        decoder.norm.compile(dynamic=False, backend=backend)
+        decoder.head.fused = backend == "inductor"

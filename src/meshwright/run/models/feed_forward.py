@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor, nn
 
-from meshwright.run.models.products import Product
+from meshwright.run.models.products import Joint, Product
 from meshwright.spec.model import DecoderModel
 
 
@@ -17,10 +17,15 @@ class GatedFeedForward(nn.Module):
         self.gate = Product(model.hidden_size, width, bias=model.ffn_bias)
         self.up = Product(model.hidden_size, width, bias=model.ffn_bias)
         self.down = Product(width, model.hidden_size, bias=model.ffn_bias)
+        self.joint: Joint | None = None
+        """The first two as one, where they are."""
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Each position on its own."""
-        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        if self.joint is None:
+            return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        gate_BTF, up_BTF = self.joint.multiply(x_BTD)
+        return self.down(F.silu(gate_BTF) * up_BTF)
 
 
 class FeedForward(nn.Module):

@@ -1,14 +1,21 @@
-"""Matrix products whose weight gradient can wait: what a backward pass that is split in two needs.
+"""Matrix products: from a copy in 16 bits, several as one, or with a weight gradient that can wait.
 
-Only the gradient of a stage's input is waited for by another rank. Under a schedule that splits the backward
-pass, each product of the stage's blocks makes that one at once, and leaves its input and the gradient of its
-output in :class:`Later`; the gradient of its weight is made of the two when the schedule says so. It needs
-neither the weight nor the graph, so sharded weights need not be gathered for it.
+**A copy in 16 bits** (:class:`WorkingCopies` of ``run.working`` makes and keeps them). Under autocast every
+forward pass casts every float32 matrix, every backward pass may again, and the gradient is made in 16 bits
+and cast back: 18 bytes a weight cross memory beside the product. With a copy that lives from step to step
+none do, and the gradient's product writes float32 itself: nothing is rounded on the way. Products that read
+the same input are one product over copies that lie below each other.
+
+**Gradients that can wait** are what a backward pass that is split in two needs. Only the gradient of a
+stage's input is waited for by another rank. Under a schedule that splits the backward pass, each product of
+the stage's blocks makes that one at once, and leaves its input and the gradient of its output in
+:class:`Later`; the gradient of its weight is made of the two when the schedule says so. It needs neither the
+weight nor the graph, so sharded weights need not be gathered for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +69,8 @@ class Product(nn.Linear):
     """A linear layer that leaves the gradient of its weight for later where it is told to."""
 
     later: Later | None = None
+    low: Tensor | None = None
+    """Its weight in the precision of the product, where a copy is kept."""
     adds_bias = True
     """Whether its bias is a part of the product."""
 
@@ -75,9 +84,72 @@ class Product(nn.Linear):
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The product, with a bias or without."""
+        if self.low is not None:
+            out = multiply_copy(x, self.low, self.weight)
+            return out if bias is None else out + bias.to(out.dtype)
         if self.later is None or not torch.is_grad_enabled():
             return F.linear(x, self.weight, bias)
         return self.later.multiply(x, self.weight, bias, self)
+
+
+class Joint:
+    """Products without bias that read the same input, as one."""
+
+    def __init__(self, products: Sequence[Product], low: Tensor) -> None:
+        """Join them.
+
+        Args:
+            products: In order.
+            low: Copies of their weights, one below the other.
+        """
+        self._masters, self._low = [product.weight for product in products], low
+        self._widths = [product.out_features for product in products]
+
+    def multiply(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What each of them gives."""
+        return multiply_copy(x, self._low, *self._masters).split(self._widths, dim=-1)
+
+
+def multiply_copy(x: Tensor, low: Tensor, *masters: Tensor) -> Tensor:
+    """``x low'``, whose weight gradients go to the float32 matrices that ``low`` is a copy of.
+
+    Args:
+        x: In the precision of the copy, or made so.
+        low: Of the matrices, one below the other.
+        masters: The matrices.
+    """
+    out: Tensor = _CopyProduct.apply(x, low, *masters)
+    return out
+
+
+class _CopyProduct(torch.autograd.Function):
+    """A product whose weight gradient is float32 from the start."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: Tensor, *masters: Tensor) -> Tensor:
+        x = x.to(low.dtype)
+        ctx.save_for_backward(x, low)
+        ctx.rows = [master.shape[0] for master in masters]
+        return F.linear(x, low)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, low = ctx.saved_tensors
+        whole = weight_gradient(grad.flatten(0, -2), x.flatten(0, -2))
+        return grad @ low, None, *whole.split(ctx.rows)
+
+
+@torch.library.custom_op("meshwright::weight_gradient", mutates_args=())
+def weight_gradient(grad_NO: Tensor, x_NI: Tensor) -> Tensor:
+    """``grad' x``, (O, I), in float32: summed in it on every device, and on GPUs never rounded to less."""
+    if grad_NO.is_cuda:
+        return torch.mm(grad_NO.T, x_NI, out_dtype=torch.float32)
+    return torch.mm(grad_NO.T, x_NI).float()
+
+
+@weight_gradient.register_fake
+def _(grad_NO: Tensor, x_NI: Tensor) -> Tensor:
+    return grad_NO.new_empty(grad_NO.shape[1], x_NI.shape[1], dtype=torch.float32)
 
 
 class _InputGradient(torch.autograd.Function):

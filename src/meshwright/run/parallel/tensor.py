@@ -97,7 +97,8 @@ class VocabularyHead(Head):
     def loss(self, x: Tensor, targets_BT: Tensor, chunk: int) -> Tensor:
         """Summed over the targets; every rank has it."""
         x_ND = self._split.enter(x).flatten(0, 1)
-        return linear_cross_entropy(x_ND, self.matrix(), targets_BT.flatten(), chunk, self._softmax)
+        targets_N = targets_BT.flatten()
+        return linear_cross_entropy(x_ND, self.matrix(), targets_N, chunk, self._softmax, low_VD=self.low)
 
     def _softmax(self, logits_CV: Tensor, targets_C: Tensor, wanted: bool) -> tuple[Tensor, Tensor | None]:
         """The summed loss of a chunk, and its gradient by the rank's logits, which it overwrites.

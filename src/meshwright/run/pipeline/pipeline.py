@@ -40,6 +40,7 @@ class Pipeline:
             precision: Of the products.
         """
         self._ranks, self._shape = ranks, stream_shape(job)
+        self._dtype = STREAMS[job.train.residual]
         self._schedule = schedule_of(job, micro_batches)
         open_channels(self._schedule, ranks)
         self._work = StageWork(stages, job, precision, ranks.device)
@@ -78,8 +79,12 @@ class Pipeline:
     def _interpret(self, schedule: PipelineSchedule, times: ActionTimes | None = None) -> Interpreter:
         proof = prove_schedule(schedule)
         assert proof.proved, f"a schedule that cannot run: {proof.violations}"
-        exchange = Exchange(schedule, self._ranks, self._shape, torch.float32)
+        exchange = Exchange(schedule, self._ranks, self._shape, self._dtype)
         return Interpreter(schedule, self._ranks.place, exchange, times)
+
+
+STREAMS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Precisions of the residual stream."""
 
 
 def stream_shape(job: Job) -> tuple[int, ...]:

@@ -1,0 +1,78 @@
+"""What the device did in a step, by kind of kernel: folds a trace of torch's profiler.
+
+A kernel's kind is read off its name, the first rule that fits. Compiled kernels are named after the
+operations in them and beside them, attention's included: one that takes a square root, and not its
+reciprocal, is the optimizer's, one that takes an exponential or a logarithm the loss's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+KINDS = (
+    ("attention", r"^(?!triton).*(sdpa|flash|fmha|attention)"),
+    ("products", r"triton_tem|^(?!triton).*(gemm|nvjet|cutlass|xmma|splitk|cublas|gemv)"),
+    ("optimizer", r"adam|multi_tensor|foreach|(?<!r)sqrt|lpnorm"),
+    ("loss", r"softmax|nll_loss|_amax_|_exp_|_log_"),
+    ("copies", r"memcpy|memset|copy_kernel|catarray|fillfunctor|fused__to_copy(_(t|view|transpose))*_\d+$"),
+    ("elementwise", r""),
+)
+"""Kinds and the names that belong to them."""
+DEVICE_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+"""Categories of a trace's rows that the device works on."""
+MOST_KERNELS = 40
+
+
+def kind_of(name: str) -> str:
+    """The kind of a kernel."""
+    return next(kind for kind, pattern in KINDS if re.search(pattern, name.lower()))
+
+
+def fold_trace(rows: Iterable[dict[str, Any]], steps: int) -> dict[str, Any]:
+    """Milliseconds of a step by kind, idle time included, and the kernels that took most.
+
+    Args:
+        rows: ``traceEvents`` of a Chrome trace, times in microseconds.
+        steps: Steps that the trace spans.
+    """
+    work = [row for row in rows if row.get("cat") in DEVICE_WORK and "dur" in row]
+    if not work:
+        return {"kinds_ms": {}, "span_ms": 0.0, "idle_ms": 0.0, "kernels": []}
+    spans = sorted((float(row["ts"]), float(row["ts"]) + float(row["dur"])) for row in work)
+    busy, reached = 0.0, spans[0][0]
+    for begin, end in spans:  # kernels of several streams may lie over each other
+        busy += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    kinds: dict[str, float] = defaultdict(float)
+    kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for row in work:
+        kinds[kind_of(row["name"])] += row["dur"]
+        kernels[row["name"]][0] += 1
+        kernels[row["name"]][1] += row["dur"]
+    longest = sorted(kernels.items(), key=lambda item: -item[1][1])[:MOST_KERNELS]
+    span = reached - spans[0][0]
+    scale = 1e3 * steps
+    return {
+        "kinds_ms": {kind: kinds[kind] / scale for kind, _ in KINDS if kind in kinds},
+        "span_ms": span / scale,
+        "idle_ms": (span - busy) / scale,
+        "kernels": [
+            {"name": name, "kind": kind_of(name), "calls": count / steps, "ms": taken / scale}
+            for name, (count, taken) in longest
+        ],
+    }
+
+
+def describe(folded: dict[str, Any], shown: int = 20) -> list[str]:
+    """The same for people."""
+    if "failed" in folded:
+        return [f"  no profile: {line}" for line in folded["failed"].splitlines()]
+    lines = [f"  {'span':14}{folded['span_ms']:9.2f} ms a step"]
+    lines += [f"  {kind:14}{taken:9.2f} ms" for kind, taken in folded["kinds_ms"].items()]
+    lines.append(f"  {'idle':14}{folded['idle_ms']:9.2f} ms")
+    for row in folded["kernels"][:shown]:
+        lines.append(f"  {row['ms']:8.2f} ms {row['calls']:6.0f} x {row['kind']:12} {row['name'][:100]}")
+    return lines

@@ -1,0 +1,470 @@
+"""One kind of training step on one device, measured in this process for ``one_device.py``.
+
+The process speaks with the one that started it: a JSON object a line on standard output (phases, then a
+result or a failure), and one line on standard input that lets it take the device. Before that it imports,
+and, where told to, lets its compiler see a model of one layer with the same widths: several processes do
+that at a time, and only the device is not shared while times are taken.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.launch.environment import prepare_environment
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "a": {"num_layers": 16, "hidden_size": 2048, "num_heads": 32, "num_kv_heads": 8, "ffn_size": 8192,
+          "vocab_size": 128256, "rope_theta": 500000.0},
+    "b": {"num_layers": 28, "hidden_size": 3072, "num_heads": 24, "num_kv_heads": 8, "ffn_size": 8192,
+          "vocab_size": 128256, "rope_theta": 500000.0},
+}  # fmt: skip
+BATCHES = {"a": (8, 4096), "b": (4, 4096)}
+"""Sequences of a step, and the tokens of each."""
+SMALL = {
+    "a": {"num_layers": 2, "hidden_size": 64, "num_heads": 8, "num_kv_heads": 2, "ffn_size": 256,
+          "vocab_size": 512},
+    "b": {"num_layers": 3, "hidden_size": 96, "num_heads": 12, "num_kv_heads": 4, "ffn_size": 256,
+          "vocab_size": 512},
+}  # fmt: skip
+"""Shapes that a CPU can try the benchmark with."""
+SMALL_BATCHES = {"a": (4, 64), "b": (2, 64)}
+OURS = ("train.precision=bf16", "train.compile=true", "train.residual=bf16", "layout.recompute=selective")
+"""What our side asks for; ``--set`` goes over it."""
+WARM_UP = 3
+"""Steps that are not timed; ours audits its second one."""
+PROFILED = 2
+"""Steps of a profile: with two of them the gap between steps is in it."""
+TRACEBACK_LINES = 25
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a process is asked to measure."""
+
+    kind: str
+    """``ours``, ``bare``, ``transformers`` or ``floor``."""
+    name: str
+    """What the result is called."""
+    shape: str
+    steps: int
+    small: bool
+    device: str
+    settings: tuple[str, ...] = ()
+    """``key=value`` for our job."""
+    rehearse: bool = False
+    """Whether the compiler sees a model of one layer before the device is taken."""
+    profile: bool = False
+    threads: int = 1
+
+
+def build_shape(order: Order, folder: Path, layers: int | None = None) -> Any:
+    """The job of our side; the others take their numbers from it."""
+    from meshwright.spec.load import apply_override, build_job  # noqa: PLC0415
+
+    batch, length = (SMALL_BATCHES if order.small else BATCHES)[order.shape]
+    tree: dict[str, Any] = {
+        "model": dict((SMALL if order.small else SHAPES)[order.shape]),
+        "data": {"path": str(folder), "seq_len": length},
+        "train": {"steps": 10**6, "global_batch": batch, "lr": 1e-4, "clip": 1.0},
+        "layout": {"dp_replicate": 1, "micro_batch": batch},
+        "cluster": {
+            "device": order.device,
+            "matmul_flops_per_s": 1e15,
+        },  # else a run measures it, a second long
+        "checkpoint": {"every_minutes": 0.0},
+    }
+    backend = ("train.compile_backend=aot_eager",) if order.device == "cpu" else ()  # no time to write C++
+    problems = [p for text in (*OURS, *backend, *order.settings) if (p := apply_override(tree, text))]
+    if layers is not None:
+        tree["model"]["num_layers"] = layers
+    return build_job(tree, problems)
+
+
+def _seconds_since_start() -> float:
+    """How long this process is there, imports included; 0 where the system does not say."""
+    try:
+        ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    except OSError:
+        return 0.0
+    return max(0.0, uptime_s - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+class Voice:
+    """Tells the parent what happens, with times and the device's memory."""
+
+    def __init__(self) -> None:
+        # What libraries print goes to standard error: lines of standard output are the parent's.
+        self._out = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)
+        self._last = time.perf_counter() - _seconds_since_start()
+
+    def say(self, **content: Any) -> None:
+        """One object; it gets the seconds since the last one, and the memory that is held, if it has none."""
+        now = time.perf_counter()
+        content.setdefault("seconds", now - self._last)
+        self._last = now
+        torch = sys.modules.get("torch")
+        if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
+            content["held_bytes"] = torch.cuda.memory_allocated()
+            content["peak_bytes"] = content.get("peak_bytes") or torch.cuda.max_memory_allocated()
+        self._out.write(json.dumps(content) + "\n")
+
+
+def write_tokens(folder: Path, job: Any) -> None:
+    """Random words of the whole vocabulary as prepared data: what they say does not matter to the time."""
+    from meshwright.prepare.tokenizer import ByteTokenizer  # noqa: PLC0415
+    from meshwright.prepare.writer import ShardWriter  # noqa: PLC0415
+
+    generator = np.random.default_rng(0)
+    tokenizer = ByteTokenizer()
+    tokenizer.vocab_size = job.model.vocab_size
+    with ShardWriter(folder, tokenizer) as writer:
+        for split, samples in (("train", 64), ("eval", 1)):
+            length = samples * job.data.seq_len + 1
+            writer.add(split, generator.integers(0, job.model.vocab_size, length).astype(np.uint32))
+        writer.finish()
+
+
+class EnoughSteps(Exception):  # noqa: N818  (no error)
+    """Ends the training loop."""
+
+
+class StepClock:
+    """Listens to a run's events, and takes the time from step to step as they come."""
+
+    def __init__(self, warm_up: int, steps: int, profile: bool, voice: Voice, device: str) -> None:
+        self._first, self._last = warm_up, warm_up + steps
+        self._profile = _Profile(device) if profile else None
+        self._voice, self._on_gpu = voice, device == "cuda"
+        self._ends: list[float] = []
+        self.own_step_s: list[float] = []
+        """What the run's own events say, of the timed steps."""
+        self.loss: float | None = None
+        self.audited: dict[str, Any] = {}
+        """The event of the audited step."""
+        self.measured: dict[str, Any] = {}
+        self.folded: dict[str, Any] | None = None
+        """The profile, where one was wanted."""
+
+    def hear(self, event: dict[str, Any]) -> None:
+        """Called by the run's writer of events; ends the run when there is enough."""
+        if event["event"] == "state":
+            self.audited = event
+        if event["event"] != "step":
+            return
+        step = event["step"]
+        self._ends.append(time.perf_counter())
+        self.loss = event["loss"]
+        if step == 1:
+            self._voice.say(phase="first step")
+        if step == self._first:
+            _reset_peak(self._on_gpu)
+        if self._first < step <= self._last:
+            self.own_step_s.append(event["step_s"])
+        if step == self._last:
+            ends = self._ends[self._first - 1 :]
+            times = [b - a for a, b in itertools.pairwise(ends)]
+            self.measured = {**_figures(times), **_peaks(self._on_gpu)}
+            self._voice.say(phase="timed", **self.measured)
+            if self._profile is None:
+                raise EnoughSteps
+            self._profile.start()
+        elif step == self._last + PROFILED and self._profile is not None:
+            self.folded = self._profile.stop()
+            raise EnoughSteps
+
+
+class _Profile:
+    """Torch's profiler around some steps, folded by kind of kernel; that it fails costs no result."""
+
+    def __init__(self, device: str) -> None:
+        from torch.profiler import ProfilerActivity, profile  # noqa: PLC0415
+
+        activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+        self._profiler = profile(activities=[activity])
+        self._failed = ""
+
+    def start(self) -> None:
+        """Begin to look on."""
+        try:
+            self._profiler.start()
+        except Exception:
+            self._failed = last_lines()
+
+    def stop(self) -> dict[str, Any]:
+        """The profile, or why there is none."""
+        from kernel_kinds import fold_trace  # noqa: PLC0415
+
+        if self._failed:
+            return {"failed": self._failed}
+        try:
+            self._profiler.stop()
+            with tempfile.TemporaryDirectory() as folder:
+                trace = Path(folder) / "trace.json"
+                self._profiler.export_chrome_trace(str(trace))
+                return fold_trace(json.loads(trace.read_text())["traceEvents"], PROFILED)
+        except Exception:
+            return {"failed": last_lines()}
+
+
+def _reset_peak(on_gpu: bool) -> None:
+    import torch  # noqa: PLC0415
+
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peaks(on_gpu: bool) -> dict[str, int | None]:
+    import torch  # noqa: PLC0415
+
+    return {
+        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else None,
+    }
+
+
+def _figures(times: list[float]) -> dict[str, Any]:
+    return {"step_s": statistics.median(times), "mean_s": statistics.fmean(times), "times_s": times}
+
+
+def _free(on_gpu: bool) -> None:
+    import torch  # noqa: PLC0415
+
+    gc.collect()
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def run_ours(order: Order, job: Any, voice: Voice, warm_up: int, steps: int) -> dict[str, Any]:
+    """The training loop of a rank, as ``meshwright train`` runs it, until there are enough steps."""
+    from one_rank import WeightsOfTheDevice, build_rank  # noqa: PLC0415
+
+    from meshwright.run.loop import train  # noqa: PLC0415
+
+    profile = order.profile and steps > 1
+    clock = StepClock(warm_up, steps, profile, voice, order.device)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_tokens(folder, job)
+        session = build_rank(job, folder, folder, clock.hear, WeightsOfTheDevice(job))
+        plan = session.plan
+        voice.say(phase="built")
+        try:
+            with suppress(EnoughSteps):
+                train(session)
+        finally:
+            session.counter.remove()
+            session.events.close()
+        own_s = statistics.median(clock.own_step_s)
+        found = {
+            **clock.measured,
+            "loss": clock.loss,
+            "event_step_s": own_s,
+            "audited_peak_bytes": clock.audited.get("peak_bytes"),
+            "planned_step_s": plan.step_s,
+            "planned_peak_bytes": plan.ranks[0].peak_bytes,
+        }
+        return {**found, "profile": clock.folded} if clock.folded else found
+
+
+def run_steps(step: Callable[[], Any], warm_up: int, steps: int, device: str) -> dict[str, Any]:
+    """Steps that somebody wrote by hand: never waited for in between on a GPU, timed by its events there."""
+    import torch  # noqa: PLC0415
+
+    on_gpu = device == "cuda"
+    for _ in range(warm_up):
+        loss = step()
+    if not on_gpu:
+        ends = [time.perf_counter()]
+        for _ in range(steps):
+            loss = step()
+            ends.append(time.perf_counter())
+        times = [b - a for a, b in itertools.pairwise(ends)]
+    else:
+        torch.cuda.synchronize()
+        _reset_peak(on_gpu)
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            loss = step()
+            mark.record()
+        torch.cuda.synchronize()
+        times = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+    return {**_figures(times), **_peaks(on_gpu), "loss": float(loss)}
+
+
+def run_bare(order: Order, job: Any, voice: Voice, warm_up: int, steps: int) -> dict[str, Any]:
+    """The Llama of ``llama_by_hand``."""
+    from llama_by_hand import Sizes, build_step, fast_attention  # noqa: PLC0415
+
+    model = job.model
+    sizes = Sizes(
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        ffn=model.ffn_size,
+        vocab=model.vocab_size,
+        theta=model.rope_theta,
+        length=job.data.seq_len,
+    )
+    backend = "aot_eager" if order.device == "cpu" else "inductor"
+    with fast_attention(order.device):
+        step = build_step(sizes, job.train.global_batch, order.device, backend)
+        voice.say(phase="built")
+        step()
+        voice.say(phase="first step")
+        found = run_steps(step, warm_up - 1, steps, order.device)
+    voice.say(phase="timed", **found)
+    return found
+
+
+def run_transformers(order: Order, job: Any, voice: Voice, warm_up: int, steps: int) -> dict[str, Any]:
+    """The loop that one writes around transformers' model, the whole of it compiled."""
+    import torch  # noqa: PLC0415
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
+    model, device = job.model, torch.device(order.device)
+    config = LlamaConfig(
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.ffn_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_heads,
+        num_key_value_heads=model.num_kv_heads,
+        max_position_embeddings=job.data.seq_len,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    config._attn_implementation = "sdpa"
+    with device:
+        network = LlamaForCausalLM(config)
+    called = torch.compile(network, backend="aot_eager" if order.device == "cpu" else "inductor")
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
+    shape = (job.train.global_batch, job.data.seq_len)
+    voice.say(phase="built")
+
+    def step() -> torch.Tensor:
+        tokens = torch.randint(0, model.vocab_size, shape, device=device)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = called(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    step()
+    voice.say(phase="first step")
+    found = run_steps(step, warm_up - 1, steps, order.device)
+    voice.say(phase="timed", **found)
+    return found
+
+
+RUNS = {"ours": run_ours, "bare": run_bare, "transformers": run_transformers}
+
+
+def rehearse(order: Order, job: Any, voice: Voice) -> None:
+    """Let the compiler see everything once; where that fails, the measurement may still succeed.
+
+    Args:
+        order: What will be measured.
+        job: The same with one layer.
+        voice: Told how it went.
+    """
+    try:
+        RUNS[order.kind](order, job, voice, 1, 1)
+    except Exception:
+        voice.say(phase="rehearsal", failed=last_lines())
+    _free(order.device == "cuda")
+    voice.say(phase="rehearsed")
+
+
+def last_lines() -> str:
+    """The end of the traceback that is being handled."""
+    return "\n".join(traceback.format_exc().strip().splitlines()[-TRACEBACK_LINES:])
+
+
+def measure(order: Order, voice: Voice, wait: Callable[[], None]) -> dict[str, Any]:
+    """All phases of a process.
+
+    Args:
+        order: What to measure.
+        voice: Told each phase.
+        wait: Returns when the device may be taken.
+    """
+    prepare_environment(threads=order.threads)
+    import torch  # noqa: PLC0415
+
+    from meshwright.plan.compute import flops_per_token  # noqa: PLC0415
+
+    on_gpu = order.device == "cuda"
+    if on_gpu:
+        torch.cuda.init()
+        torch.empty(1, device="cuda")
+    voice.say(phase="imported", torch=torch.__version__)
+    with tempfile.TemporaryDirectory() as name:
+        job = build_shape(order, Path(name))
+        if order.rehearse and order.kind != "floor":
+            rehearse(order, build_shape(order, Path(name), layers=1), voice)
+    held = torch.cuda.memory_allocated() if on_gpu else 0
+    voice.say(phase="ready", ready=True)
+    wait()
+    voice.say(phase="waited")
+    if order.kind == "floor":
+        from step_floor import time_floor  # noqa: PLC0415
+
+        found = time_floor(job, voice.say)
+    else:
+        found = RUNS[order.kind](order, job, voice, WARM_UP, order.steps)
+    tokens = job.train.global_batch * job.data.seq_len
+    flops = tokens * flops_per_token(job.model, job.data.seq_len)
+    step_s = found.get("step_s")
+    return {
+        "flops": flops,
+        "tokens_per_s": tokens / step_s if step_s else None,
+        "flops_per_s": flops / step_s if step_s else None,
+        "held_before_bytes": held,
+        **found,
+    }
+
+
+def main() -> None:
+    """Do what the order on the command line says."""
+    voice = Voice()
+    values = json.loads(sys.argv[1])
+    order = Order(**{**values, "settings": tuple(values["settings"])})
+
+    def wait() -> None:
+        if not sys.stdin.readline():  # whoever started this is gone
+            raise SystemExit(1)
+
+    try:
+        voice.say(result=measure(order, voice, wait))
+    except Exception:
+        voice.say(failed=last_lines())
+        sys.stdout.flush()
+        os._exit(1)  # a broken device may hang in what is left to do
+    os._exit(0)  # nothing is left to do, and freeing it all takes seconds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""The floor of a training step on one device: each of its parts timed alone, and added.
+
+A part is what any implementation must do: every matrix product (forward, gradient of the input, gradient of
+the weight; queries, keys and values in one, gate and up in one, the head in one piece), attention forward and
+backward, the optimizer's update, and the bytes that elementwise work must read and write once, at the
+bandwidth of a large copy. Nothing of it is recomputed, launched late or waited for.
+
+What is counted (``list_products``, ``elementwise_bytes``) needs no torch; ``time_floor`` does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.plan.shapes import list_parameters
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
+
+LOW_BYTES, FLOAT32_BYTES = 2, 4
+WARM_UP, REPEATS = 2, 10
+COPY = "copy of half a terabyte, read and written"
+
+
+@dataclass(frozen=True)
+class PlainProduct:
+    """A product of ``tokens`` rows with a weight, as often as the model has it."""
+
+    name: str
+    inner: int
+    outer: int
+    times: int
+
+    def flops(self, tokens: int) -> float:
+        """Of its three products, in all places."""
+        return 3 * 2.0 * tokens * self.inner * self.outer * self.times
+
+
+def list_products(model: DecoderModel) -> list[PlainProduct]:
+    """The products of a step, those that read the same input as one."""
+    width, layers = model.hidden_size, model.num_layers
+    return [
+        PlainProduct("q, k, v", width, model.query_size + 2 * model.kv_size, layers),
+        PlainProduct("attention out", model.query_size, width, layers),
+        PlainProduct("gate, up", width, 2 * model.ffn_size, layers),
+        PlainProduct("down", model.ffn_size, width, layers),
+        PlainProduct("head", width, model.vocab_size, 1),
+    ]
+
+
+def elementwise_bytes(model: DecoderModel, tokens: int) -> dict[str, float]:
+    """Bytes that work between products, attention and optimizer must move, tensors of 16 bits.
+
+    Adding a branch to the residual stream and norming reads two tensors and writes two; backwards it reads
+    three and writes one. Rotations read and write queries and keys both ways. The gate reads two and writes
+    one; backwards it reads three and writes two. The loss reads the logits twice and writes their gradient
+    once. The embedding reads rows of float32 and writes 16 bits; backwards the other way round.
+    """
+    stream = float(tokens * model.hidden_size * LOW_BYTES)
+    turned = float(tokens * (model.query_size + model.kv_size) * LOW_BYTES)
+    wide = float(tokens * model.ffn_size * LOW_BYTES)
+    return {
+        "residuals and norms": 8 * stream * (2 * model.num_layers + 1),
+        "rotations": 4 * turned * model.num_layers,
+        "gates": 8 * wide * model.num_layers,
+        "loss": 3.0 * tokens * model.vocab_size * LOW_BYTES,
+        "embedding": 2.0 * tokens * model.hidden_size * (LOW_BYTES + FLOAT32_BYTES),
+    }
+
+
+def attention_flops(model: DecoderModel, tokens: int, length: int) -> float:
+    """Forward and backward of all layers, half of the positions each: 2 for scores, 2 for values, times 3."""
+    return 3 * 4.0 * tokens * length / 2 * model.query_size * model.num_layers
+
+
+class Stopwatch:
+    """Medians of repeated work: device events on a GPU, the clock on a CPU."""
+
+    def __init__(self, device: str) -> None:
+        import torch  # noqa: PLC0415
+
+        self._events = torch.cuda.Event if device == "cuda" else None
+        self._wait = torch.cuda.synchronize
+
+    def median_s(self, work: Callable[[], Any]) -> float:
+        """Seconds of one call."""
+        for _ in range(WARM_UP):
+            work()
+        if self._events is None:
+            times = []
+            for _ in range(REPEATS):
+                started = time.perf_counter()
+                work()
+                times.append(time.perf_counter() - started)
+            return statistics.median(times)
+        marks = [self._events(enable_timing=True) for _ in range(REPEATS + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            work()
+            mark.record()
+        self._wait()
+        return statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks))
+
+
+def time_floor(job: Job, say: Callable[..., None]) -> dict[str, Any]:
+    """Time every part; a part that fails is named and does not stop the others.
+
+    Args:
+        job: Its model, batch and device.
+        say: Told each part as soon as it is known.
+    """
+    tokens = job.train.global_batch * job.data.seq_len
+    watch = Stopwatch(job.cluster.device)
+    parts: dict[str, float] = {}
+    beside: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    flops = sum(product.flops(tokens) for product in list_products(job.model))
+
+    def attempt(name: str, work: Callable[[], tuple[dict[str, float], dict[str, float]]]) -> None:
+        started = time.perf_counter()
+        try:
+            counted, shown = work()
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"[:300]
+            say(phase=name, failed=failed[name])
+            return
+        parts.update(counted)
+        beside.update(shown)
+        say(phase=name, seconds=time.perf_counter() - started, parts=counted, beside=shown)
+
+    attempt("products", lambda: _time_products(job, tokens, watch))
+    attempt("attention", lambda: (_time_attention(job, watch), {}))
+    attempt("optimizer", lambda: _time_optimizer(job, watch))
+    attempt("elementwise", lambda: _time_elementwise(job, tokens, watch))
+    whole = not failed
+    if job.cluster.device == "cuda":  # the CPU has no such product
+        attempt("float32 gradients of weights", lambda: _time_exact_products(job, tokens, watch))
+        attempt("flash attention", lambda: ({}, _time_attention(job, watch, flash=True)))
+    products_s = sum(seconds for name, seconds in parts.items() if name.startswith("product "))
+    attention_s = sum(seconds for name, seconds in parts.items() if name.startswith("attention,"))
+    return {
+        "step_s": sum(parts.values()) if whole else None,
+        "parts_s": parts,
+        "beside_s": beside,
+        "failed_parts": failed,
+        "products_flops_per_s": flops / products_s if products_s else None,
+        "attention_flops_per_s": attention_flops(job.model, tokens, job.data.seq_len) / attention_s
+        if attention_s
+        else None,
+        "copy_bytes_per_s": 1e12 / beside[COPY] if COPY in beside else None,
+    }
+
+
+Found = tuple[dict[str, float], dict[str, float]]
+"""Seconds of a step by part: those that count, and those that are only shown."""
+
+
+def _time_products(job: Job, tokens: int, watch: Stopwatch) -> Found:
+    """Forward, gradient of the input, gradient of the weight."""
+    import torch  # noqa: PLC0415
+
+    device = job.cluster.device
+    counted = {}
+    for product in list_products(job.model):
+        x = torch.randn(tokens, product.inner, device=device, dtype=torch.bfloat16)
+        weight = torch.randn(product.outer, product.inner, device=device, dtype=torch.bfloat16) * 0.02
+        grad = torch.randn(tokens, product.outer, device=device, dtype=torch.bfloat16)
+        out, grad_x, grad_weight = torch.empty_like(grad), torch.empty_like(x), torch.empty_like(weight)
+        for name, work in (
+            ("forward", lambda a=x, b=weight, c=out: torch.mm(a, b.T, out=c)),
+            ("input", lambda a=grad, b=weight, c=grad_x: torch.mm(a, b, out=c)),
+            ("weight", lambda a=grad, b=x, c=grad_weight: torch.mm(a.T, b, out=c)),
+        ):
+            counted[f"product {product.name}, {name}"] = watch.median_s(work) * product.times
+        del x, weight, grad, out, grad_x, grad_weight
+    return counted, {}
+
+
+def _time_exact_products(job: Job, tokens: int, watch: Stopwatch) -> Found:
+    """Gradients of weights once more, written in float32 by the product itself; shown beside."""
+    import torch  # noqa: PLC0415
+
+    shown = {}
+    for product in list_products(job.model):
+        x = torch.randn(tokens, product.inner, device=job.cluster.device, dtype=torch.bfloat16)
+        grad = torch.randn(tokens, product.outer, device=job.cluster.device, dtype=torch.bfloat16)
+        taken_s = watch.median_s(lambda a=grad, b=x: torch.mm(a.T, b, out_dtype=torch.float32))
+        shown[f"product {product.name}, weight in float32"] = taken_s * product.times
+        del x, grad
+    return {}, shown
+
+
+def _time_attention(job: Job, watch: Stopwatch, flash: bool = False) -> dict[str, float]:
+    """Forward and backward of all layers, heads as products leave them.
+
+    Args:
+        job: Its model and batch.
+        watch: Takes the time.
+        flash: Flash attention's kernel in place of cuDNN's: as fast means that cuDNN has refused.
+    """
+    import torch  # noqa: PLC0415
+    import torch.nn.functional as F  # noqa: N812, PLC0415
+    from llama_by_hand import fast_attention  # noqa: PLC0415
+    from torch.nn.attention import SDPBackend  # noqa: PLC0415
+
+    model, device = job.model, job.cluster.device
+    batch, length = job.train.global_batch, job.data.seq_len
+
+    def heads(count: int) -> torch.Tensor:
+        shape = (batch, length, count, model.head_size)
+        drawn = torch.randn(shape, device=device, dtype=torch.bfloat16)
+        return drawn.transpose(1, 2).requires_grad_()
+
+    q, k, v = heads(model.num_heads), heads(model.num_kv_heads), heads(model.num_kv_heads)
+    grouped = model.num_heads != model.num_kv_heads
+
+    def mix() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+    with fast_attention(device, SDPBackend.FLASH_ATTENTION if flash else SDPBackend.CUDNN_ATTENTION):
+        mixed = mix()
+        gradient = torch.randn_like(mixed)
+        forward_s = watch.median_s(mix)
+        back = watch.median_s(lambda: torch.autograd.grad(mixed, (q, k, v), gradient, retain_graph=True))
+    name, layers = "flash attention" if flash else "attention", model.num_layers
+    return {f"{name}, forward": forward_s * layers, f"{name}, backward": back * layers}
+
+
+def _time_optimizer(job: Job, watch: Stopwatch) -> Found:
+    """Torch's fused AdamW on float32 weights of the model's shapes; the gradients' norm is shown beside."""
+    import torch  # noqa: PLC0415
+
+    device = job.cluster.device
+    parameters = [torch.randn(p.shape, device=device).mul_(0.02) for p in list_parameters(job.model)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter).mul_(1e-3)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm_s = watch.median_s(lambda: torch.nn.utils.get_total_norm(gradients, foreach=True))
+    return {"optimizer": watch.median_s(optimizer.step)}, {"norm of the gradients": norm_s}
+
+
+def _time_elementwise(job: Job, tokens: int, watch: Stopwatch) -> Found:
+    """Counted bytes over the bandwidth of a copy that no cache holds."""
+    import torch  # noqa: PLC0415
+
+    device = job.cluster.device
+    source = torch.randn(2**30 if device == "cuda" else 2**22, device=device)
+    target = torch.empty_like(source)
+    copy_s = watch.median_s(lambda: target.copy_(source))
+    bytes_per_s = 2 * source.numel() * FLOAT32_BYTES / copy_s
+    counted = elementwise_bytes(job.model, tokens)
+    return {f"elementwise, {name}": moved / bytes_per_s for name, moved in counted.items()}, {
+        COPY: 1e12 / bytes_per_s
+    }

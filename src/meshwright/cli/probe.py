@@ -1,0 +1,209 @@
+"""``meshwright probe``: times this machine's device, and writes a cluster file that predicts with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.cli.app import require_packages
+from meshwright.cli.cluster_file import require_place, write_cluster
+from meshwright.cli.measure import processor_name
+from meshwright.cli.output import Output
+from meshwright.cli.ranks import require_devices
+from meshwright.core.errors import Problem, UserError
+from meshwright.core.units import format_bytes, format_seconds
+from meshwright.launch.environment import prepare_environment
+from meshwright.plan.probed_time import count_work, fit_steps, with_probed
+from meshwright.plan.probing import (
+    PROGRAMMES,
+    Programme,
+    SmallRun,
+    find_cluster,
+    list_attention,
+    list_products,
+    list_runs,
+)
+from meshwright.spec.cluster import Cluster, count_cores
+from meshwright.spec.probed import AttentionTime, Probed, ProductTime
+
+if TYPE_CHECKING:  # planning needs no torch, and neither does --help
+    pass
+
+WARM_S = 1.5
+"""A GPU is brought to its clocks under load before anything is timed."""
+TERA = 1e12
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A small model's step: as built of probed times, and as it was."""
+
+    layers: int
+    predicted_s: float
+    measured_s: float
+    predicted_peak_bytes: int
+    measured_peak_bytes: int | None
+
+
+def probe_machine(output: Output, only_cores: bool, out: Path) -> int:
+    """Measure, fit, write the file."""
+    require_packages(("torch", "run"), ("safetensors", "run"), needed_for="probe")
+    require_place(out)
+    started, cluster = time.perf_counter(), find_cluster(only_cores)
+    on_gpu, programme = cluster.device == "cuda", PROGRAMMES[cluster.device]
+    prepare_environment(threads=count_cores() if on_gpu else 1)
+    # Nothing is counted against the peak here, so that it is not measured first.
+    runs = list_runs(programme, dataclasses.replace(cluster, matmul_flops_per_s=1.0))
+    require_devices(runs[0].plan.job, 1)
+    where = cluster.device_name if on_gpu else processor_name()
+    output.errors.print(f"probing {where}")
+    probed, large = _time_operations(output, programme, cluster.device, runs)
+    probed, checked = _fit_to_steps(output, runs, probed)
+    import torch  # noqa: PLC0415  (after the environment is set)
+
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    basis = f"measured by meshwright probe on {where}, torch {torch.__version__}, {date[:10]}"
+    found = dataclasses.replace(cluster, **_rates(cluster, probed, large), probed=probed, basis=basis)
+    write_cluster(out, found, "probe")
+    seconds = time.perf_counter() - started
+    _show(output, cluster, found, checked)
+    output.say(f"took {format_seconds(seconds)}\n\ncluster file: {out}; use it with cluster.file={out}")
+    output.result(
+        {
+            "cluster_file": str(out),
+            "cluster": {k: v for k, v in dataclasses.asdict(found).items() if v is not None},
+            "checked": [dataclasses.asdict(row) for row in checked],
+            "seconds": seconds,
+            "date": date,
+        }
+    )
+    return 0
+
+
+def _time_operations(
+    output: Output, programme: Programme, kind: str, runs: Sequence[SmallRun]
+) -> tuple[Probed, dict[str, float]]:
+    """Single operations; and the rates of a large product by precision."""
+    import torch  # noqa: PLC0415
+
+    from meshwright.run.bench import machine  # noqa: PLC0415
+
+    tell, seconds, device = output.errors.print, programme.seconds, torch.device(kind)
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    dtype = dtypes[programme.precision]
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            rule, fix = (
+                "is here, but this torch does not see it",
+                "Install torch for CUDA, or probe with --cpu",
+            )
+            raise UserError(Problem("cluster-not-here", rule, path="cluster.device", value=kind, fix=fix))
+        machine.warm(device, dtype, WARM_S)
+    else:
+        torch.set_num_threads(1)  # as many as a rank has
+    side, large = programme.large, {}
+    for name, other in dtypes.items():
+        forward_s = machine.time_linear(device, other, (side, side, side), seconds)[0]
+        large[name] = 2.0 * side**3 / forward_s
+        tell(f"  {name} product of {side} x {side} x {side}: {large[name] / TERA:.3g} TFLOP/s")
+    jobs = [run.plan.job for run in runs]
+    products = []
+    for sizes in list_products(programme, jobs):
+        times = machine.time_linear(device, dtype, sizes, seconds)
+        products.append(ProductTime(programme.precision, *sizes, *map(_round, times)))
+        rate = 6.0 * sizes.rows * sizes.columns * sizes.depth / sum(times)
+        tell(f"  products of {sizes.rows} x {sizes.columns} x {sizes.depth}: {rate / TERA:.3g} TFLOP/s")
+    attention = []
+    for heads in list_attention(programme, jobs):
+        both = machine.time_attention(device, dtype, heads[1:4], (heads.batch, heads.seq_len), seconds)
+        attention.append(AttentionTime(programme.precision, *heads, *map(_round, both)))
+        rate = 7.0 * heads.batch * heads.heads * heads.seq_len**2 * heads.head_size / sum(both)
+        shape = f"{heads.batch} x {heads.seq_len}, {heads.heads} heads of {heads.head_size}"
+        tell(f"  attention of {shape}: {rate / TERA:.3g} TFLOP/s")
+    copy = machine.measure_copy(device, programme.copied, seconds)
+    update = machine.measure_adamw(device, programme.updated, seconds)
+    tell(f"  copy {format_bytes(copy)}/s, AdamW {format_bytes(update)}/s")
+    probed = Probed(
+        products=tuple(products),
+        attention=tuple(attention),
+        copy_bytes_per_s=_round(copy),
+        optimizer_bytes_per_s=_round(update),
+        launch_s=_round(machine.measure_launch(device, seconds)),
+        compiled=programme.compiled,
+        multiprocessors=machine.count_multiprocessors(device),
+    )
+    return probed, large
+
+
+def _fit_to_steps(output: Output, runs: Sequence[SmallRun], probed: Probed) -> tuple[Probed, list[Checked]]:
+    """Real steps of the small models, and what they say of the rest; without them nothing is fitted."""
+    from meshwright.run.bench import machine  # noqa: PLC0415
+
+    found = []
+    for run in runs:
+        output.errors.print(f"  real steps of {run.layers} layers")
+        try:
+            found.append(machine.time_steps(run.plan))
+        except Exception as error:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            output.warn(f"no real steps, so that all other bytes are taken at the rate of a copy: {first}")
+            return probed, []
+        output.errors.print(f"    {format_seconds(found[-1].step_s)} each")
+    if issued := [steps.block_s for steps in found if steps.block_s is not None]:
+        probed = dataclasses.replace(probed, block_s=_round(min(issued)))
+    timed = [run.timed(steps.step_s) for run, steps in zip(runs, found, strict=True)]
+    probed = fit_steps(probed, timed)
+    return probed, [
+        Checked(
+            run.layers,
+            count_work(with_probed(one.job, probed), one.micro_batches, one.touched_bytes).total_s(probed),
+            steps.step_s,
+            run.plan.ranks[0].peak_bytes,
+            steps.peak_bytes,
+        )
+        for run, one, steps in zip(runs, timed, found, strict=True)
+    ]
+
+
+def _rates(cluster: Cluster, probed: Probed, large: dict[str, float]) -> dict[str, Any]:
+    """The cluster's own rates, for steps that are not of the probed kind."""
+    rates = {f"{name}_flops_per_s": _round(rate) for name, rate in large.items()}
+    if cluster.device == "cpu":  # what passes over activations reach in real steps
+        return rates | {"memory_bytes_per_s": _round(probed.copy_bytes_per_s / probed.elementwise)}
+    # A GPU's is that of its data sheet, which a copy does not reach; of an unknown one there is none.
+    return rates | {"memory_bytes_per_s": max(cluster.memory_bytes_per_s, probed.copy_bytes_per_s)}
+
+
+def _show(output: Output, before: Cluster, after: Cluster, checked: Sequence[Checked]) -> None:
+    keys = ("fp32_flops_per_s", "bf16_flops_per_s", "memory_bytes_per_s")
+    cells = [(key, f"{getattr(before, key):.3g}", f"{getattr(after, key):.3g}") for key in keys]
+    probed = after.probed
+    assert probed is not None, "it was just measured"
+    names = ("copy_bytes_per_s", "optimizer_bytes_per_s", "launch_s", "elementwise", "block_s", "step_s")
+    cells += [(f"probed.{name}", "", f"{getattr(probed, name):.3g}") for name in names]
+    output.table("Cluster", ("", "before", "measured"), cells)
+    if not checked:
+        return
+    rows = [
+        (
+            str(row.layers),
+            format_seconds(row.predicted_s),
+            format_seconds(row.measured_s),
+            format_bytes(row.predicted_peak_bytes),
+            "" if row.measured_peak_bytes is None else format_bytes(row.measured_peak_bytes),
+        )
+        for row in checked
+    ]
+    output.say()
+    columns = ("layers", "step, of these times", "measured", "peak, planned", "measured")
+    output.table("Steps that the rest was fitted to", columns, rows)
+
+
+def _round(value: float) -> float:
+    """Four digits: no measurement is better."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,201 @@
+"""What a compiled step of a dense decoder holds on a GPU, moment by moment.
+
+The compiler decides what blocks keep, so this is a model of it, not a count to the byte as in
+``decoder_memory``. With T tokens in a micro-batch, D hidden, Q and K the widths of all query and key heads, H
+heads, F feed-forward, V vocabulary, e bytes of what products read and r of the residual stream, a block with
+SwiGLU keeps from forward to backward::
+
+    selective  T x (r D + (Q + 2 K) e + (Q e + 4 H) + D e + 2 F e)
+                    input  q, k, v       attention    wo    gate, up
+    none       the same, and T x ((Q + K) e + 2 (D e + 4) + F e)
+                                  turned      two norms     what down reads
+
+as the partitioner keeps what the backward pass's products and attention read, and computes again what can
+be fused into other loops (torch's ``min_cut_rematerialization_partition``). Values are a view of what one
+joint product gave, which lives as long as they; where there is none, ``none`` keeps K e for (Q + 2 K) e. With
+torch 2.13 on CPU, blocks keep that to the byte.
+
+Beside that live 16-bit copies of all matrices but the embedding, from step to step; the loss's two buffers of
+a chunk's logits in 16 bits, what it reads and the gradient of that, and the head's gradient in float32; and
+on the way back, at the widest point of a block, what is made inside its feed-forward: T x 4 F e, without
+recomputation T x 2 F e. Gradients of weights are float32, and each lives from where it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.plan.decoder_memory import loss_chunk, sum_blocks
+from meshwright.plan.moments import KeptGradients, Line, Moment, StepMemory
+from meshwright.plan.optimizer import EMBEDDINGS
+from meshwright.plan.shapes import (
+    FLOAT32_BYTES,
+    LOW_BYTES,
+    Parameter,
+    keeps_copies,
+    list_parameters,
+    operand_bytes,
+    residual_bytes,
+)
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
+
+
+def is_compiled(job: Job) -> bool:
+    """Whether a rank's step is the one that is described here."""
+    model, layout = job.model, job.layout
+    plain = isinstance(model, DecoderModel) and model.num_experts is None and job.data.mask == "causal"
+    whole = layout.pp * layout.tp * layout.cp == 1 and layout.zero < 2
+    inductor = job.train.compile and job.train.compile_backend == "inductor"
+    known = job.train.precision in ("fp32", *LOW_BYTES)
+    return plain and whole and inductor and known and job.cluster.device == "cuda"
+
+
+@dataclass(frozen=True)
+class CompiledBlock:
+    """Bytes of one micro-batch's tensors in a compiled block."""
+
+    stream: int
+    """The residual stream: T x D x r."""
+    kept: int
+    """From forward to backward."""
+    formula: str
+    whole: int
+    """What lives of it at the widest point of its backward pass, in the feed-forward."""
+    inside: int
+    """Gradients there, and what is made again."""
+    attention: int
+    """What lives of it, gradients and what is computed again, when its backward pass is inside attention."""
+    matrices: int
+    """Gradients of the feed-forward's matrices."""
+
+    @classmethod
+    def of(cls, job: Job, model: DecoderModel, micro_batch: int) -> CompiledBlock:
+        """Of a block of the model."""
+        tokens, recompute = micro_batch * job.data.seq_len, job.layout.recompute
+        low, stream = operand_bytes(job.train.precision), residual_bytes(job.train)
+        width, queries, keys, inner = model.hidden_size, model.query_size, model.kv_size, model.ffn_size
+        entered = (2 if model.activation == "swiglu" else 1) * inner
+        turned = (queries + keys) * low if model.positions == "rope" else 0
+        given = queries * low + model.num_heads * FLOAT32_BYTES
+        around = stream * width + given + (width + entered) * low
+        products = (queries + 2 * keys) * low
+        statistics = (1 if model.norm == "rms" else 2) * FLOAT32_BYTES
+        joint = keeps_copies(job) and not model.attention_bias
+        unturned = products if joint or not turned else keys * low
+        none = around + unturned + turned + 2 * (width * low + statistics) + inner * low
+        kept = {"none": none, "selective": around + products, "full": stream * width}[recompute]
+        # What full recomputation left out is made again at once, what selective left out where it is read.
+        whole = around + products if recompute == "selective" else none
+        # Of the product inside and its factors. Down's input is made again in the same loop; or it was kept,
+        # and is let go, as the stream's gradient, when the gradient of down's matrix is made of both.
+        gradients = (inner + entered) * low + (-inner * low if recompute == "none" else inner * low)
+        matrix = width * inner * FLOAT32_BYTES
+        rounded = width * low if stream != low else 0  # the stream's gradient, as products read it
+        cast = 0
+        if low != FLOAT32_BYTES and not keeps_copies(job):
+            cast = (2 * width * (queries + keys) + (entered + inner) * width) * low
+        half = stream * width + given + products + turned + rounded + (2 * queries + 2 * keys) * low
+        return cls(
+            stream=tokens * stream * width,
+            kept=tokens * kept + cast,
+            formula=f"{tokens} tokens x {kept}" + (f" + {cast} (cast matrices)" if cast else ""),
+            whole=tokens * whole + cast,
+            inside=tokens * gradients + (matrix if recompute == "none" else tokens * rounded),
+            attention=tokens * half + cast,
+            matrices=matrix * (entered + inner) // inner,
+        )
+
+
+def trace_compiled(
+    job: Job,
+    model: DecoderModel,
+    parameters: Sequence[Parameter],
+    micro_batch: int,
+    sums_kept: KeptGradients,
+    eager: StepMemory,
+) -> StepMemory:
+    """The moments of a step.
+
+    Args:
+        job: One that :func:`is_compiled`, with its layout settled.
+        model: The job's model.
+        parameters: Of the model.
+        micro_batch: Samples of one forward pass.
+        sums_kept: Which gradients live through the whole step.
+        eager: The step without a compiler: the batch and tables are alike.
+    """
+    block = CompiledBlock.of(job, model, micro_batch)
+    tokens, low = micro_batch * job.data.seq_len, operand_bytes(job.train.precision)
+    head, read = model.vocab_size * model.hidden_size, tokens * model.hidden_size * low
+    always = [*eager.always]
+    if keeps_copies(job):
+        copied = count_copied(model)
+        always.append(Line("copies of matrices", copied * low, f"{copied} x {low} ({job.train.precision})"))
+    # The loss, in the forward pass: all blocks wait, and the head's gradient grows.
+    chunk = min(tokens, loss_chunk(job, model)) * model.vocab_size
+    made = 2 * read + head * FLOAT32_BYTES + 2 * chunk * low
+    made += 0 if keeps_copies(job) or low == FLOAT32_BYTES else head * low
+    formula = f"{model.num_layers} blocks, {block.formula}, + {block.stream} (final norm)"
+    waiting = model.num_layers * block.kept + block.stream
+    loss = Moment("loss, forward", waiting, made, sums_kept.count_bytes(parameters), formula)
+    return StepMemory(
+        moments=(loss, *_backward_moments(model, parameters, block, sums_kept)),
+        always=tuple(always),
+        kept_bytes=waiting + read + head * FLOAT32_BYTES,
+        touched_bytes=eager.touched_bytes,
+    )
+
+
+def count_copied(model: DecoderModel) -> int:
+    """Elements of the matrices that products read, the head's among them."""
+    tables = {name: p.count for p in list_parameters(model) if (name := p.name) in EMBEDDINGS}
+    matrices = sum(p.count for p in list_parameters(model) if len(p.shape) == 2)
+    return matrices - sum(tables.values()) + (tables["embed.weight"] if model.tied_embeddings else 0)
+
+
+def _backward_moments(
+    model: DecoderModel, parameters: Sequence[Parameter], block: CompiledBlock, sums_kept: KeptGradients
+) -> list[Moment]:
+    """Each block on the way back, at its two widest points; then the embedding."""
+    head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
+    tied, everything = model.tied_embeddings, sum(p.count for p in parameters) * FLOAT32_BYTES
+    done = head + sum(p.count for p in parameters if p.name.startswith("norm.")) * FLOAT32_BYTES
+    by_block, shared = sum_blocks(parameters), head if tied else 0
+    beside = shared if sums_kept.dense else 0  # the head's part of the shared gradient waits
+    moments = []
+    for layer in reversed(range(model.num_layers)):
+        made, complete = everything if sums_kept.dense else done, done - shared
+        below, formula, name = layer * block.kept, f"{layer} blocks, {block.formula}", f"block {layer}"
+        moments += [
+            Moment(
+                f"{name}, backward",
+                below + block.whole,
+                block.stream + block.inside + beside,
+                made,
+                f"{formula}, + {block.whole} (this block)",
+                complete,
+                layer,
+                "block",
+            ),
+            Moment(
+                f"{name}, attention, backward",
+                below + block.attention,
+                block.stream + block.matrices + beside,
+                made,
+                f"{formula}, + {block.attention} (half of this block)",
+                complete,
+                layer,
+                "attention",
+            ),
+        ]
+        done += by_block[layer]
+    # A tied gradient is made of two parts and their sum; the sum is the gradient unless others are kept.
+    parts = (3 if tied else 1) - (0 if sums_kept.dense else 1)
+    last = head * parts + block.stream
+    return [
+        *moments,
+        Moment("embedding, backward", 0, last, everything, "none", done - shared, None, "around"),
+        Moment("last bucket", 0, 0, everything, "none", everything, None, "reduced"),
+    ]

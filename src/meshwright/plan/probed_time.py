@@ -1,0 +1,373 @@
+"""A step built of what single operations took when the device was probed (``meshwright probe``).
+
+Time of a step of a dense decoder whose layers are whole on a rank::
+
+    products + attention + elementwise x moved bytes / copy bandwidth + blocks x host + update + rest
+
+**Products.** Each by its shape, forward, gradient of the input, gradient of the weight; products that read
+the same input are one where a run joins them. A probed shape took what it took; another one is counted
+(FLOPs at the best probed rate, the last wave of tiles, operands over the memory bus), times how far off that
+count was for the probed shapes nearest to it. **Attention** likewise, by head size, length and number of
+heads. **Moved bytes** are those of what is left: norms, rotations, activations, sums, the loss, the gradient
+norm. How much longer they take than a plain copy is not counted but fitted to a few real steps, as are the
+host's time and the rest (:func:`fit_steps`). On a GPU the host's time is hidden unless it is the longer one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from meshwright.plan.decoder_memory import loss_chunk
+from meshwright.plan.estimate.products import tile_share
+from meshwright.plan.optimizer import predict_optimizer
+from meshwright.plan.shapes import (
+    FLOAT32_BYTES,
+    LOW_BYTES,
+    count_parameters,
+    keeps_copies,
+    list_parameters,
+    operand_bytes,
+    residual_bytes,
+)
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
+from meshwright.spec.probed import AttentionTime, Probed, ProductTime
+
+ACTIVATION_PASSES = 8
+"""Times that the activations of an eager step cross the memory bus in forward and backward."""
+RECOMPUTE_PASSES = {"none": 0, "selective": 2, "full": 3}
+"""Times that they cross it once more when they are computed again."""
+BACKWARD_FLOPS = 2.5
+"""Of attention's backward pass, over its forward pass: five products for two."""
+NEARNESS = 0.01
+"""Squared distance, in doublings of a size, within which a probed shape counts as the same."""
+LEAST_ELEMENTWISE = 0.05
+"""Where real steps leave nothing for moved bytes."""
+
+Kind = Literal["forward", "input", "weight"]
+KINDS: tuple[Kind, ...] = ("forward", "input", "weight")
+
+
+class Linear(NamedTuple):
+    """A weight (columns x depth) that is applied to rows, so many times in a step."""
+
+    rows: int
+    columns: int
+    depth: int
+    times: int
+    again: bool = False
+    """Whether full recomputation runs it once more."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step consists of, in seconds at probed times."""
+
+    products_s: float
+    attention_s: float
+    moved_s: float
+    """Bytes of everything else, at the bandwidth of a copy."""
+    update_s: float
+    blocks: int
+    """Passes through blocks, forward and backward together."""
+    hides_host: bool
+
+    def compute_s(self, probed: Probed) -> float:
+        """All but the update."""
+        device_s = self.products_s + self.attention_s + probed.elementwise * self.moved_s
+        host_s = self.blocks * probed.block_s
+        return (max(device_s, host_s) if self.hides_host else device_s + host_s) + probed.step_s
+
+    def total_s(self, probed: Probed) -> float:
+        """The whole step of one process."""
+        return self.compute_s(probed) + self.update_s
+
+
+class Timed(NamedTuple):
+    """A real step of a job on one device, with what the ledger knows of it."""
+
+    job: Job
+    micro_batches: int
+    touched_bytes: int
+    step_s: float
+
+
+def is_probed(job: Job) -> bool:
+    """Whether what was probed tells the time of this job's step."""
+    probed, model, layout = job.cluster.probed, job.model, job.layout
+    if probed is None or not isinstance(model, DecoderModel):
+        return False
+    plain = model.num_experts is None and model.attention == "heads" and not model.windowed_layers
+    whole = layout.pp * layout.tp * layout.cp == 1 and layout.offload == "none"
+    alone = layout.world_size == 1 or job.cluster.device == "cpu"  # GPUs that speak have another estimate
+    same = job.train.runtime == "meshwright" and job.train.compile == probed.compiled
+    known = {entry.precision for entry in probed.products} & {entry.precision for entry in probed.attention}
+    return plain and whole and alone and same and job.data.mask == "causal" and _precision(job) in known
+
+
+def with_probed(job: Job, probed: Probed) -> Job:
+    """The job on a device of which this was probed."""
+    return dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, probed=probed))
+
+
+def count_work(job: Job, micro_batches: int, touched_bytes: int) -> Work:
+    """The work of one rank's step.
+
+    Args:
+        job: One that :func:`is_probed`, with its layout settled.
+        micro_batches: Of the step.
+        touched_bytes: Activations that one micro-batch makes in an eager step.
+    """
+    model, probed = job.model, job.cluster.probed
+    assert isinstance(model, DecoderModel), "decoders are probed"
+    assert probed is not None, "only what was probed is counted here"
+    times = _Times.of(job)
+    full = job.layout.recompute == "full"
+    products_s = attention_s = 0.0
+    for linear in list_linears(job, model, micro_batches):
+        kinds = (*KINDS, "forward") if full and linear.again else KINDS
+        products_s += linear.times * sum(times.product_s(kind, linear) for kind in kinds)
+    forward_s, backward_s = times.attention_s(job, model)
+    attention_s = micro_batches * model.num_layers * (forward_s * (2 if full else 1) + backward_s)
+    if job.train.compile:
+        moved = _compiled_bytes(job, model, micro_batches)
+    else:
+        moved = micro_batches * touched_bytes * (ACTIVATION_PASSES + RECOMPUTE_PASSES[job.layout.recompute])
+    return Work(
+        products_s=products_s,
+        attention_s=attention_s,
+        moved_s=moved / probed.copy_bytes_per_s,
+        update_s=_update_s(job, model, probed),
+        blocks=micro_batches * model.num_layers,
+        hides_host=job.cluster.device == "cuda",
+    )
+
+
+def list_linears(job: Job, model: DecoderModel, micro_batches: int) -> Iterator[Linear]:
+    """The linear layers of a step; those that read the same input are one where a run joins them."""
+    rows, layers = (job.layout.micro_batch or 1) * job.data.seq_len, micro_batches * model.num_layers
+    width, inner = model.hidden_size, model.ffn_size
+    joined = keeps_copies(job)
+    asked = [model.query_size, model.kv_size, model.kv_size]
+    entered = [inner, inner] if model.activation == "swiglu" else [inner]
+    for widths, bias in ((asked, model.attention_bias), (entered, model.ffn_bias)):
+        for columns in [sum(widths)] if joined and not bias else widths:
+            yield Linear(rows, columns, width, layers, again=True)
+    yield Linear(rows, width, model.query_size, layers, again=True)
+    yield Linear(rows, width, inner, layers, again=True)
+    chunk = min(rows, loss_chunk(job, model))
+    whole, rest = divmod(rows, chunk)
+    yield Linear(chunk, model.vocab_size, width, micro_batches * whole)
+    if rest:
+        yield Linear(rest, model.vocab_size, width, micro_batches)
+
+
+def _precision(job: Job) -> str:
+    """Whose times a job's products have."""
+    return "bf16" if job.train.precision in LOW_BYTES else job.train.precision
+
+
+class _Probe(NamedTuple):
+    """A probed size, as its place among others and how far off its count was."""
+
+    place: tuple[float, ...]
+    ratio: float
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Times of any shape, from those that were probed."""
+
+    probed: Probed
+    low: int
+    rate: float
+    """Best of the probed products."""
+    attention_rate: float
+    by_kind: dict[Kind, list[_Probe]]
+    forward: list[_Probe]
+    backward: list[_Probe]
+
+    @classmethod
+    def of(cls, job: Job) -> _Times:
+        """For the precision of a job."""
+        probed = job.cluster.probed
+        assert probed is not None, "only what was probed is counted here"
+        precision, low = _precision(job), operand_bytes(job.train.precision)
+        products = [entry for entry in probed.products if entry.precision == precision]
+        attention = [entry for entry in probed.attention if entry.precision == precision]
+        rate = max(
+            2.0 * entry.rows * entry.columns * entry.depth / _time_of(entry, kind)
+            for entry in products
+            for kind in KINDS
+        )
+        attention_rate = max(_attention_flops(entry) / entry.forward_s for entry in attention)
+        empty = cls(probed, low, rate, attention_rate, {}, [], [])
+        by_kind = {kind: [empty._compare_product(entry, kind) for entry in products] for kind in KINDS}
+        return dataclasses.replace(
+            empty,
+            by_kind=by_kind,
+            forward=[empty._compare_attention(entry, 1.0, entry.forward_s) for entry in attention],
+            backward=[
+                empty._compare_attention(entry, BACKWARD_FLOPS, entry.backward_s) for entry in attention
+            ],
+        )
+
+    def product_s(self, kind: Kind, linear: Linear) -> float:
+        """One product of a linear layer."""
+        sizes = _sizes(kind, linear.rows, linear.columns, linear.depth)
+        return self._count_product(sizes) * _ratio_at(_logs(*sizes), self.by_kind[kind])
+
+    def attention_s(self, job: Job, model: DecoderModel) -> tuple[float, float]:
+        """Both passes of one block's attention over a micro-batch."""
+        batch = job.layout.micro_batch or 1
+        entry = AttentionTime(
+            "fp32", batch, model.num_heads, model.num_kv_heads, model.head_size, job.data.seq_len, 1.0, 1.0
+        )
+        place = _attention_place(entry)
+        return (
+            self._count_attention(entry, 1.0) * _ratio_at(place, self.forward),
+            self._count_attention(entry, BACKWARD_FLOPS) * _ratio_at(place, self.backward),
+        )
+
+    def _count_product(self, sizes: tuple[int, int, int]) -> float:
+        rows, columns, depth = sizes
+        share = 1.0
+        if self.probed.multiprocessors:
+            arrays = (np.array([float(size)]) for size in (rows, columns, depth, 1))
+            # Libraries choose tiles so that the last wave is fuller than with those that are counted.
+            share = math.sqrt(float(tile_share(self.probed.multiprocessors, *arrays)[0]))
+        arithmetic = 2.0 * rows * columns * depth / (self.rate * share)
+        moved = self.low * (rows * columns + depth * (rows + columns))
+        return max(arithmetic, moved / self.probed.copy_bytes_per_s) + self.probed.launch_s
+
+    def _count_attention(self, entry: AttentionTime, times: float) -> float:
+        return times * _attention_flops(entry) / self.attention_rate + self.probed.launch_s
+
+    def _compare_product(self, entry: ProductTime, kind: Kind) -> _Probe:
+        sizes = _sizes(kind, entry.rows, entry.columns, entry.depth)
+        return _Probe(_logs(*sizes), _time_of(entry, kind) / self._count_product(sizes))
+
+    def _compare_attention(self, entry: AttentionTime, times: float, took_s: float) -> _Probe:
+        return _Probe(_attention_place(entry), took_s / self._count_attention(entry, times))
+
+
+def _time_of(entry: ProductTime, kind: Kind) -> float:
+    return {"forward": entry.forward_s, "input": entry.input_s, "weight": entry.weight_s}[kind]
+
+
+def _sizes(kind: Kind, rows: int, columns: int, depth: int) -> tuple[int, int, int]:
+    """Rows and columns of what a product gives, and how many numbers each is the sum of."""
+    return {
+        "forward": (rows, columns, depth),
+        "input": (rows, depth, columns),
+        "weight": (columns, depth, rows),
+    }[kind]
+
+
+def _attention_flops(entry: AttentionTime) -> float:
+    """Of the forward pass: two products, of which a causal mask leaves half."""
+    return 2.0 * entry.batch * entry.heads * entry.seq_len**2 * entry.head_size
+
+
+def _attention_place(entry: AttentionTime) -> tuple[float, ...]:
+    return _logs(entry.seq_len, entry.head_size, entry.batch * entry.heads)
+
+
+def _logs(*sizes: float) -> tuple[float, ...]:
+    return tuple(math.log2(size) for size in sizes)
+
+
+def _ratio_at(place: tuple[float, ...], probes: Sequence[_Probe]) -> float:
+    """How far off a count is: the nearer a probed size, the more it says (inverse distances)."""
+    weights = [1 / (NEARNESS + math.dist(place, probe.place) ** 2) ** 2 for probe in probes]
+    total = sum(w * math.log(probe.ratio) for w, probe in zip(weights, probes, strict=True))
+    return math.exp(total / sum(weights))
+
+
+def _compiled_bytes(job: Job, model: DecoderModel, micro_batches: int) -> float:
+    """What a compiled step moves beside products, attention and the update: each fused loop once."""
+    low, stream = operand_bytes(job.train.precision), residual_bytes(job.train)
+    rows = (job.layout.micro_batch or 1) * job.data.seq_len
+    width, inner = model.hidden_size, model.ffn_size
+    turned = 2 * low * (model.query_size + model.kv_size) if model.positions == "rope" else 0
+    gated = model.activation == "swiglu"
+    rounded = (stream + low) * width if stream != low else 0  # the stream's gradient, for products
+    # A norm reads the stream and hands on what products read; a sum reads both and writes the stream.
+    norm, added = (stream + low) * width, (2 * stream + low) * width
+    forward = 2 * norm + 2 * added - stream * width + turned + (3 if gated else 2) * low * inner
+    # Its way back reads what it gave a gradient of, its input and the stream's gradient, and once more the
+    # first two for the gradient of its weight.
+    norm_back = (2 * low + 4 * stream) * width
+    backward = 2 * (norm_back + rounded) + turned + (5 if gated else 3) * low * inner
+    again = {"none": 0.0, "selective": 2.0 * norm + turned + low * inner, "full": float(forward)}
+    block = rows * (forward + backward + again[job.layout.recompute])
+    # Around the blocks: rows of the embedding, the final norm, logits read twice and written once.
+    table, words = model.vocab_size * width * FLOAT32_BYTES, model.vocab_size
+    ends = rows * (3 * FLOAT32_BYTES * width + 2 * stream * width + norm + norm_back + 3 * low * words)
+    chunks = math.ceil(rows / loss_chunk(job, model))
+    ends += table + 2 * table * chunks  # the embedding's gradient is cleared; the head's is summed up
+    total = micro_batches * (model.num_layers * block + ends)
+    parameters = count_parameters(model)
+    if low != FLOAT32_BYTES and not keeps_copies(job):  # cast in both passes, gradients cast back
+        total += micro_batches * 18 * (parameters - model.vocab_size * width)
+    total += (micro_batches - 1) * 3 * FLOAT32_BYTES * parameters
+    return total + (FLOAT32_BYTES * parameters if job.train.clip else 0)
+
+
+def _update_s(job: Job, model: DecoderModel, probed: Probed) -> float:
+    """The optimizer's step; each rank of ZeRO moves its rows, which the caller divides by."""
+    cost = predict_optimizer(list_parameters(model), job.train)
+    written = 0
+    if keeps_copies(job):  # the copies that products read
+        written = operand_bytes(job.train.precision) * count_parameters(model)
+    rate = max(2.0 * p.rows * p.columns * p.depth / p.forward_s for p in probed.products)
+    return (cost.moved_bytes + written) / probed.optimizer_bytes_per_s + cost.flops / rate
+
+
+def fit_steps(probed: Probed, timed: Sequence[Timed]) -> Probed:
+    """What real steps say of moved bytes, of the rest, and, on a CPU, of the host's time for a block.
+
+    Least squares of relative errors, nothing below zero.
+
+    Args:
+        probed: With the times of single operations; on a GPU also with the host's time.
+        timed: At least one.
+    """
+    works = [count_work(with_probed(t.job, probed), t.micro_batches, t.touched_bytes) for t in timed]
+    scales = np.array([1 / t.step_s for t in timed])
+    left = np.array(
+        [t.step_s - w.products_s - w.attention_s - w.update_s for t, w in zip(timed, works, strict=True)]
+    )
+    columns: dict[str, list[float]] = {
+        "elementwise": [w.moved_s for w in works],
+        "step_s": [1.0] * len(timed),
+    }
+    if not works[0].hides_host:
+        columns["block_s"] = [float(w.blocks) for w in works]
+    table = {name: np.array(values) * scales for name, values in columns.items()}
+    found = _least_squares(table, left * scales)
+    found["elementwise"] = max(found.get("elementwise", 0.0), LEAST_ELEMENTWISE)
+    rounded: dict[str, Any] = {name: float(f"{value:.4g}") for name, value in found.items()}
+    return dataclasses.replace(probed, **rounded)
+
+
+def _least_squares(columns: dict[str, np.ndarray], wanted: np.ndarray) -> dict[str, float]:
+    """The best of all choices of columns whose factors are not negative; few columns, so all are tried."""
+
+    def solve(names: Sequence[str]) -> tuple[float, dict[str, float]]:
+        matrix = np.stack([columns[name] for name in names], axis=1)
+        factors = np.linalg.lstsq(matrix, wanted, rcond=None)[0]
+        miss = float(((matrix @ factors - wanted) ** 2).sum()) if (factors >= 0).all() else math.inf
+        return miss, dict(zip(names, map(float, factors), strict=True))
+
+    counts = range(1, len(columns) + 1)
+    choices = [names for count in counts for names in itertools.combinations(columns, count)]
+    best = min((solve(names) for names in choices if len(names) <= len(wanted)), key=lambda found: found[0])
+    return best[1] if math.isfinite(best[0]) else {}

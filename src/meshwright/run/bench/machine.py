@@ -1,0 +1,267 @@
+"""What ``meshwright probe`` times on one device: single operations as a run calls them, and real steps.
+
+Operands are random: how fast a GPU multiplies depends on what, as it does on how warm it is. So each
+operation is repeated for a while, and on a GPU it is the mean that counts, not the best. On a CPU it is the
+median of processor time: what one thread would take on a core that nobody else uses.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from meshwright.core.events import EventWriter
+from meshwright.launch.assignment import Assignment
+from meshwright.plan.contract import Plan
+from meshwright.prepare.dataset import Rows, TokenDataset
+from meshwright.run.collectives.counter import CollectiveCounter
+from meshwright.run.loop import Meter, take_step
+from meshwright.run.mesh import join_ranks, leave_ranks
+from meshwright.run.models.attention import mix_causally
+from meshwright.run.models.decoder import Decoder
+from meshwright.run.models.products import weight_gradient
+from meshwright.run.precision import COMPILED_ATTENTION
+from meshwright.run.session import Session, build_session
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
+
+FEWEST = 3
+"""Calls of an operation, however long it takes."""
+MOST = 1000
+WARM_UP = 2
+WARM_UP_STEPS = 3
+ADAMW_BYTES = 28
+"""What AdamW moves for each float32 element: weight, gradient and two moments read, all but one written."""
+
+
+def time_call(device: torch.device, call: Callable[[], object], seconds: float) -> float:
+    """Time of one call, repeated for so many seconds: the mean on a GPU, the median on a CPU."""
+    for _ in range(WARM_UP):
+        call()
+    if device.type != "cuda":
+        return _median_s(call, seconds)
+    torch.cuda.synchronize(device)
+    one = _elapsed_s(call, FEWEST)
+    return _elapsed_s(call, min(MOST, max(FEWEST, round(seconds / max(one, 1e-6)))))
+
+
+def _elapsed_s(call: Callable[[], object], count: int) -> float:
+    """Of one of so many calls, one behind the other on the GPU."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / count
+
+
+def _median_s(call: Callable[[], object], seconds: float) -> float:
+    times: list[float] = []
+    deadline = time.perf_counter() + seconds
+    while len(times) < FEWEST or (time.perf_counter() < deadline and len(times) < MOST):
+        started = time.process_time()
+        call()
+        times.append(time.process_time() - started)
+    return statistics.median(times)
+
+
+def time_linear(
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int], seconds: float
+) -> tuple[float, float, float]:
+    """A linear layer's product, and those of the gradients of its input and, in float32, of its weight.
+
+    Args:
+        device: Where.
+        dtype: Of what the products read.
+        sizes: Rows, width of the output, width of the input.
+        seconds: For each of the three.
+    """
+    rows, columns, depth = sizes
+    x = torch.randn(rows, depth, device=device).to(dtype)
+    grad = torch.randn(rows, columns, device=device).to(dtype)
+    weight = torch.randn(columns, depth, device=device).mul_(depth**-0.5).to(dtype)
+    exact = weight_gradient if dtype != torch.float32 else lambda grad, x: torch.mm(grad.T, x)
+    return (
+        time_call(device, lambda: torch.mm(x, weight.T), seconds),
+        time_call(device, lambda: torch.mm(grad, weight), seconds),
+        time_call(device, lambda: exact(grad, x), seconds),
+    )
+
+
+def time_attention(
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    sequences: tuple[int, int],
+    seconds: float,
+) -> tuple[float, float]:
+    """Causal attention as a block calls it: the forward pass, and the backward pass.
+
+    Args:
+        device: Where.
+        dtype: Of queries, keys and values.
+        heads: Query heads, key heads, and their width.
+        sequences: How many, and their length.
+        seconds: For each of both.
+    """
+    asked, known, size = heads
+    batch, length = sequences
+
+    def draw(count: int) -> Tensor:
+        drawn = torch.randn(batch, length, count, size, device=device).to(dtype)
+        return drawn.transpose(1, 2).requires_grad_()
+
+    q, k, v = draw(asked), draw(known), draw(known)
+    grad = torch.randn(batch, length, asked, size, device=device).to(dtype).transpose(1, 2)
+
+    def both() -> object:
+        return torch.autograd.grad(mix_causally(q, k, v, None), (q, k, v), grad)
+
+    with sdpa_kernel(COMPILED_ATTENTION, set_priority=True) if device.type == "cuda" else nullcontext():
+        with torch.no_grad():
+            forward_s = time_call(device, lambda: mix_causally(q, k, v, None), seconds)
+        return forward_s, max(time_call(device, both, seconds) - forward_s, 0.1 * forward_s)
+
+
+def measure_copy(device: torch.device, elements: int, seconds: float) -> float:
+    """Bandwidth of a copy of so many float32 elements, read and written bytes together."""
+    source = torch.randn(elements, device=device)
+    target = torch.empty_like(source)
+    return 2 * 4 * elements / time_call(device, lambda: target.copy_(source), seconds)
+
+
+def measure_adamw(device: torch.device, elements: int, seconds: float) -> float:
+    """Bandwidth of a fused AdamW step over so many elements, read and written bytes together."""
+    weight = torch.nn.Parameter(torch.randn(elements, device=device))
+    weight.grad = torch.randn(elements, device=device)
+    optimizer = torch.optim.AdamW([weight], lr=1e-6, fused=True)
+    return ADAMW_BYTES * elements / time_call(device, optimizer.step, seconds)
+
+
+def measure_launch(device: torch.device, seconds: float) -> float:
+    """Time of an operation on almost nothing."""
+    one = torch.zeros(1, device=device)
+    return time_call(device, lambda: one.add_(1.0), seconds)
+
+
+def count_multiprocessors(device: torch.device) -> int:
+    """Of a GPU; a CPU has none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+
+
+def warm(device: torch.device, dtype: torch.dtype, seconds: float) -> None:
+    """Bring a GPU to the clocks that it keeps under load."""
+    size = 8192
+    left = torch.randn(size, size, device=device).to(dtype)
+    deadline = time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        for _ in range(8):
+            torch.mm(left, left)
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True)
+class RealSteps:
+    """What a few steps of a small model took."""
+
+    step_s: float
+    """Median."""
+    peak_bytes: int | None
+    """Of allocated memory in a step; None on a CPU."""
+    block_s: float | None
+    """Host time for both passes of a block, on a GPU, which goes on meanwhile."""
+
+
+def time_steps(plan: Plan) -> RealSteps:
+    """Take ``train.steps`` steps of a plan for one process in this one; the first three are not counted."""
+    counter, events = CollectiveCounter(), EventWriter(Path(os.devnull), 0, 0)
+    nowhere = Assignment(os.devnull, os.devnull, os.devnull)
+    ranks = join_ranks(plan.job, counter, rank=0)
+    try:
+        words = RandomWords(plan.job)
+        session = build_session(plan, nowhere, ranks, counter, events, open_split=lambda _: words)
+        meter, times, device = Meter(session), [], ranks.device
+        on_gpu = device.type == "cuda"
+        clock = time.perf_counter if on_gpu else time.process_time
+        for number in range(plan.job.train.steps):
+            if number == WARM_UP_STEPS and on_gpu:
+                torch.cuda.reset_peak_memory_stats(device)
+            started = clock()
+            take_step(session, meter, audited=False)
+            _wait(device)
+            times.append(clock() - started)
+        step_s = statistics.median(times[WARM_UP_STEPS:])
+        if not on_gpu:
+            return RealSteps(step_s, None, None)
+        return RealSteps(step_s, torch.cuda.max_memory_allocated(device), issue_block_s(session))
+    finally:
+        leave_ranks(ranks)
+        events.close()
+        _let_go()
+
+
+def issue_block_s(session: Session) -> float:
+    """How long the host is busy with both passes of one block."""
+    model, device, job = session.model, session.ranks.device, session.job
+    assert isinstance(model, Decoder), "decoders are probed"
+    block, length = next(model.list_blocks()), job.data.seq_len
+    shape = (job.layout.micro_batch or 1, length, block.attention.wo.out_features)
+    x = torch.randn(shape, device=device).to(model.stream).requires_grad_()
+    rope, times = (model.rope_cos[:length], model.rope_sin[:length]), []
+    for _ in range(WARM_UP + 5):
+        _wait(device)
+        started = time.perf_counter()
+        with session.precision.products():
+            out = block(x, rope, None, None)
+        out.backward(torch.ones_like(out))
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[WARM_UP:])
+
+
+def _wait(device: torch.device) -> None:
+    """Until the device has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _let_go() -> None:
+    """Give back what the steps held, so that the next ones find room."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+class RandomWords(TokenDataset):
+    """As many samples as a step wants, of random words; every position is a target."""
+
+    def __init__(self, job: Job) -> None:
+        self.seq_len, self.mask = job.data.seq_len, job.data.mask
+        self.shard_sample_counts = (job.train.global_batch * job.train.steps,)
+        assert isinstance(job.model, DecoderModel), "decoders are probed"
+        self._words = job.model.vocab_size
+
+    def __len__(self) -> int:
+        return self.shard_sample_counts[0]
+
+    def read(self, indices: npt.ArrayLike) -> Rows:
+        """Drawn, the same each time."""
+        shape = (np.size(indices), self.seq_len)
+        drawn = np.random.default_rng(0).integers(0, self._words, shape)
+        return Rows(drawn, drawn, None)
+
+    def count_targets(self, indices: npt.ArrayLike) -> int:
+        """Every position."""
+        return np.size(indices) * self.seq_len

@@ -1,0 +1,81 @@
+"""The ends of a compiled step on a GPU, loss and update: their numbers, and that no host waits in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from meshwright.prepare.dataset import IGNORED  # noqa: E402
+from meshwright.run.models.loss import linear_cross_entropy  # noqa: E402
+from meshwright.run.update_rules.adamw import FusedAdamW, clipping_factor  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@contextmanager
+def nobody_waits() -> Iterator[None]:
+    """Whatever makes the host wait for the device is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_fused_loss_is_the_eager_one():
+    """Three chunks, the last one short; the product adds to the head's gradient in float32."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(2600, 256, device="cuda", generator=generator).bfloat16().requires_grad_()
+    weight = (torch.randn(4096, 256, device="cuda", generator=generator) / 16).requires_grad_()
+    targets = torch.randint(0, 4096, (2600,), device="cuda", generator=generator)
+    targets[::7] = IGNORED
+    low = weight.detach().bfloat16()
+
+    def gradients(*, fused: bool) -> tuple[torch.Tensor, ...]:
+        loss = linear_cross_entropy(x, weight, targets, 1024, low_VD=low if fused else None, fused=fused)
+        return loss.detach(), *torch.autograd.grad(loss / 100, (x, weight))
+
+    eager, fused = gradients(fused=False), gradients(fused=True)
+    torch.testing.assert_close(fused[0], eager[0], rtol=1e-5, atol=0.0)
+    for ours, theirs in zip(fused[1:], eager[1:], strict=True):
+        assert ours.dtype == theirs.dtype
+        assert (ours.float() - theirs.float()).norm() < 2**-7 * theirs.float().norm()
+    with nobody_waits():
+        gradients(fused=True)
+
+
+def test_the_compiled_update_is_torchs():
+    shapes = [(2048, 2048), (512,), (300, 7), (1024, 6144)]  # the first and the last are compiled
+    ours = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    copies = {p: p.detach().bfloat16() for p in ours[2:]}
+    settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
+    fused = FusedAdamW([{"params": ours, "weight_decay": 0.1}], **settings, copies=copies, backend="inductor")
+    torchs = torch.optim.AdamW(theirs, **settings, weight_decay=0.1, fused=True)
+    for p in ours:
+        blank = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
+        fused.state[p] = {"step": torch.zeros((), device="cuda"), **blank}
+
+    def step() -> None:
+        for own, other in zip(ours, theirs, strict=True):
+            own.grad = torch.randn_like(own)
+            other.grad = own.grad.clone()
+        fused.factor = clipping_factor(torch.nn.utils.get_total_norm([p.grad for p in ours]), 1.0)
+        torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+        fused.step()
+        torchs.step()
+
+    step()
+    with nobody_waits():
+        step()
+    for own, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-6)
+    for p, low in copies.items():
+        assert torch.equal(low, p.detach().bfloat16())

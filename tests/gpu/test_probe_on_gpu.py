@@ -1,0 +1,23 @@
+"""``meshwright probe`` on a GPU: the real steps that it takes are those that it then predicts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+
+def test_real_steps_are_predicted(tmp_path, monkeypatch, capfd):
+    from meshwright.cli.output import Output
+    from meshwright.cli.probe import probe_machine
+
+    monkeypatch.chdir(tmp_path)
+    assert probe_machine(Output(as_json=True), False, tmp_path / "cluster.toml") == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["cluster"]["probed"]["compiled"]
+    assert len(told["checked"]) == 2, "the compiled steps ran"
+    for row in told["checked"]:
+        assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=0.05)
+        assert row["predicted_peak_bytes"] == pytest.approx(row["measured_peak_bytes"], rel=0.03)

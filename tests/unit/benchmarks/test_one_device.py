@@ -1,0 +1,147 @@
+"""The benchmark of one device: its counts are the targets' and the plan's, a failure stops no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright.plan.compute import flops_per_token
+from meshwright.plan.shapes import count_active_matmul_parameters
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+@pytest.fixture
+def job_of(tmp_path):
+    def build(shape, *settings):
+        from one_device_kinds import Order, build_shape
+
+        order = Order("ours", "ours", shape, steps=1, small=False, device="cpu", settings=settings)
+        return build_shape(order, tmp_path)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("shape", "billions", "step_flops"), [("a", 1.236, 2.694e14), ("b", 3.213, 3.505e14)]
+)
+def test_flops_are_those_that_the_targets_are_set_in(job_of, shape, billions, step_flops):
+    job = job_of(shape)
+    assert count_active_matmul_parameters(job.model) / 1e9 == pytest.approx(billions, abs=5e-4)
+    tokens = job.train.global_batch * job.data.seq_len
+    assert tokens * flops_per_token(job.model, job.data.seq_len) == pytest.approx(step_flops, rel=1e-3)
+
+
+@pytest.mark.parametrize("shape", ["a", "b"])
+def test_the_floors_products_and_attention_have_the_plans_flops_but_norms(job_of, shape):
+    from step_floor import attention_flops, list_products
+
+    model, tokens = job_of(shape).model, 4096
+    products = sum(product.flops(tokens) for product in list_products(model))
+    norms = 6.0 * tokens * (2 * model.num_layers + 1) * model.hidden_size
+    whole = products + norms + attention_flops(model, tokens, 4096)
+    assert whole == tokens * flops_per_token(model, 4096)
+
+
+@pytest.mark.parametrize(("shape", "gigabytes"), [("a", 140.9), ("b", 134.3)])
+def test_elementwise_bytes_are_about_32_ms_of_an_h200s_copies(job_of, shape, gigabytes):
+    from step_floor import elementwise_bytes
+
+    job = job_of(shape)
+    moved = elementwise_bytes(job.model, job.train.global_batch * job.data.seq_len)
+    assert sum(moved.values()) / 1e9 == pytest.approx(gigabytes, rel=1e-3)
+
+
+def test_the_model_by_hand_has_the_parameters_of_ours(job_of):
+    import torch
+    from llama_by_hand import Llama, Sizes
+
+    from meshwright.plan.shapes import list_parameters
+
+    model = job_of("a").model
+    with torch.device("meta"):
+        by_hand = Llama(Sizes(16, 2048, 32, 8, 8192, 128256, 5e5, 8))
+    assert sum(p.numel() for p in by_hand.parameters()) == sum(p.count for p in list_parameters(model))
+
+
+def test_settings_go_over_what_ours_asks_for(job_of):
+    job = job_of("a", "layout.recompute=none", "train.residual=fp32")
+    assert (job.layout.recompute, job.train.residual, job.train.compile) == ("none", "fp32", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_sm90_tst_256x128_64x4_2x1_v_bz_coopA_TNT", "products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob", "attention"),
+        ("void pytorch_flash::flash_bwd_kernel<Traits<128, cutlass::bfloat16_t> >", "attention"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("triton_poi_fused_add_div_mul_sqrt_0", "optimizer"),
+        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_2", "elementwise"),
+        ("triton_poi_fused__scaled_dot_product_cudnn_attention__to_copy_add_cat_mul_2", "elementwise"),
+        ("triton_poi_fused_fill_mul_sigmoid_silu_silu_backward_0", "elementwise"),
+        ("triton_red_fused__to_copy_amax_arange_exp_gather_log_mul_sub_sum_0", "loss"),
+        ("triton_poi_fused__to_copy_t_3", "copies"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+    ],
+)
+def test_a_kernels_kind_is_read_off_its_name(name, kind):
+    from kernel_kinds import kind_of
+
+    assert kind_of(name) == kind
+
+
+def test_a_profile_counts_idle_time_once_where_streams_lie_over_each_other():
+    from kernel_kinds import fold_trace
+
+    rows = [
+        {"cat": "kernel", "name": "gemm", "ts": 0, "dur": 1000},
+        {"cat": "kernel", "name": "triton_poi_fused_mul_0", "ts": 500, "dur": 1000},
+        {"cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 1600, "dur": 400},
+        {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9999},
+    ]
+    folded = fold_trace(rows, steps=2)
+    assert folded["span_ms"] == 1.0
+    assert folded["idle_ms"] == pytest.approx(0.05)
+    assert folded["kinds_ms"] == {"products": 0.5, "copies": 0.2, "elementwise": 0.5}
+    assert [row["name"] for row in folded["kernels"]][-1] == "Memcpy HtoD"
+
+
+def test_ratios_are_of_speed_and_leave_out_what_failed():
+    from one_device import compare, describe_all
+
+    rows = [
+        {"shape": "a", "kind": "ours", "step_s": 0.5, "flops_per_s": 5e14},
+        {"shape": "a", "kind": "bare", "step_s": 0.55, "flops_per_s": 4.5e14},
+        {"shape": "a", "kind": "floor", "failed": "RuntimeError"},
+        {"shape": "b", "kind": "ours", "failed": "RuntimeError"},
+    ]
+    ratios = compare(rows)
+    assert ratios == {"a": {"ours / bare": pytest.approx(1.1)}, "b": {}}
+    told = describe_all({"date": "today", "machine": "here", "rows": rows, "ratios": ratios})
+    assert any("floor" in line and line.endswith("failed") for line in told)
+
+
+def test_a_kind_that_fails_is_told_and_stops_no_other(tmp_path):
+    """A whole run on the small shape: ours with a key that does not exist fails, the floor is measured."""
+    out = tmp_path / "rows.jsonl"
+    command = [sys.executable, str(BENCHMARKS / "one_device.py"), "--small", "--overlap", "--shape", "a"]
+    command += ["--only", "ours", "--only", "floor", "--set", "train.nonsense=1", "--out", str(out), "--json"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=200)
+    rows = {row["kind"]: row for row in json.loads(done.stdout)["rows"]}
+    assert "train.nonsense" in rows["ours"]["failed"]
+    assert "train.nonsense" in done.stderr
+    assert rows["floor"]["step_s"] == pytest.approx(sum(rows["floor"]["parts_s"].values()))
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {"ours", "floor"} <= {row["kind"] for row in written if "step_s" in row or "failed" in row}

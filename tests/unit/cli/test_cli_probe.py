@@ -1,0 +1,135 @@
+"""``meshwright probe``: measures, writes a cluster file, and what that file does to a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+
+import pytest
+
+from meshwright.plan.probing import PROGRAMMES, Heads, Sizes
+
+TINY = {
+    "num_layers": 1,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_size": 64,
+    "vocab_size": 64,
+}
+QUICK = dataclasses.replace(
+    PROGRAMMES["cpu"],
+    products=(Sizes(32, 64, 32),),
+    attention=(Heads(1, 4, 2, 8, 32),),
+    large=128,
+    copied=2**16,
+    updated=2**14,
+    seconds=1e-4,
+    steps=5,
+    models=tuple(
+        {"model": TINY | {"num_layers": layers}, "seq_len": 16, "batch": batch}
+        for layers, batch in ((1, 2), (2, 2), (2, 4))
+    ),
+)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """What is measured takes a moment, and says nothing about this machine."""
+    monkeypatch.setitem(PROGRAMMES, "cpu", QUICK)
+
+
+@pytest.fixture
+def on_cores(tmp_path):
+    """A job that is planned for a core of this machine."""
+    path = tmp_path / "cores.toml"
+    path.write_text(
+        '[model]\npreset = "tiny"\n[data]\npath = "text"\nseq_len = 32\n'
+        "[train]\nsteps = 4\nglobal_batch = 2\n[layout]\ndp_replicate = 1\n"
+    )
+    return str(path)
+
+
+def test_the_file_is_a_cluster_that_plans_use(cli, quick, on_cores, tmp_path):
+    done = cli("probe", "--cpu", "-o", "mine.toml", "--json")
+    assert done.status == 0, done.err
+    assert "products of 32 x 64 x 32" in done.err, "it says what it does"
+    told = done.json
+    assert [row["layers"] for row in told["checked"]] == [1, 2, 2]
+    assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in told["checked"])
+    written = tomllib.loads((tmp_path / "mine.toml").read_text())
+    assert written["probed"]["products"] == told["cluster"]["probed"]["products"]
+    shapes = [(entry["rows"], entry["columns"], entry["depth"]) for entry in written["probed"]["products"]]
+    assert (32, 64, 32) in shapes
+    assert "meshwright probe" in written["basis"]
+    assert "meshwright probe" in cli("plan", on_cores, "cluster.file=mine.toml").out
+    assert cli("probe", "--cpu", "-o", "mine.toml").status == 0, "its own file is written over"
+
+
+def test_a_plan_keeps_what_was_probed(cli, quick, on_cores, tmp_path):
+    """A plan file is read again with the same prediction."""
+    assert cli("probe", "--cpu", "-o", "mine.toml").status == 0
+    first = cli("plan", on_cores, "cluster.file=mine.toml", "-o", "plan.toml", "--json").json
+    (tmp_path / "mine.toml").unlink()
+    again = cli("plan", "plan.toml", "--json").json
+    assert again["layouts"][0]["step_s"] == first["layouts"][0]["step_s"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code", "hint"),
+    [
+        ("elementwis = 1.0", "job-unknown-key", "Did you mean elementwise?"),
+        ('[[probed.products]]\nprecision = "bf16"\nrow = 3', "job-unknown-key", "Did you mean rows?"),
+        ("copy_bytes_per_s = 0.0", "job-out-of-range", "more than 0"),
+    ],
+)
+def test_what_a_file_cannot_say_is_refused(cli, on_cores, tmp_path, wrong, code, hint):
+    (tmp_path / "own.toml").write_text(f'preset = "local"\n[probed]\nlaunch_s = 1e-6\n{wrong}\n')
+    done = cli("plan", on_cores, "cluster.file=own.toml")
+    assert done.status == 2
+    assert code in done.codes, done.err
+    assert hint in done.err
+
+
+def test_without_real_steps_there_is_a_file_and_a_warning(cli, quick, monkeypatch, tmp_path):
+    """A compiler that fails costs the fit, not what was measured."""
+    from meshwright.run.bench import machine
+
+    def fail(plan):
+        raise RuntimeError("no compiler\nand a page of text")
+
+    monkeypatch.setattr(machine, "time_steps", fail)
+    done = cli("probe", "--cpu", "-o", "mine.toml")
+    assert done.status == 0
+    assert "warning: no real steps" in done.err
+    assert "no compiler" in done.err
+    assert "a page of text" not in done.err
+    assert tomllib.loads((tmp_path / "mine.toml").read_text())["probed"]["elementwise"] == 1.0
+
+
+def test_a_file_made_by_hand_is_not_written_over(cli, tmp_path):
+    (tmp_path / "own.toml").write_text('device = "cpu"\n')
+    assert cli("probe", "-o", "own.toml").codes == ["cluster-file-not-writable"]
+    assert cli("probe", "-o", tmp_path / "nowhere" / "file.toml").codes == ["cluster-file-not-writable"]
+
+
+def test_a_gpu_that_torch_does_not_see_is_refused(cli, monkeypatch):
+    """The driver names one, and torch was built without CUDA, as where tests run."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for module in ("spec.load", "cli.ranks"):
+        monkeypatch.setattr(f"meshwright.{module}.find_gpus", lambda: [("NVIDIA H200", 150_754_820_096)])
+    done = cli("probe")
+    assert (done.status, done.codes) == (2, ["cluster-not-here"]), done.err
+    assert "--cpu" in done.err
+
+
+def test_tune_fits_rates_and_leaves_out_what_was_probed(cli, quick, on_cores):
+    from meshwright.cli.tune import shorten
+    from meshwright.spec.load import load_job
+
+    assert cli("probe", "--cpu", "-o", "mine.toml").status == 0
+    job = load_job(on_cores, ["cluster.file=mine.toml"])
+    assert job.cluster.probed is not None
+    assert shorten(job, 6).cluster.probed is None

@@ -1,0 +1,136 @@
+"""The ledger of compiled steps on a GPU: its formulas by hand, and beside what the compiler really keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from meshwright.plan.compiled_memory import CompiledBlock, count_copied, is_compiled
+from meshwright.plan.ledger import predict_ledger
+from meshwright.plan.shapes import count_parameters
+
+SMALL = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "ffn_size": 256,
+    "vocab_size": 256,
+}
+
+
+@pytest.fixture
+def job(make_job):
+    """16 layers, 2048 wide, 8 x 4096 tokens on one H200."""
+    sizes = {"num_layers": 16, "hidden_size": 2048, "num_heads": 32, "num_kv_heads": 8, "ffn_size": 8192}
+    return make_job(
+        model={"preset": None, **sizes, "vocab_size": 128256, "tied_embeddings": False},
+        cluster={"preset": "h200-sxm", "devices_per_node": 1},
+        data={"seq_len": 4096},
+        train={"global_batch": 8, "precision": "bf16", "compile": True, "residual": "bf16"},
+        layout={"dp_replicate": 1, "micro_batch": 8, "recompute": "selective"},
+    )
+
+
+def with_train(job, **changes):
+    return dataclasses.replace(job, train=dataclasses.replace(job.train, **changes))
+
+
+def with_layout(job, **changes):
+    return dataclasses.replace(job, layout=dataclasses.replace(job.layout, **changes))
+
+
+def test_a_block_keeps_its_input_and_its_products(job):
+    tokens = 8 * 4096
+    each = 2 * 2048 + 2 * (2048 + 2 * 512) + 2 * 2048 + 4 * 32 + 2 * 2048 + 4 * 8192
+    assert CompiledBlock.of(job, job.model, 8).kept == tokens * each
+    wide = CompiledBlock.of(with_train(job, residual="fp32"), job.model, 8)
+    assert wide.kept - tokens * each == wide.stream // 2 == tokens * 2 * 2048
+    assert CompiledBlock.of(with_layout(job, recompute="full"), job.model, 8).kept == tokens * 2 * 2048
+
+
+def test_the_peak_is_state_copies_blocks_and_the_loss(job):
+    ledger, model = predict_ledger(job, 8, 1), job.model
+    tokens, head, blocks = 8 * 4096, 128256 * 2048, CompiledBlock.of(job, job.model, 8).kept * 16
+    state = count_parameters(model) * 12 + count_copied(model) * 2
+    loss = 3 * tokens * 2048 * 2 + head * 4 + 2 * 4096 * 128256 * 2
+    assert ledger.peak_at == "loss, forward"
+    assert ledger.peak_bytes == pytest.approx(state + blocks + loss, rel=0.003)
+    assert count_copied(model) == count_parameters(model) - head - 33 * 2048
+    assert ledger.peak_bytes < 60 * 2**30
+
+
+def test_state_is_what_it_is_without_a_compiler(job):
+    """The audit wants it equal; copies are a line of their own."""
+    eager = predict_ledger(with_train(job, compile=False, residual="fp32"), 8, 1)
+    assert predict_ledger(job, 8, 1).state_bytes == eager.state_bytes
+
+
+def test_recomputation_is_worth_its_name(job):
+    peaks = [
+        predict_ledger(with_layout(job, recompute=r), 8, 1).peak_bytes for r in ("none", "selective", "full")
+    ]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_gradients_that_add_up_live_through_the_step(job):
+    """Two micro-batches of half the size: fewer activations, all gradients."""
+    two = predict_ledger(with_layout(job, micro_batch=4), 4, 2)
+    line = next(line for line in two.lines if line.name == "gradients at the peak")
+    assert line.bytes == count_parameters(job.model) * 4
+
+
+@pytest.mark.parametrize(
+    ("section", "changes"),
+    [
+        ("train", {"compile": False}),
+        ("train", {"compile_backend": "aot_eager"}),
+        ("layout", {"dp_shard": 2, "zero": 3}),
+    ],
+)
+def test_other_steps_have_their_own_ledgers(job, section, changes):
+    assert is_compiled(job)
+    assert not is_compiled(
+        dataclasses.replace(job, **{section: dataclasses.replace(getattr(job, section), **changes)})
+    )
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*:DeprecationWarning", "ignore:The .grad attribute:UserWarning"
+)  # torch's
+@pytest.mark.parametrize(("recompute", "residual"), [("selective", "bf16"), ("none", "fp32")])
+def test_the_compilers_partitioner_keeps_that_to_the_byte(make_job, recompute, residual):
+    """What autograd is given to save by compiled blocks, copies and parameters aside."""
+    torch = pytest.importorskip("torch")
+    from meshwright.run.models.decoder import Decoder, compile_blocks
+    from meshwright.run.precision import Precision
+    from meshwright.run.working import WorkingCopies
+
+    torch._dynamo.reset()
+    job = make_job(
+        model={"preset": None, **SMALL, "tied_embeddings": False},
+        cluster={"preset": "local", "device": "cpu"},
+        train={"precision": "bf16", "compile": True, "residual": residual},
+        layout={"dp_replicate": 1, "micro_batch": 4, "recompute": recompute},
+    )
+    decoder = Decoder(job.model, 32, recompute=recompute)
+    decoder.stream = {"bf16": torch.bfloat16, "fp32": torch.float32}[residual]
+    decoder.working = WorkingCopies(decoder, torch.bfloat16)
+    compile_blocks(decoder, backend="aot_eager")
+    lasting = [*decoder.parameters(), *decoder.working.copies.values(), decoder.rope_cos, decoder.rope_sin]
+    own = {tensor.untyped_storage().data_ptr() for tensor in lasting}
+    kept = {}
+
+    def save(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    x = torch.zeros(4, 32, job.model.hidden_size, dtype=decoder.stream, requires_grad=True)
+    rope = (decoder.rope_cos, decoder.rope_sin)
+    with Precision(job, torch.device("cpu")).products(), torch.autograd.graph.saved_tensors_hooks(save, save):
+        for block in decoder.list_blocks():
+            x = block(x, rope, None, None)
+    assert sum(kept.values()) == 2 * CompiledBlock.of(job, job.model, 4).kept

@@ -1,0 +1,182 @@
+"""Steps built of probed times: a device that keeps a law is predicted by it; the rest of steps is fitted."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from meshwright.plan.choose import evaluate
+from meshwright.plan.compute import flops_per_token, step_interval
+from meshwright.plan.probed_time import Timed, count_work, fit_steps, is_probed, list_linears, with_probed
+from meshwright.plan.probing import PROGRAMMES, list_attention, list_products, list_runs
+from meshwright.spec.probed import AttentionTime, Probed, ProductTime
+
+RATE, ATTENTION_RATE, COPY, UPDATE = 7e14, 4e14, 4.2e12, 3e12
+
+
+def product(rows, columns, depth, rate=RATE, precision="bf16"):
+    seconds = 2.0 * rows * columns * depth / rate
+    return ProductTime(precision, rows, columns, depth, seconds, seconds, seconds)
+
+
+def attention(batch, heads, kv_heads, head_size, seq_len, rate=ATTENTION_RATE, precision="bf16"):
+    seconds = 2.0 * batch * heads * seq_len**2 * head_size / rate
+    return AttentionTime(precision, batch, heads, kv_heads, head_size, seq_len, seconds, 2.5 * seconds)
+
+
+def lawful(**changes) -> Probed:
+    """A device that multiplies, attends, copies and updates at one rate each, whatever the shape."""
+    programme = PROGRAMMES["cuda"]
+    probed = Probed(
+        products=tuple(product(*sizes) for sizes in programme.products[:-2]),
+        attention=tuple(attention(*heads) for heads in programme.attention),
+        copy_bytes_per_s=COPY,
+        optimizer_bytes_per_s=UPDATE,
+        launch_s=1e-9,
+        compiled=True,
+    )
+    return dataclasses.replace(probed, **changes)
+
+
+@pytest.fixture
+def job(make_job):
+    """A Llama-like model that no probe has the shapes of, compiled on one H200."""
+    sizes = {"num_layers": 12, "hidden_size": 2048, "num_heads": 32, "num_kv_heads": 8, "ffn_size": 8192}
+    return make_job(
+        model={"preset": None, **sizes, "vocab_size": 128256, "tied_embeddings": False},
+        cluster={"preset": "h200-sxm", "devices_per_node": 1},
+        data={"seq_len": 4096},
+        train={"global_batch": 4, "precision": "bf16", "compile": True, "residual": "bf16"},
+        layout={"dp_replicate": 1, "micro_batch": 4, "recompute": "selective"},
+    )
+
+
+def test_shapes_that_were_not_probed_have_the_rate_of_those_that_were(job):
+    work = count_work(with_probed(job, lawful()), 1, 0)
+    tokens, model = 4 * 4096, job.model
+    seen = 6.0 * model.num_layers * 4096 / 2 * 2 * model.query_size
+    products = flops_per_token(model, 4096) - seen - 6.0 * (2 * model.num_layers + 1) * model.hidden_size
+    assert work.products_s == pytest.approx(tokens * products / RATE, rel=1e-3)
+    # The backward pass of attention is five products for the two of the forward pass.
+    assert work.attention_s == pytest.approx(tokens * seen / 3 * 3.5 / ATTENTION_RATE, rel=1e-3)
+    assert work.update_s == pytest.approx(1.2e9 * 30 / UPDATE, rel=0.05)
+
+
+def test_a_probed_shape_takes_what_it_took(job):
+    """However far that is from its neighbours."""
+    linear = next(iter(list_linears(job, job.model, 1)))
+    slow = product(linear.rows, linear.columns, linear.depth, RATE / 3)
+    before, after = lawful(), lawful(products=(*lawful().products, slow))
+    took = 3 * 2.0 * linear.rows * linear.columns * linear.depth / RATE * linear.times
+    more = count_work(with_probed(job, after), 1, 0).products_s
+    more -= count_work(with_probed(job, before), 1, 0).products_s
+    assert 1.98 * took < more < 4 * took, "its own time, and a little of its neighbours'"
+
+
+def test_a_joint_product_is_counted_where_a_run_joins(job):
+    joined = {linear.columns for linear in list_linears(job, job.model, 1)}
+    assert {2048 + 2 * 512, 2 * 8192, 2048, 128256} == joined
+    eager = dataclasses.replace(job, train=dataclasses.replace(job.train, compile=False))
+    assert {2048, 512, 8192, 128256} == {linear.columns for linear in list_linears(eager, job.model, 1)}
+
+
+def test_the_head_is_counted_in_the_chunks_of_the_loss(job):
+    odd = dataclasses.replace(job, data=dataclasses.replace(job.data, seq_len=3000))
+    rows = [linear for linear in list_linears(odd, job.model, 2) if linear.columns == 128256]
+    assert sum(linear.rows * linear.times for linear in rows) == 2 * 4 * 3000
+    assert {linear.rows for linear in rows} == {4096, 4 * 3000 % 4096}
+
+
+def test_recomputation_costs_the_forward_pass_of_blocks_or_what_is_cheap(job):
+    def work(recompute):
+        layout = dataclasses.replace(job.layout, recompute=recompute)
+        return count_work(with_probed(dataclasses.replace(job, layout=layout), lawful()), 1, 0)
+
+    none, selective, full = map(work, ("none", "selective", "full"))
+    assert none.products_s == selective.products_s < full.products_s
+    assert none.moved_s < selective.moved_s < full.moved_s
+    assert full.attention_s == pytest.approx(none.attention_s * 4.5 / 3.5)
+
+
+def test_a_stream_in_16_bits_moves_less(job):
+    wide = dataclasses.replace(job, train=dataclasses.replace(job.train, residual="fp32"))
+    narrow_s, wide_s = (count_work(with_probed(j, lawful()), 1, 0).moved_s for j in (job, wide))
+    assert 1.2 < wide_s / narrow_s < 1.6
+
+
+def test_the_host_is_hidden_behind_a_gpu_and_added_on_a_core(job):
+    probed = lawful(block_s=1e-3, step_s=0.5)
+    on_gpu = count_work(with_probed(job, probed), 1, 0)
+    alone = on_gpu.total_s(lawful())
+    assert on_gpu.total_s(probed) == pytest.approx(alone + 0.5)
+    busy = lawful(block_s=1.0)
+    assert on_gpu.total_s(busy) == pytest.approx(job.model.num_layers + on_gpu.update_s)
+    on_core = dataclasses.replace(on_gpu, hides_host=False)
+    assert on_core.total_s(busy) == pytest.approx(alone + job.model.num_layers)
+
+
+def test_the_plan_of_a_probed_device_has_its_time_and_interval(job):
+    """And without the table the calibrated estimate."""
+    probed = with_probed(job, lawful())
+    step = evaluate(probed, probed.layout).time
+    assert step.total_s == pytest.approx(count_work(probed, 1, 0).total_s(lawful()))
+    assert "probe" in step_interval(probed).basis
+    assert "probe" not in step_interval(job).basis
+    assert evaluate(job, job.layout).time.total_s != step.total_s
+
+
+@pytest.mark.parametrize(
+    ("section", "changes"),
+    [
+        ("train", {"compile": False}),
+        ("train", {"precision": "fp32", "residual": "fp32"}),
+        ("train", {"runtime": "torchtitan"}),
+        ("data", {"mask": "document"}),
+        ("layout", {"tp": 2}),
+        ("layout", {"dp_replicate": 2}),
+        ("layout", {"offload": "optimizer"}),
+        ("model", {"num_experts": 4, "experts_per_token": 2}),
+        ("cluster", {"probed": None}),
+    ],
+)
+def test_what_was_not_probed_is_not_predicted_from_it(job, section, changes):
+    probed = with_probed(job, lawful())
+    assert is_probed(probed)
+    changed = dataclasses.replace(getattr(probed, section), **changes)
+    assert not is_probed(dataclasses.replace(probed, **{section: changed}))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_what_is_left_of_real_steps_is_found_again(make_job, device):
+    """Steps of the small models, made up of planted figures."""
+    programme, preset = PROGRAMMES[device], {"cuda": "h200-sxm", "cpu": "local"}[device]
+    cluster = dataclasses.replace(make_job(cluster={"preset": preset}).cluster, device=device)
+    runs = list_runs(programme, dataclasses.replace(cluster, devices_per_node=1))
+    jobs = [run.plan.job for run in runs]
+    law = {"precision": programme.precision}
+    plain = Probed(
+        products=tuple(product(*sizes, **law) for sizes in list_products(programme, jobs)),
+        attention=tuple(attention(*heads, **law) for heads in list_attention(programme, jobs)),
+        copy_bytes_per_s=COPY,
+        optimizer_bytes_per_s=UPDATE,
+        launch_s=1e-9,
+        compiled=programme.compiled,
+    )
+    planted = dataclasses.replace(
+        plain, elementwise=1.3, step_s=2e-3, block_s=2e-3 if device == "cpu" else 0.0
+    )
+    timed = []
+    for run in runs:
+        work = count_work(with_probed(run.plan.job, planted), 1, run.touched_bytes)
+        timed.append(run.timed(work.total_s(planted)))
+    found = fit_steps(plain, timed)
+    assert found.elementwise == pytest.approx(1.3, rel=1e-2)
+    assert (found.step_s, found.block_s) == pytest.approx((planted.step_s, planted.block_s), rel=1e-2)
+
+
+def test_steps_shorter_than_their_products_leave_nothing_negative(job):
+    work = count_work(with_probed(job, lawful()), 1, 0)
+    found = fit_steps(lawful(), [Timed(job, 1, 0, work.products_s / 2)])
+    assert found.elementwise > 0
+    assert (found.step_s, found.block_s) == (0, 0)
