@@ -10,7 +10,7 @@ from torch import nn
 
 from meshwright.run.models.decoder import Decoder, compile_blocks
 from meshwright.run.models.init import DrawnWeights, fill
-from meshwright.run.models.products import multiply_copy
+from meshwright.run.models.products import Joint, Product, multiply_copy
 from meshwright.run.working import WorkingCopies
 from meshwright.spec.model import DecoderModel
 from model_shapes import GPT_PARTS
@@ -59,6 +59,27 @@ def test_a_copys_product_sends_float32_gradients_to_each_of_its_masters():
     for master, gradient in zip(masters, expected, strict=True):
         assert master.grad.dtype == torch.float32
         assert torch.allclose(master.grad, gradient, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("part_again", [False, True])
+def test_joined_products_give_what_each_gives(part_again):
+    """Forward to the bit, gradients within what 16 bits round, whether the way back parts them or not."""
+    torch.manual_seed(0)
+    products = [Product(8, width, bias=False) for width in (16, 4)]
+    low = torch.cat([product.weight.detach() for product in products]).bfloat16()
+    x = torch.randn(2, 5, 8).bfloat16().requires_grad_()
+    parts = Joint(products, low, part_again).multiply(x)
+    seeds = [torch.randn_like(part) for part in parts]
+    found = torch.autograd.grad(parts, [x, *(product.weight for product in products)], seeds)
+    lows = low.split([16, 4])
+    for part, own in zip(parts, lows, strict=True):
+        assert torch.equal(part, x @ own.T)
+    grads = [seed.float().flatten(0, 1) for seed in seeds]
+    expected = [sum(grad @ own.float() for grad, own in zip(grads, lows, strict=True)).view_as(x)]
+    expected += [grad.T @ x.detach().float().flatten(0, 1) for grad in grads]
+    for gradient, exact in zip(found, expected, strict=True):
+        assert torch.allclose(gradient.float(), exact, rtol=2e-2, atol=5e-2)
+    assert [gradient.dtype for gradient in found] == [torch.bfloat16, torch.float32, torch.float32]
 
 
 @pytest.mark.parametrize(
