@@ -112,7 +112,7 @@ def test_compiled_blocks_under_zero(train, monkeypatch, zero):
     assert compiled.result["peak_memory_bytes"] == [None, None]
     lines = [json.loads(line) for line in (compiled.run_dir / "events.jsonl").read_text().splitlines()]
     graphs = [e["graphs"] for e in lines if e["event"] == "graphs"]
-    assert graphs == [2, 2], "a forward pass with gradients, and one without, for all blocks"
+    assert graphs == [4, 4], "a pass with gradients, and one without: of all blocks, and of the last norm"
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

@@ -18,18 +18,26 @@ from torch.optim import SGD, AdamW, Optimizer
 from meshwright.run.memory import PeakTracker
 
 
+HIDDEN = (
+    Optimizer.add_param_group,
+    Optimizer.load_state_dict,
+    Optimizer.state_dict,
+    Optimizer.zero_grad,
+    PeakTracker.__torch_dispatch__,
+)
+"""Methods that torch hides from its compiler at their first call."""
+KEPT = "__dynamo_disable"
+"""Where the wrapper of such a method keeps what the compiler made of it, and looks for it."""
+
+
 def spare_compiler() -> None:
-    """From now on a rank's step does not load the compiler; what it computes stays as it is."""
-    for method in (
-        Optimizer.add_param_group,
-        Optimizer.load_state_dict,
-        Optimizer.state_dict,
-        Optimizer.zero_grad,
-        PeakTracker.__torch_dispatch__,
-    ):
+    """From now on this process does not load the compiler for a step; what it computes stays as it is.
+
+    For a process that will never compile: what is hidden from nobody would be compiled.
+    """
+    for method in HIDDEN:
         if (plain := _unwrapped(method)) is not None:
-            # Where the wrapper keeps what the compiler made of the function, and finds it at the first call.
-            vars(plain).setdefault("__dynamo_disable", plain)
+            vars(plain).setdefault(KEPT, plain)
     for rule in (AdamW, SGD):
         if (plain := _unwrapped(rule.step)) is not None:
             rule.step = torch.no_grad()(plain)  # type: ignore[method-assign]  # all that the wrapper did beside

@@ -28,7 +28,6 @@ from meshwright.prepare.tokenizer import TOKENIZER_FILE
 from meshwright.run.balance import Balancer, build_balancer
 from meshwright.run.batches import Batcher, Feed
 from meshwright.run.collectives.counter import CollectiveCounter
-from meshwright.run.compiler_import import spare_compiler
 from meshwright.run.divergence import not_finite
 from meshwright.run.gradient_noise import NoiseScale
 from meshwright.run.image_batches import ImageBatcher, open_image_batches
@@ -159,8 +158,6 @@ def build_session(
         weights: First values in place of the job's, for who does not care which.
     """
     job = plan.job
-    if not job.train.compile:
-        spare_compiler()
     if job.train.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(job.train.deterministic)  # loads torch's compiler: two seconds
     if job.train.deterministic:

@@ -19,6 +19,7 @@ from meshwright.launch.assignment import Assignment
 from meshwright.launch.exits import EXIT_ERROR, EXIT_OK, EXIT_PEER_LOST
 from meshwright.plan.contract import PLAN_FILE, read_plan
 from meshwright.run.collectives.counter import CollectiveCounter
+from meshwright.run.compiler_import import spare_compiler
 from meshwright.run.loop import train
 from meshwright.run.mesh import join_ranks, leave_ranks
 from meshwright.run.out_of_memory import OutOfMemoryRunError, explain_shortage, measure_room, ran_out
@@ -62,6 +63,8 @@ def run_session(
     try:
         events.write("started", pid=os.getpid(), host=socket.gethostname(), torch=torch.__version__)
         plan = read_plan(folder / PLAN_FILE)
+        if not plan.job.train.compile:
+            spare_compiler()
         counter = CollectiveCounter()
         counter.install()
         ranks = join_ranks(plan.job, counter, store)
