@@ -17,7 +17,6 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from meshwright.run.memory import PeakTracker
 
-
 HIDDEN = (
     Optimizer.add_param_group,
     Optimizer.load_state_dict,
