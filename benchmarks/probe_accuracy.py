@@ -1,7 +1,7 @@
 """How far predictions are off on this machine, with assumed rates and with what ``meshwright probe`` wrote.
 
-    meshwright probe -o cluster.toml
-    python benchmarks/probe_accuracy.py cluster.toml
+    meshwright probe -o probed.toml
+    python benchmarks/probe_accuracy.py probed.toml
 
 Takes real steps of three models whose shapes the probe does not use. On a CPU, which others may share, steps
 are measured as the probe measures: in processor time.

@@ -245,7 +245,7 @@ def tune(
 @app.command()
 def probe(
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the cluster file goes.")] = Path(
-        "cluster.toml"
+        "probed.toml"
     ),
     cpu: Annotated[bool, typer.Option("--cpu", help="Probe a core, also where there is a GPU.")] = False,
     as_json: Json = False,

@@ -15,13 +15,22 @@ WRITTEN_BY = "# Written by meshwright"
 """First words of a cluster file that may be written over."""
 
 
-def require_place(out: Path) -> None:
-    """Whether the file can be written is known before anything is measured; one made by hand is kept."""
+def require_place(out: Path, command: str) -> None:
+    """Whether the file can be written is known before anything is measured; one made by hand is kept.
+
+    So is one of another command: what ``probe`` measured is not in what ``tune`` writes.
+
+    Args:
+        out: The file.
+        command: Who wants to write it.
+    """
     if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
         rule, fix = "cannot be written", "Name another file with -o"
         raise UserError(Problem("cluster-file-not-writable", rule, path=str(out), fix=fix))
-    if out.exists() and not out.read_text(encoding="utf-8", errors="replace").startswith(WRITTEN_BY):
-        rule, fix = "is there already, and Meshwright did not write it", "Name another file with -o"
+    there = out.read_text(encoding="utf-8", errors="replace") if out.exists() else ""
+    if there and not there.startswith(f"{WRITTEN_BY} {command}"):
+        who = "another command" if there.startswith(WRITTEN_BY) else "somebody else"
+        rule, fix = f"is there already, written by {who}", "Name another file with -o"
         raise UserError(Problem("cluster-file-not-writable", rule, path=str(out), fix=fix))
 
 

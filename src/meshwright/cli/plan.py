@@ -23,6 +23,7 @@ from meshwright.plan.choose import Candidate, Search
 from meshwright.plan.compute import peak_rate, step_interval
 from meshwright.plan.contract import Plan, build_plan, plan_of, write_plan
 from meshwright.plan.pipeline_time import walk_pipeline
+from meshwright.plan.probed_time import is_probed
 from meshwright.plan.search.enumerate import pinned_keys
 from meshwright.plan.search.find import By
 from meshwright.plan.search.sizing import parse_duration
@@ -96,10 +97,11 @@ def _write_files(outcome: SearchOutcome | RunnableOutcome, asked: PlanRequest) -
 def is_searched(job: Job) -> bool:
     """Whether all layouts are searched, or only those that this machine can run.
 
-    On one device that was probed there is none to search, and a step of it is known better.
+    On one device that was probed there is no axis to search, and the step of a job like those that were timed
+    is known better.
     """
-    probed = job.cluster.probed is not None and job.cluster.world_size == 1
-    return job.layout.mode == "auto" and is_estimated(job) and not probed
+    known = is_probed(job) and job.cluster.world_size == 1
+    return job.layout.mode == "auto" and is_estimated(job) and not known
 
 
 def _sizing_deadline(asked: PlanRequest) -> float:

@@ -53,7 +53,7 @@ class Checked:
 def probe_machine(output: Output, only_cores: bool, out: Path) -> int:
     """Measure, fit, write the file."""
     require_packages(("torch", "run"), ("safetensors", "run"), needed_for="probe")
-    require_place(out)
+    require_place(out, "probe")
     started, cluster = time.perf_counter(), find_cluster(only_cores)
     on_gpu, programme = cluster.device == "cuda", PROGRAMMES[cluster.device]
     prepare_environment(threads=count_cores() if on_gpu else 1)
@@ -129,6 +129,7 @@ def _time_operations(
     update = machine.measure_adamw(device, programme.updated, seconds)
     tell(f"  copy {format_bytes(copy)}/s, AdamW {format_bytes(update)}/s")
     probed = Probed(
+        device="cuda" if device.type == "cuda" else "cpu",
         products=tuple(products),
         attention=tuple(attention),
         copy_bytes_per_s=_round(copy),

@@ -17,11 +17,11 @@ from meshwright.spec.load import load_job
 
 def start_training(output: Output, source: str, overrides: list[str], resume: bool) -> int:
     """Train, with the ranks' server on its way before the job is looked at closely."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:  # else the ranks are there already
-        _start_early(output, source, overrides)
-    from meshwright.cli.train import run_training  # noqa: PLC0415  (the planner: a third of a second)
-
     try:
+        if "TORCHELASTIC_RUN_ID" not in os.environ:  # else the ranks are there already
+            _start_early(output, source, overrides)
+        from meshwright.cli.train import run_training  # noqa: PLC0415  (the planner: a third of a second)
+
         return run_training(output, source, overrides, resume)
     except BaseException:
         end_server()  # or whoever reads our output would wait for it

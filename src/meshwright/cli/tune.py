@@ -44,7 +44,7 @@ def tune_job(output: Output, source: str, overrides: list[str], top: int, steps:
     require_packages(("torch", "run"), ("safetensors", "run"), needed_for="tune")
     refuse_preset(source)
     _require_sizes(top, steps)
-    require_place(out)
+    require_place(out, "tune")
     job = shorten(load_job(source, overrides), steps)
     _require_open(job)
     require_compiler(job)

@@ -129,10 +129,6 @@ def trace_compiled(
     block = CompiledBlock.of(job, model, micro_batch)
     tokens, low = micro_batch * job.data.seq_len, operand_bytes(job.train.precision)
     head, read = model.vocab_size * model.hidden_size, tokens * model.hidden_size * low
-    always = [*eager.always]
-    if keeps_copies(job):
-        copied = count_copied(model)
-        always.append(Line("copies of matrices", copied * low, f"{copied} x {low} ({job.train.precision})"))
     # The loss, in the forward pass: all blocks wait, and the head's gradient grows.
     chunk = min(tokens, loss_chunk(job, model)) * model.vocab_size
     made = 2 * read + head * FLOAT32_BYTES + 2 * chunk * low
@@ -142,10 +138,16 @@ def trace_compiled(
     loss = Moment("loss, forward", waiting, made, sums_kept.count_bytes(parameters), formula)
     return StepMemory(
         moments=(loss, *_backward_moments(model, parameters, block, sums_kept)),
-        always=tuple(always),
+        always=eager.always,
         kept_bytes=waiting + read + head * FLOAT32_BYTES,
         touched_bytes=eager.touched_bytes,
     )
+
+
+def line_of_copies(job: Job, model: DecoderModel) -> Line:
+    """The 16-bit copies of a rank's matrices that live from step to step, of a job that keeps some."""
+    copied, low = count_copied(model), operand_bytes(job.train.precision)
+    return Line("copies of matrices", copied * low, f"{copied} x {low} ({job.train.precision})")
 
 
 def count_copied(model: DecoderModel) -> int:

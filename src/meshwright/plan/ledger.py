@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from meshwright.core.units import MIB
 from meshwright.plan.axes import dense_shard_axis, gradient_axis
 from meshwright.plan.bucket_traffic import kept_gradients, uses_ddp
-from meshwright.plan.compiled_memory import is_compiled, trace_compiled
+from meshwright.plan.compiled_memory import is_compiled, line_of_copies, trace_compiled
 from meshwright.plan.decoder_memory import trace_decoder
 from meshwright.plan.moments import KeptGradients, Line, Moment, StepMemory
 from meshwright.plan.offload import SLOTS, offloaded_state, streaming_bytes
@@ -22,7 +22,7 @@ from meshwright.plan.optimizer import predict_optimizer
 from meshwright.plan.parts import held_buckets, held_parameters
 from meshwright.plan.pipeline_memory import PipelineMemory, trace_pipeline
 from meshwright.plan.resnet_memory import trace_resnet
-from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
+from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, keeps_copies
 from meshwright.plan.sharded_memory import trace_sharded
 from meshwright.plan.sharding import sharded_state
 from meshwright.plan.tensor import held_model
@@ -203,10 +203,12 @@ def _trace(
     model = held_model(job)
     if isinstance(model, ResNetModel):
         return trace_resnet(job, model, parameters, micro_batch, sums_kept.dense)
-    eager = trace_decoder(job, model, parameters, micro_batch, sums_kept, rows)
-    if not is_compiled(job):
-        return eager
-    return trace_compiled(job, model, parameters, micro_batch, sums_kept, eager)
+    memory = trace_decoder(job, model, parameters, micro_batch, sums_kept, rows)
+    if is_compiled(job):
+        memory = trace_compiled(job, model, parameters, micro_batch, sums_kept, memory)
+    if not keeps_copies(job):
+        return memory
+    return dataclasses.replace(memory, always=(*memory.always, line_of_copies(job, model)))
 
 
 def _second_copy(

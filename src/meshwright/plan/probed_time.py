@@ -29,7 +29,6 @@ from meshwright.plan.estimate.products import tile_share
 from meshwright.plan.optimizer import predict_optimizer
 from meshwright.plan.shapes import (
     FLOAT32_BYTES,
-    LOW_BYTES,
     count_parameters,
     keeps_copies,
     list_parameters,
@@ -108,6 +107,9 @@ def is_probed(job: Job) -> bool:
     whole = layout.pp * layout.tp * layout.cp == 1 and layout.offload == "none"
     alone = layout.world_size == 1 or job.cluster.device == "cpu"  # GPUs that speak have another estimate
     same = job.train.runtime == "meshwright" and job.train.compile == probed.compiled
+    if job.train.compile:
+        same = same and job.train.compile_backend == "inductor"
+    same = same and probed.device == job.cluster.device
     known = {entry.precision for entry in probed.products} & {entry.precision for entry in probed.attention}
     return plain and whole and alone and same and job.data.mask == "causal" and _precision(job) in known
 
@@ -171,7 +173,7 @@ def list_linears(job: Job, model: DecoderModel, micro_batches: int) -> Iterator[
 
 def _precision(job: Job) -> str:
     """Whose times a job's products have."""
-    return "bf16" if job.train.precision in LOW_BYTES else job.train.precision
+    return "bf16" if job.train.precision == "fp16" else job.train.precision
 
 
 class _Probe(NamedTuple):

@@ -38,8 +38,13 @@ def spare_compiler() -> None:
         if (plain := _unwrapped(method)) is not None:
             vars(plain).setdefault(KEPT, plain)
     for rule in (AdamW, SGD):
-        if (plain := _unwrapped(rule.step)) is not None:
+        if (plain := _unwrapped(rule.step)) is not None and not _is_built(rule):
             rule.step = torch.no_grad()(plain)  # type: ignore[method-assign]  # all that the wrapper did beside
+
+
+def _is_built(rule: type[Optimizer]) -> bool:
+    """Whether an optimizer of the kind was built: torch then has wrapped its step once more, for hooks."""
+    return getattr(rule.step, "hooked", False)
 
 
 def _unwrapped(method: Callable[..., Any]) -> Callable[..., Any] | None:

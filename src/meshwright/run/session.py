@@ -339,6 +339,8 @@ def _resume(session: Session, checkpoint: Path) -> None:
                     target.copy_(saved.get_tensor(key))
                 else:
                     target.copy_(owned.fit(key.partition(":")[0], whole, target.shape))
+    if session.working is not None:
+        session.working.stale = True
     session.step, session.position = manifest.step, manifest.position
     if manifest.train.get("loss_scale") == session.job.train.loss_scale:  # another first scale starts anew
         session.precision.load(manifest.loss_scale)

@@ -66,6 +66,8 @@ class Probed:
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
+    device: Literal["cpu", "cuda"]
+    """Kind of device; another one's steps are predicted from the cluster's rates."""
     products: tuple[ProductTime, ...]
     """Matrix products of several shapes."""
     attention: tuple[AttentionTime, ...]

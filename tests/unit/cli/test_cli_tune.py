@@ -44,11 +44,14 @@ def test_a_place_that_cannot_be_written_is_known_before_anything_runs(cli, job_f
     assert refused(cli, job_file, "-o", tmp_path) == "cluster-file-not-writable"
 
 
-def test_a_file_made_by_hand_is_not_written_over(cli, job_file, tmp_path):
+@pytest.mark.parametrize(
+    "text", ['device = "cpu"\n', "# Written by meshwright probe. Use it with cluster.file=...\n"]
+)
+def test_a_file_made_by_hand_or_by_another_command_is_not_written_over(cli, job_file, tmp_path, text):
     own = tmp_path / "own.toml"
-    own.write_text('device = "cpu"\n')
+    own.write_text(text)
     assert refused(cli, job_file, "-o", own) == "cluster-file-not-writable"
-    assert own.read_text() == 'device = "cpu"\n'
+    assert own.read_text() == text
 
 
 def test_a_preset_is_no_job(cli):

@@ -61,6 +61,18 @@ def test_the_peak_is_state_copies_blocks_and_the_loss(job):
     assert ledger.peak_bytes < 60 * 2**30
 
 
+@pytest.mark.parametrize(
+    ("mask", "layout", "held"),
+    [("document", {}, 1.0), ("causal", {"tp": 2}, 0.5), ("causal", {"cp": 2}, 1.0)],
+)
+def test_copies_are_counted_wherever_a_run_keeps_some(job, mask, layout, held):
+    """Also where the rest of the ledger is the eager one; a rank of tp has its part of them."""
+    other = with_layout(dataclasses.replace(job, data=dataclasses.replace(job.data, mask=mask)), **layout)
+    assert not is_compiled(other)
+    lines = {line.name: line.bytes for line in predict_ledger(other, 8, 1).lines}
+    assert lines["copies of matrices"] == pytest.approx(held * 2 * count_copied(job.model))
+
+
 def test_state_is_what_it_is_without_a_compiler(job):
     """The audit wants it equal; copies are a line of their own."""
     eager = predict_ledger(with_train(job, compile=False, residual="fp32"), 8, 1)

@@ -29,6 +29,7 @@ def lawful(**changes) -> Probed:
     """A device that multiplies, attends, copies and updates at one rate each, whatever the shape."""
     programme = PROGRAMMES["cuda"]
     probed = Probed(
+        device="cuda",
         products=tuple(product(*sizes) for sizes in programme.products[:-2]),
         attention=tuple(attention(*heads) for heads in programme.attention),
         copy_bytes_per_s=COPY,
@@ -132,6 +133,8 @@ def test_the_plan_of_a_probed_device_has_its_time_and_interval(job):
         ("train", {"compile": False}),
         ("train", {"precision": "fp32", "residual": "fp32"}),
         ("train", {"runtime": "torchtitan"}),
+        ("train", {"precision": "fp8"}),
+        ("train", {"compile_backend": "aot_eager"}),
         ("data", {"mask": "document"}),
         ("layout", {"tp": 2}),
         ("layout", {"dp_replicate": 2}),
@@ -156,6 +159,7 @@ def test_what_is_left_of_real_steps_is_found_again(make_job, device):
     jobs = [run.plan.job for run in runs]
     law = {"precision": programme.precision}
     plain = Probed(
+        device=device,
         products=tuple(product(*sizes, **law) for sizes in list_products(programme, jobs)),
         attention=tuple(attention(*heads, **law) for heads in list_attention(programme, jobs)),
         copy_bytes_per_s=COPY,

@@ -76,3 +76,18 @@ def test_updates_are_the_same_to_the_bit(rule: type[AdamW | SGD], monkeypatch: p
         found.append(weight.detach())
     assert torch.equal(*found)
     assert len(hooks) == 6
+
+
+@pytest.mark.usefixtures("hidden_again")
+def test_sparing_again_leaves_the_hooks_of_living_optimizers(monkeypatch: pytest.MonkeyPatch):
+    """Torch wraps the step of a class once more when the first optimizer is built: that wrapper stays."""
+    monkeypatch.setattr(AdamW, "step", AdamW.step)  # put back afterwards
+    spare_compiler()
+    weight, called = nn.Parameter(torch.ones(4)), []
+    weight.grad = torch.ones(4)
+    optimizer = AdamW([weight], fused=True)
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    for _ in range(3):
+        spare_compiler()
+        optimizer.step()
+    assert len(called) == 3

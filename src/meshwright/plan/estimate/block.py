@@ -123,7 +123,8 @@ class BlockModel:
         return Passes(
             product_s(device, rows, columns, depth, count, plain),
             product_s(device, rows, depth, columns, count, plain),
-            product_s(device, columns, depth, rows, count, plain) + stored,
+            product_s(device, columns, depth, rows, count, plain or not self.rules.narrow_weight_gradients)
+            + stored,
         )
 
     def _attention_products(self) -> Passes:

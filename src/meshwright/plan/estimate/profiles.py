@@ -73,6 +73,8 @@ class TimeRules:
     """What selective recomputation runs again: attention, every second product, or no product at all."""
     dropout: bool = False
     """Masks are drawn and applied."""
+    narrow_weight_gradients: bool = True
+    """Under fp8 the products that make the gradients of weights are in 8 bits, too."""
     loss_bytes: float = 24.0
     """Bytes that the loss moves for each logit beyond the product itself, forward and backward."""
     reduce_bytes: float = 4.0
@@ -185,7 +187,11 @@ _TITAN = TimeRules(selective="half", optimizer_bytes=28.0, gradient_sum_bytes=0.
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile("meshwright", memory=MemoryRules(imbalance=1.2)),
+        Profile(
+            "meshwright",
+            memory=MemoryRules(imbalance=1.2),
+            time=TimeRules(narrow_weight_gradients=False),
+        ),
         Profile("megatron-lm", memory=_MEGATRON_2021, time=_OLD),
         Profile(
             "megatron-lm-2022", ("megatron-lm", "megatron-lm-2022"), memory=_MEGATRON_2021, time=_OLD_2022

@@ -23,7 +23,8 @@ class HfParameters:
         place = self._places[name]
         parts = [self._read(piece, place.columns) for piece in place.names]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return (tensor.T if place.transposed else tensor).float()
+        # In our order of elements: updates and shards want parameters that lie row by row.
+        return (tensor.T if place.transposed else tensor).float().contiguous()
 
     def _read(self, name: str, columns: slice | None) -> Tensor:
         stored = self._weights.tensors[name]

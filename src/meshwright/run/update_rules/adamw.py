@@ -120,6 +120,7 @@ class FusedAdamW(Optimizer):
                     self._move(parameter, scalars)
             if small:
                 self._move_together(small, group["lr"], group["weight_decay"])
+        self.factor = None
 
     def _list_scalars(self, moved: list[nn.Parameter], lr: float, weight_decay: float) -> tuple[Tensor, ...]:
         """What an update reads beside its tensors, for each parameter.
