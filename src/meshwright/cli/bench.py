@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from meshwright.cli.output import Output
 from meshwright.cli.ranks import require_compiler, require_devices
 from meshwright.cli.train import refuse_preset
 from meshwright.core.errors import Problem, UserError
+from meshwright.core.files import can_write
 from meshwright.core.units import format_count, format_plural, format_seconds
 from meshwright.explain.audit import audit_run
 from meshwright.explain.plot import Chart, draw_svg
@@ -120,7 +120,7 @@ def _settle_degrees(output: Output, source: str, overrides: list[str]) -> None:
 
 def _require_place(out: Path) -> None:
     """Whether the picture can be written is known before minutes are spent on it."""
-    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+    if not can_write(out):
         rule = "cannot be written"
         raise UserError(Problem("bench-not-writable", rule, path=str(out), fix="Name another file with -o"))
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 
 import tomli_w
 
 from meshwright.core.errors import Problem, UserError
+from meshwright.core.files import can_write
 from meshwright.spec.cluster import Cluster
 
 WRITTEN_BY = "# Written by meshwright"
@@ -24,7 +24,7 @@ def require_place(out: Path, command: str) -> None:
         out: The file.
         command: Who wants to write it.
     """
-    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+    if not can_write(out):
         rule, fix = "cannot be written", "Name another file with -o"
         raise UserError(Problem("cluster-file-not-writable", rule, path=str(out), fix=fix))
     there = out.read_text(encoding="utf-8", errors="replace") if out.exists() else ""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from meshwright.cli.app import require_packages
 from meshwright.cli.cluster_file import require_place, write_cluster
@@ -30,9 +30,6 @@ from meshwright.plan.probing import (
 )
 from meshwright.spec.cluster import Cluster, count_cores
 from meshwright.spec.probed import AttentionTime, Probed, ProductTime
-
-if TYPE_CHECKING:  # planning needs no torch, and neither does --help
-    pass
 
 WARM_S = 1.5
 """A GPU is brought to its clocks under load before anything is timed."""
@@ -86,12 +83,13 @@ def probe_machine(output: Output, only_cores: bool, out: Path) -> int:
 
 
 def _time_operations(
-    output: Output, programme: Programme, kind: str, runs: Sequence[SmallRun]
+    output: Output, programme: Programme, kind: Literal["cpu", "cuda"], runs: Sequence[SmallRun]
 ) -> tuple[Probed, dict[str, float]]:
     """Single operations; and the rates of a large product by precision."""
     import torch  # noqa: PLC0415
 
     from meshwright.run.bench import machine  # noqa: PLC0415
+    from meshwright.run.probe import measure_matmul  # noqa: PLC0415
 
     tell, seconds, device = output.errors.print, programme.seconds, torch.device(kind)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -103,7 +101,7 @@ def _time_operations(
                 "Install torch for CUDA, or probe with --cpu",
             )
             raise UserError(Problem("cluster-not-here", rule, path="cluster.device", value=kind, fix=fix))
-        machine.warm(device, dtype, WARM_S)
+        measure_matmul(device, dtype, WARM_S)
     else:
         torch.set_num_threads(1)  # as many as a rank has
     side, large = programme.large, {}
@@ -129,7 +127,7 @@ def _time_operations(
     update = machine.measure_adamw(device, programme.updated, seconds)
     tell(f"  copy {format_bytes(copy)}/s, AdamW {format_bytes(update)}/s")
     probed = Probed(
-        device="cuda" if device.type == "cuda" else "cpu",
+        device=kind,
         products=tuple(products),
         attention=tuple(attention),
         copy_bytes_per_s=_round(copy),

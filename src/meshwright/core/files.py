@@ -1,4 +1,4 @@
-"""Files that must be there after a crash, and how much room they take."""
+"""Files: whether they can be written, are there after a crash, and how much room they take."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def can_write(path: Path) -> bool:
+    """Whether a file can be made at a path, or written over; to be known before anything is measured."""
+    return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
 
 
 def folder_bytes(folder: Path) -> int:

@@ -33,8 +33,15 @@ COMPILED_ATTENTION = [
     SDPBackend.MATH,
 ]
 """In the order in which they are asked."""
+STREAMS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Precisions of the residual stream."""
 LEAST_SCALE = 1.0
 """Below this the scale divides instead of multiplying: what overflows then is not the scale's doing."""
+
+
+def prefer_fast_attention(device: str) -> AbstractContextManager[None]:
+    """Of the kernels that can compute it, the one that compiled blocks take: on Hopper, cuDNN's."""
+    return sdpa_kernel(COMPILED_ATTENTION, set_priority=True) if device == "cuda" else nullcontext()
 
 
 class Precision:
@@ -46,7 +53,7 @@ class Precision:
             False  # fp32 means it: left alone, convolutions on GPUs round to TF32
         )
         self._low = LOW_PRECISION.get(job.train.precision)
-        self._fastest = job.train.compile and device.type == "cuda"
+        self._compiled = job.train.compile
         self._scaled = job.train.precision == "fp16"
         self._scaler = torch.amp.GradScaler(
             self._device, init_scale=job.train.loss_scale, enabled=self._scaled
@@ -61,12 +68,9 @@ class Precision:
     def products(self) -> Iterator[None]:
         """Around a forward pass."""
         low = self._low or torch.bfloat16
-        with torch.autocast(self._device, low, enabled=self._low is not None), self._attention():
+        fastest = prefer_fast_attention(self._device) if self._compiled else nullcontext()
+        with torch.autocast(self._device, low, enabled=self._low is not None), fastest:
             yield
-
-    def _attention(self) -> AbstractContextManager[None]:
-        """Of the kernels that can compute it, the one that compiled blocks take: on Hopper, cuDNN's."""
-        return sdpa_kernel(COMPILED_ATTENTION, set_priority=True) if self._fastest else nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of a loss, scaled where the precision needs it."""

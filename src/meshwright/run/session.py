@@ -44,8 +44,8 @@ from meshwright.run.parallel.ownership import Owned
 from meshwright.run.parallel.reducer import BucketReducer
 from meshwright.run.parallel.seat import Seat
 from meshwright.run.pipeline.collect import bring_home
-from meshwright.run.pipeline.pipeline import STREAMS, Pipeline
-from meshwright.run.precision import LOW_PRECISION, Precision
+from meshwright.run.pipeline.pipeline import Pipeline
+from meshwright.run.precision import LOW_PRECISION, STREAMS, Precision
 from meshwright.run.watch import StepWatch
 from meshwright.run.working import WorkingCopies
 from meshwright.spec.job import Job, Train

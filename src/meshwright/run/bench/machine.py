@@ -2,7 +2,7 @@
 
 Operands are random: how fast a GPU multiplies depends on what, as it does on how warm it is. So each
 operation is repeated for a while, and on a GPU it is the mean that counts, not the best. On a CPU it is the
-median of processor time: what one thread would take on a core that nobody else uses.
+lower quartile of processor time: about what one thread would take on a core that nobody else uses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,19 +19,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.attention import sdpa_kernel
 
 from meshwright.core.events import EventWriter
 from meshwright.launch.assignment import Assignment
 from meshwright.plan.contract import Plan
-from meshwright.prepare.dataset import Rows, TokenDataset
+from meshwright.prepare.dataset import Rows
 from meshwright.run.collectives.counter import CollectiveCounter
+from meshwright.run.dry_run import BlankDataset
 from meshwright.run.loop import Meter, take_step
 from meshwright.run.mesh import join_ranks, leave_ranks
 from meshwright.run.models.attention import mix_causally
 from meshwright.run.models.decoder import Decoder
 from meshwright.run.models.products import weight_gradient
-from meshwright.run.precision import COMPILED_ATTENTION
+from meshwright.run.precision import prefer_fast_attention
 from meshwright.run.session import Session, build_session
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -47,7 +46,7 @@ ADAMW_BYTES = 28
 
 
 def time_call(device: torch.device, call: Callable[[], object], seconds: float) -> float:
-    """Time of one call, repeated for so many seconds: the mean on a GPU, the median on a CPU."""
+    """Time of one call, repeated for so many seconds: the mean on a GPU, the lower quartile on a CPU."""
     for _ in range(WARM_UP):
         call()
     if device.type != "cuda":
@@ -131,7 +130,7 @@ def time_attention(
     def both() -> object:
         return torch.autograd.grad(mix_causally(q, k, v, None), (q, k, v), grad)
 
-    with sdpa_kernel(COMPILED_ATTENTION, set_priority=True) if device.type == "cuda" else nullcontext():
+    with prefer_fast_attention(device.type):
         with torch.no_grad():
             forward_s = time_call(device, lambda: mix_causally(q, k, v, None), seconds)
         return forward_s, max(time_call(device, both, seconds) - forward_s, 0.1 * forward_s)
@@ -161,17 +160,6 @@ def measure_launch(device: torch.device, seconds: float) -> float:
 def count_multiprocessors(device: torch.device) -> int:
     """Of a GPU; a CPU has none."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
-
-
-def warm(device: torch.device, dtype: torch.dtype, seconds: float) -> None:
-    """Bring a GPU to the clocks that it keeps under load."""
-    size = 8192
-    left = torch.randn(size, size, device=device).to(dtype)
-    deadline = time.perf_counter() + seconds
-    while time.perf_counter() < deadline:
-        for _ in range(8):
-            torch.mm(left, left)
-        torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)
@@ -251,17 +239,14 @@ def _let_go() -> None:
         torch.cuda.empty_cache()
 
 
-class RandomWords(TokenDataset):
-    """As many samples as a step wants, of random words; every position is a target."""
+class RandomWords(BlankDataset):
+    """As many samples as all steps want, of random words; every position is a target."""
 
     def __init__(self, job: Job) -> None:
-        self.seq_len, self.mask = job.data.seq_len, job.data.mask
-        self.shard_sample_counts = (job.train.global_batch * job.train.steps,)
+        super().__init__(job)
+        self.shard_sample_counts = (job.train.global_batch * job.train.steps,)  # no step repeats another's
         assert isinstance(job.model, DecoderModel), "decoders are probed"
         self._words = job.model.vocab_size
-
-    def __len__(self) -> int:
-        return self.shard_sample_counts[0]
 
     def read(self, indices: npt.ArrayLike) -> Rows:
         """Drawn, the same each time."""

@@ -15,7 +15,7 @@ from meshwright.run.pipeline.exchange import Exchange, open_channels
 from meshwright.run.pipeline.interpreter import Interpreter
 from meshwright.run.pipeline.stages import Stage, StageWork
 from meshwright.run.pipeline.times import ActionTimes
-from meshwright.run.precision import Precision
+from meshwright.run.precision import STREAMS, Precision
 from meshwright.run.watch import StepWatch
 from meshwright.schedule.actions import PipelineSchedule
 from meshwright.schedule.forward_only import order_forward
@@ -81,10 +81,6 @@ class Pipeline:
         assert proof.proved, f"a schedule that cannot run: {proof.violations}"
         exchange = Exchange(schedule, self._ranks, self._shape, self._dtype)
         return Interpreter(schedule, self._ranks.place, exchange, times)
-
-
-STREAMS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Precisions of the residual stream."""
 
 
 def stream_shape(job: Job) -> tuple[int, ...]:
