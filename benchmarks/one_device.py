@@ -9,7 +9,13 @@ tokens; (b) 28 layers, 3072 wide, 4 x 4096 tokens.
     python benchmarks/one_device.py --overlap --profile --out rows.jsonl    # on a GPU
     python benchmarks/one_device.py --shape b --only ours --set train.residual=fp32
     python benchmarks/one_device.py --shape b --also train.precision=fp8    # a second kind of ours
+    python benchmarks/one_device.py --only ours --set cluster.file=probed.toml    # as the probe predicts
+    python benchmarks/one_device.py --shape a --only ours --overlap --steps 2 --limit 400 --length 8192 \
+        --length 32768 --length 131072:layout.recompute=full                # long context
     python benchmarks/one_device.py --small                                 # what a CPU can do, to try it
+
+``--length`` cuts the tokens of a step into longer sequences, at least one: 8 x 4096 becomes 1 x 32768, then
+1 x 131072. What the plan refuses or the device has no memory for is a row that says so.
 
 Each kind runs in a process of its own, and one that fails does not stop the others. With ``--overlap`` all of
 them start at once and compile beside each other, each on a model of one layer; then they take the device one
@@ -41,6 +47,10 @@ from one_device_kinds import SHAPES, Order
 KINDS = ("ours", "bare", "floor", "transformers")
 DEFAULT_KINDS = ("ours", "bare", "floor")
 STDERR_LINES = 15
+MOST_TIMES = 40
+"""Steps whose times are printed one by one."""
+LOSS_EVERY = 50
+"""Steps between losses on the screen."""
 EXIT_S = 15.0
 """How long a process may take to end."""
 GIB = 2**30
@@ -56,6 +66,10 @@ class Child:
         self.row: Row | None = None
         self.disturbed_by: list[str] = []
         """Who was still compiling when it took the device."""
+        self.planned: Row = {}
+        """What its plan says of time and memory."""
+        self.losses: list[float] = []
+        """Of every step so far, where it tells them."""
         self._log = logs / f"{len(list(logs.iterdir()))}.txt"
         script = Path(__file__).with_name("one_device_kinds.py")
         with self._log.open("wb") as log:
@@ -71,8 +85,14 @@ class Child:
 
     @property
     def name(self) -> str:
-        """Kind and shape."""
-        return f"{self.order.name} ({self.order.shape})"
+        """Kind, shape and length."""
+        return f"{self.order.name} ({label(self.about)})"
+
+    @property
+    def about(self) -> Row:
+        """What every row of it begins with."""
+        length = {"length": self.order.length} if self.order.length else {}
+        return {"kind": self.order.name, "shape": self.order.shape, **length}
 
     def _read(self, heard: queue.Queue[tuple[Child, Row | None]]) -> None:
         assert self.process.stdout is not None, "a pipe was asked for"
@@ -129,25 +149,29 @@ class Company:
         """Since the beginning."""
         return time.monotonic() - self._began
 
-    def run(self, orders: list[Order], overlap: bool, ready_limit_s: float) -> None:
+    @property
+    def losses(self) -> dict[str, list[float]]:
+        """By kind, of those that tell them."""
+        return {child.order.name: child.losses for child in self._children if child.losses}
+
+    def run(self, orders: list[Order], overlap: bool, ready_limit_s: float, evenly: bool = False) -> None:
         """Measure everything: one after the other, or all compiling at once.
 
         Args:
             orders: What to measure, in this order.
             overlap: Whether all start at once.
             ready_limit_s: How long the device waits for the slowest to be ready.
+            evenly: Whether none may use up the time that those after it need.
         """
         try:
-            if overlap:
-                children = [self._start(order) for order in orders]
-                limit_s = min(ready_limit_s, self._limit_s)
-                while self.seconds < limit_s and not all(c.ready or c.ended for c in children):
-                    self._listen(limit_s)
-                for child in children:
-                    self._measure(child)
-            else:
-                for order in orders:
-                    self._measure(self._start(order))
+            children = [self._start(order) for order in orders] if overlap else []
+            limit_s = min(ready_limit_s, self._limit_s)
+            while self.seconds < limit_s and not all(c.ready or c.ended for c in children):
+                self._listen(limit_s)
+            for number, order in enumerate(orders):
+                left = len(orders) - number if evenly else 1
+                until_s = self.seconds + (self._limit_s - self.seconds) / left
+                self._measure(children[number] if overlap else self._start(order), until_s)
         finally:
             for child in self._children:
                 child.kill()
@@ -157,16 +181,17 @@ class Company:
         self._children.append(child)
         return child
 
-    def _measure(self, child: Child) -> None:
-        """Give the device to a process until it has ended."""
+    def _measure(self, child: Child, until_s: float) -> None:
+        """Give the device to a process until it has ended, or its time is over."""
         child.disturbed_by = [c.name for c in self._children if not (c is child or c.ready or c.ended)]
         child.go()
-        while not child.ended and self.seconds < self._limit_s:
-            self._listen(self._limit_s)
+        while not child.ended and self.seconds < until_s:
+            self._listen(until_s)
         if not child.ended:
             child.kill()
-            child.ended = True
-            self._keep(child, {"failed": f"not done after {self._limit_s:.0f} s\n{child.last_words()}"})
+            child.finish()
+            reason = f"not done after {until_s:.0f} s"
+            self._keep(child, {"failed": f"{reason}\n{child.last_words()}", "reason": reason})
 
     def _listen(self, until_s: float) -> None:
         """Take in one message, or find that the time is over."""
@@ -176,23 +201,29 @@ class Company:
             return
         if message is None:
             if child.row is None and not child.ended:
-                status = child.process.returncode
-                self._keep(child, {"failed": f"ended with status {status}\n{child.last_words()}"})
+                reason = f"ended with status {child.process.returncode}"
+                self._keep(child, {"failed": f"{reason}\n{child.last_words()}", "reason": reason})
             child.ended = True
         elif "result" in message:
             self._keep(child, {**message["result"], "disturbed_by": child.disturbed_by})
             child.finish()
         elif "failed" in message and "phase" not in message:
-            self._keep(child, {"failed": message["failed"]})
+            self._keep(child, {key: message.get(key) for key in ("failed", "reason", "peak_bytes")})
             child.finish()
+        elif "loss" in message and "step" in message:
+            child.losses.append(message["loss"])
+            self._write({**child.about, "step": message["step"], "loss": message["loss"]})
+            if message["step"] % LOSS_EVERY == 0:
+                self._print(f"{child.name}: step {message['step']}, loss {message['loss']:.4f}")
         else:
+            child.planned |= {key: value for key, value in message.items() if key.startswith("planned_")}
             child.ready = child.ready or bool(message.get("ready"))
             self.torch = message.get("torch", self.torch)
-            self._write({"kind": child.order.name, "shape": child.order.shape, **message})
+            self._write({**child.about, **message})
             self._print(f"{child.name}: {describe_phase(message)}")
 
     def _keep(self, child: Child, found: Row) -> None:
-        child.row = {"kind": child.order.name, "shape": child.order.shape, **found}
+        child.row = {**child.about, **child.planned, **found}
         self.rows.append(child.row)
         self._write(child.row)
         for line in describe_row(child.row):
@@ -217,6 +248,9 @@ def describe_phase(message: Row) -> str:
         text += f", {message['held_bytes'] / GIB:.1f} GiB held, {peak / GIB:.1f} at most"
     if message.get("step_s"):
         text += f", {message['step_s'] * 1e3:.1f} ms a step"
+    if message.get("planned_step_s"):
+        text += f", {message['planned_step_s'] * 1e3:.1f} ms a step"
+        text += f", {message['planned_peak_bytes'] / GIB:.1f} GiB"
     for name, seconds in {**message.get("parts", {}), **message.get("beside", {})}.items():
         text += f"\n             {name}: {seconds * 1e3:.2f} ms"
     return text
@@ -224,9 +258,10 @@ def describe_phase(message: Row) -> str:
 
 def describe_row(row: Row) -> list[str]:
     """A result for people, its profile included."""
-    name = f"{row['kind']} ({row['shape']})"
+    name = f"{row['kind']} ({label(row)})"
     if "failed" in row:
-        return [f"{name} FAILED", *(f"    {line}" for line in row["failed"].splitlines())]
+        lines = [f"    {line}" for line in row["failed"].splitlines()]
+        return [f"{name} FAILED: {describe_failure(row)}", *lines]
     if not row["step_s"]:
         return [f"{name}: not whole, failed: {row['failed_parts']}"]
     text = f"{name}: {row['step_s'] * 1e3:.1f} ms, {row['flops_per_s'] / 1e12:.4g} TFLOP/s"
@@ -236,21 +271,44 @@ def describe_row(row: Row) -> list[str]:
         text += f", of it {row['held_before_bytes'] / GIB:.2f} left from the rehearsal"
     if row.get("event_step_s"):
         text += f"; its own events say {row['event_step_s'] * 1e3:.1f} ms"
-    if row.get("planned_step_s"):
-        text += f"; planned {row['planned_step_s'] * 1e3:.1f} ms, {row['planned_peak_bytes'] / GIB:.1f} GiB"
+    text += describe_planned(row)
     if row.get("loss") is not None:
         text += f"; loss {row['loss']:.3f}"
     lines = [text]
-    if row.get("times_s"):
+    if 0 < len(row.get("times_s") or ()) <= MOST_TIMES:
         lines.append("    steps: " + ", ".join(f"{seconds * 1e3:.1f}" for seconds in row["times_s"]) + " ms")
     return lines + (describe(row["profile"]) if row.get("profile") else [])
+
+
+def label(row: Row) -> str:
+    """Shape and, where it is not the shape's own, length."""
+    return f"{row['shape']}, {row['length']} tokens" if row.get("length") else str(row["shape"])
+
+
+def describe_planned(row: Row) -> str:
+    """What the plan said, and how far off it was; nothing where there was none."""
+    if not row.get("planned_step_s"):
+        return ""
+    step_s, peak = row["planned_step_s"], row["planned_peak_bytes"]
+    text = f"; planned {step_s * 1e3:.1f} ms ({step_s / row['step_s'] - 1:+.1%}), {peak / GIB:.1f} GiB"
+    return text + (f" ({peak / row['peak_bytes'] - 1:+.1%})" if row.get("peak_bytes") else "")
+
+
+def describe_failure(row: Row) -> str:
+    """Why there is no result, with the memory that was reached and planned."""
+    text = str(row.get("reason") or "failed")
+    if row.get("peak_bytes"):
+        text += f", {row['peak_bytes'] / GIB:.1f} GiB reached"
+    if row.get("planned_peak_bytes"):
+        text += f", {row['planned_peak_bytes'] / GIB:.1f} GiB planned"
+    return text
 
 
 def compare(rows: list[Row]) -> dict[str, dict[str, Any]]:
     """For each shape, every kind of ours against the bare equivalent, transformers and the floor: speed."""
     ratios: dict[str, dict[str, Any]] = {}
-    for shape in sorted({row["shape"] for row in rows}):
-        times = {row["kind"]: row["step_s"] for row in rows if row["shape"] == shape and row.get("step_s")}
+    for shape in dict.fromkeys(label(row) for row in in_order(rows)):
+        times = {row["kind"]: row["step_s"] for row in rows if label(row) == shape and row.get("step_s")}
         others = [kind for kind in ("bare", "transformers", "floor") if kind in times]
         found = {
             f"{kind} / {other}": times[other] / times[kind]
@@ -264,18 +322,24 @@ def compare(rows: list[Row]) -> dict[str, dict[str, Any]]:
     return ratios
 
 
+def in_order(rows: list[Row]) -> list[Row]:
+    """By shape and length; what is alike stays as it was."""
+    return sorted(rows, key=lambda row: (row["shape"], row.get("length", 0)))
+
+
 def describe_all(result: Row) -> list[str]:
     """The table at the end."""
     lines = [f"one device, {result['date']}, {result['machine']}"]
-    for row in sorted(result["rows"], key=lambda row: row["shape"]):
-        name = f"  ({row['shape']}) {row['kind']:24}"
+    for row in in_order(result["rows"]):
+        name = f"  ({label(row)}) {row['kind']:24}"
         if row.get("step_s"):
             rate = f"{row['flops_per_s'] / 1e12:7.4g} TFLOP/s"
             peak = f", peak {row['peak_bytes'] / GIB:.1f} GiB" if row.get("peak_bytes") else ""
             noisy = ", others were still compiling" if row.get("disturbed_by") else ""
-            lines.append(f"{name} {row['step_s'] * 1e3:9.1f} ms, {rate}{peak}{noisy}")
+            planned = describe_planned(row)
+            lines.append(f"{name} {row['step_s'] * 1e3:9.1f} ms, {rate}{peak}{planned}{noisy}")
         else:
-            lines.append(f"{name} failed")
+            lines.append(f"{name} {describe_failure(row)}")
         if row["kind"] == "floor" and row.get("parts_s"):
             lines += _describe_parts(row)
     for shape, ratios in result["ratios"].items():
@@ -309,21 +373,23 @@ def list_orders(arguments: argparse.Namespace, device: str) -> list[Order]:
         names.append((kind, kind, settings))
         if kind == "ours":
             names += [(kind, f"ours {more}", (*settings, *more.split(","))) for more in arguments.also]
-    shapes = arguments.shape or list(SHAPES)
-    compiling = max(1, sum(kind != "floor" for kind, *_ in names) * len(shapes)) if arguments.overlap else 1
-    threads = max(1, (os.cpu_count() or 1) // compiling)
+    shapes, lengths = arguments.shape or list(SHAPES), arguments.length or [(0, ())]
+    compiling = sum(kind != "floor" for kind, *_ in names) * len(shapes) * len(lengths)
+    threads = max(1, (os.cpu_count() or 1) // max(1, compiling if arguments.overlap else 1))
     return [
         Order(
             kind=kind,
             name=name,
             shape=shape,
-            settings=settings,
+            settings=(*settings, *more) if kind == "ours" else (),
+            length=length,
             rehearse=arguments.overlap,
             profile=arguments.profile and kind == "ours",
             threads=threads,
             **shared,
         )
         for shape in shapes
+        for length, more in lengths
         for kind, name, settings in names
     ]
 
@@ -338,11 +404,25 @@ def find_device() -> tuple[str, str]:
     return "cpu", "CPU"
 
 
+def parse_length(text: str) -> tuple[int, tuple[str, ...]]:
+    """A length, and what our job is told for it."""
+    tokens, _, settings = text.partition(":")
+    return int(tokens), tuple(settings.split(",")) if settings else ()
+
+
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", action="append", choices=tuple(SHAPES), help="default: both")
     parser.add_argument("--only", action="append", choices=KINDS, help="default: ours, bare and floor")
+    parser.add_argument(
+        "--length",
+        action="append",
+        type=parse_length,
+        default=[],
+        metavar="TOKENS[:KEY=VALUE,...]",
+        help="sequences of so many tokens, with these keys of our job; repeatable; default: the shape's",
+    )
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--small", action="store_true", help="shapes that a CPU can do")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of our job")

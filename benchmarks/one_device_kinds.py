@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ WARM_UP = 3
 PROFILED = 2
 """Steps of a profile: with two of them the gap between steps is in it."""
 TRACEBACK_LINES = 25
+REASON_LETTERS = 200
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,22 @@ class Order:
     """Whether the compiler sees a model of one layer before the device is taken."""
     profile: bool = False
     threads: int = 1
+    length: int = 0
+    """Tokens of a sequence, with as many sequences as keep the tokens of a step; 0 for the shape's own."""
+    text: str = ""
+    """A prepared folder that ours trains on, telling the loss of every step; random words if left out."""
+
+    def sequences(self) -> tuple[int, int]:
+        """How many a step has, at least one, and the tokens of each."""
+        batch, length = (SMALL_BATCHES if self.small else BATCHES)[self.shape]
+        return (max(1, batch * length // self.length), self.length) if self.length else (batch, length)
 
 
 def build_shape(order: Order, folder: Path, layers: int | None = None) -> Any:
     """The job of our side; the others take their numbers from it."""
     from meshwright.spec.load import apply_override, build_job  # noqa: PLC0415
 
-    batch, length = (SMALL_BATCHES if order.small else BATCHES)[order.shape]
+    batch, length = order.sequences()
     tree: dict[str, Any] = {
         "model": dict((SMALL if order.small else SHAPES)[order.shape]),
         "data": {"path": str(folder), "seq_len": length},
@@ -148,10 +158,10 @@ class EnoughSteps(Exception):  # noqa: N818  (no error)
 class StepClock:
     """Listens to a run's events, and takes the time from step to step as they come."""
 
-    def __init__(self, warm_up: int, steps: int, profile: bool, voice: Voice, device: str) -> None:
+    def __init__(self, warm_up: int, steps: int, order: Order, voice: Voice) -> None:
         self._first, self._last = warm_up, warm_up + steps
-        self._profile = _Profile(device) if profile else None
-        self._voice, self._on_gpu = voice, device == "cuda"
+        self._profile = _Profile(order.device) if order.profile and steps > 1 else None
+        self._voice, self._on_gpu, self._tells = voice, order.device == "cuda", bool(order.text)
         self._ends: list[float] = []
         self.own_step_s: list[float] = []
         """What the run's own events say, of the timed steps."""
@@ -171,6 +181,8 @@ class StepClock:
         step = event["step"]
         self._ends.append(time.perf_counter())
         self.loss = event["loss"]
+        if self._tells:
+            self._voice.say(step=step, loss=self.loss)
         if step == 1:
             self._voice.say(phase="first step")
         if step == self._first:
@@ -259,13 +271,13 @@ def run_ours(order: Order, job: Any, voice: Voice, warm_up: int, steps: int) -> 
 
     from meshwright.run.loop import train  # noqa: PLC0415
 
-    profile = order.profile and steps > 1
-    clock = StepClock(warm_up, steps, profile, voice, order.device)
+    clock = StepClock(warm_up, steps, order, voice)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_tokens(folder, job)
-        session = build_rank(job, folder, folder, clock.hear, WeightsOfTheDevice(job))
-        plan = session.plan
+        if not order.text:
+            write_tokens(folder, job)
+        data = Path(order.text or folder)
+        session = build_rank(job, folder, data, clock.hear, WeightsOfTheDevice(job))
         voice.say(phase="built")
         try:
             with suppress(EnoughSteps):
@@ -279,8 +291,6 @@ def run_ours(order: Order, job: Any, voice: Voice, warm_up: int, steps: int) -> 
             "loss": clock.loss,
             "event_step_s": own_s,
             "audited_peak_bytes": clock.audited.get("peak_bytes"),
-            "planned_step_s": plan.step_s,
-            "planned_peak_bytes": plan.ranks[0].peak_bytes,
         }
         return {**found, "profile": clock.folded} if clock.folded else found
 
@@ -391,7 +401,7 @@ def rehearse(order: Order, job: Any, voice: Voice) -> None:
         voice: Told how it went.
     """
     try:
-        RUNS[order.kind](order, job, voice, 1, 1)
+        RUNS[order.kind](replace(order, text=""), job, voice, 1, 1)
     except Exception:
         voice.say(phase="rehearsal", failed=last_lines())
     _free(order.device == "cuda")
@@ -401,6 +411,14 @@ def rehearse(order: Order, job: Any, voice: Voice) -> None:
 def last_lines() -> str:
     """The end of the traceback that is being handled."""
     return "\n".join(traceback.format_exc().strip().splitlines()[-TRACEBACK_LINES:])
+
+
+def name_failure(error: Exception) -> str:
+    """What went wrong, in one line for a table."""
+    if "out of memory" in str(error):  # torch's own error, or a library's
+        return "out of memory"
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:REASON_LETTERS].rstrip(": ")
 
 
 def measure(order: Order, voice: Voice, wait: Callable[[], None]) -> dict[str, Any]:
@@ -415,6 +433,7 @@ def measure(order: Order, voice: Voice, wait: Callable[[], None]) -> dict[str, A
     import torch  # noqa: PLC0415
 
     from meshwright.plan.compute import flops_per_token  # noqa: PLC0415
+    from meshwright.plan.contract import build_plan  # noqa: PLC0415
 
     on_gpu = order.device == "cuda"
     if on_gpu:
@@ -426,6 +445,9 @@ def measure(order: Order, voice: Voice, wait: Callable[[], None]) -> dict[str, A
         if order.rehearse and order.kind != "floor":
             rehearse(order, build_shape(order, Path(name), layers=1), voice)
     held = torch.cuda.memory_allocated() if on_gpu else 0
+    if order.kind == "ours":
+        plan, _ = build_plan(job)
+        voice.say(phase="planned", planned_step_s=plan.step_s, planned_peak_bytes=plan.ranks[0].peak_bytes)
     voice.say(phase="ready", ready=True)
     wait()
     voice.say(phase="waited")
@@ -459,8 +481,8 @@ def main() -> None:
 
     try:
         voice.say(result=measure(order, voice, wait))
-    except Exception:
-        voice.say(failed=last_lines())
+    except Exception as error:
+        voice.say(failed=last_lines(), reason=name_failure(error))
         sys.stdout.flush()
         os._exit(1)  # a broken device may hang in what is left to do
     os._exit(0)  # nothing is left to do, and freeing it all takes seconds

@@ -16,7 +16,7 @@ from meshwright.plan.contract import build_plan
 from meshwright.plan.shapes import list_parameters
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.mesh import join_ranks
-from meshwright.run.models.init import WeightSource
+from meshwright.run.models.init import WeightSource, parameter_seed
 from meshwright.run.session import Session, build_session
 from meshwright.spec.job import Job
 
@@ -24,18 +24,23 @@ from meshwright.spec.job import Job
 class WeightsOfTheDevice:
     """First values drawn where they will lie: billions of them take a moment there and a minute on a core.
 
-    They are spread as a run's own are, so that nothing runs faster for them; zeros would.
+    They are spread as a run's own are, so that nothing runs faster for them; zeros would. Like those they
+    depend on the job's seed and the parameter's name alone: two kinds of a job begin alike.
     """
 
     def __init__(self, job: Job) -> None:
         self._shapes = {parameter.name: parameter.shape for parameter in list_parameters(job.model)}
         self._device, self._std = torch.device(job.cluster.device), job.model.init_std
+        self._seed = job.train.seed
 
     def whole(self, name: str) -> Tensor:
         """Norms are one, everything else is drawn."""
         shape = self._shapes[name]
         values = torch.ones(shape, device=self._device)
-        return values if len(shape) == 1 else values.normal_(0.0, self._std)
+        if len(shape) == 1:
+            return values
+        generator = torch.Generator(self._device).manual_seed(parameter_seed(self._seed, name))
+        return values.normal_(0.0, self._std, generator=generator)
 
 
 def build_rank(

@@ -132,6 +132,59 @@ def test_ratios_are_of_speed_and_leave_out_what_failed():
     assert any("floor" in line and line.endswith("failed") for line in told)
 
 
+@pytest.mark.parametrize(
+    ("shape", "length", "sequences"),
+    [("a", 0, (8, 4096)), ("a", 8192, (4, 8192)), ("b", 16384, (1, 16384)), ("b", 131072, (1, 131072))],
+)
+def test_longer_sequences_keep_the_tokens_of_a_step_down_to_one(tmp_path, shape, length, sequences):
+    from one_device_kinds import Order, build_shape
+
+    job = build_shape(Order("bare", "bare", shape, 1, small=False, device="cpu", length=length), tmp_path)
+    assert (job.train.global_batch, job.data.seq_len) == sequences
+    assert job.layout.micro_batch == job.train.global_batch
+
+
+def test_every_kind_is_measured_at_every_length_and_ours_has_its_settings(monkeypatch):
+    from one_device import list_orders, parse_arguments
+
+    words = "--shape a --only ours --only bare --length 8192 --length 131072:layout.recompute=full"
+    monkeypatch.setattr(sys, "argv", ["one_device.py", *words.split(), "--set", "train.residual=fp32"])
+    orders = list_orders(parse_arguments(), "cpu")
+    assert [(order.kind, order.length, order.settings) for order in orders] == [
+        ("ours", 8192, ("train.residual=fp32",)),
+        ("bare", 8192, ()),
+        ("ours", 131072, ("train.residual=fp32", "layout.recompute=full")),
+        ("bare", 131072, ()),
+    ]
+
+
+def test_lengths_are_compared_apart_and_plans_are_held_against_what_was_measured():
+    from one_device import compare, describe_all
+
+    planned = {"planned_step_s": 0.51, "planned_peak_bytes": 45 * 2**30}
+    rows = [
+        {"shape": "a", "length": 131072, "kind": "ours", **planned, "failed": "Traceback\nOutOfMemoryError",
+         "reason": "out of memory", "peak_bytes": 130 * 2**30},
+        {"shape": "a", "length": 8192, "kind": "bare", "step_s": 0.6, "flops_per_s": 4e14},
+        {"shape": "a", "length": 8192, "kind": "ours", "step_s": 0.5, "flops_per_s": 5e14,
+         "peak_bytes": 50 * 2**30, **planned},
+    ]  # fmt: skip
+    ratios = compare(rows)
+    assert ratios == {"a, 8192 tokens": {"ours / bare": pytest.approx(1.2)}, "a, 131072 tokens": {}}
+    told = describe_all({"date": "today", "machine": "here", "rows": rows, "ratios": ratios})
+    assert told[2].endswith("peak 50.0 GiB; planned 510.0 ms (+2.0%), 45.0 GiB (-10.0%)")
+    assert told[3].endswith("out of memory, 130.0 GiB reached, 45.0 GiB planned")
+
+
+def test_an_error_of_memory_is_called_by_its_name():
+    import torch
+    from one_device_kinds import name_failure
+
+    assert name_failure(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")) == "out of memory"
+    assert name_failure(ValueError("one\ntwo")) == "ValueError: one"
+    assert name_failure(KeyError()) == "KeyError"
+
+
 def test_a_kind_that_fails_is_told_and_stops_no_other(tmp_path):
     """A whole run on the small shape: ours with a key that does not exist fails, the floor is measured."""
     out = tmp_path / "rows.jsonl"

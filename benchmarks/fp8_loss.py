@@ -1,0 +1,232 @@
+"""Loss curves of fp8 and bf16 beside each other: the same job, weights and text, step by step.
+
+    python benchmarks/fp8_loss.py --limit 580 --out losses.jsonl --svg losses.svg    # on a GPU
+    python benchmarks/fp8_loss.py --only bf16 --out losses.jsonl            # one kind now, another one later
+    python benchmarks/fp8_loss.py --judge losses.jsonl --svg losses.svg     # compare what was written, alone
+    python benchmarks/fp8_loss.py --kind again:train.precision=bf16         # how far bf16 is from itself
+    python benchmarks/fp8_loss.py --small --steps 60 --window 10 --last 20 --skip 2     # on a CPU, to try it
+
+The text is real: Python source that lies on this machine (``python_text.py``). The order of samples and the
+first weights depend on the job's seed alone. Each kind trains in a process of its own, as
+those of ``one_device.py`` do: all compile beside each other, then they take the device one after the other,
+and where ``--limit`` is near, each gets an equal share of what is left.
+
+Compared are means over windows of steps, without the first ones, in which the loss falls too quickly to be a
+figure, and the mean over the last steps. It ends with status 1 unless all steps are there and every kind is
+within ``--within`` percent of the first one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from one_device import Company, Row, find_device
+from one_device_kinds import SHAPES, WARM_UP, Order, build_shape
+from python_text import describe_text, write_text
+
+from meshwright.explain.plot import Chart, Series, draw_svg
+
+KINDS = {"bf16": ("train.precision=bf16",), "fp8": ("train.precision=fp8",)}
+"""The first is what the others are compared with."""
+RECIPE = ("train.lr=3e-4", "train.clip=1.0", "train.warmup=50")
+"""A linear warm-up, then a cosine down to a tenth; ``--set`` goes over it."""
+SPARE_SAMPLES = 8
+"""For what ends of shards leave over."""
+HEIGHT = 300
+"""Of each of the picture's two charts, in pixels."""
+
+
+def compare(losses: dict[str, list[float]], asked: argparse.Namespace) -> Row:
+    """Every kind against the first, over the steps that both have taken.
+
+    Args:
+        losses: Of each step, by kind.
+        asked: ``steps``, ``window``, ``skip``, ``last`` and ``within``.
+    """
+    (base_name, base), *others = losses.items()
+    found: Row = {"reference": base_name, "kinds": {}}
+    for name, curve in others:
+        steps = min(len(base), len(curve))
+        windows = [
+            _differ(base, curve, start, min(start + asked.window, steps))
+            for start in range(0, steps - asked.window // 2, asked.window)
+        ]
+        last = _differ(base, curve, max(0, steps - asked.last), steps)
+        judged = windows[asked.skip :]  # a loss that is no number is within nothing
+        within = bool(judged) and all(abs(w["percent"]) <= asked.within for w in (*judged, last))
+        found["kinds"][name] = {
+            "steps": steps,
+            "whole": steps >= asked.steps,
+            "first_step_percent": 100.0 * (curve[0] / base[0] - 1),
+            "windows": windows,
+            "largest_percent": max((w["percent"] for w in judged), key=abs, default=None),
+            "last": last,
+            "within": within,
+        }
+    kinds = found["kinds"].values()
+    found["passed"] = bool(kinds) and all(kind["within"] and kind["whole"] for kind in kinds)
+    return found
+
+
+def _differ(base: list[float], curve: list[float], start: int, end: int) -> Row:
+    """Means over steps ``start + 1`` to ``end``, and how far the second is above the first."""
+    ours, theirs = statistics.fmean(curve[start:end]), statistics.fmean(base[start:end])
+    return {
+        "steps": [start + 1, end],
+        "reference": theirs,
+        "loss": ours,
+        "percent": 100.0 * (ours / theirs - 1),
+    }
+
+
+def describe(found: Row, asked: argparse.Namespace) -> list[str]:
+    """The table and the verdict."""
+    lines = []
+    for name, kind in found["kinds"].items():
+        lines.append(f"{'steps':>11} {found['reference']:>9} {name:>9} {'difference':>11}")
+        for number, window in enumerate([*kind["windows"], kind["last"]]):
+            first, last = window["steps"]
+            note = "  not judged" if number < asked.skip else ""
+            lines.append(
+                f"{first:>5}-{last:<5} {window['reference']:9.4f} {window['loss']:9.4f} "
+                f"{window['percent']:+10.3f}%{note}"
+            )
+        largest = kind["largest_percent"]
+        said = "no window to judge" if largest is None else f"{largest:+.3f}% at most in a window"
+        verdict = "within" if kind["within"] else "NOT within"
+        whole = "" if kind["whole"] else f"; NOT WHOLE: {kind['steps']} of {asked.steps} steps"
+        last = f"{kind['last']['percent']:+.3f}% over the last {asked.last} steps"
+        first = f"{kind['first_step_percent']:+.4f}% in the first step"
+        lines.append(f"{name}: {said}, {last}, {first}: {verdict} {asked.within:g}%{whole}")
+    return lines or ["nothing to compare: fewer than two kinds have losses"]
+
+
+def draw(losses: dict[str, list[float]], found: Row, title: str) -> str:
+    """The curves, and below them the differences of windows."""
+    curves = tuple(
+        Series(name, (tuple(enumerate(curve, start=1)),), style=style)
+        for style, (name, curve) in enumerate(losses.items())
+    )
+    differences = tuple(
+        Series(name, (tuple((w["steps"][1], w["percent"]) for w in kind["windows"]),), style=style)
+        for style, (name, kind) in enumerate(found["kinds"].items(), start=1)
+    )
+    spans = (1.0, float(max(map(len, losses.values()))))
+    above = f"above {found['reference']}, % of a window"
+    charts = (
+        Chart(title, "step", "loss", curves, whole_x=True, x_range=spans),
+        Chart("difference", "step", above, differences, whole_x=True, x_range=spans),
+    )
+    parts = [
+        f'<g transform="translate(0 {number * HEIGHT})">{draw_svg(chart, height=HEIGHT, standalone=True)}</g>'
+        for number, chart in enumerate(charts)
+    ]
+    size = f'viewBox="0 0 720 {2 * HEIGHT}" width="720" height="{2 * HEIGHT}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n' + "\n".join(parts) + "</svg>\n"
+
+
+def read_losses(files: Sequence[Path]) -> dict[str, list[float]]:
+    """What earlier runs wrote; of a kind that was trained twice, the later."""
+    losses: dict[str, list[float]] = {}
+    for file in files:
+        for line in file.read_text().splitlines():
+            row = json.loads(line)
+            if "step" in row and "loss" in row:
+                curve = losses.setdefault(row["kind"], [])
+                curve[row["step"] - 1 :] = [row["loss"]]
+    return dict(sorted(losses.items(), key=lambda item: item[0] != next(iter(KINDS))))
+
+
+def train(asked: argparse.Namespace, screen: Any) -> tuple[dict[str, list[float]], Row]:
+    """Train every kind; returns the losses, and what there is to say about text, device and speed."""
+    device, name = find_device()
+    batch = asked.batch
+    sizes = (f"train.global_batch={batch}", f"layout.micro_batch={batch}") if batch else ()
+    common = (*RECIPE, f"train.steps={asked.steps}", *sizes, *asked.set)
+    kinds = {**KINDS, **dict(asked.kind)}
+    kinds = {kind: settings for kind, settings in kinds.items() if not asked.only or kind in asked.only}
+    shared: Row = {"kind": "ours", "shape": asked.shape, "steps": asked.steps - WARM_UP}
+    shared |= {"small": asked.small, "device": device, "length": asked.length, "rehearse": True}
+    shared["threads"] = max(1, (os.cpu_count() or 1) // max(1, len(kinds)))
+    with tempfile.TemporaryDirectory() as place:
+        logs, text = Path(place) / "logs", Path(place) / "text"
+        logs.mkdir()
+        text.mkdir()
+        company = Company(asked.limit, logs, asked.out, screen)
+        orders = [
+            Order(name=kind, settings=(*common, *settings), text=str(text), **shared)
+            for kind, settings in kinds.items()
+        ]
+        job = build_shape(orders[0], text)
+        samples = asked.steps * job.train.global_batch + SPARE_SAMPLES
+        about = write_text(text, job.model.vocab_size, samples * job.data.seq_len)
+        print(f"[{company.seconds:6.1f} s] {describe_text(about)}", file=screen, flush=True)
+        company.run(orders, overlap=True, ready_limit_s=asked.ready_limit, evenly=True)
+    rows = [{key: value for key, value in row.items() if key != "times_s"} for row in company.rows]
+    return company.losses, {"machine": f"{name}, torch {company.torch}", "text": about, "rows": rows}
+
+
+def parse_kind(text: str) -> tuple[str, tuple[str, ...]]:
+    """A name, and the keys that it sets."""
+    name, _, settings = text.partition(":")
+    return name, tuple(settings.split(",")) if settings else ()
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--shape", default="b", choices=tuple(SHAPES), help="of one_device.py")
+    add("--small", action="store_true", help="a shape that a CPU can do")
+    add("--steps", type=int, default=500)
+    add("--batch", type=int, default=0, help="sequences of a step; default: the shape's")
+    add("--length", type=int, default=0, help="tokens of a sequence; default: the shape's, 4096")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of every kind's job")
+    add("--kind", action="append", type=parse_kind, default=[], metavar="NAME:KEY=VALUE,...", help="one more")
+    add("--only", action="append", metavar="NAME", help="train these kinds alone")
+    add("--judge", action="append", type=Path, metavar="FILE", help="train nothing, compare what files hold")
+    add("--window", type=int, default=50, help="steps of a mean")
+    add("--skip", type=int, default=1, help="windows at the beginning that are not judged")
+    add("--last", type=int, default=100, help="steps of the mean at the end")
+    add("--within", type=float, default=0.5, help="percent")
+    add("--limit", type=float, default=1200.0, help="seconds for everything")
+    add("--ready-limit", type=float, default=120.0, help="seconds until the first takes the device")
+    add("--out", type=Path, help="file to which everything is appended as JSON lines, each step as it comes")
+    add("--svg", type=Path, help="picture of the curves and of their difference")
+    add("--json", action="store_true", help="print one object; progress goes to standard error")
+    asked = parser.parse_args()
+    if asked.steps <= WARM_UP:
+        parser.error(f"--steps must be more than {WARM_UP}")
+    return asked
+
+
+def main() -> None:
+    """Train or read, compare, print, draw."""
+    asked = parse_arguments()
+    about: Row = {}
+    if asked.judge:
+        losses = read_losses(asked.judge)
+    else:
+        losses, about = train(asked, sys.stderr if asked.json else sys.stdout)
+    found = compare(losses, asked) if losses else {"reference": None, "kinds": {}, "passed": False}
+    if asked.svg and losses:
+        asked.svg.write_text(draw(losses, found, f"shape ({asked.shape}), {', '.join(losses)}"))
+    if asked.json:
+        date = str(datetime.datetime.now(tz=datetime.UTC).date())
+        print(json.dumps({"date": date, **about, **found, "losses": losses}))
+    else:
+        print("\n".join(describe(found, asked)))
+    sys.exit(0 if found["passed"] else 1)
+
+
+if __name__ == "__main__":
+    main()

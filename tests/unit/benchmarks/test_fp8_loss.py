@@ -1,0 +1,99 @@
+"""The benchmark of fp8's loss: its text has a number for every letter, and it judges as it says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+ASKED = argparse.Namespace(steps=200, window=50, skip=1, last=100, within=0.5)
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def test_pieces_cover_a_text_and_the_rarest_have_no_number_of_their_own():
+    from python_text import PIECES, UNKNOWN, number_pieces
+
+    text = "def f(x_1):\n\treturn  x_1 + 0x1F  # é\u2028\n\n"
+    pieces = PIECES.findall(text)
+    assert "".join(pieces) == text
+    assert {"def", "x_1", "  ", "\n", "(", "é"} <= set(pieces)
+    frequent, rare = ["a"] * 5 + ["b"] * 4 + ["c"] * 3, ["d", "e"]
+    (numbers,) = number_pieces([[*frequent, *rare]], vocab_size=5)
+    assert numbers.tolist() == [2] * 5 + [3] * 4 + [4] * 3 + [UNKNOWN] * 2
+
+
+def test_prepared_text_is_below_the_vocabulary_and_enough_for_one_pass(tmp_path):
+    from python_text import END, UNKNOWN, write_text
+
+    from meshwright.prepare.dataset import TokenDataset
+
+    about = write_text(tmp_path, vocab_size=300, wanted=20_000)
+    assert about["tokens"] >= 20_000
+    assert about["passes"] <= 1
+    assert 0 < about["unknown_share"] < 0.5
+    dataset = TokenDataset.open(tmp_path, "train", 64)
+    numbers = set(dataset.read(np.arange(len(dataset))).tokens.flat)
+    assert {END, UNKNOWN} < numbers
+    assert max(numbers) < 300
+
+
+@pytest.mark.parametrize(
+    ("change", "passed"),
+    [
+        pytest.param(lambda step, loss: loss, True, id="equal"),
+        pytest.param(lambda step, loss: loss * 1.01, False, id="1% above"),
+        pytest.param(lambda step, loss: loss * 0.99, False, id="1% below"),
+        pytest.param(lambda step, loss: loss * (1.01 if 100 < step <= 150 else 1), False, id="one window"),
+        pytest.param(lambda step, loss: loss * (1.01 if step <= 50 else 1), True, id="the window left out"),
+        pytest.param(lambda step, loss: loss * (1.02 if step % 2 else 0.98), True, id="noise"),
+        pytest.param(lambda step, loss: float("nan") if step == 199 else loss, False, id="not a number"),
+    ],
+)
+def test_a_difference_in_any_judged_window_fails(change, passed):
+    from fp8_loss import compare, describe
+
+    base = [4.0] * ASKED.steps
+    curve = [change(step, loss) for step, loss in enumerate(base, start=1)]
+    found = compare({"bf16": base, "fp8": curve}, ASKED)
+    assert found["passed"] is passed
+    assert ("NOT within 0.5%" in describe(found, ASKED)[-1]) is not passed
+
+
+def test_fewer_steps_than_asked_are_compared_and_do_not_pass():
+    from fp8_loss import compare, describe
+
+    found = compare({"bf16": [4.0] * 200, "fp8": [4.0] * 120}, ASKED)
+    assert (found["kinds"]["fp8"]["within"], found["passed"]) == (True, False)
+    assert "NOT WHOLE: 120 of 200 steps" in describe(found, ASKED)[-1]
+
+
+def test_two_kinds_that_are_one_begin_alike_and_read_the_same_text(tmp_path):
+    """A whole run on a small shape: both give the same curve, and the file says the same again."""
+    from fp8_loss import compare, read_losses
+
+    out, svg = tmp_path / "losses.jsonl", tmp_path / "losses.svg"
+    command = [sys.executable, str(BENCHMARKS / "fp8_loss.py"), "--small", "--shape", "a", "--json"]
+    command += ["--steps", "6", "--window", "2", "--last", "2", "--out", str(out), "--svg", str(svg)]
+    command += ["--only", "bf16", "--only", "again", "--kind", "again:train.precision=bf16"]
+    command += ["--set", "train.compile=false", "--set", "train.residual=fp32"]  # the compiler takes seconds
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=200)
+    result = json.loads(done.stdout)
+    assert len(result["losses"]["bf16"]) == 6
+    assert len(set(result["losses"]["bf16"])) == 6
+    assert result["losses"]["bf16"] == result["losses"]["again"]
+    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
+    again = compare(read_losses([out]), argparse.Namespace(steps=6, window=2, skip=1, last=2, within=0.5))
+    assert again["kinds"] == result["kinds"]
