@@ -41,8 +41,10 @@ RECIPE = ("train.lr=3e-4", "train.clip=1.0", "train.warmup=50")
 """A linear warm-up, then a cosine down to a tenth; ``--set`` goes over it."""
 SPARE_SAMPLES = 8
 """For what ends of shards leave over."""
-HEIGHT = 300
+WIDTH, HEIGHT = 720, 300
 """Of each of the picture's two charts, in pixels."""
+LIMIT_STYLE = 2
+"""A grey line."""
 
 
 def compare(losses: dict[str, list[float]], asked: argparse.Namespace) -> Row:
@@ -110,27 +112,29 @@ def describe(found: Row, asked: argparse.Namespace) -> list[str]:
     return lines or ["nothing to compare: fewer than two kinds have losses"]
 
 
-def draw(losses: dict[str, list[float]], found: Row, title: str) -> str:
-    """The curves, and below them the differences of windows."""
+def draw(losses: dict[str, list[float]], found: Row, within: float) -> str:
+    """The curves, and below them the differences of windows between the limits."""
+    ends = (1.0, float(max(map(len, losses.values()))))
     curves = tuple(
         Series(name, (tuple(enumerate(curve, start=1)),), style=style)
         for style, (name, curve) in enumerate(losses.items())
     )
+    limits = tuple(tuple((end, side * within) for end in ends) for side in (1, -1))
     differences = tuple(
         Series(name, (tuple((w["steps"][1], w["percent"]) for w in kind["windows"]),), style=style)
         for style, (name, kind) in enumerate(found["kinds"].items(), start=1)
     )
-    spans = (1.0, float(max(map(len, losses.values()))))
-    above = f"above {found['reference']}, % of a window"
+    differences += (Series(f"limits of {within:g}%", limits, style=LIMIT_STYLE, dashed=True),)
+    above = f"% above {found['reference']}"
     charts = (
-        Chart(title, "step", "loss", curves, whole_x=True, x_range=spans),
-        Chart("difference", "step", above, differences, whole_x=True, x_range=spans),
+        Chart("Loss", "step", "loss", curves, whole_x=True, x_range=ends),
+        Chart("Means of windows", "step", above, differences, whole_x=True, x_range=ends),
     )
     parts = [
-        f'<g transform="translate(0 {number * HEIGHT})">{draw_svg(chart, height=HEIGHT, standalone=True)}</g>'
+        f'<g transform="translate(0 {number * HEIGHT})">{draw_svg(chart, WIDTH, HEIGHT, standalone=True)}</g>'
         for number, chart in enumerate(charts)
     ]
-    size = f'viewBox="0 0 720 {2 * HEIGHT}" width="720" height="{2 * HEIGHT}"'
+    size = f'viewBox="0 0 {WIDTH} {2 * HEIGHT}" width="{WIDTH}" height="{2 * HEIGHT}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n' + "\n".join(parts) + "</svg>\n"
 
 
@@ -219,7 +223,7 @@ def main() -> None:
         losses, about = train(asked, sys.stderr if asked.json else sys.stdout)
     found = compare(losses, asked) if losses else {"reference": None, "kinds": {}, "passed": False}
     if asked.svg and losses:
-        asked.svg.write_text(draw(losses, found, f"shape ({asked.shape}), {', '.join(losses)}"))
+        asked.svg.write_text(draw(losses, found, asked.within))
     if asked.json:
         date = str(datetime.datetime.now(tz=datetime.UTC).date())
         print(json.dumps({"date": date, **about, **found, "losses": losses}))
