@@ -24,6 +24,8 @@ KINDS = (
 DEVICE_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 """Categories of a trace's rows that the device works on."""
 MOST_KERNELS = 40
+MOST_GAPS = 10
+SHOWN_GAPS = 4
 
 
 def kind_of(name: str) -> str:
@@ -32,7 +34,7 @@ def kind_of(name: str) -> str:
 
 
 def fold_trace(rows: Iterable[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """Milliseconds of a step by kind, idle time included, and the kernels that took most.
+    """Milliseconds of a step by kind, idle time included, the longest times of it, and the kernels that took most.
 
     Args:
         rows: ``traceEvents`` of a Chrome trace, times in microseconds.
@@ -40,12 +42,15 @@ def fold_trace(rows: Iterable[dict[str, Any]], steps: int) -> dict[str, Any]:
     """
     work = [row for row in rows if row.get("cat") in DEVICE_WORK and "dur" in row]
     if not work:
-        return {"kinds_ms": {}, "span_ms": 0.0, "idle_ms": 0.0, "kernels": []}
-    spans = sorted((float(row["ts"]), float(row["ts"]) + float(row["dur"])) for row in work)
-    busy, reached = 0.0, spans[0][0]
-    for begin, end in spans:  # kernels of several streams may lie over each other
+        return {"kinds_ms": {}, "span_ms": 0.0, "idle_ms": 0.0, "gaps": [], "kernels": []}
+    spans = sorted((float(row["ts"]), float(row["ts"]) + float(row["dur"]), row["name"]) for row in work)
+    busy, reached, before, gaps = 0.0, spans[0][0], spans[0][2], []
+    for begin, end, name in spans:  # kernels of several streams may lie over each other
         busy += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
+        if begin > reached:
+            gaps.append({"ms": (begin - reached) / 1e3, "after": before, "before": name})
+        if end > reached:
+            reached, before = end, name
     kinds: dict[str, float] = defaultdict(float)
     kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for row in work:
@@ -59,6 +64,7 @@ def fold_trace(rows: Iterable[dict[str, Any]], steps: int) -> dict[str, Any]:
         "kinds_ms": {kind: kinds[kind] / scale for kind, _ in KINDS if kind in kinds},
         "span_ms": span / scale,
         "idle_ms": (span - busy) / scale,
+        "gaps": sorted(gaps, key=lambda gap: -gap["ms"])[:MOST_GAPS],
         "kernels": [
             {"name": name, "kind": kind_of(name), "calls": count / steps, "ms": taken / scale}
             for name, (count, taken) in longest
@@ -73,6 +79,8 @@ def describe(folded: dict[str, Any], shown: int = 20) -> list[str]:
     lines = [f"  {'span':14}{folded['span_ms']:9.2f} ms a step"]
     lines += [f"  {kind:14}{taken:9.2f} ms" for kind, taken in folded["kinds_ms"].items()]
     lines.append(f"  {'idle':14}{folded['idle_ms']:9.2f} ms")
+    for gap in folded["gaps"][:SHOWN_GAPS]:
+        lines.append(f"  {gap['ms']:8.2f} ms idle after {gap['after'][:50]}, before {gap['before'][:50]}")
     for row in folded["kernels"][:shown]:
         lines.append(f"  {row['ms']:8.2f} ms {row['calls']:6.0f} x {row['kind']:12} {row['name'][:100]}")
     return lines

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.plan.decoder_memory import loss_chunk, sum_blocks
+from meshwright.plan.decoder_memory import loss_chunk, sum_blocks, writes_over_logits
 from meshwright.plan.moments import KeptGradients, Line, Moment, StepMemory
 from meshwright.plan.optimizer import EMBEDDINGS
 from meshwright.plan.shapes import (
@@ -131,7 +131,8 @@ def trace_compiled(
     head, read = model.vocab_size * model.hidden_size, tokens * model.hidden_size * low
     # The loss, in the forward pass: all blocks wait, and the head's gradient grows.
     chunk = min(tokens, loss_chunk(job, model)) * model.vocab_size
-    made = 2 * read + head * FLOAT32_BYTES + 2 * chunk * low
+    buffers = 1 if writes_over_logits(job) else 2
+    made = 2 * read + head * FLOAT32_BYTES + buffers * chunk * low
     made += 0 if keeps_copies(job) or low == FLOAT32_BYTES else head * low
     formula = f"{model.num_layers} blocks, {block.formula}, + {block.stream} (final norm)"
     waiting = model.num_layers * block.kept + block.stream

@@ -41,7 +41,7 @@ from meshwright.plan.feed_forward_memory import (
     size_feed_forward,
 )
 from meshwright.plan.moments import ALL_GRADIENTS, KeptGradients, Line, Moment, StepMemory
-from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, operand_bytes, residual_bytes
+from meshwright.plan.shapes import FLOAT32_BYTES, LOW_BYTES, Parameter, operand_bytes, residual_bytes
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -51,10 +51,18 @@ LOSS_CHUNK_TOKENS = (256, 4096)
 """Tokens of a chunk: not few, as each passes over the head's gradient; not many, as fp16 sums over them."""
 
 
+def writes_over_logits(job: Job) -> bool:
+    """Whether the loss of a compiled model writes the gradient in the logits' place, with a GPU's kernel."""
+    train, layout = job.train, job.layout
+    compiled = train.compile and train.compile_backend == "inductor" and job.cluster.device == "cuda"
+    return compiled and train.precision in LOW_BYTES and layout.tp == 1
+
+
 def loss_chunk(job: Job, model: DecoderModel) -> int:
     """Tokens whose logits the loss holds at once."""
     least, most = LOSS_CHUNK_TOKENS
-    return min(most, max(least, LOSS_CHUNK_ELEMENTS[job.cluster.device] // model.vocab_size))
+    tokens = min(most, max(least, LOSS_CHUNK_ELEMENTS[job.cluster.device] // model.vocab_size))
+    return 2 * tokens if writes_over_logits(job) else tokens
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from meshwright.spec.model import DecoderModel, Model, ResNetModel
 FLOAT32_BYTES = 4
 LOW_BYTES = {"bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of an operand of matrix products in 16 bits; 4 in float32. What is cast to fp8 is kept in 16 bits."""
+LEAST_TURNED = 16
+"""Head size that the kernel of rotations takes; it is a power of two."""
 ROUTED = "ffn.experts"
 """Names of the parameters of routed experts have this in them."""
 
@@ -41,6 +43,19 @@ def keeps_copies(job: Job) -> bool:
     whole = layout.zero < 2 and layout.pp == 1
     dense = isinstance(model, DecoderModel) and model.num_experts is None
     return job.train.compile and job.train.precision in LOW_BYTES and whole and dense
+
+
+def runs_own_kernels(job: Job) -> bool:
+    """Whether our own kernels compute the blocks of a compiled decoder: on a GPU, if it looks like Llama."""
+    model, layout, train = job.model, job.layout, job.train
+    if not (keeps_copies(job) and isinstance(model, DecoderModel)):
+        return False
+    named = (model.norm, model.positions, model.activation) == ("rms", "rope", "swiglu")
+    plain = not model.attention_bias and not model.ffn_bias
+    paired = model.head_size >= LEAST_TURNED and model.head_size & (model.head_size - 1) == 0
+    whole = layout.tp * layout.cp == 1
+    wanted = train.kernels == "own" and train.compile_backend == "inductor" and job.cluster.device == "cuda"
+    return named and plain and paired and whole and wanted
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from meshwright.launch.assignment import Assignment
 from meshwright.plan.contract import Plan
 from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
 from meshwright.plan.parts import held_parts, list_homes
-from meshwright.plan.shapes import keeps_copies
+from meshwright.plan.shapes import keeps_copies, runs_own_kernels
 from meshwright.prepare.dataset import TokenDataset
 from meshwright.prepare.order import SampleOrder
 from meshwright.prepare.shards import ShardFolder
@@ -32,7 +32,7 @@ from meshwright.run.divergence import not_finite
 from meshwright.run.gradient_noise import NoiseScale
 from meshwright.run.image_batches import ImageBatcher, open_image_batches
 from meshwright.run.mesh import Ranks
-from meshwright.run.models.decoder import Decoder, Stages, compile_blocks
+from meshwright.run.models.decoder import Decoder, Stages, compile_blocks, fuse_blocks
 from meshwright.run.models.init import PieceWeights, WeightSource, build_model, find_weight_source
 from meshwright.run.models.products import scale_products
 from meshwright.run.models.resnet import ResNet
@@ -220,7 +220,10 @@ def _compile(model: nn.Module, job: Job) -> WorkingCopies | None:
             scale_products(decoder)
         if keeps_copies(job):
             decoder.working = WorkingCopies(decoder, LOW_PRECISION[job.train.precision])
-        compile_blocks(decoder, backend=job.train.compile_backend)
+        if runs_own_kernels(job):
+            fuse_blocks(decoder)
+        else:
+            compile_blocks(decoder, backend=job.train.compile_backend)
     return model.working if isinstance(model, Decoder) else None
 
 

@@ -39,20 +39,19 @@ class WorkingCopies:
             attention, feed_forward = block.attention, block.ffn
             attention.joint = self._join(block, [attention.wq, attention.wk, attention.wv])
             if isinstance(feed_forward, GatedFeedForward):
-                both = [feed_forward.gate, feed_forward.up]
-                feed_forward.joint = self._join(block, both, part_again=True)
+                feed_forward.joint = self._join(block, [feed_forward.gate, feed_forward.up])
             for product in block.modules():
                 if isinstance(product, Product) and product.weight not in self.copies:
                     product.low = self._make([product])
         if decoder.last:
             decoder.head.low = self._make([decoder.head])
 
-    def _join(self, block: Block, products: Sequence[Product], part_again: bool = False) -> Joint | None:
+    def _join(self, block: Block, products: Sequence[Product]) -> Joint | None:
         """One product of several; not where each asks other ranks, or adds a bias."""
         if any(type(product) is not Product or product.bias is not None for product in products):
             return None
         del block.kept_products[1 : len(products)]  # of so many one is left, which is kept as they were
-        return Joint(products, self._make(products), part_again)
+        return Joint(products, self._make(products))
 
     def _make(self, products: Sequence[nn.Linear]) -> Tensor:
         masters = [cast(nn.Parameter, product.weight) for product in products]

@@ -140,6 +140,9 @@ class Train:
     """Compile blocks, loss and, on GPUs, AdamW with torch.compile; activations and peak are not judged."""
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
     """`inductor` makes fast code; `aot_eager` only traces, for tests."""
+    kernels: Literal["own", "compiled"] = "own"
+    """Who computes the blocks of a compiled Llama-shaped decoder on a GPU, where its matrices are whole: `own`
+    kernels, or `compiled` ones as those of other decoders."""
     eval_every: Natural = 0
     """Steps between evaluations; 0 evaluates at the end only."""
     eval_samples: Count = 64

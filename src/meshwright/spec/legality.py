@@ -465,6 +465,7 @@ RULES: tuple[Rule, ...] = (
     _only_with(
         "train-compile-backend", Train, "train.compile_backend", "train.compile", True, "nothing is compiled"
     ),
+    _only_with("train-kernels", Train, "train.kernels", "train.compile", True, "nothing is compiled"),
     Rule(
         "train-residual",
         '`residual = "bf16"` needs `precision` bf16 or fp8, and `compile = true`.',

@@ -17,13 +17,15 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.plan.parts import Part
 from meshwright.run.models.attention import Context, document_positions
 from meshwright.run.models.feed_forward import build_feed_forward
+from meshwright.run.models.fused import FusedBlock, last_norm
 from meshwright.run.models.loss import linear_cross_entropy
 from meshwright.run.models.moe import ExpertProduct, MixtureOfExperts
-from meshwright.run.models.norms import build_norm, product_dtype
+from meshwright.run.models.norms import RMSNorm, build_norm, product_dtype
 from meshwright.run.models.products import Joint, Product
 from meshwright.run.models.routing import Router
 from meshwright.run.recompute import run_recomputed
@@ -206,6 +208,8 @@ class Decoder(nn.Module):
     """Precision of the residual stream."""
     working: WorkingCopies | None = None
     """Of its matrices, where products read copies."""
+    fused: list[FusedBlock] | None = None
+    """Its blocks, where our own kernels compute them."""
 
     def __init__(
         self,
@@ -289,12 +293,32 @@ class Decoder(nn.Module):
             x = self._embed(x, segments_BT).to(self.stream)
         rope = (self.rope_cos[:length], self.rope_sin[:length]) if self.rotary else None
         mask = None if segments_BT is None else self.context.hide(segments_BT, product_dtype(x))
-        for block in self.blocks.values():
-            x = block(x, rope, mask, weights_B)
-        if not self.last:
-            return x
-        x = self.norm(x)
+        if self.fused is not None:
+            x = self._run_fused(x, rope, mask)
+        else:
+            for block in self.blocks.values():
+                x = block(x, rope, mask, weights_B)
+            if not self.last:
+                return x
+            x = self.norm(x)
         return self.head(x) if targets_BT is None else self.head.loss(x, targets_BT, self.loss_chunk)
+
+    def _run_fused(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+        """What the head reads, by our own kernels."""
+        assert self.fused is not None and rope is not None and isinstance(self.norm, RMSNorm), (
+            "see fuse_blocks"
+        )
+        delta_BTD: Tensor | None = None
+        for fused, block in zip(self.fused, self.list_blocks(), strict=True):
+            if block.recompute == "full" and torch.is_grad_enabled():
+                x_BTD = x_BTD if delta_BTD is None else x_BTD + delta_BTD  # the one tensor that is kept
+                x_BTD, delta_BTD = checkpoint(
+                    fused, x_BTD, None, rope, mask, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x_BTD, delta_BTD = fused(x_BTD, delta_BTD, rope, mask)
+        assert delta_BTD is not None, "a decoder has blocks"
+        return last_norm(self.norm, x_BTD, delta_BTD)
 
     def _embed(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
         x_BTD = self.embed(tokens_BT)
@@ -324,6 +348,16 @@ class Stages(nn.Module):
         memo = set() if memo is None else memo
         for stage in self.stages:
             yield from stage.named_modules(memo, prefix, remove_duplicate)
+
+
+def fuse_blocks(decoder: Decoder) -> None:
+    """From now on our own kernels compute a whole decoder's blocks, its last norm and its loss.
+
+    Args:
+        decoder: With RMS norms, rotations, SwiGLU and no biases, whose products read copies.
+    """
+    decoder.fused = [FusedBlock(block) for block in decoder.list_blocks()]
+    decoder.head.fused = True
 
 
 def compile_blocks(decoder: Decoder, backend: str = "inductor") -> None:

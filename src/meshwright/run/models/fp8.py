@@ -89,16 +89,21 @@ def can_scale(outputs: int, inputs: int) -> bool:
     return outputs % ALIGNED == 0 and inputs % ALIGNED == 0
 
 
-def _multiply(a: Tensor, b_turned: Tensor, scale_a: Tensor, scale_b: Tensor, fast: bool) -> Tensor:
-    """``a b``; both are read along their rows, so ``b`` is given transposed."""
+def multiply(a: Tensor, b_turned: Tensor, scale_a: Tensor, scale_b: Tensor | None, fast: bool) -> Tensor:
+    """``a b``; both are read along their rows, so ``b`` is given transposed.
+
+    Args:
+        a: In 8 bits.
+        b_turned: Likewise.
+        scale_a: Of its rows.
+        scale_b: Likewise; None where those have gone into the other operand.
+        fast: Whether sums do without the extra float32 register.
+    """
+    if scale_b is None:
+        scale_b = torch.ones(b_turned.shape[0], dtype=torch.float32, device=b_turned.device)
     return torch._scaled_mm(
         a, b_turned.t(), scale_a, scale_b.view(1, -1), out_dtype=torch.bfloat16, use_fast_accum=fast
     )
-
-
-def _ones(turned: Tensor) -> Tensor:
-    """Scales of an operand whose own have gone into the other."""
-    return torch.ones(turned.shape[0], dtype=torch.float32, device=turned.device)
 
 
 def forward_product(x_NI: Tensor, scale_N1: Tensor, weight_OI: Tensor) -> Tensor:
@@ -110,7 +115,7 @@ def forward_product(x_NI: Tensor, scale_N1: Tensor, weight_OI: Tensor) -> Tensor
         weight_OI: In 16 bits or more.
     """
     cast_OI, scale_O1 = cast_rows(weight_OI)
-    return _multiply(x_NI, cast_OI, scale_N1, scale_O1, fast=True)
+    return multiply(x_NI, cast_OI, scale_N1, scale_O1, fast=True)
 
 
 def input_gradient(grad_NO: Tensor, weight_OI: Tensor) -> Tensor:
@@ -123,7 +128,7 @@ def input_gradient(grad_NO: Tensor, weight_OI: Tensor) -> Tensor:
     cast_OI, scale_O1 = cast_rows(weight_OI)
     cast_NO, scale_N1 = cast_rows(grad_NO.float() * scale_O1.view(1, -1))
     turned_IO = turn(cast_OI)
-    return _multiply(cast_NO, turned_IO, scale_N1, _ones(turned_IO), FAST_BACKWARD)
+    return multiply(cast_NO, turned_IO, scale_N1, None, FAST_BACKWARD)
 
 
 def scaled_weight_gradient(grad_NO: Tensor, x_NI: Tensor, scale_N1: Tensor) -> Tensor:
@@ -136,4 +141,4 @@ def scaled_weight_gradient(grad_NO: Tensor, x_NI: Tensor, scale_N1: Tensor) -> T
     """
     cast_ON, scale_O1 = cast_columns(grad_NO.float() * scale_N1)
     turned_IN = turn(x_NI)
-    return _multiply(cast_ON, turned_IN, scale_O1, _ones(turned_IN), FAST_BACKWARD)
+    return multiply(cast_ON, turned_IN, scale_O1, None, FAST_BACKWARD)

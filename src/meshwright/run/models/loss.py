@@ -6,8 +6,9 @@ gradient is made while its logits are there, as the loss is linear in it: the ba
 was made. No product is computed twice.
 
 Where the model is compiled the loss is **fused**: the logits stay in the 16 bits that the product writes, and
-one compiled function reads them twice (largest and sum together, then the gradient) and writes the gradient
-in 16 bits once. On a GPU the product that makes the head's gradient adds to it in float32 itself.
+one function reads them twice (largest and sum together, then the gradient) and writes the gradient in 16 bits
+once. On a CPU it is compiled. On a GPU it is a kernel of our own, which writes the gradient in the logits'
+place, and the product that makes the head's gradient adds to it in float32 itself.
 
 Shape suffixes: N tokens, C tokens of a chunk, D hidden, V vocabulary.
 """
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.prepare.dataset import IGNORED
+from meshwright.run.models import kernels
 
 Softmax = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 """Of a chunk's logits in float32, which it may overwrite, and targets: the summed loss, and, where it is
@@ -59,6 +61,14 @@ def fused_softmax_loss(logits_CV: Tensor, targets_C: Tensor, wanted: bool) -> tu
     return loss, grad_CV.to(logits_CV.dtype)
 
 
+def _softmax_loss_in_place(
+    logits_CV: Tensor, targets_C: Tensor, wanted: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The same by a kernel for GPUs; the gradient takes the place of the logits."""
+    losses_C = kernels.softmax_loss(logits_CV, targets_C, IGNORED, wanted)
+    return losses_C.sum(), logits_CV if wanted else None
+
+
 @functools.cache
 def _compile_softmax_loss() -> Softmax:
     """The fused loss, compiled once for each size of chunk; not on import, which would load the compiler."""
@@ -87,7 +97,7 @@ def linear_cross_entropy(
     """
     if fused:
         assert softmax is softmax_loss, "a loss that asks other ranks is not compiled"
-        softmax = _compile_softmax_loss()
+        softmax = _softmax_loss_in_place if x_ND.is_cuda else _compile_softmax_loss()
     if low_VD is None:
         low_VD = weight_VD.detach().to(x_ND.dtype)
     assert low_VD.dtype == x_ND.dtype, f"the head's copy is {low_VD.dtype}, what it reads is {x_ND.dtype}"

@@ -100,27 +100,23 @@ class Product(nn.Linear):
 class Joint:
     """Products without bias that read the same input, as one."""
 
-    def __init__(self, products: Sequence[Product], low: Tensor, part_again: bool = False) -> None:
+    def __init__(self, products: Sequence[Product], low: Tensor) -> None:
         """Join them.
 
         Args:
             products: In order.
             low: Copies of their weights, one below the other.
-            part_again: Whether the backward pass has a product for each. One would want the gradients of all
-                beside each other, and where they are wide, putting them there costs more than it saves.
         """
-        self._masters, self._low = [product.weight for product in products], low
+        self._masters = [product.weight for product in products]
+        self.low = low
+        """The copies."""
         self._widths = [product.out_features for product in products]
         self._scaled = all(product.scaled for product in products)
-        self._part_again = part_again
 
     def multiply(self, x: Tensor) -> tuple[Tensor, ...]:
         """What each of them gives."""
-        if self._part_again and not self._scaled and torch.is_grad_enabled():
-            parts: tuple[Tensor, ...] = _PartedProduct.apply(x, self._low, *self._masters)
-            return parts
         multiply = multiply_scaled if self._scaled else multiply_copy
-        return multiply(x, self._low, *self._masters).split(self._widths, dim=-1)
+        return multiply(x, self.low, *self._masters).split(self._widths, dim=-1)
 
 
 def multiply_copy(x: Tensor, low: Tensor, *masters: Tensor) -> Tensor:
@@ -152,27 +148,6 @@ class _CopyProduct(torch.autograd.Function):
         x, low = ctx.saved_tensors
         whole = weight_gradient(grad.flatten(0, -2), x.flatten(0, -2))
         return grad @ low, None, *whole.split(ctx.rows)
-
-
-class _PartedProduct(torch.autograd.Function):
-    """The same of several matrices, forward as one product, backward as one for each."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, low: Tensor, *masters: Tensor) -> tuple[Tensor, ...]:
-        x = x.to(low.dtype)
-        ctx.save_for_backward(x, low)
-        ctx.rows = [master.shape[0] for master in masters]
-        return F.linear(x, low).split(ctx.rows, dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, low = ctx.saved_tensors
-        x_NI, parts = x.flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
-        first, *lows = low.split(ctx.rows)
-        grad_NI = parts[0] @ first
-        for part_NO, low_OI in zip(parts[1:], lows, strict=True):
-            grad_NI = torch.addmm(grad_NI, part_NO, low_OI)
-        return grad_NI.view_as(x), None, *(weight_gradient(part_NO, x_NI) for part_NO in parts)
 
 
 def multiply_scaled(x: Tensor, low: Tensor, *masters: Tensor) -> Tensor:

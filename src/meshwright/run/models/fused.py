@@ -1,0 +1,245 @@
+"""A Llama-shaped block as few passes over memory: products, attention, and our kernels between them.
+
+The residual stream comes in two parts, what it was and what the last product adds to it, so that each norm
+adds first and no pass does only that::
+
+    total, q, k, v = project(x, delta)        add, norm, one product, rotation
+    delta = multiply(attention(q, k, v))
+    total, delta = feed_forward(total, delta)     add, norm, one product, silu x up, one product
+
+Each of the three has its backward pass written out. What they keep from forward to backward is what selective
+recomputation keeps (the stream at both norms, queries, keys and values as attention reads them, what comes out
+of attention, gate and up); the norms' outputs and what ``down`` reads are written once more by the pass that
+has their parts at hand. Nothing is compiled, so a run starts as fast as an eager one.
+
+Shape suffixes: N tokens, D hidden, W columns of all heads, B batch, T tokens of a sequence, H query heads,
+K key heads, E head size, F feed-forward, G = 2 F, O and I outputs and inputs of a product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from meshwright.run.models import fp8, kernels
+from meshwright.run.models.kernels import Rows
+from meshwright.run.models.norms import RMSNorm
+from meshwright.run.models.products import Product, weight_gradient
+
+if TYPE_CHECKING:  # it imports this
+    from meshwright.run.models.decoder import Block
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """What products read of one matrix, or of several with the same input, one below the other."""
+
+    low_OI: Tensor
+    """In 16 bits."""
+    scaled: bool
+    """Whether its products, but for the gradient of the weight, are computed in 8 bits."""
+    rows: tuple[int, ...]
+    """Of each matrix."""
+
+    @property
+    def reads(self) -> torch.dtype:
+        """Precision of what its forward product reads."""
+        return fp8.E4M3 if self.scaled else self.low_OI.dtype
+
+    def multiply(self, x: Rows) -> Tensor:
+        """``x W'``."""
+        if x.scale is None:
+            return x.values @ self.low_OI.T
+        weight = kernels.cast_rows(self.low_OI)
+        return fp8.multiply(x.values, weight.values, x.scale, weight.scale, fast=True)
+
+    def multiply_back(self, grad_NO: Tensor) -> Tensor:
+        """Gradient of what it multiplied."""
+        if not self.scaled:
+            return grad_NO @ self.low_OI
+        weight = kernels.cast_rows(self.low_OI)
+        grad = kernels.cast_rows(grad_NO, by=weight.scale)
+        turned_IO = kernels.transpose(weight.values)
+        return fp8.multiply(grad.values, turned_IO, grad.scale, None, fast=fp8.FAST_BACKWARD)
+
+    def gradients(self, grad_NO: Tensor, x_NI: Tensor) -> tuple[Tensor, ...]:
+        """Of each matrix, float32."""
+        return weight_gradient(grad_NO, x_NI).split(self.rows)
+
+
+class _Projection(torch.autograd.Function):
+    """Norm of the stream and what is added to it, the product of queries, keys and values, their rotation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_BTD: Tensor,
+        delta_BTD: Tensor | None,
+        weight_D: Tensor,
+        rope: tuple[Tensor, Tensor],
+        block: FusedBlock,
+        *masters: Tensor,
+    ) -> tuple[Tensor, ...]:
+        batch, length, width = x_BTD.shape
+        delta_ND = None if delta_BTD is None else delta_BTD.flatten(0, 1)
+        total_ND, normal, inverse_N = kernels.add_norm(
+            x_BTD.flatten(0, 1), delta_ND, weight_D, block.attention_eps, block.projection.reads
+        )
+        heads_BHTE = (
+            block.projection.multiply(normal).view(batch, length, -1, block.head_size).transpose(1, 2)
+        )
+        queries, keys = (rows // block.head_size for rows in block.projection.rows[:2])
+        kernels.turn_heads(heads_BHTE[:, : queries + keys], *rope)
+        ctx.save_for_backward(total_ND, inverse_N, weight_D, *rope)
+        ctx.block, ctx.added = block, delta_BTD is not None
+        total_BTD = x_BTD if delta_BTD is None else total_ND.view(batch, length, width)
+        return total_BTD, *heads_BHTE.split((queries, keys, keys), dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BTD: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        total_ND, inverse_N, weight_D, cos_TE, sin_TE = ctx.saved_tensors
+        matrix = ctx.block.projection
+        grad_NW = kernels.turn_back(*grads, cos_TE, sin_TE)
+        came = kernels.norm_backward(
+            matrix.multiply_back(grad_NW), total_ND, inverse_N, weight_D, grad_BTD.flatten(0, 1)
+        )
+        assert came.normal_ND is not None, "it was wanted"
+        masters = matrix.gradients(grad_NW, came.normal_ND)
+        low_BTD = came.low_ND.view_as(grad_BTD) if ctx.added else None
+        return came.stream_ND.view_as(grad_BTD), low_BTD, came.weight_D, None, None, *masters
+
+
+class _Product(torch.autograd.Function):
+    """A product whose input lies in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Matrix, master_OI: Tensor) -> Tensor:
+        x_NI = x.flatten(0, -2)
+        ctx.save_for_backward(x_NI)
+        ctx.matrix = matrix
+        operand = kernels.cast_rows(x_NI) if matrix.scaled else Rows(x_NI)
+        return matrix.multiply(operand).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x_NI,) = ctx.saved_tensors
+        grad_NO = grad.flatten(0, -2)
+        grad_NI = ctx.matrix.multiply_back(grad_NO)
+        return grad_NI.view(*grad.shape[:-1], -1), None, *ctx.matrix.gradients(grad_NO, x_NI)
+
+
+class _FeedForward(torch.autograd.Function):
+    """Norm of the stream and what is added to it, gate and up as one product, ``silu(gate) * up``, down."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_BTD: Tensor, delta_BTD: Tensor, weight_D: Tensor, block: FusedBlock, *masters: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        total_ND, normal, inverse_N = kernels.add_norm(
+            x_BTD.flatten(0, 1), delta_BTD.flatten(0, 1), weight_D, block.ffn_eps, block.entry.reads
+        )
+        both_NG = block.entry.multiply(normal)
+        del normal
+        out_ND = block.exit.multiply(kernels.gate(both_NG, block.exit.reads))
+        ctx.save_for_backward(total_ND, inverse_N, weight_D, both_NG)
+        ctx.block = block
+        return total_ND.view_as(x_BTD), out_ND.view_as(delta_BTD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BTD: Tensor, grad_out_BTD: Tensor) -> tuple[Tensor | None, ...]:
+        total_ND, inverse_N, weight_D, both_NG = ctx.saved_tensors
+        block, grad_out_ND = ctx.block, grad_out_BTD.flatten(0, 1)
+        grad_NG, inner_NF = kernels.gate_backward(both_NG, block.exit.multiply_back(grad_out_ND))
+        down = block.exit.gradients(grad_out_ND, inner_NF)
+        del inner_NF
+        came = kernels.norm_backward(
+            block.entry.multiply_back(grad_NG), total_ND, inverse_N, weight_D, grad_BTD.flatten(0, 1)
+        )
+        assert came.normal_ND is not None, "it was wanted"
+        both = block.entry.gradients(grad_NG, came.normal_ND)
+        stream, low = came.stream_ND.view_as(grad_BTD), came.low_ND.view_as(grad_BTD)
+        return stream, low, came.weight_D, None, *both, *down
+
+
+class _LastNorm(torch.autograd.Function):
+    """Norm of the stream and what is added to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTD: Tensor, delta_BTD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        total_ND, normal, inverse_N = kernels.add_norm(
+            x_BTD.flatten(0, 1), delta_BTD.flatten(0, 1), weight_D, eps, delta_BTD.dtype
+        )
+        ctx.save_for_backward(total_ND, inverse_N, weight_D)
+        return normal.values.view_as(x_BTD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor | None, ...]:
+        came = kernels.norm_backward(grad_BTD.flatten(0, 1), *ctx.saved_tensors, None, normal=False)
+        return came.stream_ND.view_as(grad_BTD), came.low_ND.view_as(grad_BTD), came.weight_D, None
+
+
+def last_norm(norm: RMSNorm, x_BTD: Tensor, delta_BTD: Tensor) -> Tensor:
+    """What the head reads.
+
+    Args:
+        norm: The last one.
+        x_BTD: The residual stream.
+        delta_BTD: What the last block adds to it.
+    """
+    normal: Tensor = _LastNorm.apply(x_BTD, delta_BTD, norm.weight, norm.eps)
+    return normal
+
+
+class FusedBlock:
+    """A block of a decoder that is computed so; its parameters stay where they are."""
+
+    def __init__(self, block: Block) -> None:
+        """Of a block whose products have copies in 16 bits.
+
+        Args:
+            block: With RMS norms, rotations and SwiGLU, and without biases.
+        """
+        attention, ffn = block.attention, block.ffn
+        self._attention, self._ffn = attention, ffn
+        self._norms = (block.attention_norm, block.ffn_norm)
+        self.attention_eps, self.ffn_eps = (norm.eps for norm in self._norms)
+        self.head_size = attention.head_size
+        self.projection = _join(attention.joint.low, (attention.wq, attention.wk, attention.wv))
+        self.out = _join(attention.wo.low, (attention.wo,))
+        self.entry = _join(ffn.joint.low, (ffn.gate, ffn.up))
+        self.exit = _join(ffn.down.low, (ffn.down,))
+
+    def __call__(
+        self, x_BTD: Tensor, delta_BTD: Tensor | None, rope: tuple[Tensor, Tensor], mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The stream before the feed-forward, and what that adds.
+
+        Args:
+            x_BTD: The residual stream.
+            delta_BTD: What is still to be added to it.
+            rope: Tables of rotations.
+            mask: Added to the scores of attention.
+        """
+        attention, ffn = self._attention, self._ffn
+        weight, other_weight = (norm.weight for norm in self._norms)
+        masters = (attention.wq.weight, attention.wk.weight, attention.wv.weight)
+        x_BTD, q, k, v = _Projection.apply(x_BTD, delta_BTD, weight, rope, self, *masters)
+        mixed_BTW = attention.context.mix(q, k, v, mask).transpose(1, 2).flatten(2)
+        delta_BTD = _Product.apply(mixed_BTW, self.out, attention.wo.weight)
+        masters = (ffn.gate.weight, ffn.up.weight, ffn.down.weight)
+        x_BTD, delta_BTD = _FeedForward.apply(x_BTD, delta_BTD, other_weight, self, *masters)
+        return x_BTD, delta_BTD
+
+
+def _join(low_OI: Tensor, products: Sequence[Product]) -> Matrix:
+    rows = tuple(product.out_features for product in products)
+    return Matrix(low_OI, all(product.scaled for product in products), rows)

@@ -1,0 +1,417 @@
+"""The kernels of :mod:`meshwright.run.models.kernels`, in Triton: imported where there is a GPU, and only then.
+
+Each is bound by memory, so each reads what it needs once, a row (or a tile) of a matrix to a program, computes
+in float32 and writes what comes out. How many warps share a row follows from its width: the shapes in
+``benchmarks/one_device.py`` move at 3.5 to 4.2 TB/s on an H200, whose copies reach 4.3.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LARGEST = tl.constexpr(448.0)
+"""Of e4m3."""
+LEAST_AMAX = tl.constexpr(2.0**-100)
+WARP_ELEMENTS = 256
+"""Of a row, what a warp works on."""
+THREADS = 1024
+"""Of a multiprocessor, where programs stay and go from row to row."""
+GATE_BLOCK = 2048
+LOSS_BLOCK = 8192
+TILE_ROWS, TILE_COLUMNS = 64, 128
+"""Of a matrix that is turned."""
+
+
+def _warps(block: int, most: int = 16) -> int:
+    return max(1, min(most, block // WARP_ELEMENTS))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit
+def _store_cast(values, amax, cast_ptr, at, there):
+    scaled = values / (tl.maximum(amax, LEAST_AMAX) / LARGEST)
+    scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
+    tl.store(cast_ptr + at, scaled.to(cast_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _add_norm(
+    x_ptr,
+    delta_ptr,
+    weight_ptr,
+    total_ptr,
+    normal_ptr,
+    scale_ptr,
+    inverse_ptr,
+    width,
+    eps,
+    ADD: tl.constexpr,
+    CAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    there = columns < width
+    at = row * width + columns
+    x = tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(delta_ptr + at, mask=there, other=0.0).to(tl.float32)
+        rounded = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + at, rounded, mask=there)
+        x = rounded.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
+    tl.store(inverse_ptr + row, inverse)
+    weight = tl.load(weight_ptr + columns, mask=there, other=0.0).to(tl.float32)
+    normal = x * inverse * weight
+    if CAST:
+        amax = tl.max(tl.abs(normal), 0)
+        tl.store(scale_ptr + row, tl.maximum(amax, LEAST_AMAX) / LARGEST)
+        _store_cast(normal, amax, normal_ptr, at, there)
+    else:
+        tl.store(normal_ptr + at, normal.to(normal_ptr.dtype.element_ty), mask=there)
+
+
+def add_norm(
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    total: Tensor,
+    normal: Tensor,
+    scale: Tensor | None,
+    inverse: Tensor,
+    eps: float,
+) -> None:
+    """See ``kernels.add_norm``."""
+    rows, width = x.shape
+    block = triton.next_power_of_2(width)
+    _add_norm[(rows,)](
+        x,
+        delta,
+        weight,
+        total,
+        normal,
+        scale,
+        inverse,
+        width,
+        eps,
+        ADD=delta is not None,
+        CAST=scale is not None,
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
+
+
+@triton.jit
+def _norm_backward(
+    grad_ptr,
+    total_ptr,
+    inverse_ptr,
+    weight_ptr,
+    beside_ptr,
+    out_ptr,
+    low_ptr,
+    normal_ptr,
+    parts_ptr,
+    rows,
+    width,
+    BESIDE: tl.constexpr,
+    LOW: tl.constexpr,
+    NORMAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    there = columns < width
+    weight = tl.load(weight_ptr + columns, mask=there, other=0.0).to(tl.float32)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    at = program.to(tl.int64) * width + columns
+    apart = tl.num_programs(0).to(tl.int64) * width
+    for row in range(program, rows, tl.num_programs(0)):
+        grad = tl.load(grad_ptr + at, mask=there, other=0.0).to(tl.float32)
+        x = tl.load(total_ptr + at, mask=there, other=0.0).to(tl.float32)
+        inverse = tl.load(inverse_ptr + row)
+        unit = x * inverse
+        sums += grad * unit
+        weighed = grad * weight
+        out = (weighed - unit * (tl.sum(weighed * unit, 0) / width)) * inverse
+        if BESIDE:
+            out += tl.load(beside_ptr + at, mask=there, other=0.0).to(tl.float32)
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=there)
+        if LOW:
+            tl.store(low_ptr + at, out.to(low_ptr.dtype.element_ty), mask=there)
+        if NORMAL:
+            tl.store(normal_ptr + at, (unit * weight).to(normal_ptr.dtype.element_ty), mask=there)
+        at += apart
+    tl.store(parts_ptr + program * width + columns, sums, mask=there)
+
+
+def norm_backward(
+    grad: Tensor,
+    total: Tensor,
+    inverse: Tensor,
+    weight: Tensor,
+    beside: Tensor | None,
+    out: Tensor,
+    low: Tensor | None,
+    normal: Tensor | None,
+) -> Tensor:
+    """See ``kernels.norm_backward``; returns the gradient of the weight."""
+    rows, width = grad.shape
+    block = triton.next_power_of_2(width)
+    warps = _warps(block)
+    programs = min(rows, _multiprocessors(grad.device) * max(1, THREADS // (32 * warps)))
+    parts = torch.empty(programs, width, dtype=torch.float32, device=grad.device)
+    _norm_backward[(programs,)](
+        grad,
+        total,
+        inverse,
+        weight,
+        beside,
+        out,
+        low,
+        normal,
+        parts,
+        rows,
+        width,
+        BESIDE=beside is not None,
+        LOW=low is not None,
+        NORMAL=normal is not None,
+        BLOCK=block,
+        num_warps=warps,
+    )
+    return parts.sum(0)
+
+
+@triton.jit
+def _turn(
+    in_ptr,
+    in_batch,
+    in_head,
+    in_token,
+    out_ptr,
+    out_token,
+    cos_ptr,
+    sin_ptr,
+    length,
+    HEADS: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    SIGN: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    batch, token = row // length, row % length
+    heads = tl.arange(0, HEAD_BLOCK)[:, None]
+    pairs = tl.arange(0, HALF)[None, :]
+    there = heads < HEADS
+    source = in_ptr + batch * in_batch + token * in_token + heads * in_head + pairs
+    first = tl.load(source, mask=there, other=0.0)
+    second = tl.load(source + HALF, mask=there, other=0.0)
+    if SIGN != 0:
+        cos = tl.load(cos_ptr + token * 2 * HALF + pairs)
+        sin = tl.load(sin_ptr + token * 2 * HALF + pairs) * SIGN
+        a, b = first.to(tl.float32), second.to(tl.float32)
+        first = (a * cos - b * sin).to(first.dtype)
+        second = (b * cos + a * sin).to(second.dtype)
+    target = out_ptr + row * out_token + heads * (2 * HALF) + pairs
+    tl.store(target, first, mask=there)
+    tl.store(target + HALF, second, mask=there)
+
+
+def turn(heads_BHTE: Tensor, out_NW: Tensor, column: int, cos: Tensor, sin: Tensor, sign: int) -> None:
+    """Write heads, turned, beside each other into columns of a matrix of tokens; they may lie there already.
+
+    Args:
+        heads_BHTE: Of any strides whose last is 1.
+        out_NW: Of rows one behind the other.
+        column: Where the first head goes.
+        cos: Of every position and pair, (T, E).
+        sin: Likewise.
+        sign: 1 forward, -1 back, 0 leaves them as they are.
+    """
+    batch, heads, length, size = heads_BHTE.shape
+    block = triton.next_power_of_2(heads)
+    _turn[(batch * length,)](
+        heads_BHTE,
+        heads_BHTE.stride(0),
+        heads_BHTE.stride(1),
+        heads_BHTE.stride(2),
+        out_NW[:, column:],
+        out_NW.stride(0),
+        cos,
+        sin,
+        length,
+        HEADS=heads,
+        HEAD_BLOCK=block,
+        HALF=size // 2,
+        SIGN=sign,
+        num_warps=_warps(block * size // 2, most=8),
+    )
+
+
+@triton.jit
+def _gate(both_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = columns < width
+    at = row * 2 * width + columns
+    gate = tl.load(both_ptr + at, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(both_ptr + at + width, mask=there, other=0.0).to(tl.float32)
+    inner = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + row * width + columns, inner.to(out_ptr.dtype.element_ty), mask=there)
+
+
+def gate(both: Tensor, out: Tensor) -> None:
+    """See ``kernels.gate``."""
+    rows, width = out.shape
+    _gate[(rows, triton.cdiv(width, GATE_BLOCK))](both, out, width, BLOCK=GATE_BLOCK, num_warps=8)
+
+
+@triton.jit
+def _gate_cast(both_ptr, cast_ptr, scale_ptr, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    there = columns < width
+    at = row * 2 * width + columns
+    gate = tl.load(both_ptr + at, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(both_ptr + at + width, mask=there, other=0.0).to(tl.float32)
+    inner = gate * tl.sigmoid(gate) * up
+    amax = tl.max(tl.abs(inner), 0)
+    tl.store(scale_ptr + row, tl.maximum(amax, LEAST_AMAX) / LARGEST)
+    _store_cast(inner, amax, cast_ptr, row * width + columns, there)
+
+
+def gate_cast(both: Tensor, cast: Tensor, scale: Tensor) -> None:
+    """See ``kernels.gate``."""
+    rows, width = cast.shape
+    block = triton.next_power_of_2(width)
+    _gate_cast[(rows,)](both, cast, scale, width, BLOCK=block, num_warps=_warps(block))
+
+
+@triton.jit
+def _gate_backward(both_ptr, grad_ptr, out_ptr, inner_ptr, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = columns < width
+    at = row * 2 * width + columns
+    gate = tl.load(both_ptr + at, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(both_ptr + at + width, mask=there, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptr + row * width + columns, mask=there, other=0.0).to(tl.float32)
+    share = tl.sigmoid(gate)
+    swish = gate * share
+    kind = out_ptr.dtype.element_ty
+    tl.store(inner_ptr + row * width + columns, (swish * up).to(kind), mask=there)
+    tl.store(out_ptr + at, (grad * up * (share + swish * (1 - share))).to(kind), mask=there)
+    tl.store(out_ptr + at + width, (grad * swish).to(kind), mask=there)
+
+
+def gate_backward(both: Tensor, grad: Tensor, out: Tensor, inner: Tensor) -> None:
+    """See ``kernels.gate_backward``."""
+    rows, width = grad.shape
+    grid = (rows, triton.cdiv(width, GATE_BLOCK))
+    _gate_backward[grid](both, grad, out, inner, width, BLOCK=GATE_BLOCK, num_warps=8)
+
+
+@triton.jit
+def _softmax_loss(
+    logits_ptr,
+    targets_ptr,
+    losses_ptr,
+    words,
+    IGNORED: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets_ptr + row)
+    counted = target != IGNORED
+    logits_ptr += row * words
+    nothing = float("-inf")
+    largest = tl.full((BLOCK,), nothing, tl.float32)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, words, 2 * BLOCK):  # two at a time: three exponentials for them, not four
+        columns = start + tl.arange(0, BLOCK)
+        there, also_there = columns < words, columns + BLOCK < words
+        x = tl.load(logits_ptr + columns, mask=there, other=nothing, eviction_policy="evict_last")
+        y = tl.load(
+            logits_ptr + BLOCK + columns, mask=also_there, other=nothing, eviction_policy="evict_last"
+        )
+        x, y = x.to(tl.float32), y.to(tl.float32)
+        larger = tl.maximum(largest, tl.maximum(x, y))
+        base = tl.where(larger == nothing, 0.0, larger)
+        sums = sums * tl.exp(largest - base) + tl.exp(x - base) + tl.exp(y - base)
+        largest = larger
+    top = tl.max(largest, 0)
+    total = tl.sum(sums * tl.exp(largest - top), 0)
+    of_target = tl.load(logits_ptr + tl.where(counted, target, 0)).to(tl.float32)
+    tl.store(losses_ptr + row, tl.where(counted, tl.log(total) + top - of_target, 0.0))
+    if GRADIENT:
+        factor = tl.where(counted, 1.0 / total, 0.0)
+        for start in range(0, words, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            there = columns < words
+            x = tl.load(logits_ptr + columns, mask=there, other=nothing, eviction_policy="evict_first")
+            grad = tl.exp(x.to(tl.float32) - top) * factor
+            grad -= tl.where((columns == target) & counted, 1.0, 0.0)
+            tl.store(logits_ptr + columns, grad.to(logits_ptr.dtype.element_ty), mask=there)
+
+
+def softmax_loss(logits: Tensor, targets: Tensor, losses: Tensor, ignored: int, gradient: bool) -> None:
+    """See ``kernels.softmax_loss``."""
+    rows, words = logits.shape
+    _softmax_loss[(rows,)](
+        logits, targets, losses, words, IGNORED=ignored, GRADIENT=gradient, BLOCK=LOSS_BLOCK, num_warps=32
+    )
+
+
+@triton.jit
+def _cast_rows(x_ptr, by_ptr, cast_ptr, scale_ptr, width, BY: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    there = columns < width
+    at = row * width + columns
+    x = tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32)
+    if BY:
+        x *= tl.load(by_ptr + columns, mask=there, other=0.0)
+    amax = tl.max(tl.abs(x), 0)
+    tl.store(scale_ptr + row, tl.maximum(amax, LEAST_AMAX) / LARGEST)
+    _store_cast(x, amax, cast_ptr, at, there)
+
+
+def cast_rows(x: Tensor, by: Tensor | None, cast: Tensor, scale: Tensor) -> None:
+    """See ``kernels.cast_rows``."""
+    rows, width = x.shape
+    block = triton.next_power_of_2(width)
+    _cast_rows[(rows,)](x, by, cast, scale, width, BY=by is not None, BLOCK=block, num_warps=_warps(block))
+
+
+@triton.jit
+def _turn_bytes(x_ptr, out_ptr, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    there = (r < rows)[:, None] & (c < width)[None, :]
+    x = tl.load(x_ptr + r.to(tl.int64)[:, None] * width + c[None, :], mask=there, other=0)
+    tl.store(out_ptr + c.to(tl.int64)[None, :] * rows + r[:, None], x, mask=there)
+
+
+def turn_bytes(x: Tensor, out: Tensor) -> None:
+    """See ``kernels.transpose``."""
+    rows, width = x.shape
+    grid = (triton.cdiv(rows, TILE_ROWS), triton.cdiv(width, TILE_COLUMNS))
+    _turn_bytes[grid](
+        x.view(torch.uint8),
+        out.view(torch.uint8),
+        rows,
+        width,
+        ROWS=TILE_ROWS,
+        COLUMNS=TILE_COLUMNS,
+        num_warps=4,
+    )
