@@ -18,6 +18,7 @@ from meshwright.run.balance import ExpertLoad, load_due
 from meshwright.run.batches import Batch
 from meshwright.run.divergence import not_finite
 from meshwright.run.gradient_noise import add_noise
+from meshwright.run.models.decoder import Decoder
 from meshwright.run.optimizer import set_lr, writes_copies
 from meshwright.run.parallel.apply import agree_on_statistics, without_reduction
 from meshwright.run.probe import Utilisation, find_peak
@@ -79,7 +80,7 @@ class Computed:
     noise_sums: list[float]
     loss_scale: float
     lr: float
-    grad_norm: Tensor | None
+    grad_norm: float | None
     load: ExpertLoad | None
     """What experts had to do, where there are some."""
 
@@ -115,10 +116,12 @@ def compute_step(
     if session.owned.cut_up:  # all ranks take part in a checkpoint, and rank 0 knows when
         wishes.append(float(session.ranks.rank == 0 and session.save_due()))
     own = [own_loss, own_targets] if session.ranks.speaks else [0.0, 0.0]
-    loss_sum, counted, stops, *sums = session.ranks.add_up([*own, *wishes, *noise])
+    norms = [] if grad_norm is None else [grad_norm]
+    loss_sum, counted, stops, *sums = session.ranks.add_up([*own, *wishes, *noise], beside=norms)
+    norm = sums.pop() if norms else None
     session.save_wanted = session.owned.cut_up and sums.pop(0) > 0
     load = None if session.balancer is None else session.balancer.end_step(session.ranks)
-    return Computed(loss_sum, counted, stops, sums, loss_scale, lr, grad_norm, load)
+    return Computed(loss_sum, counted, stops, sums, loss_scale, lr, norm, load)
 
 
 def train_step(session: Session, meter: Meter) -> bool:
@@ -136,26 +139,25 @@ def train_step(session: Session, meter: Meter) -> bool:
     session.position += len(samples)
     # A mean over nothing is no number, and no zero either.
     loss = done.loss_sum / targets if targets else None
-    norm = None if done.grad_norm is None else float(done.grad_norm)
     step_s = time.perf_counter() - started
     session.events.write(
         "step",
         step=session.step,
         loss=loss,
-        grad_norm=norm,
+        grad_norm=done.grad_norm,
         lr=done.lr,
         noise_scale=session.noise_scale.estimate(done.noise_sums, len(samples), done.loss_scale),
         tokens=targets,
         step_s=step_s,
         **meter.read(targets / step_s),
-        **session.precision.look(loss, norm),
+        **session.precision.look(loss, done.grad_norm),
         **({} if done.load is None else done.load.figures()),
     )
     if done.load is not None and session.ranks.rank == 0 and load_due(session.step, session.job.train.steps):
         session.events.write("experts", step=session.step, layers=done.load.rows())
     session.precision.require_scale(session.step, session.has_checkpoint)
     if not session.precision.skipped:
-        _require_finite(session, loss=loss, gradient_norm=norm)
+        _require_finite(session, loss=loss, gradient_norm=done.grad_norm)
     return done.stops > 0
 
 
@@ -173,10 +175,11 @@ def forward_backward(session: Session, batches: Iterable[Batch], divisor: int) -
         found = session.pipeline.train(batches, divisor, session.audit)
         session.owned.complete_gradients()
         return found
+    if isinstance(session.model, Decoder):
+        session.model.expect_gradient(1 / divisor)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     targets_seen = 0
     for index, batch in enumerate(batches):
-        targets_seen += int((batch.targets >= 0).sum())
         if session.audit is not None:
             session.audit.before_forward(index)
         with without_reduction(session.module, session.job, last=index == micro_batches - 1):
@@ -188,6 +191,7 @@ def forward_backward(session: Session, batches: Iterable[Batch], divisor: int) -
             if session.reducer is not None:
                 session.reducer.begin(last=index == micro_batches - 1)
             session.precision.backward(loss / divisor)
+        targets_seen += int((batch.targets >= 0).sum())  # while the device is at work
         session.noise_scale.after_micro_batch(targets_seen)
         loss_sum += loss.detach()
     if session.reducer is not None:

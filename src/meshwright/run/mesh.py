@@ -87,18 +87,23 @@ class Ranks:
         assert axis in self.groups, f"no group for {axis or 'nothing'}: there are {list(self.groups)}"
         return self.groups[axis]
 
-    def add_up(self, values: Sequence[Tensor | float]) -> list[float]:
+    def add_up(self, values: Sequence[Tensor | float], beside: Sequence[Tensor] = ()) -> list[float]:
         """Sum small control values over all ranks: every rank sends its own and gets the sums.
 
         One process gets its own values back and calls nothing. The host waits for a GPU once, for the sums:
         its own values are filled in there, as a copy of each would wait, too.
+
+        Args:
+            values: Those to sum.
+            beside: Values of the device to read at the same time; they are not summed, and come last.
         """
         with torch.no_grad():
             scalars = [v if isinstance(v, Tensor) else self._fill(v) for v in values]
             summed = torch.stack([scalar.to(self.device, torch.float64) for scalar in scalars])
             if self.control is not None:
                 dist.all_reduce(summed, group=self.control)
-            return summed.tolist()
+            own = [scalar.to(self.device, torch.float64).view(1) for scalar in beside]
+            return torch.cat((summed, *own)).tolist() if own else summed.tolist()
 
     def _fill(self, value: float) -> Tensor:
         return torch.full((), value, dtype=torch.float64, device=self.device)

@@ -173,6 +173,8 @@ class Head(nn.Linear):
     """Its matrix in the precision of the product, where a copy is kept."""
     fused = False
     """Whether its loss is made by compiled code, of logits in 16 bits."""
+    expected_gradient = 1.0
+    """Of the loss, in the backward passes to come."""
 
     def matrix(self) -> Tensor:
         """The rows of the words."""
@@ -185,7 +187,15 @@ class Head(nn.Linear):
     def loss(self, x: Tensor, targets_BT: Tensor, chunk: int) -> Tensor:
         """The loss **summed** over the targets that are not ``IGNORED``, ``chunk`` tokens at a time."""
         x_ND, targets_N = x.flatten(0, 1), targets_BT.flatten()
-        return linear_cross_entropy(x_ND, self.matrix(), targets_N, chunk, low_VD=self.low, fused=self.fused)
+        return linear_cross_entropy(
+            x_ND,
+            self.matrix(),
+            targets_N,
+            chunk,
+            low_VD=self.low,
+            fused=self.fused,
+            expected=self.expected_gradient,
+        )
 
 
 def _build_table(rows: int, width: int) -> nn.Embedding:
@@ -302,6 +312,14 @@ class Decoder(nn.Module):
                 return x
             x = self.norm(x)
         return self.head(x) if targets_BT is None else self.head.loss(x, targets_BT, self.loss_chunk)
+
+    def expect_gradient(self, expected: float) -> None:
+        """Tell what the loss's gradient will be: then gradients are made with it, and not scaled after.
+
+        Another one comes out right as well, and costs a pass over the head's gradient.
+        """
+        if self.last:
+            self.head.expected_gradient = expected
 
     def _run_fused(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
         """What the head reads, by our own kernels."""

@@ -89,7 +89,9 @@ def can_scale(outputs: int, inputs: int) -> bool:
     return outputs % ALIGNED == 0 and inputs % ALIGNED == 0
 
 
-def multiply(a: Tensor, b_turned: Tensor, scale_a: Tensor, scale_b: Tensor | None, fast: bool) -> Tensor:
+def multiply(
+    a: Tensor, b_turned: Tensor, scale_a: Tensor, scale_b: Tensor | None, fast: bool, exact: bool = False
+) -> Tensor:
     """``a b``; both are read along their rows, so ``b`` is given transposed.
 
     Args:
@@ -98,12 +100,15 @@ def multiply(a: Tensor, b_turned: Tensor, scale_a: Tensor, scale_b: Tensor | Non
         scale_a: Of its rows.
         scale_b: Likewise; None where those have gone into the other operand.
         fast: Whether sums do without the extra float32 register.
+        exact: Whether what comes out is float32, not bfloat16: on GPUs, as CPUs round.
     """
     if scale_b is None:
         scale_b = torch.ones(b_turned.shape[0], dtype=torch.float32, device=b_turned.device)
-    return torch._scaled_mm(
-        a, b_turned.t(), scale_a, scale_b.view(1, -1), out_dtype=torch.bfloat16, use_fast_accum=fast
+    dtype = torch.float32 if exact and a.is_cuda else torch.bfloat16
+    out = torch._scaled_mm(
+        a, b_turned.t(), scale_a, scale_b.view(1, -1), out_dtype=dtype, use_fast_accum=fast
     )
+    return out.float() if exact else out
 
 
 def forward_product(x_NI: Tensor, scale_N1: Tensor, weight_OI: Tensor) -> Tensor:

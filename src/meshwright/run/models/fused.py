@@ -7,10 +7,10 @@ adds first and no pass does only that::
     delta = multiply(attention(q, k, v))
     total, delta = feed_forward(total, delta)     add, norm, one product, silu x up, one product
 
-Each of the three has its backward pass written out. What they keep from forward to backward is what selective
-recomputation keeps (the stream at both norms, queries, keys and values as attention reads them, what comes out
-of attention, gate and up); the norms' outputs and what ``down`` reads are written once more by the pass that
-has their parts at hand. Nothing is compiled, so a run starts as fast as an eager one.
+Each of the three has its backward pass written out. With selective recomputation they keep the stream at both
+norms, queries, keys and values as attention reads them, what comes out of attention, and gate and up; the norms'
+outputs and what ``down`` reads are written once more by the pass that has their parts at hand, which costs one
+write of each. Without recomputation those are kept, too. No block is compiled.
 
 Shape suffixes: N tokens, D hidden, W columns of all heads, B batch, T tokens of a sequence, H query heads,
 K key heads, E head size, F feed-forward, G = 2 F, O and I outputs and inputs of a product.
@@ -69,7 +69,12 @@ class Matrix:
 
     def gradients(self, grad_NO: Tensor, x_NI: Tensor) -> tuple[Tensor, ...]:
         """Of each matrix, float32."""
-        return weight_gradient(grad_NO, x_NI).split(self.rows)
+        if not (self.scaled and fp8.WEIGHT_GRADIENT_IN_FP8 and len(grad_NO) % fp8.ALIGNED == 0):
+            return weight_gradient(grad_NO, x_NI).split(self.rows)
+        grad, x = kernels.cast_columns(grad_NO), kernels.cast_columns(x_NI)
+        assert grad.scale is not None and x.scale is not None, "both are of 8 bits"
+        whole_OI = fp8.multiply(grad.values, x.values, grad.scale, x.scale, fp8.FAST_BACKWARD, exact=True)
+        return whole_OI.split(self.rows)
 
 
 class _Projection(torch.autograd.Function):
@@ -95,7 +100,8 @@ class _Projection(torch.autograd.Function):
         )
         queries, keys = (rows // block.head_size for rows in block.projection.rows[:2])
         kernels.turn_heads(heads_BHTE[:, : queries + keys], *rope)
-        ctx.save_for_backward(total_ND, inverse_N, weight_D, *rope)
+        kept = (normal.values,) if block.keeps_all and normal.scale is None else ()
+        ctx.save_for_backward(total_ND, inverse_N, weight_D, *rope, *kept)
         ctx.block, ctx.added = block, delta_BTD is not None
         total_BTD = x_BTD if delta_BTD is None else total_ND.view(batch, length, width)
         return total_BTD, *heads_BHTE.split((queries, keys, keys), dim=1)
@@ -103,14 +109,20 @@ class _Projection(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BTD: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        total_ND, inverse_N, weight_D, cos_TE, sin_TE = ctx.saved_tensors
+        total_ND, inverse_N, weight_D, cos_TE, sin_TE, *kept = ctx.saved_tensors
         matrix = ctx.block.projection
-        grad_NW = kernels.turn_back(*grads, cos_TE, sin_TE)
+        q, k, v = grads
+        grad_NW = kernels.turn_back(q, k, v, cos_TE, sin_TE)
         came = kernels.norm_backward(
-            matrix.multiply_back(grad_NW), total_ND, inverse_N, weight_D, grad_BTD.flatten(0, 1)
+            matrix.multiply_back(grad_NW),
+            total_ND,
+            inverse_N,
+            weight_D,
+            grad_BTD.flatten(0, 1),
+            normal=not kept,
         )
-        assert came.normal_ND is not None, "it was wanted"
-        masters = matrix.gradients(grad_NW, came.normal_ND)
+        (normal_ND,) = kept or (came.normal_ND,)
+        masters = matrix.gradients(grad_NW, normal_ND)
         low_BTD = came.low_ND.view_as(grad_BTD) if ctx.added else None
         return came.stream_ND.view_as(grad_BTD), low_BTD, came.weight_D, None, None, *masters
 
@@ -146,25 +158,36 @@ class _FeedForward(torch.autograd.Function):
             x_BTD.flatten(0, 1), delta_BTD.flatten(0, 1), weight_D, block.ffn_eps, block.entry.reads
         )
         both_NG = block.entry.multiply(normal)
+        inner = kernels.gate(both_NG, block.exit.reads)
+        kept = (
+            (normal.values, inner.values) if block.keeps_all and normal.scale is inner.scale is None else ()
+        )
+        ctx.save_for_backward(total_ND, inverse_N, weight_D, both_NG, *kept)
         del normal
-        out_ND = block.exit.multiply(kernels.gate(both_NG, block.exit.reads))
-        ctx.save_for_backward(total_ND, inverse_N, weight_D, both_NG)
+        out_ND = block.exit.multiply(inner)
         ctx.block = block
         return total_ND.view_as(x_BTD), out_ND.view_as(delta_BTD)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BTD: Tensor, grad_out_BTD: Tensor) -> tuple[Tensor | None, ...]:
-        total_ND, inverse_N, weight_D, both_NG = ctx.saved_tensors
+        total_ND, inverse_N, weight_D, both_NG, *kept = ctx.saved_tensors
         block, grad_out_ND = ctx.block, grad_out_BTD.flatten(0, 1)
-        grad_NG, inner_NF = kernels.gate_backward(both_NG, block.exit.multiply_back(grad_out_ND))
+        grad_NG, inner_NF = kernels.gate_backward(
+            both_NG, block.exit.multiply_back(grad_out_ND), inner=not kept
+        )
+        normal_ND, inner_NF = kept or (None, inner_NF)
         down = block.exit.gradients(grad_out_ND, inner_NF)
         del inner_NF
         came = kernels.norm_backward(
-            block.entry.multiply_back(grad_NG), total_ND, inverse_N, weight_D, grad_BTD.flatten(0, 1)
+            block.entry.multiply_back(grad_NG),
+            total_ND,
+            inverse_N,
+            weight_D,
+            grad_BTD.flatten(0, 1),
+            normal=not kept,
         )
-        assert came.normal_ND is not None, "it was wanted"
-        both = block.entry.gradients(grad_NG, came.normal_ND)
+        both = block.entry.gradients(grad_NG, normal_ND if kept else came.normal_ND)
         stream, low = came.stream_ND.view_as(grad_BTD), came.low_ND.view_as(grad_BTD)
         return stream, low, came.weight_D, None, *both, *down
 
@@ -183,7 +206,10 @@ class _LastNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor | None, ...]:
-        came = kernels.norm_backward(grad_BTD.flatten(0, 1), *ctx.saved_tensors, None, normal=False)
+        total_ND, inverse_N, weight_D = ctx.saved_tensors
+        came = kernels.norm_backward(
+            grad_BTD.flatten(0, 1), total_ND, inverse_N, weight_D, None, normal=False
+        )
         return came.stream_ND.view_as(grad_BTD), came.low_ND.view_as(grad_BTD), came.weight_D, None
 
 
@@ -213,6 +239,8 @@ class FusedBlock:
         self._norms = (block.attention_norm, block.ffn_norm)
         self.attention_eps, self.ffn_eps = (norm.eps for norm in self._norms)
         self.head_size = attention.head_size
+        self.keeps_all = block.recompute == "none"
+        """Whether what products read is kept, too; in 8 bits it would not serve the gradients of weights."""
         self.projection = _join(attention.joint.low, (attention.wq, attention.wk, attention.wv))
         self.out = _join(attention.wo.low, (attention.wo,))
         self.entry = _join(ffn.joint.low, (ffn.gate, ffn.up))

@@ -189,25 +189,41 @@ def gate(both_NG: Tensor, dtype: torch.dtype) -> Rows:
     return Rows(out_NF)
 
 
-def gate_backward(both_NG: Tensor, grad_NF: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up beside each other, and what came out of :func:`gate`, made again."""
+def gate_backward(both_NG: Tensor, grad_NF: Tensor, inner: bool = True) -> tuple[Tensor, Tensor | None]:
+    """Gradients of gate and up beside each other; where ``inner``, what came out of :func:`gate` once more."""
     if not on_gpu(both_NG):
         gate_NF, up_NF = both_NG.float().chunk(2, dim=-1)
         exact_NF, share_NF = grad_NF.float(), torch.sigmoid(gate_NF)
         swish_NF = gate_NF * share_NF
         to_gate_NF = exact_NF * up_NF * (share_NF + swish_NF * (1 - share_NF))
         out_NG = torch.cat((to_gate_NF, exact_NF * swish_NF), dim=-1)
-        return out_NG.to(both_NG.dtype), (swish_NF * up_NF).to(both_NG.dtype)
-    out_NG, inner_NF = torch.empty_like(both_NG), torch.empty_like(grad_NF)
+        return out_NG.to(both_NG.dtype), (swish_NF * up_NF).to(both_NG.dtype) if inner else None
+    out_NG, inner_NF = torch.empty_like(both_NG), torch.empty_like(grad_NF) if inner else None
     _triton().gate_backward(both_NG, grad_NF, out_NG, inner_NF)
     return out_NG, inner_NF
 
 
-def softmax_loss(logits_CV: Tensor, targets_C: Tensor, ignored: int, gradient: bool) -> Tensor:
-    """Losses of tokens, float32; where the gradient of their sum is wanted, it takes the logits' place. On GPUs."""
+def softmax_loss(logits_CV: Tensor, targets_C: Tensor, factor: float, ignored: int, gradient: bool) -> Tensor:
+    """Losses of tokens, float32; on GPUs.
+
+    Args:
+        logits_CV: Where it is wanted, the gradient of the losses' sum takes their place.
+        targets_C: Words.
+        factor: What the gradient is multiplied by.
+        ignored: A target without loss.
+        gradient: Whether it is wanted.
+    """
     losses_C = torch.empty(len(targets_C), dtype=torch.float32, device=logits_CV.device)
-    _triton().softmax_loss(logits_CV, targets_C, losses_C, ignored, gradient)
+    _triton().softmax_loss(logits_CV, targets_C, losses_C, factor, ignored, gradient)
     return losses_C
+
+
+def scale(x: Tensor, factor: Tensor) -> None:
+    """Multiply in place by a number on the device; where that is 1, a GPU does not pass over the values."""
+    if on_gpu(x):
+        _triton().scale(x, factor)
+    else:
+        x.mul_(factor)
 
 
 def cast_rows(x: Tensor, by: Tensor | None = None) -> Rows:
@@ -216,6 +232,16 @@ def cast_rows(x: Tensor, by: Tensor | None = None) -> Rows:
         return Rows(*fp8.cast_rows(x if by is None else x.float() * by.view(1, -1)))
     cast, scale = torch.empty(x.shape, dtype=fp8.E4M3, device=x.device), _scales(x)
     _triton().cast_rows(x, by, cast, scale)
+    return Rows(cast, scale)
+
+
+def cast_columns(x: Tensor) -> Rows:
+    """The same by columns, and transposed: each column becomes a row with its scale."""
+    if not on_gpu(x):
+        return Rows(*fp8.cast_columns(x))
+    cast = torch.empty(x.shape[1], x.shape[0], dtype=fp8.E4M3, device=x.device)
+    scale = _scales(cast)
+    _triton().cast_columns(x, cast, scale)
     return Rows(cast, scale)
 
 

@@ -62,10 +62,10 @@ def fused_softmax_loss(logits_CV: Tensor, targets_C: Tensor, wanted: bool) -> tu
 
 
 def _softmax_loss_in_place(
-    logits_CV: Tensor, targets_C: Tensor, wanted: bool
+    expected: float, logits_CV: Tensor, targets_C: Tensor, wanted: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The same by a kernel for GPUs; the gradient takes the place of the logits."""
-    losses_C = kernels.softmax_loss(logits_CV, targets_C, IGNORED, wanted)
+    """The same by a kernel for GPUs; the gradient, times the expected one, takes the place of the logits."""
+    losses_C = kernels.softmax_loss(logits_CV, targets_C, expected, IGNORED, wanted)
     return losses_C.sum(), logits_CV if wanted else None
 
 
@@ -83,6 +83,7 @@ def linear_cross_entropy(
     softmax: Softmax = softmax_loss,
     low_VD: Tensor | None = None,
     fused: bool = False,
+    expected: float = 1.0,
 ) -> Tensor:
     """The loss **summed** over the targets that are not ``IGNORED``, in float32.
 
@@ -94,15 +95,19 @@ def linear_cross_entropy(
         softmax: Makes the loss of logits; another one where a rank has those of some words alone.
         low_VD: The weight in the precision of the product, where somebody keeps it; else it is made here.
         fused: Whether a compiled function makes the loss, of logits that stay in the product's precision.
+        expected: The gradient of the loss that the backward pass will begin with, if it is known.
     """
+    if not (fused and x_ND.is_cuda and x_ND.dtype == torch.bfloat16):  # of fp16 it would leave the range
+        expected = 1.0
     if fused:
         assert softmax is softmax_loss, "a loss that asks other ranks is not compiled"
-        softmax = _softmax_loss_in_place if x_ND.is_cuda else _compile_softmax_loss()
+        in_place = functools.partial(_softmax_loss_in_place, expected)
+        softmax = in_place if x_ND.is_cuda else _compile_softmax_loss()
     if low_VD is None:
         low_VD = weight_VD.detach().to(x_ND.dtype)
     assert low_VD.dtype == x_ND.dtype, f"the head's copy is {low_VD.dtype}, what it reads is {x_ND.dtype}"
     if torch.is_grad_enabled():
-        return _LinearCrossEntropy.apply(x_ND, weight_VD, low_VD, targets_N, chunk, softmax, fused)
+        return _LinearCrossEntropy.apply(x_ND, weight_VD, low_VD, targets_N, chunk, softmax, fused, expected)
     losses = []
     for x_CD, targets_C in zip(x_ND.split(chunk), targets_N.split(chunk), strict=True):
         with torch.autocast(x_ND.device.type, enabled=False):
@@ -128,6 +133,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         softmax: Softmax,
         fused: bool,
+        expected: float,
     ) -> Tensor:
         grad_x_ND = torch.empty_like(x_ND)
         in_product = fused and weight_VD.dtype != x_ND.dtype and _can_add_in_product(x_ND.device, x_ND.dtype)
@@ -150,7 +156,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 else:
                     grad_weight_VD.add_(grad_CV.T @ x_CD)  # summed over chunks in float32
                 del grad_CV  # or it would live beside the next chunk's logits
-        ctx.gradients = (grad_x_ND, grad_weight_VD)
+        ctx.gradients, ctx.expected = (grad_x_ND, grad_weight_VD), expected
         return torch.stack(losses).sum()
 
     @staticmethod
@@ -158,7 +164,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x_ND, grad_weight_VD = ctx.gradients
         ctx.gradients = None  # the weight's gradient is then taken over, not copied
-        return grad_x_ND.mul_(grad), grad_weight_VD.mul_(grad), None, None, None, None, None
+        for made in (grad_x_ND, grad_weight_VD):
+            kernels.scale(made, grad / ctx.expected)
+        return grad_x_ND, grad_weight_VD, None, None, None, None, None, None
 
 
 @functools.cache

@@ -17,12 +17,18 @@ from torch import Tensor
 LARGEST = tl.constexpr(448.0)
 """Of e4m3."""
 LEAST_AMAX = tl.constexpr(2.0**-100)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1e30)
+"""Below every logit; minus infinity less itself would be no number."""
 WARP_ELEMENTS = 256
 """Of a row, what a warp works on."""
 THREADS = 1024
 """Of a multiprocessor, where programs stay and go from row to row."""
 GATE_BLOCK = 2048
-LOSS_BLOCK = 8192
+SCALE_BLOCK = 8192
+LOSS_BLOCK, LOSS_BLOCKS = 8192, 4
+AMAX_ROWS, AMAX_COLUMNS, AMAX_STEPS = 32, 128, 16
+"""What a program looks through for the largest of each column: so many tiles, one below the other."""
 TILE_ROWS, TILE_COLUMNS = 64, 128
 """Of a matrix that is turned."""
 
@@ -106,7 +112,7 @@ def add_norm(
         ADD=delta is not None,
         CAST=scale is not None,
         BLOCK=block,
-        num_warps=_warps(block),
+        num_warps=_warps(block, most=8),
     )
 
 
@@ -138,13 +144,15 @@ def _norm_backward(
     for row in range(program, rows, tl.num_programs(0)):
         grad = tl.load(grad_ptr + at, mask=there, other=0.0).to(tl.float32)
         x = tl.load(total_ptr + at, mask=there, other=0.0).to(tl.float32)
+        if BESIDE:  # loaded before the sum over the row is waited for
+            beside = tl.load(beside_ptr + at, mask=there, other=0.0).to(tl.float32)
         inverse = tl.load(inverse_ptr + row)
         unit = x * inverse
         sums += grad * unit
         weighed = grad * weight
         out = (weighed - unit * (tl.sum(weighed * unit, 0) / width)) * inverse
         if BESIDE:
-            out += tl.load(beside_ptr + at, mask=there, other=0.0).to(tl.float32)
+            out += beside
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=there)
         if LOW:
             tl.store(low_ptr + at, out.to(low_ptr.dtype.element_ty), mask=there)
@@ -297,7 +305,7 @@ def gate_cast(both: Tensor, cast: Tensor, scale: Tensor) -> None:
 
 
 @triton.jit
-def _gate_backward(both_ptr, grad_ptr, out_ptr, inner_ptr, width, BLOCK: tl.constexpr):
+def _gate_backward(both_ptr, grad_ptr, out_ptr, inner_ptr, width, INNER: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = columns < width
@@ -308,16 +316,19 @@ def _gate_backward(both_ptr, grad_ptr, out_ptr, inner_ptr, width, BLOCK: tl.cons
     share = tl.sigmoid(gate)
     swish = gate * share
     kind = out_ptr.dtype.element_ty
-    tl.store(inner_ptr + row * width + columns, (swish * up).to(kind), mask=there)
+    if INNER:
+        tl.store(inner_ptr + row * width + columns, (swish * up).to(kind), mask=there)
     tl.store(out_ptr + at, (grad * up * (share + swish * (1 - share))).to(kind), mask=there)
     tl.store(out_ptr + at + width, (grad * swish).to(kind), mask=there)
 
 
-def gate_backward(both: Tensor, grad: Tensor, out: Tensor, inner: Tensor) -> None:
+def gate_backward(both: Tensor, grad: Tensor, out: Tensor, inner: Tensor | None) -> None:
     """See ``kernels.gate_backward``."""
     rows, width = grad.shape
     grid = (rows, triton.cdiv(width, GATE_BLOCK))
-    _gate_backward[grid](both, grad, out, inner, width, BLOCK=GATE_BLOCK, num_warps=8)
+    _gate_backward[grid](
+        both, grad, out, inner, width, INNER=inner is not None, BLOCK=GATE_BLOCK, num_warps=8
+    )
 
 
 @triton.jit
@@ -325,51 +336,81 @@ def _softmax_loss(
     logits_ptr,
     targets_ptr,
     losses_ptr,
+    factor,
     words,
     IGNORED: tl.constexpr,
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row)
     counted = target != IGNORED
     logits_ptr += row * words
-    nothing = float("-inf")
-    largest = tl.full((BLOCK,), nothing, tl.float32)
+    largest = tl.full((BLOCK,), LOWEST, tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, words, 2 * BLOCK):  # two at a time: three exponentials for them, not four
-        columns = start + tl.arange(0, BLOCK)
-        there, also_there = columns < words, columns + BLOCK < words
-        x = tl.load(logits_ptr + columns, mask=there, other=nothing, eviction_policy="evict_last")
-        y = tl.load(
-            logits_ptr + BLOCK + columns, mask=also_there, other=nothing, eviction_policy="evict_last"
-        )
-        x, y = x.to(tl.float32), y.to(tl.float32)
-        larger = tl.maximum(largest, tl.maximum(x, y))
-        base = tl.where(larger == nothing, 0.0, larger)
-        sums = sums * tl.exp(largest - base) + tl.exp(x - base) + tl.exp(y - base)
+    # Of several blocks first the largest, then the sum: what was summed before is scaled once for all of them.
+    for start in range(0, words, BLOCKS * BLOCK):
+        larger = largest
+        for number in tl.static_range(BLOCKS):
+            columns = start + number * BLOCK + tl.arange(0, BLOCK)
+            there = columns < words
+            x = tl.load(logits_ptr + columns, mask=there, other=LOWEST, eviction_policy="evict_last")
+            larger = tl.maximum(larger, x.to(tl.float32) * LOG2_E)
+        sums = sums * tl.exp2(largest - larger)
+        for number in tl.static_range(BLOCKS):
+            columns = start + number * BLOCK + tl.arange(0, BLOCK)
+            there = columns < words
+            x = tl.load(logits_ptr + columns, mask=there, other=LOWEST, eviction_policy="evict_last")
+            sums += tl.exp2(x.to(tl.float32) * LOG2_E - larger)
         largest = larger
     top = tl.max(largest, 0)
-    total = tl.sum(sums * tl.exp(largest - top), 0)
+    total = tl.sum(sums * tl.exp2(largest - top), 0)
     of_target = tl.load(logits_ptr + tl.where(counted, target, 0)).to(tl.float32)
-    tl.store(losses_ptr + row, tl.where(counted, tl.log(total) + top - of_target, 0.0))
+    tl.store(losses_ptr + row, tl.where(counted, tl.log(total) + top / LOG2_E - of_target, 0.0))
     if GRADIENT:
-        factor = tl.where(counted, 1.0 / total, 0.0)
+        factor = tl.where(counted, factor, 0.0)
         for start in range(0, words, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             there = columns < words
-            x = tl.load(logits_ptr + columns, mask=there, other=nothing, eviction_policy="evict_first")
-            grad = tl.exp(x.to(tl.float32) - top) * factor
-            grad -= tl.where((columns == target) & counted, 1.0, 0.0)
+            x = tl.load(logits_ptr + columns, mask=there, other=LOWEST, eviction_policy="evict_first")
+            grad = tl.exp2(x.to(tl.float32) * LOG2_E - top) / total
+            grad = (grad - tl.where(columns == target, 1.0, 0.0)) * factor
             tl.store(logits_ptr + columns, grad.to(logits_ptr.dtype.element_ty), mask=there)
 
 
-def softmax_loss(logits: Tensor, targets: Tensor, losses: Tensor, ignored: int, gradient: bool) -> None:
+def softmax_loss(
+    logits: Tensor, targets: Tensor, losses: Tensor, factor: float, ignored: int, gradient: bool
+) -> None:
     """See ``kernels.softmax_loss``."""
     rows, words = logits.shape
     _softmax_loss[(rows,)](
-        logits, targets, losses, words, IGNORED=ignored, GRADIENT=gradient, BLOCK=LOSS_BLOCK, num_warps=32
+        logits,
+        targets,
+        losses,
+        factor,
+        words,
+        IGNORED=ignored,
+        GRADIENT=gradient,
+        BLOCK=LOSS_BLOCK,
+        BLOCKS=LOSS_BLOCKS,
+        num_warps=32,
     )
+
+
+@triton.jit
+def _scale(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor != 1.0:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + at, mask=at < count, other=0.0)
+        tl.store(x_ptr + at, (x.to(tl.float32) * factor).to(x.dtype), mask=at < count)
+
+
+def scale(x: Tensor, factor: Tensor) -> None:
+    """See ``kernels.scale``."""
+    count = x.numel()
+    _scale[(triton.cdiv(count, SCALE_BLOCK),)](x, factor, count, BLOCK=SCALE_BLOCK, num_warps=16)
 
 
 @triton.jit
@@ -390,7 +431,52 @@ def cast_rows(x: Tensor, by: Tensor | None, cast: Tensor, scale: Tensor) -> None
     """See ``kernels.cast_rows``."""
     rows, width = x.shape
     block = triton.next_power_of_2(width)
-    _cast_rows[(rows,)](x, by, cast, scale, width, BY=by is not None, BLOCK=block, num_warps=_warps(block))
+    _cast_rows[(rows,)](
+        x, by, cast, scale, width, BY=by is not None, BLOCK=block, num_warps=_warps(block // 4)
+    )
+
+
+@triton.jit
+def _column_amax(
+    x_ptr, amax_ptr, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr
+):
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    best = tl.zeros((ROWS, COLUMNS), tl.float32)
+    first = tl.program_id(0).to(tl.int64) * ROWS * STEPS + tl.arange(0, ROWS)
+    for step in range(STEPS):
+        row = first + step * ROWS
+        there = (row < rows)[:, None] & (columns < width)[None, :]
+        x = tl.load(x_ptr + row[:, None] * width + columns[None, :], mask=there, other=0.0)
+        best = tl.maximum(best, tl.abs(x.to(tl.float32)))
+    tl.atomic_max(amax_ptr + columns, tl.max(best, 0), mask=columns < width, sem="relaxed")
+
+
+@triton.jit
+def _cast_columns(
+    x_ptr, amax_ptr, cast_ptr, scale_ptr, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    there = (r < rows)[:, None] & (c < width)[None, :]
+    x = tl.load(x_ptr + r.to(tl.int64)[:, None] * width + c[None, :], mask=there, other=0.0).to(tl.float32)
+    amax = tl.maximum(tl.load(amax_ptr + c, mask=c < width, other=1.0), LEAST_AMAX)
+    if tl.program_id(0) == 0:
+        tl.store(scale_ptr + c, amax / LARGEST, mask=c < width)
+    x = x / (amax / LARGEST)[None, :]
+    x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST).to(cast_ptr.dtype.element_ty)
+    tl.store(cast_ptr + c.to(tl.int64)[None, :] * rows + r[:, None], x, mask=there)
+
+
+def cast_columns(x: Tensor, cast: Tensor, scale: Tensor) -> None:
+    """See ``kernels.cast_columns``."""
+    rows, width = x.shape
+    amax = torch.zeros(width, dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(rows, AMAX_ROWS * AMAX_STEPS), triton.cdiv(width, AMAX_COLUMNS))
+    _column_amax[grid](
+        x, amax, rows, width, ROWS=AMAX_ROWS, COLUMNS=AMAX_COLUMNS, STEPS=AMAX_STEPS, num_warps=8
+    )
+    grid = (triton.cdiv(rows, TILE_ROWS), triton.cdiv(width, TILE_COLUMNS))
+    _cast_columns[grid](x, amax, cast, scale, rows, width, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS, num_warps=4)
 
 
 @triton.jit
