@@ -8,8 +8,8 @@ These functions know nothing of gradients; ``run.models.fused`` puts them togeth
 On GPUs they are Triton's (``triton_kernels``). Elsewhere torch's operations compute the same: what the
 kernels are compared with.
 
-Shape suffixes: N tokens, D hidden, W columns of several heads, B batch, T tokens of a sequence, H query heads,
-K key heads, E head size, F feed-forward, G = 2 F, C tokens of a chunk, V words.
+Shape suffixes: N tokens, D hidden, W columns of several heads, B batch, T tokens of a sequence, H query
+heads, K key heads, E head size, F feed-forward, G = 2 F, C tokens of a chunk, V words.
 """
 
 from __future__ import annotations

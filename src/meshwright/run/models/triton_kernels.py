@@ -1,8 +1,8 @@
 """The kernels of :mod:`meshwright.run.models.kernels`, in Triton: imported where there is a GPU, only then.
 
 Each is bound by memory, so each reads what it needs once, a row (or a tile) of a matrix to a program,
-computes in float32 and writes what comes out. How many warps share a row follows from its width: the shapes in
-``benchmarks/one_device.py`` move at 3.5 to 4.2 TB/s on an H200, whose copies reach 4.3.
+computes in float32 and writes what comes out. How many warps share a row follows from its width: those of
+``benchmarks/one_device.py`` move at 3 to 4.2 TB/s on an H200, whose copies reach 4.3.
 """
 
 from __future__ import annotations
