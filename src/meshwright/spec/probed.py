@@ -14,14 +14,17 @@ from pydantic import ConfigDict
 from meshwright.spec.fields import SECTION_CONFIG, Count, Natural, NonNegative, Positive
 
 
+Precision = Literal["fp32", "bf16", "fp8"]
+
+
 @dataclass(frozen=True)
 class ProductTime:
     """A linear layer's three matrix products: a weight (columns x depth) applied to rows."""
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
-    precision: Literal["fp32", "bf16"]
-    """Of what the products read."""
+    precision: Precision
+    """Of what the products read; in fp8 with the casts of weight and gradient, as a step does them."""
     rows: Count
     """Tokens."""
     columns: Count
@@ -80,6 +83,8 @@ class Probed:
     """Time of an operation on almost nothing."""
     elementwise: Positive = 1.0
     """Time of what is neither product nor attention, over its bytes at a copy's rate; of real steps."""
+    own_elementwise: Positive = 1.08
+    """The same of our own kernels, timed alone; left out, what it is on an H200 (November 2026)."""
     block_s: NonNegative = 0.0
     """Time that the host takes for both passes of a block; beside a GPU's own time it is hidden."""
     step_s: NonNegative = 0.0
