@@ -166,7 +166,9 @@ def _time_scaled(
         try:
             times = machine.time_scaled(device, sizes, programme.seconds)
         except Exception as error:
-            output.warn(f"no products in 8 bits, so that steps in fp8 are not predicted: {_first_line(error)}")
+            output.warn(
+                f"no products in 8 bits, so that steps in fp8 are not predicted: {_first_line(error)}"
+            )
             return
         yield ProductTime("fp8", *sizes, *map(_round, times))
         shape = f"{sizes.rows} x {sizes.columns} x {sizes.depth}"

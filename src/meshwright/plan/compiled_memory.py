@@ -1,9 +1,9 @@
 """What a compiled step of a dense decoder holds on a GPU, moment by moment.
 
-Blocks that our own kernels compute are counted in ``own_memory``. Of the others the compiler decides what they
-keep, so this is a model of it, not a count to the byte as in ``decoder_memory``. With T tokens in a micro-batch, D hidden, Q and K the widths of all query and key heads, H
-heads, F feed-forward, V vocabulary, e bytes of what products read and r of the residual stream, a block with
-SwiGLU keeps from forward to backward::
+Blocks that our own kernels compute are counted in ``own_memory``. Of the others the compiler decides what
+they keep, so this is a model of it, not a count to the byte as in ``decoder_memory``. With T tokens in a
+micro-batch, D hidden, Q and K the widths of all query and key heads, H heads, F feed-forward, V vocabulary, e
+bytes of what products read and r of the residual stream, a block with SwiGLU keeps from forward to backward::
 
     selective  T x (r D + (Q + 2 K) e + (Q e + 4 H) + D e + 2 F e)
                     input  q, k, v       attention    wo    gate, up
@@ -16,9 +16,10 @@ joint product gave, which lives as long as they; where there is none, ``none`` k
 torch 2.13 on CPU, blocks keep that to the byte.
 
 Beside that live 16-bit copies of all matrices but the embedding, from step to step; the loss's buffer of a
-chunk's logits in 16 bits (two in float32 products, where the gradient does not take their place), what it reads
-and the gradient of that, and the head's gradient in float32; and on the way back, at the widest point of a block, what is made inside its feed-forward: T x 4 F e, without
-recomputation T x 2 F e. Gradients of weights are float32, and each lives from where it is made.
+chunk's logits in 16 bits (two in float32 products, where the gradient does not take their place), what it
+reads and the gradient of that, and the head's gradient in float32; and on the way back, at the widest point
+of a block, what is made inside its feed-forward: T x 4 F e, without recomputation T x 2 F e. Gradients of
+weights are float32, and each lives from where it is made.
 """
 
 from __future__ import annotations

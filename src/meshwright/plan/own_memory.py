@@ -1,7 +1,8 @@
 """What a block that our own kernels compute keeps and makes, to the byte (``run.models.fused``).
 
-With T tokens in a micro-batch, D hidden, Q and K the widths of all query and key heads, H heads, F feed-forward,
-e bytes of what products read and r of the residual stream, a block keeps from forward to backward::
+With T tokens in a micro-batch, D hidden, Q and K the widths of all query and key heads, H heads, F
+feed-forward, e bytes of what products read and r of the residual stream, a block keeps from forward to
+backward::
 
     selective  T x (2 (r D + 4) + (Q + 2 K) e + Q e + 4 H + 2 F e)
                     both norms    q, k, v       attention   gate, up
@@ -68,7 +69,7 @@ class _Matrix:
 
     @property
     def back(self) -> int:
-        """What the gradient of its input takes beside that: the gradient, the matrix and that turned, cast."""
+        """What the gradient of its input takes beside it, cast: gradient, matrix, and that turned."""
         return self.tokens * self.outputs + 2 * self.outputs * self.inputs if self.scaled else 0
 
     @property

@@ -6,12 +6,12 @@ For a token, with the letters of ``own_memory``, a block of ``run.models.fused``
     rotation             (Q + K) e read and written
     gate                 2 F e read, F e written
     its way back         3 F e read, 2 F e written, and F e where down's input is made again
-    norm's, twice        D e + 2 r D read, r D (and D e where r is not e) written, and D e for its output again
+    norm's, twice        D e + 2 r D read, r D (and D e if r is not e) written, and D e for its output again
     rotation's           (Q + 2 K) e read and written
 
-In 8 bits the first and the third write one byte, and what comes out of attention is cast in a pass of its own. The
-other casts are of a product's operands, and in its time. Full recomputation adds what the last block gave in a
-pass, so that norms read the stream alone, and runs the forward passes twice.
+In 8 bits the first and the third write one byte, and what comes out of attention is cast in a pass of its
+own. The other casts are of a product's operands, and in its time. Full recomputation adds what the last block
+gave in a pass, so that norms read the stream alone, and runs the forward passes twice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
 LOSS_PASSES = 3
-"""Of logits: read for their largest and their sum, read again where caches do not reach, written as gradient."""
+"""Of logits: read for largest and sum, read again where caches do not reach, written as gradient."""
 TABLE_PASSES = 3
 """Of float32 rows on their way to the embedding's gradient: sorted ones are summed in parts, then added."""
 

@@ -5,17 +5,18 @@ Time of a step of a dense decoder whose layers are whole on a rank::
     products + attention + elementwise x moved bytes / copy bandwidth + blocks x host + update + rest
 
 **Products.** Each by its shape, forward, gradient of the input, gradient of the weight; products that read
-the same input are one where a run joins them. A probed shape took what it took; another one is counted
-(FLOPs at the best probed rate, the last wave of tiles, operands over the memory bus), times how far off that
-count was for the probed shapes nearest to it. **Attention** likewise, by head size, length and number of
-heads. **Moved bytes** are those of what is left: norms, rotations, activations, sums, the loss, the gradient
-norm. How much longer they take than a plain copy is measured of our own kernels (``plan.own_traffic``), and
-fitted to a few real steps where others move them, as are the host's time and the rest (:func:`fit_steps`). On a
-GPU the host's time is hidden unless it is the longer one.
+the same input are one where a run joins them. A probed shape took what it took; another one is counted (FLOPs
+at the best probed rate, the last wave of tiles, operands over the memory bus), times how far off that count
+was for the probed shapes nearest to it. **Attention** likewise, by head size, length and number of heads.
+**Moved bytes** are those of what is left: norms, rotations, activations, sums, the loss, the gradient norm.
+How much longer they take than a plain copy is measured of our own kernels (``plan.own_traffic``), and fitted
+to a few real steps where others move them, as are the host's time and the rest (:func:`fit_steps`). On a GPU
+the host's time is hidden unless it is the longer one.
 
-A GPU under load keeps to its power. Alone, each operation has the clock that it can afford; in a step all have
-one in between, so that products take less than alone and attention more, but not their sum: on an H200 (16 Nov
-2026) -4.5% and +9% of 356 and 87 ms, the sum -1.8%. So sums of times are predicted well, their parts less so.
+A GPU under load keeps to its power. Alone, each operation has the clock that it can afford; in a step all
+have one in between, so that products take less than alone and attention more, but not their sum: on an H200
+(16 Nov 2026) -4.5% and +9% of 356 and 87 ms, the sum -1.8%. So sums of times are predicted well, their parts
+less so.
 """
 
 from __future__ import annotations
@@ -365,7 +366,9 @@ def fit_steps(probed: Probed, timed: Sequence[Timed]) -> Probed:
     works = [count_work(with_probed(t.job, probed), t.micro_batches, t.touched_bytes) for t in timed]
     scales = np.array([1 / t.step_s for t in timed])
     known = [w.products_s + w.attention_s + w.update_s for w in works]
-    known = [s + w.moved_s * probed.own_elementwise if w.own else s for s, w in zip(known, works, strict=True)]
+    known = [
+        s + w.moved_s * probed.own_elementwise if w.own else s for s, w in zip(known, works, strict=True)
+    ]
     left = np.array([t.step_s - s for t, s in zip(timed, known, strict=True)])
     columns: dict[str, list[float]] = {"step_s": [1.0] * len(timed)}
     if not all(w.own for w in works):

@@ -13,7 +13,6 @@ from pydantic import ConfigDict
 
 from meshwright.spec.fields import SECTION_CONFIG, Count, Natural, NonNegative, Positive
 
-
 Precision = Literal["fp32", "bf16", "fp8"]
 
 

@@ -205,7 +205,9 @@ def test_the_compilers_partitioner_keeps_that_to_the_byte(make_job, recompute, r
 
 
 @pytest.mark.parametrize("residual", ["bf16", "fp32"])
-@pytest.mark.parametrize(("recompute", "precision"), [("selective", "bf16"), ("none", "bf16"), ("none", "fp8")])
+@pytest.mark.parametrize(
+    ("recompute", "precision"), [("selective", "bf16"), ("none", "bf16"), ("none", "fp8")]
+)
 def test_our_own_blocks_keep_that_to_the_byte(make_job, recompute, residual, precision):
     """With torch's operations in the place of the kernels: what is kept is the same."""
     torch = pytest.importorskip("torch")
@@ -272,14 +274,23 @@ def kernels_that_only_allocate(monkeypatch):
 
         @staticmethod
         def backward(ctx, grad):
-            q, k, v, out, sums = ctx.saved_tensors
+            q, k, v, _, sums = ctx.saved_tensors
             inside = [torch.empty(q.shape, dtype=torch.float32), torch.empty_like(sums)]
             inside += [torch.empty_like(q) for _ in range(2) if k.shape != q.shape]
             made = [torch.empty(x.transpose(1, 2).shape, dtype=x.dtype).transpose(1, 2) for x in (q, k, v)]
             del inside
             return tuple(made)
 
-    names = ("add_norm", "turn", "gate", "gate_cast", "gate_backward", "cast_rows", "cast_columns", "turn_bytes")
+    names = (
+        "add_norm",
+        "turn",
+        "gate",
+        "gate_cast",
+        "gate_backward",
+        "cast_rows",
+        "cast_columns",
+        "turn_bytes",
+    )
     quiet = SimpleNamespace(**{name: lambda *args: None for name in names})
     quiet.norm_backward = lambda grad, *args: torch.empty(grad.shape[1], dtype=torch.float32)
     monkeypatch.setattr(kernels, "on_gpu", lambda x: True)

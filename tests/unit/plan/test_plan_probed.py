@@ -176,7 +176,7 @@ def test_products_in_8_bits_have_times_of_their_own(job):
 
 
 def test_two_models_on_an_h200_took_what_is_predicted_of_other_shapes(job):
-    """Probed on 15 Nov 2026, before these kernels; measured on 16 Nov: 495.5 and 626.4 ms (docs/one-gpu.md)."""
+    """Probed on 15 Nov 2026, before these kernels; measured on 16 Nov: 495.5 and 626.4 ms."""
     probed = lawful(
         products=tuple(ProductTime("bf16", *row) for row in H200_PRODUCTS),
         attention=tuple(AttentionTime("bf16", *row) for row in H200_ATTENTION),
