@@ -135,6 +135,25 @@ def trace_compiled(
         sums_kept: Which gradients live through the whole step.
         eager: The step without a compiler: the batch and tables are alike.
     """
+    moments = list_compiled_moments(job, model, parameters, micro_batch, sums_kept)
+    tokens, low = micro_batch * job.data.seq_len, operand_bytes(job.train.precision)
+    made = (tokens * low + model.vocab_size * FLOAT32_BYTES) * model.hidden_size
+    return StepMemory(
+        moments=moments,
+        always=eager.always,
+        kept_bytes=moments[0].activations + made,
+        touched_bytes=eager.touched_bytes,
+    )
+
+
+def list_compiled_moments(
+    job: Job,
+    model: DecoderModel,
+    parameters: Sequence[Parameter],
+    micro_batch: int,
+    sums_kept: KeptGradients,
+) -> tuple[Moment, ...]:
+    """The loss, and the blocks on the way back; see :func:`trace_compiled`."""
     block = (OwnBlock if runs_own_kernels(job) else CompiledBlock).of(job, model, micro_batch)
     tokens, low = micro_batch * job.data.seq_len, operand_bytes(job.train.precision)
     head, read = model.vocab_size * model.hidden_size, tokens * model.hidden_size * low
@@ -146,12 +165,7 @@ def trace_compiled(
     formula = f"{model.num_layers} blocks, {block.formula}, + {block.last_norm} (final norm)"
     waiting = model.num_layers * block.kept + block.last_norm
     loss = Moment("loss, forward", waiting, made, sums_kept.count_bytes(parameters), formula)
-    return StepMemory(
-        moments=(loss, *_backward_moments(model, parameters, block, sums_kept)),
-        always=eager.always,
-        kept_bytes=waiting + read + head * FLOAT32_BYTES,
-        touched_bytes=eager.touched_bytes,
-    )
+    return loss, *_backward_moments(model, parameters, block, sums_kept)
 
 
 def line_of_copies(job: Job, model: DecoderModel) -> Line:
