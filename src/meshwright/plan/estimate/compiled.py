@@ -39,7 +39,9 @@ def list_fullest(job: Job, grid: Grid, whole: Flags, sums: Flags) -> Moment:
     held = np.zeros((3, len(grid)))
     cases = np.stack((grid.micro_batch, grid.recompute, sums))
     found, places = np.unique(cases[:, whole], axis=1, return_inverse=True)
-    parts = [_fullest(job, int(micro), RECOMPUTES[recompute], bool(kept)) for micro, recompute, kept in found.T]
+    parts = [
+        _fullest(job, int(micro), RECOMPUTES[recompute], bool(kept)) for micro, recompute, kept in found.T
+    ]
     held[:, whole] = np.array(parts).T[:, places.reshape(-1)]
     activations, temporary, gradients = held
     return Moment(
