@@ -47,7 +47,7 @@ MODELS = {
 )
 @pytest.mark.parametrize("residual", ["fp32", "bf16"])
 def test_compiled_steps_have_their_ledger_in_a_search_too(model, kernels, residual):
-    """All recomputations, replicas and micro-batches in one grid, among layouts that are counted as before."""
+    """All recomputations, replicas and micro-batches in one grid, beside layouts counted as before."""
     job = build_job(
         {
             "name": "both",
