@@ -134,7 +134,7 @@ def _time_operations(
         shape = f"{heads.batch} x {heads.seq_len}, {heads.heads} heads of {heads.head_size}"
         tell(f"  attention of {shape}: {rate / TERA:.3g} TFLOP/s")
     copy = machine.measure_copy(device, programme.copied, seconds)
-    update = machine.measure_adamw(device, programme.updated, seconds)
+    update = machine.measure_adamw(device, jobs[0], programme.updated, seconds)
     tell(f"  copy {format_bytes(copy)}/s, AdamW {format_bytes(update)}/s")
     own: dict[str, Any] = {}
     if ours := [job for job in jobs if runs_own_kernels(job)]:

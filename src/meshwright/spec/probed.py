@@ -77,7 +77,7 @@ class Probed:
     copy_bytes_per_s: Positive
     """Bandwidth of a large copy, read and written bytes together."""
     optimizer_bytes_per_s: Positive
-    """Bandwidth of a fused AdamW step, read and written bytes together."""
+    """Bandwidth of an AdamW step as a run takes it, read and written bytes together."""
     launch_s: Positive
     """Time of an operation on almost nothing."""
     elementwise: Positive = 1.0

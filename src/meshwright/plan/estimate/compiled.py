@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import cast
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from meshwright.plan.estimate.terms import Sum, Term
 from meshwright.plan.moments import ALL_GRADIENTS, KeptGradients
 from meshwright.plan.shapes import FLOAT32_BYTES, count_parameters, list_parameters
 from meshwright.spec.job import Job
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import Layout, Recompute
 from meshwright.spec.model import DecoderModel
 
 
@@ -39,9 +40,7 @@ def list_fullest(job: Job, grid: Grid, whole: Flags, sums: Flags) -> Moment:
     held = np.zeros((3, len(grid)))
     cases = np.stack((grid.micro_batch, grid.recompute, sums))
     found, places = np.unique(cases[:, whole], axis=1, return_inverse=True)
-    parts = [
-        _fullest(job, int(micro), RECOMPUTES[recompute], bool(kept)) for micro, recompute, kept in found.T
-    ]
+    parts = [_fullest(job, int(micro), int(recompute), bool(kept)) for micro, recompute, kept in found.T]
     held[:, whole] = np.array(parts).T[:, places.reshape(-1)]
     activations, temporary, gradients = held
     return Moment(
@@ -56,11 +55,11 @@ def list_fullest(job: Job, grid: Grid, whole: Flags, sums: Flags) -> Moment:
 
 
 @functools.lru_cache(maxsize=1024)
-def _fullest(job: Job, micro_batch: int, recompute: str, sums: bool) -> tuple[float, float, float]:
+def _fullest(job: Job, micro_batch: int, recompute: int, sums: bool) -> tuple[float, float, float]:
     """What is kept and what is made then, and the part of the gradients that exists."""
     model = job.model
     assert isinstance(model, DecoderModel), "decoders are compiled"
-    layout = dataclasses.replace(Layout(), mode="given", micro_batch=micro_batch, recompute=recompute)
+    layout = Layout("given", micro_batch=micro_batch, recompute=cast(Recompute, RECOMPUTES[recompute]))
     moments = list_compiled_moments(
         dataclasses.replace(job, layout=layout),
         model,

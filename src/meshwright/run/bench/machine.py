@@ -23,6 +23,7 @@ from torch import Tensor
 from meshwright.core.events import EventWriter
 from meshwright.launch.assignment import Assignment
 from meshwright.plan.contract import Plan
+from meshwright.plan.shapes import keeps_copies
 from meshwright.prepare.dataset import Rows
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.dry_run import BlankDataset
@@ -33,7 +34,8 @@ from meshwright.run.models.attention import mix_causally
 from meshwright.run.models.decoder import Decoder, build_rope
 from meshwright.run.models.fused import Matrix
 from meshwright.run.models.products import weight_gradient
-from meshwright.run.precision import STREAMS, prefer_fast_attention
+from meshwright.run.optimizer import build_optimizer, compiles_update
+from meshwright.run.precision import LOW_PRECISION, STREAMS, prefer_fast_attention
 from meshwright.run.session import Session, build_session
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -44,7 +46,9 @@ MOST = 1000
 WARM_UP = 2
 WARM_UP_STEPS = 3
 ADAMW_BYTES = 28
-"""What AdamW moves for each float32 element: weight, gradient and two moments read, all but one written."""
+"""What AdamW moves for each float32 element: weight, gradient and two moments read, all but one written.
+With a copy in 16 bits, two more."""
+UPDATED_ROWS = 64
 
 
 def time_call(device: torch.device, call: Callable[[], object], seconds: float) -> float:
@@ -197,12 +201,16 @@ def measure_copy(device: torch.device, elements: int, seconds: float) -> float:
     return 2 * 4 * elements / time_call(device, lambda: target.copy_(source), seconds)
 
 
-def measure_adamw(device: torch.device, elements: int, seconds: float) -> float:
-    """Bandwidth of a fused AdamW step over so many elements, read and written bytes together."""
-    weight = torch.nn.Parameter(torch.randn(elements, device=device))
-    weight.grad = torch.randn(elements, device=device)
-    optimizer = torch.optim.AdamW([weight], lr=1e-6, fused=True)
-    return ADAMW_BYTES * elements / time_call(device, optimizer.step, seconds)
+def measure_adamw(device: torch.device, job: Job, elements: int, seconds: float) -> float:
+    """Bandwidth of a job's AdamW over a matrix of so many elements, read and written bytes together."""
+    moved = torch.nn.Linear(elements // UPDATED_ROWS, UPDATED_ROWS, bias=False, device=device)
+    (weight,) = moved.parameters()
+    weight.grad = torch.randn_like(weight)
+    low = LOW_PRECISION.get(job.train.precision)
+    copies = {} if low is None or not keeps_copies(job) else {weight: weight.detach().to(low)}
+    optimizer = build_optimizer(moved, job.train, copies, compiles_update(job, device))
+    each = ADAMW_BYTES + sum(copy.element_size() for copy in copies.values())
+    return each * elements / time_call(device, optimizer.step, seconds)
 
 
 def measure_launch(device: torch.device, seconds: float) -> float:
