@@ -44,8 +44,10 @@ from typing import Any, TextIO
 from kernel_kinds import describe
 from one_device_kinds import SHAPES, Order
 
+LASTING = "floor without a pause"
 KINDS = ("ours", "bare", "floor", "transformers")
-DEFAULT_KINDS = ("ours", "bare", "floor")
+DEFAULT_LASTING = "floor without a pause"
+KINDS = ("ours", "bare", "floor")
 STDERR_LINES = 15
 MOST_TIMES = 40
 """Steps whose times are printed one by one."""
@@ -309,7 +311,12 @@ def compare(rows: list[Row]) -> dict[str, dict[str, Any]]:
     ratios: dict[str, dict[str, Any]] = {}
     for shape in dict.fromkeys(label(row) for row in in_order(rows)):
         times = {row["kind"]: row["step_s"] for row in rows if label(row) == shape and row.get("step_s")}
-        others = [kind for kind in ("bare", "transformers", "floor") if kind in times]
+        times |= {
+            LASTING: row["lasting_step_s"]
+            for row in rows
+            if label(row) == shape and row.get("lasting_step_s")
+        }
+        others = [kind for kind in ("bare", "transformers", "floor", LASTING) if kind in times]
         found = {
             f"{kind} / {other}": times[other] / times[kind]
             for kind in times
@@ -360,7 +367,14 @@ def _describe_parts(row: Row) -> list[str]:
         "copies": (row["copy_bytes_per_s"], "TB/s"),
     }
     said = [f"{name} {rate / 1e12:.4g} {unit}" for name, (rate, unit) in rates.items() if rate]
-    return [f"      {parts}", f"      {', '.join(said)}"]
+    lines = [f"      {parts}", f"      {', '.join(said)}"]
+    if row.get("lasting_step_s"):
+        lasting = row["lasting_products_flops_per_s"] / 1e12
+        lines.append(
+            f"      without a pause: {row['lasting_step_s'] * 1e3:.1f} ms, "
+            f"{row['flops'] / row['lasting_step_s'] / 1e12:.4g} TFLOP/s, products {lasting:.4g} TFLOP/s"
+        )
+    return lines
 
 
 def list_orders(arguments: argparse.Namespace, device: str) -> list[Order]:

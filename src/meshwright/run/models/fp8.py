@@ -32,9 +32,9 @@ LEAST_AMAX = 2.0**-100
 """Rows of zeros get a scale too; far below any gradient, far above the least float32."""
 ALIGNED = 16
 """Both dims of a matrix that is read in 8 bits are multiples of this many bytes."""
-WEIGHT_GRADIENT_IN_FP8 = False
+WEIGHT_GRADIENT_IN_FP8 = True
 """Whether the gradient of the weight is an 8-bit product as well; else it is one of 16 bits."""
-FAST_BACKWARD = False
+FAST_BACKWARD = True
 """Whether the backward pass, too, sums without the extra float32 register."""
 
 
