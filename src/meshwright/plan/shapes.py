@@ -21,7 +21,7 @@ LEAST_TURNED = 16
 """Head size that the kernel of rotations takes; it is a power of two."""
 FP8_ALIGNED = 16
 """Both dims of a matrix that 8-bit products take are multiples of this."""
-FP8_WEIGHT_GRADIENT = False
+FP8_WEIGHT_GRADIENT = True
 """Whether gradients of weights are 8-bit products as well; as ``run.models.fp8`` has it."""
 ROUTED = "ffn.experts"
 """Names of the parameters of routed experts have this in them."""

@@ -123,6 +123,7 @@ def test_the_widest_points_on_the_way_back_by_hand(job):
 def test_in_8_bits_casts_live_beside_products(job, monkeypatch):
     """And nothing of 8 bits is kept: without recomputation as with selective."""
     fp8, (tokens, width, inner) = with_train(job, precision="fp8"), (8 * 4096, 2048, 8192)
+    monkeypatch.setattr(own_memory, "FP8_WEIGHT_GRADIENT", False)
     blocks = {
         recompute: OwnBlock.of(with_layout(fp8, recompute=recompute), fp8.model, 8)
         for recompute in ("none", "selective")
@@ -330,9 +331,8 @@ def test_a_whole_step_holds_what_is_counted(
     from meshwright.run.models.products import scale_products
     from meshwright.run.working import WorkingCopies
 
-    if precision == "all fp8":
-        monkeypatch.setattr(own_memory, "FP8_WEIGHT_GRADIENT", True)
-        monkeypatch.setattr(fp8, "WEIGHT_GRADIENT_IN_FP8", True)
+    monkeypatch.setattr(own_memory, "FP8_WEIGHT_GRADIENT", precision == "all fp8")
+    monkeypatch.setattr(fp8, "WEIGHT_GRADIENT_IN_FP8", precision == "all fp8")
     sizes = SMALL | {"hidden_size": 128, "ffn_size": 32 if narrow else 256, "vocab_size": 16}
     model = dataclasses.replace(job.model, **sizes)
     job = dataclasses.replace(job, model=model, data=dataclasses.replace(job.data, seq_len=64))
