@@ -106,10 +106,10 @@ def test_the_loop_prepares_before_it_waits_and_not_after_the_last_step(
     waits = []
     add_up = Ranks.add_up
 
-    def wait(ranks, values):
+    def wait(ranks, values, beside=()):
         ready = ahead.feed._next
         waits.append(None if ready is None else ready.position)
-        return add_up(ranks, values)
+        return add_up(ranks, values, beside)
 
     monkeypatch.setattr(Ranks, "add_up", wait)
     loop.train(ahead)
