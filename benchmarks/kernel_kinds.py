@@ -34,7 +34,7 @@ def kind_of(name: str) -> str:
 
 
 def fold_trace(rows: Iterable[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """Milliseconds of a step by kind, idle time included, the longest times of it, and the kernels that took most.
+    """Milliseconds of a step by kind, idle time included, its longest gaps, and the longest kernels.
 
     Args:
         rows: ``traceEvents`` of a Chrome trace, times in microseconds.

@@ -46,8 +46,7 @@ from one_device_kinds import SHAPES, Order
 
 LASTING = "floor without a pause"
 KINDS = ("ours", "bare", "floor", "transformers")
-DEFAULT_LASTING = "floor without a pause"
-KINDS = ("ours", "bare", "floor")
+DEFAULT_KINDS = ("ours", "bare", "floor")
 STDERR_LINES = 15
 MOST_TIMES = 40
 """Steps whose times are printed one by one."""
@@ -310,12 +309,11 @@ def compare(rows: list[Row]) -> dict[str, dict[str, Any]]:
     """For each shape, every kind of ours against the bare equivalent, transformers and the floor: speed."""
     ratios: dict[str, dict[str, Any]] = {}
     for shape in dict.fromkeys(label(row) for row in in_order(rows)):
-        times = {row["kind"]: row["step_s"] for row in rows if label(row) == shape and row.get("step_s")}
-        times |= {
-            LASTING: row["lasting_step_s"]
-            for row in rows
-            if label(row) == shape and row.get("lasting_step_s")
-        }
+        alike = [row for row in rows if label(row) == shape]
+        times = {row["kind"]: row["step_s"] for row in alike if row.get("step_s")}
+        for row in alike:
+            if row.get("lasting_step_s"):
+                times[LASTING] = row["lasting_step_s"]
         others = [kind for kind in ("bare", "transformers", "floor", LASTING) if kind in times]
         found = {
             f"{kind} / {other}": times[other] / times[kind]

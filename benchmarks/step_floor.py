@@ -5,9 +5,9 @@ the weight; queries, keys and values in one, gate and up in one, the head in one
 backward, the optimizer's update, and the bytes that elementwise work must read and write once, at the
 bandwidth of a large copy. Nothing of it is recomputed, launched late or waited for.
 
-That is the floor of a cool device. One that has multiplied for a second is at the limit of its power and lowers
-its clock: on an H200 with 700 W to 1.5 of 1.98 GHz. So on GPUs products and attention are timed once more, each
-for a while without a pause, for the floor of a run that lasts.
+That is the floor of a cool device. One that has multiplied for a second is at the limit of its power and
+lowers its clock: on an H200 with 700 W to 1.5 of 1.98 GHz. So on GPUs products and attention are timed once
+more, each for a while without a pause, for the floor of a run that lasts.
 
 What is counted (``list_products``, ``elementwise_bytes``) needs no torch; ``time_floor`` does.
 """

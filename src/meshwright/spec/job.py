@@ -141,8 +141,8 @@ class Train:
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
     """`inductor` makes fast code; `aot_eager` only traces, for tests."""
     kernels: Literal["own", "compiled"] = "own"
-    """Who computes the blocks of a compiled Llama-shaped decoder on a GPU, where its matrices are whole: `own`
-    kernels, or `compiled` ones as those of other decoders."""
+    """Who computes the blocks of a compiled Llama-shaped decoder on a GPU, where its matrices are whole: our
+    `own` kernels, or `compiled` ones as those of other decoders."""
     eval_every: Natural = 0
     """Steps between evaluations; 0 evaluates at the end only."""
     eval_samples: Count = 64

@@ -34,20 +34,20 @@ ALIGNED = 16
 """Both dims of a matrix that is read in 8 bits are multiples of this many bytes."""
 WEIGHT_GRADIENT_IN_FP8 = True
 """Whether the gradient of the weight is an 8-bit product as well; else it is one of 16 bits."""
-FAST_BACKWARD = True
+FAST_BACKWARD = False
 """Whether the backward pass, too, sums without the extra float32 register."""
 
 
 def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Values in 8 bits and the scale of each row, float32."""
     scale = _scales(x, dim=1)
-    return _cast(x, scale), scale
+    return cast(x, scale), scale
 
 
 def cast_columns(x: Tensor) -> tuple[Tensor, Tensor]:
     """The same by columns, and transposed: each column becomes a row with its scale."""
     scale = _scales(x, dim=0)
-    return _turn(_cast(x, scale)), scale.view(-1, 1)
+    return _turn(cast(x, scale)), scale.view(-1, 1)
 
 
 def _scales(x: Tensor, dim: int) -> Tensor:
@@ -55,7 +55,8 @@ def _scales(x: Tensor, dim: int) -> Tensor:
     return amax.clamp(min=LEAST_AMAX) / LARGEST
 
 
-def _cast(x: Tensor, scale: Tensor) -> Tensor:
+def cast(x: Tensor, scale: Tensor) -> Tensor:
+    """Values in 8 bits, by scales that are known."""
     return (x.float() / scale).clamp(-LARGEST, LARGEST).to(E4M3)
 
 

@@ -7,10 +7,10 @@ adds first and no pass does only that::
     delta = multiply(attention(q, k, v))
     total, delta = feed_forward(total, delta)     add, norm, one product, silu x up, one product
 
-Each of the three has its backward pass written out. With selective recomputation they keep the stream at both
-norms, queries, keys and values as attention reads them, what comes out of attention, and gate and up; the norms'
-outputs and what ``down`` reads are written once more by the pass that has their parts at hand, which costs one
-write of each. Without recomputation those are kept, too. No block is compiled.
+Each of the three has its backward pass written out. With selective recomputation they keep the stream at
+both norms, queries, keys and values as attention reads them, what comes out of attention, and gate and up; the
+norms' outputs and what ``down`` reads are written once more by the pass that has their parts at hand, which
+costs one write of each. Without recomputation those are kept, too. No block is compiled.
 
 Shape suffixes: N tokens, D hidden, W columns of all heads, B batch, T tokens of a sequence, H query heads,
 K key heads, E head size, F feed-forward, G = 2 F, O and I outputs and inputs of a product.
@@ -27,15 +27,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.run.models import fp8, kernels
+from meshwright.run.models.feed_forward import GatedFeedForward
 from meshwright.run.models.kernels import Rows
 from meshwright.run.models.norms import RMSNorm
-from meshwright.run.models.products import Product, weight_gradient
+from meshwright.run.models.products import Joint, Product, weight_gradient
 
 if TYPE_CHECKING:  # it imports this
     from meshwright.run.models.decoder import Block
 
 
-@dataclass(frozen=True)
+@dataclass
 class Matrix:
     """What products read of one matrix, or of several with the same input, one below the other."""
 
@@ -45,6 +46,8 @@ class Matrix:
     """Whether its products, but for the gradient of the weight, are computed in 8 bits."""
     rows: tuple[int, ...]
     """Of each matrix."""
+    scale_O1: Tensor | None = None
+    """Of its rows in 8 bits, as the last forward product found them: the backward pass reads the same."""
 
     @property
     def reads(self) -> torch.dtype:
@@ -56,23 +59,38 @@ class Matrix:
         if x.scale is None:
             return x.values @ self.low_OI.T
         weight = kernels.cast_rows(self.low_OI)
+        self.scale_O1 = weight.scale
         return fp8.multiply(x.values, weight.values, x.scale, weight.scale, fast=True)
 
     def multiply_back(self, grad_NO: Tensor) -> Tensor:
         """Gradient of what it multiplied."""
         if not self.scaled:
             return grad_NO @ self.low_OI
-        weight = kernels.cast_rows(self.low_OI)
-        grad = kernels.cast_rows(grad_NO, by=weight.scale)
-        turned_IO = kernels.transpose(weight.values)
+        assert self.scale_O1 is not None, "a forward pass went before"
+        grad = kernels.cast_rows(grad_NO, by=self.scale_O1)
+        assert grad.scale is not None, "it is of 8 bits"
+        turned_IO = kernels.cast_turned(self.low_OI, self.scale_O1)
         return fp8.multiply(grad.values, turned_IO, grad.scale, None, fast=fp8.FAST_BACKWARD)
 
-    def gradients(self, grad_NO: Tensor, x_NI: Tensor) -> tuple[Tensor, ...]:
-        """Of each matrix, float32."""
-        if not (self.scaled and fp8.WEIGHT_GRADIENT_IN_FP8 and len(grad_NO) % fp8.ALIGNED == 0):
+    def scales_gradients(self, tokens: int) -> bool:
+        """Whether the gradient of the weight, too, is a product in 8 bits."""
+        return self.scaled and fp8.WEIGHT_GRADIENT_IN_FP8 and tokens % fp8.ALIGNED == 0
+
+    def gradients(
+        self, grad_NO: Tensor, x_NI: Tensor, grad_amax_O: Tensor | None = None, x_amax_I: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Of each matrix, float32.
+
+        Args:
+            grad_NO: Of the product.
+            x_NI: What it read.
+            grad_amax_O: The largest of each column, where it is known.
+            x_amax_I: Likewise.
+        """
+        if not self.scales_gradients(len(grad_NO)):
             return weight_gradient(grad_NO, x_NI).split(self.rows)
-        grad, x = kernels.cast_columns(grad_NO), kernels.cast_columns(x_NI)
-        assert grad.scale is not None and x.scale is not None, "both are of 8 bits"
+        grad, x = kernels.cast_columns(grad_NO, grad_amax_O), kernels.cast_columns(x_NI, x_amax_I)
+        assert grad.scale is not None, "it is of 8 bits"
         whole_OI = fp8.multiply(grad.values, x.values, grad.scale, x.scale, fp8.FAST_BACKWARD, exact=True)
         return whole_OI.split(self.rows)
 
@@ -173,11 +191,17 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, grad_BTD: Tensor, grad_out_BTD: Tensor) -> tuple[Tensor | None, ...]:
         total_ND, inverse_N, weight_D, both_NG, *kept = ctx.saved_tensors
         block, grad_out_ND = ctx.block, grad_out_BTD.flatten(0, 1)
-        grad_NG, inner_NF = kernels.gate_backward(
-            both_NG, block.exit.multiply_back(grad_out_ND), inner=not kept
-        )
-        normal_ND, inner_NF = kept or (None, inner_NF)
-        down = block.exit.gradients(grad_out_ND, inner_NF)
+        grad_NF = block.exit.multiply_back(grad_out_ND)
+        inner_NF: Tensor | None
+        grad_amax_G = inner_amax_F = None
+        if block.entry.scales_gradients(len(both_NG)) and block.exit.scales_gradients(len(both_NG)):
+            grad_NG, inner_NF, grad_amax_G, inner_amax_F = kernels.gate_backward_amax(both_NG, grad_NF)
+        else:
+            grad_NG, inner_NF = kernels.gate_backward(both_NG, grad_NF, inner=not kept)
+        del grad_NF
+        if kept:
+            normal_ND, inner_NF = kept
+        down = block.exit.gradients(grad_out_ND, inner_NF, x_amax_I=inner_amax_F)
         del inner_NF
         came = kernels.norm_backward(
             block.entry.multiply_back(grad_NG),
@@ -187,7 +211,8 @@ class _FeedForward(torch.autograd.Function):
             grad_BTD.flatten(0, 1),
             normal=not kept,
         )
-        both = block.entry.gradients(grad_NG, normal_ND if kept else came.normal_ND)
+        normal_ND = normal_ND if kept else came.normal_ND
+        both = block.entry.gradients(grad_NG, normal_ND, grad_amax_O=grad_amax_G)
         stream, low = came.stream_ND.view_as(grad_BTD), came.low_ND.view_as(grad_BTD)
         return stream, low, came.weight_D, None, *both, *down
 
@@ -235,16 +260,17 @@ class FusedBlock:
             block: With RMS norms, rotations and SwiGLU, and without biases.
         """
         attention, ffn = block.attention, block.ffn
+        assert isinstance(ffn, GatedFeedForward), "the plan's runs_own_kernels says which blocks are"
         self._attention, self._ffn = attention, ffn
         self._norms = (block.attention_norm, block.ffn_norm)
         self.attention_eps, self.ffn_eps = (norm.eps for norm in self._norms)
         self.head_size = attention.head_size
         self.keeps_all = block.recompute == "none"
         """Whether what products read is kept, too; in 8 bits it would not serve the gradients of weights."""
-        self.projection = _join(attention.joint.low, (attention.wq, attention.wk, attention.wv))
-        self.out = _join(attention.wo.low, (attention.wo,))
-        self.entry = _join(ffn.joint.low, (ffn.gate, ffn.up))
-        self.exit = _join(ffn.down.low, (ffn.down,))
+        self.projection = _join(attention.joint, (attention.wq, attention.wk, attention.wv))
+        self.out = _join(attention.wo, (attention.wo,))
+        self.entry = _join(ffn.joint, (ffn.gate, ffn.up))
+        self.exit = _join(ffn.down, (ffn.down,))
 
     def __call__(
         self, x_BTD: Tensor, delta_BTD: Tensor | None, rope: tuple[Tensor, Tensor], mask: Tensor | None
@@ -259,15 +285,17 @@ class FusedBlock:
         """
         attention, ffn = self._attention, self._ffn
         weight, other_weight = (norm.weight for norm in self._norms)
-        masters = (attention.wq.weight, attention.wk.weight, attention.wv.weight)
+        masters = [product.weight for product in (attention.wq, attention.wk, attention.wv)]
         x_BTD, q, k, v = _Projection.apply(x_BTD, delta_BTD, weight, rope, self, *masters)
         mixed_BTW = attention.context.mix(q, k, v, mask).transpose(1, 2).flatten(2)
         delta_BTD = _Product.apply(mixed_BTW, self.out, attention.wo.weight)
-        masters = (ffn.gate.weight, ffn.up.weight, ffn.down.weight)
+        masters = [product.weight for product in (ffn.gate, ffn.up, ffn.down)]
         x_BTD, delta_BTD = _FeedForward.apply(x_BTD, delta_BTD, other_weight, self, *masters)
         return x_BTD, delta_BTD
 
 
-def _join(low_OI: Tensor, products: Sequence[Product]) -> Matrix:
+def _join(whole: Joint | Product | None, products: Sequence[Product]) -> Matrix:
+    low_OI = None if whole is None else whole.low
+    assert low_OI is not None, "its products have copies"
     rows = tuple(product.out_features for product in products)
     return Matrix(low_OI, all(product.scaled for product in products), rows)

@@ -2,14 +2,14 @@
 
 A compiler fuses what it is shown, but not across what it cannot look into: it reads the residual stream once
 to add and once more to normalise, computes both halves of a gradient for each half that it writes, and makes
-again in a pass of its own what another pass has in its registers. Here every value crosses memory once. These
-functions know nothing of gradients; ``run.models.fused`` puts them together.
+again in a pass of its own what another pass has in its registers. Here every value crosses memory once.
+These functions know nothing of gradients; ``run.models.fused`` puts them together.
 
-On GPUs they are Triton's (``triton_kernels``). Elsewhere torch's operations compute the same: what the kernels
-are compared with.
+On GPUs they are Triton's (``triton_kernels``). Elsewhere torch's operations compute the same: what the
+kernels are compared with.
 
-Shape suffixes: N tokens, D hidden, W columns of several heads, B batch, T tokens of a sequence, H heads, E head
-size, F feed-forward, V words.
+Shape suffixes: N tokens, D hidden, W columns of several heads, B batch, T tokens of a sequence, H query heads,
+K key heads, E head size, F feed-forward, G = 2 F, C tokens of a chunk, V words.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def gate(both_NG: Tensor, dtype: torch.dtype) -> Rows:
 
 
 def gate_backward(both_NG: Tensor, grad_NF: Tensor, inner: bool = True) -> tuple[Tensor, Tensor | None]:
-    """Gradients of gate and up beside each other; where ``inner``, what came out of :func:`gate` once more."""
+    """Gradients of gate and up beside each other; where ``inner``, what came out of :func:`gate`, too."""
     if not on_gpu(both_NG):
         gate_NF, up_NF = both_NG.float().chunk(2, dim=-1)
         exact_NF, share_NF = grad_NF.float(), torch.sigmoid(gate_NF)
@@ -201,6 +201,20 @@ def gate_backward(both_NG: Tensor, grad_NF: Tensor, inner: bool = True) -> tuple
     out_NG, inner_NF = torch.empty_like(both_NG), torch.empty_like(grad_NF) if inner else None
     _triton().gate_backward(both_NG, grad_NF, out_NG, inner_NF)
     return out_NG, inner_NF
+
+
+def gate_backward_amax(both_NG: Tensor, grad_NF: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same, and the largest of each column of both."""
+    if not on_gpu(both_NG):
+        out_NG, inner_NF = gate_backward(both_NG, grad_NF)
+        assert inner_NF is not None, "it was wanted"
+        return out_NG, inner_NF, column_amax(out_NG), column_amax(inner_NF)
+    out_NG, inner_NF = torch.empty_like(both_NG), torch.empty_like(grad_NF)
+    widths = (both_NG.shape[1], grad_NF.shape[1])
+    amax = torch.zeros(sum(widths), dtype=torch.float32, device=both_NG.device)
+    amax_G, amax_F = amax.split(widths)
+    _triton().gate_backward_amax(both_NG, grad_NF, out_NG, inner_NF, amax_G, amax_F)
+    return out_NG, inner_NF, amax_G, amax_F
 
 
 def softmax_loss(logits_CV: Tensor, targets_C: Tensor, factor: float, ignored: int, gradient: bool) -> Tensor:
@@ -235,20 +249,36 @@ def cast_rows(x: Tensor, by: Tensor | None = None) -> Rows:
     return Rows(cast, scale)
 
 
-def cast_columns(x: Tensor) -> Rows:
-    """The same by columns, and transposed: each column becomes a row with its scale."""
+def column_amax(x: Tensor) -> Tensor:
+    """The largest of each column, float32."""
     if not on_gpu(x):
-        return Rows(*fp8.cast_columns(x))
+        return x.abs().amax(0).float()
+    amax = torch.zeros(x.shape[1], dtype=torch.float32, device=x.device)
+    _triton().column_amax(x, amax)
+    return amax
+
+
+def cast_columns(x: Tensor, amax: Tensor | None = None) -> Rows:
+    """Values in 8 bits by columns, and transposed: each column becomes a row with its scale.
+
+    Args:
+        x: The values.
+        amax: The largest of each column, where it is known.
+    """
+    amax = column_amax(x) if amax is None else amax
+    if not on_gpu(x):
+        scale = amax.clamp(min=fp8.LEAST_AMAX) / fp8.LARGEST
+        return Rows(fp8.cast(x, scale).t().contiguous(), scale.view(-1, 1))
     cast = torch.empty(x.shape[1], x.shape[0], dtype=fp8.E4M3, device=x.device)
-    scale = _scales(cast)
-    _triton().cast_columns(x, cast, scale)
-    return Rows(cast, scale)
+    scales = _scales(cast)
+    _triton().cast_columns(x, amax, cast, scales)
+    return Rows(cast, scales)
 
 
-def transpose(cast: Tensor) -> Tensor:
-    """Of a matrix of bytes, column by column."""
-    if not on_gpu(cast):
-        return cast.t().contiguous()
-    out = cast.new_empty(cast.shape[1], cast.shape[0])
-    _triton().turn_bytes(cast, out)
+def cast_turned(x: Tensor, scale: Tensor) -> Tensor:
+    """What :func:`cast_rows` made of the same values with this scale, transposed."""
+    if not on_gpu(x):
+        return fp8.cast(x, scale).t().contiguous()
+    out = torch.empty(x.shape[1], x.shape[0], dtype=fp8.E4M3, device=x.device)
+    _triton().cast_turned(x, scale, out)
     return out

@@ -1,7 +1,7 @@
-"""The kernels of :mod:`meshwright.run.models.kernels`, in Triton: imported where there is a GPU, and only then.
+"""The kernels of :mod:`meshwright.run.models.kernels`, in Triton: imported where there is a GPU, only then.
 
-Each is bound by memory, so each reads what it needs once, a row (or a tile) of a matrix to a program, computes
-in float32 and writes what comes out. How many warps share a row follows from its width: the shapes in
+Each is bound by memory, so each reads what it needs once, a row (or a tile) of a matrix to a program,
+computes in float32 and writes what comes out. How many warps share a row follows from its width: the shapes in
 ``benchmarks/one_device.py`` move at 3.5 to 4.2 TB/s on an H200, whose copies reach 4.3.
 """
 
@@ -29,6 +29,8 @@ SCALE_BLOCK = 8192
 LOSS_BLOCK, LOSS_BLOCKS = 8192, 4
 AMAX_ROWS, AMAX_COLUMNS, AMAX_STEPS = 32, 128, 16
 """What a program looks through for the largest of each column: so many tiles, one below the other."""
+WIDE_ROWS, WIDE_COLUMNS, WIDE_STEPS = 4, 512, 32
+"""The same of a pass that writes as well."""
 TILE_ROWS, TILE_COLUMNS = 64, 128
 """Of a matrix that is turned."""
 
@@ -332,6 +334,73 @@ def gate_backward(both: Tensor, grad: Tensor, out: Tensor, inner: Tensor | None)
 
 
 @triton.jit
+def _gate_backward_amax(
+    both_ptr,
+    grad_ptr,
+    out_ptr,
+    inner_ptr,
+    out_amax_ptr,
+    inner_amax_ptr,
+    rows,
+    width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(0).to(tl.int64) * ROWS * STEPS + tl.arange(0, ROWS)
+    kind = out_ptr.dtype.element_ty
+    of_gate = tl.zeros((ROWS, COLUMNS), tl.float32)
+    of_up = tl.zeros((ROWS, COLUMNS), tl.float32)
+    of_inner = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in range(STEPS):
+        row = first + step * ROWS
+        there = (row < rows)[:, None] & (columns < width)[None, :]
+        at = row[:, None] * 2 * width + columns[None, :]
+        half = row[:, None] * width + columns[None, :]
+        gate = tl.load(both_ptr + at, mask=there, other=0.0).to(tl.float32)
+        up = tl.load(both_ptr + at + width, mask=there, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + half, mask=there, other=0.0).to(tl.float32)
+        share = tl.sigmoid(gate)
+        swish = gate * share
+        inner = (swish * up).to(kind)
+        to_gate = (grad * up * (share + swish * (1 - share))).to(kind)
+        to_up = (grad * swish).to(kind)
+        tl.store(inner_ptr + half, inner, mask=there)
+        tl.store(out_ptr + at, to_gate, mask=there)
+        tl.store(out_ptr + at + width, to_up, mask=there)
+        of_inner = tl.maximum(of_inner, tl.abs(inner.to(tl.float32)))
+        of_gate = tl.maximum(of_gate, tl.abs(to_gate.to(tl.float32)))
+        of_up = tl.maximum(of_up, tl.abs(to_up.to(tl.float32)))
+    there = columns < width
+    tl.atomic_max(inner_amax_ptr + columns, tl.max(of_inner, 0), mask=there, sem="relaxed")
+    tl.atomic_max(out_amax_ptr + columns, tl.max(of_gate, 0), mask=there, sem="relaxed")
+    tl.atomic_max(out_amax_ptr + width + columns, tl.max(of_up, 0), mask=there, sem="relaxed")
+
+
+def gate_backward_amax(
+    both: Tensor, grad: Tensor, out: Tensor, inner: Tensor, out_amax: Tensor, inner_amax: Tensor
+) -> None:
+    """See ``kernels.gate_backward_amax``; the largest begin as zeros."""
+    rows, width = grad.shape
+    grid = (triton.cdiv(rows, WIDE_ROWS * WIDE_STEPS), triton.cdiv(width, WIDE_COLUMNS))
+    _gate_backward_amax[grid](
+        both,
+        grad,
+        out,
+        inner,
+        out_amax,
+        inner_amax,
+        rows,
+        width,
+        ROWS=WIDE_ROWS,
+        COLUMNS=WIDE_COLUMNS,
+        STEPS=WIDE_STEPS,
+        num_warps=8,
+    )
+
+
+@triton.jit
 def _softmax_loss(
     logits_ptr,
     targets_ptr,
@@ -349,7 +418,7 @@ def _softmax_loss(
     logits_ptr += row * words
     largest = tl.full((BLOCK,), LOWEST, tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
-    # Of several blocks first the largest, then the sum: what was summed before is scaled once for all of them.
+    # Of several blocks first the largest, then the sum: what was summed before is scaled once for all.
     for start in range(0, words, BLOCKS * BLOCK):
         larger = largest
         for number in tl.static_range(BLOCKS):
@@ -467,37 +536,35 @@ def _cast_columns(
     tl.store(cast_ptr + c.to(tl.int64)[None, :] * rows + r[:, None], x, mask=there)
 
 
-def cast_columns(x: Tensor, cast: Tensor, scale: Tensor) -> None:
-    """See ``kernels.cast_columns``."""
+def column_amax(x: Tensor, amax: Tensor) -> None:
+    """See ``kernels.column_amax``; the largest begin as zeros."""
     rows, width = x.shape
-    amax = torch.zeros(width, dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(rows, AMAX_ROWS * AMAX_STEPS), triton.cdiv(width, AMAX_COLUMNS))
     _column_amax[grid](
         x, amax, rows, width, ROWS=AMAX_ROWS, COLUMNS=AMAX_COLUMNS, STEPS=AMAX_STEPS, num_warps=8
     )
+
+
+def cast_columns(x: Tensor, amax: Tensor, cast: Tensor, scale: Tensor) -> None:
+    """See ``kernels.cast_columns``."""
+    rows, width = x.shape
     grid = (triton.cdiv(rows, TILE_ROWS), triton.cdiv(width, TILE_COLUMNS))
     _cast_columns[grid](x, amax, cast, scale, rows, width, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS, num_warps=4)
 
 
 @triton.jit
-def _turn_bytes(x_ptr, out_ptr, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _cast_turned(x_ptr, scale_ptr, cast_ptr, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     there = (r < rows)[:, None] & (c < width)[None, :]
-    x = tl.load(x_ptr + r.to(tl.int64)[:, None] * width + c[None, :], mask=there, other=0)
-    tl.store(out_ptr + c.to(tl.int64)[None, :] * rows + r[:, None], x, mask=there)
+    x = tl.load(x_ptr + r.to(tl.int64)[:, None] * width + c[None, :], mask=there, other=0.0).to(tl.float32)
+    x = x / tl.load(scale_ptr + r, mask=r < rows, other=1.0)[:, None]
+    x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST).to(cast_ptr.dtype.element_ty)
+    tl.store(cast_ptr + c.to(tl.int64)[None, :] * rows + r[:, None], x, mask=there)
 
 
-def turn_bytes(x: Tensor, out: Tensor) -> None:
-    """See ``kernels.transpose``."""
+def cast_turned(x: Tensor, scale: Tensor, cast: Tensor) -> None:
+    """See ``kernels.cast_turned``."""
     rows, width = x.shape
     grid = (triton.cdiv(rows, TILE_ROWS), triton.cdiv(width, TILE_COLUMNS))
-    _turn_bytes[grid](
-        x.view(torch.uint8),
-        out.view(torch.uint8),
-        rows,
-        width,
-        ROWS=TILE_ROWS,
-        COLUMNS=TILE_COLUMNS,
-        num_warps=4,
-    )
+    _cast_turned[grid](x, scale, cast, rows, width, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS, num_warps=4)
