@@ -337,7 +337,42 @@ def test_8_bit_rows_and_columns_come_back_within_their_rounding():
     folded, expected = kernels.cast_rows(x, by=factors.view(-1, 1)), kernels.cast_rows(x * factors)
     assert torch.equal(folded.values.float(), expected.values.float())
     assert torch.equal(folded.scale, expected.scale)
-    assert torch.equal(kernels.transpose(by_rows.values).float(), by_rows.values.float().T)
+    turned = kernels.cast_turned(x, by_rows.scale)
+    assert turned.is_contiguous()
+    assert torch.equal(turned.float(), by_rows.values.float().T)
+
+
+def test_the_largest_of_columns_that_a_pass_knows_are_those_that_a_cast_would_look_for():
+    both, grad = draw(32, 64).to(LOW), draw(32, 32, seed=1).to(LOW)
+    out, inner, out_amax, inner_amax = kernels.gate_backward_amax(both, grad)
+    plain, again = kernels.gate_backward(both, grad)
+    assert torch.equal(out, plain)
+    assert torch.equal(inner, again)
+    for values, amax in ((out, out_amax), (inner, inner_amax)):
+        assert amax.dtype == EXACT
+        assert torch.equal(amax, kernels.column_amax(values))
+        known, looked_for = kernels.cast_columns(values, amax), kernels.cast_columns(values)
+        assert torch.equal(known.values.float(), looked_for.values.float())
+        assert torch.equal(known.scale, looked_for.scale)
+    assert torch.equal(
+        kernels.column_amax(torch.tensor([[1.0, -3.0], [-2.0, 0.0]])), torch.tensor([2.0, 3.0])
+    )
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_no_cast_hides_what_is_not_finite(value):
+    """A diverging run is noticed by its loss."""
+    x, other, weight = draw(16, 32), draw(16, 32, seed=1), draw(32, seed=2)
+    x[3, 4] = value
+    for cast, row in (
+        (kernels.cast_rows(x), 3),
+        (kernels.cast_columns(x), 4),
+        (kernels.add_norm(x, other, weight, 1e-5, fp8.E4M3)[1], 3),
+        (kernels.gate(torch.cat((other, x), dim=-1), fp8.E4M3), 3),
+    ):
+        again = cast.values.float() * cast.scale
+        assert not again[row].isfinite().all()
+        assert again[row - 1].isfinite().all()
 
 
 def test_what_products_read_in_8_bits_is_the_cast_of_what_they_would_read():
