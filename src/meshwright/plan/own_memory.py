@@ -69,8 +69,8 @@ class _Matrix:
 
     @property
     def back(self) -> int:
-        """What the gradient of its input takes beside it, cast: gradient, matrix, and that turned."""
-        return self.tokens * self.outputs + 2 * self.outputs * self.inputs if self.scaled else 0
+        """What the gradient of its input takes beside it, cast: gradient and matrix."""
+        return (self.tokens + self.inputs) * self.outputs if self.scaled else 0
 
     @property
     def making(self) -> int:

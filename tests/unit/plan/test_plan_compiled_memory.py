@@ -130,7 +130,7 @@ def test_in_8_bits_casts_live_beside_products(job, monkeypatch):
     }
     assert blocks["none"] == blocks["selective"]
     output = blocks["none"].points[1].made - OwnBlock.of(job, job.model, 8).points[1].made
-    assert output == tokens * width + 2 * width * 2048 - 4 * width * 2048, "casts for the gradient's product"
+    assert output == tokens * width + width * 2048 - 4 * width * 2048, "casts for the gradient's product"
     monkeypatch.setattr(own_memory, "FP8_WEIGHT_GRADIENT", True)
     made = OwnBlock.of(fp8, fp8.model, 8).points[0].made
     matrices = 4 * 3 * inner * width
@@ -288,9 +288,11 @@ def kernels_that_only_allocate(monkeypatch):
         "gate",
         "gate_cast",
         "gate_backward",
+        "gate_backward_amax",
         "cast_rows",
         "cast_columns",
-        "turn_bytes",
+        "cast_turned",
+        "column_amax",
     )
     quiet = SimpleNamespace(**{name: lambda *args: None for name in names})
     quiet.norm_backward = lambda grad, *args: torch.empty(grad.shape[1], dtype=torch.float32)
@@ -354,4 +356,4 @@ def test_a_whole_step_holds_what_is_counted(
     away = sum(line.bytes for line in ledger.lines if line.name in ("optimizer", "library workspace"))
     assert "backward" in ledger.peak_at
     beside = tracker.peak_bytes - (ledger.peak_bytes - away)
-    assert 0 <= beside < 8192, ledger.peak_at
+    assert 0 <= beside < (8192 if precision == "bf16" else 16384), ledger.peak_at
