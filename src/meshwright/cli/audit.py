@@ -51,7 +51,7 @@ def _word(row: StateRow) -> str:
         return "compiled, not judged"
     if row.measured is None:
         return ""  # the cell beside it says so
-    return ("within 5%" if row.tolerance else "equal") if row.held else "DIFFERS"
+    return (f"within {row.tolerance:.0%}" if row.tolerance else "equal") if row.held else "DIFFERS"
 
 
 def show_state(output: Output, verdict: Audit) -> None:

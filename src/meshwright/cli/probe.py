@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.cli.app import require_packages
 from meshwright.cli.cluster_file import require_place, write_cluster
@@ -23,13 +23,20 @@ from meshwright.plan.probing import (
     PROGRAMMES,
     Programme,
     SmallRun,
+    count_block_bytes,
     find_cluster,
     list_attention,
     list_products,
     list_runs,
+    list_scaled,
 )
+from meshwright.plan.shapes import runs_own_kernels
 from meshwright.spec.cluster import Cluster, count_cores
+from meshwright.spec.job import Job
 from meshwright.spec.probed import AttentionTime, Probed, ProductTime
+
+if TYPE_CHECKING:
+    import torch
 
 WARM_S = 1.5
 """A GPU is brought to its clocks under load before anything is timed."""
@@ -41,6 +48,8 @@ class Checked:
     """A small model's step: as built of probed times, and as it was."""
 
     layers: int
+    kernels: str
+    """Whose moved what was not product or attention."""
     predicted_s: float
     measured_s: float
     predicted_peak_bytes: int
@@ -116,6 +125,7 @@ def _time_operations(
         products.append(ProductTime(programme.precision, *sizes, *map(_round, times)))
         rate = 6.0 * sizes.rows * sizes.columns * sizes.depth / sum(times)
         tell(f"  products of {sizes.rows} x {sizes.columns} x {sizes.depth}: {rate / TERA:.3g} TFLOP/s")
+    products += _time_scaled(output, programme, device, jobs)
     attention = []
     for heads in list_attention(programme, jobs):
         both = machine.time_attention(device, dtype, heads[1:4], (heads.batch, heads.seq_len), seconds)
@@ -124,8 +134,14 @@ def _time_operations(
         shape = f"{heads.batch} x {heads.seq_len}, {heads.heads} heads of {heads.head_size}"
         tell(f"  attention of {shape}: {rate / TERA:.3g} TFLOP/s")
     copy = machine.measure_copy(device, programme.copied, seconds)
-    update = machine.measure_adamw(device, programme.updated, seconds)
+    update = machine.measure_adamw(device, jobs[0], programme.updated, seconds)
     tell(f"  copy {format_bytes(copy)}/s, AdamW {format_bytes(update)}/s")
+    own: dict[str, Any] = {}
+    if ours := [job for job in jobs if runs_own_kernels(job)]:
+        took_s = machine.time_own_kernels(device, ours[0], seconds)
+        moved = count_block_bytes(ours[0])
+        own["own_elementwise"] = _round(took_s * copy / moved)
+        tell(f"  our own kernels {format_bytes(round(moved / took_s))}/s")
     probed = Probed(
         device=kind,
         products=tuple(products),
@@ -135,8 +151,29 @@ def _time_operations(
         launch_s=_round(machine.measure_launch(device, seconds)),
         compiled=programme.compiled,
         multiprocessors=machine.count_multiprocessors(device),
+        **own,
     )
     return probed, large
+
+
+def _time_scaled(
+    output: Output, programme: Programme, device: torch.device, jobs: list[Job]
+) -> Iterator[ProductTime]:
+    """Products in 8 bits, where a device has them."""
+    from meshwright.run.bench import machine  # noqa: PLC0415
+
+    for sizes in list_scaled(programme, jobs):
+        try:
+            times = machine.time_scaled(device, sizes, programme.seconds)
+        except Exception as error:
+            output.warn(
+                f"no products in 8 bits, so that steps in fp8 are not predicted: {_first_line(error)}"
+            )
+            return
+        yield ProductTime("fp8", *sizes, *map(_round, times))
+        shape = f"{sizes.rows} x {sizes.columns} x {sizes.depth}"
+        rate = 6.0 * sizes.rows * sizes.columns * sizes.depth / sum(times)
+        output.errors.print(f"  products in 8 bits of {shape}: {rate / TERA:.3g} TFLOP/s, casts included")
 
 
 def _fit_to_steps(output: Output, runs: Sequence[SmallRun], probed: Probed) -> tuple[Probed, list[Checked]]:
@@ -145,12 +182,12 @@ def _fit_to_steps(output: Output, runs: Sequence[SmallRun], probed: Probed) -> t
 
     found = []
     for run in runs:
-        output.errors.print(f"  real steps of {run.layers} layers")
+        output.errors.print(f"  real steps of {run.layers} layers, {run.kernels} kernels")
         try:
             found.append(machine.time_steps(run.plan))
         except Exception as error:
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            output.warn(f"no real steps, so that all other bytes are taken at the rate of a copy: {first}")
+            what = "no real steps, so that all other bytes are taken at the rate of a copy"
+            output.warn(f"{what}: {_first_line(error)}")
             return probed, []
         output.errors.print(f"    {format_seconds(found[-1].step_s)} each")
     if issued := [steps.block_s for steps in found if steps.block_s is not None]:
@@ -160,6 +197,7 @@ def _fit_to_steps(output: Output, runs: Sequence[SmallRun], probed: Probed) -> t
     return probed, [
         Checked(
             run.layers,
+            run.kernels,
             count_work(with_probed(one.job, probed), one.micro_batches, one.touched_bytes).total_s(probed),
             steps.step_s,
             run.plan.ranks[0].peak_bytes,
@@ -183,7 +221,8 @@ def _show(output: Output, before: Cluster, after: Cluster, checked: Sequence[Che
     cells = [(key, f"{getattr(before, key):.3g}", f"{getattr(after, key):.3g}") for key in keys]
     probed = after.probed
     assert probed is not None, "it was just measured"
-    names = ("copy_bytes_per_s", "optimizer_bytes_per_s", "launch_s", "elementwise", "block_s", "step_s")
+    names = ["copy_bytes_per_s", "optimizer_bytes_per_s", "launch_s", "elementwise", "block_s", "step_s"]
+    names += ["own_elementwise"] if probed.device == "cuda" else []
     cells += [(f"probed.{name}", "", f"{getattr(probed, name):.3g}") for name in names]
     output.table("Cluster", ("", "before", "measured"), cells)
     if not checked:
@@ -191,6 +230,7 @@ def _show(output: Output, before: Cluster, after: Cluster, checked: Sequence[Che
     rows = [
         (
             str(row.layers),
+            row.kernels,
             format_seconds(row.predicted_s),
             format_seconds(row.measured_s),
             format_bytes(row.predicted_peak_bytes),
@@ -199,8 +239,12 @@ def _show(output: Output, before: Cluster, after: Cluster, checked: Sequence[Che
         for row in checked
     ]
     output.say()
-    columns = ("layers", "step, of these times", "measured", "peak, planned", "measured")
+    columns = ("layers", "kernels", "step, of these times", "measured", "peak, planned", "measured")
     output.table("Steps that the rest was fitted to", columns, rows)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _round(value: float) -> float:

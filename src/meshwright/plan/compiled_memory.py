@@ -1,9 +1,9 @@
 """What a compiled step of a dense decoder holds on a GPU, moment by moment.
 
-The compiler decides what blocks keep, so this is a model of it, not a count to the byte as in
-``decoder_memory``. With T tokens in a micro-batch, D hidden, Q and K the widths of all query and key heads, H
-heads, F feed-forward, V vocabulary, e bytes of what products read and r of the residual stream, a block with
-SwiGLU keeps from forward to backward::
+Blocks that our own kernels compute are counted in ``own_memory``. Of the others the compiler decides what
+they keep, so this is a model of it, not a count to the byte as in ``decoder_memory``. With T tokens in a
+micro-batch, D hidden, Q and K the widths of all query and key heads, H heads, F feed-forward, V vocabulary, e
+bytes of what products read and r of the residual stream, a block with SwiGLU keeps from forward to backward::
 
     selective  T x (r D + (Q + 2 K) e + (Q e + 4 H) + D e + 2 F e)
                     input  q, k, v       attention    wo    gate, up
@@ -15,10 +15,11 @@ be fused into other loops (torch's ``min_cut_rematerialization_partition``). Val
 joint product gave, which lives as long as they; where there is none, ``none`` keeps K e for (Q + 2 K) e. With
 torch 2.13 on CPU, blocks keep that to the byte.
 
-Beside that live 16-bit copies of all matrices but the embedding, from step to step; the loss's two buffers of
-a chunk's logits in 16 bits, what it reads and the gradient of that, and the head's gradient in float32; and
-on the way back, at the widest point of a block, what is made inside its feed-forward: T x 4 F e, without
-recomputation T x 2 F e. Gradients of weights are float32, and each lives from where it is made.
+Beside that live 16-bit copies of all matrices but the embedding, from step to step; the loss's buffer of a
+chunk's logits in 16 bits (two in float32 products, where the gradient does not take their place), what it
+reads and the gradient of that, and the head's gradient in float32; and on the way back, at the widest point
+of a block, what is made inside its feed-forward: T x 4 F e, without recomputation T x 2 F e. Gradients of
+weights are float32, and each lives from where it is made.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from meshwright.plan.decoder_memory import loss_chunk, sum_blocks, writes_over_logits
 from meshwright.plan.moments import KeptGradients, Line, Moment, StepMemory
 from meshwright.plan.optimizer import EMBEDDINGS
+from meshwright.plan.own_memory import OwnBlock, Point
 from meshwright.plan.shapes import (
     FLOAT32_BYTES,
     LOW_BYTES,
@@ -37,6 +39,7 @@ from meshwright.plan.shapes import (
     list_parameters,
     operand_bytes,
     residual_bytes,
+    runs_own_kernels,
 )
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -52,23 +55,22 @@ def is_compiled(job: Job) -> bool:
     return plain and whole and inductor and known and job.cluster.device == "cuda"
 
 
+def is_counted(job: Job) -> bool:
+    """Whether what its compiled blocks keep is not the compiler's choice: its peak is a promise."""
+    return is_compiled(job) and runs_own_kernels(job)
+
+
 @dataclass(frozen=True)
 class CompiledBlock:
-    """Bytes of one micro-batch's tensors in a compiled block."""
+    """Bytes of one micro-batch's tensors in a block of torch's compiler."""
 
     stream: int
     """The residual stream: T x D x r."""
     kept: int
     """From forward to backward."""
     formula: str
-    whole: int
-    """What lives of it at the widest point of its backward pass, in the feed-forward."""
-    inside: int
-    """Gradients there, and what is made again."""
-    attention: int
-    """What lives of it, gradients and what is computed again, when its backward pass is inside attention."""
-    matrices: int
-    """Gradients of the feed-forward's matrices."""
+    points: tuple[Point, ...]
+    """Widest ones of its backward pass: in the feed-forward, and in attention."""
 
     @classmethod
     def of(cls, job: Job, model: DecoderModel, micro_batch: int) -> CompiledBlock:
@@ -97,15 +99,22 @@ class CompiledBlock:
         if low != FLOAT32_BYTES and not keeps_copies(job):
             cast = (2 * width * (queries + keys) + (entered + inner) * width) * low
         half = stream * width + given + products + turned + rounded + (2 * queries + 2 * keys) * low
+        inside = tokens * gradients + (matrix if recompute == "none" else tokens * rounded)
+        matrices = matrix * (entered + inner) // inner
         return cls(
             stream=tokens * stream * width,
             kept=tokens * kept + cast,
             formula=f"{tokens} tokens x {kept}" + (f" + {cast} (cast matrices)" if cast else ""),
-            whole=tokens * whole + cast,
-            inside=tokens * gradients + (matrix if recompute == "none" else tokens * rounded),
-            attention=tokens * half + cast,
-            matrices=matrix * (entered + inner) // inner,
+            points=(
+                Point("", "block", tokens * whole + cast, tokens * stream * width + inside),
+                Point("attention, ", "attention", tokens * half + cast, tokens * stream * width + matrices),
+            ),
         )
+
+    @property
+    def last_norm(self) -> int:
+        """What the last norm keeps."""
+        return self.stream
 
 
 def trace_compiled(
@@ -126,7 +135,26 @@ def trace_compiled(
         sums_kept: Which gradients live through the whole step.
         eager: The step without a compiler: the batch and tables are alike.
     """
-    block = CompiledBlock.of(job, model, micro_batch)
+    moments = list_compiled_moments(job, model, parameters, micro_batch, sums_kept)
+    tokens, low = micro_batch * job.data.seq_len, operand_bytes(job.train.precision)
+    made = (tokens * low + model.vocab_size * FLOAT32_BYTES) * model.hidden_size
+    return StepMemory(
+        moments=moments,
+        always=eager.always,
+        kept_bytes=moments[0].activations + made,
+        touched_bytes=eager.touched_bytes,
+    )
+
+
+def list_compiled_moments(
+    job: Job,
+    model: DecoderModel,
+    parameters: Sequence[Parameter],
+    micro_batch: int,
+    sums_kept: KeptGradients,
+) -> tuple[Moment, ...]:
+    """The loss, and the blocks on the way back; see :func:`trace_compiled`."""
+    block = (OwnBlock if runs_own_kernels(job) else CompiledBlock).of(job, model, micro_batch)
     tokens, low = micro_batch * job.data.seq_len, operand_bytes(job.train.precision)
     head, read = model.vocab_size * model.hidden_size, tokens * model.hidden_size * low
     # The loss, in the forward pass: all blocks wait, and the head's gradient grows.
@@ -134,15 +162,10 @@ def trace_compiled(
     buffers = 1 if writes_over_logits(job) else 2
     made = 2 * read + head * FLOAT32_BYTES + buffers * chunk * low
     made += 0 if keeps_copies(job) or low == FLOAT32_BYTES else head * low
-    formula = f"{model.num_layers} blocks, {block.formula}, + {block.stream} (final norm)"
-    waiting = model.num_layers * block.kept + block.stream
+    formula = f"{model.num_layers} blocks, {block.formula}, + {block.last_norm} (final norm)"
+    waiting = model.num_layers * block.kept + block.last_norm
     loss = Moment("loss, forward", waiting, made, sums_kept.count_bytes(parameters), formula)
-    return StepMemory(
-        moments=(loss, *_backward_moments(model, parameters, block, sums_kept)),
-        always=eager.always,
-        kept_bytes=waiting + read + head * FLOAT32_BYTES,
-        touched_bytes=eager.touched_bytes,
-    )
+    return loss, *_backward_moments(model, parameters, block, sums_kept)
 
 
 def line_of_copies(job: Job, model: DecoderModel) -> Line:
@@ -159,9 +182,12 @@ def count_copied(model: DecoderModel) -> int:
 
 
 def _backward_moments(
-    model: DecoderModel, parameters: Sequence[Parameter], block: CompiledBlock, sums_kept: KeptGradients
+    model: DecoderModel,
+    parameters: Sequence[Parameter],
+    block: CompiledBlock | OwnBlock,
+    sums_kept: KeptGradients,
 ) -> list[Moment]:
-    """Each block on the way back, at its two widest points; then the embedding."""
+    """Each block on the way back, at its widest points; then the embedding."""
     head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
     tied, everything = model.tied_embeddings, sum(p.count for p in parameters) * FLOAT32_BYTES
     done = head + sum(p.count for p in parameters if p.name.startswith("norm.")) * FLOAT32_BYTES
@@ -169,29 +195,19 @@ def _backward_moments(
     beside = shared if sums_kept.dense else 0  # the head's part of the shared gradient waits
     moments = []
     for layer in reversed(range(model.num_layers)):
-        made, complete = everything if sums_kept.dense else done, done - shared
-        below, formula, name = layer * block.kept, f"{layer} blocks, {block.formula}", f"block {layer}"
+        below, formula = layer * block.kept, f"{layer} blocks, {block.formula}"
         moments += [
             Moment(
-                f"{name}, backward",
-                below + block.whole,
-                block.stream + block.inside + beside,
-                made,
-                f"{formula}, + {block.whole} (this block)",
-                complete,
+                f"block {layer}, {point.name}backward",
+                below + point.held,
+                point.made + beside,
+                everything if sums_kept.dense else done + point.complete,
+                f"{formula}, + {point.held} (of this block)",
+                done - shared,
                 layer,
-                "block",
-            ),
-            Moment(
-                f"{name}, attention, backward",
-                below + block.attention,
-                block.stream + block.matrices + beside,
-                made,
-                f"{formula}, + {block.attention} (half of this block)",
-                complete,
-                layer,
-                "attention",
-            ),
+                point.part,
+            )
+            for point in block.points
         ]
         done += by_block[layer]
     # A tied gradient is made of two parts and their sum; the sum is the gradient unless others are kept.

@@ -12,7 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 from meshwright.plan.choose import evaluate
 from meshwright.plan.contract import Plan, plan_of
+from meshwright.plan.own_traffic import block_bytes
 from meshwright.plan.probed_time import Timed, list_linears
+from meshwright.plan.shapes import runs_own_kernels
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.load import build_job
@@ -46,6 +48,8 @@ class Programme:
     compiled: bool
     products: tuple[Sizes, ...]
     """Beside those of the small models."""
+    scaled: tuple[Sizes, ...]
+    """Likewise, in 8 bits."""
     attention: tuple[Heads, ...]
     large: int
     """Sides of the large product."""
@@ -88,6 +92,14 @@ PROGRAMMES = {
             Sizes(2048, 1024, 1024),
             Sizes(1024, 512, 2048),
         ),
+        scaled=(
+            Sizes(32768, 17920, 2560),
+            Sizes(32768, 3584, 2560),
+            Sizes(32768, 2560, 8960),
+            Sizes(16384, 5120, 3584),
+            Sizes(16384, 28672, 4096),
+            Sizes(2048, 1024, 1024),
+        ),
         attention=(
             Heads(8, 32, 8, 64, 2048),
             Heads(2, 32, 8, 64, 8192),
@@ -100,8 +112,13 @@ PROGRAMMES = {
         seconds=0.1,
         steps=13,
         models=tuple(
-            {"model": _small(layers, 1536, (12, 4), 6144, 32768), "seq_len": 4096, "batch": 4}
-            for layers in (2, 6)
+            {
+                "model": _small(layers, 1536, (12, 4), 6144, 32768),
+                "seq_len": 4096,
+                "batch": 4,
+                "kernels": kernels,
+            }
+            for layers, kernels in ((2, "own"), (6, "own"), (6, "compiled"))
         ),
     ),
     "cpu": Programme(
@@ -116,6 +133,7 @@ PROGRAMMES = {
             Sizes(1024, 1024, 1024),
             Sizes(2048, 2048, 512),
         ),
+        scaled=(),
         attention=(Heads(2, 4, 2, 32, 512), Heads(16, 4, 2, 16, 64), Heads(4, 16, 4, 64, 128)),
         large=1024,
         copied=2**24,
@@ -143,6 +161,13 @@ class SmallRun:
         """Of the model."""
         return _decoder(self.plan.job).num_layers
 
+    @property
+    def kernels(self) -> str:
+        """Whose are between its products: ``own``, ``compiled``, or torch's, one for each operation."""
+        if runs_own_kernels(self.plan.job):
+            return "own"
+        return "compiled" if self.plan.job.train.compile else "torch"
+
     def timed(self, step_s: float) -> Timed:
         """With what its step took."""
         return Timed(self.plan.job, self.plan.micro_batches, self.touched_bytes, step_s)
@@ -169,7 +194,7 @@ def _build_job(programme: Programme, small: dict[str, Any], cluster: dict[str, A
     train = {"steps": programme.steps, "global_batch": small["batch"], "precision": programme.precision}
     layout = {"dp_replicate": 1, "micro_batch": small["batch"]}
     if programme.compiled:
-        train |= {"compile": True, "residual": programme.precision}
+        train |= {"compile": True, "residual": programme.precision, "kernels": small["kernels"]}
         layout |= {"recompute": "selective"}
     return build_job(
         {
@@ -189,6 +214,14 @@ def list_products(programme: Programme, jobs: list[Job]) -> list[Sizes]:
     return list(dict.fromkeys([*found, *programme.products]))
 
 
+def list_scaled(programme: Programme, jobs: list[Job]) -> list[Sizes]:
+    """Likewise, in 8 bits: of blocks, not of heads."""
+    if not programme.scaled:
+        return []
+    linears = [linear for job in jobs for linear in list_linears(job, _decoder(job), 1) if linear.again]
+    return list(dict.fromkeys([*(Sizes(*linear[:3]) for linear in linears), *programme.scaled]))
+
+
 def list_attention(programme: Programme, jobs: list[Job]) -> list[Heads]:
     """Shapes of attention, likewise."""
     found = [
@@ -203,6 +236,11 @@ def list_attention(programme: Programme, jobs: list[Job]) -> list[Heads]:
         for model in (_decoder(job),)
     ]
     return list(dict.fromkeys([*found, *programme.attention]))
+
+
+def count_block_bytes(job: Job) -> int:
+    """What our own kernels move for a block of a job."""
+    return (job.layout.micro_batch or 1) * job.data.seq_len * block_bytes(job, _decoder(job))
 
 
 def _decoder(job: Job) -> DecoderModel:

@@ -19,6 +19,10 @@ LOW_BYTES = {"bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of an operand of matrix products in 16 bits; 4 in float32. What is cast to fp8 is kept in 16 bits."""
 LEAST_TURNED = 16
 """Head size that the kernel of rotations takes; it is a power of two."""
+FP8_ALIGNED = 16
+"""Both dims of a matrix that 8-bit products take are multiples of this."""
+FP8_WEIGHT_GRADIENT = True
+"""Whether gradients of weights are 8-bit products as well; as ``run.models.fp8`` has it."""
 ROUTED = "ffn.experts"
 """Names of the parameters of routed experts have this in them."""
 
@@ -56,6 +60,11 @@ def runs_own_kernels(job: Job) -> bool:
     whole = layout.tp * layout.cp == 1
     wanted = train.kernels == "own" and train.compile_backend == "inductor" and job.cluster.device == "cuda"
     return named and plain and paired and whole and wanted
+
+
+def multiplies_in_fp8(job: Job, outputs: int, inputs: int) -> bool:
+    """Whether a matrix's products, but for the gradient of the weight, are computed in 8 bits."""
+    return job.train.precision == "fp8" and outputs % FP8_ALIGNED == 0 and inputs % FP8_ALIGNED == 0
 
 
 @dataclass(frozen=True)

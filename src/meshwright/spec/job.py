@@ -137,7 +137,8 @@ class Train:
     seed: Natural = 0
     """Decides the initial weights and the order of samples."""
     compile: Flag = False
-    """Compile blocks, loss and, on GPUs, AdamW with torch.compile; activations and peak are not judged."""
+    """Compile blocks, loss and, on GPUs, AdamW with torch.compile; activations and peak are then judged only
+    where `kernels` are our own."""
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
     """`inductor` makes fast code; `aot_eager` only traces, for tests."""
     kernels: Literal["own", "compiled"] = "own"

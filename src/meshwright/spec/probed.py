@@ -13,6 +13,8 @@ from pydantic import ConfigDict
 
 from meshwright.spec.fields import SECTION_CONFIG, Count, Natural, NonNegative, Positive
 
+Precision = Literal["fp32", "bf16", "fp8"]
+
 
 @dataclass(frozen=True)
 class ProductTime:
@@ -20,8 +22,8 @@ class ProductTime:
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
-    precision: Literal["fp32", "bf16"]
-    """Of what the products read."""
+    precision: Precision
+    """Of what the products read; in fp8 with the casts of weight and gradient, as a step does them."""
     rows: Count
     """Tokens."""
     columns: Count
@@ -75,11 +77,13 @@ class Probed:
     copy_bytes_per_s: Positive
     """Bandwidth of a large copy, read and written bytes together."""
     optimizer_bytes_per_s: Positive
-    """Bandwidth of a fused AdamW step, read and written bytes together."""
+    """Bandwidth of an AdamW step as a run takes it, read and written bytes together."""
     launch_s: Positive
     """Time of an operation on almost nothing."""
     elementwise: Positive = 1.0
     """Time of what is neither product nor attention, over its bytes at a copy's rate; of real steps."""
+    own_elementwise: Positive = 1.08
+    """The same of our own kernels, timed alone; left out, what it is on an H200 (November 2026)."""
     block_s: NonNegative = 0.0
     """Time that the host takes for both passes of a block; beside a GPU's own time it is hidden."""
     step_s: NonNegative = 0.0

@@ -20,6 +20,7 @@ TINY = {
 QUICK = dataclasses.replace(
     PROGRAMMES["cpu"],
     products=(Sizes(32, 64, 32),),
+    scaled=(Sizes(32, 16, 16),),
     attention=(Heads(1, 4, 2, 8, 32),),
     large=128,
     copied=2**16,
@@ -55,12 +56,13 @@ def test_the_file_is_a_cluster_that_plans_use(cli, quick, on_cores, tmp_path):
     assert done.status == 0, done.err
     assert "products of 32 x 64 x 32" in done.err, "it says what it does"
     told = done.json
-    assert [row["layers"] for row in told["checked"]] == [1, 2, 2]
+    assert [(row["layers"], row["kernels"]) for row in told["checked"]] == [(n, "torch") for n in (1, 2, 2)]
     assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in told["checked"])
     written = tomllib.loads((tmp_path / "mine.toml").read_text())
     assert written["probed"]["products"] == told["cluster"]["probed"]["products"]
     shapes = [(entry["rows"], entry["columns"], entry["depth"]) for entry in written["probed"]["products"]]
     assert (32, 64, 32) in shapes
+    assert {"fp32", "fp8"} == {entry["precision"] for entry in written["probed"]["products"]}
     assert "meshwright probe" in written["basis"]
     assert "meshwright probe" in cli("plan", on_cores, "cluster.file=mine.toml").out
     assert cli("probe", "--cpu", "-o", "mine.toml").status == 0, "its own file is written over"
@@ -105,6 +107,21 @@ def test_without_real_steps_there_is_a_file_and_a_warning(cli, quick, monkeypatc
     assert "no compiler" in done.err
     assert "a page of text" not in done.err
     assert tomllib.loads((tmp_path / "mine.toml").read_text())["probed"]["elementwise"] == 1.0
+
+
+def test_a_device_without_products_in_8_bits_is_probed_without(cli, quick, monkeypatch, tmp_path):
+    from meshwright.run.bench import machine
+
+    def fail(device, sizes, seconds):
+        raise ValueError("type fp8e4nv not supported in this architecture")
+
+    monkeypatch.setattr(machine, "time_scaled", fail)
+    done = cli("probe", "--cpu", "-o", "mine.toml")
+    assert done.status == 0
+    assert "warning: no products in 8 bits" in done.err
+    assert "not supported in this architecture" in done.err
+    written = tomllib.loads((tmp_path / "mine.toml").read_text())
+    assert {"fp32"} == {entry["precision"] for entry in written["probed"]["products"]}
 
 
 def test_a_file_made_by_hand_is_not_written_over(cli, tmp_path):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from meshwright.explain.audit import PEAK_TOLERANCE, StateRow, audit_run
+from meshwright.plan.contract import build_plan
+from meshwright.spec.load import build_job
 
 EXTRA = {"axis": "dp_replicate", "op": "all_gather", "phase": "step", "ranks": 2, "calls": 1, "bytes": 8}
 
@@ -98,6 +102,38 @@ def test_a_group_of_another_size_than_promised_fails(plan, kept, record_of, find
 
 
 # State and peak
+
+
+@pytest.fixture(scope="module")
+def own_plan():
+    """One GPU whose blocks our own kernels compute."""
+    sizes = {"num_layers": 2, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 4}
+    job = build_job(
+        {
+            "model": sizes | {"ffn_size": 512, "vocab_size": 512},
+            "cluster": {"preset": "h200-sxm", "devices_per_node": 1},
+            "data": {"path": "text", "seq_len": 256},
+            "train": {"steps": 4, "global_batch": 4, "precision": "bf16", "compile": True},
+            "layout": {"dp_replicate": 1, "micro_batch": 4},
+        }
+    )
+    return build_plan(job)[0]
+
+
+@pytest.mark.parametrize(("kind", "allowed"), [("activation_bytes", 0.05), ("peak_bytes", 0.03)])
+def test_what_our_own_kernels_hold_is_judged_although_compiled(
+    own_plan, events_of, record_of, find, kind, allowed
+):
+    """And not what torch's compiler decides."""
+    theirs = dataclasses.replace(
+        own_plan.job, train=dataclasses.replace(own_plan.job.train, kernels="compiled")
+    )
+    for factor, held in ((1 + 0.99 * allowed, True), (1 - 0.99 * allowed, True), (1 + 1.01 * allowed, False)):
+        events = events_of(own_plan)
+        state = find(events, "state", 0)
+        state |= {"compiled": True, kind: round(state[kind] * factor)}
+        assert audit_run(own_plan, record_of(events)).ok is held
+        assert audit_run(dataclasses.replace(own_plan, job=theirs), record_of(events)).ok
 
 
 @pytest.mark.parametrize("kind", ["parameters", "gradients", "optimizer"])

@@ -126,7 +126,6 @@ def test_what_is_kept_changes_no_bit_and_evaluation_gives_the_same_loss(stream, 
             assert nets[mode](tokens, targets, documents).item() == expected, mode
 
 
-@pytest.mark.xfail(strict=True, reason="torch's silu rounds otherwise than gate * sigmoid(gate)")
 def test_what_a_gate_makes_again_is_what_it_made():
     """To the bit, as on GPUs: then a block that keeps it and one that does not have the same gradients."""
     both = draw(200, 200)

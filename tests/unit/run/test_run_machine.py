@@ -7,6 +7,8 @@ import torch
 
 from meshwright.plan.probing import PROGRAMMES, find_cluster, list_runs
 from meshwright.run.bench import machine
+from meshwright.run.models.decoder import fuse_blocks
+from meshwright.run.working import WorkingCopies
 
 CPU = torch.device("cpu")
 
@@ -19,9 +21,17 @@ def test_operations_take_time_and_larger_ones_more():
     assert forward_s > 0
     assert backward_s > 0
     assert machine.measure_copy(CPU, 2**16, 1e-3) > machine.measure_copy(CPU, 2, 1e-3)
-    assert machine.measure_adamw(CPU, 2**12, 1e-3) > 0
+    (run, *_) = list_runs(PROGRAMMES["cpu"], find_cluster(only_cores=True))
+    assert machine.measure_adamw(CPU, run.plan.job, 2**12, 1e-3) > 0
     assert machine.measure_launch(CPU, 1e-3) > 0
     assert machine.count_multiprocessors(CPU) == 0
+
+
+def test_what_blocks_do_between_products_and_products_in_8_bits_take_time():
+    """By torch's operations here, by the kernels of a run on a GPU."""
+    (run, *_) = list_runs(PROGRAMMES["cpu"], find_cluster(only_cores=True))
+    assert machine.time_own_kernels(CPU, run.plan.job, 1e-3) > 0
+    assert all(took_s > 0 for took_s in machine.time_scaled(CPU, (32, 16, 16), 1e-3))
 
 
 def test_steps_are_those_of_a_run_and_a_block_can_be_called_alone(monkeypatch):
@@ -37,6 +47,9 @@ def test_steps_are_those_of_a_run_and_a_block_can_be_called_alone(monkeypatch):
     assert machine.issue_block_s(session) > 0
     gradients = [p.grad for p in next(session.model.list_blocks()).parameters()]
     assert all(gradient is not None for gradient in gradients), "both passes ran"
+    session.model.working = WorkingCopies(session.model, torch.bfloat16)
+    fuse_blocks(session.model)
+    assert machine.issue_block_s(session) > 0, "our own kernels' blocks hand on two tensors"
 
 
 def test_random_words_are_targets_all():

@@ -36,6 +36,9 @@ def sum_buffers(facts: Facts, stage: Stage, held: Held) -> Sum:
         terms.append(Term("keys and values on their way", (ring, tokens.split, 4.0 * model.kv_size, low)))
     if rules.blocks == "eager":
         terms += _own_tables(facts)
+    if workload.copy_bytes:
+        kept = (grid.zero < 2) & (grid.pp == 1)
+        terms.append(Term("16-bit copies of matrices", (kept, workload.copy_bytes), grid.tp))
     return Sum.of(*terms)
 
 

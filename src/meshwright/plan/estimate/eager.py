@@ -7,10 +7,13 @@ come into being on the way back; else their sums live through the whole step.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from meshwright.plan.decoder_memory import LOSS_CHUNK_ELEMENTS, LOSS_CHUNK_TOKENS
 from meshwright.plan.estimate.activations import Kept, attention_kept, sum_kept
+from meshwright.plan.estimate.compiled import has_whole_layers, list_fullest
 from meshwright.plan.estimate.grid import Flags, Floats
 from meshwright.plan.estimate.moments import (
     NOTHING,
@@ -71,7 +74,11 @@ def list_eager_moments(facts: Facts, stage: Stage, held: Held) -> list[Moment]:
     moments.append(Moment("embedding, backward", NOTHING, NOTHING, table, NOTHING, possible=stage.embeds))
     if stage.heads.any():
         moments.append(_loss(facts, stage, held, top, copies, sums))
-    return moments
+    job, whole = facts.workload.compiled_job, has_whole_layers(grid)
+    if job is None or not whole.any():
+        return moments
+    others = [dataclasses.replace(moment, possible=moment.possible & ~whole) for moment in moments]
+    return [*others, list_fullest(job, grid, whole, sums)]
 
 
 def _keeps_sums(facts: Facts) -> Flags:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
+from meshwright.plan.compiled_memory import is_compiled, line_of_copies
 from meshwright.plan.estimate.profiles import PROFILES, Profile
+from meshwright.plan.shapes import keeps_copies
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
+from meshwright.spec.layout import Layout
 from meshwright.spec.model import DecoderModel
 
 
@@ -26,12 +30,17 @@ class Workload:
     compiled: bool = False
     """Whether blocks are compiled (the profiles that could be run either way)."""
     document_mask: bool = False
+    compiled_job: Job | None = None
+    """The job, where its compiled steps have a ledger of their own: in layouts whose layers are whole."""
+    copy_bytes: float = 0.0
+    """Of the 16-bit copies of all matrices that live from step to step, where a run keeps some."""
 
     @classmethod
     def of(cls, job: Job) -> Workload:
         """The workload of a job for a decoder."""
         if not isinstance(job.model, DecoderModel):
             raise TypeError(f"a workload is of a decoder, not {type(job.model).__name__}")
+        own, whole = job.train.runtime == "meshwright", dataclasses.replace(job, layout=Layout())
         return cls(
             model=job.model,
             cluster=job.cluster,
@@ -42,4 +51,6 @@ class Workload:
             recipe="rowwise" if job.train.precision == "fp8" and job.train.runtime == "meshwright" else "",
             compiled=job.train.compile,
             document_mask=job.data.mask == "document",
+            compiled_job=job if own and is_compiled(whole) else None,
+            copy_bytes=float(line_of_copies(job, job.model).bytes) if own and keeps_copies(whole) else 0.0,
         )

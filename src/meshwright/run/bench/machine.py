@@ -23,15 +23,19 @@ from torch import Tensor
 from meshwright.core.events import EventWriter
 from meshwright.launch.assignment import Assignment
 from meshwright.plan.contract import Plan
+from meshwright.plan.shapes import keeps_copies
 from meshwright.prepare.dataset import Rows
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.dry_run import BlankDataset
 from meshwright.run.loop import Meter, take_step
 from meshwright.run.mesh import join_ranks, leave_ranks
+from meshwright.run.models import kernels
 from meshwright.run.models.attention import mix_causally
-from meshwright.run.models.decoder import Decoder
+from meshwright.run.models.decoder import Decoder, build_rope
+from meshwright.run.models.fused import Matrix
 from meshwright.run.models.products import weight_gradient
-from meshwright.run.precision import prefer_fast_attention
+from meshwright.run.optimizer import build_optimizer, compiles_update
+from meshwright.run.precision import LOW_PRECISION, STREAMS, prefer_fast_attention
 from meshwright.run.session import Session, build_session
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -42,7 +46,9 @@ MOST = 1000
 WARM_UP = 2
 WARM_UP_STEPS = 3
 ADAMW_BYTES = 28
-"""What AdamW moves for each float32 element: weight, gradient and two moments read, all but one written."""
+"""What AdamW moves for each float32 element: weight, gradient and two moments read, all but one written.
+With a copy in 16 bits, two more."""
+UPDATED_ROWS = 64
 
 
 def time_call(device: torch.device, call: Callable[[], object], seconds: float) -> float:
@@ -101,6 +107,58 @@ def time_linear(
     )
 
 
+def time_scaled(
+    device: torch.device, sizes: tuple[int, int, int], seconds: float
+) -> tuple[float, float, float]:
+    """The same of a product in 8 bits, with the casts that a step does for it; its input is cast already.
+
+    Args:
+        device: Where.
+        sizes: Rows, width of the output, width of the input.
+        seconds: For each of the three.
+    """
+    rows, columns, depth = sizes
+    x = torch.randn(rows, depth, device=device).bfloat16()
+    grad = torch.randn(rows, columns, device=device).bfloat16()
+    weight = torch.randn(columns, depth, device=device).mul_(depth**-0.5).bfloat16()
+    matrix, cast = Matrix(weight, scaled=True, rows=(columns,)), kernels.cast_rows(x)
+    return (
+        time_call(device, lambda: matrix.multiply(cast), seconds),
+        time_call(device, lambda: matrix.multiply_back(grad), seconds),
+        time_call(device, lambda: matrix.gradients(grad, x), seconds),
+    )
+
+
+def time_own_kernels(device: torch.device, job: Job, seconds: float) -> float:
+    """What our kernels take for both passes of a job's block, with selective recomputation."""
+    model, batch, length = job.model, job.layout.micro_batch or 1, job.data.seq_len
+    assert isinstance(model, DecoderModel), "decoders are probed"
+    width, low, stream = model.hidden_size, torch.bfloat16, STREAMS[job.train.residual]
+    parts = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
+
+    def draw(*shape: int, dtype: torch.dtype = low) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    tokens = batch * length
+    x, delta, weight = draw(tokens, width, dtype=stream), draw(tokens, width), draw(width)
+    both, grad = draw(tokens, 2 * model.ffn_size), draw(tokens, model.ffn_size)
+    heads = draw(batch, length, sum(parts), model.head_size).transpose(1, 2)
+    q, k, v = heads.clone().split(parts, dim=1)
+    rope = build_rope(model, torch.arange(length, device=device))
+
+    def run() -> None:
+        for _ in range(2):
+            total, _, inverse = kernels.add_norm(x, delta, weight, model.norm_eps, low)
+        kernels.turn_heads(heads[:, : parts[0] + parts[1]], *rope)
+        kernels.gate(both, low)
+        kernels.gate_backward(both, grad)
+        for _ in range(2):
+            kernels.norm_backward(delta, total, inverse, weight, x)
+        kernels.turn_back(q, k, v, *rope)
+
+    return time_call(device, run, seconds)
+
+
 def time_attention(
     device: torch.device,
     dtype: torch.dtype,
@@ -143,12 +201,16 @@ def measure_copy(device: torch.device, elements: int, seconds: float) -> float:
     return 2 * 4 * elements / time_call(device, lambda: target.copy_(source), seconds)
 
 
-def measure_adamw(device: torch.device, elements: int, seconds: float) -> float:
-    """Bandwidth of a fused AdamW step over so many elements, read and written bytes together."""
-    weight = torch.nn.Parameter(torch.randn(elements, device=device))
-    weight.grad = torch.randn(elements, device=device)
-    optimizer = torch.optim.AdamW([weight], lr=1e-6, fused=True)
-    return ADAMW_BYTES * elements / time_call(device, optimizer.step, seconds)
+def measure_adamw(device: torch.device, job: Job, elements: int, seconds: float) -> float:
+    """Bandwidth of a job's AdamW over a matrix of so many elements, read and written bytes together."""
+    moved = torch.nn.Linear(elements // UPDATED_ROWS, UPDATED_ROWS, bias=False, device=device)
+    (weight,) = moved.parameters()
+    weight.grad = torch.randn_like(weight)
+    low = LOW_PRECISION.get(job.train.precision)
+    copies = {} if low is None or not keeps_copies(job) else {weight: weight.detach().to(low)}
+    optimizer = build_optimizer(moved, job.train, copies, compiles_update(job, device))
+    each = ADAMW_BYTES + sum(copy.element_size() for copy in copies.values())
+    return each * elements / time_call(device, optimizer.step, seconds)
 
 
 def measure_launch(device: torch.device, seconds: float) -> float:
@@ -220,8 +282,11 @@ def issue_block_s(session: Session) -> float:
         _wait(device)
         started = time.perf_counter()
         with session.precision.products():
-            out = block(x, rope, None, None)
-        out.backward(torch.ones_like(out))
+            if model.fused is None:
+                outputs: tuple[Tensor, ...] = (block(x, rope, None, None),)
+            else:
+                outputs = model.fused[0](x, None, rope, None)
+        torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])
         times.append(time.perf_counter() - started)
     return statistics.median(times[WARM_UP:])
 

@@ -8,9 +8,9 @@ adds first and no pass does only that::
     total, delta = feed_forward(total, delta)     add, norm, one product, silu x up, one product
 
 Each of the three has its backward pass written out. With selective recomputation they keep the stream at
-both norms, queries, keys and values as attention reads them, what comes out of attention, and gate and up; the
-norms' outputs and what ``down`` reads are written once more by the pass that has their parts at hand, which
-costs one write of each. Without recomputation those are kept, too. No block is compiled.
+both norms, queries, keys and values as attention reads them, what comes out of attention, and gate and up;
+the norms' outputs and what ``down`` reads are written once more by the pass that has their parts at hand,
+which costs one write of each. Without recomputation those are kept, too. No block is compiled.
 
 Shape suffixes: N tokens, D hidden, W columns of all heads, B batch, T tokens of a sequence, H query heads,
 K key heads, E head size, F feed-forward, G = 2 F, O and I outputs and inputs of a product.

@@ -8,8 +8,8 @@ These functions know nothing of gradients; ``run.models.fused`` puts them togeth
 On GPUs they are Triton's (``triton_kernels``). Elsewhere torch's operations compute the same: what the
 kernels are compared with.
 
-Shape suffixes: N tokens, D hidden, W columns of several heads, B batch, T tokens of a sequence, H query heads,
-K key heads, E head size, F feed-forward, G = 2 F, C tokens of a chunk, V words.
+Shape suffixes: N tokens, D hidden, W columns of several heads, B batch, T tokens of a sequence, H query
+heads, K key heads, E head size, F feed-forward, G = 2 F, C tokens of a chunk, V words.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
 from meshwright.run.models import fp8
@@ -178,7 +177,7 @@ def gate(both_NG: Tensor, dtype: torch.dtype) -> Rows:
     rows, width = both_NG.shape[0], both_NG.shape[1] // 2
     if not on_gpu(both_NG):
         gate_NF, up_NF = both_NG.float().chunk(2, dim=-1)
-        inner_NF = F.silu(gate_NF) * up_NF
+        inner_NF = gate_NF * torch.sigmoid(gate_NF) * up_NF
         return Rows(*fp8.cast_rows(inner_NF)) if dtype == fp8.E4M3 else Rows(inner_NF.to(dtype))
     out_NF = torch.empty(rows, width, dtype=dtype, device=both_NG.device)
     if dtype == fp8.E4M3:

@@ -1,8 +1,8 @@
 """The kernels of :mod:`meshwright.run.models.kernels`, in Triton: imported where there is a GPU, only then.
 
 Each is bound by memory, so each reads what it needs once, a row (or a tile) of a matrix to a program,
-computes in float32 and writes what comes out. How many warps share a row follows from its width: the shapes in
-``benchmarks/one_device.py`` move at 3.5 to 4.2 TB/s on an H200, whose copies reach 4.3.
+computes in float32 and writes what comes out. How many warps share a row follows from its width: those of
+``benchmarks/one_device.py`` move at 3 to 4.2 TB/s on an H200, whose copies reach 4.3.
 """
 
 from __future__ import annotations
@@ -45,10 +45,16 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @triton.jit
+def _clamp(x):
+    """Into the range of e4m3; what is no number stays none, for somebody to see."""
+    x = tl.maximum(x, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _store_cast(values, amax, cast_ptr, at, there):
     scaled = values / (tl.maximum(amax, LEAST_AMAX) / LARGEST)
-    scaled = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
-    tl.store(cast_ptr + at, scaled.to(cast_ptr.dtype.element_ty), mask=there)
+    tl.store(cast_ptr + at, _clamp(scaled).to(cast_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -532,7 +538,7 @@ def _cast_columns(
     if tl.program_id(0) == 0:
         tl.store(scale_ptr + c, amax / LARGEST, mask=c < width)
     x = x / (amax / LARGEST)[None, :]
-    x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST).to(cast_ptr.dtype.element_ty)
+    x = _clamp(x).to(cast_ptr.dtype.element_ty)
     tl.store(cast_ptr + c.to(tl.int64)[None, :] * rows + r[:, None], x, mask=there)
 
 
@@ -559,7 +565,7 @@ def _cast_turned(x_ptr, scale_ptr, cast_ptr, rows, width, ROWS: tl.constexpr, CO
     there = (r < rows)[:, None] & (c < width)[None, :]
     x = tl.load(x_ptr + r.to(tl.int64)[:, None] * width + c[None, :], mask=there, other=0.0).to(tl.float32)
     x = x / tl.load(scale_ptr + r, mask=r < rows, other=1.0)[:, None]
-    x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST).to(cast_ptr.dtype.element_ty)
+    x = _clamp(x).to(cast_ptr.dtype.element_ty)
     tl.store(cast_ptr + c.to(tl.int64)[None, :] * rows + r[:, None], x, mask=there)
 
 

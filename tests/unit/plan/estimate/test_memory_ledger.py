@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from meshwright.plan.compiled_memory import count_copied, is_compiled
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.memory import estimate_memory
 from meshwright.plan.estimate.memory_report import explain_memory
 from meshwright.plan.estimate.profiles import PROFILES
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.ledger import predict_ledger
+from meshwright.spec.layout import Layout
 from meshwright.spec.load import build_job
 
 WITHIN = 0.002
@@ -37,6 +40,46 @@ MODELS = {
         "vocab_size": 32000,
     },
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "kernels"), [("llama-1b", "own"), ("llama-1b", "compiled"), ("gpt", "own"), ("small", "own")]
+)
+@pytest.mark.parametrize("residual", ["fp32", "bf16"])
+def test_compiled_steps_have_their_ledger_in_a_search_too(model, kernels, residual):
+    """All recomputations, replicas and micro-batches in one grid, beside layouts counted as before."""
+    job = build_job(
+        {
+            "name": "both",
+            "model": MODELS[model],
+            "cluster": {"preset": "h200-sxm"},
+            "data": {"path": "text", "seq_len": 2048},
+            "train": {"steps": 2, "global_batch": 8, "precision": "bf16", "residual": residual}
+            | {"compile": True, "kernels": kernels},
+        }
+    )
+    layouts = [
+        Layout(
+            mode="given", dp_replicate=ranks, dp_shard=shards, zero=zero, recompute=recompute, micro_batch=n
+        )
+        for recompute in ("none", "selective", "full")
+        for ranks, shards, zero in ((1, 1, 0), (2, 1, 0), (1, 2, 1), (1, 2, 3))
+        for n in (1, 4)
+    ]
+    split = Layout(mode="given", tp=2, micro_batch=4)
+    found = estimate_memory(Workload.of(job), Grid.of([*layouts, split])).counted_as("allocated")
+    for layout, allocated in zip(layouts, found, strict=False):
+        placed = dataclasses.replace(job, layout=layout)
+        assert is_compiled(placed) is (layout.zero < 2)
+        if is_compiled(placed):
+            share = 8 // (layout.dp_replicate * layout.dp_shard * layout.micro_batch)
+            exact = predict_ledger(placed, layout.micro_batch, share).peak_bytes
+            assert allocated == pytest.approx(exact, rel=WITHIN)
+    eager = dataclasses.replace(job, train=dataclasses.replace(job.train, compile=False, residual="fp32"))
+    rest = [place for place, layout in enumerate(layouts) if layout.zero == 3]
+    before = estimate_memory(Workload.of(eager), Grid.of([*layouts, split])).counted_as("allocated")
+    assert found[rest] == pytest.approx(before[rest])
+    assert found[-1] - before[-1] == pytest.approx(count_copied(job.model) * 2 / 2), "half of the copies"
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))

@@ -1,0 +1,72 @@
+"""Compiled steps of whole layers, as ``plan/compiled_memory.py`` lists them, on columns.
+
+Of a step only micro-batch, recomputation and whether gradients live through it decide what its moments hold,
+so each such case is listed once, and all layouts that have it get its fullest moment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import cast
+
+import numpy as np
+
+from meshwright.plan.compiled_memory import list_compiled_moments
+from meshwright.plan.estimate.grid import RECOMPUTES, Flags, Grid
+from meshwright.plan.estimate.moments import NOTHING, Moment
+from meshwright.plan.estimate.terms import Sum, Term
+from meshwright.plan.moments import ALL_GRADIENTS, KeptGradients
+from meshwright.plan.shapes import FLOAT32_BYTES, count_parameters, list_parameters
+from meshwright.spec.job import Job
+from meshwright.spec.layout import Layout, Recompute
+from meshwright.spec.model import DecoderModel
+
+
+def has_whole_layers(grid: Grid) -> Flags:
+    """Which layouts have steps that are described here, if their job is compiled."""
+    return np.asarray((grid.pp * grid.tp * grid.cp == 1) & (grid.zero < 2))
+
+
+def list_fullest(job: Job, grid: Grid, whole: Flags, sums: Flags) -> Moment:
+    """The fullest moment of each layout with whole layers.
+
+    Args:
+        job: A compiled one.
+        grid: The layouts.
+        whole: Which of them are described here.
+        sums: Where gradients live through the whole step.
+    """
+    held = np.zeros((3, len(grid)))
+    cases = np.stack((grid.micro_batch, grid.recompute, sums))
+    found, places = np.unique(cases[:, whole], axis=1, return_inverse=True)
+    parts = [_fullest(job, int(micro), int(recompute), bool(kept)) for micro, recompute, kept in found.T]
+    held[:, whole] = np.array(parts).T[:, places.reshape(-1)]
+    activations, temporary, gradients = held
+    return Moment(
+        "fullest of a compiled step",
+        Sum((Term("kept by compiled blocks", (activations,)),)),
+        NOTHING,
+        Sum((Term("made by a block or the loss", (temporary,)),)),
+        NOTHING,
+        gradients,
+        whole,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _fullest(job: Job, micro_batch: int, recompute: int, sums: bool) -> tuple[float, float, float]:
+    """What is kept and what is made then, and the part of the gradients that exists."""
+    model = job.model
+    assert isinstance(model, DecoderModel), "decoders are compiled"
+    layout = Layout("given", micro_batch=micro_batch, recompute=cast(Recompute, RECOMPUTES[recompute]))
+    moments = list_compiled_moments(
+        dataclasses.replace(job, layout=layout),
+        model,
+        list_parameters(model),
+        micro_batch,
+        ALL_GRADIENTS if sums else KeptGradients(),
+    )
+    top = max(moments, key=lambda moment: moment.bytes)
+    every = count_parameters(model) * FLOAT32_BYTES
+    return float(top.activations), float(top.temporary), top.gradients / every
