@@ -1,0 +1,266 @@
+"""Our own kernels on a GPU: each gives what torch's operations give, as do blocks and runs made of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402, N812  (everybody's name for it)
+
+from kernel_cases import (  # noqa: E402
+    EXACT,
+    LOW,
+    cast_cases,
+    check_scale,
+    check_softmax,
+    compare,
+    draw,
+    gate_cases,
+    norm_cases,
+    turn_cases,
+)
+from meshwright.plan.shapes import runs_own_kernels  # noqa: E402
+from meshwright.prepare.dataset import IGNORED  # noqa: E402
+from meshwright.run.models import fp8, kernels  # noqa: E402
+from meshwright.run.models import loss as losses  # noqa: E402
+from meshwright.run.models.decoder import Decoder, fuse_blocks  # noqa: E402
+from meshwright.run.models.loss import linear_cross_entropy  # noqa: E402
+from meshwright.run.models.products import scale_products  # noqa: E402
+from meshwright.run.working import WorkingCopies  # noqa: E402
+from meshwright.spec.load import load_job  # noqa: E402
+from meshwright.spec.model import DecoderModel  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DEVICE = "cuda"
+ROWS, WIDTHS = (1, 20, 1000), (96, 3072, 4096, 5120)
+SHAPE = DecoderModel(
+    num_layers=3, hidden_size=128, num_heads=4, num_kv_heads=2, ffn_size=352, vocab_size=1000
+)
+SAMPLES, LENGTH = 4, 48
+
+
+@pytest.mark.parametrize("stream", [EXACT, LOW], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norms_are_those_of_torchs_operations(width, stream):
+    """With a row for each program, and with more rows than programs."""
+    for rows in ROWS:
+        for case in norm_cases(rows, width, stream).values():
+            compare(case, DEVICE)
+
+
+@pytest.mark.parametrize("width", [*WIDTHS, 14336])
+def test_gates_are_those_of_torchs_operations(width):
+    for rows in ROWS:
+        for case in gate_cases(rows, width).values():
+            compare(case, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [EXACT, LOW], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_casts_are_those_of_torchs_operations(width, dtype):
+    for rows in ROWS:
+        for case in cast_cases(rows, width, dtype).values():
+            compare(case, DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "size"), [(1, 1, 16), (4, 2, 32), (6, 3, 64), (32, 8, 64), (40, 8, 128)]
+)
+def test_turned_heads_are_those_of_torchs_operations(queries, keys, size):
+    """As many heads as a power of two or not; where they lie, and in other layouts on the way back."""
+    for batch, length in ((1, 1), (2, 10), (3, 333)):
+        for case in turn_cases(batch, length, queries, keys, size).values():
+            compare(case, DEVICE)
+
+
+@pytest.mark.parametrize("what", ["cast_rows", "cast_columns", "add_norm", "gate"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_no_cast_hides_what_is_not_finite(request, what, value):
+    """A diverging run is noticed by its loss: as on a CPU, nothing finite may come of a NaN."""
+    if math.isnan(value) or what == "add_norm":
+        reason = "a maximum leaves NaN out, and -448 comes of it"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+    x, other, weight = (
+        draw(DEVICE, *shape, dtype=EXACT, seed=i) for i, shape in enumerate([(16, 32)] * 2 + [(32,)])
+    )
+    x[3, 4] = value
+    cast, row = {
+        "cast_rows": lambda: (kernels.cast_rows(x), 3),
+        "cast_columns": lambda: (kernels.cast_columns(x), 4),
+        "add_norm": lambda: (kernels.add_norm(x, other, weight, 1e-5, fp8.E4M3)[1], 3),
+        "gate": lambda: (kernels.gate(torch.cat((other, x), dim=-1), fp8.E4M3), 3),
+    }[what]()
+    again = cast.values.float() * cast.scale
+    assert not again[row].isfinite().all()
+    assert again[row - 1].isfinite().all()
+
+
+@pytest.mark.parametrize("words", [300, 40_000, 128_256])
+@pytest.mark.parametrize("factor", [1.0, 1 / 300])
+def test_the_loss_in_place_is_torchs(words, factor):
+    check_softmax(DEVICE, words, factor=factor)
+
+
+def test_the_loss_in_place_of_very_large_logits_is_torchs():
+    """Of the order of 10,000: no exponential leaves float32."""
+    check_softmax(DEVICE, 40_000, spread=1e4)
+
+
+def test_the_loss_in_place_finds_rows_beyond_two_to_the_31():
+    """4.4 GB of logits; the last row is the one that would be sought elsewhere."""
+    words = 128_256
+    rows = 2**31 // words + 2
+    logits = torch.zeros(rows, words, dtype=LOW, device=DEVICE)
+    logits[-1] = draw(DEVICE, words)
+    last, targets = logits[-1].float().clone(), torch.full((rows,), 7, device=DEVICE)
+    found = kernels.softmax_loss(logits, targets, 1.0, IGNORED, gradient=True)
+    wanted = torch.softmax(last, 0)
+    assert found[-1].item() == pytest.approx(-wanted[7].log().item(), rel=1e-5)
+    assert found[:-1].sub(math.log(words)).abs().max() < 1e-5
+    wanted[7] -= 1
+    assert (logits[-1].float() - wanted).norm() < 3e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [EXACT, LOW], ids=["fp32", "bf16"])
+def test_scale_multiplies_and_passes_over_nothing_where_the_factor_is_one(dtype):
+    check_scale(DEVICE, dtype)
+
+
+def loss_operands() -> tuple[torch.Tensor, ...]:
+    x = draw(DEVICE, 1300, 128).requires_grad_()
+    weight = (draw(DEVICE, 4096, 128, dtype=EXACT, seed=1) / 11).requires_grad_()
+    targets = torch.randint(0, 4096, (1300,), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    targets[::7] = IGNORED
+    return x, weight, targets
+
+
+@pytest.mark.parametrize("real", [1.0, 1 / 256, 0.1])
+def test_gradients_are_the_same_whatever_gradient_was_expected(real):
+    """Made with the one that comes, or scaled after."""
+    x, weight, targets = loss_operands()
+    exact = [x.detach().float().requires_grad_(), weight.detach().bfloat16().float().requires_grad_()]
+    plain = F.cross_entropy(exact[0] @ exact[1].T, targets, ignore_index=IGNORED, reduction="sum")
+    wanted = torch.autograd.grad(plain * real, exact)
+    for expected in (1.0, 1 / 256, 0.1):
+        loss = linear_cross_entropy(x, weight, targets, 512, fused=True, expected=expected)
+        assert loss.item() == pytest.approx(plain.item(), rel=1e-4)
+        for ours, theirs in zip(torch.autograd.grad(loss * real, (x, weight)), wanted, strict=True):
+            assert (ours.float() - theirs).norm() < 6e-3 * theirs.norm(), expected
+
+
+@pytest.mark.parametrize(
+    "divisor",
+    [
+        1,
+        7,
+        256,
+        8191,
+        32768,
+        *(
+            pytest.param(
+                divisor,
+                marks=pytest.mark.xfail(
+                    strict=True,
+                    reason="a GPU divides by a number of the host by multiplying with its inverse",
+                ),
+            )
+            for divisor in (13, 41, 53248)
+        ),
+    ],
+)
+def test_an_expected_gradient_that_comes_costs_no_pass(monkeypatch, divisor):
+    """As the loop does it: the loss over the targets of a step. Then the factor is 1, to the bit."""
+    factors = []
+    monkeypatch.setattr(losses.kernels, "scale", lambda _, factor: factors.append(factor.item()))
+    x, weight, targets = loss_operands()
+    (linear_cross_entropy(x, weight, targets, 512, fused=True, expected=1 / divisor) / divisor).backward()
+    assert factors == [1.0, 1.0]
+
+
+def build(
+    stream: torch.dtype = LOW, *, own: bool, copies: bool = True, recompute: str = "none", scaled=False
+):
+    """The same weights in every one; without copies it is the float32 reference."""
+    with torch.device(DEVICE):
+        net = Decoder(SHAPE, LENGTH, 64, recompute)
+    with torch.no_grad():
+        for number, parameter in enumerate(net.parameters()):
+            drawn = draw(DEVICE, *parameter.shape, dtype=EXACT, seed=number)
+            parameter.copy_(1 + drawn / 10 if parameter.dim() == 1 else drawn / 16)
+    if scaled:
+        scale_products(net)
+    if copies:
+        net.stream = stream
+        net.working = WorkingCopies(net, LOW)
+    if own:
+        fuse_blocks(net)
+    return net
+
+
+def step(net: Decoder, *, masked: bool = False, low: bool = True):
+    """Loss and gradients."""
+    generator = torch.Generator().manual_seed(99)
+    tokens, targets = torch.randint(0, SHAPE.vocab_size, (2, SAMPLES, LENGTH), generator=generator).to(DEVICE)
+    documents = (torch.rand(SAMPLES, LENGTH, generator=generator) < 0.1).cumsum(1).to(DEVICE)
+    targets[:, ::5] = IGNORED
+    with torch.autocast(DEVICE, LOW, enabled=low):
+        loss = net(tokens, targets, documents if masked else None)
+    loss.backward()
+    with torch.no_grad(), torch.autocast(DEVICE, LOW, enabled=low):
+        again = net(tokens, targets, documents if masked else None)
+    assert again.item() == pytest.approx(loss.item(), rel=1e-5), "evaluation gives another loss"
+    return loss.item(), {name: parameter.grad for name, parameter in net.named_parameters()}
+
+
+def distance(found, exact) -> float:
+    """Of all gradients from the exact ones."""
+    off = [((gradient - exact[name]).norm() / exact[name].norm()).item() for name, gradient in found.items()]
+    return math.sqrt(sum(d * d for d in off) / len(off))
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("stream", [EXACT, LOW], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["16 bits", "8 bits"])
+def test_blocks_are_as_near_to_float32_as_their_modules(scaled, stream, masked):
+    """With every mode of recomputation; the loss is the kernel's, which expects another gradient."""
+    exact_loss, exact = step(build(own=False, copies=False), masked=masked, low=False)
+    _, modules = step(build(stream, own=False, scaled=scaled), masked=masked)
+    for recompute in ("none", "selective", "full"):
+        net = build(stream, own=True, recompute=recompute, scaled=scaled)
+        net.expect_gradient(1 / 64)
+        loss, found = step(net, masked=masked)
+        assert loss == pytest.approx(exact_loss, rel=2e-2 if scaled else 2e-3)
+        assert distance(found, exact) < 1.25 * distance(modules, exact)
+        assert distance(found, exact) < (0.3 if scaled else 0.03)
+
+
+TRAINED = (
+    "cluster.device=cuda",
+    "cluster.devices_per_node=1",
+    "model.hidden_size=128",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.ffn_size=352",
+    "data.seq_len=128",
+    "train.precision=bf16",
+    "train.compile=true",
+)
+
+
+def test_a_run_with_own_kernels_has_the_losses_of_one_with_compiled_ones(train, job_file):
+    """A whole run with its audit; the two differ in who computes the blocks, and in nothing else."""
+    own, compiled = ([*TRAINED, f"train.kernels={kind}"] for kind in ("own", "compiled"))
+    assert runs_own_kernels(load_job(str(job_file), own))
+    assert not runs_own_kernels(load_job(str(job_file), compiled))
+    found = train(*own, "run_dir=own")
+    wanted = train(*compiled, "run_dir=compiled")
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-2)
+    assert found.losses[-1] < found.losses[0]
+    assert found.result["audit_ok"], found.result["differences"]

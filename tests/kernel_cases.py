@@ -1,0 +1,273 @@
+"""Every function of ``run.models.kernels``, to be computed once by torch's operations and once by Triton.
+
+On a GPU as it is. On a CPU in Triton's interpreter, in a process of its own (``python kernel_cases.py`` with
+``TRITON_INTERPRET=1``), as Triton asks for that when it is imported; and in float32, as that of Triton 3.6
+cuts off what it should round to 16 bits, and forgets to carry what it rounds to 8.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
+from torch import Tensor
+
+from meshwright.prepare.dataset import IGNORED
+from meshwright.run.models import fp8, kernels
+
+EXACT, LOW = torch.float32, torch.bfloat16
+ALIKE = 1e-6
+"""Of the norm: float32 summed in another order."""
+STEP = {LOW: 2.0**-7, torch.float16: 2.0**-10, fp8.E4M3: 2.0**-3}
+"""From a value to its neighbour, at most."""
+LEAST = {LOW: 0.0, torch.float16: 2.0**-24, fp8.E4M3: 2.0**-9}
+"""The smallest value."""
+
+Case = Callable[[str], Iterable[Tensor | None]]
+"""Draws its operands on a device, the same ones every time, and says what comes out."""
+
+
+def draw(device: str, *shape: int, dtype: torch.dtype = LOW, seed: int = 0) -> Tensor:
+    """The same values on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+def norm_cases(rows: int, width: int, stream: torch.dtype, low: torch.dtype = LOW) -> dict[str, Case]:
+    """A norm of rows, forward and back; the stream has its precision, products have theirs."""
+
+    def operands(device: str) -> tuple[Tensor, Tensor, Tensor]:
+        x, delta = draw(device, rows, width, dtype=stream), draw(device, rows, width, dtype=low, seed=1)
+        return x, delta, draw(device, width, dtype=EXACT, seed=2)
+
+    def forward(dtype: torch.dtype, *, added: bool) -> Case:
+        def work(device: str) -> Iterator[Tensor | None]:
+            x, delta, weight = operands(device)
+            total, normal, inverse = kernels.add_norm(x, delta if added else None, weight, 1e-5, dtype)
+            yield from (total, *normal, inverse)
+
+        return work
+
+    def back(*, beside: bool, normal: bool) -> Case:
+        def work(device: str) -> Iterable[Tensor | None]:
+            x, grad, weight = operands(device)
+            inverse = x.float().square().mean(-1).add(1e-5).rsqrt()
+            more = draw(device, rows, width, dtype=stream, seed=3) if beside else None
+            return kernels.norm_backward(grad, x, inverse, weight, more, normal)
+
+        return work
+
+    return {
+        "add_norm": forward(low, added=True),
+        "norm alone": forward(low, added=False),
+        "add_norm in 8 bits": forward(fp8.E4M3, added=True),
+        "norm_backward": back(beside=True, normal=True),
+        "norm_backward of the last": back(beside=False, normal=False),
+    }
+
+
+def gate_cases(rows: int, width: int, low: torch.dtype = LOW) -> dict[str, Case]:
+    """What a feed-forward does between its products."""
+
+    def operands(device: str) -> tuple[Tensor, Tensor]:
+        both, grad = draw(device, rows, 2 * width, dtype=low), draw(device, rows, width, dtype=low, seed=1)
+        return 2 * both, grad
+
+    def with_amax(device: str) -> Iterable[Tensor]:
+        """The largest are those of what was written, to the bit, which may itself be a step apart."""
+        out, inner, *found = kernels.gate_backward_amax(*operands(device))
+        wanted = [values.abs().amax(0).float() for values in (out, inner)]
+        return out, inner, *((amax == own).float() for amax, own in zip(found, wanted, strict=True))
+
+    return {
+        "gate": lambda device: kernels.gate(operands(device)[0], low),
+        "gate in 8 bits": lambda device: kernels.gate(operands(device)[0], fp8.E4M3),
+        "gate_backward": lambda device: kernels.gate_backward(*operands(device)),
+        "gate_backward alone": lambda device: kernels.gate_backward(*operands(device), inner=False),
+        "gate_backward_amax": with_amax,
+    }
+
+
+def cast_cases(rows: int, width: int, dtype: torch.dtype = LOW) -> dict[str, Case]:
+    """Matrices in 8 bits; a column is of zeros, and of several rows one."""
+
+    def matrix(device: str) -> Tensor:
+        x = draw(device, rows, width, dtype=dtype) * torch.logspace(-3, 3, rows).to(device, dtype)[:, None]
+        x[rows // 2 :][1:2], x[:, width // 2] = 0, 0
+        return x
+
+    def folded(device: str) -> Iterable[Tensor | None]:
+        return kernels.cast_rows(matrix(device), by=draw(device, width, 1, dtype=EXACT, seed=1).abs() + 0.1)
+
+    def turned(device: str) -> Iterable[Tensor]:
+        x = matrix(device)
+        return [kernels.cast_turned(x, x.abs().amax(1, keepdim=True).float().clamp(min=1e-3) / fp8.LARGEST)]
+
+    def known(device: str) -> Iterable[Tensor | None]:
+        x = matrix(device)
+        return kernels.cast_columns(x, x.abs().amax(0).float() * 2)
+
+    def exactly(device: str) -> Iterable[Tensor | None]:
+        """Whole numbers with a scale of 1: nothing is rounded."""
+        x = (8 * draw(device, rows, width, dtype=EXACT)).round().clamp(-15, 15).to(dtype)
+        yield kernels.cast_turned(x, torch.ones(rows, 1, device=device))
+        yield kernels.cast_columns(x, torch.full((width,), fp8.LARGEST, device=device)).values
+
+    return {
+        "casts of whole numbers": exactly,
+        "cast_rows": lambda device: kernels.cast_rows(matrix(device)),
+        "cast_rows by columns": folded,
+        "cast_columns": lambda device: kernels.cast_columns(matrix(device)),
+        "cast_columns by what is known": known,
+        "cast_turned": turned,
+        "column_amax": lambda device: [kernels.column_amax(matrix(device))],
+    }
+
+
+def turn_cases(
+    batch: int, length: int, queries: int, keys: int, size: int, low: torch.dtype = LOW
+) -> dict[str, Case]:
+    """Rotations of heads that lie beside each other, and of gradients in three layouts."""
+
+    def rope(device: str) -> tuple[Tensor, Tensor]:
+        angles = draw(device, length, size // 2, dtype=EXACT, seed=1).repeat(1, 2)
+        return angles.cos(), angles.sin()
+
+    def rows(device: str) -> Tensor:
+        return draw(device, batch, length, queries + 2 * keys, size, dtype=low)
+
+    def forward(device: str) -> Iterable[Tensor]:
+        lying = rows(device)
+        kernels.turn_heads(lying.transpose(1, 2)[:, : queries + keys], *rope(device))
+        return [lying]
+
+    def back(device: str) -> Iterable[Tensor]:
+        q, k, v = rows(device).transpose(1, 2).split((queries, keys, keys), dim=1)
+        apart = k.contiguous(), v.transpose(1, 2).contiguous().transpose(1, 2)
+        return [kernels.turn_back(q, *apart, *rope(device))]
+
+    return {"turn_heads": forward, "turn_back": back}
+
+
+@contextmanager
+def computed_by(triton: bool) -> Iterator[None]:
+    """Whatever the device, from here on."""
+    usual, kernels.on_gpu = kernels.on_gpu, lambda _: triton
+    try:
+        yield
+    finally:
+        kernels.on_gpu = usual
+
+
+def compare(case: Case, device: str, *, rounded: bool = True) -> None:
+    """Torch's operations and Triton's give the same.
+
+    Args:
+        case: What is computed.
+        device: Where.
+        rounded: Whether what has less than 32 bits is looked at, too.
+    """
+    with computed_by(triton=False):
+        expected = [tensor for tensor in case(device) if tensor is not None]
+    with computed_by(triton=True):
+        found = [tensor for tensor in case(device) if tensor is not None]
+    assert len(found) == len(expected) > 0, "not as many tensors"
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), f"tensor {number}"
+        if ours.dtype == EXACT:
+            assert_alike(ours, theirs, f"tensor {number}")
+        elif rounded:
+            assert_rounded_alike(ours, theirs, f"tensor {number}")
+
+
+def assert_alike(found: Tensor, expected: Tensor, label: str) -> None:
+    """As float32 is that was summed in another order."""
+    exact = expected.double()
+    off = (found.double() - exact).abs()
+    if (exact >= 0).all():  # scales, norms: no sum in which terms take each other away
+        assert (off <= ALIKE * exact).all(), f"{label}: off by {(off / exact).max():.1e}"
+    else:
+        assert off.norm() <= ALIKE * exact.norm(), f"{label}: off by {off.norm() / exact.norm():.1e}"
+
+
+def assert_rounded_alike(found: Tensor, expected: Tensor, label: str) -> None:
+    """Of fewer bits: one step apart, and that seldom."""
+    ours, theirs = found.float(), expected.float()
+    off, largest = (ours - theirs).abs(), theirs.abs().max()
+    # What is left where two large numbers take each other away is as near as those were.
+    most = STEP[found.dtype] * theirs.abs() + LEAST[found.dtype] + ALIKE * largest
+    assert (off <= most).all(), f"{label}: off by {off.max():.1e} of {largest:.1e}"
+    differ = int((off > 0).sum())
+    assert differ <= 2 + off.numel() // 100, f"{label}: {differ} of {off.numel()} differ"
+
+
+def check_softmax(
+    device: str, words: int, *, dtype: torch.dtype = LOW, spread: float = 3.0, factor: float = 1.0
+) -> None:
+    """Losses and gradient are those of torch's cross-entropy in float32; an ignored target has none.
+
+    Args:
+        device: Where.
+        words: Of the vocabulary.
+        dtype: Of the logits.
+        spread: Of the logits.
+        factor: What the gradient is multiplied by.
+    """
+    logits = (spread * draw("cpu", 6, words, dtype=EXACT)).to(device, dtype)
+    targets = torch.randint(0, words, (6,), generator=torch.Generator().manual_seed(1)).to(device)
+    targets[1], targets[2], targets[3], targets[4] = IGNORED, 0, words - 1, logits[4].argmax()
+    exact = logits.float().requires_grad_()
+    losses = F.cross_entropy(exact, targets, ignore_index=IGNORED, reduction="none")
+    (wanted,) = torch.autograd.grad(losses.sum() * factor, exact)
+    before = logits.clone()
+    alone = kernels.softmax_loss(logits, targets, factor, IGNORED, gradient=False)
+    assert torch.equal(logits, before), "nobody asked for a gradient"
+    found = kernels.softmax_loss(logits, targets, factor, IGNORED, gradient=True)
+    # The largest logit comes in as a term of its own: a loss is as exact as float32 holds that.
+    for own in (found, alone):
+        torch.testing.assert_close(own, losses.detach(), rtol=ALIKE, atol=4 * ALIKE * spread)
+    assert found[1] == 0
+    assert logits[1].count_nonzero() == 0
+    off = (logits.float() - wanted).norm() / wanted.norm()
+    assert off < (3e-3 if dtype == LOW else 20 * ALIKE), f"gradient off by {off:.1e}"
+
+
+def check_scale(device: str, dtype: torch.dtype) -> None:
+    """A factor multiplies every value; a factor of 1 does not even touch them, as a NaN's bits would show."""
+    x = draw(device, 3, 5000, dtype=dtype)
+    before = x.clone()
+    kernels.scale(x, torch.full((), 0.3, device=device))
+    torch.testing.assert_close(x, (before.float() * 0.3).to(dtype), rtol=ALIKE, atol=0.0)
+    words = torch.int16 if dtype == LOW else torch.int32
+    odd = torch.full((5000,), 0x7F81 if dtype == LOW else 0x7F800001, dtype=words, device=device)
+    kernels.scale(odd.view(dtype), torch.ones((), device=device))
+    assert (odd == odd[0]).all()
+    assert odd[0] == (0x7F81 if dtype == LOW else 0x7F800001)
+
+
+def check_interpreted() -> None:
+    """All of them on a CPU, small, with rows and widths that fill no block."""
+    from meshwright.run.models import triton_kernels
+
+    triton_kernels._multiprocessors = lambda _: 3  # rows are then shared out among few programs
+    triton_kernels.THREADS = 32
+    cases = norm_cases(20, 96, EXACT, EXACT) | gate_cases(20, 160, EXACT) | cast_cases(80, 144, EXACT)
+    cases |= turn_cases(2, 5, 6, 3, 16, EXACT)
+    for name, case in cases.items():
+        compare(case, "cpu", rounded=name == "casts of whole numbers")
+        sys.stdout.write(f"{name}\n")  # whoever started this counts them
+    with computed_by(triton=True):
+        check_softmax("cpu", 300, dtype=EXACT)
+        check_softmax("cpu", 40_000, dtype=EXACT, factor=0.1)
+        check_scale("cpu", EXACT)
+    sys.stdout.write("softmax_loss and scale\n")
+
+
+if __name__ == "__main__":
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        sys.exit("set TRITON_INTERPRET=1")
+    check_interpreted()

@@ -1,0 +1,31 @@
+"""Our Triton kernels in Triton's interpreter, where it is installed: the same numbers as torch's operations.
+
+No part of torch for CPUs; where torch comes with it, this needs no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+CASES = Path(__file__).parents[2] / "kernel_cases.py"
+
+
+def test_kernels_compute_what_torchs_operations_compute():
+    """In float32; in a process of its own, as Triton reads the variable when it is imported."""
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    ended = subprocess.run(
+        [sys.executable, CASES], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "softmax_loss and scale" in ended.stdout
+    assert len(ended.stdout.splitlines()) == 20
