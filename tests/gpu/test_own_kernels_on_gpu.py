@@ -82,11 +82,8 @@ def test_turned_heads_are_those_of_torchs_operations(queries, keys, size):
 
 @pytest.mark.parametrize("what", ["cast_rows", "cast_columns", "add_norm", "gate"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_no_cast_hides_what_is_not_finite(request, what, value):
+def test_no_cast_hides_what_is_not_finite(what, value):
     """A diverging run is noticed by its loss: as on a CPU, nothing finite may come of a NaN."""
-    if math.isnan(value) or what == "add_norm":
-        reason = "a maximum leaves NaN out, and -448 comes of it"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     x, other, weight = (
         draw(DEVICE, *shape, dtype=EXACT, seed=i) for i, shape in enumerate([(16, 32)] * 2 + [(32,)])
     )

@@ -110,7 +110,6 @@ def test_gradients_are_as_near_to_float32_as_those_of_the_modules(scaled, stream
 @pytest.mark.parametrize("scaled", [False, True], ids=["16 bits", "8 bits"])
 @pytest.mark.parametrize("stream", [EXACT, LOW], ids=["fp32", "bf16"])
 def test_what_is_kept_changes_no_bit_and_evaluation_gives_the_same_loss(stream, scaled):
-    """But for what ``down`` reads, which the forward pass may round otherwise (see the next test)."""
     modes = ("none", "selective", "full")
     nets = {mode: build(stream=stream, recompute=mode, scaled=scaled) for mode in modes}
     found = {mode: step(net, masked=True) for mode, net in nets.items()}
@@ -118,10 +117,7 @@ def test_what_is_kept_changes_no_bit_and_evaluation_gives_the_same_loss(stream, 
     tokens, targets, documents = batch()
     for mode, (loss, others) in found.items():
         assert loss == expected, mode
-        changed = {name for name, g in others.items() if not torch.equal(g, gradients[name])}
-        assert all(name.endswith("ffn.down.weight") for name in changed if mode == "none"), changed
-        assert mode == "none" or changed == set(), mode
-        assert max(distances((loss, others), (expected, gradients)).values()) < 1e-4, mode
+        assert [name for name, g in others.items() if not torch.equal(g, gradients[name])] == [], mode
         with torch.no_grad(), torch.autocast("cpu", LOW):
             assert nets[mode](tokens, targets, documents).item() == expected, mode
 
