@@ -164,8 +164,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x_ND, grad_weight_VD = ctx.gradients
         ctx.gradients = None  # the weight's gradient is then taken over, not copied
+        factor = grad / torch.full_like(
+            grad, ctx.expected
+        )  # by a number a GPU would multiply with its inverse
         for made in (grad_x_ND, grad_weight_VD):
-            kernels.scale(made, grad / ctx.expected)
+            kernels.scale(made, factor)
         return grad_x_ND, grad_weight_VD, None, None, None, None, None, None
 
 

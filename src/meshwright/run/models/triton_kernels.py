@@ -422,6 +422,7 @@ def _softmax_loss(
     target = tl.load(targets_ptr + row)
     counted = target != IGNORED
     logits_ptr += row * words
+    of_target = tl.load(logits_ptr + tl.where(counted, target, 0)).to(tl.float32)  # before it is overwritten
     largest = tl.full((BLOCK,), LOWEST, tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
     # Of several blocks first the largest, then the sum: what was summed before is scaled once for all.
@@ -441,7 +442,6 @@ def _softmax_loss(
         largest = larger
     top = tl.max(largest, 0)
     total = tl.sum(sums * tl.exp2(largest - top), 0)
-    of_target = tl.load(logits_ptr + tl.where(counted, target, 0)).to(tl.float32)
     tl.store(losses_ptr + row, tl.where(counted, tl.log(total) + top / LOG2_E - of_target, 0.0))
     if GRADIENT:
         factor = tl.where(counted, factor, 0.0)
