@@ -163,7 +163,8 @@ def time_floor(job: Job, say: Callable[..., None]) -> dict[str, Any]:
     if job.cluster.device == "cuda":  # the CPU has no such product
         attempt("float32 gradients of weights", lambda: _time_exact_products(job, tokens, watch))
         attempt("flash attention", lambda: ({}, _time_attention(job, watch, flash=True)))
-        lasting = _time_lasting(job, tokens, say) if whole else {}
+        if whole:
+            attempt("without a pause", lambda: ({}, lasting.update(_time_lasting(job, tokens)) or {}))
     products_s = sum(seconds for name, seconds in parts.items() if name.startswith("product "))
     attention_s = sum(seconds for name, seconds in parts.items() if name.startswith("attention,"))
     return {
@@ -183,13 +184,11 @@ def time_floor(job: Job, say: Callable[..., None]) -> dict[str, Any]:
     }
 
 
-def _time_lasting(job: Job, tokens: int, say: Callable[..., None]) -> dict[str, float]:
+def _time_lasting(job: Job, tokens: int) -> dict[str, float]:
     """Products and attention of a GPU that gets no pause."""
-    started, watch = time.perf_counter(), LastingStopwatch(job.cluster.device)
+    watch = LastingStopwatch(job.cluster.device)
     _time_products(job, tokens, Stopwatch(job.cluster.device))  # or the first one would still run cool
-    found = _time_products(job, tokens, watch)[0] | _time_attention(job, watch)
-    say(phase="lasting", seconds=time.perf_counter() - started, parts=found)
-    return found
+    return _time_products(job, tokens, watch)[0] | _time_attention(job, watch)
 
 
 Found = tuple[dict[str, float], dict[str, float]]

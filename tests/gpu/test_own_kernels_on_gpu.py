@@ -173,7 +173,7 @@ def build(
             drawn = draw(DEVICE, *parameter.shape, dtype=EXACT, seed=number)
             parameter.copy_(1 + drawn / 10 if parameter.dim() == 1 else drawn / 16)
     if scaled:
-        scale_products(net)
+        scale_products(net, gradients=True)
     if copies:
         net.stream = stream
         net.working = WorkingCopies(net, LOW)

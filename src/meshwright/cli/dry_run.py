@@ -102,7 +102,7 @@ def describe(output: Output, prepared: Rehearsed, rank: int, verdict: Audit) -> 
     what = f"{job.name}: {format_count(plan.parameters)} parameters, {layout_words(plan)}"
     output.say(f"{what}, rank {rank}: {step}")
     if job.train.compile:
-        output.say("Not compiled: torch's compiler decides by itself what it keeps")
+        output.say("Not compiled: what compiled blocks keep is in the plan alone")
     show_state(output, verdict)
     output.say()
     if verdict.collectives:

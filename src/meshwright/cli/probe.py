@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -158,10 +158,11 @@ def _time_operations(
 
 def _time_scaled(
     output: Output, programme: Programme, device: torch.device, jobs: list[Job]
-) -> Iterator[ProductTime]:
-    """Products in 8 bits, where a device has them."""
+) -> list[ProductTime]:
+    """Products in 8 bits, where a device has them: all that are wanted, or none."""
     from meshwright.run.bench import machine  # noqa: PLC0415
 
+    found = []
     for sizes in list_scaled(programme, jobs):
         try:
             times = machine.time_scaled(device, sizes, programme.seconds)
@@ -169,11 +170,12 @@ def _time_scaled(
             output.warn(
                 f"no products in 8 bits, so that steps in fp8 are not predicted: {_first_line(error)}"
             )
-            return
-        yield ProductTime("fp8", *sizes, *map(_round, times))
+            return []
+        found.append(ProductTime("fp8", *sizes, *map(_round, times)))
         shape = f"{sizes.rows} x {sizes.columns} x {sizes.depth}"
         rate = 6.0 * sizes.rows * sizes.columns * sizes.depth / sum(times)
         output.errors.print(f"  products in 8 bits of {shape}: {rate / TERA:.3g} TFLOP/s, casts included")
+    return found
 
 
 def _fit_to_steps(output: Output, runs: Sequence[SmallRun], probed: Probed) -> tuple[Probed, list[Checked]]:

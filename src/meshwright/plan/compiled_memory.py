@@ -48,7 +48,10 @@ from meshwright.spec.model import DecoderModel
 def is_compiled(job: Job) -> bool:
     """Whether a rank's step is the one that is described here."""
     model, layout = job.model, job.layout
-    plain = isinstance(model, DecoderModel) and model.num_experts is None and job.data.mask == "causal"
+    if not isinstance(model, DecoderModel):
+        return False
+    plain = model.num_experts is None and model.attention == "heads" and model.window is None
+    plain = plain and job.data.mask == "causal"
     whole = layout.pp * layout.tp * layout.cp == 1 and layout.zero < 2
     inductor = job.train.compile and job.train.compile_backend == "inductor"
     known = job.train.precision in ("fp32", *LOW_BYTES)

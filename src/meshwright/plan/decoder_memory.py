@@ -41,7 +41,7 @@ from meshwright.plan.feed_forward_memory import (
     size_feed_forward,
 )
 from meshwright.plan.moments import ALL_GRADIENTS, KeptGradients, Line, Moment, StepMemory
-from meshwright.plan.shapes import FLOAT32_BYTES, LOW_BYTES, Parameter, operand_bytes, residual_bytes
+from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, operand_bytes, residual_bytes
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -53,16 +53,19 @@ LOSS_CHUNK_TOKENS = (256, 4096)
 
 def writes_over_logits(job: Job) -> bool:
     """Whether the loss of a compiled model writes the gradient in the logits' place, with a GPU's kernel."""
-    train, layout = job.train, job.layout
-    compiled = train.compile and train.compile_backend == "inductor" and job.cluster.device == "cuda"
-    return compiled and train.precision in LOW_BYTES and layout.tp == 1
+    compiled = job.train.compile and job.train.compile_backend == "inductor"
+    return compiled and job.cluster.device == "cuda" and job.layout.tp == 1
 
 
 def loss_chunk(job: Job, model: DecoderModel) -> int:
     """Tokens whose logits the loss holds at once."""
+    return eager_chunk(job.cluster.device, model) * (2 if writes_over_logits(job) else 1)
+
+
+def eager_chunk(device: str, model: DecoderModel) -> int:
+    """The same where nothing is compiled."""
     least, most = LOSS_CHUNK_TOKENS
-    tokens = min(most, max(least, LOSS_CHUNK_ELEMENTS[job.cluster.device] // model.vocab_size))
-    return 2 * tokens if writes_over_logits(job) else tokens
+    return min(most, max(least, LOSS_CHUNK_ELEMENTS[device] // model.vocab_size))
 
 
 @dataclass(frozen=True)
@@ -338,7 +341,7 @@ def loss_temporary(job: Job, model: DecoderModel, sizes: Sizes, block_copies: in
     """
     head_elements = model.vocab_size * model.hidden_size
     width = sizes.tokens * model.hidden_size * sizes.low
-    chunk = min(sizes.tokens, loss_chunk(job, model)) * model.vocab_size
+    chunk = min(sizes.tokens, eager_chunk(job.cluster.device, model)) * model.vocab_size
     copies = 2 if job.layout.tp == 1 else 1
     temporary = 2 * width + head_elements * FLOAT32_BYTES + chunk * copies * FLOAT32_BYTES
     if sizes.gathered:  # what was gathered

@@ -18,11 +18,12 @@ bits are left out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.shapes import (
     FLOAT32_BYTES,
-    FP8_WEIGHT_GRADIENT,
+    FP8_ALIGNED,
     multiplies_in_fp8,
     operand_bytes,
     residual_bytes,
@@ -55,12 +56,16 @@ class _Matrix:
     inputs: int
     scaled: bool
     """Whether its products are of 8 bits."""
+    gradient_scaled: bool
+    """Whether that of its gradient is."""
     tokens: int
 
     @classmethod
-    def of(cls, job: Job, outputs: int, inputs: int, tokens: int) -> _Matrix:
-        """Of a job's block."""
-        return cls(outputs, inputs, multiplies_in_fp8(job, outputs, inputs), tokens)
+    def of(cls, job: Job, outputs: Sequence[int], inputs: int, tokens: int) -> _Matrix:
+        """Of a job's block: of 8 bits if each of those below each other can be."""
+        scaled = all(multiplies_in_fp8(job, rows, inputs) for rows in outputs)
+        exact = job.train.weight_gradients == "bf16" or tokens % FP8_ALIGNED
+        return cls(sum(outputs), inputs, scaled, scaled and not exact, tokens)
 
     @property
     def gradient(self) -> int:
@@ -75,8 +80,7 @@ class _Matrix:
     @property
     def making(self) -> int:
         """Bytes of its gradient while it is made: with both operands cast, where it is of 8 bits."""
-        cast = self.scaled and FP8_WEIGHT_GRADIENT
-        return self.gradient + (self.tokens * (self.outputs + self.inputs) if cast else 0)
+        return self.gradient + (self.tokens * (self.outputs + self.inputs) if self.gradient_scaled else 0)
 
 
 @dataclass(frozen=True)
@@ -99,10 +103,10 @@ class OwnBlock:
         low, stream = operand_bytes(job.train.precision), residual_bytes(job.train)
         width, queries, keys, inner = model.hidden_size, model.query_size, model.kv_size, model.ffn_size
         all_heads, row = queries + 2 * keys, tokens * low
-        projection = _Matrix.of(job, all_heads, width, tokens)
-        out = _Matrix.of(job, width, queries, tokens)
-        entry = _Matrix.of(job, 2 * inner, width, tokens)
-        exit_ = _Matrix.of(job, width, inner, tokens)
+        projection = _Matrix.of(job, (queries, keys, keys), width, tokens)
+        out = _Matrix.of(job, (width,), queries, tokens)
+        entry = _Matrix.of(job, (inner, inner), width, tokens)
+        exit_ = _Matrix.of(job, (width,), inner, tokens)
         norm = tokens * (stream * width + FLOAT32_BYTES)
         # What "none" keeps; else the backward pass makes it again.
         kept_normal = row * width if recompute == "none" and not projection.scaled else 0

@@ -153,8 +153,9 @@ def count_work(job: Job, micro_batches: int, touched_bytes: int) -> Work:
     for linear in list_linears(job, model, micro_batches):
         kinds = (*KINDS, "forward") if full and linear.again else KINDS
         in_fp8 = linear.again and multiplies_in_fp8(job, linear.columns, linear.depth)
-        found = scaled if in_fp8 else times
-        products_s += linear.times * sum(found.product_s(kind, linear) for kind in kinds)
+        for kind in kinds:
+            exact = not in_fp8 or (kind == "weight" and job.train.weight_gradients == "bf16")
+            products_s += linear.times * (times if exact else scaled).product_s(kind, linear)
     forward_s, backward_s = times.attention_s(job, model)
     attention_s = micro_batches * model.num_layers * (forward_s * (2 if full else 1) + backward_s)
     if own:

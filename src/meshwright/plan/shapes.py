@@ -21,8 +21,6 @@ LEAST_TURNED = 16
 """Head size that the kernel of rotations takes; it is a power of two."""
 FP8_ALIGNED = 16
 """Both dims of a matrix that 8-bit products take are multiples of this."""
-FP8_WEIGHT_GRADIENT = True
-"""Whether gradients of weights are 8-bit products as well; as ``run.models.fp8`` has it."""
 ROUTED = "ffn.experts"
 """Names of the parameters of routed experts have this in them."""
 
@@ -56,6 +54,7 @@ def runs_own_kernels(job: Job) -> bool:
         return False
     named = (model.norm, model.positions, model.activation) == ("rms", "rope", "swiglu")
     plain = not model.attention_bias and not model.ffn_bias
+    plain = plain and model.attention == "heads" and model.window is None
     paired = model.head_size >= LEAST_TURNED and model.head_size & (model.head_size - 1) == 0
     whole = layout.tp * layout.cp == 1
     wanted = train.kernels == "own" and train.compile_backend == "inductor" and job.cluster.device == "cuda"
@@ -63,7 +62,7 @@ def runs_own_kernels(job: Job) -> bool:
 
 
 def multiplies_in_fp8(job: Job, outputs: int, inputs: int) -> bool:
-    """Whether a matrix's products, but for the gradient of the weight, are computed in 8 bits."""
+    """Whether a matrix's products are computed in 8 bits; that of its gradient where the job says so."""
     return job.train.precision == "fp8" and outputs % FP8_ALIGNED == 0 and inputs % FP8_ALIGNED == 0
 
 

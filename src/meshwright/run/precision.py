@@ -12,36 +12,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.run.divergence import scale_collapsed
+from meshwright.run.models.attention import prefer_fast_attention
 from meshwright.run.parallel.ownership import Owned
 from meshwright.run.update_rules.adamw import FusedAdamW, clipping_factor
 from meshwright.spec.job import Job
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """What autocast hands to products; of fp8, to those that stay in 16 bits."""
-COMPILED_ATTENTION = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
-"""In the order in which they are asked."""
 STREAMS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Precisions of the residual stream."""
 LEAST_SCALE = 1.0
 """Below this the scale divides instead of multiplying: what overflows then is not the scale's doing."""
-
-
-def prefer_fast_attention(device: str) -> AbstractContextManager[None]:
-    """Of the kernels that can compute it, the one that compiled blocks take: on Hopper, cuDNN's."""
-    return sdpa_kernel(COMPILED_ATTENTION, set_priority=True) if device == "cuda" else nullcontext()
 
 
 class Precision:

@@ -217,7 +217,7 @@ def _compile(model: nn.Module, job: Job) -> WorkingCopies | None:
         assert isinstance(decoder, Decoder), "the legality table compiles decoders only"
         decoder.stream = STREAMS[job.train.residual]
         if job.train.precision == "fp8":
-            scale_products(decoder)
+            scale_products(decoder, gradients=job.train.weight_gradients == "fp8")
         if keeps_copies(job):
             decoder.working = WorkingCopies(decoder, LOW_PRECISION[job.train.precision])
         if runs_own_kernels(job):

@@ -465,6 +465,14 @@ RULES: tuple[Rule, ...] = (
     _only_with(
         "train-compile-backend", Train, "train.compile_backend", "train.compile", True, "nothing is compiled"
     ),
+    _only_with(
+        "train-weight-gradients",
+        Train,
+        "train.weight_gradients",
+        "train.precision",
+        "fp8",
+        "elsewhere all products are of one precision",
+    ),
     _only_with("train-kernels", Train, "train.kernels", "train.compile", True, "nothing is compiled"),
     Rule(
         "train-residual",

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshwright.plan import own_memory
 from meshwright.plan.compiled_memory import CompiledBlock, count_copied, is_compiled, is_counted
 from meshwright.plan.ledger import predict_ledger
 from meshwright.plan.own_memory import OwnBlock
-from meshwright.plan.shapes import FP8_ALIGNED, FP8_WEIGHT_GRADIENT, count_parameters
+from meshwright.plan.shapes import FP8_ALIGNED, count_parameters
 
 SMALL = {
     "num_layers": 2,
@@ -120,10 +119,9 @@ def test_the_widest_points_on_the_way_back_by_hand(job):
     assert made == tokens * (6 * width + 4 * inner + 6 * width) + 4 * 3 * inner * width
 
 
-def test_in_8_bits_casts_live_beside_products(job, monkeypatch):
+def test_in_8_bits_casts_live_beside_products(job):
     """And nothing of 8 bits is kept: without recomputation as with selective."""
     fp8, (tokens, width, inner) = with_train(job, precision="fp8"), (8 * 4096, 2048, 8192)
-    monkeypatch.setattr(own_memory, "FP8_WEIGHT_GRADIENT", False)
     blocks = {
         recompute: OwnBlock.of(with_layout(fp8, recompute=recompute), fp8.model, 8)
         for recompute in ("none", "selective")
@@ -131,7 +129,7 @@ def test_in_8_bits_casts_live_beside_products(job, monkeypatch):
     assert blocks["none"] == blocks["selective"]
     output = blocks["none"].points[1].made - OwnBlock.of(job, job.model, 8).points[1].made
     assert output == tokens * width + width * 2048 - 4 * width * 2048, "casts for the gradient's product"
-    monkeypatch.setattr(own_memory, "FP8_WEIGHT_GRADIENT", True)
+    fp8 = with_train(fp8, weight_gradients="fp8")
     made = OwnBlock.of(fp8, fp8.model, 8).points[0].made
     matrices = 4 * 3 * inner * width
     assert made == tokens * (4 * width + 4 * inner + 2 * width) + matrices + tokens * (2 * inner + width)
@@ -139,7 +137,7 @@ def test_in_8_bits_casts_live_beside_products(job, monkeypatch):
 
 def test_the_plan_knows_what_is_computed_in_8_bits():
     fp8 = pytest.importorskip("meshwright.run.models.fp8")
-    assert (FP8_ALIGNED, FP8_WEIGHT_GRADIENT) == (fp8.ALIGNED, fp8.WEIGHT_GRADIENT_IN_FP8)
+    assert fp8.ALIGNED == FP8_ALIGNED
 
 
 def test_only_our_own_kernels_are_counted_to_the_byte(job):
@@ -225,7 +223,7 @@ def test_our_own_blocks_keep_that_to_the_byte(make_job, recompute, residual, pre
     decoder = Decoder(job.model, 32, recompute=recompute)
     decoder.stream = {"bf16": torch.bfloat16, "fp32": torch.float32}[residual]
     if precision == "fp8":
-        scale_products(decoder)
+        scale_products(decoder, gradients=True)
     decoder.working = WorkingCopies(decoder, torch.bfloat16)
     fuse_blocks(decoder)
 
@@ -319,7 +317,7 @@ def kernels_that_only_allocate(monkeypatch):
     [("bf16", False, 1), ("bf16", False, 2), ("bf16", True, 1), ("fp8", False, 1), ("all fp8", False, 1)],
 )
 def test_a_whole_step_holds_what_is_counted(
-    job, kernels_that_only_allocate, monkeypatch, recompute, residual, precision, narrow, passes
+    job, kernels_that_only_allocate, recompute, residual, precision, narrow, passes
 ):
     """The largest sum of live tensors from the first block to the embedding, where few words cost nothing.
 
@@ -328,22 +326,20 @@ def test_a_whole_step_holds_what_is_counted(
     """
     torch = pytest.importorskip("torch")
     from meshwright.run.memory import PeakTracker
-    from meshwright.run.models import fp8
     from meshwright.run.models.decoder import Decoder, fuse_blocks
     from meshwright.run.models.products import scale_products
     from meshwright.run.working import WorkingCopies
 
-    monkeypatch.setattr(own_memory, "FP8_WEIGHT_GRADIENT", precision == "all fp8")
-    monkeypatch.setattr(fp8, "WEIGHT_GRADIENT_IN_FP8", precision == "all fp8")
+    gradients = "fp8" if precision == "all fp8" else "bf16"
     sizes = SMALL | {"hidden_size": 128, "ffn_size": 32 if narrow else 256, "vocab_size": 16}
     model = dataclasses.replace(job.model, **sizes)
     job = dataclasses.replace(job, model=model, data=dataclasses.replace(job.data, seq_len=64))
-    job = with_train(job, precision=precision.split()[-1], residual=residual)
+    job = with_train(job, precision=precision.split()[-1], residual=residual, weight_gradients=gradients)
     job = with_layout(job, recompute=recompute)
     decoder = Decoder(model, 64, loss_chunk=512, recompute=recompute)
     decoder.stream = {"bf16": torch.bfloat16, "fp32": torch.float32}[residual]
     if precision != "bf16":
-        scale_products(decoder)
+        scale_products(decoder, gradients=gradients == "fp8")
     decoder.working = WorkingCopies(decoder, torch.bfloat16)
     fuse_blocks(decoder)
     decoder.head.fused = False

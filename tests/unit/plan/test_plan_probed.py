@@ -169,10 +169,12 @@ def test_products_in_8_bits_have_times_of_their_own(job):
     assert is_probed(with_probed(fp8, probed))
     compiled = dataclasses.replace(fp8, train=dataclasses.replace(fp8.train, kernels="compiled"))
     assert not is_probed(with_probed(compiled, probed))
-    in_16, in_8 = (count_work(with_probed(which, probed), 1, 0) for which in (job, fp8))
+    whole = dataclasses.replace(fp8, train=dataclasses.replace(fp8.train, weight_gradients="fp8"))
+    in_16, two, three = (count_work(with_probed(which, probed), 1, 0) for which in (job, fp8, whole))
     head_s = 6.0 * 4 * 4096 * 128256 * 2048 / RATE
-    assert in_8.products_s - head_s == pytest.approx((in_16.products_s - head_s) / 2, rel=1e-2)
-    assert in_8.attention_s == in_16.attention_s
+    assert three.products_s - head_s == pytest.approx((in_16.products_s - head_s) / 2, rel=1e-2)
+    assert two.products_s - head_s == pytest.approx((in_16.products_s - head_s) * 2 / 3, rel=1e-2)
+    assert three.attention_s == in_16.attention_s
 
 
 def test_two_models_on_an_h200_took_what_is_predicted_of_other_shapes(job):

@@ -38,16 +38,15 @@ def passes(multiply, x, weight, grad):
     return out.detach(), x.grad, weight.grad
 
 
-def scaled(x, weight):
-    return multiply_scaled(x, weight.detach().bfloat16(), weight)
+def scaled(x, weight, gradient_scaled=True):
+    return multiply_scaled(x, weight.detach().bfloat16(), weight, gradient_scaled=gradient_scaled)
 
 
 @pytest.mark.parametrize("weight_gradient", [True, False], ids=["all three", "weight gradient in bf16"])
-def test_a_product_and_its_gradients_are_near_the_exact_ones(monkeypatch, weight_gradient):
-    monkeypatch.setattr(fp8, "WEIGHT_GRADIENT_IN_FP8", weight_gradient)
+def test_a_product_and_its_gradients_are_near_the_exact_ones(weight_gradient):
     x, weight, grad = draw(4, 16, 96), draw(48, 96, seed=1), draw(4, 16, 48, seed=2)
     exact = passes(lambda x, w: x @ w.T, x, weight, grad)
-    found = passes(scaled, x, weight, grad)
+    found = passes(lambda x, w: scaled(x, w, weight_gradient), x, weight, grad)
     assert [t.dtype for t in found] == [torch.bfloat16, torch.float32, torch.float32]
     distances = [distance(a, b) for a, b in zip(found, exact, strict=True)]
     assert max(distances) < NEAR
@@ -55,9 +54,8 @@ def test_a_product_and_its_gradients_are_near_the_exact_ones(monkeypatch, weight
     assert (distances[2] > 0.01) == weight_gradient
 
 
-def test_scales_of_tokens_and_outputs_may_lie_far_apart(monkeypatch):
+def test_scales_of_tokens_and_outputs_may_lie_far_apart():
     """One scale for a whole matrix would lose all but the largest rows; the gradient folds the others' in."""
-    monkeypatch.setattr(fp8, "WEIGHT_GRADIENT_IN_FP8", True)
     by_token, by_output = torch.logspace(-4, 4, 64)[:, None], torch.logspace(-4, 4, 48)[:, None]
     x, weight, grad = draw(64, 96), draw(48, 96, seed=1), draw(64, 48, seed=2)
     exact = passes(lambda x, w: x @ w.T, x, weight, grad)
@@ -87,8 +85,7 @@ def test_what_is_not_finite_stays_so(value):
     assert out[4].isfinite().all()
 
 
-def test_tokens_that_fill_no_16_rows_get_their_weight_gradient_in_16_bits(monkeypatch):
-    monkeypatch.setattr(fp8, "WEIGHT_GRADIENT_IN_FP8", True)
+def test_tokens_that_fill_no_16_rows_get_their_weight_gradient_in_16_bits():
     x, weight, grad = draw(10, 32), draw(16, 32, seed=1), draw(10, 16, seed=2)
     exact = passes(lambda x, w: x @ w.T, x, weight, grad)
     found = passes(scaled, x, weight, grad)
@@ -99,7 +96,7 @@ def test_tokens_that_fill_no_16_rows_get_their_weight_gradient_in_16_bits(monkey
 def test_shapes_that_are_no_multiples_of_16_stay_in_16_bits():
     odd, even = Product(32, 24, bias=False), Product(32, 48, bias=False)
     for product in (odd, even):
-        scale_products(product)
+        scale_products(product, gradients=True)
     assert (odd.scaled, even.scaled) == (False, True)
     low, x = draw(72, 32).bfloat16(), draw(8, 32, seed=1).bfloat16()
     together = torch.cat(Joint([odd, even], low).multiply(x), dim=-1)
@@ -110,7 +107,7 @@ def test_products_that_are_one_give_what_each_gives():
     """Scales belong to rows, and the rows of joined weights are those of the weights."""
     products = [Product(32, width, bias=False) for width in (48, 16)]
     for product in products:
-        scale_products(product)
+        scale_products(product, gradients=True)
         product.low = product.weight.detach().bfloat16()
     joint = Joint(products, torch.cat([product.low for product in products]))
     x = draw(2, 8, 32)
@@ -119,13 +116,12 @@ def test_products_that_are_one_give_what_each_gives():
 
 
 @pytest.mark.filterwarnings("ignore")  # what the compiler itself does is not up to date
-def test_compiled_blocks_recompute_no_8_bit_product_and_keep_nothing_else_of_one(monkeypatch):
+def test_compiled_blocks_recompute_no_8_bit_product_and_keep_nothing_else_of_one():
     """Selective recomputation keeps the results of three of a block's four products, and no cast."""
-    monkeypatch.setattr(fp8, "WEIGHT_GRADIENT_IN_FP8", True)
     net = Decoder(dataclasses.replace(SHAPE, num_layers=1), 16, 8, "selective")
     names = [name for name, _ in net.named_parameters()]
     fill(net, names, DrawnWeights(SHAPE, 0), torch.device("cpu"))
-    scale_products(net)
+    scale_products(net, gradients=True)
     net.working = WorkingCopies(net, torch.bfloat16)
     graphs = []
 

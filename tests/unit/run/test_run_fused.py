@@ -49,7 +49,7 @@ def build(
             drawn = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + drawn / 10 if parameter.dim() == 1 else drawn / 8)
     if scaled:
-        scale_products(net)
+        scale_products(net, gradients=True)
     if copies:
         net.stream = stream
         net.working = WorkingCopies(net, LOW)
@@ -253,7 +253,7 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 def test_tokens_that_fill_no_16_rows_get_their_weight_gradient_in_16_bits():
     """8-bit operands want multiples of 16 in both dims."""
-    matrix = fused.Matrix(draw(32, 48).to(LOW), True, (16, 16))
+    matrix = fused.Matrix(draw(32, 48).to(LOW), True, True, (16, 16))
     for tokens, least, most in ((24, 0.0, 0.005), (32, 0.01, 0.06)):
         grad, x = draw(tokens, 32, seed=1).to(LOW), draw(tokens, 48, seed=2).to(LOW)
         parts, exact = matrix.gradients(grad, x), grad.float().T @ x.float()

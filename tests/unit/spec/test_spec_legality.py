@@ -98,6 +98,7 @@ CASES = {
     "train-not-for-images": {"model": RESNET, "train": {"optimizer": "muon"}},
     "train-loss-scale": {"train": {"loss_scale": 8.0}},
     "train-compile-backend": {"train": {"compile_backend": "aot_eager"}},
+    "train-weight-gradients": {"train": {"weight_gradients": "fp8"}},
     "train-kernels": {"train": {"kernels": "compiled"}},
     "train-lr-base-batch": {"train": {"lr_scaling": "linear"}},
     "train-beta1-unused": {"train": {"optimizer": "sgd", "beta1": 0.9}},

@@ -11,7 +11,7 @@ import dataclasses
 
 import numpy as np
 
-from meshwright.plan.decoder_memory import LOSS_CHUNK_ELEMENTS, LOSS_CHUNK_TOKENS
+from meshwright.plan.decoder_memory import eager_chunk
 from meshwright.plan.estimate.activations import Kept, attention_kept, sum_kept
 from meshwright.plan.estimate.compiled import has_whole_layers, list_fullest
 from meshwright.plan.estimate.grid import Flags, Floats
@@ -27,7 +27,6 @@ from meshwright.plan.estimate.stages import Stage
 from meshwright.plan.estimate.state import FLOAT32
 from meshwright.plan.estimate.terms import Sum, Term
 from meshwright.plan.estimate.weights import Held
-from meshwright.plan.estimate.workload import Workload
 
 WIDE_ATTENTION = 2.5
 """How many times wider than all query heads a feed-forward is from which attention is never the fullest."""
@@ -153,7 +152,9 @@ def _loss(facts: Facts, stage: Stage, held: Held, top: Sum, copies: Floats, sums
     """The loss, in the forward pass: the whole stack waits, and the head's gradient grows."""
     grid, tokens, low, model = facts.grid, facts.tokens, facts.low, facts.workload.model
     width = float(model.hidden_size)
-    logits = np.minimum(tokens.count, _chunk(facts.workload)) * (held.table / width)
+    logits = np.minimum(tokens.count, eager_chunk(facts.workload.cluster.device, model)) * (
+        held.table / width
+    )
     terms = [
         Term("input and its gradient", (2.0, tokens.stream, width, low)),
         Term("the head's gradient", (held.table, FLOAT32)),
@@ -172,9 +173,3 @@ def _loss(facts: Facts, stage: Stage, held: Held, top: Sum, copies: Floats, sums
     return Moment(
         "loss", top + norm, Sum(tuple(terms)), NOTHING, sum_head_gathered(facts, held), gradients, stage.heads
     )
-
-
-def _chunk(workload: Workload) -> int:
-    """Tokens whose logits the loss holds at once."""
-    least, most = LOSS_CHUNK_TOKENS
-    return min(most, max(least, LOSS_CHUNK_ELEMENTS[workload.cluster.device] // workload.model.vocab_size))

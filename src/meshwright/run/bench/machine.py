@@ -30,12 +30,12 @@ from meshwright.run.dry_run import BlankDataset
 from meshwright.run.loop import Meter, take_step
 from meshwright.run.mesh import join_ranks, leave_ranks
 from meshwright.run.models import kernels
-from meshwright.run.models.attention import mix_causally
+from meshwright.run.models.attention import mix_causally, prefer_fast_attention
 from meshwright.run.models.decoder import Decoder, build_rope
 from meshwright.run.models.fused import Matrix
 from meshwright.run.models.products import weight_gradient
 from meshwright.run.optimizer import build_optimizer, compiles_update
-from meshwright.run.precision import LOW_PRECISION, STREAMS, prefer_fast_attention
+from meshwright.run.precision import LOW_PRECISION, STREAMS
 from meshwright.run.session import Session, build_session
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -121,7 +121,8 @@ def time_scaled(
     x = torch.randn(rows, depth, device=device).bfloat16()
     grad = torch.randn(rows, columns, device=device).bfloat16()
     weight = torch.randn(columns, depth, device=device).mul_(depth**-0.5).bfloat16()
-    matrix, cast = Matrix(weight, scaled=True, rows=(columns,)), kernels.cast_rows(x)
+    matrix = Matrix(weight, scaled=True, gradient_scaled=True, rows=(columns,))
+    cast = kernels.cast_rows(x)
     return (
         time_call(device, lambda: matrix.multiply(cast), seconds),
         time_call(device, lambda: matrix.multiply_back(grad), seconds),

@@ -9,9 +9,25 @@ Shape suffixes: B batch, T tokens of a sequence, H query heads, K key heads, E h
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+COMPILED_ATTENTION = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+"""In the order in which they are asked."""
+
+
+def prefer_fast_attention(device: str) -> AbstractContextManager[None]:
+    """Of the kernels that can compute it, the one that compiled blocks take: on Hopper, cuDNN's."""
+    return sdpa_kernel(COMPILED_ATTENTION, set_priority=True) if device == "cuda" else nullcontext()
 
 
 def document_mask(segments_BT: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,8 +10,10 @@ F feed-forward, V vocabulary, N = B x T.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.plan.parts import Part
-from meshwright.run.models.attention import Context, document_positions
+from meshwright.run.models.attention import Context, document_positions, prefer_fast_attention
 from meshwright.run.models.feed_forward import build_feed_forward
 from meshwright.run.models.fused import FusedBlock, last_norm
 from meshwright.run.models.loss import linear_cross_entropy
@@ -172,7 +174,7 @@ class Head(nn.Linear):
     low: Tensor | None = None
     """Its matrix in the precision of the product, where a copy is kept."""
     fused = False
-    """Whether its loss is made by compiled code, of logits in 16 bits."""
+    """Whether its loss is made by compiled code or a kernel of our own, of logits in 16 bits."""
     expected_gradient = 1.0
     """Of the loss, in the backward passes to come."""
 
@@ -331,7 +333,14 @@ class Decoder(nn.Module):
             if block.recompute == "full" and torch.is_grad_enabled():
                 x_BTD = x_BTD if delta_BTD is None else x_BTD + delta_BTD  # the one tensor that is kept
                 x_BTD, delta_BTD = checkpoint(
-                    fused, x_BTD, None, rope, mask, use_reentrant=False, preserve_rng_state=False
+                    fused,
+                    x_BTD,
+                    None,
+                    rope,
+                    mask,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    context_fn=functools.partial(_same_attention, x_BTD.device.type),
                 )
             else:
                 x_BTD, delta_BTD = fused(x_BTD, delta_BTD, rope, mask)
@@ -347,6 +356,11 @@ class Decoder(nn.Module):
         else:
             index = self.context.own_columns(document_positions(segments_BT))
         return x_BTD + self.positions(index)
+
+
+def _same_attention(device: str) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Around a block, and where it is computed again: there too the kernel that the forward pass wants."""
+    return nullcontext(), prefer_fast_attention(device)
 
 
 class Stages(nn.Module):

@@ -32,8 +32,6 @@ LEAST_AMAX = 2.0**-100
 """Rows of zeros get a scale too; far below any gradient, far above the least float32."""
 ALIGNED = 16
 """Both dims of a matrix that is read in 8 bits are multiples of this many bytes."""
-WEIGHT_GRADIENT_IN_FP8 = True
-"""Whether the gradient of the weight is an 8-bit product as well; else it is one of 16 bits."""
 FAST_BACKWARD = False
 """Whether the backward pass, too, sums without the extra float32 register."""
 
@@ -147,4 +145,4 @@ def scaled_weight_gradient(grad_NO: Tensor, x_NI: Tensor, scale_N1: Tensor) -> T
     """
     cast_ON, scale_O1 = cast_columns(grad_NO.float() * scale_N1)
     turned_IN = turn(x_NI)
-    return multiply(cast_ON, turned_IN, scale_O1, None, FAST_BACKWARD)
+    return multiply(cast_ON, turned_IN, scale_O1, None, FAST_BACKWARD, exact=True)

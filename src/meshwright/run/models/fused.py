@@ -43,7 +43,9 @@ class Matrix:
     low_OI: Tensor
     """In 16 bits."""
     scaled: bool
-    """Whether its products, but for the gradient of the weight, are computed in 8 bits."""
+    """Whether its products are computed in 8 bits."""
+    gradient_scaled: bool
+    """Whether that of the gradient of the weight is, too."""
     rows: tuple[int, ...]
     """Of each matrix."""
     scale_O1: Tensor | None = None
@@ -73,8 +75,8 @@ class Matrix:
         return fp8.multiply(grad.values, turned_IO, grad.scale, None, fast=fp8.FAST_BACKWARD)
 
     def scales_gradients(self, tokens: int) -> bool:
-        """Whether the gradient of the weight, too, is a product in 8 bits."""
-        return self.scaled and fp8.WEIGHT_GRADIENT_IN_FP8 and tokens % fp8.ALIGNED == 0
+        """Whether the gradient of the weight, too, is a product in 8 bits, over so many tokens."""
+        return self.gradient_scaled and tokens % fp8.ALIGNED == 0
 
     def gradients(
         self, grad_NO: Tensor, x_NI: Tensor, grad_amax_O: Tensor | None = None, x_amax_I: Tensor | None = None
@@ -298,4 +300,7 @@ def _join(whole: Joint | Product | None, products: Sequence[Product]) -> Matrix:
     low_OI = None if whole is None else whole.low
     assert low_OI is not None, "its products have copies"
     rows = tuple(product.out_features for product in products)
-    return Matrix(low_OI, all(product.scaled for product in products), rows)
+    scaled, gradient_scaled = (
+        all(flags) for flags in zip(*((p.scaled, p.gradient_scaled) for p in products), strict=True)
+    )
+    return Matrix(low_OI, scaled, gradient_scaled, rows)

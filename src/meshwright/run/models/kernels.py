@@ -164,7 +164,9 @@ def turn_back(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, cos_TE: Tensor, si
     for part_BHTE, sign in parts:
         width = part_BHTE.shape[1] * size
         if on_gpu(out_NW):
-            _triton().turn(part_BHTE, out_NW, column, cos_TE, sin_TE, sign)
+            # Some of attention's kernels give the gradient of keys with its last two dims changed over.
+            lying = part_BHTE if part_BHTE.stride(-1) == 1 else part_BHTE.contiguous()
+            _triton().turn(lying, out_NW, column, cos_TE, sin_TE, sign)
         else:
             turned = _rotate(part_BHTE, cos_TE, sin_TE, sign) if sign else part_BHTE
             out_NW[:, column : column + width] = turned.transpose(1, 2).reshape(-1, width)

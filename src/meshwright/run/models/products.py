@@ -77,6 +77,8 @@ class Product(nn.Linear):
     """Whether its bias is a part of the product."""
     scaled = False
     """Whether it is computed in 8 bits."""
+    gradient_scaled = False
+    """Whether the gradient of its weight is, too."""
 
     def late_names(self) -> tuple[str, ...]:
         """Its parameters whose gradients can wait."""
@@ -90,7 +92,10 @@ class Product(nn.Linear):
         """The product, with a bias or without."""
         if self.scaled or self.low is not None:
             read = self.weight if self.low is None else self.low
-            out = (multiply_scaled if self.scaled else multiply_copy)(x, read, self.weight)
+            if self.scaled:
+                out = multiply_scaled(x, read, self.weight, gradient_scaled=self.gradient_scaled)
+            else:
+                out = multiply_copy(x, read, self.weight)
             return out if bias is None else out + bias.to(out.dtype)
         if self.later is None or not torch.is_grad_enabled():
             return F.linear(x, self.weight, bias)
@@ -112,11 +117,15 @@ class Joint:
         """The copies."""
         self._widths = [product.out_features for product in products]
         self._scaled = all(product.scaled for product in products)
+        self._gradient_scaled = all(product.gradient_scaled for product in products)
 
     def multiply(self, x: Tensor) -> tuple[Tensor, ...]:
         """What each of them gives."""
-        multiply = multiply_scaled if self._scaled else multiply_copy
-        return multiply(x, self.low, *self._masters).split(self._widths, dim=-1)
+        if self._scaled:
+            out = multiply_scaled(x, self.low, *self._masters, gradient_scaled=self._gradient_scaled)
+        else:
+            out = multiply_copy(x, self.low, *self._masters)
+        return out.split(self._widths, dim=-1)
 
 
 def multiply_copy(x: Tensor, low: Tensor, *masters: Tensor) -> Tensor:
@@ -150,11 +159,18 @@ class _CopyProduct(torch.autograd.Function):
         return grad @ low, None, *whole.split(ctx.rows)
 
 
-def multiply_scaled(x: Tensor, low: Tensor, *masters: Tensor) -> Tensor:
-    """The same in 8 bits, made of the copy (or of a matrix that has none); what comes out is bfloat16."""
+def multiply_scaled(x: Tensor, low: Tensor, *masters: Tensor, gradient_scaled: bool) -> Tensor:
+    """The same in 8 bits, made of the copy (or of a matrix that has none); what comes out is bfloat16.
+
+    Args:
+        x: Of any precision.
+        low: Of the matrices, one below the other.
+        masters: The matrices.
+        gradient_scaled: Whether their gradients are products in 8 bits as well; else they are of 16.
+    """
     x_NI, low_OI = x.flatten(0, -2), low.detach()
     if torch.is_grad_enabled():
-        out: Tensor = _ScaledProduct.apply(x_NI, low_OI, *masters)
+        out: Tensor = _ScaledProduct.apply(x_NI, low_OI, gradient_scaled, *masters)
     else:
         out = fp8.forward_product(*fp8.cast_rows(x_NI), low_OI)
     return out.unflatten(0, x.shape[:-1])
@@ -164,9 +180,9 @@ class _ScaledProduct(torch.autograd.Function):
     """A product in 8 bits, and in the backward pass another two, or one and the weight gradient of a copy."""
 
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, low_OI: Tensor, *masters: Tensor) -> Tensor:
+    def forward(ctx: Any, x_NI: Tensor, low_OI: Tensor, gradient_scaled: bool, *masters: Tensor) -> Tensor:
         cast_NI, scale_N1 = fp8.cast_rows(x_NI)
-        ctx.in_fp8 = fp8.WEIGHT_GRADIENT_IN_FP8 and x_NI.shape[0] % fp8.ALIGNED == 0
+        ctx.in_fp8 = gradient_scaled and x_NI.shape[0] % fp8.ALIGNED == 0
         ctx.save_for_backward(low_OI, *((cast_NI, scale_N1) if ctx.in_fp8 else (x_NI.bfloat16(),)))
         ctx.rows, ctx.kind = [master.shape[0] for master in masters], masters[0].dtype
         ctx.input_kind = x_NI.dtype
@@ -178,7 +194,7 @@ class _ScaledProduct(torch.autograd.Function):
         low_OI, *kept = ctx.saved_tensors
         grad_NI = fp8.input_gradient(grad_NO, low_OI).to(ctx.input_kind)
         whole_OI = (fp8.scaled_weight_gradient if ctx.in_fp8 else weight_gradient)(grad_NO, *kept)
-        return grad_NI, None, *whole_OI.to(ctx.kind).split(ctx.rows)
+        return grad_NI, None, None, *whole_OI.to(ctx.kind).split(ctx.rows)
 
 
 @torch.library.custom_op("meshwright::weight_gradient", mutates_args=())
@@ -229,8 +245,14 @@ def put_off(module: nn.Module, compiled: bool) -> Later:
     return later
 
 
-def scale_products(module: nn.Module) -> None:
-    """From now on the products of a module are computed in 8 bits, but for shapes that those do not take."""
+def scale_products(module: nn.Module, gradients: bool) -> None:
+    """From now on the products of a module are computed in 8 bits, but for shapes that those do not take.
+
+    Args:
+        module: That has them.
+        gradients: Whether gradients of their weights are, too.
+    """
     for part in module.modules():
         if isinstance(part, Product):
             part.scaled = fp8.can_scale(part.out_features, part.in_features)
+            part.gradient_scaled = part.scaled and gradients

@@ -225,7 +225,7 @@ def _turn(
 ):
     row = tl.program_id(0).to(tl.int64)
     batch, token = row // length, row % length
-    heads = tl.arange(0, HEAD_BLOCK)[:, None]
+    heads = tl.arange(0, HEAD_BLOCK).to(tl.int64)[:, None]
     pairs = tl.arange(0, HALF)[None, :]
     there = heads < HEADS
     source = in_ptr + batch * in_batch + token * in_token + heads * in_head + pairs
