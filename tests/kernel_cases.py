@@ -131,7 +131,7 @@ def cast_cases(rows: int, width: int, dtype: torch.dtype = LOW) -> dict[str, Cas
 def turn_cases(
     batch: int, length: int, queries: int, keys: int, size: int, low: torch.dtype = LOW
 ) -> dict[str, Case]:
-    """Rotations of heads that lie beside each other, and of gradients in three layouts."""
+    """Rotations of heads that lie beside each other, and of gradients in several layouts."""
 
     def rope(device: str) -> tuple[Tensor, Tensor]:
         angles = draw(device, length, size // 2, dtype=EXACT, seed=1).repeat(1, 2)
@@ -150,7 +150,12 @@ def turn_cases(
         apart = k.contiguous(), v.transpose(1, 2).contiguous().transpose(1, 2)
         return [kernels.turn_back(q, *apart, *rope(device))]
 
-    return {"turn_heads": forward, "turn_back": back}
+    def turned_over(device: str) -> Iterable[Tensor]:
+        """As attention without a fused kernel gives the gradient of keys: the last two dims changed over."""
+        q, k, v = rows(device).transpose(1, 2).split((queries, keys, keys), dim=1)
+        return [kernels.turn_back(q, k.mT.contiguous().mT, v, *rope(device))]
+
+    return {"turn_heads": forward, "turn_back": back, "turned over": turned_over}
 
 
 @contextmanager

@@ -7,16 +7,18 @@ passes are put together. ``tests/gpu/test_own_kernels_on_gpu.py`` holds the kern
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.plan.parts import Part
 from meshwright.prepare.dataset import IGNORED
-from meshwright.run.models import fp8, fused, kernels
+from meshwright.run.models import decoder, fp8, fused, kernels
 from meshwright.run.models import loss as losses
 from meshwright.run.models.decoder import Decoder, apply_rope, fuse_blocks
 from meshwright.run.models.products import scale_products
@@ -120,6 +122,17 @@ def test_what_is_kept_changes_no_bit_and_evaluation_gives_the_same_loss(stream, 
         assert [name for name, g in others.items() if not torch.equal(g, gradients[name])] == [], mode
         with torch.no_grad(), torch.autocast("cpu", LOW):
             assert nets[mode](tokens, targets, documents).item() == expected, mode
+
+
+def test_a_block_that_is_computed_again_asks_for_the_same_kernel_of_attention(monkeypatch):
+    """What is preferred around the forward pass is not around the backward pass; another kernel keeps others."""
+    preferred = functools.partial(sdpa_kernel, [SDPBackend.MATH])
+    monkeypatch.setattr(decoder, "prefer_fast_attention", lambda device: preferred())
+    net, (tokens, targets, _) = build(recompute="full"), batch()
+    with torch.autocast("cpu", LOW), preferred():
+        loss = net(tokens, targets)
+    loss.backward()
+    assert net.blocks["0"].attention.wq.weight.grad.count_nonzero() > 0
 
 
 def test_what_a_gate_makes_again_is_what_it_made():
