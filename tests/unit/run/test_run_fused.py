@@ -125,7 +125,7 @@ def test_what_is_kept_changes_no_bit_and_evaluation_gives_the_same_loss(stream, 
 
 
 def test_a_block_that_is_computed_again_asks_for_the_same_kernel_of_attention(monkeypatch):
-    """What is preferred around the forward pass is not around the backward pass; another kernel keeps others."""
+    """What is preferred around the forward pass is not around the backward pass; others keep others."""
     preferred = functools.partial(sdpa_kernel, [SDPBackend.MATH])
     monkeypatch.setattr(decoder, "prefer_fast_attention", lambda device: preferred())
     net, (tokens, targets, _) = build(recompute="full"), batch()
