@@ -370,8 +370,8 @@ def wrong_sum(run_dir, listener):
     """The ranks' losses are averaged: gradients are right, what is reported is not."""
     honest = Ranks.add_up
 
-    def add_up(self, values):
-        first, *others = honest(self, values)
+    def add_up(self, values, beside=()):
+        first, *others = honest(self, values, beside)
         counts_losses = isinstance(values[0], torch.Tensor)
         return [first / self.world_size if counts_losses else first, *others]
 
