@@ -79,6 +79,7 @@ def test_fewer_steps_than_asked_are_compared_and_do_not_pass():
     assert "NOT WHOLE: 120 of 200 steps" in describe(found, ASKED)[-1]
 
 
+@pytest.mark.slow
 def test_two_kinds_that_are_one_begin_alike_and_read_the_same_text(tmp_path):
     """A whole run on a small shape: both give the same curve, and the file says the same again."""
     from fp8_loss import compare, read_losses
