@@ -22,6 +22,7 @@ from meshwright.plan.probed_time import count_work, fit_steps, with_probed
 from meshwright.plan.probing import (
     PROGRAMMES,
     Programme,
+    Sizes,
     SmallRun,
     count_block_bytes,
     find_cluster,
@@ -123,8 +124,7 @@ def _time_operations(
     for sizes in list_products(programme, jobs):
         times = machine.time_linear(device, dtype, sizes, seconds)
         products.append(ProductTime(programme.precision, *sizes, *map(_round, times)))
-        rate = 6.0 * sizes.rows * sizes.columns * sizes.depth / sum(times)
-        tell(f"  products of {sizes.rows} x {sizes.columns} x {sizes.depth}: {rate / TERA:.3g} TFLOP/s")
+        tell(f"  products of {_describe(sizes, times)}")
     products += _time_scaled(output, programme, device, jobs)
     attention = []
     for heads in list_attention(programme, jobs):
@@ -172,10 +172,14 @@ def _time_scaled(
             )
             return []
         found.append(ProductTime("fp8", *sizes, *map(_round, times)))
-        shape = f"{sizes.rows} x {sizes.columns} x {sizes.depth}"
-        rate = 6.0 * sizes.rows * sizes.columns * sizes.depth / sum(times)
-        output.errors.print(f"  products in 8 bits of {shape}: {rate / TERA:.3g} TFLOP/s, casts included")
+        output.errors.print(f"  products in 8 bits of {_describe(sizes, times)}, casts included")
     return found
+
+
+def _describe(sizes: Sizes, times: Sequence[float]) -> str:
+    """Three products of a linear layer, and their rate."""
+    rate = 6.0 * sizes.rows * sizes.columns * sizes.depth / sum(times)
+    return f"{sizes.rows} x {sizes.columns} x {sizes.depth}: {rate / TERA:.3g} TFLOP/s"
 
 
 def _fit_to_steps(output: Output, runs: Sequence[SmallRun], probed: Probed) -> tuple[Probed, list[Checked]]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.plan.parts import Part
-from meshwright.run.models.attention import Context, document_positions, prefer_fast_attention
+from meshwright.run.models.attention import Context, apply_rope, document_positions, prefer_fast_attention
 from meshwright.run.models.feed_forward import build_feed_forward
 from meshwright.run.models.fused import FusedBlock, last_norm
 from meshwright.run.models.loss import linear_cross_entropy
@@ -57,13 +57,6 @@ def stretch(model: DecoderModel, frequencies: Tensor) -> Tensor:
     low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / model.rope_factor)
-
-
-def apply_rope(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Turn each pair (i, i + E/2) by its position's angle."""
-    first, second = x_BHTE.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x_BHTE * cos_TE + turned * sin_TE).to(x_BHTE.dtype)
 
 
 class Attention(nn.Module):

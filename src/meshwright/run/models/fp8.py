@@ -12,7 +12,8 @@ which is cast for each of its two products anyway, takes in the scale that would
 The backward pass thus differentiates the product that was computed, and neither input nor weight is looked
 through a second time for the largest value of its other dim. Tensor cores read 8-bit operands along the dim
 that is summed over, hence the transposed copies. All of it is plain torch without a wait for the device: the
-compiler joins casts with the norm or activation before them.
+compiler joins casts with the norm or activation before them. Blocks of our own kernels (``fused``) do the
+same but for dw: there both operands are cast by columns from 16 bits, each with scales of its own.
 
 Shape suffixes: N tokens, I inputs, O outputs.
 """
@@ -38,19 +39,23 @@ FAST_BACKWARD = False
 
 def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Values in 8 bits and the scale of each row, float32."""
-    scale = _scales(x, dim=1)
+    scale = _scales(x.abs().amax(1, keepdim=True))
     return cast(x, scale), scale
 
 
-def cast_columns(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The same by columns, and transposed: each column becomes a row with its scale."""
-    scale = _scales(x, dim=0)
+def cast_columns(x: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The same by columns, and transposed: each column becomes a row with its scale.
+
+    Args:
+        x: The values.
+        amax: The largest of each column, where it is known.
+    """
+    scale = _scales(x.abs().amax(0) if amax is None else amax)
     return _turn(cast(x, scale)), scale.view(-1, 1)
 
 
-def _scales(x: Tensor, dim: int) -> Tensor:
-    amax = x.abs().amax(dim, keepdim=True).float()
-    return amax.clamp(min=LEAST_AMAX) / LARGEST
+def _scales(amax: Tensor) -> Tensor:
+    return amax.float().clamp(min=LEAST_AMAX) / LARGEST
 
 
 def cast(x: Tensor, scale: Tensor) -> Tensor:

@@ -269,10 +269,10 @@ class FusedBlock:
         self.head_size = attention.head_size
         self.keeps_all = block.recompute == "none"
         """Whether what products read is kept, too; in 8 bits it would not serve the gradients of weights."""
-        self.projection = _join(attention.joint, (attention.wq, attention.wk, attention.wv))
-        self.out = _join(attention.wo, (attention.wo,))
-        self.entry = _join(ffn.joint, (ffn.gate, ffn.up))
-        self.exit = _join(ffn.down, (ffn.down,))
+        self.projection = _matrix(attention.joint, (attention.wq, attention.wk, attention.wv))
+        self.out = _matrix(attention.wo, (attention.wo,))
+        self.entry = _matrix(ffn.joint, (ffn.gate, ffn.up))
+        self.exit = _matrix(ffn.down, (ffn.down,))
 
     def __call__(
         self, x_BTD: Tensor, delta_BTD: Tensor | None, rope: tuple[Tensor, Tensor], mask: Tensor | None
@@ -296,11 +296,8 @@ class FusedBlock:
         return x_BTD, delta_BTD
 
 
-def _join(whole: Joint | Product | None, products: Sequence[Product]) -> Matrix:
-    low_OI = None if whole is None else whole.low
-    assert low_OI is not None, "its products have copies"
+def _matrix(whole: Joint | Product | None, products: Sequence[Product]) -> Matrix:
+    assert whole is not None, "products that read the same input are one"
+    assert whole.low is not None, "it has a copy"
     rows = tuple(product.out_features for product in products)
-    scaled, gradient_scaled = (
-        all(flags) for flags in zip(*((p.scaled, p.gradient_scaled) for p in products), strict=True)
-    )
-    return Matrix(low_OI, scaled, gradient_scaled, rows)
+    return Matrix(whole.low, whole.scaled, whole.gradient_scaled, rows)

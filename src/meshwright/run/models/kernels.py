@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from meshwright.run.models import fp8
+from meshwright.run.models.attention import apply_rope
 
 
 class Rows(NamedTuple):
@@ -133,12 +134,6 @@ def norm_backward(
     )
 
 
-def _rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor, sign: int) -> Tensor:
-    first, second = x_BHTE.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x_BHTE * cos_TE + turned * (sin_TE * sign)).to(x_BHTE.dtype)
-
-
 def turn_heads(heads_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> None:
     """Turn each pair (i, i + E/2) of each head by its position's angle, in place.
 
@@ -152,7 +147,7 @@ def turn_heads(heads_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> None:
         rows_NW = heads_BHTE.as_strided((batch * length, heads * size), (heads_BHTE.stride(2), 1))
         _triton().turn(heads_BHTE, rows_NW, 0, cos_TE, sin_TE, 1)
     else:
-        heads_BHTE.copy_(_rotate(heads_BHTE, cos_TE, sin_TE, 1))
+        heads_BHTE.copy_(apply_rope(heads_BHTE, cos_TE, sin_TE))
 
 
 def turn_back(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
@@ -168,7 +163,7 @@ def turn_back(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, cos_TE: Tensor, si
             lying = part_BHTE if part_BHTE.stride(-1) == 1 else part_BHTE.contiguous()
             _triton().turn(lying, out_NW, column, cos_TE, sin_TE, sign)
         else:
-            turned = _rotate(part_BHTE, cos_TE, sin_TE, sign) if sign else part_BHTE
+            turned = apply_rope(part_BHTE, cos_TE, sin_TE * sign) if sign else part_BHTE
             out_NW[:, column : column + width] = turned.transpose(1, 2).reshape(-1, width)
         column += width
     return out_NW
@@ -266,10 +261,9 @@ def cast_columns(x: Tensor, amax: Tensor | None = None) -> Rows:
         x: The values.
         amax: The largest of each column, where it is known.
     """
-    amax = column_amax(x) if amax is None else amax
     if not on_gpu(x):
-        scale = amax.clamp(min=fp8.LEAST_AMAX) / fp8.LARGEST
-        return Rows(fp8.cast(x, scale).t().contiguous(), scale.view(-1, 1))
+        return Rows(*fp8.cast_columns(x, amax))
+    amax = column_amax(x) if amax is None else amax
     cast = torch.empty(x.shape[1], x.shape[0], dtype=fp8.E4M3, device=x.device)
     scales = _scales(cast)
     _triton().cast_columns(x, amax, cast, scales)

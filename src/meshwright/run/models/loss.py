@@ -156,7 +156,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 else:
                     grad_weight_VD.add_(grad_CV.T @ x_CD)  # summed over chunks in float32
                 del grad_CV  # or it would live beside the next chunk's logits
-        ctx.gradients, ctx.expected = (grad_x_ND, grad_weight_VD), expected
+        ctx.gradients, ctx.expected, ctx.fused = (grad_x_ND, grad_weight_VD), expected, fused
         return torch.stack(losses).sum()
 
     @staticmethod
@@ -164,11 +164,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x_ND, grad_weight_VD = ctx.gradients
         ctx.gradients = None  # the weight's gradient is then taken over, not copied
-        factor = grad / torch.full_like(
-            grad, ctx.expected
-        )  # by a number a GPU would multiply with its inverse
+        # Divided by a number of the host, a GPU would multiply with its inverse, and not get 1.
+        factor = grad / torch.full_like(grad, ctx.expected)
         for made in (grad_x_ND, grad_weight_VD):
-            kernels.scale(made, factor)
+            if ctx.fused:
+                kernels.scale(made, factor)
+            else:
+                made.mul_(factor)
         return grad_x_ND, grad_weight_VD, None, None, None, None, None, None
 
 

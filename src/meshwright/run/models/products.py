@@ -91,11 +91,7 @@ class Product(nn.Linear):
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The product, with a bias or without."""
         if self.scaled or self.low is not None:
-            read = self.weight if self.low is None else self.low
-            if self.scaled:
-                out = multiply_scaled(x, read, self.weight, gradient_scaled=self.gradient_scaled)
-            else:
-                out = multiply_copy(x, read, self.weight)
+            out = _multiply_low(self, x, self.weight if self.low is None else self.low, self.weight)
             return out if bias is None else out + bias.to(out.dtype)
         if self.later is None or not torch.is_grad_enabled():
             return F.linear(x, self.weight, bias)
@@ -116,16 +112,21 @@ class Joint:
         self.low = low
         """The copies."""
         self._widths = [product.out_features for product in products]
-        self._scaled = all(product.scaled for product in products)
-        self._gradient_scaled = all(product.gradient_scaled for product in products)
+        self.scaled = all(product.scaled for product in products)
+        """Whether it is computed in 8 bits."""
+        self.gradient_scaled = all(product.gradient_scaled for product in products)
+        """Whether the gradients of its weights are, too."""
 
     def multiply(self, x: Tensor) -> tuple[Tensor, ...]:
         """What each of them gives."""
-        if self._scaled:
-            out = multiply_scaled(x, self.low, *self._masters, gradient_scaled=self._gradient_scaled)
-        else:
-            out = multiply_copy(x, self.low, *self._masters)
-        return out.split(self._widths, dim=-1)
+        return _multiply_low(self, x, self.low, *self._masters).split(self._widths, dim=-1)
+
+
+def _multiply_low(product: Product | Joint, x: Tensor, low: Tensor, *masters: Tensor) -> Tensor:
+    """In the 8 or 16 bits of a product, or of several as one."""
+    if product.scaled:
+        return multiply_scaled(x, low, *masters, gradient_scaled=product.gradient_scaled)
+    return multiply_copy(x, low, *masters)
 
 
 def multiply_copy(x: Tensor, low: Tensor, *masters: Tensor) -> Tensor:

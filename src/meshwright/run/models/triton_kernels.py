@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LARGEST = tl.constexpr(448.0)
-"""Of e4m3."""
-LEAST_AMAX = tl.constexpr(2.0**-100)
+from meshwright.run.models import fp8
+
+LARGEST, LEAST_AMAX = tl.constexpr(fp8.LARGEST), tl.constexpr(fp8.LEAST_AMAX)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
 """Below every logit; minus infinity less itself would be no number."""
@@ -52,9 +52,26 @@ def _clamp(x):
 
 
 @triton.jit
-def _store_cast(values, amax, cast_ptr, at, there):
-    scaled = values / (tl.maximum(amax, LEAST_AMAX) / LARGEST)
-    tl.store(cast_ptr + at, _clamp(scaled).to(cast_ptr.dtype.element_ty), mask=there)
+def _store_row(values, row, cast_ptr, scale_ptr, at, there):
+    """Cast a whole row, and keep its scale."""
+    scale = tl.maximum(tl.max(tl.abs(values), 0), LEAST_AMAX) / LARGEST
+    tl.store(scale_ptr + row, scale)
+    tl.store(cast_ptr + at, _clamp(values / scale).to(cast_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _load_both(both_ptr, at, width, there):
+    """Gate and up, which lie beside each other."""
+    gate = tl.load(both_ptr + at, mask=there, other=0.0).to(tl.float32)
+    return gate, tl.load(both_ptr + at + width, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _gate_gradients(gate, up, grad):
+    """What the gate gave, and the gradients of gate and up."""
+    share = tl.sigmoid(gate)
+    swish = gate * share
+    return swish * up, grad * up * (share + swish * (1 - share)), grad * swish
 
 
 @triton.jit
@@ -87,9 +104,7 @@ def _add_norm(
     weight = tl.load(weight_ptr + columns, mask=there, other=0.0).to(tl.float32)
     normal = x * inverse * weight
     if CAST:
-        amax = tl.max(tl.abs(normal), 0)
-        tl.store(scale_ptr + row, tl.maximum(amax, LEAST_AMAX) / LARGEST)
-        _store_cast(normal, amax, normal_ptr, at, there)
+        _store_row(normal, row, normal_ptr, scale_ptr, at, there)
     else:
         tl.store(normal_ptr + at, normal.to(normal_ptr.dtype.element_ty), mask=there)
 
@@ -278,9 +293,7 @@ def _gate(both_ptr, out_ptr, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = columns < width
-    at = row * 2 * width + columns
-    gate = tl.load(both_ptr + at, mask=there, other=0.0).to(tl.float32)
-    up = tl.load(both_ptr + at + width, mask=there, other=0.0).to(tl.float32)
+    gate, up = _load_both(both_ptr, row * 2 * width + columns, width, there)
     inner = gate * tl.sigmoid(gate) * up
     tl.store(out_ptr + row * width + columns, inner.to(out_ptr.dtype.element_ty), mask=there)
 
@@ -296,13 +309,9 @@ def _gate_cast(both_ptr, cast_ptr, scale_ptr, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     there = columns < width
-    at = row * 2 * width + columns
-    gate = tl.load(both_ptr + at, mask=there, other=0.0).to(tl.float32)
-    up = tl.load(both_ptr + at + width, mask=there, other=0.0).to(tl.float32)
+    gate, up = _load_both(both_ptr, row * 2 * width + columns, width, there)
     inner = gate * tl.sigmoid(gate) * up
-    amax = tl.max(tl.abs(inner), 0)
-    tl.store(scale_ptr + row, tl.maximum(amax, LEAST_AMAX) / LARGEST)
-    _store_cast(inner, amax, cast_ptr, row * width + columns, there)
+    _store_row(inner, row, cast_ptr, scale_ptr, row * width + columns, there)
 
 
 def gate_cast(both: Tensor, cast: Tensor, scale: Tensor) -> None:
@@ -318,16 +327,14 @@ def _gate_backward(both_ptr, grad_ptr, out_ptr, inner_ptr, width, INNER: tl.cons
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = columns < width
     at = row * 2 * width + columns
-    gate = tl.load(both_ptr + at, mask=there, other=0.0).to(tl.float32)
-    up = tl.load(both_ptr + at + width, mask=there, other=0.0).to(tl.float32)
+    gate, up = _load_both(both_ptr, at, width, there)
     grad = tl.load(grad_ptr + row * width + columns, mask=there, other=0.0).to(tl.float32)
-    share = tl.sigmoid(gate)
-    swish = gate * share
+    inner, to_gate, to_up = _gate_gradients(gate, up, grad)
     kind = out_ptr.dtype.element_ty
     if INNER:
-        tl.store(inner_ptr + row * width + columns, (swish * up).to(kind), mask=there)
-    tl.store(out_ptr + at, (grad * up * (share + swish * (1 - share))).to(kind), mask=there)
-    tl.store(out_ptr + at + width, (grad * swish).to(kind), mask=there)
+        tl.store(inner_ptr + row * width + columns, inner.to(kind), mask=there)
+    tl.store(out_ptr + at, to_gate.to(kind), mask=there)
+    tl.store(out_ptr + at + width, to_up.to(kind), mask=there)
 
 
 def gate_backward(both: Tensor, grad: Tensor, out: Tensor, inner: Tensor | None) -> None:
@@ -364,14 +371,10 @@ def _gate_backward_amax(
         there = (row < rows)[:, None] & (columns < width)[None, :]
         at = row[:, None] * 2 * width + columns[None, :]
         half = row[:, None] * width + columns[None, :]
-        gate = tl.load(both_ptr + at, mask=there, other=0.0).to(tl.float32)
-        up = tl.load(both_ptr + at + width, mask=there, other=0.0).to(tl.float32)
+        gate, up = _load_both(both_ptr, at, width, there)
         grad = tl.load(grad_ptr + half, mask=there, other=0.0).to(tl.float32)
-        share = tl.sigmoid(gate)
-        swish = gate * share
-        inner = (swish * up).to(kind)
-        to_gate = (grad * up * (share + swish * (1 - share))).to(kind)
-        to_up = (grad * swish).to(kind)
+        inner, to_gate, to_up = _gate_gradients(gate, up, grad)
+        inner, to_gate, to_up = inner.to(kind), to_gate.to(kind), to_up.to(kind)
         tl.store(inner_ptr + half, inner, mask=there)
         tl.store(out_ptr + at, to_gate, mask=there)
         tl.store(out_ptr + at + width, to_up, mask=there)
@@ -497,9 +500,7 @@ def _cast_rows(x_ptr, by_ptr, cast_ptr, scale_ptr, width, BY: tl.constexpr, BLOC
     x = tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32)
     if BY:
         x *= tl.load(by_ptr + columns, mask=there, other=0.0)
-    amax = tl.max(tl.abs(x), 0)
-    tl.store(scale_ptr + row, tl.maximum(amax, LEAST_AMAX) / LARGEST)
-    _store_cast(x, amax, cast_ptr, at, there)
+    _store_row(x, row, cast_ptr, scale_ptr, at, there)
 
 
 def cast_rows(x: Tensor, by: Tensor | None, cast: Tensor, scale: Tensor) -> None:

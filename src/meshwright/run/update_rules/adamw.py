@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 ALIGNED = 16
 """Elements of a row of what is compiled: memory of a known multiple of them is read in long words."""
 LEAST_COMPILED = 2**20
-"""Elements of the smallest parameter that compiled code moves: a GPU is busy with it for some 0.03 ms."""
+"""Elements of the smallest parameter that compiled code moves: an H200 is busy with it for some 0.01 ms."""
 SMALLEST_NORM = 1e-6
 """Added to the norm that clipping divides by, as torch does."""
 
