@@ -37,7 +37,7 @@ from meshwright.explain.plot import Chart, Series, draw_svg
 
 KINDS = {"bf16": ("train.precision=bf16",), "fp8": ("train.precision=fp8",)}
 """The first is what the others are compared with."""
-RECIPE = ("train.lr=3e-4", "train.clip=1.0", "train.warmup=50")
+RECIPE = ("train.lr=3e-4", "train.clip=1.0", "train.warmup=50", "train.products=proposed")
 """A linear warm-up, then a cosine down to a tenth; ``--set`` goes over it."""
 SPARE_SAMPLES = 8
 """For what ends of shards leave over."""

@@ -20,6 +20,8 @@ from meshwright.spec.job import Job
 
 WIDE_ENOUGH = 100
 """Columns of a terminal on which a bar fits beside the figures."""
+OF_EVERY_RANK = frozenset({"checkpoint", "checkpoint_failed", "events_lost", "stopping"})
+"""Events that are shown whoever wrote them; of others those of rank 0."""
 PLAIN_LINES = 20
 """About this many step lines in a log, whatever the number of steps."""
 
@@ -54,28 +56,46 @@ class ProgressView:
 
     def feed(self, event: Event) -> None:
         """Show one event."""
-        name, rank = event["event"], event["rank"]
-        if name == "step" and rank == 0:
-            self._show_step(event)
-        elif name == "ready" and rank == 0:
-            self._first, self._started = event["step"], time.monotonic()
-            if self._compiler is not None:  # nothing else would be heard until the first step is done
-                self._line(f"compiling with {self._compiler}: the first step takes longer")
-        elif name == "eval" and rank == 0:
-            on = format_plural(event["samples"], "sample")
-            self._line(f"step {event['step']}: evaluation loss {_shown(event)} on {on}")
-        elif name == "checkpoint":
-            cost = f"{format_bytes(event['bytes'])}, {format_seconds(event['seconds'])}"
-            self._line(f"step {event['step']}: checkpoint {event['path']} ({cost})")
-        elif name == "checkpoint_failed":
-            self._line(f"warning: step {event['step']}: no checkpoint: {event['reason']}; training goes on")
-        elif name == "events_lost" and "reason" in event:
-            what = f"rank {rank} cannot write its events ({event['reason']})"
+        if event["rank"] == 0 or event["event"] in OF_EVERY_RANK:
+            show = getattr(self, f"_show_{event['event']}", None)
+            if show is not None:
+                show(event)
+
+    def _show_ready(self, event: Event) -> None:
+        self._first, self._started = event["step"], time.monotonic()
+        if self._compiler is not None:  # nothing else would be heard until the first step is done
+            self._line(f"compiling with {self._compiler}: the first step takes longer")
+
+    def _show_racing(self, event: Event) -> None:
+        self._line(
+            f"racing algorithms of {event['products']} products, two seconds each, once on this kind of GPU"
+        )
+
+    def _show_products(self, event: Event) -> None:
+        what = f"{event['changed']} of {event['raced'] + event['known']} products by another algorithm"
+        self._line(f"{what}: {event['gain']:.1%} of their time saved ({format_seconds(event['seconds'])})")
+
+    def _show_eval(self, event: Event) -> None:
+        on = format_plural(event["samples"], "sample")
+        self._line(f"step {event['step']}: evaluation loss {_shown(event)} on {on}")
+
+    def _show_checkpoint(self, event: Event) -> None:
+        cost = f"{format_bytes(event['bytes'])}, {format_seconds(event['seconds'])}"
+        self._line(f"step {event['step']}: checkpoint {event['path']} ({cost})")
+
+    def _show_checkpoint_failed(self, event: Event) -> None:
+        self._line(f"warning: step {event['step']}: no checkpoint: {event['reason']}; training goes on")
+
+    def _show_events_lost(self, event: Event) -> None:
+        if "reason" in event:
+            what = f"rank {event['rank']} cannot write its events ({event['reason']})"
             self._line(f"warning: {what}; lines are lost, training goes on")
-        elif name == "stopping":
-            self._line("stopping after this step, with a checkpoint; Ctrl-C again ends it at once")
-        elif name == "resumed" and rank == 0:
-            self._line(f"resumed from {event['checkpoint']} at step {event['step']}")
+
+    def _show_stopping(self, event: Event) -> None:
+        self._line("stopping after this step, with a checkpoint; Ctrl-C again ends it at once")
+
+    def _show_resumed(self, event: Event) -> None:
+        self._line(f"resumed from {event['checkpoint']} at step {event['step']}")
 
     def _show_step(self, event: Event) -> None:
         step = event["step"]

@@ -41,6 +41,7 @@ from meshwright.plan.shapes import (
     list_parameters,
     multiplies_in_fp8,
     operand_bytes,
+    races_products,
     residual_bytes,
     runs_own_kernels,
 )
@@ -56,6 +57,9 @@ BACKWARD_FLOPS = 2.5
 """Of attention's backward pass, over its forward pass: five products for two."""
 NEARNESS = 0.01
 """Squared distance, in doublings of a size, within which a probed shape counts as the same."""
+RACED = 0.98
+"""Time of products whose algorithms raced, over that of those which a library proposes, as probed: 0.98 and
+0.977 of two models' on an H200 (16 Nov 2026, ``benchmarks/one_device.py``)."""
 LEAST_ELEMENTWISE = 0.05
 """Where real steps leave nothing for moved bytes."""
 
@@ -149,13 +153,15 @@ def count_work(job: Job, micro_batches: int, touched_bytes: int) -> Work:
     times = _Times.of(probed, _precision(job))
     scaled = _Times.of(probed, "fp8") if job.train.precision == "fp8" else times
     full, own = job.layout.recompute == "full", runs_own_kernels(job)
+    raced = RACED if races_products(job) else 1.0
     products_s = attention_s = 0.0
     for linear in list_linears(job, model, micro_batches):
         kinds = (*KINDS, "forward") if full and linear.again else KINDS
         in_fp8 = linear.again and multiplies_in_fp8(job, linear.columns, linear.depth)
         for kind in kinds:
             exact = not in_fp8 or (kind == "weight" and job.train.weight_gradients == "bf16")
-            products_s += linear.times * (times if exact else scaled).product_s(kind, linear)
+            one_s = (times if exact else scaled).product_s(kind, linear)
+            products_s += linear.times * one_s * (raced if exact else 1.0)
     forward_s, backward_s = times.attention_s(job, model)
     attention_s = micro_batches * model.num_layers * (forward_s * (2 if full else 1) + backward_s)
     if own:

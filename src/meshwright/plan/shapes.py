@@ -61,6 +61,11 @@ def runs_own_kernels(job: Job) -> bool:
     return named and plain and paired and whole and wanted
 
 
+def races_products(job: Job) -> bool:
+    """Whether algorithms of its 16-bit products race before it begins: those between our own kernels."""
+    return job.train.products == "raced" and runs_own_kernels(job)
+
+
 def multiplies_in_fp8(job: Job, outputs: int, inputs: int) -> bool:
     """Whether a matrix's products are computed in 8 bits; that of its gradient where the job says so."""
     return job.train.precision == "fp8" and outputs % FP8_ALIGNED == 0 and inputs % FP8_ALIGNED == 0

@@ -46,6 +46,7 @@ from meshwright.run.parallel.seat import Seat
 from meshwright.run.pipeline.collect import bring_home
 from meshwright.run.pipeline.pipeline import Pipeline
 from meshwright.run.precision import LOW_PRECISION, STREAMS, Precision
+from meshwright.run.race import choose_products
 from meshwright.run.watch import StepWatch
 from meshwright.run.working import WorkingCopies
 from meshwright.spec.job import Job, Train
@@ -172,6 +173,7 @@ def build_session(
         job, Path(assignment.data_dir), ranks, seat.context, open_split
     )
     working = _compile(model, job) if job.train.compile else None
+    choose_products(job, events)
     module = apply_layout(model, job, ranks, weights)
     precision, pipeline, reducer = Precision(job, ranks.device), None, None
     if isinstance(model, Stages):

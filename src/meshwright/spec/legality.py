@@ -42,6 +42,7 @@ from meshwright.spec.recipe_rules import (
     check_nesterov,
     check_noise_scale,
     check_noise_scale_layout,
+    check_products,
     check_residual,
     check_unused,
     unused_code,
@@ -474,6 +475,11 @@ RULES: tuple[Rule, ...] = (
         "elsewhere all products are of one precision",
     ),
     _only_with("train-kernels", Train, "train.kernels", "train.compile", True, "nothing is compiled"),
+    Rule(
+        "train-products",
+        '`products = "raced"` needs `compile = true`, our own `kernels`, and no `deterministic`.',
+        check_products,
+    ),
     Rule(
         "train-residual",
         '`residual = "bf16"` needs `precision` bf16 or fp8, and `compile = true`.',

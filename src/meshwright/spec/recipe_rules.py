@@ -61,6 +61,22 @@ def check_residual(job: Job) -> Problem | None:
     return Problem("train-residual", rule, path="train.residual", value=train.residual, fix=fix)
 
 
+def check_products(job: Job) -> Problem | None:
+    """A race is for products between our own kernels, and its winner may be another one the next time."""
+    train = job.train
+    if train.products == "proposed":
+        return None
+    if train.deterministic:
+        rule = "may choose other algorithms than a run before, and train.deterministic=true promises the same"
+        fix = "Leave train.products or train.deterministic out"
+    elif not train.compile or train.kernels != "own":
+        rule = "is for products between our own kernels, which compiled blocks have"
+        fix = "Set train.compile=true and leave train.kernels out, or leave train.products out"
+    else:
+        return None
+    return Problem("train-products", rule, path="train.products", value=train.products, fix=fix)
+
+
 def check_decay_room(job: Job) -> Problem | None:
     """Warm-up and the fall at the end of ``wsd`` fit into the run."""
     train = job.train

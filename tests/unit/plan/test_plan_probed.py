@@ -177,6 +177,14 @@ def test_products_in_8_bits_have_times_of_their_own(job):
     assert three.attention_s == in_16.attention_s
 
 
+def test_products_whose_algorithms_raced_take_less(job):
+    """All of 16 bits, the head's among them."""
+    raced = dataclasses.replace(job, train=dataclasses.replace(job.train, products="raced"))
+    before, after = (count_work(with_probed(which, lawful()), 1, 0) for which in (job, raced))
+    assert after.products_s == pytest.approx(0.98 * before.products_s)
+    assert after.attention_s == before.attention_s
+
+
 def test_two_models_on_an_h200_took_what_is_predicted_of_other_shapes(job):
     """Probed on 15 Nov 2026, before these kernels; measured on 16 Nov: 495.5 and 626.4 ms."""
     probed = lawful(

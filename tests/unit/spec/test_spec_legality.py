@@ -100,6 +100,7 @@ CASES = {
     "train-compile-backend": {"train": {"compile_backend": "aot_eager"}},
     "train-weight-gradients": {"train": {"weight_gradients": "fp8"}},
     "train-kernels": {"train": {"kernels": "compiled"}},
+    "train-products": {"train": {"products": "raced"}},
     "train-lr-base-batch": {"train": {"lr_scaling": "linear"}},
     "train-beta1-unused": {"train": {"optimizer": "sgd", "beta1": 0.9}},
     "train-beta2-unused": {"train": {"optimizer": "sgd", "beta2": 0.95}},

@@ -27,6 +27,7 @@ from meshwright.plan.shapes import keeps_copies
 from meshwright.prepare.dataset import Rows
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.dry_run import BlankDataset
+from meshwright.run.elapsed import elapsed_s
 from meshwright.run.loop import Meter, take_step
 from meshwright.run.mesh import join_ranks, leave_ranks
 from meshwright.run.models import kernels
@@ -58,19 +59,8 @@ def time_call(device: torch.device, call: Callable[[], object], seconds: float) 
     if device.type != "cuda":
         return _quartile_s(call, seconds)
     torch.cuda.synchronize(device)
-    one = _elapsed_s(call, FEWEST)
-    return _elapsed_s(call, min(MOST, max(FEWEST, round(seconds / max(one, 1e-6)))))
-
-
-def _elapsed_s(call: Callable[[], object], count: int) -> float:
-    """Of one of so many calls, one behind the other on the GPU."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(count):
-        call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3 / count
+    one = elapsed_s(call, FEWEST)
+    return elapsed_s(call, min(MOST, max(FEWEST, round(seconds / max(one, 1e-6)))))
 
 
 def _quartile_s(call: Callable[[], object], seconds: float) -> float:

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.run.models import fp8, kernels
+from meshwright.run.models import chosen, fp8, kernels
 from meshwright.run.models.feed_forward import GatedFeedForward
 from meshwright.run.models.kernels import Rows
 from meshwright.run.models.norms import RMSNorm
-from meshwright.run.models.products import Joint, Product, weight_gradient
+from meshwright.run.models.products import Joint, Product
 
 if TYPE_CHECKING:  # it imports this
     from meshwright.run.models.decoder import Block
@@ -59,7 +59,7 @@ class Matrix:
     def multiply(self, x: Rows) -> Tensor:
         """``x W'``."""
         if x.scale is None:
-            return x.values @ self.low_OI.T
+            return chosen.multiply(x.values, self.low_OI)
         weight = kernels.cast_rows(self.low_OI)
         self.scale_O1 = weight.scale
         return fp8.multiply(x.values, weight.values, x.scale, weight.scale, fast=True)
@@ -67,7 +67,7 @@ class Matrix:
     def multiply_back(self, grad_NO: Tensor) -> Tensor:
         """Gradient of what it multiplied."""
         if not self.scaled:
-            return grad_NO @ self.low_OI
+            return chosen.multiply_back(grad_NO, self.low_OI)
         assert self.scale_O1 is not None, "a forward pass went before"
         grad = kernels.cast_rows(grad_NO, by=self.scale_O1)
         assert grad.scale is not None, "it is of 8 bits"
@@ -90,7 +90,7 @@ class Matrix:
             x_amax_I: Likewise.
         """
         if not self.scales_gradients(len(grad_NO)):
-            return weight_gradient(grad_NO, x_NI).split(self.rows)
+            return chosen.weight_gradient(grad_NO, x_NI).split(self.rows)
         grad, x = kernels.cast_columns(grad_NO, grad_amax_O), kernels.cast_columns(x_NI, x_amax_I)
         assert grad.scale is not None, "it is of 8 bits"
         whole_OI = fp8.multiply(grad.values, x.values, grad.scale, x.scale, fp8.FAST_BACKWARD, exact=True)

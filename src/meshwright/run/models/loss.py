@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.prepare.dataset import IGNORED
-from meshwright.run.models import kernels
+from meshwright.run.models import chosen, kernels
 
 Softmax = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 """Of a chunk's logits in float32, which it may overwrite, and targets: the summed loss, and, where it is
@@ -116,7 +116,7 @@ def linear_cross_entropy(
 
 
 def _logits(x_CD: Tensor, low_VD: Tensor, fused: bool) -> Tensor:
-    logits_CV = x_CD @ low_VD.T
+    logits_CV = chosen.multiply(x_CD, low_VD)
     return logits_CV if fused else logits_CV.float()
 
 
@@ -148,9 +148,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 losses.append(loss)
                 grad_CV = exact_CV.to(x_ND.dtype)
                 del exact_CV
-                torch.mm(grad_CV, low_VD, out=grad_x_ND[part])
+                chosen.multiply_back(grad_CV, low_VD, out=grad_x_ND[part])
                 if in_product:
-                    _add_in_product(grad_weight_VD, grad_CV.T, x_CD, first=start == 0)
+                    chosen.add_weight_gradient(grad_weight_VD, grad_CV, x_CD, first=start == 0)
                 elif weight_VD.dtype == x_ND.dtype:
                     grad_weight_VD.addmm_(grad_CV.T, x_CD)
                 else:
@@ -181,15 +181,10 @@ def _can_add_in_product(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     part, total = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
     try:
-        _add_in_product(total, part, part, first=False)
+        chosen.add_weight_gradient(total, part, part, first=False)
     except RuntimeError:
         return False
     return True
-
-
-def _add_in_product(sum_VD: Tensor, grad_VC: Tensor, x_CD: Tensor, first: bool) -> None:
-    """A product of 16-bit operands that adds to a float32 sum itself, on GPUs alone; the first begins it."""
-    torch.addmm(sum_VD, grad_VC, x_CD, beta=0 if first else 1, out_dtype=sum_VD.dtype, out=sum_VD)
 
 
 def _softmax_gradient(log_probs_CV: Tensor, targets_C: Tensor) -> Tensor:

@@ -1,0 +1,253 @@
+"""Which of the library's algorithms computes each product of a step: the one that lasts best on this GPU.
+
+A GPU under load keeps to its power: an H200 lowers its clock from 1.98 to 1.5 GHz when products last. What is
+fastest for a moment is not what takes the least energy, and in a step it is energy that counts. So the
+algorithms that cuBLASLt proposes for a shape run one after the other without a pause, each long enough for
+the clock to follow, the best of them and torch's own once more in turn. What won is kept in a file, for one
+kind of GPU and one version of the library, and a later run of the same shapes begins at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from meshwright.core.events import EventWriter
+from meshwright.plan.probed_time import KINDS, Linear, list_linears
+from meshwright.plan.shapes import multiplies_in_fp8, races_products
+from meshwright.run.elapsed import elapsed_s
+from meshwright.run.models import chosen
+from meshwright.run.models.cublas import ALGORITHM_BYTES, CublasError, Multiplier, Shape, library_version
+from meshwright.run.precision import LOW_PRECISION
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
+
+WARM_S = 1.0
+"""Until a GPU that did nothing has come to its power."""
+SETTLE_S, HEAT_S = 0.04, 0.08
+"""How long an algorithm runs before it is timed, and while it is."""
+GLANCE_S = 0.01
+"""A first look, after which the slow ones are left out."""
+TOO_SLOW = 1.08
+FINALISTS, ROUNDS = 3, 2
+LEAST_GAIN = 0.002
+"""Less is noise, and torch's own stays."""
+LARGEST_ERROR = 5e-3
+"""Of a product, over its size: operands are of 16 bits, and sums are in another order."""
+
+Racer = TypeVar("Racer")
+
+
+@dataclass(frozen=True)
+class Winner:
+    """What is kept of a race."""
+
+    algorithm: bytes | None
+    """None for torch's own."""
+    gain: float
+    """Of torch's time, what it saves."""
+
+
+def choose_products(job: Job, events: EventWriter) -> None:
+    """Choose an algorithm for each 16-bit product of a job's step on the current GPU, where they race.
+
+    Args:
+        job: Of any kind.
+        events: Told how a race went.
+    """
+    chosen.choose({})  # what another job has chosen
+    if races_products(job):
+        _race_products(job, events)
+
+
+def _race_products(job: Job, events: EventWriter) -> None:
+    started, file = time.perf_counter(), find_file()
+    known = read_winners(file)
+    shapes = count_shapes(job)
+    missing = [shape for shape in shapes if shape not in known]
+    if missing:
+        events.write("racing", products=len(missing))
+        _warm_up(missing[0])
+    for shape in missing:
+        known[shape] = _race(shape)
+        torch.cuda.empty_cache()
+        write_winners(file, known)  # an interrupted race goes on where it was
+    winners = {shape: known[shape] for shape in shapes}
+    chosen.choose({shape: _by(shape, w.algorithm) for shape, w in winners.items() if w.algorithm is not None})
+    events.write(
+        "products",
+        raced=len(missing),
+        known=len(shapes) - len(missing),
+        changed=sum(w.algorithm is not None for w in winners.values()),
+        gain=weigh_gain(winners, shapes),
+        seconds=time.perf_counter() - started,
+        file=str(file),
+    )
+
+
+def count_shapes(job: Job) -> dict[Shape, int]:
+    """The 16-bit products of a micro-batch, and how often it has each."""
+    assert isinstance(job.model, DecoderModel), "our own kernels are a decoder's"
+    low, found = LOW_PRECISION[job.train.precision], Counter[Shape]()
+    for linear in list_linears(job, job.model, 1):
+        for kind in KINDS:
+            if not _in_fp8(job, linear, kind):
+                found[Shape(kind, low, linear.rows, linear.depth, linear.columns)] += linear.times
+    return dict(found)
+
+
+def weigh_gain(winners: dict[Shape, Winner], times: dict[Shape, int]) -> float:
+    """What all winners save of the time of all products, if those take as long as they have FLOPs."""
+    work = {shape: count * math.prod(shape[2:]) for shape, count in times.items()}
+    return sum(work[shape] * winners[shape].gain for shape in work) / sum(work.values())
+
+
+def _in_fp8(job: Job, linear: Linear, kind: str) -> bool:
+    narrow = linear.again and multiplies_in_fp8(job, linear.columns, linear.depth)
+    return narrow and (kind != "weight" or job.train.weight_gradients == "fp8")
+
+
+def _by(shape: Shape, algorithm: bytes) -> chosen.Algorithm:
+    """Products of a shape by an algorithm."""
+    multiplier = Multiplier(shape)
+
+    def run(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
+        multiplier.run(algorithm, left, right, out, add)
+
+    return run
+
+
+def _warm_up(shape: Shape) -> None:
+    left, right, out = _draw(shape)
+    _last(lambda: _multiply(shape, left, right, out), WARM_S, WARM_S)
+
+
+def _race(shape: Shape) -> Winner:
+    """All proposals for a shape, and torch's own."""
+    multiplier, (left, right, out) = Multiplier(shape), _draw(shape)
+
+    def call_of(algorithm: bytes | None) -> Callable[[], object]:
+        if algorithm is None:
+            return lambda: _multiply(shape, left, right, out)
+        return lambda: multiplier.run(algorithm, left, right, out)
+
+    wanted = _multiply(shape, left, right, out).clone()
+    usable = [a for a in multiplier.propose() if _is_right(call_of(a), out, wanted)]
+    del wanted
+    best, gain = pick(None, usable, lambda algorithm, settle, heat: _last(call_of(algorithm), settle, heat))
+    return Winner(best, gain)
+
+
+def _is_right(call: Callable[[], object], out: Tensor, wanted: Tensor) -> bool:
+    """Whether an algorithm fills all of ``out`` with the product."""
+    out.fill_(float("nan"))
+    try:
+        call()
+    except CublasError:
+        return False
+    error, size = (torch.linalg.vector_norm(x, dtype=torch.float32) for x in (out - wanted, wanted))
+    return bool(error <= LARGEST_ERROR * size)
+
+
+def pick(
+    own: Racer, others: Sequence[Racer], lasts_s: Callable[[Racer, float, float], float]
+) -> tuple[Racer, float]:
+    """The one that lasts best, and what it saves of the time of our own.
+
+    Args:
+        own: What is there anyway.
+        others: What may take its place.
+        lasts_s: Seconds that one takes, after so many that do not count, over so many that do.
+    """
+    slowest = TOO_SLOW * lasts_s(own, SETTLE_S, HEAT_S)
+    left = [racer for racer in others if lasts_s(racer, 0.0, GLANCE_S) <= slowest]
+    first = {index: lasts_s(racer, SETTLE_S, HEAT_S) for index, racer in enumerate(left)}
+    finalists = [left[index] for index in sorted(first, key=first.__getitem__)[:FINALISTS]]
+    times = [0.0] * (len(finalists) + 1)
+    for _ in range(ROUNDS):
+        for index, racer in enumerate((own, *finalists)):
+            times[index] += lasts_s(racer, SETTLE_S, HEAT_S)
+    best = min(range(len(times)), key=times.__getitem__)
+    gain = 1.0 - times[best] / times[0]
+    return (own, 0.0) if gain < LEAST_GAIN else (finalists[best - 1], gain)
+
+
+def _last(call: Callable[[], object], settle_s: float, heat_s: float) -> float:
+    """Seconds of a call, among so many that the clock has followed."""
+    one = elapsed_s(call, 1)
+    elapsed_s(call, max(1, round(settle_s / one)))
+    return elapsed_s(call, max(2, round(heat_s / one)))
+
+
+def _draw(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    """Both operands, random, as zeros take less power; and where the product goes."""
+    sizes = (shape.left, shape.right)
+    left, right = (torch.randn(size, dtype=shape.dtype, device="cuda") for size in sizes)
+    return left, right, torch.empty(shape.out, dtype=shape.out_dtype, device="cuda")
+
+
+def _multiply(shape: Shape, left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    """As torch does."""
+    if shape.kind == "forward":
+        return torch.mm(left, right.T, out=out)
+    if shape.kind == "input":
+        return torch.mm(left, right, out=out)
+    return torch.addmm(out, left.T, right, beta=0, out_dtype=torch.float32, out=out)
+
+
+def find_file() -> Path:
+    """Where the winners on GPUs of this kind are kept."""
+    kind = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "meshwright" / f"products-{kind}-cublaslt-{library_version()}.json"
+
+
+def read_winners(file: Path) -> dict[Shape, Winner]:
+    """What was kept; nothing, if it is not there or is not what was written."""
+    try:
+        rows = json.loads(file.read_text())
+        return dict(_winner_of(row) for row in rows)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _winner_of(row: dict[str, Any]) -> tuple[Shape, Winner]:
+    sizes = (int(row[name]) for name in ("tokens", "inputs", "outputs"))
+    kept = row["algorithm"]
+    algorithm = None if kept is None else bytes.fromhex(kept)
+    if algorithm is not None and len(algorithm) != ALGORITHM_BYTES:
+        raise ValueError(kept)
+    return Shape(row["kind"], getattr(torch, row["dtype"]), *sizes), Winner(algorithm, float(row["gain"]))
+
+
+def write_winners(file: Path, winners: dict[Shape, Winner]) -> None:
+    """Keep them; where that cannot be, the next run races again."""
+    rows = [
+        {
+            **shape._asdict(),
+            "dtype": str(shape.dtype).removeprefix("torch."),
+            "algorithm": None if winner.algorithm is None else winner.algorithm.hex(),
+            "gain": round(winner.gain, 4),
+        }
+        for shape, winner in winners.items()
+    ]
+    beside = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+        beside.replace(file)
+    except OSError:
+        with suppress(OSError):
+            beside.unlink()

@@ -1,0 +1,69 @@
+"""Algorithms of products on a GPU: each that is proposed is right, and a race chooses some for a run."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from meshwright.core.events import EVENTS_FILE, read_events  # noqa: E402
+from meshwright.run.models.cublas import Multiplier, Shape  # noqa: E402
+from meshwright.run.race import find_file, read_winners  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DEVICE = "cuda"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["forward", "input", "weight"])
+def test_every_proposal_is_the_product(kind, dtype):
+    """Of float64 operands, rounded once; and what is there is added to, where that is wanted."""
+    shape = Shape(kind, dtype, 1536, 512, 768)
+    left, right = (torch.randn(size, device=DEVICE).to(dtype) for size in (shape.left, shape.right))
+    exact = {
+        "forward": lambda a, b: a @ b.T,
+        "input": lambda a, b: a @ b,
+        "weight": lambda a, b: a.T @ b,
+    }[kind](left.double(), right.double())
+    multiplier = Multiplier(shape)
+    proposals = multiplier.propose()
+    assert proposals
+    for algorithm in proposals:
+        out = torch.full(shape.out, float("nan"), device=DEVICE, dtype=shape.out_dtype)
+        for times, add in ((1, False), (2, True)):
+            multiplier.run(algorithm, left, right, out, add)
+            off = (out.double() - times * exact).norm() / (times * exact).norm()
+            assert off < (1e-5 if kind == "weight" else 4e-3)
+
+
+RACED = (
+    "cluster.device=cuda",
+    "cluster.devices_per_node=1",
+    "model.num_layers=2",
+    "model.hidden_size=512",
+    "model.num_heads=8",
+    "model.num_kv_heads=4",
+    "model.ffn_size=1536",
+    "data.seq_len=256",
+    "train.global_batch=8",
+    "train.precision=bf16",
+    "train.compile=true",
+    "train.residual=bf16",
+    "train.steps=6",
+)
+
+
+def test_a_race_changes_no_loss_and_is_run_once(train, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plain = train(*RACED)
+    first, second = (train(*RACED, "train.products=raced") for _ in range(2))
+    for run in (first, second):
+        assert run.losses == pytest.approx(plain.losses, rel=2e-3)
+        assert run.result["audit_ok"], run.result["differences"]
+    counts = [read_events(run.run_dir / EVENTS_FILE).of("products")[0] for run in (first, second)]
+    assert (counts[0]["known"], counts[1]["raced"]) == (0, 0)
+    assert counts[0]["raced"] == counts[1]["known"] == len(read_winners(find_file())) > 0
