@@ -13,8 +13,9 @@ import pytest
 import torch
 from test_run_fused import build, step
 
+from meshwright.core.errors import UserError
 from meshwright.run.models import chosen
-from meshwright.run.models.cublas import Shape
+from meshwright.run.models.cublas import Shape, library_version
 from meshwright.run.race import Winner, count_shapes, pick, read_winners, weigh_gain, write_winners
 from meshwright.spec.load import build_job
 
@@ -126,6 +127,12 @@ def test_a_file_that_nobody_wrote_so_is_no_file(tmp_path, text):
 def test_where_nothing_can_be_kept_a_run_goes_on(tmp_path):
     (tmp_path / "taken").write_text("")
     write_winners(tmp_path / "taken" / "products.json", {FORWARD: Winner(None, 0.0)})
+
+
+def test_a_torch_without_the_library_says_so():
+    with pytest.raises(UserError, match="needs cuBLASLt") as caught:
+        library_version()
+    assert caught.value.problems[0].code == "train-products"
 
 
 class StandIn:

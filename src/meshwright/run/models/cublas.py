@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.core.errors import Problem, UserError
 from meshwright.plan.probed_time import Kind
 
 PROPOSALS = 8
@@ -97,7 +98,14 @@ class _Proposal(ctypes.Structure):
 @functools.cache
 def _library() -> ctypes.CDLL:
     """The one that torch has loaded."""
-    return ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}")
+    try:
+        return ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}")
+    except OSError as error:
+        rule = f"needs cuBLASLt, which this torch has not loaded: {error}"
+        fix = "Leave train.products out"
+        raise UserError(
+            Problem("train-products", rule, path="train.products", value="raced", fix=fix)
+        ) from None
 
 
 def library_version() -> int:
@@ -170,7 +178,8 @@ class Multiplier:
             )
         finally:
             _check(self._library.cublasLtMatmulPreferenceDestroy(wishes))
-        _check(status)
+        if status:  # it has none for such a shape
+            return []
         return [bytes(proposal.algorithm) for proposal in found[: count.value] if not proposal.status]
 
     def run(self, algorithm: bytes, left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> None:
