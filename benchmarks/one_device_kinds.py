@@ -215,13 +215,15 @@ class _Profile:
     def __init__(self, device: str) -> None:
         from torch.profiler import ProfilerActivity, profile  # noqa: PLC0415
 
-        activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+        self._on_gpu = device == "cuda"
+        activity = ProfilerActivity.CUDA if self._on_gpu else ProfilerActivity.CPU
         self._profiler = profile(activities=[activity])
         self._failed = ""
 
     def start(self) -> None:
         """Begin to look on."""
         try:
+            self._settle()
             self._profiler.start()
         except Exception:
             self._failed = last_lines()
@@ -233,6 +235,7 @@ class _Profile:
         if self._failed:
             return {"failed": self._failed}
         try:
+            self._settle()
             self._profiler.stop()
             with tempfile.TemporaryDirectory() as folder:
                 trace = Path(folder) / "trace.json"
@@ -240,6 +243,13 @@ class _Profile:
                 return fold_trace(json.loads(trace.read_text())["traceEvents"], PROFILED)
         except Exception:
             return {"failed": last_lines()}
+
+    def _settle(self) -> None:
+        """Wait for the device: a step may be told before its update is over, which belongs to it."""
+        import torch  # noqa: PLC0415
+
+        if self._on_gpu:
+            torch.cuda.synchronize()
 
 
 def _reset_peak(on_gpu: bool) -> None:

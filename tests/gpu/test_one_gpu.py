@@ -6,6 +6,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from meshwright.core.events import EVENTS_FILE, EventWriter  # noqa: E402
+from meshwright.launch.assignment import Assignment  # noqa: E402
+from meshwright.plan.contract import build_plan  # noqa: E402
+from meshwright.run import loop  # noqa: E402
+from meshwright.run.collectives.counter import CollectiveCounter  # noqa: E402
+from meshwright.run.mesh import join_ranks  # noqa: E402
+from meshwright.run.session import build_session  # noqa: E402
+from meshwright.spec.load import load_job  # noqa: E402
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -108,3 +117,30 @@ def test_generate_uses_the_gpu(train, tmp_path):
     trained = train(*ON_GPU)
     text = generate_text(GenerateTask(str(tmp_path / trained.result["checkpoint"]), "the ", 8, 0.0, 0))
     assert isinstance(text, str)
+
+
+LONG = 10**9
+"""Cycles of the device: half a second."""
+
+
+def test_a_step_is_told_while_the_device_updates_if_another_comes_next(job_file, tmp_path, monkeypatch):
+    """The host waits for the numbers alone; where something else comes next, for the update, too."""
+    plan, _ = build_plan(load_job(str(job_file), [*ON_GPU, "layout.dp_replicate=1", "train.steps=9"]))
+    assignment = Assignment(str(tmp_path), plan.job.data.path, str(tmp_path / "checkpoints"))
+    counter, events = CollectiveCounter(), EventWriter(tmp_path / EVENTS_FILE, 0)
+    session = build_session(plan, assignment, join_ranks(plan.job, counter), counter, events)
+    meter, honest = loop.Meter(session), loop.update
+
+    def long_update(session, lr, *known):
+        norm = honest(session, lr, *known)
+        torch.cuda._sleep(LONG)
+        return norm
+
+    for _ in range(3):  # a first use of pinned memory and of a kernel may wait for the device
+        loop.train_step(session, meter, onward=True)
+    monkeypatch.setattr(loop, "update", long_update)
+    loop.train_step(session, meter, onward=True)
+    assert not torch.cuda.current_stream().query()
+    loop.train_step(session, meter, onward=False)
+    assert torch.cuda.current_stream().query()
+    events.close()

@@ -368,14 +368,15 @@ def wrong_loss_scale(run_dir, listener):
 
 def wrong_sum(run_dir, listener):
     """The ranks' losses are averaged: gradients are right, what is reported is not."""
-    honest = Ranks.add_up
+    honest = Ranks.begin_sum
 
-    def add_up(self, values, beside=()):
-        first, *others = honest(self, values, beside)
-        counts_losses = isinstance(values[0], torch.Tensor)
-        return [first / self.world_size if counts_losses else first, *others]
+    def begin_sum(self, values, beside=()):
+        sums = honest(self, values, beside)
+        if isinstance(values[0], torch.Tensor):  # a loss
+            sums.values[0] /= self.world_size
+        return sums
 
-    Ranks.add_up = add_up
+    Ranks.begin_sum = begin_sum
     return run_rank(run_dir, listener)
 
 

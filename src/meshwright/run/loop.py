@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from meshwright.run.balance import ExpertLoad, load_due
 from meshwright.run.batches import Batch
 from meshwright.run.divergence import not_finite
 from meshwright.run.gradient_noise import add_noise
+from meshwright.run.mesh import Sums
 from meshwright.run.models.decoder import Decoder
 from meshwright.run.optimizer import set_lr, writes_copies
 from meshwright.run.parallel.apply import agree_on_statistics, without_reduction
@@ -37,7 +38,8 @@ def train(session: Session) -> None:
     evaluations = 0
     stopping = False
     while session.step < job.train.steps and not stopping:
-        stopping = take_step(session, meter, audited=session.step == audited_step)
+        audited = session.step == audited_step
+        stopping = take_step(session, meter, audited, onward=not audited and goes_on(session))
         last = stopping or session.step == job.train.steps
         eval_loss = None
         if _due(job.train.eval_every, session.step) or (last and not stopping):
@@ -47,7 +49,25 @@ def train(session: Session) -> None:
     report_end(session, evaluations, stopping, saver.saves)
 
 
-def take_step(session: Session, meter: Meter, audited: bool) -> bool:
+def goes_on(session: Session) -> bool:
+    """Whether the next step will come right after this one, as far as is known before it."""
+    train, keep, step = session.job.train, session.job.checkpoint, session.step + 1
+    due = _due(train.eval_every, step) or _due(keep.every_steps, step) or session.save_due()
+    return step < train.steps and not due
+
+
+def reads_early(session: Session) -> bool:
+    """Whether a step's numbers can be read while the device is still at work on its update.
+
+    They are known before it. On one GPU the host then reports the step and queues the next one meanwhile, and
+    the device never waits for the host. With other ranks the sum over all of them comes last: it says that
+    each has come to the end of the step. State that lies on the host is moved with its help.
+    """
+    ranks = session.ranks
+    return ranks.device.type == "cuda" and ranks.control is None and session.streamed is None
+
+
+def take_step(session: Session, meter: Meter, audited: bool, onward: bool = False) -> bool:
     """One step, watched if it is the audited one; returns whether a rank wants to stop after it."""
     audit = session.audit = StepAudit(session) if audited else None
     if session.pipeline is not None:  # what is new in a first step, looking on, and saving take time
@@ -55,7 +75,7 @@ def take_step(session: Session, meter: Meter, audited: bool) -> bool:
         usual = not audited and session.step not in (session.first_step, session.saved_step)
         session.pipeline.times.counts = short or usual
     with audit or nullcontext():
-        return train_step(session, meter)
+        return train_step(session, meter, onward)
 
 
 def report_end(session: Session, evaluations: int, stopping: bool, saves: int = 0) -> None:
@@ -90,6 +110,7 @@ def compute_step(
     micro_batches: Iterable[Batch],
     targets: int,
     meanwhile: Callable[[], None] = lambda: None,
+    onward: bool = False,
 ) -> Computed:
     """Everything that a step computes and sends: gradients, the update, and the sums over all ranks.
 
@@ -98,6 +119,7 @@ def compute_step(
         micro_batches: What it trains on.
         targets: Those of all ranks.
         meanwhile: Called when all work of the step is queued, before the host waits for the device.
+        onward: Whether another step comes right after: then its update need not be over when this returns.
     """
     session.counter.phase = "step"
     session.noise_scale.begin(session.step + 1)
@@ -108,24 +130,47 @@ def compute_step(
     noise = session.noise_scale.parts(divisor, own_targets)
     loss_scale = session.precision.scale() if noise else 1.0
     lr = lr_at(session.step, session.job.train)
-    grad_norm = update(session, lr)
+    asked: list[Sums] = []
+
+    def ask(grad_norm: Tensor | None) -> None:
+        asked.append(_begin_sums(session, own_loss, own_targets, noise, grad_norm))
+
+    early = onward and reads_early(session)
+    grad_norm = update(session, lr, ask) if early else update(session, lr)
     agree_on_statistics(session.model, session.job, session.ranks)
     meanwhile()
+    if not early:
+        ask(grad_norm)
     # The first look at a device value in this step: all its work is queued by now.
-    wishes = [float(session.stop_wanted)]
-    if session.owned.cut_up:  # all ranks take part in a checkpoint, and rank 0 knows when
-        wishes.append(float(session.ranks.rank == 0 and session.save_due()))
-    own = [own_loss, own_targets] if session.ranks.speaks else [0.0, 0.0]
-    norms = [] if grad_norm is None else [grad_norm]
-    loss_sum, counted, stops, *sums = session.ranks.add_up([*own, *wishes, *noise], beside=norms)
-    norm = sums.pop() if norms else None
+    loss_sum, counted, stops, *sums = asked[0].wait()
+    norm = None if grad_norm is None else sums.pop()
     session.save_wanted = session.owned.cut_up and sums.pop(0) > 0
     load = None if session.balancer is None else session.balancer.end_step(session.ranks)
     return Computed(loss_sum, counted, stops, sums, loss_scale, lr, norm, load)
 
 
-def train_step(session: Session, meter: Meter) -> bool:
-    """One optimizer step with its event; returns whether a rank wants to stop after it."""
+def _begin_sums(
+    session: Session,
+    own_loss: Tensor,
+    own_targets: int,
+    noise: Sequence[Tensor | float],
+    grad_norm: Tensor | None,
+) -> Sums:
+    """Ask for a step's numbers: every rank sends its own and gets the sums, with its norm beside them."""
+    wishes = [float(session.stop_wanted)]
+    if session.owned.cut_up:  # all ranks take part in a checkpoint, and rank 0 knows when
+        wishes.append(float(session.ranks.rank == 0 and session.save_due()))
+    own = [own_loss, own_targets] if session.ranks.speaks else [0.0, 0.0]
+    norms = [] if grad_norm is None else [grad_norm]
+    return session.ranks.begin_sum([*own, *wishes, *noise], beside=norms)
+
+
+def train_step(session: Session, meter: Meter, onward: bool = False) -> bool:
+    """One optimizer step with its event; returns whether a rank wants to stop after it.
+
+    Its time ends when its numbers are known. Where they are read early, that is before its update, which is
+    then a part of the next step's time: of steps in a row the first is short of one, the last has two.
+    """
     started = time.perf_counter()
     _, samples, targets, micro_batches = session.feed.take(session.position)
 
@@ -133,7 +178,7 @@ def train_step(session: Session, meter: Meter) -> bool:
         if session.step + 1 < session.job.train.steps:
             session.feed.prepare(session.position + len(samples))
 
-    done = compute_step(session, micro_batches, targets, prepare_next)
+    done = compute_step(session, micro_batches, targets, prepare_next, onward)
     assert done.counted == targets, f"{done.counted:.0f} targets were trained on, {targets} were expected"
     session.step += 1
     session.position += len(samples)
@@ -200,11 +245,20 @@ def forward_backward(session: Session, batches: Iterable[Batch], divisor: int) -
     return loss_sum, targets_seen
 
 
-def update(session: Session, lr: float) -> Tensor | None:
-    """Clip, step, clear; returns the gradient norm of the whole model where it was needed."""
+def update(
+    session: Session, lr: float, known: Callable[[Tensor | None], None] = lambda _: None
+) -> Tensor | None:
+    """Clip, step, clear; returns the gradient norm of the whole model where it was needed.
+
+    Args:
+        session: The rank.
+        lr: The rate of this step.
+        known: Told the norm before anything moves.
+    """
     precision, owned = session.precision, session.owned
     owned.take_gradients()
     grad_norm = precision.clip(owned, session.optimizer, session.job.train.clip)
+    known(grad_norm)
     add_noise(owned, session.job.train, session.step)
     set_lr(session.optimizer, lr)
     precision.step(session.optimizer)

@@ -26,6 +26,30 @@ UPWARDS = "pp_up"
 """A second group of the ranks of a pipeline, for what goes to lower ones; it counts as ``pp``."""
 
 
+class Sums:
+    """Values of the device on their way to the host, in the order of the device's work."""
+
+    def __init__(self, values: Tensor) -> None:
+        """Ask for them; on a GPU the host goes on, and what is queued later is not waited for.
+
+        Args:
+            values: Float64, in one row.
+        """
+        self.values = values
+        self._arrived: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self.values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self.values.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def wait(self) -> list[float]:
+        """The values, once they are there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self.values.tolist()
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This rank's place, and the groups it speaks in."""
@@ -88,10 +112,14 @@ class Ranks:
         return self.groups[axis]
 
     def add_up(self, values: Sequence[Tensor | float], beside: Sequence[Tensor] = ()) -> list[float]:
+        """Sum small control values over all ranks, and wait for the sums; see :meth:`begin_sum`."""
+        return self.begin_sum(values, beside).wait()
+
+    def begin_sum(self, values: Sequence[Tensor | float], beside: Sequence[Tensor] = ()) -> Sums:
         """Sum small control values over all ranks: every rank sends its own and gets the sums.
 
-        One process gets its own values back and calls nothing. The host waits for a GPU once, for the sums:
-        its own values are filled in there, as a copy of each would wait, too.
+        One process gets its own values back and calls nothing. The host waits for a GPU once, when it asks
+        for the sums: its own values are filled in there, as a copy of each would wait, too.
 
         Args:
             values: Those to sum.
@@ -103,7 +131,7 @@ class Ranks:
             if self.control is not None:
                 dist.all_reduce(summed, group=self.control)
             own = [scalar.to(self.device, torch.float64).view(1) for scalar in beside]
-            return torch.cat((summed, *own)).tolist() if own else summed.tolist()
+            return Sums(torch.cat((summed, *own)) if own else summed)
 
     def _fill(self, value: float) -> Tensor:
         return torch.full((), value, dtype=torch.float64, device=self.device)

@@ -60,9 +60,9 @@ class WorkingCopies:
         self.copies |= dict(zip(masters, whole.split(rows), strict=True))
         return whole
 
-    @torch.no_grad()
     def refresh(self) -> None:
         """Copy the masters if they have changed; before a forward pass."""
         if self.stale:
-            torch._foreach_copy_(list(self.copies.values()), [master.detach() for master in self.copies])
+            with torch.no_grad():
+                torch._foreach_copy_(list(self.copies.values()), [master.detach() for master in self.copies])
             self.stale = False

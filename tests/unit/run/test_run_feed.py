@@ -17,7 +17,7 @@ from meshwright.prepare.order import SampleOrder
 from meshwright.run import loop
 from meshwright.run.batches import Batch, Batcher, Feed
 from meshwright.run.collectives.counter import CollectiveCounter
-from meshwright.run.mesh import Ranks, join_ranks
+from meshwright.run.mesh import Ranks, Sums, join_ranks
 from meshwright.run.session import Session, build_session
 from meshwright.spec.load import load_job
 
@@ -104,14 +104,14 @@ def test_the_loop_prepares_before_it_waits_and_not_after_the_last_step(
     ahead = build_rank(job_file, tmp_path / "ahead")
     ahead.feed._on_gpu = True
     waits = []
-    add_up = Ranks.add_up
+    honest = Sums.wait
 
-    def wait(ranks, values, beside=()):
+    def wait(sums):
         ready = ahead.feed._next
         waits.append(None if ready is None else ready.position)
-        return add_up(ranks, values, beside)
+        return honest(sums)
 
-    monkeypatch.setattr(Ranks, "add_up", wait)
+    monkeypatch.setattr(Sums, "wait", wait)
     loop.train(ahead)
     steps, batch = ahead.job.train.steps, ahead.job.train.global_batch
     assert waits == [batch * step for step in range(1, steps)] + [None, None], "the last one evaluates"

@@ -313,7 +313,7 @@ class Decoder(nn.Module):
 
         Another one comes out right as well, and costs a pass over the head's gradient.
         """
-        if self.last:
+        if self.last and self.head.expected_gradient != expected:  # a module is slow to set
             self.head.expected_gradient = expected
 
     def _run_fused(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
