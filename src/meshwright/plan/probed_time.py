@@ -60,6 +60,9 @@ NEARNESS = 0.01
 RACED = 0.98
 """Time of products whose algorithms raced, over that of those which a library proposes, as probed: 0.98 and
 0.977 of two models' on an H200 (16 Nov 2026, ``benchmarks/one_device.py``)."""
+HEAD_SIZE_WEIGHT, HEADS_WEIGHT = 4.0, 0.5
+"""How far a doubling is, in doublings of the length: attention of another head size is another kernel, and
+with as many heads as fill the device, twice as many take twice the time."""
 LEAST_ELEMENTWISE = 0.05
 """Where real steps leave nothing for moved bytes."""
 
@@ -307,7 +310,8 @@ def _attention_flops(entry: AttentionTime) -> float:
 
 
 def _attention_place(entry: AttentionTime) -> tuple[float, ...]:
-    return _logs(entry.seq_len, entry.head_size, entry.batch * entry.heads)
+    length, size, heads = _logs(entry.seq_len, entry.head_size, entry.batch * entry.heads)
+    return length, HEAD_SIZE_WEIGHT * size, HEADS_WEIGHT * heads
 
 
 def _logs(*sizes: float) -> tuple[float, ...]:

@@ -71,6 +71,19 @@ def test_a_difference_in_any_judged_window_fails(change, passed):
     assert ("NOT within 0.5%" in describe(found, ASKED)[-1]) is not passed
 
 
+def test_where_bf16_leaves_itself_nothing_is_said_of_8_bits():
+    """The control is judged over the steps that it has; alone it proves nothing."""
+    from fp8_loss import compare, describe
+
+    base = [4.0] * 200
+    calm = compare({"bf16": base, "fp8": base, "again": base[:120]}, ASKED)
+    assert (calm["calm"], calm["passed"]) == (True, True)
+    wild = compare({"bf16": base, "fp8": base, "again": [4.04] * 120}, ASKED)
+    assert (wild["calm"], wild["passed"]) == (False, False)
+    assert "tells nothing of 8 bits" in describe(wild, ASKED)[-1]
+    assert not compare({"bf16": base, "again": base}, ASKED)["passed"]
+
+
 def test_fewer_steps_than_asked_are_compared_and_do_not_pass():
     from fp8_loss import compare, describe
 
@@ -87,7 +100,7 @@ def test_two_kinds_that_are_one_begin_alike_and_read_the_same_text(tmp_path):
     out, svg = tmp_path / "losses.jsonl", tmp_path / "losses.svg"
     command = [sys.executable, str(BENCHMARKS / "fp8_loss.py"), "--small", "--shape", "a", "--json"]
     command += ["--steps", "6", "--window", "2", "--last", "2", "--out", str(out), "--svg", str(svg)]
-    command += ["--only", "bf16", "--only", "again", "--kind", "again:train.precision=bf16"]
+    command += ["--only", "bf16", "--only", "twin", "--kind", "twin:train.precision=bf16"]
     for eager in ("compile=false", "compile_backend=inductor", "residual=fp32"):  # compiling takes seconds
         command += ["--set", f"train.{eager}"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -95,7 +108,7 @@ def test_two_kinds_that_are_one_begin_alike_and_read_the_same_text(tmp_path):
     result = json.loads(done.stdout)
     assert len(result["losses"]["bf16"]) == 6
     assert len(set(result["losses"]["bf16"])) == 6
-    assert result["losses"]["bf16"] == result["losses"]["again"]
+    assert result["losses"]["bf16"] == result["losses"]["twin"]
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
     again = compare(read_losses([out]), argparse.Namespace(steps=6, window=2, skip=1, last=2, within=0.5))
     assert again["kinds"] == result["kinds"]
