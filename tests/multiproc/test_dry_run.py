@@ -55,3 +55,19 @@ def test_a_rehearsed_rank_is_a_real_one(train, dry_run, layout, rank):
     assert found.pop("activations") == measured["activation_bytes"]
     assert found.pop("peak") == measured["peak_bytes"]
     assert found == measured["state_bytes"]
+
+
+def test_a_compiled_job_is_rehearsed_as_an_eager_one(dry_run):
+    """With the stream that eager blocks have; the plan beside it is of those."""
+    wide = [
+        "model.hidden_size=256",
+        "model.num_heads=4",
+        "model.num_kv_heads=4",
+        "layout.recompute=selective",
+    ]
+    compiled = ["train.compile=true", "train.precision=bf16", "train.residual=bf16"]
+    kept = {}
+    for name, keys in {"eager": ["train.precision=bf16"], "compiled": compiled}.items():
+        rehearsed = dry_run("layout.dp_replicate=1", *wide, *keys)
+        kept[name] = {row["kind"]: (row["predicted"], row["measured"]) for row in rehearsed["state"]}
+    assert kept["compiled"] == kept["eager"]

@@ -78,7 +78,7 @@ def prepare(output: Output, source: str, overrides: list[str], rank: int, on: st
     on_cores = dataclasses.replace(
         placed,
         cluster=dataclasses.replace(job.cluster, device="cpu"),
-        train=dataclasses.replace(job.train, compile=False),
+        train=dataclasses.replace(job.train, compile=False, residual="fp32"),  # eager, there is no other
     )
     plan = plan_of(on_cores, evaluate(on_cores, candidate.layout), [])
     return Rehearsed(plan, candidate, job)
