@@ -13,11 +13,11 @@ and where ``--limit`` is near, each gets an equal share of what is left.
 
 Beside fp8 stands bf16 again, by kernels that round otherwise. Training amplifies such differences: with a
 rate that is high for the batch, two runs of bf16 part by more than a percent, and then nothing is said of 8
-bits. So the control is judged, too, over as many steps as it has.
+bits. So the control is judged, too, over as many steps as it has; without one, the output says so.
 
 Compared are means over windows of steps, without the first ones, in which the loss falls too quickly to be a
-figure, and the mean over the last steps. It ends with status 1 unless all steps are there and every kind is
-within ``--within`` percent of the first one.
+figure, and the mean over the last steps. It ends with status 1 unless every kind, but for the control, has
+all steps, and all are within ``--within`` percent of the first one.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def compare(losses: dict[str, list[float]], asked: argparse.Namespace) -> Row:
             "within": within,
         }
     control = found["kinds"].get(CONTROL)
-    found["calm"] = control is None or control["within"]
+    found["calm"] = control["within"] if control and control["largest_percent"] is not None else None
     judged = [kind for name, kind in found["kinds"].items() if name != CONTROL]
     passed = bool(judged) and all(kind["within"] and kind["whole"] for kind in judged)
-    found["passed"] = passed and found["calm"]
+    found["passed"] = passed and found["calm"] is not False
     return found
 
 
@@ -122,10 +122,12 @@ def describe(found: Row, asked: argparse.Namespace) -> list[str]:
         last = f"{kind['last']['percent']:+.3f}% over the last {asked.last} steps"
         first = f"{kind['first_step_percent']:+.4f}% in the first step"
         lines.append(f"{name}: {said}, {last}, {first}: {verdict} {asked.within:g}%{whole}")
-    if not found.get("calm", True):
+    if found["calm"] is False:
         lines.append(
             f"two runs of {found['reference']} part by more than that: this recipe tells nothing of 8 bits"
         )
+    elif lines and found["calm"] is None:
+        lines.append(f"no control: nobody knows how far two runs of {found['reference']} part")
     return lines or ["nothing to compare: fewer than two kinds have losses"]
 
 
@@ -238,7 +240,9 @@ def main() -> None:
         losses = read_losses(asked.judge)
     else:
         losses, about = train(asked, sys.stderr if asked.json else sys.stdout)
-    found = compare(losses, asked) if losses else {"reference": None, "kinds": {}, "passed": False}
+    found = (
+        compare(losses, asked) if losses else {"reference": None, "kinds": {}, "calm": None, "passed": False}
+    )
     if asked.svg and losses:
         asked.svg.write_text(draw(losses, found, asked.within))
     if asked.json:

@@ -47,10 +47,11 @@ OURS = (
     "train.precision=bf16",
     "train.compile=true",
     "train.residual=bf16",
-    "train.products=raced",
     "layout.recompute=selective",
 )
-"""What our side asks for; ``--set`` goes over it."""
+"""What our side asks for, with a race of products; ``--set`` goes over it."""
+WITHOUT_RACE = {"train.kernels=compiled", "train.compile=false"}
+"""Settings with which no product can race."""
 WARM_UP = 3
 """Steps that are not timed; ours audits its second one."""
 PROFILED = 2
@@ -105,7 +106,8 @@ def build_shape(order: Order, folder: Path, layers: int | None = None) -> Any:
         "checkpoint": {"every_minutes": 0.0},
     }
     backend = ("train.compile_backend=aot_eager",) if order.device == "cpu" else ()  # no time to write C++
-    problems = [p for text in (*OURS, *backend, *order.settings) if (p := apply_override(tree, text))]
+    raced = () if WITHOUT_RACE & set(order.settings) else ("train.products=raced",)
+    problems = [p for text in (*OURS, *raced, *backend, *order.settings) if (p := apply_override(tree, text))]
     if layers is not None:
         tree["model"]["num_layers"] = layers
         tree["train"]["products"] = "proposed"  # several rehearse at a time, and no race would be fair

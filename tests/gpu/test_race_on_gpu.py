@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from meshwright.core.events import EVENTS_FILE, read_events  # noqa: E402
+from meshwright.run.models import chosen  # noqa: E402
 from meshwright.run.models.cublas import Multiplier, Shape  # noqa: E402
 from meshwright.run.race import find_file, read_winners  # noqa: E402
 
@@ -38,6 +39,17 @@ def test_every_proposal_is_the_product(kind, dtype):
             multiplier.run(algorithm, left, right, out, add)
             off = (out.double() - times * exact).norm() / (times * exact).norm()
             assert off < (1e-5 if kind == "weight" else 4e-3)
+
+
+def test_what_was_chosen_is_used_on_its_device():
+    shape, calls = Shape("forward", torch.bfloat16, 64, 32, 96), []
+    chosen.choose({shape: lambda *args: calls.append(args)}, torch.device("cuda", 0))
+    x, weight = (torch.ones(size, dtype=shape.dtype, device=DEVICE) for size in (shape.left, shape.right))
+    chosen.multiply(x, weight)
+    assert len(calls) == 1
+    chosen.multiply(x.cpu(), weight.cpu())
+    assert len(calls) == 1
+    chosen.choose({}, torch.device("cuda", 0))
 
 
 RACED = (

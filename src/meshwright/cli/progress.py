@@ -67,9 +67,8 @@ class ProgressView:
             self._line(f"compiling with {self._compiler}: the first step takes longer")
 
     def _show_racing(self, event: Event) -> None:
-        self._line(
-            f"racing algorithms of {event['products']} products, two seconds each, once on this kind of GPU"
-        )
+        count = format_plural(event["products"], "product")
+        self._line(f"racing algorithms of {count}, two seconds each, once on this kind of GPU")
 
     def _show_products(self, event: Event) -> None:
         what = f"{event['changed']} of {event['raced'] + event['known']} products by another algorithm"

@@ -223,6 +223,10 @@ class RunRecord:
         if event["rank"] == 0:
             self.notes.append(f"no evaluation: {event['reason']}")
 
+    def _on_no_race(self, event: Event) -> None:
+        if event["rank"] == 0:
+            self.notes.append(f"no products raced: {event['reason']}")
+
     def _on_events_lost(self, event: Event) -> None:
         self.events_lost[event["rank"]] = max(event["count"], self.events_lost.get(event["rank"], 0))
 

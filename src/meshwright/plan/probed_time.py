@@ -58,8 +58,8 @@ BACKWARD_FLOPS = 2.5
 NEARNESS = 0.01
 """Squared distance, in doublings of a size, within which a probed shape counts as the same."""
 RACED = 0.98
-"""Time of products whose algorithms raced, over that of those which a library proposes, as probed: 0.98 and
-0.977 of two models' on an H200 (16 Nov 2026, ``benchmarks/one_device.py``)."""
+"""Time of products whose algorithms raced, over that of those which a library proposes, as probed: in whole
+steps of two models on an H200 0.978 and 0.986 (16 Nov 2026, docs/log.md)."""
 HEAD_SIZE_WEIGHT, HEADS_WEIGHT = 4.0, 0.5
 """How far a doubling is, in doublings of the length: attention of another head size is another kernel, and
 with as many heads as fill the device, twice as many take twice the time."""

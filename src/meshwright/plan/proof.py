@@ -184,7 +184,8 @@ def proof_job(job: Job, memory_bytes: int) -> Job:
     """
     first = {field.name: field.default for field in dataclasses.fields(Train)}
     warmup = 0 if job.train.schedule == "wsd" else min(job.train.warmup, MOST_WARMUP)
-    quiet = ("loss_scale", "compile_backend", "tensorboard", "wandb", "mlflow", "eval_every", "runtime")
+    quiet = ["loss_scale", "compile_backend", "kernels", "products", "weight_gradients", "runtime"]
+    quiet += ["tensorboard", "wandb", "mlflow", "eval_every"]
     train = dataclasses.replace(
         job.train,
         **{key: first[key] for key in quiet},  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import re
 import time
 from collections import Counter
@@ -38,14 +39,18 @@ WARM_S = 1.0
 """Until a GPU that did nothing has come to its power."""
 SETTLE_S, HEAT_S = 0.04, 0.08
 """How long an algorithm runs before it is timed, and while it is."""
+SHORTEST_S = 1e-6
+"""No product takes less."""
 GLANCE_S = 0.01
 """A first look, after which the slow ones are left out."""
 TOO_SLOW = 1.08
-FINALISTS, ROUNDS = 3, 2
-LEAST_GAIN = 0.002
-"""Less is noise, and torch's own stays."""
+FINALISTS, ROUNDS = 2, 2
+LEAST_GAIN = 0.005
+"""Less is noise, and torch's own stays: two heats of one algorithm are within 1% of each other."""
 LARGEST_ERROR = 5e-3
 """Of a product, over its size: operands are of 16 bits, and sums are in another order."""
+FILE_VERSION = 1
+NOTHING_RACES = "only 16-bit products between our own kernels race, on a GPU (docs/one-gpu.md)"
 
 Racer = TypeVar("Racer")
 
@@ -60,40 +65,47 @@ class Winner:
     """Of torch's time, what it saves."""
 
 
-def choose_products(job: Job, events: EventWriter) -> None:
-    """Choose an algorithm for each 16-bit product of a job's step on the current GPU, where they race.
+def choose_products(job: Job, device: torch.device, events: EventWriter) -> None:
+    """Choose an algorithm for each 16-bit product of a job's step on a rank's GPU, where they race.
 
     Args:
         job: Of any kind.
+        device: The rank's; a GPU is the current one.
         events: Told how a race went.
     """
-    chosen.choose({})  # what another job has chosen
+    chosen.choose({}, device)  # not what another job has chosen
     if races_products(job):
-        _race_products(job, events)
+        _race_products(job, device, events)
+    elif job.train.products == "raced":
+        events.write("no_race", reason=NOTHING_RACES)
 
 
-def _race_products(job: Job, events: EventWriter) -> None:
+def _race_products(job: Job, device: torch.device, events: EventWriter) -> None:
     started, file = time.perf_counter(), find_file()
-    known = read_winners(file)
     shapes = count_shapes(job)
+    known = {shape: winner for shape, winner in read_winners(file).items() if shape in shapes}
+    known = {shape: winner for shape, winner in known.items() if _still_right(shape, winner)}
     missing = [shape for shape in shapes if shape not in known]
     if missing:
         events.write("racing", products=len(missing))
         _warm_up(missing[0])
     for shape in missing:
-        known[shape] = _race(shape)
+        try:
+            known[shape] = _race(shape)
+        except torch.OutOfMemoryError:  # torch's own needs less
+            known[shape] = Winner(None, 0.0)
         torch.cuda.empty_cache()
         write_winners(file, known)  # an interrupted race goes on where it was
-    winners = {shape: known[shape] for shape in shapes}
-    chosen.choose({shape: _by(shape, w.algorithm) for shape, w in winners.items() if w.algorithm is not None})
+    others = {shape: winner.algorithm for shape, winner in known.items() if winner.algorithm is not None}
+    chosen.choose({shape: _by(shape, algorithm) for shape, algorithm in others.items()}, device)
     events.write(
         "products",
         raced=len(missing),
         known=len(shapes) - len(missing),
-        changed=sum(w.algorithm is not None for w in winners.values()),
-        gain=weigh_gain(winners, shapes),
+        changed=len(others),
+        gain=weigh_gain(known, shapes),
         seconds=time.perf_counter() - started,
-        file=str(file),
+        file=None if file is None else str(file),
     )
 
 
@@ -131,7 +143,16 @@ def _by(shape: Shape, algorithm: bytes) -> chosen.Algorithm:
 
 def _warm_up(shape: Shape) -> None:
     left, right, out = _draw(shape)
-    _last(lambda: _multiply(shape, left, right, out), WARM_S, WARM_S)
+    _last(lambda: _multiply(shape, left, right, out), WARM_S, 0.0)
+
+
+def _still_right(shape: Shape, winner: Winner) -> bool:
+    """Whether an algorithm that was kept gives the product here, too."""
+    if winner.algorithm is None:
+        return True
+    left, right, out = _draw(shape)
+    wanted, run = _multiply(shape, left, right, out).clone(), _by(shape, winner.algorithm)
+    return is_right(lambda: run(left, right, out, False), out, wanted)
 
 
 def _race(shape: Shape) -> Winner:
@@ -144,13 +165,13 @@ def _race(shape: Shape) -> Winner:
         return lambda: multiplier.run(algorithm, left, right, out)
 
     wanted = _multiply(shape, left, right, out).clone()
-    usable = [a for a in multiplier.propose() if _is_right(call_of(a), out, wanted)]
+    usable = [a for a in multiplier.propose() if is_right(call_of(a), out, wanted)]
     del wanted
     best, gain = pick(None, usable, lambda algorithm, settle, heat: _last(call_of(algorithm), settle, heat))
     return Winner(best, gain)
 
 
-def _is_right(call: Callable[[], object], out: Tensor, wanted: Tensor) -> bool:
+def is_right(call: Callable[[], object], out: Tensor, wanted: Tensor) -> bool:
     """Whether an algorithm fills all of ``out`` with the product."""
     out.fill_(float("nan"))
     try:
@@ -166,6 +187,9 @@ def pick(
 ) -> tuple[Racer, float]:
     """The one that lasts best, and what it saves of the time of our own.
 
+    Of some that are equal, one is the best by chance. So it is timed once more against our own, and only
+    that counts.
+
     Args:
         own: What is there anyway.
         others: What may take its place.
@@ -173,20 +197,32 @@ def pick(
     """
     slowest = TOO_SLOW * lasts_s(own, SETTLE_S, HEAT_S)
     left = [racer for racer in others if lasts_s(racer, 0.0, GLANCE_S) <= slowest]
-    first = {index: lasts_s(racer, SETTLE_S, HEAT_S) for index, racer in enumerate(left)}
-    finalists = [left[index] for index in sorted(first, key=first.__getitem__)[:FINALISTS]]
-    times = [0.0] * (len(finalists) + 1)
+    for count in (FINALISTS, 1):
+        left = _best(left, count, 1 if count == FINALISTS else ROUNDS, lasts_s)
+    if not left:
+        return own, 0.0
+    times = [0.0, 0.0]
     for _ in range(ROUNDS):
-        for index, racer in enumerate((own, *finalists)):
+        for index, racer in enumerate((own, left[0])):
             times[index] += lasts_s(racer, SETTLE_S, HEAT_S)
-    best = min(range(len(times)), key=times.__getitem__)
-    gain = 1.0 - times[best] / times[0]
-    return (own, 0.0) if gain < LEAST_GAIN else (finalists[best - 1], gain)
+    gain = 1.0 - times[1] / times[0]
+    return (own, 0.0) if gain < LEAST_GAIN else (left[0], gain)
+
+
+def _best(
+    racers: Sequence[Racer], count: int, rounds: int, lasts_s: Callable[[Racer, float, float], float]
+) -> list[Racer]:
+    """So many of them, the fastest first, each timed in some rounds."""
+    times = [0.0] * len(racers)
+    for _ in range(rounds):
+        for index, racer in enumerate(racers):
+            times[index] += lasts_s(racer, SETTLE_S, HEAT_S)
+    return [racers[index] for index in sorted(range(len(racers)), key=times.__getitem__)[:count]]
 
 
 def _last(call: Callable[[], object], settle_s: float, heat_s: float) -> float:
     """Seconds of a call, among so many that the clock has followed."""
-    one = elapsed_s(call, 1)
+    one = max(elapsed_s(call, 1), SHORTEST_S)
     elapsed_s(call, max(1, round(settle_s / one)))
     return elapsed_s(call, max(2, round(heat_s / one)))
 
@@ -207,20 +243,29 @@ def _multiply(shape: Shape, left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     return torch.addmm(out, left.T, right, beta=0, out_dtype=torch.float32, out=out)
 
 
-def find_file() -> Path:
-    """Where the winners on GPUs of this kind are kept."""
+def find_file() -> Path | None:
+    """Where the winners on GPUs of this kind are kept; None for a user without a home."""
     kind = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return None
     return cache / "meshwright" / f"products-{kind}-cublaslt-{library_version()}.json"
 
 
-def read_winners(file: Path) -> dict[Shape, Winner]:
-    """What was kept; nothing, if it is not there or is not what was written."""
+def read_winners(file: Path | None) -> dict[Shape, Winner]:
+    """What was kept; nothing, if it is not there or is not what was written, and no row that is not."""
+    found: dict[Shape, Winner] = {}
     try:
-        rows = json.loads(file.read_text())
-        return dict(_winner_of(row) for row in rows)
+        kept = {} if file is None else json.loads(file.read_text())
+        rows = list(kept["products"]) if kept.get("v") == FILE_VERSION else []
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
+        return found
+    for row in rows:
+        with suppress(ValueError, KeyError, TypeError, AttributeError):
+            shape, winner = _winner_of(row)
+            found[shape] = winner
+    return found
 
 
 def _winner_of(row: dict[str, Any]) -> tuple[Shape, Winner]:
@@ -232,8 +277,10 @@ def _winner_of(row: dict[str, Any]) -> tuple[Shape, Winner]:
     return Shape(row["kind"], getattr(torch, row["dtype"]), *sizes), Winner(algorithm, float(row["gain"]))
 
 
-def write_winners(file: Path, winners: dict[Shape, Winner]) -> None:
-    """Keep them; where that cannot be, the next run races again."""
+def write_winners(file: Path | None, winners: dict[Shape, Winner]) -> None:
+    """Keep them beside those that are there; where that cannot be, the next run races again."""
+    if file is None:
+        return
     rows = [
         {
             **shape._asdict(),
@@ -241,12 +288,12 @@ def write_winners(file: Path, winners: dict[Shape, Winner]) -> None:
             "algorithm": None if winner.algorithm is None else winner.algorithm.hex(),
             "gain": round(winner.gain, 4),
         }
-        for shape, winner in winners.items()
+        for shape, winner in (read_winners(file) | winners).items()
     ]
-    beside = file.with_name(f"{file.name}.{os.getpid()}")
+    beside = file.with_name(f"{file.name}.{platform.node()}.{os.getpid()}")  # homes may be shared
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+        beside.write_text(json.dumps({"v": FILE_VERSION, "products": rows}, indent=1) + "\n")
         beside.replace(file)
     except OSError:
         with suppress(OSError):

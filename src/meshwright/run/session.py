@@ -20,7 +20,7 @@ from meshwright.launch.assignment import Assignment
 from meshwright.plan.contract import Plan
 from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
 from meshwright.plan.parts import held_parts, list_homes
-from meshwright.plan.shapes import keeps_copies, runs_own_kernels
+from meshwright.plan.shapes import keeps_copies, races_products, runs_own_kernels
 from meshwright.prepare.dataset import TokenDataset
 from meshwright.prepare.order import SampleOrder
 from meshwright.prepare.shards import ShardFolder
@@ -173,7 +173,7 @@ def build_session(
         job, Path(assignment.data_dir), ranks, seat.context, open_split
     )
     working = _compile(model, job) if job.train.compile else None
-    choose_products(job, events)
+    choose_products(job, ranks.device, events)
     module = apply_layout(model, job, ranks, weights)
     precision, pipeline, reducer = Precision(job, ranks.device), None, None
     if isinstance(model, Stages):
@@ -401,6 +401,8 @@ def _differences(manifest: Manifest, session: Session) -> list[str]:
     notes += [
         f"{name} was {before}, is {now}: equal up to rounding" for name, before, now in facts if before != now
     ]
+    if races_products(job):
+        notes.append("algorithms of products may be others than before: equal up to rounding")
     if manifest.data_sha256 != session.data_sha256:
         notes.append("the data are not the same as before")
     for key, value in settled(job.train).items():

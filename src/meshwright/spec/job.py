@@ -148,8 +148,8 @@ class Train:
     """Who computes the blocks of a compiled Llama-shaped decoder on a GPU, where its matrices are whole: our
     `own` kernels, or `compiled` ones as those of other decoders."""
     products: Literal["proposed", "raced"] = "proposed"
-    """Which of the library's algorithms compute 16-bit products between our own kernels: the first that it
-    proposes, or those that win a race on the GPU at hand, which takes half a minute, once for each shape."""
+    """Which of the library's algorithms compute 16-bit products between our own kernels on a GPU: the first
+    that it proposes, or those that win a race there: two seconds for each shape, once."""
     eval_every: Natural = 0
     """Steps between evaluations; 0 evaluates at the end only."""
     eval_samples: Count = 64

@@ -56,6 +56,7 @@ def test_troubles_are_kept_for_the_report(record_of):
             {"event": "events_lost", "rank": 1, "count": 5},
             {"event": "events_lost", "rank": 1, "count": 2},
             {"event": "no_evaluation", "rank": 0, "reason": "too short"},
+            *({"event": "no_race", "rank": rank, "reason": "no GPU"} for rank in (0, 1)),
             {"event": "resumed", "rank": 0, "notes": ["2 ranks before"]},
             {"event": "checkpoint", "rank": 0, "path": "c/step-3"},
         ]
@@ -63,7 +64,7 @@ def test_troubles_are_kept_for_the_report(record_of):
     assert record.checkpoint_failures == ["step 3: disk full"]
     assert not record.last_checkpoint_failed, "a later one was written"
     assert record.events_lost == {1: 5}
-    assert record.notes == ["no evaluation: too short", "2 ranks before"]
+    assert record.notes == ["no evaluation: too short", "no products raced: no GPU", "2 ranks before"]
     assert record.checkpoint == "c/step-3"
     assert record.status == "unfinished"
 

@@ -261,7 +261,7 @@ def sum_kept(job, decoder, run):
 def kernels_that_only_allocate(monkeypatch):
     """Our own kernels as a GPU calls them, and its products and attention, with nothing computed."""
     torch = pytest.importorskip("torch")
-    from meshwright.run.models import attention, fp8, fused, kernels
+    from meshwright.run.models import attention, chosen, fp8, kernels
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -298,7 +298,9 @@ def kernels_that_only_allocate(monkeypatch):
     monkeypatch.setattr(kernels, "_triton", lambda: quiet)
     monkeypatch.setattr(kernels, "scale", lambda x, factor: None)
     monkeypatch.setattr(
-        fused, "weight_gradient", lambda grad, x: torch.empty(grad.shape[1], x.shape[1], dtype=torch.float32)
+        chosen,
+        "torch_weight_gradient",
+        lambda grad, x: torch.empty(grad.shape[1], x.shape[1], dtype=torch.float32),
     )
     monkeypatch.setattr(
         fp8,

@@ -41,6 +41,15 @@ def test_the_proof_is_float32_eager_and_repeatable_on_cores_and_says_so():
     said = " ".join(explain_settings(job))
     for key in ("train.precision=fp16", "compression.kind=bf16", "train.compile=true", "instead of 5"):
         assert key in said
+    fast = ["train.precision=bf16", "train.compile=true", "train.residual=bf16", "train.products=raced"]
+    narrow = [
+        "train.precision=fp8",
+        "train.compile=true",
+        "train.weight_gradients=fp8",
+        "train.kernels=compiled",
+    ]
+    for keys in (fast, [*narrow, "cluster.peak_fp8_flops_per_s=1e15"]):
+        assert proof_job(load_job(TEXT, keys), 2**30).train == proof_job(load_job(TEXT, []), 2**30).train
     plain = load_job(TEXT, ["train.warmup=1", "cluster.device=cpu"])
     assert explain_settings(plain) == []
 

@@ -26,13 +26,13 @@ class Algorithm(Protocol):
         """Write the product of two operands to ``out``, or add it."""
 
 
-_chosen: dict[Shape, Algorithm] = {}
+_chosen: dict[tuple[torch.device, Shape], Algorithm] = {}
 
 
-def choose(algorithms: Mapping[Shape, Algorithm]) -> None:
-    """From now on products of these shapes are computed so, and all others by torch."""
+def choose(algorithms: Mapping[Shape, Algorithm], device: torch.device) -> None:
+    """From now on products of these shapes are computed so on a device, and all others by torch."""
     _chosen.clear()
-    _chosen.update(algorithms)
+    _chosen.update({(device, shape): algorithm for shape, algorithm in algorithms.items()})
 
 
 def multiply(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -66,16 +66,21 @@ def _by_choice(
     if not _chosen:
         return None
     shape = Shape.of(kind, left, right)
-    algorithm = _chosen.get(shape)
+    algorithm = _chosen.get((left.device, shape))
     if algorithm is None:
         return None
     if out is None:
         out = torch.empty(shape.out, dtype=shape.out_dtype, device=left.device)
-    if not all(map(_lies_plainly, (left, right, out))):
+    # What is called does not look at what it is given: it reads and writes memory.
+    is_whole = _lies_plainly(left, shape.left, shape.dtype, left.device)
+    is_whole = is_whole and _lies_plainly(right, shape.right, shape.dtype, left.device)
+    if not (is_whole and _lies_plainly(out, shape.out, shape.out_dtype, left.device)):
         return None
     algorithm(left, right, out, add)
     return out
 
 
-def _lies_plainly(x: Tensor) -> bool:
-    return x.is_contiguous() and x.data_ptr() % ALIGNED_BYTES == 0
+def _lies_plainly(x: Tensor, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a tensor is what its place in a product wants, one row behind the other."""
+    is_one = (x.shape, x.dtype, x.device) == (shape, dtype, device)
+    return is_one and x.is_contiguous() and x.data_ptr() % ALIGNED_BYTES == 0
