@@ -92,10 +92,10 @@ def _race_products(job: Job, device: torch.device, events: EventWriter) -> None:
     for shape in missing:
         try:
             known[shape] = _race(shape)
+            write_winners(file, {shape: known[shape]})  # an interrupted race goes on where it was
         except torch.OutOfMemoryError:  # torch's own needs less
             known[shape] = Winner(None, 0.0)
         torch.cuda.empty_cache()
-        write_winners(file, known)  # an interrupted race goes on where it was
     others = {shape: winner.algorithm for shape, winner in known.items() if winner.algorithm is not None}
     chosen.choose({shape: _by(shape, algorithm) for shape, algorithm in others.items()}, device)
     events.write(
@@ -150,9 +150,12 @@ def _still_right(shape: Shape, winner: Winner) -> bool:
     """Whether an algorithm that was kept gives the product here, too."""
     if winner.algorithm is None:
         return True
-    left, right, out = _draw(shape)
-    wanted, run = _multiply(shape, left, right, out).clone(), _by(shape, winner.algorithm)
-    return is_right(lambda: run(left, right, out, False), out, wanted)
+    try:
+        left, right, out = _draw(shape)
+        wanted, run = _multiply(shape, left, right, out).clone(), _by(shape, winner.algorithm)
+        return is_right(lambda: run(left, right, out, False), out, wanted)
+    except torch.OutOfMemoryError:
+        return False
 
 
 def _race(shape: Shape) -> Winner:

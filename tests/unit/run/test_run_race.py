@@ -214,6 +214,8 @@ def a_race(monkeypatch, tmp_path):
         raced.append(shape)
         if shape.kind == "weight" and "breaks" in raced:
             raise KeyboardInterrupt
+        if "full" in raced:
+            raise torch.OutOfMemoryError
         return Winner(ALGORITHM, 0.1)
 
     def by(shape, algorithm):
@@ -251,6 +253,14 @@ def test_a_race_is_run_once_goes_on_where_it_was_and_looks_again(job, a_race, tm
     choose_products(job, CPU, told)
     assert {shape.outputs for shape in a_race} == {2 * 8192}, "what is no longer right races again"
     assert chosen._chosen.keys() == {(CPU, shape) for shape in count_shapes(job)}
+
+
+def test_without_room_for_a_race_torchs_own_stays_for_this_run(job, a_race, tmp_path):
+    job = dataclasses.replace(job, train=dataclasses.replace(job.train, products="raced"))
+    a_race.append("full")
+    choose_products(job, CPU, told := Told())
+    assert (told[-1]["changed"], told[-1]["gain"], chosen._chosen) == (0, 0.0, {})
+    assert read_winners(tmp_path / "products.json") == {}, "there may be room the next time"
 
 
 @pytest.mark.parametrize("kind", ["forward", "input"])
