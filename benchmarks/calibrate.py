@@ -7,6 +7,7 @@ leaving a prior.
 A rate belongs to a device, a stack, or a stack on a device; never to a row, a model or a family.
 
     python benchmarks/calibrate.py --runs MORE.csv --write    # MORE.csv: rows that the package does not hold
+    python benchmarks/calibrate.py --only meshwright --write  # one stack, from rows that it holds
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.plan.estimate.grid import Grid
-from meshwright.plan.estimate.rates import calibrated_device, merge_rates
+from meshwright.plan.estimate.rates import calibrated_device, load_calibration, merge_rates
 from meshwright.plan.estimate.step import estimate_step
 from meshwright.plan.published import Case, read_rows
 from meshwright.plan.validate.split import is_held_out
@@ -71,6 +72,9 @@ PRIORS: Tables = {
     # an H200, 39 ms for 32 passes, so that this row of our own is not blind.
     "stack.meshwright": {"elementwise": 3.0, "host_s": 8.5e-4},
     "stack.meshwright.H100": {"attention": 0.45},
+    # Kernels that move everything once, a 16-bit stream, and cuDNN's attention.
+    "stack.meshwright-compiled": {"elementwise": 1.0, "compiled": 0.9, "step_s": 2e-3},
+    "stack.meshwright-compiled.H100": {"attention": 0.6},
     "stack.torchtitan.H100": {"attention": 0.35},
     "stack.composer-fsdp.H100": {"attention": 0.35},
 }
@@ -170,7 +174,14 @@ STAGES = (
     Stage(
         ("meshwright",),
         _rates("stack.meshwright.H100", "matmul attention")
-        + _rates("stack.meshwright", "elementwise compiled host_s step_s"),
+        + _rates("stack.meshwright", "elementwise host_s step_s"),
+        wanted=lambda case: not case.workload.compiled,
+    ),
+    Stage(
+        ("meshwright",),
+        _rates("stack.meshwright-compiled.H100", "matmul attention matmul_fp8")
+        + _rates("stack.meshwright-compiled", "compiled step_s row_scaled"),
+        wanted=lambda case: case.workload.compiled,
     ),
 )
 
@@ -284,12 +295,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=Path, action="append", default=[], help="more published rows")
     parser.add_argument("--write", action="store_true", help="write calibration.toml")
+    parser.add_argument("--only", metavar="STACK", help="fit this one alone; the others stay as they are")
     arguments = parser.parse_args()
     paths = [DATA / "published_runs.csv", DATA / "measured_runs.csv", *arguments.runs]
     read = {row.id: row.case for path in paths for row in read_rows(path)}
     cases = [case for case in read.values() if case is not None and case.step_s]
     tables = copy.deepcopy(PRIORS)
+    if arguments.only:
+        mine = f"stack.{arguments.only}"
+        kept = {name: table for name, table in load_calibration().items() if not name.startswith(mine)}
+        tables = kept | {name: table for name, table in tables.items() if name.startswith(mine)}
     for stage in STAGES:
+        if arguments.only not in (None, *stage.stacks):
+            continue
         mine = [c for c in cases if c.workload.profile.name in stage.stacks and stage.wanted(c)]
         tables = fit(stage, [c for c in mine if not is_held_out(c.id)], tables)
         print(f"\n{', '.join(stage.stacks)}\n{report(mine, tables)}", flush=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.core.errors import Problem, UserError
+from meshwright.plan.estimate.profiles import compiled_profile
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.validate.cells import Cells, NotExpressedError
 from meshwright.plan.validate.devices import build_cluster
@@ -134,6 +135,9 @@ def _build_case(cells: Cells, row_id: str, step_s: float | None, memory: float |
     layout = build_layout(cells, profile, cluster, devices)
     precision = read_precision(cells)
     seq_len = cells.count("seq_len")
+    compiled = read_compiled(cells, precision, profile)
+    if compiled:
+        profile = compiled_profile(profile, "weight gradients in fp8" in cells.note)
     workload = Workload(
         model=build_model(cells, layout.tp),
         cluster=cluster,
@@ -142,7 +146,7 @@ def _build_case(cells: Cells, row_id: str, step_s: float | None, memory: float |
         precision=precision,
         profile=profile,
         recipe=read_recipe(cells, precision, profile),
-        compiled=read_compiled(cells, precision, profile),
+        compiled=compiled,
     )
     if layout.micro_batch is None:
         layout = dataclasses.replace(layout, micro_batch=settle_micro_batch(cells, workload, layout))

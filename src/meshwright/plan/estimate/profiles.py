@@ -184,14 +184,35 @@ _FSDP = MemoryRules(blocks="operators", shards_with_gradients=False, logit_bytes
 """FSDP1 with llm-foundry's fused cross entropy: the logits and their gradient in 16 bits."""
 _TITAN = TimeRules(selective="half", optimizer_bytes=28.0, gradient_sum_bytes=0.0)
 
+_MESHWRIGHT = Profile(
+    "meshwright", memory=MemoryRules(imbalance=1.2), time=TimeRules(narrow_weight_gradients=False)
+)
+MESHWRIGHT_COMPILED = dataclasses.replace(
+    _MESHWRIGHT,
+    stacks=("meshwright", "meshwright-compiled"),
+    time=TimeRules(narrow_weight_gradients=False, loss_bytes=6.0, gradient_sum_bytes=2.0),
+)
+"""The same where blocks are compiled on GPUs, or are our own kernels: the loss reads 16-bit logits twice and
+writes their gradient once, products write gradients of weights in float32, and attention is cuDNN's."""
+
+
+def compiled_profile(profile: Profile, narrow_weight_gradients: bool) -> Profile:
+    """The profile of compiled blocks on GPUs, where ours has one of its own.
+
+    Args:
+        profile: Of the framework.
+        narrow_weight_gradients: Whether, under fp8, gradients of weights are products of 8 bits as well.
+    """
+    if profile.name != "meshwright":
+        return profile
+    time = dataclasses.replace(MESHWRIGHT_COMPILED.time, narrow_weight_gradients=narrow_weight_gradients)
+    return dataclasses.replace(MESHWRIGHT_COMPILED, time=time)
+
+
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile(
-            "meshwright",
-            memory=MemoryRules(imbalance=1.2),
-            time=TimeRules(narrow_weight_gradients=False),
-        ),
+        _MESHWRIGHT,
         Profile("megatron-lm", memory=_MEGATRON_2021, time=_OLD),
         Profile(
             "megatron-lm-2022", ("megatron-lm", "megatron-lm-2022"), memory=_MEGATRON_2021, time=_OLD_2022

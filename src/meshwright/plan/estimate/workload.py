@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from meshwright.plan.compiled_memory import is_compiled, line_of_copies
-from meshwright.plan.estimate.profiles import PROFILES, Profile
+from meshwright.plan.estimate.profiles import PROFILES, Profile, compiled_profile
 from meshwright.plan.shapes import keeps_copies
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
@@ -41,13 +41,16 @@ class Workload:
         if not isinstance(job.model, DecoderModel):
             raise TypeError(f"a workload is of a decoder, not {type(job.model).__name__}")
         own, whole = job.train.runtime == "meshwright", dataclasses.replace(job, layout=Layout())
+        profile = PROFILES[job.train.runtime]
+        if job.train.compile and job.cluster.device == "cuda":
+            profile = compiled_profile(profile, job.train.weight_gradients == "fp8")
         return cls(
             model=job.model,
             cluster=job.cluster,
             seq_len=job.data.seq_len,
             global_batch=job.train.global_batch,
             precision=job.train.precision,
-            profile=PROFILES[job.train.runtime],
+            profile=profile,
             recipe="rowwise" if job.train.precision == "fp8" and job.train.runtime == "meshwright" else "",
             compiled=job.train.compile,
             document_mask=job.data.mask == "document",

@@ -1,0 +1,81 @@
+"""Steps that were measured on our own machines are estimated, with what the package holds and no probe."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib import resources
+
+import pytest
+
+from meshwright.plan.choose import evaluate
+from meshwright.plan.estimate.grid import Grid
+from meshwright.plan.estimate.rates import rates_of
+from meshwright.plan.estimate.step import estimate_step
+from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.published import read_rows
+from meshwright.plan.validate.split import is_held_out
+
+ROWS = [
+    row.case
+    for row in read_rows(resources.files("meshwright.plan").joinpath("data", "measured_runs.csv"))
+    if row.case is not None
+]
+
+
+@pytest.mark.parametrize("case", [case for case in ROWS if case.workload.compiled], ids=lambda case: case.id)
+def test_compiled_steps_are_estimated_within_ten_per_cent(case):
+    """Most of them are held out from the fit."""
+    found = estimate_step(case.workload, Grid.of([case.layout]), rates_of(case.workload))
+    assert float(found.step_s[0]) == pytest.approx(case.step_s, rel=0.1)
+
+
+def test_some_compiled_rows_are_fitted_to_and_some_are_not():
+    held = [is_held_out(case.id) for case in ROWS if case.workload.compiled]
+    assert 0 < sum(held) < len(held)
+
+
+@pytest.fixture
+def job(make_job):
+    sizes = {"num_layers": 16, "hidden_size": 2048, "num_heads": 32, "num_kv_heads": 8, "ffn_size": 8192}
+    return make_job(
+        model={"preset": None, **sizes, "vocab_size": 128256, "tied_embeddings": False},
+        cluster={"preset": "h200-sxm", "devices_per_node": 1},
+        data={"seq_len": 4096},
+        train={"global_batch": 8, "precision": "bf16", "compile": True, "residual": "bf16"},
+        layout={"dp_replicate": 1, "micro_batch": 8, "recompute": "selective"},
+    )
+
+
+def test_a_compiled_job_is_estimated_as_such_a_row(job):
+    """A job and a row of the table come to the same figure, as does its eager one to that of eager rows."""
+    row = next(case for case in ROWS if case.id == "meshwright-h200-007")
+    as_row = estimate_step(row.workload, Grid.of([row.layout]), rates_of(row.workload))
+    assert evaluate(job, job.layout).time.total_s == pytest.approx(float(as_row.step_s[0]), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("train", "device", "compiled"),
+    [
+        ({}, "cuda", True),
+        ({"compile": False, "residual": "fp32"}, "cuda", False),
+        ({"runtime": "torchtitan"}, "cuda", False),
+        ({}, "cpu", False),
+    ],
+    ids=["compiled", "eager", "another framework", "on cores"],
+)
+def test_only_our_compiled_steps_on_gpus_have_their_rates(job, train, device, compiled):
+    job = dataclasses.replace(
+        job,
+        train=dataclasses.replace(job.train, **train),
+        cluster=dataclasses.replace(job.cluster, device=device),
+    )
+    assert ("meshwright-compiled" in Workload.of(job).profile.calibrations) is compiled
+
+
+def test_gradients_of_weights_in_8_bits_are_faster(job):
+    def step_s(**train):
+        changed = dataclasses.replace(job, train=dataclasses.replace(job.train, **train))
+        return evaluate(changed, changed.layout).time.total_s
+
+    all_three, two = step_s(precision="fp8", weight_gradients="fp8"), step_s(precision="fp8")
+    assert all_three < two < step_s()
