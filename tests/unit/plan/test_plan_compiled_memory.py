@@ -299,7 +299,7 @@ def kernels_that_only_allocate(monkeypatch):
     monkeypatch.setattr(kernels, "scale", lambda x, factor: None)
     monkeypatch.setattr(
         chosen,
-        "torch_weight_gradient",
+        "float32_gradient",
         lambda grad, x: torch.empty(grad.shape[1], x.shape[1], dtype=torch.float32),
     )
     monkeypatch.setattr(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.plan.probed_time import Kind
 from meshwright.run.models.cublas import ALIGNED_BYTES, Shape
-from meshwright.run.models.products import weight_gradient as torch_weight_gradient
+from meshwright.run.models.products import float32_gradient
 
 
 class Algorithm(Protocol):
@@ -50,7 +50,7 @@ def multiply_back(grad_NO: Tensor, weight_OI: Tensor, out: Tensor | None = None)
 def weight_gradient(grad_NO: Tensor, x_NI: Tensor) -> Tensor:
     """``grad' x`` in float32."""
     out = _by_choice("weight", grad_NO, x_NI)
-    return torch_weight_gradient(grad_NO, x_NI) if out is None else out
+    return float32_gradient(grad_NO, x_NI) if out is None else out
 
 
 def add_weight_gradient(sum_OI: Tensor, grad_NO: Tensor, x_NI: Tensor, first: bool) -> None:
