@@ -200,8 +200,7 @@ def pick(
     """
     slowest = TOO_SLOW * lasts_s(own, SETTLE_S, HEAT_S)
     left = [racer for racer in others if lasts_s(racer, 0.0, GLANCE_S) <= slowest]
-    for count in (FINALISTS, 1):
-        left = _best(left, count, 1 if count == FINALISTS else ROUNDS, lasts_s)
+    left = _best(_best(left, FINALISTS, 1, lasts_s), 1, ROUNDS, lasts_s)
     if not left:
         return own, 0.0
     times = [0.0, 0.0]
@@ -232,8 +231,11 @@ def _last(call: Callable[[], object], settle_s: float, heat_s: float) -> float:
 
 def _draw(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
     """Both operands, random, as zeros take less power; and where the product goes."""
-    sizes = (shape.left, shape.right)
-    left, right = (torch.randn(size, dtype=shape.dtype, device="cuda") for size in sizes)
+    own = torch.Generator("cuda").manual_seed(0)  # a run draws the same whether products race or not
+    left, right = (
+        torch.randn(size, dtype=shape.dtype, device="cuda", generator=own)
+        for size in (shape.left, shape.right)
+    )
     return left, right, torch.empty(shape.out, dtype=shape.out_dtype, device="cuda")
 
 
