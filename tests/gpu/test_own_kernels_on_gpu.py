@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402, N812  (everybody's name for it)
 
+from fused_decoders import make_ready  # noqa: E402
 from kernel_cases import (  # noqa: E402
     EXACT,
     LOW,
@@ -26,10 +27,8 @@ from meshwright.plan.shapes import runs_own_kernels  # noqa: E402
 from meshwright.prepare.dataset import IGNORED  # noqa: E402
 from meshwright.run.models import fp8, kernels  # noqa: E402
 from meshwright.run.models import loss as losses  # noqa: E402
-from meshwright.run.models.decoder import Decoder, fuse_blocks  # noqa: E402
+from meshwright.run.models.decoder import Decoder  # noqa: E402
 from meshwright.run.models.loss import linear_cross_entropy  # noqa: E402
-from meshwright.run.models.products import scale_products  # noqa: E402
-from meshwright.run.working import WorkingCopies  # noqa: E402
 from meshwright.spec.load import load_job  # noqa: E402
 from meshwright.spec.model import DecoderModel  # noqa: E402
 
@@ -172,13 +171,7 @@ def build(
         for number, parameter in enumerate(net.parameters()):
             drawn = draw(DEVICE, *parameter.shape, dtype=EXACT, seed=number)
             parameter.copy_(1 + drawn / 10 if parameter.dim() == 1 else drawn / 16)
-    if scaled:
-        scale_products(net, gradients=True)
-    if copies:
-        net.stream = stream
-        net.working = WorkingCopies(net, LOW)
-    if own:
-        fuse_blocks(net)
+    make_ready(net, stream, own=own, copies=copies, scaled=scaled)
     return net
 
 

@@ -25,6 +25,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.legality import with_layout
 from meshwright.spec.load import load_job, require_runnable
 from meshwright.spec.model import DecoderModel
+from meshwright.spec.recipe import eager
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def prepare(output: Output, source: str, overrides: list[str], rank: int, on: st
     on_cores = dataclasses.replace(
         placed,
         cluster=dataclasses.replace(job.cluster, device="cpu"),
-        train=dataclasses.replace(job.train, compile=False, residual="fp32"),  # eager, there is no other
+        train=eager(job.train),
     )
     plan = plan_of(on_cores, evaluate(on_cores, candidate.layout), [])
     return Rehearsed(plan, candidate, job)

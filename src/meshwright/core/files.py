@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -13,6 +14,24 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file as a whole: a reader sees the old one or the new one, and never half of it.
+
+    Args:
+        path: In a folder that is there.
+        text: All of it.
+    """
+    # Other processes may write the same file, and those of other machines, where a folder is shared.
+    draft = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.part")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink()
+        raise
 
 
 def can_write(path: Path) -> bool:

@@ -5,13 +5,13 @@ Everything that comes from files passes ``escape``; the page's policy forbids sc
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from meshwright import __version__
 from meshwright.core.errors import Problem, UserError
+from meshwright.core.files import replace_text
 from meshwright.core.units import format_bytes
 from meshwright.explain.audit import CollectiveRow, StateRow
 from meshwright.explain.plot import STYLE, Chart, draw_svg
@@ -90,12 +90,9 @@ def draw_page(report: RunReport) -> str:
 
 def write_page(report: RunReport, path: Path) -> None:
     """Write the page; a reader never sees half of one."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        draft.write_text(draw_page(report), encoding="utf-8")
-        draft.replace(path)
+        replace_text(path, draw_page(report))
     except OSError as error:
-        draft.unlink(missing_ok=True)
         rule = f"cannot be written: {error.strerror or error}"
         fix = "Name another file with -o"
         raise UserError(Problem("report-not-writable", rule, path=str(path), fix=fix)) from None

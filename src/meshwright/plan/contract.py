@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from meshwright import __version__
 from meshwright.core.errors import Problem, UserError
+from meshwright.core.files import replace_text
 from meshwright.plan.axes import dense_shard_axis, sums_whole_gradients
 from meshwright.plan.choose import Candidate, Search, explain_choice, search_layouts
 from meshwright.plan.comms import Traffic
@@ -270,16 +271,14 @@ def plan_tree(plan: Plan) -> dict[str, Any]:
 
 def write_plan(plan: Plan, path: Path) -> None:
     """Write the plan; a reader never sees half of one. A schedule of one's own comes beside it."""
-    draft, tree = path.with_name(path.name + ".part"), plan_tree(plan)
+    tree = plan_tree(plan)
     try:
         if plan.job.layout.schedule_file is not None:
             beside = path.with_name(f"{path.stem}.schedule.csv")
             write_schedule(schedule_of(plan.job, plan.micro_batches), beside)
             tree["job"]["layout"]["schedule_file"] = beside.name
-        draft.write_text(tomli_w.dumps(tree), encoding="utf-8")
-        draft.replace(path)
+        replace_text(path, tomli_w.dumps(tree))
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise UserError(Problem("plan-not-writable", f"cannot be written: {error}", path=str(path))) from None
 
 

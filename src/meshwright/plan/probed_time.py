@@ -160,11 +160,11 @@ def count_work(job: Job, micro_batches: int, touched_bytes: int) -> Work:
     products_s = attention_s = 0.0
     for linear in list_linears(job, model, micro_batches):
         kinds = (*KINDS, "forward") if full and linear.again else KINDS
-        in_fp8 = linear.again and multiplies_in_fp8(job, linear.columns, linear.depth)
         for kind in kinds:
-            exact = not in_fp8 or (kind == "weight" and job.train.weight_gradients == "bf16")
-            one_s = (times if exact else scaled).product_s(kind, linear)
-            products_s += linear.times * one_s * (raced if exact else 1.0)
+            if is_scaled(job, linear, kind):
+                products_s += linear.times * scaled.product_s(kind, linear)
+            else:
+                products_s += linear.times * times.product_s(kind, linear) * raced
     forward_s, backward_s = times.attention_s(job, model)
     attention_s = micro_batches * model.num_layers * (forward_s * (2 if full else 1) + backward_s)
     if own:
@@ -201,6 +201,12 @@ def list_linears(job: Job, model: DecoderModel, micro_batches: int) -> Iterator[
     yield Linear(chunk, model.vocab_size, width, micro_batches * whole)
     if rest:
         yield Linear(rest, model.vocab_size, width, micro_batches)
+
+
+def is_scaled(job: Job, linear: Linear, kind: Kind) -> bool:
+    """Whether one of a linear layer's products is computed in 8 bits."""
+    in_fp8 = linear.again and multiplies_in_fp8(job, linear.columns, linear.depth)
+    return in_fp8 and (kind != "weight" or job.train.weight_gradients == "fp8")
 
 
 def _precision(job: Job) -> Precision:

@@ -20,6 +20,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.legality import with_layout
 from meshwright.spec.load import build_job, job_tree
 from meshwright.spec.model import DecoderModel
+from meshwright.spec.recipe import eager
 
 STEPS = 10
 GRADIENT_STEPS = (1, STEPS)
@@ -184,16 +185,13 @@ def proof_job(job: Job, memory_bytes: int) -> Job:
     """
     first = {field.name: field.default for field in dataclasses.fields(Train)}
     warmup = 0 if job.train.schedule == "wsd" else min(job.train.warmup, MOST_WARMUP)
-    quiet = ["loss_scale", "compile_backend", "kernels", "products", "weight_gradients", "runtime"]
-    quiet += ["tensorboard", "wandb", "mlflow", "eval_every"]
+    quiet = ("loss_scale", "tensorboard", "wandb", "mlflow", "eval_every", "runtime")
     train = dataclasses.replace(
-        job.train,
+        eager(job.train),
         **{key: first[key] for key in quiet},  # type: ignore[arg-type]
         steps=STEPS,
         warmup=warmup,
         precision="fp32",
-        residual="fp32",
-        compile=False,
         noise_scale_every=0,
         deterministic=True,
     )

@@ -9,10 +9,10 @@ kind of GPU and one version of the library, and a later run of the same shapes b
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
-import platform
 import re
 import time
 from collections import Counter
@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from meshwright.core.events import EventWriter
-from meshwright.plan.probed_time import KINDS, Linear, list_linears
-from meshwright.plan.shapes import multiplies_in_fp8, races_products
-from meshwright.run.elapsed import elapsed_s
+from meshwright.core.files import replace_text
+from meshwright.plan.probed_time import KINDS, is_scaled, list_linears
+from meshwright.plan.shapes import races_products
+from meshwright.run.elapsed import count_calls, elapsed_s
 from meshwright.run.models import chosen
 from meshwright.run.models.cublas import ALGORITHM_BYTES, CublasError, Multiplier, Shape, library_version
 from meshwright.run.precision import LOW_PRECISION
@@ -39,8 +40,6 @@ WARM_S = 1.0
 """Until a GPU that did nothing has come to its power."""
 SETTLE_S, HEAT_S = 0.04, 0.08
 """How long an algorithm runs before it is timed, and while it is."""
-SHORTEST_S = 1e-6
-"""No product takes less."""
 GLANCE_S = 0.01
 """A first look, after which the slow ones are left out."""
 TOO_SLOW = 1.08
@@ -83,8 +82,8 @@ def choose_products(job: Job, device: torch.device, events: EventWriter) -> None
 def _race_products(job: Job, device: torch.device, events: EventWriter) -> None:
     started, file = time.perf_counter(), find_file()
     shapes = count_shapes(job)
-    known = {shape: winner for shape, winner in read_winners(file).items() if shape in shapes}
-    known = {shape: winner for shape, winner in known.items() if _still_right(shape, winner)}
+    kept = read_winners(file).items()
+    known = {shape: winner for shape, winner in kept if shape in shapes and _still_right(shape, winner)}
     missing = [shape for shape in shapes if shape not in known]
     if missing:
         events.write("racing", products=len(missing))
@@ -115,7 +114,7 @@ def count_shapes(job: Job) -> dict[Shape, int]:
     low, found = LOW_PRECISION[job.train.precision], Counter[Shape]()
     for linear in list_linears(job, job.model, 1):
         for kind in KINDS:
-            if not _in_fp8(job, linear, kind):
+            if not is_scaled(job, linear, kind):
                 found[Shape(kind, low, linear.rows, linear.depth, linear.columns)] += linear.times
     return dict(found)
 
@@ -126,24 +125,14 @@ def weigh_gain(winners: dict[Shape, Winner], times: dict[Shape, int]) -> float:
     return sum(work[shape] * winners[shape].gain for shape in work) / sum(work.values())
 
 
-def _in_fp8(job: Job, linear: Linear, kind: str) -> bool:
-    narrow = linear.again and multiplies_in_fp8(job, linear.columns, linear.depth)
-    return narrow and (kind != "weight" or job.train.weight_gradients == "fp8")
-
-
 def _by(shape: Shape, algorithm: bytes) -> chosen.Algorithm:
     """Products of a shape by an algorithm."""
-    multiplier = Multiplier(shape)
-
-    def run(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
-        multiplier.run(algorithm, left, right, out, add)
-
-    return run
+    return functools.partial(Multiplier(shape).run, algorithm)
 
 
 def _warm_up(shape: Shape) -> None:
     left, right, out = _draw(shape)
-    _last(lambda: _multiply(shape, left, right, out), WARM_S, 0.0)
+    _last(lambda: chosen.by_torch(shape.kind, left, right, out), WARM_S, 0.0)
 
 
 def _still_right(shape: Shape, winner: Winner) -> bool:
@@ -152,7 +141,7 @@ def _still_right(shape: Shape, winner: Winner) -> bool:
         return True
     try:
         left, right, out = _draw(shape)
-        wanted, run = _multiply(shape, left, right, out).clone(), _by(shape, winner.algorithm)
+        wanted, run = chosen.by_torch(shape.kind, left, right, out).clone(), _by(shape, winner.algorithm)
         return is_right(lambda: run(left, right, out, False), out, wanted)
     except torch.OutOfMemoryError:
         return False
@@ -164,10 +153,10 @@ def _race(shape: Shape) -> Winner:
 
     def call_of(algorithm: bytes | None) -> Callable[[], object]:
         if algorithm is None:
-            return lambda: _multiply(shape, left, right, out)
+            return lambda: chosen.by_torch(shape.kind, left, right, out)
         return lambda: multiplier.run(algorithm, left, right, out)
 
-    wanted = _multiply(shape, left, right, out).clone()
+    wanted = chosen.by_torch(shape.kind, left, right, out).clone()
     usable = [a for a in multiplier.propose() if is_right(call_of(a), out, wanted)]
     del wanted
     best, gain = pick(None, usable, lambda algorithm, settle, heat: _last(call_of(algorithm), settle, heat))
@@ -200,33 +189,33 @@ def pick(
     """
     slowest = TOO_SLOW * lasts_s(own, SETTLE_S, HEAT_S)
     left = [racer for racer in others if lasts_s(racer, 0.0, GLANCE_S) <= slowest]
-    left = _best(_best(left, FINALISTS, 1, lasts_s), 1, ROUNDS, lasts_s)
+    left = _best(left, FINALISTS, _sum_times(left, 1, lasts_s))
+    left = _best(left, 1, _sum_times(left, ROUNDS, lasts_s))
     if not left:
         return own, 0.0
-    times = [0.0, 0.0]
-    for _ in range(ROUNDS):
-        for index, racer in enumerate((own, left[0])):
-            times[index] += lasts_s(racer, SETTLE_S, HEAT_S)
-    gain = 1.0 - times[1] / times[0]
+    own_s, best_s = _sum_times((own, *left), ROUNDS, lasts_s)
+    gain = 1.0 - best_s / own_s
     return (own, 0.0) if gain < LEAST_GAIN else (left[0], gain)
 
 
-def _best(
-    racers: Sequence[Racer], count: int, rounds: int, lasts_s: Callable[[Racer, float, float], float]
-) -> list[Racer]:
-    """So many of them, the fastest first, each timed in some rounds."""
-    times = [0.0] * len(racers)
-    for _ in range(rounds):
-        for index, racer in enumerate(racers):
-            times[index] += lasts_s(racer, SETTLE_S, HEAT_S)
+def _sum_times(
+    racers: Sequence[Racer], rounds: int, lasts_s: Callable[[Racer, float, float], float]
+) -> list[float]:
+    """What each takes in some rounds together, in which they take turns."""
+    turns = [[lasts_s(racer, SETTLE_S, HEAT_S) for racer in racers] for _ in range(rounds)]
+    return [sum(times) for times in zip(*turns, strict=True)]
+
+
+def _best(racers: Sequence[Racer], count: int, times: Sequence[float]) -> list[Racer]:
+    """So many of them, the fastest first."""
     return [racers[index] for index in sorted(range(len(racers)), key=times.__getitem__)[:count]]
 
 
 def _last(call: Callable[[], object], settle_s: float, heat_s: float) -> float:
     """Seconds of a call, among so many that the clock has followed."""
-    one = max(elapsed_s(call, 1), SHORTEST_S)
-    elapsed_s(call, max(1, round(settle_s / one)))
-    return elapsed_s(call, max(2, round(heat_s / one)))
+    one_s = elapsed_s(call, 1)
+    elapsed_s(call, count_calls(settle_s, one_s, 1))
+    return elapsed_s(call, count_calls(heat_s, one_s, 2))
 
 
 def _draw(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
@@ -237,15 +226,6 @@ def _draw(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
         for size in (shape.left, shape.right)
     )
     return left, right, torch.empty(shape.out, dtype=shape.out_dtype, device="cuda")
-
-
-def _multiply(shape: Shape, left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    """As torch does."""
-    if shape.kind == "forward":
-        return torch.mm(left, right.T, out=out)
-    if shape.kind == "input":
-        return torch.mm(left, right, out=out)
-    return torch.addmm(out, left.T, right, beta=0, out_dtype=torch.float32, out=out)
 
 
 def find_file() -> Path | None:
@@ -295,11 +275,6 @@ def write_winners(file: Path | None, winners: dict[Shape, Winner]) -> None:
         }
         for shape, winner in (read_winners(file) | winners).items()
     ]
-    beside = file.with_name(f"{file.name}.{platform.node()}.{os.getpid()}")  # homes may be shared
-    try:
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps({"v": FILE_VERSION, "products": rows}, indent=1) + "\n")
-        beside.replace(file)
-    except OSError:
-        with suppress(OSError):
-            beside.unlink()
+        replace_text(file, json.dumps({"v": FILE_VERSION, "products": rows}, indent=1) + "\n")

@@ -39,6 +39,9 @@ SCHEDULES: dict[str, dict[str, float]] = {
 BALANCE_LOSS = 0.01
 """Coefficient of the balance loss if nothing else balances experts (Fedus et al. 2021)."""
 
+COMPILED_KEYS = ("compile", "compile_backend", "kernels", "products", "residual", "weight_gradients")
+"""What compiled blocks alone read."""
+
 DEFAULT_REASONS = {
     "sgd": "nothing scales its steps, so its rate is hundreds of times that of AdamW, and its decay smaller",
     "lion": "every element moves by the whole rate, so that is 3 times lower, and the decay 3 times higher, "
@@ -69,6 +72,12 @@ def balance_coefficient(train: Train) -> float:
 def settled(train: Train) -> dict[str, Any]:
     """The whole section with every default in place; a key that nothing reads stays None."""
     return dataclasses.asdict(train) | {key: setting(train, key) for key in defaults(train)}
+
+
+def eager(train: Train) -> Train:
+    """The same without compiled blocks: what those alone read is as if nobody had set it."""
+    first = {field.name: field.default for field in dataclasses.fields(train)}
+    return dataclasses.replace(train, **{key: first[key] for key in COMPILED_KEYS})  # type: ignore[arg-type]
 
 
 def readers(key: str) -> list[str]:

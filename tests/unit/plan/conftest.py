@@ -34,3 +34,21 @@ def make_job() -> Callable[..., Job]:
         return build_job(tree)
 
     return make
+
+
+@pytest.fixture
+def make_h200_job(make_job: Callable[..., Job]) -> Callable[..., Job]:
+    """``make_h200_job(layers=12, batch=4)``: a Llama 2048 wide, compiled on one H200, sequences of 4096."""
+
+    def make(layers: int = 16, batch: int = 8) -> Job:
+        sizes = {"hidden_size": 2048, "num_heads": 32, "num_kv_heads": 8, "ffn_size": 8192}
+        words = {"vocab_size": 128256, "tied_embeddings": False}
+        return make_job(
+            model={"preset": None, "num_layers": layers, **sizes, **words},
+            cluster={"preset": "h200-sxm", "devices_per_node": 1},
+            data={"seq_len": 4096},
+            train={"global_batch": batch, "precision": "bf16", "compile": True, "residual": "bf16"},
+            layout={"dp_replicate": 1, "micro_batch": batch, "recompute": "selective"},
+        )
+
+    return make

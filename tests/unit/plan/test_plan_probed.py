@@ -58,16 +58,9 @@ def lawful(**changes) -> Probed:
 
 
 @pytest.fixture
-def job(make_job):
+def job(make_h200_job):
     """A Llama-like model that no probe has the shapes of, compiled on one H200."""
-    sizes = {"num_layers": 12, "hidden_size": 2048, "num_heads": 32, "num_kv_heads": 8, "ffn_size": 8192}
-    return make_job(
-        model={"preset": None, **sizes, "vocab_size": 128256, "tied_embeddings": False},
-        cluster={"preset": "h200-sxm", "devices_per_node": 1},
-        data={"seq_len": 4096},
-        train={"global_batch": 4, "precision": "bf16", "compile": True, "residual": "bf16"},
-        layout={"dp_replicate": 1, "micro_batch": 4, "recompute": "selective"},
-    )
+    return make_h200_job(layers=12, batch=4)
 
 
 def test_shapes_that_were_not_probed_have_the_rate_of_those_that_were(job):

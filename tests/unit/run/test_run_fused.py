@@ -13,16 +13,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fused_decoders import make_ready, note_kept
 from meshwright.plan.parts import Part
 from meshwright.prepare.dataset import IGNORED
 from meshwright.run.models import decoder, fp8, fused, kernels
 from meshwright.run.models import loss as losses
-from meshwright.run.models.decoder import Decoder, apply_rope, fuse_blocks
-from meshwright.run.models.products import scale_products
-from meshwright.run.working import WorkingCopies
+from meshwright.run.models.decoder import Decoder, apply_rope
 from meshwright.spec.model import DecoderModel
 
 SHAPE = DecoderModel(num_layers=3, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=96, vocab_size=128)
@@ -50,14 +48,8 @@ def build(
         for parameter in net.parameters():
             drawn = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + drawn / 10 if parameter.dim() == 1 else drawn / 8)
-    if scaled:
-        scale_products(net, gradients=True)
-    if copies:
-        net.stream = stream
-        net.working = WorkingCopies(net, LOW)
-    if own:
-        fuse_blocks(net)
-        net.head.fused = False  # else the loss is compiled
+    make_ready(net, stream, own=own, copies=copies, scaled=scaled)
+    net.head.fused = False  # else the loss is compiled
     return net
 
 
@@ -176,16 +168,7 @@ def test_a_block_keeps_what_is_said_to_the_byte(recompute, stream):
     tokens, width, inner = SAMPLES * LENGTH, SHAPE.hidden_size, SHAPE.ffn_size
     x = torch.randn(SAMPLES, LENGTH, width).to(stream).requires_grad_()
     delta = torch.randn(SAMPLES, LENGTH, width).to(LOW).requires_grad_()
-    known = {t.untyped_storage().data_ptr() for t in (*net.buffers(), *net.working.copies.values())}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if not isinstance(tensor, nn.Parameter) and storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", LOW):
+    with note_kept(net) as kept, torch.autocast("cpu", LOW):
         parts = net.fused[0](x, delta, (net.rope_cos, net.rope_sin), None)
     streams, attention = 2 * (width * stream.itemsize + 4), 2 * SHAPE.query_size + 4 * SHAPE.num_heads
     expected = streams + 2 * (SHAPE.query_size + 2 * SHAPE.kv_size) + attention + 2 * 2 * inner

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from fused_decoders import note_kept
 from meshwright.run.models.decoder import Decoder, compile_blocks
 from meshwright.run.models.init import DrawnWeights, fill
 from meshwright.run.models.products import Joint, Product, multiply_copy
@@ -103,19 +104,10 @@ def test_selective_recomputation_of_a_compiled_block_keeps_what_its_products_gav
     net.working.refresh()
     block, tokens, width = net.blocks["0"], SAMPLES * LENGTH, LLAMA.hidden_size
     x = torch.randn(SAMPLES, LENGTH, width).bfloat16().requires_grad_()
-    known = {t.untyped_storage().data_ptr() for t in (*net.buffers(), *net.working.copies.values())}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if not isinstance(tensor, nn.Parameter) and storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
     rope = net.rope_cos, net.rope_sin
     with torch.autocast("cpu", torch.bfloat16):
         block(x, rope, None)  # compiles
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with note_kept(net) as kept:
             out = block(x, rope, None)
     heads = LLAMA.query_size + 2 * LLAMA.kv_size
     expected = 2 * (width + heads + LLAMA.query_size + width + 2 * LLAMA.ffn_size) + 4 * LLAMA.num_heads

@@ -27,7 +27,7 @@ from meshwright.plan.shapes import keeps_copies
 from meshwright.prepare.dataset import Rows
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.dry_run import BlankDataset
-from meshwright.run.elapsed import elapsed_s
+from meshwright.run.elapsed import count_calls, elapsed_s
 from meshwright.run.loop import Meter, take_step
 from meshwright.run.mesh import join_ranks, leave_ranks
 from meshwright.run.models import kernels
@@ -59,8 +59,8 @@ def time_call(device: torch.device, call: Callable[[], object], seconds: float) 
     if device.type != "cuda":
         return _quartile_s(call, seconds)
     torch.cuda.synchronize(device)
-    one = elapsed_s(call, FEWEST)
-    return elapsed_s(call, min(MOST, max(FEWEST, round(seconds / max(one, 1e-6)))))
+    one_s = elapsed_s(call, FEWEST)
+    return elapsed_s(call, min(MOST, count_calls(seconds, one_s, FEWEST)))
 
 
 def _quartile_s(call: Callable[[], object], seconds: float) -> float:

@@ -37,26 +37,44 @@ def choose(algorithms: Mapping[Shape, Algorithm], device: torch.device) -> None:
 
 def multiply(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
     """``x W'``."""
-    out = _by_choice("forward", x_NI, weight_OI)
-    return x_NI @ weight_OI.T if out is None else out
+    return _product("forward", x_NI, weight_OI)
 
 
 def multiply_back(grad_NO: Tensor, weight_OI: Tensor, out: Tensor | None = None) -> Tensor:
     """``grad W``, the gradient of what was multiplied; in ``out``, if given."""
-    found = _by_choice("input", grad_NO, weight_OI, out)
-    return torch.mm(grad_NO, weight_OI, out=out) if found is None else found
+    return _product("input", grad_NO, weight_OI, out)
 
 
 def weight_gradient(grad_NO: Tensor, x_NI: Tensor) -> Tensor:
     """``grad' x`` in float32."""
-    out = _by_choice("weight", grad_NO, x_NI)
-    return float32_gradient(grad_NO, x_NI) if out is None else out
+    return _product("weight", grad_NO, x_NI)
 
 
 def add_weight_gradient(sum_OI: Tensor, grad_NO: Tensor, x_NI: Tensor, first: bool) -> None:
     """The same, added to a float32 sum by the product itself, on GPUs alone; the first begins the sum."""
-    if _by_choice("weight", grad_NO, x_NI, sum_OI, add=not first) is None:
-        torch.addmm(sum_OI, grad_NO.T, x_NI, beta=0 if first else 1, out_dtype=sum_OI.dtype, out=sum_OI)
+    _product("weight", grad_NO, x_NI, sum_OI, add=not first)
+
+
+def _product(kind: Kind, left: Tensor, right: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
+    found = _by_choice(kind, left, right, out, add)
+    return by_torch(kind, left, right, out, add) if found is None else found
+
+
+def by_torch(kind: Kind, left: Tensor, right: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
+    """By what torch takes.
+
+    Args:
+        kind: One of a linear layer's three products.
+        left: As :class:`Shape` names them.
+        right: Likewise.
+        out: Where it goes; gradients of weights have to lie on a GPU for that.
+        add: Whether it is added to what is there.
+    """
+    if kind != "weight":
+        return torch.mm(left, right.T if kind == "forward" else right, out=out)
+    if out is None:
+        return float32_gradient(left, right)
+    return torch.addmm(out, left.T, right, beta=int(add), out_dtype=out.dtype, out=out)
 
 
 def _by_choice(

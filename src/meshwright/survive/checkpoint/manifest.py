@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.core.errors import Problem, UserError
+from meshwright.core.files import replace_text
 from meshwright.spec.job import Data, Train
 from meshwright.spec.model import DEFAULT_NORM_GROUPS, Model
 from meshwright.spec.recipe import setting
@@ -126,9 +127,7 @@ def best_checkpoint(root: Path) -> str | None:
 
 def mark_best(root: Path, checkpoint: Path) -> None:
     """Spare this checkpoint from rotation until a better one comes."""
-    draft = root / f".{BEST_FILE}.part"
-    draft.write_text(checkpoint.name + "\n", encoding="utf-8")
-    draft.replace(root / BEST_FILE)
+    replace_text(root / BEST_FILE, checkpoint.name + "\n")
 
 
 def read_manifest(checkpoint: Path, verify: bool = True) -> Manifest:

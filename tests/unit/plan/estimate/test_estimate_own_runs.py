@@ -35,15 +35,8 @@ def test_some_compiled_rows_are_fitted_to_and_some_are_not():
 
 
 @pytest.fixture
-def job(make_job):
-    sizes = {"num_layers": 16, "hidden_size": 2048, "num_heads": 32, "num_kv_heads": 8, "ffn_size": 8192}
-    return make_job(
-        model={"preset": None, **sizes, "vocab_size": 128256, "tied_embeddings": False},
-        cluster={"preset": "h200-sxm", "devices_per_node": 1},
-        data={"seq_len": 4096},
-        train={"global_batch": 8, "precision": "bf16", "compile": True, "residual": "bf16"},
-        layout={"dp_replicate": 1, "micro_batch": 8, "recompute": "selective"},
-    )
+def job(make_h200_job):
+    return make_h200_job()
 
 
 def test_a_compiled_job_is_estimated_as_such_a_row(job):

@@ -1,0 +1,40 @@
+"""Decoders with copies in 16 bits and our own kernels, and what autograd keeps of them; for several tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from meshwright.run.models.decoder import Decoder, fuse_blocks
+from meshwright.run.models.products import scale_products
+from meshwright.run.working import WorkingCopies
+
+
+def make_ready(net: Decoder, stream: torch.dtype, *, own: bool, copies: bool, scaled: bool) -> None:
+    """As a session does for a compiled job in bf16 or, where ``scaled``, in fp8; without copies it stays."""
+    if scaled:
+        scale_products(net, gradients=True)
+    if copies:
+        net.stream = stream
+        net.working = WorkingCopies(net, torch.bfloat16)
+    if own:
+        fuse_blocks(net)
+
+
+@contextmanager
+def note_kept(net: Decoder) -> Iterator[dict[int, int]]:
+    """Bytes of what autograd keeps meanwhile, by storage: not parameters, buffers and copies of matrices."""
+    known = {t.untyped_storage().data_ptr() for t in (*net.buffers(), *net.working.copies.values())}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if not isinstance(tensor, nn.Parameter) and storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept

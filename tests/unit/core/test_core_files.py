@@ -1,0 +1,38 @@
+"""A file that is written as a whole: old or new, never half, and nothing is left beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.core.files import replace_text
+
+
+def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path):
+    file = tmp_path / "page.html"
+    for text in ("old", "n\u00e9w"):
+        replace_text(file, text)
+        assert file.read_text(encoding="utf-8") == text
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_what_cannot_be_written_leaves_the_old_file_and_no_draft(tmp_path, monkeypatch):
+    file = tmp_path / "page.html"
+    replace_text(file, "old")
+
+    def half(path, text, encoding):
+        path.write_bytes(text.encode(encoding)[:1])
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="no space left"):
+        replace_text(file, "new")
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_folder_that_is_a_file_is_the_error_that_is_told(tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(NotADirectoryError):
+        replace_text(tmp_path / "taken" / "page.html", "new")
