@@ -70,6 +70,22 @@ def norm_cases(rows: int, width: int, stream: torch.dtype, low: torch.dtype = LO
     }
 
 
+def embedding_cases(tokens: int, words: int, width: int, stream: torch.dtype) -> dict[str, Case]:
+    """Rows of a table, and their gradients summed by word; some come often, some never."""
+
+    def drawn(device: str) -> Tensor:
+        return draw(device, tokens, dtype=EXACT, seed=1).mul(words / 8).abs().long().clamp(max=words - 1)
+
+    def back(device: str) -> Iterable[Tensor]:
+        grad = draw(device, tokens, width, dtype=stream)
+        return [kernels.add_rows(grad, drawn(device), words)]
+
+    def forward(device: str) -> Iterable[Tensor]:
+        return [kernels.read_rows(draw(device, words, width, dtype=EXACT), drawn(device), stream)]
+
+    return {"read_rows": forward, "add_rows": back}
+
+
 def gate_cases(rows: int, width: int, low: torch.dtype = LOW) -> dict[str, Case]:
     """What a feed-forward does between its products."""
 
@@ -261,7 +277,8 @@ def check_interpreted() -> None:
     triton_kernels._multiprocessors = lambda _: 3  # rows are then shared out among few programs
     triton_kernels.THREADS = 32
     cases = norm_cases(20, 96, EXACT, EXACT) | gate_cases(20, 160, EXACT) | cast_cases(80, 144, EXACT)
-    cases |= turn_cases(2, 5, 6, 3, 16, EXACT)
+    cases |= turn_cases(2, 5, 6, 3, 16, EXACT) | embedding_cases(50, 30, 96, EXACT)
+    cases |= {f"{name}, a row ahead": case for name, case in norm_cases(20, 2100, EXACT, EXACT).items()}
     for name, case in cases.items():
         compare(case, "cpu", rounded=name == "casts of whole numbers")
         sys.stdout.write(f"{name}\n")  # whoever started this counts them

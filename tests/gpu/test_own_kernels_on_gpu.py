@@ -19,6 +19,7 @@ from kernel_cases import (  # noqa: E402
     check_softmax,
     compare,
     draw,
+    embedding_cases,
     gate_cases,
     norm_cases,
     turn_cases,
@@ -38,7 +39,7 @@ pytestmark = [
 ]
 
 DEVICE = "cuda"
-ROWS, WIDTHS = (1, 20, 1000), (96, 3072, 4096, 5120)
+ROWS, WIDTHS = (1, 20, 1000), (96, 2048, 3072, 4096, 5120)
 SHAPE = DecoderModel(
     num_layers=3, hidden_size=128, num_heads=4, num_kv_heads=2, ffn_size=352, vocab_size=1000
 )
@@ -52,6 +53,24 @@ def test_norms_are_those_of_torchs_operations(width, stream):
     for rows in ROWS:
         for case in norm_cases(rows, width, stream).values():
             compare(case, DEVICE)
+
+
+@pytest.mark.parametrize("stream", [EXACT, LOW], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_embeddings_are_those_of_torchs_operations(width, stream):
+    for tokens in ROWS:
+        for case in embedding_cases(tokens, 300, width, stream).values():
+            compare(case, DEVICE)
+
+
+def test_a_deterministic_run_sums_the_gradient_of_an_embedding_by_torch(monkeypatch):
+    grad, tokens = draw(DEVICE, 8, 32), torch.zeros(8, dtype=torch.long, device=DEVICE)
+    monkeypatch.setattr(kernels, "_triton", lambda: pytest.fail("sums in any order"))
+    torch.use_deterministic_algorithms(True)
+    try:
+        kernels.add_rows(grad, tokens, 4)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("width", [*WIDTHS, 14336])

@@ -88,7 +88,7 @@ class OwnBlock:
     """Bytes of one micro-batch's tensors in a block of our own kernels."""
 
     stream: int
-    """What comes back to the embedding: T x D x 4."""
+    """What comes back to the embedding: T x D x r; a deterministic run casts it to float32 there."""
     last_norm: int
     """What the last norm keeps."""
     kept: int
@@ -140,8 +140,9 @@ class OwnBlock:
         sums = tokens * (queries + model.num_heads) * FLOAT32_BYTES
         sums += 2 * row * queries if keys < queries else 0
         behind = entry.gradient + exit_.gradient
+        cast = FLOAT32_BYTES if job.train.deterministic and stream != FLOAT32_BYTES else 0
         return cls(
-            stream=tokens * width * FLOAT32_BYTES,
+            stream=tokens * width * (stream + cast),
             last_norm=norm,
             kept=kept,
             formula=f"{tokens} tokens x {kept // tokens}",

@@ -29,7 +29,7 @@ from meshwright.spec.model import DecoderModel
 LOSS_PASSES = 3
 """Of logits: read for largest and sum, read again where caches do not reach, written as gradient."""
 TABLE_PASSES = 3
-"""Of float32 rows on their way to the embedding's gradient: sorted ones are summed in parts, then added."""
+"""Of float32 rows of the embedding: read forward; of its gradient read and written on the way back."""
 
 
 def block_bytes(job: Job, model: DecoderModel) -> int:
@@ -60,8 +60,7 @@ def step_bytes(job: Job, model: DecoderModel, micro_batches: int) -> float:
     """What a step moves beside products, attention and the update: blocks, what is around them, gradients."""
     low, stream = operand_bytes(job.train.precision), residual_bytes(job.train)
     rows, width = (job.layout.micro_batch or 1) * job.data.seq_len, model.hidden_size
-    cast = (FLOAT32_BYTES + stream) if stream != FLOAT32_BYTES else 0  # of the stream, and of its gradient
-    embedding = (2 + TABLE_PASSES) * FLOAT32_BYTES + 2 * cast
+    embedding = TABLE_PASSES * FLOAT32_BYTES + 2 * stream
     norm = 2 * (stream + low) + low + 2 * stream + (low if stream != low else 0)
     ends = rows * ((embedding + norm) * width + LOSS_PASSES * low * model.vocab_size)
     ends += model.vocab_size * width * FLOAT32_BYTES  # the embedding's gradient is cleared

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.plan.parts import Part
 from meshwright.run.models.attention import Context, apply_rope, document_positions, prefer_fast_attention
 from meshwright.run.models.feed_forward import build_feed_forward
-from meshwright.run.models.fused import FusedBlock, last_norm
+from meshwright.run.models.fused import FusedBlock, embed, last_norm
 from meshwright.run.models.loss import linear_cross_entropy
 from meshwright.run.models.moe import ExpertProduct, MixtureOfExperts
 from meshwright.run.models.norms import RMSNorm, build_norm, product_dtype
@@ -294,7 +294,9 @@ class Decoder(nn.Module):
         assert length <= self.seq_len, f"{length} tokens, but positions are built for {self.seq_len}"
         if self.working is not None:
             self.working.refresh()
-        if self.first:
+        if self.fused is not None:
+            x = embed(self.embed, x, self.stream)
+        elif self.first:
             x = self._embed(x, segments_BT).to(self.stream)
         rope = (self.rope_cos[:length], self.rope_sin[:length]) if self.rotary else None
         mask = None if segments_BT is None else self.context.hide(segments_BT, product_dtype(x))

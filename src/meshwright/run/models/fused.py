@@ -3,17 +3,18 @@
 The residual stream comes in two parts, what it was and what the last product adds to it, so that each norm
 adds first and no pass does only that::
 
+    x = embed(tokens)                         rows of a table, in the precision of the stream
     total, q, k, v = project(x, delta)        add, norm, one product, rotation
     delta = multiply(attention(q, k, v))
     total, delta = feed_forward(total, delta)     add, norm, one product, silu x up, one product
 
-Each of the three has its backward pass written out. With selective recomputation they keep the stream at
+Each of them has its backward pass written out. With selective recomputation they keep the stream at
 both norms, queries, keys and values as attention reads them, what comes out of attention, and gate and up;
 the norms' outputs and what ``down`` reads are written once more by the pass that has their parts at hand,
 which costs one write of each. Without recomputation those are kept, too. No block is compiled.
 
 Shape suffixes: N tokens, D hidden, W columns of all heads, B batch, T tokens of a sequence, H query heads,
-K key heads, E head size, F feed-forward, G = 2 F, O and I outputs and inputs of a product.
+K key heads, E head size, F feed-forward, G = 2 F, O and I outputs and inputs of a product, V words.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshwright.run.models import chosen, fp8, kernels
@@ -95,6 +96,35 @@ class Matrix:
         assert grad.scale is not None, "it is of 8 bits"
         whole_OI = fp8.multiply(grad.values, x.values, grad.scale, x.scale, fp8.FAST_BACKWARD, exact=True)
         return whole_OI.split(self.rows)
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows of a table, as the stream has them."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens_BT: Tensor, weight_VD: Tensor, stream: torch.dtype) -> Tensor:
+        ctx.save_for_backward(tokens_BT)
+        ctx.words = len(weight_VD)
+        return kernels.read_rows(weight_VD, tokens_BT.flatten(), stream).unflatten(0, tokens_BT.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor | None, ...]:
+        (tokens_BT,) = ctx.saved_tensors
+        grad_ND = grad_BTD.flatten(0, 1).contiguous()
+        return None, kernels.add_rows(grad_ND, tokens_BT.flatten(), ctx.words), None
+
+
+def embed(table: nn.Embedding, tokens_BT: Tensor, stream: torch.dtype) -> Tensor:
+    """The residual stream of the first block.
+
+    Args:
+        table: Of all words.
+        tokens_BT: Words.
+        stream: Its precision.
+    """
+    x_BTD: Tensor = _Embedding.apply(tokens_BT, table.weight, stream)
+    return x_BTD
 
 
 class _Projection(torch.autograd.Function):

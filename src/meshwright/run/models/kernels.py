@@ -48,6 +48,28 @@ def _scales(x: Tensor) -> Tensor:
     return torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
 
 
+def read_rows(table_VD: Tensor, tokens_N: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of an embedding, in the precision of the stream."""
+    if not on_gpu(table_VD):
+        return table_VD[tokens_N].to(dtype)
+    out_ND = torch.empty(len(tokens_N), table_VD.shape[1], dtype=dtype, device=table_VD.device)
+    _triton().read_rows(table_VD, tokens_N, out_ND)
+    return out_ND
+
+
+def add_rows(grad_ND: Tensor, tokens_N: Tensor, words: int) -> Tensor:
+    """Gradient of an embedding, float32: of each word the sum over its tokens, in any order.
+
+    Torch sorts the tokens first and sums in the same order every time, which a deterministic run wants.
+    """
+    if not on_gpu(grad_ND) or torch.are_deterministic_algorithms_enabled():
+        found: Tensor = torch.ops.aten.embedding_dense_backward(grad_ND.float(), tokens_N, words, -1, False)
+        return found
+    table_VD = torch.zeros(words, grad_ND.shape[1], dtype=torch.float32, device=grad_ND.device)
+    _triton().add_rows(grad_ND, tokens_N, table_VD)
+    return table_VD
+
+
 def add_norm(
     x_ND: Tensor, delta_ND: Tensor | None, weight_D: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Rows, Tensor]:
