@@ -49,9 +49,11 @@ OURS = (
     "train.residual=bf16",
     "layout.recompute=selective",
 )
-"""What our side asks for, with a race of products; ``--set`` goes over it."""
-WITHOUT_RACE = {"train.kernels=compiled", "train.compile=false"}
-"""Settings with which no product can race."""
+"""What our side asks for; ``--set`` goes over it."""
+OWN_KERNELS = ("train.products=raced", "train.gradients=bf16")
+"""And this, where our own kernels compute the blocks: on GPUs."""
+OTHER_KERNELS = {"train.kernels=compiled", "train.compile=false"}
+"""Settings with which they do not."""
 WARM_UP = 3
 """Steps that are not timed; ours audits its second one."""
 PROFILED = 2
@@ -106,8 +108,9 @@ def build_shape(order: Order, folder: Path, layers: int | None = None) -> Any:
         "checkpoint": {"every_minutes": 0.0},
     }
     backend = ("train.compile_backend=aot_eager",) if order.device == "cpu" else ()  # no time to write C++
-    raced = () if WITHOUT_RACE & set(order.settings) else ("train.products=raced",)
-    problems = [p for text in (*OURS, *raced, *backend, *order.settings) if (p := apply_override(tree, text))]
+    own = order.device == "cuda" and not OTHER_KERNELS & set(order.settings)
+    settings = (*OURS, *(OWN_KERNELS if own else ()), *backend, *order.settings)
+    problems = [problem for text in settings if (problem := apply_override(tree, text))]
     if layers is not None:
         tree["model"]["num_layers"] = layers
         tree["train"]["products"] = "proposed"  # several rehearse at a time, and no race would be fair

@@ -13,7 +13,15 @@ from meshwright.run.models.products import scale_products
 from meshwright.run.working import WorkingCopies
 
 
-def make_ready(net: Decoder, stream: torch.dtype, *, own: bool, copies: bool, scaled: bool) -> None:
+def make_ready(
+    net: Decoder,
+    stream: torch.dtype,
+    *,
+    own: bool,
+    copies: bool,
+    scaled: bool,
+    gradients: torch.dtype = torch.float32,
+) -> None:
     """As a session does for a compiled job in bf16 or, where ``scaled``, in fp8; without copies it stays."""
     if scaled:
         scale_products(net, gradients=True)
@@ -21,7 +29,7 @@ def make_ready(net: Decoder, stream: torch.dtype, *, own: bool, copies: bool, sc
         net.stream = stream
         net.working = WorkingCopies(net, torch.bfloat16)
     if own:
-        fuse_blocks(net)
+        fuse_blocks(net, gradients)
 
 
 @contextmanager

@@ -24,12 +24,12 @@ from kernel_cases import (  # noqa: E402
     norm_cases,
     turn_cases,
 )
-from meshwright.plan.shapes import runs_own_kernels  # noqa: E402
 from meshwright.prepare.dataset import IGNORED  # noqa: E402
 from meshwright.run.models import fp8, kernels  # noqa: E402
 from meshwright.run.models import loss as losses  # noqa: E402
 from meshwright.run.models.decoder import Decoder  # noqa: E402
 from meshwright.run.models.loss import linear_cross_entropy  # noqa: E402
+from meshwright.spec.compiled import runs_own_kernels  # noqa: E402
 from meshwright.spec.load import load_job  # noqa: E402
 from meshwright.spec.model import DecoderModel  # noqa: E402
 
@@ -254,3 +254,14 @@ def test_a_run_with_own_kernels_has_the_losses_of_one_with_compiled_ones(train, 
     assert found.losses == pytest.approx(wanted.losses, rel=1e-2)
     assert found.losses[-1] < found.losses[0]
     assert found.result["audit_ok"], found.result["differences"]
+
+
+def test_a_run_with_gradients_in_16_bits_has_the_losses_of_one_in_float32(train):
+    """And holds as much as was planned: half of its matrices' gradients, to the byte."""
+    one = (*TRAINED, "layout.dp_replicate=1", "layout.micro_batch=12")
+    wanted = train(*one, "run_dir=float32")
+    found = train(*one, "train.gradients=bf16", "run_dir=narrow")
+    assert found.losses == pytest.approx(wanted.losses, rel=5e-3)
+    assert found.losses != wanted.losses
+    assert found.result["audit_ok"], found.result["differences"]
+    assert wanted.result["audit_ok"], wanted.result["differences"]

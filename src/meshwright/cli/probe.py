@@ -31,8 +31,8 @@ from meshwright.plan.probing import (
     list_runs,
     list_scaled,
 )
-from meshwright.plan.shapes import runs_own_kernels
 from meshwright.spec.cluster import Cluster, count_cores
+from meshwright.spec.compiled import runs_own_kernels
 from meshwright.spec.job import Job
 from meshwright.spec.probed import AttentionTime, Probed, ProductTime
 

@@ -35,12 +35,12 @@ from meshwright.plan.shapes import (
     FLOAT32_BYTES,
     LOW_BYTES,
     Parameter,
-    keeps_copies,
+    count_gradient_bytes,
     list_parameters,
     operand_bytes,
     residual_bytes,
-    runs_own_kernels,
 )
+from meshwright.spec.compiled import keeps_copies, runs_own_kernels
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -192,7 +192,7 @@ def _backward_moments(
 ) -> list[Moment]:
     """Each block on the way back, at its widest points; then the embedding."""
     head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
-    tied, everything = model.tied_embeddings, sum(p.count for p in parameters) * FLOAT32_BYTES
+    tied, everything = model.tied_embeddings, count_gradient_bytes(parameters)
     done = head + sum(p.count for p in parameters if p.name.startswith("norm.")) * FLOAT32_BYTES
     by_block, shared = sum_blocks(parameters), head if tied else 0
     beside = shared if sums_kept.dense else 0  # the head's part of the shared gradient waits

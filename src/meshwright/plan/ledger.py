@@ -8,6 +8,7 @@ the allocator's slack.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,11 +23,12 @@ from meshwright.plan.optimizer import predict_optimizer
 from meshwright.plan.parts import held_buckets, held_parameters
 from meshwright.plan.pipeline_memory import PipelineMemory, trace_pipeline
 from meshwright.plan.resnet_memory import trace_resnet
-from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, keeps_copies
+from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, count_gradient_bytes
 from meshwright.plan.sharded_memory import trace_sharded
 from meshwright.plan.sharding import sharded_state
 from meshwright.plan.tensor import held_model
 from meshwright.plan.traffic import WIRE_BYTES
+from meshwright.spec.compiled import keeps_copies
 from meshwright.spec.job import Job
 from meshwright.spec.model import ResNetModel
 
@@ -80,7 +82,7 @@ def predict_ledger(
     lines = [
         Line("parameters", state["parameters"], f"{count} x 4 (float32)"),
         *_optimizer_lines(job, state["optimizer"], optimizer),
-        Line("gradients at the peak", top.gradients, f"of {count} x 4 (float32)"),
+        Line("gradients at the peak", top.gradients, f"of {_describe_gradients(parameters)}"),
         Line("activations at the peak", top.activations, top.formula),
         Line("temporary at the peak", top.temporary + _wire_bytes(buckets, top), f"largest at: {top.name}"),
         *memory.always,
@@ -94,6 +96,15 @@ def predict_ledger(
     return ledger
 
 
+def _describe_gradients(parameters: Sequence[Parameter]) -> str:
+    """Elements and the bytes of each."""
+    counts = Counter[int]()
+    for parameter in parameters:
+        counts[parameter.gradient_bytes] += parameter.count
+    kinds = {FLOAT32_BYTES: "float32"}
+    return " + ".join(f"{count} x {each} ({kinds.get(each, '16 bits')})" for each, count in counts.items())
+
+
 def _predict_state(job: Job, parameters: Sequence[Parameter], rank: int) -> tuple[dict[str, int], str]:
     """State that is whole, or of which ZeRO-1 cuts the optimizer's; and the formula of that."""
     optimizer = predict_optimizer(parameters, job.train)
@@ -101,8 +112,8 @@ def _predict_state(job: Job, parameters: Sequence[Parameter], rank: int) -> tupl
         return sharded_state(
             job, rank
         ), f"{optimizer.formula}, rows over {dense_shard_axis(job.layout).size} ranks"
-    size = sum(p.count for p in parameters) * FLOAT32_BYTES
-    return {"parameters": size, "gradients": size, "optimizer": optimizer.state_bytes}, optimizer.formula
+    size, gradients = sum(p.count for p in parameters) * FLOAT32_BYTES, count_gradient_bytes(parameters)
+    return {"parameters": size, "gradients": gradients, "optimizer": optimizer.state_bytes}, optimizer.formula
 
 
 def _predict_pipeline(

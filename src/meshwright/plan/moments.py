@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshwright.plan.axes import is_expert
-from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
+from meshwright.plan.shapes import Parameter, count_gradient_bytes
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ class KeptGradients:
 
     def count_bytes(self, parameters: Iterable[Parameter]) -> int:
         """Of some parameters those that live."""
-        kept = (p.count for p in parameters if (self.experts if is_expert(p.name) else self.dense))
-        return sum(kept) * FLOAT32_BYTES
+        return count_gradient_bytes(
+            p for p in parameters if (self.experts if is_expert(p.name) else self.dense)
+        )
 
 
 ALL_GRADIENTS = KeptGradients(dense=True, experts=True)

@@ -21,12 +21,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from meshwright.plan.shapes import FLOAT32_BYTES, ROUTED, Parameter
+from meshwright.plan.shapes import BLOCK_PREFIX, FLOAT32_BYTES, ROUTED, Parameter, count_gradient_bytes
 from meshwright.spec.job import Train
 from meshwright.spec.recipe import setting
 
-BLOCK_PREFIX = "blocks."
-"""Hidden layers; their matrices are what Muon is for."""
 EMBEDDINGS = ("embed.weight", "positions.weight")
 """Tables of which a step reads some rows only."""
 STEP_COUNT = "step"
@@ -40,7 +38,8 @@ STATE_KEYS = {
 """Tensors that a rule keeps for a parameter; each of the parameter's shape, but for the step count."""
 STATE_NAMES = {"adamw": "moments", "sgd": "momentum", "lion": "momentum", "muon": "momentum of matrices"}
 PASSES = {"adamw": 7, "sgd": 5, "lion": 13, "muon": 11}
-"""Reads and writes of a float32 array as large as the parameter in one step, counted from the code."""
+"""Reads and writes of a float32 array as large as the parameter in one step, counted from the code; one of
+them reads the gradient."""
 PASSES_WITHOUT_MOMENTUM = 3
 NEWTON_SCHULZ_STEPS = 5
 
@@ -100,6 +99,7 @@ def predict_optimizer(parameters: Sequence[Parameter], train: Train) -> Optimize
         terms += [f"{count} x {arrays * FLOAT32_BYTES} ({STATE_NAMES[rule]})"] if arrays else []
         terms += [f"{len(group)} x {FLOAT32_BYTES} (step counts)"] if counts else []
         moved += count * (PASSES[rule] if keys else PASSES_WITHOUT_MOMENTUM) * FLOAT32_BYTES
+        moved -= count * FLOAT32_BYTES - count_gradient_bytes(group)
     flops = count_newton_schulz_flops(by_rule.get("muon", ()))
     return OptimizerCost(state, " + ".join(terms) or "0 (no momentum, no state)", moved, flops)
 

@@ -24,10 +24,12 @@ from dataclasses import dataclass
 from meshwright.plan.shapes import (
     FLOAT32_BYTES,
     FP8_ALIGNED,
+    LOW_BYTES,
     multiplies_in_fp8,
     operand_bytes,
     residual_bytes,
 )
+from meshwright.spec.compiled import narrows_gradients
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -59,18 +61,17 @@ class _Matrix:
     gradient_scaled: bool
     """Whether that of its gradient is."""
     tokens: int
+    gradient: int
+    """Bytes of its gradient."""
 
     @classmethod
     def of(cls, job: Job, outputs: Sequence[int], inputs: int, tokens: int) -> _Matrix:
         """Of a job's block: of 8 bits if each of those below each other can be."""
         scaled = all(multiplies_in_fp8(job, rows, inputs) for rows in outputs)
         exact = job.train.weight_gradients == "bf16" or tokens % FP8_ALIGNED
-        return cls(sum(outputs), inputs, scaled, scaled and not exact, tokens)
-
-    @property
-    def gradient(self) -> int:
-        """Bytes of its gradient, float32."""
-        return self.outputs * self.inputs * FLOAT32_BYTES
+        each = LOW_BYTES[job.train.gradients] if narrows_gradients(job) else FLOAT32_BYTES
+        gradient = sum(outputs) * inputs * each
+        return cls(sum(outputs), inputs, scaled, scaled and not exact, tokens, gradient)
 
     @property
     def back(self) -> int:

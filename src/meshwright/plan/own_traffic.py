@@ -18,10 +18,12 @@ from __future__ import annotations
 
 from meshwright.plan.shapes import (
     FLOAT32_BYTES,
-    count_parameters,
+    count_gradient_bytes,
+    list_parameters,
     multiplies_in_fp8,
     operand_bytes,
     residual_bytes,
+    with_gradients,
 )
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -65,5 +67,5 @@ def step_bytes(job: Job, model: DecoderModel, micro_batches: int) -> float:
     ends = rows * ((embedding + norm) * width + LOSS_PASSES * low * model.vocab_size)
     ends += model.vocab_size * width * FLOAT32_BYTES  # the embedding's gradient is cleared
     total = micro_batches * (rows * model.num_layers * block_bytes(job, model) + ends)
-    gradients = count_parameters(model) * FLOAT32_BYTES
+    gradients = count_gradient_bytes(with_gradients(job, list_parameters(model)))
     return total + (micro_batches - 1) * 3 * gradients + (gradients if job.train.clip else 0)

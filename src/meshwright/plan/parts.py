@@ -15,7 +15,7 @@ from pathlib import Path
 from meshwright.core.errors import Problem, UserError
 from meshwright.plan.axes import experts_apart, is_expert
 from meshwright.plan.buckets import bucket_parameters
-from meshwright.plan.shapes import Parameter, list_parameters
+from meshwright.plan.shapes import Parameter, list_parameters, with_gradients
 from meshwright.plan.tensor import held_model
 from meshwright.schedule.actions import PipelineSchedule, loop_ranks, vee_ranks
 from meshwright.schedule.build import build_schedule
@@ -180,7 +180,7 @@ def held_parts(job: Job, place: int) -> tuple[Part, ...]:
 
 def held_parameters(job: Job, place: int) -> tuple[Parameter, ...]:
     """All parameters of the ranks at one place of the pipelines; one that two stages share, once."""
-    return merge_parameters(held_parts(job, place))
+    return with_gradients(job, merge_parameters(held_parts(job, place)))
 
 
 @functools.lru_cache(maxsize=256)

@@ -37,14 +37,13 @@ from meshwright.plan.optimizer import predict_optimizer
 from meshwright.plan.shapes import (
     FLOAT32_BYTES,
     count_parameters,
-    keeps_copies,
     list_parameters,
     multiplies_in_fp8,
     operand_bytes,
-    races_products,
     residual_bytes,
-    runs_own_kernels,
+    with_gradients,
 )
+from meshwright.spec.compiled import keeps_copies, races_products, runs_own_kernels
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.probed import AttentionTime, Precision, Probed, ProductTime
@@ -363,7 +362,7 @@ def _compiled_bytes(job: Job, model: DecoderModel, micro_batches: int) -> float:
 
 def _update_s(job: Job, model: DecoderModel, probed: Probed) -> float:
     """The optimizer's step; each rank of ZeRO moves its rows, which the caller divides by."""
-    cost = predict_optimizer(list_parameters(model), job.train)
+    cost = predict_optimizer(with_gradients(job, list_parameters(model)), job.train)
     written = 0
     if keeps_copies(job):  # the copies that products read
         written = operand_bytes(job.train.precision) * count_parameters(model)

@@ -14,8 +14,8 @@ from meshwright.plan.choose import evaluate
 from meshwright.plan.contract import Plan, plan_of
 from meshwright.plan.own_traffic import block_bytes
 from meshwright.plan.probed_time import Timed, list_linears
-from meshwright.plan.shapes import runs_own_kernels
 from meshwright.spec.cluster import Cluster
+from meshwright.spec.compiled import runs_own_kernels
 from meshwright.spec.job import Job
 from meshwright.spec.load import build_job
 from meshwright.spec.model import DecoderModel

@@ -6,21 +6,24 @@ come from the run. Latent attention, not built in ``run.models`` yet, is listed 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshwright.plan.resnet_shapes import list_convs
+from meshwright.spec.compiled import LOW_PRECISIONS, narrows_gradients
 from meshwright.spec.job import Job, Train
 from meshwright.spec.model import DecoderModel, Model, ResNetModel
 
 FLOAT32_BYTES = 4
-LOW_BYTES = {"bf16": 2, "fp16": 2, "fp8": 2}
+LOW_BYTES = dict.fromkeys(LOW_PRECISIONS, 2)
 """Bytes of an operand of matrix products in 16 bits; 4 in float32. What is cast to fp8 is kept in 16 bits."""
-LEAST_TURNED = 16
-"""Head size that the kernel of rotations takes; it is a power of two."""
 FP8_ALIGNED = 16
 """Both dims of a matrix that 8-bit products take are multiples of this."""
+BLOCK_PREFIX = "blocks."
+"""Names of the parameters of hidden layers begin with this."""
 ROUTED = "ffn.experts"
 """Names of the parameters of routed experts have this in them."""
 
@@ -35,37 +38,6 @@ def residual_bytes(train: Train) -> int:
     return LOW_BYTES.get(train.residual, FLOAT32_BYTES)
 
 
-def keeps_copies(job: Job) -> bool:
-    """Whether compiled products read copies in 16 bits that live from step to step.
-
-    Not where weights are gathered in 16 bits for each pass (ZeRO-2 and 3), and not yet in stages of a
-    pipeline and beside experts.
-    """
-    layout, model = job.layout, job.model
-    whole = layout.zero < 2 and layout.pp == 1
-    dense = isinstance(model, DecoderModel) and model.num_experts is None
-    return job.train.compile and job.train.precision in LOW_BYTES and whole and dense
-
-
-def runs_own_kernels(job: Job) -> bool:
-    """Whether our own kernels compute the blocks of a compiled decoder: on a GPU, if it looks like Llama."""
-    model, layout, train = job.model, job.layout, job.train
-    if not (keeps_copies(job) and isinstance(model, DecoderModel)):
-        return False
-    named = (model.norm, model.positions, model.activation) == ("rms", "rope", "swiglu")
-    plain = not model.attention_bias and not model.ffn_bias
-    plain = plain and model.attention == "heads" and model.window is None
-    paired = model.head_size >= LEAST_TURNED and model.head_size & (model.head_size - 1) == 0
-    whole = layout.tp * layout.cp == 1
-    wanted = train.kernels == "own" and train.compile_backend == "inductor" and job.cluster.device == "cuda"
-    return named and plain and paired and whole and wanted
-
-
-def races_products(job: Job) -> bool:
-    """Whether algorithms of its 16-bit products race before it begins: those between our own kernels."""
-    return job.train.products == "raced" and runs_own_kernels(job)
-
-
 def multiplies_in_fp8(job: Job, outputs: int, inputs: int) -> bool:
     """Whether a matrix's products are computed in 8 bits; that of its gradient where the job says so."""
     return job.train.precision == "fp8" and outputs % FP8_ALIGNED == 0 and inputs % FP8_ALIGNED == 0
@@ -77,11 +49,31 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
+    gradient_bytes: int = FLOAT32_BYTES
+    """Of an element of its gradient."""
 
     @property
     def count(self) -> int:
         """Elements."""
         return math.prod(self.shape)
+
+
+def count_gradient_bytes(parameters: Iterable[Parameter]) -> int:
+    """Of all gradients."""
+    return sum(p.count * p.gradient_bytes for p in parameters)
+
+
+def with_gradients(job: Job, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+    """A job's parameters with gradients as they are kept: those of blocks' matrices may be of 16 bits."""
+    if not narrows_gradients(job):
+        return parameters
+    narrow = LOW_BYTES[job.train.gradients]
+    return tuple(
+        dataclasses.replace(p, gradient_bytes=narrow)
+        if len(p.shape) == 2 and p.name.startswith(BLOCK_PREFIX)
+        else p
+        for p in parameters
+    )
 
 
 @functools.lru_cache(maxsize=64)

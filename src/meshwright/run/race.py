@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import re
 import time
@@ -28,11 +27,11 @@ from torch import Tensor
 from meshwright.core.events import EventWriter
 from meshwright.core.files import replace_text
 from meshwright.plan.probed_time import KINDS, is_scaled, list_linears
-from meshwright.plan.shapes import races_products
 from meshwright.run.elapsed import count_calls, elapsed_s
 from meshwright.run.models import chosen
 from meshwright.run.models.cublas import ALGORITHM_BYTES, CublasError, Multiplier, Shape, library_version
 from meshwright.run.precision import LOW_PRECISION
+from meshwright.spec.compiled import narrows_gradients, races_products
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -113,15 +112,17 @@ def count_shapes(job: Job) -> dict[Shape, int]:
     assert isinstance(job.model, DecoderModel), "our own kernels are a decoder's"
     low, found = LOW_PRECISION[job.train.precision], Counter[Shape]()
     for linear in list_linears(job, job.model, 1):
-        for kind in KINDS:
+        for kind in KINDS:  # a head's gradient is a sum over chunks, in float32
+            narrow = kind == "weight" and linear.again and narrows_gradients(job)
             if not is_scaled(job, linear, kind):
-                found[Shape(kind, low, linear.rows, linear.depth, linear.columns)] += linear.times
+                shape = Shape(kind, low, linear.rows, linear.depth, linear.columns, narrow)
+                found[shape] += linear.times
     return dict(found)
 
 
 def weigh_gain(winners: dict[Shape, Winner], times: dict[Shape, int]) -> float:
     """What all winners save of the time of all products, if those take as long as they have FLOPs."""
-    work = {shape: count * math.prod(shape[2:]) for shape, count in times.items()}
+    work = {s: count * s.tokens * s.inputs * s.outputs for s, count in times.items()}
     return sum(work[shape] * winners[shape].gain for shape in work) / sum(work.values())
 
 
@@ -130,9 +131,13 @@ def _by(shape: Shape, algorithm: bytes) -> chosen.Algorithm:
     return functools.partial(Multiplier(shape).run, algorithm)
 
 
+def _by_torch(shape: Shape, left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    return chosen.by_torch(shape.kind, left, right, shape.out_dtype, out)
+
+
 def _warm_up(shape: Shape) -> None:
     left, right, out = _draw(shape)
-    _last(lambda: chosen.by_torch(shape.kind, left, right, out), WARM_S, 0.0)
+    _last(lambda: _by_torch(shape, left, right, out), WARM_S, 0.0)
 
 
 def _still_right(shape: Shape, winner: Winner) -> bool:
@@ -141,7 +146,7 @@ def _still_right(shape: Shape, winner: Winner) -> bool:
         return True
     try:
         left, right, out = _draw(shape)
-        wanted, run = chosen.by_torch(shape.kind, left, right, out).clone(), _by(shape, winner.algorithm)
+        wanted, run = _by_torch(shape, left, right, out).clone(), _by(shape, winner.algorithm)
         return is_right(lambda: run(left, right, out, False), out, wanted)
     except torch.OutOfMemoryError:
         return False
@@ -153,10 +158,10 @@ def _race(shape: Shape) -> Winner:
 
     def call_of(algorithm: bytes | None) -> Callable[[], object]:
         if algorithm is None:
-            return lambda: chosen.by_torch(shape.kind, left, right, out)
+            return lambda: _by_torch(shape, left, right, out)
         return lambda: multiplier.run(algorithm, left, right, out)
 
-    wanted = chosen.by_torch(shape.kind, left, right, out).clone()
+    wanted = _by_torch(shape, left, right, out).clone()
     usable = [a for a in multiplier.propose() if is_right(call_of(a), out, wanted)]
     del wanted
     best, gain = pick(None, usable, lambda algorithm, settle, heat: _last(call_of(algorithm), settle, heat))
@@ -254,12 +259,13 @@ def read_winners(file: Path | None) -> dict[Shape, Winner]:
 
 
 def _winner_of(row: dict[str, Any]) -> tuple[Shape, Winner]:
-    sizes = (int(row[name]) for name in ("tokens", "inputs", "outputs"))
+    tokens, inputs, outputs = (int(row[name]) for name in ("tokens", "inputs", "outputs"))
     kept = row["algorithm"]
     algorithm = None if kept is None else bytes.fromhex(kept)
     if algorithm is not None and len(algorithm) != ALGORITHM_BYTES:
         raise ValueError(kept)
-    return Shape(row["kind"], getattr(torch, row["dtype"]), *sizes), Winner(algorithm, float(row["gain"]))
+    shape = Shape(row["kind"], getattr(torch, row["dtype"]), tokens, inputs, outputs, bool(row.get("narrow")))
+    return shape, Winner(algorithm, float(row["gain"]))
 
 
 def write_winners(file: Path | None, winners: dict[Shape, Winner]) -> None:

@@ -20,7 +20,6 @@ from meshwright.launch.assignment import Assignment
 from meshwright.plan.contract import Plan
 from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
 from meshwright.plan.parts import held_parts, list_homes
-from meshwright.plan.shapes import keeps_copies, races_products, runs_own_kernels
 from meshwright.prepare.dataset import TokenDataset
 from meshwright.prepare.order import SampleOrder
 from meshwright.prepare.shards import ShardFolder
@@ -49,6 +48,7 @@ from meshwright.run.precision import LOW_PRECISION, STREAMS, Precision
 from meshwright.run.race import choose_products
 from meshwright.run.watch import StepWatch
 from meshwright.run.working import WorkingCopies
+from meshwright.spec.compiled import keeps_copies, narrows_gradients, races_products, runs_own_kernels
 from meshwright.spec.job import Job, Train
 from meshwright.spec.model import ResNetModel
 from meshwright.spec.recipe import settled
@@ -223,7 +223,7 @@ def _compile(model: nn.Module, job: Job) -> WorkingCopies | None:
         if keeps_copies(job):
             decoder.working = WorkingCopies(decoder, LOW_PRECISION[job.train.precision])
         if runs_own_kernels(job):
-            fuse_blocks(decoder)
+            fuse_blocks(decoder, torch.bfloat16 if narrows_gradients(job) else torch.float32)
         else:
             compile_blocks(decoder, backend=job.train.compile_backend)
     return model.working if isinstance(model, Decoder) else None

@@ -127,10 +127,13 @@ class Train:
     clip: NonNegative = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     precision: Literal["fp32", "bf16", "fp16", "fp8", "fp4"] = "fp32"
-    """Precision of the matrix products; weights, gradients and reductions stay float32."""
+    """Precision of the matrix products; weights and reductions stay float32, and gradients if not told."""
     weight_gradients: Literal["bf16", "fp8"] = "bf16"
     """Under fp8, precision of the products that make the gradients of weights; with fp8, as of the others, a
     step is faster and rounds more."""
+    gradients: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which gradients of the blocks' matrices are kept from the product to the update, where our
+    own `kernels` make them and nothing is added to them; bf16 takes half the memory."""
     residual: Literal["fp32", "bf16"] = "fp32"
     """Precision of the residual stream between compiled blocks; bf16 moves and keeps half the bytes."""
     runtime: Runtime = "meshwright"

@@ -38,6 +38,7 @@ from meshwright.spec.recipe_rules import (
     OPTIONAL_KEYS,
     check_decay_room,
     check_fp8,
+    check_gradients,
     check_muon_whole,
     check_nesterov,
     check_noise_scale,
@@ -479,6 +480,11 @@ RULES: tuple[Rule, ...] = (
         "train-products",
         '`products = "raced"` needs `compile = true`, our own `kernels`, and no `deterministic`.',
         check_products,
+    ),
+    Rule(
+        "train-gradients",
+        '`gradients = "bf16"` needs our own `kernels` in bf16 or fp8, `adamw`, one rank and one micro-batch.',
+        check_gradients,
     ),
     Rule(
         "train-residual",

@@ -39,7 +39,15 @@ SCHEDULES: dict[str, dict[str, float]] = {
 BALANCE_LOSS = 0.01
 """Coefficient of the balance loss if nothing else balances experts (Fedus et al. 2021)."""
 
-COMPILED_KEYS = ("compile", "compile_backend", "kernels", "products", "residual", "weight_gradients")
+COMPILED_KEYS = (
+    "compile",
+    "compile_backend",
+    "gradients",
+    "kernels",
+    "products",
+    "residual",
+    "weight_gradients",
+)
 """What compiled blocks alone read."""
 
 DEFAULT_REASONS = {

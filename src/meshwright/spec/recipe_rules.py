@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from meshwright.core.errors import Problem
+from meshwright.spec.compiled import adds_up_nothing, runs_own_kernels
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.numbers import list_choices
@@ -59,6 +60,28 @@ def check_residual(job: Job) -> Problem | None:
     rule = "is for compiled blocks in bf16 or fp8: elsewhere each norm keeps a float32 copy of it"
     fix = "Set train.precision=bf16 and train.compile=true, or leave train.residual out"
     return Problem("train-residual", rule, path="train.residual", value=train.residual, fix=fix)
+
+
+def check_gradients(job: Job) -> Problem | None:
+    """Gradients in 16 bits are made by our own kernels, read by one update, and never added to."""
+    train, layout = job.train, job.layout
+    if train.gradients == "fp32":
+        return None
+    fix = "Leave train.gradients out"
+    if not runs_own_kernels(job):
+        rule = "is for blocks that our own kernels compute, and this job has none"
+        fix += ", or set train.compile=true and train.precision=bf16, for a Llama-shaped model on a GPU"
+    elif train.precision == "fp16":
+        rule, fix = "has the range of float32, and train.precision=fp16 has not", f"{fix}, or use bf16"
+    elif train.optimizer != "adamw" or train.grad_noise or layout.offload != "none":
+        rule = "is read by AdamW's one pass over parameters on the GPU alone"
+        fix += ", or use train.optimizer=adamw without train.grad_noise and layout.offload"
+    elif not adds_up_nothing(job):
+        rule = "would be rounded with every sum over micro-batches and ranks"
+        fix += f", or use one rank and layout.micro_batch={train.global_batch}"
+    else:
+        return None
+    return Problem("train-gradients", rule, path="train.gradients", value=train.gradients, fix=fix)
 
 
 def check_products(job: Job) -> Problem | None:

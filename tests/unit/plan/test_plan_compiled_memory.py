@@ -146,6 +146,17 @@ def test_recomputation_is_worth_its_name(job):
     assert peaks == sorted(peaks, reverse=True)
 
 
+def test_gradients_of_matrices_in_16_bits_are_half_as_large(job):
+    """Of 16 blocks; embedding, head and norms stay in float32. The plan says both."""
+    matrices = 16 * 2048 * (2 * 2048 + 2 * 512 + 3 * 8192)
+    wide, narrow = (predict_ledger(with_train(job, gradients=kind), 8, 1) for kind in ("fp32", "bf16"))
+    assert wide.state_bytes["gradients"] - narrow.state_bytes["gradients"] == 2 * matrices
+    assert narrow.state_bytes | {"gradients": 0} == wide.state_bytes | {"gradients": 0}
+    (line,) = [line for line in narrow.lines if line.name == "gradients at the peak"]
+    rest = count_parameters(job.model) - matrices
+    assert line.formula == f"of {rest} x 4 (float32) + {matrices} x 2 (16 bits)"
+
+
 def test_gradients_that_add_up_live_through_the_step(job):
     """Two micro-batches of half the size: fewer activations, all gradients."""
     two = predict_ledger(with_layout(job, micro_batch=4), 4, 2)
@@ -310,11 +321,19 @@ def kernels_that_only_allocate(monkeypatch):
 @pytest.mark.parametrize("residual", ["bf16", "fp32"])
 @pytest.mark.parametrize("recompute", ["selective", "none", "full"])
 @pytest.mark.parametrize(
-    ("precision", "narrow", "passes"),
-    [("bf16", False, 1), ("bf16", False, 2), ("bf16", True, 1), ("fp8", False, 1), ("all fp8", False, 1)],
+    ("precision", "narrow", "passes", "kept"),
+    [
+        ("bf16", False, 1, "fp32"),
+        ("bf16", False, 2, "fp32"),
+        ("bf16", True, 1, "fp32"),
+        ("fp8", False, 1, "fp32"),
+        ("all fp8", False, 1, "fp32"),
+        ("bf16", False, 1, "bf16"),
+        ("all fp8", False, 1, "bf16"),
+    ],
 )
 def test_a_whole_step_holds_what_is_counted(
-    job, kernels_that_only_allocate, recompute, residual, precision, narrow, passes
+    job, kernels_that_only_allocate, recompute, residual, precision, narrow, passes, kept
 ):
     """The largest sum of live tensors from the first block to the embedding, where few words cost nothing.
 
@@ -332,13 +351,15 @@ def test_a_whole_step_holds_what_is_counted(
     model = dataclasses.replace(job.model, **sizes)
     job = dataclasses.replace(job, model=model, data=dataclasses.replace(job.data, seq_len=64))
     job = with_train(job, precision=precision.split()[-1], residual=residual, weight_gradients=gradients)
+    job = with_train(job, gradients=kept)
     job = with_layout(job, recompute=recompute)
     decoder = Decoder(model, 64, loss_chunk=512, recompute=recompute)
-    decoder.stream = {"bf16": torch.bfloat16, "fp32": torch.float32}[residual]
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    decoder.stream = dtypes[residual]
     if precision != "bf16":
         scale_products(decoder, gradients=gradients == "fp8")
     decoder.working = WorkingCopies(decoder, torch.bfloat16)
-    fuse_blocks(decoder)
+    fuse_blocks(decoder, dtypes[kept])
     decoder.head.fused = False
     words = torch.zeros(2, 8, 64, dtype=torch.int64)
     lasting = [*decoder.parameters(), *decoder.working.copies.values(), decoder.rope_cos, decoder.rope_sin]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.plan.shapes import runs_own_kernels
+from meshwright.spec.compiled import runs_own_kernels
 from meshwright.spec.load import build_job
 from model_shapes import GPT_PARTS
 

@@ -84,6 +84,36 @@ def test_the_numbers_are_torchs(backend):
             torch.testing.assert_close(fused.state[own][key], value, rtol=1e-5, atol=1e-7, msg=key)
 
 
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_gradients_in_16_bits_move_as_the_same_ones_in_float32(backend):
+    """Large and small parameters, clipped and not: only what is read is shorter."""
+    kinds, found = (torch.float32, torch.bfloat16), []
+    for kind in kinds:
+        parameters, _, optimizer = build(backend)
+        for step in range(3):
+            for p, gradient in zip(parameters, draw(step + 1), strict=True):
+                p.grad_dtype = kind
+                p.grad = gradient.bfloat16().to(kind)
+            optimizer.factor = torch.tensor(0.3) if step else None
+            optimizer.step()
+        assert {p.grad.dtype for p in parameters} == {kind}
+        found.append(parameters)
+    for wide, narrow in zip(*found, strict=True):
+        assert torch.equal(wide, narrow)
+
+
+def test_the_norm_of_gradients_in_16_bits_is_not_rounded_to_16_bits():
+    """Some in each precision; of half a million ones, 16 bits would make 704, for 707.1."""
+    model = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in (5, (1000, 250), (1000, 250)))
+    model[0].grad = torch.full((5,), 2.0)
+    for parameter in (model[1], model[2]):
+        parameter.grad_dtype = torch.bfloat16
+        parameter.grad = torch.ones(1000, 250, dtype=torch.bfloat16)
+    norm = Owned(model).norm()
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx((500_000 + 20) ** 0.5, rel=1e-6)
+
+
 def test_the_factor_is_that_of_torchs_clipping():
     for size in (1e-4, 0.5, 30.0):
         gradients = [nn.Parameter(value) for value in draw(0)]

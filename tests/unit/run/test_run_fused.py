@@ -40,6 +40,7 @@ def build(
     copies: bool = True,
     recompute: str = "selective",
     scaled: bool = False,
+    gradients: torch.dtype = EXACT,
 ) -> Decoder:
     """The same weights in every one; without copies it is the float32 reference."""
     net = Decoder(model, LENGTH, 24, recompute)  # chunks of the loss: two of 24 tokens, one of 16
@@ -48,7 +49,7 @@ def build(
         for parameter in net.parameters():
             drawn = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + drawn / 10 if parameter.dim() == 1 else drawn / 8)
-    make_ready(net, stream, own=own, copies=copies, scaled=scaled)
+    make_ready(net, stream, own=own, copies=copies, scaled=scaled, gradients=gradients)
     net.head.fused = False  # else the loss is compiled
     return net
 
@@ -147,6 +148,19 @@ def test_gradients_of_micro_batches_add_up(recompute):
         assert gradient.norm() > 0, name
         assert torch.equal(gradient, first[name] + second[name]), name
     assert len({gradient.data_ptr() for gradient in sums.values()}) == len(sums)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["16 bits", "8 bits"])
+def test_gradients_in_16_bits_are_those_of_float32_rounded(scaled, recompute):
+    """Those of the blocks' matrices; norms, embedding and head stay. Nothing else of the step changes."""
+    loss, wide = step(build(scaled=scaled, recompute=recompute))
+    found, narrow = step(build(scaled=scaled, recompute=recompute, gradients=LOW))
+    assert found == loss
+    rounded = {name for name, gradient in narrow.items() if gradient.dtype == LOW}
+    assert rounded == {name for name in wide if name.startswith("blocks.") and "norm" not in name}
+    for name, gradient in narrow.items():
+        assert torch.equal(gradient, wide[name].to(gradient.dtype)), name
 
 
 def test_logits_are_those_that_the_loss_is_made_of_and_no_block_is_called():

@@ -141,6 +141,15 @@ def test_the_products_of_a_step_race_each_once(job):
     }
 
 
+def test_gradients_that_are_kept_in_16_bits_race_so_but_not_the_head_s(job):
+    narrow = dataclasses.replace(job, train=dataclasses.replace(job.train, gradients="bf16"))
+    shapes = count_shapes(narrow)
+    assert {s.outputs for s in shapes if s.kind == "weight" and not s.narrow} == {128256}
+    assert {s.kind for s in shapes if s.narrow} == {"weight"}
+    assert {s.out_dtype for s in shapes if s.narrow} == {LOW}
+    assert {s._replace(narrow=False) for s in shapes} == set(count_shapes(job))
+
+
 def test_products_in_8_bits_do_not_race(job):
     fp8 = dataclasses.replace(job, train=dataclasses.replace(job.train, precision="fp8"))
     shapes = count_shapes(fp8)
@@ -158,6 +167,7 @@ def test_a_gain_is_weighed_by_how_often_and_how_large():
 def test_winners_are_kept_and_read_again(tmp_path):
     file = tmp_path / "new" / "products.json"
     winners = {FORWARD: Winner(ALGORITHM, 0.0712), Shape("input", torch.float16, 1, 2, 3): Winner(None, 0.0)}
+    winners |= {Shape("weight", LOW, 1, 2, 3, narrow): Winner(None, narrow / 8) for narrow in (False, True)}
     write_winners(file, winners)
     assert read_winners(file) == winners
     assert [path.name for path in file.parent.iterdir()] == [file.name], "nothing is left beside it"

@@ -101,6 +101,7 @@ CASES = {
     "train-weight-gradients": {"train": {"weight_gradients": "fp8"}},
     "train-kernels": {"train": {"kernels": "compiled"}},
     "train-products": {"train": {"products": "raced"}},
+    "train-gradients": {"train": {"gradients": "bf16"}},
     "train-lr-base-batch": {"train": {"lr_scaling": "linear"}},
     "train-beta1-unused": {"train": {"optimizer": "sgd", "beta1": 0.9}},
     "train-beta2-unused": {"train": {"optimizer": "sgd", "beta2": 0.95}},
@@ -171,6 +172,37 @@ def test_each_rule_of_planning_can_be_broken_and_does_not_hide_what_is_not_built
     assert problem.code == code
     assert problem.fix
     assert build_job(made).cluster.nodes == 2, "train itself says that this machine is not that cluster"
+
+
+ONE_GPU = {
+    "cluster": {"preset": "h200-sxm"},
+    "train": {"gradients": "bf16", "precision": "bf16", "compile": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("tables", "reason"),
+    [
+        ({"cluster": {"preset": "local", "device": "cpu"}}, "this job has none"),
+        ({"train": {"compile": False}}, "this job has none"),
+        ({"train": {"kernels": "compiled"}}, "this job has none"),
+        ({"layout": {"tp": 2}}, "this job has none"),
+        ({"train": {"precision": "fp16"}}, "has the range of float32"),
+        ({"train": {"optimizer": "lion"}}, "AdamW's one pass"),
+        ({"train": {"grad_noise": 0.1}}, "AdamW's one pass"),
+        ({"layout": {"offload": "optimizer"}}, "AdamW's one pass"),
+        ({"layout": {"dp_replicate": 2}}, "every sum"),
+        ({"layout": {"micro_batch": 4}}, "every sum"),
+    ],
+    ids=str,
+)
+def test_gradients_in_16_bits_that_would_be_wrong_are_refused_with_the_reason(tree, refused, tables, reason):
+    """Of a job that may have them, one thing is another."""
+    assert build_job(tree(**ONE_GPU)).train.gradients == "bf16"
+    changed = {name: {**ONE_GPU.get(name, {}), **tables.get(name, {})} for name in {*ONE_GPU, *tables}}
+    (problem,) = (p for p in refused(**changed) if p.code == "train-gradients")
+    assert reason in problem.rule
+    assert problem.fix.startswith("Leave train.gradients out, or")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from meshwright.plan.estimate.grid import RECOMPUTES, Flags, Grid
 from meshwright.plan.estimate.moments import NOTHING, Moment
 from meshwright.plan.estimate.terms import Sum, Term
 from meshwright.plan.moments import ALL_GRADIENTS, KeptGradients
-from meshwright.plan.shapes import FLOAT32_BYTES, count_parameters, list_parameters
+from meshwright.plan.shapes import FLOAT32_BYTES, count_parameters, list_parameters, with_gradients
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout, Recompute
 from meshwright.spec.model import DecoderModel
@@ -60,10 +60,12 @@ def _fullest(job: Job, micro_batch: int, recompute: int, sums: bool) -> tuple[fl
     model = job.model
     assert isinstance(model, DecoderModel), "decoders are compiled"
     layout = Layout("given", micro_batch=micro_batch, recompute=cast(Recompute, RECOMPUTES[recompute]))
+    job = dataclasses.replace(job, layout=layout)
+    parameters = list_parameters(model)
     moments = list_compiled_moments(
-        dataclasses.replace(job, layout=layout),
+        job,
         model,
-        list_parameters(model),
+        parameters if sums else with_gradients(job, parameters),
         micro_batch,
         ALL_GRADIENTS if sums else KeptGradients(),
     )

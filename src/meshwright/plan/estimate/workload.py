@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from meshwright.plan.compiled_memory import is_compiled, line_of_copies
 from meshwright.plan.estimate.profiles import PROFILES, Profile, compiled_profile
-from meshwright.plan.shapes import keeps_copies
 from meshwright.spec.cluster import Cluster
+from meshwright.spec.compiled import keeps_copies
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import DecoderModel

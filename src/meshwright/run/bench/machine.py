@@ -11,7 +11,7 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from torch import Tensor
 from meshwright.core.events import EventWriter
 from meshwright.launch.assignment import Assignment
 from meshwright.plan.contract import Plan
-from meshwright.plan.shapes import keeps_copies
 from meshwright.prepare.dataset import Rows
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.dry_run import BlankDataset
@@ -38,6 +37,7 @@ from meshwright.run.models.products import weight_gradient
 from meshwright.run.optimizer import build_optimizer, compiles_update
 from meshwright.run.precision import LOW_PRECISION, STREAMS
 from meshwright.run.session import Session, build_session
+from meshwright.spec.compiled import keeps_copies
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -262,24 +262,34 @@ def _time_steps(plan: Plan) -> RealSteps:
 
 
 def issue_block_s(session: Session) -> float:
-    """How long the host is busy with both passes of one block."""
+    """How long the host is busy with both passes of one block, of all that it queues one behind the other."""
     model, device, job = session.model, session.ranks.device, session.job
     assert isinstance(model, Decoder), "decoders are probed"
-    block, length = next(model.list_blocks()), job.data.seq_len
-    shape = (job.layout.micro_batch or 1, length, block.attention.wo.out_features)
+    blocks, length = list(model.list_blocks()), job.data.seq_len
+    shape = (job.layout.micro_batch or 1, length, blocks[0].attention.wo.out_features)
     x = torch.randn(shape, device=device).to(model.stream).requires_grad_()
     rope, times = (model.rope_cos[:length], model.rope_sin[:length]), []
     for _ in range(WARM_UP + 5):
         _wait(device)
         started = time.perf_counter()
         with session.precision.products():
-            if model.fused is None:
-                outputs: tuple[Tensor, ...] = (block(x, rope, None, None),)
-            else:
-                outputs = model.fused[0](x, None, rope, None)
+            outputs = _queue_blocks(model, x, rope)
         torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])
         times.append(time.perf_counter() - started)
-    return statistics.median(times[WARM_UP:])
+    return statistics.median(times[WARM_UP:]) / len(blocks)
+
+
+def _queue_blocks(model: Decoder, x: Tensor, rope: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
+    """The forward pass of all blocks, as a step has it."""
+    if model.fused is None:
+        for block in model.list_blocks():
+            x = block(x, rope, None, None)
+        return [x]
+    delta: Tensor | None = None
+    for fused in model.fused:
+        x, delta = fused(x, delta, rope, None)
+    assert delta is not None, "a decoder has blocks"
+    return x, delta
 
 
 def _wait(device: torch.device) -> None:

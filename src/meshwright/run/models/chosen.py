@@ -45,9 +45,9 @@ def multiply_back(grad_NO: Tensor, weight_OI: Tensor, out: Tensor | None = None)
     return _product("input", grad_NO, weight_OI, out)
 
 
-def weight_gradient(grad_NO: Tensor, x_NI: Tensor) -> Tensor:
-    """``grad' x`` in float32."""
-    return _product("weight", grad_NO, x_NI)
+def weight_gradient(grad_NO: Tensor, x_NI: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``grad' x``, in float32 or in the precision of both."""
+    return _product("weight", grad_NO, x_NI, dtype=dtype)
 
 
 def add_weight_gradient(sum_OI: Tensor, grad_NO: Tensor, x_NI: Tensor, first: bool) -> None:
@@ -55,35 +55,48 @@ def add_weight_gradient(sum_OI: Tensor, grad_NO: Tensor, x_NI: Tensor, first: bo
     _product("weight", grad_NO, x_NI, sum_OI, add=not first)
 
 
-def _product(kind: Kind, left: Tensor, right: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
-    found = _by_choice(kind, left, right, out, add)
-    return by_torch(kind, left, right, out, add) if found is None else found
+def _product(
+    kind: Kind,
+    left: Tensor,
+    right: Tensor,
+    out: Tensor | None = None,
+    add: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    if dtype is None:
+        dtype = left.dtype if out is None else out.dtype
+    found = _by_choice(kind, left, right, out, add, dtype)
+    return by_torch(kind, left, right, dtype, out, add) if found is None else found
 
 
-def by_torch(kind: Kind, left: Tensor, right: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
+def by_torch(
+    kind: Kind, left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | None = None, add: bool = False
+) -> Tensor:
     """By what torch takes.
 
     Args:
         kind: One of a linear layer's three products.
         left: As :class:`Shape` names them.
         right: Likewise.
-        out: Where it goes; gradients of weights have to lie on a GPU for that.
-        add: Whether it is added to what is there.
+        dtype: Of what comes out: that of both, or of gradients of weights float32.
+        out: Where it goes; float32 has to lie on a GPU for that.
+        add: Whether it is added to what is there, in float32.
     """
-    if kind != "weight":
-        return torch.mm(left, right.T if kind == "forward" else right, out=out)
+    first = left.T if kind == "weight" else left
+    if dtype == left.dtype:
+        return torch.mm(first, right.T if kind == "forward" else right, out=out)
     if out is None:
         return float32_gradient(left, right)
-    return torch.addmm(out, left.T, right, beta=int(add), out_dtype=out.dtype, out=out)
+    return torch.addmm(out, first, right, beta=int(add), out_dtype=out.dtype, out=out)
 
 
 def _by_choice(
-    kind: Kind, left: Tensor, right: Tensor, out: Tensor | None = None, add: bool = False
+    kind: Kind, left: Tensor, right: Tensor, out: Tensor | None, add: bool, dtype: torch.dtype
 ) -> Tensor | None:
     """By what was chosen; None where nothing was, or the operands do not lie as it needs them."""
     if not _chosen:
         return None
-    shape = Shape.of(kind, left, right)
+    shape = Shape.of(kind, left, right, dtype)
     algorithm = _chosen.get((left.device, shape))
     if algorithm is None:
         return None

@@ -27,9 +27,8 @@ ALIGNED_BYTES = 256
 """How operands lie for what is proposed."""
 ALGORITHM_BYTES = 64
 COMPUTE_FLOAT32 = 68
-FLOAT32 = 0
-OPERANDS = {torch.float16: 2, torch.bfloat16: 14}
-"""The library's names of precisions."""
+PRECISIONS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
+"""The library's names of them."""
 TURN_A, TURN_B = 3, 4
 """Attributes of a product: whether an operand is transposed."""
 
@@ -43,14 +42,17 @@ class Shape(NamedTuple):
     tokens: int
     inputs: int
     outputs: int
+    narrow: bool = False
+    """Whether the gradient of a weight is as its operands are; else it is float32."""
 
     @classmethod
-    def of(cls, kind: Kind, left: Tensor, right: Tensor) -> Shape:
+    def of(cls, kind: Kind, left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Shape:
         """Of operands in torch's order: (x, weight), (gradient, weight) or (gradient, x)."""
         tokens, outer = left.shape
         if kind == "forward":
             return cls(kind, left.dtype, tokens, outer, right.shape[0])
-        return cls(kind, left.dtype, tokens, right.shape[1], outer)
+        narrow = kind == "weight" and out_dtype == left.dtype
+        return cls(kind, left.dtype, tokens, right.shape[1], outer, narrow)
 
     @property
     def left(self) -> tuple[int, int]:
@@ -73,8 +75,8 @@ class Shape(NamedTuple):
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """Gradients of weights are float32."""
-        return torch.float32 if self.kind == "weight" else self.dtype
+        """Of what comes out."""
+        return torch.float32 if self.kind == "weight" and not self.narrow else self.dtype
 
 
 class CublasError(RuntimeError):
@@ -138,8 +140,9 @@ class Multiplier:
             shape: With operands of 16 bits.
         """
         self._library, self._handle = _library(), _handle(torch.cuda.current_device())
-        self._product, operand = c_void_p(), OPERANDS[shape.dtype]
-        _check(self._library.cublasLtMatmulDescCreate(byref(self._product), COMPUTE_FLOAT32, FLOAT32))
+        self._product, operand = c_void_p(), PRECISIONS[shape.dtype]
+        float32 = PRECISIONS[torch.float32]
+        _check(self._library.cublasLtMatmulDescCreate(byref(self._product), COMPUTE_FLOAT32, float32))
         for attribute, turned in ((TURN_A, shape.kind == "forward"), (TURN_B, shape.kind == "weight")):
             value = c_int(turned)
             _check(
@@ -148,7 +151,7 @@ class Multiplier:
                 )
             )
         self._right, self._left = self._lay(operand, shape.right), self._lay(operand, shape.left)
-        self._out = self._lay(FLOAT32 if shape.kind == "weight" else operand, shape.out)
+        self._out = self._lay(PRECISIONS[shape.out_dtype], shape.out)
         self._one, self._zero = c_float(1.0), c_float(0.0)
 
     def _lay(self, precision: int, shape: tuple[int, int]) -> c_void_p:

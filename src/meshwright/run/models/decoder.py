@@ -377,13 +377,14 @@ class Stages(nn.Module):
             yield from stage.named_modules(memo, prefix, remove_duplicate)
 
 
-def fuse_blocks(decoder: Decoder) -> None:
+def fuse_blocks(decoder: Decoder, gradients: torch.dtype = torch.float32) -> None:
     """From now on our own kernels compute a whole decoder's blocks, its last norm and its loss.
 
     Args:
         decoder: With RMS norms, rotations, SwiGLU and no biases, whose products read copies.
+        gradients: Precision in which those of the blocks' matrices are kept.
     """
-    decoder.fused = [FusedBlock(block) for block in decoder.list_blocks()]
+    decoder.fused = [FusedBlock(block, gradients) for block in decoder.list_blocks()]
     decoder.head.fused = True
 
 

@@ -49,6 +49,8 @@ class Matrix:
     """Whether that of the gradient of the weight is, too."""
     rows: tuple[int, ...]
     """Of each matrix."""
+    gradient_dtype: torch.dtype = torch.float32
+    """In which the gradient of the weight is kept."""
     scale_O1: Tensor | None = None
     """Of its rows in 8 bits, as the last forward product found them: the backward pass reads the same."""
 
@@ -82,7 +84,7 @@ class Matrix:
     def gradients(
         self, grad_NO: Tensor, x_NI: Tensor, grad_amax_O: Tensor | None = None, x_amax_I: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Of each matrix, float32.
+        """Of each matrix.
 
         Args:
             grad_NO: Of the product.
@@ -91,10 +93,11 @@ class Matrix:
             x_amax_I: Likewise.
         """
         if not self.scales_gradients(len(grad_NO)):
-            return chosen.weight_gradient(grad_NO, x_NI).split(self.rows)
+            return chosen.weight_gradient(grad_NO, x_NI, self.gradient_dtype).split(self.rows)
         grad, x = kernels.cast_columns(grad_NO, grad_amax_O), kernels.cast_columns(x_NI, x_amax_I)
         assert grad.scale is not None, "it is of 8 bits"
-        whole_OI = fp8.multiply(grad.values, x.values, grad.scale, x.scale, fp8.FAST_BACKWARD, exact=True)
+        exact = self.gradient_dtype == torch.float32
+        whole_OI = fp8.multiply(grad.values, x.values, grad.scale, x.scale, fp8.FAST_BACKWARD, exact)
         return whole_OI.split(self.rows)
 
 
@@ -285,11 +288,12 @@ def last_norm(norm: RMSNorm, x_BTD: Tensor, delta_BTD: Tensor) -> Tensor:
 class FusedBlock:
     """A block of a decoder that is computed so; its parameters stay where they are."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, gradients: torch.dtype) -> None:
         """Of a block whose products have copies in 16 bits.
 
         Args:
             block: With RMS norms, rotations and SwiGLU, and without biases.
+            gradients: Precision in which those of its matrices are kept.
         """
         attention, ffn = block.attention, block.ffn
         assert isinstance(ffn, GatedFeedForward), "the plan's runs_own_kernels says which blocks are"
@@ -299,10 +303,10 @@ class FusedBlock:
         self.head_size = attention.head_size
         self.keeps_all = block.recompute == "none"
         """Whether what products read is kept, too; in 8 bits it would not serve the gradients of weights."""
-        self.projection = _matrix(attention.joint, (attention.wq, attention.wk, attention.wv))
-        self.out = _matrix(attention.wo, (attention.wo,))
-        self.entry = _matrix(ffn.joint, (ffn.gate, ffn.up))
-        self.exit = _matrix(ffn.down, (ffn.down,))
+        self.projection = _matrix(attention.joint, (attention.wq, attention.wk, attention.wv), gradients)
+        self.out = _matrix(attention.wo, (attention.wo,), gradients)
+        self.entry = _matrix(ffn.joint, (ffn.gate, ffn.up), gradients)
+        self.exit = _matrix(ffn.down, (ffn.down,), gradients)
 
     def __call__(
         self, x_BTD: Tensor, delta_BTD: Tensor | None, rope: tuple[Tensor, Tensor], mask: Tensor | None
@@ -326,8 +330,10 @@ class FusedBlock:
         return x_BTD, delta_BTD
 
 
-def _matrix(whole: Joint | Product | None, products: Sequence[Product]) -> Matrix:
+def _matrix(whole: Joint | Product | None, products: Sequence[Product], gradients: torch.dtype) -> Matrix:
     assert whole is not None, "products that read the same input are one"
     assert whole.low is not None, "it has a copy"
+    for product in products:
+        product.weight.grad_dtype = gradients  # else autograd casts to the master's
     rows = tuple(product.out_features for product in products)
-    return Matrix(whole.low, whole.scaled, whole.gradient_scaled, rows)
+    return Matrix(whole.low, whole.scaled, whole.gradient_scaled, rows, gradients)

@@ -163,9 +163,15 @@ class Owned:
     def norm(self) -> Tensor:
         """Norm of the whole gradient."""
         gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
-        if not self.cut_up:
-            return nn.utils.get_total_norm(list(gradients.values()))
-        return self._shared_norm(gradients)
+        if self.cut_up:
+            return self._shared_norm(gradients)
+        wide = [gradient for gradient in gradients.values() if gradient.dtype == torch.float32]
+        narrow = [gradient for gradient in gradients.values() if gradient.dtype != torch.float32]
+        norm = nn.utils.get_total_norm(wide)
+        if not narrow:
+            return norm
+        norms = torch._foreach_norm(narrow, 2.0, dtype=torch.float32)  # else each is rounded as they are
+        return torch.linalg.vector_norm(torch.stack([norm, *norms]))
 
     def _shared_norm(self, gradients: dict[str, Tensor]) -> Tensor:
         """Every rank sends the squared norm of what it owns; what others own too is divided by how many."""

@@ -61,7 +61,7 @@ def update_parameter(
         eps: Added to the root.
     """
     rate, correction, kept, factor = scalars.unbind()
-    clipped = gradient * factor
+    clipped = gradient.float() * factor
     mean.lerp_(clipped, 1 - beta1)
     square.mul_(beta2).addcmul_(clipped, clipped, value=1 - beta2)
     parameter.mul_(kept).sub_(rate * mean / (square.sqrt() * correction + eps))
@@ -143,7 +143,7 @@ class FusedAdamW(Optimizer):
 
     def _move_together(self, moved: list[nn.Parameter], lr: float, weight_decay: float) -> None:
         """Torch's fused step of many parameters, their gradients clipped before and copies made after it."""
-        gradients = [parameter.grad for parameter in moved if parameter.grad is not None]
+        gradients = [parameter.grad.float() for parameter in moved if parameter.grad is not None]
         if self.factor is not None:
             torch._foreach_mul_(gradients, self.factor)
         mean, square, steps = (

@@ -1,0 +1,53 @@
+"""Which jobs' compiled blocks read copies, are computed by our own kernels, and what follows from that."""
+
+from __future__ import annotations
+
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
+
+LOW_PRECISIONS = ("bf16", "fp16", "fp8")
+"""Those whose products read 16 bits or less."""
+LEAST_TURNED = 16
+"""Head size that the kernel of rotations takes; it is a power of two."""
+
+
+def keeps_copies(job: Job) -> bool:
+    """Whether compiled products read copies in 16 bits that live from step to step.
+
+    Not where weights are gathered in 16 bits for each pass (ZeRO-2 and 3), and not yet in stages of a
+    pipeline and beside experts.
+    """
+    layout, model = job.layout, job.model
+    whole = layout.zero < 2 and layout.pp == 1
+    dense = isinstance(model, DecoderModel) and model.num_experts is None
+    return job.train.compile and job.train.precision in LOW_PRECISIONS and whole and dense
+
+
+def runs_own_kernels(job: Job) -> bool:
+    """Whether our own kernels compute the blocks of a compiled decoder: on a GPU, if it looks like Llama."""
+    model, layout, train = job.model, job.layout, job.train
+    if not (keeps_copies(job) and isinstance(model, DecoderModel)):
+        return False
+    named = (model.norm, model.positions, model.activation) == ("rms", "rope", "swiglu")
+    plain = not model.attention_bias and not model.ffn_bias
+    plain = plain and model.attention == "heads" and model.window is None
+    paired = model.head_size >= LEAST_TURNED and model.head_size & (model.head_size - 1) == 0
+    whole = layout.tp * layout.cp == 1
+    wanted = train.kernels == "own" and train.compile_backend == "inductor" and job.cluster.device == "cuda"
+    return named and plain and paired and whole and wanted
+
+
+def races_products(job: Job) -> bool:
+    """Whether algorithms of its 16-bit products race before it begins: those between our own kernels."""
+    return job.train.products == "raced" and runs_own_kernels(job)
+
+
+def narrows_gradients(job: Job) -> bool:
+    """Whether gradients of the blocks' matrices are kept in 16 bits from the product to the update."""
+    return job.train.gradients == "bf16" and runs_own_kernels(job) and adds_up_nothing(job)
+
+
+def adds_up_nothing(job: Job) -> bool:
+    """Whether a gradient is that of one micro-batch on one rank, as far as the layout is settled."""
+    micro_batch = job.layout.micro_batch
+    return job.layout.world_size == 1 and (micro_batch is None or micro_batch >= job.train.global_batch)
