@@ -54,23 +54,28 @@ def test_the_fused_loss_is_the_eager_one():
         gradients(fused=True)
 
 
-def test_the_compiled_update_is_torchs():
-    shapes = [(2048, 2048), (512,), (300, 7), (1024, 6144)]  # the first and the last are compiled
+@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_fused_update_is_torchs(narrow):
+    """Matrices and vectors, with copies and without, in long words and not; gradients of two precisions."""
+    shapes = [(2048, 2048), (512,), (300, 7), (1024, 6144), (3,)]
+    memory = torch.randn(4 + 300, 7, device="cuda")
     ours = [torch.nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
+    ours[2] = torch.nn.Parameter(memory[3:303])  # begins between two long words
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
     copies = {p: p.detach().bfloat16() for p in ours[2:]}
     settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
-    fused = FusedAdamW([{"params": ours, "weight_decay": 0.1}], **settings, copies=copies, backend="inductor")
+    fused = FusedAdamW([{"params": ours, "weight_decay": 0.1}], **settings, copies=copies)
     torchs = torch.optim.AdamW(theirs, **settings, weight_decay=0.1, fused=True)
     for p in ours:
+        p.grad_dtype = narrow if p.dim() == 2 else torch.float32
         blank = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
         fused.state[p] = {"step": torch.zeros((), device="cuda"), **blank}
 
     def step() -> None:
         for own, other in zip(ours, theirs, strict=True):
-            own.grad = torch.randn_like(own)
-            other.grad = own.grad.clone()
-        fused.factor = clipping_factor(torch.nn.utils.get_total_norm([p.grad for p in ours]), 1.0)
+            own.grad = torch.randn_like(own).to(own.grad_dtype)
+            other.grad = own.grad.float().clone()  # clipped in place
+        fused.factor = clipping_factor(torch.nn.utils.get_total_norm([p.grad for p in theirs]), 1.0)
         torch.nn.utils.clip_grad_norm_(theirs, 1.0)
         fused.step()
         torchs.step()
@@ -78,7 +83,10 @@ def test_the_compiled_update_is_torchs():
     step()
     with nobody_waits():
         step()
+    step()
     for own, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(fused.state[own]["exp_avg_sq"], torchs.state[other]["exp_avg_sq"])
     for p, low in copies.items():
         assert torch.equal(low, p.detach().bfloat16())
+    assert torch.equal(memory[3:303], ours[2]), "it is moved where it lies"

@@ -41,7 +41,13 @@ from meshwright.plan.feed_forward_memory import (
     size_feed_forward,
 )
 from meshwright.plan.moments import ALL_GRADIENTS, KeptGradients, Line, Moment, StepMemory
-from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, operand_bytes, residual_bytes
+from meshwright.plan.shapes import (
+    FLOAT32_BYTES,
+    Parameter,
+    count_gradient_bytes,
+    operand_bytes,
+    residual_bytes,
+)
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -394,7 +400,7 @@ def _backward_moments(
     job: Job, model: DecoderModel, parameters: Sequence[Parameter], stack: Stack, sums_kept: KeptGradients
 ) -> list[Moment]:
     """Each block on the way back, then the embedding."""
-    all_gradients = sum(p.count for p in parameters) * FLOAT32_BYTES
+    all_gradients = count_gradient_bytes(parameters)
     head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
     tied, cut = model.tied_embeddings, job.layout.zero >= 2
     beside = head if tied and sums_kept.dense else 0  # the head's part of the shared gradient waits

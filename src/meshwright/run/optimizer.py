@@ -13,35 +13,22 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from meshwright.plan.learning_rate import scaled_lr
-from meshwright.plan.offload import OFFLOADED
 from meshwright.plan.optimizer import STEP_COUNT, decays, rule_of, state_keys
 from meshwright.run.parallel.ownership import Owned
 from meshwright.run.update_rules.adamw import FusedAdamW
 from meshwright.run.update_rules.lion import Lion
 from meshwright.run.update_rules.muon import Muon
-from meshwright.spec.job import Job, Train
+from meshwright.spec.job import Train
 from meshwright.spec.recipe import setting
 
 Group = dict[str, Any]
-
-
-def compiles_update(job: Job, device: torch.device) -> bool:
-    """Whether the update is compiled as the blocks are: AdamW's on GPUs, where nobody comes in between.
-
-    A loss scale may skip a step, noise is added to clipped gradients, and offloaded state lies in slots where
-    it is not aligned.
-    """
-    train = job.train
-    compiled = train.compile and train.compile_backend == "inductor" and device.type == "cuda"
-    alone = train.precision != "fp16" and not train.grad_noise and not OFFLOADED[job.layout.offload]
-    return compiled and alone and train.optimizer == "adamw"
 
 
 def build_optimizer(
     owned: Owned | nn.Module,
     train: Train,
     copies: Mapping[nn.Parameter, Tensor] | None = None,
-    compiled: bool = False,
+    fused: bool = False,
 ) -> Optimizer:
     """The job's optimizer, with its state made at once.
 
@@ -51,11 +38,11 @@ def build_optimizer(
     Args:
         owned: What it moves.
         train: The recipe.
-        copies: 16-bit copies of parameters, which a compiled update writes with them.
-        compiled: Whether to compile the update (``compiles_update``).
+        copies: 16-bit copies of parameters, which a fused update writes with them.
+        fused: Whether the update is one pass of our own (``spec.compiled.fuses_update``).
     """
     named = [(name, p) for name, p in owned.named_parameters() if p.requires_grad]
-    if compiled:
+    if fused:
         optimizer: Optimizer = _build_fused_adamw(train, named, copies)
     else:
         optimizer = _BUILDERS[train.optimizer](train, named)
@@ -109,7 +96,6 @@ def _build_fused_adamw(
         betas=_betas(train),
         eps=setting(train, "eps"),
         copies=copies,
-        backend=train.compile_backend,
     )
 
 

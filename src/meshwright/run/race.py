@@ -47,7 +47,7 @@ LEAST_GAIN = 0.005
 """Less is noise, and torch's own stays: two heats of one algorithm are within 1% of each other."""
 LARGEST_ERROR = 5e-3
 """Of a product, over its size: operands are of 16 bits, and sums are in another order."""
-FILE_VERSION = 1
+FILE_VERSION = 2
 NOTHING_RACES = "only 16-bit products between our own kernels race, on a GPU (docs/one-gpu.md)"
 
 Racer = TypeVar("Racer")
@@ -264,7 +264,7 @@ def _winner_of(row: dict[str, Any]) -> tuple[Shape, Winner]:
     algorithm = None if kept is None else bytes.fromhex(kept)
     if algorithm is not None and len(algorithm) != ALGORITHM_BYTES:
         raise ValueError(kept)
-    shape = Shape(row["kind"], getattr(torch, row["dtype"]), tokens, inputs, outputs, bool(row.get("narrow")))
+    shape = Shape(row["kind"], getattr(torch, row["dtype"]), tokens, inputs, outputs, bool(row["narrow"]))
     return shape, Winner(algorithm, float(row["gain"]))
 
 

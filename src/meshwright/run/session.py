@@ -36,7 +36,7 @@ from meshwright.run.models.init import PieceWeights, WeightSource, build_model, 
 from meshwright.run.models.products import scale_products
 from meshwright.run.models.resnet import ResNet
 from meshwright.run.offload import StreamedState, offload_optimizer
-from meshwright.run.optimizer import build_optimizer, compiles_update
+from meshwright.run.optimizer import build_optimizer
 from meshwright.run.parallel.apply import apply_layout, build_pipeline, build_reducer, own_parameters
 from meshwright.run.parallel.context import SharedContext
 from meshwright.run.parallel.ownership import Owned
@@ -48,7 +48,13 @@ from meshwright.run.precision import LOW_PRECISION, STREAMS, Precision
 from meshwright.run.race import choose_products
 from meshwright.run.watch import StepWatch
 from meshwright.run.working import WorkingCopies
-from meshwright.spec.compiled import keeps_copies, narrows_gradients, races_products, runs_own_kernels
+from meshwright.spec.compiled import (
+    fuses_update,
+    keeps_copies,
+    narrows_gradients,
+    races_products,
+    runs_own_kernels,
+)
 from meshwright.spec.job import Job, Train
 from meshwright.spec.model import ResNetModel
 from meshwright.spec.recipe import settled
@@ -183,7 +189,7 @@ def build_session(
     owned = own_parameters(model, job, ranks, seat.pieces)
     order = SampleOrder(train_batches.dataset.shard_sample_counts, job.train.seed)
     copies = None if working is None else working.copies
-    optimizer = build_optimizer(owned, job.train, copies, compiles_update(job, ranks.device))
+    optimizer = build_optimizer(owned, job.train, copies, fuses_update(job))
     session = Session(
         plan=plan,
         assignment=assignment,

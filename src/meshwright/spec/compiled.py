@@ -42,12 +42,23 @@ def races_products(job: Job) -> bool:
     return job.train.products == "raced" and runs_own_kernels(job)
 
 
+def fuses_update(job: Job) -> bool:
+    """Whether the update is one pass of our own: AdamW's beside compiled blocks on a GPU.
+
+    Not where somebody comes between: a loss scale may skip a step, noise is added to clipped gradients, and
+    offloaded state lies in slots.
+    """
+    train = job.train
+    compiled = train.compile and train.compile_backend == "inductor" and job.cluster.device == "cuda"
+    alone = train.precision != "fp16" and not train.grad_noise and job.layout.offload == "none"
+    return compiled and alone and train.optimizer == "adamw"
+
+
 def narrows_gradients(job: Job) -> bool:
-    """Whether gradients of the blocks' matrices are kept in 16 bits from the product to the update."""
-    return job.train.gradients == "bf16" and runs_own_kernels(job) and adds_up_nothing(job)
+    """Whether gradients of the blocks' matrices are kept in 16 bits from the product to the update.
 
-
-def adds_up_nothing(job: Job) -> bool:
-    """Whether a gradient is that of one micro-batch on one rank, as far as the layout is settled."""
-    micro_batch = job.layout.micro_batch
-    return job.layout.world_size == 1 and (micro_batch is None or micro_batch >= job.train.global_batch)
+    Not where something is added to them, by other ranks or micro-batches: each sum would round again.
+    """
+    layout, batch = job.layout, job.train.global_batch
+    alone = layout.world_size == 1 and layout.micro_batch is not None and layout.micro_batch >= batch
+    return job.train.gradients == "bf16" and alone and runs_own_kernels(job) and fuses_update(job)

@@ -132,8 +132,8 @@ class Train:
     """Under fp8, precision of the products that make the gradients of weights; with fp8, as of the others, a
     step is faster and rounds more."""
     gradients: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which gradients of the blocks' matrices are kept from the product to the update, where our
-    own `kernels` make them and nothing is added to them; bf16 takes half the memory."""
+    """Precision in which gradients of the blocks' matrices are kept from the product to the update, where one
+    GPU's own `kernels` make them in one micro-batch; bf16 takes half the memory. Sums are float32."""
     residual: Literal["fp32", "bf16"] = "fp32"
     """Precision of the residual stream between compiled blocks; bf16 moves and keeps half the bytes."""
     runtime: Runtime = "meshwright"

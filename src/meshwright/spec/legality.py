@@ -483,7 +483,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "train-gradients",
-        '`gradients = "bf16"` needs our own `kernels` in bf16 or fp8, `adamw`, one rank and one micro-batch.',
+        '`gradients = "bf16"` needs our own `kernels` in bf16 or fp8, and `adamw` without `grad_noise`.',
         check_gradients,
     ),
     Rule(

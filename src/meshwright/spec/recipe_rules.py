@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from meshwright.core.errors import Problem
-from meshwright.spec.compiled import adds_up_nothing, runs_own_kernels
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.numbers import list_choices
@@ -63,24 +62,16 @@ def check_residual(job: Job) -> Problem | None:
 
 
 def check_gradients(job: Job) -> Problem | None:
-    """Gradients in 16 bits are made by our own kernels, read by one update, and never added to."""
-    train, layout = job.train, job.layout
+    """Gradients in 16 bits are made by our own kernels and read by our own update."""
+    train = job.train
     if train.gradients == "fp32":
         return None
-    fix = "Leave train.gradients out"
-    if not runs_own_kernels(job):
-        rule = "is for blocks that our own kernels compute, and this job has none"
-        fix += ", or set train.compile=true and train.precision=bf16, for a Llama-shaped model on a GPU"
-    elif train.precision == "fp16":
-        rule, fix = "has the range of float32, and train.precision=fp16 has not", f"{fix}, or use bf16"
-    elif train.optimizer != "adamw" or train.grad_noise or layout.offload != "none":
-        rule = "is read by AdamW's one pass over parameters on the GPU alone"
-        fix += ", or use train.optimizer=adamw without train.grad_noise and layout.offload"
-    elif not adds_up_nothing(job):
-        rule = "would be rounded with every sum over micro-batches and ranks"
-        fix += f", or use one rank and layout.micro_batch={train.global_batch}"
-    else:
+    own = train.compile and train.kernels == "own" and train.precision in ("bf16", "fp8")
+    if own and train.optimizer == "adamw" and not train.grad_noise:
         return None
+    rule = "is for compiled blocks of our own kernels in bf16 or fp8, and for AdamW without noise"
+    needs = "train.compile=true, train.precision=bf16 and train.optimizer=adamw"
+    fix = f"Leave train.gradients out, or set {needs}, and leave train.kernels and train.grad_noise out"
     return Problem("train-gradients", rule, path="train.gradients", value=train.gradients, fix=fix)
 
 

@@ -155,6 +155,21 @@ def test_gradients_of_matrices_in_16_bits_are_half_as_large(job):
     (line,) = [line for line in narrow.lines if line.name == "gradients at the peak"]
     rest = count_parameters(job.model) - matrices
     assert line.formula == f"of {rest} x 4 (float32) + {matrices} x 2 (16 bits)"
+    layouts = [{"micro_batch": 4}, {"dp_replicate": 2, "micro_batch": 4}]
+    for changes in layouts:  # what is added up is float32
+        summed = with_layout(with_train(job, gradients="bf16"), **changes)
+        assert predict_ledger(summed, 4, 2).state_bytes == predict_ledger(job, 8, 1).state_bytes
+
+
+def test_gradients_in_16_bits_of_packed_documents_are_counted_too(job):
+    """Their attention has another ledger; at the end of the backward pass all gradients are there."""
+    job = dataclasses.replace(job, data=dataclasses.replace(job.data, seq_len=64, mask="document"))
+    wide, narrow = (predict_ledger(with_train(job, gradients=kind), 8, 1) for kind in ("fp32", "bf16"))
+    saved = wide.state_bytes["gradients"] - narrow.state_bytes["gradients"]
+    lines = {line.name: line.bytes for line in wide.lines}
+    assert wide.peak_at == "embedding, backward"
+    assert lines["gradients at the peak"] == wide.state_bytes["gradients"]
+    assert 0 < wide.peak_bytes - narrow.peak_bytes < saved, "then the loss is the peak"
 
 
 def test_gradients_that_add_up_live_through_the_step(job):

@@ -34,8 +34,8 @@ def test_what_blocks_do_between_products_and_products_in_8_bits_take_time():
     assert all(took_s > 0 for took_s in machine.time_scaled(CPU, (32, 16, 16), 1e-3))
 
 
-def test_steps_are_those_of_a_run_and_a_block_can_be_called_alone(monkeypatch):
-    """The session is the one that trains; what the host takes for a block is asked of it, as on a GPU."""
+def test_steps_are_those_of_a_run_and_its_blocks_can_be_called_alone(monkeypatch):
+    """The session is the one that trains; what the host takes for its blocks is asked of it, as on a GPU."""
     (run, *_) = list_runs(PROGRAMMES["cpu"], find_cluster(only_cores=True))
     built, build = [], machine.build_session
     monkeypatch.setattr(machine, "build_session", lambda *a, **k: built.append(build(*a, **k)) or built[0])
@@ -45,8 +45,10 @@ def test_steps_are_those_of_a_run_and_a_block_can_be_called_alone(monkeypatch):
     (session,) = built
     assert session.step == run.plan.job.train.steps
     assert machine.issue_block_s(session) > 0
-    gradients = [p.grad for p in next(session.model.list_blocks()).parameters()]
-    assert all(gradient is not None for gradient in gradients), "both passes ran"
+    blocks = list(session.model.list_blocks())
+    assert len(blocks) > 1
+    gradients = [p.grad for block in blocks for p in block.parameters()]
+    assert all(gradient is not None for gradient in gradients), "both passes of every block ran"
     session.model.working = WorkingCopies(session.model, torch.bfloat16)
     fuse_blocks(session.model)
     assert machine.issue_block_s(session) > 0, "our own kernels' blocks hand on two tensors"

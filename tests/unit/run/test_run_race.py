@@ -174,7 +174,7 @@ def test_winners_are_kept_and_read_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[1]", '{"v": 1}', '{"v": 1, "products": 3}', '{"v": 2, "products": []}']
+    "text", ["", "{", "[1]", '{"v": 2}', '{"v": 2, "products": 3}', '{"v": 1, "products": []}']
 )
 def test_a_file_that_nobody_wrote_so_is_no_file(tmp_path, text):
     file = tmp_path / "products.json"
@@ -322,22 +322,27 @@ class StandIn:
         out.copy_(out + product if add else product)
 
 
-def choose_for_all(monkeypatch) -> dict[Shape, StandIn]:
+def choose_for_all(monkeypatch, *, narrow: bool = False) -> dict[Shape, StandIn]:
     """Stand-ins for every product of the small model, whose loss has chunks of 24, 24 and 16 tokens."""
     monkeypatch.setattr(chosen, "ALIGNED_BYTES", 1)
     linears = [(64, 32, 64), (64, 32, 32), (64, 32, 192), (64, 96, 32), (24, 32, 128), (16, 32, 128)]
-    shapes = [Shape(kind, LOW, *sizes) for kind in ("forward", "input", "weight") for sizes in linears]
+    shapes = [
+        Shape(kind, LOW, *sizes, narrow and kind == "weight" and sizes[0] == 64)
+        for kind in ("forward", "input", "weight")
+        for sizes in linears
+    ]
     stands = {shape: StandIn(shape) for shape in shapes}
     chosen.choose(stands, CPU)
     return stands
 
 
+@pytest.mark.parametrize("kept", [torch.float32, LOW], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_every_product_of_a_block_asks_what_was_chosen(monkeypatch, recompute):
-    """And with the same arithmetic gives the same step, bit for bit."""
-    expected = step(build(recompute=recompute))
-    stands = choose_for_all(monkeypatch)
-    loss, gradients = step(build(recompute=recompute))
+def test_every_product_of_a_block_asks_what_was_chosen(monkeypatch, recompute, kept):
+    """And with the same arithmetic gives the same step, bit for bit, whatever gradients are kept in."""
+    expected = step(build(recompute=recompute, gradients=kept))
+    stands = choose_for_all(monkeypatch, narrow=kept == LOW)
+    loss, gradients = step(build(recompute=recompute, gradients=kept))
     assert loss == expected[0]
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[1][name], rtol=0, atol=0, msg=name)

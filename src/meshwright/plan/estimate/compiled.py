@@ -61,11 +61,10 @@ def _fullest(job: Job, micro_batch: int, recompute: int, sums: bool) -> tuple[fl
     assert isinstance(model, DecoderModel), "decoders are compiled"
     layout = Layout("given", micro_batch=micro_batch, recompute=cast(Recompute, RECOMPUTES[recompute]))
     job = dataclasses.replace(job, layout=layout)
-    parameters = list_parameters(model)
     moments = list_compiled_moments(
         job,
         model,
-        parameters if sums else with_gradients(job, parameters),
+        with_gradients(job, list_parameters(model)),
         micro_batch,
         ALL_GRADIENTS if sums else KeptGradients(),
     )

@@ -6,6 +6,7 @@ rank is fullest (``eager`` for Meshwright's own), ``buffers`` what lives beside 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from meshwright.plan.estimate.state import STATE_LINES, state_lines
 from meshwright.plan.estimate.terms import Sum
 from meshwright.plan.estimate.weights import hold_weights
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.shapes import count_gradient_bytes, list_parameters, with_gradients
+from meshwright.spec.layout import Layout
 
 LINES = (*STATE_LINES, *MOMENT_LINES, "buffers", "allocator", "context")
 BESIDE = {
@@ -122,7 +125,7 @@ def _ledger_stage(facts: Facts, stage: Stage) -> StageLedger:
     state = state_lines(workload, grid, held, facts.sharding)
     moments = (list_eager_moments if rules.blocks == "eager" else list_moments)(facts, stage, held)
     lines = {name: _column(value.bytes, grid) for name, value in state.items()}
-    between = sum(lines.values(), np.zeros(len(grid)))
+    between = sum(lines.values(), np.zeros(len(grid))) - _narrowed(workload, grid)
     fullest = _find_fullest(moments, lines["gradients"])
     lines["gradients"] = lines["gradients"] * _column(_choose(fullest, [m.gradients for m in moments]), grid)
     for name in MOMENT_LINES:
@@ -134,6 +137,17 @@ def _ledger_stage(facts: Facts, stage: Stage) -> StageLedger:
     lines["context"] = np.full(len(grid), rules.context_bytes if cuda else 0.0)
     peak = allocated + lines["allocator"] + lines["context"]
     return StageLedger(stage, state, moments, fullest, buffers, lines, peak, between)
+
+
+def _narrowed(workload: Workload, grid: Grid) -> Floats:
+    """What gradients that are kept in 16 bits take less between passes; the moments have counted it."""
+    job = workload.compiled_job
+    if job is None:
+        return np.zeros(len(grid))
+    one = dataclasses.replace(job, layout=Layout("given", micro_batch=job.train.global_batch))
+    parameters = list_parameters(one.model)
+    saved = count_gradient_bytes(parameters) - count_gradient_bytes(with_gradients(one, parameters))
+    return np.where((grid.world_size == 1) & (grid.micro_batch >= job.train.global_batch), float(saved), 0.0)
 
 
 def _find_fullest(moments: list[Moment], gradients: Floats) -> Ints:

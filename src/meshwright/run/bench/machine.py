@@ -34,10 +34,10 @@ from meshwright.run.models.attention import mix_causally, prefer_fast_attention
 from meshwright.run.models.decoder import Decoder, build_rope
 from meshwright.run.models.fused import Matrix
 from meshwright.run.models.products import weight_gradient
-from meshwright.run.optimizer import build_optimizer, compiles_update
+from meshwright.run.optimizer import build_optimizer
 from meshwright.run.precision import LOW_PRECISION, STREAMS
 from meshwright.run.session import Session, build_session
-from meshwright.spec.compiled import keeps_copies
+from meshwright.spec.compiled import fuses_update, keeps_copies
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -199,7 +199,7 @@ def measure_adamw(device: torch.device, job: Job, elements: int, seconds: float)
     weight.grad = torch.randn_like(weight)
     low = LOW_PRECISION.get(job.train.precision)
     copies = {} if low is None or not keeps_copies(job) else {weight: weight.detach().to(low)}
-    optimizer = build_optimizer(moved, job.train, copies, compiles_update(job, device))
+    optimizer = build_optimizer(moved, job.train, copies, fuses_update(job))
     each = ADAMW_BYTES + sum(copy.element_size() for copy in copies.values())
     return each * elements / time_call(device, optimizer.step, seconds)
 
@@ -270,6 +270,7 @@ def issue_block_s(session: Session) -> float:
     x = torch.randn(shape, device=device).to(model.stream).requires_grad_()
     rope, times = (model.rope_cos[:length], model.rope_sin[:length]), []
     for _ in range(WARM_UP + 5):
+        session.owned.drop_gradients()  # or they would add up
         _wait(device)
         started = time.perf_counter()
         with session.precision.products():

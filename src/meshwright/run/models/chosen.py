@@ -78,16 +78,18 @@ def by_torch(
         kind: One of a linear layer's three products.
         left: As :class:`Shape` names them.
         right: Likewise.
-        dtype: Of what comes out: that of both, or of gradients of weights float32.
+        dtype: Of gradients of weights: that of both, or float32.
         out: Where it goes; float32 has to lie on a GPU for that.
         add: Whether it is added to what is there, in float32.
     """
-    first = left.T if kind == "weight" else left
+    if kind != "weight":
+        return torch.mm(left, right.T if kind == "forward" else right, out=out)
     if dtype == left.dtype:
-        return torch.mm(first, right.T if kind == "forward" else right, out=out)
+        assert not add, "sums are of float32"
+        return torch.mm(left.T, right, out=out)
     if out is None:
         return float32_gradient(left, right)
-    return torch.addmm(out, first, right, beta=int(add), out_dtype=out.dtype, out=out)
+    return torch.addmm(out, left.T, right, beta=int(add), out_dtype=out.dtype, out=out)
 
 
 def _by_choice(

@@ -321,7 +321,7 @@ class Decoder(nn.Module):
     def _run_fused(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
         """What the head reads, by our own kernels."""
         assert self.fused is not None, "asked where they are"
-        assert rope is not None, "the plan's runs_own_kernels wants rotations"
+        assert rope is not None, "the spec's runs_own_kernels wants rotations"
         assert isinstance(self.norm, RMSNorm), "and this norm"
         delta_BTD: Tensor | None = None
         for fused, block in zip(self.fused, self.list_blocks(), strict=True):

@@ -296,7 +296,7 @@ class FusedBlock:
             gradients: Precision in which those of its matrices are kept.
         """
         attention, ffn = block.attention, block.ffn
-        assert isinstance(ffn, GatedFeedForward), "the plan's runs_own_kernels says which blocks are"
+        assert isinstance(ffn, GatedFeedForward), "the spec's runs_own_kernels says which blocks are"
         self._attention, self._ffn = attention, ffn
         self._norms = (block.attention_norm, block.ffn_norm)
         self.attention_eps, self.ffn_eps = (norm.eps for norm in self._norms)

@@ -44,6 +44,12 @@ def _triton() -> ModuleType:
     return triton_kernels
 
 
+def _triton_loss() -> ModuleType:
+    from meshwright.run.models import triton_loss  # noqa: PLC0415
+
+    return triton_loss
+
+
 def _scales(x: Tensor) -> Tensor:
     return torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
 
@@ -246,14 +252,14 @@ def softmax_loss(logits_CV: Tensor, targets_C: Tensor, factor: float, ignored: i
         gradient: Whether it is wanted.
     """
     losses_C = torch.empty(len(targets_C), dtype=torch.float32, device=logits_CV.device)
-    _triton().softmax_loss(logits_CV, targets_C, losses_C, factor, ignored, gradient)
+    _triton_loss().softmax_loss(logits_CV, targets_C, losses_C, factor, ignored, gradient)
     return losses_C
 
 
 def scale(x: Tensor, factor: Tensor) -> None:
     """Multiply in place by a number on the device; where that is 1, a GPU does not pass over the values."""
     if on_gpu(x):
-        _triton().scale(x, factor)
+        _triton_loss().scale(x, factor)
     else:
         x.mul_(factor)
 

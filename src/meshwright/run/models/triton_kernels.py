@@ -17,19 +17,14 @@ from torch import Tensor
 from meshwright.run.models import fp8
 
 LARGEST, LEAST_AMAX = tl.constexpr(fp8.LARGEST), tl.constexpr(fp8.LEAST_AMAX)
-LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1e30)
-"""Below every logit; minus infinity less itself would be no number."""
 WARP_ELEMENTS = 256
 """Of a row, what a warp works on."""
 THREADS = 1024
 """Of a multiprocessor, where programs stay and go from row to row."""
-LEAST_AHEAD = 2048
-"""Of rows wider than this a norm's way back loads the next one ahead: 126 us for 146 with 3072 columns on an
-H200, but 168 for 161 with 2048."""
+AHEAD_BLOCK = 4096
+"""Of rows that fill such a block a norm's way back loads the next one ahead, with half the warps: 126 us for
+146 with 3072 columns on an H200, but 168 for 161 with 2048. Two wider rows would not fit into registers."""
 GATE_BLOCK, GATE_BACKWARD_BLOCK = 2048, 8192
-SCALE_BLOCK = 8192
-LOSS_BLOCK, LOSS_BLOCKS = 8192, 4
 AMAX_ROWS, AMAX_COLUMNS, AMAX_STEPS = 32, 128, 16
 """What a program looks through for the largest of each column: so many tiles, one below the other."""
 WIDE_ROWS, WIDE_COLUMNS, WIDE_STEPS = 4, 512, 32
@@ -221,7 +216,8 @@ def norm_backward(
     """See ``kernels.norm_backward``; returns the gradient of the weight."""
     rows, width = grad.shape
     block = triton.next_power_of_2(width)
-    warps = _warps(block, most=8)
+    ahead = block == AHEAD_BLOCK
+    warps = _warps(block, most=8 if ahead else 16)
     programs = min(rows, _multiprocessors(grad.device) * max(1, THREADS // (32 * warps)))
     parts = torch.empty(programs, width, dtype=torch.float32, device=grad.device)
     _norm_backward[(programs,)](
@@ -239,7 +235,7 @@ def norm_backward(
         BESIDE=beside is not None,
         LOW=low is not None,
         NORMAL=normal is not None,
-        AHEAD=block > LEAST_AHEAD,
+        AHEAD=ahead,
         BLOCK=block,
         num_warps=warps,
     )
@@ -247,28 +243,30 @@ def norm_backward(
 
 
 @triton.jit
-def _read_rows(table_ptr, tokens_ptr, out_ptr, width, BLOCK: tl.constexpr):
+def _read_rows(table_ptr, tokens_ptr, out_ptr, words, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens_ptr + row).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     there = columns < width
-    x = tl.load(table_ptr + token * width + columns, mask=there)
+    known = (token >= 0) & (token < words)
+    x = tl.load(table_ptr + token * width + columns, mask=there & known, other=float("nan"))
     tl.store(out_ptr + row * width + columns, x.to(out_ptr.dtype.element_ty), mask=there)
 
 
 def read_rows(table: Tensor, tokens: Tensor, out: Tensor) -> None:
-    """See ``kernels.read_rows``."""
+    """See ``kernels.read_rows``; a word that is not in the table has no number."""
     rows, width = out.shape
     block = triton.next_power_of_2(width)
-    _read_rows[(rows,)](table, tokens, out, width, BLOCK=block, num_warps=_warps(block, most=8))
+    warps = _warps(block, most=8)
+    _read_rows[(rows,)](table, tokens, out, len(table), width, BLOCK=block, num_warps=warps)
 
 
 @triton.jit
-def _add_rows(grad_ptr, tokens_ptr, table_ptr, width, BLOCK: tl.constexpr):
+def _add_rows(grad_ptr, tokens_ptr, table_ptr, words, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens_ptr + row).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    there = columns < width
+    there = (columns < width) & (token >= 0) & (token < words)
     grad = tl.load(grad_ptr + row * width + columns, mask=there, other=0.0).to(tl.float32)
     tl.atomic_add(table_ptr + token * width + columns, grad, mask=there, sem="relaxed")
 
@@ -277,7 +275,8 @@ def add_rows(grad: Tensor, tokens: Tensor, table: Tensor) -> None:
     """See ``kernels.add_rows``; the table begins as zeros."""
     rows, width = grad.shape
     block = triton.next_power_of_2(width)
-    _add_rows[(rows,)](grad, tokens, table, width, BLOCK=block, num_warps=_warps(block, most=8))
+    warps = _warps(block, most=8)
+    _add_rows[(rows,)](grad, tokens, table, len(table), width, BLOCK=block, num_warps=warps)
 
 
 @triton.jit
@@ -464,88 +463,6 @@ def gate_backward_amax(
         STEPS=WIDE_STEPS,
         num_warps=8,
     )
-
-
-@triton.jit
-def _softmax_loss(
-    logits_ptr,
-    targets_ptr,
-    losses_ptr,
-    factor,
-    words,
-    IGNORED: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets_ptr + row)
-    counted = target != IGNORED
-    logits_ptr += row * words
-    of_target = tl.load(logits_ptr + tl.where(counted, target, 0)).to(tl.float32)  # before it is overwritten
-    largest = tl.full((BLOCK,), LOWEST, tl.float32)
-    sums = tl.zeros((BLOCK,), tl.float32)
-    # Of several blocks first the largest, then the sum: what was summed before is scaled once for all.
-    for start in range(0, words, BLOCKS * BLOCK):
-        larger = largest
-        for number in tl.static_range(BLOCKS):
-            columns = start + number * BLOCK + tl.arange(0, BLOCK)
-            there = columns < words
-            x = tl.load(logits_ptr + columns, mask=there, other=LOWEST, eviction_policy="evict_last")
-            larger = tl.maximum(larger, x.to(tl.float32) * LOG2_E)
-        sums = sums * tl.exp2(largest - larger)
-        for number in tl.static_range(BLOCKS):
-            columns = start + number * BLOCK + tl.arange(0, BLOCK)
-            there = columns < words
-            x = tl.load(logits_ptr + columns, mask=there, other=LOWEST, eviction_policy="evict_last")
-            sums += tl.exp2(x.to(tl.float32) * LOG2_E - larger)
-        largest = larger
-    top = tl.max(largest, 0)
-    total = tl.sum(sums * tl.exp2(largest - top), 0)
-    tl.store(losses_ptr + row, tl.where(counted, tl.log(total) + top / LOG2_E - of_target, 0.0))
-    if GRADIENT:
-        factor = tl.where(counted, factor, 0.0)
-        for start in range(0, words, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            there = columns < words
-            x = tl.load(logits_ptr + columns, mask=there, other=LOWEST, eviction_policy="evict_first")
-            grad = tl.exp2(x.to(tl.float32) * LOG2_E - top) / total
-            grad = (grad - tl.where(columns == target, 1.0, 0.0)) * factor
-            tl.store(logits_ptr + columns, grad.to(logits_ptr.dtype.element_ty), mask=there)
-
-
-def softmax_loss(
-    logits: Tensor, targets: Tensor, losses: Tensor, factor: float, ignored: int, gradient: bool
-) -> None:
-    """See ``kernels.softmax_loss``."""
-    rows, words = logits.shape
-    _softmax_loss[(rows,)](
-        logits,
-        targets,
-        losses,
-        factor,
-        words,
-        IGNORED=ignored,
-        GRADIENT=gradient,
-        BLOCK=LOSS_BLOCK,
-        BLOCKS=LOSS_BLOCKS,
-        num_warps=32,
-    )
-
-
-@triton.jit
-def _scale(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
-    factor = tl.load(factor_ptr).to(tl.float32)
-    if factor != 1.0:
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + at, mask=at < count, other=0.0)
-        tl.store(x_ptr + at, (x.to(tl.float32) * factor).to(x.dtype), mask=at < count)
-
-
-def scale(x: Tensor, factor: Tensor) -> None:
-    """See ``kernels.scale``."""
-    count = x.numel()
-    _scale[(triton.cdiv(count, SCALE_BLOCK),)](x, factor, count, BLOCK=SCALE_BLOCK, num_warps=16)
 
 
 @triton.jit
