@@ -51,7 +51,7 @@ OURS = (
 )
 """What our side asks for; ``--set`` goes over it."""
 OWN_KERNELS = ("train.products=raced", "train.gradients=bf16")
-"""And this, where our own kernels compute the blocks: on GPUs."""
+"""And this, where our own kernels may compute the blocks."""
 OTHER_KERNELS = {"train.kernels=compiled", "train.compile=false"}
 """Settings with which they do not."""
 WARM_UP = 3
@@ -108,8 +108,8 @@ def build_shape(order: Order, folder: Path, layers: int | None = None) -> Any:
         "checkpoint": {"every_minutes": 0.0},
     }
     backend = ("train.compile_backend=aot_eager",) if order.device == "cpu" else ()  # no time to write C++
-    own = order.device == "cuda" and not OTHER_KERNELS & set(order.settings)
-    settings = (*OURS, *(OWN_KERNELS if own else ()), *backend, *order.settings)
+    own = () if OTHER_KERNELS & set(order.settings) else OWN_KERNELS
+    settings = (*OURS, *own, *backend, *order.settings)
     problems = [problem for text in settings if (problem := apply_override(tree, text))]
     if layers is not None:
         tree["model"]["num_layers"] = layers

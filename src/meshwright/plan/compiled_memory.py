@@ -19,7 +19,7 @@ Beside that live 16-bit copies of all matrices but the embedding, from step to s
 chunk's logits in 16 bits (two in float32 products, where the gradient does not take their place), what it
 reads and the gradient of that, and the head's gradient in float32; and on the way back, at the widest point
 of a block, what is made inside its feed-forward: T x 4 F e, without recomputation T x 2 F e. Gradients of
-weights are float32, and each lives from where it is made.
+weights are float32, or as ``train.gradients`` says, and each lives from where it is made.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
-"""Elements of a chunk."""
+BLOCK, WARPS = 1024, 4
+"""Elements of a chunk, and how many share it."""
 ALIGNED_BYTES = ALIGNED_ELEMENTS = 16
 """How what is read in long words lies, and ends."""
 COLUMNS = 6
@@ -167,5 +167,5 @@ def move(
             LOW=None if kind.low is None else TYPES[kind.low],
             ALIGNED=kind.aligned,
             BLOCK=BLOCK,
-            num_warps=8,
+            num_warps=WARPS,
         )

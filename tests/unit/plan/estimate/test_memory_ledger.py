@@ -82,6 +82,31 @@ def test_compiled_steps_have_their_ledger_in_a_search_too(model, kernels, residu
     assert found[-1] - before[-1] == pytest.approx(count_copied(job.model) * 2 / 2), "half of the copies"
 
 
+@pytest.mark.parametrize("seq_len", [64, 2048], ids=["gradients at the peak", "the loss at the peak"])
+def test_gradients_in_16_bits_are_estimated_as_the_ledger_has_them(seq_len):
+    """In one process with one micro-batch; beside it layouts that add up, which keep float32."""
+    train = {"steps": 2, "global_batch": 8, "precision": "bf16", "compile": True, "gradients": "bf16"}
+    job = build_job(
+        {
+            "name": "narrow",
+            "model": MODELS["llama-1b"],
+            "cluster": {"preset": "h200-sxm"},
+            "data": {"path": "text", "seq_len": seq_len},
+            "train": train,
+        }
+    )
+    layouts = [Layout("given", dp_replicate=ranks, micro_batch=n) for ranks, n in ((1, 8), (1, 4), (2, 4))]
+    estimate = estimate_memory(Workload.of(job), Grid.of(layouts))
+    states = []
+    for number, layout in enumerate(layouts):
+        rounds = 8 // (layout.dp_replicate * (layout.micro_batch or 1))
+        exact = predict_ledger(dataclasses.replace(job, layout=layout), layout.micro_batch or 1, rounds)
+        states.append(exact.state_bytes["gradients"])
+        assert estimate.counted_as("allocated")[number] == pytest.approx(exact.peak_bytes, rel=WITHIN)
+        assert estimate.between_bytes[number] == pytest.approx(sum(exact.state_bytes.values()), rel=WITHIN)
+    assert states[0] < states[1] == states[2]
+
+
 @pytest.mark.parametrize("model", sorted(MODELS))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
