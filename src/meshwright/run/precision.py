@@ -1,11 +1,11 @@
 """The precision of the matrix products, and the loss scale that fp16 needs.
 
 Weights, reductions and optimizer state are float32 in every mode, and so are gradients, but for those that
-``train.gradients`` keeps in 16 bits. bf16 and fp16 are what the products read (autocast); under fp8 the blocks' products cast what they read once more, row by row
-(``run/models/fp8.py``), and the rest runs in bf16. fp16 has a small range: the loss is multiplied by a scale
-before the backward pass and the gradients divided by it after; a step whose gradients overflow is skipped and
-halves the scale, 2,000 good ones double it (torch's ``GradScaler``). Gradients are reduced before anyone
-looks, so all ranks skip the same steps.
+``train.gradients`` keeps in 16 bits. bf16 and fp16 are what the products read (autocast); under fp8 the
+blocks' products cast what they read once more, row by row (``run/models/fp8.py``), and the rest runs in bf16.
+fp16 has a small range: the loss is multiplied by a scale before the backward pass and the gradients divided
+by it after; a step whose gradients overflow is skipped and halves the scale, 2,000 good ones double it
+(torch's ``GradScaler``). Gradients are reduced before anyone looks, so all ranks skip the same steps.
 """
 
 from __future__ import annotations
