@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -196,8 +196,9 @@ def _fit_to_steps(output: Output, runs: Sequence[SmallRun], probed: Probed) -> t
             output.warn(f"{what}: {_first_line(error)}")
             return probed, []
         output.errors.print(f"    {format_seconds(found[-1].step_s)} each")
-    if issued := [steps.block_s for steps in found if steps.block_s is not None]:
-        probed = dataclasses.replace(probed, block_s=_round(min(issued)))
+    block_s = choose_block_s({run.kernels: steps.block_s for run, steps in zip(runs, found, strict=True)})
+    if block_s is not None:
+        probed = dataclasses.replace(probed, block_s=_round(block_s))
     timed = [run.timed(steps.step_s) for run, steps in zip(runs, found, strict=True)]
     probed = fit_steps(probed, timed)
     return probed, [
@@ -211,6 +212,11 @@ def _fit_to_steps(output: Output, runs: Sequence[SmallRun], probed: Probed) -> t
         )
         for run, one, steps in zip(runs, timed, found, strict=True)
     ]
+
+
+def choose_block_s(issued: Mapping[str, float | None]) -> float | None:
+    """The host's time for a block, of those by kernels: our own launch more than compiled ones, and are used."""
+    return issued.get("own") or issued.get("compiled")
 
 
 def _rates(cluster: Cluster, probed: Probed, large: dict[str, float]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import tomllib
 
 import pytest
 
+from meshwright.cli.probe import choose_block_s
 from meshwright.plan.probing import PROGRAMMES, Heads, Sizes
 
 TINY = {
@@ -150,3 +151,9 @@ def test_tune_fits_rates_and_leaves_out_what_was_probed(cli, quick, on_cores):
     job = load_job(on_cores, ["cluster.file=mine.toml"])
     assert job.cluster.probed is not None
     assert shorten(job, 6).cluster.probed is None
+
+
+def test_the_hosts_time_is_that_of_our_own_kernels_where_they_ran():
+    assert choose_block_s({"own": 2e-3, "compiled": 1e-3}) == 2e-3
+    assert choose_block_s({"compiled": 1e-3}) == 1e-3
+    assert choose_block_s({"torch": None}) is None
