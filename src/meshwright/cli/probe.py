@@ -215,7 +215,7 @@ def _fit_to_steps(output: Output, runs: Sequence[SmallRun], probed: Probed) -> t
 
 
 def choose_block_s(issued: Mapping[str, float | None]) -> float | None:
-    """The host's time for a block, of those by kernels: our own launch more than compiled ones, and are used."""
+    """The host's time for a block, of those by kernels: our own launch more, and are what is used."""
     return issued.get("own") or issued.get("compiled")
 
 
