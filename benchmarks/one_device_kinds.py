@@ -109,6 +109,8 @@ def build_shape(order: Order, folder: Path, layers: int | None = None) -> Any:
     }
     backend = ("train.compile_backend=aot_eager",) if order.device == "cpu" else ()  # no time to write C++
     own = () if OTHER_KERNELS & set(order.settings) else OWN_KERNELS
+    if any(text.startswith(("train.optimizer=", "train.grad_noise=")) for text in order.settings):
+        own = tuple(text for text in own if not text.startswith("train.gradients="))  # AdamW's alone
     settings = (*OURS, *own, *backend, *order.settings)
     problems = [problem for text in settings if (problem := apply_override(tree, text))]
     if layers is not None:

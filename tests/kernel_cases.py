@@ -83,7 +83,25 @@ def embedding_cases(tokens: int, words: int, width: int, stream: torch.dtype) ->
     def forward(device: str) -> Iterable[Tensor]:
         return [kernels.read_rows(draw(device, words, width, dtype=EXACT), drawn(device), stream)]
 
-    return {"read_rows": forward, "add_rows": back}
+    def apart(device: str) -> Iterable[Tensor]:
+        """Words that do not lie beside each other, as of the last token of each sequence."""
+        table, chosen = draw(device, words, width, dtype=EXACT), drawn(device).repeat_interleave(3)[::3]
+        yield kernels.read_rows(table, chosen, stream)
+        yield kernels.add_rows(draw(device, tokens, width, dtype=stream), chosen, words)
+
+    return {"read_rows": forward, "add_rows": back, "rows of words that lie apart": apart}
+
+
+def check_unknown_words(device: str) -> None:
+    """What a table has not is no number, and moves nothing: no memory beside it is read or written."""
+    memory, tokens = draw(device, 12, 16, dtype=EXACT), torch.tensor([0, -1, 4, 3], device=device)
+    before, table = memory.clone(), memory[4:8]
+    rows = kernels.read_rows(table, tokens, EXACT)
+    assert torch.equal(rows[[0, 3]], table[[0, 3]])
+    assert rows[[1, 2]].isnan().all()
+    kernels._triton().add_rows(torch.ones(4, 16, device=device), tokens, table)
+    before[[4, 7]] += 1
+    assert torch.equal(memory, before)
 
 
 def gate_cases(rows: int, width: int, low: torch.dtype = LOW) -> dict[str, Case]:
@@ -312,6 +330,7 @@ def check_interpreted() -> None:
         check_softmax("cpu", 300, dtype=EXACT)
         check_softmax("cpu", 40_000, dtype=EXACT, factor=0.1)
         check_scale("cpu", EXACT)
+        check_unknown_words("cpu")
     check_adamw("cpu")
     sys.stdout.write("adamw\n")
     sys.stdout.write("softmax_loss and scale\n")

@@ -17,6 +17,7 @@ from kernel_cases import (  # noqa: E402
     cast_cases,
     check_scale,
     check_softmax,
+    check_unknown_words,
     compare,
     draw,
     embedding_cases,
@@ -61,6 +62,10 @@ def test_embeddings_are_those_of_torchs_operations(width, stream):
     for tokens in ROWS:
         for case in embedding_cases(tokens, 300, width, stream).values():
             compare(case, DEVICE)
+
+
+def test_words_that_an_embedding_has_not_are_noticed():
+    check_unknown_words(DEVICE)
 
 
 def test_a_deterministic_run_sums_the_gradient_of_an_embedding_by_torch(monkeypatch):

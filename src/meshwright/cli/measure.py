@@ -17,6 +17,7 @@ from meshwright.explain.scan import Attempt
 from meshwright.launch.assignment import Assignment
 from meshwright.plan.contract import PLAN_FILE, Plan, write_plan
 from meshwright.spec.cluster import count_cores
+from meshwright.spec.compiled import hands_to_compiler
 
 ENTRY = "meshwright.run.bench.scaling:run_rank"
 
@@ -58,7 +59,7 @@ def measure_plan(plan: Plan, data_dir: Path, name: str, show: Callable[[str, int
 
     def listen(event: Event) -> None:
         heard.feed(event)
-        if event["event"] == "ready" and event["rank"] == 0 and plan.job.train.compile:
+        if event["event"] == "ready" and event["rank"] == 0 and hands_to_compiler(plan.job):
             show(f"{name}: compiling with {plan.job.train.compile_backend}", 0)
         elif event["event"] == "step" and event["rank"] == 0:
             show(f"{name}: {heard.steps} of {steps} steps", heard.steps)

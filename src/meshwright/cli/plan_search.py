@@ -33,6 +33,7 @@ from meshwright.plan.search.settle import settle_micro_batch
 from meshwright.plan.search.traffic import bytes_by_axis
 from meshwright.plan.search.write import estimated_plan
 from meshwright.plan.shapes import count_parameters
+from meshwright.spec.compiled import explain_gradients
 from meshwright.spec.hf import notes_on
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
@@ -225,6 +226,7 @@ def _notes(best: Prediction) -> list[str]:
         *explain_positions(job),
         *explain_lr(job.train),
         *explain_defaults(job.train),
+        *explain_gradients(job),
         *notes_on(job.model),
     ]
 

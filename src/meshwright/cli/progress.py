@@ -16,6 +16,7 @@ from meshwright.core.units import format_bytes, format_count, format_plural, for
 from meshwright.explain.record import RunRecord, format_loss
 from meshwright.explain.tensorboard import TensorBoardSink
 from meshwright.explain.trackers import Ending, build_trackers
+from meshwright.spec.compiled import hands_to_compiler
 from meshwright.spec.job import Job
 
 WIDE_ENOUGH = 100
@@ -33,7 +34,7 @@ class ProgressView:
         self._console = console
         self._unit = job.unit
         self._steps = job.train.steps
-        self._compiler = job.train.compile_backend if job.train.compile else None
+        self._compiler = job.train.compile_backend if hands_to_compiler(job) else None
         self._first = 0
         self._started = time.monotonic()
         self._bar: Progress | None = None

@@ -80,7 +80,7 @@ def require_devices(job: Job, world_size: int) -> None:
 
 
 def require_compiler(job: Job) -> None:
-    """Torch's compiler writes C++: without a compiler it would fail in the first step, in a page of text."""
+    """Torch's compiler writes C++, and Triton calls one: without it a first step fails in a page of text."""
     if not job.train.compile or job.train.compile_backend != "inductor":
         return
     compiler = os.environ.get("CXX", "g++")

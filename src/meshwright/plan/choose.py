@@ -21,6 +21,7 @@ from meshwright.plan.learning_rate import explain_lr
 from meshwright.plan.ledger import Ledger, predict_ledger
 from meshwright.plan.parts import read_schedule, schedule_of
 from meshwright.plan.stage_times import part_costs, split_layers
+from meshwright.spec.compiled import explain_gradients
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality import find_problems, with_layout
@@ -260,6 +261,7 @@ def explain_choice(job: Job, search: Search) -> list[str]:
         reasons.append(
             f"{empty} of {padding} samples a step are zero-weight padding, so that all ranks run alike"
         )
+    reasons += explain_gradients(dataclasses.replace(job, layout=best.layout))
     return reasons + explain_positions(job) + explain_lr(job.train) + explain_defaults(job.train)
 
 

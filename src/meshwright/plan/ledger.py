@@ -19,7 +19,7 @@ from meshwright.plan.compiled_memory import is_compiled, line_of_copies, trace_c
 from meshwright.plan.decoder_memory import trace_decoder
 from meshwright.plan.moments import KeptGradients, Line, Moment, StepMemory
 from meshwright.plan.offload import SLOTS, offloaded_state, streaming_bytes
-from meshwright.plan.optimizer import predict_optimizer
+from meshwright.plan.optimizer import UPDATE_CHUNK, UPDATE_CHUNK_BYTES, predict_optimizer
 from meshwright.plan.parts import held_buckets, held_parameters
 from meshwright.plan.pipeline_memory import PipelineMemory, trace_pipeline
 from meshwright.plan.resnet_memory import trace_resnet
@@ -28,7 +28,7 @@ from meshwright.plan.sharded_memory import trace_sharded
 from meshwright.plan.sharding import sharded_state
 from meshwright.plan.tensor import held_model
 from meshwright.plan.traffic import WIRE_BYTES
-from meshwright.spec.compiled import keeps_copies
+from meshwright.spec.compiled import fuses_update, keeps_copies
 from meshwright.spec.job import Job
 from meshwright.spec.model import ResNetModel
 
@@ -185,6 +185,10 @@ def _add_up(
     job: Job, lines: list[Line], state: dict[str, int], peak_at: str, memory: StepMemory | PipelineMemory
 ) -> Ledger:
     """The ledger of these lines, and of what a GPU's libraries take."""
+    if fuses_update(job):
+        each = UPDATE_CHUNK * 2 * FLOAT32_BYTES  # two moments
+        formula = f"{state['optimizer']} / {each} x {UPDATE_CHUNK_BYTES}"
+        lines.append(Line("table of the update", state["optimizer"] // each * UPDATE_CHUNK_BYTES, formula))
     if job.cluster.device == "cuda":
         lines.append(Line("library workspace", GPU_WORKSPACE_BYTES, "cuBLAS and cuBLASLt, 32 MiB each"))
     peak = sum(line.bytes for line in lines)

@@ -42,6 +42,8 @@ PASSES = {"adamw": 7, "sgd": 5, "lion": 13, "muon": 11}
 them reads the gradient."""
 PASSES_WITHOUT_MOMENTUM = 3
 NEWTON_SCHULZ_STEPS = 5
+UPDATE_CHUNK, UPDATE_CHUNK_BYTES = 1024, 8
+"""Elements that a program of our own AdamW moves, and what says where they are."""
 
 
 def rule_of(name: str, dims: int, train: Train) -> str:

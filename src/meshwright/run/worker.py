@@ -24,7 +24,7 @@ from meshwright.run.loop import train
 from meshwright.run.mesh import join_ranks, leave_ranks
 from meshwright.run.out_of_memory import OutOfMemoryRunError, explain_shortage, measure_room, ran_out
 from meshwright.run.session import Session, build_session
-from meshwright.spec.compiled import runs_own_kernels
+from meshwright.spec.compiled import hands_to_compiler
 
 PEER_LOST_SIGNS = (
     "Connection closed by peer",
@@ -64,7 +64,7 @@ def run_session(
     try:
         events.write("started", pid=os.getpid(), host=socket.gethostname(), torch=torch.__version__)
         plan = read_plan(folder / PLAN_FILE)
-        if not plan.job.train.compile or runs_own_kernels(plan.job):
+        if not hands_to_compiler(plan.job):
             spare_compiler()
         counter = CollectiveCounter()
         counter.install()

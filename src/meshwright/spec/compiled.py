@@ -37,6 +37,11 @@ def runs_own_kernels(job: Job) -> bool:
     return named and plain and paired and whole and wanted
 
 
+def hands_to_compiler(job: Job) -> bool:
+    """Whether torch's compiler makes a part of its step."""
+    return job.train.compile and not runs_own_kernels(job)
+
+
 def races_products(job: Job) -> bool:
     """Whether algorithms of its 16-bit products race before it begins: those between our own kernels."""
     return job.train.products == "raced" and runs_own_kernels(job)
@@ -52,6 +57,18 @@ def fuses_update(job: Job) -> bool:
     compiled = train.compile and train.compile_backend == "inductor" and job.cluster.device == "cuda"
     alone = train.precision != "fp16" and not train.grad_noise and job.layout.offload == "none"
     return compiled and alone and train.optimizer == "adamw"
+
+
+def explain_gradients(job: Job) -> list[str]:
+    """Why gradients that should be of 16 bits are not, in a sentence; nothing where they are.
+
+    Args:
+        job: With its layout settled.
+    """
+    if job.train.gradients == "fp32" or narrows_gradients(job):
+        return []
+    where = "one GPU's own kernels make them in one micro-batch, without layout.offload"
+    return [f"train.gradients={job.train.gradients} has no effect here: it is for gradients where {where}"]
 
 
 def narrows_gradients(job: Job) -> bool:

@@ -143,8 +143,8 @@ class Train:
     seed: Natural = 0
     """Decides the initial weights and the order of samples."""
     compile: Flag = False
-    """Compile blocks, loss and, on GPUs, AdamW with torch.compile; activations and peak are then judged only
-    where `kernels` are our own."""
+    """Compile blocks and loss with torch.compile; on GPUs loss, AdamW and Llama-shaped blocks are computed by
+    `kernels` of our own. Where blocks are compiled, activations and peak are not judged."""
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
     """`inductor` makes fast code; `aot_eager` only traces, for tests."""
     kernels: Literal["own", "compiled"] = "own"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.spec.compiled import runs_own_kernels
+from meshwright.spec.compiled import explain_gradients, runs_own_kernels
 from meshwright.spec.load import build_job
 from model_shapes import GPT_PARTS
 
@@ -96,3 +96,23 @@ def test_a_convolutional_model_has_no_blocks_for_them():
         "train": {"steps": 4, "global_batch": 8, "precision": "bf16"},
     }
     assert not runs_own_kernels(build_job(tree, to_run=False))
+
+
+def test_gradients_that_stay_float32_say_so():
+    """One GPU, one micro-batch: those of its matrices are of 16 bits. Elsewhere a plan has a sentence."""
+    train = {"steps": 4, "global_batch": 8, "precision": "bf16", "compile": True, "gradients": "bf16"}
+    tree = {
+        "name": "small",
+        "model": LLAMA,
+        "cluster": {"preset": "h200-sxm"},
+        "data": {"path": "text", "seq_len": 32},
+        "train": train,
+        "layout": {"micro_batch": 8},
+    }
+    assert explain_gradients(build_job(tree)) == []
+    others = [{"layout": {"micro_batch": 4}}, {"layout": {"micro_batch": 4, "dp_replicate": 2}}]
+    others += [{"layout": {"micro_batch": 8, "offload": "optimizer"}}, {"model": {**LLAMA, "norm": "layer"}}]
+    for other in others:
+        (sentence,) = explain_gradients(build_job(tree | other))
+        assert "has no effect here" in sentence
+    assert explain_gradients(build_job(tree | {"train": train | {"gradients": "fp32"}})) == []

@@ -28,4 +28,4 @@ def test_kernels_compute_what_torchs_operations_compute():
     )
     assert ended.returncode == 0, ended.stderr
     assert "softmax_loss and scale" in ended.stdout
-    assert len(ended.stdout.splitlines()) == 29
+    assert len(ended.stdout.splitlines()) == 30

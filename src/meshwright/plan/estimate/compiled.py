@@ -38,9 +38,12 @@ def list_fullest(job: Job, grid: Grid, whole: Flags, sums: Flags) -> Moment:
         sums: Where gradients live through the whole step.
     """
     held = np.zeros((3, len(grid)))
-    cases = np.stack((grid.micro_batch, grid.recompute, sums))
+    cases = np.stack((grid.micro_batch, grid.recompute, sums, may_narrow(grid)))
     found, places = np.unique(cases[:, whole], axis=1, return_inverse=True)
-    parts = [_fullest(job, int(micro), int(recompute), bool(kept)) for micro, recompute, kept in found.T]
+    parts = [
+        _fullest(job, int(micro), int(recompute), bool(kept), bool(narrow))
+        for micro, recompute, kept, narrow in found.T
+    ]
     held[:, whole] = np.array(parts).T[:, places.reshape(-1)]
     activations, temporary, gradients = held
     return Moment(
@@ -54,13 +57,22 @@ def list_fullest(job: Job, grid: Grid, whole: Flags, sums: Flags) -> Moment:
     )
 
 
+def may_narrow(grid: Grid) -> Flags:
+    """Which layouts may keep gradients in 16 bits, if their micro-batch is all of the batch."""
+    return np.asarray((grid.world_size == 1) & (grid.offload == 0))
+
+
 @functools.lru_cache(maxsize=1024)
-def _fullest(job: Job, micro_batch: int, recompute: int, sums: bool) -> tuple[float, float, float]:
+def _fullest(
+    job: Job, micro_batch: int, recompute: int, sums: bool, narrow: bool
+) -> tuple[float, float, float]:
     """What is kept and what is made then, and the part of the gradients that exists."""
     model = job.model
     assert isinstance(model, DecoderModel), "decoders are compiled"
     layout = Layout("given", micro_batch=micro_batch, recompute=cast(Recompute, RECOMPUTES[recompute]))
     job = dataclasses.replace(job, layout=layout)
+    if not narrow:
+        job = dataclasses.replace(job, train=dataclasses.replace(job.train, gradients="fp32"))
     moments = list_compiled_moments(
         job,
         model,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.plan.estimate.buffers import sum_buffers
+from meshwright.plan.estimate.compiled import may_narrow
 from meshwright.plan.estimate.eager import list_eager_moments
 from meshwright.plan.estimate.grid import OFFLOADS, Flags, Floats, Grid, Ints
 from meshwright.plan.estimate.moments import MOMENT_LINES, Facts, Moment, list_moments
@@ -147,7 +148,7 @@ def _narrowed(workload: Workload, grid: Grid) -> Floats:
     one = dataclasses.replace(job, layout=Layout("given", micro_batch=job.train.global_batch))
     parameters = list_parameters(one.model)
     saved = count_gradient_bytes(parameters) - count_gradient_bytes(with_gradients(one, parameters))
-    return np.where((grid.world_size == 1) & (grid.micro_batch >= job.train.global_batch), float(saved), 0.0)
+    return np.where(may_narrow(grid) & (grid.micro_batch >= job.train.global_batch), float(saved), 0.0)
 
 
 def _find_fullest(moments: list[Moment], gradients: Floats) -> Ints:

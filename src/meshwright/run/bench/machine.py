@@ -270,7 +270,8 @@ def issue_block_s(session: Session) -> float:
     x = torch.randn(shape, device=device).to(model.stream).requires_grad_()
     rope, times = (model.rope_cos[:length], model.rope_sin[:length]), []
     for _ in range(WARM_UP + 5):
-        session.owned.drop_gradients()  # or they would add up
+        session.owned.drop_gradients()  # or they would add up, as would that of
+        x.grad = None
         _wait(device)
         started = time.perf_counter()
         with session.precision.products():

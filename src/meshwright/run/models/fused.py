@@ -114,8 +114,7 @@ class _Embedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor | None, ...]:
         (tokens_BT,) = ctx.saved_tensors
-        grad_ND = grad_BTD.flatten(0, 1).contiguous()
-        return None, kernels.add_rows(grad_ND, tokens_BT.flatten(), ctx.words), None
+        return None, kernels.add_rows(grad_BTD.flatten(0, 1), tokens_BT.flatten(), ctx.words), None
 
 
 def embed(table: nn.Embedding, tokens_BT: Tensor, stream: torch.dtype) -> Tensor:

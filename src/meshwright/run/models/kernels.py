@@ -55,11 +55,11 @@ def _scales(x: Tensor) -> Tensor:
 
 
 def read_rows(table_VD: Tensor, tokens_N: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of an embedding, in the precision of the stream."""
+    """Rows of an embedding, in the precision of the stream; on GPUs a word that it has not is no number."""
     if not on_gpu(table_VD):
         return table_VD[tokens_N].to(dtype)
     out_ND = torch.empty(len(tokens_N), table_VD.shape[1], dtype=dtype, device=table_VD.device)
-    _triton().read_rows(table_VD, tokens_N, out_ND)
+    _triton().read_rows(table_VD, tokens_N.contiguous(), out_ND)
     return out_ND
 
 
@@ -72,7 +72,7 @@ def add_rows(grad_ND: Tensor, tokens_N: Tensor, words: int) -> Tensor:
         found: Tensor = torch.ops.aten.embedding_dense_backward(grad_ND.float(), tokens_N, words, -1, False)
         return found
     table_VD = torch.zeros(words, grad_ND.shape[1], dtype=torch.float32, device=grad_ND.device)
-    _triton().add_rows(grad_ND, tokens_N, table_VD)
+    _triton().add_rows(grad_ND.contiguous(), tokens_N.contiguous(), table_VD)
     return table_VD
 
 

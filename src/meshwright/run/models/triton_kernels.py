@@ -23,7 +23,7 @@ THREADS = 1024
 """Of a multiprocessor, where programs stay and go from row to row."""
 AHEAD_BLOCK = 4096
 """Of rows that fill such a block a norm's way back loads the next one ahead, with half the warps: 126 us for
-146 with 3072 columns on an H200, but 168 for 161 with 2048. Two wider rows would not fit into registers."""
+146 with 3072 columns on an H200, but 167 for 161 with 2048. Two wider rows would not fit into registers."""
 GATE_BLOCK, GATE_BACKWARD_BLOCK = 2048, 8192
 AMAX_ROWS, AMAX_COLUMNS, AMAX_STEPS = 32, 128, 16
 """What a program looks through for the largest of each column: so many tiles, one below the other."""

@@ -14,13 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 1024, 4
-"""Elements of a chunk, and how many share it."""
+from meshwright.plan.optimizer import UPDATE_CHUNK
+
+WARPS = 4
+"""How many share a chunk."""
 ALIGNED_BYTES = ALIGNED_ELEMENTS = 16
 """How what is read in long words lies, and ends."""
 COLUMNS = 6
 """Of the table: five addresses and the number of elements."""
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+Types = tuple[torch.dtype, torch.dtype | None]
 
 
 class Moved(NamedTuple):
@@ -35,6 +40,10 @@ class Moved(NamedTuple):
     def row(self) -> tuple[int, ...]:
         """Of the table."""
         return *(0 if tensor is None else tensor.data_ptr() for tensor in self), self.parameter.numel()
+
+    def types(self) -> Types:
+        """Of gradient and copy; the others are float32."""
+        return self.gradient.dtype, None if self.low is None else self.low.dtype
 
 
 class Kind(NamedTuple):
@@ -51,6 +60,7 @@ class Table:
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, ...]] = []
+        self._types: list[Types] = []
         self._kinds: list[Kind] = []
         self._on_device: Tensor
         self.chunks: dict[Kind, Tensor]
@@ -58,26 +68,29 @@ class Table:
 
     def update(self, moved: Sequence[Moved]) -> Tensor:
         """The table of these parameters."""
-        rows, device = [each.row() for each in moved], moved[0].parameter.device
-        if rows != self._rows:
-            kinds = [_kind_of(each, row) for each, row in zip(moved, rows, strict=True)]
-            counts = [row[-1] for row in rows]
-            if kinds != self._kinds or counts != [row[-1] for row in self._rows]:
-                self.chunks = _cut(kinds, counts, device)
-            self._rows, self._kinds, self._on_device = rows, kinds, _send(rows, torch.int64, device)
+        rows, types = [each.row() for each in moved], [each.types() for each in moved]
+        if (rows, types) == (self._rows, self._types):
+            return self._on_device
+        kinds = [_kind_of(each, row) for each, row in zip(moved, rows, strict=True)]
+        counts, device = [row[-1] for row in rows], moved[0].parameter.device
+        if kinds != self._kinds or counts != [row[-1] for row in self._rows]:
+            self.chunks = _cut(kinds, counts, device)
+        self._rows, self._types, self._kinds = rows, types, kinds
+        self._on_device = _send(rows, torch.int64, device)
         return self._on_device
 
 
 def _kind_of(moved: Moved, row: tuple[int, ...]) -> Kind:
+    assert all(tensor is None or tensor.is_contiguous() for tensor in moved), "the kernel looks at no strides"
     *addresses, count = row
     aligned = all(address % ALIGNED_BYTES == 0 for address in addresses) and count % ALIGNED_ELEMENTS == 0
-    return Kind(moved.gradient.dtype, None if moved.low is None else moved.low.dtype, aligned)
+    return Kind(*moved.types(), aligned)
 
 
 def _cut(kinds: Sequence[Kind], counts: Sequence[int], device: torch.device) -> dict[Kind, Tensor]:
     cut: dict[Kind, list[Tensor]] = {}
     for number, (kind, count) in enumerate(zip(kinds, counts, strict=True)):
-        chunks = torch.arange(triton.cdiv(count, BLOCK), dtype=torch.int32)
+        chunks = torch.arange(triton.cdiv(count, UPDATE_CHUNK), dtype=torch.int32)
         cut.setdefault(kind, []).append(torch.stack((torch.full_like(chunks, number), chunks), dim=1))
     return {kind: torch.cat(parts).to(device) for kind, parts in cut.items()}
 
@@ -166,6 +179,6 @@ def move(
             GRADIENT=TYPES[kind.gradient],
             LOW=None if kind.low is None else TYPES[kind.low],
             ALIGNED=kind.aligned,
-            BLOCK=BLOCK,
+            BLOCK=UPDATE_CHUNK,
             num_warps=WARPS,
         )

@@ -96,15 +96,20 @@ def test_gradients_in_16_bits_are_estimated_as_the_ledger_has_them(seq_len):
         }
     )
     layouts = [Layout("given", dp_replicate=ranks, micro_batch=n) for ranks, n in ((1, 8), (1, 4), (2, 4))]
+    layouts.append(Layout("given", dp_replicate=2, micro_batch=8))  # one rank has nothing but padding
     estimate = estimate_memory(Workload.of(job), Grid.of(layouts))
     states = []
     for number, layout in enumerate(layouts):
-        rounds = 8 // (layout.dp_replicate * (layout.micro_batch or 1))
+        rounds = max(1, 8 // (layout.dp_replicate * (layout.micro_batch or 1)))
         exact = predict_ledger(dataclasses.replace(job, layout=layout), layout.micro_batch or 1, rounds)
         states.append(exact.state_bytes["gradients"])
         assert estimate.counted_as("allocated")[number] == pytest.approx(exact.peak_bytes, rel=WITHIN)
         assert estimate.between_bytes[number] == pytest.approx(sum(exact.state_bytes.values()), rel=WITHIN)
-    assert states[0] < states[1] == states[2]
+    assert states[0] < states[1] == states[2] == states[3]
+    kept = Grid.of([Layout("given", micro_batch=8, offload="optimizer")])
+    wide = dataclasses.replace(job, train=dataclasses.replace(job.train, gradients="fp32"))
+    found, wanted = (estimate_memory(Workload.of(which), kept) for which in (job, wide))
+    assert (found.peak_bytes, found.between_bytes) == (wanted.peak_bytes, wanted.between_bytes)
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))
