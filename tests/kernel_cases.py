@@ -291,21 +291,21 @@ def check_scale(device: str, dtype: torch.dtype) -> None:
 def check_adamw(device: str) -> None:
     """Parameters of all kinds move as by torch's operations; also after one lies elsewhere."""
     from meshwright.run.update_rules import triton_adamw
-    from meshwright.run.update_rules.adamw import update_parameter
+    from meshwright.run.update_rules.adamw import Moved, update_parameter
 
     shapes, table = [(50, 96), (33,), (7, 3), (100, 100), (16,)], triton_adamw.Table()
     scalars = draw(device, len(shapes), 4, dtype=EXACT, seed=9).abs()
 
-    def build(number: int) -> triton_adamw.Moved:
+    def build(number: int) -> Moved:
         drawn = [draw(device, *shapes[number], dtype=EXACT, seed=10 * number + i) for i in range(4)]
         drawn[3] = drawn[3].abs()
-        return triton_adamw.Moved(*drawn, torch.zeros_like(drawn[0]) if number % 2 else None)
+        return Moved(*drawn, torch.zeros_like(drawn[0]) if number % 2 else None)
 
     ours, theirs = ([build(number) for number in range(len(shapes))] for _ in range(2))
     for _ in range(2):
         triton_adamw.move(table, ours, scalars, (0.9, 0.95), 1e-8)
         for moved, row in zip(theirs, scalars, strict=True):
-            update_parameter(*moved[:4], row, moved.low, beta1=0.9, beta2=0.95, eps=1e-8)
+            update_parameter(moved, row, (0.9, 0.95), 1e-8)
         for own, other in zip(ours, theirs, strict=True):
             for found, wanted in zip(own, other, strict=True):
                 assert (found is None) == (wanted is None)

@@ -261,7 +261,7 @@ def explain_choice(job: Job, search: Search) -> list[str]:
         reasons.append(
             f"{empty} of {padding} samples a step are zero-weight padding, so that all ranks run alike"
         )
-    reasons += explain_gradients(dataclasses.replace(job, layout=best.layout))
+    reasons += explain_gradients(with_layout(job, best.layout))
     return reasons + explain_positions(job) + explain_lr(job.train) + explain_defaults(job.train)
 
 

@@ -24,12 +24,11 @@ from dataclasses import dataclass
 from meshwright.plan.shapes import (
     FLOAT32_BYTES,
     FP8_ALIGNED,
-    LOW_BYTES,
+    matrix_gradient_bytes,
     multiplies_in_fp8,
     operand_bytes,
     residual_bytes,
 )
-from meshwright.spec.compiled import narrows_gradients
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -69,8 +68,7 @@ class _Matrix:
         """Of a job's block: of 8 bits if each of those below each other can be."""
         scaled = all(multiplies_in_fp8(job, rows, inputs) for rows in outputs)
         exact = job.train.weight_gradients == "bf16" or tokens % FP8_ALIGNED
-        each = LOW_BYTES[job.train.gradients] if narrows_gradients(job) else FLOAT32_BYTES
-        gradient = sum(outputs) * inputs * each
+        gradient = sum(outputs) * inputs * matrix_gradient_bytes(job)
         return cls(sum(outputs), inputs, scaled, scaled and not exact, tokens, gradient)
 
     @property

@@ -63,13 +63,18 @@ def count_gradient_bytes(parameters: Iterable[Parameter]) -> int:
     return sum(p.count * p.gradient_bytes for p in parameters)
 
 
+def matrix_gradient_bytes(job: Job) -> int:
+    """Of an element of the gradient of a block's matrix, as it is kept."""
+    return LOW_BYTES[job.train.gradients] if narrows_gradients(job) else FLOAT32_BYTES
+
+
 def with_gradients(job: Job, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
     """A job's parameters with gradients as they are kept: those of blocks' matrices may be of 16 bits."""
-    if not narrows_gradients(job):
+    each = matrix_gradient_bytes(job)
+    if each == FLOAT32_BYTES:
         return parameters
-    narrow = LOW_BYTES[job.train.gradients]
     return tuple(
-        dataclasses.replace(p, gradient_bytes=narrow)
+        dataclasses.replace(p, gradient_bytes=each)
         if len(p.shape) == 2 and p.name.startswith(BLOCK_PREFIX)
         else p
         for p in parameters

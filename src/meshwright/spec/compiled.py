@@ -23,9 +23,14 @@ def keeps_copies(job: Job) -> bool:
     return job.train.compile and job.train.precision in LOW_PRECISIONS and whole and dense
 
 
+def _compiles_for_gpu(job: Job) -> bool:
+    """Whether what is asked for is fast code for a GPU, whoever writes it."""
+    return job.train.compile and job.train.compile_backend == "inductor" and job.cluster.device == "cuda"
+
+
 def runs_own_kernels(job: Job) -> bool:
     """Whether our own kernels compute the blocks of a compiled decoder: on a GPU, if it looks like Llama."""
-    model, layout, train = job.model, job.layout, job.train
+    model, layout = job.model, job.layout
     if not (keeps_copies(job) and isinstance(model, DecoderModel)):
         return False
     named = (model.norm, model.positions, model.activation) == ("rms", "rope", "swiglu")
@@ -33,7 +38,7 @@ def runs_own_kernels(job: Job) -> bool:
     plain = plain and model.attention == "heads" and model.window is None
     paired = model.head_size >= LEAST_TURNED and model.head_size & (model.head_size - 1) == 0
     whole = layout.tp * layout.cp == 1
-    wanted = train.kernels == "own" and train.compile_backend == "inductor" and job.cluster.device == "cuda"
+    wanted = job.train.kernels == "own" and _compiles_for_gpu(job)
     return named and plain and paired and whole and wanted
 
 
@@ -54,9 +59,8 @@ def fuses_update(job: Job) -> bool:
     offloaded state lies in slots.
     """
     train = job.train
-    compiled = train.compile and train.compile_backend == "inductor" and job.cluster.device == "cuda"
     alone = train.precision != "fp16" and not train.grad_noise and job.layout.offload == "none"
-    return compiled and alone and train.optimizer == "adamw"
+    return _compiles_for_gpu(job) and alone and train.optimizer == "adamw"
 
 
 def explain_gradients(job: Job) -> list[str]:

@@ -230,6 +230,7 @@ def test_our_own_blocks_keep_that_to_the_byte(make_job, recompute, residual, pre
     """With torch's operations in the place of the kernels: what is kept is the same."""
     torch = pytest.importorskip("torch")
     from meshwright.run.models.decoder import Decoder, fuse_blocks
+    from meshwright.run.models.fused import last_norm
     from meshwright.run.models.products import scale_products
     from meshwright.run.working import WorkingCopies
 
@@ -247,7 +248,7 @@ def test_our_own_blocks_keep_that_to_the_byte(make_job, recompute, residual, pre
     fuse_blocks(decoder)
 
     def run(x, rope):
-        decoder._run_fused(x, rope, None)
+        last_norm(decoder.norm, *decoder.run_fused(x, rope, None))
 
     block = OwnBlock.of(job, job.model, 4)
     assert sum_kept(job, decoder, run) == 2 * block.kept + block.last_norm

@@ -11,7 +11,7 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -270,28 +270,21 @@ def issue_block_s(session: Session) -> float:
     x = torch.randn(shape, device=device).to(model.stream).requires_grad_()
     rope, times = (model.rope_cos[:length], model.rope_sin[:length]), []
     for _ in range(WARM_UP + 5):
-        session.owned.drop_gradients()  # or they would add up, as would that of
-        x.grad = None
+        session.owned.drop_gradients()  # or they would add up
+        x.grad = None  # likewise
         _wait(device)
         started = time.perf_counter()
         with session.precision.products():
-            outputs = _queue_blocks(model, x, rope)
+            if model.fused is None:
+                out = x
+                for block in blocks:
+                    out = block(out, rope, None, None)
+                outputs: tuple[Tensor, ...] = (out,)
+            else:
+                outputs = model.run_fused(x, rope, None)
         torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])
         times.append(time.perf_counter() - started)
     return statistics.median(times[WARM_UP:]) / len(blocks)
-
-
-def _queue_blocks(model: Decoder, x: Tensor, rope: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
-    """The forward pass of all blocks, as a step has it."""
-    if model.fused is None:
-        for block in model.list_blocks():
-            x = block(x, rope, None, None)
-        return [x]
-    delta: Tensor | None = None
-    for fused in model.fused:
-        x, delta = fused(x, delta, rope, None)
-    assert delta is not None, "a decoder has blocks"
-    return x, delta
 
 
 def _wait(device: torch.device) -> None:

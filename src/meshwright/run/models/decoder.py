@@ -301,7 +301,8 @@ class Decoder(nn.Module):
         rope = (self.rope_cos[:length], self.rope_sin[:length]) if self.rotary else None
         mask = None if segments_BT is None else self.context.hide(segments_BT, product_dtype(x))
         if self.fused is not None:
-            x = self._run_fused(x, rope, mask)
+            assert isinstance(self.norm, RMSNorm), "the spec's runs_own_kernels wants this norm"
+            x = last_norm(self.norm, *self.run_fused(x, rope, mask))
         else:
             for block in self.blocks.values():
                 x = block(x, rope, mask, weights_B)
@@ -318,11 +319,18 @@ class Decoder(nn.Module):
         if self.last and self.head.expected_gradient != expected:  # a module is slow to set
             self.head.expected_gradient = expected
 
-    def _run_fused(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
-        """What the head reads, by our own kernels."""
+    def run_fused(
+        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream behind all blocks and what the last one adds to it, by our own kernels.
+
+        Args:
+            x_BTD: The stream before them.
+            rope: Tables of rotations.
+            mask: Added to the scores of attention.
+        """
         assert self.fused is not None, "asked where they are"
         assert rope is not None, "the spec's runs_own_kernels wants rotations"
-        assert isinstance(self.norm, RMSNorm), "and this norm"
         delta_BTD: Tensor | None = None
         for fused, block in zip(self.fused, self.list_blocks(), strict=True):
             if block.recompute == "full" and torch.is_grad_enabled():
@@ -340,7 +348,7 @@ class Decoder(nn.Module):
             else:
                 x_BTD, delta_BTD = fused(x_BTD, delta_BTD, rope, mask)
         assert delta_BTD is not None, "a decoder has blocks"
-        return last_norm(self.norm, x_BTD, delta_BTD)
+        return x_BTD, delta_BTD
 
     def _embed(self, tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
         x_BTD = self.embed(tokens_BT)

@@ -12,7 +12,7 @@ torch's operations compute the same: what the kernel is compared with.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,36 +30,36 @@ def clipping_factor(norm: Tensor, most: float) -> Tensor:
     return (most / (norm + SMALLEST_NORM)).clamp(max=1.0)
 
 
-def update_parameter(
-    parameter: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    scalars: Tensor,
-    low: Tensor | None,
-    *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-) -> None:
+class Moved(NamedTuple):
+    """What a step of one parameter reads and writes."""
+
+    parameter: Tensor
+    """Moved, and rounded into ``low``."""
+    gradient: Tensor
+    """As the backward pass left it."""
+    mean: Tensor
+    """Of gradients."""
+    square: Tensor
+    """The mean of their squares."""
+    low: Tensor | None
+    """A copy of the parameter in 16 bits, if there is one."""
+
+
+def update_parameter(moved: Moved, scalars: Tensor, betas: tuple[float, float], eps: float) -> None:
     """One parameter's step, in place, by torch's operations.
 
     Args:
-        parameter: Moved, and rounded into ``low``.
-        gradient: As the backward pass left it.
-        mean: Of gradients.
-        square: The mean of their squares.
+        moved: The parameter, and what belongs to it.
         scalars: Of this step, four on the device: the rate over the mean's correction, one over the root of
             the square's correction, what decay leaves of the parameter, what clipping leaves of the gradient.
-        low: A copy of the parameter in 16 bits, if there is one.
-        beta1: Weight of the past in the mean.
-        beta2: In the square.
+        betas: Weights of the past in mean and square.
         eps: Added to the root.
     """
     rate, correction, kept, factor = scalars.unbind()
+    parameter, gradient, mean, square, low = moved
     clipped = gradient.float() * factor
-    mean.lerp_(clipped, 1 - beta1)
-    square.mul_(beta2).addcmul_(clipped, clipped, value=1 - beta2)
+    mean.lerp_(clipped, 1 - betas[0])
+    square.mul_(betas[1]).addcmul_(clipped, clipped, value=1 - betas[1])
     parameter.mul_(kept).sub_(rate * mean / (square.sqrt() * correction + eps))
     if low is not None:
         low.copy_(parameter)
@@ -106,18 +106,15 @@ class FusedAdamW(Optimizer):
             if parameters:
                 torch._foreach_add_([self.state[parameter]["step"] for parameter in parameters], 1)
                 rows.append(self._list_scalars(parameters, group["lr"], group["weight_decay"]))
-                moved += parameters
+                moved += [self._gather(parameter) for parameter in parameters]
         self.factor = None
-        if not moved:
-            return
-        scalars = torch.cat(rows)
-        if moved[0].is_cuda:
-            self._move_on_gpu(moved, scalars)
-            return
-        for parameter, row in zip(moved, scalars, strict=True):
-            state, low = self.state[parameter], self._copies.get(parameter)
-            tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"], row, low)
-            update_parameter(*tensors, beta1=self._betas[0], beta2=self._betas[1], eps=self._eps)
+        if moved:
+            self._move(moved, torch.cat(rows))
+
+    def _gather(self, parameter: nn.Parameter) -> Moved:
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None, "it has one, or it is not moved"
+        return Moved(parameter, gradient, state["exp_avg"], state["exp_avg_sq"], self._copies.get(parameter))
 
     def _list_scalars(self, moved: list[nn.Parameter], lr: float, weight_decay: float) -> Tensor:
         """What an update reads beside its tensors: a row for each parameter, made by a few operations."""
@@ -128,15 +125,13 @@ class FusedAdamW(Optimizer):
         factors = torch.ones_like(steps) if self.factor is None else self.factor.double().expand_as(steps)
         return torch.stack((rates, corrections, kept, factors), dim=1).float()
 
-    def _move_on_gpu(self, moved: list[nn.Parameter], scalars: Tensor) -> None:
+    def _move(self, moved: list[Moved], scalars: Tensor) -> None:
+        if not moved[0].parameter.is_cuda:
+            for each, row in zip(moved, scalars, strict=True):
+                update_parameter(each, row, self._betas, self._eps)
+            return
         from meshwright.run.update_rules import triton_adamw  # noqa: PLC0415  (a part of torch for GPUs)
 
         if self._table is None:
             self._table = triton_adamw.Table()
-        listed = []
-        for parameter in moved:
-            state, gradient = self.state[parameter], parameter.grad
-            assert gradient is not None, "it has one, or it is not moved"
-            tensors = (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
-            listed.append(triton_adamw.Moved(*tensors, self._copies.get(parameter)))
-        triton_adamw.move(self._table, listed, scalars, self._betas, self._eps)
+        triton_adamw.move(self._table, moved, scalars, self._betas, self._eps)

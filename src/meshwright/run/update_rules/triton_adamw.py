@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.plan.optimizer import UPDATE_CHUNK
+from meshwright.run.update_rules.adamw import Moved
 
 WARPS = 4
 """How many share a chunk."""
@@ -23,27 +24,6 @@ ALIGNED_BYTES = ALIGNED_ELEMENTS = 16
 COLUMNS = 6
 """Of the table: five addresses and the number of elements."""
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-Types = tuple[torch.dtype, torch.dtype | None]
-
-
-class Moved(NamedTuple):
-    """What a step of one parameter reads and writes."""
-
-    parameter: Tensor
-    gradient: Tensor
-    mean: Tensor
-    square: Tensor
-    low: Tensor | None
-
-    def row(self) -> tuple[int, ...]:
-        """Of the table."""
-        return *(0 if tensor is None else tensor.data_ptr() for tensor in self), self.parameter.numel()
-
-    def types(self) -> Types:
-        """Of gradient and copy; the others are float32."""
-        return self.gradient.dtype, None if self.low is None else self.low.dtype
 
 
 class Kind(NamedTuple):
@@ -55,50 +35,52 @@ class Kind(NamedTuple):
     """Whether their memory can be read in long words."""
 
 
+Place = tuple[tuple[int, ...], torch.dtype, torch.dtype | None]
+"""Of a parameter: its row of the table, and what types its gradient and its copy have."""
+
+
 class Table:
     """Where parameters lie; on the device, and there again only if something has moved."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[int, ...]] = []
-        self._types: list[Types] = []
-        self._kinds: list[Kind] = []
+        self._places: list[Place] = []
+        self._sizes: list[tuple[Kind, int]] = []
         self._on_device: Tensor
         self.chunks: dict[Kind, Tensor]
         """By kind, of each chunk the number of the parameter and its own."""
 
     def update(self, moved: Sequence[Moved]) -> Tensor:
         """The table of these parameters."""
-        rows, types = [each.row() for each in moved], [each.types() for each in moved]
-        if (rows, types) == (self._rows, self._types):
+        places = [_place_of(each) for each in moved]
+        if places == self._places:
             return self._on_device
-        kinds = [_kind_of(each, row) for each, row in zip(moved, rows, strict=True)]
-        counts, device = [row[-1] for row in rows], moved[0].parameter.device
-        if kinds != self._kinds or counts != [row[-1] for row in self._rows]:
-            self.chunks = _cut(kinds, counts, device)
-        self._rows, self._types, self._kinds = rows, types, kinds
-        self._on_device = _send(rows, torch.int64, device)
+        assert all(t is None or t.is_contiguous() for each in moved for t in each), "strides are not read"
+        device, sizes = moved[0].parameter.device, [_size_of(place) for place in places]
+        if sizes != self._sizes:
+            self.chunks = _cut(sizes, device)
+        self._places, self._sizes = places, sizes
+        rows = torch.tensor([row for row, _, _ in places])  # the host does not wait for what follows
+        self._on_device = rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
         return self._on_device
 
 
-def _kind_of(moved: Moved, row: tuple[int, ...]) -> Kind:
-    assert all(tensor is None or tensor.is_contiguous() for tensor in moved), "the kernel looks at no strides"
-    *addresses, count = row
+def _place_of(moved: Moved) -> Place:
+    row = *(0 if tensor is None else tensor.data_ptr() for tensor in moved), moved.parameter.numel()
+    return row, moved.gradient.dtype, None if moved.low is None else moved.low.dtype
+
+
+def _size_of(place: Place) -> tuple[Kind, int]:
+    (*addresses, count), gradient, low = place
     aligned = all(address % ALIGNED_BYTES == 0 for address in addresses) and count % ALIGNED_ELEMENTS == 0
-    return Kind(*moved.types(), aligned)
+    return Kind(gradient, low, aligned), count
 
 
-def _cut(kinds: Sequence[Kind], counts: Sequence[int], device: torch.device) -> dict[Kind, Tensor]:
+def _cut(sizes: Sequence[tuple[Kind, int]], device: torch.device) -> dict[Kind, Tensor]:
     cut: dict[Kind, list[Tensor]] = {}
-    for number, (kind, count) in enumerate(zip(kinds, counts, strict=True)):
+    for number, (kind, count) in enumerate(sizes):
         chunks = torch.arange(triton.cdiv(count, UPDATE_CHUNK), dtype=torch.int32)
         cut.setdefault(kind, []).append(torch.stack((torch.full_like(chunks, number), chunks), dim=1))
     return {kind: torch.cat(parts).to(device) for kind, parts in cut.items()}
-
-
-def _send(rows: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """To the device, for which the host does not wait."""
-    table = torch.tensor(rows, dtype=dtype)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 @triton.jit
