@@ -7,13 +7,16 @@ import sys
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meshwright import __version__
 from meshwright.cli.output import Output
 from meshwright.core.errors import MeshwrightError, Problem, UserError
+
+if TYPE_CHECKING:
+    from meshwright.plan.near import Near
 
 app = typer.Typer(
     name="meshwright",
@@ -71,9 +74,7 @@ def guarded(output: Output, command: Callable[[], int | None]) -> None:
     try:
         status = command() or 0
     except MeshwrightError as error:
-        from meshwright.cli.nearest import find_near  # noqa: PLC0415  (only when something is wrong)
-
-        near = find_near(error)
+        near = _find_near(error)
         facts = {"nearest": [one.as_dict() for one in near]} if near else None
         output.failure(error, [one.line for one in near], facts=facts)
         status = error.exit_status
@@ -81,6 +82,17 @@ def guarded(output: Output, command: Callable[[], int | None]) -> None:
         output.errors.print("interrupted")
         status = 130
     raise typer.Exit(status)
+
+
+def _find_near(error: MeshwrightError) -> list[Near]:
+    """The nearest legal layouts, where a rule refuses a job's layout."""
+    from meshwright.spec.load import SpecError  # noqa: PLC0415  (only when something is wrong)
+
+    if not isinstance(error, SpecError) or error.job is None:
+        return []
+    from meshwright.plan.near import find_near  # noqa: PLC0415
+
+    return find_near(error.job, error.problems)
 
 
 def _show_version(wanted: bool) -> None:

@@ -13,16 +13,16 @@ from typing import Any
 from meshwright.cli.app import require_packages
 from meshwright.cli.audit import CHECK_FAILED, show_collectives, show_state
 from meshwright.cli.output import Output
-from meshwright.cli.prove import layout_words, settle_layout
+from meshwright.cli.prove import settle_job
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.explain.audit import PEAK_TOLERANCE, Audit, audit_rank
 from meshwright.explain.record import RunRecord
 from meshwright.launch.environment import prepare_environment
-from meshwright.plan.choose import Candidate, evaluate, search_layouts
 from meshwright.plan.contract import Plan, layout_keys, plan_of
+from meshwright.plan.layout_text import describe_layout
+from meshwright.plan.predict import Prediction, predict
 from meshwright.spec.job import Job
-from meshwright.spec.legality import with_layout
 from meshwright.spec.load import load_job, require_runnable
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.recipe import eager
@@ -34,7 +34,7 @@ class Rehearsed:
 
     plan: Plan
     """For a CPU, as fake tensors are; not compiled."""
-    candidate: Candidate
+    prediction: Prediction
     """The same layout on the devices that the job names."""
     asked: Job
 
@@ -67,22 +67,21 @@ def prepare(output: Output, source: str, overrides: list[str], rank: int, on: st
         rule, fix = "cannot be rehearsed: a dry run knows decoders alone", "Use meshwright plan"
         path, value = "model.architecture", job.model.architecture
         raise UserError(Problem("dry-run-model", rule, path=path, value=value, fix=fix))
-    job = settle_layout(output, job, source, overrides)
+    job = settle_job(output, job, source, overrides)
     require_runnable(job)
     ranks = job.layout.world_size
     if not 0 <= rank < ranks:
         rule = f"is not a rank of {job.layout.named_degrees() or 'one process'}: there are {ranks}"
         fix = f"Use --rank 0 to {ranks - 1}" if ranks > 1 else "Use --rank 0"
         raise UserError(Problem("dry-run-rank", rule, path="--rank", value=rank, fix=fix))
-    candidate = search_layouts(job).candidates[0]
-    placed = with_layout(job, candidate.layout)
+    prediction = predict(job, job.layout)
+    placed = prediction.job
     on_cores = dataclasses.replace(
         placed,
         cluster=dataclasses.replace(job.cluster, device="cpu"),
         train=eager(job.train),
     )
-    plan = plan_of(on_cores, evaluate(on_cores, candidate.layout), [])
-    return Rehearsed(plan, candidate, job)
+    return Rehearsed(plan_of(predict(on_cores, placed.layout)), prediction, job)
 
 
 def rehearse_rank(output: Output, plan: Plan, rank: int) -> RunRecord:
@@ -100,7 +99,7 @@ def describe(output: Output, prepared: Rehearsed, rank: int, verdict: Audit) -> 
     """What was built, the two tables, and the verdict in words."""
     plan, job = prepared.plan, prepared.asked
     step = f"one step of {plan.micro_batches} x {plan.job.layout.micro_batch} samples, with fake tensors"
-    what = f"{job.name}: {format_count(plan.parameters)} parameters, {layout_words(plan)}"
+    what = f"{job.name}: {format_count(plan.parameters)} parameters, {describe_layout(plan.job.layout)}"
     output.say(f"{what}, rank {rank}: {step}")
     if job.train.compile:
         output.say("Not compiled: what compiled blocks keep is in the plan alone")
@@ -124,7 +123,7 @@ def describe(output: Output, prepared: Rehearsed, rank: int, verdict: Audit) -> 
 
 def explain_device(prepared: Rehearsed) -> list[str]:
     """What the figures above are, where the job is for other devices; and whether it fits those."""
-    ledger, cluster = prepared.candidate.ledger, prepared.asked.cluster
+    ledger, cluster = prepared.prediction.ledger, prepared.asked.cluster
     said = []
     if cluster.device != "cpu":
         said.append(
@@ -132,17 +131,14 @@ def explain_device(prepared: Rehearsed) -> list[str]:
             "loss takes larger chunks and libraries take workspace: for "
             f"{cluster.device_name} the plan says {format_bytes(ledger.peak_bytes)}, at: {ledger.peak_at}"
         )
-    if not prepared.candidate.fits:
-        said.append(
-            f"It does not fit: {cluster.device_name} has {format_bytes(cluster.memory_bytes)}, "
-            f"and the plan says {format_bytes(ledger.first_peak_bytes)}"
-        )
+    if not prepared.prediction.fits:
+        said.append(f"On {cluster.device_name} it {prepared.prediction.shortage}")
     return said
 
 
 def summary(prepared: Rehearsed, rank: int, verdict: Audit) -> dict[str, Any]:
     """For programs."""
-    plan, ledger = prepared.plan, prepared.candidate.ledger
+    plan, ledger = prepared.plan, prepared.prediction.ledger
     audit = verdict.as_dict()
     return {
         "equal": audit.pop("audit_ok"),
@@ -154,7 +150,7 @@ def summary(prepared: Rehearsed, rank: int, verdict: Audit) -> dict[str, Any]:
         **audit,
         "job_device": prepared.asked.cluster.device,
         "job_peak_bytes": ledger.peak_bytes,
-        "fits": prepared.candidate.fits,
+        "fits": prepared.prediction.fits,
     }
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+
+import numpy as np
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.explain.plan_picture import PlanPicture, draw_plan
+from meshwright.plan.contract import Plan
+from meshwright.plan.layout_text import describe_layout
+from meshwright.plan.pipeline_time import walk_pipeline
+from meshwright.plan.search.find import Found
 
 KINDS = ("svg", "png")
-
-
-class Drawable(Protocol):
-    """An outcome that can be drawn."""
-
-    def picture(self) -> PlanPicture:
-        """What is drawn of it."""
+PASS_NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}
 
 
 def check_picture(path: Path) -> None:
@@ -25,9 +24,45 @@ def check_picture(path: Path) -> None:
         raise UserError(Problem("plan-picture-kind", rule, path="--picture", value=str(path), fix=fix))
 
 
-def draw_picture(outcome: Drawable, path: Path) -> None:
+def gather_picture(plan: Plan, found: Found) -> PlanPicture:
+    """What is drawn of a plan and of the search that led to it."""
+    job = plan.job
+    device_s = (
+        np.concatenate(found.rates)
+        if found.rates
+        else np.array([p.step_s * p.layout.world_size for p in found.best])
+    )
+    return PlanPicture(
+        title=f"{job.name}: {describe_layout(job.layout)}",
+        memory={
+            name.partition(" (")[0]: {line.name: float(line.bytes) for line in rank.lines}
+            for name, rank in plan.classes().items()
+        },
+        room_bytes=job.cluster.memory_bytes,
+        steps=[(describe_layout(p.layout), p.time.parts) for p in found.best],
+        rates=plan.tokens_per_step / device_s,
+        unit=job.unit,
+        pipeline=_planned_passes(plan),
+    )
+
+
+def _planned_passes(plan: Plan) -> list[tuple[str, list[tuple[str, float, float]]]]:
+    """When each pp rank is planned to do what; none without a pipeline."""
+    if plan.pipeline is None:
+        return []
+    schedule, walk = walk_pipeline(plan.job, plan.micro_batches, plan.pipeline)
+    return [
+        (
+            f"pp rank {rank}",
+            [(PASS_NAMES[a.kind.value], s, e) for a, s, e in zip(row, starts, ends, strict=True)],
+        )
+        for rank, (row, starts, ends) in enumerate(zip(schedule.ranks, walk.start_s, walk.end_s, strict=True))
+    ]
+
+
+def draw_picture(picture: PlanPicture, path: Path) -> None:
     """Write the picture."""
-    content = draw_plan(outcome.picture(), path.suffix.removeprefix(".").lower())
+    content = draw_plan(picture, path.suffix.removeprefix(".").lower())
     try:
         path.write_bytes(content)
     except OSError as error:

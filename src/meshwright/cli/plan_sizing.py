@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from meshwright.cli.output import Output
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_seconds
+from meshwright.plan.layout_text import describe_layout
+from meshwright.plan.search.failure import explain_failure
 from meshwright.plan.search.find import find_layouts
-from meshwright.plan.search.predict import layout_words
-from meshwright.plan.search.rescue import explain_failure
 from meshwright.plan.search.sizing import Size, Sizing, explain_size, format_cost, format_days, size_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -42,7 +43,8 @@ def show_sizing(
     output.table("Sizes tried", columns, rows, spare=("best layout", "lost"))
     output.say("assumed: " + "; ".join(sizing.assumptions))
     output.say()
-    return (sizing.answer or sizing.fastest).prediction.job_to_plan(), sizing
+    answer = (sizing.answer or sizing.fastest).prediction.job
+    return dataclasses.replace(answer, layout=job.layout), sizing
 
 
 def _row(size: Size) -> tuple[str, ...]:
@@ -54,5 +56,5 @@ def _row(size: Size) -> tuple[str, ...]:
         format_days(size.wall_s),
         f"{size.lost_share:.1%}",
         "unknown" if size.cost is None else format_cost(size.cost),
-        layout_words(best.layout),
+        describe_layout(best.layout),
     )

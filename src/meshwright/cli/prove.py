@@ -12,9 +12,8 @@ from meshwright.cli.app import require_packages
 from meshwright.cli.audit import CHECK_FAILED
 from meshwright.cli.data import settle_data
 from meshwright.cli.output import Output
-from meshwright.cli.plan import is_searched, named_layout_keys
-from meshwright.cli.plan_search import search_outcome
 from meshwright.cli.ranks import build_launch
+from meshwright.cli.search_progress import search_progress
 from meshwright.cli.train import refuse_preset
 from meshwright.core.errors import InterruptedRunError, Problem, RunFailedError, UserError
 from meshwright.core.events import EVENTS_FILE, Event
@@ -23,7 +22,9 @@ from meshwright.explain.proof import TOLERANCE, Verdict, judge
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.environment import prepare_environment
 from meshwright.launch.local import LOGS
-from meshwright.plan.contract import PLAN_FILE, Plan, build_plan, layout_keys, write_plan
+from meshwright.plan.contract import FEWEST_CHECKED, PLAN_FILE, Plan, build_plan, layout_keys, write_plan
+from meshwright.plan.layout_text import describe_layout
+from meshwright.plan.planner import search_job
 from meshwright.plan.proof import (
     STEPS,
     TIE,
@@ -35,12 +36,11 @@ from meshwright.plan.proof import (
     proof_job,
     reference_job,
 )
-from meshwright.plan.search.enumerate import pinned_keys
 from meshwright.plan.shrink import Shrunk, shrink_to_fit
 from meshwright.spec.cluster import machine_memory_bytes
 from meshwright.spec.job import Job
 from meshwright.spec.legality import with_layout
-from meshwright.spec.load import load_job, require_runnable
+from meshwright.spec.load import load_job, named_layout_keys, require_runnable
 
 REFERENCE_ENTRY = "meshwright.run.prove:run_rank"
 ENTRY = "meshwright.run.prove:run_rank"
@@ -130,7 +130,7 @@ def prepare_proof(output: Output, source: str, overrides: list[str]) -> Prepared
         fix = "Use model.norm=group"
         raise UserError(Problem("prove-batch-norm", rule, path="model.norm", value="batch", fix=fix))
     memory = machine_memory_bytes()
-    asked = settle_layout(output, job, source, overrides)
+    asked = settle_job(output, job, source, overrides)
     here = proof_job(asked, memory)
     shrunk = shrink_to_fit(here, STEPS, memory, here.cluster.fp32_flops_per_s)
     require_runnable(shrunk.job)
@@ -142,15 +142,13 @@ def prepare_proof(output: Output, source: str, overrides: list[str]) -> Prepared
     return Prepared(plan, reference, data_dir, shrunk, explain_settings(asked))
 
 
-def settle_layout(output: Output, job: Job, source: str, overrides: list[str]) -> Job:
+def settle_job(output: Output, job: Job, source: str, overrides: list[str]) -> Job:
     """The job with the layout that it names, or that the planner chooses for its cluster."""
     if job.layout.mode == "given":
         return job
-    if is_searched(job):
-        pins = pinned_keys(job.layout, named_layout_keys(source, overrides))
-        return with_layout(job, search_outcome(output, job, pins, 1, "time").best.layout)
-    layout = build_plan(job)[0].job.layout
-    return with_layout(job, dataclasses.replace(layout, mode="given"))
+    with search_progress(output) as progress:
+        found = search_job(job, named_layout_keys(source, overrides), FEWEST_CHECKED, progress=progress)
+    return with_layout(job, found.best[0].layout)
 
 
 def run_side(
@@ -167,7 +165,7 @@ def run_side(
     task.write(folder)
     (folder / EVENTS_FILE).touch()
     losses = Losses()
-    name = "the reference, one process" if task.reference is None else layout_words(plan)
+    name = "the reference, one process" if task.reference is None else name_layout(plan)
     if not output.errors.is_terminal:
         output.errors.print(f"{name}: {task.steps} steps")
     try:
@@ -197,19 +195,16 @@ def _with_log(problem: Problem, folder: Path) -> Problem:
     return dataclasses.replace(problem, fix=f"The output of the ranks is in {folder / LOGS}")
 
 
-def layout_words(plan: Plan) -> str:
+def name_layout(plan: Plan) -> str:
     """The layout in a few words."""
     if plan.world_size == 1:
         return "one process"
-    layout = plan.job.layout
-    more = f" layout.zero={layout.zero}" if layout.zero else ""
-    more += " layout.sequence_parallel=true" if layout.sequence_parallel else ""
-    return f"{layout.named_degrees()}{more} ({format_plural(plan.world_size, 'rank')})"
+    return f"{describe_layout(plan.job.layout)} ({format_plural(plan.world_size, 'rank')})"
 
 
 def describe_proof(output: Output, prepared: Prepared) -> None:
     """What is run, and what was changed for it."""
-    words = layout_words(prepared.plan)
+    words = name_layout(prepared.plan)
     output.say(f"Proof: {words} against one process, {STEPS} steps in float32 on the cores of this machine")
     if prepared.plan.world_size == 1:
         output.say("Nothing is split: this shows only that the run repeats itself")
@@ -234,7 +229,7 @@ def describe_verdict(output: Output, prepared: Prepared, verdict: Verdict, findi
     losses = f"losses of {STEPS} steps differ by at most {_size(verdict.max_rel_diff)}"
     gradients = f"gradients by {_size(verdict.max_grad_diff)} of their norm"
     limits = f"allowed are {TOLERANCE['loss']:g} and {TOLERANCE['gradient']:g}"
-    name = layout_words(prepared.plan)
+    name = name_layout(prepared.plan)
     if verdict.equal:
         output.say(f"Equal: {name}: {losses}, {gradients}; {limits}")
         return

@@ -13,7 +13,7 @@ from meshwright.cli.app import require_packages
 from meshwright.cli.audit import CHECK_FAILED, describe_audit
 from meshwright.cli.data import settle_data
 from meshwright.cli.output import Output
-from meshwright.cli.plan import describe_plan
+from meshwright.cli.plan_text import describe_plan
 from meshwright.cli.progress import Audience
 from meshwright.cli.ranks import (
     build_launch,
@@ -35,7 +35,7 @@ from meshwright.launch.assignment import Assignment
 from meshwright.launch.lock import RunLock
 from meshwright.plan.contract import PLAN_FILE, Plan, build_plan, is_plan, layout_keys, read_plan, write_plan
 from meshwright.spec.job import Job
-from meshwright.spec.load import load_job
+from meshwright.spec.load import load_job, named_layout_keys
 from meshwright.spec.model import BATCH_NORM_NOTE
 from meshwright.spec.presets import preset_names
 from meshwright.survive.checkpoint.manifest import (
@@ -91,7 +91,7 @@ def prepare_run(
     job = ready_plan.job if ready_plan else load_job(source, overrides)
     _require_followers(job)
     require_compiler(job)
-    plan = ready_plan or build_plan(job)[0]
+    plan = ready_plan or build_plan(job, named_layout_keys(source, overrides))[0]
     if started is not None and plan.world_size != started:
         rule = f"needs {plan.world_size} ranks, the launcher started {started}"
         raise UserError(

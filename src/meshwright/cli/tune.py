@@ -17,7 +17,6 @@ from meshwright.cli.cluster_file import require_place, write_cluster
 from meshwright.cli.data import settle_data
 from meshwright.cli.measure import describe_machine, measure_plan
 from meshwright.cli.output import Output
-from meshwright.cli.plan import named_layout_keys
 from meshwright.cli.ranks import require_compiler, require_devices
 from meshwright.cli.train import refuse_preset
 from meshwright.core.errors import Problem, RunFailedError, UserError
@@ -28,13 +27,11 @@ from meshwright.explain.scan import Attempt
 from meshwright.explain.tuning import TuneRow, fold, order
 from meshwright.launch.environment import prepare_environment
 from meshwright.plan.calibrate import Calibration, Timed, calibrate
-from meshwright.plan.choose import Candidate, evaluate, search_layouts
 from meshwright.plan.contract import Plan, plan_of
-from meshwright.plan.lighten import require_fit
-from meshwright.plan.runnable import rank_runnable
-from meshwright.plan.search.enumerate import pinned_keys
+from meshwright.plan.planner import search_job
+from meshwright.plan.predict import Prediction, predict
 from meshwright.spec.job import Job
-from meshwright.spec.load import load_job
+from meshwright.spec.load import load_job, named_layout_keys
 
 Show = Callable[[str, int], None]
 
@@ -50,7 +47,7 @@ def tune_job(output: Output, source: str, overrides: list[str], top: int, steps:
     require_compiler(job)
     require_devices(job, job.cluster.world_size)
     found = rank_candidates(job, source, overrides)
-    plans = [plan_of(job, candidate, []) for candidate in found[:top]]
+    plans = [plan_of(prediction) for prediction in found[:top]]
     data_dir = settle_data(output, job)
     prepare_environment(threads=1)
     rows, attempt = _try_all(output, plans, data_dir)
@@ -71,7 +68,7 @@ def tune_job(output: Output, source: str, overrides: list[str], top: int, steps:
     again = dataclasses.replace(job, cluster=fitted.cluster)
     output.result(
         {
-            "rows": [row.as_dict(evaluate(again, row.plan.job.layout).time.total_s) for row in rows],
+            "rows": [row.as_dict(predict(again, row.plan.job.layout).step_s) for row in rows],
             "candidates": len(found),
             "cluster_file": str(out),
             "fitted": {
@@ -99,14 +96,13 @@ def shorten(job: Job, steps: int) -> Job:
     return dataclasses.replace(job, train=train, cluster=cluster)
 
 
-def rank_candidates(job: Job, source: str, overrides: Sequence[str]) -> list[Candidate]:
+def rank_candidates(job: Job, source: str, overrides: Sequence[str]) -> list[Prediction]:
     """What can be tried, the best prediction first; settings that the user wrote are kept.
 
     Raises:
         UserError: Nothing fits.
     """
-    pins = pinned_keys(job.layout, named_layout_keys(source, overrides))
-    return rank_runnable(job, pins) or [require_fit(job, search_layouts(job))]
+    return search_job(job, named_layout_keys(source, overrides)).best
 
 
 def _require_sizes(top: int, steps: int) -> None:
@@ -174,7 +170,7 @@ def _show(output: Output, job: Job, rows: Sequence[TuneRow], fitted: Calibration
     cells = [
         (*_cells(row), row.reason.splitlines()[0])
         if row.measured is None
-        else (*_cells(row, evaluate(again, row.plan.job.layout).time.total_s), _verdict(row))
+        else (*_cells(row, predict(again, row.plan.job.layout).step_s), _verdict(row))
         for row in rows
     ]
     output.table("Layouts, best measured first", (*columns, "audit"), cells)
@@ -205,7 +201,7 @@ def _basis(steps: int) -> str:
 def _show_fit(
     output: Output,
     fitted: Calibration,
-    found: Sequence[Candidate],
+    found: Sequence[Prediction],
     rows: Sequence[TuneRow],
     steps: int,
     out: Path,

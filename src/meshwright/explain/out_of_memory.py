@@ -27,6 +27,8 @@ def describe_shortage(memory: Mapping[str, Any]) -> list[str]:
     step = format_seconds(memory["predicted_step_s"])
     lines.append(f"changes that fit, the cheapest first (as it is, a step was predicted to take {step}):")
     for change in memory["changes"]:
-        price = f"{format_bytes(change['peak_bytes'])} a rank, {format_seconds(change['step_s'])} a step"
+        price = (
+            f"{format_bytes(change['needed_bytes'])} per device, {format_seconds(change['step_s'])} per step"
+        )
         lines.append(f"  {change['overrides']}  ({price})")
     return lines

@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.explain.record import RunRecord
 from meshwright.explain.scaling import Times, quartiles, slowest
 from meshwright.plan.contract import Plan
-from meshwright.plan.search.predict import layout_overrides
+from meshwright.plan.layout_text import layout_overrides
 
 
 @dataclass(frozen=True)

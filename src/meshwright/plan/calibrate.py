@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.plan.choose import evaluate
 from meshwright.plan.estimate.grid import Floats
+from meshwright.plan.predict import predict
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
@@ -97,7 +97,7 @@ def _with_rates(job: Job, keys: Sequence[str], values: Iterable[float]) -> Job:
 
 def _misses(job: Job, timed: Sequence[Timed]) -> Floats:
     """The logarithm of predicted over measured, a layout each."""
-    predicted = [evaluate(job, t.layout).time.total_s for t in timed]
+    predicted = [predict(job, t.layout).step_s for t in timed]
     return np.asarray(np.log(predicted) - np.log([t.step_s for t in timed]), dtype=np.float64)
 
 

@@ -63,6 +63,14 @@ class StepTime:
         """The whole step."""
         return self.compute_s + self.bubble_s + self.optimizer_s + self.exposed_s
 
+    @property
+    def parts(self):
+        return self.breakdown()
+
+    @property
+    def hidden(self):
+        return {}
+
     def breakdown(self) -> dict[str, float]:
         """The parts that add up to the step."""
         parts = {"compute": self.compute_s, "optimizer": self.optimizer_s, "communication": self.exposed_s}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import tomllib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,26 +20,31 @@ from meshwright import __version__
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
 from meshwright.plan.axes import dense_shard_axis, sums_whole_gradients
-from meshwright.plan.choose import Candidate, Search, explain_choice, search_layouts
 from meshwright.plan.comms import Traffic
 from meshwright.plan.compute import flops_per_token, peak_rate, step_interval
 from meshwright.plan.feed_forward_memory import balanced_rows, row_bytes
-from meshwright.plan.lighten import require_fit
+from meshwright.plan.fit import MemoryNeed, usable_bytes
+from meshwright.plan.ledger import Ledger
 from meshwright.plan.moments import Line
 from meshwright.plan.offload import offloaded_state
 from meshwright.plan.parts import held_buckets, list_stages, pipeline_rank, schedule_of, stage_homes
 from meshwright.plan.pipeline_time import PipelineTime
+from meshwright.plan.planner import search_job
+from meshwright.plan.predict import Prediction, name_classes
+from meshwright.plan.reasons import explain_choice
+from meshwright.plan.search.find import Found
 from meshwright.plan.shapes import count_parameters
 from meshwright.plan.sharding import shard_places, sharded_state
 from meshwright.plan.tensor import held_model
 from meshwright.schedule.files import write_schedule
-from meshwright.spec.hf import notes_on
 from meshwright.spec.job import Job
 from meshwright.spec.load import LAYERS_DEALT, PLAN_KEY, build_job, find_schedule, job_tree
 from meshwright.spec.model import DecoderModel
 
 PLAN_VERSION = 1
 PLAN_FILE = "plan.toml"
+FEWEST_CHECKED = 16
+"""Layouts that are predicted exactly before one of them is called the best."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,10 @@ class RankPrediction:
     rank: int
     state_bytes: dict[str, int]
     peak_bytes: int
+    """Largest sum of live tensors in a steady step."""
     peak_at: str
     first_peak_bytes: int
+    """The same in the first step."""
     activation_bytes: int
     """What one micro-batch keeps from forward to backward."""
     lines: tuple[Line, ...]
@@ -59,6 +67,21 @@ class RankPrediction:
     """Rows that the rank's experts read in one layer and micro-batch if all experts are equally busy."""
     row_bytes: int = 0
     """What one of them keeps there from forward to backward."""
+    checkpoint_bytes: int = 0
+    """Live tensors while a checkpoint is written; 0 in plans from before it was predicted."""
+    needed_bytes: int = 0
+    """Device memory that it needs: the largest of the three, allocator and context; 0 in older plans."""
+
+    def summary(self) -> dict[str, Any]:
+        """Its memory for ``--json``, with INTERFACES' keys."""
+        return {
+            "peak": self.peak_bytes,
+            "peak_at": self.peak_at,
+            "first_step": self.first_peak_bytes,
+            "checkpoint": self.checkpoint_bytes,
+            "needed": self.needed_bytes,
+            "lines": [dataclasses.asdict(line) for line in self.lines],
+        }
 
 
 @dataclass(frozen=True)
@@ -89,8 +112,12 @@ class Plan:
     collectives: tuple[Traffic, ...]
     buckets: tuple[tuple[str, ...], ...]
     reasons: tuple[str, ...]
+    usable_bytes: int = 0
+    """Device memory that a rank may need; 0 in older plans."""
+    hidden_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Communication that computation hides, by axis; not in the step."""
     exact: bool = True
-    """False: the layout does not run yet; `ranks` has the fullest alone, and collectives are sums by axis."""
+    """False: this version does not run the layout. `ranks` has one rank per class, with estimated memory."""
     pipeline: PipelineTime | None = None
     """The schedule as planned; None without a pipeline, and where the layout does not run yet."""
     layers_dealt: bool = False
@@ -107,17 +134,10 @@ class Plan:
         return [row for row in self.collectives if row.place in (None, place)]
 
     def classes(self) -> dict[str, RankPrediction]:
-        """One rank of each kind: those at a place of the pipelines are alike."""
-        if not self.exact or self.job.layout.pp == 1:
-            return {"every rank": self.ranks[0]}
-        names: dict[str, RankPrediction] = {}
-        each = self.world_size // self.job.layout.pp
-        for place in range(self.job.layout.pp):
-            first, last = place * each, (place + 1) * each - 1
-            ranks = f"rank {first}" if each == 1 else f"ranks {first} to {last}"
-            stages = [str(row.stage) for row in self.stages() if row.place == place]
-            names[f"stage{'s' * (len(stages) > 1)} {', '.join(stages)} ({ranks})"] = self.ranks[first]
-        return names
+        """One rank of each kind: those of one pp rank are alike."""
+        each = self.world_size // self.job.layout.pp if self.exact else 1
+        names = name_classes(self.job, self.exact, len(self.ranks) // each)
+        return {name: self.ranks[place * each] for name, place in names.items()}
 
     def stages(self) -> list[StageRow]:
         """The stages of the pipeline, first to last; none without one."""
@@ -144,23 +164,27 @@ class Plan:
 
     def summary(self) -> dict[str, Any]:
         """The layout for ``--json``, with INTERFACES' keys."""
+        return self.summary_with(self.classes())
+
+    def summary_with(self, ranks: dict[str, RankPrediction]) -> dict[str, Any]:
+        """The same with one rank of each class."""
         spread = step_interval(self.job)
+        classes = {name: rank.summary() for name, rank in ranks.items()}
+        needed = max(rank["needed"] for rank in classes.values())
         summary = {
             "layout": layout_keys(self.job),
             "step_s": self.step_s,
             "step_s_low": self.step_s * spread.low,
             "step_s_high": self.step_s * spread.high,
+            "interval_basis": spread.basis,
             "tokens_per_s_per_device": self.tokens_per_step / self.step_s / self.world_size,
             "mfu": self.mfu,
-            "memory_bytes": {
-                name: {
-                    "peak": rank.peak_bytes,
-                    "peak_at": rank.peak_at,
-                    "lines": [dataclasses.asdict(line) for line in rank.lines],
-                }
-                for name, rank in self.classes().items()
-            },
+            "memory_bytes": classes,
+            "needed_bytes": needed,
+            "fits": needed <= self.usable_bytes,
+            "exact": self.exact,
             "breakdown_s": self.breakdown_s,
+            "hidden_s": self.hidden_s,
             "collectives": [row.as_dict() for row in self.collectives],
             "reasons": list(self.reasons),
         }
@@ -176,55 +200,104 @@ def _adapter() -> TypeAdapter[Plan]:
     return TypeAdapter(Plan)
 
 
-def build_plan(job: Job) -> tuple[Plan, Search]:
-    """Search, choose, and write down what the choice promises."""
-    search = search_layouts(job)
-    best = require_fit(job, search)
-    return plan_of(job, best, [*explain_choice(job, search), *notes_on(job.model)]), search
+def build_plan(job: Job, named: Sequence[str] = (), top: int = 1) -> tuple[Plan, Found]:
+    """Search, choose, and write down what the choice promises.
+
+    Args:
+        job: Its layout may be open.
+        named: Keys of the layout that the user wrote; they keep their value.
+        top: How many of the best layouts are predicted.
+    """
+    found = search_job(job, named, max(top, FEWEST_CHECKED))
+    return plan_of(found.best[0], explain_choice(job, found), job.layout.stage_layers is None), found
 
 
-def plan_of(job: Job, candidate: Candidate, reasons: list[str]) -> Plan:
-    """The contract for one candidate."""
-    placed = dataclasses.replace(job, layout=candidate.layout)
-    layout, ranks = candidate.layout, []
-    sharded = dense_shard_axis(layout).size > 1
-    states: dict[tuple[int, tuple[int, int]], dict[str, int]] = {}
-    rows, each_row = _even_share(placed)
-    for rank in range(layout.world_size):
-        place, shards = pipeline_rank(placed, rank), shard_places(placed, rank)
-        ledger = candidate.ledgers[place]
-        if (place, shards) not in states:
-            states[place, shards] = sharded_state(placed, rank) if sharded else ledger.state_bytes
-        state = states[place, shards]
-        ranks.append(
-            RankPrediction(
-                rank=rank,
-                state_bytes=state,
-                peak_bytes=ledger.peak_bytes,
-                peak_at=ledger.peak_at,
-                first_peak_bytes=ledger.first_peak_bytes,
-                activation_bytes=ledger.kept_bytes,
-                lines=ledger.lines,
-                offloaded_bytes=offloaded_state(placed, state),
-                routed_rows=rows,
-                row_bytes=each_row,
-            )
-        )
-    places = range(layout.pp) if sums_whole_gradients(placed) else ()
+def plan_of(prediction: Prediction, reasons: Sequence[str] = (), layers_assigned: bool = True) -> Plan:
+    """The contract for one layout.
+
+    Args:
+        prediction: Of the layout.
+        reasons: Why it was chosen.
+        layers_assigned: Whether the planner, not the user, assigned layers to pipeline stages.
+    """
+    return _write(prediction, reasons, layers_assigned, tuple(_list_ranks(prediction)))
+
+
+def summarize(prediction: Prediction, reasons: Sequence[str] = ()) -> dict[str, Any]:
+    """One layout for ``--json``: the summary of its plan, made without a list of all its ranks."""
+    memory = prediction.memory
+    promises = [
+        _promise(place, ledger, need, ledger.state_bytes)
+        for place, (ledger, need) in enumerate(zip(memory.ledgers, memory.needs, strict=True))
+    ]
+    plan = _write(prediction, reasons, True, ())
+    return plan.summary_with({name: promises[place] for name, place in prediction.classes.items()})
+
+
+def _write(
+    prediction: Prediction,
+    reasons: Sequence[str],
+    layers_assigned: bool,
+    ranks: tuple[RankPrediction, ...],
+) -> Plan:
+    job, layout = prediction.job, prediction.layout
+    whole = prediction.exact and sums_whole_gradients(job)
     return Plan(
-        job=placed,
-        micro_batches=candidate.micro_batches,
-        step_s=candidate.time.total_s,
-        breakdown_s=candidate.time.breakdown(),
+        job=job,
+        micro_batches=prediction.micro_batches,
+        step_s=prediction.step_s,
+        breakdown_s=prediction.time.parts,
+        hidden_s=prediction.time.hidden,
         tokens_per_step=job.train.global_batch * job.data.seq_len,
         flops_per_token=flops_per_token(job.model, job.data.seq_len),
         parameters=count_parameters(job.model),
-        ranks=tuple(ranks),
-        collectives=candidate.traffic,
-        buckets=tuple(tuple(names) for place in places for names in held_buckets(placed, place)),
-        layers_dealt=layout.pp > 1 and job.layout.stage_layers is None,
+        ranks=ranks,
+        collectives=prediction.traffic,
+        buckets=tuple(
+            tuple(names) for rank in (range(layout.pp) if whole else ()) for names in held_buckets(job, rank)
+        ),
+        layers_dealt=layout.pp > 1 and layers_assigned,
         reasons=tuple(reasons),
-        pipeline=candidate.time.pipeline,
+        pipeline=prediction.time.pipeline,
+        exact=prediction.exact,
+        usable_bytes=usable_bytes(job.cluster),
+    )
+
+
+def _list_ranks(prediction: Prediction) -> Iterator[RankPrediction]:
+    """What each rank is promised; of a layout that does not run, one rank of each class."""
+    job, memory = prediction.job, prediction.memory
+    if not prediction.exact:
+        for place, (ledger, need) in enumerate(zip(memory.ledgers, memory.needs, strict=True)):
+            yield _promise(place, ledger, need, ledger.state_bytes)
+        return
+    sharded = dense_shard_axis(job.layout).size > 1
+    states: dict[tuple[int, tuple[int, int]], dict[str, int]] = {}
+    away: dict[tuple[int, tuple[int, int]], dict[str, int]] = {}
+    rows, each_row = _even_share(job)
+    for rank in range(job.layout.world_size):
+        pp_rank, shards = pipeline_rank(job, rank), shard_places(job, rank)
+        ledger = memory.ledgers[pp_rank]
+        if (pp_rank, shards) not in states:
+            state = sharded_state(job, rank) if sharded else ledger.state_bytes
+            states[pp_rank, shards], away[pp_rank, shards] = state, offloaded_state(job, state)
+        promise = _promise(rank, ledger, memory.needs[pp_rank], states[pp_rank, shards])
+        yield dataclasses.replace(
+            promise, offloaded_bytes=away[pp_rank, shards], routed_rows=rows, row_bytes=each_row
+        )
+
+
+def _promise(rank: int, ledger: Ledger, need: MemoryNeed, state: dict[str, int]) -> RankPrediction:
+    return RankPrediction(
+        rank=rank,
+        state_bytes=state,
+        peak_bytes=ledger.peak_bytes,
+        peak_at=ledger.peak_at,
+        first_peak_bytes=ledger.first_peak_bytes,
+        activation_bytes=ledger.kept_bytes,
+        lines=ledger.lines,
+        checkpoint_bytes=need.checkpoint,
+        needed_bytes=need.needed_bytes,
     )
 
 
@@ -256,6 +329,8 @@ def plan_tree(plan: Plan) -> dict[str, Any]:
             "flops_per_token": plan.flops_per_token,
             "parameters": plan.parameters,
             "breakdown_s": plan.breakdown_s,
+            "hidden_s": plan.hidden_s,
+            "usable_bytes": plan.usable_bytes,
             "collectives": [row.as_dict() for row in plan.collectives],
             "buckets": [list(names) for names in plan.buckets],
             "ranks": [dataclasses.asdict(rank) for rank in plan.ranks],

@@ -10,9 +10,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from meshwright.plan.choose import evaluate
 from meshwright.plan.contract import Plan, plan_of
 from meshwright.plan.own_traffic import block_bytes
+from meshwright.plan.predict import predict
 from meshwright.plan.probed_time import Timed, list_linears
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.compiled import runs_own_kernels
@@ -186,8 +186,8 @@ def list_runs(programme: Programme, cluster: Cluster) -> list[SmallRun]:
     runs = []
     for model in programme.models:
         job = _build_job(programme, model, table)
-        candidate = evaluate(job, job.layout)
-        runs.append(SmallRun(plan_of(job, candidate, []), candidate.ledger.touched_bytes))
+        prediction = predict(job, job.layout)
+        runs.append(SmallRun(plan_of(prediction), prediction.ledger.touched_bytes))
     return runs
 
 

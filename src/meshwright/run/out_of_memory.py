@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from meshwright.core.errors import Problem, RunFailedError
-from meshwright.core.units import format_bytes, format_seconds
+from meshwright.core.units import format_bytes
 from meshwright.plan.contract import Plan
-from meshwright.plan.lighten import Remedy, cheapest_changes, room_to_plan_for
+from meshwright.plan.near import Remedy, cheapest_changes, room_to_plan_for
 from meshwright.run.session import Session
 from meshwright.run.step_audit import StepAudit
 from meshwright.spec.cluster import machine_memory_bytes
@@ -107,7 +107,8 @@ def explain_shortage(
             error.__traceback__
         )  # lets go of the step's tensors: planning needs memory, too
     try:
-        room_bytes = room_to_plan_for(predicted, room[0], memory["asked_bytes"], memory["live_bytes"])
+        needed = promised.needed_bytes or predicted
+        room_bytes = room_to_plan_for(needed, room[0], memory["asked_bytes"], memory["live_bytes"])
         changes = cheapest_changes(plan.job, room_bytes)
     except MemoryError:  # not even for this
         changes = []
@@ -135,9 +136,6 @@ def _problem(plan: Plan, rank: int, memory: dict[str, Any], changes: list[Remedy
         )
     rule += f"a peak of {format_bytes(memory['predicted_peak_bytes'])} was predicted, "
     rule += f"{format_bytes(memory['room_bytes'])} were free at the start"
-    tried = [
-        f"{c.overrides} ({format_bytes(c.peak_bytes)} a rank, {format_seconds(c.step_s)} a step)"
-        for c in changes
-    ]
+    tried = [f"{change.overrides} ({change.price})" for change in changes]
     fix = f"Use {'; or '.join(tried)}" if tried else "Use a smaller model, or devices with more memory"
     return Problem("run-out-of-memory", rule, fix=fix)

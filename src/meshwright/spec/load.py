@@ -156,6 +156,16 @@ def _speaks_of(problem: Problem, path: str) -> bool:
     return re.search(rf"(?<![\w.]){re.escape(path)}(\.\w+)*=", str(problem)) is not None
 
 
+def named_layout_keys(source: str, overrides: Sequence[str]) -> list[str]:
+    """Keys of the layout that the user wrote, in the file or as overrides."""
+    table = read_tree(source).get("layout")
+    named = list(table) if isinstance(table, dict) else []
+    return [
+        *named,
+        *(t.partition("=")[0].removeprefix("layout.") for t in overrides if t.startswith("layout.")),
+    ]
+
+
 def read_tree(source: str) -> Tree:
     """The raw tables of a job file, of the job inside a plan, or of a bare model preset."""
     path = Path(source)

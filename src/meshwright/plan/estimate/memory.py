@@ -23,6 +23,7 @@ from meshwright.plan.estimate.state import STATE_LINES, state_lines
 from meshwright.plan.estimate.terms import Sum
 from meshwright.plan.estimate.weights import hold_weights
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.fit import usable_bytes
 from meshwright.plan.shapes import count_gradient_bytes, list_parameters, with_gradients
 from meshwright.spec.layout import Layout
 
@@ -54,10 +55,10 @@ class MemoryEstimate:
     """What a rank keeps in its host's memory."""
 
     def fits(self, workload: Workload) -> Flags:
-        """Which layouts stay within the device, and within its share of the host where something is there."""
+        """Which layouts stay within the usable memory of a device, and within its share of CPU memory."""
         cluster = workload.cluster
         held = self.host_bytes <= (cluster.host_memory_bytes or np.inf)
-        return np.asarray((self.peak_bytes <= cluster.memory_bytes) & held)
+        return np.asarray((self.peak_bytes <= usable_bytes(cluster)) & held)
 
     def counted_as(self, kind: str) -> Floats:
         """The peak as `allocated`, `reserved`, `device` or `formula` counts it."""

@@ -7,7 +7,9 @@ What is in the space, beside the rules:
 
 - Settings that change nothing are not repeated: one schedule with ``pp=1``, one context method with ``cp=1``.
 - ``micro_batch`` divides the share of a rank, or is a power of two evened out to what does it in as many
-  micro-batches. ``virtual_stages`` are the fewest for each number of layers in a stage.
+  micro-batches. ``virtual_stages`` are the fewest for each number of layers in a stage, at most 8.
+- ``sequence_parallel`` is on wherever ``tp`` allows it: it takes the same time or less, and less memory.
+- ``etp`` is 1 or ``tp``: experts are split as far as all other matrices are, or not at all.
 - Schedules, ZeRO stages and axes are those that the job's runtime has (``runtimes.py``).
 - ``gpipe`` only where it is named: 1F1B takes the same time and never holds more micro-batches.
 - ``offload`` only where it is asked for: see ``find.py``. ``prefetch`` and ``accumulate`` stay.
@@ -41,6 +43,8 @@ from meshwright.spec.numbers import divisors
 
 CHUNK = 1 << 16
 """Layouts that are priced at once: their columns stay in a core's cache."""
+MOST_VIRTUAL_STAGES = 8
+"""Stages per rank that an interleaved schedule is searched with; more are taken where they are named."""
 NO_SHARDS, SHARDS_OF_SEQUENCE, SHARDS = range(3)
 """What ZeRO finds: nothing, ranks of cp alone, or ranks of dp_shard."""
 _CODES: dict[str, tuple[str, ...]] = {
@@ -88,9 +92,9 @@ def micro_batch_choices(share: int) -> tuple[int, ...]:
 
 @cache
 def virtual_stage_choices(layers: int, pp: int) -> tuple[int, ...]:
-    """Stages a rank, from 2: the fewest for each number of layers in the largest stage."""
+    """Stages per rank, from 2 to 8: the fewest for each number of layers in the largest stage."""
     fewest: dict[int, int] = {}
-    for stages in range(2, layers // pp + 1):
+    for stages in range(2, min(layers // pp, MOST_VIRTUAL_STAGES) + 1):
         fewest.setdefault(-(-layers // (pp * stages)), stages)
     return tuple(fewest.values())
 
@@ -143,7 +147,10 @@ class Space:
         columns = expand(columns, kind, ("zero",), self._zero_choices)
         pieces = np.where(columns["tp"] > 1, columns["tp"] * columns["cp"], 1)
         columns = expand(columns, pieces, ("sequence_parallel",), self._sp_choices)
-        return self._expand_context(columns), illegal
+        columns = self._expand_context(columns)
+        # In any order, so that a search which stops early has seen layouts of every kind.
+        order = np.random.default_rng(0).permutation(len(columns["pp"]))
+        return keep(columns, order), illegal
 
     def _legal_degrees(self, columns: Columns) -> np.ndarray:
         model, tp, cp, pp = self.model, columns["tp"], columns["cp"], columns["pp"]
@@ -184,23 +191,27 @@ class Space:
 
     def _expand_experts(self, columns: Columns) -> tuple[Columns, int]:
         """``ep`` divides the experts, ``etp`` their width, and both together dp_shard x cp x tp."""
-        model = self.model
-        group = columns["dp_shard"] * columns["cp"] * columns["tp"]
+        model, base = self.model, self.world_size + 1
+        key = columns["dp_shard"] * columns["cp"] * columns["tp"] * base + columns["tp"]
         experts = model.num_experts or 1
 
-        def choices(ranks: int) -> Choices:
+        def all_choices(key: int) -> Choices:
+            ranks, tp = divmod(key, base)
+            named = (self.pins["etp"],) if "etp" in self.pins else sorted({1, tp})
+            return [(ep, etp) for etp in named if ranks % etp == 0 for ep in divisors(ranks // etp)]
+
+        def choices(key: int) -> Choices:
             return [
                 (ep, etp)
-                for ep in self._allowed("ep", divisors(ranks))
-                for etp in self._allowed("etp", divisors(ranks // ep))
-                if experts % ep == 0 and model.expert_width % etp == 0
+                for ep, etp in all_choices(key)
+                if ep in self._allowed("ep", (ep,))
+                and etp in self._allowed("etp", (etp,))
+                and experts % ep == 0
+                and model.expert_width % etp == 0
             ]
 
-        def all_choices(ranks: int) -> Choices:
-            return [(ep, etp) for ep in divisors(ranks) for etp in divisors(ranks // ep)]
-
-        grown = expand(columns, group, ("ep", "etp"), choices)
-        return grown, int(count_choices(group, all_choices).sum()) - len(grown["pp"])
+        grown = expand(columns, key, ("ep", "etp"), choices)
+        return grown, int(count_choices(key, all_choices).sum()) - len(grown["pp"])
 
     def _zero_choices(self, kind: int) -> Choices:
         """Stage 0 has no shards; the others need some, and cp alone may be them."""
@@ -215,9 +226,10 @@ class Space:
     def _sp_choices(self, pieces: int) -> Choices:
         """``pieces`` that a sequence is cut into; 1 where there is no tp."""
         able = pieces > 1 and self.job.data.seq_len % pieces == 0
-        return [
-            (int(flag),) for flag in self._allowed("sequence_parallel", (True, False) if able else (False,))
-        ]
+        return [(int(flag),) for flag in self._allowed("sequence_parallel", self._sp_values(able))]
+
+    def _sp_values(self, able: bool) -> tuple[bool, ...]:
+        return (False,) if not able else (True, False) if "sequence_parallel" in self.pins else (True,)
 
     def _expand_context(self, columns: Columns) -> Columns:
         """A ring, or where each rank of tp x cp gets whole heads, Ulysses; one choice without cp."""

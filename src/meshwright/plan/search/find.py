@@ -1,12 +1,13 @@
-"""Prices every layout of a space and keeps the best.
+"""Searches the layouts of a job: a vectorised stage prunes and orders, the exact prediction decides.
 
-Nothing is left out that could be the best. Two bounds save work, and what they rule out is counted as pruned:
+1. **Prune and order.** Every layout of the space is priced on columns: a lower bound of its peak memory
+   (``bound.py``) and its estimated step time. What the bound proves not to fit is left out, and what is
+   slower than the shortlist by a bound of time (``floors.py``). The fastest of the rest are the shortlist.
+2. **Check.** The shortlist is predicted exactly, fastest first (``plan.predict``: ledger, collectives, time),
+   until enough layouts fit. Only these are shown, written and enforced.
 
-- Memory. What does not fit with 1F1B and one stage a rank does not fit with GPipe, ZB-H1 or even interleaved
-  stages either: they hold the same layers and at least as many micro-batches on every rank (``dominated``).
-- Time. What is slower, by its bound, than all layouts that are kept already cannot be among the best
-  (``bounds.py``): whole numbers of devices fall by it, and schedules of a layout whose 1F1B is priced.
-  Rankings by cost or by memory do not use it.
+A search ends within its time budget. It then says that it stopped early, and how much of the space it saw.
+Layouts that this version does not run have no exact prediction: their memory is the estimate, in both stages.
 """
 
 from __future__ import annotations
@@ -19,23 +20,34 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshwright.plan.estimate.grid import RECOMPUTES, SCHEDULES, Flags, Floats, Grid
-from meshwright.plan.estimate.memory import MemoryEstimate, estimate_memory
+from meshwright.plan.estimate.grid import SCHEDULES, Floats, Grid
+from meshwright.plan.estimate.memory import estimate_memory
 from meshwright.plan.estimate.step import StepEstimate, estimate_step
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.search.bounds import products_s, schedules_floor_s
+from meshwright.plan.fit import usable_bytes
+from meshwright.plan.predict import Prediction, is_exact, predict
+from meshwright.plan.search.bound import PeakBound
 from meshwright.plan.search.enumerate import Chunk, Space, world_sizes
+from meshwright.plan.search.floors import products_s, schedules_floor_s
 from meshwright.spec.job import Job
+from meshwright.spec.layout import Layout
+from meshwright.spec.legality import find_problems, with_layout
 
 By = Literal["time", "cost", "memory"]
 ONE_F_ONE_B = SCHEDULES.index("1f1b")
-NO_LESS = [SCHEDULES.index(name) for name in ("gpipe", "1f1b", "zb-h1")]
-"""Schedules with one stage a rank that hold no fewer micro-batches than 1F1B."""
 AWAY = ("optimizer", "all")
 OFFLOAD_MARGIN = 0.05
-"""By how much offloading must be faster than full recomputation to be taken."""
-MOST_TO_SEARCH_AGAIN = 1_000_000
-"""Layouts up to which a search that found only full recomputation is repeated with offloading."""
+"""By how much offloading must be faster than full activation checkpointing to be taken."""
+SIMPLER = 0.01
+"""Of layouts within this share of the best one, the simplest is recommended."""
+CHECKED = 64
+"""Layouts that fit exactly before a search ends."""
+SHORTLIST = 2048
+"""Layouts that the first stage keeps: many of them may turn out not to fit."""
+BUDGET_S = 10.0
+"""Seconds of a whole search."""
+PRUNING_SHARE = 0.6
+"""Of the budget, for the first stage."""
 Progress = Callable[[int, int], None]
 """Called with the layouts done and the layouts in all."""
 
@@ -50,14 +62,16 @@ class Ranked:
 
     grid: Grid
     step_s: Floats
-    peak_bytes: Floats
+    """Estimated, with the closed form of a pipeline's bubble."""
+    needed_bytes: Floats
+    """A lower bound; the estimate where there is no exact ledger."""
 
     def __len__(self) -> int:
         return len(self.grid)
 
     def take(self, places: np.ndarray) -> Ranked:
         """Some of them."""
-        return Ranked(self.grid.take(places), self.step_s[places], self.peak_bytes[places])
+        return Ranked(self.grid.take(places), self.step_s[places], self.needed_bytes[places])
 
 
 @dataclass
@@ -65,24 +79,33 @@ class Found:
     """What a search saw and kept."""
 
     job: Job
-    by: By
+    by: By = "time"
     evaluated: int = 0
-    """Layouts whose memory and time were both computed."""
+    """Layouts whose memory bound and time were both computed."""
     pruned: int = 0
     """Layouts that a bound ruled out."""
     illegal: int = 0
-    fit: int = 0
+    may_fit: int = 0
+    """Of the evaluated ones those that the bound does not rule out."""
+    checked: int = 0
+    """Layouts that were predicted exactly."""
     seconds: float = 0.0
-    best: Ranked | None = None
-    """Those that fit, best first."""
-    least: Grid | None = None
-    """The one that needs the least of its device's and its host's memory, whether it fits or not."""
-    least_need: float = math.inf
-    """What it needs of the scarcer of the two, as a share of what there is."""
+    stopped_early: bool = False
+    """Whether the time budget ended the search."""
+    unseen: int = 0
+    """Layouts that were not looked at because of it."""
+    best: list[Prediction] = field(default_factory=list)
+    """Those that fit, best first; the first is recommended."""
+    closest: Prediction | None = None
+    """Where nothing fits, the layout that needs least memory of those that were checked."""
     without_offload_s: float | None = None
     """The shortest step without offloading, where offloading is so much faster that it was taken."""
     rates: list[Floats] = field(default_factory=list)
-    """Step times of all that fit, for the picture."""
+    """Device seconds per step of all that may fit, for the picture."""
+    shortlist: Ranked | None = None
+    """Of the first stage, best first."""
+    smallest: Ranked | None = None
+    """The layout with the smallest memory bound, whether it fits or not."""
 
     def counts(self) -> dict[str, Any]:
         """How much was looked at, for programs."""
@@ -90,184 +113,262 @@ class Found:
             "evaluated": self.evaluated,
             "pruned": self.pruned,
             "illegal": self.illegal,
-            "fit": self.fit,
+            "may_fit": self.may_fit,
+            "checked": self.checked,
+            "fit": len(self.best),
             "search_s": self.seconds,
+            "stopped_early": self.stopped_early,
         }
 
 
 def find_layouts(
     job: Job,
     pins: dict[str, Any],
-    top: int,
+    top: int = CHECKED,
     by: By = "time",
     progress: Progress = no_progress,
     worlds: Sequence[int] | None = None,
+    budget_s: float = BUDGET_S,
 ) -> Found:
     """Search all legal layouts, and those that offload where little or nothing else fits.
 
     Args:
         job: For a decoder.
         pins: Keys that keep their value.
-        top: How many of the best are kept.
-        by: What is best: the shortest step, the least device time a step, or the most memory left.
-        progress: Told from time to time.
+        top: How many of the best are predicted exactly.
+        by: What is best: the shortest step, the least device time per step, or the most memory left.
+        progress: Called from time to time.
         worlds: Numbers of devices to try; even parts of the cluster if left out.
+        budget_s: Seconds after which the search ends, whatever is left.
     """
-    started = time.perf_counter()
-    sizes = worlds or world_sizes(job)
-    found = Found(job, by)
-    here = ("none", *AWAY) if by == "memory" else ("none",)
-    _search(found, [Space(job, n, pins, here) for n in sizes], top, progress)
-    if "offload" not in pins and by != "memory":
-        if not found.fit:
-            _search(found, [Space(job, n, pins, AWAY) for n in sizes], top, progress)
-        elif _starved(found):
-            _try_offload(found, [Space(job, n, pins, AWAY) for n in sizes], top, progress)
-    found.seconds = time.perf_counter() - started
+    search = _Search(job, pins, top, by, progress, worlds or world_sizes(job), budget_s)
+    offloads = ("none", *AWAY) if by == "memory" else ("none",)
+    found = search.run(offloads)
+    if "offload" not in pins and by != "memory" and job.cluster.device == "cuda":
+        if not found.best:
+            search.run(AWAY)
+        elif found.best[0].layout.recompute == "full":
+            _try_offload(search, found)
+    found.seconds = time.perf_counter() - search.started
     return found
 
 
-def _starved(found: Found) -> bool:
-    """Whether memory is so short that the best layout computes everything again."""
-    cheap = found.evaluated + found.pruned <= MOST_TO_SEARCH_AGAIN
-    return cheap and found.best is not None and RECOMPUTES[int(found.best.grid.recompute[0])] == "full"
+def _try_offload(search: _Search, found: Found) -> None:
+    """Take layouts that offload, where the best of them is faster by more than a small margin.
 
-
-def _try_offload(found: Found, spaces: list[Space], top: int, progress: Progress) -> None:
-    """Add the layouts that offload, where the best of them is faster by more than a small margin.
-
-    No published run stands behind their predictions, so a few percent do not make them the answer.
+    Memory is so short that the best layout recomputes everything. No published run stands behind predictions
+    of offloading, so a few percent do not make it the answer.
     """
-    assert found.best is not None, "something fits without offloading"
-    away = Found(found.job, found.by)
-    _search(away, spaces, top, progress)
+    before = found.best[0]
+    away = _Search(
+        search.job, search.pins, search.top, search.by, search.progress, search.worlds, search.left_s()
+    ).run(AWAY)
     found.evaluated += away.evaluated
     found.pruned += away.pruned
-    score = [
-        float(objective(found.by, r.grid, r.step_s, r.peak_bytes)[0]) for r in (found.best, away.best) if r
-    ]
-    if away.best is not None and score[1] < (1 - OFFLOAD_MARGIN) * score[0]:
-        found.without_offload_s = float(found.best.step_s[0])
-        found.fit += away.fit
+    found.checked += away.checked
+    found.stopped_early |= away.stopped_early
+    if away.best and score(search.by, away.best[0]) < (1 - OFFLOAD_MARGIN) * score(search.by, before):
+        found.without_offload_s = before.step_s
+        found.may_fit += away.may_fit
         found.rates += away.rates
-        found.best = best_of(found.by, top, found.best, away.best)
+        found.best = order_best(search.by, [*away.best, *found.best])[: search.top]
 
 
-def _search(found: Found, spaces: list[Space], top: int, progress: Progress) -> None:
-    workload = Workload.of(found.job)
-    total = sum(len(space) for space in spaces)
-    done = 0
-    for space in spaces:
-        found.illegal += space.illegal
-        if _cannot_win(found, workload, space.world_size, top):
-            found.pruned += len(space)
-            done += len(space)
-            continue
-        for chunk in space.chunks():
-            _search_chunk(found, workload, chunk, top)
-            done += int(chunk.sizes.sum())
-            progress(done, total)
+class _Search:
+    """One search: its two stages, and its clock."""
+
+    def __init__(
+        self,
+        job: Job,
+        pins: dict[str, Any],
+        top: int,
+        by: By,
+        progress: Progress,
+        worlds: Sequence[int],
+        budget_s: float,
+    ) -> None:
+        self.job, self.pins, self.top, self.by = job, pins, top, by
+        self.progress, self.worlds, self.budget_s = progress, worlds, budget_s
+        self.started = time.perf_counter()
+        self.found = Found(job, by)
+        self.workload = Workload.of(job)
+        self.usable = usable_bytes(job.cluster)
+        plain = with_layout(job, Layout("given"))
+        rules = [p for p in find_problems(plain) if not p.path.startswith("layout")]
+        self.bound = None if rules else PeakBound(job)
+        """None where no layout has an exact ledger."""
+
+    def left_s(self) -> float:
+        """Seconds until the search must end."""
+        return self.budget_s - (time.perf_counter() - self.started)
+
+    def run(self, offloads: tuple[str, ...]) -> Found:
+        """Both stages, for layouts with these values of ``offload``."""
+        self._shorten([Space(self.job, world, self.pins, offloads) for world in self.worlds])
+        self._check()
+        return self.found
+
+    def _shorten(self, spaces: list[Space]) -> None:
+        """The first stage: the shortlist."""
+        found, total = self.found, sum(len(space) for space in spaces)
+        until = self.started + self.budget_s * PRUNING_SHARE
+        done = 0
+        for space in spaces:
+            found.illegal += space.illegal
+            if products_s(self.workload, space.world_size) > self._limit():
+                found.pruned += len(space)
+                done += len(space)
+                continue
+            for chunk in space.chunks():
+                self._shorten_chunk(chunk)
+                done += int(chunk.sizes.sum())
+                self.progress(done, total)
+                if time.perf_counter() > until:
+                    found.stopped_early, found.unseen = True, found.unseen + total - done
+                    return
+
+    def _limit(self) -> float:
+        """The step that a layout must beat to be on the shortlist; bounds are of time alone."""
+        shortlist = self.found.shortlist
+        if self.by != "time" or shortlist is None or len(shortlist) < SHORTLIST:
+            return math.inf
+        return float(shortlist.step_s[-1])
+
+    def _shorten_chunk(self, chunk: Chunk) -> None:
+        """Price every row with 1F1B, then those of its other schedules that may still be on the shortlist."""
+        found, space = self.found, chunk.space
+        plain = chunk.least()
+        rows = np.flatnonzero((self._least_bytes(plain) <= self.usable) & (chunk.sizes > 0))
+        found.pruned += int(chunk.sizes.sum()) - int(chunk.sizes[rows].sum())
+        if not len(rows):
+            self._keep_smallest(plain, self._needed(plain))
+            return
+        plain = plain.take(rows)
+        step = estimate_step(self.workload, plain)
+        if space.has_plain:
+            self._keep(plain, step, self._needed(plain))
+        grid, source = chunk.grow(rows), np.repeat(np.arange(len(rows)), chunk.sizes[rows])
+        left = np.ones(len(grid), dtype=np.bool_)
+        if space.has_plain:
+            left = (grid.schedule != ONE_F_ONE_B) | (grid.virtual_stages != 1)
+        hopeless = schedules_floor_s(self.workload, step, grid, source) > self._limit()
+        found.pruned += int((left & hopeless).sum())
+        left &= ~hopeless
+        if left.any():
+            grid = grid.take(left)
+            needed = self._needed(grid)
+            fits = needed <= self.usable
+            found.pruned += int((~fits).sum())
+            if fits.any():
+                grid = grid.take(fits)
+                self._keep(grid, estimate_step(self.workload, grid), needed[fits])
+
+    def _least_bytes(self, plain: Grid) -> Floats:
+        """What a layout needs with any schedule, at least."""
+        if self.bound is not None:
+            return self.bound.least_bytes(plain)
+        return np.zeros(len(plain))
+
+    def _needed(self, grid: Grid) -> Floats:
+        """A lower bound of the device memory a layout needs, or where there is none the estimate."""
+        needed = estimate_memory(self.workload, grid) if self.bound is None else None
+        return self.bound.needed_bytes(grid) if self.bound is not None else needed.peak_bytes  # type: ignore[union-attr]
+
+    def _keep(self, grid: Grid, step: StepEstimate, needed: Floats) -> None:
+        found = self.found
+        found.evaluated += len(grid)
+        fits = np.flatnonzero(needed <= self.usable)
+        found.may_fit += len(fits)
+        self._keep_smallest(grid, needed)
+        if not len(fits):
+            return
+        found.rates.append(step.step_s[fits] * grid.world_size[fits])
+        ranked = Ranked(grid.take(fits), step.step_s[fits], needed[fits])
+        found.shortlist = _best_of(self.by, *([found.shortlist] if found.shortlist else []), ranked)
+
+    def _keep_smallest(self, grid: Grid, needed: Floats) -> None:
+        if not len(grid):
+            return
+        place = np.array([np.argmin(needed)])
+        smallest = self.found.smallest
+        if smallest is None or needed[place[0]] < smallest.needed_bytes[0]:
+            self.found.smallest = Ranked(grid.take(place), np.zeros(1), needed[place])
+
+    def _check(self) -> None:
+        """The second stage: predict exactly, best first, until enough fit or the time is over."""
+        found, shortlist = self.found, self.found.shortlist
+        fitting: list[Prediction] = []
+        for place in range(0 if shortlist is None else len(shortlist)):
+            assert shortlist is not None, "has a length"
+            if len(fitting) >= self.top:
+                break
+            if self.left_s() < 0:
+                found.stopped_early = True
+                break
+            prediction = self._predict(shortlist.grid.layout(place))
+            if prediction is not None and prediction.fits:
+                fitting.append(prediction)
+        found.best = order_best(self.by, fitting)
+        if not fitting and found.smallest is not None:
+            self._predict(found.smallest.grid.layout(0))
+
+    def _predict(self, layout: Layout) -> Prediction | None:
+        """One layout, if it is legal."""
+        if self.bound is not None and not is_exact(with_layout(self.job, layout)):
+            return None
+        found = self.found
+        prediction = predict(self.job, layout)
+        found.checked += 1
+        if found.closest is None or prediction.needed_bytes < found.closest.needed_bytes:
+            found.closest = prediction
+        return prediction
 
 
-def _search_chunk(found: Found, workload: Workload, chunk: Chunk, top: int) -> None:
-    """Price every row with 1F1B, then those of its other schedules that may still be among the best."""
-    plain = chunk.least()
-    memory, step = estimate_memory(workload, plain), estimate_step(workload, plain)
-    _keep_least(found, workload, chunk, plain, memory)
-    if chunk.space.has_plain:
-        _keep_best(found, workload, plain, memory, step, top)
-    grid, rows = chunk.grow(), np.repeat(np.arange(len(plain)), chunk.sizes)
-    left = np.ones(len(grid), dtype=np.bool_)
-    if chunk.space.has_plain:
-        left = (grid.schedule != ONE_F_ONE_B) | (grid.virtual_stages != 1)
-    hopeless = ~memory.fits(workload)[rows] & dominated(chunk.space.model.num_layers, grid)
-    hopeless |= schedules_floor_s(workload, step, grid, rows) > _limit(found, top)
-    found.pruned += int((left & hopeless).sum())
-    left &= ~hopeless
-    if left.any():
-        grid = grid.take(left)
-        memory, step = estimate_memory(workload, grid), estimate_step(workload, grid)
-        _keep_best(found, workload, grid, memory, step, top)
-
-
-def dominated(layers: int, grid: Grid) -> Flags:
-    """Layouts that need at least the memory of the same with 1F1B and one stage a rank."""
-    even = (grid.schedule == SCHEDULES.index("interleaved")) & (layers % (grid.pp * grid.virtual_stages) == 0)
-    return np.asarray(np.isin(grid.schedule, NO_LESS) | even, dtype=np.bool_)
-
-
-def _cannot_win(found: Found, workload: Workload, devices: int, top: int) -> bool:
-    """Whether so few devices are slower, at their peak rate, than all that is kept already."""
-    return products_s(workload, devices) > _limit(found, top)
-
-
-def _limit(found: Found, top: int) -> float:
-    """The step that a layout must beat to be kept; bounds are of time, and say nothing of memory or cost."""
-    if found.by != "time" or found.best is None or len(found.best) < top:
-        return math.inf
-    return float(found.best.step_s[-1])
-
-
-def _keep_least(found: Found, workload: Workload, chunk: Chunk, plain: Grid, memory: MemoryEstimate) -> None:
-    """Of the rows that have a schedule, the one that needs least; with a schedule that it may have."""
-    need = np.where(chunk.sizes > 0, _need(workload, memory), np.inf)
-    place = np.array([np.argmin(need)])
-    row, need = plain.take(place), need[place]
-    if np.isfinite(need[0]) and not chunk.space.has_plain:
-        row = chunk.grow(place)
-        need = _need(workload, estimate_memory(workload, row))
-    if need.min() < found.least_need:
-        found.least, found.least_need = row.take(np.array([np.argmin(need)])), float(need.min())
-
-
-def _need(workload: Workload, memory: MemoryEstimate) -> Floats:
-    """What layouts need of the scarcer of device and host, as a share of what there is."""
-    cluster = workload.cluster
-    need = memory.peak_bytes / cluster.memory_bytes
-    if cluster.host_memory_bytes:
-        need = np.maximum(need, memory.host_bytes / cluster.host_memory_bytes)
-    return np.asarray(need, dtype=np.float64)
-
-
-def _keep_best(
-    found: Found, workload: Workload, grid: Grid, memory: MemoryEstimate, step: StepEstimate, top: int
-) -> None:
-    found.evaluated += len(grid)
-    fits = np.flatnonzero(memory.fits(workload))
-    found.fit += len(fits)
-    if not len(fits):
-        return
-    found.rates.append(step.step_s[fits] * grid.world_size[fits])
-    score = objective(found.by, grid, step.step_s, memory.peak_bytes)[fits]
-    if len(fits) > 4 * top:  # ties beyond the last are kept here and ordered below
-        limit = np.partition(score, top - 1)[top - 1]
-        fits = fits[score <= limit]
-    ranked = Ranked(grid.take(fits), step.step_s[fits], memory.peak_bytes[fits])
-    found.best = best_of(found.by, top, *([found.best] if found.best else []), ranked)
-
-
-def objective(by: By, grid: Grid, step_s: Floats, peak_bytes: Floats) -> Floats:
+def score(by: By, prediction: Prediction) -> float:
     """What is made small."""
     if by == "memory":
-        return peak_bytes
-    return step_s * grid.world_size if by == "cost" else step_s
+        return float(prediction.needed_bytes)
+    return prediction.step_s * (prediction.layout.world_size if by == "cost" else 1)
 
 
-def best_of(by: By, top: int, *lists: Ranked) -> Ranked:
+def order_best(by: By, found: list[Prediction]) -> list[Prediction]:
+    """Best first; the simplest of those within a small share of the best one before it."""
+    ranked = sorted(found, key=lambda p: (score(by, p), p.needed_bytes))
+    if not ranked:
+        return []
+    near = [p for p in ranked if score(by, p) <= score(by, ranked[0]) * (1 + SIMPLER)]
+    if by == "memory":
+        return ranked
+    simplest = min(near, key=lambda p: (float(complexity(Grid.of([p.layout]))[0]), score(by, p)))
+    return [simplest, *(p for p in ranked if p is not simplest)]
+
+
+def _best_of(by: By, *lists: Ranked) -> Ranked:
     """The best of several lists, in order; what is equal in nine digits is ordered by simplicity."""
     joined = Ranked(
         Grid(
             **{name: np.concatenate([getattr(r.grid, name) for r in lists]) for name in vars(lists[0].grid)}
         ),
         np.concatenate([r.step_s for r in lists]),
-        np.concatenate([r.peak_bytes for r in lists]),
+        np.concatenate([r.needed_bytes for r in lists]),
     )
-    score = objective(by, joined.grid, joined.step_s, joined.peak_bytes)
+    value = objective(by, joined)
+    if len(joined) > SHORTLIST:  # ties beyond the last are kept here and ordered below
+        limit = np.partition(value, SHORTLIST - 1)[SHORTLIST - 1]
+        joined = joined.take(np.flatnonzero(value <= limit))
+        value = objective(by, joined)
     with np.errstate(divide="ignore"):
-        digits = 10.0 ** (8 - np.floor(np.log10(np.maximum(score, 1e-300))))
-    rounded = np.round(score * digits) / digits
-    order = np.lexsort((joined.peak_bytes, complexity(joined.grid), joined.step_s, rounded))
-    return joined.take(order[:top])
+        digits = 10.0 ** (8 - np.floor(np.log10(np.maximum(value, 1e-300))))
+    rounded = np.round(value * digits) / digits
+    order = np.lexsort((joined.needed_bytes, complexity(joined.grid), rounded))
+    return joined.take(order[:SHORTLIST])
+
+
+def objective(by: By, ranked: Ranked) -> Floats:
+    """What the first stage makes small."""
+    if by == "memory":
+        return ranked.needed_bytes
+    return ranked.step_s * ranked.grid.world_size if by == "cost" else ranked.step_s
 
 
 def complexity(grid: Grid) -> Floats:
@@ -278,7 +379,7 @@ def complexity(grid: Grid) -> Floats:
     settings = (
         (grid.offload > 0) * 4.0
         + (grid.schedule != 1) * 2.0
-        + (grid.virtual_stages > 1)
+        + np.log2(grid.virtual_stages)
         + (grid.recompute > 0)
         + (grid.zero > 0) * 0.5 * grid.zero
         + (grid.context > 0)

@@ -15,8 +15,8 @@ from typing import Any
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_seconds
+from meshwright.plan.predict import Prediction
 from meshwright.plan.search.find import find_layouts, with_cluster
-from meshwright.plan.search.predict import Prediction, predict_layouts
 from meshwright.plan.shapes import count_parameters
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -31,6 +31,10 @@ RESTART_S = 600.0
 CHECKPOINT_BYTES = 12
 """Of one parameter: float32 weights and two moments."""
 MOST_NODES = 16_384
+FEWEST_CHECKED = 4
+"""Layouts that are predicted exactly on one number of devices."""
+SIZE_S = 3.0
+"""Seconds of the search on one number of devices."""
 _UNITS = {"h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 
 
@@ -204,10 +208,10 @@ def _best_on(job: Job, devices: int, tokens: float, pins: dict[str, Any]) -> Siz
     per_node = job.cluster.devices_per_node
     nodes = max(1, devices // per_node)
     resized = with_cluster(job, nodes=nodes, devices_per_node=min(devices, per_node))
-    found = find_layouts(resized, pins, 1, worlds=[devices])
-    if found.best is None:
+    found = find_layouts(resized, pins, FEWEST_CHECKED, worlds=[devices], budget_s=SIZE_S)
+    if not found.best:
         return None
-    (best,) = predict_layouts(resized, [found.best.grid.layout(0)])
+    best = found.best[0]
     steps = math.ceil(tokens / (job.train.global_batch * job.data.seq_len))
     lost = lost_to_failures(resized, devices, nodes)
     wall_s = steps * best.step_s / (1 - lost) if lost < 1 else math.inf

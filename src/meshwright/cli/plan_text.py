@@ -1,0 +1,169 @@
+"""A plan as text: the choice and its reasons, memory, the step by parts, collectives."""
+
+from __future__ import annotations
+
+import re
+
+from meshwright.cli.output import Output
+from meshwright.core.units import format_bytes, format_count, format_rate, format_seconds
+from meshwright.explain.stage_table import STAGE_COLUMNS, stage_cells
+from meshwright.plan.compute import peak_rate, step_interval
+from meshwright.plan.contract import Plan, RankPrediction
+from meshwright.plan.fit import MemoryNeed, describe_usable
+from meshwright.plan.layout_text import describe_layout, layout_overrides
+from meshwright.plan.placement import tier_of
+from meshwright.plan.predict import Prediction
+from meshwright.plan.search.find import Found
+from meshwright.spec.model import DecoderModel
+
+MOST_ROWS = 12
+"""Layouts in the table for people; ``--json`` has as many as ``--top`` says."""
+MOST_COLLECTIVES = 40
+"""Rows of collectives that are all shown; of more, those of one pp rank."""
+FORMULA_WIDTH = 90
+
+
+def describe_plan(output: Output, plan: Plan) -> None:
+    """The choice, its reasons, its memory, its step and its collectives."""
+    job = plan.job
+    cluster = f"{job.cluster.device_name}, {job.cluster.preset or job.cluster.file or 'given'}"
+    ranks, devices = plan.world_size, job.cluster.world_size
+    share = (
+        f"on {ranks} of {devices} devices" if ranks <= devices else f"in {ranks} ranks on {devices} devices"
+    )
+    output.say(f"{job.name}: {format_count(plan.parameters)} parameters {share} ({cluster})")
+    if isinstance(job.model, DecoderModel):
+        train, length = job.train, job.data.seq_len
+        tokens = format_count(train.global_batch * length)
+        samples = f"{train.global_batch:,} samples of {length:,} tokens, {tokens} tokens in all"
+        output.say(f"  per step: {samples}, in {train.precision}; runtime {train.runtime}")
+    for reason in plan.reasons:
+        output.say(f"  {reason}")
+    spread = step_interval(job)
+    low, high = format_seconds(plan.step_s * spread.low), format_seconds(plan.step_s * spread.high)
+    rate = format_rate(plan.tokens_per_step / plan.step_s, job.unit)
+    output.say(
+        f"  predicted step {format_seconds(plan.step_s)} ({low} to {high}), {rate}, MFU {plan.mfu:.1%}"
+    )
+    _, peak = peak_rate(job.cluster, job.train.precision)
+    output.say(f"  interval: {spread.basis}; MFU counts against {peak}; rates: {job.cluster.basis}")
+    output.say(f"  overrides: {layout_overrides(job.layout)}")
+    if plan.pipeline is not None and plan.exact:
+        output.say()
+        output.table("Stages", STAGE_COLUMNS, stage_cells(plan))
+    _describe_memory(output, plan)
+    _describe_step(output, plan)
+    _describe_collectives(output, plan)
+
+
+def _describe_memory(output: Output, plan: Plan) -> None:
+    """Lines of the rank that needs most, what comes to them, and what other ranks need."""
+    classes = plan.classes()
+    name, rank = max(classes.items(), key=lambda item: item[1].needed_bytes)
+    rows = [(line.name, format_bytes(line.bytes), shorten_formula(line.formula)) for line in rank.lines]
+    rows += _needed_rows(plan, rank)
+    output.say()
+    exact = "" if plan.exact else " (estimated)"
+    output.table(f"Memory of {name}{exact}", ("", "bytes", "formula"), rows)
+    others = [
+        f"{other} {format_bytes(found.needed_bytes)}" for other, found in classes.items() if other != name
+    ]
+    if others:
+        output.say(f"needed by the other ranks: {', '.join(others)}")
+
+
+def _needed_rows(plan: Plan, rank: RankPrediction) -> list[tuple[str, str, str]]:
+    need = MemoryNeed.of(plan.job, rank.peak_bytes, rank.first_peak_bytes, rank.checkpoint_bytes)
+    rows = [
+        ("peak, steady step", format_bytes(need.steady_step), f"at: {rank.peak_at}"),
+        ("peak, first step", format_bytes(need.first_step), ""),
+        ("peak, checkpoint", format_bytes(need.checkpoint), "state, and one tensor gathered"),
+    ]
+    if need.context:
+        share = need.allocator / max(need.peaks.values())
+        rows.append(("allocator", format_bytes(need.allocator), f"{share:.0%} of the largest peak"))
+        rows.append(("context", format_bytes(need.context), "CUDA and NCCL"))
+    usable = describe_usable(plan.job.cluster)
+    rows.append(
+        ("needed", format_bytes(need.needed_bytes), f"limited by the {need.limited_by}; usable: {usable}")
+    )
+    return rows
+
+
+def shorten_formula(formula: str) -> str:
+    """A formula for a table: long fractions cut, its first terms; ``--json`` has it whole."""
+    short = re.sub(r"(\d+\.\d{3})\d+", r"\1", formula)
+    return short if len(short) <= FORMULA_WIDTH else f"{short[: FORMULA_WIDTH - 4].rstrip()} ..."
+
+
+def _describe_step(output: Output, plan: Plan) -> None:
+    rows = [
+        (name, format_seconds(value), f"{value / plan.step_s:.1%}")
+        for name, value in sorted(plan.breakdown_s.items(), key=lambda part: -part[1])
+    ]
+    rows += [(f"{name}, hidden", format_seconds(value), "") for name, value in plan.hidden_s.items() if value]
+    output.say()
+    output.table("The step", ("", "time", "share"), rows)
+
+
+def _describe_collectives(output: Output, plan: Plan) -> None:
+    """Every row, with a column of pp ranks where they differ; of very many, those of one pp rank."""
+    if not plan.collectives:
+        if plan.world_size > 1:
+            output.say("\ncollectives are predicted for the meshwright runtime alone")
+        return
+    shown, columns = list(plan.collectives), ["axis", "op", "phase", "ranks", "calls", "bytes", "within"]
+    title = "Collectives per rank and occurrence of the phase"
+    if len(shown) > MOST_COLLECTIVES:
+        moved = {rank: sum(r.bytes for r in shown if r.place == rank) for rank in {r.place for r in shown}}
+        busiest = max((rank for rank in moved if rank is not None), key=lambda rank: moved[rank])
+        shown = [row for row in shown if row.place in (None, busiest)]
+        title += f"; of pp rank {busiest}, which moves most"
+    tiers = {row.axis: tier_of(plan.job, row.axis) for row in shown}
+    cells = [
+        [t.axis, t.op, t.phase, str(t.ranks), f"{t.calls:,}", format_bytes(t.bytes), tiers[t.axis]]
+        for t in shown
+    ]
+    if plan.job.layout.pp > 1:
+        columns.append("pp rank")
+        for row, traffic in zip(cells, shown, strict=True):
+            row.append("every" if traffic.place is None else str(traffic.place))
+    output.say()
+    output.table(title, columns, cells)
+
+
+def describe_ranking(output: Output, found: Found, top: int) -> None:
+    """The best layouts in a table, and how much was searched."""
+    rows = [_row(prediction, found.best[0]) for prediction in found.best[: min(top, MOST_ROWS)]]
+    if len(rows) > 1:
+        output.say()
+        columns = ("layout", "step", "per device", "MFU", "needed", "")
+        output.table("Layouts, best first", columns, rows)
+    if found.job.layout.mode == "given":
+        return
+    output.say(f"\n{count_search(found)}")
+
+
+def count_search(found: Found) -> str:
+    """How much was searched, in a sentence."""
+    seconds = format_seconds(found.seconds)
+    words = (
+        f"{found.evaluated:,} layouts priced in {seconds}; {found.pruned:,} ruled out by bounds of memory "
+    )
+    words += f"and time, {found.illegal:,} combinations by rules; {found.checked:,} checked exactly, "
+    words += f"{len(found.best):,} of them fit"
+    if found.stopped_early:
+        words += f"; stopped early at the time limit, {found.unseen:,} layouts not seen"
+    return words
+
+
+def _row(prediction: Prediction, best: Prediction) -> tuple[str, ...]:
+    slower = prediction.step_s / best.step_s - 1
+    return (
+        describe_layout(prediction.layout),
+        format_seconds(prediction.step_s),
+        format_rate(prediction.tokens_per_s / prediction.layout.world_size, prediction.job.unit),
+        f"{prediction.mfu:.1%}",
+        format_bytes(prediction.needed_bytes),
+        "" if prediction is best else f"{slower:+.2%}",
+    )

@@ -1,0 +1,56 @@
+"""Live tensors of a rank while a checkpoint is written.
+
+All of the rank's state is there, with the gradients that live from step to step. Tensors are brought together
+one at a time: a sharded one is gathered over its shards, then joined over ``tp`` or ``ep``, and is checked
+for values that are not finite (``run.session.take_snapshot``).
+"""
+
+from __future__ import annotations
+
+import functools
+
+from meshwright.plan.axes import expert_axis, is_expert, state_axis
+from meshwright.plan.parts import Part, held_parts, merge_parameters
+from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
+from meshwright.plan.tensor import is_whole
+from meshwright.spec.job import Job
+
+
+def predict_checkpoint(job: Job, pp_rank: int, state_on_device: int) -> int:
+    """The peak of live tensors on the ranks of a pipeline stage.
+
+    Args:
+        job: With its layout settled.
+        pp_rank: The stage's ranks.
+        state_on_device: Parameters, gradients and optimizer state that are not offloaded.
+    """
+    largest = _find_largest(held_parts(job, pp_rank))
+    return state_on_device + max((_gathered_bytes(job, parameter) for parameter in largest), default=0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _find_largest(parts: tuple[Part, ...]) -> tuple[Parameter, ...]:
+    """The largest parameter of each kind: routed experts, what ``tp`` splits, what it leaves whole."""
+    found: dict[tuple[bool, bool], Parameter] = {}
+    for parameter in merge_parameters(parts):
+        kind = is_expert(parameter.name), is_whole(parameter.name)
+        if kind not in found or parameter.count > found[kind].count:
+            found[kind] = parameter
+    return tuple(found.values())
+
+
+def _gathered_bytes(job: Job, parameter: Parameter) -> int:
+    """What bringing one tensor together holds beside the state."""
+    shards, parts = state_axis(job, parameter.name).size, _count_parts(job, parameter.name)
+    held = parameter.count * FLOAT32_BYTES
+    rows = held + held // shards if shards > 1 else 0
+    joined = 2 * parts * held if parts > 1 else 0
+    finite = parts * parameter.count  # a byte for each element
+    return rows + joined + finite
+
+
+def _count_parts(job: Job, name: str) -> int:
+    """Over how many ranks of ``tp`` or ``ep`` a tensor is split."""
+    if is_expert(name):
+        return expert_axis(job.layout).size
+    return 1 if is_whole(name) else job.layout.tp

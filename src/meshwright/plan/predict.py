@@ -1,0 +1,291 @@
+"""All that is predicted of one layout: memory of every pp rank, collectives, time. The one answer.
+
+Where this version runs the layout, memory and collectives are exact: the ledger and the rows that a run is
+audited against. Elsewhere (a model that is not built yet, another framework's runtime) memory is the estimate
+that ``estimate.memory_report`` writes down, and the prediction says that it is not exact.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshwright.core.units import format_bytes
+from meshwright.plan.checkpoint_memory import predict_checkpoint
+from meshwright.plan.comms import Traffic, join_places, predict_traffic
+from meshwright.plan.compute import StepTime, estimate_step, flops_per_token, peak_rate, step_interval
+from meshwright.plan.estimate.grid import Grid
+from meshwright.plan.estimate.interval import Interval
+from meshwright.plan.estimate.memory import estimate_memory
+from meshwright.plan.estimate.memory_report import estimate_ledgers
+from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.fit import MemoryNeed, describe_usable, usable_bytes
+from meshwright.plan.ledger import Ledger, predict_ledger
+from meshwright.plan.offload import offloaded_state
+from meshwright.plan.parts import list_stages, read_schedule, schedule_of, stage_homes
+from meshwright.plan.stage_times import split_layers
+from meshwright.spec.job import Job
+from meshwright.spec.layout import Layout
+from meshwright.spec.legality import find_problems, with_layout
+from meshwright.spec.model import DecoderModel, ResNetModel
+from meshwright.spec.numbers import divisors
+
+ESTIMATED_CLASSES = ("first stage", "middle stages", "last stage")
+"""Classes of pp ranks that the estimate tells apart."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of a layout's ranks."""
+
+    ledgers: tuple[Ledger, ...]
+    """Of the first rank of each pp rank, which holds most; where estimated, of each class of pp ranks."""
+    needs: tuple[MemoryNeed, ...]
+    """Of the same ranks."""
+    host_bytes: int = 0
+    """CPU memory that a rank keeps offloaded state in."""
+
+    @property
+    def need(self) -> MemoryNeed:
+        """Of the rank that needs most."""
+        return max(self.needs, key=lambda need: need.needed_bytes)
+
+    @property
+    def ledger(self) -> Ledger:
+        """Of the same rank."""
+        return self.ledgers[self.needs.index(self.need)]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One layout with everything that was predicted of it."""
+
+    job: Job
+    """With this layout, micro-batch and stages settled."""
+    micro_batches: int
+    """Of a step, on the rank with most samples."""
+    memory: Memory
+    traffic: tuple[Traffic, ...]
+    """Collectives of every rank; rows of single pp ranks carry their number. Empty for other runtimes."""
+    time: StepTime
+    exact: bool
+    """Whether this version runs the layout: memory and collectives are what a run is audited against."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout."""
+        return self.job.layout
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.time.total_s
+
+    @property
+    def need(self) -> MemoryNeed:
+        """Of the rank that needs most."""
+        return self.memory.need
+
+    @property
+    def needed_bytes(self) -> int:
+        """Device memory that this rank needs, allocator and context included."""
+        return self.need.needed_bytes
+
+    @property
+    def ledger(self) -> Ledger:
+        """Of the rank that needs most."""
+        return self.memory.ledger
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has what it needs."""
+        return does_fit(self.job, self.memory)
+
+    @property
+    def shortage(self) -> str:
+        """What is missing where it does not fit, with the peak that needs it."""
+        return describe_shortage(self.job, self.memory)
+
+    @property
+    def classes(self) -> dict[str, int]:
+        """Ranks that are alike, by name, and their place among the ledgers."""
+        return name_classes(self.job, self.exact, len(self.memory.ledgers))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole run; images for a ResNet."""
+        return self.job.train.global_batch * self.job.data.seq_len / self.step_s
+
+    @cached_property
+    def interval(self) -> Interval:
+        """Factors between which the measured step is expected, and what that rests on."""
+        return step_interval(self.job)
+
+    @property
+    def interval_s(self) -> tuple[float, float]:
+        """Where the step time is expected to lie."""
+        return self.step_s * self.interval.low, self.step_s * self.interval.high
+
+    @property
+    def mfu(self) -> float:
+        """Share of the peak rate, by the FLOPs that the definition counts."""
+        flops = flops_per_token(self.job.model, self.job.data.seq_len)
+        rate, _ = peak_rate(self.job.cluster, self.job.train.precision)
+        return self.tokens_per_s * flops / self.layout.world_size / rate
+
+
+def is_exact(job: Job) -> bool:
+    """Whether this version runs the job, so that its ledger is exact."""
+    return not find_problems(job)
+
+
+def predict(job: Job, layout: Layout) -> Prediction:
+    """Memory, collectives and time of one layout; what it leaves open is settled."""
+    placed = with_layout(job, settle_layout(job, layout))
+    exact = is_exact(placed)
+    micro_batches = count_micro_batches(placed)
+    memory = predict_memory(placed, exact)
+    traffic: tuple[Traffic, ...] = ()
+    if placed.train.runtime == "meshwright":
+        rows = [predict_traffic(placed, pp_rank) for pp_rank in range(placed.layout.pp)]
+        traffic = tuple(join_places(rows))
+    touched = sum(ledger.touched_bytes for ledger in memory.ledgers)
+    time = estimate_step(placed, micro_batches, touched, traffic)
+    return Prediction(placed, micro_batches, memory, traffic, time, exact)
+
+
+def predict_memory(job: Job, exact: bool) -> Memory:
+    """Memory of every pp rank of a settled job; the estimate's classes of them where it is not exact."""
+    micro, micro_batches = job.layout.micro_batch or 1, count_micro_batches(job)
+    if not exact:
+        return _estimate_memory(job)
+    ledgers = tuple(predict_ledger(job, micro, micro_batches, rank) for rank in range(job.layout.pp))
+    needs, host = [], 0
+    for pp_rank, ledger in enumerate(ledgers):
+        away = sum(offloaded_state(job, ledger.state_bytes).values())
+        checkpoint = predict_checkpoint(job, pp_rank, sum(ledger.state_bytes.values()) - away)
+        needs.append(MemoryNeed.of(job, ledger.peak_bytes, ledger.first_peak_bytes, checkpoint))
+        host = max(host, away)
+    return Memory(ledgers, tuple(needs), host if job.cluster.device == "cuda" else 0)
+
+
+def _estimate_memory(job: Job) -> Memory:
+    workload, grid = Workload.of(job), Grid.of([job.layout])
+    found = estimate_ledgers(workload, job.layout)
+    needs = [
+        MemoryNeed.of(job, ledger.peak_bytes, ledger.first_peak_bytes, checkpoint)
+        for ledger, checkpoint in found
+    ]
+    host = int(estimate_memory(workload, grid).host_bytes[0])
+    return Memory(tuple(ledger for ledger, _ in found), tuple(needs), host)
+
+
+def does_fit(job: Job, memory: Memory) -> bool:
+    """Whether what the ranks need is within a device, and what they offload within its CPU memory."""
+    within_host = memory.host_bytes <= (job.cluster.host_memory_bytes or memory.host_bytes)
+    return memory.need.needed_bytes <= usable_bytes(job.cluster) and within_host
+
+
+def describe_shortage(job: Job, memory: Memory) -> str:
+    """How much is missing, and for which peak."""
+    need, cluster = memory.need, job.cluster
+    over = need.needed_bytes - usable_bytes(cluster)
+    if over <= 0 and cluster.host_memory_bytes and memory.host_bytes > cluster.host_memory_bytes:
+        more, room = memory.host_bytes - cluster.host_memory_bytes, format_bytes(cluster.host_memory_bytes)
+        return f"offloaded state is {format_bytes(more)} over cluster.host_memory_bytes={room}"
+    what = f"does not fit: {need.limited_by}"
+    needed = f"needs {format_bytes(need.needed_bytes)}, {format_bytes(over)} over what is usable"
+    return f"{what} {needed} ({describe_usable(cluster)})"
+
+
+def name_classes(job: Job, exact: bool, count: int) -> dict[str, int]:
+    """Ranks that are alike: those of one pp rank, or of one class of the estimate."""
+    if job.layout.pp == 1:
+        return {"every rank": 0}
+    if not exact:
+        classes = ESTIMATED_CLASSES if count == len(ESTIMATED_CLASSES) else ESTIMATED_CLASSES[::2]
+        return {name: place for place, name in enumerate(classes)}
+    each = job.layout.world_size // job.layout.pp
+    homes, names = stage_homes(job), dict[str, int]()
+    for pp_rank in range(job.layout.pp):
+        first, last = pp_rank * each, (pp_rank + 1) * each - 1
+        ranks = f"rank {first}" if each == 1 else f"ranks {first} to {last}"
+        stages = [str(part.stage) for part in list_stages(job) if homes[part.stage] == pp_rank]
+        names[f"stage{'s' * (len(stages) > 1)} {', '.join(stages)} ({ranks})"] = pp_rank
+    return names
+
+
+def share_of(job: Job, layout: Layout) -> int:
+    """Samples of a step on the rank with most of them."""
+    return -(-job.train.global_batch // layout.data_degree)
+
+
+def count_micro_batches(job: Job) -> int:
+    """Micro-batches of a step of a settled job."""
+    return -(-share_of(job, job.layout) // (job.layout.micro_batch or 1))
+
+
+def settle_layout(job: Job, layout: Layout) -> Layout:
+    """The layout with what it leaves open: the micro-batch, then the layers of a pipeline's stages."""
+    micro = layout.micro_batch or _largest_micro_batch(job, layout)
+    return _with_micro_batch(job, layout, micro)
+
+
+def _with_micro_batch(job: Job, layout: Layout, micro: int) -> Layout:
+    layout = dataclasses.replace(layout, micro_batch=micro)
+    if layout.schedule_file is not None:  # a file may be for another pipeline
+        schedule_of(with_layout(job, layout), -(-share_of(job, layout) // micro))
+    layers = layout.stage_layers or split_layers(with_layout(job, layout))
+    return dataclasses.replace(layout, stage_layers=layers)
+
+
+def _needed_bytes(job: Job, layout: Layout, micro: int, exact: bool) -> int:
+    """Of the rank that needs most with this micro-batch."""
+    placed = with_layout(job, _with_micro_batch(job, layout, micro))
+    return predict_memory(placed, exact).need.needed_bytes
+
+
+def _largest_micro_batch(job: Job, layout: Layout) -> int:
+    """The largest that fits and leaves at least 2 x pp micro-batches, evened out; 1 if none does."""
+    share = share_of(job, layout)
+    sizes = _micro_batch_sizes(job, layout, share)
+    if len(sizes) == 1:  # perhaps one that the schedule does not take: the rules say so
+        return sizes[0]
+    exact = is_exact(with_layout(job, dataclasses.replace(layout, micro_batch=sizes[0])))
+    usable = usable_bytes(job.cluster)
+    fitting = bisect.bisect_right(sizes, usable, key=lambda micro: _needed_bytes(job, layout, micro, exact))
+    return sizes[max(fitting - 1, 0)]
+
+
+def _micro_batch_sizes(job: Job, layout: Layout, share: int) -> Sequence[int]:
+    """Sizes that may be taken, smallest first."""
+    if isinstance(job.model, ResNetModel) and job.mixes_samples:
+        least, most = job.model.least_micro_batch, -(-share // min(share, 2))
+        return [d for d in divisors(share) if least <= d <= max(least, most)] or [share]
+    if layout.pp > 1:
+        return _pipeline_sizes(layout, share)
+    return sorted({-(-share // count) for count in range(min(share, 2), share + 1)})
+
+
+def _pipeline_sizes(layout: Layout, share: int) -> list[int]:
+    """Micro-batches, smallest first, of which there are enough, and as many as the schedule takes.
+
+    Where no number of them is enough, any that the schedule takes; where it takes none, 1.
+    """
+    counts = {-(-share // count): -(-share // -(-share // count)) for count in range(1, share + 1)}
+    if layout.schedule_file is not None:
+        wanted = read_schedule(layout.schedule_file).micro_batches
+        return [size for size, count in counts.items() if count == wanted] or [1]
+    rounds = layout.pp if layout.schedule == "interleaved" else 1
+    taken = sorted(size for size, count in counts.items() if count % rounds == 0)
+    enough = [size for size in taken if counts[size] >= 2 * layout.pp]
+    return enough or taken[:1] or [1]
+
+
+def require_decoder(job: Job) -> DecoderModel:
+    """The job's model, where only decoders are asked about."""
+    assert isinstance(job.model, DecoderModel), "layouts are searched for decoders"
+    return job.model

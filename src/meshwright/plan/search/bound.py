@@ -1,0 +1,310 @@
+"""A lower bound of the exact ledger's peak, for every layout of a grid: what search prunes memory by.
+
+The ledger walks every moment of a step on every pp rank. Here a few of these moments are counted, with a
+part of what lives there, from the same sizes (``decoder_memory.Sizes``). Nothing is counted that the ledger
+does not count, so a layout whose bound does not fit cannot fit. Tests hold the bound below the ledger.
+
+Counted are a rank's sharded state and, without a pipeline, the largest of: the loss, the last block's
+backward pass, all gradients. With one, on the first and on the last pp rank, micro-batches in flight: those
+that wait for their backward pass or, where it is split, those that wait for their weight gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.plan.decoder_memory import Sizes, loss_temporary
+from meshwright.plan.estimate.compiled import has_whole_layers, list_fullest
+from meshwright.plan.estimate.grid import (
+    ACCUMULATES,
+    CONTEXTS,
+    OFFLOADS,
+    RECOMPUTES,
+    SCHEDULES,
+    Flags,
+    Floats,
+    Grid,
+    Ints,
+)
+from meshwright.plan.estimate.sizes import expert_shards
+from meshwright.plan.estimate.weights import Weights
+from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.feed_forward_memory import FeedForwardSizes, size_experts, size_feed_forward
+from meshwright.plan.fit import overhead
+from meshwright.plan.ledger import GPU_WORKSPACE_BYTES
+from meshwright.plan.predict import require_decoder
+from meshwright.plan.shapes import FLOAT32_BYTES, operand_bytes
+from meshwright.plan.tensor import held_model
+from meshwright.schedule.closed_forms import CODES, peak_in_flight
+from meshwright.spec.job import Job
+from meshwright.spec.layout import Layout
+from meshwright.spec.legality import with_layout
+from meshwright.spec.model import DecoderModel
+
+ADAMW_BYTES = 8.0
+"""Optimizer state of an element under AdamW; other optimizers are counted as if they had none."""
+DEFERRED, OPTIMIZER_AWAY, ALL_AWAY = (
+    ACCUMULATES.index("deferred"),
+    OFFLOADS.index("optimizer"),
+    OFFLOADS.index("all"),
+)
+"""Codes of layout.accumulate and layout.offload."""
+V_SHAPED = (CODES["zbv"], CODES["dualpipe-v"])
+SPLIT_BACKWARD = (CODES["zb-h1"], *V_SHAPED)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Bytes of one micro-batch in one block on a rank, a place for each layout."""
+
+    waiting: Floats
+    """Kept until its backward pass begins."""
+    widest: Floats
+    """Alive at the widest point of its backward pass."""
+    pending: Floats
+    """Kept between the input-gradient and the weight-gradient pass, where the backward pass is split."""
+    copies: Floats
+    """16-bit weight copies among what is kept; a split backward pass keeps none."""
+
+
+class PeakBound:
+    """Bounds of one job's layouts. Sizes of a block are looked up once for all layouts that share them."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.model, self.workload = job, require_decoder(job), Workload.of(job)
+        self.weights = Weights.of(self.model)
+        self._sizes: dict[tuple[int, ...], tuple[float, ...]] = {}
+
+    def needed_bytes(self, grid: Grid) -> Floats:
+        """A lower bound of the device memory that the rank with the largest need takes."""
+        reserve, context = overhead(self.job)
+        return np.asarray(self.peak_bytes(grid) * (1 + reserve) + context, dtype=np.float64)
+
+    def peak_bytes(self, grid: Grid) -> Floats:
+        """A lower bound of live tensors at the peak, on the fullest rank."""
+        columns = self._look_up(grid)
+        one = grid.pp == 1
+        peaks = np.zeros(len(grid))
+        if one.any():
+            peaks[one] = self._without_pipeline(grid.take(one), columns[:, one])
+        if not one.all():
+            peaks[~one] = self._with_pipeline(grid.take(~one), columns[:, ~one])
+        workspace = GPU_WORKSPACE_BYTES if self.job.cluster.device == "cuda" else 0
+        return peaks + workspace
+
+    def least_bytes(self, grid: Grid) -> Floats:
+        """The same of the state alone, which holds for any schedule of a layout."""
+        layers = np.where(
+            grid.pp == 1, self.model.num_layers, np.maximum(self.model.num_layers // grid.pp - 1, 1)
+        )
+        experts = np.maximum(0.0, layers - self._dense_layers)
+        none = np.zeros(len(grid), dtype=np.bool_)
+        parameters, gradients, optimizer = self._state(
+            grid, *self._elements(grid, layers.astype(float), experts, none, none)
+        )
+        reserve, context = overhead(self.job)
+        return np.asarray((parameters + gradients + optimizer) * (1 + reserve) + context, dtype=np.float64)
+
+    def _look_up(self, grid: Grid) -> Floats:
+        """Sizes of each layout's blocks and loss, as rows of columns; distinct ones are computed once."""
+        keys = np.stack(
+            (
+                grid.tp, grid.cp, grid.context, grid.sequence_parallel.astype(np.int64), grid.zero >= 2,
+                grid.micro_batch, grid.recompute, grid.ep, grid.etp,
+            )
+        )  # fmt: skip
+        distinct, places = np.unique(keys, axis=1, return_inverse=True)
+        rows = [self._sizes_of(tuple(int(value) for value in key)) for key in distinct.T]
+        return np.array(rows, dtype=np.float64).T[:, places.reshape(-1)]
+
+    def _sizes_of(self, key: tuple[int, ...]) -> tuple[float, ...]:
+        if key not in self._sizes:
+            self._sizes[key] = self._count_sizes(key)
+        return self._sizes[key]
+
+    def _count_sizes(self, key: tuple[int, ...]) -> tuple[float, ...]:
+        """The ledger's own sizes of a dense and of an expert block, and of the loss."""
+        tp, cp, context, sequence, cut, micro, recompute, ep, etp = key
+        layout = Layout(
+            "given", tp=tp, cp=cp, ep=ep, etp=etp, micro_batch=micro, sequence_parallel=bool(sequence),
+            dp_shard=max(1, ep * etp // (tp * cp)), zero=2 if cut else 0,
+            context=CONTEXTS[context], recompute=RECOMPUTES[recompute],  # type: ignore[arg-type]
+        )  # fmt: skip
+        job = with_layout(self.job, layout)
+        model = held_model(job)
+        assert isinstance(model, DecoderModel), "the bound is of decoders"
+        dense = self._count_block(job, model, size_feed_forward(job, model, micro))
+        sizes, *first = dense
+        routed = first
+        if self.model.expert_layers:
+            sizes, *routed = self._count_block(job, model, size_experts(job, model, micro))
+        loss = float(sizes.norm + loss_temporary(job, model, sizes))
+        return (*first, *routed, loss)
+
+    @staticmethod
+    def _count_block(
+        job: Job, model: DecoderModel, feed_forward: FeedForwardSizes
+    ) -> tuple[Sizes, float, float, float, float]:
+        sizes = Sizes.of(job, model, job.layout.micro_batch or 1, feed_forward)
+        widest = sizes.block + sizes.hidden + min(feed_forward.backward, feed_forward.first_backward)
+        copies = float(sizes.copies) if job.layout.recompute == "none" else 0.0
+        return sizes, float(sizes.waiting), float(widest), float(pending_bytes(model, sizes)), copies
+
+    def _without_pipeline(self, grid: Grid, columns: Floats) -> Floats:
+        """State, and the largest of the loss, the last block's backward pass and all gradients."""
+        dense, routed, loss = _Block(*columns[:4]), _Block(*columns[4:8]), columns[8]
+        experts = float(self.model.expert_layers)
+        last = routed if experts else dense
+        stack = (self.model.num_layers - experts) * dense.waiting + experts * routed.waiting
+        held = self._elements(grid, float(self.model.num_layers), experts, True, True)
+        parameters, gradients, optimizer = self._state(grid, *held)
+        several = grid.micro_batches(self.job.train.global_batch) > 1
+        kept = np.where(several & (grid.offload != ALL_AWAY), gradients, 0.0)
+        gathered = self._gathered(grid, float(self.model.num_layers), experts)
+        head = self.weights.table / grid.tp * FLOAT32_BYTES * (1.0 - 1.0 * several)
+        moments = (
+            stack + loss + kept + gathered,
+            stack - last.waiting + last.widest + kept + gathered + np.minimum(head, gradients),
+            gradients,
+        )
+        peaks = np.maximum.reduce(np.broadcast_arrays(*moments))
+        if self.workload.compiled_job is not None:
+            peaks = self._compiled(grid, peaks, kept > 0)
+        copies = np.where(grid.zero < 2, self.workload.copy_bytes / grid.tp, 0.0)
+        return np.asarray(parameters + optimizer + peaks + copies, dtype=np.float64)
+
+    def _compiled(self, grid: Grid, eager: Floats, sums: Flags) -> Floats:
+        """The ledger's own peak where blocks are compiled, or Triton's, and layers are not split."""
+        whole = has_whole_layers(grid)
+        if self.workload.compiled_job is None or not whole.any():
+            return eager
+        moment = list_fullest(self.workload.compiled_job, grid, whole, sums)
+        made = np.asarray(moment.activations.bytes) + np.asarray(moment.workspace.bytes)
+        return np.where(whole, made, eager)
+
+    def _with_pipeline(self, grid: Grid, columns: Floats) -> Floats:
+        """The larger of the first and the last pp rank, with the micro-batches in flight there."""
+        first, last = self._split(grid, columns)
+        return np.maximum(first, last)
+
+    def _split(self, grid: Grid, columns: Floats) -> tuple[Floats, Floats]:
+        layers, fewest = count_stage_layers(self.job, grid)
+        last_rank = grid.pp - 1
+        none = np.zeros_like(grid.pp)
+        found = []
+        for place, rank in enumerate((none, last_rank)):
+            found.append(self._of_rank(grid, columns, rank, layers[place], fewest[place]))
+        return found[0], found[1]
+
+    def _of_rank(self, grid: Grid, columns: Floats, rank: Ints, layers: Floats, fewest: Floats) -> Floats:
+        """State of a pp rank and its micro-batches in flight; ``fewest`` layers of any of its stages."""
+        dense, routed = _Block(*columns[:4]), _Block(*columns[4:8])
+        micro_batches = grid.micro_batches(self.job.train.global_batch)
+        split = np.isin(grid.schedule, SPLIT_BACKWARD)
+        waiting = self._least(dense.waiting - split * dense.copies, routed.waiting - split * routed.copies)
+        pending = self._least(dense.pending, routed.pending)
+        in_flight = peak_in_flight(grid.schedule, rank, grid.pp, grid.virtual_stages, micro_batches)
+        forward = in_flight * fewest * waiting
+        late = count_pending(grid, rank, micro_batches) * fewest * pending
+        embeds, heads = self._ends(grid, rank)
+        experts = np.where(layers > 0, np.maximum(0.0, layers - self._dense_layers), 0.0)
+        held = self._elements(grid, layers, experts, embeds, heads)
+        parameters, gradients, optimizer = self._state(grid, *held)
+        steady = (micro_batches >= 2 * in_flight + 1) & (grid.zero < 2)
+        kept = np.where(steady & (grid.offload != ALL_AWAY), gradients, 0.0)
+        gathered = np.where(grid.zero == 2, self._gathered(grid, layers, experts, embeds, heads), 0.0)
+        flight = np.maximum(forward + np.where(split, 0.0, kept), late) + gathered
+        return np.asarray(parameters + optimizer + np.maximum(flight, gradients), dtype=np.float64)
+
+    @property
+    def _dense_layers(self) -> float:
+        return float(self.model.num_layers - self.model.expert_layers)
+
+    def _least(self, dense: Floats, routed: Floats) -> Floats:
+        """Of a block of a kind that every stage may have."""
+        if not self.model.expert_layers:
+            return dense
+        return routed if not self._dense_layers else np.minimum(dense, routed)
+
+    @staticmethod
+    def _ends(grid: Grid, rank: Ints) -> tuple[Flags, Flags]:
+        """Whether the embedding, and whether the head are on a pp rank."""
+        v_shaped = np.isin(grid.schedule, V_SHAPED)
+        return rank == 0, np.where(v_shaped, rank == 0, rank == grid.pp - 1)
+
+    def _elements(
+        self,
+        grid: Grid,
+        layers: Floats | float,
+        experts: Floats | float,
+        embeds: Flags | bool,
+        heads: Flags | bool,
+    ) -> tuple[Floats, Floats]:
+        """Parameters of a rank before sharding: all but routed experts, and these."""
+        weights, tied = self.weights, self.model.tied_embeddings
+        always = weights.attention / grid.tp + weights.latents + weights.norms
+        block = layers * always + (layers - experts) * weights.ffn / grid.tp
+        block = block + experts * (weights.shared / grid.tp + weights.router)
+        both = np.asarray(embeds) & np.asarray(heads) & tied
+        tables = np.asarray(embeds) * 1.0 + np.asarray(heads) * 1.0 - both * 1.0
+        dense = block + tables * weights.table / grid.tp + np.asarray(embeds) * weights.positions
+        routed = experts * weights.expert * (self.model.num_experts or 0) / (grid.ep * grid.etp)
+        return np.broadcast_to(dense, (len(grid),)), np.broadcast_to(np.asarray(routed), (len(grid),))
+
+    def _state(self, grid: Grid, dense: Floats, experts: Floats) -> tuple[Floats, Floats, Floats]:
+        """Bytes of parameters, gradients and optimizer state on the device, after ZeRO and offloading."""
+        shards, expert_ranks = (grid.dp_shard * grid.cp).astype(float), expert_shards(grid).astype(float)
+
+        def cut(where: Flags) -> Floats:
+            return dense / np.where(where, shards, 1.0) + experts / np.where(where, expert_ranks, 1.0)
+
+        whole = cut(grid.zero >= 2) * FLOAT32_BYTES
+        deferred = (grid.accumulate == DEFERRED) & (grid.micro_batches(self.job.train.global_batch) > 1)
+        gradients = cut((grid.zero >= 2) & ~deferred) * FLOAT32_BYTES
+        each = ADAMW_BYTES if self.job.train.optimizer == "adamw" else 0.0
+        optimizer = np.where(grid.offload >= OPTIMIZER_AWAY, 0.0, cut(grid.zero >= 1) * each)
+        away = grid.offload == ALL_AWAY
+        if self.job.train.gradients != "fp32":  # some may be kept in 16 bits
+            gradients = gradients / 2
+        return np.where(away, 0.0, whole), np.where(away, 0.0, gradients), optimizer
+
+    def _gathered(
+        self,
+        grid: Grid,
+        layers: Floats | float,
+        experts: Floats | float,
+        embeds: Flags | bool = True,
+        heads: Flags | bool = True,
+    ) -> Floats:
+        """Gathered parameters: what lies around the blocks under ZeRO-3; under ZeRO-2 the blocks too."""
+        low = operand_bytes(self.job.train.precision)
+        dense, routed = self._elements(grid, layers, experts, embeds, heads)
+        around, _ = self._elements(grid, 0.0, 0.0, embeds, heads)
+        gathered = np.where(grid.zero == 2, dense + routed, np.where(grid.zero == 3, around, 0.0))
+        return np.asarray(gathered * low, dtype=np.float64)
+
+
+def count_pending(grid: Grid, rank: Ints, micro_batches: Ints) -> Floats:
+    """Micro-batches of a stage that wait for their weight gradients at once, on the last pp rank.
+
+    Closed forms that tests hold at or below the walked schedules: ZB-H1 delays ``pp`` of them there, ZBV
+    twice as many (two stages), DualPipe-V ``pp``. 0 elsewhere, and where the backward pass is not split.
+    """
+    zb_h1, zbv, dual = (grid.schedule == SCHEDULES.index(name) for name in ("zb-h1", "zbv", "dualpipe-v"))
+    few = np.minimum(micro_batches, grid.pp)
+    count = np.where(zb_h1, few, np.where(zbv, 2 * few - 1, np.where(dual, few, 0)))
+    return np.where(rank == grid.pp - 1, np.maximum(count, 0), 0).astype(float)
+
+
+def pending_bytes(model: DecoderModel, sizes: Sizes) -> int:
+    elements = 2 * model.hidden_size + 2 * (model.query_size + model.kv_size)
+    return sizes.tokens * elements * sizes.low + sizes.feed_forward.late
+
+
+def count_stage_layers(job: Job, grid: Grid) -> tuple[list[Floats], list[Floats]]:
+    layers = require_decoder(job).num_layers
+    total = np.maximum(layers // grid.pp - 1, grid.virtual_stages).astype(float)
+    fewest = np.maximum(layers // (grid.pp * grid.virtual_stages) - 1, 1).astype(float)
+    return [total, total], [fewest, fewest]

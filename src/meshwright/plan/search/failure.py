@@ -1,0 +1,129 @@
+"""The error of a search that found nothing: what is closest, and which changes of the job would fit."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from meshwright.core.errors import Problem, UserError
+from meshwright.core.units import format_bytes
+from meshwright.plan.layout_text import describe_layout
+from meshwright.plan.near import SHORTEST_SEQUENCE, Remedy, cheapest_changes, with_seq_len
+from meshwright.plan.predict import Prediction, require_decoder
+from meshwright.plan.search.find import Found, find_layouts, with_cluster
+from meshwright.plan.shapes import count_parameters
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
+
+MOST_DOUBLINGS = 8
+REMEDY_S = 4.0
+"""Seconds in which changes of the job are searched for, together."""
+LEAST_STATE_BYTES, LEAST_WEIGHT_BYTES = 14, 2
+"""Of a parameter: weights, gradient and AdamW's state in the leanest runtime; 16-bit weights alone."""
+NOT_BUILT = "LoRA and 8-bit or bf16 optimizer state would need less memory; this version has neither yet"
+"""What people with few devices try first."""
+
+
+def nothing_fits(closest: Prediction, remedies: list[str], stopped_early: bool = False) -> UserError:
+    """The error for a job that no layout fits."""
+    job, need = closest.job, closest.need
+    over = closest.shortage.removeprefix("does not fit: ")
+    rule = f"does not fit: {describe_layout(closest.layout)}: {over}"
+    if "offloaded" not in over:
+        largest = max(closest.ledger.lines, key=lambda line: line.bytes)
+        rule += f"; the largest line is {largest.name} with {format_bytes(largest.bytes)}"
+        if need.limited_by == "first step":
+            more = format_bytes(need.first_step - need.steady_step)
+            rule += f"; a steady step needs {more} less"
+    if stopped_early:
+        rule += "; the search ended at its time limit, so that a layout which fits may exist"
+    others = [remedy[0].lower() + remedy[1:] for remedy in remedies[1:]]
+    fix = "; or ".join([*remedies[:1], *others]) or "Use a smaller model, or devices with more memory"
+    if isinstance(job.model, DecoderModel):
+        fix += f". {NOT_BUILT}"
+    return UserError(Problem("plan-nothing-fits", rule, path=job.name, fix=fix))
+
+
+def explain_given(prediction: Prediction) -> UserError:
+    """The error for a given layout that does not fit, with the changes that do."""
+    job = prediction.job
+    return nothing_fits(prediction, [*_in_words(cheapest_changes(job)), *_elsewhere(job)])
+
+
+def explain_failure(job: Job, pins: dict[str, Any], found: Found) -> UserError:
+    """The error for a search that found nothing: no layout is legal with these keys, or none fits."""
+    if found.closest is None:
+        keys = " ".join(f"layout.{name}={str(value).lower()}" for name, value in pins.items())
+        devices, runtime = job.cluster.world_size, job.train.runtime
+        leave, which = ("leaves", "it") if len(pins) == 1 else ("leave", "one of them")
+        rule = f"{leave} no legal layout on {devices} device{'s' * (devices > 1)} with {runtime}"
+        fix = f"Leave {which} to the planner, or use more devices"
+        return UserError(Problem("plan-no-layout", rule, path=keys or "layout", fix=fix))
+    remedies = [*remedies_for_search(job, pins), *_elsewhere(job)]
+    return nothing_fits(found.closest, remedies, found.stopped_early)
+
+
+def _in_words(changes: list[Remedy]) -> list[str]:
+    return [f"Use {change.overrides} ({change.price})" for change in changes]
+
+
+def _elsewhere(job: Job) -> list[str]:
+    """That a preset of a cluster can be named, where the model does not fit this machine."""
+    named = job.cluster.preset == "local" and isinstance(job.model, DecoderModel)
+    return ["Plan it for a cluster with, say, --on 8x8xh100-sxm"] if named else []
+
+
+def remedies_for_search(job: Job, pins: dict[str, Any]) -> list[str]:
+    """Changes after which some layout fits: keys let go, more nodes, a shorter sequence."""
+    found, until = [], time.perf_counter() + REMEDY_S
+    for changes in (_freed_keys(job, pins), _shorter_sequences(job, pins), _more_nodes(job, pins)):
+        for words, changed, kept in changes:
+            left = until - time.perf_counter()
+            if left <= 0:
+                break
+            more = changed.cluster.nodes > job.cluster.nodes  # fewer devices were tried before
+            worlds = [changed.cluster.world_size] if more else None
+            search = find_layouts(changed, kept, 1, worlds=worlds, budget_s=left)
+            if search.best:
+                best = search.best[0]
+                figures = f"{describe_layout(best.layout)}: {format_bytes(best.needed_bytes)} per device"
+                found.append(f"{words} ({figures})")
+                break
+    return found
+
+
+def _freed_keys(job: Job, pins: dict[str, Any]) -> Iterator[tuple[str, Job, dict[str, Any]]]:
+    free = ("micro_batch", "recompute", "offload", "sequence_parallel", "schedule", "zero", "accumulate")
+    names = [name for name in free if name in pins]
+    for name in names:
+        yield f"Leave layout.{name} to the planner", job, {k: v for k, v in pins.items() if k != name}
+    if len(names) > 1:
+        words = f"Leave {', '.join('layout.' + n for n in names)} to the planner"
+        yield words, job, {k: v for k, v in pins.items() if k not in names}
+
+
+def _more_nodes(job: Job, pins: dict[str, Any]) -> Iterator[tuple[str, Job, dict[str, Any]]]:
+    cluster = job.cluster
+    if cluster.nic_bytes_per_s is None:
+        return
+    for power in range(1, MOST_DOUBLINGS + 1):
+        nodes = cluster.nodes * 2**power
+        if _may_hold(job, nodes * cluster.devices_per_node):
+            words = f"Use cluster.nodes={nodes}, {nodes * cluster.devices_per_node} devices"
+            yield words, with_cluster(job, nodes=nodes), pins
+
+
+def _may_hold(job: Job, devices: int) -> bool:
+    """Whether so many devices and their hosts could hold the state alone, before anything is searched."""
+    room = job.cluster.memory_bytes + (job.cluster.host_memory_bytes or math.inf)
+    each = LEAST_STATE_BYTES if job.train.optimizer == "adamw" else LEAST_WEIGHT_BYTES
+    return each * count_parameters(require_decoder(job)) <= room * devices
+
+
+def _shorter_sequences(job: Job, pins: dict[str, Any]) -> Iterator[tuple[str, Job, dict[str, Any]]]:
+    length = job.data.seq_len // 2
+    while length >= SHORTEST_SEQUENCE:
+        yield f"Use data.seq_len={length}", with_seq_len(job, length), pins
+        length //= 2
