@@ -27,6 +27,7 @@ above one. Elsewhere they are parameters like all others.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -165,11 +166,13 @@ def _mesh_of(layout: Layout, names: set[str]) -> dict[str, int]:
     return {axis: getattr(layout, axis) for axis in AXES}
 
 
+@functools.lru_cache(maxsize=4096)
 def _join(layout: Layout, *names: str) -> Axis:
     mesh = _mesh_of(layout, set(names))
     return Axis("+".join(n for n in names if mesh[n] > 1), math.prod(mesh[n] for n in names))
 
 
+@functools.lru_cache(maxsize=4096)
 def _locate(layout: Layout, rank: int, name: str) -> tuple[int, tuple[int, ...]]:
     """A rank's place on the axis, and its places on all others."""
     names = set(name.split("+"))

@@ -12,10 +12,11 @@ from meshwright.plan.axes import (
     expert_sum_axis,
     experts_apart,
     gradient_axis,
+    is_expert,
     state_axis,
 )
 from meshwright.plan.moments import ALL_GRADIENTS, KeptGradients
-from meshwright.plan.parts import held_buckets, held_parameters
+from meshwright.plan.parts import count_buckets, held_parts, list_kinds
 from meshwright.plan.shapes import FLOAT32_BYTES, count_statistics
 from meshwright.plan.sharding import padded_count
 from meshwright.plan.traffic import WIRE_BYTES, Traffic
@@ -26,17 +27,24 @@ INT32_BYTES = 4
 
 def predict_buckets(job: Job, place: int) -> list[Traffic]:
     """All of them, of a rank at one place of the pipelines, and the statistics of batch norms."""
-    parameters = {p.name: p for p in held_parameters(job, place)}
-    buckets = held_buckets(job, place)
-    rows = [_fixed_buckets(job, len(parameters), len(buckets))] if uses_ddp(job) else []
-    for names in buckets:
-        sums, shards = gradient_axis(job, names[0]), state_axis(job, names[0])
+    parts, apart = held_parts(job, place), experts_apart(job)
+    counts = [count_buckets(part.representative, apart, job.layout.bucket_mb) for part in parts]
+    kinds = list_kinds(parts)
+    rows = []
+    if uses_ddp(job):
+        rows.append(_fixed_buckets(job, sum(p.repeats for p in kinds), sum(map(sum, counts))))
+    for experts in (False, True):
+        buckets = sum(count[experts] for count in counts)
+        held = [p for p in kinds if (apart and is_expert(p.name)) is experts]
+        if not buckets:
+            continue
+        sums, shards = gradient_axis(job, held[0].name), state_axis(job, held[0].name)
         if sums.size > 1:
-            size = sum(parameters[name].count for name in names) * WIRE_BYTES[job.compression.kind]
-            rows.append(Traffic(sums.name, "all_reduce", "step", sums.size, 1, size))
+            size = sum(p.count for p in held) * WIRE_BYTES[job.compression.kind]
+            rows.append(Traffic(sums.name, "all_reduce", "step", sums.size, buckets, size))
         if shards.size > 1:
-            size = sum(padded_count(parameters[name], shards.size) for name in names) * FLOAT32_BYTES
-            rows.append(Traffic(shards.name, "all_gather", "step", shards.size, 1, size))
+            size = sum(padded_count(p, shards.size) for p in held) * FLOAT32_BYTES
+            rows.append(Traffic(shards.name, "all_gather", "step", shards.size, buckets, size))
     if (statistics := count_statistics(job.model)) and job.layout.dp_replicate > 1:
         # Averaged at the end of a step, all in one call.
         size = statistics * FLOAT32_BYTES

@@ -168,7 +168,7 @@ def list_compiled_moments(
     formula = f"{model.num_layers} blocks, {block.formula}, + {block.last_norm} (final norm)"
     waiting = model.num_layers * block.kept + block.last_norm
     loss = Moment("loss, forward", waiting, made, sums_kept.count_bytes(parameters), formula)
-    return loss, *_backward_moments(model, parameters, block, sums_kept)
+    return loss, *_backward_moments(job, model, parameters, block, sums_kept)
 
 
 def line_of_copies(job: Job, model: DecoderModel) -> Line:
@@ -185,6 +185,7 @@ def count_copied(model: DecoderModel) -> int:
 
 
 def _backward_moments(
+    job: Job,
     model: DecoderModel,
     parameters: Sequence[Parameter],
     block: CompiledBlock | OwnBlock,
@@ -194,10 +195,11 @@ def _backward_moments(
     head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
     tied, everything = model.tied_embeddings, count_gradient_bytes(parameters)
     done = head + sum(p.count for p in parameters if p.name.startswith("norm.")) * FLOAT32_BYTES
-    by_block, shared = sum_blocks(parameters), head if tied else 0
+    layers = range(model.num_layers)
+    by_block, shared = sum_blocks(job, model, layers), head if tied else 0
     beside = shared if sums_kept.dense else 0  # the head's part of the shared gradient waits
     moments = []
-    for layer in reversed(range(model.num_layers)):
+    for layer in reversed(layers):
         below, formula = layer * block.kept, f"{layer} blocks, {block.formula}"
         moments += [
             Moment(

@@ -30,8 +30,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.feed_forward_memory import (
@@ -45,8 +44,11 @@ from meshwright.plan.shapes import (
     FLOAT32_BYTES,
     Parameter,
     count_gradient_bytes,
+    is_routed,
+    list_block,
     operand_bytes,
     residual_bytes,
+    with_gradients,
 )
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -225,6 +227,26 @@ class Stack:
         assert len(found) == len(layers), "rows are given for every layer with experts"
         return cls(tuple(found))
 
+    def replace(self, change: Callable[[Sizes], Sizes]) -> Stack:
+        """The stack with every block changed; equal blocks stay one object."""
+        changed = {id(block): change(block) for block in self.blocks}
+        return Stack(tuple(changed[id(block)] for block in self.blocks))
+
+    def find_extremes(self, reach: int = 0) -> set[int]:
+        """The layers whose moments in the backward pass can be the largest.
+
+        Along a run of equal blocks every moment's bytes are linear in the layer, so that the largest is at an
+        end of the run, and of equal ones the first.
+
+        Args:
+            reach: Layers from either end of a run that a moment may see: there bytes are not linear.
+        """
+        found: set[int] = set()
+        for _, run in itertools.groupby(range(len(self.blocks)), key=lambda layer: id(self.blocks[layer])):
+            layers = list(run)
+            found.update(layers[: reach + 1], layers[-reach - 1 :])
+        return found
+
     @property
     def last(self) -> Sizes:
         """Of the last block; what is around blocks is alike in all."""
@@ -402,10 +424,11 @@ def _backward_moments(
     """Each block on the way back, then the embedding."""
     all_gradients = count_gradient_bytes(parameters)
     head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
-    tied, cut = model.tied_embeddings, job.layout.zero >= 2
+    tied = model.tied_embeddings
     beside = head if tied and sums_kept.dense else 0  # the head's part of the shared gradient waits
-    made, block_gradients = KeptGradients(not sums_kept.dense, not sums_kept.experts), sum_blocks(parameters)
-    gradients, made_in = sums_kept.count_bytes(parameters), sum_blocks(parameters, made)
+    layers, made = range(model.num_layers), KeptGradients(not sums_kept.dense, not sums_kept.experts)
+    block_gradients, made_in = sum_blocks(job, model, layers), sum_blocks(job, model, layers, made)
+    gradients, listed = sums_kept.count_bytes(parameters), _list_layers(job, stack)
     done = head + sum(p.count for p in parameters if p.name.startswith("norm.")) * FLOAT32_BYTES
     shared = head if tied else 0  # complete only when the embedding's part is there
     gradients += 0 if sums_kept.dense else done
@@ -415,29 +438,11 @@ def _backward_moments(
         alive, name = stack.waiting(model.num_layers), f"block {top}, gathered"
         temporary = stack.last.hidden
         moments.append(Moment(name, alive, temporary, gradients, waiting, 0, top, "gathered"))
-    for layer in reversed(range(model.num_layers)):
-        sizes, below = stack.blocks[layer], stack.waiting(layer)
-        complete = done - shared
-        waiting, name = stack.formula(layer), f"block {layer}, backward"
-        formula, temporary = (
-            f"{waiting}, + {sizes.block} (this block)",
-            sizes.backward(not sums_kept.experts) + beside,
-        )
-        alive = below + sizes.block
-        moments.append(Moment(name, alive, temporary, gradients, formula, complete, layer, "block"))
-        if cut and sizes.feed_forward.after_experts:
-            moments += _expert_moments(job, layer, sizes, below, gradients, waiting)
-        inside, passed = below + sizes.attention, sizes.hidden + sizes.attention_gradients
-        formula = f"{waiting}, + {sizes.attention} (half of this block)"
-        name = f"block {layer}, attention, backward"
-        moments.append(Moment(name, inside, passed, gradients, formula, complete, layer, "attention"))
-        if job.layout.recompute != "none":
-            alive = below + sizes.turning + sizes.waiting_products
-            name = f"block {layer}, computed again"
-            moments.append(Moment(name, alive, sizes.hidden, gradients, formula, complete, layer, "again"))
-        if cut:
-            name = f"block {layer}, reduced"
-            moments.append(Moment(name, below, sizes.hidden, gradients, waiting, done, layer, "reduced"))
+    for layer in reversed(layers):
+        if layer in listed:
+            first = not sums_kept.experts
+            found = _block_moments(job, stack, layer, gradients, (done, done - shared), first, beside)
+            moments += found
         done, gradients = done + block_gradients[layer], gradients + made_in[layer]
     # A tied gradient is made of two parts and their sum; the sum is the gradient unless others are kept.
     parts = 3 if tied else 1
@@ -446,6 +451,62 @@ def _backward_moments(
         Moment("embedding, backward", 0, last, all_gradients, "none", done - shared, None, "around")
     )
     moments.append(Moment("last bucket", 0, 0, all_gradients, "none", all_gradients, None, "reduced"))
+    return moments
+
+
+def _list_layers(job: Job, stack: Stack) -> set[int]:
+    """The layers whose moments are listed.
+
+    All where buckets are compressed: what is sent then grows bucket by bucket, not linearly. Under ZeRO-2 and
+    3 a moment depends on the block behind it and on those that are gathered ahead.
+    """
+    if job.compression.kind != "none" and job.layout.zero < 2:
+        return set(range(len(stack.blocks)))
+    return stack.find_extremes(shard_reach(job) if job.layout.zero >= 2 else 0)
+
+
+def shard_reach(job: Job) -> int:
+    """Blocks on either side that a moment under ZeRO-2 and 3 depends on."""
+    return max(job.layout.prefetch, 1)
+
+
+def _block_moments(
+    job: Job,
+    stack: Stack,
+    layer: int,
+    gradients: int,
+    complete: tuple[int, int],
+    first: bool,
+    beside: int,
+) -> list[Moment]:
+    """One block on the way back.
+
+    Args:
+        job: With its layout settled.
+        stack: The blocks.
+        layer: Which.
+        gradients: That exist when its backward pass begins.
+        complete: Those that are complete by then, and the same without a shared one.
+        first: Whether gradients of experts are made, and stay.
+        beside: The head's part of a shared gradient, which waits.
+    """
+    sizes, below, (done, sent) = stack.blocks[layer], stack.waiting(layer), complete
+    waiting, temporary = stack.formula(layer), sizes.backward(first) + beside
+    formula, alive, name = f"{waiting}, + {sizes.block} (this block)", below + sizes.block, f"block {layer}"
+    cut = job.layout.zero >= 2
+    moments = [Moment(f"{name}, backward", alive, temporary, gradients, formula, sent, layer, "block")]
+    if cut and sizes.feed_forward.after_experts:
+        moments += _expert_moments(job, layer, sizes, below, gradients, waiting)
+    inside, passed = below + sizes.attention, sizes.hidden + sizes.attention_gradients
+    formula = f"{waiting}, + {sizes.attention} (half of this block)"
+    at = f"{name}, attention, backward"
+    moments.append(Moment(at, inside, passed, gradients, formula, sent, layer, "attention"))
+    if job.layout.recompute != "none":
+        alive, at = below + sizes.turning + sizes.waiting_products, f"{name}, computed again"
+        moments.append(Moment(at, alive, sizes.hidden, gradients, formula, sent, layer, "again"))
+    if cut:
+        at = f"{name}, reduced"
+        moments.append(Moment(at, below, sizes.hidden, gradients, waiting, done, layer, "reduced"))
     return moments
 
 
@@ -464,11 +525,15 @@ def _expert_moments(
     ]
 
 
-def sum_blocks(parameters: Sequence[Parameter], of: KeptGradients = ALL_GRADIENTS) -> Counter[int]:
+def sum_blocks(
+    job: Job, model: DecoderModel, layers: Sequence[int], of: KeptGradients = ALL_GRADIENTS
+) -> dict[int, int]:
     """Bytes of the gradients of each block, or of some of them, by its number."""
-    sums: Counter[int] = Counter()
-    for parameter in parameters:
-        first, _, rest = parameter.name.partition(".")
-        if first == "blocks":
-            sums[int(rest.partition(".")[0])] += of.count_bytes((parameter,))
+    kinds: dict[bool, int] = {}
+    sums = {}
+    for layer in layers:
+        routed = is_routed(model, layer)
+        if routed not in kinds:
+            kinds[routed] = of.count_bytes(with_gradients(job, tuple(list_block(model, layer))))
+        sums[layer] = kinds[routed]
     return sums

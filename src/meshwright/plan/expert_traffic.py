@@ -26,7 +26,7 @@ from __future__ import annotations
 from meshwright.plan.axes import expert_axis, sequence_axis
 from meshwright.plan.feed_forward_memory import INT64_BYTES
 from meshwright.plan.optimizer import count_states
-from meshwright.plan.parts import held_parts, saved_parameters
+from meshwright.plan.parts import held_parts, saved_kinds
 from meshwright.plan.shapes import FLOAT32_BYTES, operand_bytes
 from meshwright.plan.tensor import count_tokens, is_dealt
 from meshwright.plan.traffic import Traffic, count_micro_batches
@@ -90,10 +90,10 @@ def _looks(job: Job, phase: str, times: int, learning: bool) -> list[Traffic]:
 
 def _saves(job: Job, place: int) -> list[Traffic]:
     layout, axis, calls, elements = job.layout, expert_axis(job.layout), 0, 0
-    for parameter in saved_parameters(job, place):
+    for parameter in saved_kinds(job, place, held_parts(job, place)):
         if is_dealt(parameter.name, layout.ep, layout.etp):
             tensors = 1 + count_states(parameter, job.train)
-            calls, elements = calls + tensors, elements + tensors * parameter.count
+            calls, elements = calls + tensors * parameter.repeats, elements + tensors * parameter.count
     return [Traffic(axis.name, "all_gather", "save", axis.size, calls, elements * axis.size * FLOAT32_BYTES)]
 
 

@@ -20,11 +20,11 @@ from meshwright.plan.decoder_memory import trace_decoder
 from meshwright.plan.moments import KeptGradients, Line, Moment, StepMemory
 from meshwright.plan.offload import SLOTS, offloaded_state, streaming_bytes
 from meshwright.plan.optimizer import UPDATE_CHUNK, UPDATE_CHUNK_BYTES, predict_optimizer
-from meshwright.plan.parts import held_buckets, held_parameters
+from meshwright.plan.parts import held_buckets, held_kinds, held_parameters
 from meshwright.plan.pipeline_memory import PipelineMemory, trace_pipeline
 from meshwright.plan.resnet_memory import trace_resnet
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, count_gradient_bytes
-from meshwright.plan.sharded_memory import trace_sharded
+from meshwright.plan.sharded_memory import find_sharded_peak
 from meshwright.plan.sharding import sharded_state
 from meshwright.plan.tensor import held_model
 from meshwright.plan.traffic import WIRE_BYTES
@@ -67,7 +67,7 @@ def predict_ledger(
         place: The rank's index on the axis ``pp``.
         rows: That experts read in each of the rank's layers with experts; None for an even share of all.
     """
-    parameters = held_parameters(job, place)
+    parameters = held_kinds(job, place)
     if job.layout.pp > 1:
         pipeline = trace_pipeline(job, place, micro_batch, micro_batches, rows)
         return _predict_pipeline(job, parameters, place, pipeline)
@@ -77,7 +77,7 @@ def predict_ledger(
     count = sum(p.count for p in parameters)
     sums_kept = kept_gradients(job, micro_batches)
     memory = _trace(job, parameters, micro_batch, sums_kept, rows)
-    buckets = _sent_buckets(job, parameters)
+    buckets = _sent_buckets(job)
     top = max(memory.moments, key=lambda moment: moment.bytes + _wire_bytes(buckets, moment))
     lines = [
         Line("parameters", state["parameters"], f"{count} x 4 (float32)"),
@@ -159,7 +159,7 @@ def _predict_sharded(
     assert not isinstance(model, ResNetModel), "the legality table shards decoders only"
     state = sharded_state(job, rank=0)
     memory = trace_decoder(job, model, parameters, micro_batch, KeptGradients(), rows)
-    top = max(trace_sharded(job, memory.moments, micro_batches), key=lambda moment: moment.bytes)
+    top = find_sharded_peak(job, memory.moments, micro_batches)
     ranks, away = dense_shard_axis(job.layout).size, offloaded_state(job, state)["parameters"]
     formula = f"rows over {ranks} ranks, padded, x 4 (float32)"
     lines = [
@@ -254,11 +254,11 @@ class _Bucket:
     """Whether what is sent lives until all are summed, not only until it has arrived."""
 
 
-def _sent_buckets(job: Job, parameters: Sequence[Parameter]) -> list[_Bucket]:
+def _sent_buckets(job: Job) -> list[_Bucket]:
     """The buckets that are copied to be sent; none without compression."""
     if job.compression.kind == "none":
         return []
-    sizes = {p.name: p.count for p in parameters}
+    sizes = {p.name: p.count for p in held_parameters(job, place=0)}
     complete, total = {}, 0
     for name in reversed(sizes):
         total += sizes[name] * FLOAT32_BYTES

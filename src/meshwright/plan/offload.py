@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
-from meshwright.plan.parts import held_buckets, held_parameters, pipeline_rank
-from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
-from meshwright.plan.sharding import count_own
+from meshwright.plan.axes import experts_apart
+from meshwright.plan.parts import bucket_kinds, held_buckets, held_parts, pipeline_rank
+from meshwright.plan.shapes import Parameter
+from meshwright.plan.sharding import optimizer_bytes
 from meshwright.spec.job import Job
 
 SLOTS = 3
@@ -45,15 +45,11 @@ def streaming_bytes(job: Job, rank: int = 0) -> int:
     """Device memory for what is streamed; none where nothing is, or the host takes the update."""
     if job.layout.offload != "optimizer":
         return 0
-    parameters = {p.name: p for p in held_parameters(job, pipeline_rank(job, rank))}
-    buckets = [
-        sum(_state_bytes(parameters[name], job, rank) for name in names)
-        for names in list_state_buckets(job, rank)
-    ]
+    sizes: dict[tuple[Parameter, ...], int] = {}
+    buckets = []
+    for part in held_parts(job, pipeline_rank(job, rank)):
+        for kinds in bucket_kinds(part.representative, experts_apart(job), job.layout.bucket_mb):
+            if kinds not in sizes:
+                sizes[kinds] = sum(optimizer_bytes(job, p, rank) for p in kinds)
+            buckets.append(sizes[kinds])
     return sum(slot_sizes(buckets))
-
-
-def _state_bytes(parameter: Parameter, job: Job, rank: int) -> int:
-    own = count_own(job, parameter, rank)
-    keys = state_keys(rule_of(parameter.name, len(parameter.shape), job.train), job.train)
-    return sum(1 if key == STEP_COUNT else own for key in keys) * FLOAT32_BYTES

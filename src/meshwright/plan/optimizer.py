@@ -97,9 +97,10 @@ def predict_optimizer(parameters: Sequence[Parameter], train: Train) -> Optimize
         keys = state_keys(rule, train)
         arrays = len([key for key in keys if key != STEP_COUNT])
         counts = len(keys) - arrays
-        state += (count * arrays + len(group) * counts) * FLOAT32_BYTES
+        tensors = sum(p.repeats for p in group)
+        state += (count * arrays + tensors * counts) * FLOAT32_BYTES
         terms += [f"{count} x {arrays * FLOAT32_BYTES} ({STATE_NAMES[rule]})"] if arrays else []
-        terms += [f"{len(group)} x {FLOAT32_BYTES} (step counts)"] if counts else []
+        terms += [f"{tensors} x {FLOAT32_BYTES} (step counts)"] if counts else []
         moved += count * (PASSES[rule] if keys else PASSES_WITHOUT_MOMENTUM) * FLOAT32_BYTES
         moved -= count * FLOAT32_BYTES - count_gradient_bytes(group)
     flops = count_newton_schulz_flops(by_rule.get("muon", ()))
@@ -111,5 +112,6 @@ def count_newton_schulz_flops(matrices: Iterable[Parameter]) -> int:
     total = 0
     for matrix in matrices:
         short, long = sorted(matrix.shape)
-        total += NEWTON_SCHULZ_STEPS * 2 * (2 * short * short * long + short**3)
+        each = 2 * (2 * short * short * long + short**3)
+        total += matrix.repeats * NEWTON_SCHULZ_STEPS * each
     return total

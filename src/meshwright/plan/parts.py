@@ -4,22 +4,38 @@ The first stage has the embedding and the positions too, the last one the final 
 head is the embedding: where both ends are on different ranks, each holds a copy, and their gradients are
 added up (:data:`TIED_AXIS`); where they are on one rank, the last stage uses the first one's. Without a
 pipeline there is one part, which is everything.
+
+Sizes of a stage depend on how many of its blocks are dense and how many have experts, not on which they are.
+So they are computed for its representative, once for all alike stages, from its parameters by kind.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.plan.axes import experts_apart, is_expert
 from meshwright.plan.buckets import bucket_parameters
-from meshwright.plan.shapes import Parameter, list_parameters, with_gradients
+from meshwright.plan.shapes import (
+    Parameter,
+    list_block,
+    list_embeddings,
+    list_head,
+    list_parameters,
+    name_in_block,
+    with_gradients,
+)
 from meshwright.plan.tensor import held_model
 from meshwright.schedule.actions import PipelineSchedule, loop_ranks, vee_ranks
 from meshwright.schedule.build import build_schedule
 from meshwright.schedule.files import load_schedule
+from meshwright.schedule.in_flight import InFlight, count_in_flight
 from meshwright.spec.job import Job
 from meshwright.spec.layout import V_SCHEDULES
 from meshwright.spec.model import DecoderModel, Model
@@ -55,12 +71,48 @@ class Part:
         """Blocks of it that route their tokens to experts."""
         if not isinstance(self.model, DecoderModel) or not self.model.num_experts:
             return 0
-        return sum(layer >= self.model.dense_layers for layer in self.layers)
+        return max(0, self.layers.stop - max(self.layers.start, self.model.dense_layers))
 
-    @property
+    @functools.cached_property
+    def representative(self) -> Part:
+        """The stage of this kind that is nearest to the start of the model: alike in every size."""
+        if not isinstance(self.model, DecoderModel):
+            return self
+        first = 0
+        if self.model.num_experts:
+            first = self.model.dense_layers - (len(self.layers) - self.expert_layers)
+        layers = range(first, first + len(self.layers))
+        return _intern(Part(self.model, 0, layers, self.first, self.last, self.lent))
+
+    @functools.cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """Its parameters, in registration order, by the names that they have in the whole model."""
-        return _list_part(self)
+        if not isinstance(self.model, DecoderModel):
+            return list_parameters(self.model)
+        blocks = [p for layer in self.layers for p in list_block(self.model, layer)]
+        return (*self._before_blocks(self.model), *blocks, *self._behind_blocks(self.model))
+
+    @functools.cached_property
+    def parameter_kinds(self) -> tuple[Parameter, ...]:
+        """The same by kind: those of alike blocks are one entry."""
+        if not isinstance(self.model, DecoderModel):
+            return list_parameters(self.model)
+        blocks = [p for layer, times in self.block_kinds for p in list_block(self.model, layer, times)]
+        return (*self._before_blocks(self.model), *blocks, *self._behind_blocks(self.model))
+
+    @property
+    def block_kinds(self) -> list[tuple[int, int]]:
+        """The first dense block and how many there are, then the same of those with experts."""
+        experts = self.expert_layers
+        dense = len(self.layers) - experts
+        kinds = ((self.layers.start, dense), (self.layers.start + dense, experts))
+        return [(layer, times) for layer, times in kinds if times]
+
+    def _before_blocks(self, model: DecoderModel) -> list[Parameter]:
+        return list_embeddings(model)[: None if self.first else int(self.borrows)]
+
+    def _behind_blocks(self, model: DecoderModel) -> list[Parameter]:
+        return list_head(model) if self.last else []
 
     @property
     def borrows(self) -> bool:
@@ -74,30 +126,32 @@ class Part:
         )
 
 
-@functools.lru_cache(maxsize=256)
-def _list_part(part: Part) -> tuple[Parameter, ...]:
-    return tuple(p for p in list_parameters(part.model) if part.whole or _is_in(part, p.name))
-
-
-def _is_in(part: Part, name: str) -> bool:
-    owner, _, rest = name.partition(".")
-    if owner == "blocks":
-        return int(rest.partition(".")[0]) in part.layers
-    if owner == "embed":
-        return part.first or part.borrows
-    return part.first if owner == "positions" else part.last
+@functools.lru_cache(maxsize=4096)
+def _intern(part: Part) -> Part:
+    """One object for equal stages, so that what is cached on it is computed once."""
+    return part
 
 
 def list_stages(job: Job) -> tuple[Part, ...]:
     """All stages of a settled job, first to last."""
-    model, counts = held_model(job), job.layout.stage_layers
+    return _cut_stages(held_model(job), *_stage_sizes(job))
+
+
+def _stage_sizes(job: Job) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Layers and pp rank of every stage."""
+    counts = job.layout.stage_layers
     if job.layout.pp == 1:
-        layers = range(model.num_layers if isinstance(model, DecoderModel) else 0)
-        return (Part(model, 0, layers, first=True, last=True),)
+        return (job.model.num_layers if isinstance(job.model, DecoderModel) else 0,), (0,)
     assert counts is not None, "a plan settles the layers of the stages"
-    homes, last = stage_homes(job), len(counts) - 1
-    tied = isinstance(model, DecoderModel) and model.tied_embeddings and homes[0] == homes[-1]
-    ends = [sum(counts[: stage + 1]) for stage in range(len(counts))]
+    return counts, stage_homes(job)
+
+
+@functools.lru_cache(maxsize=64)
+def _cut_stages(model: Model, counts: tuple[int, ...], homes: tuple[int, ...]) -> tuple[Part, ...]:
+    """Stages of so many layers; ``homes`` are their pp ranks."""
+    last, shared = len(counts) - 1, len(counts) > 1 and homes[0] == homes[-1]
+    tied = shared and isinstance(model, DecoderModel) and model.tied_embeddings
+    ends = itertools.accumulate(counts)
     return tuple(
         Part(model, stage, range(end - count, end), stage == 0, stage == last, tied and stage == last)
         for stage, (count, end) in enumerate(zip(counts, ends, strict=True))
@@ -116,20 +170,48 @@ def schedule_of(job: Job, micro_batches: int) -> PipelineSchedule:
     return _build(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
 
 
+def in_flight_of(job: Job, micro_batches: int, place: int) -> InFlight:
+    """What is in flight along the actions of one pp rank of a job's pipeline.
+
+    Raises:
+        UserError: The schedule is a file's, which is for another pipeline.
+    """
+    layout = job.layout
+    if layout.schedule_file is not None:
+        schedule_of(job, micro_batches)
+        return _count_version(*_version_of(layout.schedule_file))[place]
+    return _count_built(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)[place]
+
+
 @functools.lru_cache(maxsize=32)
 def _build(name: str, pp: int, micro_batches: int, virtual_stages: int) -> PipelineSchedule:
     return build_schedule(name, pp, micro_batches, virtual_stages)
 
 
+@functools.lru_cache(maxsize=512)
+def _count_built(name: str, pp: int, micro_batches: int, virtual_stages: int) -> tuple[InFlight, ...]:
+    """Of a generated schedule; the counts are small, so more of them are kept than of schedules."""
+    return count_in_flight(_build(name, pp, micro_batches, virtual_stages))
+
+
 def read_schedule(path: str) -> PipelineSchedule:
     """A file's schedule; read once, unless it changes."""
+    return _read_version(*_version_of(path))
+
+
+def _version_of(path: str) -> tuple[Path, int]:
     file = Path(path)
-    return _read_version(file, file.stat().st_mtime_ns if file.exists() else 0)
+    return file, file.stat().st_mtime_ns if file.exists() else 0
 
 
 @functools.lru_cache(maxsize=16)
 def _read_version(file: Path, modified: int) -> PipelineSchedule:
     return load_schedule(file)
+
+
+@functools.lru_cache(maxsize=16)
+def _count_version(file: Path, modified: int) -> tuple[InFlight, ...]:
+    return count_in_flight(_read_version(file, modified))
 
 
 def _require_fit(schedule: PipelineSchedule, job: Job, micro_batches: int) -> PipelineSchedule:
@@ -165,49 +247,105 @@ def stage_homes(job: Job) -> tuple[int, ...]:
     layout = job.layout
     if layout.schedule_file is not None:
         return read_schedule(layout.schedule_file).stage_ranks
-    return (
-        vee_ranks(layout.pp)
-        if layout.schedule in V_SCHEDULES
-        else loop_ranks(layout.pp, layout.virtual_stages)
-    )
+    return _home_ranks(layout.pp, layout.virtual_stages, layout.schedule in V_SCHEDULES)
+
+
+@functools.lru_cache(maxsize=512)
+def _home_ranks(pp: int, virtual_stages: int, vee: bool) -> tuple[int, ...]:
+    return vee_ranks(pp) if vee else loop_ranks(pp, virtual_stages)
 
 
 def held_parts(job: Job, place: int) -> tuple[Part, ...]:
     """The stages of the ranks at one place of the pipelines."""
-    homes = stage_homes(job)
-    return tuple(part for part in list_stages(job) if homes[part.stage] == place)
+    return _split_stages(held_model(job), *_stage_sizes(job))[place]
+
+
+def whole_parts(job: Job, place: int) -> tuple[Part, ...]:
+    """The same stages with matrices that no axis shards."""
+    return _split_stages(job.model, *_stage_sizes(job))[place]
+
+
+@functools.lru_cache(maxsize=64)
+def _split_stages(
+    model: Model, counts: tuple[int, ...], homes: tuple[int, ...]
+) -> tuple[tuple[Part, ...], ...]:
+    """The stages of every pp rank."""
+    stages = _cut_stages(model, counts, homes)
+    return tuple(
+        tuple(part for part, home in zip(stages, homes, strict=True) if home == place)
+        for place in range(max(homes) + 1)
+    )
 
 
 def held_parameters(job: Job, place: int) -> tuple[Parameter, ...]:
-    """All parameters of the ranks at one place of the pipelines; one that two stages share, once."""
-    return with_gradients(job, merge_parameters(held_parts(job, place)))
+    """All parameters of the ranks at one place of the pipelines; no two of its stages share one."""
+    return with_gradients(job, tuple(p for part in held_parts(job, place) for p in part.parameters))
 
 
-@functools.lru_cache(maxsize=256)
-def merge_parameters(parts: tuple[Part, ...]) -> tuple[Parameter, ...]:
-    """All parameters of some stages; one that two of them share, once, with the first."""
-    return tuple({p.name: p for part in parts for p in part.parameters}.values())
+def held_kinds(job: Job, place: int) -> tuple[Parameter, ...]:
+    """The same by kind: those of alike blocks are one entry."""
+    return with_gradients(job, list_kinds(held_parts(job, place)))
+
+
+def list_kinds(parts: Sequence[Part]) -> tuple[Parameter, ...]:
+    """The parameters of some stages by kind: those of alike blocks are one entry."""
+    return _merge_kinds(tuple(part.representative for part in parts))
+
+
+@functools.lru_cache(maxsize=4096)
+def _merge_kinds(parts: tuple[Part, ...]) -> tuple[Parameter, ...]:
+    found: dict[tuple[str, tuple[int, ...]], Parameter] = {}
+    for parameter in (p for part in parts for p in part.parameter_kinds):
+        key = name_in_block(parameter.name), parameter.shape
+        repeats = parameter.repeats + (found[key].repeats if key in found else 0)
+        found[key] = dataclasses.replace(found.get(key, parameter), repeats=repeats)
+    return tuple(found.values())
 
 
 def stage_buckets(job: Job, place: int) -> list[list[list[str]]]:
-    """The gradient buckets of each stage of a place; a parameter that two stages share is the first one's.
+    """The gradient buckets of each stage of a place.
 
     Where experts have axes of their own, they have buckets of their own, behind the others.
     """
-    seen: set[str] = set()
+    return [
+        [[p.name for p in bucket] for bucket in bucket_part(part, experts_apart(job), job.layout.bucket_mb)]
+        for part in held_parts(job, place)
+    ]
+
+
+@functools.lru_cache(maxsize=512)
+def bucket_part(part: Part, apart: bool, bucket_mb: float) -> tuple[tuple[Parameter, ...], ...]:
+    """The gradient buckets of one stage.
+
+    Args:
+        part: The stage.
+        apart: Whether experts have axes, and so buckets, of their own.
+        bucket_mb: The size at which a bucket closes.
+    """
+    named = {p.name: p for p in part.parameters}
+    experts = [p for p in part.parameters if apart and is_expert(p.name)]
+    dense = [p for p in part.parameters if not (apart and is_expert(p.name))]
+    buckets = [names for kind in (dense, experts) for names in bucket_parameters(kind, bucket_mb)]
+    return tuple(tuple(named[name] for name in names) for names in buckets)
+
+
+@functools.lru_cache(maxsize=512)
+def bucket_kinds(part: Part, apart: bool, bucket_mb: float) -> tuple[tuple[Parameter, ...], ...]:
+    """The same buckets with their parameters by kind: buckets of alike parameters are equal."""
+    known: dict[tuple[str, tuple[int, ...]], Parameter] = {}
     found = []
-    apart = experts_apart(job)
-    for part in held_parts(job, place):
-        own = [p for p in part.parameters if p.name not in seen]
-        seen |= {p.name for p in own}
-        experts = [p for p in own if apart and is_expert(p.name)]
-        dense = [p for p in own if not (apart and is_expert(p.name))]
-        found.append([names for kind in (dense, experts) for names in _bucket(job, kind)])
-    return found
+    for bucket in bucket_part(part, apart, bucket_mb):
+        kinds = Counter(known.setdefault((name_in_block(p.name), p.shape), p) for p in bucket)
+        found.append(tuple(dataclasses.replace(p, repeats=times) for p, times in kinds.items()))
+    return tuple(found)
 
 
-def _bucket(job: Job, parameters: list[Parameter]) -> list[list[str]]:
-    return bucket_parameters(parameters, job.layout.bucket_mb)
+@functools.lru_cache(maxsize=4096)
+def count_buckets(part: Part, apart: bool, bucket_mb: float) -> tuple[int, int]:
+    """How many gradient buckets of a stage are dense, and how many are of experts with axes of their own."""
+    buckets = bucket_part(part, apart, bucket_mb)
+    experts = sum(apart and is_expert(bucket[0].name) for bucket in buckets)
+    return len(buckets) - experts, experts
 
 
 def held_buckets(job: Job, place: int) -> list[list[str]]:
@@ -232,7 +370,13 @@ def list_homes(job: Job) -> list[tuple[Parameter, int]]:
     return [(parameter, homes[parameter.name]) for parameter in list_parameters(job.model)]
 
 
-def saved_parameters(job: Job, place: int) -> tuple[Parameter, ...]:
-    """What the ranks at a place add to a checkpoint: all they hold but a borrowed embedding."""
-    here = {parameter.name for parameter, home in list_homes(job) if home == place}
-    return tuple(p for p in held_parameters(job, place) if p.name in here)
+def saved_kinds(job: Job, place: int, parts: Sequence[Part]) -> tuple[Parameter, ...]:
+    """What the ranks at a place add to a checkpoint, by kind: all but an embedding that an earlier place has.
+
+    Args:
+        job: With its layout settled.
+        place: The rank's index on the axis ``pp``.
+        parts: The stages of that place.
+    """
+    copied = place in find_tied_places(job)[1:]
+    return tuple(p for p in list_kinds(parts) if not (copied and p.name == TIED_NAME))

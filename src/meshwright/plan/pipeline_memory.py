@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds at its fullest moment, found by going through its actions in order.
+"""What a rank of a pipeline holds at its fullest moment, found from what is in flight at each of its actions.
 
 Between a stage's forward and backward pass of a micro-batch lives what ``decoder_memory`` says of its blocks,
 for the last stage also the final norm's and the loss's part: the head's gradient, which is made with the
@@ -20,15 +20,19 @@ replicas, gradients are views of buckets and there from the start.
 Under ZeRO-2 and 3 each moment of a stage has what ``sharded_memory`` adds to it. The other stages of the rank
 have what lies around their blocks gathered, and under ZeRO-2 their blocks. Gradients of weights that a split
 backward pass makes later are whole until all blocks of the stage have theirs.
+
+What is in flight depends on the schedule alone (``schedule.in_flight``), the moments of a stage on its kind
+alone: both are cached.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
+
+import numpy as np
 
 from meshwright.plan.axes import sums_whole_gradients
 from meshwright.plan.bucket_traffic import kept_gradients
@@ -39,16 +43,17 @@ from meshwright.plan.decoder_memory import (
     list_always,
     loss_temporary,
     mask_bytes,
+    shard_reach,
     sum_blocks,
 )
 from meshwright.plan.feed_forward_memory import INT64_BYTES
 from meshwright.plan.moments import KeptGradients, Line, Moment
-from meshwright.plan.parts import Part, held_parameters, held_parts, schedule_of
-from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
+from meshwright.plan.parts import Part, held_kinds, held_parts, in_flight_of
+from meshwright.plan.shapes import FLOAT32_BYTES, list_block
 from meshwright.plan.sharded_memory import NORM_TENSORS, Pass, ShardedSizes
 from meshwright.plan.traffic import WIRE_BYTES
-from meshwright.schedule.actions import Action, Kind, PipelineSchedule, consumer_of, producer_of
-from meshwright.schedule.transfers import find_releases, list_needed, receiver_of
+from meshwright.schedule.actions import Kind
+from meshwright.schedule.in_flight import InFlight, RankState, WeightGrads
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -92,36 +97,6 @@ class PipelineMemory:
     """What one micro-batch makes in all stages of the rank, without recomputation."""
 
 
-class Made(IntEnum):
-    """Which gradients of a stage there are."""
-
-    NONE = 0
-    """Those at most that are in buckets."""
-    HALF = 1
-    """What a split backward pass makes in its first half: those of experts and around the blocks."""
-    ALL = 2
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """One stage: what it keeps, and the widest moment of each of its actions."""
-
-    kept: int
-    """From forward to backward."""
-    pending: int
-    """From the gradients of its inputs to those of its weights."""
-    gradients: int
-    """Of its parameters; one that it shares with an earlier stage of the rank is that one's."""
-    start: int
-    """Those of them that are there before the first backward pass."""
-    half: int
-    """Those that are there after the first half of a backward pass that is split."""
-    idle: int
-    """ZeRO-2 and 3: what it has gathered while another stage of the rank works."""
-    widest: dict[tuple[Kind, Made], PipelineMoment]
-    """By kind, and which gradients are there already."""
-
-
 def _without_copies(sizes: Sizes, model: DecoderModel, kept: bool) -> Sizes:
     """A product that puts off its weight's gradient keeps the weight itself, and no 16-bit copy of it."""
     if not sizes.copies:
@@ -139,17 +114,11 @@ def _without_copies(sizes: Sizes, model: DecoderModel, kept: bool) -> Sizes:
     )
 
 
-class _Moments:
-    """Lists the moments of one stage's actions."""
+class _Stage:
+    """One stage: what it keeps, and the moments of its actions."""
 
     def __init__(
-        self,
-        job: Job,
-        part: Part,
-        micro_batch: int,
-        own: Sequence[Parameter],
-        split: bool,
-        rows: Sequence[int] | None,
+        self, job: Job, part: Part, micro_batch: int, split: bool, rows: Sequence[int] | None
     ) -> None:
         """Of one stage.
 
@@ -157,7 +126,6 @@ class _Moments:
             job: With its layout settled.
             part: The stage.
             micro_batch: Samples of one forward pass.
-            own: Its parameters, without those that an earlier stage of the rank shares.
             split: Whether the backward pass is.
             rows: That experts read in each of its layers with experts; None for an even share of all.
         """
@@ -168,27 +136,35 @@ class _Moments:
         self.copies = self.stack.copies if split or not kept else 0
         """16-bit copies of weights that live until a forward pass ends, and are not kept."""
         if split:
-            blocks = (_without_copies(block, self.model, kept) for block in self.stack.blocks)
-            self.stack = Stack(tuple(blocks))
+            self.stack = self.stack.replace(lambda block: _without_copies(block, self.model, kept))
         self.sizes = self.stack.last
         self.shards = ShardedSizes.of(job, part) if job.layout.zero >= 2 else None
         self.layers, self.always = len(part.layers), kept_gradients(job)
-        size = sum(p.count for p in own) * FLOAT32_BYTES
+        size = sum(p.count for p in part.parameter_kinds) * FLOAT32_BYTES
         self.gradients = self.shards.kept if self.shards else size
-        self.start = self.always.count_bytes(own)
+        """Of all its parameters."""
+        self.start = self.always.count_bytes(part.parameter_kinds)
         """Gradients that are there from the start of the step, in buckets."""
         self.half = self.gradients
         """Those that are there after the first half of a backward pass that is split."""
+        self.idle = self.shards.idle if self.shards else 0
+        """ZeRO-2 and 3: what it has gathered while another stage of the rank works."""
         self.words = self.model.vocab_size * self.model.hidden_size * FLOAT32_BYTES
         """The head, or the embedding; its gradient too."""
         self.width = self.sizes.tokens * self.model.hidden_size * self.sizes.low
         """What a product along the hidden size gives: T x D x e."""
         self.extra = self._tokens_kept(micro_batch)
+        """What it keeps of a micro-batch beside blocks and loss."""
+        self._widest: dict[tuple[Kind, WeightGrads], PipelineMoment] = {}
         if split and self.shards is not None:
             self.half = self.shards.half
         elif split:
             around = 0 if self.always.dense else (part.first + part.last) * self.words
-            self.half = min(self.gradients, self.start + around + self._new_gradients.total())
+            self.half = min(self.gradients, self.start + around + sum(self._new_gradients.values()))
+        self.kept = self._count_kept()
+        """What waits between the passes."""
+        self.pending = self.late(self.layers)
+        """From the gradients of its inputs to those of its weights."""
 
     def _tokens_kept(self, micro_batch: int) -> int:
         """Copies of the batch on a GPU, the mask of its documents, and what the embedding keeps."""
@@ -199,9 +175,7 @@ class _Moments:
         looked_up = embedding_bytes(self.job, self.sizes) if self.part.first else 0
         return on_gpu * indices * INT64_BYTES + mask_bytes(self.job, self.sizes, micro_batch) + looked_up
 
-    @property
-    def kept(self) -> int:
-        """What waits between the passes."""
+    def _count_kept(self) -> int:
         loss = self.sizes.norm + self.width + self.words if self.part.last else 0
         return self.stack.waiting(self.layers) + loss + self.extra
 
@@ -213,11 +187,6 @@ class _Moments:
         elements = 2 * model.hidden_size + 2 * (model.query_size + model.kv_size)
         attention = self.sizes.tokens * elements * self.sizes.low
         return sum(attention + block.feed_forward.late for block in self.stack.blocks[-count:])
-
-    @property
-    def pending(self) -> int:
-        """Of all blocks."""
-        return self.late(self.layers)
 
     @property
     def touched(self) -> int:
@@ -238,19 +207,19 @@ class _Moments:
 
         Where gradients are cut, ``gradients`` says whether there are any, and ``sharded_memory`` how many.
         """
-        named, gathered = f"stage {self.part.stage}, {name}", 0
+        gathered = 0
         if self.shards is not None:
             moment, first = Moment(name, 0, 0, 0, "", 0, *at), gradients < self.gradients
-            gathered, _ = self.shards.gathered(moment, Pass(first, last=False))
+            gathered = sum(self.shards.gathered(moment, Pass(first, last=False)))
             gradients, reduced = self._shards_at(moment, gradients)
             gathered += reduced
-        return PipelineMoment(named, activations + self.extra, temporary, gradients, formula, gathered)
+        return PipelineMoment(name, activations + self.extra, temporary, gradients, formula, gathered)
 
-    def _made(self, there: Made, so_far: int) -> int:
+    def _made(self, there: WeightGrads, so_far: int) -> int:
         """Gradients: all that there are from the first backward pass on, in it what it has made so far."""
-        if there is Made.NONE:
+        if there is WeightGrads.NONE:
             return 0 if self.shards else self.start + so_far
-        return self.half if there is Made.HALF else self.gradients
+        return self.half if there is WeightGrads.HALF else self.gradients
 
     def _shards_at(self, moment: Moment, before: int) -> tuple[int, int]:
         """Gradients, and what is reduced, where they are cut and some were there before this pass.
@@ -264,7 +233,7 @@ class _Moments:
         gradients, reduced = self.shards.gradients(moment, Pass(first, last=False))
         return gradients + (before if first else 0), reduced
 
-    def forward(self, there: Made) -> list[PipelineMoment]:
+    def forward(self, there: WeightGrads) -> list[PipelineMoment]:
         """Of a forward pass; ``there``: which gradients are."""
         sizes, before = self.sizes, self.stack.waiting(self.layers - 1)
         gradients = self._made(there, 0)
@@ -289,12 +258,14 @@ class _Moments:
             found.append(self._moment("loss, forward", stack, temporary, gradients, formula))
         return found
 
-    def backward(self, there: Made) -> list[PipelineMoment]:
+    def backward(self, there: WeightGrads) -> list[PipelineMoment]:
         """Of a backward pass, or of its first half."""
         made = self.words if self.part.last and not self.always.dense else 0
         found, each = self._head_moments(there), self._new_gradients
+        listed = self.stack.find_extremes(shard_reach(self.job) if self.shards else 0)
         for below in reversed(range(self.layers)):
-            found += self._block_moments(below, self._made(there, made), there)
+            if below in listed:
+                found += self._block_moments(below, self._made(there, made), there)
             made += each[self.part.layers[below]]
         if self.part.first:
             done = self._made(there, made + self.words if self.split else self.gradients - self.start)
@@ -307,13 +278,13 @@ class _Moments:
             found.append(self._moment("ends, reduced", self.pending, 0, gradients, "none", (None, "reduced")))
         return found
 
-    @property
-    def _new_gradients(self) -> Counter[int]:
+    @functools.cached_property
+    def _new_gradients(self) -> Mapping[int, int]:
         """Bytes of gradients that the first backward pass makes, by layer; a split one those of experts."""
         made = KeptGradients(not self.always.dense and not self.split, not self.always.experts)
-        return sum_blocks(self.part.parameters, made)
+        return sum_blocks(self.job, self.model, self.part.layers, made)
 
-    def _block_moments(self, below: int, gradients: int, there: Made) -> list[PipelineMoment]:
+    def _block_moments(self, below: int, gradients: int, there: WeightGrads) -> list[PipelineMoment]:
         """One block on the way back."""
         sizes = self.stack.blocks[below]
         stack = self.stack.waiting(below) + self.late(self.layers - 1 - below)
@@ -359,7 +330,7 @@ class _Moments:
             )
         return found
 
-    def _head_moments(self, there: Made) -> list[PipelineMoment]:
+    def _head_moments(self, there: WeightGrads) -> list[PipelineMoment]:
         """The loss's and the final norm's way back."""
         if not self.part.last:
             return []
@@ -374,9 +345,9 @@ class _Moments:
             found.append(self._moment("final norm, backward", stack, inside, made, blocks))
         return found
 
-    def weights(self, there: Made) -> list[PipelineMoment]:
+    def weights(self, there: WeightGrads) -> list[PipelineMoment]:
         """Of the second half of a backward pass that is split."""
-        largest = max(p.count for p in self.part.parameters if _is_of_block(p, self.part.layers[0]))
+        largest = max(p.count for p in list_block(self.model, self.part.layers[0]))
         made = max(self.half, self._made(there, 0))
         formula = "inputs and output gradients of products"
         if self.shards is not None:
@@ -390,105 +361,66 @@ class _Moments:
             self._moment("weights, backward", self.pending // self.layers, 0, self.gradients, formula),
         ]
 
-    def stage(self) -> _Stage:
-        """All of it."""
-        widest = {}
-        for kind, list_moments in (
-            (Kind.FORWARD, self.forward),
-            (Kind.BACKWARD, self.backward),
-            (Kind.WEIGHT, self.weights),
-        ):
-            if kind is Kind.WEIGHT and not self.split:
-                continue
-            for there in Made:
-                widest[kind, there] = max(list_moments(there), key=lambda moment: moment.bytes)
-        idle = self.shards.idle if self.shards else 0
-        return _Stage(self.kept, self.pending, self.gradients, self.start, self.half, idle, widest)
+    def _settle(self, there: WeightGrads) -> WeightGrads:
+        """Which gradients exist in truth: all from the start where all are in buckets."""
+        return WeightGrads.ALL if self.start == self.gradients else there
+
+    def grad_bytes(self, there: WeightGrads) -> int:
+        """Gradients while another stage of the rank works."""
+        return (self.start, self.half, self.gradients)[self._settle(there)]
+
+    def widest(self, kind: Kind, there: WeightGrads) -> PipelineMoment:
+        """The widest moment of an action, of equal ones the first; ``there``: which gradients exist."""
+        key = kind, self._settle(there)
+        if key not in self._widest:
+            moments = {Kind.FORWARD: self.forward, Kind.BACKWARD: self.backward, Kind.WEIGHT: self.weights}
+            self._widest[key] = max(moments[kind](key[1]), key=lambda moment: moment.bytes)
+        return self._widest[key]
 
 
-def _is_of_block(parameter: Parameter, layer: int) -> bool:
-    return parameter.name.startswith(f"blocks.{layer}.")
+@functools.lru_cache(maxsize=256)
+def _stage_of(job: Job, part: Part, micro_batch: int, split: bool, rows: tuple[int, ...] | None) -> _Stage:
+    """The stage of a kind; most stages of a pipeline are alike."""
+    return _Stage(job, part, micro_batch, split, rows)
 
 
-class _Walk:
-    """Goes through one rank's actions and keeps the fullest moment."""
+def _find_peak(in_flight: InFlight, stages: Sequence[_Stage], numbers: Sequence[int]) -> PipelineMoment:
+    """The fullest moment along a rank's actions; of equal ones the first.
 
-    def __init__(
-        self, schedule: PipelineSchedule, place: int, stages: dict[int, _Stage], handed: int
-    ) -> None:
-        self.schedule, self.place, self.stages, self.handed = schedule, place, stages, handed
-        self.waiting: dict[tuple[int, int], int] = {}
-        self.waiting_bytes = 0
-        self.gradients = {stage: mine.start for stage, mine in stages.items()}
-        whole = {stage for stage, mine in stages.items() if mine.start == mine.gradients}
-        self.made = {stage: Made.ALL if stage in whole else Made.NONE for stage in stages}
-        self.releases = find_releases(schedule, place)
-        self.sent: set[Action] = set()
-        """What was sent, and is kept until it has been used for certain."""
-        self.inside = 0
-        """Tensors on their way between two stages of this rank."""
-        self.top = PipelineMoment("nothing", 0, 0, 0, "none")
+    Args:
+        in_flight: Of the rank.
+        stages: That it holds.
+        numbers: Their numbers in the model.
+    """
+    handed, others = stages[0].sizes.hidden, [_others(stages, state) for state in in_flight.states]
+    widest = [stages[state.stage].widest(state.kind, state.grads[state.stage]) for state in in_flight.states]
+    alone = [own.bytes + gradients + idle for own, (gradients, idle) in zip(widest, others, strict=True)]
+    waiting = np.array([*(stage.kept for stage in stages), *(stage.pending for stage in stages)])
+    waiting_bytes = in_flight.counts[:, :-3] @ waiting
+    tensors = in_flight.counts[:, -3:].sum(axis=1)
+    at = int(np.argmax(np.array(alone)[in_flight.state] + waiting_bytes + tensors * handed))
+    state = int(in_flight.state[at])
+    own, (gradients, idle) = widest[state], others[state]
+    *passes, sent, inside, posted = in_flight.counts[at].tolist()
+    number = numbers[in_flight.states[state].stage]
+    return replace(
+        own,
+        name=f"stage {number}, {own.name}, micro-batch {in_flight.micro_batch[at]}",
+        gradients=own.gradients + gradients,
+        gathered=own.gathered + idle,
+        waiting=int(waiting_bytes[at]),
+        waiting_formula=f"{sum(passes)} passes of stages that wait for their backward pass",
+        handed=int(tensors[at]) * handed,
+        handed_formula=f"{sent} sent, {inside} handed over, {posted} to arrive, x {handed}",
+    )
 
-    def run(self) -> PipelineMoment:
-        """The fullest moment of a step."""
-        row = self.schedule.ranks[self.place]
-        needed = set(list_needed(self.schedule, self.place))
-        receiving = [at for at, a in enumerate(row) if producer_of(a, self.schedule.stages) in needed]
-        last_receive = receiving[-1] if receiving else -1
-        for at, action in enumerate(row):
-            self._arrive(action)
-            self._look(action, posted=at < last_receive)
-            self._leave(action)
-        return self.top
 
-    def _arrive(self, action: Action) -> None:
-        """What comes in lets go of what its sender has used by then."""
-        producer = producer_of(action, self.schedule.stages)
-        if producer is None or producer.stage == action.stage:
-            return
-        if self.schedule.rank_of(producer.stage) == self.place:
-            self.inside -= 1  # it is what the action works on now
-        self.sent.difference_update(self.releases.get(producer, ()))
-
-    def _look(self, action: Action, posted: bool) -> None:
-        kind, stage, m = action
-        mine = self.stages[stage]
-        own = mine.widest[kind, self.made[stage]]
-        others = sum(size for held, size in self.gradients.items() if held != stage)
-        idle = sum(other.idle for held, other in self.stages.items() if held != stage)
-        waiting = self.waiting_bytes - self.waiting.get((stage, m), 0)
-        count = len(self.sent) + self.inside + posted
-        moment_bytes = own.bytes + others + idle + waiting + count * self.handed
-        if moment_bytes > self.top.bytes:
-            passes = len(self.waiting) - ((stage, m) in self.waiting)
-            self.top = replace(
-                own,
-                name=f"{own.name}, micro-batch {m}",
-                gradients=own.gradients + others,
-                gathered=own.gathered + idle,
-                waiting=waiting,
-                waiting_formula=f"{passes} passes of stages that wait for their backward pass",
-                handed=count * self.handed,
-                handed_formula=f"{len(self.sent)} sent, {self.inside} handed over, {int(posted)} to arrive, "
-                f"x {self.handed}",
-            )
-
-    def _leave(self, action: Action) -> None:
-        """What an action leaves behind, and hands on."""
-        kind, stage, m = action
-        mine, split = self.stages[stage], self.schedule.split_backward
-        left = {Kind.FORWARD: mine.kept, Kind.BACKWARD: mine.pending, Kind.WEIGHT: 0}[kind]
-        self.waiting_bytes += left - self.waiting.pop((stage, m), 0)
-        if left:
-            self.waiting[stage, m] = left
-        if kind is Kind.WEIGHT or (kind is Kind.BACKWARD and not split):
-            self.gradients[stage], self.made[stage] = mine.gradients, Made.ALL
-        elif kind is Kind.BACKWARD and self.made[stage] is Made.NONE:
-            self.gradients[stage], self.made[stage] = mine.half, Made.HALF
-        if receiver_of(action, self.schedule) is not None:
-            self.sent.add(action)
-        elif consumer_of(action, self.schedule.stages) is not None:
-            self.inside += 1
+def _others(stages: Sequence[_Stage], state: RankState) -> tuple[int, int]:
+    """Gradients of the rank's other stages, and what they have gathered meanwhile."""
+    pairs = [
+        (s, made) for at, (s, made) in enumerate(zip(stages, state.grads, strict=True)) if at != state.stage
+    ]
+    return sum(s.grad_bytes(made) for s, made in pairs), sum(s.idle for s, _ in pairs)
 
 
 def trace_pipeline(
@@ -503,25 +435,19 @@ def trace_pipeline(
         micro_batches: Of a step.
         rows: That experts read in each of the rank's layers with experts; None for an even share of all.
     """
-    schedule = schedule_of(job, micro_batches)
-    parts, seen, left = held_parts(job, place), set[str](), iter(rows or ())
-    listed: dict[int, _Moments] = {}
+    in_flight = in_flight_of(job, micro_batches, place)
+    parts, left, stages = held_parts(job, place), iter(rows or ()), []
     for part in parts:
-        own = [p for p in part.parameters if p.name not in seen]
-        seen.update(p.name for p in part.parameters)
-        read = None if rows is None else list(itertools.islice(left, part.expert_layers))
-        listed[part.stage] = _Moments(job, part, micro_batch, own, schedule.split_backward, read)
-    sizes, model = next(iter(listed.values())).sizes, next(iter(listed.values())).model
-    stages = {stage: moments.stage() for stage, moments in listed.items()}
-    replicated = sums_whole_gradients(job)
-    top = _Walk(schedule, place, stages, sizes.hidden).run()
-    if replicated and job.compression.kind != "none":
+        read = None if rows is None else tuple(itertools.islice(left, part.expert_layers))
+        stages.append(_stage_of(job, part.representative, micro_batch, in_flight.split_backward, read))
+    top = _find_peak(in_flight, stages, [part.stage for part in parts])
+    if sums_whole_gradients(job) and job.compression.kind != "none":
         top = max(top, _reduction(job, place), key=lambda moment: moment.bytes)
     return PipelineMemory(
         top=top,
-        always=tuple(_list_always(job, model, sizes, micro_batch, micro_batches)),
-        kept_bytes=max(stage.kept for stage in stages.values()),
-        touched_bytes=sum(moments.touched for moments in listed.values()),
+        always=tuple(_list_always(job, stages[0].model, stages[0].sizes, micro_batch, micro_batches)),
+        kept_bytes=max(stage.kept for stage in stages),
+        touched_bytes=sum(stage.touched for stage in stages),
     )
 
 
@@ -539,7 +465,7 @@ def _list_always(
 
 def _reduction(job: Job, place: int) -> PipelineMoment:
     """The end of the step: all gradients, and all buckets as they are sent in a smaller type."""
-    count = sum(p.count for p in held_parameters(job, place))
+    count = sum(p.count for p in held_kinds(job, place))
     return PipelineMoment(
         name="last bucket",
         activations=0,

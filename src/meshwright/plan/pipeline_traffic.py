@@ -18,11 +18,12 @@ from meshwright.plan.parts import (
     TIED_AXIS,
     TIED_NAME,
     find_tied_places,
-    held_parameters,
-    saved_parameters,
+    held_kinds,
+    saved_kinds,
     stage_homes,
+    whole_parts,
 )
-from meshwright.plan.shapes import FLOAT32_BYTES, list_parameters, residual_bytes
+from meshwright.plan.shapes import FLOAT32_BYTES, residual_bytes
 from meshwright.plan.sharding import held_count
 from meshwright.plan.tensor import count_tokens
 from meshwright.plan.traffic import Traffic, count_micro_batches
@@ -77,7 +78,7 @@ def _tied_traffic(job: Job, place: int) -> list[Traffic]:
         return []
     return [
         Traffic(TIED_AXIS, "all_reduce", "step", 2, 1, held_count(job, p) * FLOAT32_BYTES)
-        for p in held_parameters(job, place)
+        for p in held_kinds(job, place)
         if p.name == TIED_NAME
     ]
 
@@ -85,10 +86,9 @@ def _tied_traffic(job: Job, place: int) -> list[Traffic]:
 def _save_traffic(job: Job, place: int) -> Traffic:
     """Parameters and optimizer state of a place that is not the first, not cut by any axis."""
     calls = elements = 0
-    whole = {p.name: p for p in list_parameters(job.model)}
-    for parameter in saved_parameters(job, place) if place else ():
-        count = whole[parameter.name].count
+    for parameter in saved_kinds(job, place, whole_parts(job, place)) if place else ():
         keys = state_keys(rule_of(parameter.name, len(parameter.shape), job.train), job.train)
-        calls += 1 + len(keys)
-        elements += count + sum(1 if key == STEP_COUNT else count for key in keys)
+        calls += parameter.repeats * (1 + len(keys))
+        sizes = [parameter.repeats if key == STEP_COUNT else parameter.count for key in keys]
+        elements += parameter.count + sum(sizes)
     return Traffic("pp", "send", "save", job.layout.pp, calls, elements * FLOAT32_BYTES)

@@ -45,17 +45,19 @@ def multiplies_in_fp8(job: Job, outputs: int, inputs: int) -> bool:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One trained tensor."""
+    """One trained tensor, or in a list by kind all alike ones."""
 
     name: str
     shape: tuple[int, ...]
     gradient_bytes: int = FLOAT32_BYTES
     """Of an element of its gradient."""
+    repeats: int = 1
+    """Tensors that the entry stands for: in a list by kind, one in each of the alike blocks."""
 
-    @property
+    @functools.cached_property
     def count(self) -> int:
         """Elements."""
-        return math.prod(self.shape)
+        return math.prod(self.shape) * self.repeats
 
 
 def count_gradient_bytes(parameters: Iterable[Parameter]) -> int:
@@ -86,16 +88,24 @@ def list_parameters(model: Model) -> tuple[Parameter, ...]:
     """All parameters, in registration order; a tied head is the embedding and is not listed again."""
     if isinstance(model, ResNetModel):
         return tuple(_list_resnet(model))
+    blocks = [p for layer in range(model.num_layers) for p in list_block(model, layer)]
+    return (*list_embeddings(model), *blocks, *list_head(model))
+
+
+def list_embeddings(model: DecoderModel) -> list[Parameter]:
+    """The parameters before the first block."""
     width = model.hidden_size
     parameters = [Parameter("embed.weight", (model.vocab_size, width))]
     if model.positions == "learned":
         parameters.append(Parameter("positions.weight", (model.max_positions or 0, width)))
-    for layer in range(model.num_layers):
-        parameters += [Parameter(f"blocks.{layer}.{p.name}", p.shape) for p in _list_block(model, layer)]
-    parameters += _list_norm(model, "norm")
-    if not model.tied_embeddings:
-        parameters.append(Parameter("head.weight", (model.vocab_size, width)))
-    return tuple(parameters)
+    return parameters
+
+
+def list_head(model: DecoderModel) -> list[Parameter]:
+    """The parameters behind the last block; a tied head is the embedding and is not listed again."""
+    tied = model.tied_embeddings
+    head = [] if tied else [Parameter("head.weight", (model.vocab_size, model.hidden_size))]
+    return [*_list_norm(model, "norm"), *head]
 
 
 def _list_resnet(model: ResNetModel) -> list[Parameter]:
@@ -118,15 +128,31 @@ def count_statistics(model: Model) -> int:
     return sum(2 * conv.outer for conv in list_convs(model).convs)
 
 
-def _list_block(model: DecoderModel, layer: int) -> list[Parameter]:
-    """The parameters of one block."""
-    routed = model.num_experts is not None and layer >= model.dense_layers
-    return [
+def is_routed(model: DecoderModel, layer: int) -> bool:
+    """Whether a block routes its tokens to experts."""
+    return model.num_experts is not None and layer >= model.dense_layers
+
+
+def list_block(model: DecoderModel, layer: int, repeats: int = 1) -> list[Parameter]:
+    """The parameters of one block, or of so many alike ones by the first one's names."""
+    kind = _list_block_kind(model, is_routed(model, layer))
+    return [Parameter(f"{BLOCK_PREFIX}{layer}.{p.name}", p.shape, repeats=repeats) for p in kind]
+
+
+def name_in_block(name: str) -> str:
+    """A parameter's name without the number of its block."""
+    return name.split(".", 2)[2] if name.startswith(BLOCK_PREFIX) else name
+
+
+@functools.lru_cache(maxsize=256)
+def _list_block_kind(model: DecoderModel, routed: bool) -> tuple[Parameter, ...]:
+    """The parameters of a dense block, or of one with experts, by their names inside it."""
+    return (
         *_list_norm(model, "attention_norm"),
         *(_list_latent_attention(model) if model.attention == "latent" else _list_attention(model)),
         *_list_norm(model, "ffn_norm"),
         *(_list_experts(model) if routed else _list_ffn(model, "ffn", model.ffn_size)),
-    ]
+    )
 
 
 def _list_attention(model: DecoderModel) -> list[Parameter]:

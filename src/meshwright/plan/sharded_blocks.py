@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.plan.axes import is_expert
+from meshwright.plan.parts import Part
 from meshwright.plan.shapes import FLOAT32_BYTES, operand_bytes
-from meshwright.plan.sharding import Group, group_axis, sends_gradients
+from meshwright.plan.sharding import Group, group_axis, group_block, sends_gradients
 from meshwright.plan.traffic import WIRE_BYTES
 from meshwright.spec.job import Job
 
@@ -104,14 +105,16 @@ class ShardedBlock:
         """Whole gradients that wait."""
         return self.own.kept + self.experts.kept
 
+    @property
+    def early(self) -> int:
+        """Gradients of experts, which the first half of a split backward pass makes."""
+        return self.experts.shard + self.routed
 
-def list_blocks(job: Job, groups: tuple[Group, ...]) -> tuple[ShardedBlock, ...]:
-    """The blocks of a stage's groups, first to last."""
-    found, experts = [], None
-    for group in groups:
-        if group.experts:
-            experts = group
-        elif group.block:
-            found.append(ShardedBlock.of(job, group, experts))
-            experts = None
+
+def list_blocks(job: Job, part: Part) -> tuple[ShardedBlock, ...]:
+    """The blocks of a stage, first to last; alike ones are one object."""
+    found: list[ShardedBlock] = []
+    for layer, times in part.block_kinds:
+        *experts, own = group_block(part, layer)
+        found += [ShardedBlock.of(job, own, experts[0] if experts else None)] * times
     return tuple(found)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +22,7 @@ from meshwright.plan.moments import Moment
 from meshwright.plan.parts import Part, list_stages
 from meshwright.plan.shapes import FLOAT32_BYTES, operand_bytes
 from meshwright.plan.sharded_blocks import ShardedBlock, list_blocks
-from meshwright.plan.sharding import Group, list_groups, sends_gradients
+from meshwright.plan.sharding import Group, group_around, sends_gradients
 from meshwright.plan.traffic import WIRE_BYTES
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -41,11 +43,6 @@ class ShardedMoment:
     reduced: int
     formula: str
     gathered_formula: str
-
-    @property
-    def bytes(self) -> int:
-        """All of it."""
-        return self.activations + self.temporary + self.gradients + self.gathered + self.reduced
 
 
 @dataclass(frozen=True)
@@ -100,9 +97,9 @@ class ShardedSizes:
     @classmethod
     def of(cls, job: Job, part: Part) -> ShardedSizes:
         """Of all of the model, or of a stage."""
-        model, groups, ranks = part.model, list_groups(part), dense_shard_axis(job.layout).size
+        model, ranks = part.model, dense_shard_axis(job.layout).size
         assert isinstance(model, DecoderModel), "the legality table shards decoders only"
-        outer = groups[-1] if not groups[-1].block else Group("nothing", (), block=False)
+        (outer,) = group_around(part) or [Group("nothing", (), block=False)]
         around = {p.name: p.count * FLOAT32_BYTES for p in outer.parameters}
         head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
         tied = model.tied_embeddings and part.whole
@@ -111,7 +108,7 @@ class ShardedSizes:
         # A tied gradient is made of two parts and their sum.
         late = sum(around.values()) + (2 * head if tied else 0)
         return cls(
-            blocks=list_blocks(job, groups),
+            blocks=list_blocks(job, part),
             zero=job.layout.zero,
             prefetch=job.layout.prefetch,
             around=outer.gathered_bytes(ranks, job.train.precision),
@@ -133,14 +130,27 @@ class ShardedSizes:
         return len(self.blocks)
 
     @functools.cached_property
+    def _sums(self) -> dict[str, list[int]]:
+        """Sums over the first blocks, by what is summed."""
+        return {
+            name: list(itertools.accumulate(map(operator.attrgetter(name), self.blocks), initial=0))
+            for name in ("gathered", "arriving", "shard", "kept", "early")
+        }
+
+    def _sum(self, name: str, first: int = 0, end: int | None = None) -> int:
+        """Of the blocks from one to before another; those that are not there count nothing."""
+        sums, end = self._sums[name], self.layers if end is None else min(end, self.layers)
+        return sums[end] - sums[min(max(first, 0), end)]
+
+    @functools.cached_property
     def block_shards(self) -> int:
         """Shards of gradients of all blocks."""
-        return sum(block.shard for block in self.blocks)
+        return self._sum("shard")
 
     @functools.cached_property
     def kept_blocks(self) -> int:
         """Whole gradients of all blocks, as they wait."""
-        return sum(block.kept for block in self.blocks)
+        return self._sum("kept")
 
     @property
     def kept(self) -> int:
@@ -152,25 +162,24 @@ class ShardedSizes:
     @property
     def idle(self) -> int:
         """What is gathered between two micro-batches."""
-        return self.around + (_gathered(self.blocks) if self.zero == 2 else 0)
+        return self.around + (self._sum("gathered") if self.zero == 2 else 0)
 
-    def gathered(self, moment: Moment, run: Pass) -> tuple[int, str]:
-        """What is gathered at a moment."""
+    def gathered(self, moment: Moment, run: Pass) -> tuple[int, int, int]:
+        """What is gathered at a moment: around the blocks, of them, and what is on its way."""
         around, layer, letting_go = self.around, moment.layer, self.zero == 3 or run.last
         if layer is not None and moment.backward and letting_go:
-            below = _gathered(self.blocks[:layer]) if self.zero == 2 else 0
+            below = self._sum("gathered", 0, layer) if self.zero == 2 else 0
             blocks, buffers = self._at_work_gathered(self.blocks[layer], layer, moment.part)
             blocks += below
         elif self.zero == 3 and not moment.backward:
             blocks = self.blocks[layer].gathered if layer is not None else 0
-            ahead = self.blocks[layer + 1 : layer + 1 + self.prefetch] if layer is not None else ()
-            buffers = _arriving(ahead)
+            ahead = layer + 1 if layer is not None else self.layers
+            buffers = self._sum("arriving", ahead, ahead + self.prefetch)
         else:
             gone = layer is None and moment.backward and letting_go
             around = 0 if gone and moment.part == "reduced" else around
-            blocks, buffers = 0 if gone else _gathered(self.blocks), 0
-        formula = f"{around} (around the blocks) + {blocks} (blocks) + {buffers} (on their way)"
-        return around + blocks + buffers, formula
+            blocks, buffers = 0 if gone else self._sum("gathered"), 0
+        return around, blocks, buffers
 
     def _at_work_gathered(self, block: ShardedBlock, layer: int, part: str) -> tuple[int, int]:
         """Of the block at work on the way back, and what is on its way meanwhile; blocks are let go."""
@@ -179,9 +188,9 @@ class ShardedSizes:
         gathered = there.get(part, everything)
         if self.zero == 2:
             return gathered, 0
-        ahead = _arriving(self.blocks[max(0, layer - self.prefetch) : layer])
+        ahead = self._sum("arriving", layer - self.prefetch, layer)
         if part == "gathered":  # its own buffers; the farthest one ahead is not asked for yet
-            ahead = _arriving(self.blocks[max(0, layer - max(self.prefetch - 1, 0)) : layer])
+            ahead = self._sum("arriving", layer - max(self.prefetch - 1, 0), layer)
             ahead += block.own.arriving + (block.experts.arriving if self.prefetch else 0)
         elif part == "experts gathered":
             ahead += block.experts.arriving
@@ -199,8 +208,8 @@ class ShardedSizes:
             if moment.part == "around":
                 return shards + self.around_late, self.blocks[0].own.sent
             return shards + max(self.kept_around, self.around_last + self.around_shard), self.around_sent
-        block, behind = self.blocks[moment.layer], self.blocks[moment.layer + 1 :]
-        shards = sum(other.shard for other in behind) if run.first else everything
+        block, behind = self.blocks[moment.layer], self.blocks[moment.layer + 1 : moment.layer + 2]
+        shards = self._sum("shard", moment.layer + 1) if run.first else everything
         whole, sent = self._at_work(block, moment.part)
         if run.first and moment.part in ("attention", "last", "reduced"):
             shards += block.experts.shard
@@ -213,7 +222,7 @@ class ShardedSizes:
     @property
     def half(self) -> int:
         """Gradients between the two halves of a split backward pass, the first of a step."""
-        return self.around_shard + sum(block.experts.shard + block.routed for block in self.blocks)
+        return self.around_shard + self._sum("early")
 
     def split_gradients(self, moment: Moment, before: int) -> tuple[int, int]:
         """Inside the blocks where products' gradients come later, and only those of experts at once.
@@ -223,8 +232,8 @@ class ShardedSizes:
             before: Gradients that there were when it began.
         """
         assert moment.layer is not None, "inside a block"
-        block, behind = self.blocks[moment.layer], self.blocks[moment.layer + 1 :]
-        made = 0 if before else sum(other.experts.shard + other.routed for other in behind)
+        block, behind = self.blocks[moment.layer], self.blocks[moment.layer + 1 : moment.layer + 2]
+        made = 0 if before else self._sum("early", moment.layer + 1)
         if moment.part == "experts":
             made += block.experts.reducing
         sent = block.experts.sent if moment.part in ("experts", "attention") else 0
@@ -254,15 +263,15 @@ class ShardedSizes:
             return (0 if run.first else everything), 0
         if moment.layer is None:
             return self._deferred_around(moment, run)
-        block, behind = self.blocks[moment.layer], self.blocks[moment.layer + 1 :]
+        block, behind = self.blocks[moment.layer], self.blocks[moment.layer + 1 : moment.layer + 2]
         own, sent = self._at_work(block, moment.part)
         if moment.part == "experts":
             own += block.experts.gathered
         if run.first:
-            kept = self.around_early + sum(other.kept for other in behind)
+            kept = self.around_early + self._sum("kept", moment.layer + 1)
         elif run.last:
-            there = sum(other.kept for other in self.blocks[: moment.layer + 1])
-            kept = self.kept_around + self.tied + there + sum(other.shard for other in behind)
+            there = self._sum("kept", 0, moment.layer + 1)
+            kept = self.kept_around + self.tied + there + self._sum("shard", moment.layer + 1)
         else:
             kept = everything + self.tied
         if run.first and moment.part == "reduced":
@@ -285,14 +294,6 @@ class ShardedSizes:
         # The embedding's part is made whole before it is added; a tied one is the sum of two parts.
         made = self.around_late if run.first else self.kept_around + self.embedding + 2 * self.tied
         return blocks + made, reduced
-
-
-def _gathered(blocks: Sequence[ShardedBlock]) -> int:
-    return sum(block.gathered for block in blocks)
-
-
-def _arriving(blocks: Sequence[ShardedBlock]) -> int:
-    return sum(block.arriving for block in blocks)
 
 
 def _gathered_moments(job: Job, moments: Sequence[Moment]) -> list[Moment]:
@@ -318,31 +319,34 @@ def _last_moments(moments: Sequence[Moment]) -> list[Moment]:
     ]
 
 
-def trace_sharded(job: Job, moments: Sequence[Moment], micro_batches: int) -> list[ShardedMoment]:
-    """The moments of a step of ZeRO-2 or 3, in each micro-batch that differs from the others.
+def find_sharded_peak(job: Job, moments: Sequence[Moment], micro_batches: int) -> ShardedMoment:
+    """The fullest moment of a step of ZeRO-2 or 3, of equal ones the first.
 
     Args:
         job: With its layout settled.
         moments: Of the model.
         micro_batches: Of a step.
     """
-    sizes = ShardedSizes.of(job, list_stages(job)[0])
-    found = []
-    for run in _list_passes(micro_batches):
-        for moment in (*moments, *_gathered_moments(job, moments), *_last_moments(moments)):
-            gathered, formula = sizes.gathered(moment, run)
-            gradients, reduced = sizes.gradients(moment, run)
-            around = moment.part == "around"
-            found.append(
-                ShardedMoment(
-                    name=moment.name,
-                    activations=moment.activations,
-                    temporary=0 if around else moment.temporary,  # the embedding's is in its gradients
-                    gradients=gradients,
-                    gathered=gathered,
-                    reduced=reduced,
-                    formula=moment.formula,
-                    gathered_formula=formula,
-                )
-            )
-    return found
+    sizes, largest, top = ShardedSizes.of(job, list_stages(job)[0]), -1, None
+    every = (*moments, *_gathered_moments(job, moments), *_last_moments(moments))
+    for run in _list_passes(micro_batches):  # the micro-batches that differ
+        for moment in every:
+            temporary = 0 if moment.part == "around" else moment.temporary  # the embedding's is a gradient
+            alive = moment.activations + temporary + sum(sizes.gathered(moment, run))
+            alive += sum(sizes.gradients(moment, run))
+            if alive > largest:
+                largest, top = alive, (moment, run, temporary)
+    assert top is not None, "a step has moments"
+    moment, run, temporary = top
+    around, blocks, buffers = sizes.gathered(moment, run)
+    gradients, reduced = sizes.gradients(moment, run)
+    return ShardedMoment(
+        name=moment.name,
+        activations=moment.activations,
+        temporary=temporary,
+        gradients=gradients,
+        gathered=around + blocks + buffers,
+        reduced=reduced,
+        formula=moment.formula,
+        gathered_formula=f"{around} (around the blocks) + {blocks} (blocks) + {buffers} (on their way)",
+    )

@@ -29,8 +29,6 @@ around them.
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
 from dataclasses import dataclass
 
 from meshwright.plan.axes import (
@@ -45,18 +43,25 @@ from meshwright.plan.axes import (
 from meshwright.plan.optimizer import STEP_COUNT, count_states, rule_of, state_keys
 from meshwright.plan.parts import (
     Part,
-    held_parameters,
+    held_kinds,
     held_parts,
-    merge_parameters,
     pipeline_rank,
-    saved_parameters,
+    saved_kinds,
     schedule_of,
 )
-from meshwright.plan.shapes import FLOAT32_BYTES, ROUTED, Parameter, operand_bytes
+from meshwright.plan.shapes import (
+    BLOCK_PREFIX,
+    FLOAT32_BYTES,
+    ROUTED,
+    Parameter,
+    list_block,
+    operand_bytes,
+)
 from meshwright.plan.tensor import HeldDecoder
 from meshwright.plan.traffic import WIRE_BYTES, Traffic, count_micro_batches
 from meshwright.schedule.actions import Kind
-from meshwright.spec.job import Job, Train
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
 
 
 @dataclass(frozen=True)
@@ -81,21 +86,22 @@ class Group:
 
 def list_groups(part: Part) -> tuple[Group, ...]:
     """The groups of a stage: each block, its experts before it, then what lies around, if anything does."""
-    blocks: dict[str, list[Parameter]] = {}
-    around: list[Parameter] = []
-    for parameter in part.parameters:
-        first, _, rest = parameter.name.partition(".")
-        if first == "blocks":
-            blocks.setdefault(f"blocks.{rest.partition('.')[0]}", []).append(parameter)
-        else:
-            around.append(parameter)
-    found = []
-    for name, parts in blocks.items():
-        routed = [p for p in parts if is_expert(p.name) and isinstance(part.model, HeldDecoder)]
-        if routed:
-            found.append(Group(f"{name}.{ROUTED}", tuple(routed), block=True, experts=True))
-        found.append(Group(name, tuple(p for p in parts if p not in routed), block=True))
-    return (*found, *([Group("around the blocks", tuple(around), block=False)] if around else ()))
+    return (*(group for layer in part.layers for group in group_block(part, layer)), *group_around(part))
+
+
+def group_block(part: Part, layer: int) -> list[Group]:
+    """The groups of a block: its experts if they have axes of their own, and the rest of it."""
+    assert isinstance(part.model, DecoderModel), "the legality table shards decoders only"
+    name, parameters = f"{BLOCK_PREFIX}{layer}", list_block(part.model, layer)
+    routed = [p for p in parameters if is_expert(p.name) and isinstance(part.model, HeldDecoder)]
+    experts = [Group(f"{name}.{ROUTED}", tuple(routed), block=True, experts=True)] if routed else []
+    return [*experts, Group(name, tuple(p for p in parameters if p not in routed), block=True)]
+
+
+def group_around(part: Part) -> list[Group]:
+    """The group around the blocks of a stage, if anything lies there."""
+    around = tuple(p for p in part.parameter_kinds if not p.name.startswith(BLOCK_PREFIX))
+    return [Group("around the blocks", around, block=False)] if around else []
 
 
 def group_axis(job: Job, group: Group) -> Axis:
@@ -136,14 +142,14 @@ def held_count(job: Job, parameter: Parameter) -> int:
 
 def sharded_state(job: Job, rank: int) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state of one rank, after the backward pass."""
-    parameters = held_parameters(job, pipeline_rank(job, rank))
+    parameters = held_kinds(job, pipeline_rank(job, rank))
     count = gradients = sum(held_count(job, p) for p in parameters)
     if sends_gradients(job):  # row by row, without the padding of what they arrived in
         gradients = sum(count_own(job, p, rank) for p in parameters)
     return {
         "parameters": count * FLOAT32_BYTES,
         "gradients": gradients * FLOAT32_BYTES,
-        "optimizer": _optimizer_bytes(job, rank),
+        "optimizer": sum(optimizer_bytes(job, p, rank) for p in parameters),
     }
 
 
@@ -152,45 +158,30 @@ def sends_gradients(job: Job) -> bool:
     return job.layout.offload == "all" and job.cluster.device == "cuda"
 
 
-def _optimizer_bytes(job: Job, rank: int) -> int:
-    total, parts = 0, held_parts(job, pipeline_rank(job, rank))
-    axes = dense_shard_axis(job.layout), expert_shard_axis(job.layout)
-    places, apart = shard_places(job, rank), experts_apart(job)
-    for (rows, width, keys, routed), times in _count_kinds(parts, job.train).items():
-        kind = int(routed and apart)
-        own = width * len(chunk_rows(rows, axes[kind].size, places[kind]))
-        total += times * sum(1 if key == STEP_COUNT else own for key in keys) * FLOAT32_BYTES
-    return total
-
-
-@functools.lru_cache(maxsize=64)
-def _count_kinds(parts: tuple[Part, ...], train: Train) -> Counter[tuple[int, int, tuple[str, ...], bool]]:
-    """Parameters by rows, elements of a row, state, whether of experts: few kinds, as blocks are alike."""
-    return Counter(
-        (
-            p.shape[0],
-            p.count // p.shape[0],
-            state_keys(rule_of(p.name, len(p.shape), train), train),
-            is_expert(p.name),
-        )
-        for p in merge_parameters(parts)
-    )
+def optimizer_bytes(job: Job, parameter: Parameter, rank: int) -> int:
+    """Bytes of a parameter's optimizer state on a rank."""
+    own = count_own(job, parameter, rank)
+    keys = state_keys(rule_of(parameter.name, len(parameter.shape), job.train), job.train)
+    return sum(parameter.repeats if key == STEP_COUNT else own for key in keys) * FLOAT32_BYTES
 
 
 def predict_groups(job: Job, place: int) -> list[Traffic]:
     """Stages 2 and 3: groups are gathered to be used, their gradients reduced and scattered."""
-    groups = [group for part in held_parts(job, place) for group in list_groups(part)]
-    rows = [row for group in groups for row in _group_traffic(job, group)]
-    around = [group for group in groups if not group.block]
+    parts = [part.representative for part in held_parts(job, place)]
+    rows = []
+    for part in parts:
+        for layer, times in part.block_kinds:
+            rows += [row for group in group_block(part, layer) for row in _group_traffic(job, group, times)]
+        rows += [row for group in group_around(part) for row in _group_traffic(job, group, 1)]
     if more := _count_lent_gathers(job, place, count_micro_batches(job, job.train.global_batch)):
-        axis = dense_shard_axis(job.layout)
-        size = around[0].gathered_bytes(axis.size, job.train.precision)
+        axis, (around,) = dense_shard_axis(job.layout), group_around(parts[0])
+        size = around.gathered_bytes(axis.size, job.train.precision)
         rows.append(Traffic(axis.name, "all_gather", "step", axis.size, more, more * size))
     return rows
 
 
-def _group_traffic(job: Job, group: Group) -> list[Traffic]:
-    """What one group moves."""
+def _group_traffic(job: Job, group: Group, groups: int) -> list[Traffic]:
+    """What so many alike groups move together."""
     layout, axis = job.layout, group_axis(job, group)
     micro_batches = count_micro_batches(job, job.train.global_batch)
     evaluations = count_micro_batches(job, job.train.eval_samples) if group.block else 1
@@ -198,20 +189,23 @@ def _group_traffic(job: Job, group: Group) -> list[Traffic]:
     if layout.zero == 2:  # gathered until the last backward pass, or until the evaluation ends
         gathers = evaluations = 1
     reductions = 1 if layout.accumulate == "deferred" else micro_batches
-    gathered = group.gathered_bytes(axis.size, job.train.precision)
-    reduced = group.padded(axis.size) * WIRE_BYTES[job.compression.kind]
+    gathered = groups * group.gathered_bytes(axis.size, job.train.precision)
+    reduced = groups * group.padded(axis.size) * WIRE_BYTES[job.compression.kind]
     rows = []
     if axis.size > 1:
         rows = [
-            Traffic(axis.name, "all_gather", "step", axis.size, gathers, gathers * gathered),
-            Traffic(axis.name, "all_gather", "eval", axis.size, evaluations, evaluations * gathered),
-            Traffic(axis.name, "reduce_scatter", "step", axis.size, reductions, reductions * reduced),
+            Traffic(axis.name, op, phase, axis.size, groups * times, times * size)
+            for op, phase, times, size in (
+                ("all_gather", "step", gathers, gathered),
+                ("all_gather", "eval", evaluations, gathered),
+                ("reduce_scatter", "step", reductions, reduced),
+            )
         ]
     if layout.dp_replicate > 1:
         # Sums of micro-batches wait in float32 for their replicas; 16-bit ones would be rounded, and do not.
         times = 1 if job.compression.kind == "none" else micro_batches
         size = times * reduced // axis.size
-        rows.append(Traffic("dp_replicate", "all_reduce", "step", layout.dp_replicate, times, size))
+        rows.append(Traffic("dp_replicate", "all_reduce", "step", layout.dp_replicate, groups * times, size))
     return rows
 
 
@@ -236,10 +230,10 @@ def _count_lent_gathers(job: Job, place: int, micro_batches: int) -> int:
 def predict_row_saves(job: Job, place: int) -> list[Traffic]:
     """A checkpoint holds whole tensors: each that is cut is gathered, one call a tensor."""
     rows = []
-    for parameter in saved_parameters(job, place):
+    for parameter in saved_kinds(job, place, held_parts(job, place)):
         axis = state_axis(job, parameter.name)
         if axis.size > 1:
             tensors = count_states(parameter, job.train) + (job.layout.zero >= 2)
-            size = tensors * padded_count(parameter, axis.size) * FLOAT32_BYTES
-            rows.append(Traffic(axis.name, "all_gather", "save", axis.size, tensors, size))
+            size, calls = tensors * padded_count(parameter, axis.size), tensors * parameter.repeats
+            rows.append(Traffic(axis.name, "all_gather", "save", axis.size, calls, size * FLOAT32_BYTES))
     return rows

@@ -36,7 +36,7 @@ from collections.abc import Sequence
 
 from meshwright.plan.decoder_memory import loss_chunk
 from meshwright.plan.optimizer import count_states
-from meshwright.plan.parts import Part, held_parts, merge_parameters, saved_parameters
+from meshwright.plan.parts import Part, held_parts, list_kinds, saved_kinds
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, operand_bytes
 from meshwright.plan.sharding import held_count
 from meshwright.plan.tensor import COPIES_AXIS, count_copies, count_tokens, is_copied, is_summed, is_whole
@@ -55,7 +55,7 @@ def predict_tensor(job: Job, place: int) -> list[Traffic]:
         passes = _count_passes(job, part)
         rows += passes.rows("step", steps, backward=True)
         rows += passes.rows("eval", evaluations, backward=False)
-    return [*rows, *_gradient_traffic(job, parts), _save_traffic(job, saved_parameters(job, place))]
+    return [*rows, *_gradient_traffic(job, parts), _save_traffic(job, saved_kinds(job, place, parts))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _gradient_traffic(job: Job, parts: tuple[Part, ...]) -> list[Traffic]:
     layout, rows = job.layout, []
     assert isinstance(job.model, DecoderModel), "the legality table splits decoders only"
     copies = count_copies(job.model, layout.tp)
-    parameters = merge_parameters(parts)
+    parameters = list_kinds(parts)
     parted = [p for p in parameters if is_summed(p.name, layout.sequence_parallel)]
     copied = [p for p in parameters if copies > 1 and is_copied(p.name)]
     for summed, axis, ranks in ((parted, "tp", layout.tp), (copied, COPIES_AXIS, copies)):
@@ -146,5 +146,5 @@ def _save_traffic(job: Job, parameters: Sequence[Parameter]) -> Traffic:
     for parameter in parameters:
         if not is_whole(parameter.name):
             tensors = 1 + count_states(parameter, job.train)
-            calls, elements = calls + tensors, elements + tensors * parameter.count
+            calls, elements = calls + tensors * parameter.repeats, elements + tensors * parameter.count
     return Traffic("tp", "all_gather", "save", job.layout.tp, calls, elements * job.layout.tp * FLOAT32_BYTES)

@@ -50,12 +50,14 @@ class Traffic:
 
 def merge(rows: Iterable[Traffic]) -> list[Traffic]:
     """One row a kind, in the order in which kinds first come; kinds without a call are left out."""
-    kinds: dict[tuple[str, str, str], Traffic] = {}
+    kinds: dict[tuple[str, str, str], list[Traffic]] = {}
     for row in rows:
-        known = kinds.get((row.axis, row.op, row.phase))
-        calls, size = (known.calls, known.bytes) if known else (0, 0)
-        kinds[row.axis, row.op, row.phase] = replace(row, calls=calls + row.calls, bytes=size + row.bytes)
-    return [row for row in kinds.values() if row.calls]
+        kinds.setdefault((row.axis, row.op, row.phase), []).append(row)
+    merged = (
+        replace(same[-1], calls=sum(row.calls for row in same), bytes=sum(row.bytes for row in same))
+        for same in kinds.values()
+    )
+    return [row for row in merged if row.calls]
 
 
 def join_places(rows: Sequence[Sequence[Traffic]]) -> list[Traffic]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from meshwright.schedule.actions import Action, Kind
 
 WHOLE = "G"
 """The letter of a step that is B with its own W directly behind it."""
+_PASSES = {f"{kind}{arm}": (kind, arm) for kind in (Kind.FORWARD, Kind.BACKWARD) for arm in (0, 1)}
+"""The steps that are one pass of the lower (0) or upper (1) stage."""
+_WHOLE_PASSES = {f"{WHOLE}{arm}": f"{Kind.BACKWARD}{arm}" for arm in (0, 1)}
 
 
 class VeeRow:
@@ -15,7 +19,7 @@ class VeeRow:
 
     def __init__(self, rank: int, pp: int, micro_batches: int) -> None:
         self.actions: list[Action] = []
-        self.waiting: list[Action] = []
+        self.waiting: deque[Action] = deque()
         """Weight gradients that can run, first come first."""
         self._stages = (rank, 2 * pp - 1 - rank)
         self._micro_batches = micro_batches
@@ -31,20 +35,21 @@ class VeeRow:
         The letters are those of the kinds, and G for the whole backward pass.
         """
         for step in steps:
-            if step == Kind.WEIGHT:
-                self.actions += self.waiting[:1]
-                del self.waiting[:1]
-            else:
-                self._add_pass(step[0], int(step[1]))
+            if step in _PASSES:
+                self._add_pass(step, self.waiting)
+            elif step in _WHOLE_PASSES:
+                self._add_pass(_WHOLE_PASSES[step], self.actions)
+            elif self.waiting:
+                self.actions.append(self.waiting.popleft())
 
-    def _add_pass(self, letter: str, arm: int) -> None:
-        kind = Kind.BACKWARD if letter == WHOLE else Kind(letter)
-        step = f"{kind}{arm}"
-        if not self.left(step):
+    def _add_pass(self, step: str, behind: list[Action] | deque[Action]) -> None:
+        """One pass; the weight gradient of a backward pass goes ``behind``."""
+        micro_batch = self._done[step]
+        if micro_batch == self._micro_batches:
             return
-        stage, micro_batch = self._stages[arm], self._done[step]
-        self._done[step] += 1
+        self._done[step] = micro_batch + 1
+        kind, arm = _PASSES[step]
+        stage = self._stages[arm]
         self.actions.append(Action(kind, stage, micro_batch))
         if kind is Kind.BACKWARD:
-            behind = self.actions if letter == WHOLE else self.waiting
             behind.append(Action(Kind.WEIGHT, stage, micro_batch))

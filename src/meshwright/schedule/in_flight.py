@@ -1,0 +1,178 @@
+"""Counts what is alive on a pp rank at each of its actions: this follows from the schedule, not from sizes.
+
+A row has a count for each of these:
+
+- for every stage of the rank, the in-flight micro-batches that wait for their backward pass, and where the
+  backward pass is split, those that wait for their weight gradients; without the action's own micro-batch;
+- the tensors that were sent and are kept, those that were handed to another stage of the rank, and the next
+  receive, posted ahead.
+
+Most actions of a schedule repeat a row. Each row is kept once, with its first action. The memory of a layout
+is a product of this small table with its sizes (``plan.pipeline_memory``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.schedule.actions import Kind, PipelineSchedule
+
+Ints = NDArray[np.int64]
+_KINDS = tuple(Kind)
+_CODES = {kind: code for code, kind in enumerate(_KINDS)}
+_FORWARD, _BACKWARD, _WEIGHT = (_CODES[kind] for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT))
+
+
+class WeightGrads(IntEnum):
+    """Which gradients of a stage exist when an action begins."""
+
+    NONE = 0
+    """No backward pass of the stage has run."""
+    HALF = 1
+    """A split backward pass has run its first half: those of experts and around the blocks."""
+    ALL = 2
+
+
+class RankState(NamedTuple):
+    """An action's kind and stage, and which gradients exist."""
+
+    kind: Kind
+    stage: int
+    """Index among the stages of the rank."""
+    grads: tuple[WeightGrads, ...]
+    """Of every stage of the rank."""
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """The distinct rows of one pp rank, in the order of their first actions."""
+
+    states: tuple[RankState, ...]
+    """The distinct ones."""
+    state: Ints
+    """Of each row, an index into ``states``."""
+    counts: Ints
+    """Of each row: micro-batches that wait for backward, a column per stage; those that wait for weight
+    gradients, a column per stage; tensors sent, handed over, and about to be received."""
+    micro_batch: Ints
+    """Of each row's first action."""
+    split_backward: bool
+
+
+class _Row(NamedTuple):
+    """The actions of one rank as columns."""
+
+    kind: Ints
+    stage: Ints
+    micro_batch: Ints
+
+
+def count_in_flight(schedule: PipelineSchedule) -> tuple[InFlight, ...]:
+    """The rows of every pp rank of a proved schedule."""
+    rows = [_read_row(schedule, rank) for rank in range(schedule.pp)]
+    position = np.zeros((len(_KINDS), schedule.stages, schedule.micro_batches), dtype=np.int64)
+    for row in rows:
+        position[row] = np.arange(len(row.kind))
+    return tuple(_count_rank(schedule, rank, row, position) for rank, row in enumerate(rows))
+
+
+def _read_row(schedule: PipelineSchedule, rank: int) -> _Row:
+    kinds, stages, micro_batches = zip(*schedule.ranks[rank], strict=True)
+    return _Row(np.array([_CODES[kind] for kind in kinds]), np.array(stages), np.array(micro_batches))
+
+
+def _count_rank(schedule: PipelineSchedule, rank: int, row: _Row, position: Ints) -> InFlight:
+    stages = schedule.stages_of(rank)
+    local = np.searchsorted(stages, row.stage)
+    grads, waiting = _count_stages(row, stages, schedule.split_backward)
+    table = np.column_stack(
+        [row.kind, local, *grads, *waiting, *_count_tensors(schedule, rank, row, position)]
+    )
+    first, _ = _find_distinct(table)
+    known = 2 + len(stages)
+    heads = table[first, :known]
+    of_state, state = _find_distinct(heads)
+    return InFlight(
+        states=tuple(
+            RankState(_KINDS[kind], stage, tuple(map(WeightGrads, made)))
+            for kind, stage, *made in heads[of_state].tolist()
+        ),
+        state=state,
+        counts=table[first, known:],
+        micro_batch=row.micro_batch[first],
+        split_backward=schedule.split_backward,
+    )
+
+
+def _find_distinct(table: Ints) -> tuple[Ints, Ints]:
+    """Where each distinct row of a table is first, in order; and for each row which of them it is.
+
+    A dictionary of the rows' bytes: ``np.unique`` sorts the table, which takes three times as long.
+    """
+    content, width = table.tobytes(), table.shape[1] * table.itemsize
+    found: dict[bytes, int] = {}
+    which = [found.setdefault(content[at : at + width], len(found)) for at in range(0, len(content), width)]
+    return np.unique(which, return_index=True)[1], np.array(which)
+
+
+def _count_stages(row: _Row, stages: tuple[int, ...], split: bool) -> tuple[list[Ints], list[Ints]]:
+    """Of each stage which gradients exist; then how many micro-batches wait for backward, and for weights."""
+    grads, forwarded, halved = [], [], []
+    for stage in stages:
+        forward, backward, weight = (
+            (row.kind == code) & (row.stage == stage) for code in (_FORWARD, _BACKWARD, _WEIGHT)
+        )
+        whole = weight if split else backward
+        half, full = (_before(done) > 0 for done in (backward, whole))
+        grads.append(half * int(WeightGrads.HALF) + full * int(WeightGrads.ALL - WeightGrads.HALF))
+        forwarded.append(_before(forward) - np.cumsum(backward))
+        halved.append(_before(backward) - np.cumsum(whole) if split else np.zeros_like(row.kind))
+    return grads, [*forwarded, *halved]
+
+
+def _before(flags: NDArray[np.bool_]) -> Ints:
+    """How many are set before each."""
+    return np.cumsum(flags) - flags
+
+
+def _count_tensors(schedule: PipelineSchedule, rank: int, row: _Row, position: Ints) -> list[Ints]:
+    """Tensors sent and kept, handed to another stage of the rank, and the receive that is posted ahead."""
+    step = np.array([1, -1, 0])[row.kind]  # forward goes to the next stage, backward to the one before
+    source, target = row.stage - step, row.stage + step
+    homes = np.array([-1, *schedule.stage_ranks, -1])  # -1: nothing comes before the first stage
+    sender, receiver = (np.where(step != 0, homes[stage + 1], -1) for stage in (source, target))
+    received, sent = ((peer >= 0) & (peer != rank) for peer in (sender, receiver))
+    at = np.arange(len(row.kind))
+    handed = _before(receiver == rank) - np.cumsum(sender == rank)
+    posted = at < (at[received][-1] if received.any() else -1)
+    released = np.zeros(len(at) + 1, dtype=np.int64)
+    for peer in np.unique(receiver[sent]).tolist():
+        sends, arrivals = at[sent & (receiver == peer)], at[received & (sender == peer)]
+        used = position[row.kind[sends], target[sends], row.micro_batch[sends]]
+        made = position[row.kind[arrivals], source[arrivals], row.micro_batch[arrivals]]
+        np.add.at(released, _find_releases(sends, used, arrivals, made, never=len(at)), 1)
+    return [_before(sent) - np.cumsum(released[:-1]), handed, posted.astype(np.int64)]
+
+
+def _find_releases(sends: Ints, used: Ints, arrivals: Ints, made: Ints, never: int) -> Ints:
+    """When each send to a peer is released: see :func:`meshwright.schedule.transfers.find_releases`.
+
+    Args:
+        sends: Positions of the sending actions.
+        used: Positions at the peer of the actions that use what is sent.
+        arrivals: Positions of the actions that use what comes from the peer, in order.
+        made: Positions at the peer of the actions that made it.
+        never: What stands for a send that is kept until the step ends.
+    """
+    following = np.searchsorted(arrivals, sends, side="right")
+    padded = np.append(made, np.iinfo(np.int64).max)
+    early = padded[following] < used
+    while early.any():
+        following += early
+        early = padded[following] < used
+    return np.append(arrivals, never)[following]
