@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.plan.estimate.grid import Grid
-from meshwright.plan.estimate.rates import calibrated_device, load_calibration, merge_rates
-from meshwright.plan.estimate.step import estimate_step
 from meshwright.plan.published import Case, read_rows
+from meshwright.plan.time.engine import estimate_step
+from meshwright.plan.time.rates import calibrated_device, load_calibration, merge_rates
 from meshwright.plan.validate.split import is_held_out
 
 Tables = dict[str, dict[str, float]]
@@ -280,7 +280,7 @@ def write(tables: Tables, path: Path) -> None:
     """The calibration as data."""
     lines = [
         "# Rates that devices and software stacks reach. Written by benchmarks/calibrate.py from published",
-        "# runs; plan/estimate/rates.py says what each is. Later sections override earlier ones: default,",
+        "# runs; plan/time/rates.py says what each is. Later sections override earlier ones: default,",
         "# device, stack, stack on a device.",
     ]
     order = sorted(tables, key=lambda name: (name != "default", name.split(".")[0], name))

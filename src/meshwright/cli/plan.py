@@ -20,13 +20,13 @@ from meshwright.core.units import format_bytes, format_count, format_rate, forma
 from meshwright.explain.plan_picture import PlanPicture
 from meshwright.explain.stage_table import STAGE_COLUMNS, stage_cells
 from meshwright.plan.choose import Candidate, Search
-from meshwright.plan.compute import peak_rate, step_interval
 from meshwright.plan.contract import Plan, build_plan, plan_of, write_plan
-from meshwright.plan.pipeline_time import walk_pipeline
-from meshwright.plan.probed_time import is_probed
 from meshwright.plan.search.enumerate import pinned_keys
 from meshwright.plan.search.find import By
 from meshwright.plan.search.sizing import parse_duration
+from meshwright.plan.time.pipeline import walk_pipeline
+from meshwright.plan.time.probed import is_probed
+from meshwright.plan.time.step import peak_rate, step_interval
 from meshwright.spec.job import Job
 from meshwright.spec.legality import find_problems
 from meshwright.spec.load import load_job, read_tree, require_runnable

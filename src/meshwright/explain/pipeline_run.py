@@ -17,8 +17,8 @@ from meshwright.explain.record import Recorded, RunRecord
 from meshwright.explain.timeline import Timeline, build_timeline, measured_timeline
 from meshwright.plan.contract import Plan
 from meshwright.plan.parts import schedule_of, stage_homes
-from meshwright.plan.pipeline_time import PipelineTime
-from meshwright.plan.stage_times import deal_layers, part_costs, rank_seconds, stage_seconds
+from meshwright.plan.time.pipeline import PipelineTime
+from meshwright.plan.time.stages import deal_layers, part_costs, rank_seconds, stage_seconds
 from meshwright.schedule.actions import Action, Kind, PipelineSchedule
 from meshwright.schedule.walk import StageTimes, Walk, walk_schedule
 from meshwright.spec.model import DecoderModel

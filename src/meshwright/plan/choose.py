@@ -16,11 +16,11 @@ from meshwright.core.errors import UserError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.plan.axes import dense_shard_axis
 from meshwright.plan.comms import Traffic, join_places, predict_traffic
-from meshwright.plan.compute import StepTime, estimate_step
 from meshwright.plan.learning_rate import explain_lr
 from meshwright.plan.ledger import Ledger, predict_ledger
 from meshwright.plan.parts import read_schedule, schedule_of
-from meshwright.plan.stage_times import part_costs, split_layers
+from meshwright.plan.time.stages import part_costs, split_layers
+from meshwright.plan.time.step import StepTime, estimate_step
 from meshwright.spec.compiled import explain_gradients
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout

@@ -21,16 +21,16 @@ from meshwright.core.files import replace_text
 from meshwright.plan.axes import dense_shard_axis, sums_whole_gradients
 from meshwright.plan.choose import Candidate, Search, explain_choice, search_layouts
 from meshwright.plan.comms import Traffic
-from meshwright.plan.compute import flops_per_token, peak_rate, step_interval
 from meshwright.plan.feed_forward_memory import balanced_rows, row_bytes
 from meshwright.plan.lighten import require_fit
 from meshwright.plan.moments import Line
 from meshwright.plan.offload import offloaded_state
 from meshwright.plan.parts import held_buckets, list_stages, pipeline_rank, schedule_of, stage_homes
-from meshwright.plan.pipeline_time import PipelineTime
 from meshwright.plan.shapes import count_parameters
 from meshwright.plan.sharding import shard_places, sharded_state
 from meshwright.plan.tensor import held_model
+from meshwright.plan.time.pipeline import PipelineTime
+from meshwright.plan.time.step import flops_per_token, peak_rate, step_interval
 from meshwright.schedule.files import write_schedule
 from meshwright.spec.hf import notes_on
 from meshwright.spec.job import Job

@@ -12,13 +12,13 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.plan import choose
 from meshwright.plan.choose import USABLE_MEMORY, evaluate, explain_choice, search_layouts
 from meshwright.plan.comms import predict_traffic
-from meshwright.plan.compute import estimate_step, peak_rate, step_interval
 from meshwright.plan.contract import build_plan, read_plan, write_plan
-from meshwright.plan.estimate import step as estimate
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.ledger import predict_ledger
 from meshwright.plan.lighten import require_fit
+from meshwright.plan.time import engine as estimate
+from meshwright.plan.time.step import estimate_step, peak_rate, step_interval
 from meshwright.spec.legality import find_problems
 
 

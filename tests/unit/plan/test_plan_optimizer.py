@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from meshwright.plan.compute import estimate_step
 from meshwright.plan.contract import build_plan
 from meshwright.plan.ledger import predict_ledger
 from meshwright.plan.optimizer import (
@@ -17,6 +16,7 @@ from meshwright.plan.optimizer import (
     state_keys,
 )
 from meshwright.plan.shapes import Parameter, list_parameters
+from meshwright.plan.time.step import estimate_step
 from meshwright.spec.load import build_job, job_tree
 from meshwright.spec.recipe import OPTIMIZERS, setting, settled
 

@@ -21,10 +21,10 @@ import numpy as np
 
 from meshwright.plan.estimate.grid import RECOMPUTES, SCHEDULES, Flags, Floats, Grid
 from meshwright.plan.estimate.memory import MemoryEstimate, estimate_memory
-from meshwright.plan.estimate.step import StepEstimate, estimate_step
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.search.bounds import products_s, schedules_floor_s
 from meshwright.plan.search.enumerate import Chunk, Space, world_sizes
+from meshwright.plan.time.engine import StepEstimate, estimate_step
 from meshwright.spec.job import Job
 
 By = Literal["time", "cost", "memory"]

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 from meshwright.core.units import format_bytes
-from meshwright.plan.compute import flops_per_token, peak_rate, step_interval
 from meshwright.plan.estimate.grid import Grid
-from meshwright.plan.estimate.interval import Interval
 from meshwright.plan.estimate.memory import estimate_memory, ledger_stages
 from meshwright.plan.estimate.memory_report import ClassLedger, explain_memory
-from meshwright.plan.estimate.step import estimate_step
-from meshwright.plan.estimate.walked import WORK_PARTS, even_stage_times, pass_shares, walked_bubble_s
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.search.find import Ranked
 from meshwright.plan.search.traffic import Moved, list_traffic
+from meshwright.plan.time.engine import estimate_step
+from meshwright.plan.time.interval import Interval
+from meshwright.plan.time.step import flops_per_token, peak_rate, step_interval
+from meshwright.plan.time.walked import WORK_PARTS, even_stage_times, pass_shares, walked_bubble_s
 from meshwright.schedule.build import build_schedule
 from meshwright.schedule.walk import walk_schedule
 from meshwright.spec.job import Job

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from meshwright.plan.comms import Traffic
-from meshwright.plan.compute import flops_per_token
 from meshwright.plan.contract import Plan, RankPrediction
 from meshwright.plan.estimate.state import STATE_LINES
 from meshwright.plan.search.predict import Prediction
 from meshwright.plan.shapes import count_parameters
+from meshwright.plan.time.step import flops_per_token
 
 
 def estimated_plan(best: Prediction, reasons: list[str]) -> Plan:

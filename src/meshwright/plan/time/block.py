@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.plan.estimate.grid import Flags, Floats, Grid, Ints
-from meshwright.plan.estimate.products import Device, Sizes, product_s
 from meshwright.plan.estimate.profiles import TimeRules
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.time.gemm import Device, Sizes, gemm_s
 from meshwright.spec.model import DecoderModel
 
 ATTENTION_BACKWARD_FLOPS = 2.5
@@ -121,9 +121,9 @@ class BlockModel:
             self.rules.gradient_sum_bytes * np.asarray(columns, float) * depth * count / device.bytes_per_s
         )
         return Passes(
-            product_s(device, rows, columns, depth, count, plain),
-            product_s(device, rows, depth, columns, count, plain),
-            product_s(device, columns, depth, rows, count, plain or not self.rules.narrow_weight_gradients)
+            gemm_s(device, rows, columns, depth, count, plain),
+            gemm_s(device, rows, depth, columns, count, plain),
+            gemm_s(device, columns, depth, rows, count, plain or not self.rules.narrow_weight_gradients)
             + stored,
         )
 
@@ -200,8 +200,8 @@ class BlockModel:
         """Two batched products over all scores, and passes over the scores."""
         device, length = self.device, self.seq_len
         count = self.rows / length * heads
-        forward = product_s(device, length, length, asked, count, plain=True)
-        forward = forward + product_s(device, length, given, length, count, plain=True)
+        forward = gemm_s(device, length, length, asked, count, plain=True)
+        forward = forward + gemm_s(device, length, given, length, count, plain=True)
         scores = count * float(length) ** 2 / device.bytes_per_s
         return Passes(
             forward + (SCORE_BYTES + SINGLE_BYTES * self.single) * scores,

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from meshwright.core.errors import UserError
-from meshwright.plan.estimate.step import StepEstimate
+from meshwright.plan.time.engine import StepEstimate
 from meshwright.schedule.build import build_schedule
 from meshwright.schedule.walk import StageTimes, walk_schedule
 from meshwright.spec.layout import Layout

@@ -1,7 +1,7 @@
 """Time of a step of what runs: matrix work, the optimizer, and communication that nothing hides.
 
 Steps of a kind that ``meshwright probe`` measured on the device are built of what it measured
-(``plan.probed_time``). Other decoders on GPUs have the estimate of ``plan/estimate``. All else on CPUs, and
+(``plan.time.probed``). Other decoders on GPUs have the estimate of ``plan/estimate``. All else on CPUs, and
 ResNets, have the one below: the cluster's rates, four constants, ring all-reduces. The constants were set by
 hand on five small models on a 2-core Xeon virtual machine (November 2026), all within 1.5 times. It ranks one
 process against replicas; it does not claim more. A pipeline's step is its schedule, walked with the stages'
@@ -15,18 +15,18 @@ from dataclasses import dataclass, replace
 
 from meshwright.plan.axes import dense_shard_axis
 from meshwright.plan.comms import Traffic
-from meshwright.plan.estimate import step as estimate
 from meshwright.plan.estimate.grid import Grid
-from meshwright.plan.estimate.interval import Interval, interval
-from meshwright.plan.estimate.walked import pass_shares, walked_bubble_s
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.optimizer import predict_optimizer
 from meshwright.plan.parts import held_parameters
-from meshwright.plan.pipeline_time import PipelineTime, link, plan_pipeline
-from meshwright.plan.probed_time import ACTIVATION_PASSES, RECOMPUTE_PASSES, count_work, is_probed
 from meshwright.plan.resnet_shapes import image_flops
 from meshwright.plan.shapes import count_active_matmul_parameters
-from meshwright.plan.stage_times import EFFICIENCY, HOST_S
+from meshwright.plan.time import engine as estimate
+from meshwright.plan.time.interval import Interval, interval
+from meshwright.plan.time.pipeline import PipelineTime, link, plan_pipeline
+from meshwright.plan.time.probed import ACTIVATION_PASSES, RECOMPUTE_PASSES, count_work, is_probed
+from meshwright.plan.time.stages import EFFICIENCY, HOST_S
+from meshwright.plan.time.walked import pass_shares, walked_bubble_s
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel, Model, ResNetModel

@@ -32,7 +32,6 @@ import numpy as np
 
 from meshwright.plan import own_traffic
 from meshwright.plan.decoder_memory import loss_chunk
-from meshwright.plan.estimate.products import tile_share
 from meshwright.plan.optimizer import predict_optimizer
 from meshwright.plan.shapes import (
     FLOAT32_BYTES,
@@ -43,6 +42,7 @@ from meshwright.plan.shapes import (
     residual_bytes,
     with_gradients,
 )
+from meshwright.plan.time.gemm import tile_share
 from meshwright.spec.compiled import keeps_copies, races_products, runs_own_kernels
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.plan.estimate.block import SINGLE_KERNELS, BlockModel, BlockTimes, Passes
 from meshwright.plan.estimate.grid import ACCUMULATES, OFFLOADS, Floats, Grid, Ints
 from meshwright.plan.estimate.in_flight import V_SHAPED
-from meshwright.plan.estimate.network import Groups, build_groups
-from meshwright.plan.estimate.products import Device
-from meshwright.plan.estimate.rates import Rates, rates_of
 from meshwright.plan.estimate.sizes import Shares, expert_shards, share_parameters
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.time.block import SINGLE_KERNELS, BlockModel, BlockTimes, Passes
+from meshwright.plan.time.gemm import Device
+from meshwright.plan.time.network import Groups, build_groups
+from meshwright.plan.time.rates import Rates, rates_of
 from meshwright.schedule.closed_forms import pipeline_time
 
 FULL, SELECTIVE = 2, 1

@@ -9,7 +9,7 @@ import numpy as np
 
 from meshwright.plan.parts import schedule_of
 from meshwright.plan.pipeline_traffic import handed_bytes
-from meshwright.plan.stage_times import stage_times
+from meshwright.plan.time.stages import stage_times
 from meshwright.schedule.actions import PipelineSchedule
 from meshwright.schedule.walk import StageTimes, Walk, walk_schedule
 from meshwright.spec.cluster import Cluster

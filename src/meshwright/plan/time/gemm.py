@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.plan.estimate.grid import Floats
-from meshwright.plan.estimate.rates import Rates, calibrated_device
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.time.rates import Rates, calibrated_device
 
 MULTIPROCESSORS = {"V100": 80, "A100": 108, "H100": 132, "B200": 148, "B300": 148}
 DEFAULT_MULTIPROCESSORS = 132
@@ -74,7 +74,7 @@ def _scaling(recipe: str, rates: Rates) -> float:
     return rates.block_scaled if "mx" in recipe else 1.0
 
 
-def product_s(
+def gemm_s(
     device: Device, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, plain: bool = False
 ) -> Floats:
     """Seconds of ``count`` products (rows x depth) (depth x columns) that run as one kernel."""

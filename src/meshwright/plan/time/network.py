@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.plan.estimate.grid import Floats, Grid, Ints
-from meshwright.plan.estimate.rates import Rates
 from meshwright.plan.estimate.sizes import expert_shards
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.time.rates import Rates
 from meshwright.spec.cluster import Cluster
 
 HOP = 0.2
