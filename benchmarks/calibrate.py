@@ -64,6 +64,21 @@ PRIORS: Tables = {
     # Blackwell lowers its clock under load, the more so the less it is cooled.
     "device.B200": {"matmul": 0.7, "attention": 0.5},
     "device.B300": {"matmul": 0.75, "attention": 0.55},
+    # CPUs: set by hand on five small models on a 2-core Xeon virtual machine (November 2026), not fitted.
+    "device.cpu": {
+        "matmul": 0.8,
+        "expert_matmul": 1.0,
+        "memory": 1.0,
+        "compiled": 1.0,
+        "host_s": 5e-4,
+        "expert_host_s": 0.0,
+        "link": 1.0,
+        "nic": 1.0,
+        "overlap": 0.5,
+        "all_to_all": 1.0,
+        "contention": 0.0,
+        "step_s": 0.0,
+    },
     # DeepSpeed's ZeRO-3 as of 2021 gathered parameter by parameter: about one adapter's worth a node.
     "stack.deepspeed-zero": {"nic": 0.1},
     # PyTorch's own fused attention on Hopper before cuDNN's was the default.

@@ -24,9 +24,10 @@ from meshwright.plan.contract import Plan, build_plan, plan_of, write_plan
 from meshwright.plan.search.enumerate import pinned_keys
 from meshwright.plan.search.find import By
 from meshwright.plan.search.sizing import parse_duration
+from meshwright.plan.time.flops import peak_rate
+from meshwright.plan.time.interval import step_interval
 from meshwright.plan.time.pipeline import walk_pipeline
 from meshwright.plan.time.probed import is_probed
-from meshwright.plan.time.step import peak_rate, step_interval
 from meshwright.spec.job import Job
 from meshwright.spec.legality import find_problems
 from meshwright.spec.load import load_job, read_tree, require_runnable
@@ -170,7 +171,7 @@ class RunnableOutcome:
                 for name, rank in self.best.classes().items()
             },
             room_bytes=job.cluster.memory_bytes,
-            steps=[(c.name, c.time.breakdown()) for c in self.search.candidates],
+            steps=[(c.name, c.time.parts) for c in self.search.candidates],
             rates=np.array(rates),
             unit=job.unit,
             pipeline=_planned_passes(self.best),

@@ -24,7 +24,6 @@ from meshwright.plan.search.predict import (
     Prediction,
     layout_overrides,
     layout_words,
-    mfu_rate,
     predict_layouts,
     walk_passes,
 )
@@ -33,6 +32,7 @@ from meshwright.plan.search.settle import settle_micro_batch
 from meshwright.plan.search.traffic import bytes_by_axis
 from meshwright.plan.search.write import estimated_plan
 from meshwright.plan.shapes import count_parameters
+from meshwright.plan.time.flops import peak_rate
 from meshwright.spec.compiled import explain_gradients
 from meshwright.spec.hf import notes_on
 from meshwright.spec.job import Job
@@ -249,7 +249,8 @@ def describe_prediction(output: Output, best: Prediction, reasons: list[str]) ->
     output.say(
         f"  predicted step {format_seconds(best.step_s)} ({low} to {high}), {rate}, MFU {best.mfu:.1%}"
     )
-    output.say(f"  interval: {best.interval.basis}; MFU counts against {mfu_rate(job)[1]}")
+    _, peak = peak_rate(job.cluster, job.train.precision)
+    output.say(f"  interval: {best.interval.basis}; MFU counts against {peak}")
     output.say(f"  rates: {cluster.basis}")
     output.say(f"  overrides: {layout_overrides(best.layout)}")
     _ledger(output, best)

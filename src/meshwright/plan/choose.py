@@ -20,7 +20,7 @@ from meshwright.plan.learning_rate import explain_lr
 from meshwright.plan.ledger import Ledger, predict_ledger
 from meshwright.plan.parts import read_schedule, schedule_of
 from meshwright.plan.time.stages import part_costs, split_layers
-from meshwright.plan.time.step import StepTime, estimate_step
+from meshwright.plan.time.step import StepTime, predict_step
 from meshwright.spec.compiled import explain_gradients
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
@@ -152,7 +152,7 @@ def evaluate(job: Job, layout: Layout) -> Candidate:
     places = range(layout.pp)
     ledgers = tuple(predict_ledger(placed, micro, micro_batches, place) for place in places)
     traffic = tuple(join_places([predict_traffic(placed, place) for place in places]))
-    step = estimate_step(placed, micro_batches, sum(ledger.touched_bytes for ledger in ledgers), traffic)
+    step = predict_step(placed, micro_batches, sum(ledger.touched_bytes for ledger in ledgers), traffic)
     fits = max(ledger.first_peak_bytes for ledger in ledgers) <= _usable_bytes(job)
     return Candidate(layout, share, micro_batches, ledgers, traffic, step, fits)
 
@@ -275,7 +275,7 @@ def explain_stages(job: Job, candidate: Candidate) -> list[str]:
         why = "given in the job"
     else:
         costs = part_costs(dataclasses.replace(job, layout=layout))
-        head, embedding = (part.total_s / costs.block.total_s for part in (costs.head, costs.embedding))
+        head, embedding = costs.head_blocks, costs.embedding_blocks
         why = f"the head costs as much as {head:.1f} layers"
         why += f", the embedding as {embedding:.1f}" if embedding >= 0.1 else ""
     count = candidate.micro_batches

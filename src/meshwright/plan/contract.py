@@ -29,8 +29,9 @@ from meshwright.plan.parts import held_buckets, list_stages, pipeline_rank, sche
 from meshwright.plan.shapes import count_parameters
 from meshwright.plan.sharding import shard_places, sharded_state
 from meshwright.plan.tensor import held_model
+from meshwright.plan.time.flops import flops_per_token, peak_rate
+from meshwright.plan.time.interval import step_interval
 from meshwright.plan.time.pipeline import PipelineTime
-from meshwright.plan.time.step import flops_per_token, peak_rate, step_interval
 from meshwright.schedule.files import write_schedule
 from meshwright.spec.hf import notes_on
 from meshwright.spec.job import Job
@@ -215,7 +216,7 @@ def plan_of(job: Job, candidate: Candidate, reasons: list[str]) -> Plan:
         job=placed,
         micro_batches=candidate.micro_batches,
         step_s=candidate.time.total_s,
-        breakdown_s=candidate.time.breakdown(),
+        breakdown_s=candidate.time.parts,
         tokens_per_step=job.train.global_batch * job.data.seq_len,
         flops_per_token=flops_per_token(job.model, job.data.seq_len),
         parameters=count_parameters(job.model),

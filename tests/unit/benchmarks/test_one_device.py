@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.plan.shapes import count_active_matmul_parameters
-from meshwright.plan.time.step import flops_per_token
+from meshwright.plan.time.flops import flops_per_token
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 

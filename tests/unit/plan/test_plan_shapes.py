@@ -19,7 +19,7 @@ from meshwright.plan.shapes import (
     count_parameters,
     list_parameters,
 )
-from meshwright.plan.time.step import flops_per_token
+from meshwright.plan.time.flops import flops_per_token
 from meshwright.spec.load import load_job
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.presets import preset_names

@@ -18,11 +18,10 @@ from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.search.find import Ranked
 from meshwright.plan.search.traffic import Moved, list_traffic
 from meshwright.plan.time.engine import estimate_step
-from meshwright.plan.time.interval import Interval
-from meshwright.plan.time.step import flops_per_token, peak_rate, step_interval
-from meshwright.plan.time.walked import WORK_PARTS, even_stage_times, pass_shares, walked_bubble_s
-from meshwright.schedule.build import build_schedule
-from meshwright.schedule.walk import walk_schedule
+from meshwright.plan.time.flops import flops_per_token, peak_rate
+from meshwright.plan.time.interval import Interval, step_interval
+from meshwright.plan.time.pipeline import walk_pipeline
+from meshwright.plan.time.step import predict_layout, predict_step
 from meshwright.spec.job import Job
 from meshwright.spec.layout import AXES, Layout
 
@@ -121,7 +120,7 @@ class Prediction:
     @property
     def mfu(self) -> float:
         """Share of the peak rate, by the FLOPs that the definition counts."""
-        rate = mfu_rate(self.job)[0]
+        rate = peak_rate(self.job.cluster, self.job.train.precision)[0]
         flops = flops_per_token(self.workload.model, self.job.data.seq_len)
         return self.tokens_per_s * flops / self.layout.world_size / rate
 
@@ -159,15 +158,6 @@ class Prediction:
         }
 
 
-def mfu_rate(job: Job) -> tuple[float, str]:
-    """What MFU is counted against, and its name."""
-    cluster, precision = job.cluster, job.train.precision
-    for name, peak in (("fp8", cluster.peak_fp8_flops_per_s), ("fp4", cluster.peak_fp4_flops_per_s)):
-        if precision == name and peak is not None:
-            return peak, f"the data sheet's dense {name} peak"
-    return peak_rate(cluster, precision)
-
-
 def predict_layouts(job: Job, layouts: Sequence[Layout], walk: bool = True) -> list[Prediction]:
     """Predict layouts whose micro-batch is settled; ``walk`` replaces closed forms by walked schedules."""
     if not layouts:
@@ -177,16 +167,10 @@ def predict_layouts(job: Job, layouts: Sequence[Layout], walk: bool = True) -> l
     stages = ledger_stages(workload, grid)
     fits = memory.fits(workload)
     micro_batches = grid.micro_batches(workload.global_batch)
-    passes = pass_shares(step, len(layouts))
     found = []
     for place, layout in enumerate(layouts):
-        parts = {name: float(values[place]) for name, values in step.parts.items()}
-        total, walked = float(step.step_s[place]), False
-        if walk and layout.pp > 1:
-            bubble = walked_bubble_s(layout, int(micro_batches[place]), parts, passes[place])
-            if bubble is not None:
-                total, walked = total - parts["bubble"] + bubble, True
-                parts["bubble"] = bubble
+        placed = dataclasses.replace(job, layout=layout)
+        time = predict_layout(placed, int(micro_batches[place]), step, place, walk)
         classes = {
             ledger.stage.name: {k: float(v[place]) for k, v in ledger.lines.items() if v[place] > 0}
             for ledger in stages
@@ -194,15 +178,15 @@ def predict_layouts(job: Job, layouts: Sequence[Layout], walk: bool = True) -> l
         }
         found.append(
             Prediction(
-                job=dataclasses.replace(job, layout=layout),
+                job=placed,
                 peak_bytes=float(memory.peak_bytes[place]),
                 classes=classes if layout.pp > 1 else {EVERY_RANK: classes["first"]},
                 host_bytes=float(memory.host_bytes[place]),
                 fits=bool(fits[place]),
-                step_s=total,
-                breakdown_s={k: v for k, v in parts.items() if abs(v) > 1e-9 * total},
-                hidden_s={k: float(v[place]) for k, v in step.hidden.items() if v[place] > 0},
-                walked=walked,
+                step_s=time.total_s,
+                breakdown_s=time.parts,
+                hidden_s=time.hidden,
+                walked=time.pipeline is not None,
             )
         )
     return found
@@ -215,23 +199,16 @@ def predict_best(job: Job, best: Ranked) -> Prediction:
 
 
 def walk_passes(prediction: Prediction) -> list[list[tuple[str, float, float]]]:
-    """Kind (`F`, `B`, `W`), start and end of each rank's passes in seconds; none without a pipeline.
-
-    Transfers between stages are not in it: they have a part of their own.
-    """
+    """Kind (`F`, `B`, `W`), start and end of each rank's passes in seconds; none without a pipeline."""
     layout, workload = prediction.layout, prediction.workload
     if layout.pp == 1 or not prediction.walked:
         return []
-    grid = Grid.of([layout])
-    micro_batches = int(grid.micro_batches(workload.global_batch)[0])
-    (passes,) = pass_shares(estimate_step(workload, grid), 1)
-    parts = prediction.breakdown_s
-    work = sum(parts.get(name, 0.0) for name in WORK_PARTS) / micro_batches
-    uneven = parts.get("uneven stages", 0.0) / micro_batches / work
-    schedule = build_schedule(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
-    walk = walk_schedule(schedule, even_stage_times(passes, uneven, schedule.stages, layout.virtual_stages))
+    micro_batches = int(Grid.of([layout]).micro_batches(workload.global_batch)[0])
+    planned = predict_step(prediction.job, micro_batches).pipeline
+    assert planned is not None, "the schedule was walked"
+    schedule, walk = walk_pipeline(prediction.job, micro_batches, planned)
     return [
-        [(a.kind.value, s * work, e * work) for a, s, e in zip(row, starts, ends, strict=True)]
+        [(a.kind.value, s, e) for a, s, e in zip(row, starts, ends, strict=True)]
         for row, starts, ends in zip(schedule.ranks, walk.start_s, walk.end_s, strict=True)
     ]
 

@@ -7,7 +7,7 @@ from meshwright.plan.contract import Plan, RankPrediction
 from meshwright.plan.estimate.state import STATE_LINES
 from meshwright.plan.search.predict import Prediction
 from meshwright.plan.shapes import count_parameters
-from meshwright.plan.time.step import flops_per_token
+from meshwright.plan.time.flops import flops_per_token
 
 
 def estimated_plan(best: Prediction, reasons: list[str]) -> Plan:

@@ -1,4 +1,4 @@
-"""Time of matrix products by their shape: tiles, waves, operand traffic, alignment."""
+"""Time of GEMMs by their shape: tiles, waves, operand traffic, alignment; on CPUs their FLOPs alone."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class Device:
     """Of 16-bit products: attention, and what fp8 recipes leave in 16 bits."""
     bytes_per_s: float
     multiprocessors: int
+    """Of a GPU; 0 of a CPU, where GEMMs have no waves of tiles."""
     rates: Rates
     operand_width: float
     """Bytes of an operand's element."""
@@ -58,7 +59,9 @@ class Device:
             flops_per_s=flops,
             plain_flops_per_s=plain,
             bytes_per_s=cluster.memory_bytes_per_s * rates.memory,
-            multiprocessors=MULTIPROCESSORS.get(device, DEFAULT_MULTIPROCESSORS),
+            multiprocessors=0
+            if cluster.device == "cpu"
+            else MULTIPROCESSORS.get(device, DEFAULT_MULTIPROCESSORS),
             rates=rates,
             operand_width=width,
         )
@@ -77,10 +80,12 @@ def _scaling(recipe: str, rates: Rates) -> float:
 def gemm_s(
     device: Device, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, plain: bool = False
 ) -> Floats:
-    """Seconds of ``count`` products (rows x depth) (depth x columns) that run as one kernel."""
+    """Seconds of ``count`` GEMMs (rows x depth) (depth x columns) that run as one kernel."""
     rows, columns, depth, count = np.broadcast_arrays(
         *(np.asarray(x, float) for x in (rows, columns, depth, count))
     )
+    if not device.multiprocessors:
+        return 2 * count * rows * columns * depth / device.flops_per_s
     share = (
         tile_share(device.multiprocessors, rows, columns, depth, count) * _aligned(columns) * _aligned(depth)
     )

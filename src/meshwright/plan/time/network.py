@@ -61,6 +61,11 @@ class Group:
         bandwidth = np.where(self.inside >= self.ranks, self.link_bytes_per_s, self.nic_bytes_per_s)
         return np.where(self.ranks > 1, moved / bandwidth + self.latency_s, 0.0)
 
+    def sends_s(self, moved: Floats, calls: Floats) -> Floats:
+        """So many messages along a ring, each rank to the next; ``moved`` bytes to each of the others."""
+        wire = moved * (self.ranks - 1) / self.bytes_per_s
+        return np.where(self.ranks > 1, wire + calls * self.latency_s, 0.0)
+
     def _ring_s(self, moved: Floats) -> Floats:
         wire = moved * (self.ranks - 1) / self.ranks / self.bytes_per_s
         # Nothing to move is no call: a model without experts never waits for the groups of experts.

@@ -1,38 +1,25 @@
 """How long each stage of a pipeline works on a micro-batch, and which layers it gets because of it.
 
-Stages are cut by cost, not by the number of layers. All blocks cost alike. The embedding costs its rows and
-its dense gradient, the head the product with all words, and its gradient, which is as large as the head.
-With N tokens in a micro-batch, M elements of a block's matrices, D hidden, V words (all of one rank of
-``tp``), matrix products at the cluster's rate and the rest at its memory's:
-
-=========  ==========================  =============================  ==================
-part       forward                     gradient of the input          of the weights
-=========  ==========================  =============================  ==================
-block      2 N M + attention           2 N M + 2 x attention          2 N M
-head       6 N V D, 4 V D elements     V D elements                   none
-embedding  N D elements                4 V D elements                 none
-=========  ==========================  =============================  ==================
-
-The loss makes both gradients of the head in the forward pass (``run.models.loss``).
+All costs are the engine's (``plan.time.engine``): an average block with the communication that delays it, the
+embedding, and the head with the loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.plan.axes import is_expert
-from meshwright.plan.parts import list_stages, stage_homes
-from meshwright.plan.shapes import FLOAT32_BYTES, list_parameters
-from meshwright.plan.tensor import count_tokens, held_model
+import numpy as np
+
+from meshwright.plan.estimate.grid import Floats, Grid
+from meshwright.plan.estimate.profiles import PROFILES
+from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.parts import stage_homes
+from meshwright.plan.time.block import Passes
+from meshwright.plan.time.engine import StepEstimate, estimate_step
+from meshwright.plan.time.stage_layers import assign_layers
 from meshwright.schedule.walk import StageTimes
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
-
-EFFICIENCY = 0.8
-"""Rate of a step's matrix products over the rate of one large product."""
-HOST_S = {"cpu": 1.0e-3, "cuda": 2.0e-3}
-"""Time that eager Python takes for one block of one micro-batch, however small."""
 
 
 @dataclass(frozen=True)
@@ -43,122 +30,90 @@ class Cost:
     backward_input_s: float
     backward_weight_s: float
 
+    @classmethod
+    def of(cls, passes: Passes, place: int) -> Cost:
+        """That of one layout."""
+        return cls(
+            float(passes.forward[place]),
+            float(passes.backward_input[place]),
+            float(passes.backward_weight[place]),
+        )
+
     @property
     def total_s(self) -> float:
         """Of the whole micro-batch."""
         return self.forward_s + self.backward_input_s + self.backward_weight_s
 
+    @property
+    def passes(self) -> Floats:
+        """The three as an array."""
+        return np.array([self.forward_s, self.backward_input_s, self.backward_weight_s])
+
 
 @dataclass(frozen=True)
-class Costs:
-    """Of the three kinds of work in a stage."""
+class PartCosts:
+    """Of the three kinds of work in a stage, on one rank."""
 
     block: Cost
     embedding: Cost
     head: Cost
 
+    @classmethod
+    def of(cls, step: StepEstimate, place: int) -> PartCosts:
+        """Those of one layout of an estimate."""
+        return cls(*(Cost.of(passes, place) for passes in (step.block, step.embedding, step.head)))
 
-def part_costs(job: Job) -> Costs:
-    """What blocks and ends cost on one rank."""
-    model = held_model(job)
-    assert isinstance(model, DecoderModel), "the legality table cuts decoders only"
-    cluster, low = job.cluster, job.train.precision != "fp32"
-    rate = (cluster.bf16_flops_per_s if low else cluster.fp32_flops_per_s) * EFFICIENCY
-    tokens = count_tokens(job)
-    matrices = _count_worked(job, model)
-    product_s = 2 * tokens * matrices / rate
-    attention_s = tokens * job.data.seq_len * (model.query_size + model.value_size) / rate
-    again_s = product_s + attention_s if job.layout.recompute == "full" else 0.0
-    host_s = HOST_S[cluster.device] / 3
-    words = model.vocab_size * model.hidden_size
-    pass_s = words * FLOAT32_BYTES / cluster.memory_bytes_per_s
-    rows_s = tokens * model.hidden_size * FLOAT32_BYTES / cluster.memory_bytes_per_s
-    return Costs(
-        block=Cost(
-            product_s + attention_s + host_s,
-            product_s + 2 * attention_s + again_s + host_s,
-            product_s + host_s,
-        ),
-        embedding=Cost(rows_s, 4 * pass_s, 0.0),
-        head=Cost(6 * tokens * words / rate + 4 * pass_s, pass_s, 0.0),
-    )
+    @property
+    def embedding_blocks(self) -> float:
+        """Cost of the embedding, in blocks."""
+        return self.embedding.total_s / self.block.total_s
+
+    @property
+    def head_blocks(self) -> float:
+        """Cost of the head, in blocks."""
+        return self.head.total_s / self.block.total_s
 
 
-def _count_worked(job: Job, model: DecoderModel) -> float:
-    """Elements of a block's matrices that a token meets on a rank; of experts, where each gets its share.
-
-    All blocks are taken to be as the last one.
-    """
-    layout, count = job.layout, 0.0
-    for parameter in list_parameters(model):
-        if not parameter.name.startswith(f"blocks.{model.num_layers - 1}.") or len(parameter.shape) < 2:
-            continue
-        if is_expert(parameter.name):  # a rank routes its own 1 / tp of the tokens
-            each = parameter.count * layout.etp / (model.held_experts * layout.tp)
-            count += each * (model.experts_per_token or 1)
-        else:
-            count += parameter.count
-    return count
+def part_costs(job: Job) -> PartCosts:
+    """What blocks and ends cost on one rank of a job whose micro-batch is settled."""
+    return PartCosts.of(estimate_step(Workload.of(job), Grid.of([job.layout])), 0)
 
 
-def split_layers(job: Job) -> tuple[int, ...] | None:
-    """Layers of each stage, so that the slowest rank is as fast as it can be; None without a pipeline."""
-    if job.layout.pp == 1 or not isinstance(job.model, DecoderModel):
-        return None
-    costs = part_costs(job)
-    ends = (costs.embedding.total_s, costs.head.total_s)
-    return deal_layers(job.model.num_layers, stage_homes(job), costs.block.total_s, ends)
-
-
-def deal_layers(
-    layers: int, homes: Sequence[int], block_s: float, ends_s: tuple[float, float]
-) -> tuple[int, ...]:
-    """One layer after the other to the rank with least work, and there to its fastest stage.
-
-    Of equal stages to the latest: late ones hold fewest micro-batches.
+def split_layers(job: Job, costs: PartCosts | None = None) -> tuple[int, ...] | None:
+    """Layers of each stage, so that the slowest rank is as fast as it can be; None without a pipeline.
 
     Args:
-        layers: Of the model; each stage has one at least.
-        homes: The rank of each stage.
-        block_s: What a block costs.
-        ends_s: What the embedding adds to the first stage, and the head to the last.
+        job: With its micro-batch settled.
+        costs: Where they are known already.
     """
-    dealt = [1] * len(homes)
-    for _ in range(layers - len(homes)):
-        stages = stage_seconds(dealt, block_s, ends_s)
-        loads = rank_seconds(stages, homes)
-        dealt[min(range(len(homes)), key=lambda s: (loads[homes[s]], stages[s], -s))] += 1
-    return tuple(dealt)
+    if job.layout.pp == 1 or not isinstance(job.model, DecoderModel):
+        return None
+    costs = costs or part_costs(job)
+    return assign_layers(job.model.num_layers, stage_homes(job), costs.embedding_blocks, costs.head_blocks)
 
 
-def stage_seconds(layers: Sequence[int], block_s: float, ends_s: tuple[float, float]) -> list[float]:
-    """What each stage costs with so many layers."""
-    seconds = [count * block_s for count in layers]
-    seconds[0] += ends_s[0]
-    seconds[-1] += ends_s[1]
-    return seconds
+def stage_times(job: Job, micro_batches: int, step: StepEstimate, place: int) -> StageTimes:
+    """Seconds of one micro-batch in each stage.
 
+    Stages have the layers of the layout, else those that :func:`split_layers` assigns. Other runtimes do not
+    balance their stages: there all stages are alike, and the last one is slower by its excess.
 
-def rank_seconds(stages: Sequence[float], homes: Sequence[int]) -> list[float]:
-    """What the stages of each rank cost."""
-    return [
-        sum(s for s, home in zip(stages, homes, strict=True) if home == rank)
-        for rank in range(max(homes) + 1)
-    ]
-
-
-def stage_times(job: Job) -> StageTimes:
-    """Seconds of one micro-batch in each stage of a settled job."""
-    costs, rows = part_costs(job), []
-    for part in list_stages(job):
-        ends = [costs.embedding] * part.first + [costs.head] * part.last
-        parts = [costs.block] * len(part.layers) + ends
-        rows.append(
-            (
-                sum(c.forward_s for c in parts),
-                sum(c.backward_input_s for c in parts),
-                sum(c.backward_weight_s for c in parts),
-            )
-        )
-    forward, inputs, weights = zip(*rows, strict=True)
-    return StageTimes(forward, inputs, weights)
+    Args:
+        job: With its layout settled; its stages' layers may be open.
+        micro_batches: Of one step.
+        step: The estimate of a grid of layouts.
+        place: That of the job's layout in it.
+    """
+    costs, homes = PartCosts.of(step, place), stage_homes(job)
+    if job.layout.stage_layers is None and not PROFILES[job.train.runtime].time.balanced_stages:
+        mean = Cost.of(step.passes, place)
+        excess = float(step.parts["uneven stages"][place]) / micro_batches / mean.total_s
+        times = np.outer(mean.passes, np.full(len(homes), job.layout.pp / len(homes)))
+        times[:, -1] += mean.passes * excess
+        return StageTimes(*times)
+    layers = job.layout.stage_layers or split_layers(job, costs)
+    assert layers is not None, "only pipelines of decoders have stages"
+    times = np.outer(costs.block.passes, layers)
+    times[:, 0] += costs.embedding.passes
+    times[:, -1] += costs.head.passes
+    return StageTimes(*times)

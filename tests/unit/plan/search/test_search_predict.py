@@ -20,7 +20,7 @@ from meshwright.plan.search.settle import settle_micro_batch
 from meshwright.plan.search.traffic import bytes_by_axis, list_traffic, tier_of
 from meshwright.plan.search.write import estimated_plan
 from meshwright.plan.shapes import count_active_matmul_parameters, count_parameters
-from meshwright.plan.time.step import flops_per_token
+from meshwright.plan.time.flops import flops_per_token
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality import find_problems, with_layout
 from meshwright.spec.load import apply_override, build_job, job_tree

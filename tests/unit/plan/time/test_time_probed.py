@@ -10,8 +10,9 @@ import pytest
 from meshwright.plan.choose import evaluate
 from meshwright.plan.own_traffic import block_bytes
 from meshwright.plan.probing import PROGRAMMES, list_attention, list_products, list_runs
+from meshwright.plan.time.flops import flops_per_token
+from meshwright.plan.time.interval import step_interval
 from meshwright.plan.time.probed import Timed, count_work, fit_steps, is_probed, list_linears, with_probed
-from meshwright.plan.time.step import flops_per_token, step_interval
 from meshwright.spec.probed import AttentionTime, Probed, ProductTime
 
 PROBED_FILE = Path(__file__).parents[3] / "golden" / "h200-probed.toml"
