@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.plan.estimate.grid import Grid
-from meshwright.plan.estimate.rates import calibrated_device, load_calibration, merge_rates
-from meshwright.plan.estimate.step import estimate_step
 from meshwright.plan.published import Case, read_rows
+from meshwright.plan.time.engine import estimate_step
+from meshwright.plan.time.rates import calibrated_device, load_calibration, merge_rates
 from meshwright.plan.validate.split import is_held_out
 
 Tables = dict[str, dict[str, float]]
@@ -64,6 +64,21 @@ PRIORS: Tables = {
     # Blackwell lowers its clock under load, the more so the less it is cooled.
     "device.B200": {"matmul": 0.7, "attention": 0.5},
     "device.B300": {"matmul": 0.75, "attention": 0.55},
+    # CPUs: set by hand on five small models on a 2-core Xeon virtual machine (November 2026), not fitted.
+    "device.cpu": {
+        "matmul": 0.8,
+        "expert_matmul": 1.0,
+        "memory": 1.0,
+        "compiled": 1.0,
+        "host_s": 5e-4,
+        "expert_host_s": 0.0,
+        "link": 1.0,
+        "nic": 1.0,
+        "overlap": 0.5,
+        "all_to_all": 1.0,
+        "contention": 0.0,
+        "step_s": 0.0,
+    },
     # DeepSpeed's ZeRO-3 as of 2021 gathered parameter by parameter: about one adapter's worth a node.
     "stack.deepspeed-zero": {"nic": 0.1},
     # PyTorch's own fused attention on Hopper before cuDNN's was the default.
@@ -280,7 +295,7 @@ def write(tables: Tables, path: Path) -> None:
     """The calibration as data."""
     lines = [
         "# Rates that devices and software stacks reach. Written by benchmarks/calibrate.py from published",
-        "# runs; plan/estimate/rates.py says what each is. Later sections override earlier ones: default,",
+        "# runs; plan/time/rates.py says what each is. Later sections override earlier ones: default,",
         "# device, stack, stack on a device.",
     ]
     order = sorted(tables, key=lambda name: (name != "default", name.split(".")[0], name))

@@ -456,8 +456,8 @@ def measure(order: Order, voice: Voice, wait: Callable[[], None]) -> dict[str, A
     prepare_environment(threads=order.threads)
     import torch  # noqa: PLC0415
 
-    from meshwright.plan.compute import flops_per_token  # noqa: PLC0415
     from meshwright.plan.contract import build_plan  # noqa: PLC0415
+    from meshwright.plan.time.flops import flops_per_token  # noqa: PLC0415
 
     on_gpu = order.device == "cuda"
     if on_gpu:

@@ -13,10 +13,10 @@ import argparse
 import time
 
 from meshwright.plan.estimate.memory import estimate_memory
-from meshwright.plan.estimate.step import estimate_step
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.search.enumerate import Space
 from meshwright.plan.search.find import find_layouts
+from meshwright.plan.time.engine import estimate_step
 from meshwright.spec.load import load_job
 
 PRICED_AT_ONCE = 1 << 14

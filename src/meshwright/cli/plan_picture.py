@@ -10,8 +10,8 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.explain.plan_picture import PlanPicture, draw_plan
 from meshwright.plan.contract import Plan
 from meshwright.plan.layout_text import describe_layout
-from meshwright.plan.pipeline_time import walk_pipeline
 from meshwright.plan.search.find import Found
+from meshwright.plan.time.pipeline import walk_pipeline
 
 KINDS = ("svg", "png")
 PASS_NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}

@@ -18,7 +18,6 @@ from meshwright.cli.ranks import require_devices
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.launch.environment import prepare_environment
-from meshwright.plan.probed_time import count_work, fit_steps, with_probed
 from meshwright.plan.probing import (
     PROGRAMMES,
     Programme,
@@ -31,6 +30,7 @@ from meshwright.plan.probing import (
     list_runs,
     list_scaled,
 )
+from meshwright.plan.time.probed import count_work, fit_steps, with_probed
 from meshwright.spec.cluster import Cluster, count_cores
 from meshwright.spec.compiled import runs_own_kernels
 from meshwright.spec.job import Job

@@ -17,8 +17,9 @@ from meshwright.explain.record import Recorded, RunRecord
 from meshwright.explain.timeline import Timeline, build_timeline, measured_timeline
 from meshwright.plan.contract import Plan
 from meshwright.plan.parts import schedule_of, stage_homes
-from meshwright.plan.pipeline_time import PipelineTime
-from meshwright.plan.stage_times import deal_layers, part_costs, rank_seconds, stage_seconds
+from meshwright.plan.time.pipeline import PipelineTime
+from meshwright.plan.time.stage_layers import assign_layers, rank_costs, stage_costs
+from meshwright.plan.time.stages import part_costs
 from meshwright.schedule.actions import Action, Kind, PipelineSchedule
 from meshwright.schedule.walk import StageTimes, Walk, walk_schedule
 from meshwright.spec.model import DecoderModel
@@ -144,7 +145,7 @@ def _mean(spans: Spans, kind: Kind, stage: int) -> float:
 
 
 def _find_better(plan: Plan, stage_s: tuple[float, ...]) -> tuple[int, ...] | None:
-    """Deal the layers again by what the stages took.
+    """Assign the layers again by what the stages took.
 
     A block costs what one of a stage without ends does; of two stages the embedding is taken as predicted.
     """
@@ -153,19 +154,15 @@ def _find_better(plan: Plan, stage_s: tuple[float, ...]) -> tuple[int, ...] | No
     assert isinstance(plan.job.model, DecoderModel), "the legality table cuts decoders only"
     costs = part_costs(plan.job)
     inner = [seconds / count for seconds, count in zip(stage_s[1:-1], layers[1:-1], strict=True)]
-    if inner:
-        block = statistics.fmean(inner)
-    else:
-        share = costs.block.total_s * layers[0]
-        block = stage_s[0] * share / (share + costs.embedding.total_s) / layers[0]
-    ends = (max(0.0, stage_s[0] - layers[0] * block), max(0.0, stage_s[-1] - layers[-1] * block))
+    block = statistics.fmean(inner) if inner else stage_s[0] / (layers[0] + costs.embedding_blocks)
+    embedding, head = (max(0.0, stage_s[end] / block - layers[end]) for end in (0, -1))
     homes = stage_homes(plan.job)
-    dealt = deal_layers(plan.job.model.num_layers, homes, block, ends)
+    assigned = assign_layers(plan.job.model.num_layers, homes, embedding, head)
 
     def slowest(counts: tuple[int, ...]) -> float:
-        return max(rank_seconds(stage_seconds(counts, block, ends), homes))
+        return max(rank_costs(stage_costs(counts, embedding, head), homes))
 
-    return dealt if slowest(dealt) < (1 - WORTH_SAYING) * slowest(layers) else None
+    return assigned if slowest(assigned) < (1 - WORTH_SAYING) * slowest(layers) else None
 
 
 def _listed(numbers: tuple[int, ...]) -> str:

@@ -7,10 +7,10 @@ for values that are not finite (``run.session.take_snapshot``).
 
 from __future__ import annotations
 
-import functools
+import math
 
 from meshwright.plan.axes import expert_axis, is_expert, state_axis
-from meshwright.plan.parts import Part, held_parts, merge_parameters
+from meshwright.plan.parts import held_kinds
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
 from meshwright.plan.tensor import is_whole
 from meshwright.spec.job import Job
@@ -24,28 +24,18 @@ def predict_checkpoint(job: Job, pp_rank: int, state_on_device: int) -> int:
         pp_rank: The stage's ranks.
         state_on_device: Parameters, gradients and optimizer state that are not offloaded.
     """
-    largest = _find_largest(held_parts(job, pp_rank))
-    return state_on_device + max((_gathered_bytes(job, parameter) for parameter in largest), default=0)
-
-
-@functools.lru_cache(maxsize=1024)
-def _find_largest(parts: tuple[Part, ...]) -> tuple[Parameter, ...]:
-    """The largest parameter of each kind: routed experts, what ``tp`` splits, what it leaves whole."""
-    found: dict[tuple[bool, bool], Parameter] = {}
-    for parameter in merge_parameters(parts):
-        kind = is_expert(parameter.name), is_whole(parameter.name)
-        if kind not in found or parameter.count > found[kind].count:
-            found[kind] = parameter
-    return tuple(found.values())
+    gathered = (_gathered_bytes(job, parameter) for parameter in held_kinds(job, pp_rank))
+    return state_on_device + max(gathered, default=0)
 
 
 def _gathered_bytes(job: Job, parameter: Parameter) -> int:
     """What bringing one tensor together holds beside the state."""
     shards, parts = state_axis(job, parameter.name).size, _count_parts(job, parameter.name)
-    held = parameter.count * FLOAT32_BYTES
+    count = math.prod(parameter.shape)
+    held = count * FLOAT32_BYTES
     rows = held + held // shards if shards > 1 else 0
     joined = 2 * parts * held if parts > 1 else 0
-    finite = parts * parameter.count  # a byte for each element
+    finite = parts * count  # a byte for each element
     return rows + joined + finite
 
 

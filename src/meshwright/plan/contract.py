@@ -21,14 +21,12 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
 from meshwright.plan.axes import dense_shard_axis, sums_whole_gradients
 from meshwright.plan.comms import Traffic
-from meshwright.plan.compute import flops_per_token, peak_rate, step_interval
 from meshwright.plan.feed_forward_memory import balanced_rows, row_bytes
 from meshwright.plan.fit import MemoryNeed, usable_bytes
 from meshwright.plan.ledger import Ledger
 from meshwright.plan.moments import Line
 from meshwright.plan.offload import offloaded_state
 from meshwright.plan.parts import held_buckets, list_stages, pipeline_rank, schedule_of, stage_homes
-from meshwright.plan.pipeline_time import PipelineTime
 from meshwright.plan.planner import search_job
 from meshwright.plan.predict import Prediction, name_classes
 from meshwright.plan.reasons import explain_choice
@@ -36,6 +34,9 @@ from meshwright.plan.search.find import Found
 from meshwright.plan.shapes import count_parameters
 from meshwright.plan.sharding import shard_places, sharded_state
 from meshwright.plan.tensor import held_model
+from meshwright.plan.time.flops import flops_per_token, peak_rate
+from meshwright.plan.time.interval import step_interval
+from meshwright.plan.time.pipeline import PipelineTime
 from meshwright.schedule.files import write_schedule
 from meshwright.spec.job import Job
 from meshwright.spec.load import LAYERS_DEALT, PLAN_KEY, build_job, find_schedule, job_tree

@@ -97,6 +97,12 @@ class PipelineMemory:
     """What one micro-batch makes in all stages of the rank, without recomputation."""
 
 
+def pending_bytes(model: DecoderModel, sizes: Sizes) -> int:
+    """Inputs and output gradients of a block's linears, which their weight gradients wait for."""
+    elements = 2 * model.hidden_size + 2 * (model.query_size + model.kv_size)
+    return sizes.tokens * elements * sizes.low + sizes.feed_forward.late
+
+
 def _without_copies(sizes: Sizes, model: DecoderModel, kept: bool) -> Sizes:
     """A product that puts off its weight's gradient keeps the weight itself, and no 16-bit copy of it."""
     if not sizes.copies:
@@ -183,10 +189,7 @@ class _Stage:
         """Inputs and output gradients of all products of the last blocks; 0 where nothing is split."""
         if not self.split or not count:
             return 0
-        model = self.model
-        elements = 2 * model.hidden_size + 2 * (model.query_size + model.kv_size)
-        attention = self.sizes.tokens * elements * self.sizes.low
-        return sum(attention + block.feed_forward.late for block in self.stack.blocks[-count:])
+        return sum(pending_bytes(self.model, block) for block in self.stack.blocks[-count:])
 
     @property
     def touched(self) -> int:

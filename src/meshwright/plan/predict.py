@@ -16,17 +16,18 @@ from functools import cached_property
 from meshwright.core.units import format_bytes
 from meshwright.plan.checkpoint_memory import predict_checkpoint
 from meshwright.plan.comms import Traffic, join_places, predict_traffic
-from meshwright.plan.compute import StepTime, estimate_step, flops_per_token, peak_rate, step_interval
 from meshwright.plan.estimate.grid import Grid
-from meshwright.plan.estimate.interval import Interval
 from meshwright.plan.estimate.memory import estimate_memory
 from meshwright.plan.estimate.memory_report import estimate_ledgers
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.fit import MemoryNeed, describe_usable, usable_bytes
+from meshwright.plan.fit import MemoryNeed, usable_bytes
 from meshwright.plan.ledger import Ledger, predict_ledger
 from meshwright.plan.offload import offloaded_state
 from meshwright.plan.parts import list_stages, read_schedule, schedule_of, stage_homes
-from meshwright.plan.stage_times import split_layers
+from meshwright.plan.time.flops import flops_per_token, peak_rate
+from meshwright.plan.time.interval import Interval, step_interval
+from meshwright.plan.time.stages import split_layers
+from meshwright.plan.time.step import StepTime, predict_step
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality import find_problems, with_layout
@@ -153,7 +154,7 @@ def predict(job: Job, layout: Layout) -> Prediction:
         rows = [predict_traffic(placed, pp_rank) for pp_rank in range(placed.layout.pp)]
         traffic = tuple(join_places(rows))
     touched = sum(ledger.touched_bytes for ledger in memory.ledgers)
-    time = estimate_step(placed, micro_batches, touched, traffic)
+    time = predict_step(placed, micro_batches, touched, traffic)
     return Prediction(placed, micro_batches, memory, traffic, time, exact)
 
 
@@ -196,9 +197,8 @@ def describe_shortage(job: Job, memory: Memory) -> str:
     if over <= 0 and cluster.host_memory_bytes and memory.host_bytes > cluster.host_memory_bytes:
         more, room = memory.host_bytes - cluster.host_memory_bytes, format_bytes(cluster.host_memory_bytes)
         return f"offloaded state is {format_bytes(more)} over cluster.host_memory_bytes={room}"
-    what = f"does not fit: {need.limited_by}"
-    needed = f"needs {format_bytes(need.needed_bytes)}, {format_bytes(over)} over what is usable"
-    return f"{what} {needed} ({describe_usable(cluster)})"
+    needed = f"needs {format_bytes(need.needed_bytes)}, {format_bytes(over)} more than usable"
+    return f"does not fit: {need.limited_by} {needed}"
 
 
 def name_classes(job: Job, exact: bool, count: int) -> dict[str, int]:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from meshwright.plan.contract import Plan, plan_of
 from meshwright.plan.own_traffic import block_bytes
 from meshwright.plan.predict import predict
-from meshwright.plan.probed_time import Timed, list_linears
+from meshwright.plan.time.probed import Timed, list_linears
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.compiled import runs_own_kernels
 from meshwright.spec.job import Job

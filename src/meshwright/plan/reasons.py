@@ -13,7 +13,7 @@ from meshwright.plan.near import compare, explain_neighbours
 from meshwright.plan.predict import Prediction
 from meshwright.plan.search.failure import NOT_BUILT
 from meshwright.plan.search.find import SIMPLER, Found, find_layouts
-from meshwright.plan.stage_times import part_costs
+from meshwright.plan.time.stages import part_costs
 from meshwright.spec.compiled import explain_gradients
 from meshwright.spec.hf import notes_on
 from meshwright.spec.job import Job
@@ -123,7 +123,7 @@ def explain_stages(asked: Job, best: Prediction) -> list[str]:
         why = "given in the job"
     else:
         costs = part_costs(best.job)
-        head, embedding = (part.total_s / costs.block.total_s for part in (costs.head, costs.embedding))
+        head, embedding = costs.head_blocks, costs.embedding_blocks
         why = f"the head costs as much as {head:.1f} layers"
         why += f", the embedding as {embedding:.1f}" if embedding >= 0.1 else ""
     name = layout.schedule_file or layout.schedule

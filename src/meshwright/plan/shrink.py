@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.core.units import format_bytes, format_seconds
-from meshwright.plan.compute import flops_per_token
 from meshwright.plan.optimizer import predict_optimizer
 from meshwright.plan.shapes import count_parameters, list_parameters
+from meshwright.plan.time.flops import flops_per_token
 from meshwright.spec.job import Job
 from meshwright.spec.layout import DEGREES, Layout
 from meshwright.spec.legality import find_problems, with_layout

@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from meshwright.plan.compute import peak_rate
+from meshwright.plan.time.flops import peak_rate
 from meshwright.run.precision import LOW_PRECISION
 from meshwright.spec.job import Job
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from meshwright.core.events import EventWriter
 from meshwright.core.files import replace_text
-from meshwright.plan.probed_time import KINDS, is_scaled, list_linears
+from meshwright.plan.time.probed import KINDS, is_scaled, list_linears
 from meshwright.run.elapsed import count_calls, elapsed_s
 from meshwright.run.models import chosen
 from meshwright.run.models.cublas import ALGORITHM_BYTES, CublasError, Multiplier, Shape, library_version

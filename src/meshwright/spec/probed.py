@@ -1,6 +1,6 @@
 """What ``meshwright probe`` measured on one device: the table ``probed`` of a cluster file.
 
-Times are those of single operations as a run calls them; ``plan.probed_time`` builds a step of them. Without
+Times are those of single operations as a run calls them; ``plan.time.probed`` builds a step of them. Without
 the table a step is predicted from the cluster's rates alone.
 """
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.plan.compute import flops_per_token
 from meshwright.plan.shapes import count_active_matmul_parameters
+from meshwright.plan.time.flops import flops_per_token
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 

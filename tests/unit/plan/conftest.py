@@ -1,14 +1,38 @@
-"""A small job on a fixed cluster, so that no prediction depends on the machine that runs the tests."""
+"""A small job on a fixed cluster, workloads and random layouts: nothing depends on the machine that tests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
+from meshwright.plan.estimate.grid import Grid
+from meshwright.plan.estimate.profiles import PROFILES
+from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.validate.devices import known_devices
 from meshwright.spec.job import Job
 from meshwright.spec.load import build_job
+from meshwright.spec.model import DecoderModel
+
+GPT_22B = DecoderModel(
+    num_layers=48, hidden_size=6144, num_heads=64, num_kv_heads=64, ffn_size=24576, vocab_size=51200,
+    positions="learned", max_positions=2048, norm="layer", activation="gelu", tied_embeddings=True,
+)  # fmt: skip
+LLAMA_8B = DecoderModel(
+    num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_size=14336, vocab_size=128256
+)
+EXPERTS = DecoderModel(
+    num_layers=16, hidden_size=2048, num_heads=16, num_kv_heads=4, ffn_size=8192, vocab_size=32000,
+    num_experts=64, experts_per_token=6, expert_ffn_size=1024, shared_experts=2, dense_layers=1,
+)  # fmt: skip
+LATENT = DecoderModel(
+    num_layers=16, hidden_size=2048, num_heads=16, num_kv_heads=16, ffn_size=8192, vocab_size=32000,
+    attention="latent", latent_size=512, query_latent_size=1024, rope_head_dim=64, head_dim=128,
+    value_head_dim=128, window=1024, num_experts=32, experts_per_token=4, expert_ffn_size=1024,
+)  # fmt: skip
+MODELS = {"gpt": GPT_22B, "llama": LLAMA_8B, "experts": EXPERTS, "latent": LATENT}
 
 
 @pytest.fixture(scope="session")
@@ -52,3 +76,52 @@ def make_h200_job(make_job: Callable[..., Job]) -> Callable[..., Job]:
         )
 
     return make
+
+
+@pytest.fixture
+def make_workload() -> Callable[..., Workload]:
+    """``make_workload("llama", profile="torchtitan")``: 2,048 tokens, 512 samples, on H100."""
+
+    def make(model: str = "llama", profile: str = "megatron-core", **fields: Any) -> Workload:
+        chosen: dict[str, Any] = {
+            "model": MODELS[model],
+            "cluster": known_devices()["H100-80GB-SXM"],
+            "seq_len": 2048,
+            "global_batch": 512,
+            "precision": "bf16",
+            "profile": PROFILES[profile],
+        }
+        return Workload(**{**chosen, **fields})
+
+    return make
+
+
+@pytest.fixture
+def make_grid() -> Callable[..., Grid]:
+    """``make_grid(tp=[1, 2])``: layouts in columns; what is not named is one process."""
+
+    def make(**columns: Any) -> Grid:
+        count = max((len(column) for column in columns.values()), default=1)
+        plain = dict.fromkeys(Grid.__dataclass_fields__, 1)
+        plain |= {"zero": 0, "accumulate": 0, "schedule": 1, "context": 0, "recompute": 0, "offload": 0}
+        plain |= {"sequence_parallel": False}
+        made = {name: np.full(count, value) for name, value in plain.items()}
+        made |= {name: np.asarray(column) for name, column in columns.items()}
+        return Grid(**made)
+
+    return make
+
+
+@pytest.fixture
+def random_grid() -> Grid:
+    """Four hundred layouts of all kinds, the same in every run."""
+    generator = np.random.default_rng(7)
+    options: dict[str, tuple[int, ...]] = {
+        "pp": (1, 2, 4, 8), "dp_replicate": (1, 2), "dp_shard": (1, 4, 16), "cp": (1, 2), "tp": (1, 2, 4),
+        "ep": (1, 4), "etp": (1, 2), "zero": (0, 1, 2, 3), "accumulate": (0, 1),
+        "schedule": (0, 1, 2, 3, 4, 5),
+        "virtual_stages": (1, 2), "context": (0, 1), "micro_batch": (1, 2), "recompute": (0, 1, 2),
+        "offload": (0, 1, 2), "prefetch": (0, 1, 2),
+    }  # fmt: skip
+    columns: dict[str, Any] = {name: generator.choice(np.array(v), 400) for name, v in options.items()}
+    return Grid(sequence_parallel=generator.random(400) < 0.5, **columns)

@@ -220,12 +220,15 @@ def test_lines_of_sharded_stages_add_up(settled, zero):
 # Time, and what is chosen
 
 
-def test_a_step_is_work_bubble_optimizer_and_communication(settled):
+def test_the_parts_of_a_pipelines_step_are_one_walk_of_its_schedule(settled):
+    """Work of an average rank, what the busiest has more, what it waits for: together the makespan."""
     job = settled(layers=4, pp=4)
     step = evaluate(job, job.layout).time
-    assert sum(step.breakdown().values()) == pytest.approx(step.total_s)
     assert step.pipeline is not None
-    assert step.bubble_s == pytest.approx(step.pipeline.makespan_s - step.compute_s)
+    walked = ("compute", "uneven stages", "bubble", "pipeline transfers")
+    assert all(step.parts[name] > 0 for name in walked)
+    assert sum(step.parts[name] for name in walked) == pytest.approx(step.pipeline.makespan_s)
+    assert step.parts["compute"] + step.parts["uneven stages"] == pytest.approx(step.pipeline.work_s)
     assert 3 / 11 < step.pipeline.bubble < 0.6, "uneven stages and transfers add to (p - 1) / (m + p - 1)"
 
 

@@ -9,11 +9,11 @@ import pytest
 from meshwright.core.errors import UserError
 from meshwright.plan.choose import explain_choice, search_layouts
 from meshwright.plan.comms import predict_traffic
-from meshwright.plan.compute import flops_per_token
 from meshwright.plan.contract import build_plan, read_plan, write_plan
 from meshwright.plan.ledger import predict_ledger
 from meshwright.plan.resnet_shapes import list_convs
 from meshwright.plan.shapes import count_parameters, count_statistics, list_parameters
+from meshwright.plan.time.flops import flops_per_token
 from meshwright.spec.job import Job
 from meshwright.spec.load import build_job, load_job
 from meshwright.spec.model import ResNetModel

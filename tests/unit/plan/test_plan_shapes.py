@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from meshwright.core.units import MIB
 from meshwright.plan.buckets import bucket_parameters
-from meshwright.plan.compute import flops_per_token
 from meshwright.plan.shapes import (
     Parameter,
     count_active_matmul_parameters,
@@ -20,6 +19,7 @@ from meshwright.plan.shapes import (
     count_parameters,
     list_parameters,
 )
+from meshwright.plan.time.flops import flops_per_token
 from meshwright.spec.load import load_job
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.presets import preset_names

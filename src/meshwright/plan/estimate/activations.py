@@ -58,7 +58,7 @@ def attention_kept(workload: Workload) -> Kept:
     """Attention with its norm, nothing recomputed."""
     model, rules, low = workload.model, workload.profile.memory, LOW_BYTES[workload.precision]
     width, heads, given = model.hidden_size, model.num_heads, _product_bytes(workload)
-    inputs = Kept(shared=_norm_input(workload) + (width if rules.dropout else 0), gathered=width * given)
+    inputs = Kept(shared=norm_input_bytes(workload) + (width if rules.dropout else 0), gathered=width * given)
     turned = model.num_heads * (model.head_size + (model.rope_head_dim or 0))
     results = model.value_size * low + (model.value_size * given if given < low else 0.0)
     if model.attention == "latent":
@@ -89,7 +89,7 @@ def ffn_kept(workload: Workload, expert: bool) -> Kept:
     inner = (2 * low if gated else low) + given
     if rules.blocks != "fused":
         inner = (4 if gated else 2) * low
-    norm = _norm_input(workload) + (width if rules.dropout else 0)
+    norm = norm_input_bytes(workload) + (width if rules.dropout else 0)
     if not expert:
         return Kept(shared=norm, gathered=width * given, split=model.ffn_size * inner)
     wide = model.expert_width
@@ -106,7 +106,7 @@ def _product_bytes(workload: Workload) -> float:
     return PRODUCT_BYTES.get(workload.precision, low) if workload.profile.memory.scratch_gradients else low
 
 
-def _norm_input(workload: Workload) -> float:
+def norm_input_bytes(workload: Workload) -> float:
     """A norm's input; statistics beside it where it is not part of a product; on CPU RMSNorm's result too."""
     model = workload.model
     if workload.profile.memory.blocks != "eager":

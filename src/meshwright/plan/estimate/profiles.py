@@ -95,6 +95,21 @@ class TimeRules:
     """Stages send and receive while they compute."""
     one_copy_a_node: bool = False
     """A token goes to another node once, however many experts it visits there."""
+    balanced_stages: bool = False
+    """Layers are assigned to pipeline stages by cost; else evenly, with the head on the last stage."""
+    head_in_forward: bool = False
+    """The loss computes both gradients of the head in the forward pass."""
+    embedding_bytes: float = 0.0
+    """Bytes that the embedding's gradient moves for each element of the table, per micro-batch."""
+    splits_sends: bool = True
+    """Each rank of a tensor-parallel group sends its part of an activation to the next stage."""
+    reduces_after_pipeline: bool = False
+    """In a pipeline, gradients are reduced when the schedule has ended: nothing hides them."""
+    ring_lanes: int = 1
+    """Groups of key heads that ring attention sends and computes one after the other."""
+    counts_calls: bool = False
+    """Every collective call has its latency: gathers and scatters of sequence parallelism, reductions of
+    embedding, head and loss, the gradient of a tied embedding, the control all-reduce of a step."""
 
 
 @dataclass(frozen=True)
@@ -184,13 +199,23 @@ _FSDP = MemoryRules(blocks="operators", shards_with_gradients=False, logit_bytes
 """FSDP1 with llm-foundry's fused cross entropy: the logits and their gradient in 16 bits."""
 _TITAN = TimeRules(selective="half", optimizer_bytes=28.0, gradient_sum_bytes=0.0)
 
-_MESHWRIGHT = Profile(
-    "meshwright", memory=MemoryRules(imbalance=1.2), time=TimeRules(narrow_weight_gradients=False)
+_OWN = TimeRules(
+    narrow_weight_gradients=False,
+    overlap_p2p=True,
+    balanced_stages=True,
+    head_in_forward=True,
+    embedding_bytes=16.0,
+    splits_sends=False,
+    reduces_after_pipeline=True,
+    ring_lanes=8,
+    counts_calls=True,
 )
+"""Meshwright's own: an eager embedding clears its gradient, adds to it and accumulates it."""
+_MESHWRIGHT = Profile("meshwright", memory=MemoryRules(imbalance=1.2), time=_OWN)
 MESHWRIGHT_COMPILED = dataclasses.replace(
     _MESHWRIGHT,
     stacks=("meshwright", "meshwright-compiled"),
-    time=TimeRules(narrow_weight_gradients=False, loss_bytes=6.0, gradient_sum_bytes=2.0),
+    time=dataclasses.replace(_OWN, loss_bytes=6.0, gradient_sum_bytes=2.0, embedding_bytes=4.0),
 )
 """The same where blocks are compiled on GPUs, or are our own kernels: the loss reads 16-bit logits twice and
 writes their gradient once, products write gradients of weights in float32, and attention is cuDNN's."""

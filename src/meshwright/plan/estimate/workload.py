@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.plan.compiled_memory import is_compiled, line_of_copies
 from meshwright.plan.estimate.profiles import PROFILES, Profile, compiled_profile
+from meshwright.plan.optimizer import predict_optimizer
+from meshwright.plan.shapes import count_parameters, list_parameters, residual_bytes
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.compiled import keeps_copies
-from meshwright.spec.job import Job
+from meshwright.spec.job import Job, Train
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import DecoderModel
+
+
+class OptimizerRate(NamedTuple):
+    """Cost of one optimizer step per parameter."""
+
+    moved_bytes: float
+    flops: float
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,12 @@ class Workload:
     """The job, where its compiled steps have a ledger of their own: in layouts whose layers are whole."""
     copy_bytes: float = 0.0
     """Of the 16-bit copies of all matrices that live from step to step, where a run keeps some."""
+    residual_bytes: float = 2.0
+    """Bytes of an element that one pipeline stage sends to the next."""
+    optimizer: OptimizerRate | None = None
+    """Bytes and FLOPs of the optimizer per parameter; None: those of the profile."""
+    probed_job: Job | None = None
+    """The job, where its cluster was probed."""
 
     @classmethod
     def of(cls, job: Job) -> Workload:
@@ -56,4 +73,21 @@ class Workload:
             document_mask=job.data.mask == "document",
             compiled_job=job if own and is_compiled(whole) else None,
             copy_bytes=float(line_of_copies(job, job.model).bytes) if own and keeps_copies(whole) else 0.0,
+            residual_bytes=float(residual_bytes(job.train)) if own else 2.0,
+            optimizer=_optimizer_rate(job.model, job.train) if own else None,
+            probed_job=None if job.cluster.probed is None else job,
         )
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes of an activation's element in a collective."""
+        return 4.0 if self.precision == "fp32" else 2.0
+
+
+@functools.lru_cache(maxsize=64)
+def _optimizer_rate(model: DecoderModel, train: Train) -> OptimizerRate:
+    """What the update moves and multiplies per parameter; in low precision it also writes 16-bit weights."""
+    parameters = list_parameters(model)
+    cost, count = predict_optimizer(parameters, train), count_parameters(model)
+    copies = 0.0 if train.precision == "fp32" else 2.0
+    return OptimizerRate(cost.moved_bytes / count + copies, cost.flops / count)

@@ -34,9 +34,12 @@ from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.feed_forward_memory import FeedForwardSizes, size_experts, size_feed_forward
 from meshwright.plan.fit import overhead
 from meshwright.plan.ledger import GPU_WORKSPACE_BYTES
+from meshwright.plan.pipeline_memory import pending_bytes
 from meshwright.plan.predict import require_decoder
 from meshwright.plan.shapes import FLOAT32_BYTES, operand_bytes
 from meshwright.plan.tensor import held_model
+from meshwright.plan.time.engine import StepEstimate
+from meshwright.plan.time.stage_layers import HeldLayers, count_end_layers
 from meshwright.schedule.closed_forms import CODES, peak_in_flight
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
@@ -77,12 +80,17 @@ class PeakBound:
         self.weights = Weights.of(self.model)
         self._sizes: dict[tuple[int, ...], tuple[float, ...]] = {}
 
-    def needed_bytes(self, grid: Grid) -> Floats:
-        """A lower bound of the device memory that the rank with the largest need takes."""
-        reserve, context = overhead(self.job)
-        return np.asarray(self.peak_bytes(grid) * (1 + reserve) + context, dtype=np.float64)
+    def needed_bytes(self, grid: Grid, step: StepEstimate) -> Floats:
+        """A lower bound of the device memory that the rank with the largest need takes.
 
-    def peak_bytes(self, grid: Grid) -> Floats:
+        Args:
+            grid: The layouts.
+            step: Their estimated step, whose costs decide which layers a pipeline stage gets.
+        """
+        reserve, context = overhead(self.job)
+        return np.asarray(self.peak_bytes(grid, step) * (1 + reserve) + context, dtype=np.float64)
+
+    def peak_bytes(self, grid: Grid, step: StepEstimate) -> Floats:
         """A lower bound of live tensors at the peak, on the fullest rank."""
         columns = self._look_up(grid)
         one = grid.pp == 1
@@ -90,7 +98,8 @@ class PeakBound:
         if one.any():
             peaks[one] = self._without_pipeline(grid.take(one), columns[:, one])
         if not one.all():
-            peaks[~one] = self._with_pipeline(grid.take(~one), columns[:, ~one])
+            ends = (step.embedding.total / step.block.total)[~one], (step.head.total / step.block.total)[~one]
+            peaks[~one] = self._with_pipeline(grid.take(~one), columns[:, ~one], ends)
         workspace = GPU_WORKSPACE_BYTES if self.job.cluster.device == "cuda" else 0
         return peaks + workspace
 
@@ -184,22 +193,21 @@ class PeakBound:
         made = np.asarray(moment.activations.bytes) + np.asarray(moment.workspace.bytes)
         return np.where(whole, made, eager)
 
-    def _with_pipeline(self, grid: Grid, columns: Floats) -> Floats:
-        """The larger of the first and the last pp rank, with the micro-batches in flight there."""
-        first, last = self._split(grid, columns)
-        return np.maximum(first, last)
+    def _with_pipeline(self, grid: Grid, columns: Floats, ends: tuple[Floats, Floats]) -> Floats:
+        """The larger of the first and the last pp rank, with the micro-batches in flight there.
 
-    def _split(self, grid: Grid, columns: Floats) -> tuple[Floats, Floats]:
-        layers, fewest = count_stage_layers(self.job, grid)
-        last_rank = grid.pp - 1
-        none = np.zeros_like(grid.pp)
-        found = []
-        for place, rank in enumerate((none, last_rank)):
-            found.append(self._of_rank(grid, columns, rank, layers[place], fewest[place]))
-        return found[0], found[1]
+        Args:
+            grid: The layouts, all with a pipeline.
+            columns: Of :meth:`_look_up`.
+            ends: Costs of embedding and head in blocks.
+        """
+        held = count_end_layers(grid, self.model.num_layers, *ends)
+        ranks = (np.zeros_like(grid.pp), grid.pp - 1)
+        return np.maximum(*(self._of_rank(grid, columns, r, h) for r, h in zip(ranks, held, strict=True)))
 
-    def _of_rank(self, grid: Grid, columns: Floats, rank: Ints, layers: Floats, fewest: Floats) -> Floats:
-        """State of a pp rank and its micro-batches in flight; ``fewest`` layers of any of its stages."""
+    def _of_rank(self, grid: Grid, columns: Floats, rank: Ints, held: HeldLayers) -> Floats:
+        """State of a pp rank and its micro-batches in flight."""
+        layers, fewest = held.layers, held.fewest
         dense, routed = _Block(*columns[:4]), _Block(*columns[4:8])
         micro_batches = grid.micro_batches(self.job.train.global_batch)
         split = np.isin(grid.schedule, SPLIT_BACKWARD)
@@ -210,12 +218,13 @@ class PeakBound:
         late = count_pending(grid, rank, micro_batches) * fewest * pending
         embeds, heads = self._ends(grid, rank)
         experts = np.where(layers > 0, np.maximum(0.0, layers - self._dense_layers), 0.0)
-        held = self._elements(grid, layers, experts, embeds, heads)
-        parameters, gradients, optimizer = self._state(grid, *held)
-        steady = (micro_batches >= 2 * in_flight + 1) & (grid.zero < 2)
-        kept = np.where(steady & (grid.offload != ALL_AWAY), gradients, 0.0)
+        elements = self._elements(grid, layers, experts, embeds, heads)
+        parameters, gradients, optimizer = self._state(grid, *elements)
+        summed = (grid.data_degree * grid.cp > 1) & (grid.zero < 2)  # in buckets from the start
+        steady = (micro_batches >= 2 * in_flight + 1) & ~split
+        kept = np.where(summed | steady, gradients, 0.0)
         gathered = np.where(grid.zero == 2, self._gathered(grid, layers, experts, embeds, heads), 0.0)
-        flight = np.maximum(forward + np.where(split, 0.0, kept), late) + gathered
+        flight = np.maximum(forward, late) + kept + gathered
         return np.asarray(parameters + optimizer + np.maximum(flight, gradients), dtype=np.float64)
 
     @property
@@ -296,15 +305,3 @@ def count_pending(grid: Grid, rank: Ints, micro_batches: Ints) -> Floats:
     few = np.minimum(micro_batches, grid.pp)
     count = np.where(zb_h1, few, np.where(zbv, 2 * few - 1, np.where(dual, few, 0)))
     return np.where(rank == grid.pp - 1, np.maximum(count, 0), 0).astype(float)
-
-
-def pending_bytes(model: DecoderModel, sizes: Sizes) -> int:
-    elements = 2 * model.hidden_size + 2 * (model.query_size + model.kv_size)
-    return sizes.tokens * elements * sizes.low + sizes.feed_forward.late
-
-
-def count_stage_layers(job: Job, grid: Grid) -> tuple[list[Floats], list[Floats]]:
-    layers = require_decoder(job).num_layers
-    total = np.maximum(layers // grid.pp - 1, grid.virtual_stages).astype(float)
-    fewest = np.maximum(layers // (grid.pp * grid.virtual_stages) - 1, 1).astype(float)
-    return [total, total], [fewest, fewest]

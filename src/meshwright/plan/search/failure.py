@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes
+from meshwright.plan.fit import describe_usable
 from meshwright.plan.layout_text import describe_layout
 from meshwright.plan.near import SHORTEST_SEQUENCE, Remedy, cheapest_changes, with_seq_len
 from meshwright.plan.predict import Prediction, require_decoder
@@ -32,6 +33,7 @@ def nothing_fits(closest: Prediction, remedies: list[str], stopped_early: bool =
     over = closest.shortage.removeprefix("does not fit: ")
     rule = f"does not fit: {describe_layout(closest.layout)}: {over}"
     if "offloaded" not in over:
+        rule += f" ({describe_usable(job.cluster)})"
         largest = max(closest.ledger.lines, key=lambda line: line.bytes)
         rule += f"; the largest line is {largest.name} with {format_bytes(largest.bytes)}"
         if need.limited_by == "first step":

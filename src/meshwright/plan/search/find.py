@@ -22,13 +22,13 @@ import numpy as np
 
 from meshwright.plan.estimate.grid import SCHEDULES, Floats, Grid
 from meshwright.plan.estimate.memory import estimate_memory
-from meshwright.plan.estimate.step import StepEstimate, estimate_step
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.fit import usable_bytes
 from meshwright.plan.predict import Prediction, is_exact, predict
 from meshwright.plan.search.bound import PeakBound
 from meshwright.plan.search.enumerate import Chunk, Space, world_sizes
 from meshwright.plan.search.floors import products_s, schedules_floor_s
+from meshwright.plan.time.engine import StepEstimate, estimate_step
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality import find_problems, with_layout
@@ -241,12 +241,13 @@ class _Search:
         rows = np.flatnonzero((self._least_bytes(plain) <= self.usable) & (chunk.sizes > 0))
         found.pruned += int(chunk.sizes.sum()) - int(chunk.sizes[rows].sum())
         if not len(rows):
-            self._keep_smallest(plain, self._needed(plain))
+            legal = plain.take(np.flatnonzero(chunk.sizes > 0))
+            self._keep_smallest(legal, self._least_bytes(legal))
             return
         plain = plain.take(rows)
         step = estimate_step(self.workload, plain)
         if space.has_plain:
-            self._keep(plain, step, self._needed(plain))
+            self._keep(plain, step, self._needed(plain, step))
         grid, source = chunk.grow(rows), np.repeat(np.arange(len(rows)), chunk.sizes[rows])
         left = np.ones(len(grid), dtype=np.bool_)
         if space.has_plain:
@@ -256,12 +257,8 @@ class _Search:
         left &= ~hopeless
         if left.any():
             grid = grid.take(left)
-            needed = self._needed(grid)
-            fits = needed <= self.usable
-            found.pruned += int((~fits).sum())
-            if fits.any():
-                grid = grid.take(fits)
-                self._keep(grid, estimate_step(self.workload, grid), needed[fits])
+            step = estimate_step(self.workload, grid)
+            self._keep(grid, step, self._needed(grid, step))
 
     def _least_bytes(self, plain: Grid) -> Floats:
         """What a layout needs with any schedule, at least."""
@@ -269,10 +266,11 @@ class _Search:
             return self.bound.least_bytes(plain)
         return np.zeros(len(plain))
 
-    def _needed(self, grid: Grid) -> Floats:
-        """A lower bound of the device memory a layout needs, or where there is none the estimate."""
-        needed = estimate_memory(self.workload, grid) if self.bound is None else None
-        return self.bound.needed_bytes(grid) if self.bound is not None else needed.peak_bytes  # type: ignore[union-attr]
+    def _needed(self, grid: Grid, step: StepEstimate) -> Floats:
+        """A lower bound of the device memory that a layout needs; the estimate where nothing is exact."""
+        if self.bound is None:
+            return estimate_memory(self.workload, grid).peak_bytes
+        return self.bound.needed_bytes(grid, step)
 
     def _keep(self, grid: Grid, step: StepEstimate, needed: Floats) -> None:
         found = self.found

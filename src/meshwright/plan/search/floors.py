@@ -14,12 +14,11 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.plan.estimate.grid import SCHEDULES, Floats, Grid, Ints
-from meshwright.plan.estimate.products import TILES, Device
-from meshwright.plan.estimate.rates import rates_of
-from meshwright.plan.estimate.step import StepEstimate
-from meshwright.plan.estimate.walked import WORK_PARTS
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.shapes import count_active_matmul_parameters
+from meshwright.plan.time.engine import WORK_PARTS, StepEstimate
+from meshwright.plan.time.gemm import TILES, Device
+from meshwright.plan.time.rates import rates_of
 
 WITH_BUBBLE = [SCHEDULES.index(name) for name in ("gpipe", "1f1b", "interleaved")]
 OF_THE_SCHEDULE = ("bubble", "uneven stages", "pipeline transfers")

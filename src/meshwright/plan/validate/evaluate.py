@@ -11,9 +11,9 @@ from pathlib import Path
 
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.memory import estimate_memory
-from meshwright.plan.estimate.step import estimate_step
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.published import Case, Row, read_rows
+from meshwright.plan.time.engine import estimate_step
 from meshwright.plan.validate.split import is_held_out
 
 TABLE = "data/published_runs.csv"

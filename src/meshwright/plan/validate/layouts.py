@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.plan.estimate.block import SOFTMAX_BATCH
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.memory import estimate_memory
 from meshwright.plan.estimate.profiles import Profile
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.time.block import SOFTMAX_BATCH
 from meshwright.plan.validate.cells import NO, YES, Cells, NotExpressedError
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.layout import Layout

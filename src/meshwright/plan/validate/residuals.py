@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshwright.plan.estimate.interval import FEWEST_ROWS, similar_to
+from meshwright.plan.time.interval import FEWEST_ROWS, similar_to
 from meshwright.plan.validate.evaluate import Outcome
 
 LOW, HIGH = 10, 90

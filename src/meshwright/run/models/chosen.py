@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from meshwright.plan.probed_time import Kind
+from meshwright.plan.time.probed import Kind
 from meshwright.run.models.cublas import ALIGNED_BYTES, Shape
 from meshwright.run.models.products import float32_gradient
 

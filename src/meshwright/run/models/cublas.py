@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.plan.probed_time import Kind
+from meshwright.plan.time.probed import Kind
 
 PROPOSALS = 8
 """How many are asked for; a library has seldom more."""

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from meshwright.plan.estimate.memory import estimate_memory
-from meshwright.plan.estimate.step import estimate_step
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.search.floors import products_s, schedules_floor_s
 from meshwright.plan.search.enumerate import Space, world_sizes
 from meshwright.plan.search.find import complexity, dominated, find_layouts, objective
+from meshwright.plan.time.engine import estimate_step
 
 KINDS = ["dense", "experts", "latent"]
 LARGE = {

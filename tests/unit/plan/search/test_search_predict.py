@@ -7,7 +7,6 @@ import re
 
 import pytest
 
-from meshwright.plan.compute import flops_per_token
 from meshwright.plan.contract import read_plan, write_plan
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
@@ -21,6 +20,7 @@ from meshwright.plan.search.settle import settle_micro_batch
 from meshwright.plan.search.traffic import bytes_by_axis, list_traffic, tier_of
 from meshwright.plan.search.write import estimated_plan
 from meshwright.plan.shapes import count_active_matmul_parameters, count_parameters
+from meshwright.plan.time.flops import flops_per_token
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality import find_problems, with_layout
 from meshwright.spec.load import apply_override, build_job, job_tree

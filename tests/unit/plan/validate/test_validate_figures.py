@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.plan.estimate import interval as intervals
-from meshwright.plan.estimate.interval import GENERATIONS, interval, similar_to
+from meshwright.plan.time import interval as intervals
+from meshwright.plan.time.interval import GENERATIONS, interval, similar_to
 from meshwright.plan.validate.devices import known_devices
 from meshwright.plan.validate.evaluate import Outcome, bundled_table, evaluate, evaluate_tables
 from meshwright.plan.validate.metrics import (

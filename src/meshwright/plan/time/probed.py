@@ -32,7 +32,8 @@ import numpy as np
 
 from meshwright.plan import own_traffic
 from meshwright.plan.decoder_memory import loss_chunk
-from meshwright.plan.estimate.products import tile_share
+from meshwright.plan.estimate.grid import Flags, Floats, Grid
+from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.optimizer import predict_optimizer
 from meshwright.plan.shapes import (
     FLOAT32_BYTES,
@@ -43,6 +44,8 @@ from meshwright.plan.shapes import (
     residual_bytes,
     with_gradients,
 )
+from meshwright.plan.time.activation_bytes import touched_bytes
+from meshwright.plan.time.gemm import tile_share
 from meshwright.spec.compiled import keeps_copies, races_products, runs_own_kernels
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -181,6 +184,53 @@ def count_work(job: Job, micro_batches: int, touched_bytes: int) -> Work:
         hides_host=job.cluster.device == "cuda",
         own=own,
     )
+
+
+@dataclass(frozen=True)
+class ProbedSteps:
+    """What a grid's steps take by probed times, an element per layout."""
+
+    known: Flags
+    """Layouts whose steps are built of probed times; elsewhere all is zero."""
+    compute_s: Floats
+    """Blocks, embedding and head of a step, with the host's time where nothing hides it."""
+    update_s: Floats
+    """The optimizer's step as if a rank updated all parameters."""
+    step_s: float
+    """Time of a step that is in no block."""
+
+
+def probe_steps(workload: Workload, grid: Grid) -> ProbedSteps | None:
+    """Steps of the layouts that were probed; None where there are none."""
+    job = workload.probed_job
+    if job is None or job.cluster.probed is None:
+        return None
+    probed, count = job.cluster.probed, len(grid)
+    whole = (grid.pp * grid.tp * grid.cp == 1) & (grid.offload == 0)
+    known = np.zeros(count, dtype=np.bool_)
+    compute_s, update_s = np.zeros(count), np.zeros(count)
+    if not whole.any():
+        return None
+    micro_batches = grid.micro_batches(workload.global_batch)
+    touched = touched_bytes(workload, grid)
+    found: dict[tuple[int, ...], tuple[float, float] | None] = {}
+    columns = (grid.micro_batch, micro_batches, grid.recompute, grid.zero, grid.world_size)
+    for place in np.flatnonzero(whole):
+        key = tuple(int(column[place]) for column in columns)
+        if key not in found:
+            placed = dataclasses.replace(job, layout=grid.layout(int(place)))
+            found[key] = _probe_step(placed, probed, key[1], float(touched[place]))
+        seconds = found[key]
+        if seconds is not None:
+            known[place], (compute_s[place], update_s[place]) = True, seconds
+    return ProbedSteps(known, compute_s, update_s, probed.step_s) if known.any() else None
+
+
+def _probe_step(job: Job, probed: Probed, micro_batches: int, touched: float) -> tuple[float, float] | None:
+    if not is_probed(job):
+        return None
+    work = count_work(job, micro_batches, round(touched))
+    return work.compute_s(probed) - probed.step_s, work.update_s
 
 
 def list_linears(job: Job, model: DecoderModel, micro_batches: int) -> Iterator[Linear]:

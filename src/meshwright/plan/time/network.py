@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.plan.estimate.grid import Floats, Grid, Ints
-from meshwright.plan.estimate.rates import Rates
 from meshwright.plan.estimate.sizes import expert_shards
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.time.rates import Rates
 from meshwright.spec.cluster import Cluster
 
 HOP = 0.2
@@ -60,6 +60,11 @@ class Group:
         """One message to the next member."""
         bandwidth = np.where(self.inside >= self.ranks, self.link_bytes_per_s, self.nic_bytes_per_s)
         return np.where(self.ranks > 1, moved / bandwidth + self.latency_s, 0.0)
+
+    def sends_s(self, moved: Floats, calls: Floats) -> Floats:
+        """So many messages along a ring, each rank to the next; ``moved`` bytes to each of the others."""
+        wire = moved * (self.ranks - 1) / self.bytes_per_s
+        return np.where(self.ranks > 1, wire + calls * self.latency_s, 0.0)
 
     def _ring_s(self, moved: Floats) -> Floats:
         wire = moved * (self.ranks - 1) / self.ranks / self.bytes_per_s

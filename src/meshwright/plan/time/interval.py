@@ -1,6 +1,7 @@
-"""How far a predicted step time may be off: what held-out published rows that are similar were off by.
+"""How far a predicted step time may be off.
 
-The table ``data/residuals.toml`` is written by ``benchmarks/validation.py``; nothing is predicted here.
+Decoders on GPUs: as far as held-out published rows of similar runs were off. ``data/residuals.toml`` is
+written by ``benchmarks/validation.py``; nothing is predicted here.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from importlib import resources
 from typing import NamedTuple
 
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.time.probed import is_probed
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
 
 TABLE = "data/residuals.toml"
 LEAST_SPREAD = 0.03
@@ -35,6 +39,12 @@ class Interval(NamedTuple):
     basis: str
 
 
+UNCERTAINTY = Interval(0.5, 2.0, "a guess: no published run on CPUs or of ResNets was compared")
+PROBED = {
+    "cpu": Interval(0.7, 1.4, "what meshwright probe measured; cores that others use are slower"),
+    "cuda": Interval(0.93, 1.07, "what meshwright probe measured on the device"),
+}
+"""Of steps that are built of probed times; a guess."""
 Key = tuple[str, str, str]
 """Kind of model, profile, device or generation; empty where any will do."""
 
@@ -53,6 +63,15 @@ def similar_to(workload: Workload) -> list[Key]:
     if generation:
         keys.append((kind, "", generation))
     return [*keys, (kind, "", ""), ("", "", "")]
+
+
+def step_interval(job: Job) -> Interval:
+    """How far the predicted time of a job's step may be off, and what that rests on."""
+    if is_probed(job):
+        return PROBED[job.cluster.device]
+    if job.cluster.device == "cuda" and isinstance(job.model, DecoderModel):
+        return interval(Workload.of(job))
+    return UNCERTAINTY
 
 
 @functools.cache

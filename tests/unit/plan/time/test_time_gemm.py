@@ -7,11 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from meshwright.plan.estimate.network import build_group
-from meshwright.plan.estimate.products import UNALIGNED, Device, product_s
 from meshwright.plan.estimate.profiles import PROFILES
-from meshwright.plan.estimate.rates import calibrated_device, load_calibration, merge_rates, rates_of
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.time.gemm import UNALIGNED, Device, gemm_s
+from meshwright.plan.time.network import build_group
+from meshwright.plan.time.rates import calibrated_device, load_calibration, merge_rates, rates_of
 from meshwright.plan.validate.devices import known_devices
 from meshwright.spec.model import DecoderModel
 
@@ -31,7 +31,7 @@ def device() -> Device:
 @pytest.mark.parametrize("columns", [256, 4096])
 @pytest.mark.parametrize("depth", [64, 8192])
 def test_a_product_takes_at_least_its_arithmetic_and_its_bytes(device, rows, columns, depth):
-    taken = float(product_s(device, rows, columns, depth))
+    taken = float(gemm_s(device, rows, columns, depth))
     moved = 2 * (rows * depth + depth * columns + rows * columns)
     assert taken > 2 * rows * columns * depth / device.flops_per_s
     assert taken > moved / device.bytes_per_s
@@ -40,18 +40,18 @@ def test_a_product_takes_at_least_its_arithmetic_and_its_bytes(device, rows, col
 def test_a_last_wave_that_is_nearly_empty_is_paid_for(device):
     """One column of tiles more than fits the waves of 108 multiprocessors: the rate falls, then recovers."""
     columns = np.arange(1, 60) * 256
-    rate = 2048 * columns * 8192 / product_s(device, 2048, columns, 8192)
+    rate = 2048 * columns * 8192 / gemm_s(device, 2048, columns, 8192)
     assert rate.max() == pytest.approx(rate[-10:].max(), rel=0.05)
     assert (np.diff(rate) < -0.02 * rate.max()).any(), "waves are visible"
 
 
 def test_rows_that_do_not_align_leave_a_fraction_of_the_rate(device):
-    whole, odd = product_s(device, 8192, 8192, 8192), product_s(device, 8192, 8193, 8192)
+    whole, odd = gemm_s(device, 8192, 8192, 8192), gemm_s(device, 8192, 8193, 8192)
     assert whole / odd == pytest.approx(UNALIGNED, rel=0.1)
 
 
 def test_products_in_one_kernel_fill_the_device_better_than_each_alone(device):
-    alone, together = 64 * product_s(device, 64, 512, 1024), product_s(device, 64, 512, 1024, 64)
+    alone, together = 64 * gemm_s(device, 64, 512, 1024), gemm_s(device, 64, 512, 1024, 64)
     assert together < alone / 2
 
 

@@ -6,21 +6,34 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.plan.estimate.block import SINGLE_KERNELS, BlockModel, BlockTimes, Passes
-from meshwright.plan.estimate.grid import ACCUMULATES, OFFLOADS, Floats, Grid, Ints
+from meshwright.plan.estimate.grid import ACCUMULATES, CONTEXTS, OFFLOADS, Floats, Grid, Ints
 from meshwright.plan.estimate.in_flight import V_SHAPED
-from meshwright.plan.estimate.network import Groups, build_groups
-from meshwright.plan.estimate.products import Device
-from meshwright.plan.estimate.rates import Rates, rates_of
 from meshwright.plan.estimate.sizes import Shares, expert_shards, share_parameters
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.time.block import SINGLE_KERNELS, BlockModel, BlockTimes, Passes
+from meshwright.plan.time.cpu_block import CpuBlockModel
+from meshwright.plan.time.gemm import Device
+from meshwright.plan.time.network import Groups, build_group, build_groups
+from meshwright.plan.time.probed import ProbedSteps, probe_steps
+from meshwright.plan.time.rates import Rates, rates_of
+from meshwright.plan.time.stage_layers import slowest_load
 from meshwright.schedule.closed_forms import pipeline_time
 
 FULL, SELECTIVE = 2, 1
 SHARDED = ACCUMULATES.index("sharded")
 OFFLOAD_ALL = OFFLOADS.index("all")
-WIRE_BYTES = 2.0
-"""Bytes of an activation on the wire."""
+WEIGHT_BYTES = 2.0
+"""Bytes of a weight that is gathered or streamed."""
+FLOAT32_BYTES = 4.0
+ULYSSES = CONTEXTS.index("ulysses")
+WORK_PARTS = (
+    "compute",
+    "tensor parallel",
+    "context parallel",
+    "expert parallel",
+    "sharded data parallel",
+)
+"""Parts of a step that every micro-batch repeats."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,12 @@ class StepEstimate:
     """Communication that computation hides."""
     passes: Passes
     """Of one micro-batch through an average rank, with everything that delays it."""
+    block: Passes
+    """Of one micro-batch through an average block, with everything that delays it."""
+    head: Passes
+    embedding: Passes
+    send_s: Floats
+    """From one pipeline stage to the next."""
 
 
 def estimate_step(workload: Workload, grid: Grid, rates: Rates | None = None) -> StepEstimate:
@@ -43,7 +62,7 @@ def estimate_step(workload: Workload, grid: Grid, rates: Rates | None = None) ->
 
 def _distinct(grid: Grid) -> tuple[Ints, Ints]:
     """Places of layouts that differ in what a block sees, and for every layout which of them is its like."""
-    key = grid.sequence_parallel.astype(np.int64)
+    key = grid.sequence_parallel.astype(np.int64) * len(CONTEXTS) + grid.context
     for column in (grid.tp, grid.cp, grid.ep, grid.etp, grid.micro_batch):
         key = key * (int(column.max(initial=1)) + 1) + column
     _, places, back = np.unique(key, return_index=True, return_inverse=True)
@@ -58,67 +77,80 @@ class _Step:
         self.model, self.rules = workload.model, workload.profile.time
         self.device = Device.of(workload, rates)
         self.groups: Groups = build_groups(workload, rates, grid)
+        self.micro_batches = grid.micro_batches(workload.global_batch).astype(float)
+        self.layers = self.model.num_layers / grid.pp
+        """Layers of an average rank."""
         # Few layouts differ in what a block sees of them: those are counted, then spread over the grid.
         places, back = _distinct(grid)
-        blocks = BlockModel(workload, self.device, grid.take(places))
+        kind = BlockModel if self.device.multiprocessors else CpuBlockModel
+        blocks = kind(workload, self.device, grid.take(places))
         self.block: BlockTimes = blocks.times().take(back)
         self.head: Passes = blocks.head().take(back)
-        self.rows, self.tp = blocks.rows[back], blocks.tp[back]
+        self.embedding: Passes = blocks.embedding().take(back)
+        self.rows, self.tp, self.lanes = blocks.rows[back], blocks.tp[back], blocks.lanes[back]
         self.kernels: Floats = np.where(blocks.single, SINGLE_KERNELS, 1.0)[back]
         """Of a block, over those that the host's time was measured with."""
         self.shares: Shares = share_parameters(self.model, grid)
-        self.micro_batches = grid.micro_batches(workload.global_batch).astype(float)
-        chunks = grid.pp * grid.virtual_stages
-        self.layers = self.model.num_layers / grid.pp
-        """Layers of an average rank."""
-        self.slow_layers: Floats = np.ceil(self.model.num_layers / chunks) * grid.virtual_stages.astype(float)
+        self.work: Passes = self._recomputed()
+        self.probed: ProbedSteps | None = probe_steps(workload, grid)
+        if self.probed is not None:
+            self._take_probed(self.probed)
+
+    def _recomputed(self) -> Passes:
+        """An average block with activation checkpointing, without communication."""
+        block, grid = self.block, self.grid
+        work = block.work
+        again = np.where(grid.recompute == FULL, work.forward, 0.0)
+        again = again + np.where(grid.recompute == SELECTIVE, block.selective, 0.0)
+        return Passes(work.forward, work.backward_input + again, work.backward_weight)
+
+    def _take_probed(self, probed: ProbedSteps) -> None:
+        """Scale blocks and ends of probed layouts to the compute time that was built of probed times."""
+        counted = self.work.total * self.layers + self.head.total + self.embedding.total
+        scale = np.where(probed.known, probed.compute_s / self.micro_batches / counted, 1.0)
+        self.work = self.work.times(scale)
+        self.head, self.embedding = self.head.times(scale), self.embedding.times(scale)
 
     def estimate(self) -> StepEstimate:
         """Add up."""
         passes, exposed = self._block_passes()
-        mean = passes.times(self.layers) + self.head.times(1 / self.grid.pp)
-        slow = self._slowest(passes, mean)
+        head, embedding, ends_tp = self._ends()
+        mean = passes.times(self.layers) + (head + embedding).times(1 / self.grid.pp)
+        slow_s = self._slowest_s(passes, head, embedding, mean)
         send_s = self._send_s()
-        pipeline_s, bubble_s = self._pipeline(mean, slow, send_s)
+        bubble_s, p2p_s = self._pipeline(mean, slow_s, send_s)
         reduce_s, hidden_s = self._data_parallel(passes)
-        optimizer_s = self._optimizer_s()
         count = self.micro_batches * self.layers
         tp_s, cp_s, ep_s = (exposed[name] * count for name in ("tp", "cp", "ep"))
+        tp_s = tp_s + ends_tp * (self.micro_batches / self.grid.pp)
         fsdp_s = exposed["dp_shard"] * count
-        p2p_s = pipeline_s - self.micro_batches * slow.total - bubble_s
-        uneven_s = self.micro_batches * (slow.total - mean.total)
-        total = pipeline_s + reduce_s + optimizer_s + self.rates.step_s
-        named = tp_s + cp_s + ep_s + fsdp_s
         parts = {
-            "compute": self.micro_batches * mean.total - named,
+            "compute": self.micro_batches * mean.total - (tp_s + cp_s + ep_s + fsdp_s),
             "tensor parallel": tp_s,
             "context parallel": cp_s,
             "expert parallel": ep_s,
             "sharded data parallel": fsdp_s,
             "bubble": bubble_s,
-            "uneven stages": uneven_s,
+            "uneven stages": self.micro_batches * (slow_s - mean.total),
             "pipeline transfers": p2p_s,
             "gradient reduction": reduce_s,
-            "optimizer": optimizer_s,
-            "step overhead": np.full(len(self.grid), self.rates.step_s),
+            "optimizer": self._optimizer_s(),
+            "step overhead": self._overhead_s(),
         }
-        return StepEstimate(total, parts, {"data parallel": hidden_s}, mean)
+        total = sum(parts.values(), np.zeros(len(self.grid)))
+        return StepEstimate(total, parts, {"data parallel": hidden_s}, mean, passes, head, embedding, send_s)
 
     def _block_passes(self) -> tuple[Passes, dict[str, Floats]]:
         """An average block with everything that delays it, and what each axis adds to it."""
-        block, grid = self.block, self.grid
-        work = block.products + block.attention + block.elementwise + block.expert_products
-        full, selective = grid.recompute == FULL, grid.recompute == SELECTIVE
-        again = np.where(full, work.forward, 0.0) + np.where(selective, self._selective_s(), 0.0)
+        work, full = self.work, self.grid.recompute == FULL
         tp_forward, tp_backward = self._tensor_parallel()
         cp_forward, cp_backward = self._context_parallel()
         ep_s = self._expert_parallel()
         repeated = np.where(full, tp_forward + ep_s + cp_forward, 0.0)
-        routed = self.model.expert_layers / self.model.num_layers
-        host = (self.rates.host_s + self.rates.expert_host_s * routed) * self.kernels
+        host = self._host_s()
         forward = np.maximum(work.forward + tp_forward + cp_forward + ep_s, host)
         backward_host = host * np.where(full, 2.0, 1.0)
-        back_input = work.backward_input + again + tp_backward + cp_backward + ep_s + repeated
+        back_input = work.backward_input + tp_backward + cp_backward + ep_s + repeated
         back = np.maximum(back_input + work.backward_weight, backward_host)
         late_forward, late_backward = self._sharded(forward, back)
         # From the host and from other ranks at the same time, on links of their own: the later one counts.
@@ -134,25 +166,35 @@ class _Step:
             "dp_shard": late_forward + late_backward,
         }
 
-    def _selective_s(self) -> Floats:
-        """What selective recomputation runs again in a block."""
-        if self.rules.selective == "attention":
-            return self.block.attention.forward
-        elementwise = self.block.elementwise.forward
-        if self.rules.selective == "half":
-            return elementwise + 0.5 * self.block.products.forward
-        return elementwise
+    def _host_s(self) -> Floats:
+        """Time of Python for a pass through a block; on CPUs, and in probed times, the pass has it."""
+        if not self.device.multiprocessors:
+            return np.zeros(len(self.grid))
+        routed = self.model.expert_layers / self.model.num_layers
+        host = (self.rates.host_s + self.rates.expert_host_s * routed) * self.kernels
+        return host if self.probed is None else np.where(self.probed.known, 0.0, host)
+
+    def _ends(self) -> tuple[Passes, Passes, Floats]:
+        """Head and embedding with their tensor-parallel collectives, and the time of those."""
+        none = np.zeros(len(self.grid))
+        if not self.rules.counts_calls:
+            return self.head, self.embedding, none
+        moved, group = self.rows * self.model.hidden_size, self.groups.tp
+        given = group.all_reduce_s(moved * FLOAT32_BYTES)
+        loss = 2 * group.all_reduce_s(self.rows * FLOAT32_BYTES)
+        taken = group.all_reduce_s(moved * self.workload.wire_bytes) + loss
+        head = self.head + Passes(taken, none, none)
+        return head, self.embedding + Passes(given, none, none), taken + given
 
     def _tensor_parallel(self) -> tuple[Floats, Floats]:
         """Two reductions in each direction; in layers of experts only attention's."""
-        model = self.model
-        calls = (
-            1
-            + (1 - model.expert_layers / model.num_layers)
-            + bool(model.shared_experts) * (model.expert_layers / model.num_layers)
-        )
-        moved = self.rows * model.hidden_size * WIRE_BYTES
-        one = self.groups.tp.all_reduce_s(moved)
+        model, group = self.model, self.groups.tp
+        routed = model.expert_layers / model.num_layers
+        calls = 1 + (1 - routed) + bool(model.shared_experts) * routed
+        moved = self.rows * model.hidden_size * self.workload.wire_bytes
+        one = group.all_reduce_s(moved)
+        if self.rules.counts_calls:  # sequence parallelism gathers and scatters, in a call each
+            one = np.where(self.grid.sequence_parallel, 2 * group.gather_s(moved), one)
         shown = 1 - self.rates.tp_overlap if self.rules.overlap_tp else 1.0
         shown_s = calls * one * shown
         if not self.rules.hides_tp_backward:
@@ -163,26 +205,38 @@ class _Step:
     def _context_parallel(self) -> tuple[Floats, Floats]:
         """Keys and values around the ring, hidden behind attention where it lasts long enough."""
         model, grid = self.model, self.grid
+        wire = self.workload.wire_bytes
         width = model.kv_size if model.attention == "heads" else model.num_heads * model.head_size
-        moved = self.rows * 2 * np.maximum(width / self.tp, model.head_size) * WIRE_BYTES
-        ring = self.groups.cp.gather_s(moved * grid.cp)
-        asked = self.rows * (2 * model.query_size + 2 * width) / self.tp * WIRE_BYTES
+        moved = self.rows * 2 * np.maximum(width / self.tp, model.head_size)
+        ring, ring_back = self._rings_s(moved * wire, moved * FLOAT32_BYTES)
+        asked = self.rows * (2 * model.query_size + 2 * width) / self.tp * wire
         exchange = self.groups.cp.all_to_all_s(asked, self.rates.all_to_all)
         attention, hide = self.block.attention, self.rates.overlap
-        forward = np.where(
-            grid.context == 1, exchange, np.maximum(ring - hide * attention.forward, 0.1 * ring)
-        )
+        exchanged = grid.context == ULYSSES
+        forward = np.where(exchanged, exchange, np.maximum(ring - hide * attention.forward, 0.1 * ring))
         backward = np.where(
-            grid.context == 1, exchange, np.maximum(2 * ring - hide * attention.backward_input, 0.2 * ring)
+            exchanged,
+            exchange,
+            np.maximum(ring_back - hide * attention.backward_input, 0.1 * ring_back),
         )
         return forward, backward
+
+    def _rings_s(self, keys: Floats, gradients: Floats) -> tuple[Floats, Floats]:
+        """Keys and values once round the ring; and again, with their gradients behind them."""
+        group = self.groups.cp
+        ring = group.gather_s(keys * self.grid.cp)
+        if not self.rules.counts_calls:
+            return ring, 2 * ring
+        calls = self.lanes * (self.grid.cp - 1)
+        return group.sends_s(keys, calls), group.sends_s(keys, calls) + group.sends_s(gradients, calls)
 
     def _expert_parallel(self) -> Floats:
         """Dispatch and combine of one direction, averaged over all layers."""
         model = self.model
         if not model.expert_layers:
             return np.zeros(len(self.grid))
-        sent = self.rows / self.tp * (model.experts_per_token or 1) * model.hidden_size * WIRE_BYTES
+        sent = self.rows / self.tp * (model.experts_per_token or 1) * model.hidden_size
+        sent = sent * self.workload.wire_bytes
         copies = (model.experts_per_token or 1) if self.rules.one_copy_a_node else 1
         once = self.groups.ep.all_to_all_s(sent, self.rates.all_to_all, copies)
         # Ranks that share an expert's matrices gather its tokens before it and scatter the sums after it.
@@ -196,7 +250,7 @@ class _Step:
         if not on.any():
             return np.zeros(len(grid)), np.zeros(len(grid))
         block, experts = self.shares.block, self.shares.expert_block
-        gather = self._shards_s(block, experts, WIRE_BYTES)
+        gather = self._shards_s(block, experts, self.workload.wire_bytes)
         scatter = self._shards_s(block, experts, rules.reduce_bytes)
         wanted_back = gather + scatter + self._across_s(block, experts) / self.micro_batches
         late_forward, late_backward = self._late_s(gather, forward), self._late_s(wanted_back, backward)
@@ -221,28 +275,31 @@ class _Step:
         """Parameters that lie on the host come in once a pass; what the pass does not hide."""
         grid = self.grid
         kept = np.where(grid.zero == 3, grid.dp_shard * grid.cp, 1)
-        moved = (self.shares.block + self.shares.expert_block) / kept * WIRE_BYTES
+        moved = (self.shares.block + self.shares.expert_block) / kept * WEIGHT_BYTES
         arriving = moved / self.workload.cluster.host_bytes_per_s
         return np.where(grid.offload == OFFLOAD_ALL, np.maximum(arriving - self.rates.overlap * passed, 0), 0)
 
-    def _slowest(self, block: Passes, mean: Passes) -> Passes:
-        """The stage that the others wait for: the last one has the head, unless it has fewer layers."""
-        grid = self.grid
-        even = self.model.num_layers % (grid.pp * grid.virtual_stages) == 0
-        left = self.model.num_layers - self.slow_layers * (grid.pp - 1.0)
-        last_layers = np.where(even, self.layers, np.clip(left, 0, self.slow_layers))
-        last = block.times(last_layers) + self.head
-        other = block.times(self.slow_layers)
-        slow = last.where(last.total >= other.total, other)
-        return mean.where(grid.pp == 1, slow)
+    def _slowest_s(self, block: Passes, head: Passes, embedding: Passes, mean: Passes) -> Floats:
+        """Work of the slowest pipeline rank on one micro-batch."""
+        grid, layers = self.grid, self.model.num_layers
+        if self.rules.balanced_stages:
+            units = slowest_load(grid, layers, embedding.total / block.total, head.total / block.total)
+            return np.where(grid.pp == 1, mean.total, np.maximum(units * block.total, mean.total))
+        # The last one has the head, unless it has fewer layers.
+        even = layers % (grid.pp * grid.virtual_stages) == 0
+        slow = np.ceil(layers / (grid.pp * grid.virtual_stages)) * grid.virtual_stages
+        left = layers - slow * (grid.pp - 1.0)
+        last = block.total * np.where(even, self.layers, np.clip(left, 0, slow)) + head.total
+        return np.where(grid.pp == 1, mean.total, np.maximum(last, block.total * slow))
 
     def _send_s(self) -> Floats:
-        """One activation to the next stage; ranks of a tensor-parallel group share the work."""
-        moved = self.rows * self.model.hidden_size * WIRE_BYTES / self.tp
-        return self.groups.pp.send_s(moved)
+        """One activation to the next stage."""
+        moved = self.rows * self.model.hidden_size * self.workload.residual_bytes
+        split = self.tp if self.rules.splits_sends else np.where(self.grid.sequence_parallel, self.tp, 1.0)
+        return self.groups.pp.send_s(moved / split)
 
-    def _pipeline(self, mean: Passes, slow: Passes, send_s: Floats) -> tuple[Floats, Floats]:
-        """Makespan of all micro-batches, and the bubble in it."""
+    def _pipeline(self, mean: Passes, slow_s: Floats, send_s: Floats) -> tuple[Floats, Floats]:
+        """The bubble, and the transfers between stages that nothing hides."""
         grid = self.grid
         stages = np.where(np.isin(grid.schedule, V_SHAPED), 2, grid.virtual_stages)
         chunk = mean.times(1 / stages)
@@ -250,13 +307,12 @@ class _Step:
         def makespan(transfer: Floats | float) -> Floats:
             return pipeline_time(
                 grid.schedule, grid.pp, stages, self.micro_batches, chunk.forward, chunk.backward_input,
-                chunk.backward_weight, transfer, self.rules.overlap_p2p, slow.total,
+                chunk.backward_weight, transfer, self.rules.overlap_p2p, slow_s,
             )  # fmt: skip
 
-        still = makespan(0.0)
-        bubble = np.where(grid.pp > 1, still - self.micro_batches * slow.total, 0.0)
-        total = np.where(grid.pp > 1, makespan(send_s), self.micro_batches * slow.total)
-        return total, bubble
+        still, staged = makespan(0.0), grid.pp > 1
+        bubble = np.where(staged, still - self.micro_batches * slow_s, 0.0)
+        return bubble, np.where(staged, makespan(send_s) - still, 0.0)
 
     def _data_parallel(self, block: Passes) -> tuple[Floats, Floats]:
         """Reduction of gradients at the end of a step, and gathering under ZeRO-1 and 2: shown and hidden."""
@@ -270,7 +326,7 @@ class _Step:
             + groups.replicate.all_reduce_s((dense + experts) * wire)
         )
         scatter = self._shards_s(dense, experts, wire)
-        gather = self._shards_s(dense, experts, WIRE_BYTES)
+        gather = self._shards_s(dense, experts, self.workload.wire_bytes)
         across = self._across_s(dense, experts)
         sharded = (grid.zero == 1) | (grid.zero == 2)
         # ZeRO-2 has no room for whole sums: each micro-batch's gradients are scattered at once.
@@ -282,16 +338,45 @@ class _Step:
         window_forward = block.forward * layers
         hide = self.rates.overlap
         hidden_reduce = np.minimum(hide * reduce, window_back) if rules.overlap_grad_reduce else 0 * reduce
+        if rules.reduces_after_pipeline:
+            hidden_reduce = np.where(grid.pp > 1, 0.0, hidden_reduce)
         hidden_gather = (
             np.minimum(hide * gather, window_forward) if rules.overlap_param_gather else 0 * gather
         )
         hidden = hidden_reduce + hidden_gather
-        return reduce + gather - hidden + self.rates.contention * hidden, hidden
+        shown = reduce + gather - hidden + self.rates.contention * hidden
+        return shown + self._tied_s(), hidden
+
+    def _tied_s(self) -> Floats | float:
+        """The gradient of a tied embedding, summed over the first and the last stage."""
+        if not (self.rules.counts_calls and self.model.tied_embeddings):
+            return 0.0
+        apart = (self.grid.pp > 1) & ~np.isin(self.grid.schedule, V_SHAPED)
+        moved = self.model.vocab_size * self.model.hidden_size / self.tp * FLOAT32_BYTES
+        return np.where(apart, self.groups.pp.send_s(moved), 0.0)
 
     def _optimizer_s(self) -> Floats:
-        """The update: bytes over the memory bus."""
-        mine = self.shares.updated(self.grid)
-        on_device = mine * self.rules.optimizer_bytes / self.device.bytes_per_s
+        """The update: bytes over the memory bus, and Muon's GEMMs."""
+        mine, rate = self.shares.updated(self.grid), self.workload.optimizer
+        moved = mine * (self.rules.optimizer_bytes if rate is None else rate.moved_bytes)
+        on_device = moved / self.device.bytes_per_s
+        if rate is not None and rate.flops:
+            on_device = on_device + mine * rate.flops / self.device.plain_flops_per_s
         # On the host the update is ruled by a device's share of host memory, about as fast as its link there.
-        on_host = mine * self.rules.optimizer_bytes / self.workload.cluster.host_bytes_per_s
-        return np.where(self.grid.offload > 0, on_host, on_device)
+        on_host = moved / self.workload.cluster.host_bytes_per_s
+        seconds = np.where(self.grid.offload > 0, on_host, on_device)
+        if self.probed is None:
+            return seconds
+        over = np.where(self.grid.zero > 0, self.grid.dp_shard * self.grid.cp, 1)
+        return np.where(self.probed.known, self.probed.update_s / over, seconds)
+
+    def _overhead_s(self) -> Floats:
+        """Time of a step that is in no block: data, logging, clipping, control."""
+        seconds: Floats = np.full(len(self.grid), self.rates.step_s)
+        if self.probed is not None:
+            seconds = np.where(self.probed.known, self.probed.step_s, seconds)
+        if not self.rules.counts_calls:
+            return seconds
+        world = self.grid.world_size
+        group = build_group(self.workload.cluster, self.rates, world, np.ones_like(world))
+        return seconds + np.where(world > 1, group.latency_s, 0.0)

@@ -9,9 +9,9 @@ import pytest
 
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.profiles import PROFILES
-from meshwright.plan.estimate.rates import rates_of
-from meshwright.plan.estimate.step import estimate_step
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.time.engine import estimate_step
+from meshwright.plan.time.rates import rates_of
 from meshwright.plan.validate.devices import known_devices
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import DecoderModel

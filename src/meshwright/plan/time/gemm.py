@@ -1,4 +1,4 @@
-"""Time of matrix products by their shape: tiles, waves, operand traffic, alignment."""
+"""Time of GEMMs by their shape: tiles, waves, operand traffic, alignment; on CPUs their FLOPs alone."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.plan.estimate.grid import Floats
-from meshwright.plan.estimate.rates import Rates, calibrated_device
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.time.rates import Rates, calibrated_device
 
 MULTIPROCESSORS = {"V100": 80, "A100": 108, "H100": 132, "B200": 148, "B300": 148}
 DEFAULT_MULTIPROCESSORS = 132
@@ -33,6 +33,7 @@ class Device:
     """Of 16-bit products: attention, and what fp8 recipes leave in 16 bits."""
     bytes_per_s: float
     multiprocessors: int
+    """Of a GPU; 0 of a CPU, where GEMMs have no waves of tiles."""
     rates: Rates
     operand_width: float
     """Bytes of an operand's element."""
@@ -58,7 +59,9 @@ class Device:
             flops_per_s=flops,
             plain_flops_per_s=plain,
             bytes_per_s=cluster.memory_bytes_per_s * rates.memory,
-            multiprocessors=MULTIPROCESSORS.get(device, DEFAULT_MULTIPROCESSORS),
+            multiprocessors=0
+            if cluster.device == "cpu"
+            else MULTIPROCESSORS.get(device, DEFAULT_MULTIPROCESSORS),
             rates=rates,
             operand_width=width,
         )
@@ -74,13 +77,15 @@ def _scaling(recipe: str, rates: Rates) -> float:
     return rates.block_scaled if "mx" in recipe else 1.0
 
 
-def product_s(
+def gemm_s(
     device: Device, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, plain: bool = False
 ) -> Floats:
-    """Seconds of ``count`` products (rows x depth) (depth x columns) that run as one kernel."""
+    """Seconds of ``count`` GEMMs (rows x depth) (depth x columns) that run as one kernel."""
     rows, columns, depth, count = np.broadcast_arrays(
         *(np.asarray(x, float) for x in (rows, columns, depth, count))
     )
+    if not device.multiprocessors:
+        return 2 * count * rows * columns * depth / device.flops_per_s
     share = (
         tile_share(device.multiprocessors, rows, columns, depth, count) * _aligned(columns) * _aligned(depth)
     )

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from meshwright.plan.choose import evaluate
-from meshwright.plan.compute import flops_per_token, step_interval
 from meshwright.plan.own_traffic import block_bytes
-from meshwright.plan.probed_time import Timed, count_work, fit_steps, is_probed, list_linears, with_probed
 from meshwright.plan.probing import PROGRAMMES, list_attention, list_products, list_runs
+from meshwright.plan.time.flops import flops_per_token
+from meshwright.plan.time.interval import step_interval
+from meshwright.plan.time.probed import Timed, count_work, fit_steps, is_probed, list_linears, with_probed
 from meshwright.spec.probed import AttentionTime, Probed, ProductTime
 
-PROBED_FILE = Path(__file__).parents[2] / "golden" / "h200-probed.toml"
+PROBED_FILE = Path(__file__).parents[3] / "golden" / "h200-probed.toml"
 """What a probe wrote on one NVIDIA H200, torch 2.11, 16 Nov 2026."""
 SMALL = {"num_layers": 16, "hidden_size": 2048, "num_heads": 32}
 LARGE = {"num_layers": 28, "hidden_size": 3072, "num_heads": 24}

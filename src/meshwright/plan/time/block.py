@@ -1,4 +1,4 @@
-"""Time of one block, and of the head, for one micro-batch on one rank: forward, backward, computed again."""
+"""Time of one block, of the head and of the embedding, for one micro-batch on one rank of a GPU cluster."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.plan.estimate.grid import Flags, Floats, Grid, Ints
-from meshwright.plan.estimate.products import Device, Sizes, product_s
+from meshwright.plan.estimate.grid import CONTEXTS, Flags, Floats, Grid, Ints
 from meshwright.plan.estimate.profiles import TimeRules
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.time.gemm import Device, Sizes, gemm_s
 from meshwright.spec.model import DecoderModel
 
 ATTENTION_BACKWARD_FLOPS = 2.5
@@ -24,6 +24,9 @@ SOFTMAX_BATCH = 4
 """Megatron's softmax kernel takes heads of a micro-batch by fours (`attn_batches % 4`, fused_softmax.py)."""
 SINGLE_BYTES, SINGLE_BACKWARD_BYTES = 32.0, 34.0
 """Bytes more for each score where it refuses: to float32, scaled, masked, softmax, back to 16 bits."""
+ROW_BYTES = 4.0
+"""Bytes of an element of the embedding's output."""
+RING = CONTEXTS.index("ring")
 SINGLE_KERNELS = 1.2
 """Kernels of a block then, over those with the fused softmax: nine more of about fifty."""
 
@@ -74,11 +77,23 @@ class BlockTimes:
     elementwise: Passes
     expert_products: Passes
     """Routed experts, averaged over all layers."""
+    selective: Floats
+    """What selective activation checkpointing computes again."""
 
     def take(self, places: Ints) -> BlockTimes:
         """Those at some places."""
-        parts = (self.products, self.attention, self.elementwise, self.expert_products)
-        return BlockTimes(*(part.take(places) for part in parts))
+        return BlockTimes(
+            products=self.products.take(places),
+            attention=self.attention.take(places),
+            elementwise=self.elementwise.take(places),
+            expert_products=self.expert_products.take(places),
+            selective=self.selective[places],
+        )
+
+    @property
+    def work(self) -> Passes:
+        """All of it, without activation checkpointing."""
+        return self.products + self.attention + self.elementwise + self.expert_products
 
 
 class BlockModel:
@@ -87,12 +102,14 @@ class BlockModel:
     def __init__(self, workload: Workload, device: Device, grid: Grid) -> None:
         self.model: DecoderModel = workload.model
         self.rules: TimeRules = workload.profile.time
-        self.device, self.grid = device, grid
+        self.workload, self.device, self.grid = workload, device, grid
         self.seq_len, self.compiled = workload.seq_len, workload.compiled
         self.rows = grid.micro_batch * workload.seq_len / grid.cp
         """Tokens of a micro-batch on a rank, gathered over tp."""
         self.tp = grid.tp.astype(float)
         self.token_split = np.where(grid.sequence_parallel, self.tp, 1.0)
+        self.lanes = np.clip(self.model.num_kv_heads // self.tp, 1, self.rules.ring_lanes)
+        """Kernels and messages that ring attention makes of one chunk."""
         batches = grid.micro_batch * self.model.num_heads / self.tp
         self.single: Flags = np.asarray((batches % SOFTMAX_BATCH != 0) & (not self.rules.flash_attention))
         """Where scores, mask and softmax are kernels of their own."""
@@ -110,7 +127,17 @@ class BlockModel:
                 shared = self._feed_forward(model.shared_experts * model.expert_width, self.tp)
                 products = products + shared.times(1 - dense_share)
             experts = self._experts().times(1 - dense_share)
-        return BlockTimes(products, self._attention(), self._elementwise(dense_share), experts)
+        attention, elementwise = self._attention(), self._elementwise(dense_share)
+        again = self._selective_s(products, attention, elementwise)
+        return BlockTimes(products, attention, elementwise, experts, again)
+
+    def _selective_s(self, products: Passes, attention: Passes, elementwise: Passes) -> Floats:
+        """What selective activation checkpointing computes again."""
+        if self.rules.selective == "attention":
+            return attention.forward
+        if self.rules.selective == "half":
+            return elementwise.forward + 0.5 * products.forward
+        return elementwise.forward
 
     def linear(
         self, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, plain: bool = False
@@ -121,9 +148,9 @@ class BlockModel:
             self.rules.gradient_sum_bytes * np.asarray(columns, float) * depth * count / device.bytes_per_s
         )
         return Passes(
-            product_s(device, rows, columns, depth, count, plain),
-            product_s(device, rows, depth, columns, count, plain),
-            product_s(device, columns, depth, rows, count, plain or not self.rules.narrow_weight_gradients)
+            gemm_s(device, rows, columns, depth, count, plain),
+            gemm_s(device, rows, depth, columns, count, plain),
+            gemm_s(device, columns, depth, rows, count, plain or not self.rules.narrow_weight_gradients)
             + stored,
         )
 
@@ -176,7 +203,7 @@ class BlockModel:
         )
 
     def _scores(self, looked_back: int) -> Passes:
-        model, device = self.model, self.device
+        model = self.model
         asked = model.head_size + (model.rope_head_dim or 0 if model.attention == "latent" else 0)
         given = model.value_head_dim or model.head_size
         heads = model.num_heads / self.tp
@@ -189,10 +216,22 @@ class BlockModel:
             else looked_back / 2
         )
         flops = 2.0 * self.rows * heads * context * (asked + given)
+        return self._fused(flops, looked_back, given)
+
+    def _fused(self, flops: Floats, looked_back: int, given: int) -> Passes:
+        """Fused attention by the length that a kernel sees.
+
+        Ring attention computes cp chunks of seq_len / cp keys, each with its own launch; Ulysses computes
+        whole sequences of fewer heads.
+        """
+        rates = self.device.rates
+        chunks = np.where(self.grid.context == RING, self.grid.cp, 1)
+        length = np.minimum(looked_back, self.seq_len / chunks)
+        launches = np.where(chunks > 1, chunks * self.lanes, 1)
         narrow = min(1.0, 0.5 + 0.5 * given / FULL_RATE_HEAD)
-        ramp = looked_back / (looked_back + device.rates.attention_ramp)
-        peak = device.plain_flops_per_s / device.rates.matmul
-        forward = flops / (peak * device.rates.attention * narrow * ramp) + device.rates.launch_s
+        ramp = length / (length + rates.attention_ramp)
+        peak = self.device.plain_flops_per_s / rates.matmul
+        forward = flops / (peak * rates.attention * narrow * ramp) + launches * rates.launch_s
         backward = forward * (ATTENTION_BACKWARD_FLOPS / ATTENTION_BACKWARD_RATE)
         return Passes(forward, backward, np.zeros_like(forward))
 
@@ -200,8 +239,8 @@ class BlockModel:
         """Two batched products over all scores, and passes over the scores."""
         device, length = self.device, self.seq_len
         count = self.rows / length * heads
-        forward = product_s(device, length, length, asked, count, plain=True)
-        forward = forward + product_s(device, length, given, length, count, plain=True)
+        forward = gemm_s(device, length, length, asked, count, plain=True)
+        forward = forward + gemm_s(device, length, given, length, count, plain=True)
         scores = count * float(length) ** 2 / device.bytes_per_s
         return Passes(
             forward + (SCORE_BYTES + SINGLE_BYTES * self.single) * scores,
@@ -239,4 +278,20 @@ class BlockModel:
         columns = np.ceil(model.vocab_size / self.tp / 128) * 128
         product = self.linear(self.rows, columns, model.hidden_size, plain=True)
         loss = self.rules.loss_bytes * self.rows * columns / self.device.bytes_per_s
-        return product + Passes(loss / 2, loss / 2, np.zeros_like(loss))
+        return self._ordered(product + Passes(loss / 2, loss / 2, np.zeros_like(loss)))
+
+    def _ordered(self, head: Passes) -> Passes:
+        """The head's passes, all in the forward pass where the loss computes its gradients."""
+        if not self.rules.head_in_forward:
+            return head
+        return Passes(head.total, np.zeros_like(head.forward), np.zeros_like(head.forward))
+
+    def embedding(self) -> Passes:
+        """Rows of the table, and its dense gradient."""
+        model = self.model
+        none = np.zeros(len(self.grid))
+        if not self.rules.embedding_bytes:
+            return Passes(none, none, none)
+        rows = ROW_BYTES * self.rows / self.token_split * model.hidden_size
+        table = self.rules.embedding_bytes * model.vocab_size / self.tp * model.hidden_size
+        return Passes(rows / self.device.bytes_per_s, table / self.device.bytes_per_s, none)

@@ -15,6 +15,8 @@ from importlib import resources
 from meshwright.plan.estimate.workload import Workload
 
 CALIBRATION_FILE = "calibration.toml"
+CPU = "cpu"
+"""What calibrations of all CPUs go by."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Rates:
     launch_s: float
     """Time of one product or fused kernel, however small."""
     host_s: float
-    """Host time for one pass through one block; a device that is faster waits for it."""
+    """Time of Python for one pass through one block. A GPU that is faster waits for it; a CPU adds it."""
     expert_host_s: float
     """The same that a layer of experts adds."""
     link: float
@@ -78,9 +80,13 @@ def calibrated_device(device_name: str) -> str:
 
 
 def rates_of(workload: Workload) -> Rates:
-    """The rates of a workload's device and stack."""
-    device = calibrated_device(workload.cluster.device_name)
-    return merge_rates(load_calibration(), workload.profile.calibrations, device)
+    """The rates of a workload's device and stack; CPUs have one set, with the cluster's own latencies."""
+    cluster = workload.cluster
+    if cluster.device != "cpu":
+        device = calibrated_device(cluster.device_name)
+        return merge_rates(load_calibration(), workload.profile.calibrations, device)
+    rates, far = merge_rates(load_calibration(), (), CPU), cluster.nic_latency_s or cluster.link_latency_s
+    return dataclasses.replace(rates, link_latency_s=cluster.link_latency_s, nic_latency_s=far)
 
 
 def merge_rates(tables: dict[str, dict[str, float]], stacks: tuple[str, ...], device: str) -> Rates:

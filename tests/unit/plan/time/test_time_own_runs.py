@@ -9,10 +9,10 @@ import pytest
 
 from meshwright.plan.choose import evaluate
 from meshwright.plan.estimate.grid import Grid
-from meshwright.plan.estimate.rates import rates_of
-from meshwright.plan.estimate.step import estimate_step
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.published import read_rows
+from meshwright.plan.time.engine import estimate_step
+from meshwright.plan.time.rates import rates_of
 from meshwright.plan.validate.split import is_held_out
 
 ROWS = [

@@ -1,0 +1,57 @@
+"""Time of one block, of the head and of the embedding on CPUs.
+
+A pass through a block takes its GEMMs and attention by their FLOPs, a number of passes over its activations
+at the memory bandwidth, and the time of eager Python, which no device hides.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.plan.estimate.grid import Floats
+from meshwright.plan.time.activation_bytes import block_bytes, head_bytes
+from meshwright.plan.time.block import BlockModel, Passes
+from meshwright.plan.time.gemm import Sizes, gemm_s
+
+FORWARD_PASSES, BACKWARD_PASSES = 3, 5
+"""Times that the activations of an eager step cross the memory bus."""
+SELECTIVE_PASSES = 2
+"""Times that selective activation checkpointing adds; full adds a forward pass."""
+ATTENTION_BACKWARD = 2.0
+"""FLOPs of attention's backward pass, over those of its forward pass."""
+
+
+class CpuBlockModel(BlockModel):
+    """Counts a block of a workload on CPUs for a grid of layouts."""
+
+    def linear(
+        self, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, plain: bool = False
+    ) -> Passes:
+        """Three GEMMs of equal FLOPs; sums of gradients are among the passes over the activations."""
+        each = gemm_s(self.device, rows, columns, depth, count, plain)
+        return Passes(each, each, each)
+
+    def _fused(self, flops: Floats, looked_back: int, given: int) -> Passes:
+        """Attention at the rate of GEMMs, whatever its length."""
+        forward = flops / self.device.plain_flops_per_s
+        return Passes(forward, ATTENTION_BACKWARD * forward, np.zeros_like(forward))
+
+    def _elementwise(self, dense_share: float) -> Passes:
+        """Passes over the activations of an average block, and Python."""
+        return self._passed(block_bytes(self.workload, self.grid))
+
+    def _selective_s(self, products: Passes, attention: Passes, elementwise: Passes) -> Floats:
+        python_s = self.device.rates.host_s
+        return (elementwise.forward - python_s) * (SELECTIVE_PASSES / FORWARD_PASSES)
+
+    def head(self) -> Passes:
+        """The GEMM with the vocabulary, passes over the logits and the final norm, and Python."""
+        model = self.model
+        product = self.linear(self.rows, model.vocab_size / self.tp, model.hidden_size)
+        return self._ordered(product + self._passed(head_bytes(self.workload, self.grid)))
+
+    def _passed(self, moved: Floats) -> Passes:
+        scale, python_s = moved / self.device.bytes_per_s, self.device.rates.host_s
+        return Passes(
+            FORWARD_PASSES * scale + python_s, BACKWARD_PASSES * scale + python_s, np.zeros_like(scale)
+        )

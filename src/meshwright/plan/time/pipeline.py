@@ -1,0 +1,150 @@
+"""When the stages of a pipeline work and when they wait: the schedule walked with predicted times."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.core.errors import UserError
+from meshwright.plan.estimate.profiles import PROFILES
+from meshwright.plan.parts import schedule_of
+from meshwright.schedule.actions import PipelineSchedule, producer_of
+from meshwright.schedule.build import build_schedule
+from meshwright.schedule.walk import StageTimes, Walk, walk_schedule
+from meshwright.spec.job import Job
+
+
+@dataclass(frozen=True)
+class PipelineTime:
+    """What is planned of a pipeline's step; times are of one micro-batch."""
+
+    bubble: float
+    """The idle share of all ranks' time, from the first action to the last."""
+    makespan_s: float
+    """From the first action of a step to the last."""
+    work_s: float
+    """Of the busiest rank."""
+    transfer_s: float
+    """From one stage to the next where they are on different ranks."""
+    forward_s: tuple[float, ...]
+    """Of each stage."""
+    backward_input_s: tuple[float, ...]
+    backward_weight_s: tuple[float, ...]
+
+    @property
+    def bubble_s(self) -> float:
+        """How much longer the step is than its busiest rank's work; waiting for transfers is in it."""
+        return self.makespan_s - self.work_s
+
+    @property
+    def stage_times(self) -> StageTimes:
+        """As the walker takes them."""
+        return StageTimes(self.forward_s, self.backward_input_s, self.backward_weight_s)
+
+
+@dataclass(frozen=True)
+class WalkedTime:
+    """Seconds of a walked schedule."""
+
+    makespan_s: float
+    work_s: float
+    """Of the busiest rank."""
+    bubble: float
+    """The idle share of all ranks' time."""
+    transfer_s: float
+    """Transfers between stages on the critical path, as far as the busiest rank waits for them."""
+
+    @property
+    def bubble_s(self) -> float:
+        """How long the busiest rank waits for other stages' work."""
+        return self.makespan_s - self.work_s - self.transfer_s
+
+
+def walk_pipeline(job: Job, micro_batches: int, planned: PipelineTime) -> tuple[PipelineSchedule, Walk]:
+    """The schedule of a step, and when each of its actions is planned."""
+    schedule = schedule_of(job, micro_batches)
+    return schedule, walk_schedule(schedule, planned.stage_times, planned.transfer_s)
+
+
+def plan_pipeline(
+    job: Job, micro_batches: int, times: StageTimes, send_s: float
+) -> tuple[PipelineTime, WalkedTime] | None:
+    """Walk the schedule of a settled job; None where the schedule is too large to generate.
+
+    Args:
+        job: With its layout settled.
+        micro_batches: Of a step.
+        times: Of the stages.
+        send_s: From one stage to the next on another rank.
+    """
+    forward, inputs, weights = (
+        _listed(row) for row in (times.forward_s, times.backward_input_s, times.backward_weight_s)
+    )
+    overlap = PROFILES[job.train.runtime].time.overlap_p2p
+    layout, rows = job.layout, (forward, inputs, weights)
+    if layout.schedule_file is not None:
+        walked = _walk(schedule_of(job, micro_batches), rows, send_s, overlap)
+    else:
+        sizes = (layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
+        found = _walk_named(*sizes, rows, send_s, overlap)
+        if found is None:
+            return None
+        walked = found
+    planned = PipelineTime(walked.bubble, walked.makespan_s, walked.work_s, send_s, forward, inputs, weights)
+    return planned, walked
+
+
+Rows = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
+"""Seconds of each stage's forward pass, input gradients and weight gradients."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _walk_named(
+    name: str, pp: int, micro_batches: int, virtual_stages: int, times: Rows, send_s: float, overlap: bool
+) -> WalkedTime | None:
+    try:
+        schedule = build_schedule(name, pp, micro_batches, virtual_stages)
+    except UserError:
+        return None
+    return _walk(schedule, times, send_s, overlap)
+
+
+def _walk(schedule: PipelineSchedule, times: Rows, send_s: float, overlap: bool) -> WalkedTime:
+    walk = walk_schedule(schedule, StageTimes(*times), send_s, overlap)
+    work_s = max(walk.work_s)
+    transfers = min(_sum_transfers(schedule, walk, send_s), walk.makespan_s - work_s)
+    return WalkedTime(walk.makespan_s, work_s, walk.bubble, transfers)
+
+
+def _sum_transfers(schedule: PipelineSchedule, walk: Walk, send_s: float) -> float:
+    """Seconds of transfers on the critical path: back from the last action to the first.
+
+    An action begins when its rank is free or when its input has arrived, whichever is later.
+    """
+    if not send_s:
+        return 0.0
+    rank = max(range(schedule.pp), key=lambda r: walk.end_s[r][-1])
+    position, total = len(walk.end_s[rank]) - 1, 0.0
+    slack = 1e-9 * walk.makespan_s
+    while (start := walk.start_s[rank][position]) > 0:
+        free = walk.end_s[rank][position - 1] if position else 0.0
+        if start - free <= slack:
+            position -= 1
+            continue
+        needed = producer_of(schedule.ranks[rank][position], schedule.stages)
+        home = rank if needed is None else schedule.stage_ranks[needed.stage]
+        if needed is None or home == rank:  # it waited for its own send
+            total, position = total + start - free, position - 1
+            continue
+        total, rank = total + send_s, home
+        position = bisect.bisect_left(walk.end_s[rank], start - send_s - slack)
+        while schedule.ranks[rank][position] != needed:
+            position += 1
+    return total
+
+
+def _listed(times: object) -> tuple[float, ...]:
+    return tuple(float(seconds) for seconds in np.atleast_1d(np.asarray(times, dtype=float)))

@@ -1,0 +1,80 @@
+"""Time of a ResNet's step: convolutions at the cluster's rates, ring all-reduces of the gradients.
+
+Replicas only. The constants were set by hand on five small models on a 2-core Xeon virtual machine
+(November 2026) and on no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.plan.optimizer import predict_optimizer
+from meshwright.plan.parts import held_parameters
+from meshwright.plan.time.cpu_block import BACKWARD_PASSES, FORWARD_PASSES, SELECTIVE_PASSES
+from meshwright.plan.time.flops import flops_per_token, matmul_rate
+from meshwright.plan.traffic import Traffic
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import ResNetModel
+
+CONVOLUTION_EFFICIENCY = 0.4
+"""Rate of convolutions over that of a large GEMM: five ResNets on one core, within 1.8 times."""
+RECOMPUTE_PASSES = {"none": 0, "selective": SELECTIVE_PASSES, "full": FORWARD_PASSES}
+"""Passes over the activations that activation checkpointing adds."""
+PYTHON_S = {"cpu": 1.0e-3, "cuda": 2.0e-3}
+"""Time of eager Python for one block of one micro-batch."""
+OVERLAP = {"cpu": 0.5, "cuda": 0.9}
+"""Share of the gradient all-reduce that is hidden behind the last backward pass."""
+
+
+def estimate_image_step(
+    job: Job, micro_batches: int, touched_bytes: int, traffic: Sequence[Traffic]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Parts of a ResNet's step, and the communication that is hidden.
+
+    Args:
+        job: With its layout settled.
+        micro_batches: Of one step.
+        touched_bytes: Activations that one micro-batch makes.
+        traffic: The collectives of the layout.
+    """
+    cluster, device = job.cluster, job.cluster.device
+    rate = matmul_rate(cluster, job.train.precision) * CONVOLUTION_EFFICIENCY
+    compute_s = _compute_s(job, micro_batches, touched_bytes, rate)
+    cost = predict_optimizer(held_parameters(job, 0), job.train)
+    reduced_s, control_s = _communication_s(cluster, job.layout.world_size, traffic)
+    hidden_s = min(reduced_s * OVERLAP[device], compute_s * 2 / 3 / micro_batches)
+    parts = {
+        "compute": compute_s,
+        "gradient reduction": reduced_s - hidden_s,
+        "optimizer": cost.moved_bytes / cluster.memory_bytes_per_s + cost.flops / rate,
+        "step overhead": control_s,
+    }
+    return parts, {"data parallel": hidden_s}
+
+
+def _compute_s(job: Job, micro_batches: int, touched_bytes: int, rate: float) -> float:
+    """Convolutions, passes over the activations, and Python, which a GPU hides."""
+    model, device = job.model, job.cluster.device
+    assert isinstance(model, ResNetModel), "decoders are priced by the engine"
+    images = micro_batches * (job.layout.micro_batch or 1)
+    passes = FORWARD_PASSES + BACKWARD_PASSES + RECOMPUTE_PASSES[job.layout.recompute]
+    device_s = images * flops_per_token(model, job.data.seq_len) / rate
+    device_s += micro_batches * touched_bytes * passes / job.cluster.memory_bytes_per_s
+    python_s = micro_batches * (sum(model.blocks) + 1) * PYTHON_S[device]
+    return max(device_s, python_s) if device == "cuda" else device_s + python_s
+
+
+def _communication_s(cluster: Cluster, ranks: int, traffic: Sequence[Traffic]) -> tuple[float, float]:
+    """Ring all-reduces of a step: those of gradients, and those of control."""
+    crossing = ranks > cluster.devices_per_node
+    bandwidth = (cluster.nic_bytes_per_s if crossing else None) or cluster.link_bytes_per_s
+    latency = (cluster.nic_latency_s if crossing else None) or cluster.link_latency_s
+    seconds = {"control": 0.0, "gradients": 0.0}
+    for row in traffic:
+        if row.phase == "step":
+            rounds = 2 if row.op == "all_reduce" else 1
+            moved = row.bytes * rounds * (row.ranks - 1) / row.ranks
+            kind = "control" if row.axis == "control" else "gradients"
+            seconds[kind] += moved / bandwidth + row.calls * latency
+    return seconds["gradients"], seconds["control"]

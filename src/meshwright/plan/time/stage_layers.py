@@ -1,0 +1,131 @@
+"""Which layers a pipeline stage gets: as many as make the slowest rank as fast as it can be.
+
+The unit of cost is one block. The embedding costs so many blocks on the first stage, the head on the last;
+both are rounded to :data:`GRAIN`, so that few distinct splits exist.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.plan.estimate.grid import Floats, Grid
+from meshwright.plan.estimate.in_flight import V_SHAPED
+from meshwright.schedule.actions import loop_ranks, vee_ranks
+
+GRAIN = 1 / 8
+"""Fraction of a block that the costs of embedding and head are rounded to."""
+
+
+def assign_layers(layers: int, homes: Sequence[int], embedding: float, head: float) -> tuple[int, ...]:
+    """Layers of each stage. Each layer goes to the rank with the least work, and there to its fastest stage.
+
+    Of equal stages it goes to the latest: late stages hold the fewest in-flight micro-batches.
+
+    Args:
+        layers: Of the model; each stage has one at least.
+        homes: The pp_rank of each stage.
+        embedding: Cost of the embedding in blocks; it is on the first stage.
+        head: Cost of the head in blocks; it is on the last stage.
+    """
+    rounded = (round(cost / GRAIN) * GRAIN for cost in (embedding, head))
+    return _assign(layers, tuple(homes), *rounded)
+
+
+@functools.lru_cache(maxsize=65536)
+def _assign(layers: int, homes: tuple[int, ...], embedding: float, head: float) -> tuple[int, ...]:
+    costs = stage_costs([1] * len(homes), embedding, head)
+    stages: list[list[tuple[float, int]]] = [[] for _ in range(max(homes) + 1)]
+    for stage, rank in enumerate(homes):
+        heapq.heappush(stages[rank], (costs[stage], -stage))
+    loads = rank_costs(costs, homes)
+    ranks = [(loads[rank], *of_rank[0], rank) for rank, of_rank in enumerate(stages)]
+    heapq.heapify(ranks)
+    assigned = [1] * len(homes)
+    for _ in range(layers - len(homes)):
+        load, cost, stage, rank = ranks[0]
+        assigned[-stage] += 1
+        heapq.heapreplace(stages[rank], (cost + 1, stage))
+        heapq.heapreplace(ranks, (load + 1, *stages[rank][0], rank))
+    return tuple(assigned)
+
+
+class HeldLayers(NamedTuple):
+    """Layers of one pp rank, a place for each layout."""
+
+    layers: Floats
+    fewest: Floats
+    """Of its stage with the fewest."""
+
+
+def count_end_layers(
+    grid: Grid, layers: int, embedding: Floats, head: Floats
+) -> tuple[HeldLayers, HeldLayers]:
+    """What :func:`assign_layers` gives the first and the last pp rank; distinct splits are made once.
+
+    Args:
+        grid: Layouts with pipelines.
+        layers: Of the model.
+        embedding: Cost of the embedding in blocks.
+        head: Cost of the head in blocks.
+    """
+    vee = np.isin(grid.schedule, V_SHAPED)
+    grains = [np.round(cost / GRAIN).astype(np.int64) for cost in (embedding, head)]
+    keys = np.stack((grid.pp, np.where(vee, 2, grid.virtual_stages), vee.astype(np.int64), *grains))
+    distinct, places = np.unique(keys, axis=1, return_inverse=True)
+    rows = []
+    for pp, stages, vee_shaped, first, last in distinct.T.tolist():
+        homes = vee_ranks(pp) if vee_shaped else loop_ranks(pp, stages)
+        split = _assign(layers, homes, first * GRAIN, last * GRAIN)
+        ends = [[n for n, home in zip(split, homes, strict=True) if home == rank] for rank in (0, pp - 1)]
+        rows.append([number for held in ends for number in (sum(held), min(held))])
+    found = np.array(rows, dtype=np.float64).T[:, places.reshape(-1)]
+    return HeldLayers(found[0], found[1]), HeldLayers(found[2], found[3])
+
+
+def stage_costs(layers: Sequence[int], embedding: float, head: float) -> list[float]:
+    """Cost of each stage in blocks."""
+    costs = [float(count) for count in layers]
+    costs[0] += embedding
+    costs[-1] += head
+    return costs
+
+
+def rank_costs(stages: Sequence[float], homes: Sequence[int]) -> list[float]:
+    """Cost of the stages of each pipeline rank."""
+    loads = [0.0] * (max(homes) + 1)
+    for cost, rank in zip(stages, homes, strict=True):
+        loads[rank] += cost
+    return loads
+
+
+def slowest_load(grid: Grid, layers: int, embedding: Floats, head: Floats) -> Floats:
+    """Cost of the slowest rank in blocks, with the layers that :func:`assign_layers` gives each.
+
+    The least load L for which the ranks have room for all layers: floor(L) on a rank without an end,
+    floor(L - embedding) on the first rank, floor(L - head) on the last, and one layer per stage at least.
+    L is a whole number, or a whole number plus the cost of an end.
+    """
+    single = np.isin(grid.schedule, V_SHAPED)
+    stages = np.where(single, 2, grid.virtual_stages)
+    first, last = (np.round(cost / GRAIN) * GRAIN for cost in (embedding, head))
+    # Both ends of a V-shaped pipeline are on the first rank.
+    first, last = np.where(single, first + last, first), np.where(single, 0.0, last)
+    mean = (layers + first + last) / grid.pp
+    least = np.maximum(np.maximum(stages + first, stages + last), mean)
+
+    def room(load: Floats) -> Floats:
+        ends = np.maximum(np.floor(load - first), stages) + np.maximum(np.floor(load - last), stages)
+        return ends + (grid.pp - 2) * np.maximum(np.floor(load), stages)
+
+    best = np.ceil(least) + 1.0
+    for end in (np.zeros_like(first), first, last):
+        base = np.ceil(least - end)
+        for more in (0.0, 1.0):
+            load = base + more + end
+            best = np.where((load < best) & (room(load) >= layers), load, best)
+    return best
