@@ -147,8 +147,12 @@ def predict(job: Job, layout: Layout) -> Prediction:
     """Memory, collectives and time of one layout; what it leaves open is settled."""
     placed = with_layout(job, settle_layout(job, layout))
     exact = is_exact(placed)
+    return predict_rest(placed, predict_memory(placed, exact), exact)
+
+
+def predict_rest(placed: Job, memory: Memory, exact: bool) -> Prediction:
+    """The same of a settled job whose memory is known."""
     micro_batches = count_micro_batches(placed)
-    memory = predict_memory(placed, exact)
     traffic: tuple[Traffic, ...] = ()
     if placed.train.runtime == "meshwright":
         rows = [predict_traffic(placed, pp_rank) for pp_rank in range(placed.layout.pp)]
@@ -164,13 +168,23 @@ def predict_memory(job: Job, exact: bool) -> Memory:
     if not exact:
         return _estimate_memory(job)
     ledgers = tuple(predict_ledger(job, micro, micro_batches, rank) for rank in range(job.layout.pp))
-    needs, host = [], 0
-    for pp_rank, ledger in enumerate(ledgers):
-        away = sum(offloaded_state(job, ledger.state_bytes).values())
-        checkpoint = predict_checkpoint(job, pp_rank, sum(ledger.state_bytes.values()) - away)
-        needs.append(MemoryNeed.of(job, ledger.peak_bytes, ledger.first_peak_bytes, checkpoint))
-        host = max(host, away)
-    return Memory(ledgers, tuple(needs), host if job.cluster.device == "cuda" else 0)
+    needs = tuple(_need_of(job, pp_rank, ledger) for pp_rank, ledger in enumerate(ledgers))
+    host = max(sum(offloaded_state(job, ledger.state_bytes).values()) for ledger in ledgers)
+    return Memory(ledgers, needs, host if job.cluster.device == "cuda" else 0)
+
+
+def _need_of(job: Job, pp_rank: int, ledger: Ledger) -> MemoryNeed:
+    away = sum(offloaded_state(job, ledger.state_bytes).values())
+    checkpoint = predict_checkpoint(job, pp_rank, sum(ledger.state_bytes.values()) - away)
+    return MemoryNeed.of(job, ledger.peak_bytes, ledger.first_peak_bytes, checkpoint)
+
+
+def needed_at_ends(job: Job) -> int:
+    """What the first and the last pp rank of a settled job need; quicker than asking all of them."""
+    micro, micro_batches = job.layout.micro_batch or 1, count_micro_batches(job)
+    ranks = {0, job.layout.pp - 1}
+    needs = [_need_of(job, rank, predict_ledger(job, micro, micro_batches, rank)) for rank in ranks]
+    return max(need.needed_bytes for need in needs)
 
 
 def _estimate_memory(job: Job) -> Memory:

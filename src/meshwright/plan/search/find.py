@@ -24,7 +24,16 @@ from meshwright.plan.estimate.grid import SCHEDULES, Floats, Grid
 from meshwright.plan.estimate.memory import estimate_memory
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.fit import usable_bytes
-from meshwright.plan.predict import Prediction, is_exact, predict
+from meshwright.plan.predict import (
+    Prediction,
+    does_fit,
+    is_exact,
+    needed_at_ends,
+    predict,
+    predict_memory,
+    predict_rest,
+    settle_layout,
+)
 from meshwright.plan.search.bound import PeakBound
 from meshwright.plan.search.enumerate import Chunk, Space, world_sizes
 from meshwright.plan.search.floors import products_s, schedules_floor_s
@@ -197,6 +206,8 @@ class _Search:
         rules = [p for p in find_problems(plain) if not p.path.startswith("layout")]
         self.bound = None if rules else PeakBound(job)
         """None where no layout has an exact ledger."""
+        self._closest: tuple[int, Layout] | None = None
+        """What the least of the layouts that do not fit needs, and that layout."""
 
     def left_s(self) -> float:
         """Seconds until the search must end."""
@@ -304,22 +315,30 @@ class _Search:
                 found.stopped_early = True
                 break
             prediction = self._predict(shortlist.grid.layout(place))
-            if prediction is not None and prediction.fits:
+            if prediction is not None:
                 fitting.append(prediction)
         found.best = order_best(self.by, fitting)
-        if not fitting and found.smallest is not None:
-            self._predict(found.smallest.grid.layout(0))
+        if not fitting:
+            if found.smallest is not None:
+                self._predict(found.smallest.grid.layout(0))
+            found.closest = None if self._closest is None else predict(self.job, self._closest[1])
 
     def _predict(self, layout: Layout) -> Prediction | None:
-        """One layout, if it is legal."""
-        if self.bound is not None and not is_exact(with_layout(self.job, layout)):
+        """One layout, if it is legal and fits; memory decides before anything else is predicted."""
+        placed = with_layout(self.job, settle_layout(self.job, layout))
+        exact = is_exact(placed)
+        if self.bound is not None and not exact:
             return None
-        found = self.found
-        prediction = predict(self.job, layout)
-        found.checked += 1
-        if found.closest is None or prediction.needed_bytes < found.closest.needed_bytes:
-            found.closest = prediction
-        return prediction
+        self.found.checked += 1
+        needed = needed_at_ends(placed) if exact and placed.layout.pp > 1 else 0
+        if needed <= self.usable:
+            memory = predict_memory(placed, exact)
+            if does_fit(placed, memory):
+                return predict_rest(placed, memory, exact)
+            needed = memory.need.needed_bytes
+        if self._closest is None or needed < self._closest[0]:
+            self._closest = needed, placed.layout
+        return None
 
 
 def score(by: By, prediction: Prediction) -> float:
