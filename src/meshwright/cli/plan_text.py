@@ -21,6 +21,8 @@ MOST_ROWS = 12
 """Layouts in the table for people; ``--json`` has as many as ``--top`` says."""
 MOST_COLLECTIVES = 40
 """Rows of collectives that are all shown; of more, those of one pp rank."""
+MOST_STAGES = 16
+"""Stages that are shown one by one; the reasons list the layers of more."""
 FORMULA_WIDTH = 90
 
 
@@ -49,7 +51,7 @@ def describe_plan(output: Output, plan: Plan) -> None:
     _, peak = peak_rate(job.cluster, job.train.precision)
     output.say(f"  interval: {spread.basis}; MFU counts against {peak}; rates: {job.cluster.basis}")
     output.say(f"  overrides: {layout_overrides(job.layout)}")
-    if plan.pipeline is not None and plan.exact:
+    if plan.pipeline is not None and plan.exact and len(plan.stages()) <= MOST_STAGES:
         output.say()
         output.table("Stages", STAGE_COLUMNS, stage_cells(plan))
     _describe_memory(output, plan)

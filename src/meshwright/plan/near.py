@@ -46,7 +46,7 @@ def list_changes(job: Job, layout: Layout) -> list[tuple[str, Layout]]:
     present one is not legal any more.
     """
     to_run = is_exact(with_layout(job, layout))
-    seen: set[Layout] = {layout}
+    seen: set[Layout] = {_consistent(job, layout)}
     found = []
     for words, changed in _changes(job, layout):
         settled = _consistent(job, changed)

@@ -60,8 +60,9 @@ def _why(asked: Job, found: Found) -> str:
     fastest = min(found.best, key=lambda p: p.step_s)
     if found.by == "time" and fastest is not best and fastest.step_s < best.step_s * (1 - 1e-6):
         slower = best.step_s / fastest.step_s - 1
-        words = f"{describe_layout(best.layout)}: the simplest of {count} that fit, within {SIMPLER:.0%} of "
-        words += f"the shortest step ({slower:+.2%} against {describe_layout(fastest.layout)})"
+        margin = f"within {SIMPLER[asked.cluster.device]:.0%} of the shortest step"
+        against = f"{slower:+.2%} against {describe_layout(fastest.layout)}"
+        words = f"{describe_layout(best.layout)}: the simplest of {count} that fit, {margin} ({against})"
     if best.layout.world_size == 1 < devices:
         words += "; one device is enough, communication would cost more than it gives"
     elif best.layout.world_size < devices:

@@ -72,6 +72,23 @@ class _Block:
     """16-bit weight copies among what is kept; a split backward pass keeps none."""
 
 
+@dataclass(frozen=True)
+class Ends:
+    """Costs of what lies around the blocks, in blocks, a place for each layout."""
+
+    embedding: Floats
+    head: Floats
+
+    @classmethod
+    def of(cls, step: StepEstimate) -> Ends:
+        """Of an estimated step; they do not depend on the pipeline schedule."""
+        return cls(step.embedding.total / step.block.total, step.head.total / step.block.total)
+
+    def take(self, places: np.ndarray) -> Ends:
+        """Those of some layouts."""
+        return Ends(self.embedding[places], self.head[places])
+
+
 class PeakBound:
     """Bounds of one job's layouts. Sizes of a block are looked up once for all layouts that share them."""
 
@@ -80,17 +97,17 @@ class PeakBound:
         self.weights = Weights.of(self.model)
         self._sizes: dict[tuple[int, ...], tuple[float, ...]] = {}
 
-    def needed_bytes(self, grid: Grid, step: StepEstimate) -> Floats:
+    def needed_bytes(self, grid: Grid, ends: Ends) -> Floats:
         """A lower bound of the device memory that the rank with the largest need takes.
 
         Args:
             grid: The layouts.
-            step: Their estimated step, whose costs decide which layers a pipeline stage gets.
+            ends: Costs of their embedding and head, which decide how many layers a pipeline stage gets.
         """
         reserve, context = overhead(self.job)
-        return np.asarray(self.peak_bytes(grid, step) * (1 + reserve) + context, dtype=np.float64)
+        return np.asarray(self.peak_bytes(grid, ends) * (1 + reserve) + context, dtype=np.float64)
 
-    def peak_bytes(self, grid: Grid, step: StepEstimate) -> Floats:
+    def peak_bytes(self, grid: Grid, ends: Ends) -> Floats:
         """A lower bound of live tensors at the peak, on the fullest rank."""
         columns = self._look_up(grid)
         one = grid.pp == 1
@@ -98,8 +115,7 @@ class PeakBound:
         if one.any():
             peaks[one] = self._without_pipeline(grid.take(one), columns[:, one])
         if not one.all():
-            ends = (step.embedding.total / step.block.total)[~one], (step.head.total / step.block.total)[~one]
-            peaks[~one] = self._with_pipeline(grid.take(~one), columns[:, ~one], ends)
+            peaks[~one] = self._with_pipeline(grid.take(~one), columns[:, ~one], ends.take(~one))
         workspace = GPU_WORKSPACE_BYTES if self.job.cluster.device == "cuda" else 0
         return peaks + workspace
 
@@ -193,15 +209,15 @@ class PeakBound:
         made = np.asarray(moment.activations.bytes) + np.asarray(moment.workspace.bytes)
         return np.where(whole, made, eager)
 
-    def _with_pipeline(self, grid: Grid, columns: Floats, ends: tuple[Floats, Floats]) -> Floats:
+    def _with_pipeline(self, grid: Grid, columns: Floats, ends: Ends) -> Floats:
         """The larger of the first and the last pp rank, with the micro-batches in flight there.
 
         Args:
             grid: The layouts, all with a pipeline.
             columns: Of :meth:`_look_up`.
-            ends: Costs of embedding and head in blocks.
+            ends: Costs of embedding and head.
         """
-        held = count_end_layers(grid, self.model.num_layers, *ends)
+        held = count_end_layers(grid, self.model.num_layers, ends.embedding, ends.head)
         ranks = (np.zeros_like(grid.pp), grid.pp - 1)
         return np.maximum(*(self._of_rank(grid, columns, r, h) for r, h in zip(ranks, held, strict=True)))
 

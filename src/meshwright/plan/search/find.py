@@ -34,7 +34,7 @@ from meshwright.plan.predict import (
     predict_rest,
     settle_layout,
 )
-from meshwright.plan.search.bound import PeakBound
+from meshwright.plan.search.bound import Ends, PeakBound
 from meshwright.plan.search.enumerate import Chunk, Space, world_sizes
 from meshwright.plan.search.floors import products_s, schedules_floor_s
 from meshwright.plan.time.engine import StepEstimate, estimate_step
@@ -47,14 +47,14 @@ ONE_F_ONE_B = SCHEDULES.index("1f1b")
 AWAY = ("optimizer", "all")
 OFFLOAD_MARGIN = 0.05
 """By how much offloading must be faster than full activation checkpointing to be taken."""
-SIMPLER = 0.01
-"""Of layouts within this share of the best one, the simplest is recommended."""
+SIMPLER = {"cuda": 0.01, "cpu": 0.1}
+"""Of layouts within this share of the best one the simplest is recommended. Times on CPUs are a guess."""
 CHECKED = 64
 """Layouts that fit exactly before a search ends."""
 SHORTLIST = 2048
 """Layouts that the first stage keeps: many of them may turn out not to fit."""
-BUDGET_S = 10.0
-"""Seconds of a whole search."""
+BUDGET_S = 8.0
+"""Seconds of a whole search; a command that searches then ends within 10."""
 PRUNING_SHARE = 0.6
 """Of the budget, for the first stage."""
 Progress = Callable[[int, int], None]
@@ -204,8 +204,9 @@ class _Search:
         self.usable = usable_bytes(job.cluster)
         plain = with_layout(job, Layout("given"))
         rules = [p for p in find_problems(plain) if not p.path.startswith("layout")]
-        self.bound = None if rules else PeakBound(job)
-        """None where no layout has an exact ledger."""
+        self.bound = PeakBound(job)
+        self.exact = not rules
+        """Whether this version runs such jobs, so that layouts have an exact ledger."""
         self._closest: tuple[int, Layout] | None = None
         """What the least of the layouts that do not fit needs, and that layout."""
 
@@ -257,8 +258,9 @@ class _Search:
             return
         plain = plain.take(rows)
         step = estimate_step(self.workload, plain)
+        ends = Ends.of(step)
         if space.has_plain:
-            self._keep(plain, step, self._needed(plain, step))
+            self._keep(plain, step, self._needed(plain, ends))
         grid, source = chunk.grow(rows), np.repeat(np.arange(len(rows)), chunk.sizes[rows])
         left = np.ones(len(grid), dtype=np.bool_)
         if space.has_plain:
@@ -268,20 +270,24 @@ class _Search:
         left &= ~hopeless
         if left.any():
             grid = grid.take(left)
-            step = estimate_step(self.workload, grid)
-            self._keep(grid, step, self._needed(grid, step))
+            needed = self._needed(grid, ends.take(source[left]))
+            fits = needed <= self.usable
+            found.pruned += int((~fits).sum())
+            if fits.any():
+                grid = grid.take(fits)
+                self._keep(grid, estimate_step(self.workload, grid), needed[fits])
 
     def _least_bytes(self, plain: Grid) -> Floats:
         """What a layout needs with any schedule, at least."""
-        if self.bound is not None:
+        if self.job.train.runtime == "meshwright":  # the estimate of its state is the same
             return self.bound.least_bytes(plain)
         return np.zeros(len(plain))
 
-    def _needed(self, grid: Grid, step: StepEstimate) -> Floats:
+    def _needed(self, grid: Grid, ends: Ends) -> Floats:
         """A lower bound of the device memory that a layout needs; the estimate where nothing is exact."""
-        if self.bound is None:
-            return estimate_memory(self.workload, grid).peak_bytes
-        return self.bound.needed_bytes(grid, step)
+        if self.exact:
+            return self.bound.needed_bytes(grid, ends)
+        return estimate_memory(self.workload, grid).peak_bytes
 
     def _keep(self, grid: Grid, step: StepEstimate, needed: Floats) -> None:
         found = self.found
@@ -327,7 +333,7 @@ class _Search:
         """One layout, if it is legal and fits; memory decides before anything else is predicted."""
         placed = with_layout(self.job, settle_layout(self.job, layout))
         exact = is_exact(placed)
-        if self.bound is not None and not exact:
+        if self.exact and not exact:
             return None
         self.found.checked += 1
         needed = needed_at_ends(placed) if exact and placed.layout.pp > 1 else 0
@@ -353,9 +359,10 @@ def order_best(by: By, found: list[Prediction]) -> list[Prediction]:
     ranked = sorted(found, key=lambda p: (score(by, p), p.needed_bytes))
     if not ranked:
         return []
-    near = [p for p in ranked if score(by, p) <= score(by, ranked[0]) * (1 + SIMPLER)]
     if by == "memory":
         return ranked
+    margin = SIMPLER[ranked[0].job.cluster.device]
+    near = [p for p in ranked if score(by, p) <= score(by, ranked[0]) * (1 + margin)]
     simplest = min(near, key=lambda p: (float(complexity(Grid.of([p.layout]))[0]), score(by, p)))
     return [simplest, *(p for p in ranked if p is not simplest)]
 
