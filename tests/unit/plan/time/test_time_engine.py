@@ -228,5 +228,5 @@ def test_eight_ranks_of_a_ring_are_not_free_on_short_sequences():
         given = dataclasses.replace(workload(device="H100-80GB-SXM", profile="megatron-core"), seq_len=length)
         chunked, whole = estimate_step(given, grid).parts["compute"]
         ratios.append(chunked / whole)
-    assert ratios[0] > 1.05
+    assert ratios[0] > 1.04
     assert 1 < ratios[1] < 1.04

@@ -1,4 +1,4 @@
-"""Stages by cost: layers that balance ranks, the closed form of the slowest rank, one walk of the schedule."""
+"""Stages by cost: layers that balance ranks, the slowest rank in closed form, one walk of the schedule."""
 
 from __future__ import annotations
 
