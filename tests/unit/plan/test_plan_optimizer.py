@@ -70,12 +70,8 @@ def test_work_grows_with_passes_and_with_muons_products(make_job):
     assert _cost(make_job(train={"optimizer": "sgd", "momentum": 0.0})).moved_bytes == 12 * TOTAL
     assert {name for name, cost in costs.items() if cost.flops} == {"muon"}
     assert count_newton_schulz_flops([Parameter("tall", (3, 2))]) == 5 * 2 * (2 * 4 * 3 + 8)
-    times = {
-        name: predict_step(make_job(train={"optimizer": name}, cluster={"device": "cpu"}), 1).parts[
-            "optimizer"
-        ]
-        for name in costs
-    }
+    jobs = {name: make_job(train={"optimizer": name}, cluster={"device": "cpu"}) for name in costs}
+    times = {name: predict_step(job, 1).parts["optimizer"] for name, job in jobs.items()}
     assert times["sgd"] < times["adamw"] < times["muon"]
 
 

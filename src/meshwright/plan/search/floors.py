@@ -18,6 +18,7 @@ from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.shapes import count_active_matmul_parameters
 from meshwright.plan.time.engine import WORK_PARTS, StepEstimate
 from meshwright.plan.time.gemm import TILES, Device
+from meshwright.plan.time.probed import fastest_gemm
 from meshwright.plan.time.rates import rates_of
 
 WITH_BUBBLE = [SCHEDULES.index(name) for name in ("gpipe", "1f1b", "interleaved")]
@@ -32,7 +33,9 @@ def highest_rate(workload: Workload) -> float:
     rates = rates_of(workload)
     device = Device.of(workload, rates)
     tile = max(rate for *_, rate in TILES)
-    return max(device.flops_per_s, device.plain_flops_per_s) * max(1.0, tile) * max(1.0, rates.expert_matmul)
+    counted = max(device.flops_per_s, device.plain_flops_per_s) * max(1.0, tile)
+    probed = workload.cluster.probed
+    return max(counted * max(1.0, rates.expert_matmul), 0.0 if probed is None else fastest_gemm(probed))
 
 
 def products_s(workload: Workload, devices: int) -> float:

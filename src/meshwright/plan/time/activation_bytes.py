@@ -9,6 +9,17 @@ from meshwright.plan.estimate.grid import Floats, Grid
 from meshwright.plan.estimate.state import FLOAT32
 from meshwright.plan.estimate.workload import Workload
 
+FORWARD_PASSES, BACKWARD_PASSES = 3, 5
+"""Times that the activations of an eager step cross the memory bus."""
+SELECTIVE_PASSES = 2
+"""Times that selective activation checkpointing adds; full adds a forward pass."""
+
+
+def count_passes(recompute: str) -> int:
+    """Times that the activations of an eager step cross the memory bus, by ``layout.recompute``."""
+    again = {"none": 0, "selective": SELECTIVE_PASSES, "full": FORWARD_PASSES}
+    return FORWARD_PASSES + BACKWARD_PASSES + again[recompute]
+
 
 def block_bytes(workload: Workload, grid: Grid) -> Floats:
     """Activations that an average block of an eager step makes of one micro-batch."""

@@ -9,14 +9,16 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.plan.estimate.grid import Floats
-from meshwright.plan.time.activation_bytes import block_bytes, head_bytes
+from meshwright.plan.time.activation_bytes import (
+    BACKWARD_PASSES,
+    FORWARD_PASSES,
+    SELECTIVE_PASSES,
+    block_bytes,
+    head_bytes,
+)
 from meshwright.plan.time.block import BlockModel, Passes
 from meshwright.plan.time.gemm import Sizes, gemm_s
 
-FORWARD_PASSES, BACKWARD_PASSES = 3, 5
-"""Times that the activations of an eager step cross the memory bus."""
-SELECTIVE_PASSES = 2
-"""Times that selective activation checkpointing adds; full adds a forward pass."""
 ATTENTION_BACKWARD = 2.0
 """FLOPs of attention's backward pass, over those of its forward pass."""
 

@@ -282,6 +282,8 @@ class _Step:
     def _slowest_s(self, block: Passes, head: Passes, embedding: Passes, mean: Passes) -> Floats:
         """Work of the slowest pipeline rank on one micro-batch."""
         grid, layers = self.grid, self.model.num_layers
+        if not (grid.pp > 1).any():
+            return mean.total
         if self.rules.balanced_stages:
             units = slowest_load(grid, layers, embedding.total / block.total, head.total / block.total)
             return np.where(grid.pp == 1, mean.total, np.maximum(units * block.total, mean.total))
@@ -300,7 +302,9 @@ class _Step:
 
     def _pipeline(self, mean: Passes, slow_s: Floats, send_s: Floats) -> tuple[Floats, Floats]:
         """The bubble, and the transfers between stages that nothing hides."""
-        grid = self.grid
+        grid, staged = self.grid, self.grid.pp > 1
+        if not staged.any():
+            return np.zeros(len(grid)), np.zeros(len(grid))
         stages = np.where(np.isin(grid.schedule, V_SHAPED), 2, grid.virtual_stages)
         chunk = mean.times(1 / stages)
 
@@ -310,7 +314,7 @@ class _Step:
                 chunk.backward_weight, transfer, self.rules.overlap_p2p, slow_s,
             )  # fmt: skip
 
-        still, staged = makespan(0.0), grid.pp > 1
+        still = makespan(0.0)
         bubble = np.where(staged, still - self.micro_batches * slow_s, 0.0)
         return bubble, np.where(staged, makespan(send_s) - still, 0.0)
 

@@ -44,17 +44,13 @@ from meshwright.plan.shapes import (
     residual_bytes,
     with_gradients,
 )
-from meshwright.plan.time.activation_bytes import touched_bytes
+from meshwright.plan.time.activation_bytes import count_passes, touched_bytes
 from meshwright.plan.time.gemm import tile_share
 from meshwright.spec.compiled import keeps_copies, races_products, runs_own_kernels
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.probed import AttentionTime, Precision, Probed, ProductTime
 
-ACTIVATION_PASSES = 8
-"""Times that the activations of an eager step cross the memory bus in forward and backward."""
-RECOMPUTE_PASSES = {"none": 0, "selective": 2, "full": 3}
-"""Times that they cross it once more when they are computed again."""
 BACKWARD_FLOPS = 2.5
 """Of attention's backward pass, over its forward pass: five products for two."""
 NEARNESS = 0.01
@@ -174,7 +170,7 @@ def count_work(job: Job, micro_batches: int, touched_bytes: int) -> Work:
     elif job.train.compile:
         moved = _compiled_bytes(job, model, micro_batches)
     else:
-        moved = micro_batches * touched_bytes * (ACTIVATION_PASSES + RECOMPUTE_PASSES[job.layout.recompute])
+        moved = micro_batches * touched_bytes * count_passes(job.layout.recompute)
     return Work(
         products_s=products_s,
         attention_s=attention_s,
@@ -290,11 +286,7 @@ class _Times:
         products = [entry for entry in probed.products if entry.precision == precision]
         beside = "bf16" if precision == "fp8" else precision
         attention = [entry for entry in probed.attention if entry.precision == beside]
-        rate = max(
-            2.0 * entry.rows * entry.columns * entry.depth / _time_of(entry, kind)
-            for entry in products
-            for kind in KINDS
-        )
+        rate = max(_gemm_rate(entry, kind) for entry in products for kind in KINDS)
         attention_rate = max(_attention_flops(entry) / entry.forward_s for entry in attention)
         empty = cls(probed, low, rate, attention_rate, {}, [], [])
         by_kind = {kind: [empty._compare_product(entry, kind) for entry in products] for kind in KINDS}
@@ -344,6 +336,15 @@ class _Times:
 
     def _compare_attention(self, entry: AttentionTime, times: float, took_s: float) -> _Probe:
         return _Probe(_attention_place(entry), took_s / self._count_attention(entry, times))
+
+
+def fastest_gemm(probed: Probed) -> float:
+    """FLOP/s of the fastest probed GEMM; no predicted one is faster by more than :data:`RACED`."""
+    return max(_gemm_rate(entry, kind) for entry in probed.products for kind in KINDS) / RACED
+
+
+def _gemm_rate(entry: ProductTime, kind: Kind) -> float:
+    return 2.0 * entry.rows * entry.columns * entry.depth / _time_of(entry, kind)
 
 
 def _time_of(entry: ProductTime, kind: Kind) -> float:

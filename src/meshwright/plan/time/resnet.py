@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from meshwright.plan.optimizer import predict_optimizer
 from meshwright.plan.parts import held_parameters
-from meshwright.plan.time.cpu_block import BACKWARD_PASSES, FORWARD_PASSES, SELECTIVE_PASSES
+from meshwright.plan.time.activation_bytes import count_passes
 from meshwright.plan.time.flops import flops_per_token, matmul_rate
 from meshwright.plan.traffic import Traffic
 from meshwright.spec.cluster import Cluster
@@ -19,8 +19,6 @@ from meshwright.spec.model import ResNetModel
 
 CONVOLUTION_EFFICIENCY = 0.4
 """Rate of convolutions over that of a large GEMM: five ResNets on one core, within 1.8 times."""
-RECOMPUTE_PASSES = {"none": 0, "selective": SELECTIVE_PASSES, "full": FORWARD_PASSES}
-"""Passes over the activations that activation checkpointing adds."""
 PYTHON_S = {"cpu": 1.0e-3, "cuda": 2.0e-3}
 """Time of eager Python for one block of one micro-batch."""
 OVERLAP = {"cpu": 0.5, "cuda": 0.9}
@@ -58,9 +56,9 @@ def _compute_s(job: Job, micro_batches: int, touched_bytes: int, rate: float) ->
     model, device = job.model, job.cluster.device
     assert isinstance(model, ResNetModel), "decoders are priced by the engine"
     images = micro_batches * (job.layout.micro_batch or 1)
-    passes = FORWARD_PASSES + BACKWARD_PASSES + RECOMPUTE_PASSES[job.layout.recompute]
     device_s = images * flops_per_token(model, job.data.seq_len) / rate
-    device_s += micro_batches * touched_bytes * passes / job.cluster.memory_bytes_per_s
+    moved = micro_batches * touched_bytes * count_passes(job.layout.recompute)
+    device_s += moved / job.cluster.memory_bytes_per_s
     python_s = micro_batches * (sum(model.blocks) + 1) * PYTHON_S[device]
     return max(device_s, python_s) if device == "cuda" else device_s + python_s
 

@@ -19,6 +19,8 @@ from meshwright.schedule.actions import loop_ranks, vee_ranks
 
 GRAIN = 1 / 8
 """Fraction of a block that the costs of embedding and head are rounded to."""
+SLACK = 1e-9
+"""Blocks by which floating-point sums may differ."""
 
 
 def assign_layers(layers: int, homes: Sequence[int], embedding: float, head: float) -> tuple[int, ...]:
@@ -108,24 +110,21 @@ def slowest_load(grid: Grid, layers: int, embedding: Floats, head: Floats) -> Fl
 
     The least load L for which the ranks have room for all layers: floor(L) on a rank without an end,
     floor(L - embedding) on the first rank, floor(L - head) on the last, and one layer per stage at least.
-    L is a whole number, or a whole number plus the cost of an end.
+    L is a whole number, or a whole number plus the cost of an end. Costs are not rounded here.
     """
-    single = np.isin(grid.schedule, V_SHAPED)
-    stages = np.where(single, 2, grid.virtual_stages)
-    first, last = (np.round(cost / GRAIN) * GRAIN for cost in (embedding, head))
+    folded = np.isin(grid.schedule, V_SHAPED)
+    stages = np.where(folded, 2, grid.virtual_stages)
     # Both ends of a V-shaped pipeline are on the first rank.
-    first, last = np.where(single, first + last, first), np.where(single, 0.0, last)
-    mean = (layers + first + last) / grid.pp
-    least = np.maximum(np.maximum(stages + first, stages + last), mean)
+    first, last = np.where(folded, embedding + head, embedding), np.where(folded, 0.0, head)
+    least = np.maximum(stages + np.maximum(first, last), (layers + first + last) / grid.pp)
 
     def room(load: Floats) -> Floats:
-        ends = np.maximum(np.floor(load - first), stages) + np.maximum(np.floor(load - last), stages)
-        return ends + (grid.pp - 2) * np.maximum(np.floor(load), stages)
+        on_first, on_last = (np.maximum(np.floor(load - end + SLACK), stages) for end in (first, last))
+        return on_first + on_last + (grid.pp - 2) * np.floor(load + SLACK)
 
-    best = np.ceil(least) + 1.0
+    best = np.full(len(grid), np.inf)
     for end in (np.zeros_like(first), first, last):
-        base = np.ceil(least - end)
-        for more in (0.0, 1.0):
-            load = base + more + end
+        base = np.ceil(least - end - SLACK) + end
+        for load in (base, base + 1.0):
             best = np.where((load < best) & (room(load) >= layers), load, best)
     return best

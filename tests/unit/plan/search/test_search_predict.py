@@ -49,7 +49,8 @@ def test_the_parts_add_up_and_the_schedule_was_walked(make_job, schedule):
     assert low <= found.step_s <= high
     (closed,) = predict_layouts(job, [layout], walk=False)
     assert not closed.walked
-    assert found.step_s == pytest.approx(closed.step_s, rel=0.05)
+    # The head's gradients are in the forward pass: GPipe's two phases have different slowest stages.
+    assert found.step_s == pytest.approx(closed.step_s, rel=0.1 if schedule == "gpipe" else 0.05)
 
 
 def test_walked_bubbles_are_those_of_the_books(make_job):

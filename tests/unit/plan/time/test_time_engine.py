@@ -10,7 +10,9 @@ import pytest
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.profiles import PROFILES
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.time.block import BlockModel
 from meshwright.plan.time.engine import estimate_step
+from meshwright.plan.time.gemm import Device
 from meshwright.plan.time.rates import rates_of
 from meshwright.plan.validate.devices import known_devices
 from meshwright.spec.layout import Layout
@@ -200,3 +202,31 @@ def test_ranks_that_share_an_expert_pay_for_its_tokens():
     spread, cut, alone = estimate_step(given, Grid.of(layouts)).parts["expert parallel"]
     assert cut > spread > 0
     assert alone == 0
+
+
+@pytest.mark.parametrize(("profile", "lanes"), [("megatron-core", 1), ("meshwright", 8)])
+def test_ring_attention_is_priced_by_its_chunks_and_ulysses_by_whole_sequences(profile, lanes):
+    """Chunks of seq_len / cp tokens reach less of attention's rate, and every call has its launch."""
+    given = workload(device="H100-80GB-SXM", profile=profile)
+    rates = rates_of(given)
+    layouts = [change(PTD, tp=1, pp=1, cp=cp, dp_replicate=1024 // cp) for cp in (1, 8)]
+    layouts.append(change(layouts[1], context="ulysses"))
+    blocks = BlockModel(given, Device.of(given, rates), Grid.of(layouts))
+    whole, ring, exchanged = blocks.times().attention.forward
+    assert exchanged - rates.launch_s == pytest.approx((whole - rates.launch_s) / 8)
+    ramps = [length / (length + rates.attention_ramp) for length in (2048, 256)]
+    assert ring - 8 * lanes * rates.launch_s == pytest.approx(
+        (exchanged - rates.launch_s) * ramps[0] / ramps[1]
+    )
+
+
+def test_eight_ranks_of_a_ring_are_not_free_on_short_sequences():
+    """Chunks of 256 tokens take longer than Ulysses' whole sequences; those of 16,384 tokens hardly."""
+    ring = change(PTD, tp=1, pp=1, cp=8, dp_replicate=128, recompute="none")
+    grid, ratios = Grid.of([ring, change(ring, context="ulysses")]), []
+    for length in (2048, 131072):
+        given = dataclasses.replace(workload(device="H100-80GB-SXM", profile="megatron-core"), seq_len=length)
+        chunked, whole = estimate_step(given, grid).parts["compute"]
+        ratios.append(chunked / whole)
+    assert ratios[0] > 1.04
+    assert 1 < ratios[1] < 1.04

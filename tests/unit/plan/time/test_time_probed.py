@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.plan.choose import evaluate
+from meshwright.plan.estimate.grid import Grid
+from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.own_traffic import block_bytes
 from meshwright.plan.probing import PROGRAMMES, list_attention, list_products, list_runs
+from meshwright.plan.time.engine import estimate_step
 from meshwright.plan.time.flops import flops_per_token
 from meshwright.plan.time.interval import step_interval
 from meshwright.plan.time.probed import Timed, count_work, fit_steps, is_probed, list_linears, with_probed
@@ -207,6 +210,39 @@ def test_the_plan_of_a_probed_device_has_its_time_and_interval(job):
     assert "probe" in step_interval(probed).basis
     assert "probe" not in step_interval(job).basis
     assert evaluate(job, job.layout).time.total_s != step.total_s
+
+
+def test_probed_steps_are_exactly_those_of_the_engine(job):
+    """Compute and optimizer of the layouts that were probed; the others of a grid keep the counted ones."""
+    placed = with_probed(job, lawful(step_s=0.5))
+    layouts = [placed.layout, dataclasses.replace(placed.layout, tp=2)]
+    estimated = estimate_step(Workload.of(placed), Grid.of(layouts))
+    step, work = evaluate(placed, placed.layout).time, count_work(placed, 1, 0)
+    assert step.total_s == float(estimated.step_s[0])
+    assert step.parts["optimizer"] == pytest.approx(work.update_s)
+    assert step.parts["step overhead"] == 0.5
+    plain = estimate_step(Workload.of(job), Grid.of(layouts))
+    assert estimated.step_s[1] == plain.step_s[1]
+    assert estimated.step_s[0] != plain.step_s[0]
+
+
+def test_probed_cpus_share_the_engines_communication(make_job):
+    """Two replicas: compute as probed, the all-reduce of gradients as counted from the cluster's links."""
+    made = lawful()
+    products = tuple(dataclasses.replace(entry, precision="fp32") for entry in made.products)
+    attended = tuple(dataclasses.replace(entry, precision="fp32") for entry in made.attention)
+    probed = dataclasses.replace(
+        made, device="cpu", products=products, attention=attended, compiled=False, block_s=2e-3
+    )
+    job = make_job(cluster={"preset": "local", "device": "cpu", "devices_per_node": 2})
+    layout = dataclasses.replace(job.layout, mode="given", dp_replicate=2, micro_batch=2)
+    placed = with_probed(dataclasses.replace(job, layout=layout), probed)
+    assert is_probed(placed)
+    found = evaluate(placed, layout)
+    work = count_work(placed, found.micro_batches, found.ledger.touched_bytes)
+    assert found.time.parts["compute"] == pytest.approx(work.compute_s(probed) - probed.step_s, rel=1e-9)
+    assert found.time.parts["gradient reduction"] > 0
+    assert found.time.total_s == float(estimate_step(Workload.of(placed), Grid.of([layout])).step_s[0])
 
 
 @pytest.mark.parametrize(
