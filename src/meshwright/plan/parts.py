@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.plan.axes import experts_apart, is_expert
@@ -199,6 +200,12 @@ def read_schedule(path: str) -> PipelineSchedule:
     return _read_version(*_version_of(path))
 
 
+def schedule_version(job: Job) -> int:
+    """When the file of a job's schedule was last changed; 0 where the schedule is not a file's."""
+    file = job.layout.schedule_file
+    return 0 if file is None else _version_of(file)[1]
+
+
 def _version_of(path: str) -> tuple[Path, int]:
     file = Path(path)
     return file, file.stat().st_mtime_ns if file.exists() else 0
@@ -275,6 +282,47 @@ def _split_stages(
         tuple(part for part, home in zip(stages, homes, strict=True) if home == place)
         for place in range(max(homes) + 1)
     )
+
+
+class Borders(NamedTuple):
+    """What a pp rank sends to other ranks."""
+
+    forward: int
+    """Stages whose next one is elsewhere."""
+    backward: int
+    """Stages whose previous one is elsewhere."""
+    targets: int
+    """Other ranks that it sends to."""
+
+
+def borders_of(job: Job, place: int) -> Borders:
+    """The borders of the ranks at one place of the pipelines."""
+    return _list_borders(stage_homes(job))[place]
+
+
+@functools.lru_cache(maxsize=512)
+def _list_borders(homes: tuple[int, ...]) -> tuple[Borders, ...]:
+    """Of every pp rank."""
+    forward: list[list[int]] = [[] for _ in range(max(homes) + 1)]
+    backward: list[list[int]] = [[] for _ in forward]
+    for before, behind in itertools.pairwise(homes):
+        if before != behind:
+            forward[before].append(behind)
+            backward[behind].append(before)
+    return tuple(Borders(len(f), len(b), len({*f, *b})) for f, b in zip(forward, backward, strict=True))
+
+
+def first_alike(job: Job, place: int) -> int:
+    """The first place whose ranks hold and send as much as those at a place: most of a pipeline are alike."""
+    return _find_alike(held_model(job), *_stage_sizes(job))[place]
+
+
+@functools.lru_cache(maxsize=64)
+def _find_alike(model: Model, counts: tuple[int, ...], homes: tuple[int, ...]) -> tuple[int, ...]:
+    known: dict[Any, int] = {}
+    borders, places = _list_borders(homes), enumerate(_split_stages(model, counts, homes))
+    keys = [(place == 0, borders[place], *(part.representative for part in parts)) for place, parts in places]
+    return tuple(known.setdefault(key, place) for place, key in enumerate(keys))
 
 
 def held_parameters(job: Job, place: int) -> tuple[Parameter, ...]:
