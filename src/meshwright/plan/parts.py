@@ -377,15 +377,26 @@ def bucket_part(part: Part, apart: bool, bucket_mb: float) -> tuple[tuple[Parame
     return tuple(tuple(named[name] for name in names) for names in buckets)
 
 
+class BucketKinds(NamedTuple):
+    """The gradient buckets of one stage, of which most are alike."""
+
+    kinds: tuple[tuple[Parameter, ...], ...]
+    """The distinct ones, each with its parameters by kind."""
+    order: tuple[int, ...]
+    """The kind of each bucket."""
+
+
 @functools.lru_cache(maxsize=512)
-def bucket_kinds(part: Part, apart: bool, bucket_mb: float) -> tuple[tuple[Parameter, ...], ...]:
-    """The same buckets with their parameters by kind: buckets of alike parameters are equal."""
+def bucket_kinds(part: Part, apart: bool, bucket_mb: float) -> BucketKinds:
+    """The buckets of :func:`bucket_part` by kind."""
     known: dict[tuple[str, tuple[int, ...]], Parameter] = {}
-    found = []
+    found: dict[tuple[tuple[Parameter, int], ...], int] = {}
+    order = []
     for bucket in bucket_part(part, apart, bucket_mb):
         kinds = Counter(known.setdefault((name_in_block(p.name), p.shape), p) for p in bucket)
-        found.append(tuple(dataclasses.replace(p, repeats=times) for p, times in kinds.items()))
-    return tuple(found)
+        order.append(found.setdefault(tuple(kinds.items()), len(found)))
+    distinct = (tuple(dataclasses.replace(p, repeats=times) for p, times in kinds) for kinds in found)
+    return BucketKinds(tuple(distinct), tuple(order))
 
 
 @functools.lru_cache(maxsize=4096)
