@@ -189,7 +189,7 @@ def _build(name: str, pp: int, micro_batches: int, virtual_stages: int) -> Pipel
     return build_schedule(name, pp, micro_batches, virtual_stages)
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=256)
 def _count_built(name: str, pp: int, micro_batches: int, virtual_stages: int) -> tuple[InFlight, ...]:
     """Of a generated schedule; the counts are small, so more of them are kept than of schedules."""
     return count_in_flight(_build(name, pp, micro_batches, virtual_stages))
