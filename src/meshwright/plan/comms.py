@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 from meshwright.plan.axes import has_experts
 from meshwright.plan.bucket_traffic import predict_buckets
 from meshwright.plan.context_traffic import predict_context
 from meshwright.plan.expert_traffic import predict_experts
+from meshwright.plan.parts import first_alike, schedule_version
 from meshwright.plan.pipeline_traffic import predict_pipeline
 from meshwright.plan.sharding import predict_groups, predict_row_saves
 from meshwright.plan.tensor_traffic import predict_tensor
@@ -22,9 +25,15 @@ def predict_traffic(job: Job, place: int = 0) -> list[Traffic]:
         job: With its layout settled.
         place: The rank's index on the axis ``pp``; 0 is every rank where there is no pipeline.
     """
-    layout = job.layout
-    if layout.world_size == 1:
+    if job.layout.world_size == 1:
         return []
+    return list(_predict_alike(job, first_alike(job, place), schedule_version(job)))
+
+
+@functools.lru_cache(maxsize=256)
+def _predict_alike(job: Job, place: int, version: int) -> tuple[Traffic, ...]:
+    """The same at the first of alike places; ``version`` is that of the schedule's file."""
+    layout = job.layout
     rows = predict_groups(job, place) if layout.zero >= 2 else predict_buckets(job, place)
     rows += predict_row_saves(job, place)
     rows += predict_control(job)
@@ -36,4 +45,4 @@ def predict_traffic(job: Job, place: int = 0) -> list[Traffic]:
         rows += predict_tensor(job, place)
     if layout.pp > 1:
         rows += predict_pipeline(job, place)
-    return merge(rows)
+    return tuple(merge(rows))

@@ -534,6 +534,6 @@ def sum_blocks(
     for layer in layers:
         routed = is_routed(model, layer)
         if routed not in kinds:
-            kinds[routed] = of.count_bytes(with_gradients(job, tuple(list_block(model, layer))))
+            kinds[routed] = of.count_bytes(with_gradients(job, list_block(model, layer)))
         sums[layer] = kinds[routed]
     return sums

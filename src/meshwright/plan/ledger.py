@@ -8,6 +8,7 @@ the allocator's slack.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from meshwright.plan.decoder_memory import trace_decoder
 from meshwright.plan.moments import KeptGradients, Line, Moment, StepMemory
 from meshwright.plan.offload import SLOTS, offloaded_state, streaming_bytes
 from meshwright.plan.optimizer import UPDATE_CHUNK, UPDATE_CHUNK_BYTES, predict_optimizer
-from meshwright.plan.parts import held_buckets, held_kinds, held_parameters
+from meshwright.plan.parts import first_alike, held_buckets, held_kinds, held_parameters, schedule_version
 from meshwright.plan.pipeline_memory import PipelineMemory, trace_pipeline
 from meshwright.plan.resnet_memory import trace_resnet
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter, count_gradient_bytes
@@ -67,10 +68,9 @@ def predict_ledger(
         place: The rank's index on the axis ``pp``.
         rows: That experts read in each of the rank's layers with experts; None for an even share of all.
     """
-    parameters = held_kinds(job, place)
     if job.layout.pp > 1:
-        pipeline = trace_pipeline(job, place, micro_batch, micro_batches, rows)
-        return _predict_pipeline(job, parameters, place, pipeline)
+        return _predict_pipeline(job, place, trace_pipeline(job, place, micro_batch, micro_batches, rows))
+    parameters = held_kinds(job, place)
     if job.layout.zero >= 2:
         return _predict_sharded(job, parameters, micro_batch, micro_batches, rows)
     state, optimizer = _predict_state(job, parameters, rank=0)
@@ -116,26 +116,12 @@ def _predict_state(job: Job, parameters: Sequence[Parameter], rank: int) -> tupl
     return {"parameters": size, "gradients": gradients, "optimizer": optimizer.state_bytes}, optimizer.formula
 
 
-def _predict_pipeline(
-    job: Job, parameters: Sequence[Parameter], place: int, memory: PipelineMemory
-) -> Ledger:
-    """What a rank of a pipeline holds: its stages, and what they keep of all micro-batches on their way."""
-    rank = place * (job.layout.world_size // job.layout.pp)
-    if job.layout.zero >= 2:
-        state = sharded_state(job, rank)
-        ranks = dense_shard_axis(job.layout).size
-        formula = f"the state of these rows, not padded, over {ranks} ranks"
-    else:
-        state, formula = _predict_state(job, parameters, rank)
-    top, away = memory.top, offloaded_state(job, state)["parameters"]
-    held = "padded rows" if job.layout.zero >= 2 else str(sum(p.count for p in parameters))
+def _predict_pipeline(job: Job, place: int, memory: PipelineMemory) -> Ledger:
+    """What a rank of a pipeline holds: its stages, and what they keep of all in-flight micro-batches."""
+    state, held = _predict_stages(job, first_alike(job, place), schedule_version(job))
+    top = memory.top
     lines = [
-        Line(
-            "parameters",
-            state["parameters"] - away,
-            f"{away} on the host" if away else f"{held} x 4 (float32)",
-        ),
-        *_optimizer_lines(job, state["optimizer"], formula, rank),
+        *held,
         Line("gradients at the peak", top.gradients, f"of {state['gradients']}"),
         *([Line("gathered at the peak", top.gathered, "ZeRO")] if job.layout.zero >= 2 else ()),
         Line("micro-batches on their way", top.waiting, top.waiting_formula),
@@ -144,7 +130,27 @@ def _predict_pipeline(
         Line("handed over at the peak", top.handed, top.handed_formula),
         *memory.always,
     ]
-    return _add_up(job, lines, state, top.name, memory)
+    return _add_up(job, lines, dict(state), top.name, memory)
+
+
+@functools.lru_cache(maxsize=256)
+def _predict_stages(job: Job, place: int, version: int) -> tuple[dict[str, int], tuple[Line, ...]]:
+    """The state of the stages at the first of alike places, and its lines: parameters and optimizer.
+
+    ``version`` is that of the schedule's file.
+    """
+    rank, parameters = place * (job.layout.world_size // job.layout.pp), held_kinds(job, place)
+    if job.layout.zero >= 2:
+        state = sharded_state(job, rank)
+        ranks = dense_shard_axis(job.layout).size
+        formula = f"the state of these rows, not padded, over {ranks} ranks"
+    else:
+        state, formula = _predict_state(job, parameters, rank)
+    away = offloaded_state(job, state)["parameters"]
+    held = "padded rows" if job.layout.zero >= 2 else str(sum(p.count for p in parameters))
+    size, sized = state["parameters"] - away, f"{away} on the host" if away else f"{held} x 4 (float32)"
+    lines = _optimizer_lines(job, state["optimizer"], formula, rank)
+    return state, (Line("parameters", size, sized), *lines)
 
 
 def _predict_sharded(

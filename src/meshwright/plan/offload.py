@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from meshwright.plan.axes import experts_apart
 from meshwright.plan.parts import bucket_kinds, held_buckets, held_parts, pipeline_rank
-from meshwright.plan.shapes import Parameter
 from meshwright.plan.sharding import optimizer_bytes
 from meshwright.spec.job import Job
 
@@ -45,11 +44,9 @@ def streaming_bytes(job: Job, rank: int = 0) -> int:
     """Device memory for what is streamed; none where nothing is, or the host takes the update."""
     if job.layout.offload != "optimizer":
         return 0
-    sizes: dict[tuple[Parameter, ...], int] = {}
-    buckets = []
+    buckets: list[int] = []
     for part in held_parts(job, pipeline_rank(job, rank)):
-        for kinds in bucket_kinds(part.representative, experts_apart(job), job.layout.bucket_mb):
-            if kinds not in sizes:
-                sizes[kinds] = sum(optimizer_bytes(job, p, rank) for p in kinds)
-            buckets.append(sizes[kinds])
+        kinds, order = bucket_kinds(part.representative, experts_apart(job), job.layout.bucket_mb)
+        sizes = [sum(optimizer_bytes(job, p, rank) for p in bucket) for bucket in kinds]
+        buckets += [sizes[kind] for kind in order]
     return sum(slot_sizes(buckets))

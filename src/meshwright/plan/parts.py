@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.plan.axes import experts_apart, is_expert
@@ -188,7 +189,7 @@ def _build(name: str, pp: int, micro_batches: int, virtual_stages: int) -> Pipel
     return build_schedule(name, pp, micro_batches, virtual_stages)
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=256)
 def _count_built(name: str, pp: int, micro_batches: int, virtual_stages: int) -> tuple[InFlight, ...]:
     """Of a generated schedule; the counts are small, so more of them are kept than of schedules."""
     return count_in_flight(_build(name, pp, micro_batches, virtual_stages))
@@ -197,6 +198,12 @@ def _count_built(name: str, pp: int, micro_batches: int, virtual_stages: int) ->
 def read_schedule(path: str) -> PipelineSchedule:
     """A file's schedule; read once, unless it changes."""
     return _read_version(*_version_of(path))
+
+
+def schedule_version(job: Job) -> int:
+    """When the file of a job's schedule was last changed; 0 where the schedule is not a file's."""
+    file = job.layout.schedule_file
+    return 0 if file is None else _version_of(file)[1]
 
 
 def _version_of(path: str) -> tuple[Path, int]:
@@ -277,6 +284,47 @@ def _split_stages(
     )
 
 
+class Borders(NamedTuple):
+    """What a pp rank sends to other ranks."""
+
+    forward: int
+    """Stages whose next one is elsewhere."""
+    backward: int
+    """Stages whose previous one is elsewhere."""
+    targets: int
+    """Other ranks that it sends to."""
+
+
+def borders_of(job: Job, place: int) -> Borders:
+    """The borders of the ranks at one place of the pipelines."""
+    return _list_borders(stage_homes(job))[place]
+
+
+@functools.lru_cache(maxsize=512)
+def _list_borders(homes: tuple[int, ...]) -> tuple[Borders, ...]:
+    """Of every pp rank."""
+    forward: list[list[int]] = [[] for _ in range(max(homes) + 1)]
+    backward: list[list[int]] = [[] for _ in forward]
+    for before, behind in itertools.pairwise(homes):
+        if before != behind:
+            forward[before].append(behind)
+            backward[behind].append(before)
+    return tuple(Borders(len(f), len(b), len({*f, *b})) for f, b in zip(forward, backward, strict=True))
+
+
+def first_alike(job: Job, place: int) -> int:
+    """The first place whose ranks hold and send as much as those at a place: most of a pipeline are alike."""
+    return _find_alike(held_model(job), *_stage_sizes(job))[place]
+
+
+@functools.lru_cache(maxsize=64)
+def _find_alike(model: Model, counts: tuple[int, ...], homes: tuple[int, ...]) -> tuple[int, ...]:
+    known: dict[Any, int] = {}
+    borders, places = _list_borders(homes), enumerate(_split_stages(model, counts, homes))
+    keys = [(place == 0, borders[place], *(part.representative for part in parts)) for place, parts in places]
+    return tuple(known.setdefault(key, place) for place, key in enumerate(keys))
+
+
 def held_parameters(job: Job, place: int) -> tuple[Parameter, ...]:
     """All parameters of the ranks at one place of the pipelines; no two of its stages share one."""
     return with_gradients(job, tuple(p for part in held_parts(job, place) for p in part.parameters))
@@ -329,15 +377,26 @@ def bucket_part(part: Part, apart: bool, bucket_mb: float) -> tuple[tuple[Parame
     return tuple(tuple(named[name] for name in names) for names in buckets)
 
 
+class BucketKinds(NamedTuple):
+    """The gradient buckets of one stage, of which most are alike."""
+
+    kinds: tuple[tuple[Parameter, ...], ...]
+    """The distinct ones, each with its parameters by kind."""
+    order: tuple[int, ...]
+    """The kind of each bucket."""
+
+
 @functools.lru_cache(maxsize=512)
-def bucket_kinds(part: Part, apart: bool, bucket_mb: float) -> tuple[tuple[Parameter, ...], ...]:
-    """The same buckets with their parameters by kind: buckets of alike parameters are equal."""
+def bucket_kinds(part: Part, apart: bool, bucket_mb: float) -> BucketKinds:
+    """The buckets of :func:`bucket_part` by kind."""
     known: dict[tuple[str, tuple[int, ...]], Parameter] = {}
-    found = []
+    found: dict[tuple[tuple[Parameter, int], ...], int] = {}
+    order = []
     for bucket in bucket_part(part, apart, bucket_mb):
         kinds = Counter(known.setdefault((name_in_block(p.name), p.shape), p) for p in bucket)
-        found.append(tuple(dataclasses.replace(p, repeats=times) for p, times in kinds.items()))
-    return tuple(found)
+        order.append(found.setdefault(tuple(kinds.items()), len(found)))
+    distinct = (tuple(dataclasses.replace(p, repeats=times) for p, times in kinds) for kinds in found)
+    return BucketKinds(tuple(distinct), tuple(order))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -395,7 +395,7 @@ def _find_peak(in_flight: InFlight, stages: Sequence[_Stage], numbers: Sequence[
         stages: That it holds.
         numbers: Their numbers in the model.
     """
-    handed, others = stages[0].sizes.hidden, [_others(stages, state) for state in in_flight.states]
+    handed, others = stages[0].sizes.hidden, _list_others(in_flight.states, stages)
     widest = [stages[state.stage].widest(state.kind, state.grads[state.stage]) for state in in_flight.states]
     alone = [own.bytes + gradients + idle for own, (gradients, idle) in zip(widest, others, strict=True)]
     waiting = np.array([*(stage.kept for stage in stages), *(stage.pending for stage in stages)])
@@ -418,12 +418,15 @@ def _find_peak(in_flight: InFlight, stages: Sequence[_Stage], numbers: Sequence[
     )
 
 
-def _others(stages: Sequence[_Stage], state: RankState) -> tuple[int, int]:
-    """Gradients of the rank's other stages, and what they have gathered meanwhile."""
-    pairs = [
-        (s, made) for at, (s, made) in enumerate(zip(stages, state.grads, strict=True)) if at != state.stage
-    ]
-    return sum(s.grad_bytes(made) for s, made in pairs), sum(s.idle for s, _ in pairs)
+def _list_others(states: Sequence[RankState], stages: Sequence[_Stage]) -> list[tuple[int, int]]:
+    """In each state, gradients of the rank's stages that do not work, and what they have gathered."""
+    sizes = [[stage.grad_bytes(there) for there in WeightGrads] for stage in stages]
+    idle = sum(stage.idle for stage in stages)
+    found = []
+    for _, own, grads in states:
+        every = [held[there] for held, there in zip(sizes, grads, strict=True)]
+        found.append((sum(every) - every[own], idle - stages[own].idle))
+    return found
 
 
 def trace_pipeline(

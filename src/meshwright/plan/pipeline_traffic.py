@@ -11,16 +11,14 @@ For a checkpoint every other place sends to the first what that does not have, w
 
 from __future__ import annotations
 
-import itertools
-
 from meshwright.plan.optimizer import STEP_COUNT, rule_of, state_keys
 from meshwright.plan.parts import (
     TIED_AXIS,
     TIED_NAME,
+    borders_of,
     find_tied_places,
     held_kinds,
     saved_kinds,
-    stage_homes,
     whole_parts,
 )
 from meshwright.plan.shapes import FLOAT32_BYTES, residual_bytes
@@ -42,34 +40,18 @@ def handed_bytes(job: Job) -> int:
 
 def predict_pipeline(job: Job, place: int) -> list[Traffic]:
     """All that a rank at a place sends over ``pp``."""
-    forward, backward = _count_borders(job, place)
+    forward, backward, targets = borders_of(job, place)
     steps = count_micro_batches(job, job.train.global_batch) * (forward + backward)
     evaluations = count_micro_batches(job, job.train.eval_samples) * forward
     ranks, size = job.layout.pp, handed_bytes(job)
-    channels = len(_list_targets(job, place))
     return [
-        Traffic("pp", "send", "setup", ranks, channels, channels * FLOAT32_BYTES),
+        # It begins with one number to each rank that it sends to.
+        Traffic("pp", "send", "setup", ranks, targets, targets * FLOAT32_BYTES),
         Traffic("pp", "send", "step", ranks, steps, steps * size),
         Traffic("pp", "send", "eval", ranks, evaluations, evaluations * size),
         *_tied_traffic(job, place),
         _save_traffic(job, place),
     ]
-
-
-def _list_targets(job: Job, place: int) -> set[int]:
-    """The other places that a place sends to; it begins with one number to each."""
-    borders = list(itertools.pairwise(stage_homes(job)))
-    forward = {behind for home, behind in borders if home == place}
-    return (forward | {before for before, home in borders if home == place}) - {place}
-
-
-def _count_borders(job: Job, place: int) -> tuple[int, int]:
-    """Stages of a place whose next one is elsewhere, and whose previous one is."""
-    homes = stage_homes(job)
-    borders = list(itertools.pairwise(homes))
-    forward = sum(home == place != behind for home, behind in borders)
-    backward = sum(home == place != before for before, home in borders)
-    return forward, backward
 
 
 def _tied_traffic(job: Job, place: int) -> list[Traffic]:

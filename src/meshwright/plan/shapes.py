@@ -133,10 +133,11 @@ def is_routed(model: DecoderModel, layer: int) -> bool:
     return model.num_experts is not None and layer >= model.dense_layers
 
 
-def list_block(model: DecoderModel, layer: int, repeats: int = 1) -> list[Parameter]:
+@functools.lru_cache(maxsize=4096)
+def list_block(model: DecoderModel, layer: int, repeats: int = 1) -> tuple[Parameter, ...]:
     """The parameters of one block, or of so many alike ones by the first one's names."""
     kind = _list_block_kind(model, is_routed(model, layer))
-    return [Parameter(f"{BLOCK_PREFIX}{layer}.{p.name}", p.shape, repeats=repeats) for p in kind]
+    return tuple(Parameter(f"{BLOCK_PREFIX}{layer}.{p.name}", p.shape, repeats=repeats) for p in kind)
 
 
 def name_in_block(name: str) -> str:

@@ -53,10 +53,10 @@ def merge(rows: Iterable[Traffic]) -> list[Traffic]:
     kinds: dict[tuple[str, str, str], list[Traffic]] = {}
     for row in rows:
         kinds.setdefault((row.axis, row.op, row.phase), []).append(row)
-    merged = (
-        replace(same[-1], calls=sum(row.calls for row in same), bytes=sum(row.bytes for row in same))
-        for same in kinds.values()
-    )
+    merged = [
+        Traffic(*kind, same[-1].ranks, sum(row.calls for row in same), sum(row.bytes for row in same))
+        for kind, same in kinds.items()
+    ]
     return [row for row in merged if row.calls]
 
 

@@ -56,7 +56,7 @@ class InFlight:
     """The distinct ones."""
     state: Ints
     """Of each row, an index into ``states``."""
-    counts: Ints
+    counts: NDArray[np.int32]
     """Of each row: micro-batches that wait for backward, a column per stage; those that wait for weight
     gradients, a column per stage; tensors sent, handed over, and about to be received."""
     micro_batch: Ints
@@ -103,7 +103,7 @@ def _count_rank(schedule: PipelineSchedule, rank: int, row: _Row, position: Ints
             for kind, stage, *made in heads[of_state].tolist()
         ),
         state=state,
-        counts=table[first, known:],
+        counts=table[first, known:].astype(np.int32),
         micro_batch=row.micro_batch[first],
         split_backward=schedule.split_backward,
     )

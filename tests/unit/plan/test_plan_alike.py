@@ -1,0 +1,121 @@
+"""Predictions by kind equal those of every parameter, block and pp rank one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+
+from meshwright.plan import comms, decoder_memory, ledger
+from meshwright.plan.choose import settle_layout
+from meshwright.plan.comms import predict_traffic
+from meshwright.plan.ledger import predict_ledger
+from meshwright.plan.parts import first_alike, held_kinds, held_parameters, held_parts
+from meshwright.plan.sharding import padded_count
+from meshwright.schedule.build import build_schedule
+from meshwright.schedule.files import write_schedule
+
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 64, "dense_layers": 3}
+LAYOUTS = [
+    {"recompute": "none"},
+    {"dp_replicate": 4, "recompute": "full"},
+    {"dp_shard": 4, "zero": 1, "recompute": "selective"},
+    {"dp_shard": 4, "zero": 2},
+    {"dp_shard": 4, "zero": 3, "recompute": "full"},
+    {"dp_shard": 4, "zero": 3, "prefetch": 0},
+    {"dp_shard": 4, "zero": 3, "prefetch": 3, "recompute": "selective"},
+    {"dp_shard": 4, "zero": 3, "accumulate": "deferred"},
+    {"pp": 2, "schedule": "zbv", "virtual_stages": 2, "dp_shard": 2, "zero": 3},
+    {"pp": 2, "schedule": "zb-h1", "dp_shard": 2, "zero": 2, "recompute": "full"},
+    {"pp": 4, "schedule": "1f1b", "dp_shard": 2, "zero": 1},
+    {"pp": 2, "schedule": "interleaved", "virtual_stages": 3, "dp_replicate": 2},
+    # Places 2 and 3 have alike stages; those of place 3 hand over to each other.
+    {"pp": 4, "schedule": "zbv", "virtual_stages": 2, "stage_layers": [1, 1, 2, 2, 2, 2, 1, 1]},
+]
+
+
+@pytest.fixture
+def settled(make_job):
+    """``settled({"pp": 2})``: a job of twelve layers with its layout settled."""
+
+    def make(layout, **model):
+        job = make_job(
+            model={"num_layers": 12, **model},
+            cluster={"preset": "local", "device": "cpu", "devices_per_node": 8},
+            layout={"micro_batch": 1, **layout},
+        )
+        return dataclasses.replace(job, layout=settle_layout(job, job.layout))
+
+    return make
+
+
+def ledgers(job, micro_batches):
+    return [predict_ledger(job, 1, micro_batches, place) for place in range(job.layout.pp)]
+
+
+@pytest.mark.parametrize("model", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_largest_moment_is_near_an_end_of_alike_blocks(settled, monkeypatch, layout, model):
+    job = settled(layout, **model)
+    micro_batches = 8 // job.layout.data_degree
+    found = ledgers(job, micro_batches)
+    monkeypatch.setattr(
+        decoder_memory.Stack, "find_extremes", lambda stack, reach=0: set(range(len(stack.blocks)))
+    )
+    renamed = dataclasses.replace(job, name="all-layers")  # nothing is cached of it
+    assert found == ledgers(renamed, micro_batches)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[-5:], ids=str)
+def test_alike_places_hold_and_move_as_much(settled, monkeypatch, layout):
+    job = settled(layout)
+    found = ledgers(job, 4), [predict_traffic(job, place) for place in range(job.layout.pp)]
+    assert first_alike(job, 0) == 0
+    for module in (comms, ledger):
+        monkeypatch.setattr(module, "first_alike", lambda job, place: place)
+    renamed = dataclasses.replace(job, name="one-by-one")
+    assert found == (
+        ledgers(renamed, 4),
+        [predict_traffic(renamed, place) for place in range(job.layout.pp)],
+    )
+
+
+def test_middle_places_are_alike(settled):
+    job = settled({"pp": 6, "stage_layers": [2] * 6})
+    assert [first_alike(job, place) for place in range(6)] == [0, 1, 1, 1, 1, 5]
+
+
+@pytest.mark.parametrize("model", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("layout", LAYOUTS[-5:], ids=str)
+def test_kinds_have_all_parameters(settled, layout, model):
+    job = settled(layout, **model)
+    for place in range(job.layout.pp):
+        every, kinds = held_parameters(job, place), held_kinds(job, place)
+        assert sum(p.repeats for p in kinds) == len(every) > len(kinds)
+        assert sum(p.count for p in kinds) == sum(p.count for p in every)
+        assert sum(padded_count(p, 7) for p in kinds) == sum(padded_count(p, 7) for p in every)
+
+
+def test_a_representative_has_as_many_blocks_of_each_kind(settled):
+    job = settled({"pp": 4}, **EXPERTS)
+    for place in range(4):
+        (part,) = held_parts(job, place)
+        like = part.representative
+        assert (len(like.layers), like.expert_layers) == (len(part.layers), part.expert_layers)
+        assert [p.shape for p in like.parameters] == [p.shape for p in part.parameters]
+
+
+def test_a_changed_schedule_file_is_predicted_anew(settled, tmp_path):
+    path = tmp_path / "own.csv"
+    found = []
+    for at, name in enumerate(("zbv", "interleaved")):
+        write_schedule(build_schedule(name, 2, 8, 2), path)
+        os.utime(path, (at, at))  # file systems may not tell writes apart that follow each other
+        job = settled({"pp": 2, "schedule_file": str(path), "stage_layers": [3] * 4})
+        by_name = settled({"pp": 2, "schedule": name, "virtual_stages": 2, "stage_layers": [3] * 4})
+        for place in range(2):
+            assert predict_ledger(job, 1, 8, place) == predict_ledger(by_name, 1, 8, place)
+            assert predict_traffic(job, place) == predict_traffic(by_name, place)
+        found.append(predict_ledger(job, 1, 8))
+    assert found[0] != found[1]

@@ -1,0 +1,95 @@
+"""What is in flight on a pp rank, held to a walk through its actions one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.schedule.actions import Kind, PipelineSchedule, consumer_of, producer_of
+from meshwright.schedule.build import build_schedule
+from meshwright.schedule.files import load_schedule
+from meshwright.schedule.in_flight import WeightGrads, count_in_flight
+from meshwright.schedule.transfers import find_releases, list_needed, receiver_of
+
+SIZES = [
+    ("gpipe", 1, 3, 1),
+    ("gpipe", 4, 6, 1),
+    ("1f1b", 2, 1, 1),
+    ("1f1b", 4, 9, 1),
+    ("interleaved", 2, 6, 3),
+    ("interleaved", 4, 8, 2),
+    ("zb-h1", 3, 2, 1),
+    ("zb-h1", 4, 9, 1),
+    ("zbv", 2, 1, 2),
+    ("zbv", 4, 11, 2),
+    ("dualpipe-v", 4, 8, 2),
+    ("dualpipe-v", 3, 10, 2),
+]
+OWN = """0F0,1F0,0F1,3F0,1F1,3B0,3F1,1B0,3B1,0B0,1B1,0B1
+2F0,2F1,2B0,2B1
+"""
+"""Stages 0, 1 and 3 on one rank; written by hand."""
+
+
+def walk(schedule: PipelineSchedule, rank: int) -> list[tuple[object, ...]]:
+    """Every action of a rank with what is alive when it runs."""
+    row, stages = schedule.ranks[rank], schedule.stages_of(rank)
+    releases, needed = find_releases(schedule, rank), list_needed(schedule, rank)
+    receives = [at for at, a in enumerate(row) if producer_of(a, schedule.stages) in needed]
+    waiting: dict[tuple[int, int], Kind] = {}
+    grads = dict.fromkeys(stages, WeightGrads.NONE)
+    sent, inside, found = set(), 0, []
+    for at, action in enumerate(row):
+        kind, stage, m = action
+        producer = producer_of(action, schedule.stages)
+        if producer is not None and producer.stage != stage:
+            inside -= schedule.rank_of(producer.stage) == rank
+            sent -= set(releases.get(producer, ()))
+        others = [(s, after) for (s, other), after in waiting.items() if (s, other) != (stage, m)]
+        counts = [others.count((s, after)) for after in (Kind.FORWARD, Kind.BACKWARD) for s in stages]
+        posted = int(bool(receives) and at < receives[-1])
+        held = (kind, stages.index(stage), tuple(grads.values()))
+        found.append((held, [*counts, len(sent), inside, posted], m))
+        waiting.pop((stage, m), None)
+        if kind is Kind.FORWARD or (kind is Kind.BACKWARD and schedule.split_backward):
+            waiting[stage, m] = kind
+        if kind is Kind.WEIGHT or (kind is Kind.BACKWARD and not schedule.split_backward):
+            grads[stage] = WeightGrads.ALL
+        elif kind is Kind.BACKWARD and grads[stage] is WeightGrads.NONE:
+            grads[stage] = WeightGrads.HALF
+        if receiver_of(action, schedule) is not None:
+            sent.add(action)
+        elif consumer_of(action, schedule.stages) is not None:
+            inside += 1
+    return found
+
+
+def check(schedule: PipelineSchedule) -> None:
+    for rank, found in enumerate(count_in_flight(schedule)):
+        first: dict[str, tuple[object, ...]] = {}
+        for held, counts, micro_batch in walk(schedule, rank):
+            first.setdefault(repr((held, counts)), (held, counts, micro_batch))
+        table = [
+            (found.states[state], counts, micro_batch)
+            for state, counts, micro_batch in zip(
+                found.state.tolist(), found.counts.tolist(), found.micro_batch.tolist(), strict=True
+            )
+        ]
+        assert table == list(first.values())
+        assert found.split_backward is schedule.split_backward
+
+
+@pytest.mark.parametrize(("name", "pp", "micro_batches", "stages"), SIZES)
+def test_the_table_has_each_row_of_a_walk_once_with_its_first_action(name, pp, micro_batches, stages):
+    check(build_schedule(name, pp, micro_batches, stages))
+
+
+def test_a_rank_may_hold_any_stages(tmp_path):
+    path = tmp_path / "own.csv"
+    path.write_text(OWN, encoding="utf-8")
+    check(load_schedule(path))
+
+
+def test_a_long_schedule_has_few_rows():
+    """Twice the micro-batches repeat the steady state and add no row."""
+    short, long = (count_in_flight(build_schedule("zbv", 4, count, 2)) for count in (40, 80))
+    assert [len(rank.state) for rank in short] == [len(rank.state) for rank in long]
