@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ from meshwright.plan.search.bound import Ends, PeakBound
 from meshwright.plan.search.enumerate import Chunk, Space, world_sizes
 from meshwright.plan.search.floors import products_s, schedules_floor_s
 from meshwright.plan.time.engine import StepEstimate, estimate_step
+from meshwright.plan.time.stages import assign_stages
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality import find_problems, with_layout
@@ -311,16 +312,15 @@ class _Search:
 
     def _check(self) -> None:
         """The second stage: predict exactly, best first, until enough fit or the time is over."""
-        found, shortlist = self.found, self.found.shortlist
+        found = self.found
         fitting: list[Prediction] = []
-        for place in range(0 if shortlist is None else len(shortlist)):
-            assert shortlist is not None, "has a length"
+        for layout in self._list_shortlist():
             if len(fitting) >= self.top:
                 break
             if self.left_s() < 0:
                 found.stopped_early = True
                 break
-            prediction = self._predict(shortlist.grid.layout(place))
+            prediction = self._predict(layout)
             if prediction is not None:
                 fitting.append(prediction)
         found.best = order_best(self.by, fitting)
@@ -328,6 +328,15 @@ class _Search:
             if found.smallest is not None:
                 self._predict(found.smallest.grid.layout(0))
             found.closest = None if self._closest is None else predict(self.job, self._closest[1])
+
+    def _list_shortlist(self) -> Iterator[Layout]:
+        """The layouts of the shortlist, with layers assigned to their pipeline stages."""
+        shortlist = self.found.shortlist
+        for start in range(0, 0 if shortlist is None else len(shortlist), CHECKED):
+            assert shortlist is not None, "has a length"
+            grid = shortlist.grid.take(np.arange(start, min(start + CHECKED, len(shortlist))))
+            layouts = [grid.layout(place) for place in range(len(grid))]
+            yield from assign_stages(self.job, layouts, estimate_step(self.workload, grid))
 
     def _predict(self, layout: Layout) -> Prediction | None:
         """One layout, if it is legal and fits; memory decides before anything else is predicted."""

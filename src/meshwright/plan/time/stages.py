@@ -6,6 +6,8 @@ embedding, and the head with the loss.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +21,8 @@ from meshwright.plan.time.engine import StepEstimate, estimate_step
 from meshwright.plan.time.stage_layers import assign_layers
 from meshwright.schedule.walk import StageTimes
 from meshwright.spec.job import Job
+from meshwright.spec.layout import Layout
+from meshwright.spec.legality import with_layout
 from meshwright.spec.model import DecoderModel
 
 
@@ -90,6 +94,21 @@ def split_layers(job: Job, costs: PartCosts | None = None) -> tuple[int, ...] | 
         return None
     costs = costs or part_costs(job)
     return assign_layers(job.model.num_layers, stage_homes(job), costs.embedding_blocks, costs.head_blocks)
+
+
+def assign_stages(job: Job, layouts: Sequence[Layout], step: StepEstimate) -> list[Layout]:
+    """Layouts with the layers of their pipeline stages, as :func:`split_layers` assigns them.
+
+    Args:
+        job: Of a decoder.
+        layouts: With their micro-batches settled.
+        step: Their estimate.
+    """
+    found = []
+    for place, layout in enumerate(layouts):
+        layers = split_layers(with_layout(job, layout), PartCosts.of(step, place))
+        found.append(dataclasses.replace(layout, stage_layers=layers))
+    return found
 
 
 def stage_times(job: Job, micro_batches: int, step: StepEstimate, place: int) -> StageTimes:
