@@ -25,6 +25,7 @@ from planner_matrix import Case, is_built
 
 TOP = 5
 NOTHING_FITS = "plan-nothing-fits"
+INTERRUPTED = 130
 SAME = 1e-9
 """Relative difference of times that are one number, written and read."""
 PARTS_SUM = 1e-6
@@ -77,6 +78,8 @@ def run_command(*arguments: object) -> Ran:
             main()
         except SystemExit as ended:
             status = ended.code
+    if status == INTERRUPTED:
+        raise KeyboardInterrupt("the command ends itself at Ctrl-C; the tests end with it")
     return Ran(int(status or 0), out.getvalue(), err.getvalue())
 
 

@@ -14,7 +14,7 @@ import pytest
 import planner_checks
 from meshwright.plan.contract import build_plan, write_plan
 from meshwright.spec.load import load_job
-from planner_checks import NOTHING_FITS, Ran, find_contradictions, name_layout
+from planner_checks import NOTHING_FITS, Ran, find_contradictions, name_layout, run_command
 from planner_matrix import Case
 
 CASE = Case("llama3.2-1b", "h100-sxm", 8)
@@ -137,6 +137,17 @@ def test_nothing_fits_only_with_one_code_and_a_fix(planner, tmp_path, answers, w
     found = find_contradictions(CASE, tmp_path)
     assert len(found) == (words is not None)
     assert words is None or words in found[0]
+
+
+def test_an_interrupt_ends_the_shard_and_is_no_result(monkeypatch):
+    """Proves that Ctrl-C during a command stops the tests: it must not be recorded as a case that failed."""
+
+    def interrupted():
+        raise SystemExit(130)
+
+    monkeypatch.setattr(planner_checks, "main", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_command("plan", "tiny")
 
 
 def test_the_overrides_name_the_layout(planner):
