@@ -1,0 +1,128 @@
+"""The bound by which the search prunes layouts never exceeds what the exact ledger says a rank needs.
+
+A bound that is too high would prune a layout that fits. The layouts are drawn, with a fixed seed, from the
+whole space of the search, and only those that run are compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import random
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from meshwright.plan.choose import evaluate
+from meshwright.plan.search.enumerate import Space
+from meshwright.spec.job import Job
+from meshwright.spec.layout import Layout
+from meshwright.spec.legality import find_problems, with_layout
+from meshwright.spec.load import load_job
+from meshwright.spec.numbers import divisors
+
+BOUND = ""
+"""FILL IN: "module:function" of the pruning bound, called as function(job, layout) -> bytes per rank."""
+
+MODELS = ("llama3.2-1b", "llama3-8b", "llama2-70b", "gpt3-175b", "mixtral-8x7b", "qwen3-30b-a3b")
+CLUSTERS = ("h100-sxm", "a100-40g-sxm", "gb200-nvl72")
+WORLDS = (1, 8, 16, 64)
+DRAWN = 17
+"""Layouts of each model on each cluster: 306 in all."""
+MOST_TRIES = 400
+SEED = 20240607
+OFFLOADS = ("none", "optimizer", "all")
+
+
+def bound_bytes(job: Job, layout: Layout) -> float:
+    """The least that the search's bound says any rank of the layout must hold."""
+    if not BOUND:
+        pytest.fail("BOUND is not filled in: name the function that bounds memory in the search")
+    module, _, name = BOUND.partition(":")
+    return float(getattr(importlib.import_module(module), name)(job, layout))
+
+
+def needed_bytes(job: Job, layout: Layout) -> int:
+    """What the fullest rank needs, by the exact ledger."""
+    return max(max(ledger.peak_bytes, ledger.first_peak_bytes) for ledger in evaluate(job, layout).ledgers)
+
+
+def draw_layouts(job: Job, drawn: random.Random, count: int) -> list[Layout]:
+    """So many different layouts that run, drawn from the search's own space.
+
+    The degrees of pp, tp and cp are drawn first, and one layout is drawn from all that have them: else nearly
+    all layouts would be pipelines, which have the most schedules.
+    """
+    found: list[Layout] = []
+    for _ in range(MOST_TRIES):
+        if len(found) == count:
+            return found
+        layout = _draw_one(job, drawn)
+        if layout is not None and layout not in found and not find_problems(with_layout(job, layout)):
+            found.append(layout)
+    raise AssertionError(f"{len(found)} layouts of {count} in {MOST_TRIES} tries")
+
+
+def _draw_one(job: Job, drawn: random.Random) -> Layout | None:
+    """A legal layout; None where the drawn degrees have none."""
+    world, pins = drawn.choice(WORLDS), {}
+    left = world
+    for axis in drawn.sample(("pp", "tp", "cp"), 3):
+        pins[axis] = drawn.choice(divisors(left))
+        left //= pins[axis]
+    space = Space(job, world, pins, OFFLOADS)
+    if not len(space):
+        return None
+    chunk = drawn.choice(list(space.chunks(size=1 << 12)))
+    row = np.array([drawn.randrange(len(chunk.columns["pp"]))])
+    grown = chunk.grow(row)
+    return grown.layout(drawn.randrange(len(grown))) if len(grown) else None
+
+
+@functools.cache
+def drawn_layouts(model: str, cluster: str) -> tuple[Job, tuple[Layout, ...]]:
+    """The layouts of one model on one cluster."""
+    job = load_job(model, on=f"64x8x{cluster}", to_run=False)
+    drawn = random.Random(f"{SEED} {model} {cluster}")
+    return job, tuple(draw_layouts(job, drawn, DRAWN))
+
+
+def _all_drawn() -> Iterator[Layout]:
+    for model in MODELS:
+        for cluster in CLUSTERS:
+            yield from drawn_layouts(model, cluster)[1]
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_bound_does_not_exceed_the_need(model, cluster):
+    """Proves that no layout of the sample is pruned although it fits: the bound is at most the exact need."""
+    job, layouts = drawn_layouts(model, cluster)
+    pairs = [(layout, bound_bytes(job, layout), needed_bytes(job, layout)) for layout in layouts]
+    high = [f"{layout}: bound {bound:.0f}, need {need}" for layout, bound, need in pairs if bound > need]
+    assert not high, f"{len(high)} of {len(pairs)} bounds are too high:\n" + "\n".join(high)
+
+
+def test_the_bound_is_worth_computing():
+    """Proves that the bound is not trivially low: over the sample its median is at least half of the need."""
+    shares = []
+    for model in MODELS:
+        job, layouts = drawn_layouts(model, "h100-sxm")
+        shares += [bound_bytes(job, layout) / needed_bytes(job, layout) for layout in layouts]
+    assert 0.5 <= float(np.median(shares)) <= 1.0
+
+
+def test_the_sample_has_every_axis_and_setting():
+    """Proves that the layouts are at least 300, all different, and have what the ledger treats apart."""
+    layouts = list(_all_drawn())
+    assert len(layouts) >= 300
+    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
+        assert sum(getattr(layout, axis) > 1 for layout in layouts) >= 10, axis
+    for name in ("zero", "recompute", "offload", "schedule", "context", "sequence_parallel"):
+        assert len(Counter(getattr(layout, name) for layout in layouts)) > 1, name
+    assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
+    assert {layout.recompute for layout in layouts} == {"none", "selective", "full"}
+    schedules = {layout.schedule for layout in layouts if layout.pp > 1}
+    assert schedules >= {"1f1b", "interleaved", "zb-h1", "zbv"}
