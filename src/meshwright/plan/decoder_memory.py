@@ -370,13 +370,15 @@ def loss_temporary(job: Job, model: DecoderModel, sizes: Sizes, block_copies: in
     head_elements = model.vocab_size * model.hidden_size
     width = sizes.tokens * model.hidden_size * sizes.low
     chunk = min(sizes.tokens, eager_chunk(job.cluster.device, model)) * model.vocab_size
-    copies = 2 if job.layout.tp == 1 else 1
-    temporary = 2 * width + head_elements * FLOAT32_BYTES + chunk * copies * FLOAT32_BYTES
+    low = sizes.low if sizes.low != FLOAT32_BYTES else 0
+    # Of a chunk's logits, two copies in float32; over tp one, which is softmaxed in place, and its 16-bit source.
+    each = 2 * FLOAT32_BYTES if job.layout.tp == 1 else FLOAT32_BYTES + low
+    temporary = 2 * width + head_elements * FLOAT32_BYTES + chunk * each
     if sizes.gathered:  # what was gathered
         temporary += sizes.gathered // job.layout.tp
     if sizes.low != FLOAT32_BYTES:
         copy = head_elements * sizes.low
-        temporary += copy + max(0, copy - chunk * (2 * FLOAT32_BYTES - sizes.low))
+        temporary += copy + max(0, copy - chunk * (each - sizes.low))
         if job.layout.recompute != "none":
             temporary += block_copies
     return temporary

@@ -45,8 +45,8 @@ def overrides_from(before: Layout, layout: Layout) -> str:
     named = layout_overrides(layout)
     for field in dataclasses.fields(Layout):
         value = getattr(layout, field.name)
-        changed = field.name != "mode" and value is not None and value != getattr(before, field.name)
+        named_by_planner = field.name in ("mode", "stage_layers")
+        changed = not named_by_planner and value is not None and value != getattr(before, field.name)
         if changed and f"layout.{field.name}=" not in named:  # back to its default
-            words = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value).lower()
-            named += f" layout.{field.name}={words}"
+            named += f" layout.{field.name}={str(value).lower()}"
     return named

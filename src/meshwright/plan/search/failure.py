@@ -21,6 +21,8 @@ from meshwright.spec.model import DecoderModel
 MOST_DOUBLINGS = 8
 REMEDY_S = 4.0
 """Seconds in which changes of the job are searched for, together."""
+TRY_S = 1.5
+"""Of these, for one change."""
 LEAST_STATE_BYTES, LEAST_WEIGHT_BYTES = 14, 2
 """Of a parameter: weights, gradient and AdamW's state in the leanest runtime; 16-bit weights alone."""
 NOT_BUILT = "LoRA and 8-bit or bf16 optimizer state would need less memory; this version has neither yet"
@@ -80,14 +82,14 @@ def _elsewhere(job: Job) -> list[str]:
 def remedies_for_search(job: Job, pins: dict[str, Any]) -> list[str]:
     """Changes after which some layout fits: keys let go, more nodes, a shorter sequence."""
     found, until = [], time.perf_counter() + REMEDY_S
-    for changes in (_freed_keys(job, pins), _shorter_sequences(job, pins), _more_nodes(job, pins)):
+    for changes in (_freed_keys(job, pins), _more_nodes(job, pins), _shorter_sequences(job, pins)):
         for words, changed, kept in changes:
             left = until - time.perf_counter()
             if left <= 0:
                 break
             more = changed.cluster.nodes > job.cluster.nodes  # fewer devices were tried before
             worlds = [changed.cluster.world_size] if more else None
-            search = find_layouts(changed, kept, 1, worlds=worlds, budget_s=left)
+            search = find_layouts(changed, kept, 1, worlds=worlds, budget_s=min(left, TRY_S))
             if search.best:
                 best = search.best[0]
                 figures = f"{describe_layout(best.layout)}: {format_bytes(best.needed_bytes)} per device"
