@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.launch.environment import prepare_environment
-from meshwright.plan.choose import Candidate, evaluate
 from meshwright.plan.contract import plan_of
+from meshwright.plan.predict import Prediction, predict
 from meshwright.spec.cluster import count_cores
 from meshwright.spec.job import Job
 from meshwright.spec.load import build_job
@@ -66,12 +66,14 @@ def build(case: dict[str, Any], cluster: dict[str, Any], on_gpu: bool, recompute
     )
 
 
-def measure(job: Job, candidate: Candidate) -> tuple[float, int | None]:
+def measure(prediction: Prediction) -> tuple[float, int | None]:
     """A step, and on a GPU the peak of memory in it."""
     from meshwright.run.bench.machine import time_steps  # noqa: PLC0415  (after the environment is set)
 
-    unmeasured = dataclasses.replace(job.cluster, matmul_flops_per_s=1.0)
-    found = time_steps(plan_of(dataclasses.replace(job, cluster=unmeasured), candidate, []))
+    plan = plan_of(prediction)
+    unmeasured = dataclasses.replace(plan.job.cluster, matmul_flops_per_s=1.0)
+    job = dataclasses.replace(plan.job, cluster=unmeasured)
+    found = time_steps(dataclasses.replace(plan, job=job))
     return found.step_s, found.peak_bytes
 
 
@@ -92,8 +94,8 @@ def main() -> None:
         for recompute in ("selective", "none") if on_gpu else ("none",):
             clusters = ({"preset": "local", "device": device}, {"file": str(asked.file)})
             jobs = [build(case, dict(cluster), on_gpu, recompute) for cluster in clusters]
-            assumed, probed = (evaluate(job, job.layout) for job in jobs)
-            step_s, peak = measure(jobs[1], probed)
+            assumed, probed = (predict(job, job.layout) for job in jobs)
+            step_s, peak = measure(probed)
             rows.append(
                 {
                     "case": name,

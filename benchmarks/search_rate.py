@@ -2,9 +2,9 @@
 
     python benchmarks/search_rate.py [MODEL] [--on 128x8xa100-80g-sxm] [--batch 1536] [--seq-len 2048]
 
-Prints, on one core: layouts a second with memory and time both computed for every layout of the space,
-without any bound; the share of it that is the search's own; and the time and counts of the search as ``plan``
-runs it.
+Prints, on one core: layouts a second with the memory bound and the time both computed for every layout of
+the space, nothing pruned; the share of it that is the search's own; and the time and counts of the search as
+``plan`` runs it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import time
 
-from meshwright.plan.estimate.memory import estimate_memory
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.search.bound import Ends, PeakBound
 from meshwright.plan.search.enumerate import Space
 from meshwright.plan.search.find import find_layouts
 from meshwright.plan.time.engine import estimate_step
@@ -34,25 +34,27 @@ def main() -> None:
     asked = parser.parse_args()
     overrides = [f"train.global_batch={asked.batch}", f"data.seq_len={asked.seq_len}"]
     job = load_job(asked.model, overrides, asked.on, to_run=False)
-    workload = Workload.of(job)
+    workload, bound = Workload.of(job), PeakBound(job)
     made_s = priced_s = 0.0
     count = 0
     mark = time.perf_counter()
     for chunk in Space(job, job.cluster.world_size).chunks(PRICED_AT_ONCE):
         grid = chunk.grow()
         made = time.perf_counter()
-        estimate_memory(workload, grid)
-        estimate_step(workload, grid)
+        bound.needed_bytes(grid, Ends.of(estimate_step(workload, grid)))
         made_s, priced_s = made_s + made - mark, priced_s + time.perf_counter() - made
         count += len(grid)
         mark = time.perf_counter()
     total = made_s + priced_s
     print(f"{asked.model} on {asked.on}, {job.cluster.world_size} devices")
-    print(f"every layout, no bounds: {count:,} in {total:.2f} s, {count / total:,.0f} layouts/s")
+    print(f"every layout, nothing pruned: {count:,} in {total:.2f} s, {count / total:,.0f} layouts/s")
     print(f"  the search's own part: {made_s / count * 1e6:.2f} us of {total / count * 1e6:.2f} us a layout")
     found = find_layouts(job, {}, 50)
     print(f"the search, even parts of the cluster too: {found.seconds:.2f} s")
-    print(f"  {found.evaluated:,} priced ({found.evaluated / found.seconds:,.0f}/s), {found.fit:,} fit")
+    print(
+        f"  {found.evaluated:,} priced ({found.evaluated / found.seconds:,.0f}/s), {found.may_fit:,} may fit"
+    )
+    print(f"  {found.checked:,} checked exactly, {len(found.best):,} of them fit")
     print(f"  {found.pruned:,} ruled out by bounds, {found.illegal:,} combinations by rules")
 
 

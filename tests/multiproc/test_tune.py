@@ -8,7 +8,7 @@ from pathlib import Path
 
 from meshwright.cli.output import Output
 from meshwright.cli.tune import tune_job
-from meshwright.plan.choose import evaluate
+from meshwright.plan.predict import predict
 from meshwright.spec.load import load_job
 
 
@@ -41,7 +41,7 @@ def test_layouts_are_tried_and_the_file_makes_the_plan_closer(job_file, tmp_path
         misses = []
         for row in ran:
             job = load_job(str(job_file), [*overrides, *row["layout"].split()])
-            misses.append(abs(math.log(evaluate(job, job.layout).time.total_s / row["step_s"])))
+            misses.append(abs(math.log(predict(job, job.layout).time.total_s / row["step_s"])))
         return sum(misses) / len(misses)
 
     assert error("cluster.file=cluster.toml") < error()

@@ -8,10 +8,10 @@ import os
 import pytest
 
 from meshwright.plan import comms, decoder_memory, ledger
-from meshwright.plan.choose import settle_layout
 from meshwright.plan.comms import predict_traffic
 from meshwright.plan.ledger import predict_ledger
 from meshwright.plan.parts import first_alike, held_kinds, held_parameters, held_parts
+from meshwright.plan.predict import settle_layout
 from meshwright.plan.sharding import padded_count
 from meshwright.schedule.build import build_schedule
 from meshwright.schedule.files import write_schedule

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.plan.choose import evaluate
 from meshwright.plan.comms import predict_traffic
 from meshwright.plan.contract import build_plan
+from meshwright.plan.predict import predict
 from meshwright.plan.sharding import sharded_state
 
 MODEL = {
@@ -113,7 +113,7 @@ def test_memory_of_activations_falls_with_the_ranks_of_a_sequence(make_job):
     """
     model = {**MODEL, "num_kv_heads": 4}
     alone, shared = (
-        evaluate(job, job.layout).ledger
+        predict(job, job.layout).ledger
         for job in (make_job(model=model, layout={"cp": cp, "micro_batch": 2}) for cp in (1, 2))
     )
     tables = [
@@ -135,7 +135,7 @@ def test_ulysses_keeps_what_attention_gave_twice_and_a_key_head_a_rank(make_job)
             layout={"cp": 4, "context": context, "micro_batch": 2},
             cluster={"preset": "local", "device": "cpu"},
         )
-        kept[context] = evaluate(job, job.layout).ledger.kept_bytes
+        kept[context] = predict(job, job.layout).ledger.kept_bytes
     assert kept["ulysses"] - kept["ring"] == 2 * (2 * 8) * (8 + 2 * 4) * 4
 
 
@@ -147,13 +147,13 @@ def test_a_ring_keeps_no_mask_of_documents(make_job, context, masks):
         layout={"cp": 2, "context": context, "micro_batch": 2},
         data={"path": "text", "seq_len": 32, "mask": "document"},
     )
-    lines = {line.name: line.bytes for line in evaluate(job, job.layout).ledger.lines}
+    lines = {line.name: line.bytes for line in predict(job, job.layout).ledger.lines}
     assert lines.get("document mask", 0) == masks
     assert lines["batch"] == (2 * 32 + 2 * 32) * 8
 
 
 def test_a_plan_names_the_ranks_of_a_sequence(make_job):
     plan, _ = build_plan(make_job(model=MODEL, layout={"dp_shard": 2, "cp": 2, "zero": 3}))
-    assert plan.reasons[0].startswith("4 shards (zero=3), 2 ranks a sequence (ring): given in the job")
+    assert plan.reasons[0].startswith("dp_shard=2 cp=2 zero=3 ring micro_batch=2: given in the job")
     assert plan.world_size == 4
     assert {rank.state_bytes["parameters"] for rank in plan.ranks} == {PARAMETERS}

@@ -11,11 +11,12 @@ import dataclasses
 import pytest
 
 from meshwright.core.errors import UserError
-from meshwright.plan.choose import evaluate, explain_stages
 from meshwright.plan.comms import predict_traffic
 from meshwright.plan.contract import build_plan, plan_of, read_plan, write_plan
 from meshwright.plan.ledger import predict_ledger
 from meshwright.plan.parts import held_parts
+from meshwright.plan.predict import predict
+from meshwright.plan.reasons import explain_stages
 from meshwright.plan.sharding import list_groups, sharded_state
 
 WORDS, BLOCK, NORM, STREAM = 20480, 36992, 64, 8192
@@ -34,7 +35,7 @@ def settled(make_job):
             train={"eval_samples": 6, **(train or {})},
             layout={"micro_batch": 1, **layout},
         )
-        return dataclasses.replace(job, layout=evaluate(job, job.layout).layout)
+        return dataclasses.replace(job, layout=predict(job, job.layout).layout)
 
     return make
 
@@ -223,7 +224,7 @@ def test_lines_of_sharded_stages_add_up(settled, zero):
 def test_the_parts_of_a_pipelines_step_are_one_walk_of_its_schedule(settled):
     """Work of an average rank, what the busiest has more, what it waits for: together the makespan."""
     job = settled(layers=4, pp=4)
-    step = evaluate(job, job.layout).time
+    step = predict(job, job.layout).time
     assert step.pipeline is not None
     walked = ("compute", "uneven stages", "bubble", "pipeline transfers")
     assert all(step.parts[name] > 0 for name in walked)
@@ -238,7 +239,7 @@ def test_layers_are_dealt_by_cost_and_the_reason_says_so(make_job):
         cluster={"preset": "local", "device": "cpu", "devices_per_node": 4},
         layout={"pp": 4, "micro_batch": 1},
     )
-    found = evaluate(wide, wide.layout)
+    found = predict(wide, wide.layout)
     assert found.layout.stage_layers is not None
     assert sum(found.layout.stage_layers) == 8
     assert found.layout.stage_layers[-1] == 1, "the head is worth more than its share of layers"
@@ -247,7 +248,7 @@ def test_layers_are_dealt_by_cost_and_the_reason_says_so(make_job):
     assert f"stages of {', '.join(map(str, found.layout.stage_layers))} layers" in why
     assert "8 micro-batches" in bubble
     given = dataclasses.replace(wide, layout=dataclasses.replace(wide.layout, stage_layers=(2, 2, 2, 2)))
-    chosen = evaluate(given, given.layout)
+    chosen = predict(given, given.layout)
     assert chosen.layout.stage_layers == (2, 2, 2, 2)
     assert "given in the job" in explain_stages(given, chosen)[0]
     assert chosen.time.total_s > found.time.total_s
@@ -264,7 +265,7 @@ def test_layers_are_dealt_by_cost_and_the_reason_says_so(make_job):
 )
 def test_an_open_micro_batch_is_one_that_the_schedule_takes(make_job, schedule, pp, batch, size, count):
     job = interleaved(make_job, schedule, pp, batch)
-    found = evaluate(job, job.layout)
+    found = predict(job, job.layout)
     assert (found.layout.micro_batch, found.micro_batches) == (size, count)
 
 
@@ -289,7 +290,7 @@ def interleaved(make_job, schedule, pp, batch):
 
 def test_a_plan_keeps_each_places_promise(settled, tmp_path):
     job = settled(layers=4, pp=2, dp_replicate=2)
-    plan = plan_of(job, evaluate(job, job.layout), [])
+    plan = plan_of(predict(job, job.layout))
     write_plan(plan, tmp_path / "plan.toml")
     again = read_plan(tmp_path / "plan.toml")
     assert again == plan

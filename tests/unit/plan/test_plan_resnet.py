@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from meshwright.core.errors import UserError
-from meshwright.plan.choose import explain_choice, search_layouts
 from meshwright.plan.comms import predict_traffic
 from meshwright.plan.contract import build_plan, read_plan, write_plan
 from meshwright.plan.ledger import predict_ledger
+from meshwright.plan.planner import search_job
+from meshwright.plan.predict import share_of
+from meshwright.plan.reasons import explain_choice
 from meshwright.plan.resnet_shapes import list_convs
 from meshwright.plan.shapes import count_parameters, count_statistics, list_parameters
 from meshwright.plan.time.flops import flops_per_token
@@ -98,15 +100,15 @@ def test_batch_norm_is_one_more_reduction_a_step():
 def test_batch_norm_is_dealt_evenly_and_says_what_it_is():
     """Of 1 to 8 ranks only divisors of 24 are looked at, and every micro-batch divides the share."""
     job = make({"norm": "batch"})
-    search = search_layouts(job)
-    assert {c.layout.dp_replicate for c in search.candidates} == {1, 2, 3, 4, 6, 8}
+    search = search_job(job)
+    assert {c.layout.dp_replicate for c in search.best} == {1, 2, 3, 4, 6, 8}
     assert search.illegal == 2
-    for candidate in search.candidates:
-        assert candidate.share % candidate.layout.micro_batch == 0
+    for found in search.best:
+        assert share_of(job, found.layout) % found.layout.micro_batch == 0
     reasons = "\n".join(explain_choice(job, search))
     assert "promise of equal losses does not hold" in reasons
     assert "padding" not in reasons
-    assert "promise" not in "\n".join(explain_choice(make(), search_layouts(make())))
+    assert "promise" not in "\n".join(explain_choice(make(), search_job(make())))
 
 
 @pytest.mark.parametrize(
@@ -137,17 +139,17 @@ def test_batch_norm_refuses_what_it_would_have_to_pad(tables, value):
 def test_one_pixel_needs_two_samples_and_the_planner_knows():
     """A share of two would be cut in two micro-batches of one, and one value has no variance."""
     job = make({"norm": "batch", "image_size": 4}, train={"global_batch": 2}, layout={"dp_replicate": 1})
-    assert search_layouts(job).candidates[0].layout.micro_batch == 2
+    assert search_job(job).best[0].layout.micro_batch == 2
 
 
 def test_a_settled_micro_batch_is_held_against_the_rules_again():
     """One pixel and a prime share leave one micro-batch: no part for a noise scale; six have one."""
     model, train = {"norm": "batch", "image_size": 4}, {"global_batch": 5, "noise_scale_every": 1}
     with pytest.raises(UserError) as caught:
-        search_layouts(make(model, train=train, layout={"dp_replicate": 1}))
+        search_job(make(model, train=train, layout={"dp_replicate": 1}))
     assert [p.code for p in caught.value.problems] == ["train-noise-scale-parts"]
-    search = search_layouts(make(model, train={**train, "global_batch": 6}))
-    assert {c.layout.dp_replicate: c.layout.micro_batch for c in search.candidates} == {1: 3, 2: 3, 3: 2}
+    search = search_job(make(model, train={**train, "global_batch": 6}))
+    assert {c.layout.dp_replicate: c.layout.micro_batch for c in search.best} == {1: 3, 2: 3, 3: 2}
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from importlib import resources
 
 import pytest
 
-from meshwright.plan.choose import evaluate
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.predict import predict
 from meshwright.plan.published import read_rows
 from meshwright.plan.time.engine import estimate_step
 from meshwright.plan.time.rates import rates_of
@@ -47,7 +47,7 @@ def test_a_compiled_job_is_estimated_as_such_a_row(job):
     """A job and a row of the table come to the same figure, as does its eager one to that of eager rows."""
     row = next(case for case in ROWS if case.id == "meshwright-h200-007")
     as_row = estimate_step(row.workload, Grid.of([row.layout]), rates_of(row.workload))
-    assert evaluate(job, job.layout).time.total_s == pytest.approx(float(as_row.step_s[0]), rel=1e-3)
+    assert predict(job, job.layout).time.total_s == pytest.approx(float(as_row.step_s[0]), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_only_our_compiled_steps_on_gpus_have_their_rates(job, train, device, co
 def test_gradients_of_weights_in_8_bits_are_faster(job):
     def step_s(**train):
         changed = dataclasses.replace(job, train=dataclasses.replace(job.train, **train))
-        return evaluate(changed, changed.layout).time.total_s
+        return predict(changed, changed.layout).time.total_s
 
     all_three, two = step_s(precision="fp8", weight_gradients="fp8"), step_s(precision="fp8")
     assert all_three < two < step_s()

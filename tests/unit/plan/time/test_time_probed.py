@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.plan.choose import evaluate
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.own_traffic import block_bytes
+from meshwright.plan.predict import predict
 from meshwright.plan.probing import PROGRAMMES, list_attention, list_products, list_runs
 from meshwright.plan.time.engine import estimate_step
 from meshwright.plan.time.flops import flops_per_token
@@ -186,7 +186,7 @@ def test_models_on_an_h200_took_what_was_planned(
         train={"global_batch": sequences, "precision": "bf16", "compile": True, "residual": "bf16", **train},
         layout={"dp_replicate": 1, "micro_batch": sequences, "recompute": "selective", **layout},
     )
-    found = evaluate(job, job.layout)
+    found = predict(job, job.layout)
     assert found.time.total_s == pytest.approx(measured_s, rel=0.05)
     assert found.ledger.peak_bytes == pytest.approx(measured_bytes, rel=0.001)
 
@@ -205,11 +205,11 @@ def test_the_host_is_hidden_behind_a_gpu_and_added_on_a_core(job):
 def test_the_plan_of_a_probed_device_has_its_time_and_interval(job):
     """And without the table the calibrated estimate."""
     probed = with_probed(job, lawful())
-    step = evaluate(probed, probed.layout).time
+    step = predict(probed, probed.layout).time
     assert step.total_s == pytest.approx(count_work(probed, 1, 0).total_s(lawful()))
     assert "probe" in step_interval(probed).basis
     assert "probe" not in step_interval(job).basis
-    assert evaluate(job, job.layout).time.total_s != step.total_s
+    assert predict(job, job.layout).time.total_s != step.total_s
 
 
 def test_probed_steps_are_exactly_those_of_the_engine(job):
@@ -217,7 +217,7 @@ def test_probed_steps_are_exactly_those_of_the_engine(job):
     placed = with_probed(job, lawful(step_s=0.5))
     layouts = [placed.layout, dataclasses.replace(placed.layout, tp=2)]
     estimated = estimate_step(Workload.of(placed), Grid.of(layouts))
-    step, work = evaluate(placed, placed.layout).time, count_work(placed, 1, 0)
+    step, work = predict(placed, placed.layout).time, count_work(placed, 1, 0)
     assert step.total_s == float(estimated.step_s[0])
     assert step.parts["optimizer"] == pytest.approx(work.update_s)
     assert step.parts["step overhead"] == 0.5
@@ -238,7 +238,7 @@ def test_probed_cpus_share_the_engines_communication(make_job):
     layout = dataclasses.replace(job.layout, mode="given", dp_replicate=2, micro_batch=2)
     placed = with_probed(dataclasses.replace(job, layout=layout), probed)
     assert is_probed(placed)
-    found = evaluate(placed, layout)
+    found = predict(placed, layout)
     work = count_work(placed, found.micro_batches, found.ledger.touched_bytes)
     assert found.time.parts["compute"] == pytest.approx(work.compute_s(probed) - probed.step_s, rel=1e-9)
     assert found.time.parts["gradient reduction"] > 0

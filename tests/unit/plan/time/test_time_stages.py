@@ -8,10 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from meshwright.plan.choose import settle_layout
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.parts import schedule_of, stage_homes
+from meshwright.plan.predict import settle_layout
 from meshwright.plan.time.engine import estimate_step
 from meshwright.plan.time.pipeline import plan_pipeline, walk_pipeline
 from meshwright.plan.time.stage_layers import GRAIN, assign_layers, rank_costs, slowest_load, stage_costs
