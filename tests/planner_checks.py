@@ -19,7 +19,7 @@ from unittest import mock
 
 from meshwright.cli import main
 from meshwright.plan.contract import Plan, read_plan
-from meshwright.plan.search.predict import layout_overrides  # the one place that knows where it lives
+from meshwright.plan.layout_text import layout_overrides
 from meshwright.spec.layout import Layout
 from planner_matrix import Case, is_built
 

@@ -371,7 +371,7 @@ def loss_temporary(job: Job, model: DecoderModel, sizes: Sizes, block_copies: in
     width = sizes.tokens * model.hidden_size * sizes.low
     chunk = min(sizes.tokens, eager_chunk(job.cluster.device, model)) * model.vocab_size
     low = sizes.low if sizes.low != FLOAT32_BYTES else 0
-    # Of a chunk's logits, two copies in float32; over tp one, which is softmaxed in place, and its 16-bit source.
+    # A chunk's logits twice in float32; over tp once, with the 16-bit logits that they were cast from.
     each = 2 * FLOAT32_BYTES if job.layout.tp == 1 else FLOAT32_BYTES + low
     temporary = 2 * width + head_elements * FLOAT32_BYTES + chunk * each
     if sizes.gathered:  # what was gathered

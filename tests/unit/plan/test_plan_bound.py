@@ -7,7 +7,6 @@ whole space of the search, and only those that run are compared.
 from __future__ import annotations
 
 import functools
-import importlib
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -15,16 +14,16 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from meshwright.plan.choose import evaluate
+from meshwright.plan.estimate.grid import Grid
+from meshwright.plan.predict import predict_memory, settle_layout
+from meshwright.plan.search.bound import Ends, PeakBound
 from meshwright.plan.search.enumerate import Space
+from meshwright.plan.time.engine import estimate_step
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality import find_problems, with_layout
 from meshwright.spec.load import load_job
 from meshwright.spec.numbers import divisors
-
-BOUND = ""
-"""FILL IN: "module:function" of the pruning bound, called as function(job, layout) -> bytes per rank."""
 
 MODELS = ("llama3.2-1b", "llama3-8b", "llama2-70b", "gpt3-175b", "mixtral-8x7b", "qwen3-30b-a3b")
 CLUSTERS = ("h100-sxm", "a100-40g-sxm", "gb200-nvl72")
@@ -34,19 +33,36 @@ DRAWN = 17
 MOST_TRIES = 400
 SEED = 20240607
 OFFLOADS = ("none", "optimizer", "all")
+VARIANTS: tuple[tuple[str, ...], ...] = (
+    ("train.precision=fp32",),
+    ("train.compile=true",),
+    ("train.compile=true", "train.gradients=bf16", "train.kernels=own"),
+    ("data.mask=document",),
+    ("layout.accumulate=deferred",),
+    ("layout.prefetch=2",),
+    ("compression.kind=bf16",),
+    ("train.optimizer=sgd",),
+    ("train.optimizer=lion",),
+    ("train.global_batch=7",),
+    ("model.tied_embeddings=true",),
+)
+"""Settings that change what the ledger counts."""
 
 
 def bound_bytes(job: Job, layout: Layout) -> float:
-    """The least that the search's bound says any rank of the layout must hold."""
-    if not BOUND:
-        pytest.fail("BOUND is not filled in: name the function that bounds memory in the search")
-    module, _, name = BOUND.partition(":")
-    return float(getattr(importlib.import_module(module), name)(job, layout))
+    """The least device memory that the search's bound says the rank with the largest need takes."""
+    bound, grid = PeakBound(job), Grid.of([layout])
+    return float(bound.needed_bytes(grid, Ends.of(estimate_step(bound.workload, grid)))[0])
+
+
+def state_bound_bytes(job: Job, layout: Layout) -> float:
+    """The same of the state alone, which the search asks before anything else."""
+    return float(PeakBound(job).least_bytes(Grid.of([layout]))[0])
 
 
 def needed_bytes(job: Job, layout: Layout) -> int:
-    """What the fullest rank needs, by the exact ledger."""
-    return max(max(ledger.peak_bytes, ledger.first_peak_bytes) for ledger in evaluate(job, layout).ledgers)
+    """What the rank with the largest need takes, by the exact ledger."""
+    return predict_memory(with_layout(job, settle_layout(job, layout)), exact=True).need.needed_bytes
 
 
 def draw_layouts(job: Job, drawn: random.Random, count: int) -> list[Layout]:
@@ -72,6 +88,7 @@ def _draw_one(job: Job, drawn: random.Random) -> Layout | None:
     for axis in drawn.sample(("pp", "tp", "cp"), 3):
         pins[axis] = drawn.choice(divisors(left))
         left //= pins[axis]
+    pins |= {name: getattr(job.layout, name) for name in ("accumulate", "prefetch")}
     space = Space(job, world, pins, OFFLOADS)
     if not len(space):
         return None
@@ -103,6 +120,23 @@ def test_the_bound_does_not_exceed_the_need(model, cluster):
     pairs = [(layout, bound_bytes(job, layout), needed_bytes(job, layout)) for layout in layouts]
     high = [f"{layout}: bound {bound:.0f}, need {need}" for layout, bound, need in pairs if bound > need]
     assert not high, f"{len(high)} of {len(pairs)} bounds are too high:\n" + "\n".join(high)
+
+
+@pytest.mark.parametrize("overrides", VARIANTS, ids=" ".join)
+@pytest.mark.parametrize("model", ["llama3.2-1b", "mixtral-8x7b"])
+def test_the_bound_holds_with_other_settings(model, overrides):
+    """The same with other precisions, masks, optimizers and ways to accumulate."""
+    job = load_job(model, overrides, "8x8xh100-sxm", to_run=False)
+    layouts = draw_layouts(job, random.Random(f"{SEED} {model} {overrides}"), 8)
+    high = [str(layout) for layout in layouts if bound_bytes(job, layout) > needed_bytes(job, layout)]
+    assert not high, f"{len(high)} of {len(layouts)} bounds are too high:\n" + "\n".join(high)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_bound_of_the_state_holds_for_every_schedule(model):
+    """What is pruned by its state alone does not fit with any schedule."""
+    job, layouts = drawn_layouts(model, "h100-sxm")
+    assert all(state_bound_bytes(job, layout) <= needed_bytes(job, layout) for layout in layouts)
 
 
 def test_the_bound_is_worth_computing():
