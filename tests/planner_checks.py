@@ -20,6 +20,7 @@ from unittest import mock
 from meshwright.cli import main
 from meshwright.plan.contract import Plan, read_plan
 from meshwright.plan.layout_text import layout_overrides
+from meshwright.plan.search.find import SIMPLER
 from meshwright.spec.layout import Layout
 from planner_matrix import Case, is_built
 
@@ -200,9 +201,11 @@ def _times_do_not_add_up(layouts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if not 0 < layout["step_s_low"] <= step <= layout["step_s_high"]:
             interval = f"{layout['step_s_low']} to {layout['step_s_high']} s"
             yield f"layout {number}: a step of {step} s is not within {interval}"
-    steps = [layout["step_s"] for layout in layouts]
-    if steps != sorted(steps):
-        yield f"the layouts are not sorted by their step: {steps}"
+    first, *others = (layout["step_s"] for layout in layouts)
+    if others != sorted(others):
+        yield f"the layouts behind the first are not sorted by their step: {others}"
+    if others and first > others[0] * (1 + SIMPLER["cuda"] + SAME):
+        yield f"the layout shown first takes {first} s, and another one {others[0]} s"
 
 
 def _planned_otherwise_when_given(case: Case, best: Mapping[str, Any]) -> Iterator[str]:

@@ -88,7 +88,7 @@ CHANGES = {
     "breakdown_s": lambda p: p.first["breakdown_s"].update(compute=0.0),
     "breakdown_s sums to": lambda p: p.written["layouts"][1]["breakdown_s"].update(compute=0.0),
     "is not within": lambda p: p.written["layouts"][1].update(step_s_low=1e9),
-    "not sorted by their step": lambda p: p.written["layouts"].reverse(),
+    "the layout shown first takes": lambda p: p.written["layouts"].reverse(),
     "layout 2 is shown with fits=False": lambda p: p.written["layouts"][1].update(fits=False),
     "no usable_bytes": lambda p: p.written.pop("usable_bytes"),
     "is not usable_share": lambda p: p.written.update(usable_share=0.5),
