@@ -1,0 +1,51 @@
+"""What fits: the largest of three peaks with allocator and context, within 97% of the device's memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.plan.fit import (
+    USABLE_MEMORY,
+    MemoryNeed,
+    describe_usable,
+    live_bytes_that_fit,
+    usable_bytes,
+)
+
+GB = 10**9
+
+
+def test_cuda_needs_an_allocator_and_a_context_and_cpus_neither(make_job):
+    """5% of live tensors and 1 GB."""
+    need = MemoryNeed.of(make_job(), 40 * GB, 50 * GB, 10 * GB)
+    assert (need.allocator, need.context) == (2.5 * GB, GB)
+    assert need.needed_bytes == 53.5 * GB
+    bare = MemoryNeed.of(make_job(cluster={"device": "cpu"}), 40 * GB, 50 * GB, 10 * GB)
+    assert (bare.allocator, bare.context, bare.needed_bytes) == (0, 0, 50 * GB)
+
+
+@pytest.mark.parametrize(
+    ("steady", "first", "checkpoint", "limit"),
+    [(3, 2, 1, "steady step"), (2, 3, 1, "first step"), (1, 2, 3, "checkpoint"), (2, 2, 2, "steady step")],
+)
+def test_the_largest_peak_is_named_and_decides(make_job, steady, first, checkpoint, limit):
+    need = MemoryNeed.of(make_job(cluster={"device": "cpu"}), steady, first, checkpoint)
+    assert need.limited_by == limit
+    assert need.needed_bytes == max(steady, first, checkpoint)
+
+
+def test_97_percent_of_a_device_is_usable(make_job):
+    cluster = make_job().cluster
+    assert USABLE_MEMORY == 0.97
+    assert usable_bytes(cluster) == int(0.97 * cluster.memory_bytes)
+    assert describe_usable(cluster) == "97% of 80 GB, 77.6 GB"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_live_tensors_that_fit_are_the_most_that_do(make_job, device):
+    job = make_job(cluster={"device": device})
+    for room in (2 * GB, 77_600_000_001, 10**12 + 7):
+        live = live_bytes_that_fit(job, room)
+        assert MemoryNeed.of(job, live, 0, 0).needed_bytes <= room
+        assert MemoryNeed.of(job, live + 3, 0, 0).needed_bytes > room
+    assert live_bytes_that_fit(job, 0) == 0, "never less than nothing"

@@ -1,0 +1,104 @@
+"""Every automatic choice carries its reason, with numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from meshwright.plan.planner import search_job
+from meshwright.plan.predict import predict
+from meshwright.plan.reasons import explain_choice, explain_positions
+from meshwright.plan.search.find import Found
+from meshwright.plan.time.step import StepTime
+from meshwright.spec.layout import Layout
+
+
+def explain(job, neighbours=False, top=8):
+    return explain_choice(job, search_job(job, top=top), neighbours)
+
+
+def test_one_device_is_enough_where_communication_costs_more_than_it_gives(make_job):
+    reasons = explain(make_job(cluster={"link_bytes_per_s": 1e3, "link_latency_s": 1.0}))
+    assert reasons[0].startswith("one device micro_batch=")
+    assert "one device is enough, communication would cost more than it gives" in reasons[0]
+
+
+def test_devices_that_are_left_idle_are_counted(make_job):
+    """One sample of one token on eight devices."""
+    job = make_job(model={"preset": "demo-2m"}, train={"global_batch": 1}, data={"seq_len": 1})
+    found = search_job(job, top=8)
+    used = found.best[0].layout.world_size
+    first = explain_choice(job, found)[0]
+    assert used < 8
+    assert "one device is enough" in first if used == 1 else f"the other {8 - used} devices" in first
+
+
+def test_the_simplest_near_the_best_says_what_it_gives_up(make_job):
+    """The recommended layout is not the fastest: both are named with the difference. Else nothing is said."""
+    job = make_job(model={"preset": "demo-2m"})
+    simple = predict(job, Layout("given", dp_replicate=8, micro_batch=1))
+    other = predict(job, Layout("given", dp_shard=8, zero=1, micro_batch=1))
+    near = dataclasses.replace(other, time=StepTime({"compute": simple.step_s / 1.005}))
+    first = explain_choice(job, Found(job, best=[simple, near]))[0]
+    assert "the simplest of 2 layouts that fit, within 1% of the shortest step (+0.50% against" in first
+    assert first.endswith("against dp_shard=8 zero=1 micro_batch=1)")
+    far = dataclasses.replace(other, time=StepTime({"compute": simple.step_s * 1.005}))
+    assert "shortest predicted step of 2" in explain_choice(job, Found(job, best=[simple, far]))[0]
+
+
+@pytest.mark.parametrize(
+    ("by", "words"), [("cost", "the least device time per step"), ("memory", "the most memory left")]
+)
+def test_what_was_asked_to_be_best_is_what_is_said(make_job, by, words):
+    job = make_job(model={"preset": "demo-2m"})
+    found = search_job(job, top=8, by=by)
+    assert words in explain_choice(job, found)[0]
+
+
+def test_next_best_layouts_lose_for_a_reason(make_job):
+    reasons = [reason for reason in explain(make_job(model={"preset": "demo-2m"})) if reason[:4] == "not "]
+    assert len(reasons) == 3
+    assert all(re.search(r"slower|faster|memory", reason) for reason in reasons)
+
+
+def test_neighbours_are_compared_where_they_are_asked_for(make_job):
+    job = make_job(model={"preset": "llama3.2-1b"}, train={"global_batch": 64})
+    reasons = [reason for reason in explain(job, neighbours=True) if reason.startswith("not ")]
+    assert len(reasons) > 5
+    assert any(reason.startswith("not tp=") for reason in reasons)
+
+
+def test_reasons_name_the_padding(make_job):
+    job = make_job(train={"global_batch": 5}, layout={"dp_replicate": 2, "micro_batch": 2})
+    assert "3 of 8 samples per step are zero-weight padding: all ranks run alike" in explain(job)
+
+
+def test_a_given_layout_and_micro_batch_get_no_reason_of_ours(make_job):
+    job = make_job(layout={"dp_replicate": 2, "micro_batch": 2})
+    assert explain(job) == ["dp_replicate=2 micro_batch=2: given in the job"]
+
+
+def test_a_micro_batch_that_a_given_layout_leaves_open_has_its_rule(make_job):
+    """With the pipeline's own condition where there is one."""
+    assert "micro_batch=2: largest size that fits with at least 2 micro-batches" in explain(
+        make_job(layout={"dp_replicate": 2})
+    )
+    piped = make_job(
+        model={"num_layers": 4}, layout={"pp": 2, "schedule": "interleaved", "virtual_stages": 2}
+    )
+    assert any(
+        reason.endswith("at least 2 micro-batches per stage, in a multiple of layout.pp")
+        for reason in explain(piped)
+    )
+
+
+def test_sequences_longer_than_the_model_knows_are_warned_of(make_job):
+    """Rotary positions go on, so that it runs; where the positions are enough, nothing is said."""
+    for known, warned in ((16, True), (32, False), (None, False)):
+        job = make_job(model={"max_positions": known})
+        found = [reason for reason in explain(job) if reason.startswith("warning:")]
+        assert bool(found) == warned, known
+        assert found == explain_positions(job)
+        assert all("data.seq_len=32 is more than model.max_positions=16" in reason for reason in found)
