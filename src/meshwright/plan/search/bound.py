@@ -11,6 +11,7 @@ that wait for their backward pass or, where it is split, those that wait for the
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,6 +132,15 @@ class PeakBound:
         )
         reserve, context = overhead(self.job)
         return np.asarray((parameters + gradients + optimizer) * (1 + reserve) + context, dtype=np.float64)
+
+    def host_bytes(self, grid: Grid) -> Floats:
+        """A lower bound of the CPU memory that offloaded state takes, on a rank of average size."""
+        layers, experts = self.model.num_layers / grid.pp, self.model.expert_layers / grid.pp
+        none = np.zeros(len(grid), dtype=np.bool_)
+        kept = dataclasses.replace(grid, offload=np.zeros_like(grid.offload))
+        parameters, _, optimizer = self._state(kept, *self._elements(kept, layers, experts, none, none))
+        away = np.where(grid.offload >= OPTIMIZER_AWAY, optimizer, 0.0)
+        return np.asarray(away + np.where(grid.offload == ALL_AWAY, parameters, 0.0), dtype=np.float64)
 
     def _look_up(self, grid: Grid) -> Floats:
         """Sizes of each layout's blocks and loss, as rows of columns; distinct ones are computed once."""

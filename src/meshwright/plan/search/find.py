@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshwright.plan.estimate.grid import SCHEDULES, Floats, Grid
+from meshwright.plan.estimate.grid import OFFLOADS, SCHEDULES, Flags, Floats, Grid
 from meshwright.plan.estimate.memory import estimate_memory
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.fit import usable_bytes
@@ -56,6 +56,8 @@ SHORTLIST = 2048
 """Layouts that the first stage keeps: many of them may turn out not to fit."""
 BUDGET_S = 8.0
 """Seconds of a whole search; a command that searches then ends within 10."""
+SPARING_EVERY = 8
+"""Checks after which, while nothing fits, the layout with the next smallest memory bound is checked too."""
 PRUNING_SHARE = 0.6
 """Of the budget, for the first stage."""
 Progress = Callable[[int, int], None]
@@ -199,6 +201,8 @@ class _Search:
     ) -> None:
         self.job, self.pins, self.top, self.by = job, pins, top, by
         self.progress, self.worlds, self.budget_s = progress, worlds, budget_s
+        self.order = by
+        """What the shortlist is ordered by."""
         self.started = time.perf_counter()
         self.found = Found(job, by)
         self.workload = Workload.of(job)
@@ -216,9 +220,19 @@ class _Search:
         return self.budget_s - (time.perf_counter() - self.started)
 
     def run(self, offloads: tuple[str, ...]) -> Found:
-        """Both stages, for layouts with these values of ``offload``."""
-        self._shorten([Space(self.job, world, self.pins, offloads) for world in self.worlds])
+        """Both stages, for layouts with these values of ``offload``.
+
+        Where nothing on the shortlist fits and more than the shortlist may, both run once more, with the
+        layouts whose memory bound is smallest.
+        """
+        spaces = [Space(self.job, world, self.pins, offloads) for world in self.worlds]
+        self.order, self.found.shortlist = self.by, None
+        self._shorten(spaces)
         self._check()
+        if not self.found.best and self.found.may_fit > SHORTLIST and self.order != "memory":
+            self.order, self.found.shortlist = "memory", None
+            self._shorten(spaces)
+            self._check()
         return self.found
 
     def _shorten(self, spaces: list[Space]) -> None:
@@ -243,7 +257,7 @@ class _Search:
     def _limit(self) -> float:
         """The step that a layout must beat to be on the shortlist; bounds are of time alone."""
         shortlist = self.found.shortlist
-        if self.by != "time" or shortlist is None or len(shortlist) < SHORTLIST:
+        if self.order != "time" or shortlist is None or len(shortlist) < SHORTLIST:
             return math.inf
         return float(shortlist.step_s[-1])
 
@@ -251,10 +265,11 @@ class _Search:
         """Price every row with 1F1B, then those of its other schedules that may still be on the shortlist."""
         found, space = self.found, chunk.space
         plain = chunk.least()
-        rows = np.flatnonzero((self._least_bytes(plain) <= self.usable) & (chunk.sizes > 0))
+        possible = (chunk.sizes > 0) & self._runs(plain)
+        rows = np.flatnonzero((self._least_bytes(plain) <= self.usable) & self._host_holds(plain) & possible)
         found.pruned += int(chunk.sizes.sum()) - int(chunk.sizes[rows].sum())
         if not len(rows):
-            legal = plain.take(np.flatnonzero(chunk.sizes > 0))
+            legal = plain.take(np.flatnonzero(possible))
             self._keep_smallest(legal, self._least_bytes(legal))
             return
         plain = plain.take(rows)
@@ -278,6 +293,34 @@ class _Search:
                 grid = grid.take(fits)
                 self._keep(grid, estimate_step(self.workload, grid), needed[fits])
 
+    def _runs(self, grid: Grid) -> Flags:
+        """Which layouts this version runs, where it runs such jobs at all; else all of them are planned."""
+        if not self.exact:
+            return np.ones(len(grid), dtype=np.bool_)
+        several = [axis > 1 for axis in (grid.pp, grid.dp_shard, grid.cp, grid.tp)]
+        keys = np.stack((*several, grid.zero, grid.offload)).astype(np.int64)
+        distinct, places = np.unique(keys, axis=1, return_inverse=True)
+        built = [self._is_built(*(int(number) for number in key)) for key in distinct.T]
+        return np.array(built, dtype=np.bool_)[places.reshape(-1)]
+
+    def _is_built(self, pp: int, dp_shard: int, cp: int, tp: int, zero: int, offload: int) -> bool:
+        """Whether no rule says that such layouts are not built; axes are 0 where they are not used."""
+        layout = Layout(
+            "given", pp=1 + pp, dp_shard=1 + dp_shard, cp=1 + cp, tp=1 + tp, zero=zero,
+            offload=OFFLOADS[offload], micro_batch=1,  # type: ignore[arg-type]
+        )  # fmt: skip
+        problems = find_problems(with_layout(self.job, layout))
+        return not any(problem.code.endswith("-not-built") for problem in problems)
+
+    def _host_holds(self, grid: Grid) -> Flags:
+        """Whether offloaded state may fit the CPU memory that a device has."""
+        room = self.job.cluster.host_memory_bytes
+        if room is None or not grid.offload.any():
+            return np.ones(len(grid), dtype=np.bool_)
+        if self.exact:
+            return self.bound.host_bytes(grid) <= room
+        return estimate_memory(self.workload, grid).host_bytes <= room
+
     def _least_bytes(self, plain: Grid) -> Floats:
         """What a layout needs with any schedule, at least."""
         if self.job.train.runtime == "meshwright":  # the estimate of its state is the same
@@ -300,12 +343,13 @@ class _Search:
             return
         found.rates.append(step.step_s[fits] * grid.world_size[fits])
         ranked = Ranked(grid.take(fits), step.step_s[fits], needed[fits])
-        found.shortlist = _best_of(self.by, *([found.shortlist] if found.shortlist else []), ranked)
+        found.shortlist = _best_of(self.order, *([found.shortlist] if found.shortlist else []), ranked)
 
     def _keep_smallest(self, grid: Grid, needed: Floats) -> None:
         if not len(grid):
             return
-        place = np.array([np.argmin(needed)])
+        # Of equal bounds, of the state alone perhaps, the one that keeps the fewest activations.
+        place = np.lexsort((grid.micro_batch, -grid.recompute, needed))[:1]
         smallest = self.found.smallest
         if smallest is None or needed[place[0]] < smallest.needed_bytes[0]:
             self.found.smallest = Ranked(grid.take(place), np.zeros(1), needed[place])
@@ -314,16 +358,17 @@ class _Search:
         """The second stage: predict exactly, best first, until enough fit or the time is over."""
         found = self.found
         fitting: list[Prediction] = []
-        for layout in self._list_shortlist():
+        for number, layout in enumerate(self._list_shortlist()):
             if len(fitting) >= self.top:
                 break
             if self.left_s() < 0:
                 found.stopped_early = True
                 break
-            prediction = self._predict(layout)
-            if prediction is not None:
-                fitting.append(prediction)
-        found.best = order_best(self.by, fitting)
+            tries = [layout]
+            if not fitting and number % SPARING_EVERY == SPARING_EVERY - 1:
+                tries += self._list_sparing(number // SPARING_EVERY)
+            fitting += [p for tried in tries if (p := self._predict(tried)) is not None]
+        found.best = order_best(self.by, _without_repeats(fitting))
         if not fitting:
             if found.smallest is not None:
                 self._predict(found.smallest.grid.layout(0))
@@ -337,6 +382,13 @@ class _Search:
             grid = shortlist.grid.take(np.arange(start, min(start + CHECKED, len(shortlist))))
             layouts = [grid.layout(place) for place in range(len(grid))]
             yield from assign_stages(self.job, layouts, estimate_step(self.workload, grid))
+
+    def _list_sparing(self, number: int) -> list[Layout]:
+        """The layout of the shortlist with the next smallest memory bound: it may be the first that fits."""
+        shortlist = self.found.shortlist
+        if shortlist is None or number >= len(shortlist):
+            return []
+        return [shortlist.grid.layout(int(np.argsort(shortlist.needed_bytes, kind="stable")[number]))]
 
     def _predict(self, layout: Layout) -> Prediction | None:
         """One layout, if it is legal and fits; memory decides before anything else is predicted."""
@@ -354,6 +406,10 @@ class _Search:
         if self._closest is None or needed < self._closest[0]:
             self._closest = needed, placed.layout
         return None
+
+
+def _without_repeats(found: list[Prediction]) -> list[Prediction]:
+    return list({prediction.layout: prediction for prediction in found}.values())
 
 
 def score(by: By, prediction: Prediction) -> float:
