@@ -348,8 +348,9 @@ class _Search:
     def _keep_smallest(self, grid: Grid, needed: Floats) -> None:
         if not len(grid):
             return
-        # Of equal bounds, of the state alone perhaps, the one that keeps the fewest activations.
-        place = np.lexsort((grid.micro_batch, -grid.recompute, needed))[:1]
+        # Of equal bounds, of the state alone perhaps, the one that offloads and keeps least.
+        away = self.bound.host_bytes(grid)
+        place = np.lexsort((grid.micro_batch, -grid.recompute, away, needed))[:1]
         smallest = self.found.smallest
         if smallest is None or needed[place[0]] < smallest.needed_bytes[0]:
             self.found.smallest = Ranked(grid.take(place), np.zeros(1), needed[place])
