@@ -1,0 +1,28 @@
+"""How far an axis reaches: its first group, on the nodes and racks of the cluster."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.plan.placement import tier_of
+from meshwright.spec.layout import Layout
+from meshwright.spec.legality import with_layout
+
+
+@pytest.mark.parametrize(
+    ("layout", "axis", "tier"),
+    [
+        (Layout("given", tp=8, dp_shard=8, zero=1), "tp", "node"),
+        (Layout("given", tp=8, dp_shard=2, zero=1), "dp_shard", "rack"),
+        (Layout("given", tp=16), "tp", "rack"),
+        (Layout("given", tp=8, dp_shard=8, zero=1), "dp_shard", "spine"),
+        (Layout("given", pp=2, tp=8, dp_shard=4, zero=1), "pp", "spine"),
+        (Layout("given", tp=8), "control", "node"),
+        (Layout("given", tp=8, dp_shard=8, zero=1), "control", "spine"),
+    ],
+    ids=str,
+)
+def test_a_group_reaches_as_far_as_its_last_member(make_job, layout, axis, tier):
+    """Eight nodes of eight devices, two nodes per rack; tp is innermost, pp outermost."""
+    job = make_job(model={"num_heads": 64, "num_kv_heads": 64}, cluster={"nodes": 8, "nodes_per_rack": 2})
+    assert tier_of(with_layout(job, layout), axis) == tier
