@@ -24,5 +24,5 @@ from meshwright.spec.legality import with_layout
 )
 def test_a_group_reaches_as_far_as_its_last_member(make_job, layout, axis, tier):
     """Eight nodes of eight devices, two nodes per rack; tp is innermost, pp outermost."""
-    job = make_job(model={"num_heads": 64, "num_kv_heads": 64}, cluster={"nodes": 8, "nodes_per_rack": 2})
+    job = make_job(cluster={"nodes": 8, "nodes_per_rack": 2})
     assert tier_of(with_layout(job, layout), axis) == tier

@@ -42,7 +42,7 @@ LARGE = {
 
 
 def price_everything(job, by):
-    """Scores of layouts that run and that bounds of memory leave, best first; and how many there are in all."""
+    """Scores of layouts that run and that bounds of memory leave, best first; and how many there are."""
     workload, bound = Workload.of(job), PeakBound(job)
     scores, count = [], 0
     offloads = ("none", "optimizer", "all") if by == "memory" else ("none",)
