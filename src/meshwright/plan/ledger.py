@@ -7,8 +7,11 @@ the allocator's slack.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
+import itertools
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -233,7 +236,7 @@ def _trace(
 
 
 def _second_copy(
-    kept: StepMemory, alone: StepMemory, buckets: Sequence[_Bucket], gradients: int, micro_batches: int
+    kept: StepMemory, alone: StepMemory, buckets: _SentBuckets, gradients: int, micro_batches: int
 ) -> int:
     """The largest moment of an attempt's first step, when DDP has not yet reduced once.
 
@@ -250,39 +253,41 @@ def _second_copy(
 
 
 @dataclass(frozen=True)
-class _Bucket:
-    """A bucket of gradients that is sent in a smaller type."""
+class _SentBuckets:
+    """Buckets of gradients that are sent in a smaller type, in the order in which they are complete."""
 
-    complete_bytes: int
-    """Gradients, in the order of the backward pass, by which it is complete."""
-    wire_bytes: int
-    stays: bool
-    """Whether what is sent lives until all are summed, not only until it has arrived."""
+    complete_bytes: tuple[int, ...] = ()
+    """Gradients, in the order of the backward pass, by which each is complete."""
+    wire_bytes: tuple[int, ...] = (0,)
+    """What lives of those that are sent, when none is complete, one, two and so on."""
 
 
-def _sent_buckets(job: Job) -> list[_Bucket]:
-    """The buckets that are copied to be sent; none without compression."""
+def _sent_buckets(job: Job) -> _SentBuckets:
+    """The buckets that are copied to be sent; none without compression.
+
+    What DDP sends lives until it has arrived: at most the largest is there. What else is sent lives until all
+    are summed.
+    """
     if job.compression.kind == "none":
-        return []
+        return _SentBuckets()
     sizes = {p.name: p.count for p in held_parameters(job, place=0)}
     complete, total = {}, 0
     for name in reversed(sizes):
         total += sizes[name] * FLOAT32_BYTES
         complete[name] = total
-    return [
-        _Bucket(
+    buckets = sorted(
+        (
             max(complete[name] for name in names),
             sum(sizes[name] for name in names) * WIRE_BYTES[job.compression.kind],
-            stays=not uses_ddp(job),
         )
         for names in held_buckets(job, place=0)
         if gradient_axis(job, names[0]).size > 1
-    ]
+    )
+    together = max if uses_ddp(job) else operator.add
+    wires = itertools.accumulate((wire for _, wire in buckets), together, initial=0)
+    return _SentBuckets(tuple(at for at, _ in buckets), tuple(wires))
 
 
-def _wire_bytes(buckets: Sequence[_Bucket], moment: Moment) -> int:
-    """The largest copy that may be on its way at a moment, and those that have arrived and are not let go."""
-    sent = [b for b in buckets if b.complete_bytes <= moment.complete_bytes]
-    if any(bucket.stays for bucket in sent):
-        return sum(bucket.wire_bytes for bucket in sent)
-    return max((bucket.wire_bytes for bucket in sent), default=0)
+def _wire_bytes(buckets: _SentBuckets, moment: Moment) -> int:
+    """The copies in a smaller type that may be there at a moment."""
+    return buckets.wire_bytes[bisect.bisect_right(buckets.complete_bytes, moment.complete_bytes)]
