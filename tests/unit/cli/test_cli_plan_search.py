@@ -1,4 +1,4 @@
-"""``plan`` for decoders on GPU clusters: the search, ``--why``, ``--by``, sizing, pictures, bad input."""
+"""``plan`` for decoders: the search, ``--why``, ``--by``, sizing, pictures, bad input."""
 
 from __future__ import annotations
 
@@ -25,14 +25,18 @@ def test_the_best_layout_comes_with_ledger_step_bytes_reasons_and_a_table(cli):
     assert ran.err == ""
     for words in (
         "8.03 G parameters on 8 of 8 devices",
-        "the shortest predicted step of",
+        " of 64 layouts that fit",
         "  not tp=",
         "predicted step",
         "interval: ",
         "overrides: layout.",
-        "peak in a step",
+        "peak, steady step",
+        "peak, first step",
+        "peak, checkpoint",
+        "allocator",
+        "usable: 97% of 80 GB, 77.6 GB",
         "The step",
-        "Bytes that a rank moves in a step",
+        "Collectives per rank and occurrence of the phase",
         "Layouts, best first",
         "layouts priced in",
     ):
@@ -44,42 +48,45 @@ def test_json_has_the_keys_and_counts_of_the_search(cli):
     assert found["evaluated"] >= found["fit"] >= len(found["layouts"]) == 50
     assert found["pruned"] > 0
     assert found["illegal"] > 0
-    steps = [layout["step_s"] for layout in found["layouts"]]
-    assert steps == sorted(steps)
+    first, *rest = [layout["step_s"] for layout in found["layouts"]]
+    assert rest == sorted(rest)
+    assert first <= rest[0] * 1.01, "the simplest within 1% of the shortest step is recommended"
     for layout in found["layouts"]:
         assert layout["step_s_low"] <= layout["step_s"] <= layout["step_s_high"]
         assert sum(layout["breakdown_s"].values()) == pytest.approx(layout["step_s"])
         assert 0 < layout["mfu"] < 1
         assert layout["reasons"]
-        assert layout["walked"] == (layout["layout"]["pp"] > 1)
-        peaks = [rank["peak"] for rank in layout["memory_bytes"].values()]
-        assert max(peaks) <= 80e9
+        assert ("bubble" in layout) == (layout["layout"]["pp"] > 1)
+        needs = [rank["needed"] for rank in layout["memory_bytes"].values()]
+        assert layout["needed_bytes"] == max(needs) <= found["usable_bytes"] == 77.6e9
+        assert layout["exact"]
 
 
 def test_the_best_layout_is_planned_alike_when_it_is_asked_for(cli):
     best = cli(*LLAMA, "--json", "--top", "1").json["layouts"][0]
-    keys = [
-        f"layout.{k}={str(v).lower()}" for k, v in best["layout"].items() if k not in ("mode", "bucket_mb")
-    ]
+    settled = ("mode", "bucket_mb", "stage_layers")
+    keys = [f"layout.{k}={str(v).lower()}" for k, v in best["layout"].items() if k not in settled]
     (again,) = cli(*LLAMA, *keys, "--json").json["layouts"]
-    assert again["step_s"] == pytest.approx(best["step_s"])
-    again["layout"].pop("stage_layers", None)  # settled where the layout runs, by cost
-    assert again["layout"] == best["layout"]
+    assert again["layout"] == best["layout"], "the layers of its stages too"
+    assert again["step_s"] == best["step_s"]
+    assert again["memory_bytes"] == best["memory_bytes"]
+    assert again["collectives"] == best["collectives"]
 
 
-@pytest.mark.parametrize(("by", "key"), [("time", "step_s"), ("cost", "device_s"), ("memory", "peak")])
+@pytest.mark.parametrize(("by", "key"), [("time", "step_s"), ("cost", "device_s"), ("memory", "needed")])
 def test_the_ranking_can_be_by_time_cost_or_memory(cli, by, key):
     layouts = cli(*LLAMA, "--by", by, "--top", "12", "--json").json["layouts"]
 
     def value(entry):
-        if key == "peak":
-            return max(rank["peak"] for rank in entry["memory_bytes"].values())
+        if key == "needed":
+            return entry["needed_bytes"]
         degrees = entry["layout"]
         world = degrees["pp"] * degrees["dp_replicate"] * degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
         return entry["step_s"] * (world if key == "device_s" else 1)
 
-    found = [value(entry) for entry in layouts]
-    assert found == pytest.approx(sorted(found), rel=1e-6)
+    first, *rest = [value(entry) for entry in layouts]
+    assert rest == sorted(rest)
+    assert first <= rest[0] * (1 if by == "memory" else 1.01)
 
 
 def test_keys_of_the_layout_that_are_no_degrees_are_kept(cli):
@@ -138,7 +145,7 @@ def test_a_model_that_no_layout_fits_is_told_how_many_nodes_it_needs(cli):
     ran = cli("plan", "llama3-70b", *SMALL, "--on", "2xh100-sxm", "layout.offload=none", "--json")
     assert ran.codes == ["plan-nothing-fits"]
     (error,) = ran.json["errors"]
-    assert "a device, " in error["fix"]
+    assert "B per device)" in error["fix"]
     assert "cluster.nodes=" in error["fix"] or "layout.offload" in error["fix"]
 
 
@@ -167,15 +174,16 @@ def test_why_explains_a_layout_that_no_rule_allows(cli):
     assert not why["legal"]
     assert [problem["code"] for problem in why["problems"]] == ["layout-tp-heads"]
     (nearest,) = ran.json["layouts"]
-    assert nearest["layout"]["tp"] in (2, 4)
-    assert "nearest legal layout: " in ran.err
+    assert nearest["layout"]["dp_replicate"] * nearest["layout"]["tp"] == 3, "as many ranks as were asked for"
+    assert why["nearest_layouts"][0]["needed_bytes"] == nearest["needed_bytes"]
+    assert "nearest layout that runs: " in ran.err
 
 
 def test_why_says_by_how_much_a_layout_does_not_fit(cli):
     ran = cli(*LLAMA, "--why", "layout.dp_replicate=8")
     assert "does not fit: " in ran.out
-    assert " over the 80 GB of a device" in ran.out
-    assert "it would fit: Use layout." in ran.out
+    assert " more than usable" in ran.out
+    assert "it would fit with layout." in ran.out
 
 
 def test_why_tells_of_idle_devices(cli):
@@ -212,13 +220,16 @@ def test_why_without_a_degree_explains_the_best_layout_with_that_setting(cli):
     assert "the best with recompute=full" in ran.err
 
 
-def test_why_names_the_nearest_layout_that_fits_where_the_nearest_legal_one_does_not(cli):
-    ran = cli("plan", "llama3-70b", *SMALL, "--on", "4x8xh100-sxm", "--why", "layout.tp=6", "--json")
-    nearest, fitting = ran.json["layouts"]
+def test_why_names_changes_that_fit_where_the_nearest_legal_layout_does_not(cli):
+    """Each fits when it is asked for, on as many ranks."""
+    ran = cli(*LLAMA, "--why", "layout.tp=3", "--json")
+    (nearest,) = ran.json["layouts"]
     assert not nearest["fits"]
-    assert nearest["layout"]["micro_batch"] == 1, "none was asked for, none fits: the smallest"
-    assert fitting["fits"]
-    assert "nearest that fits: " in ran.err
+    named = [line.partition("it would fit with ")[2] for line in ran.err.splitlines()]
+    changes = [text.partition(" (")[0].split() for text in named if text]
+    assert changes
+    for overrides in changes:
+        assert cli(*LLAMA, *overrides, "--json").json["layouts"][0]["fits"]
 
 
 def test_why_on_this_machine_says_what_plan_says(cli, good):
@@ -226,8 +237,9 @@ def test_why_on_this_machine_says_what_plan_says(cli, good):
     planned = cli("plan", good, *local, "layout.dp_replicate=2", "--json").json["layouts"][0]
     (asked,) = cli("plan", good, *local, "--why", "layout.dp_replicate=2", "--json").json["layouts"]
     assert asked["step_s"] == planned["step_s"]
-    refused = cli("plan", good, *local, "--why", "layout.offload=all", "--json").json
-    assert [problem["code"] for problem in refused["why"]["problems"]] == ["layout-offload-not-built"]
+    refused = cli("plan", good, *local, "--why", "layout.tp=3", "--json").json
+    assert [problem["code"] for problem in refused["why"]["problems"]] == ["layout-tp-heads"]
+    assert cli("plan", good, *local, "layout.tp=3").codes == ["layout-tp-heads"]
 
 
 @pytest.mark.parametrize(
@@ -260,8 +272,8 @@ def test_host_memory_that_is_missing_is_said_to_be(cli):
     ran = cli("plan", "gpt3-175b", *SMALL, "--on", "8xh100-sxm", "--json")
     assert ran.codes == ["plan-nothing-fits"]
     rule = ran.json["errors"][0]["rule"]
-    assert "of host memory a device" in rule
-    assert "-" not in rule.partition("needs")[2], "nothing negative is over"
+    assert "offloaded state is " in rule
+    assert "GB over cluster.host_memory_bytes=250 GB" in rule
 
 
 # Sizing
@@ -362,9 +374,13 @@ def test_unknown_presets_are_named(cli):
     assert cli("plan", "llama3-8b", "--on", "2x8xz9000").codes == ["cluster-unknown-preset"]
 
 
-def test_a_ranking_by_cost_is_of_the_search_alone(cli, good):
-    local = ("cluster.preset=local", "cluster.device=cpu")
-    assert cli("plan", good, *local, "--by", "cost").codes == ["plan-by-not-here"]
+def test_a_ranking_by_cost_is_of_decoders_alone(cli, good):
+    """On CPUs too; a ResNet has replicas alone."""
+    local = ("cluster.preset=local", "cluster.device=cpu", "cluster.devices_per_node=2")
+    ran = cli("plan", good, *local, "--by", "cost")
+    assert ran.status == 0
+    assert "the least device time per step" in ran.out
+    assert cli("plan", "resnet18", "--on", "8xh100-sxm", "--by", "cost").codes == ["plan-by-not-here"]
 
 
 def test_why_is_for_decoders(cli):
@@ -373,12 +389,11 @@ def test_why_is_for_decoders(cli):
     ]
 
 
-def test_an_illegal_layout_gets_the_nearest_legal_one_that_can_be_planned(cli):
+def test_an_illegal_layout_gets_the_nearest_legal_one_with_its_price(cli):
     ran = cli(*LLAMA, "layout.tp=3", "--json")
     assert ran.status == 2
-    notes = ran.json["notes"]
-    (note,) = [n for n in notes if n.startswith("nearest legal layout: ")]
-    overrides = note.removeprefix("nearest legal layout: ").partition(" (")[0].split()
+    (note,) = [n for n in ran.json["notes"] if n.startswith("nearest layout that runs: ")]
+    overrides = note.removeprefix("nearest layout that runs: ").partition(" (")[0].split()
     assert load_job("llama3-8b", [*SMALL, *overrides], "2x4xh100-sxm", to_run=False).layout.mode == "given"
 
 
@@ -391,8 +406,9 @@ def test_a_model_that_devices_do_not_speed_up_is_told_to_use_one(cli):
 
 
 def test_offloading_is_taken_where_it_beats_recomputing_everything(cli):
-    """70 billion parameters on 16 devices fit with full recomputation alone; a smaller gain is not taken."""
-    asked = ("plan", "llama3-70b", "train.global_batch=128", "--on", "2x8xh100-sxm", "--top", "1", "--json")
+    """8 billion parameters on 2 devices fit with full recomputation alone; a smaller gain is not taken."""
+    large = ("train.global_batch=512", "data.seq_len=2048")
+    asked = ("plan", "llama3-8b", *large, "--on", "2xh100-sxm", "--top", "1", "--json")
     (free,) = cli(*asked).json["layouts"]
     (without,) = cli(*asked, "layout.offload=none").json["layouts"]
     assert without["layout"]["recompute"] == "full"
@@ -409,7 +425,8 @@ def test_the_most_memory_left_is_found_with_offloading_too(cli):
 
 
 def test_the_step_is_named_with_its_samples_precision_and_runtime(cli):
-    assert "a step: 32 samples of 512 tokens, 16.4 k tokens in all, in bf16; as meshwright" in cli(*LLAMA).out
+    words = "per step: 32 samples of 512 tokens, 16.4 k tokens in all, in bf16; runtime meshwright"
+    assert words in cli(*LLAMA).out
 
 
 def test_a_model_that_does_not_run_yet_is_planned_on_this_machine_too(cli, good):
