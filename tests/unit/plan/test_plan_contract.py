@@ -16,10 +16,14 @@ from meshwright.plan.contract import (
     build_plan,
     is_plan,
     layout_keys,
+    plan_of,
     plan_tree,
     read_plan,
+    summarize,
     write_plan,
 )
+from meshwright.plan.predict import predict
+from meshwright.spec.layout import Layout
 from meshwright.spec.load import load_job
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "run-v1" / "plan.toml"
@@ -253,3 +257,49 @@ def test_planning_the_golden_job_again_promises_the_same_state_traffic_and_bucke
     assert [r.state_bytes for r in again.ranks] == [r.state_bytes for r in golden.ranks]
     for old, new in zip(golden.ranks, again.ranks, strict=True):
         assert new.peak_bytes == pytest.approx(old.peak_bytes, rel=0.05)
+
+
+# Layouts that this version does not run, and layouts of pipelines
+
+
+@pytest.fixture
+def large(make_job):
+    """A pipeline of a large model: 16 ranks in 4 stages."""
+    tables = {"cluster": {"nodes": 2}, "train": {"global_batch": 32, "precision": "bf16"}}
+    job = make_job(model={"preset": "llama3-8b"}, data={"seq_len": 2048}, **tables)
+    return job, Layout("given", pp=4, tp=2, dp_shard=2, zero=1, micro_batch=1)
+
+
+def test_an_estimated_plan_survives_its_file_and_says_that_it_is_not_exact(large, path):
+    """Another framework's runtime: one rank of each class, and no collectives."""
+    job, layout = large
+    other = dataclasses.replace(job, train=dataclasses.replace(job.train, runtime="megatron-core"))
+    plan = plan_of(predict(other, layout), ["because"])
+    write_plan(plan, path)
+    assert "exact = false" in path.read_text()
+    again = read_plan(path, to_run=False)
+    assert again == plan
+    assert not again.exact
+    assert (again.world_size, len(again.ranks)) == (16, 3)
+    assert list(again.classes()) == ["first stage", "middle stages", "last stage"]
+
+
+def test_a_plan_promises_every_rank_what_its_pp_rank_needs(large, path):
+    """What fits is written: each peak, the need, and what is usable."""
+    found = predict(*large)
+    plan = plan_of(found)
+    write_plan(plan, path)
+    plan = read_plan(path)
+    assert plan.usable_bytes == int(0.97 * plan.job.cluster.memory_bytes)
+    assert len(plan.ranks) == 16
+    for rank in plan.ranks:
+        need = found.memory.needs[rank.rank // 4]
+        assert rank.needed_bytes == need.needed_bytes <= plan.usable_bytes
+        assert rank.checkpoint_bytes == need.checkpoint
+        assert rank.first_peak_bytes == need.first_step
+
+
+def test_a_summary_without_ranks_is_that_of_the_plan(large):
+    """The list of layouts is made without a plan for each."""
+    found = predict(*large)
+    assert summarize(found, ["because"]) == plan_of(found, ["because"]).summary()

@@ -1,0 +1,43 @@
+"""Sentences of a plan: how much was searched, and formulas that fit a table."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from meshwright.cli.output import Output
+from meshwright.cli.plan_text import FORMULA_WIDTH, count_search, shorten_formula
+from meshwright.cli.search_progress import search_progress
+from meshwright.plan.planner import search_job
+from meshwright.plan.search.find import no_progress
+from meshwright.spec.load import load_job
+
+
+@pytest.fixture
+def found(good: str):
+    return search_job(load_job(good), top=4)
+
+
+def test_a_search_counts_what_it_did(found):
+    words = count_search(found)
+    assert f"{found.evaluated:,} layouts priced in" in words
+    assert f"{found.pruned:,} ruled out by bounds of memory and time" in words
+    assert words.endswith("4 checked exactly, 4 of them fit")
+
+
+def test_a_search_that_stopped_early_says_so(found):
+    early = dataclasses.replace(found, stopped_early=True, unseen=12_345)
+    assert count_search(early).endswith("stopped early at the time limit, 12,345 layouts not seen")
+
+
+def test_long_formulas_are_cut_and_short_ones_are_whole():
+    assert shorten_formula("4 x 1.23456 [layers]") == "4 x 1.234 [layers]"
+    cut = shorten_formula("2 x 3 [bytes] + " * 20)
+    assert len(cut) <= FORMULA_WIDTH
+    assert cut.endswith(" ...")
+
+
+def test_without_a_terminal_there_is_no_progress_bar():
+    with search_progress(Output(as_json=True)) as progress:
+        assert progress is no_progress
