@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from meshwright.cli.dry_run import dry_run_job
 from meshwright.cli.output import Output
 from meshwright.core.errors import UserError
-from meshwright.plan import choose
+from meshwright.plan import predict
 from meshwright.run.collectives.counter import CollectiveCounter
 from meshwright.run.dry_run import EvenExchange, FakeStore, OneChunk, RealIntegers, choose_in_turn
 from meshwright.run.parallel.experts import ExpertExchange
@@ -174,7 +174,7 @@ def test_the_ledger_of_experts_is_what_torch_does(dry_run, case):
 
 
 def test_a_wrong_prediction_of_bytes_is_named_by_axis_and_op(dry_run, monkeypatch):
-    right = choose.predict_traffic
+    right = predict.predict_traffic
 
     def wrong(job, place):
         return [
@@ -182,7 +182,7 @@ def test_a_wrong_prediction_of_bytes_is_named_by_axis_and_op(dry_run, monkeypatc
             for row in right(job, place)
         ]
 
-    monkeypatch.setattr(choose, "predict_traffic", wrong)
+    monkeypatch.setattr(predict, "predict_traffic", wrong)
     found, said = dry_run("tiny", "layout.dp_shard=4", *SMALL, expect=3)
     assert not found["equal"]
     [difference] = found["differences"]
@@ -191,13 +191,13 @@ def test_a_wrong_prediction_of_bytes_is_named_by_axis_and_op(dry_run, monkeypatc
 
 
 def test_a_wrong_prediction_of_the_peak_is_found(dry_run, monkeypatch):
-    right = choose.predict_ledger
+    right = predict.predict_ledger
 
     def wrong(job, *sizes):
         ledger = right(job, *sizes)
         return dataclasses.replace(ledger, first_peak_bytes=int(ledger.first_peak_bytes * 1.06))
 
-    monkeypatch.setattr(choose, "predict_ledger", wrong)
+    monkeypatch.setattr(predict, "predict_ledger", wrong)
     found, _ = dry_run("tiny", "layout.dp_replicate=2", *SMALL, expect=3)
     assert [d.split(" is ")[0] for d in found["differences"]] == ["rank 0: peak"]
 
@@ -214,7 +214,7 @@ def test_what_does_not_fit_is_rehearsed_and_said(dry_run):
     found, said = dry_run("tiny", "layout.dp_replicate=2", "cluster.memory_bytes=1000000", *SMALL)
     assert found["equal"]
     assert not found["fits"]
-    assert "It does not fit" in said
+    assert "it does not fit: first step needs" in said
 
 
 @pytest.mark.parametrize(
