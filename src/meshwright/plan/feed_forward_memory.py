@@ -24,7 +24,7 @@ import math
 from dataclasses import dataclass
 
 from meshwright.plan.axes import expert_axis
-from meshwright.plan.shapes import FLOAT32_BYTES, operand_bytes
+from meshwright.plan.shapes import FLOAT32_BYTES, operand_bytes, residual_bytes
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.recipe import balance_coefficient
@@ -128,6 +128,11 @@ class _Plain:
         widest = down + max(second, gathered) if self.cut else max(second, down + gathered)
         copy = self.matrix * self.low if self.copied else 0
         matrices = 3 if self.gated else 2
+        # The weight gradient of the down matrix comes later: its input stays, beside the gradients of the
+        # inner factors, and so does its output's gradient where that is not the residual's itself.
+        cast = self.low != residual_bytes(self.job.train)
+        output = self.width if cast or layout.sequence_parallel else 0
+        split = output + self.inner + max((matrices - 1) * self.inner, copy)
         return FeedForwardSizes(
             kept=self.width + self.inside,
             products=(matrices - 1) * self.inner,
@@ -135,7 +140,7 @@ class _Plain:
             at_work=({"none": 0, "selective": 1, "full": 2}[layout.recompute] + self.gated) * self.inner,
             backward=self.inner + widest,
             first_backward=self.inner + widest,
-            split_backward=self.inner + max(second, gathered, copy),
+            split_backward=split,
             late=2 * self.width + matrices * self.inner,
         )
 

@@ -17,9 +17,10 @@ its start (on GPUs one is, and what is kept of it); a document mask is made by e
 micro-batch; 16-bit copies of weights are made in every forward pass, and kept where nothing is split. With
 replicas, gradients are views of buckets and there from the start.
 
-Under ZeRO-2 and 3 each moment of a stage has what ``sharded_memory`` adds to it. The other stages of the rank
-have what lies around their blocks gathered, and under ZeRO-2 their blocks. Gradients of weights that a split
-backward pass makes later are whole until all blocks of the stage have theirs.
+Under ZeRO-2 and 3 ``sharded_memory`` adds to each moment of a stage, and ``split_gradients`` where the
+backward pass is split. A stage reads no weights while another one of the rank works, and while it makes
+weight gradients. Then its root group is gathered under ZeRO-3 if its last pass was a forward pass; under
+ZeRO-2 all its groups are gathered until its last backward pass.
 
 What is in flight depends on the schedule alone (``schedule.in_flight``), the moments of a stage on its kind
 alone: both are cached.
@@ -49,11 +50,12 @@ from meshwright.plan.decoder_memory import (
 from meshwright.plan.feed_forward_memory import INT64_BYTES
 from meshwright.plan.moments import KeptGradients, Line, Moment
 from meshwright.plan.parts import Part, held_kinds, held_parts, in_flight_of
-from meshwright.plan.shapes import FLOAT32_BYTES, list_block
+from meshwright.plan.shapes import FLOAT32_BYTES, list_block, operand_bytes
 from meshwright.plan.sharded_memory import NORM_TENSORS, Pass, ShardedSizes
+from meshwright.plan.split_gradients import SplitGradients
 from meshwright.plan.traffic import WIRE_BYTES
 from meshwright.schedule.actions import Kind
-from meshwright.schedule.in_flight import InFlight, RankState, WeightGrads
+from meshwright.schedule.in_flight import InFlight, RankState, StageState, WeightGrads
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -153,18 +155,15 @@ class _Stage:
         """Gradients that are there from the start of the step, in buckets."""
         self.half = self.gradients
         """Those that are there after the first half of a backward pass that is split."""
-        self.idle = self.shards.idle if self.shards else 0
-        """ZeRO-2 and 3: what it has gathered while another stage of the rank works."""
+        self.split_grads = SplitGradients(self.shards) if self.shards and split else None
         self.words = self.model.vocab_size * self.model.hidden_size * FLOAT32_BYTES
         """The head, or the embedding; its gradient too."""
         self.width = self.sizes.tokens * self.model.hidden_size * self.sizes.low
         """What a product along the hidden size gives: T x D x e."""
         self.extra = self._tokens_kept(micro_batch)
         """What it keeps of a micro-batch beside blocks and loss."""
-        self._widest: dict[tuple[Kind, WeightGrads], PipelineMoment] = {}
-        if split and self.shards is not None:
-            self.half = self.shards.half
-        elif split:
+        self._widest: dict[tuple[Kind, StageState], PipelineMoment] = {}
+        if split and self.shards is None:
             around = 0 if self.always.dense else (part.first + part.last) * self.words
             self.half = min(self.gradients, self.start + around + sum(self._new_gradients.values()))
         self.kept = self._count_kept()
@@ -202,83 +201,78 @@ class _Stage:
         name: str,
         activations: int,
         temporary: int,
-        gradients: int,
+        there: StageState,
         formula: str,
         at: tuple[int | None, str] = (None, ""),
+        made: int = 0,
     ) -> PipelineMoment:
-        """A moment; ``at`` is the block at work, and where in its backward pass: what sharding asks.
+        """A moment of a forward pass, or of a backward pass or its first half.
 
-        Where gradients are cut, ``gradients`` says whether there are any, and ``sharded_memory`` how many.
+        Args:
+            name: Of the moment.
+            activations: Of the micro-batch, in the blocks and the loss.
+            temporary: Other tensors of the action.
+            there: What earlier passes have left with the stage.
+            formula: Of the activations.
+            at: The block at work, and where in its backward pass.
+            made: Gradients that the pass has made so far, where they are not sharded.
         """
-        gathered = 0
+        gradients, gathered = self._made(there.grads, made), 0
         if self.shards is not None:
-            moment, first = Moment(name, 0, 0, 0, "", 0, *at), gradients < self.gradients
-            gathered = sum(self.shards.gathered(moment, Pass(first, last=False)))
-            gradients, reduced = self._shards_at(moment, gradients)
-            gathered += reduced
+            moment, run = Moment(name, 0, 0, 0, "", 0, *at), Pass(not there.grads, last=False)
+            if self.split_grads is not None:
+                gradients, reduced = self.split_grads.input_grads(moment, there)
+            else:
+                gradients, reduced = self.shards.gradients(moment, run)
+            gathered = sum(self.shards.gathered(moment, run)) + reduced
         return PipelineMoment(name, activations + self.extra, temporary, gradients, formula, gathered)
 
     def _made(self, there: WeightGrads, so_far: int) -> int:
         """Gradients: all that there are from the first backward pass on, in it what it has made so far."""
         if there is WeightGrads.NONE:
-            return 0 if self.shards else self.start + so_far
+            return self.start + so_far
         return self.half if there is WeightGrads.HALF else self.gradients
 
-    def _shards_at(self, moment: Moment, before: int) -> tuple[int, int]:
-        """Gradients, and what is reduced, where they are cut and some were there before this pass.
-
-        A split backward pass leaves those of products for later.
-        """
-        assert self.shards is not None, "asked where they are cut"
-        first = before < self.gradients
-        if self.split and moment.layer is not None and moment.backward:
-            return self.shards.split_gradients(moment, before)
-        gradients, reduced = self.shards.gradients(moment, Pass(first, last=False))
-        return gradients + (before if first else 0), reduced
-
-    def forward(self, there: WeightGrads) -> list[PipelineMoment]:
-        """Of a forward pass; ``there``: which gradients are."""
+    def forward(self, there: StageState) -> list[PipelineMoment]:
+        """Of a forward pass; ``there``: what earlier passes have left."""
         sizes, before = self.sizes, self.stack.waiting(self.layers - 1)
-        gradients = self._made(there, 0)
         again, copies = self.job.layout.recompute != "none", self.copies
         blocks = f"{self.stack.formula(self.layers - 1)}, and the last one at work"
         at = (self.layers - 1, "")
-        found = [self._moment("forward, attention", before + sizes.turning, copies, gradients, blocks, at)]
+        found = [self._moment("forward, attention", before + sizes.turning, copies, there, blocks, at)]
         if again:
             made = sizes.hidden + self.width + sizes.feed_forward.at_work
             found.append(
                 self._moment(
-                    "forward, feed-forward", before + sizes.waiting, made + copies, gradients, blocks, at
+                    "forward, feed-forward", before + sizes.waiting, made + copies, there, blocks, at
                 )
             )
         else:
             made = self.width + sizes.hidden + copies
-            found.append(self._moment("forward, output", before + sizes.block, made, gradients, blocks, at))
+            found.append(self._moment("forward, output", before + sizes.block, made, there, blocks, at))
         if self.part.last:
             temporary = loss_temporary(self.job, self.model, sizes) + copies
             formula = f"{self.stack.formula(self.layers)}, + {sizes.norm} (final norm)"
             stack = before + sizes.waiting + sizes.norm
-            found.append(self._moment("loss, forward", stack, temporary, gradients, formula))
+            found.append(self._moment("loss, forward", stack, temporary, there, formula))
         return found
 
-    def backward(self, there: WeightGrads) -> list[PipelineMoment]:
+    def backward(self, there: StageState) -> list[PipelineMoment]:
         """Of a backward pass, or of its first half."""
         made = self.words if self.part.last and not self.always.dense else 0
         found, each = self._head_moments(there), self._new_gradients
         listed = self.stack.find_extremes(shard_reach(self.job) if self.shards else 0)
         for below in reversed(range(self.layers)):
             if below in listed:
-                found += self._block_moments(below, self._made(there, made), there)
+                found += self._block_moments(below, made, there)
             made += each[self.part.layers[below]]
         if self.part.first:
-            done = self._made(there, made + self.words if self.split else self.gradients - self.start)
-            last = 0 if self.shards or not there else self.words  # shards have it among the gradients
-            found.append(
-                self._moment("embedding, backward", self.pending, last, done, "none", (None, "around"))
-            )
+            done = made + self.words if self.split else self.gradients - self.start
+            last = 0 if self.shards or not there.grads else self.words  # shards have it among the gradients
+            at = (None, "around")
+            found.append(self._moment("embedding, backward", self.pending, last, there, "none", at, done))
         if self.shards is not None and (self.part.first or self.part.last):
-            gradients = self._made(there, 0)
-            found.append(self._moment("ends, reduced", self.pending, 0, gradients, "none", (None, "reduced")))
+            found.append(self._moment("ends, reduced", self.pending, 0, there, "none", (None, "reduced")))
         return found
 
     @functools.cached_property
@@ -287,93 +281,104 @@ class _Stage:
         made = KeptGradients(not self.always.dense and not self.split, not self.always.experts)
         return sum_blocks(self.job, self.model, self.part.layers, made)
 
-    def _block_moments(self, below: int, gradients: int, there: WeightGrads) -> list[PipelineMoment]:
+    def _block_moments(self, below: int, made: int, there: StageState) -> list[PipelineMoment]:
         """One block on the way back."""
         sizes = self.stack.blocks[below]
         stack = self.stack.waiting(below) + self.late(self.layers - 1 - below)
         waiting = self.stack.formula(below)
-        temporary = sizes.backward(first=not there and not self.always.experts)
+        temporary = sizes.backward(first=not there.grads and not self.always.experts)
         if self.split:  # no gradient of a weight is made
             temporary = sizes.hidden + sizes.feed_forward.split_backward
         formula, alive = f"{waiting}, + {sizes.block} (this block)", stack + sizes.block
-        found = [self._moment("backward", alive, temporary, gradients, formula, (below, "block"))]
+        found = [self._moment("backward", alive, temporary, there, formula, (below, "block"), made)]
         if self.shards is not None and sizes.feed_forward.after_experts:
             passed, after = sizes.hidden + sizes.feed_forward.passed, stack + sizes.after_experts
             if self.job.layout.recompute != "none":  # they are gathered when they are computed again
                 alive, passed = after + sizes.waiting_products, sizes.hidden
             at = (below, "experts gathered")
-            found.append(self._moment("backward, experts gathered", alive, passed, gradients, formula, at))
+            found.append(self._moment("backward, experts gathered", alive, passed, there, formula, at, made))
             at = (below, "experts")
-            found.append(self._moment("backward, experts", after, sizes.hidden, gradients, formula, at))
+            found.append(self._moment("backward, experts", after, sizes.hidden, there, formula, at, made))
         formula, alive = f"{waiting}, + {sizes.attention} (half of this block)", stack + sizes.attention
         passed, at = sizes.hidden + sizes.attention_gradients, (below, "attention")
-        found.append(self._moment("backward, attention", alive, passed, gradients, formula, at))
+        found.append(self._moment("backward, attention", alive, passed, there, formula, at, made))
         if self.job.layout.recompute != "none":
             alive, at = stack + sizes.turning + sizes.waiting_products, (below, "again")
-            found.append(self._moment("computed again", alive, sizes.hidden, gradients, formula, at))
+            found.append(self._moment("computed again", alive, sizes.hidden, there, formula, at, made))
         if self.shards is not None and below == self.layers - 1:
             at, alive = (below, "gathered"), self.stack.waiting(self.layers)
-            found.append(self._moment("backward, gathered", alive, sizes.hidden, gradients, waiting, at))
+            found.append(self._moment("backward, gathered", alive, sizes.hidden, there, waiting, at, made))
         if self.shards is not None and not self.split:
-            found += self._reduced_moments(below, stack, gradients)
+            found += self._reduced_moments(below, stack, there)
         return found
 
-    def _reduced_moments(self, layer: int, stack: int, gradients: int) -> list[PipelineMoment]:
+    def _reduced_moments(self, layer: int, stack: int, there: StageState) -> list[PipelineMoment]:
         """A cut block's last gradient, its reduction, and the next block's gather."""
         hidden = self.sizes.hidden
         formula = self.stack.formula(layer)
         last = NORM_TENSORS * hidden
         found = [
-            self._moment("backward, last gradient", stack, last, gradients, formula, (layer, "last")),
-            self._moment("backward, reduced", stack, hidden, gradients, formula, (layer, "reduced")),
+            self._moment("backward, last gradient", stack, last, there, formula, (layer, "last")),
+            self._moment("backward, reduced", stack, hidden, there, formula, (layer, "reduced")),
         ]
         if layer and self.job.layout.zero == 3:
             found.append(
-                self._moment("backward, gathered", stack, hidden, gradients, formula, (layer - 1, "gathered"))
+                self._moment("backward, gathered", stack, hidden, there, formula, (layer - 1, "gathered"))
             )
         return found
 
-    def _head_moments(self, there: WeightGrads) -> list[PipelineMoment]:
+    def _head_moments(self, there: StageState) -> list[PipelineMoment]:
         """The loss's and the final norm's way back."""
         if not self.part.last:
             return []
-        stack, gradients = self.stack.waiting(self.layers), self._made(there, 0)
+        stack = self.stack.waiting(self.layers)
         blocks = self.stack.formula(self.layers)
-        found = [self._moment("loss, backward", self.kept - self.extra, 0, gradients, blocks)]
+        found = [self._moment("loss, backward", self.kept - self.extra, 0, there, blocks)]
         if self.model.norm == "rms" and self.job.cluster.device == "cpu":
             inside = NORM_TENSORS * self.sizes.hidden
             if self.shards is not None:  # the head's gradient is not a shard yet
                 inside += self.words
-            made = self._made(there, self.words)
-            found.append(self._moment("final norm, backward", stack, inside, made, blocks))
+            found.append(self._moment("final norm, backward", stack, inside, there, blocks, made=self.words))
         return found
 
-    def weights(self, there: WeightGrads) -> list[PipelineMoment]:
+    def weights(self, there: StageState) -> list[PipelineMoment]:
         """Of the second half of a backward pass that is split."""
         largest = max(p.count for p in list_block(self.model, self.part.layers[0]))
-        made = max(self.half, self._made(there, 0))
-        formula = "inputs and output gradients of products"
-        if self.shards is not None:
-            whole = self.shards.kept_blocks
-            found = self._moment("weights, backward", self.pending // self.layers, 0, made, formula)
-            return [replace(found, gradients=found.gradients + whole)]
+        name, formula = "weights, backward", "inputs and output gradients of products"
+        if self.split_grads is not None:
+            # The GEMM writes its own precision, which is then cast.
+            low = operand_bytes(self.job.train.precision)
+            made = largest * (FLOAT32_BYTES + (low if low < FLOAT32_BYTES else 0))
+            gradients, reduced = self.split_grads.weight_grads(there)
+            idle = self.idle(there)
+            return [
+                PipelineMoment(name, self.pending, made, self.split_grads.held(there), formula, idle),
+                PipelineMoment("weights, reduced", 0, 0, gradients, "none", idle + reduced),
+            ]
+        made = min(max(self.half, self._made(there.grads, 0)), self.gradients)
         return [
-            self._moment(
-                "weights, backward", self.pending, largest * FLOAT32_BYTES, min(made, self.gradients), formula
-            ),
-            self._moment("weights, backward", self.pending // self.layers, 0, self.gradients, formula),
+            PipelineMoment(name, self.pending + self.extra, largest * FLOAT32_BYTES, made, formula),
+            PipelineMoment(name, self.pending // self.layers + self.extra, 0, self.gradients, formula),
         ]
 
-    def _settle(self, there: WeightGrads) -> WeightGrads:
-        """Which gradients exist in truth: all from the start where all are in buckets."""
-        return WeightGrads.ALL if self.start == self.gradients else there
+    def idle(self, there: StageState, lends: bool = False) -> int:
+        """ZeRO-2 and 3: what it has gathered while it reads no weights."""
+        return self.shards.idle(there, lends) if self.shards is not None else 0
 
-    def grad_bytes(self, there: WeightGrads) -> int:
+    def _settle(self, there: StageState) -> StageState:
+        """What is there in truth: all gradients from the start where all are in buckets."""
+        if self.shards is not None:
+            return there
+        return StageState(WeightGrads.ALL if self.start == self.gradients else there.grads)
+
+    def grad_bytes(self, there: StageState) -> int:
         """Gradients while another stage of the rank works."""
-        return (self.start, self.half, self.gradients)[self._settle(there)]
+        if self.split_grads is not None:
+            return self.split_grads.held(there)
+        return (self.start, self.half, self.gradients)[self._settle(there).grads]
 
-    def widest(self, kind: Kind, there: WeightGrads) -> PipelineMoment:
-        """The widest moment of an action, of equal ones the first; ``there``: which gradients exist."""
+    def widest(self, kind: Kind, there: StageState) -> PipelineMoment:
+        """The widest moment of an action, of equal ones the first."""
         key = kind, self._settle(there)
         if key not in self._widest:
             moments = {Kind.FORWARD: self.forward, Kind.BACKWARD: self.backward, Kind.WEIGHT: self.weights}
@@ -396,7 +401,7 @@ def _find_peak(in_flight: InFlight, stages: Sequence[_Stage], numbers: Sequence[
         numbers: Their numbers in the model.
     """
     handed, others = stages[0].sizes.hidden, _list_others(in_flight.states, stages)
-    widest = [stages[state.stage].widest(state.kind, state.grads[state.stage]) for state in in_flight.states]
+    widest = [stages[state.stage].widest(state.kind, state.stages[state.stage]) for state in in_flight.states]
     alone = [own.bytes + gradients + idle for own, (gradients, idle) in zip(widest, others, strict=True)]
     waiting = np.array([*(stage.kept for stage in stages), *(stage.pending for stage in stages)])
     waiting_bytes = in_flight.counts[:, :-3] @ waiting
@@ -420,12 +425,13 @@ def _find_peak(in_flight: InFlight, stages: Sequence[_Stage], numbers: Sequence[
 
 def _list_others(states: Sequence[RankState], stages: Sequence[_Stage]) -> list[tuple[int, int]]:
     """In each state, gradients of the rank's stages that do not work, and what they have gathered."""
-    sizes = [[stage.grad_bytes(there) for there in WeightGrads] for stage in stages]
-    idle = sum(stage.idle for stage in stages)
+    lent = stages[-1].part.lent  # a tied head is the first stage's embedding
     found = []
-    for _, own, grads in states:
-        every = [held[there] for held, there in zip(sizes, grads, strict=True)]
-        found.append((sum(every) - every[own], idle - stages[own].idle))
+    for _, own, there in states:
+        others = [(at, stages[at], state) for at, state in enumerate(there) if at != own]
+        gradients = sum(stage.grad_bytes(state) for _, stage, state in others)
+        idle = sum(stage.idle(state, lends=lent and at == 0) for at, stage, state in others)
+        found.append((gradients, idle))
     return found
 
 

@@ -105,11 +105,6 @@ class ShardedBlock:
         """Whole gradients that wait."""
         return self.own.kept + self.experts.kept
 
-    @property
-    def early(self) -> int:
-        """Gradients of experts, which the first half of a split backward pass makes."""
-        return self.experts.shard + self.routed
-
 
 def list_blocks(job: Job, part: Part) -> tuple[ShardedBlock, ...]:
     """The blocks of a stage, first to last; alike ones are one object."""

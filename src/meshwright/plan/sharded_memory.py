@@ -24,6 +24,7 @@ from meshwright.plan.shapes import FLOAT32_BYTES, operand_bytes
 from meshwright.plan.sharded_blocks import ShardedBlock, list_blocks
 from meshwright.plan.sharding import Group, group_around, sends_gradients
 from meshwright.plan.traffic import WIRE_BYTES
+from meshwright.schedule.in_flight import StageState
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -134,7 +135,7 @@ class ShardedSizes:
         """Sums over the first blocks, by what is summed."""
         return {
             name: list(itertools.accumulate(map(operator.attrgetter(name), self.blocks), initial=0))
-            for name in ("gathered", "arriving", "shard", "kept", "early")
+            for name in ("gathered", "arriving", "shard", "kept")
         }
 
     def _sum(self, name: str, first: int = 0, end: int | None = None) -> int:
@@ -159,10 +160,16 @@ class ShardedSizes:
             return self.kept_around + self.kept_blocks
         return self.around_shard + self.block_shards
 
-    @property
-    def idle(self) -> int:
-        """What is gathered between two micro-batches."""
-        return self.around + (self._sum("gathered") if self.zero == 2 else 0)
+    def idle(self, state: StageState, lends: bool) -> int:
+        """What a stage of a pipeline has gathered while it reads no weights.
+
+        Args:
+            state: What its earlier passes have left.
+            lends: Whether its root group is gathered for another stage, too.
+        """
+        if self.zero == 2:
+            return self.around + self._sum("gathered") if state.in_use else 0
+        return self.around if state.after_forward or lends else 0
 
     def gathered(self, moment: Moment, run: Pass) -> tuple[int, int, int]:
         """What is gathered at a moment: around the blocks, of them, and what is on its way."""
@@ -218,26 +225,6 @@ class ShardedSizes:
         elif moment.part == "experts":
             whole += block.experts.reducing
         return shards + self.around_early + whole, sent or (behind[0].own.sent if behind else 0)
-
-    @property
-    def half(self) -> int:
-        """Gradients between the two halves of a split backward pass, the first of a step."""
-        return self.around_shard + self._sum("early")
-
-    def split_gradients(self, moment: Moment, before: int) -> tuple[int, int]:
-        """Inside the blocks where products' gradients come later, and only those of experts at once.
-
-        Args:
-            moment: Of the first half of a backward pass.
-            before: Gradients that there were when it began.
-        """
-        assert moment.layer is not None, "inside a block"
-        block, behind = self.blocks[moment.layer], self.blocks[moment.layer + 1 : moment.layer + 2]
-        made = 0 if before else self._sum("early", moment.layer + 1)
-        if moment.part == "experts":
-            made += block.experts.reducing
-        sent = block.experts.sent if moment.part in ("experts", "attention") else 0
-        return before + made + self.around_early, sent or (behind[0].experts.sent if behind else 0)
 
     @staticmethod
     def _at_work(block: ShardedBlock, part: str) -> tuple[int, int]:

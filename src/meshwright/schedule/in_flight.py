@@ -38,14 +38,28 @@ class WeightGrads(IntEnum):
     ALL = 2
 
 
+class StageState(NamedTuple):
+    """What earlier actions of a step have left with a stage when an action of its rank begins."""
+
+    grads: WeightGrads = WeightGrads.NONE
+    in_use: bool = False
+    """A forward pass has run, and a backward pass is to come. ZeRO-2 keeps the stage gathered as long."""
+    after_forward: bool = False
+    """Its last pass, weight gradients aside, is a forward pass. ZeRO-3 has its root group gathered then."""
+    unreduced: bool = False
+    """Its last pass, forward passes aside, is the first half of a split backward pass. Gradients that this
+    half makes are not reduced before the weight gradients are."""
+    last: bool = False
+    """At most one of its weight gradient passes is to come; of its backward passes, where none is split."""
+
+
 class RankState(NamedTuple):
-    """An action's kind and stage, and which gradients exist."""
+    """An action's kind and stage, and the state of every stage of the rank."""
 
     kind: Kind
     stage: int
     """Index among the stages of the rank."""
-    grads: tuple[WeightGrads, ...]
-    """Of every stage of the rank."""
+    stages: tuple[StageState, ...]
 
 
 @dataclass(frozen=True)
@@ -89,9 +103,11 @@ def _read_row(schedule: PipelineSchedule, rank: int) -> _Row:
 def _count_rank(schedule: PipelineSchedule, rank: int, row: _Row, position: Ints) -> InFlight:
     stages = schedule.stages_of(rank)
     local = np.searchsorted(stages, row.stage)
-    grads, waiting = _count_stages(row, stages, schedule.split_backward)
+    split = schedule.split_backward
+    states = [_encode_state(row, stage, schedule.micro_batches, split) for stage in stages]
+    waiting = _count_waiting(row, stages, split)
     table = np.column_stack(
-        [row.kind, local, *grads, *waiting, *_count_tensors(schedule, rank, row, position)]
+        [row.kind, local, *states, *waiting, *_count_tensors(schedule, rank, row, position)]
     )
     first, _ = _find_distinct(table)
     known = 2 + len(stages)
@@ -99,8 +115,8 @@ def _count_rank(schedule: PipelineSchedule, rank: int, row: _Row, position: Ints
     of_state, state = _find_distinct(heads)
     return InFlight(
         states=tuple(
-            RankState(_KINDS[kind], stage, tuple(map(WeightGrads, made)))
-            for kind, stage, *made in heads[of_state].tolist()
+            RankState(_KINDS[kind], stage, tuple(map(_decode_state, codes)))
+            for kind, stage, *codes in heads[of_state].tolist()
         ),
         state=state,
         counts=table[first, known:].astype(np.int32),
@@ -120,19 +136,49 @@ def _find_distinct(table: Ints) -> tuple[Ints, Ints]:
     return np.unique(which, return_index=True)[1], np.array(which)
 
 
-def _count_stages(row: _Row, stages: tuple[int, ...], split: bool) -> tuple[list[Ints], list[Ints]]:
-    """Of each stage which gradients exist; then how many micro-batches wait for backward, and for weights."""
-    grads, forwarded, halved = [], [], []
+def _encode_state(row: _Row, stage: int, micro_batches: int, split: bool) -> Ints:
+    """The state of a stage when each action of its rank begins, as a number."""
+    forward, backward, weight = _find_passes(row, stage)
+    whole = weight if split else backward
+    forwards, backwards, weights = map(_before, (forward, backward, whole))
+    flags = (
+        (forwards > 0) & (backwards < micro_batches),
+        _last_is(forward, backward),
+        _last_is(backward, whole) & split,
+        weights >= micro_batches - 1,
+    )
+    code = (backwards > 0).astype(np.int64) + (weights > 0)
+    for flag in flags:
+        code = code * 2 + flag
+    return code
+
+
+def _decode_state(code: int) -> StageState:
+    in_use, after_forward, unreduced, last = (bool(code >> bit & 1) for bit in (3, 2, 1, 0))
+    return StageState(WeightGrads(code >> 4), in_use, after_forward, unreduced, last)
+
+
+def _find_passes(row: _Row, stage: int) -> tuple[NDArray[np.bool_], ...]:
+    """Which actions are the stage's forward passes, backward passes and weight gradients."""
+    own = row.stage == stage
+    return tuple((row.kind == code) & own for code in (_FORWARD, _BACKWARD, _WEIGHT))
+
+
+def _last_is(one: NDArray[np.bool_], other: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Before each action: whether the last of the two kinds is of the one."""
+    at = np.arange(1, len(one) + 1)
+    ones, others = (np.maximum.accumulate(np.append(0, at * kind))[:-1] for kind in (one, other))
+    return np.asarray(ones > others)
+
+
+def _count_waiting(row: _Row, stages: tuple[int, ...], split: bool) -> list[Ints]:
+    """Of each stage how many micro-batches wait for backward; then how many for weight gradients."""
+    forwarded, halved = [], []
     for stage in stages:
-        forward, backward, weight = (
-            (row.kind == code) & (row.stage == stage) for code in (_FORWARD, _BACKWARD, _WEIGHT)
-        )
-        whole = weight if split else backward
-        half, full = (_before(done) > 0 for done in (backward, whole))
-        grads.append(half * int(WeightGrads.HALF) + full * int(WeightGrads.ALL - WeightGrads.HALF))
+        forward, backward, weight = _find_passes(row, stage)
         forwarded.append(_before(forward) - np.cumsum(backward))
-        halved.append(_before(backward) - np.cumsum(whole) if split else np.zeros_like(row.kind))
-    return grads, [*forwarded, *halved]
+        halved.append(_before(backward) - np.cumsum(weight) if split else np.zeros_like(row.kind))
+    return [*forwarded, *halved]
 
 
 def _before(flags: NDArray[np.bool_]) -> Ints:

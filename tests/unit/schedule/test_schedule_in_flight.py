@@ -7,7 +7,7 @@ import pytest
 from meshwright.schedule.actions import Kind, PipelineSchedule, consumer_of, producer_of
 from meshwright.schedule.build import build_schedule
 from meshwright.schedule.files import load_schedule
-from meshwright.schedule.in_flight import WeightGrads, count_in_flight
+from meshwright.schedule.in_flight import StageState, WeightGrads, count_in_flight
 from meshwright.schedule.transfers import find_releases, list_needed, receiver_of
 
 SIZES = [
@@ -30,13 +30,29 @@ OWN = """0F0,1F0,0F1,3F0,1F1,3B0,3F1,1B0,3B1,0B0,1B1,0B1
 """Stages 0, 1 and 3 on one rank; written by hand."""
 
 
+def read_state(passes: str, micro_batches: int, split: bool) -> StageState:
+    """The state of a stage after some passes: a string of F, B and W."""
+    whole = "W" if split else "B"
+    grads = WeightGrads.NONE
+    if "B" in passes:
+        grads = WeightGrads.ALL if whole in passes else WeightGrads.HALF
+    return StageState(
+        grads,
+        in_use="F" in passes and passes.count("B") < micro_batches,
+        after_forward=passes.replace("W", "").endswith("F"),
+        unreduced=split and passes.replace("F", "").endswith("B"),
+        last=passes.count(whole) >= micro_batches - 1,
+    )
+
+
 def walk(schedule: PipelineSchedule, rank: int) -> list[tuple[object, ...]]:
     """Every action of a rank with what is alive when it runs."""
     row, stages = schedule.ranks[rank], schedule.stages_of(rank)
     releases, needed = find_releases(schedule, rank), list_needed(schedule, rank)
     receives = [at for at, a in enumerate(row) if producer_of(a, schedule.stages) in needed]
     waiting: dict[tuple[int, int], Kind] = {}
-    grads = dict.fromkeys(stages, WeightGrads.NONE)
+    passes = dict.fromkeys(stages, "")
+    names = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.WEIGHT: "W"}
     sent, inside, found = set(), 0, []
     for at, action in enumerate(row):
         kind, stage, m = action
@@ -47,15 +63,13 @@ def walk(schedule: PipelineSchedule, rank: int) -> list[tuple[object, ...]]:
         others = [(s, after) for (s, other), after in waiting.items() if (s, other) != (stage, m)]
         counts = [others.count((s, after)) for after in (Kind.FORWARD, Kind.BACKWARD) for s in stages]
         posted = int(bool(receives) and at < receives[-1])
-        held = (kind, stages.index(stage), tuple(grads.values()))
+        states = [read_state(p, schedule.micro_batches, schedule.split_backward) for p in passes.values()]
+        held = (kind, stages.index(stage), tuple(states))
         found.append((held, [*counts, len(sent), inside, posted], m))
         waiting.pop((stage, m), None)
         if kind is Kind.FORWARD or (kind is Kind.BACKWARD and schedule.split_backward):
             waiting[stage, m] = kind
-        if kind is Kind.WEIGHT or (kind is Kind.BACKWARD and not schedule.split_backward):
-            grads[stage] = WeightGrads.ALL
-        elif kind is Kind.BACKWARD and grads[stage] is WeightGrads.NONE:
-            grads[stage] = WeightGrads.HALF
+        passes[stage] += names[kind]
         if receiver_of(action, schedule) is not None:
             sent.add(action)
         elif consumer_of(action, schedule.stages) is not None:

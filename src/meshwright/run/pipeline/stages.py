@@ -149,15 +149,7 @@ class StageWork:
         last = not work.weight_left
         waiting = work.waiting.pop(micro_batch)
         while waiting:
-            put_off = waiting.pop(0)  # what it held is let go before the next one's gradient is made
-            for name, gradient in put_off.gradients():
-                if work.late is not None:
-                    work.late.add(put_off.product, name, gradient)
-                    continue
-                parameter = _add(put_off.product, name, gradient)
-                if last and work.reducer is not None:
-                    work.reducer.complete(parameter)
-            del put_off
+            _add_weight_grads(work, waiting.pop(0), last)
         if work.late is not None:
             work.late.reduce(self._job, last)
 
@@ -178,6 +170,20 @@ def _call(module: Decoder, batch: Batch, x: Tensor | None, device: torch.device)
         move(batch.segments, device),
         move(batch.weights, device),
     )
+
+
+def _add_weight_grads(work: Stage, put_off: Waiting, last: bool) -> None:
+    """Make the gradients of one product and add them.
+
+    When it returns, none of its tensors is held: the next gradient and the reduction need the memory.
+    """
+    for name, gradient in put_off.gradients():
+        if work.late is not None:
+            work.late.add(put_off.product, name, gradient)
+            continue
+        parameter = _add(put_off.product, name, gradient)
+        if last and work.reducer is not None:
+            work.reducer.complete(parameter)
 
 
 def _add(product: Product, name: str, gradient: Tensor) -> nn.Parameter:
