@@ -24,7 +24,7 @@ def test_the_ledger_is_told_and_the_cheapest_change_runs_in_the_same_room(train,
     assert memory["asked_bytes"] > 0
     assert len(memory["changes"]) == 3
     for change in memory["changes"]:
-        assert change["peak_bytes"] <= memory["room_bytes"]
+        assert change["needed_bytes"] <= memory["room_bytes"]
         assert change["overrides"] in error["fix"]
         assert change["overrides"] in failed.messages
     times = [change["step_s"] for change in memory["changes"]]

@@ -137,7 +137,7 @@ def test_a_layout_that_is_not_finite_is_not_equal(prove, monkeypatch):
         (["layout.tp=3"], "layout-tp-heads"),
         (["layout.tp=two"], "job-wrong-type"),
         (["layout.tp=4", "model.ffn_size=130"], "layout-tp-ffn"),
-        (["layout.sequence_parallel=true"], "layout-sequence-parallel-tp"),
+        (["layout.dp_replicate=2", "layout.sequence_parallel=true"], "layout-sequence-parallel-tp"),
         (["layout.tp=2", "layout.sequence_parallel=true", "data.seq_len=31"], "layout-sequence-parallel-len"),
         (["layout.tp=2", "train.optimizer=muon"], "train-muon-not-built"),
         (["train.steps=none"], "job-wrong-type"),

@@ -1,8 +1,8 @@
 """Live tensors of a rank while a checkpoint is written.
 
-All of the rank's state is there, with the gradients that live from step to step. Tensors are brought together
-one at a time: a sharded one is gathered over its shards, then joined over ``tp`` or ``ep``, and is checked
-for values that are not finite (``run.session.take_snapshot``).
+All of the rank's state is there, with the gradients, bf16 weight copies and GEMM workspace that live from
+step to step. Tensors are brought together one at a time: a sharded one is gathered over its shards, then
+joined over ``tp`` or ``ep``, and is checked for values that are not finite (``run.session.take_snapshot``).
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ from __future__ import annotations
 import math
 
 from meshwright.plan.axes import expert_axis, is_expert, state_axis
+from meshwright.plan.compiled_memory import line_of_copies
+from meshwright.plan.ledger import GPU_WORKSPACE_BYTES
 from meshwright.plan.parts import held_kinds
 from meshwright.plan.shapes import FLOAT32_BYTES, Parameter
-from meshwright.plan.tensor import is_whole
+from meshwright.plan.tensor import held_model, is_whole
+from meshwright.spec.compiled import keeps_copies
 from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
 
 
 def predict_checkpoint(job: Job, pp_rank: int, state_on_device: int) -> int:
@@ -25,7 +29,15 @@ def predict_checkpoint(job: Job, pp_rank: int, state_on_device: int) -> int:
         state_on_device: Parameters, gradients and optimizer state that are not offloaded.
     """
     gathered = (_gathered_bytes(job, parameter) for parameter in held_kinds(job, pp_rank))
-    return state_on_device + max(gathered, default=0)
+    return state_on_device + _kept_bytes(job) + max(gathered, default=0)
+
+
+def _kept_bytes(job: Job) -> int:
+    """What lives from step to step beside the state."""
+    model, workspace = held_model(job), GPU_WORKSPACE_BYTES if job.cluster.device == "cuda" else 0
+    if not isinstance(model, DecoderModel) or not keeps_copies(job):
+        return workspace
+    return workspace + line_of_copies(job, model).bytes
 
 
 def _gathered_bytes(job: Job, parameter: Parameter) -> int:

@@ -273,8 +273,14 @@ def cheapest_changes(job: Job, room_bytes: int | None = None, most: int = MOST_R
             found[keys] = remedy
     # A change that contains another one which fits by itself comes behind those that do not.
     order = sorted(found, key=lambda keys: (any(other < keys for other in found), found[keys].step_s))
+    order = [keys for keys in order if not _is_idle(keys, found)]
     best = sorted((found[keys] for keys in order[:most]), key=lambda remedy: remedy.step_s)
     return best + _shorter(job, room)[: most - len(best)]
+
+
+def _is_idle(keys: frozenset[str], found: dict[frozenset[str], Remedy]) -> bool:
+    """Whether a part of a change fits by itself, and is no slower than all of it."""
+    return any(other < keys and found[other].step_s <= found[keys].step_s for other in found)
 
 
 def _list_lighter(job: Job) -> Iterator[Layout]:

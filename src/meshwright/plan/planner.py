@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from meshwright.core.errors import UserError
+from meshwright.plan.near import list_changes
 from meshwright.plan.predict import predict, settle_layout, share_of
 from meshwright.plan.search.enumerate import pinned_keys
 from meshwright.plan.search.failure import explain_failure, explain_given, nothing_fits
@@ -44,7 +46,29 @@ def search_job(
     found = find_layouts(job, pins, top, by, progress)
     if not found.best:
         raise explain_failure(job, pins, found)
-    return found
+    return _descend(found, pins, top) if by == "memory" else found
+
+
+def _descend(found: Found, pins: dict[str, Any], top: int) -> Found:
+    """Follow single changes from the layout that needs least memory to one whose neighbours all need more.
+
+    Bounds of offloaded layouts are loose, so that the first stage may rank a leaner one too low.
+    """
+    best = found.best[0]
+    while True:
+        layouts = [layout for _, layout in list_changes(best.job, best.layout) if _keeps(layout, pins)]
+        near = [prediction for layout in layouts if (prediction := predict(best.job, layout)).fits]
+        found.checked += len(layouts)
+        leanest = min(near, key=lambda prediction: prediction.needed_bytes, default=best)
+        if leanest.needed_bytes >= best.needed_bytes:
+            return found
+        best = leanest
+        found.best = [best, *found.best][:top]
+
+
+def _keeps(layout: Layout, pins: dict[str, Any]) -> bool:
+    """Whether a layout has the values that the user named."""
+    return all(getattr(layout, name) == value for name, value in pins.items())
 
 
 def _predict_given(job: Job) -> Found:

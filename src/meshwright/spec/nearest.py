@@ -73,7 +73,9 @@ def _degree_distance(asked: Layout, other: Layout) -> float:
 
 
 def _setting_distance(asked: Layout, other: Layout) -> float:
-    changed = [name for name in SETTINGS if getattr(asked, name) != getattr(other, name)]
+    changed = {name for name in SETTINGS if getattr(asked, name) != getattr(other, name)}
+    if asked.schedule == other.schedule == "interleaved" and asked.virtual_stages == 1:
+        changed.discard("virtual_stages")  # none were asked for
     cost = SETTING_COST * len(changed)
     if asked.micro_batch == other.micro_batch:
         return cost

@@ -204,7 +204,7 @@ class PeakBound:
             stack - last.waiting + last.widest + kept + gathered + np.minimum(head, gradients),
             gradients,
         )
-        peaks = np.maximum.reduce(np.broadcast_arrays(*moments))
+        peaks = np.maximum.reduce(np.broadcast_arrays(*moments, gradients + self._checkpointed(grid)))
         if self.workload.compiled_job is not None:
             peaks = self._compiled(grid, peaks, kept > 0)
         copies = np.where(grid.zero < 2, self.workload.copy_bytes / grid.tp, 0.0)
@@ -250,8 +250,16 @@ class PeakBound:
         steady = (micro_batches >= 2 * in_flight + 1) & ~split
         kept = np.where(summed | steady, gradients, 0.0)
         gathered = np.where(grid.zero == 2, self._gathered(grid, layers, experts, embeds, heads), 0.0)
-        flight = np.maximum(forward, late) + kept + gathered
-        return np.asarray(parameters + optimizer + np.maximum(flight, gradients), dtype=np.float64)
+        flight = np.maximum(forward + gathered, late) + kept  # weight gradients may wait until all is let go
+        saving = gradients + np.where(embeds, self._checkpointed(grid), 0.0)
+        return np.asarray(parameters + optimizer + np.maximum(flight, saving), dtype=np.float64)
+
+    def _checkpointed(self, grid: Grid) -> Floats:
+        """What bringing the embedding together for a checkpoint holds (``checkpoint_memory``), at least."""
+        table = self.weights.table
+        rows = np.where((grid.zero > 0) & (grid.dp_shard * grid.cp > 1), table / grid.tp * FLOAT32_BYTES, 0.0)
+        joined = np.where(grid.tp > 1, 2 * table * FLOAT32_BYTES, 0.0)
+        return np.asarray(rows + joined + table, dtype=np.float64)
 
     @property
     def _dense_layers(self) -> float:

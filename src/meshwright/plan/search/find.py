@@ -12,6 +12,7 @@ Layouts that this version does not run have no exact prediction: their memory is
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -116,8 +117,6 @@ class Found:
     """Device seconds per step of all that may fit, for the picture."""
     shortlist: Ranked | None = None
     """Of the first stage, best first."""
-    smallest: Ranked | None = None
-    """The layout with the smallest memory bound, whether it fits or not."""
 
     def counts(self) -> dict[str, Any]:
         """How much was looked at, for programs."""
@@ -154,9 +153,9 @@ def find_layouts(
         budget_s: Seconds after which the search ends, whatever is left.
     """
     search = _Search(job, pins, top, by, progress, worlds or world_sizes(job), budget_s)
-    offloads = ("none", *AWAY) if by == "memory" else ("none",)
-    found = search.run(offloads)
-    if "offload" not in pins and by != "memory" and job.cluster.device == "cuda":
+    may_offload = "offload" not in pins and job.cluster.device == "cuda"  # on CPUs all state is there already
+    found = search.run(("none", *AWAY) if by == "memory" and may_offload else ("none",))
+    if may_offload and by != "memory":
         if not found.best:
             search.run(AWAY)
         elif found.best[0].layout.recompute == "full":
@@ -212,8 +211,10 @@ class _Search:
         self.bound = PeakBound(job)
         self.exact = not rules
         """Whether this version runs such jobs, so that layouts have an exact ledger."""
-        self._closest: tuple[int, Layout] | None = None
-        """What the least of the layouts that do not fit needs, and that layout."""
+        self._closest: tuple[float, Layout] | None = None
+        """Of the checked layouts that do not fit the closest: its need over what there is, and itself."""
+        self._smallest: tuple[float, Layout] | None = None
+        """The same of those that the bound rules out."""
 
     def left_s(self) -> float:
         """Seconds until the search must end."""
@@ -230,9 +231,12 @@ class _Search:
         self._shorten(spaces)
         self._check()
         if not self.found.best and self.found.may_fit > SHORTLIST and self.order != "memory":
+            seen = dataclasses.replace(self.found)
             self.order, self.found.shortlist = "memory", None
             self._shorten(spaces)
             self._check()
+            for name in ("evaluated", "pruned", "illegal", "may_fit", "rates"):  # they were counted before
+                setattr(self.found, name, getattr(seen, name))
         return self.found
 
     def _shorten(self, spaces: list[Space]) -> None:
@@ -269,8 +273,7 @@ class _Search:
         rows = np.flatnonzero((self._least_bytes(plain) <= self.usable) & self._host_holds(plain) & possible)
         found.pruned += int(chunk.sizes.sum()) - int(chunk.sizes[rows].sum())
         if not len(rows):
-            legal = plain.take(np.flatnonzero(possible))
-            self._keep_smallest(legal, self._least_bytes(legal))
+            self._keep_smallest(plain.take(np.flatnonzero(possible)))
             return
         plain = plain.take(rows)
         step = estimate_step(self.workload, plain)
@@ -338,22 +341,24 @@ class _Search:
         found.evaluated += len(grid)
         fits = np.flatnonzero(needed <= self.usable)
         found.may_fit += len(fits)
-        self._keep_smallest(grid, needed)
         if not len(fits):
+            self._keep_smallest(grid)
             return
         found.rates.append(step.step_s[fits] * grid.world_size[fits])
         ranked = Ranked(grid.take(fits), step.step_s[fits], needed[fits])
         found.shortlist = _best_of(self.order, *([found.shortlist] if found.shortlist else []), ranked)
 
-    def _keep_smallest(self, grid: Grid, needed: Floats) -> None:
-        if not len(grid):
+    def _keep_smallest(self, grid: Grid) -> None:
+        """Remember which of some layouts that do not fit is closest to it, while none is on the shortlist."""
+        if not len(grid) or self.found.shortlist is not None:
             return
-        # Of equal bounds, of the state alone perhaps, the one that offloads and keeps least.
-        away = self.bound.host_bytes(grid)
-        place = np.lexsort((grid.micro_batch, -grid.recompute, away, needed))[:1]
-        smallest = self.found.smallest
-        if smallest is None or needed[place[0]] < smallest.needed_bytes[0]:
-            self.found.smallest = Ranked(grid.take(place), np.zeros(1), needed[place])
+        lean = grid.take(np.flatnonzero(grid.micro_batch == grid.micro_batch.min()))
+        share = self._needed(lean, Ends.of(estimate_step(self.workload, lean))) / self.usable
+        if (room := self.job.cluster.host_memory_bytes) is not None:
+            share = np.maximum(share, self.bound.host_bytes(lean) / room)
+        place = int(np.argmin(share))
+        if self._smallest is None or share[place] < self._smallest[0]:
+            self._smallest = float(share[place]), lean.layout(place)
 
     def _check(self) -> None:
         """The second stage: predict exactly, best first, until enough fit or the time is over."""
@@ -369,10 +374,10 @@ class _Search:
             if not fitting and number % SPARING_EVERY == SPARING_EVERY - 1:
                 tries += self._list_sparing(number // SPARING_EVERY)
             fitting += [p for tried in tries if (p := self._predict(tried)) is not None]
-        found.best = order_best(self.by, _without_repeats(fitting))
+        found.best = order_best(self.by, _without_repeats(fitting))[: self.top]
         if not fitting:
-            if found.smallest is not None:
-                self._predict(found.smallest.grid.layout(0))
+            if self._smallest is not None:
+                self._predict(self._smallest[1])
             found.closest = None if self._closest is None else predict(self.job, self._closest[1])
 
     def _list_shortlist(self) -> Iterator[Layout]:
@@ -398,14 +403,15 @@ class _Search:
         if self.exact and not exact:
             return None
         self.found.checked += 1
-        needed = needed_at_ends(placed) if exact and placed.layout.pp > 1 else 0
-        if needed <= self.usable:
+        share = needed_at_ends(placed) / self.usable if exact and placed.layout.pp > 1 else 0.0
+        if share <= 1:
             memory = predict_memory(placed, exact)
             if does_fit(placed, memory):
                 return predict_rest(placed, memory, exact)
-            needed = memory.need.needed_bytes
-        if self._closest is None or needed < self._closest[0]:
-            self._closest = needed, placed.layout
+            share = memory.need.needed_bytes / self.usable
+            share = max(share, memory.host_bytes / (self.job.cluster.host_memory_bytes or math.inf))
+        if self._closest is None or share < self._closest[0]:
+            self._closest = share, placed.layout
         return None
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from meshwright.core.errors import UserError
 from meshwright.plan.estimate.profiles import PROFILES
 from meshwright.plan.parts import schedule_of
-from meshwright.schedule.actions import PipelineSchedule, producer_of
+from meshwright.schedule.actions import Action, PipelineSchedule, producer_of
 from meshwright.schedule.build import build_schedule
 from meshwright.schedule.walk import StageTimes, Walk, walk_schedule
 from meshwright.spec.job import Job
@@ -135,15 +135,25 @@ def _sum_transfers(schedule: PipelineSchedule, walk: Walk, send_s: float) -> flo
             position -= 1
             continue
         needed = producer_of(schedule.ranks[rank][position], schedule.stages)
-        home = rank if needed is None else schedule.stage_ranks[needed.stage]
-        if needed is None or home == rank:  # it waited for its own send
+        sent = None if needed is None else _find_sent(schedule, walk, needed, start - send_s, slack)
+        if needed is None or sent is None:  # it waited for its own send
             total, position = total + start - free, position - 1
             continue
-        total, rank = total + send_s, home
-        position = bisect.bisect_left(walk.end_s[rank], start - send_s - slack)
-        while schedule.ranks[rank][position] != needed:
-            position += 1
+        total, rank, position = total + send_s, schedule.stage_ranks[needed.stage], sent
     return total
+
+
+def _find_sent(
+    schedule: PipelineSchedule, walk: Walk, action: Action, end_s: float, slack: float
+) -> int | None:
+    """The position of an action on its rank if it ended at this time; None if it ended earlier."""
+    rank = schedule.stage_ranks[action.stage]
+    for position in range(bisect.bisect_left(walk.end_s[rank], end_s - slack), len(walk.end_s[rank])):
+        if walk.end_s[rank][position] > end_s + slack:
+            return None
+        if schedule.ranks[rank][position] == action:
+            return position
+    return None
 
 
 def _listed(times: object) -> tuple[float, ...]:
