@@ -111,6 +111,7 @@ def test_ranks_with_fewer_choices_than_experts_are_rehearsed(dry_run):
         ("dp_shard=5 micro_batch=1", "train.precision=fp16", "train.optimizer=sgd", "train.clip=0.0"),
         ("dp_shard=2 recompute=selective", "model.positions=learned", "model.max_positions=32"),
         (f"tp=4 dp_shard=3 {SEQUENCE}", "train.precision=fp16", "data.mask=document", "model.vocab_size=321"),
+        ("pp=2 dp_shard=2 zero=3 schedule=zb-h1", "train.precision=bf16", "compression.kind=bf16"),
     ],
     ids=lambda layout: layout[0],
 )

@@ -180,6 +180,8 @@ class LateGradients:
         self._stage.set_requires_gradient_sync(False, recurse=False)
         self._stage.set_reshard_after_backward(False)  # it was, or is still needed
         for block in self._blocks:
+            # FSDP2 forgets a reduce_dtype that is the parameters' own; these gradients are float32.
+            _group_of(block)._reduce_dtype = LOW_PRECISION.get(job.compression.kind, torch.float32)
             for home in _cut_parameters(block):
                 _take_sum(home)
                 if home.unsharded_accumulated_grad is None:  # a norm's went with an earlier micro-batch's
@@ -190,9 +192,13 @@ class LateGradients:
 
 
 def _cut_parameters(block: FSDPModule) -> list[Any]:
+    return list(_group_of(block).fsdp_params)
+
+
+def _group_of(block: FSDPModule) -> Any:
     group = block._get_fsdp_state()._fsdp_param_group
     assert group is not None, "a block has parameters"
-    return group.fsdp_params
+    return group
 
 
 def _take_sum(home: Any) -> None:
