@@ -22,7 +22,7 @@ from meshwright.explain.proof import TOLERANCE, Verdict, judge
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.environment import prepare_environment
 from meshwright.launch.local import LOGS
-from meshwright.plan.contract import FEWEST_CHECKED, PLAN_FILE, Plan, build_plan, layout_keys, write_plan
+from meshwright.plan.contract import PLAN_FILE, Plan, build_plan, layout_keys, write_plan
 from meshwright.plan.layout_text import describe_layout
 from meshwright.plan.planner import search_job
 from meshwright.plan.proof import (
@@ -147,7 +147,7 @@ def settle_job(output: Output, job: Job, source: str, overrides: list[str]) -> J
     if job.layout.mode == "given":
         return job
     with search_progress(output) as progress:
-        found = search_job(job, named_layout_keys(source, overrides), FEWEST_CHECKED, progress=progress)
+        found = search_job(job, named_layout_keys(source, overrides), progress=progress)
     return with_layout(job, found.best[0].layout)
 
 

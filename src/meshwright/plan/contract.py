@@ -44,8 +44,6 @@ from meshwright.spec.model import DecoderModel
 
 PLAN_VERSION = 1
 PLAN_FILE = "plan.toml"
-FEWEST_CHECKED = 16
-"""Layouts that are predicted exactly before one of them is called the best."""
 
 
 @dataclass(frozen=True)
@@ -201,15 +199,14 @@ def _adapter() -> TypeAdapter[Plan]:
     return TypeAdapter(Plan)
 
 
-def build_plan(job: Job, named: Sequence[str] = (), top: int = 1) -> tuple[Plan, Found]:
+def build_plan(job: Job, named: Sequence[str] = ()) -> tuple[Plan, Found]:
     """Search, choose, and write down what the choice promises.
 
     Args:
         job: Its layout may be open.
         named: Keys of the layout that the user wrote; they keep their value.
-        top: How many of the best layouts are predicted.
     """
-    found = search_job(job, named, max(top, FEWEST_CHECKED))
+    found = search_job(job, named)
     return plan_of(found.best[0], explain_choice(job, found), job.layout.stage_layers is None), found
 
 

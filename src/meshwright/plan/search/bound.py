@@ -202,6 +202,7 @@ class PeakBound:
         moments = (
             stack + loss + kept + gathered,
             stack - last.waiting + last.widest + kept + gathered + np.minimum(head, gradients),
+            stack - last.waiting + kept + self._reducing(grid, True),
             gradients,
         )
         peaks = np.maximum.reduce(np.broadcast_arrays(*moments, gradients + self._checkpointed(grid)))
@@ -250,9 +251,27 @@ class PeakBound:
         steady = (micro_batches >= 2 * in_flight + 1) & ~split
         kept = np.where(summed | steady, gradients, 0.0)
         gathered = np.where(grid.zero == 2, self._gathered(grid, layers, experts, embeds, heads), 0.0)
-        flight = np.maximum(forward + gathered, late) + kept  # weight gradients may wait until all is let go
+        rest = np.maximum(in_flight * fewest - 1, 0) * waiting + self._reducing(grid, heads)
+        whole = np.where(split & (grid.zero >= 2), fewest * self._block(grid) * FLOAT32_BYTES, 0.0)
+        # Weight gradients may wait until everything gathered is let go.
+        flight = np.maximum.reduce((forward + gathered, late, np.where(split, 0.0, rest))) + kept
+        flight = np.maximum(flight, whole)
         saving = gradients + np.where(embeds, self._checkpointed(grid), 0.0)
         return np.asarray(parameters + optimizer + np.maximum(flight, saving), dtype=np.float64)
+
+    def _block(self, grid: Grid) -> Floats:
+        """Parameters of a block of a rank without routed experts, of the smaller kind that there is."""
+        weights = self.weights
+        always = weights.attention / grid.tp + weights.latents + weights.norms
+        kinds = [weights.ffn / grid.tp] * (self._dense_layers > 0)
+        kinds += [weights.shared / grid.tp + weights.router] * (self.model.expert_layers > 0)
+        return np.asarray(always + np.minimum.reduce(kinds), dtype=np.float64)
+
+    def _reducing(self, grid: Grid, heads: Flags | bool) -> Floats:
+        """ZeRO-2 and 3: a gathered block with its gradients, and what the head has gathered and made."""
+        low = operand_bytes(self.job.train.precision)
+        head = np.where(heads, self.weights.table / grid.tp * (FLOAT32_BYTES + low), 0.0)
+        return np.where(grid.zero >= 2, 2 * self._block(grid) * low + head, 0.0)
 
     def _checkpointed(self, grid: Grid) -> Floats:
         """What bringing the embedding together for a checkpoint holds (``checkpoint_memory``), at least."""
