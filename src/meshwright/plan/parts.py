@@ -36,7 +36,7 @@ from meshwright.plan.tensor import held_model
 from meshwright.schedule.actions import PipelineSchedule, loop_ranks, vee_ranks
 from meshwright.schedule.build import build_schedule
 from meshwright.schedule.files import load_schedule
-from meshwright.schedule.in_flight import InFlight, count_in_flight
+from meshwright.schedule.in_flight import STEADY, InFlight, count_in_flight, repeat_from
 from meshwright.spec.job import Job
 from meshwright.spec.layout import V_SCHEDULES
 from meshwright.spec.model import DecoderModel, Model
@@ -168,7 +168,7 @@ def schedule_of(job: Job, micro_batches: int) -> PipelineSchedule:
     layout = job.layout
     if layout.schedule_file is not None:
         return _require_fit(read_schedule(layout.schedule_file), job, micro_batches)
-    return _build(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
+    return built_schedule(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
 
 
 def in_flight_of(job: Job, micro_batches: int, place: int) -> InFlight:
@@ -185,14 +185,19 @@ def in_flight_of(job: Job, micro_batches: int, place: int) -> InFlight:
 
 
 @functools.lru_cache(maxsize=32)
-def _build(name: str, pp: int, micro_batches: int, virtual_stages: int) -> PipelineSchedule:
+def built_schedule(name: str, pp: int, micro_batches: int, virtual_stages: int) -> PipelineSchedule:
+    """A generated schedule; layouts that differ in other axes share it."""
     return build_schedule(name, pp, micro_batches, virtual_stages)
 
 
 @functools.lru_cache(maxsize=256)
 def _count_built(name: str, pp: int, micro_batches: int, virtual_stages: int) -> tuple[InFlight, ...]:
     """Of a generated schedule; the counts are small, so more of them are kept than of schedules."""
-    return count_in_flight(_build(name, pp, micro_batches, virtual_stages))
+    fewer = repeat_from(name, pp, micro_batches)
+    if fewer == micro_batches:
+        return count_in_flight(built_schedule(name, pp, micro_batches, virtual_stages))
+    counted = _count_built(name, pp, fewer, virtual_stages)
+    return tuple(rank.with_more(micro_batches - fewer, STEADY * pp) for rank in counted)
 
 
 def read_schedule(path: str) -> PipelineSchedule:

@@ -13,7 +13,7 @@ is a product of this small table with its sizes (``plan.pipeline_memory``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -23,6 +23,10 @@ from numpy.typing import NDArray
 from meshwright.schedule.actions import Kind, PipelineSchedule
 
 Ints = NDArray[np.int64]
+ROUNDS = 6
+"""Rounds of pp micro-batches with which a step fills, repeats its steady state, and drains."""
+STEADY = 4
+"""Rounds after which what is new belongs to the draining."""
 _KINDS = tuple(Kind)
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 _FORWARD, _BACKWARD, _WEIGHT = (_CODES[kind] for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT))
@@ -76,6 +80,26 @@ class InFlight:
     micro_batch: Ints
     """Of each row's first action."""
     split_backward: bool
+
+    def with_more(self, added: int, steady: int) -> InFlight:
+        """The same rows of a step that repeats its steady state for so many more micro-batches.
+
+        Args:
+            added: Micro-batches.
+            steady: The first micro-batch that is not behind the steady state.
+        """
+        later = np.where(self.micro_batch >= steady, self.micro_batch + added, self.micro_batch)
+        return replace(self, micro_batch=later)
+
+
+def repeat_from(name: str, pp: int, micro_batches: int) -> int:
+    """The fewest micro-batches with which a schedule has the same rows: its steady state repeats.
+
+    Rounds of ``pp`` micro-batches fill the pipeline, repeat, and drain it. GPipe holds all of them.
+    """
+    if name == "gpipe" or micro_batches < (ROUNDS + 1) * pp:
+        return micro_batches
+    return ROUNDS * pp + micro_batches % pp
 
 
 class _Row(NamedTuple):

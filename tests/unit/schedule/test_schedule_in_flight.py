@@ -7,7 +7,7 @@ import pytest
 from meshwright.schedule.actions import Kind, PipelineSchedule, consumer_of, producer_of
 from meshwright.schedule.build import build_schedule
 from meshwright.schedule.files import load_schedule
-from meshwright.schedule.in_flight import StageState, WeightGrads, count_in_flight
+from meshwright.schedule.in_flight import STEADY, StageState, WeightGrads, count_in_flight, repeat_from
 from meshwright.schedule.transfers import find_releases, list_needed, receiver_of
 
 SIZES = [
@@ -107,3 +107,31 @@ def test_a_long_schedule_has_few_rows():
     """Twice the micro-batches repeat the steady state and add no row."""
     short, long = (count_in_flight(build_schedule("zbv", 4, count, 2)) for count in (40, 80))
     assert [len(rank.state) for rank in short] == [len(rank.state) for rank in long]
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4, 6])
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved", 2),
+        ("interleaved", 3),
+        ("zb-h1", 1),
+        ("zbv", 2),
+        ("dualpipe-v", 2),
+    ],
+)
+def test_a_long_step_has_the_rows_of_one_that_repeats_its_steady_state_less_often(name, stages, pp):
+    """What is alive does not grow with a step's micro-batches, except with GPipe, which is counted whole."""
+    rounds = [7 * pp, 13 * pp] if name == "interleaved" else [7 * pp, 7 * pp + 1, 9 * pp - 1, 13 * pp]
+    for micro_batches in rounds:
+        fewer = repeat_from(name, pp, micro_batches)
+        assert (fewer == micro_batches) == (name == "gpipe")
+        whole = count_in_flight(build_schedule(name, pp, micro_batches, stages))
+        short = count_in_flight(build_schedule(name, pp, fewer, stages))
+        longer = [rank.with_more(micro_batches - fewer, STEADY * pp) for rank in short]
+        for one, other in zip(whole, longer, strict=True):
+            assert one.states == other.states
+            for column in ("state", "counts", "micro_batch"):
+                assert (getattr(one, column) == getattr(other, column)).all(), (column, micro_batches)

@@ -19,9 +19,9 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
 MOST_DOUBLINGS = 8
-REMEDY_S = 4.0
+REMEDY_S = 2.5
 """Seconds in which changes of the job are searched for, together."""
-TRY_S = 1.5
+TRY_S = 1.0
 """Of these, for one change."""
 LEAST_STATE_BYTES, LEAST_WEIGHT_BYTES = 14, 2
 """Of a parameter: weights, gradient and AdamW's state in the leanest runtime; 16-bit weights alone."""

@@ -10,9 +10,8 @@ import numpy as np
 
 from meshwright.core.errors import UserError
 from meshwright.plan.estimate.profiles import PROFILES
-from meshwright.plan.parts import schedule_of
+from meshwright.plan.parts import built_schedule, schedule_of
 from meshwright.schedule.actions import Action, PipelineSchedule, producer_of
-from meshwright.schedule.build import build_schedule
 from meshwright.schedule.walk import StageTimes, Walk, walk_schedule
 from meshwright.spec.job import Job
 
@@ -106,7 +105,7 @@ def _walk_named(
     name: str, pp: int, micro_batches: int, virtual_stages: int, times: Rows, send_s: float, overlap: bool
 ) -> WalkedTime | None:
     try:
-        schedule = build_schedule(name, pp, micro_batches, virtual_stages)
+        schedule = built_schedule(name, pp, micro_batches, virtual_stages)
     except UserError:
         return None
     return _walk(schedule, times, send_s, overlap)

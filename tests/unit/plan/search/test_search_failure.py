@@ -42,7 +42,8 @@ def test_nothing_fits_names_the_need_the_room_and_the_largest_line(make_job):
         build_plan(job)
     (problem,) = caught.value.problems
     assert problem.code == "plan-nothing-fits"
-    assert re.search(r"step needs \d+ GB, \d+ GB more than usable \(97% of 80 GB, 77.6 GB\)", str(problem))
+    size = r"[\d.]+ [GT]B"
+    assert re.search(rf"step needs {size}, {size} more than usable \(97% of 80 GB, 77.6 GB\)", str(problem))
     assert re.search(r"the largest line is \w+ with \d+ GB", str(problem))
     assert re.search(r"Use cluster\.nodes=\d+, \d+ devices \(.*: [\d.]+ GB per device\)", problem.fix)
     assert "LoRA" in problem.fix
