@@ -58,7 +58,7 @@ def _why(asked: Job, found: Found) -> str:
     count = f"{len(found.best):,} layout{'s' * (len(found.best) != 1)}"
     words = f"{describe_layout(best.layout)}: {BEST[found.by]} of {count} that fit"
     fastest = min(found.best, key=lambda p: p.step_s)
-    if found.by == "time" and fastest is not best and fastest.step_s < best.step_s * (1 - 1e-6):
+    if found.by == "time" and fastest is not best and fastest.step_s < best.step_s * (1 - 1e-4):
         slower = best.step_s / fastest.step_s - 1
         margin = f"within {SIMPLER[asked.cluster.device]:.0%} of the shortest step"
         against = f"{slower:+.2%} against {describe_layout(fastest.layout)}"
