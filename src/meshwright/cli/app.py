@@ -127,7 +127,7 @@ def plan(  # noqa: PLR0913, PLR0917  (the options of a command are what it can b
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 50,
     by: Annotated[
-        RankBy, typer.Option(help="Best is: the shortest step, the least device time, the most memory left.")
+        RankBy, typer.Option(help="Best is: the shortest step, the least device time, the least memory.")
     ] = RankBy.time,
     why: Annotated[
         list[str] | None,

@@ -48,6 +48,7 @@ def show_plan(output: Output, asked: PlanRequest) -> int:
         check_picture(asked.picture)
     deadline_s = _sizing_deadline(asked)
     if asked.why:
+        _refuse_with_why(asked)
         return show_why(output, asked.source, [*asked.overrides], [*asked.why], asked.on)
     job = load_job(asked.source, asked.overrides, asked.on, to_run=False)
     named = named_layout_keys(asked.source, asked.overrides)
@@ -72,6 +73,14 @@ def show_plan(output: Output, asked: PlanRequest) -> int:
         output.say(sentence)
     output.result(_summary(plan, found, asked.top) | ({} if sizing is None else {"sizing": sizing.summary()}))
     return 0
+
+
+def _refuse_with_why(asked: PlanRequest) -> None:
+    """Refuse options that ``--why`` has no use for."""
+    given = {"-o": asked.out is not None, "--picture": asked.picture is not None, "--by": asked.by != "time"}
+    for option in (name for name, used in given.items() if used):
+        rule = "has no effect with --why, which explains one layout and writes nothing"
+        raise UserError(Problem("plan-why-alone", rule, path=option, fix=f"Leave out {option}, or --why"))
 
 
 def _summary(plan: Plan, found: Found, top: int) -> dict[str, Any]:

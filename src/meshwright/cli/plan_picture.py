@@ -8,10 +8,12 @@ import numpy as np
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.explain.plan_picture import PlanPicture, draw_plan
-from meshwright.plan.contract import Plan
+from meshwright.plan.contract import Plan, RankPrediction
+from meshwright.plan.fit import MemoryNeed
 from meshwright.plan.layout_text import describe_layout
 from meshwright.plan.search.find import Found
 from meshwright.plan.time.pipeline import walk_pipeline
+from meshwright.spec.job import Job
 
 KINDS = ("svg", "png")
 PASS_NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}
@@ -34,16 +36,25 @@ def gather_picture(plan: Plan, found: Found) -> PlanPicture:
     )
     return PlanPicture(
         title=f"{job.name}: {describe_layout(job.layout)}",
-        memory={
-            name.partition(" (")[0]: {line.name: float(line.bytes) for line in rank.lines}
-            for name, rank in plan.classes().items()
-        },
-        room_bytes=job.cluster.memory_bytes,
+        memory={name.partition(" (")[0]: _memory_bar(job, rank) for name, rank in plan.classes().items()},
+        room_bytes=plan.usable_bytes,
         steps=[(describe_layout(p.layout), p.time.parts) for p in found.best],
         rates=plan.tokens_per_step / device_s,
         unit=job.unit,
         pipeline=_planned_passes(plan),
     )
+
+
+def _memory_bar(job: Job, rank: RankPrediction) -> dict[str, float]:
+    """What a rank needs, line by line: of a steady step, and what comes to that."""
+    need = MemoryNeed.of(job, rank.peak_bytes, rank.first_peak_bytes, rank.checkpoint_bytes)
+    bar = {line.name: float(line.bytes) for line in rank.lines}
+    more = {
+        f"{need.limited_by} beyond it": max(need.peaks.values()) - need.steady_step,
+        "allocator": need.allocator,
+        "context": need.context,
+    }
+    return bar | {name: float(size) for name, size in more.items() if size}
 
 
 def _planned_passes(plan: Plan) -> list[tuple[str, list[tuple[str, float, float]]]]:

@@ -140,8 +140,8 @@ def describe_ranking(output: Output, found: Found, top: int) -> None:
     rows = [_row(prediction, found.best[0]) for prediction in found.best[: min(top, MOST_ROWS)]]
     if len(rows) > 1:
         output.say()
-        columns = ("layout", "step", "per device", "MFU", "needed", "")
-        output.table("Layouts, best first", columns, rows)
+        columns = ("layout", "step", "per device", "MFU", "needed", "step vs first")
+        output.table("Layouts, the recommended one first", columns, rows)
     if found.job.layout.mode == "given":
         return
     output.say(f"\n{count_search(found)}")
@@ -153,7 +153,8 @@ def count_search(found: Found) -> str:
     words = (
         f"{found.evaluated:,} layouts priced in {seconds}; {found.pruned:,} ruled out by bounds of memory "
     )
-    words += f"and time, {found.illegal:,} combinations by rules; {found.checked:,} checked exactly, "
+    how = "exactly" if found.best[0].exact else "by the estimate"
+    words += f"and time, {found.illegal:,} combinations by rules; {found.checked:,} checked {how}, "
     words += f"{len(found.best):,} of them fit"
     if found.stopped_early:
         words += f"; stopped early at the time limit, {found.unseen:,} layouts not seen"

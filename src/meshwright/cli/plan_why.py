@@ -24,8 +24,8 @@ from meshwright.spec.model import DecoderModel
 
 DATA_KEYS = ("dp_replicate", "dp_shard", "zero")
 """What is let go first where a layout is to fill all devices."""
-FEWEST_CHECKED, BUDGET_S = 8, 3.0
-"""Of a search that only looks for the best layout with some keys."""
+FEWEST_CHECKED, WHY_BUDGET_S = 8, 3.0
+"""Layouts and seconds of a search that only looks for the best layout with some keys."""
 
 
 def show_why(output: Output, source: str, overrides: list[str], why: list[str], on: str | None) -> int:
@@ -155,11 +155,14 @@ def _best_with(job: Job, pins: Mapping[str, Any]) -> Prediction | None:
     unfilled = [{k: v for k, v in keys.items() if k not in DATA_KEYS} for keys in (pins, degrees)]
     open_ = dataclasses.replace(job, layout=Layout())
     tried: list[dict[str, Any]] = []
-    for keys in (dict(pins), degrees, *unfilled):
+    # Without a degree nothing but the keys themselves is asked for.
+    for keys in (dict(pins), degrees, *unfilled) if degrees else (dict(pins),):
         if keys in tried or not set(keys) & set(pins):
             continue
         tried.append(keys)
-        found = find_layouts(open_, keys, FEWEST_CHECKED, worlds=[job.cluster.world_size], budget_s=BUDGET_S)
+        found = find_layouts(
+            open_, keys, FEWEST_CHECKED, worlds=[job.cluster.world_size], budget_s=WHY_BUDGET_S
+        )
         if found.best:
             return found.best[0]
     return None

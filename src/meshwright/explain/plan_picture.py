@@ -68,7 +68,7 @@ def draw_plan(picture: PlanPicture, kind: str) -> bytes:
     y = _bars(
         canvas,
         y,
-        f"memory of a device, {format_bytes(picture.room_bytes)}",
+        f"usable memory of a device, {format_bytes(picture.room_bytes)}",
         list(picture.memory.items()),
         names[0],
         picture.room_bytes,

@@ -76,9 +76,3 @@ def overhead(job: Job) -> tuple[float, int]:
     """The allocator's reserve as a share of live tensors, and the context's bytes; nothing on CPUs."""
     rules = PROFILES[job.train.runtime].memory
     return (rules.reserve, int(rules.context_bytes)) if job.cluster.device == "cuda" else (0.0, 0)
-
-
-def live_bytes_that_fit(job: Job, room_bytes: int) -> int:
-    """The largest peak of live tensors that fits into so much of a device's memory."""
-    reserve, context = overhead(job)
-    return max(0, int((room_bytes - context) / (1 + reserve)))

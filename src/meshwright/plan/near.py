@@ -19,8 +19,17 @@ from meshwright.core.units import format_bytes, format_seconds
 from meshwright.plan.estimate.grid import CONTEXTS, OFFLOADS, RECOMPUTES
 from meshwright.plan.fit import usable_bytes
 from meshwright.plan.layout_text import overrides_from
-from meshwright.plan.predict import Prediction, is_exact, predict, predict_memory, settle_layout
+from meshwright.plan.predict import (
+    Prediction,
+    does_fit,
+    is_exact,
+    predict,
+    predict_memory,
+    settle_layout,
+    share_of,
+)
 from meshwright.plan.search.enumerate import micro_batch_choices, virtual_stage_choices
+from meshwright.plan.search.find import By, score
 from meshwright.plan.search.runtimes import reach_of
 from meshwright.spec.job import Job
 from meshwright.spec.layout import AXES, V_SCHEDULES, Layout
@@ -143,16 +152,15 @@ def _consistent(job: Job, layout: Layout) -> Layout:
         changes["prefetch"] = 1
     if layout.zero < 2:
         changes["accumulate"] = "sharded"
-    share = -(-job.train.global_batch // layout.data_degree)
-    if layout.micro_batch and layout.micro_batch > share:
-        changes["micro_batch"] = share
+    if layout.micro_batch and layout.micro_batch > share_of(job, layout):
+        changes["micro_batch"] = share_of(job, layout)
     return dataclasses.replace(layout, stage_layers=None, **changes)
 
 
 # --- Neighbours of a recommended layout ---
 
 
-def explain_neighbours(best: Prediction, by: str = "time") -> list[str]:
+def explain_neighbours(best: Prediction, by: By = "time") -> list[str]:
     """A sentence for each neighbour that lost, those that do not fit first.
 
     A changed degree may also take the largest micro-batch that fits, so that it loses for what it is and not
@@ -165,23 +173,16 @@ def explain_neighbours(best: Prediction, by: str = "time") -> list[str]:
             open_ = settle_layout(best.job, dataclasses.replace(layout, micro_batch=None))
             if open_.micro_batch != layout.micro_batch:
                 tries.append(predict(best.job, open_))
-        other = min(tries, key=lambda p: (not p.fits, _score(p, by) if p.fits else p.needed_bytes))
+        other = min(tries, key=lambda p: (not p.fits, score(by, p) if p.fits else p.needed_bytes))
         words = change
         if other.layout.micro_batch != best.layout.micro_batch and not change.startswith("micro_batch"):
             words += f" (micro_batch={other.layout.micro_batch})"
         told.append((other, f"{words}: {compare(best, other, by)}"))
-    told.sort(key=lambda pair: (pair[0].fits, pair[0].step_s))
+    told.sort(key=lambda pair: (pair[0].fits, score(by, pair[0])))
     return [sentence for _, sentence in told]
 
 
-def _score(prediction: Prediction, by: str) -> float:
-    """What the ranking makes small."""
-    if by == "memory":
-        return float(prediction.needed_bytes)
-    return prediction.step_s * (prediction.layout.world_size if by == "cost" else 1)
-
-
-def compare(best: Prediction, other: Prediction, by: str = "time") -> str:
+def compare(best: Prediction, other: Prediction, by: By = "time") -> str:
     """What is worse with the other one: memory that is not there, or the parts that take longer."""
     if not other.fits:
         return other.shortage
@@ -297,7 +298,7 @@ def _largest_that_fits(job: Job, layout: Layout, room_bytes: int) -> Prediction 
     if layout.world_size > job.cluster.world_size:
         return None  # ranks that share a device share its memory
     to_run = is_exact(job)
-    share = -(-job.train.global_batch // layout.data_degree)
+    share = share_of(job, layout)
     most = layout.micro_batch or share
     tries = [
         dataclasses.replace(layout, micro_batch=size) for size in micro_batch_choices(share) if size <= most
@@ -309,7 +310,8 @@ def _largest_that_fits(job: Job, layout: Layout, room_bytes: int) -> Prediction 
         return predict_memory(placed, to_run).need.needed_bytes
 
     fitting = bisect.bisect_right(legal, room_bytes, key=needed)
-    return predict(job, legal[fitting - 1]) if fitting else None
+    found = predict(job, legal[fitting - 1]) if fitting else None
+    return found if found is not None and does_fit(job, found.memory, room_bytes) else None
 
 
 def _differences(one: Layout, other: Layout) -> frozenset[str]:
@@ -331,7 +333,7 @@ def _shorter(job: Job, room_bytes: int) -> list[Remedy]:
         short = with_seq_len(job, length)
         if not find_problems(short, to_run=is_exact(job)):
             prediction = predict(short, job.layout)
-            if prediction.needed_bytes <= room_bytes:
+            if does_fit(short, prediction.memory, room_bytes):
                 return [_remedy(job.layout, prediction, f" data.seq_len={length}")]
         length //= 2
     return []

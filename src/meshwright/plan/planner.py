@@ -7,12 +7,21 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from meshwright.core.errors import UserError
+from meshwright.core.errors import Problem, UserError
 from meshwright.plan.near import list_changes
 from meshwright.plan.predict import predict, settle_layout, share_of
 from meshwright.plan.search.enumerate import pinned_keys
 from meshwright.plan.search.failure import explain_failure, explain_given, nothing_fits
-from meshwright.plan.search.find import CHECKED, By, Found, Progress, find_layouts, no_progress, order_best
+from meshwright.plan.search.find import (
+    BUDGET_S,
+    CHECKED,
+    By,
+    Found,
+    Progress,
+    find_layouts,
+    no_progress,
+    order_best,
+)
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality import find_problems, with_layout
@@ -54,16 +63,18 @@ def _descend(found: Found, pins: dict[str, Any], top: int) -> Found:
 
     Bounds of offloaded layouts are loose, so that the first stage may rank a leaner one too low.
     """
-    best = found.best[0]
-    while True:
+    best, started = found.best[0], time.perf_counter()
+    while found.seconds + time.perf_counter() - started < BUDGET_S:
         layouts = [layout for _, layout in list_changes(best.job, best.layout) if _keeps(layout, pins)]
         near = [prediction for layout in layouts if (prediction := predict(best.job, layout)).fits]
         found.checked += len(layouts)
-        leanest = min(near, key=lambda prediction: prediction.needed_bytes, default=best)
-        if leanest.needed_bytes >= best.needed_bytes:
-            return found
+        leanest = min(near, key=lambda p: (p.needed_bytes, p.step_s), default=best)
+        if (leanest.needed_bytes, leanest.step_s) >= (best.needed_bytes, best.step_s):
+            break
         best = leanest
         found.best = [best, *found.best][:top]
+    found.seconds += time.perf_counter() - started
+    return found
 
 
 def _keeps(layout: Layout, pins: dict[str, Any]) -> bool:
@@ -87,7 +98,7 @@ def _predict_given(job: Job) -> Found:
 def _search_replicas(job: Job) -> Found:
     """Every number of replicas that the cluster holds: what a ResNet has."""
     found, started = Found(job), time.perf_counter()
-    predictions = []
+    predictions, refused = [], list[Problem]()
     for count in range(1, min(job.cluster.world_size, job.train.global_batch) + 1):
         layout = dataclasses.replace(job.layout, mode="given", dp_replicate=count)
         if not _can_share(job, layout):

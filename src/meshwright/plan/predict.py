@@ -108,7 +108,7 @@ class Prediction:
     @property
     def shortage(self) -> str:
         """What is missing where it does not fit, with the peak that needs it."""
-        return describe_shortage(self.job, self.memory)
+        return f"does not fit: {'; '.join(list_shortages(self.job, self.memory))}"
 
     @property
     def classes(self) -> dict[str, int]:
@@ -124,11 +124,6 @@ class Prediction:
     def interval(self) -> Interval:
         """Factors between which the measured step is expected, and what that rests on."""
         return step_interval(self.job)
-
-    @property
-    def interval_s(self) -> tuple[float, float]:
-        """Where the step time is expected to lie."""
-        return self.step_s * self.interval.low, self.step_s * self.interval.high
 
     @property
     def mfu(self) -> float:
@@ -154,7 +149,7 @@ def predict_rest(placed: Job, memory: Memory, exact: bool) -> Prediction:
     """The same of a settled job whose memory is known."""
     micro_batches = count_micro_batches(placed)
     traffic: tuple[Traffic, ...] = ()
-    if placed.train.runtime == "meshwright":
+    if placed.train.runtime == "meshwright":  # of models that are not built, what they would send
         rows = [predict_traffic(placed, pp_rank) for pp_rank in range(placed.layout.pp)]
         traffic = tuple(join_places(rows))
     touched = sum(ledger.touched_bytes for ledger in memory.ledgers)
@@ -198,21 +193,31 @@ def _estimate_memory(job: Job) -> Memory:
     return Memory(tuple(ledger for ledger, _ in found), tuple(needs), host)
 
 
-def does_fit(job: Job, memory: Memory) -> bool:
-    """Whether what the ranks need is within a device, and what they offload within its CPU memory."""
+def does_fit(job: Job, memory: Memory, room_bytes: int | None = None) -> bool:
+    """Whether what the ranks need is within a device, and what they offload within its CPU memory.
+
+    Args:
+        job: For its cluster.
+        memory: Of a layout.
+        room_bytes: What a rank may need; the usable memory of a device if left out.
+    """
+    room = usable_bytes(job.cluster) if room_bytes is None else room_bytes
     within_host = memory.host_bytes <= (job.cluster.host_memory_bytes or memory.host_bytes)
-    return memory.need.needed_bytes <= usable_bytes(job.cluster) and within_host
+    return memory.need.needed_bytes <= room and within_host
 
 
-def describe_shortage(job: Job, memory: Memory) -> str:
-    """How much is missing, and for which peak."""
-    need, cluster = memory.need, job.cluster
+def list_shortages(job: Job, memory: Memory) -> list[str]:
+    """What is missing: device memory, and for which peak; CPU memory for offloaded state."""
+    need, cluster, found = memory.need, job.cluster, []
     over = need.needed_bytes - usable_bytes(cluster)
-    if over <= 0 and cluster.host_memory_bytes and memory.host_bytes > cluster.host_memory_bytes:
-        more, room = memory.host_bytes - cluster.host_memory_bytes, format_bytes(cluster.host_memory_bytes)
-        return f"offloaded state is {format_bytes(more)} over cluster.host_memory_bytes={room}"
-    needed = f"needs {format_bytes(need.needed_bytes)}, {format_bytes(over)} more than usable"
-    return f"does not fit: {need.limited_by} {needed}"
+    if over > 0:
+        needed = f"needs {format_bytes(need.needed_bytes)}, {format_bytes(over)} more than usable"
+        found.append(f"{need.limited_by} {needed}")
+    room = cluster.host_memory_bytes
+    if room and memory.host_bytes > room:
+        more = f"{format_bytes(memory.host_bytes - room)} more than cluster.host_memory_bytes"
+        found.append(f"offloaded state needs {format_bytes(memory.host_bytes)} of CPU memory, {more}")
+    return found
 
 
 def name_classes(job: Job, exact: bool, count: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ from meshwright.plan.learning_rate import explain_lr
 from meshwright.plan.near import compare, explain_neighbours
 from meshwright.plan.predict import Prediction
 from meshwright.plan.search.failure import NOT_BUILT
-from meshwright.plan.search.find import SIMPLER, Found, find_layouts
+from meshwright.plan.search.find import SIMPLER, Found, find_layouts, score
 from meshwright.plan.time.stages import part_costs
 from meshwright.spec.compiled import explain_gradients
 from meshwright.spec.hf import notes_on
@@ -31,7 +31,7 @@ WORTH_IT, NO_GAIN = 0.5, 1.05
 BEST = {
     "time": "the shortest predicted step",
     "cost": "the least device time per step",
-    "memory": "the most memory left",
+    "memory": "the least memory per rank",
 }
 
 
@@ -47,7 +47,7 @@ def explain_choice(asked: Job, found: Found, neighbours: bool = False) -> list[s
     if asked.layout.mode == "given":
         reasons = [f"{describe_layout(best.layout)}: given in the job"]
     else:
-        alone = _one_device(asked, best) if neighbours else []
+        alone = _one_device(asked, best) if neighbours and found.by != "memory" else []
         reasons = [_why(asked, found), *alone, *_others(found, neighbours)]
     reasons += [*_explain_micro_batch(asked, best), *explain_stages(asked, best)]
     return [*reasons, *_not_yet(best.job), *_notes(best.job, best.micro_batches)]
@@ -55,14 +55,14 @@ def explain_choice(asked: Job, found: Found, neighbours: bool = False) -> list[s
 
 def _why(asked: Job, found: Found) -> str:
     best, devices = found.best[0], asked.cluster.world_size
-    count = f"{len(found.best):,} layout{'s' * (len(found.best) != 1)}"
-    words = f"{describe_layout(best.layout)}: {BEST[found.by]} of {count} that fit"
-    fastest = min(found.best, key=lambda p: p.step_s)
-    if found.by == "time" and fastest is not best and fastest.step_s < best.step_s * (1 - 1e-4):
-        slower = best.step_s / fastest.step_s - 1
-        margin = f"within {SIMPLER[asked.cluster.device]:.0%} of the shortest step"
-        against = f"{slower:+.2%} against {describe_layout(fastest.layout)}"
-        words = f"{describe_layout(best.layout)}: the simplest of {count} that fit, {margin} ({against})"
+    count = f"{len(found.best):,} layout{'s' * (len(found.best) != 1)} that fit"
+    words = f"{describe_layout(best.layout)}: {BEST[found.by]} of {count}"
+    first = min(found.best, key=lambda p: score(found.by, p))
+    more = score(found.by, best) / score(found.by, first) - 1
+    if more > 1e-4:
+        margin = f"the simplest within {SIMPLER[asked.cluster.device]:.0%} of {BEST[found.by]}"
+        against = f"{more:+.2%} against {describe_layout(first.layout)}"
+        words = f"{describe_layout(best.layout)}: {margin} of {count} ({against})"
     if best.layout.world_size == 1 < devices:
         words += "; one device is enough, communication would cost more than it gives"
     elif best.layout.world_size < devices:
@@ -95,7 +95,7 @@ def _one_device(asked: Job, best: Prediction) -> list[str]:
     if not alone.best:
         return []
     times = alone.best[0].step_s / best.step_s
-    if times > WORTH_IT * devices:
+    if times > max(WORTH_IT * devices, NO_GAIN):
         return []
     advice = "use one device" if times < NO_GAIN else "consider one device"
     words = f"{describe_layout(alone.best[0].layout)} takes {format_seconds(alone.best[0].step_s)} per step"
@@ -108,6 +108,8 @@ def _explain_micro_batch(asked: Job, best: Prediction) -> list[str]:
         return []
     rule = "largest size that fits with at least 2 micro-batches"
     rule += " per stage" if best.layout.pp > 1 else ""
+    if best.micro_batches < 2 * best.layout.pp:
+        rule = "smallest size that leaves as many micro-batches as there can be"
     if best.layout.schedule == "interleaved":
         rule += ", in a multiple of layout.pp"
     rule += " and divides a rank's share of the batch" if asked.mixes_samples else ""
@@ -130,7 +132,7 @@ def explain_stages(asked: Job, best: Prediction) -> list[str]:
     name = layout.schedule_file or layout.schedule
     return [
         f"stages of {layers} layers: {why}",
-        f"bubble: {planned.bubble:.1%} of the ranks' time ({name}, {best.micro_batches} micro-batches)",
+        f"{name} with {best.micro_batches} micro-batches: pp ranks are idle {planned.bubble:.1%} of the time",
     ]
 
 

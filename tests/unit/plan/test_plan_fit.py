@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.plan.fit import (
-    USABLE_MEMORY,
     MemoryNeed,
-    describe_usable,
-    live_bytes_that_fit,
-    usable_bytes,
 )
 
 GB = 10**9
@@ -39,13 +35,3 @@ def test_97_percent_of_a_device_is_usable(make_job):
     assert USABLE_MEMORY == 0.97
     assert usable_bytes(cluster) == int(0.97 * cluster.memory_bytes)
     assert describe_usable(cluster) == "97% of 80 GB, 77.6 GB"
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_live_tensors_that_fit_are_the_most_that_do(make_job, device):
-    job = make_job(cluster={"device": device})
-    for room in (2 * GB, 77_600_000_001, 10**12 + 7):
-        live = live_bytes_that_fit(job, room)
-        assert MemoryNeed.of(job, live, 0, 0).needed_bytes <= room
-        assert MemoryNeed.of(job, live + 3, 0, 0).needed_bytes > room
-    assert live_bytes_that_fit(job, 0) == 0, "never less than nothing"

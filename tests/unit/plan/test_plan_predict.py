@@ -13,7 +13,7 @@ from meshwright.core.units import format_bytes
 from meshwright.plan.checkpoint_memory import predict_checkpoint
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.fit import USABLE_MEMORY, usable_bytes
+from meshwright.plan.fit import USABLE_MEMORY, MemoryNeed, usable_bytes
 from meshwright.plan.ledger import predict_ledger
 from meshwright.plan.planner import search_job
 from meshwright.plan.predict import predict, settle_layout
@@ -132,9 +132,9 @@ def test_a_first_step_that_does_not_fit_is_refused_with_a_change_that_does(make_
         search_job(job)
     (problem,) = caught.value.problems
     assert problem.code == "plan-nothing-fits"
-    assert "first step needs" in str(problem)
-    less = format_bytes(found.need.first_step - found.need.steady_step)
-    assert f"a steady step needs {less} less" in str(problem)
+    assert "does not fit: first step needs" in str(problem)
+    steady = MemoryNeed.of(job, found.need.steady_step, found.need.steady_step, found.need.checkpoint)
+    assert f"a steady step needs {format_bytes(steady.needed_bytes)}" in str(problem)
     named = problem.fix.partition(" (")[0].removeprefix("Use ").split()
     assert named
     assert all(word.startswith(("layout.", "data.")) for word in named)
@@ -171,7 +171,7 @@ def test_offloaded_state_must_fit_the_memory_of_the_host(make_job):
     assert found.memory.host_bytes >= 8 * 8 * 10**9, "AdamW's two moments of 8 billion parameters"
     short = changed(enough, cluster={"host_memory_bytes": found.memory.host_bytes - 10**9})
     assert not predict(short, enough.layout).fits
-    assert "offloaded state is 1 GB over cluster.host_memory_bytes=" in predict(short, enough.layout).shortage
+    assert "1 GB more than cluster.host_memory_bytes" in predict(short, enough.layout).shortage
 
 
 def test_a_layout_that_does_not_run_is_estimated_by_classes_of_ranks(make_job):
@@ -276,7 +276,7 @@ def test_a_step_is_exactly_the_estimate_of_its_layout(make_job, device, layout):
 
 def test_intervals_of_decoders_on_gpus_rest_on_published_runs(make_job):
     job = make_job(model={"preset": "llama3.2-1b"}, train={"precision": "bf16"})
-    assert "held-out rows" in step_interval(job).basis
+    assert "held-out published runs" in step_interval(job).basis
     assert "guess" in step_interval(make_job(cluster={"device": "cpu"})).basis
 
 
@@ -330,7 +330,7 @@ def test_the_parts_of_a_pipeline_add_up_and_its_schedule_was_walked(make_job, sc
     found = predict(job, dataclasses.replace(PIPELINE, schedule=schedule, virtual_stages=stages))
     assert found.time.pipeline is not None
     assert sum(found.time.parts.values()) == pytest.approx(found.step_s)
-    low, high = found.interval_s
+    low, high = found.step_s * found.interval.low, found.step_s * found.interval.high
     assert low <= found.step_s <= high
     closed = float(estimate_step(Workload.of(job), Grid.of([found.layout])).step_s[0])
     # The head's gradients are in the forward pass: GPipe's two phases have different slowest stages.

@@ -42,14 +42,16 @@ def test_the_simplest_near_the_best_says_what_it_gives_up(make_job):
     other = predict(job, Layout("given", dp_shard=8, zero=1, micro_batch=1))
     near = dataclasses.replace(other, time=StepTime({"compute": simple.step_s / 1.005}))
     first = explain_choice(job, Found(job, best=[simple, near]))[0]
-    assert "the simplest of 2 layouts that fit, within 1% of the shortest step (+0.50% against" in first
+    assert (
+        "the simplest within 1% of the shortest predicted step of 2 layouts that fit (+0.50% against" in first
+    )
     assert first.endswith("against dp_shard=8 zero=1 micro_batch=1)")
     far = dataclasses.replace(other, time=StepTime({"compute": simple.step_s * 1.005}))
     assert "shortest predicted step of 2" in explain_choice(job, Found(job, best=[simple, far]))[0]
 
 
 @pytest.mark.parametrize(
-    ("by", "words"), [("cost", "the least device time per step"), ("memory", "the most memory left")]
+    ("by", "words"), [("cost", "the least device time per step"), ("memory", "the least memory per rank")]
 )
 def test_what_was_asked_to_be_best_is_what_is_said(make_job, by, words):
     job = make_job(model={"preset": "demo-2m"})

@@ -9,10 +9,10 @@ from typing import Any
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes
-from meshwright.plan.fit import describe_usable
+from meshwright.plan.fit import MemoryNeed, describe_usable, usable_bytes
 from meshwright.plan.layout_text import describe_layout
 from meshwright.plan.near import SHORTEST_SEQUENCE, Remedy, cheapest_changes, with_seq_len
-from meshwright.plan.predict import Prediction, require_decoder
+from meshwright.plan.predict import Prediction, list_shortages, require_decoder
 from meshwright.plan.search.find import Found, find_layouts, with_cluster
 from meshwright.plan.shapes import count_parameters
 from meshwright.spec.job import Job
@@ -29,18 +29,23 @@ NOT_BUILT = "LoRA and 8-bit or bf16 optimizer state would need less memory; this
 """What people with few devices try first."""
 
 
-def nothing_fits(closest: Prediction, remedies: list[str], stopped_early: bool = False) -> UserError:
-    """The error for a job that no layout fits."""
+def nothing_fits(
+    closest: Prediction, remedies: list[str], stopped_early: bool = False, given: bool = False
+) -> UserError:
+    """The error for a job that no layout fits, or whose given layout does not."""
     job, need = closest.job, closest.need
-    over = closest.shortage.removeprefix("does not fit: ")
-    rule = f"does not fit: {describe_layout(closest.layout)}: {over}"
-    if "offloaded" not in over:
-        rule += f" ({describe_usable(job.cluster)})"
+    layout, short = describe_layout(closest.layout), "; ".join(list_shortages(job, closest.memory))
+    if need.needed_bytes > usable_bytes(job.cluster):
+        short += f" ({describe_usable(job.cluster)})"
+    rule = f"does not fit: {short}, with {layout}"
+    if not given:
+        rule = f"does not fit: no layout does. The closest is {layout}: {short}"
+    if need.needed_bytes > usable_bytes(job.cluster):
         largest = max(closest.ledger.lines, key=lambda line: line.bytes)
         rule += f"; the largest line is {largest.name} with {format_bytes(largest.bytes)}"
         if need.limited_by == "first step":
-            more = format_bytes(need.first_step - need.steady_step)
-            rule += f"; a steady step needs {more} less"
+            steady = MemoryNeed.of(job, need.steady_step, need.steady_step, need.checkpoint)
+            rule += f"; a steady step needs {format_bytes(steady.needed_bytes)}"
     if stopped_early:
         rule += "; the search ended at its time limit, so that a layout which fits may exist"
     others = [remedy[0].lower() + remedy[1:] for remedy in remedies[1:]]
@@ -53,7 +58,7 @@ def nothing_fits(closest: Prediction, remedies: list[str], stopped_early: bool =
 def explain_given(prediction: Prediction) -> UserError:
     """The error for a given layout that does not fit, with the changes that do."""
     job = prediction.job
-    return nothing_fits(prediction, [*_in_words(cheapest_changes(job)), *_elsewhere(job)])
+    return nothing_fits(prediction, [*_in_words(cheapest_changes(job)), *_elsewhere(job)], given=True)
 
 
 def explain_failure(job: Job, pins: dict[str, Any], found: Found) -> UserError:

@@ -56,7 +56,9 @@ CHECKED = 64
 SHORTLIST = 2048
 """Layouts that the first stage keeps: many of them may turn out not to fit."""
 BUDGET_S = 8.0
-"""Seconds of a whole search; a command that searches then ends within 10."""
+"""Seconds of a whole search."""
+SAME = 1e-6
+"""Weight of what decides between equals."""
 SPARING_EVERY = 8
 """Checks after which, while nothing fits, the layout with the next smallest memory bound is checked too."""
 PRUNING_SHARE = 0.6
@@ -147,7 +149,7 @@ def find_layouts(
         job: For a decoder.
         pins: Keys that keep their value.
         top: How many of the best are predicted exactly.
-        by: What is best: the shortest step, the least device time per step, or the most memory left.
+        by: What is best: the shortest step, the least device time per step, or the least memory per rank.
         progress: Called from time to time.
         worlds: Numbers of devices to try; even parts of the cluster if left out.
         budget_s: Seconds after which the search ends, whatever is left.
@@ -177,6 +179,7 @@ def _try_offload(search: _Search, found: Found) -> None:
     found.evaluated += away.evaluated
     found.pruned += away.pruned
     found.checked += away.checked
+    found.unseen += away.unseen
     found.stopped_early |= away.stopped_early
     if away.best and score(search.by, away.best[0]) < (1 - OFFLOAD_MARGIN) * score(search.by, before):
         found.without_offload_s = before.step_s
@@ -235,7 +238,7 @@ class _Search:
             self.order, self.found.shortlist = "memory", None
             self._shorten(spaces)
             self._check()
-            for name in ("evaluated", "pruned", "illegal", "may_fit", "rates"):  # they were counted before
+            for name in ("evaluated", "pruned", "illegal", "may_fit", "unseen", "rates"):  # counted before
                 setattr(self.found, name, getattr(seen, name))
         return self.found
 
@@ -355,7 +358,7 @@ class _Search:
         lean = grid.take(np.flatnonzero(grid.micro_batch == grid.micro_batch.min()))
         share = self._needed(lean, Ends.of(estimate_step(self.workload, lean))) / self.usable
         if (room := self.job.cluster.host_memory_bytes) is not None:
-            share = np.maximum(share, self.bound.host_bytes(lean) / room)
+            share = np.maximum(share, self.bound.host_bytes(lean) / room) + SAME * share
         place = int(np.argmin(share))
         if self._smallest is None or share[place] < self._smallest[0]:
             self._smallest = float(share[place]), lean.layout(place)
@@ -409,7 +412,8 @@ class _Search:
             if does_fit(placed, memory):
                 return predict_rest(placed, memory, exact)
             share = memory.need.needed_bytes / self.usable
-            share = max(share, memory.host_bytes / (self.job.cluster.host_memory_bytes or math.inf))
+            host = memory.host_bytes / (self.job.cluster.host_memory_bytes or math.inf)
+            share = max(share, host) + SAME * share  # of equally short ones the one that needs less memory
         if self._closest is None or share < self._closest[0]:
             self._closest = share, placed.layout
         return None
@@ -428,7 +432,7 @@ def score(by: By, prediction: Prediction) -> float:
 
 def order_best(by: By, found: list[Prediction]) -> list[Prediction]:
     """Best first; the simplest of those within a small share of the best one before it."""
-    ranked = sorted(found, key=lambda p: (score(by, p), p.needed_bytes))
+    ranked = sorted(found, key=lambda p: (score(by, p), p.step_s if by == "memory" else p.needed_bytes))
     if not ranked:
         return []
     if by == "memory":

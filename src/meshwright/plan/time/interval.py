@@ -93,7 +93,7 @@ def interval(workload: Workload) -> Interval:
     key = next(key for key in similar_to(workload) if key in table)
     rows, low, high = table[key]
     low, high = min(low, 1 - LEAST_SPREAD), max(high, 1 + LEAST_SPREAD)
-    return Interval(low, high, f"{rows} held-out rows{_describe(key)}")
+    return Interval(low, high, f"{rows} held-out published runs{_describe(key)}")
 
 
 def _describe(key: Key) -> str:

@@ -273,12 +273,14 @@ def test_an_interval_takes_the_most_similar_rows_and_says_so(case, monkeypatch):
     table = {("dense", "megatron-core", ""): (19, 0.9, 1.2), ("dense", "", "Ampere"): (30, 0.8, 1.3),
              ("", "", ""): (99, 1.1, 1.4)}  # fmt: skip
     monkeypatch.setattr(intervals, "_table", lambda: table)
-    assert interval(work) == (0.9, 1.2, "19 held-out rows of dense models with megatron-core")
+    assert interval(work) == (0.9, 1.2, "19 held-out published runs of dense models with megatron-core")
     old = case(gpu="A100-80GB-SXM").workload
-    assert interval(old) == (0.8, 1.3, "30 held-out rows of dense models on Ampere")
+    assert interval(old) == (0.8, 1.3, "30 held-out published runs of dense models on Ampere")
     ours = replace(work, profile=replace(work.profile, name="other"))
     least = 1 - intervals.LEAST_SPREAD
-    assert interval(ours) == (least, 1.4, "99 held-out rows"), "the prediction is inside, and not at its edge"
+    assert interval(ours) == (least, 1.4, "99 held-out published runs"), (
+        "the prediction is inside, and not at its edge"
+    )
 
 
 def test_every_device_has_a_generation():
@@ -291,4 +293,4 @@ def test_intervals_of_the_package_hold_the_prediction(outcomes):
         if one.case:
             found = interval(one.case.workload)
             assert found.low <= 1 <= found.high
-            assert "held-out rows" in found.basis
+            assert "held-out published runs" in found.basis
