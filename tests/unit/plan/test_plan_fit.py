@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.plan.fit import (
-    MemoryNeed,
-)
+from meshwright.plan.fit import USABLE_MEMORY, MemoryNeed, describe_usable, overhead, usable_bytes
 
 GB = 10**9
 
