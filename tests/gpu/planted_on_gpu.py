@@ -47,21 +47,8 @@ class _Arriving:
         self._target.copy_(self._host)
 
 
-class _HostTransfers:
-    """In place of ``torch.distributed`` for a pipeline: gloo sends what lies on the host alone."""
-
-    @staticmethod
-    def isend(tensor, **where):
-        return dist.isend(tensor.cpu(), **where)
-
-    @staticmethod
-    def irecv(tensor, **where):
-        host = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return _Arriving(tensor, host, dist.irecv(host, **where))
-
-
 class _HostCollect:
-    """The same for checkpoints."""
+    """In place of ``torch.distributed`` for checkpoints: gloo sends CPU tensors alone."""
 
     @staticmethod
     def send(tensor, **where):
@@ -72,6 +59,19 @@ class _HostCollect:
         host = torch.empty(tensor.shape, dtype=tensor.dtype)
         dist.recv(host, **where)
         tensor.copy_(host)
+
+
+class _HostTransfers(_HostCollect):
+    """The same for a pipeline."""
+
+    @staticmethod
+    def isend(tensor, **where):
+        return dist.isend(tensor.cpu(), **where)
+
+    @staticmethod
+    def irecv(tensor, **where):
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return _Arriving(tensor, host, dist.irecv(host, **where))
 
 
 def through_gloo(run_dir, listener):
