@@ -28,14 +28,14 @@ demo: setup
 	$(BIN)/meshwright generate $$(ls -td runs/demo-* | head -n 1) --prompt 'def ' --tokens 160 --temperature 0.7
 	$(BIN)/meshwright audit $$(ls -td runs/demo-* | head -n 1)
 
-# Unit tests start no ranks, so two of them run at once; the others start as many ranks as there are cores.
+# Two tests at once: those that start ranks wait most of the time. Fault tests have deadlines and run alone.
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
-	$(BIN)/python -m pytest tests/multiproc tests/faults
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/multiproc
+	$(BIN)/python -m pytest tests/faults
 
 test-all: setup
-	$(BIN)/python -m pytest -m 'not gpu' -n 2 --dist loadfile tests/unit
-	$(BIN)/python -m pytest -m 'not gpu' tests/multiproc tests/faults
+	$(BIN)/python -m pytest -m 'not gpu' -n 2 --dist loadfile tests/unit tests/multiproc
+	$(BIN)/python -m pytest -m 'not gpu' tests/faults
 
 test-gpu:
 	$(PYTHON) -m pytest -m gpu tests/gpu
