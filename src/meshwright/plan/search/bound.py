@@ -29,6 +29,7 @@ from meshwright.plan.estimate.grid import (
     Grid,
     Ints,
 )
+from meshwright.plan.estimate.in_flight import V_SHAPED
 from meshwright.plan.estimate.sizes import expert_shards
 from meshwright.plan.estimate.weights import Weights
 from meshwright.plan.estimate.workload import Workload
@@ -55,7 +56,6 @@ DEFERRED, OPTIMIZER_AWAY, ALL_AWAY = (
     OFFLOADS.index("all"),
 )
 """Codes of layout.accumulate and layout.offload."""
-V_SHAPED = (CODES["zbv"], CODES["dualpipe-v"])
 SPLIT_BACKWARD = (CODES["zb-h1"], *V_SHAPED)
 
 
@@ -206,8 +206,7 @@ class PeakBound:
             gradients,
         )
         peaks = np.maximum.reduce(np.broadcast_arrays(*moments, gradients + self._checkpointed(grid)))
-        if self.workload.compiled_job is not None:
-            peaks = self._compiled(grid, peaks, kept > 0)
+        peaks = self._compiled(grid, peaks, kept > 0)
         copies = np.where(grid.zero < 2, self.workload.copy_bytes / grid.tp, 0.0)
         return np.asarray(parameters + optimizer + peaks + copies, dtype=np.float64)
 

@@ -34,11 +34,6 @@ class PipelineTime:
     backward_weight_s: tuple[float, ...]
 
     @property
-    def bubble_s(self) -> float:
-        """How much longer the step is than its busiest rank's work; waiting for transfers is in it."""
-        return self.makespan_s - self.work_s
-
-    @property
     def stage_times(self) -> StageTimes:
         """As the walker takes them."""
         return StageTimes(self.forward_s, self.backward_input_s, self.backward_weight_s)

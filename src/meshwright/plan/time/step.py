@@ -59,9 +59,7 @@ def predict_step(
     return predict_layout(job, micro_batches, estimate_step(workload, Grid.of([layout])), 0)
 
 
-def predict_layout(
-    job: Job, micro_batches: int, step: StepEstimate, place: int, walk: bool = True
-) -> StepTime:
+def predict_layout(job: Job, micro_batches: int, step: StepEstimate, place: int) -> StepTime:
     """The step of one layout of an estimate; the schedule of a pipeline is walked.
 
     Args:
@@ -69,12 +67,11 @@ def predict_layout(
         micro_batches: Of one step.
         step: The estimate of a grid of layouts.
         place: That of the layout in it.
-        walk: Whether walked schedules replace closed forms.
     """
     parts = {name: float(values[place]) for name, values in step.parts.items()}
     hidden = _without_zeros({name: float(values[place]) for name, values in step.hidden.items()})
     planned = None
-    if walk and job.layout.pp > 1:
+    if job.layout.pp > 1:
         times = stage_times(job, micro_batches, step, place)
         planned = plan_pipeline(job, micro_batches, times, float(step.send_s[place]))
     if planned is None:
