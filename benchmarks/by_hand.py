@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.run.session import Session
 from meshwright.spec.job import Train
-from meshwright.spec.recipe import setting
+from meshwright.spec.train_defaults import setting
+from meshwright.train.trainer import Session
 
 
 def build_adamw(model: nn.Module, train: Train) -> torch.optim.AdamW:

@@ -1,7 +1,7 @@
 """Fits the rates of ``plan/data/calibration.toml`` to published runs, and reports fit and held-out errors.
 
 The rates start from the priors below: data-sheet sense, not fitted. Each stage fits a few of them to the rows
-of its stacks that the fixed split (``plan/validate/split.py``) allows; the Korthikanti rows are never among
+of its stacks that the fixed split (``validation/split.py``) allows; the Korthikanti rows are never among
 them. The loss is the mean relative error, families weighted by the root of their rows, plus a small price for
 leaving a prior.
 A rate belongs to a device, a stack, or a stack on a device; never to a row, a model or a family.
@@ -24,13 +24,14 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.plan.estimate.grid import Grid
-from meshwright.plan.published import Case, read_rows
 from meshwright.plan.time.engine import estimate_step
 from meshwright.plan.time.rates import calibrated_device, load_calibration, merge_rates
-from meshwright.plan.validate.split import is_held_out
+from meshwright.validation.published import Case, read_rows
+from meshwright.validation.split import is_held_out
 
 Tables = dict[str, dict[str, float]]
 DATA = Path(__file__).parents[1] / "src/meshwright/plan/data"
+TABLES = Path(__file__).parents[1] / "src/meshwright/validation/tables"
 PRIORS: Tables = {
     "default": {
         "matmul": 0.9,
@@ -312,7 +313,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write calibration.toml")
     parser.add_argument("--only", metavar="STACK", help="fit this one alone; the others stay as they are")
     arguments = parser.parse_args()
-    paths = [DATA / "published_runs.csv", DATA / "measured_runs.csv", *arguments.runs]
+    paths = [TABLES / "published_runs.csv", TABLES / "measured_runs.csv", *arguments.runs]
     read = {row.id: row.case for path in paths for row in read_rows(path)}
     cases = [case for case in read.values() if case is not None and case.step_s]
     tables = copy.deepcopy(PRIORS)

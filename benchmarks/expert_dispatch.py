@@ -38,11 +38,11 @@ from by_hand import report, time_pairs
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.plan.tensor import narrow
-from meshwright.run.collectives.counter import CollectiveCounter
-from meshwright.run.mesh import join_ranks, leave_ranks
-from meshwright.run.models.moe import MixtureOfExperts
-from meshwright.run.parallel.experts import ExpertExchange
+from meshwright.layout.tensor_parallel import narrow
+from meshwright.measure.collective_counter import CollectiveCounter
+from meshwright.models.moe import MixtureOfExperts
+from meshwright.parallel.expert import ExpertExchange
+from meshwright.parallel.mesh import join_ranks, leave_ranks
 from meshwright.spec.job import Job
 from meshwright.spec.load import build_job
 from meshwright.spec.model import DecoderModel

@@ -37,7 +37,7 @@ from one_device import Company, Row, find_device
 from one_device_kinds import SHAPES, WARM_UP, Order, build_shape
 from python_text import describe_text, write_text
 
-from meshwright.explain.plot import Chart, Series, draw_svg
+from meshwright.report.plot import Chart, Series, draw_svg
 
 KINDS = {
     "bf16": ("train.precision=bf16",),

@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
-from meshwright.run.models import fp8
-from meshwright.run.models.products import weight_gradient
+from meshwright.models.kernels import fp8
+from meshwright.models.linear import weight_gradient
 
 PRODUCTS = {"gate, up": (16384, 3072), "down": (3072, 8192), "q, k, v": (5120, 3072), "out": (3072, 3072)}
 """Outputs and inputs of a block's products."""

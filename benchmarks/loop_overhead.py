@@ -29,11 +29,11 @@ import torch  # noqa: E402
 from by_hand import build_adamw, open_tokens, report  # noqa: E402
 from one_rank import build_rank  # noqa: E402
 
-from meshwright.prepare.build import CorpusSpec, prepare_corpus  # noqa: E402
-from meshwright.run.loop import Meter, train_step  # noqa: E402
-from meshwright.run.models.init import build_model  # noqa: E402
-from meshwright.run.session import Session  # noqa: E402
+from meshwright.data.prepare import CorpusSpec, prepare_corpus  # noqa: E402
+from meshwright.parallel.build import build_model  # noqa: E402
 from meshwright.spec.load import build_job  # noqa: E402
+from meshwright.train.loop import Meter, train_step  # noqa: E402
+from meshwright.train.trainer import Session  # noqa: E402
 
 
 def build_ours(folder: Path, micro_batch: int) -> Session:

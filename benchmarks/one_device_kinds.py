@@ -152,8 +152,8 @@ class Voice:
 
 def write_tokens(folder: Path, job: Any) -> None:
     """Random words of the whole vocabulary as prepared data: what they say does not matter to the time."""
-    from meshwright.prepare.tokenizer import ByteTokenizer  # noqa: PLC0415
-    from meshwright.prepare.writer import ShardWriter  # noqa: PLC0415
+    from meshwright.data.shard_writer import ShardWriter  # noqa: PLC0415
+    from meshwright.data.tokenizer import ByteTokenizer  # noqa: PLC0415
 
     generator = np.random.default_rng(0)
     tokenizer = ByteTokenizer()
@@ -293,7 +293,7 @@ def run_ours(order: Order, job: Any, voice: Voice, warm_up: int, steps: int) -> 
     """The training loop of a rank, as ``meshwright train`` runs it, until there are enough steps."""
     from one_rank import WeightsOfTheDevice, build_rank  # noqa: PLC0415
 
-    from meshwright.run.loop import train  # noqa: PLC0415
+    from meshwright.train.loop import train  # noqa: PLC0415
 
     clock = StepClock(warm_up, steps, order, voice)
     with tempfile.TemporaryDirectory() as name:
@@ -456,8 +456,8 @@ def measure(order: Order, voice: Voice, wait: Callable[[], None]) -> dict[str, A
     prepare_environment(threads=order.threads)
     import torch  # noqa: PLC0415
 
+    from meshwright.layout.flops import flops_per_token  # noqa: PLC0415
     from meshwright.plan.contract import build_plan  # noqa: PLC0415
-    from meshwright.plan.time.flops import flops_per_token  # noqa: PLC0415
 
     on_gpu = order.device == "cuda"
     if on_gpu:

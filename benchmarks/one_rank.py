@@ -12,13 +12,13 @@ from torch import Tensor
 
 from meshwright.core.events import EVENTS_FILE, EventWriter, Listener
 from meshwright.launch.assignment import Assignment
+from meshwright.layout.parameters import list_parameters
+from meshwright.measure.collective_counter import CollectiveCounter
+from meshwright.models.init import WeightSource, parameter_seed
+from meshwright.parallel.mesh import join_ranks
 from meshwright.plan.contract import build_plan
-from meshwright.plan.shapes import list_parameters
-from meshwright.run.collectives.counter import CollectiveCounter
-from meshwright.run.mesh import join_ranks
-from meshwright.run.models.init import WeightSource, parameter_seed
-from meshwright.run.session import Session, build_session
 from meshwright.spec.job import Job
+from meshwright.train.trainer import Session, build_session
 
 
 class WeightsOfTheDevice:

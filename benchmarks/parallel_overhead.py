@@ -44,17 +44,17 @@ from torch.distributed.tensor.parallel import (  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from meshwright.cli.ranks import build_launch  # noqa: E402
+from meshwright.data.prepare import CorpusSpec, prepare_corpus  # noqa: E402
 from meshwright.launch.assignment import Assignment  # noqa: E402
+from meshwright.models.decoder import Decoder  # noqa: E402
+from meshwright.parallel.build import build_model  # noqa: E402
 from meshwright.plan.contract import PLAN_FILE, build_plan, write_plan  # noqa: E402
-from meshwright.prepare.build import CorpusSpec, prepare_corpus  # noqa: E402
-from meshwright.run.loop import Meter, report_end, train_step  # noqa: E402
-from meshwright.run.models.decoder import Decoder  # noqa: E402
-from meshwright.run.models.init import build_model  # noqa: E402
-from meshwright.run.session import Session  # noqa: E402
-from meshwright.run.worker import run_session  # noqa: E402
 from meshwright.spec.layout import Layout  # noqa: E402
-from meshwright.spec.legality import with_layout  # noqa: E402
+from meshwright.spec.legality.table import with_layout  # noqa: E402
 from meshwright.spec.load import build_job  # noqa: E402
+from meshwright.train.loop import Meter, report_end, train_step  # noqa: E402
+from meshwright.train.trainer import Session  # noqa: E402
+from meshwright.train.worker import run_session  # noqa: E402
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"dp_replicate": 2},

@@ -36,16 +36,16 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from meshwright.cli.ranks import build_launch  # noqa: E402
-from meshwright.explain.timeline import build_timeline, draw_pair_svg, measured_timeline  # noqa: E402
+from meshwright.measure.collective_counter import CollectiveCounter  # noqa: E402
+from meshwright.parallel.mesh import Ranks, join_ranks, leave_ranks  # noqa: E402
+from meshwright.parallel.pipeline.action_times import ActionTimes  # noqa: E402
+from meshwright.parallel.pipeline.exchange import Exchange  # noqa: E402
+from meshwright.parallel.pipeline.interpreter import Interpreter  # noqa: E402
 from meshwright.plan.contract import PLAN_FILE, build_plan, read_plan, write_plan  # noqa: E402
-from meshwright.run.collectives.counter import CollectiveCounter  # noqa: E402
-from meshwright.run.mesh import Ranks, join_ranks, leave_ranks  # noqa: E402
-from meshwright.run.pipeline.exchange import Exchange  # noqa: E402
-from meshwright.run.pipeline.interpreter import Interpreter  # noqa: E402
-from meshwright.run.pipeline.times import ActionTimes  # noqa: E402
-from meshwright.schedule.actions import Action, Kind, PipelineSchedule  # noqa: E402
-from meshwright.schedule.build import BUILT, build_schedule  # noqa: E402
-from meshwright.schedule.walk import StageTimes, Walk, walk_schedule  # noqa: E402
+from meshwright.report.timeline import build_timeline, draw_pair_svg, measured_timeline  # noqa: E402
+from meshwright.schedule.pipeline.actions import Action, Kind, PipelineSchedule  # noqa: E402
+from meshwright.schedule.pipeline.build import BUILT, build_schedule  # noqa: E402
+from meshwright.schedule.pipeline.walk import StageTimes, Walk, walk_schedule  # noqa: E402
 from meshwright.spec.load import build_job  # noqa: E402
 
 SHAPE = (8, 64)

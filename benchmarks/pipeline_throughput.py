@@ -35,18 +35,18 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # noqa: E4
 
 from meshwright.cli.ranks import build_launch  # noqa: E402
 from meshwright.core.events import EVENTS_FILE  # noqa: E402
+from meshwright.data.prepare import CorpusSpec, prepare_corpus  # noqa: E402
 from meshwright.launch.assignment import Assignment  # noqa: E402
+from meshwright.layout.stages import held_parts  # noqa: E402
+from meshwright.models.decoder import Stages  # noqa: E402
+from meshwright.parallel.batch import Batch  # noqa: E402
+from meshwright.parallel.build import build_model  # noqa: E402
+from meshwright.parallel.pipeline.pipeline import stream_shape  # noqa: E402
 from meshwright.plan.contract import PLAN_FILE, build_plan, write_plan  # noqa: E402
-from meshwright.plan.parts import held_parts  # noqa: E402
-from meshwright.prepare.build import CorpusSpec, prepare_corpus  # noqa: E402
-from meshwright.run.batches import Batch  # noqa: E402
-from meshwright.run.loop import Meter, report_end, train_step  # noqa: E402
-from meshwright.run.models.decoder import Stages  # noqa: E402
-from meshwright.run.models.init import build_model  # noqa: E402
-from meshwright.run.pipeline.pipeline import stream_shape  # noqa: E402
-from meshwright.run.session import Session  # noqa: E402
-from meshwright.run.worker import run_session  # noqa: E402
 from meshwright.spec.load import build_job  # noqa: E402
+from meshwright.train.loop import Meter, report_end, train_step  # noqa: E402
+from meshwright.train.trainer import Session  # noqa: E402
+from meshwright.train.worker import run_session  # noqa: E402
 
 WARM_UP = 5
 """Steps of both before the first that is timed; their losses must be equal."""

@@ -68,7 +68,7 @@ def build(case: dict[str, Any], cluster: dict[str, Any], on_gpu: bool, recompute
 
 def measure(prediction: Prediction) -> tuple[float, int | None]:
     """A step, and on a GPU the peak of memory in it."""
-    from meshwright.run.bench.machine import time_steps  # noqa: PLC0415  (after the environment is set)
+    from meshwright.verify.bench.machine import time_steps  # noqa: PLC0415  (after the environment is set)
 
     plan = plan_of(prediction)
     unmeasured = dataclasses.replace(plan.job.cluster, matmul_flops_per_s=1.0)

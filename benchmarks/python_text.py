@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.prepare.tokenizer import ByteTokenizer
-from meshwright.prepare.writer import ShardWriter
+from meshwright.data.shard_writer import ShardWriter
+from meshwright.data.tokenizer import ByteTokenizer
 
 PIECES = re.compile(r"[^\W\d]\w*|\d+|[^\S\n]+|\n|.")
 """Words, numbers, runs of spaces, newlines, single signs: every letter of a text is in exactly one."""

@@ -50,14 +50,14 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from meshwright.data.prepare import CorpusSpec, prepare_corpus  # noqa: E402
 from meshwright.launch.assignment import Assignment  # noqa: E402
+from meshwright.parallel import ring_attention as ring  # noqa: E402
 from meshwright.plan.contract import PLAN_FILE, build_plan, write_plan  # noqa: E402
-from meshwright.prepare.build import CorpusSpec, prepare_corpus  # noqa: E402
-from meshwright.run.loop import Meter, report_end, train_step  # noqa: E402
-from meshwright.run.parallel import ring  # noqa: E402
-from meshwright.run.session import Session  # noqa: E402
-from meshwright.run.worker import run_session  # noqa: E402
 from meshwright.spec.load import build_job  # noqa: E402
+from meshwright.train.loop import Meter, report_end, train_step  # noqa: E402
+from meshwright.train.trainer import Session  # noqa: E402
+from meshwright.train.worker import run_session  # noqa: E402
 
 SPACES = [f"mw-ring-{os.getpid()}-{rank}" for rank in range(2)]
 DEVICE = "eth0"

@@ -140,7 +140,7 @@ def time_imports(source: Path) -> dict[str, float]:
         "job": "import meshwright.cli, meshwright.spec.load",
         "planner": "import meshwright.cli, meshwright.cli.train",
         "torch": "import torch",
-        "rank": "import meshwright.run.worker",
+        "rank": "import meshwright.train.worker",
     }
     environment = {**os.environ, "PYTHONPATH": str(source)}
     found = {}

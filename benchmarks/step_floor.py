@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.plan.shapes import list_parameters
+from meshwright.layout.parameters import list_parameters
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import tomli_w
 
-from meshwright.plan.validate.evaluate import Outcome, bundled_table, evaluate_tables
-from meshwright.plan.validate.metrics import errors_of, summarise_families
-from meshwright.plan.validate.residuals import tabulate_residuals
+from meshwright.validation.evaluate import Outcome, bundled_table, evaluate_tables
+from meshwright.validation.metrics import errors_of, summarise_families
+from meshwright.validation.residuals import tabulate_residuals
 
 ROOT = Path(__file__).parents[1]
 RESIDUALS = ROOT / "src" / "meshwright" / "plan" / "data" / "residuals.toml"

@@ -54,7 +54,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The corpus as byte-level shards, an eighth of it held out."""
-    from meshwright.prepare.build import CorpusSpec, prepare_corpus
+    from meshwright.data.prepare import CorpusSpec, prepare_corpus
 
     out = tmp_path_factory.mktemp("prepared") / "bytes"
     prepare_corpus(CorpusSpec(sources=(str(corpus),), out=str(out), eval_fraction=0.125), Path())

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from meshwright.run.models.decoder import Decoder, fuse_blocks
-from meshwright.run.models.products import scale_products
-from meshwright.run.working import WorkingCopies
+from meshwright.models.bf16_weights import WorkingCopies
+from meshwright.models.decoder import Decoder, fuse_blocks
+from meshwright.models.linear import scale_products
 
 
 def make_ready(

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
-from meshwright.prepare.dataset import IGNORED
-from meshwright.run.models import fp8, kernels
+from meshwright.data.dataset import IGNORED
+from meshwright.models.kernels import fp8
+from meshwright.models.kernels import fused as kernels
 
 EXACT, LOW = torch.float32, torch.bfloat16
 ALIKE = 1e-6
@@ -290,8 +291,8 @@ def check_scale(device: str, dtype: torch.dtype) -> None:
 
 def check_adamw(device: str) -> None:
     """Parameters of all kinds move as by torch's operations; also after one lies elsewhere."""
-    from meshwright.run.update_rules import triton_adamw
-    from meshwright.run.update_rules.adamw import Moved, update_parameter
+    from meshwright.train.optimizers import triton_adamw
+    from meshwright.train.optimizers.adamw import Moved, update_parameter
 
     shapes, table = [(50, 96), (33,), (7, 3), (100, 100), (16,)], triton_adamw.Table()
     scalars = draw(device, len(shapes), 4, dtype=EXACT, seed=9).abs()
@@ -316,7 +317,7 @@ def check_adamw(device: str) -> None:
 
 def check_interpreted() -> None:
     """All of them on a CPU, small, with rows and widths that fill no block."""
-    from meshwright.run.models import triton_kernels
+    from meshwright.models.kernels import triton_block as triton_kernels
 
     triton_kernels._multiprocessors = lambda _: 3  # rows are then shared out among few programs
     triton_kernels.THREADS = 32

@@ -18,8 +18,8 @@ from typing import Any
 from unittest import mock
 
 from meshwright.cli import main
+from meshwright.layout.text import layout_overrides
 from meshwright.plan.contract import Plan, read_plan
-from meshwright.plan.layout_text import layout_overrides
 from meshwright.plan.search.find import SIMPLER
 from meshwright.spec.layout import Layout
 from planner_matrix import Case, is_built

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import meshwright
-from meshwright.plan.shapes import count_parameters
+from meshwright.layout.parameters import count_parameters
 from meshwright.spec.job import Job
-from meshwright.spec.legality import find_problems
+from meshwright.spec.legality.table import find_problems
 from meshwright.spec.load import load_job
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.presets import preset_names, read_preset

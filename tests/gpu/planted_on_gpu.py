@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from meshwright.run import worker
-from meshwright.run.parallel import split
-from meshwright.run.pipeline import collect, exchange
+from meshwright.parallel import tensor_collectives as split
+from meshwright.parallel.pipeline import collect, exchange
+from meshwright.train import worker
 
 
 def _all_gather(x, size, group):

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from meshwright.run.models import grouped  # noqa: E402
+from meshwright.models.kernels import grouped_gemm as grouped  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

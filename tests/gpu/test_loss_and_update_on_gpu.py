@@ -10,9 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from meshwright.prepare.dataset import IGNORED  # noqa: E402
-from meshwright.run.models.loss import linear_cross_entropy  # noqa: E402
-from meshwright.run.update_rules.adamw import FusedAdamW, clipping_factor  # noqa: E402
+from meshwright.data.dataset import IGNORED  # noqa: E402
+from meshwright.models.loss import linear_cross_entropy  # noqa: E402
+from meshwright.train.optimizers.adamw import FusedAdamW, clipping_factor  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

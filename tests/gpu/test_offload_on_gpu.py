@@ -48,7 +48,7 @@ def test_the_state_lies_in_pinned_memory_and_a_step_is_the_rule(tmp_path):
     """Against the same optimizer without streaming, bit by bit, over steps that overlap their copies."""
     from torch.optim import AdamW
 
-    from meshwright.run.offload import StreamedState
+    from meshwright.train.optimizer_offload import StreamedState
 
     device = torch.device("cuda")
     torch.manual_seed(0)

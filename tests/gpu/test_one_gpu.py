@@ -8,12 +8,12 @@ torch = pytest.importorskip("torch")
 
 from meshwright.core.events import EVENTS_FILE, EventWriter  # noqa: E402
 from meshwright.launch.assignment import Assignment  # noqa: E402
+from meshwright.measure.collective_counter import CollectiveCounter  # noqa: E402
+from meshwright.parallel.mesh import join_ranks  # noqa: E402
 from meshwright.plan.contract import build_plan  # noqa: E402
-from meshwright.run import loop  # noqa: E402
-from meshwright.run.collectives.counter import CollectiveCounter  # noqa: E402
-from meshwright.run.mesh import join_ranks  # noqa: E402
-from meshwright.run.session import build_session  # noqa: E402
 from meshwright.spec.load import load_job  # noqa: E402
+from meshwright.train import loop  # noqa: E402
+from meshwright.train.trainer import build_session  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -112,7 +112,7 @@ def test_a_resumed_run_on_the_gpu_goes_on(train):
 
 
 def test_generate_uses_the_gpu(train, tmp_path):
-    from meshwright.run.generate import GenerateTask, generate_text
+    from meshwright.train.generate import GenerateTask, generate_text
 
     trained = train(*ON_GPU)
     text = generate_text(GenerateTask(str(tmp_path / trained.result["checkpoint"]), "the ", 8, 0.0, 0))

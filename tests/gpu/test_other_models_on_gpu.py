@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from meshwright.survive.hf.export import export_checkpoint  # noqa: E402
+from meshwright.checkpoint.hf.export import export_checkpoint  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

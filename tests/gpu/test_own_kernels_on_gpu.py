@@ -25,12 +25,13 @@ from kernel_cases import (  # noqa: E402
     norm_cases,
     turn_cases,
 )
-from meshwright.prepare.dataset import IGNORED  # noqa: E402
-from meshwright.run.models import fp8, kernels  # noqa: E402
-from meshwright.run.models import loss as losses  # noqa: E402
-from meshwright.run.models.decoder import Decoder  # noqa: E402
-from meshwright.run.models.loss import linear_cross_entropy  # noqa: E402
-from meshwright.spec.compiled import runs_own_kernels  # noqa: E402
+from meshwright.data.dataset import IGNORED  # noqa: E402
+from meshwright.models import loss as losses  # noqa: E402
+from meshwright.models.decoder import Decoder  # noqa: E402
+from meshwright.models.kernels import fp8  # noqa: E402
+from meshwright.models.kernels import fused as kernels  # noqa: E402
+from meshwright.models.loss import linear_cross_entropy  # noqa: E402
+from meshwright.spec.execution import runs_own_kernels  # noqa: E402
 from meshwright.spec.load import load_job  # noqa: E402
 from meshwright.spec.model import DecoderModel  # noqa: E402
 

@@ -7,9 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from meshwright.core.events import EVENTS_FILE, read_events  # noqa: E402
-from meshwright.run.models import chosen  # noqa: E402
-from meshwright.run.models.cublas import Multiplier, Shape  # noqa: E402
-from meshwright.run.race import find_file, read_winners  # noqa: E402
+from meshwright.models.kernels import gemm as chosen  # noqa: E402
+from meshwright.models.kernels.cublas import Multiplier, Shape  # noqa: E402
+from meshwright.models.kernels.gemm_autotune import find_file, read_winners  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

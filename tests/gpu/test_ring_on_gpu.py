@@ -31,7 +31,7 @@ def attend(rank: int, ranks: int, port: int, out: str) -> None:
     import torch.distributed as dist
     import torch.nn.functional as F  # noqa: N812
 
-    from meshwright.run.parallel.ring import attend_in_ring, ring_attention, zigzag_positions
+    from meshwright.parallel.ring_attention import attend_in_ring, ring_attention, zigzag_positions
 
     os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     torch.cuda.set_device(0)

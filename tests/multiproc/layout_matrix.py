@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 from meshwright.spec.job import Job
 from meshwright.spec.layout import V_SCHEDULES, Layout
-from meshwright.spec.legality import RULES, find_problems
+from meshwright.spec.legality.table import RULES, find_problems
 from meshwright.spec.load import build_job
 from model_shapes import GPT_PARTS
 

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from meshwright.run import loop, session, worker
-from meshwright.run.bench import scaling
-from meshwright.run.memory import PeakTracker
-from meshwright.run.models import decoder_sharding
-from meshwright.run.worker import run_rank, run_session
+from meshwright.measure.memory_tracker import PeakTracker
+from meshwright.models import decoder_sharding
+from meshwright.train import loop, worker
+from meshwright.train import trainer as session
+from meshwright.train.worker import run_rank, run_session
+from meshwright.verify.bench import scaling
 
 ROOM = 400_000_000
 """Of a rank for which a peak of 460 MB is predicted, most of it activations."""

@@ -11,25 +11,30 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.plan.axes import Axis, is_expert
-from meshwright.run import loop, prove, session
-from meshwright.run.batches import Batcher
-from meshwright.run.mesh import Ranks
-from meshwright.run.models.moe import ExpertProduct
-from meshwright.run.models.routing import Router, Tokens
-from meshwright.run.parallel import apply, context, experts, ring, split
-from meshwright.run.parallel.context import RingContext
-from meshwright.run.parallel.ownership import Owned
-from meshwright.run.parallel.reducer import BucketReducer
-from meshwright.run.parallel.split import Split
-from meshwright.run.parallel.tensor import RowLinear, VocabularyEmbedding
-from meshwright.run.pipeline import stages
-from meshwright.run.pipeline.exchange import Exchange
-from meshwright.run.pipeline.stages import StageWork
-from meshwright.run.precision import Precision
-from meshwright.run.prove import run_rank
-from meshwright.run.step_audit import StepAudit
-from meshwright.schedule.actions import Action, Kind
+from meshwright.layout.axes import Axis, is_expert
+from meshwright.models.moe import ExpertProduct
+from meshwright.models.routing import Router, Tokens
+from meshwright.parallel import apply, context
+from meshwright.parallel import expert as experts
+from meshwright.parallel import ring_attention as ring
+from meshwright.parallel import tensor_collectives as split
+from meshwright.parallel.bucket_reducer import BucketReducer
+from meshwright.parallel.context import RingContext
+from meshwright.parallel.mesh import Ranks
+from meshwright.parallel.pipeline import stages
+from meshwright.parallel.pipeline.exchange import Exchange
+from meshwright.parallel.pipeline.stages import StageWork
+from meshwright.parallel.tensor import RowLinear, VocabularyEmbedding
+from meshwright.parallel.tensor_collectives import Split
+from meshwright.parallel.zero1 import Owned
+from meshwright.schedule.pipeline.actions import Action, Kind
+from meshwright.train import loop
+from meshwright.train import trainer as session
+from meshwright.train.amp import Precision
+from meshwright.train.batches import Batcher
+from meshwright.train.step_audit import StepAudit
+from meshwright.verify import prove
+from meshwright.verify.prove import run_rank
 
 
 def with_model(change):
@@ -360,7 +365,7 @@ def wrong_loss_scale(run_dir, listener):
             Precision.backward = lambda self, loss: honest(self, 4 * loss)
         return join(plan, assignment, ranks, *others)
 
-    from meshwright.run import worker
+    from meshwright.train import worker
 
     worker.build_session = build
     return run_rank(run_dir, listener)

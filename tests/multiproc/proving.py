@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 
+from meshwright.audit.compare import audit_run
+from meshwright.audit.record import RunRecord, read_record
 from meshwright.cli.output import Output
 from meshwright.cli.prove import ENTRY, REFERENCE_ENTRY, run_side
 from meshwright.core.events import EVENTS_FILE, read_events
-from meshwright.explain.audit import audit_run
-from meshwright.explain.proof import Verdict, judge
-from meshwright.explain.record import RunRecord, read_record
+from meshwright.layout.stages import Part, held_parameters, held_parts, pipeline_rank
 from meshwright.plan.contract import Plan, build_plan
-from meshwright.plan.parts import Part, held_parameters, held_parts, pipeline_rank
-from meshwright.plan.proof import (
+from meshwright.spec.cluster import machine_memory_bytes
+from meshwright.spec.job import Job
+from meshwright.spec.load import require_runnable
+from meshwright.verify.proof_task import (
     GRADIENT_STEPS,
     GRADIENT_TOLERANCE,
     LOOKING,
@@ -28,9 +30,7 @@ from meshwright.plan.proof import (
     proof_job,
     reference_job,
 )
-from meshwright.spec.cluster import machine_memory_bytes
-from meshwright.spec.job import Job
-from meshwright.spec.load import require_runnable
+from meshwright.verify.verdict import Verdict, judge
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from curves import TEN, Resumed, phases_of, reference, relative
 
+from meshwright.audit.record import read_record
 from meshwright.cli.ranks import build_launch
-from meshwright.explain.record import read_record
-from meshwright.plan.context_traffic import LANES, list_lanes
-from meshwright.run.collectives.counter import CollectiveCounter
-from meshwright.run.mesh import join_ranks, leave_ranks
-from meshwright.run.parallel import ring
-from meshwright.run.parallel.ring import ring_attention, zigzag_positions
+from meshwright.layout.ring_lanes import LANES, list_lanes
+from meshwright.measure.collective_counter import CollectiveCounter
+from meshwright.parallel import ring_attention as ring
+from meshwright.parallel.mesh import join_ranks, leave_ranks
+from meshwright.parallel.ring_attention import ring_attention, zigzag_positions
 from meshwright.spec.load import load_job
 
 HEADS = ((4, 4), (6, 3), (3, 1), (9, 9))

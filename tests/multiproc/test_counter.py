@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.launch.local import LocalLaunch
-from meshwright.run.collectives.counter import CollectiveCounter
-from meshwright.run.mesh import join_ranks, leave_ranks
+from meshwright.measure.collective_counter import CollectiveCounter
+from meshwright.parallel.mesh import join_ranks, leave_ranks
 from meshwright.spec.load import load_job
 
 ROUNDS = 2000

@@ -6,12 +6,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.launch.local import LocalLaunch
-from meshwright.plan.buckets import bucket_parameters
-from meshwright.plan.shapes import list_parameters
-from meshwright.run.collectives.counter import CollectiveCounter
-from meshwright.run.mesh import join_ranks, leave_ranks
-from meshwright.run.models.init import build_model
-from meshwright.run.parallel import data
+from meshwright.layout.ddp_buckets import bucket_parameters
+from meshwright.layout.parameters import list_parameters
+from meshwright.measure.collective_counter import CollectiveCounter
+from meshwright.parallel import ddp as data
+from meshwright.parallel.build import build_model
+from meshwright.parallel.mesh import join_ranks, leave_ranks
 from meshwright.spec.load import load_job
 
 OVERRIDES = ["layout.dp_replicate=2", "layout.bucket_mb=0.05"]

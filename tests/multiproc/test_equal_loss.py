@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshwright.prepare.dataset import TokenDataset
-from meshwright.prepare.order import SampleOrder
-from meshwright.run.models.init import build_model
+from meshwright.data.dataset import TokenDataset
+from meshwright.data.order import SampleOrder
+from meshwright.parallel.build import build_model
 from meshwright.spec.load import load_job
 
 

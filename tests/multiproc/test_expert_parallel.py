@@ -10,10 +10,10 @@ from curves import TEN, Resumed, reference, relative
 from proving import Prover, hold
 from safetensors.torch import load_file
 
+from meshwright.checkpoint.hf.export import export_checkpoint
 from meshwright.cli.generate import write_text
 from meshwright.cli.output import Output
 from meshwright.spec.load import apply_override, build_job
-from meshwright.survive.hf.export import export_checkpoint
 
 DECODER = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 264}
 MIXTURE = {**DECODER, "ffn_size": 64, "num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 24}

@@ -10,13 +10,13 @@ import torch
 from proving import Prover
 from safetensors.torch import load_file
 
+from meshwright.checkpoint.hf.export import export_checkpoint
+from meshwright.checkpoint.manifest import SELECTION_BIAS
 from meshwright.core.errors import UserError
-from meshwright.explain.report import read_report
-from meshwright.explain.report_page import draw_page
-from meshwright.run.generate import GenerateTask, load_model
+from meshwright.report.html import draw_page
+from meshwright.report.run_report import read_report
 from meshwright.spec.load import load_job
-from meshwright.survive.checkpoint.manifest import SELECTION_BIAS
-from meshwright.survive.hf.export import export_checkpoint
+from meshwright.train.generate import GenerateTask, load_model
 
 EXPERTS = ("model.num_experts=4", "model.experts_per_token=2", "model.expert_ffn_size=64")
 BALANCED = (*EXPERTS, "train.balance_loss=0.05", "train.z_loss=0.01", "train.balance_rate=0.01")

@@ -16,14 +16,14 @@ transformers = pytest.importorskip("transformers")
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
+from meshwright.checkpoint.hf.export import export_checkpoint  # noqa: E402
+from meshwright.checkpoint.hf.names import list_places  # noqa: E402
 from meshwright.core.errors import UserError  # noqa: E402
 from meshwright.core.events import read_events  # noqa: E402
-from meshwright.prepare.hf_tokenizer import hf_tokenizer_text  # noqa: E402
-from meshwright.prepare.tokenizer import ByteTokenizer  # noqa: E402
-from meshwright.run.generate import GenerateTask, load_model  # noqa: E402
+from meshwright.data.hf_tokenizer import hf_tokenizer_text  # noqa: E402
+from meshwright.data.tokenizer import ByteTokenizer  # noqa: E402
 from meshwright.spec.load import load_job  # noqa: E402
-from meshwright.survive.hf.export import export_checkpoint  # noqa: E402
-from meshwright.survive.hf.names import list_places  # noqa: E402
+from meshwright.train.generate import GenerateTask, load_model  # noqa: E402
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHAPE = {

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from meshwright.checkpoint.hf.export import export_checkpoint
 from meshwright.core.errors import UserError
-from meshwright.plan.parts import list_stages
-from meshwright.plan.sharding import list_groups
+from meshwright.layout.fsdp_groups import list_groups
+from meshwright.layout.stages import list_stages
 from meshwright.spec.load import load_job
-from meshwright.survive.hf.export import export_checkpoint
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from meshwright.plan.offload import OFFLOADED
+from meshwright.layout.optimizer_offload import OFFLOADED
 
 SMALL_BUCKETS = "layout.bucket_mb=0.05"
 AWAY = ("layout.offload=optimizer", SMALL_BUCKETS)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.prepare.dataset import TokenDataset
-from meshwright.prepare.order import SampleOrder
-from meshwright.run.models.init import build_model
+from meshwright.data.dataset import TokenDataset
+from meshwright.data.order import SampleOrder
+from meshwright.parallel.build import build_model
 from meshwright.spec.load import load_job
 
 

@@ -11,8 +11,8 @@ import pytest
 from meshwright.cli.bench import bench_scaling
 from meshwright.cli.output import Output
 from meshwright.core.units import format_rate
-from meshwright.explain.listing import summarise_run
 from meshwright.plan.contract import PLAN_FILE, read_plan
+from meshwright.report.run_list import summarise_run
 
 
 def test_a_run_and_its_resume_leave_one_page_with_both_attempts(train):

@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 from curves import relative
 
+from meshwright.checkpoint.hf.export import export_checkpoint
 from meshwright.cli.generate import write_text
 from meshwright.cli.output import Output
 from meshwright.cli.train import run_training
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.events import EVENTS_FILE, read_events
+from meshwright.layout.stages import held_parts, schedule_of
 from meshwright.plan.contract import PLAN_FILE, read_plan
-from meshwright.plan.parts import held_parts, schedule_of
-from meshwright.survive.hf.export import export_checkpoint
 
 COMMON = (
     *("model.num_layers=4", "train.global_batch=4", "train.steps=6", "train.eval_samples=5"),

@@ -31,7 +31,7 @@ from layout_matrix import (
 )
 from proving import Prover, hold
 
-from meshwright.prepare.build import CorpusSpec, prepare_corpus
+from meshwright.data.prepare import CorpusSpec, prepare_corpus
 
 MOST_PASSES = 6
 CELLS = list_cells((2, 3, 4))

@@ -7,8 +7,8 @@ import json
 import pytest
 from safetensors import safe_open
 
+from meshwright.checkpoint.manifest import find_newest, list_checkpoints, list_leftovers
 from meshwright.cli.train import ENTRY
-from meshwright.survive.checkpoint.manifest import find_newest, list_checkpoints, list_leftovers
 
 
 @pytest.mark.parametrize(("zero", "cut"), [(3, 3), (1, 2)])

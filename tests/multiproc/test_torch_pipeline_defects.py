@@ -24,17 +24,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.cli.ranks import build_launch
 from meshwright.launch.assignment import Assignment
+from meshwright.layout.parameters import list_parameters
+from meshwright.measure.collective_counter import CollectiveCounter
+from meshwright.parallel.build import build_model
+from meshwright.parallel.mesh import join_ranks, leave_ranks
 from meshwright.plan.contract import PLAN_FILE, build_plan, read_plan, write_plan
-from meshwright.plan.shapes import list_parameters
-from meshwright.run.batches import Batcher
-from meshwright.run.collectives.counter import CollectiveCounter
-from meshwright.run.loop import forward_backward, report_end
-from meshwright.run.mesh import join_ranks, leave_ranks
-from meshwright.run.models.init import build_model
-from meshwright.run.worker import run_session
 from meshwright.spec.layout import Layout
-from meshwright.spec.legality import with_layout
+from meshwright.spec.legality.table import with_layout
 from meshwright.spec.load import build_job, load_job
+from meshwright.train.batches import Batcher
+from meshwright.train.loop import forward_backward, report_end
+from meshwright.train.worker import run_session
 
 WIDTH, MICRO_BATCHES, SAMPLES = 8, 4, 2
 """Of torch's pipeline: hidden size, micro-batches of a step, samples of each."""

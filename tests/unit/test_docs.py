@@ -21,11 +21,11 @@ import pytest
 
 from meshwright.cli.app import app
 from meshwright.core.errors import CheckFailedError, InterruptedRunError, RunFailedError, UserError
-from meshwright.prepare.spec import load_corpus_spec
-from meshwright.spec.legality import RULES
+from meshwright.data.corpus_spec import load_corpus_spec
+from meshwright.spec.legality.table import RULES
 from meshwright.spec.load import load_job
 from meshwright.spec.presets import preset_names
-from meshwright.spec.translate import job_schema
+from meshwright.spec.validation_errors import job_schema
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

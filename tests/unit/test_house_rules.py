@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.app import app
-from meshwright.spec.legality import RULES
+from meshwright.spec.legality.table import RULES
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "meshwright"
@@ -24,7 +24,8 @@ MOST_ARGUMENTS = 10
 COMMANDS = {"plan", "train", "audit", "generate", "prepare", "schema", "runs", "report", "bench scaling"}
 COMMANDS |= {f"checkpoint {name}" for name in ("export", "list", "prune", "verify")} | {"schedule pipeline"}
 COMMANDS |= {"dry-run", "probe", "prove", "tune", "validate"}
-NO_TORCH = ("core", "spec", "schedule", "plan", "prepare", "explain", "launch")
+NO_TORCH = ("core", "spec", "schedule", "layout", "plan", "validation", "data", "launch")
+NO_TORCH += ("audit", "diagnose", "report")
 HEAVY = ("torch", "tokenizers", "transformers", "safetensors", "ray", "pyspark", "mlflow", "wandb")
 
 
@@ -211,7 +212,7 @@ def test_importing_the_package_configures_nothing():
     code = (
         "import os, signal, logging\n"
         "before = (dict(os.environ), signal.getsignal(signal.SIGTERM), list(logging.getLogger().handlers))\n"
-        "import meshwright.cli.app, meshwright.plan.contract, meshwright.explain.audit\n"
+        "import meshwright.cli.app, meshwright.plan.contract, meshwright.audit.compare\n"
         "after = (dict(os.environ), signal.getsignal(signal.SIGTERM), list(logging.getLogger().handlers))\n"
         "assert before == after, 'something was configured on import'\n"
     )

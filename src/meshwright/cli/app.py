@@ -16,7 +16,7 @@ from meshwright.cli.output import Output
 from meshwright.core.errors import MeshwrightError, Problem, UserError
 
 if TYPE_CHECKING:
-    from meshwright.plan.near import Near
+    from meshwright.plan.search.alternatives import Near
 
 app = typer.Typer(
     name="meshwright",
@@ -90,7 +90,7 @@ def _find_near(error: MeshwrightError) -> list[Near]:
 
     if not isinstance(error, SpecError) or error.job is None:
         return []
-    from meshwright.plan.near import find_near  # noqa: PLC0415
+    from meshwright.plan.search.alternatives import find_near  # noqa: PLC0415
 
     return find_near(error.job, error.problems)
 
@@ -470,7 +470,7 @@ def schema(as_json: Json = False) -> None:
     """Print the JSON Schema of the job file."""
     import json  # noqa: PLC0415
 
-    from meshwright.spec.translate import job_schema  # noqa: PLC0415
+    from meshwright.spec.validation_errors import job_schema  # noqa: PLC0415
 
     typer.echo(json.dumps(job_schema(), indent=None if as_json else 2))
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from meshwright.audit.compare import Audit, StateRow, audit_run, held_text
+from meshwright.audit.record import RunRecord, read_record
 from meshwright.cli.output import Output
 from meshwright.cli.timeline_file import write_timelines
 from meshwright.core.errors import CheckFailedError, Problem, UserError
 from meshwright.core.units import format_rate, format_seconds
-from meshwright.explain.audit import Audit, StateRow, audit_run, held_text
-from meshwright.explain.pipeline_run import PipelineRun, find_pipeline
-from meshwright.explain.record import RunRecord, read_record
 from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
+from meshwright.report.pipeline_run import PipelineRun, find_pipeline
 from meshwright.spec.model import BATCH_NORM_NOTE
 
 CHECK_FAILED = CheckFailedError.exit_status

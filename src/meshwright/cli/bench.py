@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from meshwright.audit.compare import audit_run
 from meshwright.cli.app import require_packages
 from meshwright.cli.data import settle_data
 from meshwright.cli.measure import Heard, describe_machine, measure_plan
@@ -15,12 +16,11 @@ from meshwright.cli.train import refuse_preset
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import can_write
 from meshwright.core.units import format_count, format_plural, format_seconds
-from meshwright.explain.audit import audit_run
-from meshwright.explain.plot import Chart, draw_svg
-from meshwright.explain.scaling import FEWEST_STEPS, ScalingRow, basis, build_row, scaling_chart
-from meshwright.explain.text_plot import draw_text
 from meshwright.launch.environment import prepare_environment
 from meshwright.plan.contract import Plan, build_plan
+from meshwright.report.plot import Chart, draw_svg
+from meshwright.report.scaling import FEWEST_STEPS, ScalingRow, basis, build_row, scaling_chart
+from meshwright.report.text_plot import draw_text
 from meshwright.spec.layout import DEGREES
 from meshwright.spec.load import apply_override, load_job, read_tree
 

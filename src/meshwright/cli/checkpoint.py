@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.inventory import Stored, find_root, prune, take_stock
 from meshwright.cli.app import require_packages
 from meshwright.cli.audit import CHECK_FAILED
 from meshwright.cli.generate import find_checkpoint
@@ -17,7 +18,6 @@ from meshwright.core.units import format_bytes, format_plural
 from meshwright.launch.environment import prepare_environment
 from meshwright.launch.lock import RunLock
 from meshwright.spec.cluster import count_cores
-from meshwright.survive.checkpoint.inventory import Stored, find_root, prune, take_stock
 
 BYTES_PER_GB = 10**9
 COLUMNS = ("step", "size", "held-out loss", "state", "")
@@ -103,7 +103,7 @@ def export_folder(output: Output, path: Path, out: Path, dtype: str, shard_gb: f
     require_packages(("torch", "run"), ("safetensors", "run"), needed_for="exporting a checkpoint")
     checkpoint = find_checkpoint(path)
     prepare_environment(threads=count_cores())
-    from meshwright.survive.hf.export import export_checkpoint  # noqa: PLC0415
+    from meshwright.checkpoint.hf.export import export_checkpoint  # noqa: PLC0415
 
     done = export_checkpoint(checkpoint, out, dtype, max(1, int(shard_gb * BYTES_PER_GB)))
     output.say(f"{checkpoint}, step {done.step}, as {done.architecture} in {out}")

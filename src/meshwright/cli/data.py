@@ -12,14 +12,14 @@ from typing import Any
 from meshwright.cli.output import Output
 from meshwright.cli.prepare import prepare_with_progress, summarise
 from meshwright.core.errors import Problem, UserError
-from meshwright.prepare.dataset import TokenDataset, no_prompts
-from meshwright.prepare.images import ImageShape, check_images, looks_like_images, open_images
-from meshwright.prepare.shards import SPLITS, looks_prepared
-from meshwright.prepare.sources import STDLIB, iter_files, locate, source_problem
-from meshwright.prepare.spec import parse_corpus_spec
-from meshwright.prepare.templates import load_template
-from meshwright.prepare.tokenizer import TOKENIZER_FILE, load_tokenizer, parse_tokenizer_name
-from meshwright.spec.hf import find_weights_file
+from meshwright.data.chat_templates import load_template
+from meshwright.data.corpus_spec import parse_corpus_spec
+from meshwright.data.dataset import TokenDataset, no_prompts
+from meshwright.data.images import ImageShape, check_images, looks_like_images, open_images
+from meshwright.data.shards import SPLITS, looks_prepared
+from meshwright.data.sources import STDLIB, iter_files, locate, source_problem
+from meshwright.data.tokenizer import TOKENIZER_FILE, load_tokenizer, parse_tokenizer_name
+from meshwright.spec.hf_config import find_weights_file
 from meshwright.spec.job import SYNTHETIC_IMAGES, Data, Job
 from meshwright.spec.model import DecoderModel, ResNetModel
 

@@ -10,22 +10,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.audit.compare import PEAK_TOLERANCE, Audit, audit_rank
+from meshwright.audit.record import RunRecord
 from meshwright.cli.app import require_packages
 from meshwright.cli.audit import CHECK_FAILED, show_collectives, show_state
 from meshwright.cli.output import Output
 from meshwright.cli.prove import settle_job
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_count, format_seconds
-from meshwright.explain.audit import PEAK_TOLERANCE, Audit, audit_rank
-from meshwright.explain.record import RunRecord
 from meshwright.launch.environment import prepare_environment
+from meshwright.layout.text import describe_layout
 from meshwright.plan.contract import Plan, layout_keys, plan_of
-from meshwright.plan.layout_text import describe_layout
 from meshwright.plan.predict import Prediction, predict
 from meshwright.spec.job import Job
 from meshwright.spec.load import load_job, require_runnable
 from meshwright.spec.model import DecoderModel
-from meshwright.spec.recipe import eager
+from meshwright.spec.train_defaults import eager
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def rehearse_rank(output: Output, plan: Plan, rank: int) -> RunRecord:
     name = f"rank {rank} of {plan.world_size}"
     record = RunRecord()
     with output.errors.status(f"{name}: starting") as status:
-        from meshwright.run.dry_run import rehearse  # noqa: PLC0415  (torch)
+        from meshwright.verify.dry_run import rehearse  # noqa: PLC0415  (torch)
 
         rehearse(plan, rank, record.feed, lambda doing: status.update(f"{name}: {doing}"))
     return record

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress, TaskID
 
+from meshwright.checkpoint.manifest import MANIFEST, find_newest, read_manifest
 from meshwright.cli.app import require_packages
 from meshwright.cli.output import Output
 from meshwright.cli.ranks import build_launch, require_devices
@@ -19,12 +20,11 @@ from meshwright.core.events import Event
 from meshwright.launch.environment import prepare_environment
 from meshwright.launch.local import LOGS
 from meshwright.spec.cluster import count_cores
-from meshwright.spec.hf_reader import CONFIG_FILE
+from meshwright.spec.hf_config_reader import CONFIG_FILE
 from meshwright.spec.job import Job
-from meshwright.survive.checkpoint.manifest import MANIFEST, find_newest, read_manifest
 
 if TYPE_CHECKING:
-    from meshwright.run.generate import GenerateTask
+    from meshwright.train.generate import GenerateTask
 
 
 def write_text(output: Output, path: Path, settings: dict[str, Any]) -> int:
@@ -32,7 +32,7 @@ def write_text(output: Output, path: Path, settings: dict[str, Any]) -> int:
     require_packages(("torch", "run"), ("safetensors", "run"), needed_for="generating text")
     checkpoint = path if (path / CONFIG_FILE).is_file() else find_checkpoint(path)
     prepare_environment(threads=count_cores() if settings["tp"] == 1 else 1)
-    from meshwright.run.generate import GenerateTask, generate_text  # noqa: PLC0415
+    from meshwright.train.generate import GenerateTask, generate_text  # noqa: PLC0415
 
     if (checkpoint / MANIFEST).is_file():
         read_manifest(checkpoint)  # verifies it
@@ -52,7 +52,7 @@ def write_text(output: Output, path: Path, settings: dict[str, Any]) -> int:
 
 def _share(task: GenerateTask, job: Job, heard: Callable[[int], None]) -> str:
     """Let ranks on this machine write it together."""
-    from meshwright.run.generate import ENTRY  # noqa: PLC0415
+    from meshwright.train.generate import ENTRY  # noqa: PLC0415
 
     require_devices(job, task.tp)
     texts: list[str] = []

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshwright.audit.event_scan import Attempt
 from meshwright.cli.ranks import build_launch
 from meshwright.core.errors import InterruptedRunError, Problem
 from meshwright.core.events import Event
-from meshwright.explain.scan import Attempt
 from meshwright.launch.assignment import Assignment
 from meshwright.plan.contract import PLAN_FILE, Plan, write_plan
 from meshwright.spec.cluster import count_cores
-from meshwright.spec.compiled import hands_to_compiler
+from meshwright.spec.execution import hands_to_compiler
 
-ENTRY = "meshwright.run.bench.scaling:run_rank"
+ENTRY = "meshwright.verify.bench.scaling:run_rank"
 
 
 @dataclass

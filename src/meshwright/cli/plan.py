@@ -15,13 +15,13 @@ from meshwright.cli.plan_why import show_why
 from meshwright.cli.search_progress import search_progress
 from meshwright.core.errors import Problem, UserError
 from meshwright.plan.contract import Plan, plan_of, summarize, write_plan
-from meshwright.plan.fit import USABLE_MEMORY
-from meshwright.plan.near import compare
-from meshwright.plan.planner import search_job
-from meshwright.plan.reasons import explain_choice
+from meshwright.plan.memory.fit import USABLE_MEMORY
+from meshwright.plan.search.alternatives import compare
 from meshwright.plan.search.enumerate import pinned_keys
 from meshwright.plan.search.find import CHECKED, By, Found
-from meshwright.plan.search.sizing import parse_duration
+from meshwright.plan.search.planner import search_job
+from meshwright.plan.search.reasons import explain_choice
+from meshwright.plan.sizing import parse_duration
 from meshwright.spec.load import load_job, named_layout_keys, require_runnable
 from meshwright.spec.model import DecoderModel
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.explain.plan_picture import PlanPicture, draw_plan
+from meshwright.layout.text import describe_layout
 from meshwright.plan.contract import Plan, RankPrediction
-from meshwright.plan.fit import MemoryNeed
-from meshwright.plan.layout_text import describe_layout
+from meshwright.plan.memory.fit import MemoryNeed
 from meshwright.plan.search.find import Found
 from meshwright.plan.time.pipeline import walk_pipeline
+from meshwright.report.plan_plot import PlanPicture, draw_plan
 from meshwright.spec.job import Job
 
 KINDS = ("svg", "png")

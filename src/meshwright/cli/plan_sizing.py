@@ -8,10 +8,10 @@ from typing import Any
 from meshwright.cli.output import Output
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_seconds
-from meshwright.plan.layout_text import describe_layout
+from meshwright.layout.text import describe_layout
 from meshwright.plan.search.failure import explain_failure
 from meshwright.plan.search.find import find_layouts
-from meshwright.plan.search.sizing import Size, Sizing, explain_size, format_cost, format_days, size_cluster
+from meshwright.plan.sizing import Size, Sizing, explain_size, format_cost, format_days, size_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 

@@ -6,15 +6,15 @@ import re
 
 from meshwright.cli.output import Output
 from meshwright.core.units import format_bytes, format_count, format_rate, format_seconds
-from meshwright.explain.stage_table import STAGE_COLUMNS, stage_cells
+from meshwright.layout.flops import peak_rate
+from meshwright.layout.placement import tier_of
+from meshwright.layout.text import describe_layout, layout_overrides
 from meshwright.plan.contract import Plan, RankPrediction
-from meshwright.plan.fit import MemoryNeed, describe_usable
-from meshwright.plan.layout_text import describe_layout, layout_overrides
-from meshwright.plan.placement import tier_of
+from meshwright.plan.memory.fit import MemoryNeed, describe_usable
 from meshwright.plan.predict import Prediction
 from meshwright.plan.search.find import Found
-from meshwright.plan.time.flops import peak_rate
 from meshwright.plan.time.interval import step_interval
+from meshwright.report.stage_table import STAGE_COLUMNS, stage_cells
 from meshwright.spec.model import DecoderModel
 
 MOST_ROWS = 12

@@ -11,10 +11,10 @@ from meshwright.cli.plan_text import describe_plan
 from meshwright.cli.search_progress import search_progress
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_seconds
+from meshwright.layout.text import describe_layout
 from meshwright.plan.contract import plan_of, summarize
-from meshwright.plan.layout_text import describe_layout
-from meshwright.plan.near import cheapest_changes, compare, find_near, part_differences
 from meshwright.plan.predict import Prediction, predict
+from meshwright.plan.search.alternatives import cheapest_changes, compare, find_near, part_differences
 from meshwright.plan.search.failure import explain_failure
 from meshwright.plan.search.find import find_layouts
 from meshwright.spec.job import Job

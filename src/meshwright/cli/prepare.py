@@ -8,7 +8,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from meshwright.cli.output import Output
 from meshwright.core.units import format_bytes, format_count, format_rate
-from meshwright.prepare.build import CorpusSpec, PrepareReport, load_corpus_spec, prepare_corpus
+from meshwright.data.prepare import CorpusSpec, PrepareReport, load_corpus_spec, prepare_corpus
 
 MOST_NAMED = 5
 """Documents left out that are named; ``--json`` has more of them."""

@@ -18,7 +18,7 @@ from meshwright.cli.ranks import require_devices
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.launch.environment import prepare_environment
-from meshwright.plan.probing import (
+from meshwright.plan.probe_runs import (
     PROGRAMMES,
     Programme,
     Sizes,
@@ -32,7 +32,7 @@ from meshwright.plan.probing import (
 )
 from meshwright.plan.time.probed import count_work, fit_steps, with_probed
 from meshwright.spec.cluster import Cluster, count_cores
-from meshwright.spec.compiled import runs_own_kernels
+from meshwright.spec.execution import runs_own_kernels
 from meshwright.spec.job import Job
 from meshwright.spec.probed import AttentionTime, Probed, ProductTime
 
@@ -98,8 +98,8 @@ def _time_operations(
     """Single operations; and the rates of a large product by precision."""
     import torch  # noqa: PLC0415
 
-    from meshwright.run.bench import machine  # noqa: PLC0415
-    from meshwright.run.probe import measure_matmul  # noqa: PLC0415
+    from meshwright.train.utilisation import measure_matmul  # noqa: PLC0415
+    from meshwright.verify.bench import machine  # noqa: PLC0415
 
     tell, seconds, device = output.errors.print, programme.seconds, torch.device(kind)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -160,7 +160,7 @@ def _time_scaled(
     output: Output, programme: Programme, device: torch.device, jobs: list[Job]
 ) -> list[ProductTime]:
     """Products in 8 bits, where a device has them: all that are wanted, or none."""
-    from meshwright.run.bench import machine  # noqa: PLC0415
+    from meshwright.verify.bench import machine  # noqa: PLC0415
 
     found = []
     for sizes in list_scaled(programme, jobs):
@@ -184,7 +184,7 @@ def _describe(sizes: Sizes, times: Sequence[float]) -> str:
 
 def _fit_to_steps(output: Output, runs: Sequence[SmallRun], probed: Probed) -> tuple[Probed, list[Checked]]:
     """Real steps of the small models, and what they say of the rest; without them nothing is fitted."""
-    from meshwright.run.bench import machine  # noqa: PLC0415
+    from meshwright.verify.bench import machine  # noqa: PLC0415
 
     found = []
     for run in runs:

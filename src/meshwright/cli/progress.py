@@ -11,12 +11,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
 
+from meshwright.audit.record import RunRecord, format_loss
 from meshwright.core.events import Event
 from meshwright.core.units import format_bytes, format_count, format_plural, format_seconds
-from meshwright.explain.record import RunRecord, format_loss
-from meshwright.explain.tensorboard import TensorBoardSink
-from meshwright.explain.trackers import Ending, build_trackers
-from meshwright.spec.compiled import hands_to_compiler
+from meshwright.report.tensorboard import TensorBoardSink
+from meshwright.report.trackers import Ending, build_trackers
+from meshwright.spec.execution import hands_to_compiler
 from meshwright.spec.job import Job
 
 WIDE_ENOUGH = 100

@@ -18,14 +18,17 @@ from meshwright.cli.train import refuse_preset
 from meshwright.core.errors import InterruptedRunError, Problem, RunFailedError, UserError
 from meshwright.core.events import EVENTS_FILE, Event
 from meshwright.core.units import format_plural
-from meshwright.explain.proof import TOLERANCE, Verdict, judge
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.environment import prepare_environment
 from meshwright.launch.local import LOGS
+from meshwright.layout.text import describe_layout
 from meshwright.plan.contract import PLAN_FILE, Plan, build_plan, layout_keys, write_plan
-from meshwright.plan.layout_text import describe_layout
-from meshwright.plan.planner import search_job
-from meshwright.plan.proof import (
+from meshwright.plan.search.planner import search_job
+from meshwright.spec.cluster import machine_memory_bytes
+from meshwright.spec.job import Job
+from meshwright.spec.legality.table import with_layout
+from meshwright.spec.load import load_job, named_layout_keys, require_runnable
+from meshwright.verify.proof_task import (
     STEPS,
     TIE,
     Findings,
@@ -36,14 +39,11 @@ from meshwright.plan.proof import (
     proof_job,
     reference_job,
 )
-from meshwright.plan.shrink import Shrunk, shrink_to_fit
-from meshwright.spec.cluster import machine_memory_bytes
-from meshwright.spec.job import Job
-from meshwright.spec.legality import with_layout
-from meshwright.spec.load import load_job, named_layout_keys, require_runnable
+from meshwright.verify.shrink import Shrunk, shrink_to_fit
+from meshwright.verify.verdict import TOLERANCE, Verdict, judge
 
-REFERENCE_ENTRY = "meshwright.run.prove:run_rank"
-ENTRY = "meshwright.run.prove:run_rank"
+REFERENCE_ENTRY = "meshwright.verify.prove:run_rank"
+ENTRY = "meshwright.verify.prove:run_rank"
 NOT_FINITE = "train-not-finite"
 
 

@@ -15,7 +15,13 @@ from meshwright.launch.local import LocalLaunch
 from meshwright.spec.cluster import find_gpus
 from meshwright.spec.job import Job
 
-PRELOAD = ("meshwright.launch.birth", "torch", "torch.distributed", "meshwright.cli", "meshwright.run.worker")
+PRELOAD = (
+    "meshwright.launch.forkserver_preload",
+    "torch",
+    "torch.distributed",
+    "meshwright.cli",
+    "meshwright.train.worker",
+)
 """What a rank is born with."""
 PRELOAD_SHARED = ("torch._dynamo", "torch.distributed.fsdp")
 """What several ranks share besides: DDP loads torch's compiler, sharded layouts FSDP2; one rank does not."""

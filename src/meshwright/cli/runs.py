@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from meshwright.audit.record import format_loss
 from meshwright.cli.output import Output
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_rate
-from meshwright.explain.listing import RunSummary, list_runs
-from meshwright.explain.record import format_loss
-from meshwright.explain.report import PAGE_FILE, RunReport, read_report
-from meshwright.explain.report_page import write_page
-from meshwright.explain.text_plot import draw_text
+from meshwright.report.html import write_page
+from meshwright.report.run_list import RunSummary, list_runs
+from meshwright.report.run_report import PAGE_FILE, RunReport, read_report
+from meshwright.report.text_plot import draw_text
 
 COLUMNS = ("name", "status", "steps", "ranks", "loss", "held-out", "speed", "audit", "began", "size")
 SPARE = ("size", "ranks", "began", "speed")

@@ -13,15 +13,15 @@ from rich.text import Text
 from meshwright.cli.output import Output
 from meshwright.cli.timeline_file import write_timelines
 from meshwright.core.errors import CheckFailedError, Problem, UserError
-from meshwright.explain.plot import format_value
-from meshwright.explain.timeline import Timeline, build_timeline
-from meshwright.explain.timeline_text import draw_rows
-from meshwright.schedule.actions import Kind, PipelineSchedule
-from meshwright.schedule.build import build_schedule
-from meshwright.schedule.closed_forms import pipeline_time
-from meshwright.schedule.files import load_schedule, write_schedule
-from meshwright.schedule.proof import Proof, prove_schedule
-from meshwright.schedule.walk import StageTimes, Walk, walk_schedule
+from meshwright.report.plot import format_value
+from meshwright.report.timeline import Timeline, build_timeline
+from meshwright.report.timeline_text import draw_rows
+from meshwright.schedule.pipeline.actions import Kind, PipelineSchedule
+from meshwright.schedule.pipeline.build import build_schedule
+from meshwright.schedule.pipeline.closed_forms import pipeline_time
+from meshwright.schedule.pipeline.files import load_schedule, write_schedule
+from meshwright.schedule.pipeline.proof import Proof, prove_schedule
+from meshwright.schedule.pipeline.walk import StageTimes, Walk, walk_schedule
 
 COLOURS = {Kind.FORWARD: "white on blue", Kind.BACKWARD: "white on green", Kind.WEIGHT: "black on yellow"}
 MOST_TEXT_ROWS = 64

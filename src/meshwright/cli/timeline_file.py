@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.explain.timeline import (
+from meshwright.report.timeline import (
     MOST_BARS,
     Timeline,
     draw_pair_png,

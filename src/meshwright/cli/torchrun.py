@@ -10,17 +10,17 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
+from meshwright.audit.record import read_record
 from meshwright.cli.output import Output
 from meshwright.cli.progress import Audience
 from meshwright.cli.runs import leave_page
 from meshwright.cli.train import Resume, prepare_run, report, tell_failure
 from meshwright.core.errors import MeshwrightError, Problem, RunFailedError, UserError
 from meshwright.core.events import Event
-from meshwright.explain.record import read_record
-from meshwright.explain.trackers import Ending
 from meshwright.launch.environment import loopback_interface, prepare_environment
 from meshwright.launch.exits import EXIT_OK
 from meshwright.plan.contract import PLAN_FILE, read_plan
+from meshwright.report.trackers import Ending
 from meshwright.spec.layout import DEGREES
 from meshwright.spec.load import apply_override, read_tree
 
@@ -37,7 +37,7 @@ def run_as_rank(output: Output, source: str, overrides: list[str], resume: bool)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
     import torch.distributed as dist  # noqa: PLC0415
 
-    from meshwright.run.worker import run_rank  # noqa: PLC0415
+    from meshwright.train.worker import run_rank  # noqa: PLC0415
 
     shared, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=PATIENCE))
     # The launcher's store outlives an attempt: keys of an earlier one must not be read.

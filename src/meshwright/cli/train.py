@@ -9,6 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from meshwright.audit.compare import Audit, audit_run
+from meshwright.audit.record import RunRecord, format_loss
+from meshwright.checkpoint.manifest import (
+    check_same_job,
+    check_same_optimizer,
+    find_newest,
+    list_checkpoints,
+    read_manifest,
+)
 from meshwright.cli.app import require_packages
 from meshwright.cli.audit import CHECK_FAILED, describe_audit
 from meshwright.cli.data import settle_data
@@ -26,27 +35,18 @@ from meshwright.cli.runs import leave_page
 from meshwright.cli.weights import InitialWeights
 from meshwright.core.errors import InterruptedRunError, MeshwrightError, Problem, RunFailedError, UserError
 from meshwright.core.events import EVENTS_FILE, read_events
-from meshwright.explain.audit import Audit, audit_run
-from meshwright.explain.out_of_memory import describe_shortage
-from meshwright.explain.pipeline_run import find_pipeline
-from meshwright.explain.record import RunRecord, format_loss
-from meshwright.explain.trackers import Ending
+from meshwright.diagnose.out_of_memory import describe_shortage
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.lock import RunLock
 from meshwright.plan.contract import PLAN_FILE, Plan, build_plan, is_plan, layout_keys, read_plan, write_plan
+from meshwright.report.pipeline_run import find_pipeline
+from meshwright.report.trackers import Ending
 from meshwright.spec.job import Job
 from meshwright.spec.load import load_job, named_layout_keys
 from meshwright.spec.model import BATCH_NORM_NOTE
 from meshwright.spec.presets import preset_names
-from meshwright.survive.checkpoint.manifest import (
-    check_same_job,
-    check_same_optimizer,
-    find_newest,
-    list_checkpoints,
-    read_manifest,
-)
 
-ENTRY = "meshwright.run.worker:run_rank"
+ENTRY = "meshwright.train.worker:run_rank"
 INTERRUPTED = InterruptedRunError.exit_status
 Resume = Literal["no", "must", "may"]
 

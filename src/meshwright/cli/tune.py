@@ -12,6 +12,8 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn
 
+from meshwright.audit.compare import audit_run
+from meshwright.audit.event_scan import Attempt
 from meshwright.cli.app import require_packages
 from meshwright.cli.cluster_file import require_place, write_cluster
 from meshwright.cli.data import settle_data
@@ -21,15 +23,13 @@ from meshwright.cli.ranks import require_compiler, require_devices
 from meshwright.cli.train import refuse_preset
 from meshwright.core.errors import Problem, RunFailedError, UserError
 from meshwright.core.units import format_bytes, format_count, format_plural, format_seconds
-from meshwright.explain.audit import audit_run
-from meshwright.explain.scaling import FEWEST_STEPS, WARM_UP
-from meshwright.explain.scan import Attempt
-from meshwright.explain.tuning import TuneRow, fold, order
 from meshwright.launch.environment import prepare_environment
 from meshwright.plan.calibrate import Calibration, Timed, calibrate
 from meshwright.plan.contract import Plan, plan_of
-from meshwright.plan.planner import search_job
 from meshwright.plan.predict import Prediction, predict
+from meshwright.plan.search.planner import search_job
+from meshwright.report.scaling import FEWEST_STEPS, WARM_UP
+from meshwright.report.tuning import TuneRow, fold, order
 from meshwright.spec.job import Job
 from meshwright.spec.load import load_job, named_layout_keys
 

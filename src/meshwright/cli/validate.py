@@ -9,9 +9,9 @@ from typing import Any
 from meshwright.cli.output import Output
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_seconds
-from meshwright.explain.scatter import Scatter, draw_scatter
-from meshwright.plan.validate.evaluate import Outcome, bundled_table, evaluate_tables
-from meshwright.plan.validate.metrics import errors_of, summarise_families, worst_rows
+from meshwright.report.scatter import Scatter, draw_scatter
+from meshwright.validation.evaluate import Outcome, bundled_table, evaluate_tables
+from meshwright.validation.metrics import errors_of, summarise_families, worst_rows
 
 COLUMNS = (
     "family", "rows", "expressed", "time", "median", "bias", "worst", "within 10%", "tau", "best found",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import cached_property
 from pathlib import Path
 
+from meshwright.checkpoint.hf.weights import HfWeights, find_weights
 from meshwright.cli.output import Output
 from meshwright.core.units import format_bytes, format_plural
-from meshwright.spec.hf import check_config
+from meshwright.spec.hf_config import check_config
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
-from meshwright.survive.hf.weights import HfWeights, find_weights
 
 
 class InitialWeights:

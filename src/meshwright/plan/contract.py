@@ -19,25 +19,25 @@ from pydantic import TypeAdapter, ValidationError
 from meshwright import __version__
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
-from meshwright.plan.axes import dense_shard_axis, sums_whole_gradients
-from meshwright.plan.comms import Traffic
-from meshwright.plan.feed_forward_memory import balanced_rows, row_bytes
-from meshwright.plan.fit import MemoryNeed, usable_bytes
-from meshwright.plan.ledger import Ledger
-from meshwright.plan.moments import Line
-from meshwright.plan.offload import offloaded_state
-from meshwright.plan.parts import held_buckets, list_stages, pipeline_rank, schedule_of, stage_homes
-from meshwright.plan.planner import search_job
+from meshwright.layout.axes import dense_shard_axis, sums_whole_gradients
+from meshwright.layout.flops import flops_per_token, peak_rate
+from meshwright.layout.fsdp_groups import shard_places, sharded_state
+from meshwright.layout.optimizer_offload import offloaded_state
+from meshwright.layout.parameters import count_parameters
+from meshwright.layout.stages import held_buckets, list_stages, pipeline_rank, schedule_of, stage_homes
+from meshwright.layout.tensor_parallel import held_model
+from meshwright.plan.memory.feed_forward import balanced_rows, row_bytes
+from meshwright.plan.memory.fit import MemoryNeed, usable_bytes
+from meshwright.plan.memory.ledger import Ledger
+from meshwright.plan.memory.snapshots import Line
 from meshwright.plan.predict import Prediction, name_classes
-from meshwright.plan.reasons import explain_choice
 from meshwright.plan.search.find import Found
-from meshwright.plan.shapes import count_parameters
-from meshwright.plan.sharding import shard_places, sharded_state
-from meshwright.plan.tensor import held_model
-from meshwright.plan.time.flops import flops_per_token, peak_rate
+from meshwright.plan.search.planner import search_job
+from meshwright.plan.search.reasons import explain_choice
 from meshwright.plan.time.interval import step_interval
 from meshwright.plan.time.pipeline import PipelineTime
-from meshwright.schedule.files import write_schedule
+from meshwright.plan.traffic.predict import Traffic
+from meshwright.schedule.pipeline.files import write_schedule
 from meshwright.spec.job import Job
 from meshwright.spec.load import LAYERS_DEALT, PLAN_KEY, build_job, find_schedule, job_tree
 from meshwright.spec.model import DecoderModel

@@ -14,23 +14,23 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright.core.units import format_bytes
-from meshwright.plan.checkpoint_memory import predict_checkpoint
-from meshwright.plan.comms import Traffic, join_places, predict_traffic
+from meshwright.layout.flops import flops_per_token, peak_rate
+from meshwright.layout.optimizer_offload import offloaded_state
+from meshwright.layout.stages import list_stages, read_schedule, schedule_of, stage_homes
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.memory import estimate_memory
 from meshwright.plan.estimate.memory_report import estimate_ledgers
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.fit import MemoryNeed, usable_bytes
-from meshwright.plan.ledger import Ledger, predict_ledger
-from meshwright.plan.offload import offloaded_state
-from meshwright.plan.parts import list_stages, read_schedule, schedule_of, stage_homes
-from meshwright.plan.time.flops import flops_per_token, peak_rate
+from meshwright.plan.memory.checkpoint import predict_checkpoint
+from meshwright.plan.memory.fit import MemoryNeed, usable_bytes
+from meshwright.plan.memory.ledger import Ledger, predict_ledger
 from meshwright.plan.time.interval import Interval, step_interval
 from meshwright.plan.time.stages import split_layers
 from meshwright.plan.time.step import StepTime, predict_step
+from meshwright.plan.traffic.predict import Traffic, join_places, predict_traffic
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
-from meshwright.spec.legality import find_problems, with_layout
+from meshwright.spec.legality.table import find_problems, with_layout
 from meshwright.spec.model import DecoderModel, ResNetModel
 from meshwright.spec.numbers import divisors
 

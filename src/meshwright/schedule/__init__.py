@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: generated, proved, walked and drawn without torch."""
+"""Schedules as data: pipeline schedules today. No torch."""

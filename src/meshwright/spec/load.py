@@ -18,13 +18,13 @@ from pydantic import ValidationError
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.spec.cluster import count_cores, find_gpus, machine_memory_bytes
-from meshwright.spec.hf import is_settled, lay_under
+from meshwright.spec.hf_config import is_settled, lay_under
 from meshwright.spec.job import SYNTHETIC_IMAGES, Job
 from meshwright.spec.layout import DEGREES, V_SCHEDULES
-from meshwright.spec.legality import find_problems
+from meshwright.spec.legality.table import find_problems
 from meshwright.spec.model import READ_WITH
 from meshwright.spec.presets import preset_names, read_preset
-from meshwright.spec.translate import JOB, takes_text, translate_errors
+from meshwright.spec.validation_errors import JOB, takes_text, translate_errors
 
 Tree = dict[str, Any]
 

@@ -37,7 +37,7 @@ def test_pieces_cover_a_text_and_the_rarest_have_no_number_of_their_own():
 def test_prepared_text_is_below_the_vocabulary_and_enough_for_one_pass(tmp_path):
     from python_text import END, UNKNOWN, write_text
 
-    from meshwright.prepare.dataset import TokenDataset
+    from meshwright.data.dataset import TokenDataset
 
     about = write_text(tmp_path, vocab_size=300, wanted=20_000)
     assert about["tokens"] >= 20_000

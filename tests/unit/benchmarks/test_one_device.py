@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.plan.shapes import count_active_matmul_parameters
-from meshwright.plan.time.flops import flops_per_token
+from meshwright.layout.flops import flops_per_token
+from meshwright.layout.parameters import count_active_matmul_parameters
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -66,7 +66,7 @@ def test_the_model_by_hand_has_the_parameters_of_ours(job_of):
     import torch
     from llama_by_hand import Llama, Sizes
 
-    from meshwright.plan.shapes import list_parameters
+    from meshwright.layout.parameters import list_parameters
 
     model = job_of("a").model
     with torch.device("meta"):

@@ -11,10 +11,10 @@ import pytest
 from meshwright.cli.data import settle_data
 from meshwright.cli.output import Output
 from meshwright.core.errors import UserError
+from meshwright.data.dataset import TokenDataset
+from meshwright.data.hf_tokenizer import hf_tokenizer_text
+from meshwright.data.tokenizer import BpeTokenizer, ByteTokenizer
 from meshwright.launch.lock import RunLock
-from meshwright.prepare.dataset import TokenDataset
-from meshwright.prepare.hf_tokenizer import hf_tokenizer_text
-from meshwright.prepare.tokenizer import BpeTokenizer, ByteTokenizer
 from meshwright.spec.load import build_job
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint-v1"

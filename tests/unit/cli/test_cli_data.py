@@ -11,9 +11,9 @@ import pytest
 from meshwright.cli.data import settle_data
 from meshwright.cli.output import Output
 from meshwright.core.errors import UserError
-from meshwright.prepare.build import CorpusSpec, prepare_corpus
-from meshwright.prepare.dataset import TokenDataset
-from meshwright.prepare.tokenizer import BpeTokenizer
+from meshwright.data.dataset import TokenDataset
+from meshwright.data.prepare import CorpusSpec, prepare_corpus
+from meshwright.data.tokenizer import BpeTokenizer
 from meshwright.spec.load import load_job
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "instruct.toml"

@@ -9,8 +9,8 @@ import pytest
 from meshwright.cli.output import Output
 from meshwright.cli.plan_text import FORMULA_WIDTH, count_search, shorten_formula
 from meshwright.cli.search_progress import search_progress
-from meshwright.plan.planner import search_job
 from meshwright.plan.search.find import no_progress
+from meshwright.plan.search.planner import search_job
 from meshwright.spec.load import load_job
 
 

@@ -8,7 +8,7 @@ import tomllib
 import pytest
 
 from meshwright.cli.probe import choose_block_s
-from meshwright.plan.probing import PROGRAMMES, Heads, Sizes
+from meshwright.plan.probe_runs import PROGRAMMES, Heads, Sizes
 
 TINY = {
     "num_layers": 1,
@@ -96,7 +96,7 @@ def test_what_a_file_cannot_say_is_refused(cli, on_cores, tmp_path, wrong, code,
 
 def test_without_real_steps_there_is_a_file_and_a_warning(cli, quick, monkeypatch, tmp_path):
     """A compiler that fails costs the fit, not what was measured."""
-    from meshwright.run.bench import machine
+    from meshwright.verify.bench import machine
 
     def fail(plan):
         raise RuntimeError("no compiler\nand a page of text")
@@ -111,7 +111,7 @@ def test_without_real_steps_there_is_a_file_and_a_warning(cli, quick, monkeypatc
 
 
 def test_a_device_without_products_in_8_bits_is_probed_without(cli, quick, monkeypatch, tmp_path):
-    from meshwright.run.bench import machine
+    from meshwright.verify.bench import machine
 
     def fail(device, sizes, seconds):
         raise ValueError("type fp8e4nv not supported in this architecture")

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from meshwright.cli import schedule as command
-from meshwright.schedule.build import BUILT
-from meshwright.schedule.proof import Breach, Proof, Violation
+from meshwright.schedule.pipeline.build import BUILT
+from meshwright.schedule.pipeline.proof import Breach, Proof, Violation
 
 FIGURES = Path(__file__).parents[3] / "docs" / "figures"
 

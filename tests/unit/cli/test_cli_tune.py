@@ -7,12 +7,12 @@ import tomllib
 
 import pytest
 
+from meshwright.audit.record import RunRecord
 from meshwright.cli.cluster_file import cluster_text
 from meshwright.cli.tune import shorten
-from meshwright.explain.record import RunRecord
-from meshwright.explain.scaling import WARM_UP
-from meshwright.explain.tuning import TuneRow, fold, order
 from meshwright.plan.contract import build_plan
+from meshwright.report.scaling import WARM_UP
+from meshwright.report.tuning import TuneRow, fold, order
 from meshwright.spec.load import build_job, load_job
 
 

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from meshwright.plan.validate.evaluate import bundled_table
+from meshwright.validation.evaluate import bundled_table
 
 FIGURES = {"rows", "mape", "median", "bias", "worst", "within_10pct"}
 

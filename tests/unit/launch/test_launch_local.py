@@ -70,7 +70,8 @@ def look(run_dir, tell):
 
 if __name__ == "__main__":
     heard = []
-    LocalLaunch("born:look", Path(), 1, 0, 5.0, heard.append, preload=("meshwright.launch.birth",)).run()
+    preload = ("meshwright.launch.forkserver_preload",)
+    LocalLaunch("born:look", Path(), 1, 0, 5.0, heard.append, preload=preload).run()
     print(json.dumps(heard), gc.isenabled())
 """
 

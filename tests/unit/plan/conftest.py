@@ -11,10 +11,10 @@ import pytest
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.profiles import PROFILES
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.validate.devices import known_devices
 from meshwright.spec.job import Job
 from meshwright.spec.load import build_job
 from meshwright.spec.model import DecoderModel
+from meshwright.validation.devices import known_devices
 
 GPT_22B = DecoderModel(
     num_layers=48, hidden_size=6144, num_heads=64, num_kv_heads=64, ffn_size=24576, vocab_size=51200,

@@ -7,14 +7,16 @@ import os
 
 import pytest
 
-from meshwright.plan import comms, decoder_memory, ledger
-from meshwright.plan.comms import predict_traffic
-from meshwright.plan.ledger import predict_ledger
-from meshwright.plan.parts import first_alike, held_kinds, held_parameters, held_parts
+from meshwright.layout.fsdp_groups import padded_count
+from meshwright.layout.stages import first_alike, held_kinds, held_parameters, held_parts
+from meshwright.plan.memory import decoder as decoder_memory
+from meshwright.plan.memory import ledger
+from meshwright.plan.memory.ledger import predict_ledger
 from meshwright.plan.predict import settle_layout
-from meshwright.plan.sharding import padded_count
-from meshwright.schedule.build import build_schedule
-from meshwright.schedule.files import write_schedule
+from meshwright.plan.traffic.predict import predict_traffic
+from meshwright.plan.traffic import predict as comms
+from meshwright.schedule.pipeline.build import build_schedule
+from meshwright.schedule.pipeline.files import write_schedule
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 64, "dense_layers": 3}
 LAYOUTS = [

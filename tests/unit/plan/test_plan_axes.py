@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.plan.axes import (
+from meshwright.layout.axes import (
     Axis,
     dense_shard_axis,
     dense_sum_axis,
@@ -27,12 +27,19 @@ from meshwright.plan.axes import (
     sequence_axis,
     state_axis,
 )
-from meshwright.plan.parts import held_buckets, held_parameters, list_stages, pipeline_rank
-from meshwright.plan.shapes import list_parameters
-from meshwright.plan.sharding import chunk_rows, count_own, list_groups, sharded_state
-from meshwright.plan.tensor import HeldDecoder, count_copies, held_model, is_copied, is_dealt, is_whole
+from meshwright.layout.fsdp_groups import chunk_rows, count_own, list_groups, sharded_state
+from meshwright.layout.parameters import list_parameters
+from meshwright.layout.stages import held_buckets, held_parameters, list_stages, pipeline_rank
+from meshwright.layout.tensor_parallel import (
+    HeldDecoder,
+    count_copies,
+    held_model,
+    is_copied,
+    is_dealt,
+    is_whole,
+)
 from meshwright.spec.layout import AXES, Layout
-from meshwright.spec.legality import find_problems, with_layout
+from meshwright.spec.legality.table import find_problems, with_layout
 from meshwright.spec.load import build_job
 
 MODEL = {

@@ -21,7 +21,7 @@ from meshwright.plan.search.enumerate import Space
 from meshwright.plan.time.engine import estimate_step
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
-from meshwright.spec.legality import find_problems, with_layout
+from meshwright.spec.legality.table import find_problems, with_layout
 from meshwright.spec.load import load_job
 from meshwright.spec.numbers import divisors
 

@@ -8,8 +8,8 @@ import functools
 import pytest
 
 from meshwright.plan.calibrate import Timed, calibrate, fitted_keys, mean_error
-from meshwright.plan.planner import search_job
 from meshwright.plan.predict import predict
+from meshwright.plan.search.planner import search_job
 from meshwright.spec.load import build_job
 
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from meshwright.plan.checkpoint_memory import predict_checkpoint
-from meshwright.plan.fit import USABLE_MEMORY
-from meshwright.plan.ledger import GPU_WORKSPACE_BYTES
+from meshwright.plan.memory.checkpoint import predict_checkpoint
+from meshwright.plan.memory.fit import USABLE_MEMORY
+from meshwright.plan.memory.ledger import GPU_WORKSPACE_BYTES
 from meshwright.plan.predict import predict
 
 TABLE = 320 * 64

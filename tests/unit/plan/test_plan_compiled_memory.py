@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshwright.plan.compiled_memory import CompiledBlock, count_copied, is_compiled, is_counted
-from meshwright.plan.ledger import predict_ledger
-from meshwright.plan.own_memory import OwnBlock
-from meshwright.plan.shapes import FP8_ALIGNED, count_parameters
+from meshwright.layout.parameters import FP8_ALIGNED, count_parameters
+from meshwright.plan.memory.compiled import CompiledBlock, count_copied, is_compiled, is_counted
+from meshwright.plan.memory.ledger import predict_ledger
+from meshwright.plan.memory.triton_block import OwnBlock
 
 SMALL = {
     "num_layers": 2,
@@ -129,7 +129,7 @@ def test_in_8_bits_casts_live_beside_products(job):
 
 
 def test_the_plan_knows_what_is_computed_in_8_bits():
-    fp8 = pytest.importorskip("meshwright.run.models.fp8")
+    fp8 = pytest.importorskip("meshwright.models.kernels.fp8")
     assert fp8.ALIGNED == FP8_ALIGNED
 
 
@@ -200,8 +200,8 @@ def test_other_steps_have_their_own_ledgers(job, section, changes):
 @pytest.mark.parametrize(("recompute", "residual"), [("selective", "bf16"), ("none", "fp32")])
 def test_the_compilers_partitioner_keeps_that_to_the_byte(make_job, recompute, residual):
     torch = pytest.importorskip("torch")
-    from meshwright.run.models.decoder import Decoder, compile_blocks
-    from meshwright.run.working import WorkingCopies
+    from meshwright.models.bf16_weights import WorkingCopies
+    from meshwright.models.decoder import Decoder, compile_blocks
 
     torch._dynamo.reset()
     job = make_job(
@@ -229,10 +229,10 @@ def test_the_compilers_partitioner_keeps_that_to_the_byte(make_job, recompute, r
 def test_our_own_blocks_keep_that_to_the_byte(make_job, recompute, residual, precision):
     """With torch's operations in the place of the kernels: what is kept is the same."""
     torch = pytest.importorskip("torch")
-    from meshwright.run.models.decoder import Decoder, fuse_blocks
-    from meshwright.run.models.fused import last_norm
-    from meshwright.run.models.products import scale_products
-    from meshwright.run.working import WorkingCopies
+    from meshwright.models.bf16_weights import WorkingCopies
+    from meshwright.models.decoder import Decoder, fuse_blocks
+    from meshwright.models.linear import scale_products
+    from meshwright.models.triton_block import last_norm
 
     job = make_job(
         model={"preset": None, **SMALL, "tied_embeddings": False},
@@ -258,7 +258,7 @@ def sum_kept(job, decoder, run):
     """Bytes that autograd is given to save by a call, copies, tables and parameters aside."""
     import torch
 
-    from meshwright.run.precision import Precision
+    from meshwright.train.amp import Precision
 
     lasting = [*decoder.parameters(), *decoder.working.copies.values(), decoder.rope_cos, decoder.rope_sin]
     own = {tensor.untyped_storage().data_ptr() for tensor in lasting}
@@ -281,7 +281,10 @@ def sum_kept(job, decoder, run):
 def kernels_that_only_allocate(monkeypatch):
     """Our own kernels as a GPU calls them, and its products and attention, with nothing computed."""
     torch = pytest.importorskip("torch")
-    from meshwright.run.models import attention, chosen, fp8, kernels
+    from meshwright.models import attention
+    from meshwright.models.kernels import fp8
+    from meshwright.models.kernels import fused as kernels
+    from meshwright.models.kernels import gemm as chosen
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -357,10 +360,10 @@ def test_a_whole_step_holds_what_is_counted(
     bits, which are not counted, are all that is beside it.
     """
     torch = pytest.importorskip("torch")
-    from meshwright.run.memory import PeakTracker
-    from meshwright.run.models.decoder import Decoder, fuse_blocks
-    from meshwright.run.models.products import scale_products
-    from meshwright.run.working import WorkingCopies
+    from meshwright.measure.memory_tracker import PeakTracker
+    from meshwright.models.bf16_weights import WorkingCopies
+    from meshwright.models.decoder import Decoder, fuse_blocks
+    from meshwright.models.linear import scale_products
 
     gradients = "fp8" if precision == "all fp8" else "bf16"
     sizes = SMALL | {"hidden_size": 128, "ffn_size": 32 if narrow else 256, "vocab_size": 16}

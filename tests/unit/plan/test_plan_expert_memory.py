@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.plan.bucket_traffic import kept_gradients
+from meshwright.layout.parameters import list_parameters
+from meshwright.layout.tensor_parallel import held_model
 from meshwright.plan.contract import build_plan
-from meshwright.plan.feed_forward_memory import balanced_rows, row_bytes, size_experts, size_feed_forward
-from meshwright.plan.ledger import predict_ledger
-from meshwright.plan.moments import KeptGradients
-from meshwright.plan.shapes import list_parameters
-from meshwright.plan.tensor import held_model
+from meshwright.plan.memory.feed_forward import balanced_rows, row_bytes, size_experts, size_feed_forward
+from meshwright.plan.memory.ledger import predict_ledger
+from meshwright.plan.memory.snapshots import KeptGradients
+from meshwright.plan.traffic.ddp import kept_gradients
 
 MODEL = {
     "preset": None, "num_layers": 3, "hidden_size": 8, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 16,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.plan.comms import predict_traffic
 from meshwright.plan.contract import build_plan
+from meshwright.plan.traffic.predict import predict_traffic
 
 MODEL = {
     "preset": None, "num_layers": 2, "hidden_size": 8, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 16,

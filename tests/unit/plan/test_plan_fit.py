@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.plan.fit import USABLE_MEMORY, MemoryNeed, describe_usable, usable_bytes
+from meshwright.plan.memory.fit import USABLE_MEMORY, MemoryNeed, describe_usable, usable_bytes
 
 GB = 10**9
 

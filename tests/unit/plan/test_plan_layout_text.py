@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from meshwright.plan.layout_text import describe_layout, layout_overrides, overrides_from
-from meshwright.plan.planner import search_job
+from meshwright.layout.text import describe_layout, layout_overrides, overrides_from
+from meshwright.plan.search.planner import search_job
 from meshwright.spec.layout import Layout
 from meshwright.spec.load import apply_override, build_job, job_tree
 

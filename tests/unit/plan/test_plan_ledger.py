@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.plan.comms import predict_traffic
-from meshwright.plan.ledger import predict_ledger
-from meshwright.plan.shapes import count_parameters, list_parameters
+from meshwright.layout.parameters import count_parameters, list_parameters
+from meshwright.plan.memory.ledger import predict_ledger
+from meshwright.plan.traffic.predict import predict_traffic
 
 PRESETS = ("tiny", "demo-2m", "llama3.2-1b", "llama3-8b")
 

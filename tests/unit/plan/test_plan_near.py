@@ -8,7 +8,8 @@ import re
 import pytest
 import tomli_w
 
-from meshwright.plan.near import (
+from meshwright.plan.predict import is_exact, predict
+from meshwright.plan.search.alternatives import (
     cheapest_changes,
     compare,
     explain_neighbours,
@@ -17,10 +18,9 @@ from meshwright.plan.near import (
     part_differences,
     room_to_plan_for,
 )
-from meshwright.plan.predict import is_exact, predict
 from meshwright.plan.search.find import find_layouts
 from meshwright.spec.layout import Layout
-from meshwright.spec.legality import find_problems, with_layout
+from meshwright.spec.legality.table import find_problems, with_layout
 from meshwright.spec.load import build_job, job_tree, load_job, read_tree
 
 TABLES = {

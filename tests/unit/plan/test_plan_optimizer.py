@@ -6,19 +6,19 @@ import re
 
 import pytest
 
-from meshwright.plan.contract import build_plan
-from meshwright.plan.ledger import predict_ledger
-from meshwright.plan.optimizer import (
+from meshwright.layout.optimizer_state import (
     count_newton_schulz_flops,
     decays,
     predict_optimizer,
     rule_of,
     state_keys,
 )
-from meshwright.plan.shapes import Parameter, list_parameters
+from meshwright.layout.parameters import Parameter, list_parameters
+from meshwright.plan.contract import build_plan
+from meshwright.plan.memory.ledger import predict_ledger
 from meshwright.plan.time.step import predict_step
 from meshwright.spec.load import build_job, job_tree
-from meshwright.spec.recipe import OPTIMIZERS, setting, settled
+from meshwright.spec.train_defaults import OPTIMIZERS, setting, settled
 
 HIDDEN = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
 """Elements of the matrices inside the two blocks of `tiny`."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.spec.compiled import explain_gradients, runs_own_kernels
+from meshwright.spec.execution import explain_gradients, runs_own_kernels
 from meshwright.spec.load import build_job
 from model_shapes import GPT_PARTS
 

@@ -11,13 +11,13 @@ import dataclasses
 import pytest
 
 from meshwright.core.errors import UserError
-from meshwright.plan.comms import predict_traffic
+from meshwright.layout.fsdp_groups import list_groups, sharded_state
+from meshwright.layout.stages import held_parts
 from meshwright.plan.contract import build_plan, plan_of, read_plan, write_plan
-from meshwright.plan.ledger import predict_ledger
-from meshwright.plan.parts import held_parts
+from meshwright.plan.memory.ledger import predict_ledger
 from meshwright.plan.predict import predict
-from meshwright.plan.reasons import explain_stages
-from meshwright.plan.sharding import list_groups, sharded_state
+from meshwright.plan.search.reasons import explain_stages
+from meshwright.plan.traffic.predict import predict_traffic
 
 WORDS, BLOCK, NORM, STREAM = 20480, 36992, 64, 8192
 """Elements, but for the stream, which is in bytes."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.plan.placement import tier_of
+from meshwright.layout.placement import tier_of
 from meshwright.spec.layout import Layout
-from meshwright.spec.legality import with_layout
+from meshwright.spec.legality.table import with_layout
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.plan import planner
 from meshwright.plan.contract import build_plan, read_plan, write_plan
-from meshwright.plan.fit import USABLE_MEMORY
-from meshwright.plan.planner import search_job
+from meshwright.plan.memory.fit import USABLE_MEMORY
+from meshwright.plan.search import planner
 from meshwright.plan.search.find import SIMPLER
-from meshwright.spec.legality import find_problems
+from meshwright.plan.search.planner import search_job
+from meshwright.spec.legality.table import find_problems
 from meshwright.spec.load import build_job
 
 

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from meshwright.core.errors import UserError
 from meshwright.core.units import format_bytes
-from meshwright.plan.checkpoint_memory import predict_checkpoint
+from meshwright.layout.flops import flops_per_token, peak_rate
+from meshwright.layout.parameters import count_parameters
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.fit import USABLE_MEMORY, MemoryNeed, usable_bytes
-from meshwright.plan.ledger import predict_ledger
-from meshwright.plan.planner import search_job
+from meshwright.plan.memory.checkpoint import predict_checkpoint
+from meshwright.plan.memory.fit import USABLE_MEMORY, MemoryNeed, usable_bytes
+from meshwright.plan.memory.ledger import predict_ledger
 from meshwright.plan.predict import predict, settle_layout
-from meshwright.plan.shapes import count_parameters
+from meshwright.plan.search.planner import search_job
 from meshwright.plan.time.engine import estimate_step
-from meshwright.plan.time.flops import flops_per_token, peak_rate
 from meshwright.plan.time.interval import step_interval
 from meshwright.plan.time.step import predict_step
 from meshwright.spec.layout import Layout

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.plan.proof import (
+from meshwright.spec.load import load_job
+from meshwright.train.batches import deal
+from meshwright.verify.proof_task import (
     ActivationDifference,
     Findings,
     ProofTask,
@@ -17,8 +19,6 @@ from meshwright.plan.proof import (
     proof_job,
     reference_job,
 )
-from meshwright.run.batches import deal
-from meshwright.spec.load import load_job
 
 TEXT = str(Path(__file__).parents[3] / "examples" / "quickstart.toml")
 
@@ -63,7 +63,7 @@ def test_the_reference_splits_nothing_and_keeps_the_micro_batch():
 
 @pytest.mark.parametrize(("batch", "ranks"), [(12, 2), (7, 3), (2, 4), (1, 1)])
 def test_every_rank_with_samples_is_looked_at(batch, ranks):
-    """Its first and its last one, as ``run/batches.py`` deals them."""
+    """Its first and its last one, as ``train/batches.py`` deals them."""
     expected = {
         place for rank in range(ranks) if (mine := deal(batch, rank, ranks)) for place in (mine[0], mine[-1])
     }

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from meshwright.plan.planner import search_job
 from meshwright.plan.predict import predict
-from meshwright.plan.reasons import explain_choice, explain_positions
 from meshwright.plan.search.find import Found
+from meshwright.plan.search.planner import search_job
+from meshwright.plan.search.reasons import explain_choice, explain_positions
 from meshwright.plan.time.step import StepTime
 from meshwright.spec.layout import Layout
 

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from meshwright.core.errors import UserError
-from meshwright.plan.comms import predict_traffic
+from meshwright.layout.flops import flops_per_token
+from meshwright.layout.parameters import count_parameters, count_statistics, list_parameters
+from meshwright.layout.resnet_shapes import list_convs
 from meshwright.plan.contract import build_plan, read_plan, write_plan
-from meshwright.plan.ledger import predict_ledger
-from meshwright.plan.planner import search_job
+from meshwright.plan.memory.ledger import predict_ledger
 from meshwright.plan.predict import share_of
-from meshwright.plan.reasons import explain_choice
-from meshwright.plan.resnet_shapes import list_convs
-from meshwright.plan.shapes import count_parameters, count_statistics, list_parameters
-from meshwright.plan.time.flops import flops_per_token
+from meshwright.plan.search.planner import search_job
+from meshwright.plan.search.reasons import explain_choice
+from meshwright.plan.traffic.predict import predict_traffic
 from meshwright.spec.job import Job
 from meshwright.spec.load import build_job, load_job
 from meshwright.spec.model import ResNetModel

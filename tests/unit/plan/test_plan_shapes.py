@@ -10,8 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.units import MIB
-from meshwright.plan.buckets import bucket_parameters
-from meshwright.plan.shapes import (
+from meshwright.layout.ddp_buckets import bucket_parameters
+from meshwright.layout.flops import flops_per_token
+from meshwright.layout.parameters import (
     Parameter,
     count_active_matmul_parameters,
     count_active_parameters,
@@ -19,7 +20,6 @@ from meshwright.plan.shapes import (
     count_parameters,
     list_parameters,
 )
-from meshwright.plan.time.flops import flops_per_token
 from meshwright.spec.load import load_job
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.presets import preset_names

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.plan.comms import predict_traffic
+from meshwright.layout.fsdp_groups import chunk_rows, list_groups, padded_count, sharded_state
+from meshwright.layout.optimizer_offload import slot_sizes
+from meshwright.layout.parameters import Parameter, list_parameters
+from meshwright.layout.stages import list_stages
 from meshwright.plan.contract import build_plan
-from meshwright.plan.offload import slot_sizes
-from meshwright.plan.parts import list_stages
 from meshwright.plan.predict import predict
-from meshwright.plan.shapes import Parameter, list_parameters
-from meshwright.plan.sharding import chunk_rows, list_groups, padded_count, sharded_state
+from meshwright.plan.traffic.predict import predict_traffic
 from meshwright.spec.layout import Layout
 from meshwright.spec.load import load_job
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.plan.proof import proof_job
-from meshwright.plan.shrink import MOST_RANKS, find_reasons, is_legal, shrink, shrink_to_fit, state_bytes
 from meshwright.spec.layout import DEGREES
-from meshwright.spec.legality import find_problems
+from meshwright.spec.legality.table import find_problems
 from meshwright.spec.load import load_job
+from meshwright.verify.proof_task import proof_job
+from meshwright.verify.shrink import MOST_RANKS, find_reasons, is_legal, shrink, shrink_to_fit, state_bytes
 
 GIB = 2**30
 TEXT = str(Path(__file__).parents[3] / "examples" / "quickstart.toml")

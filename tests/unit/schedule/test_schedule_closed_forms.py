@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.schedule.build import build_schedule
-from meshwright.schedule.closed_forms import (
+from meshwright.schedule.pipeline.build import build_schedule
+from meshwright.schedule.pipeline.closed_forms import (
     CODES,
     NAMES,
     encode,
@@ -16,8 +16,8 @@ from meshwright.schedule.closed_forms import (
     pipeline_bubble,
     pipeline_time,
 )
-from meshwright.schedule.proof import prove_schedule
-from meshwright.schedule.walk import StageTimes, walk_schedule
+from meshwright.schedule.pipeline.proof import prove_schedule
+from meshwright.schedule.pipeline.walk import StageTimes, walk_schedule
 
 TIMES = [(1, 1, 1), (1, 2, 1), (1, 1, 0.6), (0.8, 1, 1.2), (1.5, 1, 1), (1, 1.3, 1.1)]
 WIDE = [(1, 4), (2, 2), (2, 16), (3, 9), (4, 8), (4, 32), (5, 20), (8, 16), (8, 64), (16, 64)]

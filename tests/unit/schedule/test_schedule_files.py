@@ -10,10 +10,10 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime, get
 from torch.distributed.pipelining.stage import PipelineStage
 
 from meshwright.core.errors import CheckFailedError, UserError
-from meshwright.schedule.actions import Action, Kind
-from meshwright.schedule.build import BUILT, build_schedule
-from meshwright.schedule.files import load_schedule, write_schedule
-from meshwright.schedule.proof import prove_schedule
+from meshwright.schedule.pipeline.actions import Action, Kind
+from meshwright.schedule.pipeline.build import BUILT, build_schedule
+from meshwright.schedule.pipeline.files import load_schedule, write_schedule
+from meshwright.schedule.pipeline.proof import prove_schedule
 
 
 def torch_schedule(name: str, pp: int, stages: int, micro_batches: int):

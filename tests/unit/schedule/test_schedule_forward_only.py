@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.schedule.actions import Action, Kind, PipelineSchedule
-from meshwright.schedule.build import BUILT, build_schedule
-from meshwright.schedule.forward_only import order_forward
-from meshwright.schedule.proof import Breach, prove_schedule
-from meshwright.schedule.walk import StageTimes, walk_schedule
+from meshwright.schedule.pipeline.actions import Action, Kind, PipelineSchedule
+from meshwright.schedule.pipeline.build import BUILT, build_schedule
+from meshwright.schedule.pipeline.forward_only import order_forward
+from meshwright.schedule.pipeline.proof import Breach, prove_schedule
+from meshwright.schedule.pipeline.walk import StageTimes, walk_schedule
 
 
 @settings(max_examples=60, deadline=None)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.schedule.actions import Kind, PipelineSchedule, consumer_of, producer_of
-from meshwright.schedule.build import build_schedule
-from meshwright.schedule.files import load_schedule
-from meshwright.schedule.in_flight import STEADY, StageState, WeightGrads, count_in_flight, repeat_from
-from meshwright.schedule.transfers import find_releases, list_needed, receiver_of
+from meshwright.schedule.pipeline.actions import Kind, PipelineSchedule, consumer_of, producer_of
+from meshwright.schedule.pipeline.build import build_schedule
+from meshwright.schedule.pipeline.files import load_schedule
+from meshwright.schedule.pipeline.in_flight import (
+    STEADY,
+    StageState,
+    WeightGrads,
+    count_in_flight,
+    repeat_from,
+)
+from meshwright.schedule.pipeline.transfers import find_releases, list_needed, receiver_of
 
 SIZES = [
     ("gpipe", 1, 3, 1),

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.errors import UserError
-from meshwright.schedule.actions import Action, Kind, consumer_of, loop_ranks, producer_of, vee_ranks
-from meshwright.schedule.build import BUILT, MOST_ACTIONS, build_schedule
-from meshwright.schedule.proof import prove_schedule
-from meshwright.schedule.walk import StageTimes, walk_schedule
+from meshwright.schedule.pipeline.actions import Action, Kind, consumer_of, loop_ranks, producer_of, vee_ranks
+from meshwright.schedule.pipeline.build import BUILT, MOST_ACTIONS, build_schedule
+from meshwright.schedule.pipeline.proof import prove_schedule
+from meshwright.schedule.pipeline.walk import StageTimes, walk_schedule
 
 
 def bubble_of(name: str, pp: int, micro_batches: int, virtual_stages: int | None = None) -> float:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from meshwright.core.errors import CheckFailedError
-from meshwright.schedule.build import build_schedule
-from meshwright.schedule.files import load_schedule
-from meshwright.schedule.proof import prove_schedule
-from meshwright.schedule.walk import StageTimes, walk_schedule
+from meshwright.schedule.pipeline.build import build_schedule
+from meshwright.schedule.pipeline.files import load_schedule
+from meshwright.schedule.pipeline.proof import prove_schedule
+from meshwright.schedule.pipeline.walk import StageTimes, walk_schedule
 
 PAGE = (Path(__file__).parents[3] / "docs" / "schedules.md").read_text(encoding="utf-8")
 

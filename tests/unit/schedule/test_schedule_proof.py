@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.schedule.actions import Action, Kind, PipelineSchedule
-from meshwright.schedule.build import BUILT, build_schedule
-from meshwright.schedule.proof import MOST_VIOLATIONS, Breach, prove_schedule
-from meshwright.schedule.walk import StageTimes, walk_schedule
+from meshwright.schedule.pipeline.actions import Action, Kind, PipelineSchedule
+from meshwright.schedule.pipeline.build import BUILT, build_schedule
+from meshwright.schedule.pipeline.proof import MOST_VIOLATIONS, Breach, prove_schedule
+from meshwright.schedule.pipeline.walk import StageTimes, walk_schedule
 
 
 def with_row(schedule: PipelineSchedule, rank: int, row: list[Action]) -> PipelineSchedule:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from meshwright.schedule.actions import Action, Kind
-from meshwright.schedule.build import build_schedule
+from meshwright.schedule.pipeline.actions import Action, Kind
+from meshwright.schedule.pipeline.build import build_schedule
 
 OURS = {"F": (Kind.FORWARD,), "B": (Kind.BACKWARD, Kind.WEIGHT), "I": (Kind.BACKWARD,), "W": (Kind.WEIGHT,)}
 """Torch's letters of a split schedule, where B is the whole backward pass."""

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.schedule.actions import producer_of
-from meshwright.schedule.build import BUILT, build_schedule
-from meshwright.schedule.walk import StageTimes, walk_schedule
+from meshwright.schedule.pipeline.actions import producer_of
+from meshwright.schedule.pipeline.build import BUILT, build_schedule
+from meshwright.schedule.pipeline.walk import StageTimes, walk_schedule
 
 
 def test_two_ranks_and_two_micro_batches_by_hand():

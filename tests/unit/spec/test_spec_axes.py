@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from meshwright.plan.estimate.profiles import PROFILES
 from meshwright.plan.estimate.workload import Workload
 from meshwright.spec.job import Job, Runtime
-from meshwright.spec.legality import find_problems
+from meshwright.spec.legality.table import find_problems
 from meshwright.spec.load import SpecError, build_job
 
 EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_size": 48}

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from meshwright.core.errors import UserError
 from meshwright.spec.layout import Layout
-from meshwright.spec.legality import RULES, find_problems, with_layout
+from meshwright.spec.legality.nearest import nearest_legal_layout
+from meshwright.spec.legality.table import RULES, find_problems, with_layout
 from meshwright.spec.load import SpecError, build_job, job_tree, require_runnable
 from meshwright.spec.model import READ_WITH
-from meshwright.spec.nearest import nearest_legal_layout
 from meshwright.spec.numbers import divisors
 
 RESNET = {"preset": None, "architecture": "resnet", "blocks": [1, 1], "num_classes": 10, "image_size": 32}

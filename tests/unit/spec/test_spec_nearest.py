@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from test_spec_legality import CASES
 
 from meshwright.spec.layout import AXES, Layout
-from meshwright.spec.legality import find_problems, with_layout
+from meshwright.spec.legality.nearest import SETTINGS, layout_distance, nearest_legal_layout
+from meshwright.spec.legality.table import find_problems, with_layout
 from meshwright.spec.load import SpecError, build_job
-from meshwright.spec.nearest import SETTINGS, layout_distance, nearest_legal_layout
 from meshwright.spec.numbers import split_ranks
 
 ABOUT_LAYOUT = [code for code, tables in CASES.items() if "layout" in tables]

@@ -25,7 +25,7 @@ from meshwright.spec.job import (
 from meshwright.spec.load import build_job, load_job
 from meshwright.spec.model import DecoderModel, ResNetModel
 from meshwright.spec.probed import AttentionTime, Probed, ProductTime
-from meshwright.spec.translate import job_schema, section_type
+from meshwright.spec.validation_errors import job_schema, section_type
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SECTIONS = (

@@ -1,4 +1,4 @@
-"""Compiled steps of whole layers, as ``plan/compiled_memory.py`` lists them, on columns.
+"""Compiled steps of whole layers, as ``plan/memory/compiled.py`` lists them, on columns.
 
 Of a step only micro-batch, recomputation and whether gradients live through it decide what its moments hold,
 so each such case is listed once, and all layouts that have it get its fullest moment.
@@ -12,12 +12,12 @@ from typing import cast
 
 import numpy as np
 
-from meshwright.plan.compiled_memory import list_compiled_moments
+from meshwright.layout.parameters import FLOAT32_BYTES, count_parameters, list_parameters, with_gradients
 from meshwright.plan.estimate.grid import RECOMPUTES, Flags, Grid
 from meshwright.plan.estimate.moments import NOTHING, Moment
 from meshwright.plan.estimate.terms import Sum, Term
-from meshwright.plan.moments import ALL_GRADIENTS, KeptGradients
-from meshwright.plan.shapes import FLOAT32_BYTES, count_parameters, list_parameters, with_gradients
+from meshwright.plan.memory.compiled import list_compiled_moments
+from meshwright.plan.memory.snapshots import ALL_GRADIENTS, KeptGradients
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout, Recompute
 from meshwright.spec.model import DecoderModel

@@ -1,4 +1,4 @@
-"""Meshwright's own moments: as ``plan/decoder_memory.py`` lists them for one process, on columns.
+"""Meshwright's own moments: as ``plan/memory/decoder.py`` lists them for one process, on columns.
 
 Blocks keep a float32 residual stream and, in 16 bits, copies of their weights; the loss goes by chunks of
 tokens and makes the head's gradient in the forward pass. Where one process has one micro-batch, gradients
@@ -11,7 +11,7 @@ import dataclasses
 
 import numpy as np
 
-from meshwright.plan.decoder_memory import eager_chunk
+from meshwright.layout.loss_chunks import eager_chunk
 from meshwright.plan.estimate.activations import Kept, attention_kept, sum_kept
 from meshwright.plan.estimate.compiled import has_whole_layers, list_fullest
 from meshwright.plan.estimate.grid import Flags, Floats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.plan.estimate.grid import Floats, Grid, Ints
-from meshwright.schedule.closed_forms import CODES, peak_in_flight
+from meshwright.schedule.pipeline.closed_forms import CODES, peak_in_flight
 
 V_SHAPED = (CODES["zbv"], CODES["dualpipe-v"])
 """Schedules whose first rank has both ends of the model."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.layout.parameters import count_gradient_bytes, list_parameters, with_gradients
 from meshwright.plan.estimate.buffers import sum_buffers
 from meshwright.plan.estimate.compiled import may_narrow
 from meshwright.plan.estimate.eager import list_eager_moments
@@ -23,8 +24,7 @@ from meshwright.plan.estimate.state import STATE_LINES, state_lines
 from meshwright.plan.estimate.terms import Sum
 from meshwright.plan.estimate.weights import hold_weights
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.fit import usable_bytes
-from meshwright.plan.shapes import count_gradient_bytes, list_parameters, with_gradients
+from meshwright.plan.memory.fit import usable_bytes
 from meshwright.spec.layout import Layout
 
 LINES = (*STATE_LINES, *MOMENT_LINES, "buffers", "allocator", "context")

@@ -9,8 +9,8 @@ from meshwright.plan.estimate.memory import StageLedger, ledger_stages
 from meshwright.plan.estimate.moments import MOMENT_LINES
 from meshwright.plan.estimate.state import STATE_LINES
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.ledger import Ledger
-from meshwright.plan.moments import Line
+from meshwright.plan.memory.ledger import Ledger
+from meshwright.plan.memory.snapshots import Line
 from meshwright.spec.layout import Layout
 
 

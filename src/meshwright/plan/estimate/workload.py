@@ -7,12 +7,12 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshwright.plan.compiled_memory import is_compiled, line_of_copies
+from meshwright.layout.optimizer_state import predict_optimizer
+from meshwright.layout.parameters import count_parameters, list_parameters, residual_bytes
 from meshwright.plan.estimate.profiles import PROFILES, Profile, compiled_profile
-from meshwright.plan.optimizer import predict_optimizer
-from meshwright.plan.shapes import count_parameters, list_parameters, residual_bytes
+from meshwright.plan.memory.compiled import is_compiled, line_of_copies
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.compiled import keeps_copies
+from meshwright.spec.execution import keeps_copies
 from meshwright.spec.job import Job, Train
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import DecoderModel

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.plan.decoder_memory import Sizes, loss_temporary
+from meshwright.layout.parameters import FLOAT32_BYTES, operand_bytes
+from meshwright.layout.tensor_parallel import held_model
 from meshwright.plan.estimate.compiled import has_whole_layers, list_fullest
 from meshwright.plan.estimate.grid import (
     ACCUMULATES,
@@ -33,19 +34,18 @@ from meshwright.plan.estimate.in_flight import V_SHAPED
 from meshwright.plan.estimate.sizes import expert_shards
 from meshwright.plan.estimate.weights import Weights
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.feed_forward_memory import FeedForwardSizes, size_experts, size_feed_forward
-from meshwright.plan.fit import overhead
-from meshwright.plan.ledger import GPU_WORKSPACE_BYTES
-from meshwright.plan.pipeline_memory import pending_bytes
+from meshwright.plan.memory.decoder import Sizes, loss_temporary
+from meshwright.plan.memory.feed_forward import FeedForwardSizes, size_experts, size_feed_forward
+from meshwright.plan.memory.fit import overhead
+from meshwright.plan.memory.ledger import GPU_WORKSPACE_BYTES
+from meshwright.plan.memory.pipeline import pending_bytes
 from meshwright.plan.predict import require_decoder
-from meshwright.plan.shapes import FLOAT32_BYTES, operand_bytes
-from meshwright.plan.tensor import held_model
 from meshwright.plan.time.engine import StepEstimate
 from meshwright.plan.time.stage_layers import HeldLayers, count_end_layers
-from meshwright.schedule.closed_forms import CODES, peak_in_flight
+from meshwright.schedule.pipeline.closed_forms import CODES, peak_in_flight
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
-from meshwright.spec.legality import with_layout
+from meshwright.spec.legality.table import with_layout
 from meshwright.spec.model import DecoderModel
 
 ADAMW_BYTES = 8.0

@@ -1,7 +1,7 @@
 """All legal layouts of a job, as columns.
 
 Degrees come from the divisors of the number of devices, settings are crossed with them in numpy; there is no
-loop over layouts. The rules are those of ``spec/legality.py``, for columns; a test holds both together.
+loop over layouts. The rules are those of ``spec/legality/table.py``, for columns; a test holds both together.
 
 What is in the space, beside the rules:
 

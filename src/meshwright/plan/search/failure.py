@@ -9,12 +9,12 @@ from typing import Any
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes
-from meshwright.plan.fit import MemoryNeed, describe_usable, usable_bytes
-from meshwright.plan.layout_text import describe_layout
-from meshwright.plan.near import SHORTEST_SEQUENCE, Remedy, cheapest_changes, with_seq_len
+from meshwright.layout.parameters import count_parameters
+from meshwright.layout.text import describe_layout
+from meshwright.plan.memory.fit import MemoryNeed, describe_usable, usable_bytes
 from meshwright.plan.predict import Prediction, list_shortages, require_decoder
+from meshwright.plan.search.alternatives import SHORTEST_SEQUENCE, Remedy, cheapest_changes, with_seq_len
 from meshwright.plan.search.find import Found, find_layouts, with_cluster
-from meshwright.plan.shapes import count_parameters
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 

@@ -24,7 +24,7 @@ import numpy as np
 from meshwright.plan.estimate.grid import OFFLOADS, SCHEDULES, Flags, Floats, Grid
 from meshwright.plan.estimate.memory import estimate_memory
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.fit import usable_bytes
+from meshwright.plan.memory.fit import usable_bytes
 from meshwright.plan.predict import (
     Prediction,
     does_fit,
@@ -42,7 +42,7 @@ from meshwright.plan.time.engine import StepEstimate, estimate_step
 from meshwright.plan.time.stages import assign_stages
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
-from meshwright.spec.legality import find_problems, with_layout
+from meshwright.spec.legality.table import find_problems, with_layout
 
 By = Literal["time", "cost", "memory"]
 ONE_F_ONE_B = SCHEDULES.index("1f1b")

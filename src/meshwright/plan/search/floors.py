@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from meshwright.layout.parameters import count_active_matmul_parameters
 from meshwright.plan.estimate.grid import SCHEDULES, Floats, Grid, Ints
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.shapes import count_active_matmul_parameters
 from meshwright.plan.time.engine import WORK_PARTS, StepEstimate
 from meshwright.plan.time.gemm import TILES, Device
 from meshwright.plan.time.probed import fastest_gemm

@@ -17,7 +17,7 @@ from meshwright.plan.time.network import Groups, build_group, build_groups
 from meshwright.plan.time.probed import ProbedSteps, probe_steps
 from meshwright.plan.time.rates import Rates, rates_of
 from meshwright.plan.time.stage_layers import slowest_load
-from meshwright.schedule.closed_forms import pipeline_time
+from meshwright.schedule.pipeline.closed_forms import pipeline_time
 
 FULL, SELECTIVE = 2, 1
 SHARDED = ACCUMULATES.index("sharded")

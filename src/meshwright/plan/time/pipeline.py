@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.core.errors import UserError
+from meshwright.layout.stages import built_schedule, schedule_of
 from meshwright.plan.estimate.profiles import PROFILES
-from meshwright.plan.parts import built_schedule, schedule_of
-from meshwright.schedule.actions import Action, PipelineSchedule, producer_of
-from meshwright.schedule.walk import StageTimes, Walk, walk_schedule
+from meshwright.schedule.pipeline.actions import Action, PipelineSchedule, producer_of
+from meshwright.schedule.pipeline.walk import StageTimes, Walk, walk_schedule
 from meshwright.spec.job import Job
 
 

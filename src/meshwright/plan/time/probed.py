@@ -24,29 +24,29 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.plan import own_traffic
-from meshwright.plan.decoder_memory import loss_chunk
-from meshwright.plan.estimate.grid import Flags, Floats, Grid
-from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.optimizer import predict_optimizer
-from meshwright.plan.shapes import (
+from meshwright.layout.gemms import KINDS, Kind, Linear, is_scaled, list_linears
+from meshwright.layout.loss_chunks import loss_chunk
+from meshwright.layout.optimizer_state import predict_optimizer
+from meshwright.layout.parameters import (
     FLOAT32_BYTES,
     count_parameters,
     list_parameters,
-    multiplies_in_fp8,
     operand_bytes,
     residual_bytes,
     with_gradients,
 )
+from meshwright.plan.estimate.grid import Flags, Floats, Grid
+from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.time import triton_block_bytes as own_traffic
 from meshwright.plan.time.activation_bytes import count_passes, touched_bytes
 from meshwright.plan.time.gemm import tile_share
-from meshwright.spec.compiled import keeps_copies, races_products, runs_own_kernels
+from meshwright.spec.execution import keeps_copies, races_products, runs_own_kernels
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.probed import AttentionTime, Precision, Probed, ProductTime
@@ -63,20 +63,6 @@ HEAD_SIZE_WEIGHT, HEADS_WEIGHT = 4.0, 0.5
 with as many heads as fill the device, twice as many take twice the time."""
 LEAST_ELEMENTWISE = 0.05
 """Where real steps leave nothing for moved bytes."""
-
-Kind = Literal["forward", "input", "weight"]
-KINDS: tuple[Kind, ...] = ("forward", "input", "weight")
-
-
-class Linear(NamedTuple):
-    """A weight (columns x depth) that is applied to rows, so many times in a step."""
-
-    rows: int
-    columns: int
-    depth: int
-    times: int
-    again: bool = False
-    """Whether it is a block's: then full recomputation runs it once more, and 8 bits may do."""
 
 
 @dataclass(frozen=True)
@@ -227,31 +213,6 @@ def _probe_step(job: Job, probed: Probed, micro_batches: int, touched: float) ->
         return None
     work = count_work(job, micro_batches, round(touched))
     return work.compute_s(probed) - probed.step_s, work.update_s
-
-
-def list_linears(job: Job, model: DecoderModel, micro_batches: int) -> Iterator[Linear]:
-    """The linear layers of a step; those that read the same input are one where a run joins them."""
-    rows, layers = (job.layout.micro_batch or 1) * job.data.seq_len, micro_batches * model.num_layers
-    width, inner = model.hidden_size, model.ffn_size
-    joined = keeps_copies(job)
-    asked = [model.query_size, model.kv_size, model.kv_size]
-    entered = [inner, inner] if model.activation == "swiglu" else [inner]
-    for widths, bias in ((asked, model.attention_bias), (entered, model.ffn_bias)):
-        for columns in [sum(widths)] if joined and not bias else widths:
-            yield Linear(rows, columns, width, layers, again=True)
-    yield Linear(rows, width, model.query_size, layers, again=True)
-    yield Linear(rows, width, inner, layers, again=True)
-    chunk = min(rows, loss_chunk(job, model))
-    whole, rest = divmod(rows, chunk)
-    yield Linear(chunk, model.vocab_size, width, micro_batches * whole)
-    if rest:
-        yield Linear(rest, model.vocab_size, width, micro_batches)
-
-
-def is_scaled(job: Job, linear: Linear, kind: Kind) -> bool:
-    """Whether one of a linear layer's products is computed in 8 bits."""
-    in_fp8 = linear.again and multiplies_in_fp8(job, linear.columns, linear.depth)
-    return in_fp8 and (kind != "weight" or job.train.weight_gradients == "fp8")
 
 
 def _precision(job: Job) -> Precision:

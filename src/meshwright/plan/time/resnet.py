@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.plan.optimizer import predict_optimizer
-from meshwright.plan.parts import held_parameters
+from meshwright.layout.flops import flops_per_token, matmul_rate
+from meshwright.layout.optimizer_state import predict_optimizer
+from meshwright.layout.stages import held_parameters
 from meshwright.plan.time.activation_bytes import count_passes
-from meshwright.plan.time.flops import flops_per_token, matmul_rate
-from meshwright.plan.traffic import Traffic
+from meshwright.plan.traffic.rows import Traffic
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import ResNetModel

@@ -15,7 +15,7 @@ import numpy as np
 
 from meshwright.plan.estimate.grid import Floats, Grid
 from meshwright.plan.estimate.in_flight import V_SHAPED
-from meshwright.schedule.actions import loop_ranks, vee_ranks
+from meshwright.schedule.pipeline.actions import loop_ranks, vee_ranks
 
 GRAIN = 1 / 8
 """Fraction of a block that the costs of embedding and head are rounded to."""

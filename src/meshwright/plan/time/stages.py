@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.layout.stages import stage_homes
 from meshwright.plan.estimate.grid import Floats, Grid
 from meshwright.plan.estimate.profiles import PROFILES
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.parts import stage_homes
 from meshwright.plan.time.block import Passes
 from meshwright.plan.time.engine import StepEstimate, estimate_step
 from meshwright.plan.time.stage_layers import assign_layers
-from meshwright.schedule.walk import StageTimes
+from meshwright.schedule.pipeline.walk import StageTimes
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
-from meshwright.spec.legality import with_layout
+from meshwright.spec.legality.table import with_layout
 from meshwright.spec.model import DecoderModel
 
 

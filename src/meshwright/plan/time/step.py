@@ -17,7 +17,7 @@ from meshwright.plan.time.engine import StepEstimate, estimate_step
 from meshwright.plan.time.pipeline import PipelineTime, plan_pipeline
 from meshwright.plan.time.resnet import estimate_image_step
 from meshwright.plan.time.stages import stage_times
-from meshwright.plan.traffic import Traffic
+from meshwright.plan.traffic.rows import Traffic
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 

@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
+from meshwright.layout.parameters import count_parameters
 from meshwright.plan.estimate.memory import BESIDE, LINES, estimate_memory
 from meshwright.plan.estimate.profiles import PROFILES
 from meshwright.plan.estimate.state import STATE_LINES
-from meshwright.plan.shapes import count_parameters
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp4")
 

@@ -7,8 +7,8 @@ import pytest
 
 from meshwright.plan.estimate.grid import SCHEDULES, Grid
 from meshwright.plan.search.bound import count_pending
-from meshwright.schedule.actions import Kind
-from meshwright.schedule.build import build_schedule
+from meshwright.schedule.pipeline.actions import Kind
+from meshwright.schedule.pipeline.build import build_schedule
 from meshwright.spec.layout import Layout
 
 STAGES = {"zb-h1": 1, "zbv": 2, "dualpipe-v": 2}

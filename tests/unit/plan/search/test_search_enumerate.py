@@ -23,7 +23,7 @@ from meshwright.plan.search.find import find_layouts
 from meshwright.plan.search.runtimes import REACHES, Reach, reach_of
 from meshwright.spec.job import Runtime
 from meshwright.spec.layout import AXES, Layout
-from meshwright.spec.legality import find_problems, with_layout
+from meshwright.spec.legality.table import find_problems, with_layout
 from meshwright.spec.numbers import divisors
 
 

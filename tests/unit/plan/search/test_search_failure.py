@@ -9,10 +9,10 @@ import pytest
 
 from meshwright.core.errors import UserError
 from meshwright.plan.contract import build_plan
-from meshwright.plan.planner import search_job
 from meshwright.plan.predict import predict
 from meshwright.plan.search.failure import explain_failure, nothing_fits, remedies_for_search
 from meshwright.plan.search.find import find_layouts
+from meshwright.plan.search.planner import search_job
 from meshwright.spec.layout import Layout
 from meshwright.spec.load import apply_override, build_job, job_tree
 

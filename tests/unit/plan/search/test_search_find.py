@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.fit import usable_bytes
+from meshwright.plan.memory.fit import usable_bytes
 from meshwright.plan.predict import predict
 from meshwright.plan.search.bound import Ends, PeakBound
 from meshwright.plan.search.enumerate import Space, world_sizes
@@ -27,7 +27,7 @@ from meshwright.plan.search.floors import products_s, schedules_floor_s
 from meshwright.plan.time.engine import estimate_step
 from meshwright.plan.time.step import StepTime
 from meshwright.spec.layout import Layout
-from meshwright.spec.legality import find_problems, with_layout
+from meshwright.spec.legality.table import find_problems, with_layout
 
 KINDS = ["dense", "experts", "latent"]
 LARGE = {

@@ -7,8 +7,9 @@ import math
 import pytest
 
 from meshwright.core.errors import UserError
+from meshwright.layout.parameters import count_parameters
 from meshwright.plan.search.find import with_cluster
-from meshwright.plan.search.sizing import (
+from meshwright.plan.sizing import (
     CHECKPOINT_BYTES,
     RESTART_S,
     assumptions_of,
@@ -17,7 +18,6 @@ from meshwright.plan.search.sizing import (
     parse_duration,
     size_cluster,
 )
-from meshwright.plan.shapes import count_parameters
 
 TABLES = {"data": {"seq_len": 2048}, "train": {"global_batch": 64}}
 DAY = 86_400.0

@@ -14,9 +14,9 @@ from meshwright.plan.time.block import BlockModel
 from meshwright.plan.time.engine import estimate_step
 from meshwright.plan.time.gemm import Device
 from meshwright.plan.time.rates import rates_of
-from meshwright.plan.validate.devices import known_devices
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import DecoderModel
+from meshwright.validation.devices import known_devices
 
 GPT_175B = DecoderModel(
     num_layers=96, hidden_size=12288, num_heads=96, num_kv_heads=96, ffn_size=49152, vocab_size=51200,

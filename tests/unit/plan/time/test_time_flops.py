@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from meshwright.plan.shapes import count_active_matmul_parameters, count_parameters
-from meshwright.plan.time.flops import flops_per_token
+from meshwright.layout.flops import flops_per_token
+from meshwright.layout.parameters import count_active_matmul_parameters, count_parameters
 from meshwright.spec.load import load_job
 
 

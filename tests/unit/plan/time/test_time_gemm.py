@@ -12,8 +12,8 @@ from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.time.gemm import UNALIGNED, Device, gemm_s
 from meshwright.plan.time.network import build_group
 from meshwright.plan.time.rates import calibrated_device, load_calibration, merge_rates, rates_of
-from meshwright.plan.validate.devices import known_devices
 from meshwright.spec.model import DecoderModel
+from meshwright.validation.devices import known_devices
 
 MODEL = DecoderModel(
     num_layers=2, hidden_size=1024, num_heads=8, num_kv_heads=8, ffn_size=4096, vocab_size=1024

@@ -10,14 +10,14 @@ import pytest
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.predict import predict
-from meshwright.plan.published import read_rows
 from meshwright.plan.time.engine import estimate_step
 from meshwright.plan.time.rates import rates_of
-from meshwright.plan.validate.split import is_held_out
+from meshwright.validation.published import read_rows
+from meshwright.validation.split import is_held_out
 
 ROWS = [
     row.case
-    for row in read_rows(resources.files("meshwright.plan").joinpath("data", "measured_runs.csv"))
+    for row in read_rows(resources.files("meshwright.validation").joinpath("tables", "measured_runs.csv"))
     if row.case is not None
 ]
 

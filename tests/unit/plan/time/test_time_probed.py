@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.layout.flops import flops_per_token
+from meshwright.layout.gemms import list_linears
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.own_traffic import block_bytes
 from meshwright.plan.predict import predict
-from meshwright.plan.probing import PROGRAMMES, list_attention, list_products, list_runs
+from meshwright.plan.probe_runs import PROGRAMMES, list_attention, list_products, list_runs
 from meshwright.plan.time.engine import estimate_step
-from meshwright.plan.time.flops import flops_per_token
 from meshwright.plan.time.interval import step_interval
-from meshwright.plan.time.probed import Timed, count_work, fit_steps, is_probed, list_linears, with_probed
+from meshwright.plan.time.probed import Timed, count_work, fit_steps, is_probed, with_probed
+from meshwright.plan.time.triton_block_bytes import block_bytes
 from meshwright.spec.probed import AttentionTime, Probed, ProductTime
 
 PROBED_FILE = Path(__file__).parents[3] / "golden" / "h200-probed.toml"

@@ -8,17 +8,17 @@ import time
 import numpy as np
 import pytest
 
+from meshwright.layout.stages import schedule_of, stage_homes
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.parts import schedule_of, stage_homes
 from meshwright.plan.predict import settle_layout
 from meshwright.plan.time.engine import estimate_step
 from meshwright.plan.time.pipeline import plan_pipeline, walk_pipeline
 from meshwright.plan.time.stage_layers import GRAIN, assign_layers, rank_costs, slowest_load, stage_costs
 from meshwright.plan.time.stages import PartCosts, part_costs, split_layers, stage_times
 from meshwright.plan.time.step import predict_step
-from meshwright.schedule.actions import loop_ranks, vee_ranks
-from meshwright.schedule.walk import StageTimes, walk_schedule
+from meshwright.schedule.pipeline.actions import loop_ranks, vee_ranks
+from meshwright.schedule.pipeline.walk import StageTimes, walk_schedule
 from meshwright.spec.layout import Layout
 
 SHAPES = [(pp, "1f1b", 1) for pp in (2, 3, 8, 64)]

@@ -1,0 +1,1 @@
+"""Compares what the plan predicted with what the run measured. No torch."""

@@ -1,0 +1,153 @@
+"""Reads ``events.jsonl`` once, front to back, and parses only the lines that somebody needs.
+
+Most lines are steps, one for each rank, and their figures are wanted from rank 0 alone. Our writer puts the
+same keys in the same order at the head of every line, so those of other ranks are passed over unparsed. A
+line in any other form is parsed as JSON: what is shown does not depend on how a line was written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshwright.audit.record import RunRecord, feed_checked
+from meshwright.core.events import EVENTS_VERSION, Event, parse_event
+
+_HEAD = re.compile(
+    rb'\{"v":%d,"event":"step","time":[^,]+,"rank":(\d+),"generation":(\d+),"step":(\d+),' % EVENTS_VERSION
+)
+_STEP_S = re.compile(rb'"step_s":([0-9.eE+-]+)[,}]')
+
+
+@dataclass
+class Scan:
+    """What went by that is no event."""
+
+    unreadable: int = 0
+    """Lines that are torn, not JSON, or of another version."""
+
+
+def scan_events(
+    path: Path, scan: Scan, shortcut: Callable[[bytes, int], bool] | None = None
+) -> Iterator[Event]:
+    """Events in file order, without the steps of ranks other than 0.
+
+    Args:
+        path: The file.
+        scan: Counts what could not be read.
+        shortcut: Asked about each step of rank 0, with its line and attempt; what it takes is not parsed.
+    """
+    with path.open("rb") as file:
+        for line in file:
+            head = _HEAD.match(line)
+            if head is not None and line.endswith(b"}\n"):
+                if head[1] != b"0" or (shortcut is not None and shortcut(line, int(head[2]))):
+                    continue
+            elif not line.strip():
+                continue
+            event = parse_event(line)
+            if event is None:
+                scan.unreadable += 1
+            elif event["event"] != "step" or event.get("rank") == 0:
+                yield event
+
+
+@dataclass
+class Attempt:
+    """One start of the ranks: the first, or a resume in the same folder."""
+
+    generation: int
+    began: float | None = None
+    ended: float | None = None
+    host: str = ""
+    torch: str = ""
+    ranks: set[int] = field(default_factory=set)
+    resumed_at: int | None = None
+    last_step: int = 0
+    steps: int | None = None
+    """The last step that was asked for."""
+    errors: list[str] = field(default_factory=list)
+    """What ranks said when they failed; those that failed first, first."""
+    record: RunRecord = field(default_factory=RunRecord)
+
+    @property
+    def status(self) -> str:
+        """How it ended, by what its ranks wrote."""
+        return self.record.outcome
+
+    def feed(self, event: Event) -> None:
+        """Take in one event of this attempt."""
+        feed_checked(self.record, event)
+        name, rank, when = event["event"], event.get("rank"), event.get("time")
+        if isinstance(when, int | float):
+            self.began = when if self.began is None else min(self.began, when)
+            self.ended = when if self.ended is None else max(self.ended, when)
+        if isinstance(rank, int):
+            self.ranks.add(rank)
+        step = event.get("step")
+        if name == "started" and rank == 0:
+            self.host, self.torch = str(event.get("host", "")), str(event.get("torch", ""))
+        elif name == "resumed" and isinstance(step, int):
+            self.resumed_at = step
+        elif name == "ready" and isinstance(event.get("steps"), int):
+            self.steps = event["steps"]
+        elif name == "error":
+            self._hear_error(event)
+        if name in ("step", "resumed", "finished") and isinstance(step, int):
+            self.last_step = max(self.last_step, step)
+
+    def _hear_error(self, event: Event) -> None:
+        message = str(event.get("message") or event.get("kind") or "unknown").splitlines()[0]
+        sentence = f"rank {event.get('rank')}: {message}"
+        if event.get("victim"):  # of a rank that went first
+            self.errors.append(sentence)
+        else:
+            self.errors.insert(0, sentence)
+
+
+class LastAttempt:
+    """Follows a log and keeps only its newest attempt, with as little parsing as that takes."""
+
+    def __init__(self) -> None:
+        self.attempt = Attempt(0)
+        self.attempts = 0
+        self.began: float | None = None
+        """When the first attempt began."""
+        self._newest_step = b""
+
+    def read(self, path: Path) -> int:
+        """Follow a whole file; returns the number of lines that could not be read."""
+        scan = Scan()
+        for event in scan_events(path, scan, self._take_step):
+            self._turn_to(event.get("generation", 0))
+            if event.get("generation", 0) == self.attempt.generation:
+                self.attempt.feed(event)
+                self.began = self.attempt.began if self.began is None else self.began
+        self._settle_step()
+        return scan.unreadable
+
+    def _turn_to(self, generation: int) -> None:
+        if generation > self.attempt.generation or not self.attempts:
+            self.attempt = Attempt(generation)
+            self.attempts += 1
+            self._newest_step = b""
+
+    def _take_step(self, line: bytes, generation: int) -> bool:
+        """Note a step's duration and remember the line; only the newest of them is parsed."""
+        found = _STEP_S.search(line)
+        if found is None:
+            return False
+        self._turn_to(generation)
+        if generation == self.attempt.generation:
+            self.attempt.record.step_times_s.append(float(found[1]))
+            self._newest_step = line
+        return True
+
+    def _settle_step(self) -> None:
+        """Loss, tokens and step number of the newest step; its duration is noted already."""
+        event = parse_event(self._newest_step) if self._newest_step else None
+        if event is not None:
+            self.attempt.record.step_times_s.pop()
+            self.attempt.feed(event)

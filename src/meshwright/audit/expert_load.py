@@ -1,0 +1,64 @@
+"""What a rank is expected to hold for the rows that its experts read, which is the router's choice.
+
+A plan is for experts that are all equally busy. A rank whose experts got more rows keeps more, layer by
+layer; the same ledger, asked for the rows that came, says how much.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.audit.record import Measured, RunRecord
+from meshwright.core.units import format_bytes
+from meshwright.layout.stages import pipeline_rank
+from meshwright.plan.contract import Plan, RankPrediction
+from meshwright.plan.memory.ledger import predict_ledger
+
+
+@dataclass(frozen=True)
+class LoadEffect:
+    """What a rank's uneven share of the rows adds to its prediction, in bytes."""
+
+    share: float
+    """Rows over an even share, less one."""
+    activations: int
+    peak: int
+
+
+EVEN = LoadEffect(0.0, 0, 0)
+
+
+def find_effect(plan: Plan, promised: RankPrediction, found: Measured | None) -> LoadEffect:
+    """Of one rank; nothing where the model has no experts or nobody counted rows.
+
+    A pipeline holds several micro-batches at once: its peak is that of the mean.
+    """
+    if found is None or found.routed_rows is None or not promised.routed_rows:
+        return EVEN
+    job, fullest = plan.job, found.routed_rows.fullest
+    sizes = (job, job.layout.micro_batch or 1, plan.micro_batches, pipeline_rank(job, promised.rank))
+    even, full = predict_ledger(*sizes), predict_ledger(*sizes, rows=fullest)
+    at_peak = full if job.layout.pp == 1 else predict_ledger(*sizes, rows=found.routed_rows.mean)
+    peaks = [ledger.first_peak_bytes if found.first_step else ledger.peak_bytes for ledger in (even, at_peak)]
+    share = sum(fullest) / (promised.routed_rows * len(fullest)) - 1
+    return LoadEffect(share, full.kept_bytes - even.kept_bytes, peaks[1] - peaks[0])
+
+
+def describe_load(plan: Plan, record: RunRecord) -> list[str]:
+    """A sentence about the ranks whose experts read the most and the fewest rows; none for an even load."""
+    effects = {p.rank: find_effect(plan, p, record.state.get(p.rank)) for p in plan.ranks}
+    ranks = sorted(effects, key=lambda rank: effects[rank].share)
+    chosen = dict.fromkeys((ranks[0], ranks[-1]))
+    return [_describe(rank, effects[rank]) for rank in sorted(chosen) if effects[rank] != EVEN]
+
+
+def _describe(rank: int, effect: LoadEffect) -> str:
+    more = "more" if effect.share > 0 else "fewer"
+    return (
+        f"rank {rank}: its experts read {abs(effect.share):.1%} {more} rows than an even share: "
+        f"{_signed(effect.activations)} of activations and {_signed(effect.peak)} at the peak expected"
+    )
+
+
+def _signed(size: int) -> str:
+    return f"{'-' if size < 0 else '+'}{format_bytes(abs(size))}"

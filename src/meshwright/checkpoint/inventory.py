@@ -1,0 +1,134 @@
+"""What lies in a folder of checkpoints, whole or not, and what can go; works without torch.
+
+Whether one is whole is the manifest's business. Nothing here removes what does not verify: it may be of
+another version, and its owner may know better.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.checkpoint.manifest import (
+    MANIFEST,
+    best_checkpoint,
+    list_leftovers,
+    read_manifest,
+    remove_checkpoint,
+)
+from meshwright.core.errors import Problem, UserError
+from meshwright.core.files import folder_bytes
+
+_NAME = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One checkpoint, or what is left of it."""
+
+    path: Path
+    step: int
+    bytes: int
+    """Of all its files."""
+    reason: str = ""
+    """Why it cannot be used; empty if it can."""
+    best: bool = False
+    """Marked as the one with the lowest evaluation loss."""
+    eval_loss: float | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing wrong was found."""
+        return not self.reason
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What was removed, and what was not."""
+
+    kept: tuple[Stored, ...]
+    removed: tuple[Stored, ...]
+    broken: tuple[Stored, ...]
+    """Left alone, because they do not verify."""
+    leftovers: tuple[Path, ...]
+    """Drafts of writers that were killed: removed."""
+    freed_bytes: int
+
+
+def take_stock(path: Path, verify: bool) -> list[Stored]:
+    """The checkpoints that a path means, oldest first: one, those of a folder, or those of a run.
+
+    Args:
+        path: A checkpoint, a folder of them, or the folder of a run.
+        verify: Also read every file and compare its checksum.
+
+    Raises:
+        UserError: There are none.
+    """
+    if (path / MANIFEST).is_file():
+        return [_look_at(path, verify)]
+    return [_look_at(folder, verify) for folder in _folders(find_root(path))]
+
+
+def find_root(path: Path) -> Path:
+    """The folder of checkpoints that a path means: itself, or that of a run."""
+    for root in (path, path / "checkpoints"):
+        if _folders(root):
+            return root
+    fix = "Give a folder of checkpoints, or the folder of a run"
+    raise UserError(Problem("checkpoint-missing", "holds no checkpoint", path=str(path), fix=fix))
+
+
+def prune(root: Path, keep: int, sweep: bool) -> Pruned:
+    """Remove all but the newest checkpoints that verify, checksums included, and the best one.
+
+    Args:
+        root: The folder of checkpoints.
+        keep: How many of the newest to keep, at least one.
+        sweep: Remove drafts too; only where nobody can be writing one.
+
+    Raises:
+        UserError: None verifies, so that none is removed; or one cannot be removed.
+    """
+    assert keep >= 1, "the newest is never removed"
+    found = take_stock(root, verify=True)
+    whole = [stored for stored in found if stored.complete]
+    broken = tuple(stored for stored in found if not stored.complete)
+    if not whole:
+        rule = f"holds no whole checkpoint: {broken[-1].path.name} {broken[-1].reason}"
+        raise UserError(Problem("checkpoint-none-good", rule, path=str(root)))
+    kept = tuple(stored for stored in whole if stored in whole[-keep:] or stored.best)
+    removed = tuple(stored for stored in whole if stored not in kept)
+    leftovers = tuple(list_leftovers(root)) if sweep else ()
+    freed = sum(stored.bytes for stored in removed) + sum(map(folder_bytes, leftovers))
+    for path in (*leftovers, *(stored.path for stored in removed)):
+        try:
+            remove_checkpoint(path)
+        except OSError as error:
+            rule = f"cannot be removed: {error.strerror or error}"
+            fix = "Use an account that may write there"
+            raise UserError(Problem("checkpoint-not-removed", rule, path=str(path), fix=fix)) from None
+    return Pruned(kept, removed, broken, leftovers, freed)
+
+
+def _folders(root: Path) -> list[Path]:
+    found = [p for p in root.glob("step-*") if p.is_dir() and _NAME.fullmatch(p.name)]
+    return sorted(found, key=lambda p: (_step(p) or 0, p.name))
+
+
+def _look_at(folder: Path, verify: bool) -> Stored:
+    best = best_checkpoint(folder.parent) == folder.name
+    try:
+        manifest = read_manifest(folder, verify)
+    except UserError as error:
+        return Stored(folder, _step(folder) or 0, folder_bytes(folder), error.problems[0].rule, best)
+    step = _step(folder)  # None for a copy under another name
+    return Stored(
+        folder, manifest.step if step is None else step, folder_bytes(folder), "", best, manifest.eval_loss
+    )
+
+
+def _step(folder: Path) -> int | None:
+    named = _NAME.fullmatch(folder.name)
+    return int(named[1]) if named else None

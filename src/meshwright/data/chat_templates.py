@@ -1,0 +1,169 @@
+"""Chat templates: the built-in ones, and which one a name means.
+
+A built-in template is a few strings: what comes before and after the text of each role. An answer counts in
+the loss with what the template writes after it, because that is how a model learns to stop.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshwright.core.errors import Problem, UserError
+from meshwright.data.chat import ROLES, Conversation, Part, Role, Template
+from meshwright.data.hf_tokenizer import TOKENIZER_CONFIG_FILE
+from meshwright.data.jinja_template import JINJA_FILE, read_jinja_file, read_tokenizer_config
+from meshwright.data.sources import locate
+from meshwright.data.tokenizer import parse_tokenizer_name
+
+TOKENIZERS_OWN = "tokenizer"
+"""The name that means: the template that comes with the tokenizer."""
+
+_MARKER = re.compile(r"<\|\w+\|>")
+
+
+@dataclass(frozen=True)
+class TurnTemplate:
+    """A template that writes each turn on its own."""
+
+    name: str
+    before: dict[Role, str]
+    """What comes before a message's text."""
+    after: dict[Role, str] = field(default_factory=dict)
+    """What comes after it; after an answer it counts as the answer's end."""
+    begin: str = ""
+    """What the document begins with."""
+    default_system: str = ""
+    """The first message's text where the conversation brings no system message."""
+    between: str = ""
+    """What comes between two turns; it belongs to the first of them."""
+    trim: bool = False
+    """Whether white space around a message's text is dropped."""
+
+    @property
+    def identity(self) -> str:
+        """All its strings."""
+        return repr(self)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The markers of its strings, such as ``<|im_start|>``."""
+        strings = [self.begin, *self.before.values(), *self.after.values()]
+        return tuple(dict.fromkeys(_MARKER.findall("".join(strings))))
+
+    def render(self, conversation: Conversation, special_tokens: Sequence[str]) -> tuple[Part, ...]:
+        """The parts of the document; see :class:`Template`.
+
+        Messages are parts of their own here, so ``special_tokens`` need no care.
+        """
+        turns = [(message.role, message.content) for message in conversation.messages]
+        if self.default_system and turns[0][0] != "system":
+            turns.insert(0, ("system", self.default_system))
+        parts = [Part(self.begin, counted=False, literal=False)]
+        for number, (role, content) in enumerate(turns):
+            answer = role == "assistant"
+            after = self.after.get(role, "") + (self.between if number < len(turns) - 1 else "")
+            parts += [
+                Part(self.before.get(role, ""), counted=False, literal=False),
+                Part(content.strip() if self.trim else content, counted=answer, literal=True),
+                Part(after, counted=answer, literal=False),
+            ]
+        return tuple(part for part in parts if part.text)
+
+
+def _each_role(text: str) -> dict[Role, str]:
+    return {role: text.format(role=role) for role in ROLES}  # type: ignore[misc]  # ROLES are the roles
+
+
+BUILTIN: dict[str, TurnTemplate] = {
+    template.name: template
+    for template in (
+        TurnTemplate(
+            "alpaca",
+            before={"user": "### Instruction:\n", "assistant": "### Response:\n"},
+            default_system="Below is an instruction that describes a task. "
+            "Write a response that appropriately completes the request.",
+            between="\n\n",
+        ),
+        TurnTemplate("chatml", before=_each_role("<|im_start|>{role}\n"), after=_each_role("<|im_end|>\n")),
+        TurnTemplate(
+            "llama3",
+            before=_each_role("<|start_header_id|>{role}<|end_header_id|>\n\n"),
+            after=_each_role("<|eot_id|>"),
+            begin="<|begin_of_text|>",
+            trim=True,
+        ),
+        TurnTemplate("plain", before={}, between="\n"),
+    )
+}
+"""The built-in templates by name."""
+
+
+def load_template(name: str, base: Path, tokenizer: str, key: str = "data.template") -> Template:
+    """The template that a name means.
+
+    Args:
+        name: A built-in one, ``tokenizer``, or a path to a ``.jinja`` file, to a ``tokenizer_config.json``,
+            or to a folder that has one.
+        base: Folder that relative paths start from.
+        tokenizer: The value of the tokenizer's key.
+        key: The dotted key to name in errors.
+
+    Raises:
+        UserError: There is none of that name, or it cannot be read.
+    """
+    if name in BUILTIN:
+        return BUILTIN[name]
+    if name == TOKENIZERS_OWN:
+        return _tokenizers_template(base, tokenizer, key)
+    place = locate(name, base)
+    # Path.is_dir and is_file raise for a path that is too long.
+    if os.path.isdir(place):  # noqa: PTH112
+        found = _in_folder(place)
+        if found is None:
+            looked = f"looked for {JINJA_FILE} and {TOKENIZER_CONFIG_FILE} in it"
+            raise UserError(_unknown(name, key, f"is a folder without a chat template; {looked}"))
+        return found
+    if not os.path.isfile(place):  # noqa: PTH113
+        raise UserError(
+            _unknown(name, key, f"is not a chat template: it is not built in, and {place} is not a file")
+        )
+    return read_tokenizer_config(place) if place.suffix == ".json" else read_jinja_file(place)
+
+
+def _tokenizers_template(base: Path, tokenizer: str, key: str) -> Template:
+    choice = parse_tokenizer_name(tokenizer)
+    if choice.kind != "file":
+        rule = f"asks for the tokenizer's own chat template, and the tokenizer {tokenizer!r} has none"
+        raise UserError(_unknown(TOKENIZERS_OWN, key, rule))
+    place = locate(choice.path, base)
+    folder = place if os.path.isdir(place) else place.parent  # noqa: PTH112 - as above
+    found = _in_folder(folder)
+    if found is None:
+        looked = f"looked for {JINJA_FILE} and {TOKENIZER_CONFIG_FILE} in {folder}"
+        rule = f"asks for the tokenizer's own chat template, and there is none; {looked}"
+        raise UserError(_unknown(TOKENIZERS_OWN, key, rule))
+    return found
+
+
+def _in_folder(folder: Path) -> Template | None:
+    """The template of a Hugging Face folder; newer ones keep it in a file of its own."""
+    if (folder / JINJA_FILE).is_file():
+        return read_jinja_file(folder / JINJA_FILE)
+    config = folder / TOKENIZER_CONFIG_FILE
+    return read_tokenizer_config(config) if config.is_file() else None
+
+
+def _unknown(name: str, key: str, rule: str) -> Problem:
+    near = difflib.get_close_matches(name, BUILTIN, n=1)
+    choices = (
+        f"{', '.join(BUILTIN)}, {TOKENIZERS_OWN!r}, or a path to a .jinja file or a {TOKENIZER_CONFIG_FILE}"
+    )
+    fix = f"Did you mean {near[0]}?" if near else f"Use {choices}"
+    if near:
+        rule += f"; there are {choices}"
+    return Problem(code="data-template-unknown", path=key, value=name, rule=rule, fix=fix)

@@ -1,0 +1,218 @@
+"""Which documents a corpus holds.
+
+A ``.jsonl`` file holds one document a line; any other file is one document. Where a template is asked for,
+every document is a line with a conversation. What cannot be read so is *quarantined*: skipped, counted and
+named, because one bad file among a million must not stop the work, nor go unseen. Exact duplicates and empty
+documents are dropped and counted. Which files are read, and in which order, is the business of ``sources``.
+
+One document is in memory at a time, and 16 bytes for each document seen (to know duplicates).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.core.errors import Problem, UserError
+from meshwright.data.chat import Part, Template, holds_conversation, read_conversation
+from meshwright.data.sources import iter_files, printable, source_problem
+
+NAMED_AT_MOST = 1000
+"""Quarantined names that are kept; the count goes on."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text."""
+
+    name: str
+    """Where it came from; for people, it does not enter the prepared data."""
+    text: str
+    parts: tuple[Part, ...] = ()
+    """For a conversation: the same text in parts; empty for plain text."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a line of a ``.jsonl`` becomes a document."""
+
+    text_field: str = "text"
+    """Holds the text, where there is no template."""
+    template: Template | None = None
+    """Writes conversations; then lines without one are quarantined."""
+    prompt_field: str = "prompt"
+    answer_field: str = "answer"
+    special_tokens: tuple[str, ...] = ()
+    """What must not come out of a message's own text."""
+
+
+@dataclass
+class CorpusTally:
+    """What was met while reading; shared by all sources of one corpus.
+
+    ``documents_in = documents_out + duplicates + empty + quarantined``.
+    """
+
+    documents_in: int = 0
+    documents_out: int = 0
+    duplicates: int = 0
+    """Documents whose text had been seen."""
+    empty: int = 0
+    """Documents without a single character."""
+    quarantined: int = 0
+    text_bytes: int = 0
+    """UTF-8 bytes of the documents that were kept."""
+    quarantined_names: list[str] = field(default_factory=list)
+    """``name: reason``, the first ``NAMED_AT_MOST``."""
+    _seen: set[bytes] = field(default_factory=set, repr=False)
+
+    def admit(self, document: Document) -> bool:
+        """Count a document; False for one that is dropped."""
+        self.documents_in += 1
+        if not document.text:
+            self.empty += 1
+            return False
+        utf8 = document.text.encode("utf-8")
+        digest = hashlib.blake2b(utf8, digest_size=16).digest()
+        if digest in self._seen:
+            self.duplicates += 1
+            return False
+        self._seen.add(digest)
+        self.documents_out += 1
+        self.text_bytes += len(utf8)
+        return True
+
+    def quarantine(self, name: str, reason: str) -> None:
+        """Count and name something that cannot be read."""
+        self.documents_in += 1
+        self.quarantined += 1
+        if len(self.quarantined_names) < NAMED_AT_MOST:
+            self.quarantined_names.append(f"{printable(name)}: {reason}")
+
+
+def iter_corpus(
+    sources: Sequence[str],
+    base: Path,
+    *,
+    reading: Reading | None = None,
+    exclude: Sequence[Path] = (),
+    tally: CorpusTally | None = None,
+) -> Iterator[Document]:
+    """The documents of several sources, in the order given; duplicates are dropped across all of them.
+
+    Args:
+        sources: Builtin names, files, folders or globs.
+        base: Folder that relative sources start from.
+        reading: How lines of ``.jsonl`` files are read; as text in the field ``text`` if left out.
+        exclude: Folders to leave out, such as the one that is being written.
+        tally: Where to count; a new one if left out.
+
+    Returns:
+        An iterator. It raises ``data-corpus-empty`` at its end if it gave no document.
+
+    Raises:
+        UserError: Sources are missing or unreadable; all of them are named, before anything is read.
+    """
+    problems = [problem for source in sources if (problem := source_problem(source, base))]
+    if problems:
+        raise UserError(*problems)
+    skipped = frozenset(os.path.realpath(folder) for folder in exclude)
+    return _read_all(sources, base, reading or Reading(), skipped, tally or CorpusTally())
+
+
+def _read_all(
+    sources: Sequence[str], base: Path, reading: Reading, skipped: frozenset[str], tally: CorpusTally
+) -> Iterator[Document]:
+    for source in sources:
+        for name, path in iter_files(source, base, skipped, tally.quarantine):
+            for document in _read_file(name, path, reading, tally):
+                if tally.admit(document):
+                    yield document
+    if tally.documents_out == 0:
+        raise UserError(_empty_problem(sources, reading, tally))
+
+
+def _empty_problem(sources: Iterable[str], reading: Reading, tally: CorpusTally) -> Problem:
+    wanted = "UTF-8 text" if reading.template is None else "conversations"
+    counts = f"{tally.empty} empty documents and {tally.quarantined} that could not be read as {wanted}"
+    example = f", such as {tally.quarantined_names[0]}" if tally.quarantined_names else ""
+    fix = "Name files that hold UTF-8 text, or .jsonl files with a text in the field that text_field names"
+    if reading.template is not None:
+        fields = f"{reading.prompt_field} and {reading.answer_field}"
+        fix = f"Name .jsonl files whose lines have messages, or {fields}; or leave the template out"
+    return Problem(
+        code="data-corpus-empty",
+        path=", ".join(map(printable, sources)),
+        rule=f"gives no text: {counts}{example}",
+        fix=fix,
+    )
+
+
+def _read_file(name: str, path: Path, reading: Reading, tally: CorpusTally) -> Iterator[Document]:
+    try:
+        if not path.is_file():  # a pipe would block for ever
+            tally.quarantine(name, "not a regular file" if path.exists() else "a link to nothing")
+        elif path.suffix.lower() == ".jsonl":
+            yield from _read_lines(name, path, reading, tally)
+        elif reading.template is not None:
+            tally.quarantine(name, "not a .jsonl file, and a template needs lines with conversations")
+        else:
+            yield Document(name, _decode(path.read_bytes()))
+    except OSError as error:
+        tally.quarantine(name, error.strerror or str(error))
+    except ValueError as error:
+        tally.quarantine(name, str(error))
+
+
+def _read_lines(name: str, path: Path, reading: Reading, tally: CorpusTally) -> Iterator[Document]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                document = _line_document(f"{name}:{number}", line, reading)
+            except ValueError as error:
+                tally.quarantine(f"{name}:{number}", str(error))
+            else:
+                yield document
+
+
+def _decode(data: bytes) -> str:
+    if b"\0" in data:
+        raise ValueError("binary: it holds zero bytes")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from error
+
+
+def _line_document(name: str, line: bytes, reading: Reading) -> Document:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("not a JSON object") from error
+    if reading.template is None:
+        return Document(name, _line_text(record, reading.text_field))
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    conversation = read_conversation(record, name, reading.prompt_field, reading.answer_field)
+    parts = reading.template.render(conversation, reading.special_tokens)
+    return Document(name, "".join(part.text for part in parts), parts)
+
+
+def _line_text(record: Any, text_field: str) -> str:
+    if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
+        instruction = isinstance(record, dict) and holds_conversation(record)
+        hint = "; it holds a conversation, which needs a template" if instruction else ""
+        raise ValueError(f"no text in the field {text_field!r}{hint}")
+    text: str = record[text_field]
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+        raise ValueError("its text is not valid Unicode") from error
+    return text

@@ -1,0 +1,137 @@
+"""``CORPUS.toml``: what to prepare. All mistakes in it are reported at once."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
+
+from meshwright.core.errors import Problem, UserError
+from meshwright.data.shards import SHARD_TOKENS
+from meshwright.data.tokenizer import parse_tokenizer_name
+
+# Strict: TOML has types, so a number in quotes is a mistake and not a number.
+Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$", strict=True)]
+
+
+def _check_not_empty(sources: tuple[str, ...]) -> tuple[str, ...]:
+    # Not min_length: pydantic would then report only the length when the items are bad.
+    if not sources:
+        raise PydanticCustomError("no_sources", "Input should name at least one source")
+    return sources
+
+
+@dataclass(frozen=True)
+class CorpusSpec:
+    """A corpus to prepare. Relative paths start from the folder of the file."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    sources: Annotated[tuple[Text, ...], AfterValidator(_check_not_empty)]
+    """Files, folders, globs or ``builtin:python-stdlib``, read in this order."""
+    out: Text
+    """Folder for the prepared data; one that was prepared before is replaced."""
+    tokenizer: Text = "byte"
+    """``byte``, ``bpe:4096`` (trains one on this corpus), or a path to a ``tokenizer.json`` or its folder."""
+    eval_fraction: Annotated[float, Field(gt=0, le=0.5, strict=True)] = 0.01
+    """Fraction of the documents that is held out for evaluation."""
+    text_field: Text = "text"
+    """The field of a ``.jsonl`` line that holds the text, where there is no template."""
+    template: Text | None = None
+    """Chat template for instruction data: a built-in one, ``tokenizer``, or a path; see ``templates``."""
+    prompt_field: Text = "prompt"
+    """The field of a ``.jsonl`` line that holds the prompt, where it has no ``messages``."""
+    answer_field: Text = "answer"
+    """The field of a ``.jsonl`` line that holds the answer."""
+    shard_tokens: Annotated[int, Field(ge=1, le=2**40, strict=True)] = SHARD_TOKENS
+    """Tokens in a shard, at most, unless one document is longer."""
+    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
+    """Another seed holds out other documents."""
+
+
+_SPEC: TypeAdapter[CorpusSpec] = TypeAdapter(CorpusSpec)
+
+
+def load_corpus_spec(path: Path) -> CorpusSpec:
+    """Read and check a ``CORPUS.toml``.
+
+    Raises:
+        UserError: It cannot be read, or it has mistakes; one problem for each.
+    """
+    try:
+        content = tomllib.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise UserError(
+            Problem(
+                code="corpus-unreadable",
+                path=str(path),
+                rule=f"cannot be read: {error.strerror or error}",
+                fix="Name a CORPUS.toml with at least sources and out",
+            )
+        ) from error
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
+        raise UserError(
+            Problem(
+                code="corpus-bad-toml", path=str(path), rule=f"is not TOML: {error}", fix="Correct its syntax"
+            )
+        ) from error
+    return parse_corpus_spec(content)
+
+
+def parse_corpus_spec(content: dict[str, Any]) -> CorpusSpec:
+    """Check the content of a ``CORPUS.toml``; see :func:`load_corpus_spec`."""
+    problems: list[Problem] = []
+    spec: CorpusSpec | None = None
+    try:
+        spec = _SPEC.validate_python(content)
+    except ValidationError as error:
+        problems += [_problem(dict(detail)) for detail in error.errors()]
+    if isinstance(name := content.get("tokenizer"), str) and name:
+        try:
+            parse_tokenizer_name(name, key="tokenizer")
+        except UserError as error:
+            problems += error.problems
+    problems += _fields_without_use(content)
+    if problems or spec is None:
+        raise UserError(*problems)
+    return spec
+
+
+def _fields_without_use(content: dict[str, Any]) -> list[Problem]:
+    """Fields that the choice of template makes idle."""
+    idle = ("text_field",) if "template" in content else ("prompt_field", "answer_field")
+    needs = "with a template" if "template" in content else "without a template"
+    fix = "Leave it out" if "template" in content else 'Add, for example, template = "chatml"'
+    return [
+        Problem("corpus-idle-key", f"has no effect {needs}", path=key, value=content[key], fix=fix)
+        for key in idle
+        if key in content
+    ]
+
+
+def _problem(detail: dict[str, Any]) -> Problem:
+    """A problem from one of pydantic's error details."""
+    path = ".".join(map(str, detail["loc"]))
+    known = [field.name for field in fields(CorpusSpec)]
+    if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        near = difflib.get_close_matches(path, known, n=1)
+        fix = f"Did you mean {near[0]}?" if near else f"The keys are {', '.join(known)}"
+        return Problem(code="corpus-unknown-key", path=path, rule="is not a key of CORPUS.toml", fix=fix)
+    if detail["type"] in ("missing", "missing_argument"):
+        fix = {
+            "sources": 'Add, for example, sources = ["builtin:python-stdlib"]',
+            "out": 'Add, for example, out = "prepared"',
+        }[path]
+        return Problem(code="corpus-missing-key", path=path, rule="is missing from CORPUS.toml", fix=fix)
+    message = re.sub(r"^\w+ should ", "", str(detail["msg"]))
+    if detail["type"] == "tuple_type":
+        message = 'be a list, such as ["text/"]'
+    return Problem(
+        code="corpus-bad-value", path=path, value=detail["input"], rule=f"does not fit: it should {message}"
+    )

@@ -1,0 +1,296 @@
+"""Images with labels: a folder of two arrays, or a synthetic set that is computed and never stored.
+
+A folder has ``images.npy`` (N x C x H x W or N x H x W x C, uint8 or float32) and ``labels.npy`` (N whole
+numbers), which are mapped, not loaded. Images are held out for evaluation by ``eval_images.npy`` and
+``eval_labels.npy`` if they are there; else by a hash of an image's number, so that images appended later move
+none of the earlier ones from one split to the other.
+
+What is read is what the model reads: float32, channels first. Bytes 0 to 255 become -1 to 1; float32 images
+are passed on as they are, so whoever wrote them has normalised them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.core.errors import Problem, UserError
+from meshwright.data.order import Uint64s, mix
+from meshwright.spec.job import SYNTHETIC_IMAGES
+
+SYNTHETIC_SAMPLES = {"train": 4096, "eval": 512}
+DEFAULT_EVAL_FRACTION = 0.01
+IMAGES, LABELS = "images.npy", "labels.npy"
+
+Int64s = npt.NDArray[np.int64]
+Float32s = npt.NDArray[np.float32]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_HALF_BYTE = np.float32(127.5)
+_CHECKED_AT_ONCE = 2**24
+"""Pixels of float32 images that are looked at in one go."""
+_NOISE_STARTS = 2**20
+"""Places where an image's noise may begin."""
+_SAMPLED_IMAGES = 64
+"""Images whose bytes are part of a folder's identity."""
+
+
+@dataclass(frozen=True)
+class ImageShape:
+    """What a model reads and tells apart."""
+
+    channels: int
+    side: int
+    classes: int
+
+    @property
+    def pixels(self) -> int:
+        """Values of one image."""
+        return self.channels * self.side**2
+
+
+class SyntheticImages:
+    """Waves whose direction, length and colour are the class's, under noise; a function of the number.
+
+    The noise of an image is a stretch of one long list, so that a fast device need not wait for random bits.
+    """
+
+    sha256 = hashlib.sha256(b"meshwright synthetic images 2").hexdigest()
+
+    def __init__(self, split: str, shape: ImageShape) -> None:
+        self.shape = shape
+        drawn = _draw(np.arange(_NOISE_STARTS + shape.pixels, dtype=np.uint64))
+        self._noise: Float32s = (_unit(drawn) - 0.5).astype(np.float32)
+        self._first = 0 if split == "train" else SYNTHETIC_SAMPLES["train"]
+        self.shard_sample_counts = (SYNTHETIC_SAMPLES[split],)
+
+    def __len__(self) -> int:
+        return self.shard_sample_counts[0]
+
+    def read(self, indices: npt.ArrayLike) -> tuple[Float32s, Int64s]:
+        """Images (n, channels, side, side) and labels (n)."""
+        numbers: Uint64s = (_checked(indices, len(self)) + self._first).astype(np.uint64)
+        shape = self.shape
+        drawn = _draw(numbers)
+        labels = (drawn % np.uint64(shape.classes)).astype(np.int64)
+        phase = _unit(mix(drawn)) * 2 * np.pi
+        angle = np.pi * labels / shape.classes
+        waves = (2 + labels % 3)[:, None]
+        steps = np.arange(shape.side) * (2 * np.pi / shape.side)
+        along = waves * np.cos(angle)[:, None] * steps
+        across = waves * np.sin(angle)[:, None] * steps + phase[:, None]
+        # sin(a + b) in two outer products: a sine for each row and column, not for each pixel.
+        wave = _outer(np.cos(across), np.sin(along)) + _outer(np.sin(across), np.cos(along))
+        colours = 0.25 + 0.25 * np.cos(angle[:, None] * 2 + np.arange(shape.channels))
+        images: Float32s = colours.astype(np.float32)[:, :, None, None] * wave[:, None]
+        for place, start in enumerate(mix(drawn + _GOLDEN) % np.uint64(_NOISE_STARTS)):
+            images[place] += self._noise[int(start) :][: shape.pixels].reshape(images[place].shape)
+        return images, labels
+
+    def count_targets(self, indices: npt.ArrayLike) -> int:
+        """Labels that count in the loss: one an image."""
+        return int(np.size(np.asarray(indices)))
+
+
+class StoredImages:
+    """One split of a folder."""
+
+    def __init__(self, folder: Path, split: str, shape: ImageShape, eval_fraction: float | None) -> None:
+        """Map the arrays; :func:`check_images` says beforehand whether they fit."""
+        self.shape = shape
+        own_split = (folder / f"eval_{IMAGES}").exists()
+        prefix = "eval_" if own_split and split == "eval" else ""
+        self._images = _map(folder / f"{prefix}{IMAGES}")
+        labels: npt.NDArray[Any] = _map(folder / f"{prefix}{LABELS}")
+        self._labels: Int64s = np.asarray(labels, dtype=np.int64)
+        self._last = self._images.shape[1:] != (shape.channels, shape.side, shape.side)
+        self._numbers: Int64s = np.arange(len(self._labels))
+        if not own_split:
+            held_out = hold_out(len(self._labels), eval_fraction or DEFAULT_EVAL_FRACTION)
+            self._numbers = self._numbers[held_out if split == "eval" else ~held_out]
+        self.shard_sample_counts = (len(self._numbers),)
+
+    def __len__(self) -> int:
+        return self.shard_sample_counts[0]
+
+    def read(self, indices: npt.ArrayLike) -> tuple[Float32s, Int64s]:
+        """Images (n, channels, side, side) and labels (n)."""
+        numbers = self._numbers[_checked(indices, len(self))]
+        raw = self._images[numbers]
+        if self._last:
+            raw = raw.transpose(0, 3, 1, 2)
+        images = np.ascontiguousarray(raw, dtype=np.float32)
+        if raw.dtype == np.uint8:
+            images = (images - _HALF_BYTE) / _HALF_BYTE
+        return images, self._labels[numbers]
+
+    def count_targets(self, indices: npt.ArrayLike) -> int:
+        """Labels that count in the loss: one an image."""
+        return int(np.size(np.asarray(indices)))
+
+    @property
+    def sha256(self) -> str:
+        """Identity of the split: shape, type, which images, all labels, and the bytes of 64 images."""
+        digest = hashlib.sha256(f"{self._images.shape} {self._images.dtype}".encode())
+        digest.update(self._numbers.astype("<i8").tobytes())
+        digest.update(self._labels.astype("<i8").tobytes())
+        for number in np.linspace(0, len(self._images) - 1, _SAMPLED_IMAGES).astype(np.int64):
+            digest.update(np.ascontiguousarray(self._images[number]).tobytes())
+        return digest.hexdigest()
+
+
+ImageDataset = SyntheticImages | StoredImages
+
+
+def open_images(path: str, split: str, shape: ImageShape, eval_fraction: float | None) -> ImageDataset:
+    """The images of one split."""
+    if path == SYNTHETIC_IMAGES:
+        return SyntheticImages(split, shape)
+    return StoredImages(Path(path), split, shape, eval_fraction)
+
+
+def hold_out(count: int, fraction: float) -> npt.NDArray[np.bool_]:
+    """Which of ``count`` images are for evaluation: those whose hash is below the fraction.
+
+    With two images or more, neither side is empty: the nearest hash changes sides.
+    """
+    drawn = _unit(_draw(np.arange(count, dtype=np.uint64)))
+    held_out = drawn < fraction
+    if count > 1 and not held_out.any():
+        held_out[drawn.argmin()] = True
+    if count > 1 and held_out.all():
+        held_out[drawn.argmax()] = False
+    return held_out
+
+
+def looks_like_images(folder: Path) -> bool:
+    """Whether a folder has images in it."""
+    return (folder / IMAGES).is_file()
+
+
+def check_images(folder: Path, shape: ImageShape, eval_fraction: float | None) -> None:
+    """Refuse a folder that the model cannot read; float32 images are looked through for NaN.
+
+    Raises:
+        UserError: With every problem that was found.
+    """
+    prefixes = [""]
+    given = [name for name in (f"eval_{IMAGES}", f"eval_{LABELS}") if (folder / name).exists()]
+    if given:
+        prefixes.append("eval_")
+        if eval_fraction is not None:
+            rule = f"has no effect: {folder} has {given[0]}"
+            fix = "Leave data.eval_fraction out"
+            problem = Problem(
+                "data-already-split", rule, path="data.eval_fraction", value=eval_fraction, fix=fix
+            )
+            raise UserError(problem)
+    problems = [p for prefix in prefixes for p in _find_problems(folder, prefix, shape)]
+    if problems:
+        raise UserError(*problems)
+
+
+def _find_problems(folder: Path, prefix: str, shape: ImageShape) -> list[Problem]:
+    images_path, labels_path = folder / f"{prefix}{IMAGES}", folder / f"{prefix}{LABELS}"
+    opened: list[npt.NDArray[Any]] = []
+    problems: list[Problem] = []
+    for path in (images_path, labels_path):
+        try:
+            opened.append(_map(path))
+        except FileNotFoundError:
+            fix = f"A folder of images has {IMAGES} and {LABELS}, and both or neither of eval_*"
+            problems.append(Problem("data-images-missing", "is not there", path=str(path), fix=fix))
+        except (OSError, ValueError) as error:
+            fix = "Write it with numpy.save, without objects"
+            rule = f"is not an array that can be read: {error}"
+            problems.append(Problem("data-images-unreadable", rule, path=str(path), fix=fix))
+    if problems:
+        return problems
+    images, labels = opened
+    problems = _check_array(images_path, images, shape) + _check_labels(labels_path, labels, shape)
+    if problems:  # only arrays of the right kind are counted
+        return problems
+    if len(images) != len(labels):
+        rule = f"has {len(images)} images, and {labels_path.name} has {len(labels)} labels"
+        problems.append(Problem("data-images-count", rule, path=str(images_path), fix="Give one for each"))
+    elif not len(labels):
+        rule = "has no image at all"
+        problems.append(Problem("data-images-count", rule, path=str(images_path), fix="Add images"))
+    if not problems and images.dtype == np.float32:
+        problems += _check_finite(images_path, images)
+    return problems
+
+
+def _check_array(path: Path, images: npt.NDArray[Any], shape: ImageShape) -> list[Problem]:
+    problems = []
+    if images.dtype not in (np.uint8, np.float32):
+        rule = f"holds {images.dtype}; images are uint8, or float32 that is normalised already"
+        problems.append(Problem("data-images-dtype", rule, path=str(path), fix="Convert it with astype"))
+    channels, side = shape.channels, shape.side
+    if images.shape[1:] not in ((channels, side, side), (side, side, channels)):
+        rule = f"holds images of {images.shape[1:]}; the model reads ({channels}, {side}, {side}) or "
+        rule += f"({side}, {side}, {channels}): model.channels={channels}, model.image_size={side}"
+        fix = "Set model.channels and model.image_size to the images', or resize them"
+        problems.append(Problem("data-images-shape", rule, path=str(path), fix=fix))
+    return problems
+
+
+def _check_labels(path: Path, labels: npt.NDArray[Any], shape: ImageShape) -> list[Problem]:
+    if labels.dtype.kind not in "iu" or labels.ndim != 1:
+        rule = f"holds {labels.dtype} of shape {labels.shape}; labels are one list of whole numbers"
+        return [Problem("data-labels-dtype", rule, path=str(path), fix="One class number for each image")]
+    if not len(labels):
+        return []
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= shape.classes:
+        rule = f"has labels {low} to {high}; model.num_classes={shape.classes} are numbered from 0"
+        fix = f"Use model.num_classes={high + 1} or more" if low >= 0 else "Number the classes from 0"
+        return [Problem("data-labels-range", rule, path=str(path), fix=fix)]
+    return []
+
+
+def _check_finite(path: Path, images: npt.NDArray[Any]) -> list[Problem]:
+    """Read through float32 images once, in pieces."""
+    step = max(1, _CHECKED_AT_ONCE // max(1, images[0].size))
+    for start in range(0, len(images), step):
+        piece = images[start : start + step]
+        fine = np.isfinite(piece).reshape(len(piece), -1).all(axis=1)
+        if not fine.all():
+            number = start + int(np.argmin(fine))
+            rule = f"has a value that is not finite in image {number}"
+            fix = "Remove the image, or replace the value"
+            return [Problem("data-images-not-finite", rule, path=str(path), fix=fix)]
+    return []
+
+
+def _map(path: Path) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    return array
+
+
+def _checked(indices: npt.ArrayLike, count: int) -> Int64s:
+    wanted: Int64s = np.asarray(indices, dtype=np.int64).reshape(-1)
+    if wanted.size and not 0 <= int(wanted.min()) <= int(wanted.max()) < count:
+        raise IndexError(f"images {wanted.min()} to {wanted.max()} asked of {count}")
+    return wanted
+
+
+def _outer(rows: npt.NDArray[np.float64], columns: npt.NDArray[np.float64]) -> Float32s:
+    """A product of each row with each column, for each image."""
+    product: Float32s = rows.astype(np.float32)[:, :, None] * columns.astype(np.float32)[:, None]
+    return product
+
+
+def _draw(numbers: Uint64s) -> Uint64s:
+    """64 random bits for each number, by SplitMix64."""
+    return mix((numbers + np.uint64(1)) * _GOLDEN)
+
+
+def _unit(drawn: Uint64s) -> npt.NDArray[np.float64]:
+    """64 random bits as a number from 0 to 1; the upper 53, which float64 holds exactly."""
+    return (drawn >> np.uint64(11)).astype(np.float64) / 2.0**53

@@ -1,0 +1,170 @@
+"""The embedded engine: reads a corpus, writes a prepared folder, in one process and one pass.
+
+One pass over the text, two where a BPE tokenizer is trained first. Memory holds a batch of documents, 16
+bytes for each document seen, and 8 for each document of the open shards; not the corpus. The same input gives
+the same bytes, whatever the machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.data.chat_templates import load_template
+from meshwright.data.corpus import CorpusTally, Document, Reading, iter_corpus
+from meshwright.data.corpus_spec import CorpusSpec, load_corpus_spec
+from meshwright.data.encode import encode_documents, text_outside
+from meshwright.data.shard_writer import ShardWriter
+from meshwright.data.shards import ShardFolder, is_prepared_folder
+from meshwright.data.sources import locate
+from meshwright.data.split import Side, assign_splits, cut_inside
+from meshwright.data.stage import staged_folder
+from meshwright.data.tokenizer import (
+    BpeTokenizer,
+    ByteTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    parse_tokenizer_name,
+)
+
+__all__ = ["CorpusSpec", "PrepareReport", "Progress", "load_corpus_spec", "prepare_corpus"]
+
+Progress = Callable[[int, int], None]
+"""Called with the documents and bytes of text read so far."""
+
+_BATCH_DOCUMENTS = 1024
+_BATCH_CHARACTERS = 2 * 1024**2
+
+
+@dataclass(frozen=True)
+class PrepareReport:
+    """What was done; the object that ``meshwright prepare --json`` prints."""
+
+    engine: str
+    """``embedded``."""
+    documents_in: int
+    """Documents met: ``documents_out + duplicates + empty + quarantined``."""
+    documents_out: int
+    """Documents written."""
+    duplicates: int
+    empty: int
+    quarantined: int
+    """Files, or lines of a ``.jsonl``, that could not be read as text."""
+    quarantined_names: tuple[str, ...]
+    """``name: reason`` of the first thousand."""
+    train_documents: int
+    eval_documents: int
+    """A corpus of one document is cut inside: then train and eval have one each."""
+    tokens: int
+    """Tokens of both splits, ends of documents included."""
+    prompt_tokens: int
+    """Those of them that belong to prompts; 0 without a template."""
+    shards: int
+    sha256: str
+    """Of the token files in index order, then the index."""
+    seconds: float
+    bytes_per_s: float
+    """UTF-8 bytes of the text that was kept, a second."""
+    out: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report for ``--json``."""
+        return asdict(self)
+
+
+def prepare_corpus(spec: CorpusSpec, base: Path, progress: Progress | None = None) -> PrepareReport:
+    """Turn a corpus into a prepared folder; it appears whole or not at all.
+
+    Args:
+        spec: What to prepare.
+        base: Folder that relative paths start from.
+        progress: Called now and then while the corpus is read.
+
+    Raises:
+        UserError: A mistake in the spec, no text, or storage that refuses; nothing is left behind.
+    """
+    started = time.monotonic()
+    out = locate(spec.out, base)
+    tally = CorpusTally()
+    # The folder first: that it cannot be written should be known before hours of reading.
+    with staged_folder(out, may_replace=is_prepared_folder) as folder:
+        template = spec.template and load_template(spec.template, base, spec.tokenizer, key="template")
+        reading = Reading(spec.text_field, template or None, spec.prompt_field, spec.answer_field)
+        tokenizer = _build_tokenizer(spec, base, out, reading)
+        reading = replace(reading, special_tokens=tuple(tokenizer.special_tokens))
+        documents = iter_corpus(spec.sources, base, reading=reading, exclude=(out,), tally=tally)
+        assigned = assign_splits(documents, spec.eval_fraction, spec.seed)
+        marked = reading.template is not None
+        with ShardWriter(folder, tokenizer, spec.shard_tokens, shown=out, marked=marked) as writer:
+            for batch in _batches(assigned):
+                _write_batch(batch, tokenizer, writer, spec.eval_fraction)
+                if progress is not None:
+                    progress(tally.documents_in, tally.text_bytes)
+            index = writer.finish()
+            prompt_tokens = writer.prompt_tokens
+        sha256 = ShardFolder(folder, index).content_sha256()
+    seconds = time.monotonic() - started
+    train, held_out = index.splits.train, index.splits.eval
+    return PrepareReport(
+        engine="embedded",
+        documents_in=tally.documents_in,
+        documents_out=tally.documents_out,
+        duplicates=tally.duplicates,
+        empty=tally.empty,
+        quarantined=tally.quarantined,
+        quarantined_names=tuple(tally.quarantined_names),
+        train_documents=train.documents,
+        eval_documents=held_out.documents,
+        tokens=train.tokens + held_out.tokens,
+        prompt_tokens=prompt_tokens,
+        shards=len(index.shards),
+        sha256=sha256,
+        seconds=seconds,
+        bytes_per_s=tally.text_bytes / max(seconds, 1e-9),
+        out=str(out),
+    )
+
+
+def _build_tokenizer(spec: CorpusSpec, base: Path, out: Path, reading: Reading) -> Tokenizer:
+    choice = parse_tokenizer_name(spec.tokenizer, key="tokenizer")
+    if choice.kind == "byte":
+        return ByteTokenizer()
+    if choice.kind == "file":
+        return load_tokenizer(locate(choice.path, base))
+    documents = iter_corpus(spec.sources, base, reading=reading, exclude=(out,))
+    if reading.template is None:
+        return BpeTokenizer.train((document.text for document in documents), choice.vocab_size)
+    markers = reading.template.markers
+    texts = (text for document in documents for text in text_outside(document.parts, markers))
+    return BpeTokenizer.train(texts, choice.vocab_size, markers)
+
+
+def _batches(assigned: Iterable[tuple[Side, Document]]) -> Iterator[list[tuple[Side, Document]]]:
+    """Group documents: enough to keep all cores busy, little enough to hold."""
+    batch: list[tuple[Side, Document]] = []
+    characters = 0
+    for item in assigned:
+        batch.append(item)
+        characters += len(item[1].text)
+        if len(batch) >= _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _write_batch(
+    batch: list[tuple[Side, Document]], tokenizer: Tokenizer, writer: ShardWriter, eval_fraction: float
+) -> None:
+    encoded = encode_documents(tokenizer, [document for _, document in batch])
+    for (side, _), document in zip(batch, encoded, strict=True):
+        if side != "both":
+            writer.add(side, document.tokens, document.marks)
+            continue
+        at = cut_inside(len(document.tokens), eval_fraction)
+        for name, part in (("train", slice(0, at)), ("eval", slice(at, None))):
+            if len(tokens := document.tokens[part]):
+                writer.add(name, tokens, None if document.marks is None else document.marks[part])

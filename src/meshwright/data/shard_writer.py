@@ -1,0 +1,191 @@
+"""Writing shards: documents go in one by one, the index comes last.
+
+The writer fills a folder that nobody reads yet (see ``stage``); it knows nothing of corpora or splits' rules.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.core.files import sync_path
+from meshwright.data.shards import (
+    INDEX_FILE,
+    SHARD_TOKENS,
+    SHARDS_VERSION,
+    SPLITS,
+    ShardEntry,
+    ShardIndex,
+    SplitEntries,
+    SplitEntry,
+    TokenizerEntry,
+)
+from meshwright.data.stage import storage_errors
+from meshwright.data.tokenizer import TOKENIZER_FILE, Tokenizer
+
+_BUFFER_BYTES = 1024**2
+
+
+class ShardWriter:
+    """Writes the splits of one prepared folder."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer,
+        shard_tokens: int = SHARD_TOKENS,
+        shown: Path | None = None,
+        marked: bool = False,
+    ) -> None:
+        """Begin an empty folder.
+
+        Args:
+            folder: An existing, empty folder.
+            tokenizer: What made the tokens; it is saved with them.
+            shard_tokens: Tokens in a shard, at most, unless one document is longer.
+            shown: The folder to name in errors, where ``folder`` is temporary.
+            marked: Whether documents come with marks, which say what belongs to answers.
+        """
+        self.prompt_tokens = 0
+        """Tokens so far that belong to prompts."""
+        self._folder = folder
+        self._shown = shown or folder
+        self._tokenizer = tokenizer
+        self._dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+        self._splits = {name: _SplitWriter(folder, name, shard_tokens, marked) for name in SPLITS}
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for split in self._splits.values():
+            split.abandon()
+
+    def add(self, split: str, tokens: npt.NDArray[Any], marks: npt.NDArray[np.uint8] | None = None) -> None:
+        """Append one document; its end is added here, and belongs to what the document ends with."""
+        document = np.empty(len(tokens) + 1, dtype=self._dtype)
+        document[:-1] = tokens
+        document[-1] = self._tokenizer.end_of_document
+        with storage_errors(self._shown):
+            self._splits[split].add(document, None if marks is None else np.append(marks, marks[-1:]))
+        if marks is not None:
+            self.prompt_tokens += len(document) - int(marks.sum()) - int(marks[-1])
+
+    def finish(self) -> ShardIndex:
+        """Close the last shards, flush everything to the device, and write the index."""
+        tokenizer = self._tokenizer
+        with storage_errors(self._shown):
+            train, held_out = (SplitEntry(shards=self._splits[name].finish()) for name in SPLITS)
+            index = ShardIndex(
+                version=SHARDS_VERSION,
+                dtype="uint16" if self._dtype.itemsize == 2 else "uint32",
+                tokenizer=TokenizerEntry(
+                    name=tokenizer.name,
+                    vocab_size=tokenizer.vocab_size,
+                    end_of_document=tokenizer.end_of_document,
+                    sha256=tokenizer.fingerprint(),
+                ),
+                splits=SplitEntries(train=train, eval=held_out),
+            )
+            tokenizer.save(self._folder)
+            sync_path(self._folder / TOKENIZER_FILE)
+            (self._folder / INDEX_FILE).write_bytes(index.to_bytes())
+            sync_path(self._folder / INDEX_FILE)
+        return index
+
+
+class _SplitWriter:
+    """The shards of one split; at most one is open."""
+
+    def __init__(self, folder: Path, name: str, shard_tokens: int, marked: bool) -> None:
+        self._folder = folder
+        self._name = name
+        self._shard_tokens = shard_tokens
+        self._marked = marked
+        self._done: list[ShardEntry] = []
+        self._file: _HashedFile | None = None
+        self._marks: _HashedFile | None = None
+        self._tokens = 0
+        self._starts = array("Q")
+
+    def add(self, document: npt.NDArray[Any], marks: npt.NDArray[np.uint8] | None) -> None:
+        assert (marks is not None) == self._marked, "all documents of a folder have marks, or none"
+        if self._file is not None and self._tokens + len(document) > self._shard_tokens:
+            self._close_shard()
+        if self._file is None:
+            self._file = _HashedFile(self._folder / f"{self._stem}.bin")
+            self._marks = _HashedFile(self._folder / f"{self._stem}.marks.u8") if self._marked else None
+            self._tokens, self._starts = 0, array("Q")
+        self._starts.append(self._tokens)
+        self._tokens += len(document)
+        self._file.write(document.tobytes())
+        if self._marks is not None and marks is not None:
+            self._marks.write(marks.astype(np.uint8).tobytes())
+
+    def finish(self) -> tuple[ShardEntry, ...]:
+        self._close_shard()
+        return tuple(self._done)
+
+    def abandon(self) -> None:
+        for file in (self._file, self._marks):
+            if file is not None:
+                with suppress(OSError):  # closing writes what is buffered, and the disk may be full
+                    file.close()
+        self._file = self._marks = None
+
+    @property
+    def _stem(self) -> str:
+        return f"{self._name}-{len(self._done):05d}"
+
+    def _close_shard(self) -> None:
+        if self._file is None:
+            return
+        for file in (self._file, self._marks):
+            if file is not None:
+                file.close()
+                sync_path(file.path)
+        starts = np.asarray(self._starts, dtype="<u8").tobytes()
+        documents_file = self._folder / f"{self._stem}.docs.u64"
+        documents_file.write_bytes(starts)
+        sync_path(documents_file)
+        entry = ShardEntry(
+            file=self._file.path.name,
+            tokens=self._tokens,
+            sha256=self._file.sha256,
+            documents_file=documents_file.name,
+            documents=len(self._starts),
+            documents_sha256=hashlib.sha256(starts).hexdigest(),
+            marks_file=self._marks.path.name if self._marks else None,
+            marks_sha256=self._marks.sha256 if self._marks else None,
+        )
+        self._file = self._marks = None
+        self._done.append(entry)
+
+
+class _HashedFile:
+    """A new file whose checksum is known when it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._digest = hashlib.sha256()
+        self._file = path.open("xb", buffering=_BUFFER_BYTES)
+
+    def write(self, data: bytes) -> None:
+        self._digest.update(data)
+        self._file.write(data)
+
+    def close(self) -> None:
+        self._file.close()
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()

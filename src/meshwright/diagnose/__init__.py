@@ -1,0 +1,1 @@
+"""Verdicts on failed or slow runs. No torch."""

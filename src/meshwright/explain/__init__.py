@@ -1,1 +1,0 @@
-"""Reads what a run promised and what it did, and says where they differ. No torch."""

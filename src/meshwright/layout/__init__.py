@@ -1,0 +1,1 @@
+"""Facts about a layout that the planner and the runtime share: axes, stages, shards, buckets. No torch."""

@@ -1,0 +1,55 @@
+"""The GEMMs of a training step: their shapes, and which run in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from meshwright.layout.loss_chunks import loss_chunk
+from meshwright.layout.parameters import (
+    multiplies_in_fp8,
+)
+from meshwright.spec.execution import keeps_copies
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
+
+Kind = Literal["forward", "input", "weight"]
+
+
+KINDS: tuple[Kind, ...] = ("forward", "input", "weight")
+
+
+class Linear(NamedTuple):
+    """A weight (columns x depth) that is applied to rows, so many times in a step."""
+
+    rows: int
+    columns: int
+    depth: int
+    times: int
+    again: bool = False
+    """Whether it is a block's: then full recomputation runs it once more, and 8 bits may do."""
+
+
+def list_linears(job: Job, model: DecoderModel, micro_batches: int) -> Iterator[Linear]:
+    """The linear layers of a step; those that read the same input are one where a run joins them."""
+    rows, layers = (job.layout.micro_batch or 1) * job.data.seq_len, micro_batches * model.num_layers
+    width, inner = model.hidden_size, model.ffn_size
+    joined = keeps_copies(job)
+    asked = [model.query_size, model.kv_size, model.kv_size]
+    entered = [inner, inner] if model.activation == "swiglu" else [inner]
+    for widths, bias in ((asked, model.attention_bias), (entered, model.ffn_bias)):
+        for columns in [sum(widths)] if joined and not bias else widths:
+            yield Linear(rows, columns, width, layers, again=True)
+    yield Linear(rows, width, model.query_size, layers, again=True)
+    yield Linear(rows, width, inner, layers, again=True)
+    chunk = min(rows, loss_chunk(job, model))
+    whole, rest = divmod(rows, chunk)
+    yield Linear(chunk, model.vocab_size, width, micro_batches * whole)
+    if rest:
+        yield Linear(rest, model.vocab_size, width, micro_batches)
+
+
+def is_scaled(job: Job, linear: Linear, kind: Kind) -> bool:
+    """Whether one of a linear layer's products is computed in 8 bits."""
+    in_fp8 = linear.again and multiplies_in_fp8(job, linear.columns, linear.depth)
+    return in_fp8 and (kind != "weight" or job.train.weight_gradients == "fp8")

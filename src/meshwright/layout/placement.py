@@ -1,0 +1,23 @@
+"""How far the ranks of an axis lie apart on the cluster: within a node, a rack, or across the spine."""
+
+from __future__ import annotations
+
+from meshwright.layout.axes import list_rank_groups
+from meshwright.layout.stages import TIED_AXIS
+from meshwright.layout.tensor_parallel import COPIES_AXIS
+from meshwright.spec.job import Job
+
+CONTAINING = {COPIES_AXIS: "tp", TIED_AXIS: "pp"}
+"""Axes whose ranks are some of another axis's."""
+
+
+def tier_of(job: Job, axis: str) -> str:
+    """The farthest that the first group of an axis reaches: ``node``, ``rack`` or ``spine``."""
+    layout, cluster = job.layout, job.cluster
+    last = layout.world_size - 1
+    if axis != "control":
+        last = list_rank_groups(layout, CONTAINING.get(axis, axis))[0][-1]
+    nodes = last // cluster.devices_per_node + 1
+    if nodes <= 1:
+        return "node"
+    return "rack" if nodes <= (cluster.nodes_per_rack or cluster.nodes) else "spine"

@@ -1,0 +1,1 @@
+"""Counts collectives, tracks live tensor memory and measures device speed."""

@@ -1,0 +1,1 @@
+"""The models: decoder, mixture of experts, ResNet, and their layers."""

@@ -1,0 +1,88 @@
+"""Initial weights: a function of (seed, parameter name), or of a Hugging Face folder; of nothing else.
+
+Not of rank, order, device or layout: whatever a rank keeps of a parameter, it is cut from the same whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.checkpoint.hf.weights import require_weights
+from meshwright.layout.parameters import list_parameters
+from meshwright.models.decoder import Decoder
+from meshwright.models.hf_parameters import HfParameters
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel, Model
+
+
+def parameter_seed(seed: int, name: str) -> int:
+    """The seed of one parameter's generator: 63 bits of a hash."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class WeightSource(Protocol):
+    """Where first values come from."""
+
+    def whole(self, name: str) -> Tensor:
+        """The first values of one parameter, all of them, in float32 on the CPU."""
+
+
+class DrawnWeights:
+    """Norms are one, biases zero, the rest is drawn, each parameter from a generator of its own.
+
+    Convolutions, which have four dims, are drawn as He et al. (2015) say, by the values that leave them.
+
+    Numbers are drawn on the CPU whatever the device, so that a run on GPUs starts from the same weights.
+    """
+
+    def __init__(self, model: Model, seed: int) -> None:
+        self._shapes = {parameter.name: parameter.shape for parameter in list_parameters(model)}
+        self._seed, self._std = seed, model.init_std
+
+    def whole(self, name: str) -> Tensor:
+        """A parameter's first values."""
+        return draw(name, self._shapes[name], self._seed, self._std)
+
+
+def find_weight_source(job: Job, from_hf: bool) -> WeightSource:
+    """Those of the folder ``model.hf``, which must have some, or drawn ones."""
+    if not from_hf:
+        return DrawnWeights(job.model, job.train.seed)
+    assert isinstance(job.model, DecoderModel), "only decoders come from Hugging Face"
+    return HfParameters(require_weights(job.model), job.model)
+
+
+@torch.no_grad()
+def fill(network: nn.Module, names: Iterable[str], weights: WeightSource, device: torch.device) -> None:
+    """Give parameters their first values; those that lie nowhere yet get their memory, too."""
+    for name in names:
+        values = weights.whole(name)
+        if network.get_parameter(name).is_meta:
+            owner, _, leaf = name.rpartition(".")
+            setattr(network.get_submodule(owner), leaf, nn.Parameter(values.to(device)))
+        else:
+            network.get_parameter(name).copy_(values)
+
+
+def draw(name: str, shape: Sequence[int], seed: int, std: float) -> Tensor:
+    """The initial values of one parameter, whole, on the CPU."""
+    if len(shape) == 1:
+        return torch.full(tuple(shape), 0.0 if name.endswith(".bias") else 1.0)
+    fan_out = shape[0] * math.prod(shape[2:])
+    spread = math.sqrt(2 / fan_out) if len(shape) == 4 else std
+    generator = torch.Generator().manual_seed(parameter_seed(seed, name))
+    return torch.empty(tuple(shape), dtype=torch.float32).normal_(0.0, spread, generator=generator)
+
+
+def tie(network: Decoder, job: Job) -> None:
+    """A tied head is the embedding, also where the embedding has just come to lie somewhere."""
+    tied = isinstance(job.model, DecoderModel) and job.model.tied_embeddings
+    if tied and network.last and hasattr(network, "embed"):
+        network.head.weight = network.embed.weight

@@ -1,0 +1,551 @@
+"""The kernels of :mod:`meshwright.models.kernels.fused`, in Triton: imported where there is a GPU, only then.
+
+Each is bound by memory, so each reads what it needs once, a row (or a tile) of a matrix to a program,
+computes in float32 and writes what comes out. How many warps share a row follows from its width: those of
+``benchmarks/one_device.py`` move at 3 to 4.2 TB/s on an H200, whose copies reach 4.3.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meshwright.models.kernels import fp8
+
+LARGEST, LEAST_AMAX = tl.constexpr(fp8.LARGEST), tl.constexpr(fp8.LEAST_AMAX)
+WARP_ELEMENTS = 256
+"""Of a row, what a warp works on."""
+THREADS = 1024
+"""Of a multiprocessor, where programs stay and go from row to row."""
+AHEAD_BLOCK = 4096
+"""Of rows that fill such a block a norm's way back loads the next one ahead, with half the warps: 126 us for
+146 with 3072 columns on an H200, but 167 for 161 with 2048. Two wider rows would not fit into registers."""
+GATE_BLOCK, GATE_BACKWARD_BLOCK = 2048, 8192
+AMAX_ROWS, AMAX_COLUMNS, AMAX_STEPS = 32, 128, 16
+"""What a program looks through for the largest of each column: so many tiles, one below the other."""
+WIDE_ROWS, WIDE_COLUMNS, WIDE_STEPS = 4, 512, 32
+"""The same of a pass that writes as well."""
+TILE_ROWS, TILE_COLUMNS = 64, 128
+"""Of a matrix that is turned."""
+
+
+def _warps(block: int, most: int = 16) -> int:
+    return max(1, min(most, block // WARP_ELEMENTS))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit
+def _clamp(x):
+    """Into the range of e4m3; what is no number stays none, for somebody to see."""
+    x = tl.maximum(x, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _store_row(values, row, cast_ptr, scale_ptr, at, there):
+    """Cast a whole row, and keep its scale."""
+    scale = tl.maximum(tl.max(tl.abs(values), 0), LEAST_AMAX) / LARGEST
+    tl.store(scale_ptr + row, scale)
+    tl.store(cast_ptr + at, _clamp(values / scale).to(cast_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _load_both(both_ptr, at, width, there):
+    """Gate and up, which lie beside each other."""
+    gate = tl.load(both_ptr + at, mask=there, other=0.0).to(tl.float32)
+    return gate, tl.load(both_ptr + at + width, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _gate_gradients(gate, up, grad):
+    """What the gate gave, and the gradients of gate and up."""
+    share = tl.sigmoid(gate)
+    swish = gate * share
+    return swish * up, grad * up * (share + swish * (1 - share)), grad * swish
+
+
+@triton.jit
+def _add_norm(
+    x_ptr,
+    delta_ptr,
+    weight_ptr,
+    total_ptr,
+    normal_ptr,
+    scale_ptr,
+    inverse_ptr,
+    width,
+    eps,
+    ADD: tl.constexpr,
+    CAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    there = columns < width
+    at = row * width + columns
+    x = tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(delta_ptr + at, mask=there, other=0.0).to(tl.float32)
+        rounded = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + at, rounded, mask=there)
+        x = rounded.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
+    tl.store(inverse_ptr + row, inverse)
+    weight = tl.load(weight_ptr + columns, mask=there, other=0.0).to(tl.float32)
+    normal = x * inverse * weight
+    if CAST:
+        _store_row(normal, row, normal_ptr, scale_ptr, at, there)
+    else:
+        tl.store(normal_ptr + at, normal.to(normal_ptr.dtype.element_ty), mask=there)
+
+
+def add_norm(
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    total: Tensor,
+    normal: Tensor,
+    scale: Tensor | None,
+    inverse: Tensor,
+    eps: float,
+) -> None:
+    """See ``kernels.add_norm``."""
+    rows, width = x.shape
+    block = triton.next_power_of_2(width)
+    _add_norm[(rows,)](
+        x,
+        delta,
+        weight,
+        total,
+        normal,
+        scale,
+        inverse,
+        width,
+        eps,
+        ADD=delta is not None,
+        CAST=scale is not None,
+        BLOCK=block,
+        num_warps=_warps(block, most=8),
+    )
+
+
+@triton.jit
+def _load_row(grad_ptr, total_ptr, beside_ptr, inverse_ptr, row, rows, at, there, BESIDE: tl.constexpr):
+    """What a row of a norm's way back reads; nothing behind the last one."""
+    there = there & (row < rows)
+    grad = tl.load(grad_ptr + at, mask=there, other=0.0)
+    x = tl.load(total_ptr + at, mask=there, other=0.0)
+    beside = tl.load(beside_ptr + at, mask=there, other=0.0) if BESIDE else x
+    return grad, x, beside, tl.load(inverse_ptr + row, mask=row < rows, other=0.0)
+
+
+@triton.jit
+def _norm_backward(
+    grad_ptr,
+    total_ptr,
+    inverse_ptr,
+    weight_ptr,
+    beside_ptr,
+    out_ptr,
+    low_ptr,
+    normal_ptr,
+    parts_ptr,
+    rows,
+    width,
+    BESIDE: tl.constexpr,
+    LOW: tl.constexpr,
+    NORMAL: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    columns = tl.arange(0, BLOCK)
+    there = columns < width
+    weight = tl.load(weight_ptr + columns, mask=there, other=0.0).to(tl.float32)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    at = program.to(tl.int64) * width + columns
+    apart = programs.to(tl.int64) * width
+    if AHEAD:
+        next_grad, next_x, next_beside, next_inverse = _load_row(
+            grad_ptr, total_ptr, beside_ptr, inverse_ptr, program, rows, at, there, BESIDE
+        )
+    for row in range(program, rows, programs):  # all is loaded before the sum over the row is waited for
+        if AHEAD:
+            grad, x, beside, inverse = next_grad, next_x, next_beside, next_inverse
+            next_grad, next_x, next_beside, next_inverse = _load_row(
+                grad_ptr, total_ptr, beside_ptr, inverse_ptr, row + programs, rows, at + apart, there, BESIDE
+            )
+        else:
+            grad, x, beside, inverse = _load_row(
+                grad_ptr, total_ptr, beside_ptr, inverse_ptr, row, rows, at, there, BESIDE
+            )
+        grad = grad.to(tl.float32)
+        unit = x.to(tl.float32) * inverse
+        sums += grad * unit
+        weighed = grad * weight
+        out = (weighed - unit * (tl.sum(weighed * unit, 0) / width)) * inverse
+        if BESIDE:
+            out += beside.to(tl.float32)
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=there)
+        if LOW:
+            tl.store(low_ptr + at, out.to(low_ptr.dtype.element_ty), mask=there)
+        if NORMAL:
+            tl.store(normal_ptr + at, (unit * weight).to(normal_ptr.dtype.element_ty), mask=there)
+        at += apart
+    tl.store(parts_ptr + program * width + columns, sums, mask=there)
+
+
+def norm_backward(
+    grad: Tensor,
+    total: Tensor,
+    inverse: Tensor,
+    weight: Tensor,
+    beside: Tensor | None,
+    out: Tensor,
+    low: Tensor | None,
+    normal: Tensor | None,
+) -> Tensor:
+    """See ``kernels.norm_backward``; returns the gradient of the weight."""
+    rows, width = grad.shape
+    block = triton.next_power_of_2(width)
+    ahead = block == AHEAD_BLOCK
+    warps = _warps(block, most=8 if ahead else 16)
+    programs = min(rows, _multiprocessors(grad.device) * max(1, THREADS // (32 * warps)))
+    parts = torch.empty(programs, width, dtype=torch.float32, device=grad.device)
+    _norm_backward[(programs,)](
+        grad,
+        total,
+        inverse,
+        weight,
+        beside,
+        out,
+        low,
+        normal,
+        parts,
+        rows,
+        width,
+        BESIDE=beside is not None,
+        LOW=low is not None,
+        NORMAL=normal is not None,
+        AHEAD=ahead,
+        BLOCK=block,
+        num_warps=warps,
+    )
+    return parts.sum(0)
+
+
+@triton.jit
+def _read_rows(table_ptr, tokens_ptr, out_ptr, words, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens_ptr + row).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    there = columns < width
+    known = (token >= 0) & (token < words)
+    x = tl.load(table_ptr + token * width + columns, mask=there & known, other=float("nan"))
+    tl.store(out_ptr + row * width + columns, x.to(out_ptr.dtype.element_ty), mask=there)
+
+
+def read_rows(table: Tensor, tokens: Tensor, out: Tensor) -> None:
+    """See ``kernels.read_rows``; a word that is not in the table has no number."""
+    rows, width = out.shape
+    block = triton.next_power_of_2(width)
+    warps = _warps(block, most=8)
+    _read_rows[(rows,)](table, tokens, out, len(table), width, BLOCK=block, num_warps=warps)
+
+
+@triton.jit
+def _add_rows(grad_ptr, tokens_ptr, table_ptr, words, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens_ptr + row).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    there = (columns < width) & (token >= 0) & (token < words)
+    grad = tl.load(grad_ptr + row * width + columns, mask=there, other=0.0).to(tl.float32)
+    tl.atomic_add(table_ptr + token * width + columns, grad, mask=there, sem="relaxed")
+
+
+def add_rows(grad: Tensor, tokens: Tensor, table: Tensor) -> None:
+    """See ``kernels.add_rows``; the table begins as zeros."""
+    rows, width = grad.shape
+    block = triton.next_power_of_2(width)
+    warps = _warps(block, most=8)
+    _add_rows[(rows,)](grad, tokens, table, len(table), width, BLOCK=block, num_warps=warps)
+
+
+@triton.jit
+def _turn(
+    in_ptr,
+    in_batch,
+    in_head,
+    in_token,
+    out_ptr,
+    out_token,
+    cos_ptr,
+    sin_ptr,
+    length,
+    HEADS: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    SIGN: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    batch, token = row // length, row % length
+    heads = tl.arange(0, HEAD_BLOCK).to(tl.int64)[:, None]
+    pairs = tl.arange(0, HALF)[None, :]
+    there = heads < HEADS
+    source = in_ptr + batch * in_batch + token * in_token + heads * in_head + pairs
+    first = tl.load(source, mask=there, other=0.0)
+    second = tl.load(source + HALF, mask=there, other=0.0)
+    if SIGN != 0:
+        cos = tl.load(cos_ptr + token * 2 * HALF + pairs)
+        sin = tl.load(sin_ptr + token * 2 * HALF + pairs) * SIGN
+        a, b = first.to(tl.float32), second.to(tl.float32)
+        first = (a * cos - b * sin).to(first.dtype)
+        second = (b * cos + a * sin).to(second.dtype)
+    target = out_ptr + row * out_token + heads * (2 * HALF) + pairs
+    tl.store(target, first, mask=there)
+    tl.store(target + HALF, second, mask=there)
+
+
+def turn(heads_BHTE: Tensor, out_NW: Tensor, column: int, cos: Tensor, sin: Tensor, sign: int) -> None:
+    """Write heads, turned, beside each other into columns of a matrix of tokens; they may lie there already.
+
+    Args:
+        heads_BHTE: Of any strides whose last is 1.
+        out_NW: Of rows one behind the other.
+        column: Where the first head goes.
+        cos: Of every position and pair, (T, E).
+        sin: Likewise.
+        sign: 1 forward, -1 back, 0 leaves them as they are.
+    """
+    batch, heads, length, size = heads_BHTE.shape
+    block = triton.next_power_of_2(heads)
+    _turn[(batch * length,)](
+        heads_BHTE,
+        heads_BHTE.stride(0),
+        heads_BHTE.stride(1),
+        heads_BHTE.stride(2),
+        out_NW[:, column:],
+        out_NW.stride(0),
+        cos,
+        sin,
+        length,
+        HEADS=heads,
+        HEAD_BLOCK=block,
+        HALF=size // 2,
+        SIGN=sign,
+        num_warps=_warps(block * size // 2, most=8),
+    )
+
+
+@triton.jit
+def _gate(both_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = columns < width
+    gate, up = _load_both(both_ptr, row * 2 * width + columns, width, there)
+    inner = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + row * width + columns, inner.to(out_ptr.dtype.element_ty), mask=there)
+
+
+def gate(both: Tensor, out: Tensor) -> None:
+    """See ``kernels.gate``."""
+    rows, width = out.shape
+    _gate[(rows, triton.cdiv(width, GATE_BLOCK))](both, out, width, BLOCK=GATE_BLOCK, num_warps=8)
+
+
+@triton.jit
+def _gate_cast(both_ptr, cast_ptr, scale_ptr, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    there = columns < width
+    gate, up = _load_both(both_ptr, row * 2 * width + columns, width, there)
+    inner = gate * tl.sigmoid(gate) * up
+    _store_row(inner, row, cast_ptr, scale_ptr, row * width + columns, there)
+
+
+def gate_cast(both: Tensor, cast: Tensor, scale: Tensor) -> None:
+    """See ``kernels.gate``."""
+    rows, width = cast.shape
+    block = triton.next_power_of_2(width)
+    _gate_cast[(rows,)](both, cast, scale, width, BLOCK=block, num_warps=_warps(block))
+
+
+@triton.jit
+def _gate_backward(both_ptr, grad_ptr, out_ptr, inner_ptr, width, INNER: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = columns < width
+    at = row * 2 * width + columns
+    gate, up = _load_both(both_ptr, at, width, there)
+    grad = tl.load(grad_ptr + row * width + columns, mask=there, other=0.0).to(tl.float32)
+    inner, to_gate, to_up = _gate_gradients(gate, up, grad)
+    kind = out_ptr.dtype.element_ty
+    if INNER:
+        tl.store(inner_ptr + row * width + columns, inner.to(kind), mask=there)
+    tl.store(out_ptr + at, to_gate.to(kind), mask=there)
+    tl.store(out_ptr + at + width, to_up.to(kind), mask=there)
+
+
+def gate_backward(both: Tensor, grad: Tensor, out: Tensor, inner: Tensor | None) -> None:
+    """See ``kernels.gate_backward``."""
+    rows, width = grad.shape
+    block = min(GATE_BACKWARD_BLOCK, triton.next_power_of_2(width))
+    grid, warps = (rows, triton.cdiv(width, block)), _warps(block)
+    _gate_backward[grid](both, grad, out, inner, width, INNER=inner is not None, BLOCK=block, num_warps=warps)
+
+
+@triton.jit
+def _gate_backward_amax(
+    both_ptr,
+    grad_ptr,
+    out_ptr,
+    inner_ptr,
+    out_amax_ptr,
+    inner_amax_ptr,
+    rows,
+    width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(0).to(tl.int64) * ROWS * STEPS + tl.arange(0, ROWS)
+    kind = out_ptr.dtype.element_ty
+    of_gate = tl.zeros((ROWS, COLUMNS), tl.float32)
+    of_up = tl.zeros((ROWS, COLUMNS), tl.float32)
+    of_inner = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in range(STEPS):
+        row = first + step * ROWS
+        there = (row < rows)[:, None] & (columns < width)[None, :]
+        at = row[:, None] * 2 * width + columns[None, :]
+        half = row[:, None] * width + columns[None, :]
+        gate, up = _load_both(both_ptr, at, width, there)
+        grad = tl.load(grad_ptr + half, mask=there, other=0.0).to(tl.float32)
+        inner, to_gate, to_up = _gate_gradients(gate, up, grad)
+        inner, to_gate, to_up = inner.to(kind), to_gate.to(kind), to_up.to(kind)
+        tl.store(inner_ptr + half, inner, mask=there)
+        tl.store(out_ptr + at, to_gate, mask=there)
+        tl.store(out_ptr + at + width, to_up, mask=there)
+        of_inner = tl.maximum(of_inner, tl.abs(inner.to(tl.float32)))
+        of_gate = tl.maximum(of_gate, tl.abs(to_gate.to(tl.float32)))
+        of_up = tl.maximum(of_up, tl.abs(to_up.to(tl.float32)))
+    there = columns < width
+    tl.atomic_max(inner_amax_ptr + columns, tl.max(of_inner, 0), mask=there, sem="relaxed")
+    tl.atomic_max(out_amax_ptr + columns, tl.max(of_gate, 0), mask=there, sem="relaxed")
+    tl.atomic_max(out_amax_ptr + width + columns, tl.max(of_up, 0), mask=there, sem="relaxed")
+
+
+def gate_backward_amax(
+    both: Tensor, grad: Tensor, out: Tensor, inner: Tensor, out_amax: Tensor, inner_amax: Tensor
+) -> None:
+    """See ``kernels.gate_backward_amax``; the largest begin as zeros."""
+    rows, width = grad.shape
+    grid = (triton.cdiv(rows, WIDE_ROWS * WIDE_STEPS), triton.cdiv(width, WIDE_COLUMNS))
+    _gate_backward_amax[grid](
+        both,
+        grad,
+        out,
+        inner,
+        out_amax,
+        inner_amax,
+        rows,
+        width,
+        ROWS=WIDE_ROWS,
+        COLUMNS=WIDE_COLUMNS,
+        STEPS=WIDE_STEPS,
+        num_warps=8,
+    )
+
+
+@triton.jit
+def _cast_rows(x_ptr, by_ptr, cast_ptr, scale_ptr, width, BY: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    there = columns < width
+    at = row * width + columns
+    x = tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32)
+    if BY:
+        x *= tl.load(by_ptr + columns, mask=there, other=0.0)
+    _store_row(x, row, cast_ptr, scale_ptr, at, there)
+
+
+def cast_rows(x: Tensor, by: Tensor | None, cast: Tensor, scale: Tensor) -> None:
+    """See ``kernels.cast_rows``."""
+    rows, width = x.shape
+    block = triton.next_power_of_2(width)
+    _cast_rows[(rows,)](
+        x, by, cast, scale, width, BY=by is not None, BLOCK=block, num_warps=_warps(block // 4)
+    )
+
+
+@triton.jit
+def _column_amax(
+    x_ptr, amax_ptr, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr
+):
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    best = tl.zeros((ROWS, COLUMNS), tl.float32)
+    first = tl.program_id(0).to(tl.int64) * ROWS * STEPS + tl.arange(0, ROWS)
+    for step in range(STEPS):
+        row = first + step * ROWS
+        there = (row < rows)[:, None] & (columns < width)[None, :]
+        x = tl.load(x_ptr + row[:, None] * width + columns[None, :], mask=there, other=0.0)
+        best = tl.maximum(best, tl.abs(x.to(tl.float32)))
+    tl.atomic_max(amax_ptr + columns, tl.max(best, 0), mask=columns < width, sem="relaxed")
+
+
+@triton.jit
+def _cast_columns(
+    x_ptr, amax_ptr, cast_ptr, scale_ptr, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    there = (r < rows)[:, None] & (c < width)[None, :]
+    x = tl.load(x_ptr + r.to(tl.int64)[:, None] * width + c[None, :], mask=there, other=0.0).to(tl.float32)
+    amax = tl.maximum(tl.load(amax_ptr + c, mask=c < width, other=1.0), LEAST_AMAX)
+    if tl.program_id(0) == 0:
+        tl.store(scale_ptr + c, amax / LARGEST, mask=c < width)
+    x = x / (amax / LARGEST)[None, :]
+    x = _clamp(x).to(cast_ptr.dtype.element_ty)
+    tl.store(cast_ptr + c.to(tl.int64)[None, :] * rows + r[:, None], x, mask=there)
+
+
+def column_amax(x: Tensor, amax: Tensor) -> None:
+    """See ``kernels.column_amax``; the largest begin as zeros."""
+    rows, width = x.shape
+    grid = (triton.cdiv(rows, AMAX_ROWS * AMAX_STEPS), triton.cdiv(width, AMAX_COLUMNS))
+    _column_amax[grid](
+        x, amax, rows, width, ROWS=AMAX_ROWS, COLUMNS=AMAX_COLUMNS, STEPS=AMAX_STEPS, num_warps=8
+    )
+
+
+def cast_columns(x: Tensor, amax: Tensor, cast: Tensor, scale: Tensor) -> None:
+    """See ``kernels.cast_columns``."""
+    rows, width = x.shape
+    grid = (triton.cdiv(rows, TILE_ROWS), triton.cdiv(width, TILE_COLUMNS))
+    _cast_columns[grid](x, amax, cast, scale, rows, width, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS, num_warps=4)
+
+
+@triton.jit
+def _cast_turned(x_ptr, scale_ptr, cast_ptr, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    there = (r < rows)[:, None] & (c < width)[None, :]
+    x = tl.load(x_ptr + r.to(tl.int64)[:, None] * width + c[None, :], mask=there, other=0.0).to(tl.float32)
+    x = x / tl.load(scale_ptr + r, mask=r < rows, other=1.0)[:, None]
+    x = _clamp(x).to(cast_ptr.dtype.element_ty)
+    tl.store(cast_ptr + c.to(tl.int64)[None, :] * rows + r[:, None], x, mask=there)
+
+
+def cast_turned(x: Tensor, scale: Tensor, cast: Tensor) -> None:
+    """See ``kernels.cast_turned``."""
+    rows, width = x.shape
+    grid = (triton.cdiv(rows, TILE_ROWS), triton.cdiv(width, TILE_COLUMNS))
+    _cast_turned[grid](x, scale, cast, rows, width, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS, num_warps=4)

@@ -1,0 +1,209 @@
+"""A mixture of experts: a router sends each token to some of many feed-forwards and adds up their answers.
+
+Tokens are sorted by expert, go through all experts in one grouped product a matrix, and come back weighed.
+Nothing is padded, and nothing is dropped unless the model has a capacity. The host learns one thing a layer:
+how many tokens each expert got.
+
+How tokens get to their experts is :attr:`MixtureOfExperts.dispatch`; here all experts are in this process.
+
+Shape suffixes: B sequences, T tokens of one, N tokens of this rank, D hidden, F inner width, E experts,
+K experts of a token, R rows that experts read (at most N x K).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from meshwright.models.feed_forward import build_feed_forward, gelu_form
+from meshwright.models.kernels.grouped_gemm import grouped_product
+from meshwright.models.norms import product_dtype
+from meshwright.models.routing import Choice, Router, Tokens
+from meshwright.spec.model import DecoderModel
+
+
+class ExpertProduct(nn.Module):
+    """One matrix of every expert that is held here, one below the other."""
+
+    shared_by = 1
+    """Ranks that hold the same bias, and whose results are added up."""
+
+    def __init__(self, experts: int, inner: int, outer: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts * outer, inner))
+        self.bias = nn.Parameter(torch.empty(experts * outer)) if bias else None
+
+    def forward(self, x_RI: Tensor, sizes: list[int]) -> Tensor:
+        """Each expert's rows times its matrix."""
+        dtype = product_dtype(x_RI)
+        bias = None if self.bias is None else _Portion.apply(self.bias, self.shared_by).to(dtype)
+        return grouped_product(x_RI.to(dtype), self.weight.to(dtype), bias, sizes)
+
+
+class Experts(nn.Module):
+    """The routed experts of a layer that are held here; each is a feed-forward as the model names it."""
+
+    gate: ExpertProduct
+    rows_read: int | None = None
+    """Rows of the newest forward pass, for whoever sets it to None before."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        super().__init__()
+        experts, width, inner = model.held_experts, model.hidden_size, model.held_expert_width
+        self.held = experts
+        self.gated, self.approximate = model.activation == "swiglu", gelu_form(model)
+        if self.gated:
+            self.gate = ExpertProduct(experts, width, inner, model.ffn_bias)
+        self.up = ExpertProduct(experts, width, inner, model.ffn_bias)
+        self.down = ExpertProduct(experts, inner, width, model.ffn_bias)
+
+    def forward(self, x_RD: Tensor, sizes: list[int]) -> Tensor:
+        """Each row through its expert.
+
+        Args:
+            x_RD: Rows, sorted by expert.
+            sizes: Rows of each held expert.
+        """
+        self.rows_read = len(x_RD)
+        if self.gated:
+            inner_RF = F.silu(self.gate(x_RD, sizes)) * self.up(x_RD, sizes)
+        else:
+            inner_RF = F.gelu(self.up(x_RD, sizes), approximate=self.approximate)
+        return self.down(inner_RF, sizes)
+
+
+Dispatch = Callable[[Tensor, Choice, Experts], Tensor]
+"""Brings tokens (N, D) to the experts of a choice, and what these answer back, weighed, (N, D)."""
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """A choice in the order of experts: the dropped ones, which go nowhere, come last."""
+
+    order_S: Tensor
+    """For each row of that order, which choice it is: token x K + slot; S = N x K."""
+    place_S: Tensor
+    """The other way round: where each choice has come to lie."""
+    sizes_E: Tensor
+    """Rows of each expert, int64."""
+    per_token: int
+    """Experts of a token: K."""
+
+    @classmethod
+    def of(cls, choice: Choice, num_experts: int) -> Sorted:
+        """Sort it; of one expert the rows stay in the order of tokens."""
+        expert_S = choice.experts_NK
+        if choice.kept_NK is not None:
+            expert_S = torch.where(choice.kept_NK, expert_S, num_experts)
+        expert_S = expert_S.flatten()
+        order_S, place_S = sort_stably(expert_S)
+        sizes = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert_S.device)
+        sizes.scatter_add_(0, expert_S, torch.ones_like(expert_S))
+        return cls(order_S, place_S, sizes[:num_experts], choice.experts_NK.shape[1])
+
+
+def sort_stably(numbers_S: Tensor) -> tuple[Tensor, Tensor]:
+    """The order that sorts them, and the other way round: where each comes to lie."""
+    order_S = numbers_S.argsort(stable=True)
+    index_S = torch.arange(len(order_S), dtype=torch.int64, device=order_S.device)
+    return order_S, torch.empty_like(order_S).scatter_(0, order_S, index_S)
+
+
+def spread(x_ND: Tensor, by_expert: Sorted, rows: int) -> Tensor:
+    """The first ``rows`` rows in the order of experts, a token once for each of its experts, (R, D)."""
+    return _Spread.apply(x_ND, by_expert.order_S[:rows], by_expert.place_S, by_expert.per_token)
+
+
+def gather(y_RD: Tensor, by_expert: Sorted, weights_NK: Tensor) -> Tensor:
+    """The answers in the order of experts back to their tokens, weighed and added up, (N, D)."""
+    y_SD = _Unsort.apply(y_RD, by_expert.order_S, by_expert.place_S)
+    y_NKD = y_SD.view(*weights_NK.shape, -1)
+    return torch.bmm(weights_NK.to(y_NKD.dtype).unsqueeze(1), y_NKD).squeeze(1)
+
+
+def dispatch_here(x_ND: Tensor, choice: Choice, experts: Experts) -> Tensor:
+    """Where this process holds all experts: sort, compute, bring back; nothing is sent."""
+    by_expert = Sorted.of(choice, experts.held)
+    sizes = by_expert.sizes_E.tolist()  # the one thing that the host waits for
+    y_RD = experts(spread(x_ND, by_expert, sum(sizes)), sizes)
+    return gather(y_RD, by_expert, choice.weights_NK)
+
+
+class MixtureOfExperts(nn.Module):
+    """The feed-forward of a block with experts."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        super().__init__()
+        self.router = Router(model)
+        self.experts = Experts(model)
+        self.shared = build_feed_forward(model, model.shared_width) if model.shared_width else None
+        self.tokens = Tokens()
+        self.dispatch: Dispatch = dispatch_here
+
+    def forward(self, x: Tensor, weights_B: Tensor | None = None) -> Tensor:
+        """Each token through its experts, and through the shared ones.
+
+        Args:
+            x: The stream.
+            weights_B: Each sequence's share of the batch; see :class:`Router`.
+        """
+        x_ND = self.tokens.own(x)
+        choice = self.router(x_ND, weights_B, self.tokens)
+        out = self.tokens.back(self.dispatch(x_ND, choice, self.experts), x)
+        return out if self.shared is None else out + self.shared(x)
+
+
+class _Portion(torch.autograd.Function):
+    """A rank's portion of what several add up; all of them see the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, ranks: int) -> Tensor:
+        return whole / ranks
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Spread(torch.autograd.Function):
+    """Copies each token to the rows of its experts; on the way back they are gathered, in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, order_R: Tensor, place_S: Tensor, per_token: int) -> Tensor:
+        ctx.save_for_backward(place_S)
+        ctx.per_token = per_token
+        return x_ND[order_R // per_token]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+        (place_S,) = ctx.saved_tensors
+        grad_SD = _fill(grad_RD, len(place_S))[place_S]
+        return grad_SD.view(-1, ctx.per_token, grad_RD.shape[1]).sum(1), None, None, None
+
+
+class _Unsort(torch.autograd.Function):
+    """Rows back to the order of choices; those of dropped ones are zero."""
+
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, order_S: Tensor, place_S: Tensor) -> Tensor:
+        ctx.save_for_backward(order_S)
+        ctx.rows = len(y_RD)
+        return _fill(y_RD, len(place_S))[place_S]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor | None, ...]:
+        (order_S,) = ctx.saved_tensors
+        return grad_SD[order_S[: ctx.rows]], None, None
+
+
+def _fill(rows_RD: Tensor, rows: int) -> Tensor:
+    """So many rows; zeros below those that are there."""
+    return rows_RD if len(rows_RD) == rows else F.pad(rows_RD, (0, 0, 0, rows - len(rows_RD)))

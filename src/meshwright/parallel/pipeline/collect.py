@@ -1,0 +1,40 @@
+"""Brings what one place of a pipeline has to the first one, where checkpoints are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.parallel.mesh import Ranks
+
+
+@torch.no_grad()
+def bring_home(
+    ranks: Ranks, holder: int, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]
+) -> Tensor:
+    """A tensor that one place has, at the first place; every pipeline does this on its own.
+
+    Args:
+        ranks: All of them.
+        holder: The place that has it.
+        shape: Its shape.
+        dtype: Its type.
+        make: Makes it, at its place.
+
+    Returns:
+        The tensor, at the first place and at its own; nothing of it elsewhere.
+    """
+    if ranks.place == holder:
+        tensor = make()
+        if holder:
+            sent = tensor.to(ranks.device).contiguous()
+            dist.send(sent, group=ranks.channel(holder, 0), group_dst=0)
+        return tensor
+    if ranks.place == 0:
+        tensor = torch.empty(shape, dtype=dtype, device=ranks.device)
+        dist.recv(tensor, group=ranks.channel(holder, 0), group_src=holder)
+        return tensor
+    return torch.empty(0, dtype=dtype, device=ranks.device)

@@ -1,0 +1,58 @@
+"""Live tensors of a rank while a checkpoint is written.
+
+All of the rank's state is there, with the gradients, bf16 weight copies and GEMM workspace that live from
+step to step. Tensors are brought together one at a time: a sharded one is gathered over its shards, then
+joined over ``tp`` or ``ep``, and is checked for values that are not finite (``run.session.take_snapshot``).
+"""
+
+from __future__ import annotations
+
+import math
+
+from meshwright.layout.axes import expert_axis, is_expert, state_axis
+from meshwright.layout.parameters import FLOAT32_BYTES, Parameter
+from meshwright.layout.stages import held_kinds
+from meshwright.layout.tensor_parallel import held_model, is_whole
+from meshwright.plan.memory.compiled import line_of_copies
+from meshwright.plan.memory.ledger import GPU_WORKSPACE_BYTES
+from meshwright.spec.execution import keeps_copies
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
+
+
+def predict_checkpoint(job: Job, pp_rank: int, state_on_device: int) -> int:
+    """The peak of live tensors on the ranks of a pipeline stage.
+
+    Args:
+        job: With its layout settled.
+        pp_rank: The stage's ranks.
+        state_on_device: Parameters, gradients and optimizer state that are not offloaded.
+    """
+    gathered = (_gathered_bytes(job, parameter) for parameter in held_kinds(job, pp_rank))
+    return state_on_device + _kept_bytes(job) + max(gathered, default=0)
+
+
+def _kept_bytes(job: Job) -> int:
+    """What lives from step to step beside the state."""
+    model, workspace = held_model(job), GPU_WORKSPACE_BYTES if job.cluster.device == "cuda" else 0
+    if not isinstance(model, DecoderModel) or not keeps_copies(job):
+        return workspace
+    return workspace + line_of_copies(job, model).bytes
+
+
+def _gathered_bytes(job: Job, parameter: Parameter) -> int:
+    """What bringing one tensor together holds beside the state."""
+    shards, parts = state_axis(job, parameter.name).size, _count_parts(job, parameter.name)
+    count = math.prod(parameter.shape)
+    held = count * FLOAT32_BYTES
+    rows = held + held // shards if shards > 1 else 0
+    joined = 2 * parts * held if parts > 1 else 0
+    finite = parts * count  # a byte for each element
+    return rows + joined + finite
+
+
+def _count_parts(job: Job, name: str) -> int:
+    """Over how many ranks of ``tp`` or ``ep`` a tensor is split."""
+    if is_expert(name):
+        return expert_axis(job.layout).size
+    return 1 if is_whole(name) else job.layout.tp

@@ -1,0 +1,400 @@
+"""What is near a layout: one table of changes, each priced by the exact prediction.
+
+Three questions have their answer here. A rule refuses the layout: which legal one is nearest
+(``spec.nearest`` names it), and what does it cost? The layout does not fit: which changes fit? It is
+recommended: what did each neighbour lose by? Changes that this version does not run are left out, unless the
+layout itself is one that can only be planned.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.core.errors import Problem
+from meshwright.core.units import format_bytes, format_seconds
+from meshwright.layout.text import overrides_from
+from meshwright.plan.estimate.grid import CONTEXTS, OFFLOADS, RECOMPUTES
+from meshwright.plan.memory.fit import usable_bytes
+from meshwright.plan.predict import (
+    Prediction,
+    does_fit,
+    is_exact,
+    predict,
+    predict_memory,
+    settle_layout,
+    share_of,
+)
+from meshwright.plan.search.enumerate import micro_batch_choices, virtual_stage_choices
+from meshwright.plan.search.find import By, score
+from meshwright.plan.search.runtimes import reach_of
+from meshwright.spec.job import Job
+from meshwright.spec.layout import AXES, V_SCHEDULES, Layout
+from meshwright.spec.legality.nearest import nearest_legal_layout
+from meshwright.spec.legality.table import find_problems, with_layout
+from meshwright.spec.model import DecoderModel, ResNetModel
+
+SAME = 1e-6
+"""Relative difference below which two steps, or two peaks, are the same."""
+MOST_REMEDIES = 3
+SHORTEST_SEQUENCE = 128
+LEAST_LESS = 0.1
+"""By how much less a change must need where the prediction said that there is room."""
+
+
+# --- The table of changes ---
+
+
+def list_changes(job: Job, layout: Layout) -> list[tuple[str, Layout]]:
+    """Legal layouts one change away: a degree doubled or halved, or one setting changed. Words, and layout.
+
+    A degree takes ranks from data parallelism, or gives them to it. Its micro-batch is left open where the
+    present one is not legal any more.
+    """
+    to_run = is_exact(with_layout(job, layout))
+    seen: set[Layout] = {_consistent(job, layout)}
+    found = []
+    for words, changed in _changes(job, layout):
+        settled = _consistent(job, changed)
+        if settled not in seen and not find_problems(with_layout(job, settled), to_run=to_run):
+            found.append((words, settled))
+        seen.add(settled)
+    return found
+
+
+def _changes(job: Job, layout: Layout) -> Iterator[tuple[str, Layout]]:
+    reach = reach_of(job)
+    for axis in ("tp", "pp", "cp"):
+        if axis in reach.axes:
+            yield from _moved_degree(layout, axis)
+    yield from _moved_data(layout)
+    if layout.pp > 1:
+        yield from _other_schedules(job, layout)
+    micro = layout.micro_batch or 1
+    values: dict[str, Sequence[Any]] = {
+        "ep": (layout.ep * 2, layout.ep // 2) if "ep" in reach.axes else (),
+        "etp": (1, layout.tp) if "etp" in reach.axes else (),
+        "zero": [stage for stage in reach.zeros if stage] if layout.zero else (),
+        "sequence_parallel": (not layout.sequence_parallel,),
+        "context": CONTEXTS if layout.cp > 1 else (),
+        "recompute": RECOMPUTES,
+        "offload": OFFLOADS if job.cluster.device == "cuda" else (),  # on CPUs all state is there already
+        "micro_batch": (micro * 2, micro // 2),
+    }
+    for key, options in values.items():
+        for value in options:
+            if value != getattr(layout, key) and (value != 0 or isinstance(value, bool)):
+                yield _words(layout, key, value), dataclasses.replace(layout, **{key: value})
+
+
+def _moved_data(layout: Layout) -> Iterator[tuple[str, Layout]]:
+    """Half the shards for twice the replicas, and the other way; all replicas as shards."""
+    for giver, taker in (("dp_shard", "dp_replicate"), ("dp_replicate", "dp_shard")):
+        if getattr(layout, giver) % 2 == 0:
+            changes = {giver: getattr(layout, giver) // 2, taker: getattr(layout, taker) * 2}
+            yield _words(layout, taker, changes[taker]), dataclasses.replace(layout, **changes)
+    if layout.dp_replicate > 1:
+        for stage in (1, 2, 3):
+            sharded = dataclasses.replace(layout, dp_replicate=1, dp_shard=layout.data_degree, zero=stage)
+            yield f"dp_shard={sharded.dp_shard} zero={stage} instead of replicas", sharded
+
+
+def _moved_degree(layout: Layout, axis: str) -> Iterator[tuple[str, Layout]]:
+    """An axis doubled at the cost of data parallelism, and halved in favour of it."""
+    degree = getattr(layout, axis)
+    for data in ("dp_shard", "dp_replicate"):
+        if getattr(layout, data) % 2 == 0:
+            changes = {axis: degree * 2, data: getattr(layout, data) // 2}
+            yield _words(layout, axis, degree * 2), dataclasses.replace(layout, **changes)
+            break
+    if degree % 2 == 0:
+        data = "dp_replicate" if layout.dp_replicate > 1 and layout.dp_shard == 1 else "dp_shard"
+        changes = {axis: degree // 2, data: getattr(layout, data) * 2}
+        yield _words(layout, axis, degree // 2), dataclasses.replace(layout, **changes)
+
+
+def _other_schedules(job: Job, layout: Layout) -> Iterator[tuple[str, Layout]]:
+    for name in reach_of(job).schedules:
+        if name != layout.schedule:
+            stages = 2 if name in V_SCHEDULES or name == "interleaved" else 1
+            changes: dict[str, Any] = {"schedule": name, "virtual_stages": stages}
+            yield _words(layout, "schedule", name), dataclasses.replace(layout, **changes)
+    if layout.schedule == "interleaved" and isinstance(job.model, DecoderModel):
+        for stages in virtual_stage_choices(job.model.num_layers, layout.pp):
+            if stages in (layout.virtual_stages * 2, layout.virtual_stages // 2):
+                words = _words(layout, "virtual_stages", stages)
+                yield words, dataclasses.replace(layout, virtual_stages=stages)
+
+
+def _words(layout: Layout, key: str, value: Any) -> str:
+    before = getattr(layout, key)
+    shown = str(value).lower() if isinstance(value, bool) else value
+    return f"{key}={shown}" if isinstance(before, bool) else f"{key}={shown} instead of {before}"
+
+
+def _consistent(job: Job, layout: Layout) -> Layout:
+    """Settings that a changed degree leaves without effect get their defaults; shards get a ZeRO stage."""
+    changes: dict[str, Any] = {}
+    if layout.tp == 1:
+        changes["sequence_parallel"] = False
+    if layout.pp == 1:
+        changes |= {"schedule": "1f1b", "virtual_stages": 1}
+    if layout.cp == 1:
+        changes["context"] = "ring"
+    if layout.dp_shard * layout.cp == 1:
+        changes["zero"] = 0
+    elif layout.dp_shard > 1 and layout.zero == 0:
+        changes["zero"] = 1
+    if layout.zero != 3:
+        changes["prefetch"] = 1
+    if layout.zero < 2:
+        changes["accumulate"] = "sharded"
+    if layout.micro_batch and layout.micro_batch > share_of(job, layout):
+        changes["micro_batch"] = share_of(job, layout)
+    return dataclasses.replace(layout, stage_layers=None, **changes)
+
+
+# --- Neighbours of a recommended layout ---
+
+
+def explain_neighbours(best: Prediction, by: By = "time") -> list[str]:
+    """A sentence for each neighbour that lost, those that do not fit first.
+
+    A changed degree may also take the largest micro-batch that fits, so that it loses for what it is and not
+    for a micro-batch that suited another.
+    """
+    told = []
+    for change, layout in list_changes(best.job, best.layout):
+        tries = [predict(best.job, layout)]
+        if any(getattr(layout, axis) != getattr(best.layout, axis) for axis in AXES):
+            open_ = settle_layout(best.job, dataclasses.replace(layout, micro_batch=None))
+            if open_.micro_batch != layout.micro_batch:
+                tries.append(predict(best.job, open_))
+        other = min(tries, key=lambda p: (not p.fits, score(by, p) if p.fits else p.needed_bytes))
+        words = change
+        if other.layout.micro_batch != best.layout.micro_batch and not change.startswith("micro_batch"):
+            words += f" (micro_batch={other.layout.micro_batch})"
+        told.append((other, f"{words}: {compare(best, other, by)}"))
+    told.sort(key=lambda pair: (pair[0].fits, score(by, pair[0])))
+    return [sentence for _, sentence in told]
+
+
+def compare(best: Prediction, other: Prediction, by: By = "time") -> str:
+    """What is worse with the other one: memory that is not there, or the parts that take longer."""
+    if not other.fits:
+        return other.shortage
+    change, more = other.step_s / best.step_s - 1, other.needed_bytes - best.needed_bytes
+    if abs(more) < SAME * best.needed_bytes and (by == "memory" or abs(change) < SAME):
+        return "the same time and memory" if abs(change) < SAME else f"the same memory, {change:+.1%} time"
+    if by == "memory" and more > 0:
+        return f"{format_bytes(more)} more memory"
+    if abs(change) < SAME:
+        return f"the same time, {format_bytes(abs(more))} {'more' if more > 0 else 'less'} memory"
+    if by == "memory":
+        return f"{format_bytes(-more)} less memory, {change:+.1%} time"
+    if change < 0:
+        devices = other.layout.world_size / best.layout.world_size
+        if by == "cost" and devices * (1 + change) > 1:
+            return f"{devices * (1 + change) - 1:.1%} more device time"
+        return f"{-change:.1%} faster, {format_bytes(other.needed_bytes)} per device, and less simple"
+    return f"{change:.1%} slower: {_describe_parts(best, other)}"
+
+
+def _describe_parts(best: Prediction, other: Prediction, most: int = 2) -> str:
+    """The parts that differ most, longer ones first."""
+    differences = part_differences(best, other)
+    large = sorted(differences.items(), key=lambda item: -item[1])
+    shown = [(name, value) for name, value in large if value > 0.02 * abs(large[0][1])][:most]
+    return ", ".join(f"{format_seconds(value)} more {name}" for name, value in shown)
+
+
+def part_differences(best: Prediction, other: Prediction) -> dict[str, float]:
+    """Seconds that each part of the other step takes beyond the best one's."""
+    here, there = best.time.parts, other.time.parts
+    names = [*here, *(name for name in there if name not in here)]
+    return {name: there.get(name, 0.0) - here.get(name, 0.0) for name in names}
+
+
+# --- Changes that fit ---
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change that fits, with its price."""
+
+    overrides: str
+    """To be pasted behind the job; they name the whole layout, so that nothing else is chosen again."""
+    needed_bytes: int
+    """Device memory, allocator and context included."""
+    step_s: float
+
+    @property
+    def price(self) -> str:
+        """In words."""
+        return f"{format_bytes(self.needed_bytes)} per device, {format_seconds(self.step_s)} per step"
+
+
+def room_to_plan_for(
+    needed_bytes: int, room_bytes: int, asked_bytes: int | None, live_bytes: int | None
+) -> int:
+    """What a change may need, after a rank ran out of memory.
+
+    What was there, or what the live tensors and the one asked for in vain came to: the rest was lost to the
+    allocator. Where less was predicted than that, something was not predicted: then less than predicted, by
+    what was asked for or a tenth.
+    """
+    reached = room_bytes if live_bytes is None else min(room_bytes, live_bytes + (asked_bytes or 0))
+    if needed_bytes > reached:
+        return reached
+    return needed_bytes - max(asked_bytes or 0, int(needed_bytes * LEAST_LESS))
+
+
+def cheapest_changes(job: Job, room_bytes: int | None = None, most: int = MOST_REMEDIES) -> list[Remedy]:
+    """Changes of the job's layout that fit; at most three, the fastest first.
+
+    Shorter sequences, which change what is trained, only where the layout has fewer than three.
+
+    Args:
+        job: With its layout settled, micro-batch included.
+        room_bytes: What a rank may need; the usable memory of the cluster's devices if left out.
+        most: How many.
+    """
+    room = usable_bytes(job.cluster) if room_bytes is None else room_bytes
+    found: dict[frozenset[str], Remedy] = {}
+    for changed in _list_lighter(job):
+        prediction = _largest_that_fits(job, changed, room)
+        if prediction is None:
+            continue
+        keys = _differences(job.layout, prediction.layout)
+        remedy = _remedy(job.layout, prediction)
+        if keys and (keys not in found or remedy.step_s < found[keys].step_s):
+            found[keys] = remedy
+    # A change that contains another one which fits by itself comes behind those that do not.
+    order = sorted(found, key=lambda keys: (any(other < keys for other in found), found[keys].step_s))
+    order = [keys for keys in order if not _is_idle(keys, found)]
+    best = sorted((found[keys] for keys in order[:most]), key=lambda remedy: remedy.step_s)
+    return best + _shorter(job, room)[: most - len(best)]
+
+
+def _is_idle(keys: frozenset[str], found: dict[frozenset[str], Remedy]) -> bool:
+    """Whether a part of a change fits by itself, and is no slower than all of it."""
+    return any(other < keys and found[other].step_s <= found[keys].step_s for other in found)
+
+
+def _list_lighter(job: Job) -> Iterator[Layout]:
+    """The layout itself, whose micro-batch is open, with one change, or with recomputation beside it."""
+    layout = dataclasses.replace(job.layout, stage_layers=None)
+    for changed in (layout, *(changed for _, changed in list_changes(job, layout))):
+        yield changed
+        for mode in RECOMPUTES[RECOMPUTES.index(changed.recompute) + 1 :]:
+            yield dataclasses.replace(changed, recompute=mode)  # type: ignore[arg-type]
+
+
+def _largest_that_fits(job: Job, layout: Layout, room_bytes: int) -> Prediction | None:
+    """With the largest micro-batch, up to the present one, with which it is legal and fits."""
+    if layout.world_size > job.cluster.world_size:
+        return None  # ranks that share a device share its memory
+    to_run = is_exact(job)
+    share = share_of(job, layout)
+    most = layout.micro_batch or share
+    tries = [
+        dataclasses.replace(layout, micro_batch=size) for size in micro_batch_choices(share) if size <= most
+    ]
+    legal = [tried for tried in tries if not find_problems(with_layout(job, tried), to_run=to_run)]
+
+    def needed(tried: Layout) -> int:
+        placed = with_layout(job, settle_layout(job, tried))
+        return predict_memory(placed, to_run).need.needed_bytes
+
+    fitting = bisect.bisect_right(legal, room_bytes, key=needed)
+    found = predict(job, legal[fitting - 1]) if fitting else None
+    return found if found is not None and does_fit(job, found.memory, room_bytes) else None
+
+
+def _differences(one: Layout, other: Layout) -> frozenset[str]:
+    names = [field.name for field in dataclasses.fields(Layout) if field.name != "stage_layers"]
+    return frozenset(name for name in names if getattr(one, name) != getattr(other, name))
+
+
+def _remedy(before: Layout, prediction: Prediction, also: str = "") -> Remedy:
+    named = overrides_from(before, prediction.layout) + also
+    return Remedy(named, prediction.needed_bytes, prediction.step_s)
+
+
+def _shorter(job: Job, room_bytes: int) -> list[Remedy]:
+    """The longest sequence that fits, of those that are halves."""
+    if isinstance(job.model, ResNetModel):
+        return []
+    length = job.data.seq_len // 2
+    while length >= SHORTEST_SEQUENCE:
+        short = with_seq_len(job, length)
+        if not find_problems(short, to_run=is_exact(job)):
+            prediction = predict(short, job.layout)
+            if does_fit(short, prediction.memory, room_bytes):
+                return [_remedy(job.layout, prediction, f" data.seq_len={length}")]
+        length //= 2
+    return []
+
+
+def with_seq_len(job: Job, seq_len: int) -> Job:
+    """The job with shorter sequences."""
+    return dataclasses.replace(job, data=dataclasses.replace(job.data, seq_len=seq_len))
+
+
+# --- The nearest legal layout ---
+
+
+@dataclass(frozen=True)
+class Near:
+    """A legal layout close to the one that was refused, with its price."""
+
+    runs: bool
+    """False: it can be planned only."""
+    overrides: str
+    prediction: Prediction
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        kind = "nearest layout that runs" if self.runs else "nearest legal layout"
+        found = self.prediction
+        price = f"{format_seconds(found.step_s)} per step, {format_bytes(found.needed_bytes)} per device"
+        fits = "" if found.fits else f"; {found.shortage}"
+        return f"{kind}: {self.overrides} (predicted {price}{fits})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        found = self.prediction
+        price = {"step_s": found.step_s, "needed_bytes": found.needed_bytes, "fits": found.fits}
+        return {"runs": self.runs, "layout": self.overrides, **price}
+
+
+def find_near(job: Job, problems: Sequence[Problem]) -> list[Near]:
+    """The nearest layout that runs, or else the nearest that can be planned; none if the layout is legal.
+
+    Args:
+        job: With the layout that was refused.
+        problems: The rules that it breaks.
+    """
+    runs = _priced(job, to_run=True)
+    if runs or not isinstance(job.model, DecoderModel):
+        return runs
+    codes = [problem.code for problem in problems if not problem.path.startswith("model.")]
+    never = codes and all(code.startswith("layout-") and not code.endswith("-not-built") for code in codes)
+    if not never or any(p.path.startswith("model.") for p in find_problems(job, to_run=False)):
+        return []  # such a model cannot even be planned
+    return _priced(job, to_run=False)
+
+
+def _priced(asked: Job, to_run: bool) -> list[Near]:
+    layout = nearest_legal_layout(asked, to_run)
+    job = with_layout(asked, layout)
+    if layout == asked.layout:
+        return []  # it is not the layout that is refused
+    if any(problem.code.startswith(("layout-", "model-")) for problem in find_problems(job, to_run)):
+        return []
+    prediction = predict(job, layout)
+    return [Near(to_run, overrides_from(asked.layout, prediction.layout), prediction)]

@@ -1,0 +1,181 @@
+"""Why a layout was chosen, in sentences: every automatic choice carries its reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from meshwright.core.units import format_seconds
+from meshwright.layout.lr_schedule import explain_lr
+from meshwright.layout.text import describe_layout
+from meshwright.plan.predict import Prediction
+from meshwright.plan.search.alternatives import compare, explain_neighbours
+from meshwright.plan.search.failure import NOT_BUILT
+from meshwright.plan.search.find import SIMPLER, Found, find_layouts, score
+from meshwright.plan.time.stages import part_costs
+from meshwright.spec.execution import explain_gradients
+from meshwright.spec.hf_config import notes_on
+from meshwright.spec.job import Job
+from meshwright.spec.layout import Layout
+from meshwright.spec.legality.table import find_problems
+from meshwright.spec.model import BATCH_NORM_NOTE, DecoderModel
+from meshwright.spec.train_defaults import explain_defaults
+
+MOST_LISTED = 12
+"""Stages whose layers are listed one by one."""
+MOST_OTHERS = 3
+"""Layouts of a short search that are compared one by one."""
+WORTH_IT, NO_GAIN = 0.5, 1.05
+"""Speed-up per device below which one device is worth a thought; speed-up below which there is none."""
+BEST = {
+    "time": "the shortest predicted step",
+    "cost": "the least device time per step",
+    "memory": "the least memory per rank",
+}
+
+
+def explain_choice(asked: Job, found: Found, neighbours: bool = False) -> list[str]:
+    """Why the best is best, why others are not, and what follows from it.
+
+    Args:
+        asked: The job as it was given, its layout perhaps open.
+        found: With at least one layout that fits.
+        neighbours: Whether layouts one change away are predicted and compared; else the next best are.
+    """
+    best = found.best[0]
+    if asked.layout.mode == "given":
+        reasons = [f"{describe_layout(best.layout)}: given in the job"]
+    else:
+        alone = _one_device(asked, best) if neighbours and found.by != "memory" else []
+        reasons = [_why(asked, found), *alone, *_others(found, neighbours)]
+    reasons += [*_explain_micro_batch(asked, best), *explain_stages(asked, best)]
+    return [*reasons, *_not_yet(best.job), *_notes(best.job, best.micro_batches)]
+
+
+def _why(asked: Job, found: Found) -> str:
+    best, devices = found.best[0], asked.cluster.world_size
+    count = f"{len(found.best):,} layout{'s' * (len(found.best) != 1)} that fit"
+    words = f"{describe_layout(best.layout)}: {BEST[found.by]} of {count}"
+    first = min(found.best, key=lambda p: score(found.by, p))
+    more = score(found.by, best) / score(found.by, first) - 1
+    if more > 1e-4:
+        margin = f"the simplest within {SIMPLER[asked.cluster.device]:.0%} of {BEST[found.by]}"
+        against = f"{more:+.2%} against {describe_layout(first.layout)}"
+        words = f"{describe_layout(best.layout)}: {margin} of {count} ({against})"
+    if best.layout.world_size == 1 < devices:
+        words += "; one device is enough, communication would cost more than it gives"
+    elif best.layout.world_size < devices:
+        words += f"; the other {devices - best.layout.world_size} devices would not help"
+    if best.layout.offload != "none" and found.by != "memory":
+        without = found.without_offload_s
+        slow = "nothing fits" if without is None else f"{format_seconds(without)}, recomputing everything"
+        words += f"; without offloading {slow}. {NOT_BUILT}"
+    return words
+
+
+def _others(found: Found, neighbours: bool) -> list[str]:
+    """Neighbours of the best; of a ResNet, which has replicas alone, the next best."""
+    best = found.best[0]
+    if neighbours and isinstance(best.job.model, DecoderModel):
+        return [f"not {sentence}" for sentence in explain_neighbours(best, found.by)]
+    return [
+        f"not {describe_layout(other.layout)}: {compare(best, other, found.by)}"
+        for other in found.best[1 : 1 + MOST_OTHERS]
+    ]
+
+
+def _one_device(asked: Job, best: Prediction) -> list[str]:
+    """A line where one device is not much slower than all that the best layout takes."""
+    devices = best.layout.world_size
+    if devices == 1 or not isinstance(asked.model, DecoderModel):
+        return []
+    open_ = dataclasses.replace(asked, layout=Layout())
+    alone = find_layouts(open_, {"offload": "none"}, 1, worlds=[1])
+    if not alone.best:
+        return []
+    times = alone.best[0].step_s / best.step_s
+    if times > max(WORTH_IT * devices, NO_GAIN):
+        return []
+    advice = "use one device" if times < NO_GAIN else "consider one device"
+    words = f"{describe_layout(alone.best[0].layout)} takes {format_seconds(alone.best[0].step_s)} per step"
+    return [f"{advice}: {words}; {devices} devices are {times:.2f} times as fast"]
+
+
+def _explain_micro_batch(asked: Job, best: Prediction) -> list[str]:
+    """The rule by which a micro-batch that a given layout leaves open was chosen."""
+    if asked.layout.mode != "given" or asked.layout.micro_batch is not None:
+        return []
+    rule = "largest size that fits with at least 2 micro-batches"
+    rule += " per stage" if best.layout.pp > 1 else ""
+    if best.micro_batches < 2 * best.layout.pp:
+        rule = "smallest size that leaves as many micro-batches as there can be"
+    if best.layout.schedule == "interleaved":
+        rule += ", in a multiple of layout.pp"
+    rule += " and divides a rank's share of the batch" if asked.mixes_samples else ""
+    return [f"micro_batch={best.layout.micro_batch}: {rule}"]
+
+
+def explain_stages(asked: Job, best: Prediction) -> list[str]:
+    """Why a pipeline's stages have the layers that they have, and its bubble."""
+    layout, planned = best.layout, best.time.pipeline
+    if planned is None:
+        return []
+    layers = _list_layers(layout.stage_layers or ())
+    if asked.layout.stage_layers is not None:
+        why = "given in the job"
+    else:
+        costs = part_costs(best.job)
+        head, embedding = costs.head_blocks, costs.embedding_blocks
+        why = f"the head costs as much as {head:.1f} layers"
+        why += f", the embedding as {embedding:.1f}" if embedding >= 0.1 else ""
+    name = layout.schedule_file or layout.schedule
+    return [
+        f"stages of {layers} layers: {why}",
+        f"{name} with {best.micro_batches} micro-batches: pp ranks are idle {planned.bubble:.1%} of the time",
+    ]
+
+
+def _list_layers(counts: Sequence[int]) -> str:
+    """The layers of each stage; runs of equal ones together where there are many."""
+    if len(counts) <= MOST_LISTED:
+        return ", ".join(map(str, counts))
+    runs = [(count, len(list(run))) for count, run in itertools.groupby(counts)]
+    return ", ".join(f"{times} x {count}" for count, times in runs)
+
+
+def _not_yet(job: Job) -> list[str]:
+    """A line where the layout is predicted and cannot be trained."""
+    codes = [problem.code for problem in find_problems(job)]
+    if not codes:
+        return []
+    return [f"planned only: train does not run it yet ({', '.join(codes)}); memory is estimated, not exact"]
+
+
+def _notes(job: Job, micro_batches: int) -> list[str]:
+    """What the choice implies for samples, positions, learning rate and precision."""
+    notes = []
+    padded = job.layout.data_degree * micro_batches * (job.layout.micro_batch or 1)
+    if padded > job.train.global_batch:
+        empty = padded - job.train.global_batch
+        notes.append(f"{empty} of {padded} samples per step are zero-weight padding: all ranks run alike")
+    if job.mixes_samples:
+        notes.append(BATCH_NORM_NOTE)
+    return [
+        *notes,
+        *explain_positions(job),
+        *explain_lr(job.train),
+        *explain_defaults(job.train),
+        *explain_gradients(job),
+        *notes_on(job.model),
+    ]
+
+
+def explain_positions(job: Job) -> list[str]:
+    """A warning where sequences are longer than what a model with rotary positions was made for."""
+    model, length = job.model, job.data.seq_len
+    if not isinstance(model, DecoderModel) or model.max_positions is None or length <= model.max_positions:
+        return []
+    known = f"model.max_positions={model.max_positions}, the longest sequence that the model knows"
+    unseen = "weights that were trained before have never seen the positions behind it"
+    return [f"warning: data.seq_len={length} is more than {known}: {unseen}"]

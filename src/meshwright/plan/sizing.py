@@ -1,0 +1,260 @@
+"""How many devices a deadline needs, what they cost, and what failures take.
+
+Failures are counted roughly: a cluster fails as often as its devices together; a checkpoint stops the run
+while it is written; Young's interval between checkpoints, sqrt(2 x write time x time between failures), keeps
+writing and lost work small together (Young 1974; Daly 2006 refines it where failures are frequent).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.core.errors import Problem, UserError
+from meshwright.core.units import format_bytes, format_seconds
+from meshwright.layout.parameters import count_parameters
+from meshwright.plan.predict import Prediction
+from meshwright.plan.search.find import find_layouts, with_cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
+from meshwright.spec.numbers import divisors
+
+ASSUMED_FAILURE_HOURS = 50_000.0
+"""Of one device: Llama 3's 419 unexpected interruptions in 54 days on 16,384 GPUs (Meta 2024)."""
+ASSUMED_STORAGE_BYTES_PER_S = 1e9
+"""For each node, where the cluster does not say."""
+RESTART_S = 600.0
+"""From a failure to the first step after it: noticing, starting, reading the checkpoint."""
+CHECKPOINT_BYTES = 12
+"""Of one parameter: float32 weights and two moments."""
+MOST_NODES = 16_384
+FEWEST_CHECKED = 4
+"""Layouts that are predicted exactly on one number of devices."""
+SIZE_S = 3.0
+"""Seconds of the search on one number of devices."""
+_UNITS = {"h": 3600.0, "d": 86_400.0, "w": 604_800.0}
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of `90d`, `12h` or `2w`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([hdw])", text.strip())
+    if match is None or float(match[1]) == 0:
+        rule, fix = "is not a duration", "Write hours, days or weeks, such as 12h, 90d or 2w"
+        raise UserError(Problem("plan-bad-deadline", rule, path="--deadline", value=text, fix=fix))
+    return float(match[1]) * _UNITS[match[2]]
+
+
+@dataclass(frozen=True)
+class Size:
+    """One number of devices with the best layout on them."""
+
+    devices: int
+    nodes: int
+    prediction: Prediction
+    wall_s: float
+    """The whole training, failures included."""
+    lost_share: float
+    """Of that, what checkpoints, lost work and restarts take."""
+    cost: float | None
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """Everything that was tried, and the answer."""
+
+    tokens: float
+    deadline_s: float
+    tried: tuple[Size, ...]
+    """By number of devices."""
+    answer: Size | None
+    """The fewest devices that keep the deadline."""
+    assumptions: tuple[str, ...]
+
+    @property
+    def fastest(self) -> Size:
+        """The shortest, whether it keeps the deadline or not; of equal ones the smallest."""
+        return min(self.tried, key=lambda size: (size.wall_s, size.devices))
+
+    def summary(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "tokens": self.tokens,
+            "deadline_s": self.deadline_s,
+            "devices": None if self.answer is None else self.answer.devices,
+            "nodes": None if self.answer is None else self.answer.nodes,
+            "wall_s": None if self.answer is None else self.answer.wall_s,
+            "cost": None if self.answer is None else self.answer.cost,
+            "lost_share": None if self.answer is None else self.answer.lost_share,
+            "tried": [
+                {
+                    "devices": size.devices,
+                    "step_s": size.prediction.step_s,
+                    "mfu": size.prediction.mfu,
+                    "wall_s": size.wall_s,
+                    "lost_share": size.lost_share,
+                    "cost": size.cost,
+                }
+                for size in self.tried
+            ],
+            "assumptions": list(self.assumptions),
+        }
+
+
+def lost_to_failures(job: Job, devices: int, nodes: int) -> float:
+    """Share of the time that checkpoints, work done twice and restarts take; 1 where nothing gets done."""
+    assert isinstance(job.model, DecoderModel), "sizing is for decoders"
+    cluster = job.cluster
+    between_s = (cluster.failure_hours or ASSUMED_FAILURE_HOURS) * 3600 / devices
+    rate = cluster.storage_bytes_per_s or ASSUMED_STORAGE_BYTES_PER_S * nodes
+    write_s = CHECKPOINT_BYTES * count_parameters(job.model) / rate
+    interval_s = math.sqrt(2 * write_s * between_s)
+    return min(1.0, write_s / interval_s + interval_s / (2 * between_s) + RESTART_S / between_s)
+
+
+def assumptions_of(job: Job) -> tuple[str, ...]:
+    """What the cluster does not say and what stood in for it."""
+    cluster, found = job.cluster, []
+    if cluster.failure_hours is None:
+        hours = f"cluster.failure_hours={ASSUMED_FAILURE_HOURS:g} for one device"
+        found.append(f"{hours} (as Llama 3 met on 16,384 GPUs)")
+    if cluster.storage_bytes_per_s is None:
+        found.append(f"checkpoints written at {format_bytes(ASSUMED_STORAGE_BYTES_PER_S)}/s by each node")
+    found.append(f"{format_seconds(RESTART_S)} from a failure to the next step")
+    found.append(f"{CHECKPOINT_BYTES} bytes of checkpoint a parameter, written while the run waits")
+    if cluster.cost_per_hour is None:
+        found.append("price unknown: set cluster.cost_per_hour")
+    return tuple(found)
+
+
+def size_cluster(
+    job: Job,
+    tokens: float,
+    deadline_s: float,
+    pins: dict[str, Any],
+    told: Callable[[int], None] = lambda devices: None,
+) -> Sizing:
+    """Double the devices until the deadline is kept or nothing is gained, then go back as far as it holds.
+
+    Args:
+        job: For a decoder; its number of nodes does not matter.
+        tokens: To train on.
+        deadline_s: For all of it.
+        pins: Keys of the layout that keep their value.
+        told: Called with each number of devices before it is searched.
+    """
+    per_node = job.cluster.devices_per_node
+    tried: dict[int, Size | None] = {}
+
+    def attempt(devices: int) -> Size | None:
+        if devices not in tried:
+            told(devices)
+            tried[devices] = _best_on(job, devices, tokens, pins)
+        return tried[devices]
+
+    answer: Size | None = None
+    gains = _Gains()
+    most = MOST_NODES if job.cluster.nic_bytes_per_s else 1
+    for devices in (*divisors(per_node), *(per_node * 2**power for power in range(1, 15))):
+        if devices > most * per_node:
+            break
+        size = attempt(devices)
+        if size is not None and size.wall_s <= deadline_s:
+            answer = size
+            break
+        if gains.ended(size):
+            break
+    if answer is not None and answer.devices > per_node:
+        answer = _refine(answer, attempt, deadline_s, per_node)
+    sizes = tuple(tried[n] for n in sorted(tried) if tried[n] is not None)
+    return Sizing(tokens, deadline_s, tuple(s for s in sizes if s), answer, assumptions_of(job))
+
+
+class _Gains:
+    """Notices when more devices no longer help: three doublings in a row without a shorter run."""
+
+    def __init__(self) -> None:
+        self._best, self._idle = math.inf, 0
+
+    def ended(self, size: Size | None) -> bool:
+        if size is None:
+            return False  # nothing fits yet
+        if size.wall_s < self._best * 0.99:
+            self._best, self._idle = size.wall_s, 0
+        else:
+            self._idle += 1
+        return self._idle >= 3
+
+
+def _refine(answer: Size, attempt: Callable[[int], Size | None], deadline_s: float, per_node: int) -> Size:
+    """Fewer nodes, in steps of a sixteenth: layouts need numbers with divisors, so not every one is tried."""
+    high = answer.devices // per_node
+    low, step = high // 2, max(1, high // 16)
+    while high - low > step:
+        middle = (low + high) // 2 // step * step
+        if middle in (low, high):
+            break
+        size = attempt(middle * per_node)
+        if size is not None and size.wall_s <= deadline_s:
+            answer, high = size, middle
+        else:
+            low = middle
+    return answer
+
+
+def _best_on(job: Job, devices: int, tokens: float, pins: dict[str, Any]) -> Size | None:
+    per_node = job.cluster.devices_per_node
+    nodes = max(1, devices // per_node)
+    resized = with_cluster(job, nodes=nodes, devices_per_node=min(devices, per_node))
+    found = find_layouts(resized, pins, FEWEST_CHECKED, worlds=[devices], budget_s=SIZE_S)
+    if not found.best:
+        return None
+    best = found.best[0]
+    steps = math.ceil(tokens / (job.train.global_batch * job.data.seq_len))
+    lost = lost_to_failures(resized, devices, nodes)
+    wall_s = steps * best.step_s / (1 - lost) if lost < 1 else math.inf
+    price = job.cluster.cost_per_hour
+    cost = None if price is None or math.isinf(wall_s) else price * devices * wall_s / 3600
+    return Size(devices, nodes, best, wall_s, lost, cost)
+
+
+def explain_size(sizing: Sizing, kind: str) -> list[str]:
+    """The answer in sentences."""
+    tokens, deadline = f"{sizing.tokens:.3g} tokens", format_days(sizing.deadline_s)
+    answer = sizing.answer
+    if answer is None:
+        fastest = sizing.fastest
+        short = f"no number of {kind} trains {tokens} in {deadline}: the shortest is "
+        short += f"{format_days(fastest.wall_s)} on {fastest.devices}; more do not help, because "
+        return [short + "train.global_batch is fixed"]
+    cost = "price unknown" if answer.cost is None else f"cost {format_cost(answer.cost)}"
+    lost = f"{answer.lost_share:.1%} lost to checkpoints and failures"
+    if answer.devices == 1:
+        return [
+            f"use one device: one {kind} trains {tokens} in {format_days(answer.wall_s)} ({cost}, {lost})"
+        ]
+    whole = f"{answer.devices} x {kind} ({answer.nodes} nodes) train {tokens} in "
+    return [f"{whole}{format_days(answer.wall_s)} of {deadline} ({cost}, {lost})"]
+
+
+def format_cost(cost: float) -> str:
+    """Whole units of the cluster's currency, with two places below a hundred of them."""
+    return f"{cost:,.0f}" if cost >= 100 else f"{cost:.2f}"
+
+
+def format_days(seconds: float) -> str:
+    """Days, hours below two of them, or less below two hours."""
+    if math.isinf(seconds):
+        return "for ever"
+    if seconds < 7200:
+        return format_seconds(seconds)
+    return f"{seconds / 86_400:.1f} days" if seconds >= 172_800 else f"{seconds / 3600:.1f} hours"
+
+
+def require_sizes(sizing: Sizing, sizes: Sequence[Size]) -> None:
+    """Refuse where no number of devices held the model at all."""
+    if not sizes:
+        rule = f"fits no number of devices up to {MOST_NODES} nodes"
+        raise UserError(Problem("plan-nothing-fits", rule, path="model"))

@@ -1,0 +1,1 @@
+"""Predicts the bytes and calls of every collective, one module per parallelism."""

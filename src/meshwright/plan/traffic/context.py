@@ -1,0 +1,73 @@
+"""What ranks that share sequences (``cp``) send each other in attention, written down without torch.
+
+With N tokens of a micro-batch on a rank, Q and K the widths of its query and key heads, e bytes of an operand
+(2 under bf16 and fp16, else 4), a block moves:
+
+=======  ======================================  =======================================================
+method   forward                                 backward
+=======  ======================================  =======================================================
+ring     cp - 1 sends of keys and values, 2 N K  cp - 1 of the same, and of their gradients, 2 N K 4 each
+         e each
+ulysses  2 all-to-alls: of N (Q + 2 K') e, of    the same two
+         N Q e
+=======  ======================================  =======================================================
+
+A block's keys and values go once round the ring; their gradients travel behind them, in float32, from the
+first rank that is not their own to the last, and home. Each of these sends is one for every lane: a ring
+sends heads in up to eight parts, so that attention can begin with what has arrived. Ulysses repeats key heads
+where there are fewer than ranks: K' is then the width of ``cp`` heads, else K.
+
+What recomputation repeats: ``full`` all of the forward pass; ``selective`` keeps what the ring's attention
+gave, and makes Ulysses' exchanges again.
+"""
+
+from __future__ import annotations
+
+from meshwright.layout.micro_batches import count_micro_batches
+from meshwright.layout.parameters import FLOAT32_BYTES, operand_bytes
+from meshwright.layout.ring_lanes import list_lanes
+from meshwright.layout.stages import held_parts
+from meshwright.layout.tensor_parallel import count_tokens, held_model
+from meshwright.plan.traffic.rows import Traffic
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
+
+
+def predict_context(job: Job, place: int) -> list[Traffic]:
+    """All that attention moves over ``cp`` on a rank at one place of the pipelines."""
+    blocks = sum(len(part.layers) for part in held_parts(job, place))
+    steps = blocks * count_micro_batches(job, job.train.global_batch)
+    evaluations = blocks * count_micro_batches(job, job.train.eval_samples)
+    if job.layout.context == "ulysses":
+        passes = 2 + (job.layout.recompute != "none")
+        return [_exchanges(job, "step", steps * passes), _exchanges(job, "eval", evaluations)]
+    ranks = job.layout.cp
+    return [
+        Traffic("cp", "send", "setup", ranks, 1, FLOAT32_BYTES),  # opens the way to the next rank
+        *_turns(job, "step", steps, backward=True),
+        *_turns(job, "eval", evaluations, backward=False),
+    ]
+
+
+def _turns(job: Job, phase: str, blocks: int, backward: bool) -> list[Traffic]:
+    """Keys and values round the ring, and their gradients."""
+    model, ranks = held_model(job), job.layout.cp
+    assert isinstance(model, DecoderModel), "the legality table cuts decoders only"
+    elements = 2 * count_tokens(job) * model.kv_size
+    turns = 1 + backward + (backward and job.layout.recompute == "full")
+    hops, lanes = blocks * (ranks - 1), len(list_lanes(model.num_kv_heads))
+    size = turns * elements * operand_bytes(job.train.precision)
+    rows = [Traffic("cp", "send", phase, ranks, hops * turns * lanes, hops * size)]
+    if backward:
+        rows.append(Traffic("cp", "send", phase, ranks, hops * lanes, hops * elements * FLOAT32_BYTES))
+    return rows
+
+
+def _exchanges(job: Job, phase: str, passes: int) -> Traffic:
+    """Ulysses: sequences for heads with queries, keys and values, and back with what attention gave."""
+    model, ranks = held_model(job), job.layout.cp
+    assert isinstance(model, DecoderModel), "the legality table cuts decoders only"
+    keys = model.head_size * max(model.num_kv_heads, ranks)
+    elements = count_tokens(job) * (2 * model.query_size + 2 * keys)
+    size = elements * operand_bytes(job.train.precision)
+    return Traffic("cp", "all_to_all", phase, ranks, 2 * passes, passes * size)

@@ -1,0 +1,69 @@
+"""Sums of whole gradients (ZeRO-0 and 1), bucket by bucket, and what ZeRO-1 then hands round.
+
+Every bucket is all-reduced once a step over the ranks that hold the same parameters; ZeRO-1 gathers what each
+of them has updated, a call a bucket, rows filled up. Routed experts that have axes of their own have their
+own buckets (``plan.axes``). One process, and experts that no other rank holds, call nothing.
+"""
+
+from __future__ import annotations
+
+from meshwright.layout.axes import (
+    dense_sum_axis,
+    expert_sum_axis,
+    experts_apart,
+    gradient_axis,
+    is_expert,
+    state_axis,
+    uses_ddp,
+)
+from meshwright.layout.fsdp_groups import padded_count
+from meshwright.layout.parameters import FLOAT32_BYTES, WIRE_BYTES, count_statistics
+from meshwright.layout.stages import count_buckets, held_parts, list_kinds
+from meshwright.plan.memory.snapshots import ALL_GRADIENTS, KeptGradients
+from meshwright.plan.traffic.rows import Traffic
+from meshwright.spec.job import Job
+
+INT32_BYTES = 4
+
+
+def predict_buckets(job: Job, place: int) -> list[Traffic]:
+    """All of them, of a rank at one place of the pipelines, and the statistics of batch norms."""
+    parts, apart = held_parts(job, place), experts_apart(job)
+    counts = [count_buckets(part.representative, apart, job.layout.bucket_mb) for part in parts]
+    kinds = list_kinds(parts)
+    rows = []
+    if uses_ddp(job):
+        rows.append(_fixed_buckets(job, sum(p.repeats for p in kinds), sum(map(sum, counts))))
+    for experts in (False, True):
+        buckets = sum(count[experts] for count in counts)
+        held = [p for p in kinds if (apart and is_expert(p.name)) is experts]
+        if not buckets:
+            continue
+        sums, shards = gradient_axis(job, held[0].name), state_axis(job, held[0].name)
+        if sums.size > 1:
+            size = sum(p.count for p in held) * WIRE_BYTES[job.compression.kind]
+            rows.append(Traffic(sums.name, "all_reduce", "step", sums.size, buckets, size))
+        if shards.size > 1:
+            size = sum(padded_count(p, shards.size) for p in held) * FLOAT32_BYTES
+            rows.append(Traffic(shards.name, "all_gather", "step", shards.size, buckets, size))
+    if (statistics := count_statistics(job.model)) and job.layout.dp_replicate > 1:
+        # Averaged at the end of a step, all in one call.
+        size = statistics * FLOAT32_BYTES
+        rows.append(Traffic("dp_replicate", "all_reduce", "step", job.layout.dp_replicate, 1, size))
+    return rows
+
+
+def kept_gradients(job: Job, micro_batches: int = 1) -> KeptGradients:
+    """Which gradients live through the whole step where they are not cut."""
+    if micro_batches > 1:
+        return ALL_GRADIENTS
+    if job.layout.zero >= 2:
+        return KeptGradients()
+    dense = dense_sum_axis(job.layout).size > 1
+    return KeptGradients(dense, expert_sum_axis(job.layout).size > 1 if experts_apart(job) else dense)
+
+
+def _fixed_buckets(job: Job, parameters: int, buckets: int) -> Traffic:
+    """DDP broadcasts its bucket assignment from rank 0: all indices and a count, then the sizes."""
+    axis = dense_sum_axis(job.layout)
+    return Traffic(axis.name, "broadcast", "setup", axis.size, 2, (parameters + 1 + buckets) * INT32_BYTES)

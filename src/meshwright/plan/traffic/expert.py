@@ -1,0 +1,108 @@
+"""What routed experts move: tokens to them and back, the counts that balance them, whole tensors for a save.
+
+With N tokens of a micro-batch on a rank, of which it routes n (its own run of N / tp), D hidden, E experts, k
+of them a token, B sequences, e bytes of an operand (2 under bf16 and fp16, else 4), a block moves:
+
+==========  =======================================================  =====================================
+axis        forward                                                  backward
+==========  =======================================================  =====================================
+``ep``      3 all-to-alls: split sizes E etp 8; rows to the experts  2 all-to-alls of n k D e etp
+            and back, n k D e etp each
+``tp``      without sequence parallelism 1 all-gather of N D e       the same
+``cp+tp``   balance loss: 1 all-reduce of B E 4; with a capacity     nothing
+            instead 1 all-gather of cp tp n k 8, the choices
+==========  =======================================================  =====================================
+
+Bytes are those of tokens that are all sent, as many as a rank sends itself: what really arrives is the
+router's choice. Each of the ``etp`` ranks that share an expert gets a row whole.
+
+Recomputation repeats all of the forward pass but a gather over ``tp`` that no shared experts follow: that is
+the last thing. An evaluation is a forward pass without the balance loss. For a checkpoint each tensor of
+experts that is dealt over ``ep`` is gathered, one call a tensor.
+"""
+
+from __future__ import annotations
+
+from meshwright.layout.axes import expert_axis, sequence_axis
+from meshwright.layout.micro_batches import count_micro_batches
+from meshwright.layout.optimizer_state import count_states
+from meshwright.layout.parameters import FLOAT32_BYTES, operand_bytes
+from meshwright.layout.stages import held_parts, saved_kinds
+from meshwright.layout.tensor_parallel import count_tokens, is_dealt
+from meshwright.plan.memory.feed_forward import INT64_BYTES
+from meshwright.plan.traffic.rows import Traffic
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
+from meshwright.spec.train_defaults import balance_coefficient
+
+
+def predict_experts(job: Job, place: int) -> list[Traffic]:
+    """All that routed experts move on a rank at one place of the pipelines, but for their gradients."""
+    blocks = sum(part.expert_layers for part in held_parts(job, place))
+    steps = blocks * count_micro_batches(job, job.train.global_batch)
+    evaluations = blocks * count_micro_batches(job, job.train.eval_samples)
+    again = 0 if job.layout.recompute == "none" else steps
+    followed = again if _model_of(job).shared_experts else 0
+    return [
+        *_routed_rows(job, "step", steps + again, backwards=steps),
+        *_routed_rows(job, "eval", evaluations, backwards=0),
+        *_gathered_tokens(job, "step", 2 * steps + followed),
+        *_gathered_tokens(job, "eval", evaluations),
+        *_looks(job, "step", steps + again, learning=True),
+        *_looks(job, "eval", evaluations, learning=False),
+        *_saves(job, place),
+    ]
+
+
+def _routed_rows(job: Job, phase: str, forwards: int, backwards: int) -> list[Traffic]:
+    """Split sizes, rows to the experts, rows back; on the way back the rows alone."""
+    model, axis = _model_of(job), expert_axis(job.layout)
+    if axis.size == 1:
+        return []
+    rows = _count_choices(job) * job.layout.etp
+    row_bytes = rows * model.hidden_size * operand_bytes(job.train.precision)
+    sizes = (model.num_experts or 0) * job.layout.etp * INT64_BYTES
+    calls, size = 3 * forwards + 2 * backwards, forwards * sizes + 2 * (forwards + backwards) * row_bytes
+    return [Traffic(axis.name, "all_to_all", phase, axis.size, calls, size)]
+
+
+def _gathered_tokens(job: Job, phase: str, times: int) -> list[Traffic]:
+    """All tokens again from each rank's own run of them: the results, and on the way back the gradients."""
+    layout = job.layout
+    if layout.tp == 1 or layout.sequence_parallel:
+        return []
+    size = count_tokens(job) * _model_of(job).hidden_size * operand_bytes(job.train.precision)
+    return [Traffic("tp", "all_gather", phase, layout.tp, times, times * size)]
+
+
+def _looks(job: Job, phase: str, times: int, learning: bool) -> list[Traffic]:
+    """What ranks must know of each other's tokens of the same sequences, for places and for balance."""
+    model, axis = _model_of(job), sequence_axis(job.layout)
+    if axis.size == 1:
+        return []
+    if model.capacity_factor is not None:
+        size = axis.size * _count_choices(job) * INT64_BYTES
+        return [Traffic(axis.name, "all_gather", phase, axis.size, times, times * size)]
+    if not learning or not balance_coefficient(job.train):
+        return []
+    size = (job.layout.micro_batch or 1) * (model.num_experts or 0) * FLOAT32_BYTES
+    return [Traffic(axis.name, "all_reduce", phase, axis.size, times, times * size)]
+
+
+def _saves(job: Job, place: int) -> list[Traffic]:
+    layout, axis, calls, elements = job.layout, expert_axis(job.layout), 0, 0
+    for parameter in saved_kinds(job, place, held_parts(job, place)):
+        if is_dealt(parameter.name, layout.ep, layout.etp):
+            tensors = 1 + count_states(parameter, job.train)
+            calls, elements = calls + tensors * parameter.repeats, elements + tensors * parameter.count
+    return [Traffic(axis.name, "all_gather", "save", axis.size, calls, elements * axis.size * FLOAT32_BYTES)]
+
+
+def _count_choices(job: Job) -> int:
+    """Rows that a rank sends in one forward pass: one for each expert that one of its tokens chose."""
+    return count_tokens(job) // job.layout.tp * (_model_of(job).experts_per_token or 1)
+
+
+def _model_of(job: Job) -> DecoderModel:
+    assert isinstance(job.model, DecoderModel), "only decoders have experts"
+    return job.model

@@ -1,0 +1,97 @@
+"""Collectives of FSDP (ZeRO-2 and 3) and the all-gathers of a checkpoint; see ``layout.fsdp_groups``."""
+
+from __future__ import annotations
+
+from meshwright.layout.axes import (
+    dense_shard_axis,
+    state_axis,
+)
+from meshwright.layout.fsdp_groups import Group, group_around, group_axis, group_block, padded_count
+from meshwright.layout.micro_batches import count_micro_batches
+from meshwright.layout.optimizer_state import count_states
+from meshwright.layout.parameters import (
+    FLOAT32_BYTES,
+    WIRE_BYTES,
+)
+from meshwright.layout.stages import (
+    held_parts,
+    saved_kinds,
+    schedule_of,
+)
+from meshwright.plan.traffic.rows import Traffic
+from meshwright.schedule.pipeline.actions import Kind
+from meshwright.spec.job import Job
+
+
+def predict_groups(job: Job, place: int) -> list[Traffic]:
+    """Stages 2 and 3: groups are gathered to be used, their gradients reduced and scattered."""
+    parts = [part.representative for part in held_parts(job, place)]
+    rows = []
+    for part in parts:
+        for layer, times in part.block_kinds:
+            rows += [row for group in group_block(part, layer) for row in _group_traffic(job, group, times)]
+        rows += [row for group in group_around(part) for row in _group_traffic(job, group, 1)]
+    if more := _count_lent_gathers(job, place, count_micro_batches(job, job.train.global_batch)):
+        axis, (around,) = dense_shard_axis(job.layout), group_around(parts[0])
+        size = around.gathered_bytes(axis.size, job.train.precision)
+        rows.append(Traffic(axis.name, "all_gather", "step", axis.size, more, more * size))
+    return rows
+
+
+def _group_traffic(job: Job, group: Group, groups: int) -> list[Traffic]:
+    """What so many alike groups move together."""
+    layout, axis = job.layout, group_axis(job, group)
+    micro_batches = count_micro_batches(job, job.train.global_batch)
+    evaluations = count_micro_batches(job, job.train.eval_samples) if group.block else 1
+    gathers = micro_batches * (2 if group.block else 1)
+    if layout.zero == 2:  # gathered until the last backward pass, or until the evaluation ends
+        gathers = evaluations = 1
+    reductions = 1 if layout.accumulate == "deferred" else micro_batches
+    gathered = groups * group.gathered_bytes(axis.size, job.train.precision)
+    reduced = groups * group.padded(axis.size) * WIRE_BYTES[job.compression.kind]
+    rows = []
+    if axis.size > 1:
+        rows = [
+            Traffic(axis.name, op, phase, axis.size, groups * times, times * size)
+            for op, phase, times, size in (
+                ("all_gather", "step", gathers, gathered),
+                ("all_gather", "eval", evaluations, gathered),
+                ("reduce_scatter", "step", reductions, reduced),
+            )
+        ]
+    if layout.dp_replicate > 1:
+        # Sums of micro-batches wait in float32 for their replicas; 16-bit ones would be rounded, and do not.
+        times = 1 if job.compression.kind == "none" else micro_batches
+        size = times * reduced // axis.size
+        rows.append(Traffic("dp_replicate", "all_reduce", "step", layout.dp_replicate, groups * times, size))
+    return rows
+
+
+def _count_lent_gathers(job: Job, place: int, micro_batches: int) -> int:
+    """How often ZeRO-3 gathers an embedding for the last stage, which uses the first one's.
+
+    It stays until the first stage's next backward pass; what is gathered for that one is counted with it.
+    """
+    parts = held_parts(job, place)
+    if job.layout.zero < 3 or not parts or not parts[-1].lent:
+        return 0
+    gathered, gathers, last = False, 0, parts[-1].stage
+    for kind, stage, _ in schedule_of(job, micro_batches).ranks[place]:
+        uses = (kind is Kind.FORWARD and stage in (0, last)) or (kind is Kind.BACKWARD and stage == 0)
+        if uses and not gathered:
+            gathered, gathers = True, gathers + 1
+        if kind is Kind.BACKWARD and stage == 0:
+            gathered = False
+    return gathers - micro_batches
+
+
+def predict_row_saves(job: Job, place: int) -> list[Traffic]:
+    """A checkpoint holds whole tensors: each that is cut is gathered, one call a tensor."""
+    rows = []
+    for parameter in saved_kinds(job, place, held_parts(job, place)):
+        axis = state_axis(job, parameter.name)
+        if axis.size > 1:
+            tensors = count_states(parameter, job.train) + (job.layout.zero >= 2)
+            size, calls = tensors * padded_count(parameter, axis.size), tensors * parameter.repeats
+            rows.append(Traffic(axis.name, "all_gather", "save", axis.size, calls, size * FLOAT32_BYTES))
+    return rows

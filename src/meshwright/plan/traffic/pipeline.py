@@ -1,0 +1,77 @@
+"""What a pipeline sends between its stages, written down without torch.
+
+With N tokens of a micro-batch on a rank (N / tp with sequence parallelism) and D hidden, a stage hands
+N x D x 4 bytes of the residual stream to the stage behind it in every forward pass, and as many of its
+gradient to the stage before it in every backward pass. Stages on the same rank hand over without a call.
+Sends are counted, on the rank that sends; receives are not.
+
+A tied head on another rank than the embedding has a copy: the gradients of both are added up once a step.
+For a checkpoint every other place sends to the first what that does not have, whole, one call a tensor.
+"""
+
+from __future__ import annotations
+
+from meshwright.layout.fsdp_groups import held_count
+from meshwright.layout.micro_batches import count_micro_batches
+from meshwright.layout.optimizer_state import STEP_COUNT, rule_of, state_keys
+from meshwright.layout.parameters import FLOAT32_BYTES, residual_bytes
+from meshwright.layout.stages import (
+    TIED_AXIS,
+    TIED_NAME,
+    borders_of,
+    find_tied_places,
+    held_kinds,
+    saved_kinds,
+    whole_parts,
+)
+from meshwright.layout.tensor_parallel import count_tokens
+from meshwright.plan.traffic.rows import Traffic
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
+
+
+def handed_bytes(job: Job) -> int:
+    """What one stage hands to the next for one micro-batch."""
+    assert isinstance(job.model, DecoderModel), "the legality table cuts decoders only"
+    layout = job.layout
+    tokens = count_tokens(job)
+    resident = tokens // layout.tp if layout.sequence_parallel else tokens
+    return resident * job.model.hidden_size * residual_bytes(job.train)
+
+
+def predict_pipeline(job: Job, place: int) -> list[Traffic]:
+    """All that a rank at a place sends over ``pp``."""
+    forward, backward, targets = borders_of(job, place)
+    steps = count_micro_batches(job, job.train.global_batch) * (forward + backward)
+    evaluations = count_micro_batches(job, job.train.eval_samples) * forward
+    ranks, size = job.layout.pp, handed_bytes(job)
+    return [
+        # It begins with one number to each rank that it sends to.
+        Traffic("pp", "send", "setup", ranks, targets, targets * FLOAT32_BYTES),
+        Traffic("pp", "send", "step", ranks, steps, steps * size),
+        Traffic("pp", "send", "eval", ranks, evaluations, evaluations * size),
+        *_tied_traffic(job, place),
+        _save_traffic(job, place),
+    ]
+
+
+def _tied_traffic(job: Job, place: int) -> list[Traffic]:
+    """The two copies of an embedding, as the ranks of both hold its gradient."""
+    if len(find_tied_places(job)) < 2:
+        return []
+    return [
+        Traffic(TIED_AXIS, "all_reduce", "step", 2, 1, held_count(job, p) * FLOAT32_BYTES)
+        for p in held_kinds(job, place)
+        if p.name == TIED_NAME
+    ]
+
+
+def _save_traffic(job: Job, place: int) -> Traffic:
+    """Parameters and optimizer state of a place that is not the first, not cut by any axis."""
+    calls = elements = 0
+    for parameter in saved_kinds(job, place, whole_parts(job, place)) if place else ():
+        keys = state_keys(rule_of(parameter.name, len(parameter.shape), job.train), job.train)
+        calls += parameter.repeats * (1 + len(keys))
+        sizes = [parameter.repeats if key == STEP_COUNT else parameter.count for key in keys]
+        elements += parameter.count + sum(sizes)
+    return Traffic("pp", "send", "save", job.layout.pp, calls, elements * FLOAT32_BYTES)

@@ -1,0 +1,1 @@
+"""Tables, plots, HTML pages and experiment trackers, made from the events of a run. No torch."""

@@ -1,0 +1,134 @@
+"""Everything that a run's folder remembers, over all attempts: the curves and who wrote them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshwright.audit.event_scan import Attempt, Scan, scan_events
+from meshwright.audit.record import events_of_a_run
+from meshwright.core.events import EVENTS_FILE, Event
+from meshwright.report.plot import Series
+
+NOT_CURVES = frozenset({"v", "event", "time", "rank", "generation", "step", "tokens", "step_s"})
+"""Fields of a step that are its name and size, or that another field says better."""
+MISSING = float("nan")
+
+
+@dataclass
+class Curves:
+    """The figures of one attempt, by field; as long as its steps, NaN where a step has none."""
+
+    steps: array[float] = field(default_factory=lambda: array("d"))
+    values: dict[str, array[float]] = field(default_factory=dict)
+    evaluations: list[tuple[float, float]] = field(default_factory=list)
+    without_targets: set[float] = field(default_factory=set)
+    """Steps that have no loss because they had nothing to learn."""
+
+    def feed(self, event: Event) -> None:
+        """Take in a step or an evaluation."""
+        step = event.get("step")
+        if not isinstance(step, int):
+            return
+        if event["event"] == "eval":
+            self.evaluations.append((float(step), as_number(event.get("loss"))))
+            return
+        before = len(self.steps)
+        self.steps.append(float(step))
+        if event.get("tokens") == 0:
+            self.without_targets.add(float(step))
+        for name, value in event.items():
+            if name not in NOT_CURVES and (value is None or isinstance(value, int | float)):
+                if name not in self.values:
+                    self.values[name] = array("d", [MISSING] * before)
+                self.values[name].append(as_number(value))
+        for series in self.values.values():
+            if len(series) == before:
+                series.append(MISSING)
+
+
+@dataclass
+class History:
+    """All attempts at a run, oldest first."""
+
+    attempts: list[Attempt] = field(default_factory=list)
+    curves: list[Curves] = field(default_factory=list)
+    unreadable: int = 0
+
+    @property
+    def newest(self) -> Attempt:
+        """The attempt that is judged."""
+        return self.attempts[-1] if self.attempts else Attempt(0)
+
+    def fields(self) -> list[str]:
+        """Names of everything that has at least one finite value, in the order of the events."""
+        names = dict.fromkeys(name for curves in self.curves for name in curves.values)
+        return [
+            n for n in names if any(map(math.isfinite, (v for c in self.curves for v in c.values.get(n, ()))))
+        ]
+
+    def series(self, name: str, label: str, style: int = 0) -> Series:
+        """The curve of a field, an attempt a segment."""
+        segments = [tuple(zip(c.steps, c.values[name], strict=True)) for c in self.curves if name in c.values]
+        return Series(label, tuple(segments), style)
+
+    def evaluations(self, label: str, style: int = 1) -> Series:
+        """The held-out loss, an attempt a segment."""
+        return Series(label, tuple(tuple(c.evaluations) for c in self.curves if c.evaluations), style)
+
+    def restarts(self) -> tuple[tuple[float, str], ...]:
+        """Where the later attempts began, with a name each."""
+        places = []
+        for number, attempt in enumerate(self.attempts[1:], start=1):
+            at = attempt.resumed_at or 0
+            places.append((float(at), f"restart {number} at step {at}"))
+        return tuple(places)
+
+    def not_finite(self) -> tuple[tuple[float, str], ...]:
+        """Where the loss of an attempt was not finite for the first time, with a name each."""
+        places = []
+        for curves in self.curves:
+            found = (
+                s
+                for s, y in zip(curves.steps, curves.values.get("loss", ()), strict=False)
+                if not math.isfinite(y) and s not in curves.without_targets
+            )
+            places += [(step, f"loss not finite at step {step:.0f}") for step in itertools.islice(found, 1)]
+        return tuple(places)
+
+    def steps(self) -> tuple[float, float] | None:
+        """The first and the last step of all attempts."""
+        found = [step for curves in self.curves for step in curves.steps]
+        found += [step for curves in self.curves for step, _ in curves.evaluations]
+        return (min(found), max(found)) if found else None
+
+
+def as_number(value: object) -> float:
+    """A figure of an event; what JSON could not say is NaN."""
+    return float(value) if isinstance(value, int | float) else MISSING
+
+
+def read_history(run_dir: Path) -> History:
+    """Read a run's events once."""
+    path = run_dir / EVENTS_FILE
+    history, scan = History(), Scan()
+    with events_of_a_run(run_dir):
+        for event in scan_events(path, scan):
+            _take(history, event)
+    history.unreadable = scan.unreadable
+    return history
+
+
+def _take(history: History, event: Event) -> None:
+    generation = event.get("generation", 0)
+    if not history.attempts or generation > history.newest.generation:
+        history.attempts.append(Attempt(generation))
+        history.curves.append(Curves())
+    if generation != history.newest.generation:
+        return  # a line that was moved by hand: no attempt of its own
+    history.newest.feed(event)
+    if event.get("rank") == 0 and event["event"] in ("step", "eval"):
+        history.curves[-1].feed(event)

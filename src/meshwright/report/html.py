@@ -1,0 +1,301 @@
+"""The report as one HTML page: no script, no other file, light and dark, and it prints.
+
+Everything that comes from files passes ``escape``; the page's policy forbids scripts and loading anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from meshwright import __version__
+from meshwright.audit.compare import CollectiveRow, StateRow
+from meshwright.core.errors import Problem, UserError
+from meshwright.core.files import replace_text
+from meshwright.core.units import format_bytes
+from meshwright.report.plot import STYLE, Chart, draw_svg
+from meshwright.report.run_report import RunReport
+from meshwright.report.stage_table import STAGE_COLUMNS, stage_cells
+from meshwright.report.timeline import MOST_BARS, draw_pair_svg
+
+MOST_OPEN = 20
+"""Further rows of a table with rows for each rank wait behind a click."""
+
+MOST_EXPERTS = 16
+"""Of a layer with more experts the first ones are listed."""
+
+PAGE_STYLE = """
+:root { color-scheme: light dark; }
+body { margin: 0 auto; max-width: 76rem; padding: 1.5rem; font: 15px/1.5 system-ui, sans-serif;
+  color: #16191d; background: #ffffff; }
+h1 { font-size: 1.6rem; margin: 0 0 .3rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
+.badge { display: inline-block; padding: .1rem .6rem; border-radius: 1rem; font-size: .85rem;
+  font-weight: 600; border: 1px solid currentColor; vertical-align: .2rem; white-space: nowrap; }
+.good { color: #1b6a3f; } .bad { color: #a82418; } .open { color: #7a5200; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2rem; margin: 1rem 0; }
+dt { color: #59616b; } dd { margin: 0; overflow-wrap: anywhere; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .9rem; }
+th, td { padding: .25rem .8rem .25rem 0; text-align: left; }
+th { font-weight: 600; border-bottom: 1px solid #8a919b; } td { border-bottom: 1px solid #e3e6ea; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(26rem, 100%), 1fr)); gap: 1rem; }
+.charts svg { width: 100%; height: auto; } figure svg { max-width: 100%; min-width: 52rem; height: auto; }
+figure { margin: 0 0 1rem; overflow-x: auto; }
+li { overflow-wrap: anywhere; } summary { cursor: pointer; margin: .5rem 0; }
+pre { background: #f3f5f7; padding: .8rem 1rem; overflow-x: auto; font-size: .85rem; border-radius: .3rem; }
+footer { margin-top: 2.5rem; color: #59616b; font-size: .85rem; }
+@media (prefers-color-scheme: dark) { @media screen {
+body { color: #e4e7eb; background: #16191d; } dt, footer { color: #a2a9b2; }
+.good { color: #69c592; } .bad { color: #ff8d80; } .open { color: #f0c060; }
+td { border-color: #30363e; } pre { background: #20252b; }
+} }
+@media print { body { max-width: none; padding: 0; font-size: 11px; color-scheme: light; }
+figure svg { min-width: 0; } figure { overflow: visible; }
+figure, svg, tr { break-inside: avoid; } h2 { break-after: avoid; } .wide, pre { overflow: visible; }
+pre { white-space: pre-wrap; } details::details-content { content-visibility: visible; display: block; } }
+"""
+
+BADGES = {"complete": "good", "failed": "bad"}
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def draw_page(report: RunReport) -> str:
+    """The whole page."""
+    name = report.run_dir.resolve().name
+    parts = [
+        "<!DOCTYPE html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(name)}: {escape(report.status)}</title>",
+        f"<style>{PAGE_STYLE}{STYLE}</style></head><body>",
+        _head(report, name),
+        *_warnings(report),
+        *_curves(report),
+        *_experts(report),
+        *_pipeline(report),
+        *_memory(report),
+        *_audit(report),
+        *_attempts(report),
+        *_notes(report),
+        f"<h2>Job</h2><pre>{escape(report.job_text())}</pre>",
+        f"<footer>Written by meshwright {escape(__version__)} from {escape(str(report.run_dir))}</footer>",
+        "</body></html>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def write_page(report: RunReport, path: Path) -> None:
+    """Write the page; a reader never sees half of one."""
+    try:
+        replace_text(path, draw_page(report))
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror or error}"
+        fix = "Name another file with -o"
+        raise UserError(Problem("report-not-writable", rule, path=str(path), fix=fix)) from None
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
+    """A table; every cell is escaped, except for what this module itself marks with ``_badge``."""
+    heads = "".join(f"<th{_right(i, numbers)}>{escape(c)}</th>" for i, c in enumerate(columns))
+    lines = [f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>']
+    for row in rows:
+        cells = "".join(f"<td{_right(i, numbers)}>{_cell(c)}</td>" for i, c in enumerate(row))
+        lines.append(f"<tr>{cells}</tr>")
+    return "\n".join([*lines, "</tbody></table></div>"])
+
+
+class _Badge(str):
+    """Text that is HTML already: a word of ours in a colour."""
+
+    __slots__ = ()
+
+
+def _badge(text: str, kind: str) -> _Badge:
+    return _Badge(f'<span class="{kind}">{escape(text)}</span>')
+
+
+def _cell(text: str) -> str:
+    return text if isinstance(text, _Badge) else escape(text)
+
+
+def _right(index: int, numbers: Sequence[int]) -> str:
+    return ' class="n"' if index in numbers else ""
+
+
+def _head(report: RunReport, name: str) -> str:
+    kind = BADGES.get(report.status, "open")
+    badge = f'<span class="badge {kind}">{escape(report.status)}</span>'
+    if report.audited:
+        kept = report.verdict.ok
+        word, kind = ("audit ok", "good") if kept else ("audit differs", "bad")
+        if not report.verdict.measured:
+            word, kind = "not measured", "open"
+        badge += f' <span class="badge {kind}">{word}</span>'
+    pairs = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in report.facts())
+    return f"<h1>{escape(name)} {badge}</h1>\n<dl>{pairs}</dl>"
+
+
+def _warnings(report: RunReport) -> list[str]:
+    found = report.warnings()
+    if not found:
+        return []
+    lines = "".join(f"<li>{escape(text)}</li>" for text in found)
+    return [f'<h2 class="bad">Warnings</h2><ul>{lines}</ul>']
+
+
+def _curves(report: RunReport) -> list[str]:
+    parts = ["<h2>Curves</h2>"]
+    large = [c for c in (report.loss_chart(), report.rate_chart()) if not c.empty]
+    if not large:
+        return [*parts, "<p>No step was done.</p>"]
+    parts += [f"<figure>{draw_svg(chart, 1080, 340)}</figure>" for chart in large]
+    parts.append(f'<div class="charts">{"".join(_small(chart) for chart in report.small_charts())}</div>')
+    return parts
+
+
+def _small(chart: Chart) -> str:
+    return draw_svg(chart, 530, 240)
+
+
+def _experts(report: RunReport) -> list[str]:
+    """What the experts of each layer had to do; nothing for a dense model."""
+    loads = report.history.newest.record.experts
+    if loads is None:
+        return []
+    columns = ("layer", "busiest / mean", "most tokens", "fewest", "dropped", "tokens of each expert")
+    rows = []
+    for layer in loads.layers:
+        each = ", ".join(f"{count:,}" for count in layer.load[:MOST_EXPERTS])
+        more = len(layer.load) - MOST_EXPERTS
+        cells = (f"{layer.imbalance:.2f}", f"{max(layer.load):,}", f"{min(layer.load):,}")
+        told = f"{each} and {more} more" if more > 0 else each
+        rows.append((str(layer.layer), *cells, f"{layer.dropped_share:.1%}", told))
+    parts = ["<h2>Experts</h2>", f"<p>Tokens that chose each expert in step {loads.step}:</p>"]
+    return parts + _folded(columns, rows, (0, 1, 2, 3, 4))
+
+
+def _pipeline(report: RunReport) -> list[str]:
+    """The stages, and what they did beside what the schedule says; nothing without a pipeline."""
+    planned = report.plan.pipeline
+    if planned is None:
+        return []
+    parts = ["<h2>Stages</h2>", table(STAGE_COLUMNS, stage_cells(report.plan))]
+    if report.pipeline is None:
+        words = (
+            f"Planned: {planned.bubble:.1%} of the ranks' time is idle, from the first action to the last."
+        )
+        return [*parts, f"<p>{escape(words)} Nothing was recorded.</p>"]
+    parts += [f"<p>{escape(sentence)}</p>" for sentence in report.pipeline.sentences()]
+    upper, lower = report.pipeline.timelines()
+    if sum(len(row) for _, row in upper.rows) <= MOST_BARS:
+        parts.append(f"<figure>{draw_pair_svg(upper, lower)}</figure>")
+    return parts
+
+
+def _memory(report: RunReport) -> list[str]:
+    """The predicted ledger of a rank, then what each rank measured beside it."""
+    parts = ["<h2>Memory</h2>"]
+    for name, rank in report.plan.classes().items():
+        lines = [
+            (line.name, f"{line.bytes:,}", format_bytes(line.bytes), line.formula) for line in rank.lines
+        ]
+        peak = rank.peak_bytes
+        lines.append(("peak in a step", f"{peak:,}", format_bytes(peak), f"at: {rank.peak_at}"))
+        parts.append(f"<p>Predicted for {escape(name)} before the run:</p>")
+        parts.append(table(("line", "bytes", "", "formula"), lines, numbers=(1, 2)))
+    kinds = list(dict.fromkeys(row.kind for row in report.verdict.state))
+    by_rank: dict[int, dict[str, StateRow]] = {}
+    for row in report.verdict.state:
+        by_rank.setdefault(row.rank, {})[row.kind] = row
+    rows = [[str(rank), *(_beside(found.get(kind)) for kind in kinds)] for rank, found in by_rank.items()]
+    parts.append("<p>Measured in the audited step, with the difference from the prediction:</p>")
+    columns = ("rank", *kinds)
+    parts += _folded(columns, rows, tuple(range(len(columns))))
+    return parts
+
+
+def _beside(row: StateRow | None) -> str:
+    if row is None or row.measured is None:
+        return "not measured"
+    difference = row.measured - row.predicted
+    return f"{format_bytes(row.measured)} ({f'{difference:+,d}' if difference else 'equal'})"
+
+
+def _folded(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> list[str]:
+    """The first rows open, the others behind a click."""
+    parts = [table(columns, rows[:MOST_OPEN], numbers)]
+    if len(rows) > MOST_OPEN:
+        rest = table(columns, rows[MOST_OPEN:], numbers)
+        parts.append(f"<details><summary>{len(rows) - MOST_OPEN} more rows</summary>{rest}</details>")
+    return parts
+
+
+def _audit(report: RunReport) -> list[str]:
+    """Every promise with its verdict."""
+    parts = ["<h2>Audit</h2>", f"<p>{escape(report.verdict_text())}</p>"]
+    rows = [_state_cells(row, report.audited and row.measured is not None) for row in report.verdict.state]
+    columns = ("rank", "promise", "predicted bytes", "measured bytes", "allowed", "verdict")
+    # Ranks of replicas promise the same: those that differ come first, so that a fold hides none of them.
+    rows.sort(key=lambda cells: "differs" not in cells[-1])
+    parts += _folded(columns, rows, (0, 2, 3))
+    parts.append("<h2>Collectives</h2>")
+    moved = [_collective_cells(row, report.audited) for row in report.verdict.collectives]
+    if moved:
+        heads = (
+            "axis",
+            "operation",
+            "phase",
+            "ranks",
+            "calls predicted",
+            "calls",
+            "bytes predicted",
+            "bytes",
+            "verdict",
+        )
+        parts.append("<p>Of the whole newest attempt, on the rank that differs most:</p>")
+        parts.append(table(heads, moved, numbers=(3, 4, 5, 6, 7)))
+    elif report.plan.collectives:
+        parts.append("<p>Predicted, but no rank reported any: the run did not end.</p>")
+    else:
+        parts.append("<p>None predicted, none measured.</p>")
+    return parts
+
+
+def _state_cells(row: StateRow, judged: bool) -> list[str]:
+    measured = "not measured" if row.measured is None else f"{row.measured:,}"
+    allowed = f"{row.tolerance:.0%}" if row.tolerance else "equal"
+    return [str(row.rank), row.kind, f"{row.predicted:,}", measured, allowed, _word(row.held, judged)]
+
+
+def _collective_cells(row: CollectiveRow, judged: bool) -> list[str]:
+    counts = (row.ranks, row.predicted_calls, row.calls, row.predicted_bytes, row.bytes)
+    axis = row.axis if row.place is None else f"{row.axis}, place {row.place}"
+    return [axis, row.op, row.phase, *(f"{n:,}" for n in counts), _word(row.equal, judged)]
+
+
+def _word(held: bool, judged: bool) -> str:
+    if not judged:
+        return "not judged"
+    return _badge("held", "good") if held else _badge("differs", "bad")
+
+
+def _attempts(report: RunReport) -> list[str]:
+    attempts = report.history.attempts
+    if len(attempts) < 2:
+        return []
+    last = len(attempts) - 1
+    rows = [
+        (str(n), str(a.resumed_at or 0), str(a.last_step), report.status if n == last else a.status)
+        for n, a in enumerate(attempts)
+    ]
+    columns = ("attempt", "from step", "to step", "status")
+    return ["<h2>Attempts</h2>", table(columns, rows, numbers=(0, 1, 2))]
+
+
+def _notes(report: RunReport) -> list[str]:
+    lines = "".join(f"<li>{escape(text)}</li>" for text in report.notes())
+    return [f"<h2>Notes</h2><ul>{lines}</ul>"] if lines else []

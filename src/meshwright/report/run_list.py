@@ -1,0 +1,112 @@
+"""One line about each run of a folder, for ``meshwright runs``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.audit.compare import audit_run
+from meshwright.audit.event_scan import LastAttempt
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.events import EVENTS_FILE
+from meshwright.core.files import folder_bytes
+from meshwright.launch.lock import is_held
+from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
+
+FINISHED = ("complete", "interrupted")
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run is and how far it came; ``None`` for what is not known."""
+
+    name: str
+    run_dir: str
+    status: str
+    """``complete``, ``interrupted``, ``failed``, ``running``, ``unfinished`` or ``damaged``."""
+    steps: int
+    steps_asked: int | None = None
+    ranks: int | None = None
+    attempts: int = 0
+    loss: float | None = None
+    eval_loss: float | None = None
+    tokens_per_s: float | None = None
+    unit: str = "tokens"
+    """What is counted a second."""
+    audit_ok: bool | None = None
+    """Only judged when the run has ended well: before that, promises cannot have been kept."""
+    measured: bool | None = None
+    """Whether the audited step was reached; like ``audit_ok``, only said when the run has ended well."""
+    began: float | None = None
+    """Seconds since 1970."""
+    size_bytes: int = 0
+    reason: str = ""
+    """Why it failed, or what is damaged."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The run for ``--json``."""
+        return asdict(self)
+
+
+def list_runs(folder: Path) -> list[RunSummary]:
+    """The runs in a folder, or the one that it is, newest first."""
+    if _is_run(folder):
+        return [summarise_run(folder)]
+    found = [summarise_run(path) for path in folder.iterdir() if path.is_dir() and _is_run(path)]
+    return sorted(found, key=lambda run: (run.began or 0.0, run.name), reverse=True)
+
+
+def summarise_run(folder: Path) -> RunSummary:
+    """Look at one run; damage is a reason, not an error."""
+    found = LastAttempt()
+    damage: list[str] = []
+    try:
+        if torn := found.read(folder / EVENTS_FILE):
+            damage.append(f"{torn} lines of {EVENTS_FILE} are torn, or of another version")
+    except OSError as error:
+        damage.append(f"{EVENTS_FILE} cannot be read: {error.strerror or error}")
+    plan: Plan | None = None
+    try:
+        plan = read_plan(folder / PLAN_FILE)
+    except MeshwrightError as error:
+        damage.append(str(error.problems[0].rule) if error.problems else str(error))
+    attempt, record = found.attempt, found.attempt.record
+    broken = plan is None or not (folder / EVENTS_FILE).exists()
+    status = "damaged" if broken else settle_status(folder, attempt.status)
+    verdict = audit_run(plan, record) if plan and status in FINISHED else None
+    reasons = [*damage, *attempt.errors[:1]] if status in ("damaged", "failed") else damage
+    return RunSummary(
+        name=folder.name or str(folder.resolve().name),
+        run_dir=str(folder),
+        status=status,
+        steps=attempt.last_step,
+        steps_asked=plan.job.train.steps if plan else attempt.steps,
+        ranks=plan.world_size if plan else len(attempt.ranks) or None,
+        attempts=found.attempts,
+        loss=record.told_losses[-1] if record.told_losses else None,
+        eval_loss=record.eval_loss,
+        tokens_per_s=record.tokens_per_s,
+        unit=plan.job.unit if plan else "tokens",
+        audit_ok=verdict.ok if verdict else None,
+        measured=verdict.measured if verdict else None,
+        began=found.began if found.began is not None else _changed(folder),
+        size_bytes=folder_bytes(folder),
+        reason="; ".join(reasons),
+    )
+
+
+def settle_status(folder: Path, written: str) -> str:
+    """What the events say, unless a process still holds the run."""
+    return "running" if written not in FINISHED and is_held(folder) else written
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / EVENTS_FILE).is_file() or (folder / PLAN_FILE).is_file()
+
+
+def _changed(folder: Path) -> float | None:
+    try:
+        return folder.stat().st_mtime
+    except OSError:
+        return None

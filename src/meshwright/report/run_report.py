@@ -1,0 +1,258 @@
+"""The report of a run: what was trained, how it went, and what was promised beside what was done.
+
+Gathers everything from the run's folder; ``report_page.py`` draws it as one page, the command line as text.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from meshwright.audit.compare import Audit, audit_run, held_text
+from meshwright.audit.record import format_loss
+from meshwright.core.units import format_count, format_plural, format_rate, format_seconds
+from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
+from meshwright.report.history import History, read_history
+from meshwright.report.pipeline_run import PipelineRun, find_pipeline
+from meshwright.report.plot import Chart, Series
+from meshwright.report.run_list import FINISHED, settle_status
+from meshwright.spec.load import job_tree
+
+PAGE_FILE = "report.html"
+
+NAMES = {
+    "lr": ("Learning rate", "learning rate"),
+    "grad_norm": ("Gradient norm before clipping", "norm"),
+    "mfu": ("Model FLOP utilisation", "share of the peak"),
+    "utilisation": ("How busy the device was", "share"),
+    "loss_scale": ("Loss scale", "factor"),
+    "skipped": ("Steps that were not taken", "skipped"),
+    "noise_scale": ("Gradient noise scale", "samples"),
+    "expert_imbalance": ("Busiest expert, in the most uneven layer", "times the mean"),
+    "expert_dropped": ("Choices of experts without a place", "share"),
+    "balance_loss": ("Balance loss, without its coefficient", "1 is even"),
+    "z_loss": ("Router z-loss, without its coefficient", "squared logits"),
+}
+"""Titles and units of fields that have a small curve; another field is called by its own name."""
+OWN_CHART = frozenset({"loss", "tokens_per_s"})
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Everything that is shown about a run."""
+
+    run_dir: Path
+    plan: Plan
+    history: History
+    verdict: Audit
+    status: str
+
+    @property
+    def unit(self) -> str:
+        """What the run counts."""
+        return self.plan.job.unit
+
+    @property
+    def audited(self) -> bool:
+        """Whether the run came to an end at which promises can be judged."""
+        return self.status in FINISHED
+
+    @functools.cached_property
+    def pipeline(self) -> PipelineRun | None:
+        """What its pipeline did, if it has one and recorded it."""
+        return find_pipeline(self.plan, self.history.newest.record)
+
+    def facts(self) -> list[tuple[str, str]]:
+        """What was trained and what came out, as pairs for people."""
+        job, newest, record = self.plan.job, self.history.newest, self.history.newest.record
+        rows = [
+            ("Model", f"{_model_name(job.model)}, {format_count(self.plan.parameters)} parameters"),
+            ("Layout", f"{job.layout.named_degrees()}; {format_plural(self.plan.world_size, 'rank')}"),
+            ("Batch", self._batch()),
+            ("Data", self._data()),
+            ("Precision", job.train.precision),
+            ("Steps", f"{newest.last_step} of {job.train.steps}"),
+            ("Loss", self._losses()),
+        ]
+        if record.tokens_per_s:
+            took = record.tokens_per_step / record.tokens_per_s
+            step = f"{format_seconds(took)} measured, {format_seconds(self.plan.step_s)} predicted"
+            rows.append(("Step time", f"{step} (shown, not judged)"))
+            achieved = format_rate(record.flops_per_s(self.plan) or 0, "FLOP")
+            rows.append(("Throughput", f"{format_rate(record.tokens_per_s, self.unit)}, {achieved}"))
+        if record.mfu:
+            rows.append(("MFU", f"{record.mfu:.1%} of {record.peak_basis or 'the peak'}"))
+        if record.experts:
+            rows.append(("Experts", record.experts.sentence()))
+        rows += self._where_and_when()
+        return rows
+
+    def _data(self) -> str:
+        data = self.plan.job.data
+        return data.path if self.unit == "images" else f"{data.path}, {data.seq_len} {self.unit} a sample"
+
+    def _batch(self) -> str:
+        job = self.plan.job
+        micro = format_plural(self.plan.micro_batches, "micro-batch", "es")
+        micro += f" of {job.layout.micro_batch} a rank"
+        return f"{format_plural(job.train.global_batch, 'sample')} a step; {micro}"
+
+    def _losses(self) -> str:
+        record = self.history.newest.record
+        if not record.losses:
+            return "no step was done"
+        told = record.told_losses
+        if not told:
+            return "no step had target tokens"
+        text = f"{format_loss(told[0])} to {format_loss(told[-1])}"
+        if len(self.history.attempts) > 1:
+            text += " in the newest attempt"
+        return text + (f"; {format_loss(record.eval_loss)} held out" if record.eval_loss is not None else "")
+
+    def _where_and_when(self) -> list[tuple[str, str]]:
+        newest, rows = self.history.newest, []
+        first = next((a.began for a in self.history.attempts if a.began), None)
+        if first:
+            rows.append(("Began", time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(first))))
+        took = sum((a.ended or 0) - (a.began or 0) for a in self.history.attempts)
+        rows.append(
+            ("Took", f"{format_seconds(took)} in {format_plural(len(self.history.attempts), 'attempt')}")
+        )
+        cluster = self.plan.job.cluster
+        where = (
+            f"{cluster.device_name or cluster.device} ({cluster.preset or cluster.file or cluster.device})"
+        )
+        rows.append(("On", f"{where}{f', host {newest.host}' if newest.host else ''}"))
+        if newest.torch:
+            rows.append(("Torch", newest.torch))
+        if newest.record.checkpoint:
+            rows.append(("Checkpoint", newest.record.checkpoint))
+        return rows
+
+    def loss_chart(self) -> Chart:
+        """Training and held-out loss over all attempts."""
+        series = [self.history.series("loss", "training")]
+        if any(c.evaluations for c in self.history.curves):
+            series.append(self.history.evaluations("held out"))
+        unit = "nats an image" if self.unit == "images" else "nats a token"
+        return self._over_steps("Loss", unit, tuple(series))
+
+    def _over_steps(
+        self, title: str, unit: str, series: tuple[Series, ...], log_y: bool = False, from_zero: bool = False
+    ) -> Chart:
+        """A chart with the same x axis and the same marks as all the others."""
+        marks = (*self.history.restarts(), *self.history.not_finite())
+        steps = self.history.steps()
+        return Chart(title, "step", unit, series, marks, log_y, from_zero, whole_x=True, x_range=steps)
+
+    def rate_chart(self) -> Chart:
+        """Throughput; the audited step is slow and stays in the picture."""
+        series = (self.history.series("tokens_per_s", "measured", style=3),)
+        return self._over_steps("Throughput", f"{self.unit} a second", series, from_zero=True)
+
+    def small_charts(self) -> list[Chart]:
+        """Every other figure of the steps, also those that this version does not know."""
+        charts = []
+        for name in self.history.fields():
+            if name not in OWN_CHART:
+                title, unit = NAMES.get(name, (name.replace("_", " "), name))
+                series = (self.history.series(name, name.replace("_", " ")),)
+                log = name in ("loss_scale", "noise_scale") and all(y > 0 for _, y in series[0].points())
+                zero = name not in ("lr", "loss_scale", "noise_scale") and not log
+                charts.append(self._over_steps(title, unit, series, log_y=log, from_zero=zero))
+        return charts
+
+    def warnings(self) -> list[str]:
+        """What a reader must know: failures, lost lines, differences."""
+        found = []
+        for number, attempt in enumerate(self.history.attempts):
+            which = f"attempt {number}: " if len(self.history.attempts) > 1 else ""
+            found += [f"{which}{error}" for error in attempt.errors]
+            found += [f"{which}no checkpoint at {text}" for text in attempt.record.checkpoint_failures]
+            lost = attempt.record.events_lost
+            found += [f"{which}rank {r} lost {n} or more lines of events.jsonl" for r, n in lost.items()]
+        if self.history.unreadable:
+            torn = format_plural(self.history.unreadable, "line")
+            found.append(f"{torn} of events.jsonl torn, or of another version: skipped")
+        if self.audited:
+            found += self.verdict.differences
+        return found
+
+    def notes(self) -> list[str]:
+        """What is worth knowing and no trouble."""
+        notes = [note for attempt in self.history.attempts for note in attempt.record.notes]
+        if without := self.history.newest.record.targetless_text():
+            notes.append(without)
+        broken = [name for _, name in self.history.not_finite()]
+        return [*broken, *self.plan.reasons, *dict.fromkeys(notes)]
+
+    def verdict_text(self) -> str:
+        """The audit in one sentence."""
+        if not self.audited:
+            return f"Promises are not judged: the run's status is {self.status}."
+        if self.verdict.ok:
+            return f"The plan held: {held_text(self.plan)}"
+        if not self.verdict.measured:
+            return f"Not measured: {self.verdict.differences[-1]}."
+        return f"The plan did not hold: {format_plural(len(self.verdict.differences), 'difference')}."
+
+    def job_text(self) -> str:
+        """The settled job as TOML."""
+        return tomli_w.dumps(job_tree(self.plan.job))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report for ``--json``."""
+        newest, record = self.history.newest, self.history.newest.record
+        return {
+            "run_dir": str(self.run_dir),
+            "status": self.status,
+            "facts": dict(self.facts()),
+            "steps": newest.last_step,
+            "steps_asked": self.plan.job.train.steps,
+            "world_size": self.plan.world_size,
+            "attempts": [
+                {
+                    "generation": attempt.generation,
+                    "status": attempt.status,
+                    "began": attempt.began,
+                    "ended": attempt.ended,
+                    "resumed_at": attempt.resumed_at,
+                    "last_step": attempt.last_step,
+                }
+                for attempt in self.history.attempts
+            ],
+            "loss": record.told_losses[-1] if record.told_losses else None,
+            "eval_loss": record.eval_loss,
+            "tokens_per_s": record.tokens_per_s,
+            "flops_per_s": record.flops_per_s(self.plan),
+            "mfu": record.mfu,
+            "step_s": record.tokens_per_step / record.tokens_per_s if record.tokens_per_s else None,
+            "predicted_step_s": self.plan.step_s,
+            "warnings": self.warnings(),
+            "notes": self.notes(),
+            "audit": self.verdict.as_dict() if self.audited else None,
+            "experts": None if record.experts is None else asdict(record.experts),
+            "pipeline": None if self.pipeline is None else self.pipeline.as_dict(),
+        }
+
+
+def read_report(run_dir: Path, status: str | None = None) -> RunReport:
+    """Gather the report of a run's folder.
+
+    Args:
+        run_dir: The folder.
+        status: How the run ended, if the caller knows better than the events: it may be the run itself.
+    """
+    history = read_history(run_dir)
+    plan = read_plan(run_dir / PLAN_FILE)
+    settled = status or settle_status(run_dir, history.newest.status)
+    return RunReport(run_dir, plan, history, audit_run(plan, history.newest.record), settled)
+
+
+def _model_name(model: Any) -> str:
+    return str(getattr(model, "preset", None) or getattr(model, "architecture", None) or "model")

@@ -1,0 +1,79 @@
+"""The same charts on a terminal: dots of braille, two across and four down in each character."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from meshwright.report.plot import Axis, Chart, format_value, unbroken, x_axis, y_axis
+
+BRAILLE = 0x2800
+BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""The dot of a braille character, by row and column."""
+
+
+class _Canvas:
+    """Dots on a grid of characters."""
+
+    def __init__(self, columns: int, rows: int) -> None:
+        self.width, self.height = columns * 2, rows * 4
+        self._cells = [[0] * columns for _ in range(rows)]
+
+    def dot(self, x: int, y: int) -> None:
+        """Set one dot; y counts from the bottom."""
+        if 0 <= x < self.width and 0 <= y < self.height:
+            down = self.height - 1 - y
+            self._cells[down // 4][x // 2] |= BITS[down % 4][x % 2]
+
+    def line(self, start: tuple[int, int], end: tuple[int, int], every: int = 1) -> None:
+        """Dots from one place to another, or every so many of them."""
+        steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
+        for n in range(0, steps + 1, every):
+            x = start[0] + (end[0] - start[0]) * n / steps
+            y = start[1] + (end[1] - start[1]) * n / steps
+            self.dot(round(x), round(y))
+
+    def rows(self) -> list[str]:
+        """The characters, a text a row; what is empty is a space."""
+        return ["".join(chr(BRAILLE + c) if c else " " for c in row) for row in self._cells]
+
+
+def draw_text(chart: Chart, columns: int = 64, rows: int = 10) -> list[str]:
+    """The chart as lines of text; nothing for an empty one."""
+    if chart.empty:
+        return []
+    across, up = x_axis(chart), y_axis(chart)
+    canvas = _Canvas(columns, rows)
+    for series in chart.series:
+        for segment in series.segments:
+            for run in unbroken(segment):
+                places = [_place(canvas, across, up, x, y) for x, y in run]
+                canvas.dot(*places[0])
+                # A long series falls on the same dots again and again.
+                for start, end in dict.fromkeys(pairwise(places)):
+                    canvas.line(start, end, every=4 if series.dashed else 1)
+    return _framed(chart, canvas.rows(), across, up)
+
+
+def _place(canvas: _Canvas, across: Axis, up: Axis, x: float, y: float) -> tuple[int, int]:
+    return round(across.place(x) * (canvas.width - 1)), round(up.place(y) * (canvas.height - 1))
+
+
+def _framed(chart: Chart, drawn: list[str], across: Axis, up: Axis) -> list[str]:
+    """Title, the values at the ends of both axes, and the dots between."""
+    high, low = format_value(float(f"{up.high:.4g}")), format_value(float(f"{up.low:.4g}"))
+    margin = max(len(high), len(low))
+    labels = [high, *[""] * (len(drawn) - 2), low]
+    names = " and ".join(series.name for series in chart.series)
+    lines = [f"{chart.title} ({chart.y_label}{', log' if chart.log_y else ''}: {names})"]
+    lines += [f"{label:>{margin}} │{row}".rstrip() for label, row in zip(labels, drawn, strict=True)]
+    lines.append(f"{'':>{margin}} └{'─' * len(drawn[0])}")
+    if len(across.ticks) == 1:  # a single place, in the middle
+        lines.append(
+            f"{'':>{margin}}  {f'{chart.x_label} {format_value(across.ticks[0])}':^{len(drawn[0])}}".rstrip()
+        )
+        return lines
+    left, right = format_value(across.low), format_value(across.high)
+    space = max(1, len(drawn[0]) - len(left) - len(right))
+    name = chart.x_label.center(space) if len(chart.x_label) + 2 <= space else " " * space
+    lines.append(f"{'':>{margin}}  {left}{name}{right}")
+    return lines

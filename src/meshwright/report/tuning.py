@@ -1,0 +1,79 @@
+"""Layouts that were tried for a few steps: predicted beside measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.audit.record import RunRecord
+from meshwright.layout.text import layout_overrides
+from meshwright.plan.contract import Plan
+from meshwright.report.scaling import Times, quartiles, slowest
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a layout did."""
+
+    step_s: float
+    step_s_low: float
+    step_s_high: float
+    """Median and quartiles of the counted steps, by the slowest rank of each."""
+    tokens_per_s: float
+    peak_memory_bytes: int | None
+    """Of the fullest rank; None where compiled code hides it."""
+    audit_ok: bool
+
+
+@dataclass(frozen=True)
+class TuneRow:
+    """One layout that was tried."""
+
+    plan: Plan
+    measured: Measurement | None
+    """None: it did not run."""
+    reason: str = ""
+    """Why it did not."""
+
+    @property
+    def overrides(self) -> str:
+        """The layout, as overrides of the job."""
+        return layout_overrides(self.plan.job.layout)
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """Of the fullest rank, in any step but the first."""
+        return max(rank.peak_bytes for rank in self.plan.ranks)
+
+    def as_dict(self, recalibrated_step_s: float | None) -> dict[str, Any]:
+        """The row for ``--json``."""
+        nothing = dict.fromkeys((field.name for field in dataclasses.fields(Measurement)), None)
+        return {
+            "layout": self.overrides,
+            "world_size": self.plan.world_size,
+            "micro_batches": self.plan.micro_batches,
+            "predicted_step_s": self.plan.step_s,
+            "recalibrated_step_s": recalibrated_step_s,
+            "predicted_tokens_per_s": self.plan.tokens_per_step / self.plan.step_s,
+            "predicted_peak_memory_bytes": self.predicted_peak_bytes,
+            **(dataclasses.asdict(self.measured) if self.measured else nothing),
+            "reason": self.reason,
+        }
+
+
+def fold(times: Sequence[Times], record: RunRecord, audit_ok: bool) -> Measurement:
+    """One layout's figures from what its ranks reported."""
+    steps = slowest(times)
+    step_s = statistics.median(steps)
+    low, high = quartiles(steps)
+    peaks = [found.peak_bytes for found in record.state.values() if found.peak_bytes is not None]
+    rate = record.tokens_per_step / step_s
+    return Measurement(step_s, low, high, rate, max(peaks, default=None), audit_ok)
+
+
+def order(rows: Sequence[TuneRow]) -> list[TuneRow]:
+    """The shortest measured step first; what did not run comes last."""
+    return sorted(rows, key=lambda row: (row.measured is None, row.measured.step_s if row.measured else 0.0))

@@ -1,1 +1,0 @@
-"""Executes a plan: mesh, models, parallelisms, loop. The layer that imports torch."""

@@ -1,1 +1,0 @@
-"""Collectives: counted here, as what really goes through the process groups."""

@@ -1,1 +1,0 @@
-"""One module a parallelism; ``apply`` shows the order on one screen."""

@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: generated, proved, simulated and drawn without torch."""

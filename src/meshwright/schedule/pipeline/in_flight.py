@@ -1,0 +1,248 @@
+"""Counts what is alive on a pp rank at each of its actions: this follows from the schedule, not from sizes.
+
+A row has a count for each of these:
+
+- for every stage of the rank, the in-flight micro-batches that wait for their backward pass, and where the
+  backward pass is split, those that wait for their weight gradients; without the action's own micro-batch;
+- the tensors that were sent and are kept, those that were handed to another stage of the rank, and the next
+  receive, posted ahead.
+
+Most actions of a schedule repeat a row. Each row is kept once, with its first action. The memory of a layout
+is a product of this small table with its sizes (``plan.pipeline_memory``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.schedule.pipeline.actions import Kind, PipelineSchedule
+
+Ints = NDArray[np.int64]
+ROUNDS = 6
+"""Rounds of pp micro-batches with which a step fills, repeats its steady state, and drains."""
+STEADY = 4
+"""Rounds after which what is new belongs to the draining."""
+_KINDS = tuple(Kind)
+_CODES = {kind: code for code, kind in enumerate(_KINDS)}
+_FORWARD, _BACKWARD, _WEIGHT = (_CODES[kind] for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT))
+
+
+class WeightGrads(IntEnum):
+    """Which gradients of a stage exist when an action begins."""
+
+    NONE = 0
+    """No backward pass of the stage has run."""
+    HALF = 1
+    """A split backward pass has run its first half: those of experts and around the blocks."""
+    ALL = 2
+
+
+class StageState(NamedTuple):
+    """What earlier actions of a step have left with a stage when an action of its rank begins."""
+
+    grads: WeightGrads = WeightGrads.NONE
+    in_use: bool = False
+    """A forward pass has run, and a backward pass is to come. ZeRO-2 keeps the stage gathered as long."""
+    after_forward: bool = False
+    """Its last pass, weight gradients aside, is a forward pass. ZeRO-3 has its root group gathered then."""
+    unreduced: bool = False
+    """Its last pass, forward passes aside, is the first half of a split backward pass. Gradients that this
+    half makes are not reduced before the weight gradients are."""
+    last: bool = False
+    """At most one of its weight gradient passes is to come; of its backward passes, where none is split."""
+
+
+class RankState(NamedTuple):
+    """An action's kind and stage, and the state of every stage of the rank."""
+
+    kind: Kind
+    stage: int
+    """Index among the stages of the rank."""
+    stages: tuple[StageState, ...]
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """The distinct rows of one pp rank, in the order of their first actions."""
+
+    states: tuple[RankState, ...]
+    """The distinct ones."""
+    state: Ints
+    """Of each row, an index into ``states``."""
+    counts: NDArray[np.int32]
+    """Of each row: micro-batches that wait for backward, a column per stage; those that wait for weight
+    gradients, a column per stage; tensors sent, handed over, and about to be received."""
+    micro_batch: Ints
+    """Of each row's first action."""
+    split_backward: bool
+
+    def with_more(self, added: int, steady: int) -> InFlight:
+        """The same rows of a step that repeats its steady state for so many more micro-batches.
+
+        Args:
+            added: Micro-batches.
+            steady: The first micro-batch that is not behind the steady state.
+        """
+        later = np.where(self.micro_batch >= steady, self.micro_batch + added, self.micro_batch)
+        return replace(self, micro_batch=later)
+
+
+def repeat_from(name: str, pp: int, micro_batches: int) -> int:
+    """The fewest micro-batches with which a schedule has the same rows: its steady state repeats.
+
+    Rounds of ``pp`` micro-batches fill the pipeline, repeat, and drain it. GPipe holds all of them.
+    """
+    if name == "gpipe" or micro_batches < (ROUNDS + 1) * pp:
+        return micro_batches
+    return ROUNDS * pp + micro_batches % pp
+
+
+class _Row(NamedTuple):
+    """The actions of one rank as columns."""
+
+    kind: Ints
+    stage: Ints
+    micro_batch: Ints
+
+
+def count_in_flight(schedule: PipelineSchedule) -> tuple[InFlight, ...]:
+    """The rows of every pp rank of a proved schedule."""
+    rows = [_read_row(schedule, rank) for rank in range(schedule.pp)]
+    position = np.zeros((len(_KINDS), schedule.stages, schedule.micro_batches), dtype=np.int64)
+    for row in rows:
+        position[row] = np.arange(len(row.kind))
+    return tuple(_count_rank(schedule, rank, row, position) for rank, row in enumerate(rows))
+
+
+def _read_row(schedule: PipelineSchedule, rank: int) -> _Row:
+    kinds, stages, micro_batches = zip(*schedule.ranks[rank], strict=True)
+    return _Row(np.array([_CODES[kind] for kind in kinds]), np.array(stages), np.array(micro_batches))
+
+
+def _count_rank(schedule: PipelineSchedule, rank: int, row: _Row, position: Ints) -> InFlight:
+    stages = schedule.stages_of(rank)
+    local = np.searchsorted(stages, row.stage)
+    split = schedule.split_backward
+    states = [_encode_state(row, stage, schedule.micro_batches, split) for stage in stages]
+    waiting = _count_waiting(row, stages, split)
+    table = np.column_stack(
+        [row.kind, local, *states, *waiting, *_count_tensors(schedule, rank, row, position)]
+    )
+    first, _ = _find_distinct(table)
+    known = 2 + len(stages)
+    heads = table[first, :known]
+    of_state, state = _find_distinct(heads)
+    return InFlight(
+        states=tuple(
+            RankState(_KINDS[kind], stage, tuple(map(_decode_state, codes)))
+            for kind, stage, *codes in heads[of_state].tolist()
+        ),
+        state=state,
+        counts=table[first, known:].astype(np.int32),
+        micro_batch=row.micro_batch[first],
+        split_backward=schedule.split_backward,
+    )
+
+
+def _find_distinct(table: Ints) -> tuple[Ints, Ints]:
+    """Where each distinct row of a table is first, in order; and for each row which of them it is.
+
+    A dictionary of the rows' bytes: ``np.unique`` sorts the table, which takes three times as long.
+    """
+    content, width = table.tobytes(), table.shape[1] * table.itemsize
+    found: dict[bytes, int] = {}
+    which = [found.setdefault(content[at : at + width], len(found)) for at in range(0, len(content), width)]
+    return np.unique(which, return_index=True)[1], np.array(which)
+
+
+def _encode_state(row: _Row, stage: int, micro_batches: int, split: bool) -> Ints:
+    """The state of a stage when each action of its rank begins, as a number."""
+    forward, backward, weight = _find_passes(row, stage)
+    whole = weight if split else backward
+    forwards, backwards, weights = map(_before, (forward, backward, whole))
+    flags = (
+        (forwards > 0) & (backwards < micro_batches),
+        _last_is(forward, backward),
+        _last_is(backward, whole) & split,
+        weights >= micro_batches - 1,
+    )
+    code = (backwards > 0).astype(np.int64) + (weights > 0)
+    for flag in flags:
+        code = code * 2 + flag
+    return code
+
+
+def _decode_state(code: int) -> StageState:
+    in_use, after_forward, unreduced, last = (bool(code >> bit & 1) for bit in (3, 2, 1, 0))
+    return StageState(WeightGrads(code >> 4), in_use, after_forward, unreduced, last)
+
+
+def _find_passes(row: _Row, stage: int) -> tuple[NDArray[np.bool_], ...]:
+    """Which actions are the stage's forward passes, backward passes and weight gradients."""
+    own = row.stage == stage
+    return tuple((row.kind == code) & own for code in (_FORWARD, _BACKWARD, _WEIGHT))
+
+
+def _last_is(one: NDArray[np.bool_], other: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Before each action: whether the last of the two kinds is of the one."""
+    at = np.arange(1, len(one) + 1)
+    ones, others = (np.maximum.accumulate(np.append(0, at * kind))[:-1] for kind in (one, other))
+    return np.asarray(ones > others)
+
+
+def _count_waiting(row: _Row, stages: tuple[int, ...], split: bool) -> list[Ints]:
+    """Of each stage how many micro-batches wait for backward; then how many for weight gradients."""
+    forwarded, halved = [], []
+    for stage in stages:
+        forward, backward, weight = _find_passes(row, stage)
+        forwarded.append(_before(forward) - np.cumsum(backward))
+        halved.append(_before(backward) - np.cumsum(weight) if split else np.zeros_like(row.kind))
+    return [*forwarded, *halved]
+
+
+def _before(flags: NDArray[np.bool_]) -> Ints:
+    """How many are set before each."""
+    return np.cumsum(flags) - flags
+
+
+def _count_tensors(schedule: PipelineSchedule, rank: int, row: _Row, position: Ints) -> list[Ints]:
+    """Tensors sent and kept, handed to another stage of the rank, and the receive that is posted ahead."""
+    step = np.array([1, -1, 0])[row.kind]  # forward goes to the next stage, backward to the one before
+    source, target = row.stage - step, row.stage + step
+    homes = np.array([-1, *schedule.stage_ranks, -1])  # -1: nothing comes before the first stage
+    sender, receiver = (np.where(step != 0, homes[stage + 1], -1) for stage in (source, target))
+    received, sent = ((peer >= 0) & (peer != rank) for peer in (sender, receiver))
+    at = np.arange(len(row.kind))
+    handed = _before(receiver == rank) - np.cumsum(sender == rank)
+    posted = at < (at[received][-1] if received.any() else -1)
+    released = np.zeros(len(at) + 1, dtype=np.int64)
+    for peer in np.unique(receiver[sent]).tolist():
+        sends, arrivals = at[sent & (receiver == peer)], at[received & (sender == peer)]
+        used = position[row.kind[sends], target[sends], row.micro_batch[sends]]
+        made = position[row.kind[arrivals], source[arrivals], row.micro_batch[arrivals]]
+        np.add.at(released, _find_releases(sends, used, arrivals, made, never=len(at)), 1)
+    return [_before(sent) - np.cumsum(released[:-1]), handed, posted.astype(np.int64)]
+
+
+def _find_releases(sends: Ints, used: Ints, arrivals: Ints, made: Ints, never: int) -> Ints:
+    """When each send to a peer is released: see :func:`meshwright.schedule.pipeline.transfers.find_releases`.
+
+    Args:
+        sends: Positions of the sending actions.
+        used: Positions at the peer of the actions that use what is sent.
+        arrivals: Positions of the actions that use what comes from the peer, in order.
+        made: Positions at the peer of the actions that made it.
+        never: What stands for a send that is kept until the step ends.
+    """
+    following = np.searchsorted(arrivals, sends, side="right")
+    padded = np.append(made, np.iinfo(np.int64).max)
+    early = padded[following] < used
+    while early.any():
+        following += early
+        early = padded[following] < used
+    return np.append(arrivals, never)[following]

@@ -1,0 +1,52 @@
+"""What ranks send each other in a schedule, and until when a sender keeps it; both follow from the order."""
+
+from __future__ import annotations
+
+import bisect
+
+from meshwright.schedule.pipeline.actions import Action, PipelineSchedule, consumer_of, producer_of
+
+
+def receiver_of(action: Action, schedule: PipelineSchedule) -> int | None:
+    """The other rank that needs an action's result; None if no other does."""
+    used = consumer_of(action, schedule.stages)
+    if used is None:
+        return None
+    home = schedule.rank_of(used.stage)
+    return home if home != schedule.rank_of(action.stage) else None
+
+
+def list_needed(schedule: PipelineSchedule, rank: int) -> list[Action]:
+    """What a rank's actions wait for from other ranks, in their order."""
+    producers = (producer_of(action, schedule.stages) for action in schedule.ranks[rank])
+    return [source for source in producers if source and receiver_of(source, schedule) == rank]
+
+
+def find_releases(schedule: PipelineSchedule, rank: int) -> dict[Action, list[Action]]:
+    """For what a rank receives, its own sends that are over by then.
+
+    The receiver has used a send before it made what now comes from it.
+    """
+    places = schedule.places
+    arrivals: dict[int, list[tuple[int, Action]]] = {}
+    for source in list_needed(schedule, rank):
+        at = places[_user(source, schedule)][1]
+        arrivals.setdefault(schedule.rank_of(source.stage), []).append((at, source))
+    releases: dict[Action, list[Action]] = {}
+    for at, action in enumerate(schedule.ranks[rank]):
+        peer = receiver_of(action, schedule)
+        if peer is None:
+            continue
+        used, later = places[_user(action, schedule)][1], arrivals.get(peer, [])
+        for _, source in later[bisect.bisect_right(later, at, key=lambda arrival: arrival[0]) :]:
+            if places[source][1] >= used:
+                releases.setdefault(source, []).append(action)
+                break
+    return releases
+
+
+def _user(action: Action, schedule: PipelineSchedule) -> Action:
+    """The action that needs what another one made."""
+    used = consumer_of(action, schedule.stages)
+    assert used is not None, "what is sent is needed"
+    return used

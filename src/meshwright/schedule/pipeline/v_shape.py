@@ -1,0 +1,55 @@
+"""Builds one rank's actions where each rank has two stages, down the ranks and up again, and B is split."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from meshwright.schedule.pipeline.actions import Action, Kind
+
+WHOLE = "G"
+"""The letter of a step that is B with its own W directly behind it."""
+_PASSES = {f"{kind}{arm}": (kind, arm) for kind in (Kind.FORWARD, Kind.BACKWARD) for arm in (0, 1)}
+"""The steps that are one pass of the lower (0) or upper (1) stage."""
+_WHOLE_PASSES = {f"{WHOLE}{arm}": f"{Kind.BACKWARD}{arm}" for arm in (0, 1)}
+
+
+class VeeRow:
+    """A rank's actions, each kind in the order of the micro-batches; what has run out is passed over."""
+
+    def __init__(self, rank: int, pp: int, micro_batches: int) -> None:
+        self.actions: list[Action] = []
+        self.waiting: deque[Action] = deque()
+        """Weight gradients that can run, first come first."""
+        self._stages = (rank, 2 * pp - 1 - rank)
+        self._micro_batches = micro_batches
+        self._done = {"F0": 0, "F1": 0, "B0": 0, "B1": 0}
+
+    def left(self, step: str) -> int:
+        """Micro-batches for which a step, forward or backward, is still to be added."""
+        return self._micro_batches - self._done[step]
+
+    def add(self, steps: Iterable[str]) -> None:
+        """Add steps: a letter and the lower (0) or upper (1) of the rank's stages, or W, the next that waits.
+
+        The letters are those of the kinds, and G for the whole backward pass.
+        """
+        for step in steps:
+            if step in _PASSES:
+                self._add_pass(step, self.waiting)
+            elif step in _WHOLE_PASSES:
+                self._add_pass(_WHOLE_PASSES[step], self.actions)
+            elif self.waiting:
+                self.actions.append(self.waiting.popleft())
+
+    def _add_pass(self, step: str, behind: list[Action] | deque[Action]) -> None:
+        """One pass; the weight gradient of a backward pass goes ``behind``."""
+        micro_batch = self._done[step]
+        if micro_batch == self._micro_batches:
+            return
+        self._done[step] = micro_batch + 1
+        kind, arm = _PASSES[step]
+        stage = self._stages[arm]
+        self.actions.append(Action(kind, stage, micro_batch))
+        if kind is Kind.BACKWARD:
+            behind.append(Action(Kind.WEIGHT, stage, micro_batch))

@@ -1,0 +1,1 @@
+"""The legality table: which settings can be combined, why not, and the nearest legal layout."""

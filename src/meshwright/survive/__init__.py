@@ -1,1 +1,0 @@
-"""What outlives a failure: checkpoints today; membership and recovery later."""

@@ -1,0 +1,1 @@
+"""The training loop of one rank: trainer, mixed precision, optimizer, evaluation, generation."""

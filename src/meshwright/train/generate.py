@@ -1,0 +1,234 @@
+"""Writes text with a checkpoint's model, in one process or over ranks that share its matrices."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.hf.weights import require_weights
+from meshwright.checkpoint.manifest import MANIFEST, MODEL_FILE, SELECTION_BIAS, read_manifest
+from meshwright.checkpoint.saver import open_tensors
+from meshwright.core.errors import Problem, UserError
+from meshwright.core.events import EVENTS_FILE, EventWriter, Listener, to_json
+from meshwright.data.chat import Template
+from meshwright.data.chat_templates import load_template
+from meshwright.data.prompt import encode_question
+from meshwright.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from meshwright.launch.exits import EXIT_OK
+from meshwright.measure.collective_counter import CollectiveCounter
+from meshwright.models.decoder import Decoder
+from meshwright.models.init import WeightSource, find_weight_source
+from meshwright.parallel.build import PieceWeights, build_model
+from meshwright.parallel.mesh import Ranks, join_ranks, leave_ranks
+from meshwright.parallel.parallel_context import Seat
+from meshwright.spec.hf_config import read_config
+from meshwright.spec.job import Job
+from meshwright.spec.load import SpecError, build_job
+from meshwright.spec.model import DecoderModel
+from meshwright.train.expert_balance import set_biases
+from meshwright.train.worker import report_error
+
+LONGEST_WINDOW = 4096
+"""Tokens that a model of a Hugging Face folder looks back; many know more positions than fit in memory."""
+TASK_FILE = "generate.json"
+ENTRY = "meshwright.train.generate:run_rank"
+
+
+@dataclass(frozen=True)
+class GenerateTask:
+    """What is written, with what."""
+
+    checkpoint: str
+    """Folder of a checkpoint, or a Hugging Face folder with weights and tokenizer.json."""
+    prompt: str = ""
+    """Text to go on from; empty starts a new document."""
+    tokens: int = 200
+    """To write at most."""
+    temperature: float = 0.8
+    """0 takes the likeliest token every time."""
+    top_k: int = 40
+    """Choose among this many; 0 for all."""
+    seed: int = 0
+    """The same seed writes the same text."""
+    template: str | None = None
+    """Makes the prompt a user's message; None takes it as it is."""
+    tp: int = 1
+    """Ranks that share each matrix."""
+
+    def write(self, folder: Path) -> None:
+        """Leave it for the ranks."""
+        (folder / TASK_FILE).write_text(to_json(dataclasses.asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> GenerateTask:
+        """Read what was left."""
+        return cls(**json.loads((folder / TASK_FILE).read_text(encoding="utf-8")))
+
+    def chat(self) -> Template | None:
+        """The template, read."""
+        if self.template is None:
+            return None
+        tokenizer = str(Path(self.checkpoint).absolute() / TOKENIZER_FILE)
+        return load_template(self.template, Path.cwd(), tokenizer, key="--template")
+
+    def check(self) -> Job:
+        """Find what is wrong with the task before anything starts; returns its job.
+
+        Raises:
+            UserError: The template, the tokenizer or the weights are missing or do not suit the model.
+        """
+        job, folder = self.job(), Path(self.checkpoint)
+        assert isinstance(job.model, DecoderModel), "a model of text"
+        self.chat()
+        tokens, words = load_tokenizer(folder).vocab_size, job.model.vocab_size
+        if tokens > words:
+            rule = f"has {tokens} tokens, and the model's vocabulary {words}"
+            where, fix = str(folder / TOKENIZER_FILE), "Use the tokenizer that the model was trained with"
+            raise UserError(Problem("model-vocab-small", rule, path=where, fix=fix))
+        if not (folder / MANIFEST).is_file():
+            require_weights(job.model)
+        return job
+
+    def job(self) -> Job:
+        """The model as a job, whose layout the legality table has checked.
+
+        Raises:
+            UserError: It is no model of text, or cannot be shared by so many ranks.
+        """
+        folder = Path(self.checkpoint)
+        if (folder / MANIFEST).is_file():
+            manifest = read_manifest(folder, verify=False)  # whoever named it has verified it
+            if manifest.model.get("architecture") == "resnet":
+                rule, fix = "is a model of images: it writes no text", "Give a checkpoint of a decoder"
+                raise UserError(Problem("generate-not-text", rule, path=str(folder), fix=fix))
+            model = {k: v for k, v in manifest.model.items() if v is not None and k not in ("hf", "preset")}
+            length = manifest.seq_len
+        else:
+            config = read_config(folder)
+            model = {"hf": str(folder.absolute())}
+            known = (config.fields.get("max_positions"), config.sliding_window, LONGEST_WINDOW)
+            length = min(value for value in known if value is not None)
+        length = max(self.tp, length - length % self.tp)  # ranks route equal parts of what they look back on
+        cluster: dict[str, Any] = {"preset": "local"}
+        if not torch.cuda.is_available():
+            cluster |= {"device": "cpu", "devices_per_node": self.tp}  # ranks may share cores
+        tables = {
+            "model": model,
+            "data": {"path": "builtin:python-stdlib", "tokenizer": "byte", "seq_len": length},
+            "train": {"steps": 1, "global_batch": 1},
+            "layout": {"tp": self.tp, "micro_batch": 1},
+            "cluster": cluster,
+        }
+        try:
+            return build_job(tables)
+        except SpecError as error:  # a layout to train with would be no answer
+            raise UserError(*error.problems) from None
+
+
+class _SavedWeights:
+    """Those of a checkpoint, one at a time."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+
+    def whole(self, name: str) -> Tensor:
+        """A parameter."""
+        with open_tensors(self._checkpoint, MODEL_FILE) as saved:
+            return saved.get_tensor(name)
+
+
+def load_model(task: GenerateTask, ranks: Ranks | None = None) -> Decoder:
+    """The model of a checkpoint, or this rank's part of it; None for one process."""
+    folder, job = Path(task.checkpoint), task.job()
+    ranks = ranks or Ranks(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    weights: WeightSource = _SavedWeights(folder)
+    if not (folder / MANIFEST).is_file():
+        weights = find_weight_source(job, from_hf=True)
+    seat = Seat.of(job, ranks)
+    if seat.pieces is not None:
+        weights = PieceWeights(weights, seat.pieces)
+    model = build_model(job, ranks.device, weights, seat)
+    assert isinstance(model, Decoder), "a model of text"
+    if (folder / MANIFEST).is_file():
+        _take_biases(model, job, folder)
+    return model.eval()
+
+
+def _take_biases(model: Decoder, job: Job, checkpoint: Path) -> None:
+    """The biases that experts are chosen by, where the checkpoint has some."""
+    with open_tensors(checkpoint, MODEL_FILE) as saved:
+        if SELECTION_BIAS not in set(saved.keys()):
+            return
+        biases = saved.get_tensor(SELECTION_BIAS).to(next(model.parameters()).device)
+    assert isinstance(job.model, DecoderModel), "a model of text"
+    set_biases(model, biases, job.model.dense_layers)
+
+
+def run_rank(run_dir: str, listener: Listener | None = None) -> int:
+    """Write text as one of the ranks that share the model; the first tells what. Returns the exit status."""
+    folder, rank = Path(run_dir), int(os.environ["RANK"])
+    events = EventWriter(folder / EVENTS_FILE, rank, 0, listener)
+    try:
+        task = GenerateTask.read(folder)
+        ranks = join_ranks(task.job(), CollectiveCounter())
+
+        def heard(count: int) -> None:
+            if rank == 0:
+                events.write("written", tokens=count)
+
+        text = generate_text(task, ranks, heard)
+        if rank == 0:
+            events.write("text", text=text)
+        leave_ranks(ranks)
+    except Exception as error:
+        return report_error(events, error)
+    finally:
+        events.close()
+    return EXIT_OK
+
+
+@torch.no_grad()
+def generate_text(
+    task: GenerateTask, ranks: Ranks | None = None, heard: Callable[[int], None] | None = None
+) -> str:
+    """Go on from a prompt; ends early at the end of a document or of an answer.
+
+    Args:
+        task: What to write.
+        ranks: Those that share the model; None for one process.
+        heard: Told how many tokens are written.
+    """
+    model, tokenizer = load_model(task, ranks), load_tokenizer(Path(task.checkpoint))
+    device = model.embed.weight.device
+    generator = torch.Generator().manual_seed(task.seed)
+    question = encode_question(tokenizer, task.prompt, task.chat())
+    ids = list(question.tokens)
+    written: list[int] = []
+    for count in range(task.tokens):
+        window = torch.tensor([ids[-model.seq_len :]], device=device)
+        logits = model(window)[0, -1].float().cpu()[: tokenizer.vocab_size]
+        chosen = _choose(logits, task.temperature, task.top_k, generator)
+        if chosen in question.ends:
+            break
+        ids.append(chosen)
+        written.append(chosen)
+        if heard is not None:
+            heard(count + 1)
+    return tokenizer.decode(written)
+
+
+def _choose(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    if temperature < 1e-4:  # dividing by less would leave the range of float32
+        return int(logits.argmax())
+    if top_k:
+        least = logits.topk(min(top_k, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))

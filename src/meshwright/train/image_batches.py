@@ -1,0 +1,60 @@
+"""Images and labels in micro-batches of one size; beside ``batches``, by whose rule samples are dealt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from meshwright.data.dataset import IGNORED
+from meshwright.data.images import ImageDataset, ImageShape, open_images
+from meshwright.parallel.batch import Batch
+from meshwright.spec.job import SYNTHETIC_IMAGES, Job
+from meshwright.spec.model import ResNetModel
+from meshwright.train.batches import Samples, cut
+
+
+@dataclass(frozen=True)
+class ImageBatcher:
+    """Cuts lists of samples into this rank's micro-batches."""
+
+    dataset: ImageDataset
+    rank: int
+    ranks: int
+    micro_batch: int
+
+    def micro_batches(self, samples: Samples, least: int = 0) -> Iterator[Batch]:
+        """Images (micro_batch, C, H, W) and labels (micro_batch); as many as the fullest rank needs.
+
+        A rank with fewer fills up with black images whose labels are ignored.
+        """
+        shape = self.dataset.shape
+        for part in cut(samples, self.rank, self.ranks, self.micro_batch, least):
+            images = torch.zeros((self.micro_batch, shape.channels, shape.side, shape.side))
+            labels = torch.full((self.micro_batch,), IGNORED, dtype=torch.int64)
+            if len(part):
+                pixels, classes = self.dataset.read(part)
+                images[: len(part)] = torch.from_numpy(pixels)
+                labels[: len(part)] = torch.from_numpy(classes)
+            yield Batch(images, labels)
+
+    def count_targets(self, samples: Samples) -> int:
+        """Labels of all ranks together: every rank knows the divisor of the loss without asking."""
+        return self.dataset.count_targets(samples)
+
+
+def open_image_batches(
+    job: Job, model: ResNetModel, folder: Path, rank: int
+) -> tuple[ImageBatcher, ImageBatcher, str]:
+    """A rank's images to train on and to evaluate with, and the identity of the data."""
+    shape = ImageShape(model.channels, model.image_size, model.num_classes)
+    path = job.data.path if job.data.path == SYNTHETIC_IMAGES else str(folder)
+
+    def batcher(split: str) -> ImageBatcher:
+        dataset = open_images(path, split, shape, job.data.eval_fraction)
+        return ImageBatcher(dataset, rank, job.layout.data_degree, job.layout.micro_batch or 1)
+
+    train = batcher("train")
+    return train, batcher("eval"), train.dataset.sha256

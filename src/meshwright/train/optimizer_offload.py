@@ -1,0 +1,169 @@
+"""Optimizer state that lies on the host and is streamed through the device in the update.
+
+The state of a bucket of parameters is one flat buffer, in pinned memory where there is a GPU. In the update a
+bucket is copied to a slot on the device, the rule updates its parameters with the slot's state, and the slot
+is copied back. Copies run on two streams of their own: while a bucket is at work, the next one arrives and
+the last one leaves. A rule works element by element, or matrix by matrix, so buckets change no number.
+
+On CPU the host is the device: the same steps run, one after the other, and nothing is saved by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.layout.optimizer_offload import SLOTS, list_state_buckets, slot_sizes
+from meshwright.measure.memory_tracker import unique_bytes
+from meshwright.parallel.mesh import Ranks
+from meshwright.parallel.zero1 import Owned
+from meshwright.spec.job import Job
+
+State = dict[str, Tensor]
+
+
+@dataclass
+class _Bucket:
+    """Parameters whose state travels together."""
+
+    host: Tensor
+    """All of it, flat."""
+    shapes: dict[nn.Parameter, dict[str, torch.Size]]
+
+    def views(self, flat: Tensor) -> dict[nn.Parameter, State]:
+        """The state as its parameters know it, in a buffer that holds it."""
+        found: dict[nn.Parameter, State] = {}
+        start = 0
+        for parameter, shapes in self.shapes.items():
+            found[parameter] = {}
+            for key, shape in shapes.items():
+                found[parameter][key] = flat[start : start + shape.numel()].view(shape)
+                start += shape.numel()
+        return found
+
+
+class StreamedState:
+    """Moves an optimizer's state to the host, and its step behind a stream of buckets."""
+
+    def __init__(
+        self, optimizer: Optimizer, buckets: Sequence[Sequence[nn.Parameter]], device: torch.device
+    ) -> None:
+        """Take over the optimizer's state and its ``step``.
+
+        Args:
+            optimizer: With its state made.
+            buckets: Every parameter once.
+            device: Where the parameters lie.
+        """
+        self._optimizer, self._take_step = optimizer, optimizer.step
+        self._gpu = device.type == "cuda"
+        self._buckets = [self._move(parameters) for parameters in buckets]
+        sizes = slot_sizes([bucket.host.numel() for bucket in self._buckets])
+        self.slots = [torch.empty(size, device=device) for size in sizes]
+        """What is streamed lies here while it is on the device; kept, so that no update has to allocate."""
+        if self._gpu:
+            self._arriving, self._leaving = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._arrived = [torch.cuda.Event() for _ in self.slots]
+            self._left = [torch.cuda.Event() for _ in self.slots]
+        optimizer.step = self.step  # type: ignore[method-assign,assignment]
+
+    @property
+    def host_buffers(self) -> list[Tensor]:
+        """Everything that lies on the host."""
+        return [bucket.host for bucket in self._buckets]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """The optimizer's step, bucket by bucket; the host has the new state when it returns."""
+        if self._gpu:
+            self._arriving.wait_stream(torch.cuda.current_stream())
+        self._fetch(0)
+        for index, bucket in enumerate(self._buckets):
+            self._fetch(index + 1)
+            with self._at_work(index, bucket):
+                self._take_step()
+            self._send_back(index)
+        if self._gpu:
+            self._leaving.synchronize()
+
+    def _move(self, parameters: Sequence[nn.Parameter]) -> _Bucket:
+        state = {p: dict(self._optimizer.state.get(p, {})) for p in parameters}
+        parts = [value.reshape(-1) for values in state.values() for value in values.values()]
+        host = torch.cat(parts).cpu() if parts else torch.empty(0)
+        bucket = _Bucket(
+            host.pin_memory() if self._gpu else host,
+            {p: {key: value.shape for key, value in values.items()} for p, values in state.items()},
+        )
+        self._lend(bucket.views(bucket.host))
+        return bucket
+
+    def _fetch(self, index: int) -> None:
+        """Begin to copy a bucket to its slot, once what was in it has left."""
+        if index >= len(self._buckets):
+            return
+        place, host = index % SLOTS, self._buckets[index].host
+        with torch.cuda.stream(self._arriving if self._gpu else None):
+            if self._gpu and index >= SLOTS:
+                self._arriving.wait_event(self._left[place])
+            self.slots[place][: host.numel()].copy_(host, non_blocking=True)
+            if self._gpu:
+                self._arrived[place].record()
+
+    @contextmanager
+    def _at_work(self, index: int, bucket: _Bucket) -> Iterator[None]:
+        """The optimizer knows the bucket's parameters alone, and finds their state in the slot."""
+        if self._gpu:
+            torch.cuda.current_stream().wait_event(self._arrived[index % SLOTS])
+        groups = self._optimizer.param_groups
+        everything = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = [p for p in group["params"] if p in bucket.shapes]
+        self._lend(bucket.views(self.slots[index % SLOTS]))
+        try:
+            yield
+        finally:
+            self._lend(bucket.views(bucket.host))
+            for group, parameters in zip(groups, everything, strict=True):
+                group["params"] = parameters
+
+    def _send_back(self, index: int) -> None:
+        place, host = index % SLOTS, self._buckets[index].host
+        if self._gpu:
+            self._leaving.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._leaving if self._gpu else None):
+            host.copy_(self.slots[place][: host.numel()], non_blocking=True)
+            if self._gpu:
+                self._left[place].record()
+
+    def _lend(self, state: dict[nn.Parameter, State]) -> None:
+        for parameter, values in state.items():
+            if values:
+                self._optimizer.state[parameter] = values
+
+
+def offload_optimizer(optimizer: Optimizer, owned: Owned, job: Job, ranks: Ranks) -> StreamedState | None:
+    """Stream the optimizer's state where the layout says so, and there is any."""
+    if job.layout.offload != "optimizer" or not optimizer.state:
+        return None
+    named = dict(owned.named_parameters())
+    buckets = [[named[name] for name in names] for names in list_state_buckets(job, ranks.rank)]
+    return StreamedState(optimizer, buckets, ranks.device)
+
+
+def offloaded_bytes(
+    owned: Owned, optimizer: Optimizer, streamed: StreamedState | None, job: Job, device: torch.device
+) -> dict[str, int]:
+    """What of a rank's state lies on the host, by kind, to the byte.
+
+    On CPU all of it does: there, what is streamed counts, and with ``offload = "all"`` everything.
+    """
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    kinds = {"parameters": owned.held(), "gradients": owned.held_gradients(), "optimizer": moments}
+    if device.type == "cpu" and job.layout.offload != "all":
+        kinds = {"parameters": [], "gradients": [], "optimizer": streamed.host_buffers if streamed else []}
+    return {kind: unique_bytes(t for t in found if t.device.type == "cpu") for kind, found in kinds.items()}

@@ -1,0 +1,137 @@
+"""Measures one step: the state, the activations that wait for the backward pass, and the peak."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from meshwright.layout.optimizer_offload import OFFLOADED
+from meshwright.measure.memory_tracker import PeakTracker, state_bytes
+from meshwright.models.moe import Experts
+from meshwright.train.optimizer_offload import offloaded_bytes
+from meshwright.train.trainer import Session
+
+
+class RowsRead:
+    """How many rows this rank's experts read in each layer: what they keep depends on it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = [module for module in model.modules() if isinstance(module, Experts)]
+        self._found: list[list[int]] = [[] for _ in self._layers]
+
+    def begin(self) -> None:
+        """A forward pass begins; a backward pass may have computed some layers again."""
+        for layer in self._layers:
+            layer.rows_read = None
+
+    def end(self) -> None:
+        """It is done, in the layers of its stage."""
+        for layer, found in zip(self._layers, self._found, strict=True):
+            if layer.rows_read is not None:
+                found.append(layer.rows_read)
+
+    def summary(self) -> dict[str, list[int]] | None:
+        """Of each layer, in the micro-batch in which all of them read most, and in the mean; None without."""
+        if not self._layers:
+            return None
+        by_micro_batch = list(zip(*self._found, strict=True))
+        mean = [round(sum(rows) / len(rows)) for rows in self._found]
+        return {"fullest": list(max(by_micro_batch, key=sum)), "mean": mean}
+
+
+class StepAudit:
+    """Watches one step from its start to before the update; a context around the step.
+
+    On CPU every operation is looked at, which makes this one step slower; on GPUs the allocator knows. What
+    compiled code makes and frees inside cannot be looked at on CPU: then only the state is measured.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._device = session.ranks.device
+        gradients = session.owned.held_gradients()
+        state = {
+            "parameters": session.owned.held(),
+            "gradients": gradients,
+            "optimizer": [v for values in session.optimizer.state.values() for v in values.values()],
+        }
+        away = OFFLOADED[session.job.layout.offload]
+        alive = [tensor for kind, tensors in state.items() if kind not in away for tensor in tensors]
+        alive += [*session.model.buffers(), *(session.streamed.slots if session.streamed else ())]
+        self._compiled = session.job.train.compile
+        self._on_gpu = self._device.type == "cuda"
+        self._tracker = None
+        if not self._on_gpu and not self._compiled:
+            self._tracker = PeakTracker(alive, session.owned.list_gathered)
+        # DDP has its buckets from construction on; they can only be seen once a step has filled them.
+        self._unseen_buckets = session.module is not session.model and not gradients
+        self._before_forward = 0
+        self._activations = 0
+        self._rows = RowsRead(session.model)
+
+    def __enter__(self) -> StepAudit:
+        if self._tracker is not None:
+            self._tracker.__enter__()
+        elif self._on_gpu:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._tracker is not None:
+            self._tracker.__exit__(kind, error, trace)
+
+    def before_forward(self, micro_batch: int) -> None:
+        """A forward pass begins."""
+        self._rows.begin()
+        self._before_forward = self._own_bytes()
+
+    def after_forward(self, border_bytes: int = 0) -> None:
+        """What came to life in the forward pass and still lives is what the backward pass waits for."""
+        kept = self._own_bytes() - self._before_forward + border_bytes
+        self._activations = max(self._activations, kept)
+        self._rows.end()
+
+    def before_backward(self, micro_batch: int) -> None:
+        """Nothing is new: the peak is looked at all the time."""
+
+    def after_backward(self) -> None:
+        """The moment at which the state is defined: write down everything."""
+        session = self._session
+        state = state_bytes(session.owned, session.optimizer)
+        peak = None
+        if self._tracker is not None:
+            peak = self._tracker.peak_bytes + (state["gradients"] if self._unseen_buckets else 0)
+        elif self._on_gpu:
+            peak = torch.cuda.max_memory_allocated(self._device)
+        session.events.write(
+            "state",
+            step=session.step,
+            state_bytes=state,
+            offloaded_bytes=offloaded_bytes(
+                session.owned, session.optimizer, session.streamed, session.job, self._device
+            ),
+            activation_bytes=None if peak is None else self._activations,
+            peak_bytes=peak,
+            routed_rows=self._rows.summary(),
+            compiled=self._compiled,
+            first_step=session.step == session.first_step,
+        )
+
+    def live_bytes(self) -> int | None:
+        """Bytes of all live tensors now; None where compiled code hides them."""
+        if self._tracker is not None:
+            return self._tracker.live_bytes
+        return torch.cuda.memory_allocated(self._device) if self._on_gpu else None
+
+    def _own_bytes(self) -> int:
+        """The same without what is gathered: parameters, not activations."""
+        if self._tracker is not None:
+            gathered = self._tracker.gathered_bytes
+        else:
+            tensors = self._session.owned.list_gathered() if self._on_gpu else ()
+            gathered = sum(tensor.untyped_storage().size() for tensor in tensors)
+        return (self.live_bytes() or 0) - gathered

@@ -1,0 +1,83 @@
+"""What this device reaches: the peak for MFU, and how busy it is."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import threading
+import time
+
+import torch
+
+from meshwright.layout.flops import peak_rate
+from meshwright.models.dtypes import LOW_PRECISION
+from meshwright.spec.job import Job
+
+PROBE_SECONDS = {"cpu": 0.1, "cuda": 1.0}
+"""How long products are tried. On cores many small ones, as a process that shares them is seldom left alone
+for as long as a large one takes; a GPU needs longer for its clock to rise."""
+
+
+def measure_matmul(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
+    """Rate of large matrix products on this device: the best of those that fit into ``seconds``."""
+    size = 8192 if device.type == "cuda" else 64 * round(6 * torch.get_num_threads() ** (1 / 3))
+    left = torch.rand((size, size), device=device).to(dtype)
+    best = 0.0
+    deadline = time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        started = time.perf_counter()
+        torch.mm(left, left)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = max(best, 2.0 * size**3 / (time.perf_counter() - started))
+    return best
+
+
+def find_peak(job: Job, device: torch.device) -> tuple[float, str]:
+    """FLOP/s that MFU is counted against, and in words what it is."""
+    cluster = job.cluster
+    if cluster.preset == "local" and cluster.matmul_flops_per_s is None and cluster.probed is None:
+        dtype, seconds = LOW_PRECISION.get(job.train.precision, torch.float32), PROBE_SECONDS[device.type]
+        rate = measure_matmul(device, dtype, seconds)
+        products = "bf16" if job.train.precision == "fp8" else job.train.precision
+        return rate, f"a {seconds:g}-second {products} matmul on this device"
+    return peak_rate(cluster, job.train.precision)
+
+
+class Utilisation:
+    """How busy the device was since the last look: processor time, or what nvidia-smi says."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._wall, self._cpu = time.perf_counter(), _cpu_seconds()
+        self._gpu: float | None = None
+        if device.type == "cuda":
+            threading.Thread(target=self._watch_gpu, daemon=True).start()
+
+    def look(self) -> float | None:
+        """A share of the device; None while it is not known."""
+        if self._device.type == "cuda":
+            return self._gpu
+        wall, cpu = time.perf_counter(), _cpu_seconds()
+        spent, passed = cpu - self._cpu, wall - self._wall
+        self._wall, self._cpu = wall, cpu
+        return min(1.0, spent / passed / torch.get_num_threads()) if passed > 0 else None
+
+    def _watch_gpu(self) -> None:
+        query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        index = self._device.index or 0
+        query += ["-i", visible[index] if index < len(visible) and visible[index] else str(index)]
+        while True:
+            time.sleep(2.0)  # nvidia-smi looks back: what it says at once is about the past
+            try:
+                answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+                self._gpu = float(answer.split()[0]) / 100
+            except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+                return
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime

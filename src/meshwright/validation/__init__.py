@@ -1,0 +1,1 @@
+"""Predictions compared with published runs of other frameworks. No torch."""

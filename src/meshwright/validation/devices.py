@@ -1,0 +1,124 @@
+"""The cluster of a published run: the device by its many names, the machine's size, and the network."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.presets import preset_names, read_preset
+from meshwright.validation.cells import Cells, NotExpressedError
+
+ALIASES: tuple[tuple[str, str], ...] = (
+    (r"GB300", "GB300-NVL72"),
+    (r"GB200", "GB200-NVL72"),
+    (r"B300|HGX-?B300", "B300-SXM"),
+    (r"B200", "B200-180GB-SXM"),
+    (r"H200", "H200-141GB-SXM"),
+    (r"H20(?!0)", "H20-96GB-SXM"),
+    (r"H800", "H800-80GB-SXM"),
+    (r"H100.*PCI", "H100-80GB-PCIe"),
+    (r"H100.*(96|HBM2)", "H100-96GB-HBM2e"),
+    (r"H100(?!.*(NVL|94))", "H100-80GB-SXM"),
+    (r"A800(?!.*PCI)", "A800-80GB-SXM"),
+    (r"A100.*PCI.*80|A100.*80.*PCI", "A100-80GB-PCIe"),
+    (r"A100(?!.*PCI).*40", "A100-40GB-SXM"),
+    (r"A100(?!.*PCI)", "A100-80GB-SXM"),
+    (r"V100(?!.*(16|PCI))", "V100-32GB-SXM"),
+    (r"L40S", "L40S-48GB"),
+    (r"4090", "4090-24GB-PCIe"),
+)
+"""Ways to write a device, first match wins, and the name that its preset has."""
+OMNI_PATH_OF, OMNI_PATH = "A100-80GB-SXM", "A100-80GB-OmniPath"
+"""A machine with fewer links between its devices than others of its kind."""
+OMNI_PATH_NETWORK = 6.25
+"""Its share of four Omni-Path links for each of 8 devices, in GB/s; no other machine of A100-80GB has it."""
+_NETWORK = re.compile(r"(\d+)\s*x\s*(?:[A-Za-z-]+ )?(\d+)\s*Gb(?:ps|/s|it/s)?(?![A-Za-z])[^;,(]*per node")
+"""Adapters of a machine, such as `4x200Gb IB per node`; Gb are gigabits, GB are not matched."""
+_MACHINE = re.compile(
+    r"(\d+) (?:gpus?|devices|cards) (?:per|a|in a|/) ?(?:node|machine|server)", re.IGNORECASE
+)
+
+
+def load_devices() -> Iterator[tuple[str, Cluster]]:
+    """Cluster presets by the name of their device."""
+    for name in preset_names("clusters"):
+        tree = read_preset("clusters", name)
+        assert isinstance(tree, dict), "the name was listed"
+        if tree.get("device") == "cuda" and tree.get("device_name"):
+            yield str(tree["device_name"]), Cluster(**{"preset": name, **tree})
+
+
+@functools.cache
+def known_devices() -> dict[str, Cluster]:
+    """Cluster presets by the name of their device, read once."""
+    return dict(load_devices())
+
+
+def device_name(text: str) -> str | None:
+    """The preset's name of a device that may be written in another way."""
+    known = known_devices()
+    if text in known:
+        return text
+    plain = re.sub(r"[\s_]+", "-", text.upper())
+    found = next((name for pattern, name in ALIASES if re.search(pattern, plain)), None)
+    return found if found in known else None
+
+
+def build_cluster(cells: Cells, devices: int) -> Cluster:
+    """The devices of a row.
+
+    Raises:
+        NotExpressedError: There are no figures for the device.
+    """
+    text = cells.text("gpu")
+    name = device_name(text)
+    if name is None:
+        raise NotExpressedError(f"no figures for the device {text!r}" if text else "gpu not published")
+    if name != text:
+        cells.remark(f"gpu {text} taken as {name}")
+    narrow = cells.number_of("nic_gbytes_per_s_per_gpu") == OMNI_PATH_NETWORK
+    if name == OMNI_PATH_OF and (narrow or "omni-path" in cells.note):
+        name = OMNI_PATH
+        cells.remark(f"gpu taken as {name}: four NVLinks a device, as in that machine")
+    cluster = known_devices()[name]
+    whole = _machine_size(cells, cluster)
+    per_node = _devices_used(devices, whole)
+    return dataclasses.replace(
+        cluster,
+        devices_per_node=per_node,
+        nodes=-(-devices // per_node),
+        nic_bytes_per_s=_network(cells, whole) or cluster.nic_bytes_per_s,
+    )
+
+
+def _machine_size(cells: Cells, cluster: Cluster) -> int:
+    found = _MACHINE.search(cells.text("note"))
+    if found and int(found[1]) > 0:
+        cells.remark(f"{found[1]} devices a node, as the note says")
+        return int(found[1])
+    return cluster.devices_per_node
+
+
+def _devices_used(devices: int, whole: int) -> int:
+    """Devices of one machine that a job uses: all of them, but of a rack of 72 an even share, such as 64."""
+    if devices <= whole:
+        return devices
+    if whole <= 16:
+        return whole
+    return next((n for n in range(whole, whole // 2, -1) if devices % n == 0), whole)
+
+
+def _network(cells: Cells, per_node: int) -> float | None:
+    """Bytes a second of one device's share of the network, where the row or its note says so."""
+    given = cells.number_of("nic_gbytes_per_s_per_gpu")
+    if given:
+        return given * 1e9
+    found = _NETWORK.search(cells.text("note"))
+    if not found:
+        return None
+    share = int(found[1]) * int(found[2]) / 8 / per_node
+    cells.remark(f"network {share:g} GB/s a device, from the note")
+    return share * 1e9

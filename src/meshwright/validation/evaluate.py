@@ -1,0 +1,120 @@
+"""Predictions for rows that were read: each from model, cluster, framework and layout alone."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from meshwright.plan.estimate.grid import Grid
+from meshwright.plan.estimate.memory import estimate_memory
+from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.time.engine import estimate_step
+from meshwright.validation.published import Case, Row, read_rows
+from meshwright.validation.split import is_held_out
+
+TABLE = "tables/published_runs.csv"
+"""The published rows that come with the package, with their sources."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A row beside its prediction."""
+
+    row: Row
+    reason: str
+    """Blanks and what they were taken for, or why there is no prediction."""
+    predicted_step_s: float | None = None
+    predicted_memory_bytes: float | None = None
+
+    @property
+    def case(self) -> Case | None:
+        """What was predicted; none where nothing was."""
+        return self.row.case if self.predicted_step_s is not None else None
+
+    @property
+    def held_out(self) -> bool:
+        """Whether nothing was fitted to the row."""
+        return is_held_out(self.row.id)
+
+    @property
+    def step_error(self) -> float | None:
+        """Predicted over measured, less one."""
+        return _error(self.predicted_step_s, self.row.step_s)
+
+    @property
+    def memory_error(self) -> float | None:
+        """Predicted over measured, less one."""
+        return _error(self.predicted_memory_bytes, self.row.memory_bytes)
+
+    def as_dict(self) -> dict[str, object]:
+        """The row for ``--json``."""
+        row = self.row
+        return {
+            "id": row.id,
+            "predicted_step_s": self.predicted_step_s,
+            "step_s": row.step_s,
+            "predicted_memory_gb": _gigabytes(self.predicted_memory_bytes),
+            "memory_gb": _gigabytes(row.memory_bytes),
+            "reason": self.reason,
+            "expressed": self.case is not None,
+            "gates": self.case is not None and self.case.gates,
+            "held_out": self.held_out,
+        }
+
+
+def _error(predicted: float | None, measured: float | None) -> float | None:
+    return None if predicted is None or measured is None else predicted / measured - 1
+
+
+def _gigabytes(value: float | None) -> float | None:
+    return None if value is None else value / 1e9
+
+
+def bundled_table() -> Path:
+    """The table that comes with the package."""
+    return Path(str(resources.files("meshwright.validation").joinpath(TABLE)))
+
+
+def evaluate_tables(paths: Iterable[Path]) -> list[Outcome]:
+    """Every row of some tables beside its prediction, in their order.
+
+    Raises:
+        UserError: A file is not a table of runs.
+    """
+    return evaluate([row for path in paths for row in read_rows(path)])
+
+
+def evaluate(rows: Sequence[Row]) -> list[Outcome]:
+    """Rows beside their predictions, in their order; those of one workload are predicted together."""
+    groups: dict[Workload, list[int]] = defaultdict(list)
+    outcomes: dict[int, Outcome] = {}
+    for place, row in enumerate(rows):
+        if row.case is None:
+            outcomes[place] = Outcome(row, row.reason)
+        else:
+            groups[row.case.workload].append(place)
+    for workload, places in groups.items():
+        cases = [case for place in places if (case := rows[place].case)]
+        for place, predicted in zip(places, _predict(workload, cases), strict=True):
+            row = rows[place]
+            if isinstance(predicted, str):
+                outcomes[place] = Outcome(row, predicted)
+            else:
+                outcomes[place] = Outcome(row, row.reason, *predicted)
+    return [outcomes[place] for place in range(len(rows))]
+
+
+def _predict(workload: Workload, cases: Sequence[Case]) -> list[tuple[float, float] | str]:
+    """Step seconds and memory bytes of each case, or why there are none."""
+    grid = Grid.of([case.layout for case in cases])
+    step, memory = estimate_step(workload, grid), estimate_memory(workload, grid)
+    found: list[tuple[float, float] | str] = []
+    for place, case in enumerate(cases):
+        values = float(step.step_s[place]), float(memory.counted_as(case.memory_kind)[place])
+        usable = all(math.isfinite(value) and value > 0 for value in values)
+        found.append(values if usable else "the estimate gives no finite figure")
+    return found

@@ -1,0 +1,286 @@
+"""The layout of a published run: degrees that multiply out, and the framework's defaults for blanks."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+
+from meshwright.plan.estimate.grid import Grid
+from meshwright.plan.estimate.memory import estimate_memory
+from meshwright.plan.estimate.profiles import Profile
+from meshwright.plan.estimate.workload import Workload
+from meshwright.plan.time.block import SOFTMAX_BATCH
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.layout import Layout
+from meshwright.validation.cells import NO, YES, Cells, NotExpressedError
+
+SHARDING_PROFILES = ("torchtitan", "torchtitan-2025", "composer-fsdp")
+"""Profiles whose data axis shards parameters unless a row says otherwise."""
+CORE_PROFILES = ("megatron-core", "megatron-bridge")
+"""Profiles of Megatron with a distributed optimizer."""
+LEAST_ROUNDS = 2
+"""Micro-batches for each pipeline stage that a micro-batch of our choosing leaves."""
+
+
+def count_devices(cells: Cells) -> int:
+    """Devices of a row, as published or as its degrees multiply out.
+
+    Raises:
+        NotExpressedError: Neither is published.
+    """
+    given = cells.optional("num_gpus")
+    if given is not None:
+        return given
+    degrees = [cells.optional(name) for name in ("tp", "pp", "dp")]
+    if None in degrees:
+        raise NotExpressedError("num_gpus not published")
+    devices = int(np.prod([d or 1 for d in degrees])) * (cells.optional("cp") or 1)
+    cells.fill("num_gpus", devices, "the product of the degrees")
+    return devices
+
+
+def build_layout(cells: Cells, profile: Profile, cluster: Cluster, devices: int) -> Layout:
+    """The layout of a row; its micro-batch is left out where the row leaves it out.
+
+    Raises:
+        NotExpressedError: Degrees are not published or do not multiply out.
+    """
+    tp, pp, cp, dp = _degrees(cells, profile, devices)
+    zero = _zero_stage(cells, profile) if dp * cp > 1 else 0
+    shard, replicate = _sharding(cells, zero, dp, tp, cluster)
+    ep = cells.optional("ep") or 1
+    if dp * cp * tp % ep:
+        cells.remark(f"ep={ep} does not divide dp x cp x tp={dp * cp * tp}")
+    if zero == 0 and ep > 1:
+        shard = next((n for n in range(ep, dp + 1) if dp % n == 0), dp)
+        replicate = dp // shard
+    virtual = _virtual_stages(cells, pp)
+    return Layout(
+        mode="given",
+        pp=pp,
+        cp=cp,
+        tp=tp,
+        dp_replicate=replicate,
+        dp_shard=shard,
+        ep=ep,
+        etp=cells.optional("etp") or 1,
+        zero=zero,
+        sequence_parallel=_sequence_parallel(cells, profile, tp),
+        schedule=_schedule(cells, virtual),
+        virtual_stages=virtual,
+        context=_context(cells),
+        micro_batch=_micro_batch(cells, dp),
+        recompute=_recompute(cells, profile),
+        offload=_offload(cells),
+    )
+
+
+def _micro_batch(cells: Cells, dp: int) -> int | None:
+    """As published, but no more than a rank's share of the batch; none where the row leaves it out."""
+    given, batch = cells.optional("micro_batch"), cells.optional("global_batch")
+    if given is None or batch is None or given <= -(-batch // dp):
+        return given
+    cells.remark(f"micro_batch={given} taken as {-(-batch // dp)}, a rank's share of the batch")
+    return -(-batch // dp)
+
+
+def _context(cells: Cells) -> Any:
+    """How keys and values are exchanged: as the note says; SimuMax's scripts ask Megatron for all-to-all."""
+    if "ulysses" in cells.note or "simumax" in cells.text("source").lower():
+        return "ulysses"
+    return "ring"
+
+
+def _degrees(cells: Cells, profile: Profile, devices: int) -> tuple[int, int, int, int]:
+    """tp, pp, cp and dp of a row."""
+    names = ("tp", "pp", "dp", "cp")
+    given = {name: cells.optional(name) for name in names}
+    sharded = profile.name in SHARDING_PROFILES and (cells.optional("zero_stage") or 3) == 3
+    if not sharded and devices > 1 and all(given[name] is None for name in ("tp", "pp", "dp")):
+        raise NotExpressedError("layout not published")
+    for name in ("cp", "tp", "pp"):
+        if given[name] is None:
+            if name != "cp" and not sharded and devices > 1 and given["dp"] is None:
+                raise NotExpressedError(f"{name} not published")
+            given[name] = 1
+            if name != "cp":
+                cells.fill(name, 1)
+    tp, pp, cp = (given[name] or 1 for name in ("tp", "pp", "cp"))
+    dp = given["dp"]
+    if dp is None:
+        dp = max(devices // (tp * pp * cp), 1)
+        cells.fill("dp", dp, "what the other degrees leave")
+    elif cp > 1 and tp * pp * dp == devices and dp % cp == 0:
+        cells.remark(f"dp={dp} counts cp={cp} too, taken as {dp // cp}")
+        dp //= cp
+    if tp * pp * cp * dp != devices:
+        raise NotExpressedError(f"degrees multiply to {tp * pp * cp * dp}, not to {devices} devices")
+    return tp, pp, cp, dp
+
+
+def _zero_stage(cells: Cells, profile: Profile) -> int:
+    zero = cells.optional("zero_stage")
+    if zero is None:
+        if profile.name in (*SHARDING_PROFILES, "deepspeed-zero"):
+            zero = 3
+        else:
+            zero = 1 if profile.name.startswith(CORE_PROFILES) else 0
+        cells.fill("zero_stage", zero, f"default of {profile.name}")
+    if zero > 3:
+        raise cells.bad("zero_stage", "is not 0, 1, 2 or 3")
+    return zero
+
+
+def _sharding(cells: Cells, zero: int, dp: int, tp: int, cluster: Cluster) -> tuple[int, int]:
+    """Ranks that share a copy of the state, and copies."""
+    if zero == 0:
+        return 1, dp
+    shard = dp
+    found = re.search(r"(?:fsdp|dp_shard) ?= ?(\d+)|shard(?:ed|ing)? (?:size|degree|over) (\d+)", cells.note)
+    if found:
+        shard = int(found[1] or found[2])
+    elif re.search(r"hsdp|hybrid.?shard", cells.note):
+        shard = max(1, cluster.devices_per_node // tp)
+        cells.remark(f"hybrid sharding read as {min(shard, dp)} ranks, those of a node")
+    if shard < 1 or dp % shard:
+        return dp, 1
+    return shard, dp // shard
+
+
+def _sequence_parallel(cells: Cells, profile: Profile, tp: int) -> bool:
+    given = cells.flag("sequence_parallel")
+    if tp == 1:
+        return False
+    if given is None:
+        given = profile.name.startswith((*CORE_PROFILES, "torchtitan", "meshwright"))
+        cells.fill("sequence_parallel", "y" if given else "n", f"default of {profile.name}")
+    return given
+
+
+def _virtual_stages(cells: Cells, pp: int) -> int:
+    if pp == 1:
+        return 1
+    given = cells.optional("interleave")
+    if given is not None:
+        return given
+    if re.search(r"(?<!before )interleaved (1f1b|schedule)", cells.note):
+        cells.fill("interleave", 2, "the note says interleaved")
+        return 2
+    cells.fill("interleave", 1)
+    return 1
+
+
+def _schedule(cells: Cells, virtual: int) -> Any:
+    note = cells.note
+    named = (
+        (r"dual.?pipe", "dualpipe-v"),
+        (r"\bzb-?v\b|zero.bubble v", "zbv"),
+        (r"\bzb-?h1\b|zero.bubble", "zb-h1"),
+        (r"gpipe", "gpipe"),
+    )
+    found = next((name for pattern, name in named if re.search(pattern, note)), None)
+    if found:
+        return found
+    return "interleaved" if virtual > 1 else "1f1b"
+
+
+def _recompute(cells: Cells, profile: Profile) -> Any:
+    text, note = cells.text("recompute").lower(), cells.note
+    if re.search(r"ac every 2nd layer", note):
+        cells.remark("every 2nd layer recomputed: taken as selective")
+    if text in ("none", "selective", "full"):
+        return text
+    if not text:
+        told = next(
+            (kind for kind in ("full", "selective") if re.search(rf"{kind}[^;,]{{0,12}}(ac\b|recomp)", note)),
+            None,
+        )
+        default = told or ("selective" if profile.name.startswith("torchtitan") else "none")
+        cells.fill("recompute", default, "from the note" if told else f"default of {profile.name}")
+        return default
+    if text in NO:
+        return "none"
+    if text in (*YES, "block", "uniform"):
+        return "full"
+    if re.search(r"attn|attention|mlp|norm|moe|op\b|partial|core", text):
+        cells.remark(f"recompute {text} taken as selective")
+        return "selective"
+    raise cells.bad("recompute", "is none of none, selective, full")
+
+
+def _offload(cells: Cells) -> Any:
+    note = cells.note
+    if not re.search(r"offload|zero-infinity", note) or re.search(
+        r"(no|without) (cpu |optimizer )?offload", note
+    ):
+        return "none"
+    if re.search(r"activation offload|offload(ing|ed)? (of )?activation", note):
+        cells.remark("offloaded activations are not modelled")
+        return "none"
+    return "all" if re.search(r"zero-infinity|param\w* (and \w+ )?offload|offload all", note) else "optimizer"
+
+
+def read_global_batch(cells: Cells, layout: Layout, seq_len: int) -> int:
+    """Samples of a step: as published, or from what the note says of a rank's share or of tokens."""
+    given = cells.optional("global_batch")
+    if given is not None:
+        return given
+    share, why = None, ""
+    if found := re.search(r"local batch (?:size )?(\d+)", cells.note):
+        share, why = int(found[1]), "from the local batch"
+    elif layout.micro_batch:
+        accumulated = re.search(r"grad_?\s?accum\w*\s?=?\s?(\d+)", cells.note)
+        share = layout.micro_batch * (int(accumulated[1]) if accumulated else 1)
+        why = "from the micro-batch" + (" and accumulation" if accumulated else "")
+    if share:
+        cells.fill("global_batch", share * layout.data_degree, why)
+        return share * layout.data_degree
+    if found := re.search(r"([\d.]+)\s?m[ -]tokens?(?: per)? batch", cells.note):
+        batch = max(1, round(float(found[1]) * 2**20 / seq_len))
+        cells.fill("global_batch", batch, "from tokens a batch")
+        return batch
+    raise NotExpressedError("global_batch not published")
+
+
+def settle_micro_batch(cells: Cells, workload: Workload, layout: Layout) -> int:
+    """The micro-batch where a row has none: by its accumulation, the framework's default, or our rule."""
+    share = max(1, workload.global_batch // layout.data_degree)
+    if found := re.search(r"grad_?\s?accum\w*\s?=?\s?(\d+)", cells.note):
+        micro_batch = max(1, share // max(1, int(found[1])))
+        cells.fill("micro_batch", micro_batch, "from the accumulation")
+        return micro_batch
+    if workload.profile.name.startswith("torchtitan"):
+        # As many micro-batches as stages unless a job says otherwise; without a pipeline, one.
+        micro_batch = max(1, share // layout.pp)
+        cells.fill("micro_batch", micro_batch, "as many micro-batches as stages, default of torchtitan")
+        return micro_batch
+    if workload.profile.name.startswith("megatron"):
+        micro_batch = _least_fused(workload, layout, share)
+        cells.fill("micro_batch", micro_batch, "as Megatron's published tables at scale")
+        return micro_batch
+    rounds = LEAST_ROUNDS * layout.pp if layout.pp > 1 else 1
+    options = [n for n in _divisors(share) if share // n >= rounds] or [1]
+    grid = Grid.of([layout] * len(options))
+    columns = {**vars(grid), "micro_batch": np.array(options, dtype=np.int64)}
+    fits = estimate_memory(workload, Grid(**columns)).fits(workload)
+    micro_batch = max((n for n, fit in zip(options, fits, strict=True) if fit), default=1)
+    left = f" and leaves {rounds} micro-batches" if rounds > 1 else ""
+    cells.fill("micro_batch", micro_batch, f"the largest that fits{left}")
+    return micro_batch
+
+
+def _least_fused(workload: Workload, layout: Layout, share: int) -> int:
+    """One sample, or as many as the fused softmax of Megatron's older kernels needs."""
+    heads = workload.model.num_heads / layout.tp
+    if workload.profile.time.flash_attention:
+        return 1
+    return next((n for n in range(1, min(share, SOFTMAX_BATCH) + 1) if n * heads % SOFTMAX_BATCH == 0), 1)
+
+
+def _divisors(number: int) -> list[int]:
+    """All of them, smallest first."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

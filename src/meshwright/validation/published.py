@@ -1,0 +1,186 @@
+"""Published measured runs: a CSV row as a workload and a layout, with every blank that had to be filled.
+
+What a row says is read in ``validate/``: the device, the model, the software and the layout. Here they come
+together. A row says more than its columns: notes name recipes, overlap and sharding.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.core.errors import Problem, UserError
+from meshwright.plan.estimate.profiles import compiled_profile
+from meshwright.plan.estimate.workload import Workload
+from meshwright.spec.layout import Layout
+from meshwright.validation.cells import Cells, NotExpressedError
+from meshwright.validation.devices import build_cluster
+from meshwright.validation.frameworks import read_compiled, read_precision, read_profile, read_recipe
+from meshwright.validation.layouts import (
+    build_layout,
+    count_devices,
+    read_global_batch,
+    settle_micro_batch,
+)
+from meshwright.validation.models import build_model
+
+COLUMNS = (
+    "id", "model_name", "layers", "hidden", "heads", "seq_len", "gpu", "num_gpus", "tp", "pp", "dp",
+    "micro_batch", "global_batch", "step_time_s",
+)  # fmt: skip
+"""Columns that a table must have; others are read where they are there."""
+GATING = "found"
+"""Confidence of rows that count in a verdict; the others inform."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One published run that can be predicted."""
+
+    id: str
+    workload: Workload
+    layout: Layout
+    step_s: float | None
+    memory_bytes: float | None
+    confidence: str
+    filled: tuple[str, ...]
+    """Blanks and what they were taken for, and how notes were read."""
+    model_name: str = ""
+    memory_kind: str = "reserved"
+    """What the published memory counts: `allocated` (live tensors), `reserved` (with what the allocator
+    holds), `device` (with the context too, as nvidia-smi says), or `formula` (a sum, not a measurement)."""
+
+    @property
+    def family(self) -> str:
+        """The row's id without its trailing number."""
+        return family_of(self.id)
+
+    @property
+    def gates(self) -> bool:
+        """Whether the row counts in a verdict; the others inform."""
+        return self.confidence == GATING
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row as it was read: a case, or the reason why there is none."""
+
+    id: str
+    case: Case | None
+    reason: str
+    step_s: float | None
+    memory_bytes: float | None
+    confidence: str = ""
+
+    @property
+    def family(self) -> str:
+        """The row's id without its trailing number."""
+        return family_of(self.id)
+
+
+def family_of(row_id: str) -> str:
+    """A row's id without its trailing number."""
+    return re.sub(r"[-_]?\d+$", "", row_id) or row_id
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Every row of a table; a bad cell costs its row, not the table.
+
+    Raises:
+        UserError: The file is not a table of runs.
+    """
+    return [read_row(number, cells) for number, cells in read_table(path, COLUMNS, "docs/validate.md")]
+
+
+def read_table(path: Path, columns: Sequence[str], page: str) -> list[tuple[int, dict[str, str]]]:
+    """The cells of each row of a table, with the number of its last line.
+
+    Raises:
+        UserError: The file cannot be read, or lacks one of the columns that ``page`` lists.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            missing = [name for name in columns if name not in (reader.fieldnames or ())]
+            if missing:
+                rule = f"has no column {', '.join(missing)}"
+                raise UserError(Problem("validate-columns", rule, path=str(path), fix=f"See {page}"))
+            return [(reader.line_num, cells) for cells in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(Problem("validate-unreadable", f"cannot be read: {error}", path=str(path))) from None
+
+
+def read_row(number: int, raw: Mapping[str, object]) -> Row:
+    """One row, whose last line in the file is that number."""
+    cells = Cells(number, raw)
+    row_id = cells.text("id") or f"line {number}"
+    step_s = memory = None
+    try:
+        step_s, memory_gb = cells.number_of("step_time_s"), cells.number_of("memory_gb_per_gpu")
+        memory = None if memory_gb is None else memory_gb * 1e9
+        case = _build_case(cells, row_id, step_s, memory)
+    except NotExpressedError as reason:
+        return Row(row_id, None, str(reason), step_s, memory, cells.text("confidence"))
+    return Row(row_id, case, "; ".join(case.filled), case.step_s, memory, case.confidence)
+
+
+def _build_case(cells: Cells, row_id: str, step_s: float | None, memory: float | None) -> Case:
+    devices = count_devices(cells)
+    cluster = build_cluster(cells, devices)
+    profile = read_profile(cells)
+    layout = build_layout(cells, profile, cluster, devices)
+    precision = read_precision(cells)
+    seq_len = cells.count("seq_len")
+    compiled = read_compiled(cells, precision, profile)
+    if compiled:
+        profile = compiled_profile(profile, "weight gradients in fp8" in cells.note)
+    workload = Workload(
+        model=build_model(cells, layout.tp),
+        cluster=cluster,
+        seq_len=seq_len,
+        global_batch=read_global_batch(cells, layout, seq_len),
+        precision=precision,
+        profile=profile,
+        recipe=read_recipe(cells, precision, profile),
+        compiled=compiled,
+    )
+    if layout.micro_batch is None:
+        layout = dataclasses.replace(layout, micro_batch=settle_micro_batch(cells, workload, layout))
+    if step_s is None:
+        step_s = _step_of_rate(cells, workload, devices)
+    return Case(
+        id=row_id,
+        workload=workload,
+        layout=layout,
+        step_s=step_s,
+        memory_bytes=memory,
+        confidence=cells.text("confidence") or GATING,
+        filled=tuple(cells.filled),
+        model_name=cells.text("model_name"),
+        memory_kind=_memory_kind(cells),
+    )
+
+
+def _step_of_rate(cells: Cells, workload: Workload, devices: int) -> float | None:
+    """A step's time from tokens a second, where only those are published."""
+    rate = cells.number_of("tokens_per_s_per_gpu")
+    if rate is None:
+        return None
+    cells.remark("step time from tokens a second")
+    return workload.global_batch * workload.seq_len / (rate * devices)
+
+
+def _memory_kind(cells: Cells) -> str:
+    note = cells.note
+    if "not allocator peak" in note or "theoretical" in note:
+        return "formula"
+    if re.search(r"peak allocated|max_?(memory_)?allocated", note):
+        return "allocated"
+    framework = cells.text("framework").lower()
+    if "nvidia-smi" in note or "deepspeed" in framework:
+        return "device"
+    return "reserved"

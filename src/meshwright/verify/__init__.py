@@ -1,0 +1,1 @@
+"""Checks that need the runtime: prove, dry run and benchmarks."""

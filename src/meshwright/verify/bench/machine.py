@@ -1,0 +1,320 @@
+"""What ``meshwright probe`` times on one device: single operations as a run calls them, and real steps.
+
+Operands are random: how fast a GPU multiplies depends on what, as it does on how warm it is. So each
+operation is repeated for a while, and on a GPU it is the mean that counts, not the best. On a CPU it is the
+lower quartile of processor time: about what one thread would take on a core that nobody else uses.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from meshwright.core.events import EventWriter
+from meshwright.data.dataset import Rows
+from meshwright.launch.assignment import Assignment
+from meshwright.measure.collective_counter import CollectiveCounter
+from meshwright.measure.elapsed import count_calls, elapsed_s
+from meshwright.models.attention import mix_causally, prefer_fast_attention
+from meshwright.models.decoder import Decoder, build_rope
+from meshwright.models.dtypes import LOW_PRECISION, STREAMS
+from meshwright.models.kernels import fused as kernels
+from meshwright.models.linear import weight_gradient
+from meshwright.models.triton_block import Matrix
+from meshwright.parallel.mesh import join_ranks, leave_ranks
+from meshwright.plan.contract import Plan
+from meshwright.spec.execution import fuses_update, keeps_copies
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
+from meshwright.train.loop import Meter, take_step
+from meshwright.train.optimizer import build_optimizer
+from meshwright.train.trainer import Session, build_session
+from meshwright.verify.dry_run import BlankDataset
+
+FEWEST = 3
+"""Calls of an operation, however long it takes."""
+MOST = 1000
+WARM_UP = 2
+WARM_UP_STEPS = 3
+ADAMW_BYTES = 28
+"""What AdamW moves for each float32 element: weight, gradient and two moments read, all but one written.
+With a copy in 16 bits, two more."""
+UPDATED_ROWS = 64
+
+
+def time_call(device: torch.device, call: Callable[[], object], seconds: float) -> float:
+    """Time of one call, repeated for so many seconds: the mean on a GPU, the lower quartile on a CPU."""
+    for _ in range(WARM_UP):
+        call()
+    if device.type != "cuda":
+        return _quartile_s(call, seconds)
+    torch.cuda.synchronize(device)
+    one_s = elapsed_s(call, FEWEST)
+    return elapsed_s(call, min(MOST, count_calls(seconds, one_s, FEWEST)))
+
+
+def _quartile_s(call: Callable[[], object], seconds: float) -> float:
+    """The time that a quarter of the calls stay below: other processes make calls longer, never shorter."""
+    times: list[float] = []
+    deadline = time.perf_counter() + seconds
+    while len(times) < FEWEST or (time.perf_counter() < deadline and len(times) < MOST):
+        started = time.process_time()
+        call()
+        times.append(time.process_time() - started)
+    return statistics.quantiles(times, n=4)[0]
+
+
+def time_linear(
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int], seconds: float
+) -> tuple[float, float, float]:
+    """A linear layer's product, and those of the gradients of its input and, in float32, of its weight.
+
+    Args:
+        device: Where.
+        dtype: Of what the products read.
+        sizes: Rows, width of the output, width of the input.
+        seconds: For each of the three.
+    """
+    rows, columns, depth = sizes
+    x = torch.randn(rows, depth, device=device).to(dtype)
+    grad = torch.randn(rows, columns, device=device).to(dtype)
+    weight = torch.randn(columns, depth, device=device).mul_(depth**-0.5).to(dtype)
+    exact = weight_gradient if dtype != torch.float32 else lambda grad, x: torch.mm(grad.T, x)
+    return (
+        time_call(device, lambda: torch.mm(x, weight.T), seconds),
+        time_call(device, lambda: torch.mm(grad, weight), seconds),
+        time_call(device, lambda: exact(grad, x), seconds),
+    )
+
+
+def time_scaled(
+    device: torch.device, sizes: tuple[int, int, int], seconds: float
+) -> tuple[float, float, float]:
+    """The same of a product in 8 bits, with the casts that a step does for it; its input is cast already.
+
+    Args:
+        device: Where.
+        sizes: Rows, width of the output, width of the input.
+        seconds: For each of the three.
+    """
+    rows, columns, depth = sizes
+    x = torch.randn(rows, depth, device=device).bfloat16()
+    grad = torch.randn(rows, columns, device=device).bfloat16()
+    weight = torch.randn(columns, depth, device=device).mul_(depth**-0.5).bfloat16()
+    matrix = Matrix(weight, scaled=True, gradient_scaled=True, rows=(columns,))
+    cast = kernels.cast_rows(x)
+    return (
+        time_call(device, lambda: matrix.multiply(cast), seconds),
+        time_call(device, lambda: matrix.multiply_back(grad), seconds),
+        time_call(device, lambda: matrix.gradients(grad, x), seconds),
+    )
+
+
+def time_own_kernels(device: torch.device, job: Job, seconds: float) -> float:
+    """What our kernels take for both passes of a job's block, with selective recomputation."""
+    model, batch, length = job.model, job.layout.micro_batch or 1, job.data.seq_len
+    assert isinstance(model, DecoderModel), "decoders are probed"
+    width, low, stream = model.hidden_size, torch.bfloat16, STREAMS[job.train.residual]
+    parts = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
+
+    def draw(*shape: int, dtype: torch.dtype = low) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    tokens = batch * length
+    x, delta, weight = draw(tokens, width, dtype=stream), draw(tokens, width), draw(width)
+    both, grad = draw(tokens, 2 * model.ffn_size), draw(tokens, model.ffn_size)
+    heads = draw(batch, length, sum(parts), model.head_size).transpose(1, 2)
+    q, k, v = heads.clone().split(parts, dim=1)
+    rope = build_rope(model, torch.arange(length, device=device))
+
+    def run() -> None:
+        for _ in range(2):
+            total, _, inverse = kernels.add_norm(x, delta, weight, model.norm_eps, low)
+        kernels.turn_heads(heads[:, : parts[0] + parts[1]], *rope)
+        kernels.gate(both, low)
+        kernels.gate_backward(both, grad)
+        for _ in range(2):
+            kernels.norm_backward(delta, total, inverse, weight, x)
+        kernels.turn_back(q, k, v, *rope)
+
+    return time_call(device, run, seconds)
+
+
+def time_attention(
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    sequences: tuple[int, int],
+    seconds: float,
+) -> tuple[float, float]:
+    """Causal attention as a block calls it: the forward pass, and the backward pass.
+
+    Args:
+        device: Where.
+        dtype: Of queries, keys and values.
+        heads: Query heads, key heads, and their width.
+        sequences: How many, and their length.
+        seconds: For each of both.
+    """
+    asked, known, size = heads
+    batch, length = sequences
+
+    def draw(count: int) -> Tensor:
+        drawn = torch.randn(batch, length, count, size, device=device).to(dtype)
+        return drawn.transpose(1, 2).requires_grad_()
+
+    q, k, v = draw(asked), draw(known), draw(known)
+    grad = torch.randn(batch, length, asked, size, device=device).to(dtype).transpose(1, 2)
+
+    def both() -> object:
+        return torch.autograd.grad(mix_causally(q, k, v, None), (q, k, v), grad)
+
+    with prefer_fast_attention(device.type):
+        with torch.no_grad():
+            forward_s = time_call(device, lambda: mix_causally(q, k, v, None), seconds)
+        return forward_s, max(time_call(device, both, seconds) - forward_s, 0.1 * forward_s)
+
+
+def measure_copy(device: torch.device, elements: int, seconds: float) -> float:
+    """Bandwidth of a copy of so many float32 elements, read and written bytes together."""
+    source = torch.randn(elements, device=device)
+    target = torch.empty_like(source)
+    return 2 * 4 * elements / time_call(device, lambda: target.copy_(source), seconds)
+
+
+def measure_adamw(device: torch.device, job: Job, elements: int, seconds: float) -> float:
+    """Bandwidth of a job's AdamW over a matrix of so many elements, read and written bytes together."""
+    moved = torch.nn.Linear(elements // UPDATED_ROWS, UPDATED_ROWS, bias=False, device=device)
+    (weight,) = moved.parameters()
+    weight.grad = torch.randn_like(weight)
+    low = LOW_PRECISION.get(job.train.precision)
+    copies = {} if low is None or not keeps_copies(job) else {weight: weight.detach().to(low)}
+    optimizer = build_optimizer(moved, job.train, copies, fuses_update(job))
+    each = ADAMW_BYTES + sum(copy.element_size() for copy in copies.values())
+    return each * elements / time_call(device, optimizer.step, seconds)
+
+
+def measure_launch(device: torch.device, seconds: float) -> float:
+    """Time of an operation on almost nothing."""
+    one = torch.zeros(1, device=device)
+    return time_call(device, lambda: one.add_(1.0), seconds)
+
+
+def count_multiprocessors(device: torch.device) -> int:
+    """Of a GPU; a CPU has none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+
+
+@dataclass(frozen=True)
+class RealSteps:
+    """What a few steps of a small model took."""
+
+    step_s: float
+    """Median."""
+    peak_bytes: int | None
+    """Of allocated memory in a step; None on a CPU."""
+    block_s: float | None
+    """Host time for both passes of a block, on a GPU, which goes on meanwhile."""
+
+
+def time_steps(plan: Plan) -> RealSteps:
+    """Take ``train.steps`` steps of a plan for one process in this one; the first three are not counted."""
+    try:
+        return _time_steps(plan)
+    finally:
+        _let_go()
+
+
+def _time_steps(plan: Plan) -> RealSteps:
+    counter, events = CollectiveCounter(), EventWriter(Path(os.devnull), 0, 0)
+    nowhere = Assignment(os.devnull, os.devnull, os.devnull)
+    ranks = join_ranks(plan.job, counter, rank=0)
+    try:
+        words = RandomWords(plan.job)
+        session = build_session(plan, nowhere, ranks, counter, events, open_split=lambda _: words)
+        meter, times, device = Meter(session), [], ranks.device
+        on_gpu = device.type == "cuda"
+        clock = time.perf_counter if on_gpu else time.process_time
+        for number in range(plan.job.train.steps):
+            if number == WARM_UP_STEPS and on_gpu:
+                torch.cuda.reset_peak_memory_stats(device)
+            started = clock()
+            take_step(session, meter, audited=False)
+            _wait(device)
+            times.append(clock() - started)
+        step_s = statistics.median(times[WARM_UP_STEPS:])
+        if not on_gpu:
+            return RealSteps(step_s, None, None)
+        return RealSteps(step_s, torch.cuda.max_memory_allocated(device), issue_block_s(session))
+    finally:
+        leave_ranks(ranks)
+        events.close()
+
+
+def issue_block_s(session: Session) -> float:
+    """How long the host is busy with both passes of one block, of all that it queues one behind the other."""
+    model, device, job = session.model, session.ranks.device, session.job
+    assert isinstance(model, Decoder), "decoders are probed"
+    blocks, length = list(model.list_blocks()), job.data.seq_len
+    shape = (job.layout.micro_batch or 1, length, blocks[0].attention.wo.out_features)
+    x = torch.randn(shape, device=device).to(model.stream).requires_grad_()
+    rope, times = (model.rope_cos[:length], model.rope_sin[:length]), []
+    for _ in range(WARM_UP + 5):
+        session.owned.drop_gradients()  # or they would add up
+        x.grad = None  # likewise
+        _wait(device)
+        started = time.perf_counter()
+        with session.precision.products():
+            if model.fused is None:
+                out = x
+                for block in blocks:
+                    out = block(out, rope, None, None)
+                outputs: tuple[Tensor, ...] = (out,)
+            else:
+                outputs = model.run_fused(x, rope, None)
+        torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[WARM_UP:]) / len(blocks)
+
+
+def _wait(device: torch.device) -> None:
+    """Until the device has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _let_go() -> None:
+    """Give back what the steps held, so that the next ones find room."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+class RandomWords(BlankDataset):
+    """As many samples as all steps want, of random words; every position is a target."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.shard_sample_counts = (job.train.global_batch * job.train.steps,)  # no step repeats another's
+        assert isinstance(job.model, DecoderModel), "decoders are probed"
+        self._words = job.model.vocab_size
+
+    def read(self, indices: npt.ArrayLike) -> Rows:
+        """Drawn, the same each time."""
+        shape = (np.size(indices), self.seq_len)
+        drawn = np.random.default_rng(0).integers(0, self._words, shape)
+        return Rows(drawn, drawn, None)
+
+    def count_targets(self, indices: npt.ArrayLike) -> int:
+        """Every position."""
+        return np.size(indices) * self.seq_len

@@ -1,0 +1,274 @@
+"""The verdict of a proof: equal, or the first module at which the layout leaves the one process.
+
+First is meant in the order of the step: what goes in, the forward pass, the loss, the backward pass
+(gradients in the order in which they are ready), the update, the steps after it. All that is later may follow
+from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshwright.verify.proof_task import (
+    ACTIVATION_TOLERANCE,
+    GRADIENT_STEPS,
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    ROOT_NAME,
+    ROUNDING,
+    WEIGHT_TOLERANCE,
+    Findings,
+    ReferenceNotes,
+    TensorDifference,
+)
+
+TOLERANCE = {"loss": LOSS_TOLERANCE, "gradient": GRADIENT_TOLERANCE}
+SAME_FACTOR = 1e-3
+"""Gradients that are all this close to one multiple of the reference's are wrong by that factor."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where the layout first leaves the reference."""
+
+    kind: str
+    """`input`, `activation`, `loss`, `gradient` or `weight`."""
+    module: str
+    step: int
+    difference: float | None
+    """Relative; None if it is not finite, or there is nothing to compare."""
+    rank: int | None = None
+    parameter: str | None = None
+    note: str = ""
+
+    def sentence(self) -> str:
+        """In words."""
+        what = {
+            "input": "the samples that go into",
+            "activation": "the output of",
+            "loss": "the",
+            "gradient": f"the gradient of {self.parameter} in" if self.parameter else "the gradient of",
+            "weight": f"the update of {self.parameter} in" if self.parameter else "the update of",
+        }[self.kind]
+        size = "not a finite number" if self.difference is None else f"off by {self.difference:.2g}"
+        where = f"at step {self.step}" + ("" if self.rank is None else f" on rank {self.rank}")
+        note = f": {self.note}" if self.note else ""
+        if self.note.startswith(("missing", "not in")):
+            return f"{what} {self.module} {where}{note}"
+        return f"{what} {self.module} {where} is {size}{note}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a proof says."""
+
+    equal: bool
+    max_rel_diff: float | None
+    """Of the losses; None if one is not there or not finite."""
+    max_grad_diff: float | None
+    """Of the gradients, of their norms; 1 for a missing one, None for one that is not finite."""
+    first_divergence: Divergence | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        first = self.first_divergence
+        return {
+            "equal": self.equal,
+            "max_rel_diff": self.max_rel_diff,
+            "max_grad_diff": self.max_grad_diff,
+            "first_divergence": None if first is None else asdict(first),
+        }
+
+
+def judge(
+    notes: ReferenceNotes,
+    findings: Sequence[Findings],
+    losses: Sequence[float | None],
+    reference_losses: Sequence[float | None],
+) -> Verdict:
+    """Hold what the ranks found against the tolerances.
+
+    Args:
+        notes: Of the reference.
+        findings: Of every rank of the layout.
+        losses: Of its steps.
+        reference_losses: Of the one process's.
+    """
+    by_step = [_relative(a, b) for a, b in zip(losses, reference_losses, strict=False)]
+    lost = len(losses) != len(reference_losses)
+    gradients = {step: list(_gradients(notes, findings, step)) for step in GRADIENT_STEPS}
+    rows = [row for step in GRADIENT_STEPS for row in gradients[step]]
+    equal = (
+        not lost
+        and not any(_exceeds(off, LOSS_TOLERANCE) for off in by_step)
+        and not any(row.wrong for row in rows)
+    )
+    first = None if equal else _first(notes, findings, by_step, gradients)
+    return Verdict(
+        equal=equal,
+        max_rel_diff=None if lost else _largest(by_step),
+        max_grad_diff=_largest([row.relative for row in rows]),
+        first_divergence=first,
+    )
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One gradient of one rank, judged."""
+
+    parameter: str
+    rank: int | None
+    relative: float | None
+    found: TensorDifference | None
+
+    @property
+    def missing(self) -> bool:
+        return self.found is None or self.found.missing
+
+    @property
+    def wrong(self) -> bool:
+        return self.missing or _exceeds(self.relative, GRADIENT_TOLERANCE)
+
+
+def _gradients(notes: ReferenceNotes, findings: Sequence[Findings], step: int) -> Iterator[_Row]:
+    """Every gradient on every rank that holds a part of it, in the order of the backward pass."""
+    norms = notes.gradient_norms[str(step)]
+    noise = ROUNDING / GRADIENT_TOLERANCE * math.sqrt(sum(norm**2 for norm in norms.values()))
+    unknown = {name for f in findings for name in f.gradients.get(str(step), {})} - set(notes.parameters)
+    for name in (*sorted(unknown), *notes.parameters):
+        held = [
+            (f.rank, f.gradients[str(step)][name]) for f in findings if name in f.gradients.get(str(step), {})
+        ]
+        if not held and name in norms:
+            yield _Row(name, None, 1.0, None)
+        for rank, found in held:
+            size = max(norms.get(name, 0.0), noise)
+            off = found.difference
+            relative = 1.0 if found.missing else None if off is None else off / size if size else off
+            yield _Row(name, rank, relative, found)
+
+
+def _first(
+    notes: ReferenceNotes,
+    findings: Sequence[Findings],
+    by_step: Sequence[float | None],
+    gradients: dict[int, list[_Row]],
+) -> Divergence:
+    """The earliest moment at which something is wrong."""
+    first_step, last_step = GRADIENT_STEPS[0], GRADIENT_STEPS[-1]
+    later = [step for step, off in enumerate(by_step, start=1) if _exceeds(off, LOSS_TOLERANCE)]
+    tries: tuple[Callable[[], Divergence | None], ...] = (
+        lambda: first_activation(notes, findings),
+        lambda: _loss(by_step, later) if later[:1] == [first_step] else None,
+        lambda: _first_gradient(notes, gradients[first_step], first_step),
+        lambda: _first_weight(notes, findings),
+        lambda: _loss(by_step, later) if later else None,
+        lambda: _first_gradient(notes, gradients[last_step], last_step),
+    )
+    found = (look() for look in tries)
+    nothing = Divergence("loss", "loss", len(by_step) + 1, None, note="missing")
+    return next((divergence for divergence in found if divergence is not None), nothing)
+
+
+def first_activation(notes: ReferenceNotes, findings: Sequence[Findings]) -> Divergence | None:
+    """The innermost module that reads what the reference reads and puts out something else.
+
+    Modules are taken in the order in which they end. If the first one with a wrong output had a wrong input
+    already, what lies between it and the modules before it is at fault: the module around it.
+    """
+    worst: dict[tuple[str, str], tuple[float, int]] = {}
+    for found in findings:
+        for row in found.activations:
+            size = math.inf if row.difference is None else row.difference
+            if size > ACTIVATION_TOLERANCE:
+                key = (row.module, row.what)
+                worst[key] = max(worst.get(key, (0.0, 0)), (size, found.rank))
+    culprit = next((name for name in notes.modules if (name, "output") in worst), None)
+    if culprit is None:
+        # The outermost module puts out a loss and no sample's part of it: only what it reads is compared.
+        return _input(worst) if ("", "input") in worst else None
+    size, rank = worst[culprit, "output"]
+    while (culprit, "input") in worst:
+        if not culprit:
+            return _input(worst)
+        culprit = _around(culprit, notes.modules)
+    difference = None if math.isinf(size) else size
+    return Divergence("activation", culprit or ROOT_NAME, 1, difference, rank)
+
+
+def _around(name: str, modules: Sequence[str]) -> str:
+    """The nearest module around one that is called itself: a list of blocks is not."""
+    outer = name.rpartition(".")[0]
+    while outer and outer not in modules:
+        outer = outer.rpartition(".")[0]
+    return outer
+
+
+def _input(worst: dict[tuple[str, str], tuple[float, int]]) -> Divergence:
+    size, rank = worst["", "input"]
+    return Divergence("input", ROOT_NAME, 1, None if math.isinf(size) else size, rank)
+
+
+def _loss(by_step: Sequence[float | None], later: Sequence[int]) -> Divergence:
+    note = "" if later[0] > 1 else "all outputs that were compared are right: how losses are added up is not"
+    return Divergence("loss", "loss", later[0], by_step[later[0] - 1], note=note)
+
+
+def _first_gradient(notes: ReferenceNotes, rows: Sequence[_Row], step: int) -> Divergence | None:
+    row = next((row for row in rows if row.wrong), None)
+    if row is None:
+        return None
+    module, known = row.parameter.rpartition(".")[0], row.parameter in notes.parameters
+    note = _factor_note(rows)
+    if shared := notes.shared.get(row.parameter):
+        note = "; ".join(part for part in (note, f"it is also {', '.join(shared)}") if part)
+    if row.missing:
+        note = "missing on every rank" if row.found is None else "missing"
+    elif not known:
+        note = "not in the reference"
+    relative = None if row.missing else row.relative
+    return Divergence("gradient", module or ROOT_NAME, step, relative, row.rank, row.parameter, note)
+
+
+def _factor_note(rows: Sequence[_Row]) -> str:
+    """Says so where one factor explains all: then no module is at fault, but the loss or its divisor."""
+    wrong = [row.found for row in rows if row.wrong and row.found is not None]
+    factors = [f.factor for f in wrong if f.factor is not None and (f.rest or 0.0) < SAME_FACTOR]
+    if len(factors) < 2 or len(factors) < len(wrong) or 2 * len(wrong) < len(rows):
+        return ""
+    if max(factors) - min(factors) > SAME_FACTOR * abs(factors[0]):
+        return ""
+    return f"all gradients are {factors[0]:.4g} times the reference's: a wrong divisor or loss scale"
+
+
+def _first_weight(notes: ReferenceNotes, findings: Sequence[Findings]) -> Divergence | None:
+    """The first parameter, in the order of the backward pass, that the first update moved elsewhere."""
+    for name in notes.parameters:
+        moved = notes.update_norms.get(name, 0.0)
+        for found in findings:
+            off = found.weights[name].difference if name in found.weights else 0.0
+            relative = None if off is None else off / moved if moved else off
+            if _exceeds(relative, WEIGHT_TOLERANCE):
+                module, note = name.rpartition(".")[0], "its gradient was right"
+                return Divergence("weight", module or ROOT_NAME, 1, relative, found.rank, name, note)
+    return None
+
+
+def _relative(value: float | None, reference: float | None) -> float | None:
+    if value is None and reference is None:  # a batch without targets has no loss in either
+        return 0.0
+    if value is None or reference is None or not math.isfinite(value + reference):
+        return None
+    return abs(value - reference) / abs(reference) if reference else abs(value)
+
+
+def _exceeds(difference: float | None, tolerance: float) -> bool:
+    return difference is None or not difference <= tolerance
+
+
+def _largest(differences: Sequence[float | None]) -> float | None:
+    known = [d for d in differences if d is not None]
+    return max(known, default=0.0) if len(known) == len(differences) else None

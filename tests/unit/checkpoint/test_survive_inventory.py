@@ -1,0 +1,132 @@
+"""What lies in a folder of checkpoints is told as it is, and pruning never takes the last good one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from meshwright.checkpoint.inventory import prune, take_stock
+from meshwright.checkpoint.manifest import MANIFEST, list_leftovers, mark_best, remove_checkpoint
+from meshwright.core.errors import UserError
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint-v1"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Four copies of a real checkpoint, as steps 2, 4, 6 and 8."""
+    for step in (2, 4, 6, 8):
+        shutil.copytree(GOLDEN, tmp_path / f"step-{step:08d}")
+    return tmp_path
+
+
+def damage(checkpoint: Path) -> None:
+    """Flip one bit of the weights: the size stays."""
+    content = bytearray((checkpoint / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (checkpoint / "model.safetensors").write_bytes(content)
+
+
+def steps(found) -> list[int]:
+    return [stored.step for stored in found]
+
+
+def test_stock_is_taken_of_a_folder_a_run_and_a_single_checkpoint(root, tmp_path):
+    size = sum(path.stat().st_size for path in GOLDEN.iterdir())
+    assert [(s.step, s.bytes, s.complete) for s in take_stock(root, verify=False)] == [
+        (step, size, True) for step in (2, 4, 6, 8)
+    ]
+    run = tmp_path / "run"
+    shutil.copytree(root / "step-00000004", run / "checkpoints" / "step-00000004")
+    assert steps(take_stock(run, verify=True)) == [4]
+    assert steps(take_stock(GOLDEN, verify=True)) == [2], "by the manifest, where the name says nothing"
+
+
+def test_what_is_not_whole_says_why_and_only_reading_finds_a_flipped_bit(root):
+    (root / "step-00000002" / MANIFEST).unlink()
+    (root / "step-00000004" / "optimizer.safetensors").write_bytes(b"")
+    damage(root / "step-00000006")
+    (root / "step-x").mkdir()
+    (root / "step-00000009").write_text("a file")
+    seen = {s.step: s.reason for s in take_stock(root, verify=False)}
+    assert "has no manifest.json" in seen[2]
+    assert "optimizer.safetensors is missing or has another size" in seen[4]
+    assert (seen[6], seen[8]) == ("", "")
+    assert "another checksum" in {s.step: s.reason for s in take_stock(root, verify=True)}[6]
+
+
+def test_names_sort_as_numbers(root):
+    (root / "step-00000008").rename(root / "step-100000000")
+    assert steps(take_stock(root, verify=False)) == [2, 4, 6, 100_000_000]
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [8]), (3, [4, 6, 8]), (9, [2, 4, 6, 8])])
+def test_pruning_keeps_the_newest(root, keep, kept):
+    done = prune(root, keep, sweep=True)
+    assert steps(done.kept) == kept == steps(take_stock(root, verify=True))
+    assert done.freed_bytes == sum(stored.bytes for stored in done.removed)
+    assert not list_leftovers(root)
+
+
+def test_pruning_never_counts_or_removes_what_does_not_verify(root):
+    """The newest is damaged, and a flipped bit shows only when it is read: the one before it must stay."""
+    damage(root / "step-00000008")
+    mark_best(root, root / "step-00000002")
+    done = prune(root, 1, sweep=True)
+    assert (steps(done.kept), steps(done.removed), steps(done.broken)) == ([2, 6], [4], [8])
+    assert sorted(path.name for path in root.glob("step-*")) == [
+        "step-00000002",
+        "step-00000006",
+        "step-00000008",
+    ]
+
+
+def test_nothing_is_removed_where_nothing_verifies(root):
+    for path in root.glob("step-*"):
+        damage(path)
+    with pytest.raises(UserError) as caught:
+        prune(root, 1, sweep=True)
+    assert caught.value.problems[0].code == "checkpoint-none-good"
+    assert len(list(root.glob("step-*"))) == 4
+
+
+@pytest.mark.parametrize("sweep", [True, False])
+def test_drafts_go_only_where_nobody_can_be_writing_one(root, sweep):
+    draft = root / ".step-00000009.77.part"
+    draft.mkdir()
+    (draft / "model.safetensors").write_bytes(b"12345")
+    done = prune(root, 4, sweep)
+    assert (done.freed_bytes, done.leftovers) == ((5, (draft,)) if sweep else (0, ()))
+    assert draft.exists() != sweep
+
+
+def test_a_removal_that_is_cut_short_leaves_no_half_checkpoint(root, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.raises(UserError) as caught:
+        prune(root, 1, sweep=True)
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.path) == ("checkpoint-not-removed", str(root / "step-00000002"))
+    assert steps(take_stock(root, verify=True)) == [4, 6, 8]
+    monkeypatch.undo()
+    shutil.copytree(GOLDEN, root / "step-00000002")
+    remove_checkpoint(root / "step-00000002")
+    assert not list_leftovers(root), "also what the first attempt left"
+
+
+def test_a_folder_without_checkpoints_is_an_error(tmp_path):
+    for path in (tmp_path, tmp_path / "gone"):
+        with pytest.raises(UserError) as caught:
+            take_stock(path, verify=False)
+        assert caught.value.problems[0].code == "checkpoint-missing"
+
+
+def test_an_evaluation_is_shown(root):
+    path = root / "step-00000008" / MANIFEST
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eval_loss": 1.5}))
+    assert take_stock(root, verify=True)[-1].eval_loss == 1.5

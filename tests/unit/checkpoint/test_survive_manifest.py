@@ -1,0 +1,160 @@
+"""Checkpoints are found, verified and rotated without torch; old ones stay readable."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright.checkpoint.manifest import (
+    MANIFEST,
+    check_same_job,
+    check_same_optimizer,
+    find_newest,
+    list_checkpoints,
+    mark_best,
+    read_manifest,
+    rotate,
+)
+from meshwright.core.errors import UserError
+from meshwright.spec.job import Data, Train
+from meshwright.spec.model import DecoderModel, ResNetModel
+from meshwright.spec.train_defaults import settled
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint-v1"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Four copies of a real checkpoint, as steps 2, 4, 6 and 8."""
+    for step in (2, 4, 6, 8):
+        shutil.copytree(GOLDEN, tmp_path / f"step-{step:08d}")
+    return tmp_path
+
+
+def damage(checkpoint: Path, name: str = "model.safetensors") -> None:
+    """Flip one bit."""
+    content = bytearray((checkpoint / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (checkpoint / name).write_bytes(content)
+
+
+def test_a_checkpoint_of_version_1_is_still_read():
+    manifest = read_manifest(GOLDEN)
+    assert (manifest.step, manifest.position, manifest.world_size) == (2, 4, 1)
+    assert manifest.model["hidden_size"] == 8
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "tokenizer.json"])
+def test_one_flipped_bit_in_any_file_is_found(root, name):
+    damage(root / "step-00000008", name)
+    with pytest.raises(UserError, match="another checksum") as caught:
+        read_manifest(root / "step-00000008")
+    assert caught.value.problems[0].code == "checkpoint-broken"
+
+
+def test_the_newest_that_verifies_is_used_and_the_others_are_named(root):
+    damage(root / "step-00000008")
+    (root / "step-00000006" / "optimizer.safetensors").write_bytes(b"")
+    found = find_newest(root)
+    assert found is not None
+    checkpoint, refused = found
+    assert checkpoint.name == "step-00000004"
+    assert [sentence.split(" ")[0].rpartition("/")[2] for sentence in refused] == [
+        "step-00000008",
+        "step-00000006",
+    ]
+
+
+def test_rotation_never_removes_what_was_just_written(root):
+    """A later, damaged one is left over from an attempt that was passed over: it does not count."""
+    damage(root / "step-00000008")
+    rotate(root, 1, root / "step-00000006")
+    assert [c.name for c in list_checkpoints(root)] == ["step-00000006", "step-00000008"]
+
+
+def test_rotation_spares_the_best_and_sweeps_what_killed_writers_left(root):
+    mark_best(root, root / "step-00000002")
+    (root / ".step-00000005.77.part").mkdir()
+    (root / ".step-00000003.old").mkdir()
+    rotate(root, 1, root / "step-00000008")
+    assert [c.name for c in list_checkpoints(root)] == ["step-00000002", "step-00000008"]
+    assert not list(root.glob(".step-*"))
+
+
+def forget_files(content):
+    content["files"] = {}
+
+
+def escape(content):
+    content["files"]["../secret"] = {"bytes": 0, "sha256": ""}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (forget_files, "model.safetensors is missing"),
+        (escape, "../secret is missing"),
+        (lambda c: c.update(step="x"), "step"),
+        (lambda c: c.update(version=2, new_field=1), "has version 2; this is version 1"),
+        (lambda c: c["files"].update({"model.safetensors": 5}), "files.model.safetensors"),
+    ],
+)
+def test_a_manifest_that_is_not_ours_is_refused_with_the_reason(root, change, says):
+    path = root / "step-00000008" / MANIFEST
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError) as caught:
+        read_manifest(root / "step-00000008")
+    assert caught.value.problems[0].code == "checkpoint-broken"
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "here", "says"),
+    [
+        ("seq_len", 16, r"data\.seq_len is 8 there and 16 in the job"),
+        ("mask", "document", r"data\.mask is causal there and document in the job"),
+        ("prompt_masking", True, r"data\.prompt_masking is False there and True in the job"),
+    ],
+)
+def test_samples_made_in_another_way_cannot_be_resumed(key, here, says):
+    """The golden checkpoint names neither mask nor prompts: it is of a time when there was one way."""
+    manifest = read_manifest(GOLDEN)
+    model = DecoderModel(**manifest.model)
+    data = Data(path="text", seq_len=8)
+    check_same_job(manifest, model, data, GOLDEN)
+    with pytest.raises(UserError, match=says) as caught:
+        check_same_job(manifest, model, replace(data, **{key: here}), GOLDEN)
+    assert caught.value.problems[0].code == "resume-mismatch"
+
+
+def test_groups_that_were_left_out_are_those_spelled_out():
+    """32 groups in the checkpoint, none named in the job, and the other way round; eight are others."""
+    shape = {"architecture": "resnet", "blocks": [1], "num_classes": 10, "image_size": 8}
+    data = Data(path="builtin:synthetic-images", seq_len=8)
+    for there, here, same in ((32, None, True), (None, 32, True), (None, None, True), (None, 8, False)):
+        manifest = replace(read_manifest(GOLDEN), model={**shape, "norm_groups": there})
+        model = ResNetModel(**shape, norm_groups=here)
+        other = pytest.raises(UserError, match="norm_groups is 32 there and 8")
+        with contextlib.nullcontext() if same else other:
+            check_same_job(manifest, model, data, GOLDEN)
+
+
+def test_state_of_another_optimizer_cannot_be_resumed():
+    """By name, and where SGD had no momentum and so no state; the same optimizer with other rates is fine."""
+    manifest = read_manifest(GOLDEN)
+    common = {"steps": 4, "global_batch": 2}
+    check_same_optimizer(manifest, Train(**common, lr=1.0, beta2=0.5), GOLDEN)
+    with pytest.raises(UserError, match=r"train\.optimizer is adamw there and lion in the job"):
+        check_same_optimizer(manifest, Train(**common, optimizer="lion"), GOLDEN)
+    sgd = dataclasses.replace(manifest, train=settled(Train(**common, optimizer="sgd", momentum=0.0)))
+    check_same_optimizer(sgd, Train(**common, optimizer="sgd", momentum=0.0), GOLDEN)
+    with pytest.raises(UserError, match=r"train\.momentum is 0\.0 there and 0\.9 in the job"):
+        check_same_optimizer(sgd, Train(**common, optimizer="sgd"), GOLDEN)

@@ -1,0 +1,106 @@
+"""A checkpoint is written tensor by tensor: safetensors' own bytes, one tensor held at a time."""
+
+from __future__ import annotations
+
+import resource
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from meshwright.checkpoint.manifest import (
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    Manifest,
+    list_checkpoints,
+    list_leftovers,
+    read_manifest,
+)
+from meshwright.checkpoint.saver import Piece, Snapshot, save_checkpoint
+
+MODEL = {
+    "blocks.10.weight": torch.arange(6.0).reshape(2, 3),
+    "blocks.9.weight": torch.arange(8.0).reshape(4, 2).T,  # not contiguous
+    "count": torch.tensor(7),
+    "none": torch.zeros(0, 5),
+    "low": torch.ones(3, dtype=torch.bfloat16),
+}
+STATE = {"blocks.9.weight:exp_avg": torch.full((2, 4), 0.5), "blocks.9.weight:step": torch.tensor(3.0)}
+
+
+def manifest(step: int = 1) -> Manifest:
+    return Manifest(
+        step=step, position=0, world_size=1, model={}, train={}, seq_len=8, data_sha256="", buckets=[]
+    )
+
+
+def snapshot_of(model, state=STATE) -> Snapshot:
+    files = {MODEL_FILE: model, OPTIMIZER_FILE: state}
+    return Snapshot({file: {n: Piece.of(t) for n, t in tensors.items()} for file, tensors in files.items()})
+
+
+def test_the_bytes_are_those_of_safetensors_and_the_checksums_hold(tmp_path: Path):
+    """Two types, a scalar, an empty tensor, one that is not contiguous; names that sort as text does."""
+    extra = tmp_path / "tokenizer.json"
+    extra.write_text("{}")
+    done = save_checkpoint(tmp_path / "c", manifest(), snapshot_of(MODEL), (extra,))
+    assert set(read_manifest(done, verify=True).files) == {MODEL_FILE, OPTIMIZER_FILE, extra.name}
+    for file, tensors in ((MODEL_FILE, MODEL), (OPTIMIZER_FILE, STATE)):
+        save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / file)
+        assert (done / file).read_bytes() == (tmp_path / file).read_bytes()
+        loaded = load_file(done / file)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+def test_one_tensor_is_held_at_a_time(tmp_path: Path):
+    """When a tensor is made, all that were made before are gone; so it is for ranks that keep nothing."""
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def make() -> torch.Tensor:
+        assert not any(ref() is not None for ref in made), "an earlier tensor is still held"
+        tensor = torch.zeros(100)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    def pieces() -> Snapshot:
+        files = {file: {f"{n}": Piece(torch.float32, (100,), make) for n in range(4)} for file in ("a", "b")}
+        return Snapshot(files)
+
+    save_checkpoint(tmp_path, manifest(), pieces())
+    assert len(made) == 8
+    pieces().skip_rest()
+    assert len(made) == 16
+
+
+def test_a_write_that_fails_leaves_nothing_and_the_rest_can_still_be_made(tmp_path: Path):
+    """The system refuses the third tensor: the draft goes, the old checkpoint stays, each is made once."""
+    asked: list[str] = []
+
+    def piece(name: str) -> Piece:
+        return Piece(torch.float32, (1000,), lambda: (asked.append(name), torch.zeros(1000))[1])
+
+    names = [f"{n}" for n in range(5)]
+    snapshot = Snapshot({MODEL_FILE: {n: piece(n) for n in names}, OPTIMIZER_FILE: {"s": piece("s")}})
+    save_checkpoint(tmp_path, manifest(1), snapshot_of(MODEL))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="large"):
+            save_checkpoint(tmp_path, manifest(2), snapshot)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert 0 < len(asked) < 6
+    snapshot.skip_rest()
+    assert asked == [*names, "s"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
+    assert not list_leftovers(tmp_path)
+
+
+def test_a_tensor_that_is_not_what_was_announced_is_never_written(tmp_path: Path):
+    wrong = Piece(torch.float32, (2, 3), lambda: torch.zeros(3, 2))
+    with pytest.raises(AssertionError, match="its header says"):
+        save_checkpoint(tmp_path, manifest(), Snapshot({MODEL_FILE: {"w": wrong}}))
+    assert not list_checkpoints(tmp_path)
+    assert not list_leftovers(tmp_path)

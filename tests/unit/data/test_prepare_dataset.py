@@ -1,0 +1,156 @@
+"""Samples: packed as described, the same one by one and together, across shards and processes."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.core.errors import UserError
+from meshwright.data.dataset import TokenDataset
+from meshwright.data.shard_writer import ShardWriter
+from meshwright.data.shards import ShardFolder
+from meshwright.data.tokenizer import ByteTokenizer
+
+
+def write(folder, lengths, shard_tokens, held_out=3):
+    """Documents of the given lengths whose tokens count on, so that any mistake in an offset shows."""
+    value = 0
+    with ShardWriter(folder, ByteTokenizer(), shard_tokens) as writer:
+        for length in lengths:
+            writer.add("train", (value + np.arange(length)) % 256)
+            value += length
+        writer.add("eval", np.arange(held_out))
+        writer.finish()
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write(tmp_path, [10, 20, 5, 40, 1], shard_tokens=40)
+
+
+@settings(max_examples=40)
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=10),
+    shard_tokens=st.integers(1, 100),
+    seq_len=st.integers(1, 12),
+)
+def test_samples_are_the_shards_tokens_packed(lengths, shard_tokens, seq_len, tmp_path_factory):
+    folder = write(tmp_path_factory.mktemp("data"), lengths, shard_tokens)
+    opened = ShardFolder.open(folder)
+    dataset = TokenDataset(opened, "train", seq_len)
+    expected, dropped = [], 0
+    for shard in opened.index.splits.train.shards:
+        tokens = opened.map_tokens(shard).tolist()
+        count = 0
+        while (count + 1) * seq_len < len(tokens):
+            begin = count * seq_len
+            expected.append(tokens[begin : begin + seq_len + 1])
+            count += 1
+        dropped += len(tokens) - (count * seq_len + 1 if count else 0)
+    assert len(dataset) == sum(dataset.shard_sample_counts) == len(expected)
+    assert dataset.is_empty == (not expected)
+    rows = dataset.read(np.arange(len(dataset)))
+    assert rows.tokens.tolist() == [row[:-1] for row in expected]
+    assert rows.targets.tolist() == [row[1:] for row in expected]
+    assert rows.segments is None
+    assert dataset.padding == 0
+    assert dataset.count_targets(np.arange(len(dataset))) == rows.targets.size
+    assert dataset.dropped_tokens == dropped
+    assert dataset.tokens == sum(lengths) + len(lengths)
+
+
+def test_many_are_read_in_the_order_asked(folder):
+    dataset = TokenDataset.open(folder, "train", 4)
+    wanted = [len(dataset) - 1, 0, 7, 0, 3]
+    batch = dataset.read(wanted).tokens
+    assert (batch.dtype, batch.shape) == (np.int64, (5, 4))
+    assert batch.tolist() == [dataset.read([i]).tokens[0].tolist() for i in wanted]
+    assert dataset.read([]).tokens.shape == (0, 4)
+    assert dataset.count_targets([]) == 0
+
+
+def test_samples_outside_are_refused(folder):
+    dataset = TokenDataset.open(folder, "train", 4)
+    for index in (-1, len(dataset)):
+        for call in (dataset.read, dataset.count_targets):
+            with pytest.raises(IndexError):
+                call([0, index])
+
+
+def test_samples_are_copies(folder):
+    """A caller who masks a sample in place must not reach the map."""
+    dataset = TokenDataset.open(folder, "train", 4)
+    before = dataset.read([0]).tokens.tolist()
+    dataset.read([0]).tokens[:] = 0
+    assert dataset.read([0]).tokens.tolist() == before
+
+
+def test_a_shard_is_mapped_once_however_often_it_is_read(folder, monkeypatch):
+    """Mapping a file for every micro-batch was most of the loop's share of a step."""
+    mapped = []
+    real = ShardFolder.map_tokens
+    monkeypatch.setattr(ShardFolder, "map_tokens", lambda self, s: mapped.append(s.file) or real(self, s))
+    dataset = TokenDataset.open(folder, "train", 4)
+    counts = dataset.shard_sample_counts
+    assert len(counts) > 1
+    assert counts[0] > 1
+    for sample in (0, 1, 0, counts[0], 0):
+        dataset.read([sample])
+    assert len(mapped) == 3
+
+
+@pytest.mark.parametrize("mask", ["causal", "document"])
+def test_a_dataset_goes_to_another_process_without_its_data(folder, mask):
+    dataset = TokenDataset.open(folder, "train", 4, mask)
+    dataset.read(np.arange(len(dataset)))
+    dataset.count_targets([0])
+    sent = pickle.dumps(dataset)
+    assert len(sent) < 4000
+    assert pickle.loads(sent).read([3]).tokens.tolist() == dataset.read([3]).tokens.tolist()
+
+
+def test_the_tokenizer_comes_with_the_data(folder):
+    dataset = TokenDataset.open(folder, "train", 4)
+    assert (dataset.vocab_size, dataset.end_of_document, dataset.tokenizer_folder) == (257, 256, folder)
+    assert dataset.load_tokenizer().name == "byte"
+    (folder / "tokenizer.json").write_text('{"meshwright_tokenizer":"byte","version":1}')
+    assert dataset.load_tokenizer().name == "byte", "the same tokenizer, spelled differently"
+
+
+def test_another_tokenizer_is_refused(folder):
+    pytest.importorskip("tokenizers")
+    from meshwright.data.tokenizer import BpeTokenizer
+
+    BpeTokenizer.train(["abc"], 300).save(folder)
+    with pytest.raises(UserError) as error:
+        TokenDataset.open(folder, "train", 4).load_tokenizer()
+    assert error.value.problems[0].code == "data-shards-broken"
+
+
+def test_too_short_for_one_sample(folder):
+    with pytest.raises(UserError) as error:
+        TokenDataset.open(folder, "train", 41)
+    assert str(error.value) == (
+        f"data.seq_len=41 needs 42 tokens in one shard, and the longest shard of {folder} has 41. "
+        "Use data.seq_len=40 or less, or add text. [data-corpus-short]"
+    )
+    assert len(TokenDataset.open(folder, "train", 40)) == 1
+
+
+def test_a_short_evaluation_split_is_allowed_and_says_so(folder):
+    dataset = TokenDataset.open(folder, "eval", 4)
+    assert dataset.is_empty
+    assert (len(dataset), dataset.tokens, dataset.dropped_tokens, dataset.longest_sequence) == (0, 4, 4, 3)
+    assert not TokenDataset.open(folder, "eval", 3).is_empty
+
+
+def test_bad_calls_say_what_is_wrong(folder):
+    with pytest.raises(ValueError, match="seq_len=0 must be at least 1"):
+        TokenDataset.open(folder, "train", 0)
+    with pytest.raises(ValueError, match="split 'test'"):
+        TokenDataset.open(folder, "test", 4)

@@ -1,0 +1,123 @@
+"""The list of runs: what each state looks like, and that long logs are not parsed line by line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from meshwright.audit import event_scan as scan
+from meshwright.audit.record import read_record
+from meshwright.core.events import EVENTS_FILE, EventWriter
+from meshwright.launch.lock import RunLock, is_held
+from meshwright.report.run_list import list_runs, summarise_run
+
+
+def test_a_finished_run_shows_what_its_record_says(kept, run_folder):
+    folder = run_folder(kept())
+    run = summarise_run(folder)
+    assert (run.status, run.steps, run.steps_asked, run.ranks) == ("complete", 4, 4, 2)
+    assert (run.loss, run.eval_loss, run.audit_ok) == (2.0, 5.5, True)
+    assert run.tokens_per_s == read_record(folder).tokens_per_s
+    assert run.size_bytes == sum(p.stat().st_size for p in folder.iterdir())
+
+
+def test_a_broken_promise_is_shown(kept, run_folder, find):
+    events = kept()
+    find(events, "state", 1)["state_bytes"]["optimizer"] += 1
+    assert summarise_run(run_folder(events)).audit_ok is False
+
+
+def test_a_run_that_stopped_before_the_audited_step_was_not_measured(kept, run_folder):
+    events = [{**e, "status": "interrupted"} if e["event"] == "finished" else e for e in kept()]
+    folder = run_folder([e for e in events if e["event"] != "state"])
+    run = summarise_run(folder)
+    assert (run.status, run.audit_ok, run.measured) == ("interrupted", False, False)
+    assert summarise_run(run_folder(kept())).measured is True
+
+
+def test_only_the_newest_attempt_counts_and_attempts_are_counted(kept, run_folder):
+    late = [{**e, "loss": 1.25} if e["event"] == "step" else e for e in kept(generation=1)]
+    run = summarise_run(run_folder(kept() + late))
+    assert (run.attempts, run.loss) == (2, 1.25)
+
+
+def test_states_of_runs_that_did_not_end(kept, run_folder):
+    """Unfinished; failed with the first cause; running while its lock is held; never audited."""
+    cut = [e for e in kept() if e["event"] in ("ready", "step")]
+    folder = run_folder(cut)
+    assert (summarise_run(folder).status, summarise_run(folder).audit_ok) == ("unfinished", None)
+    with RunLock.take(folder):
+        assert summarise_run(folder).status == "running"
+    head = {"v": 1, "event": "error", "time": 0.0, "generation": 0, "kind": "RuntimeError", "problems": []}
+    victim = {**head, "rank": 0, "message": "Connection closed by peer", "victim": True}
+    cause = {**head, "rank": 1, "message": "out of paper\nmore", "victim": False}
+    failed = summarise_run(run_folder([*cut, victim, cause]))
+    assert (failed.status, failed.reason) == ("failed", "rank 1: out of paper")
+
+
+def test_asking_for_the_lock_does_not_take_it(tmp_path):
+    assert not is_held(tmp_path), "no lock file"
+    with RunLock.take(tmp_path):
+        assert is_held(tmp_path)
+    assert not is_held(tmp_path)
+    with RunLock.take(tmp_path):
+        assert is_held(tmp_path), "whoever asked has let go"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [("plan.toml", "not = [toml", "cannot be read"), ("plan.toml", None, "is not there")],
+)
+def test_a_damaged_run_is_listed_with_the_reason(kept, run_folder, name, content, says):
+    folder = run_folder(kept())
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_text(content)
+    run = summarise_run(folder)
+    assert run.status == "damaged"
+    assert says in run.reason
+    assert run.steps == 4, "what can be read is still shown"
+
+
+def test_torn_lines_are_counted(kept, run_folder):
+    folder = run_folder(kept())
+    with (folder / EVENTS_FILE).open("a") as file:
+        file.write('{"v":1,"event":"step","time":1.0,"rank":0,"generation":0,"step":9,"lo\nnonsense\n[]\n')
+    run = summarise_run(folder)
+    assert (run.status, run.steps) == ("complete", 4)
+    assert "3 lines" in run.reason
+
+
+def test_folders_that_are_no_runs_are_skipped_and_the_newest_comes_first(kept, run_folder, tmp_path):
+    source = run_folder(kept())
+    runs = tmp_path / "runs"
+    for number, began in ((1, 100.0), (2, 300.0), (3, 200.0)):
+        folder = runs / f"job-{number}"
+        folder.mkdir(parents=True)
+        (folder / "plan.toml").write_bytes((source / "plan.toml").read_bytes())
+        lines = [json.dumps({**event, "time": began}) + "\n" for event in kept()]
+        (folder / EVENTS_FILE).write_text("".join(lines))
+    (runs / "notes").mkdir()
+    (runs / "file.txt").write_text("x")
+    assert [run.name for run in list_runs(runs)] == ["job-2", "job-3", "job-1"]
+    assert [run.name for run in list_runs(runs / "job-1")] == ["job-1"]
+
+
+def test_long_logs_are_not_parsed_line_by_line(kept, run_folder, monkeypatch):
+    """Of thousands of steps, as the writer writes them, only the newest is parsed; the figures are right."""
+    folder = run_folder([])
+    (folder / EVENTS_FILE).unlink()
+    writers = [EventWriter(folder / EVENTS_FILE, rank) for rank in (0, 1)]
+    for step in range(1, 2001):
+        for writer in writers:
+            facts = {"loss": 1.0 / step, "tokens": 100, "step_s": 0.5 if step < 1500 else 9.0, "mfu": 0.1}
+            writer.write("step", step=step, **facts)
+    for writer in writers:
+        writer.write("finished", status="complete", step=2000, steps=2000)
+    parsed = []
+    real = scan.parse_event
+    monkeypatch.setattr(scan, "parse_event", lambda line: parsed.append(1) or real(line))
+    run = summarise_run(folder)
+    assert len(parsed) == 3, "the newest step and two ends"
+    assert (run.steps, run.loss, run.tokens_per_s) == (2000, 1 / 2000, 200.0)

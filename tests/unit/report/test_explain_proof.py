@@ -1,0 +1,195 @@
+"""The verdict of a proof: what is equal, what is not, and who is named first."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.verify.proof_task import ActivationDifference, Findings, ReferenceNotes, TensorDifference
+from meshwright.verify.verdict import judge
+
+MODULES = ["embed", "blocks.0.norm", "blocks.0.attention.wq", "blocks.0.attention.wo", "blocks.0.attention"]
+MODULES += ["blocks.0", "norm"]
+PARAMETERS = ["head.weight", "norm.weight", "blocks.0.attention.wo.weight", "embed.weight"]
+LOSSES = [5.0 - 0.1 * step for step in range(10)]
+
+
+def notes_of(**norms: float) -> ReferenceNotes:
+    sizes = {name: norms.get(name.replace(".", "_"), 1.0) for name in PARAMETERS}
+    return ReferenceNotes(
+        modules=list(MODULES),
+        parameters=list(PARAMETERS),
+        gradient_norms={"1": dict(sizes), "10": dict(sizes)},
+        update_norms=dict.fromkeys(PARAMETERS, 1.0),
+    )
+
+
+def findings_of(rank: int = 0) -> Findings:
+    """A rank that is right up to rounding."""
+
+    def table() -> dict[str, TensorDifference]:
+        return {name: TensorDifference(1e-7, 1.0, 1e-7) for name in PARAMETERS}
+
+    rows = [ActivationDifference(m, w, 0, 1e-7) for m in (*MODULES, "") for w in ("input", "output")]
+    return Findings(rank, rows, {"1": table(), "10": table()}, table())
+
+
+def spoil(findings: Findings, module: str, *what: str, by: float | None = 0.5) -> None:
+    for row in findings.activations:
+        if row.module == module and row.what in what:
+            row.difference = by
+
+
+def first(findings: Findings, losses=LOSSES, notes: ReferenceNotes | None = None):
+    verdict = judge(notes or notes_of(), [findings_of(0), findings], losses, LOSSES)
+    assert not verdict.equal
+    assert verdict.first_divergence is not None
+    return verdict.first_divergence
+
+
+def test_rounding_is_equal():
+    verdict = judge(notes_of(), [findings_of(0), findings_of(1)], [x * (1 + 9e-6) for x in LOSSES], LOSSES)
+    assert verdict.equal
+    assert verdict.first_divergence is None
+    assert verdict.max_rel_diff == pytest.approx(9e-6)
+    assert verdict.max_grad_diff == pytest.approx(1e-7)
+
+
+@pytest.mark.parametrize("step", [1, 10])
+def test_one_gradient_on_one_rank_is_enough(step):
+    """Just below the tolerance is equal; just above is not, at either step."""
+    findings = findings_of(1)
+    findings.gradients[str(step)]["norm.weight"] = TensorDifference(0.99e-4, 1.0, 1e-4)
+    assert judge(notes_of(), [findings_of(0), findings], LOSSES, LOSSES).equal
+    findings.gradients[str(step)]["norm.weight"] = TensorDifference(1.01e-4, 1.0, 1e-4)
+    found = first(findings)
+    assert (found.kind, found.module, found.parameter) == ("gradient", "norm", "norm.weight")
+    assert (found.step, found.rank) == (step, 1)
+
+
+def test_gradients_are_named_in_the_order_of_the_backward_pass():
+    findings = findings_of(1)
+    for name in ("embed.weight", "blocks.0.attention.wo.weight"):
+        findings.gradients["1"][name] = TensorDifference(0.3, 1.0, 0.3)
+    assert first(findings).module == "blocks.0.attention.wo"
+
+
+@pytest.mark.parametrize("step", ["1", "10"])
+def test_a_missing_gradient_fails_on_one_rank_and_on_all(step):
+    findings = findings_of(1)
+    findings.gradients[step]["norm.weight"] = TensorDifference(None, missing=True)
+    found = first(findings)
+    assert (found.module, found.rank, found.note) == ("norm", 1, "missing")
+    ranks = [findings_of(0), findings_of(1)]
+    for rank in ranks:
+        del rank.gradients[step]["norm.weight"]
+    verdict = judge(notes_of(), ranks, LOSSES, LOSSES)
+    assert not verdict.equal
+    assert verdict.max_grad_diff == 1.0
+    assert verdict.first_divergence is not None
+    assert verdict.first_divergence.note == "missing on every rank"
+    assert "missing" in verdict.first_divergence.sentence()
+
+
+def test_a_parameter_that_one_rank_does_not_hold_is_no_fault():
+    """Of a pipeline every rank holds its own layers."""
+    one, other = findings_of(0), findings_of(1)
+    for step in ("1", "10"):
+        del one.gradients[step]["head.weight"], other.gradients[step]["embed.weight"]
+    assert judge(notes_of(), [one, other], LOSSES, LOSSES).equal
+
+
+def test_a_parameter_that_the_reference_does_not_have_fails():
+    findings = findings_of(1)
+    findings.gradients["1"]["extra.weight"] = TensorDifference(None)
+    assert first(findings).note == "not in the reference"
+
+
+def test_noise_below_the_rounding_of_the_whole_gradient_is_not_judged():
+    """The key bias's gradient is zero but for rounding; a gradient a little larger is judged again."""
+    notes, findings = notes_of(norm_weight=1e-9), findings_of(1)
+    for step in ("1", "10"):
+        for rank in (findings,):
+            rank.gradients[step]["norm.weight"] = TensorDifference(2e-9, -1.0, 0.0)
+    others = findings_of(0)
+    for step in ("1", "10"):
+        others.gradients[step]["norm.weight"] = TensorDifference(0.0)
+    assert judge(notes, [others, findings], LOSSES, LOSSES).equal
+    findings.gradients["1"]["norm.weight"] = TensorDifference(3e-7, 1.0, 0.0)
+    assert not judge(notes, [others, findings], LOSSES, LOSSES).equal
+
+
+def test_a_factor_that_explains_everything_is_said():
+    findings = findings_of(1)
+    for name in PARAMETERS:
+        findings.gradients["1"][name] = TensorDifference(0.5, 0.5, 1e-7)
+    assert "all gradients are 0.5 times" in judge_alone(findings).note
+    findings.gradients["1"]["embed.weight"] = TensorDifference(0.5, 0.7, 0.4)
+    assert judge_alone(findings).note == ""
+
+
+def judge_alone(findings: Findings):
+    found = judge(notes_of(), [findings], LOSSES, LOSSES).first_divergence
+    assert found is not None
+    return found
+
+
+def test_forward_comes_before_loss_and_loss_before_backward():
+    findings = findings_of(1)
+    findings.gradients["1"]["embed.weight"] = TensorDifference(0.3, 1.0, 0.3)
+    assert first(findings).kind == "gradient"
+    losses = [6.0, *LOSSES[1:]]
+    found = first(findings, losses)
+    assert (found.kind, found.module, found.step) == ("loss", "loss", 1)
+    spoil(findings, "norm", "output")
+    assert first(findings, losses).module == "norm"
+    spoil(findings, "blocks.0.attention.wq", "output")
+    found = first(findings, losses)
+    assert (found.kind, found.module, found.rank) == ("activation", "blocks.0.attention.wq", 1)
+
+
+def test_a_wrong_input_leads_to_the_module_around():
+    """What attention does between its projections is attention's; what comes before the block the model's."""
+    findings = findings_of(1)
+    spoil(findings, "blocks.0.attention.wo", "input", "output")
+    spoil(findings, "blocks.0.attention", "output")
+    losses = [6.0, *LOSSES[1:]]
+    assert first(findings, losses).module == "blocks.0.attention"
+    for module in ("blocks.0.norm", "blocks.0"):
+        spoil(findings, module, "input", "output")
+    assert first(findings, losses).module == "model"
+    spoil(findings, "", "input", by=None)
+    found = first(findings, losses)
+    assert (found.kind, found.module, found.difference) == ("input", "model", None)
+
+
+def test_an_update_that_goes_wrong_is_found_where_later_losses_differ():
+    findings = findings_of(1)
+    findings.weights["norm.weight"] = TensorDifference(0.5, 1.0, 0.5)
+    assert judge(notes_of(), [findings_of(0), findings], LOSSES, LOSSES).equal, "weights alone are no verdict"
+    losses = [*LOSSES[:4], 9.0, *LOSSES[5:]]
+    found = first(findings, losses)
+    assert (found.kind, found.module, found.step) == ("weight", "norm", 1)
+    found = first(findings_of(1), losses)
+    assert (found.kind, found.step) == ("loss", 5)
+    assert found.difference == pytest.approx((9.0 - LOSSES[4]) / LOSSES[4])
+
+
+def test_what_is_not_finite_or_not_there_is_never_equal():
+    findings = findings_of(1)
+    findings.gradients["10"]["norm.weight"] = TensorDifference(None)
+    verdict = judge(notes_of(), [findings], LOSSES, LOSSES)
+    assert not verdict.equal
+    assert verdict.max_grad_diff is None
+    for losses in ([*LOSSES[:9], float("nan")], LOSSES[:9], [None, *LOSSES[1:]]):
+        verdict = judge(notes_of(), [findings_of(0)], losses, LOSSES)
+        assert not verdict.equal
+        assert verdict.max_rel_diff is None
+        assert verdict.first_divergence is not None
+        assert verdict.first_divergence.kind == "loss"
+
+
+def test_sentences_have_the_module_the_step_the_rank_and_the_size():
+    findings = findings_of(1)
+    findings.gradients["1"]["norm.weight"] = TensorDifference(0.25, 1.1, 0.3)
+    sentence = first(findings).sentence()
+    assert sentence == "the gradient of norm.weight in norm at step 1 on rank 1 is off by 0.25"

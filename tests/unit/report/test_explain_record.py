@@ -1,0 +1,206 @@
+"""The record: what is folded from events, which attempt, and what a damaged log does to it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from meshwright.audit.compare import audit_run
+from meshwright.audit.record import RunRecord, read_record
+from meshwright.core.errors import UserError
+from meshwright.plan.contract import read_plan
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "run-v1"
+
+
+def test_a_record_read_back_equals_the_one_fed_live(kept, record_of, run_folder):
+    assert read_record(run_folder(kept())) == record_of(kept())
+
+
+def test_a_record_keeps_rank_0s_curve_and_every_ranks_measurements(kept, record_of):
+    record = record_of(kept())
+    assert record.losses == [5.0, 4.0, 3.0, 2.0]
+    assert record.eval_loss == 5.5
+    assert record.status == "complete"
+    assert record.peak_basis == "a matmul"
+    assert set(record.state) == set(record.collectives) == {0, 1}
+
+
+def test_rates_come_from_the_median_step_without_the_first_two():
+    record = RunRecord(
+        step_times_s=[100.0, 50.0, 1.0, 2.0, 3.0], mfus=[0.0, 0.0, 0.1, 0.2, 0.9], tokens_per_step=10
+    )
+    assert record.tokens_per_s == 5.0
+    assert record.mfu == 0.2
+    plan = read_plan(GOLDEN / "plan.toml")
+    assert record.flops_per_s(plan) == 5.0 * plan.flops_per_token
+    assert RunRecord().flops_per_s(plan) is None, "no step, no rate"
+
+
+def test_rates_of_short_runs_use_what_there_is_and_of_empty_ones_are_none():
+    assert RunRecord(step_times_s=[2.0], mfus=[0.5], tokens_per_step=10).tokens_per_s == 5.0
+    assert RunRecord().tokens_per_s is None
+    assert RunRecord().mfu is None
+
+
+def test_an_event_of_another_kind_is_passed_over(record_of):
+    assert record_of([{"event": "something_new", "rank": 0}]) == RunRecord()
+
+
+def test_troubles_are_kept_for_the_report(record_of):
+    record = record_of(
+        [
+            {"event": "checkpoint_failed", "rank": 0, "step": 3, "reason": "disk full"},
+            {"event": "events_lost", "rank": 1, "count": 5},
+            {"event": "events_lost", "rank": 1, "count": 2},
+            {"event": "no_evaluation", "rank": 0, "reason": "too short"},
+            *({"event": "no_race", "rank": rank, "reason": "no GPU"} for rank in (0, 1)),
+            {"event": "resumed", "rank": 0, "notes": ["2 ranks before"]},
+            {"event": "checkpoint", "rank": 0, "path": "c/step-3"},
+        ]
+    )
+    assert record.checkpoint_failures == ["step 3: disk full"]
+    assert not record.last_checkpoint_failed, "a later one was written"
+    assert record.events_lost == {1: 5}
+    assert record.notes == ["no evaluation: too short", "no products raced: no GPU", "2 ranks before"]
+    assert record.checkpoint == "c/step-3"
+    assert record.status == "unfinished"
+
+
+def test_a_step_without_targets_has_no_loss_and_one_that_is_not_finite_is_told_apart(kept, run_folder):
+    change = {1: {"loss": None, "tokens": 0}, 3: {"loss": None}, 4: {"loss": None, "tokens": 0}}
+    events = [{**e, **change.get(e["step"], {})} if e["event"] == "step" else e for e in kept()]
+    record = read_record(run_folder(events))
+    assert (record.losses[0], record.losses[1], record.losses[3]) == (None, 4.0, None)
+    assert math.isnan(record.losses[2])
+    assert len(record.told_losses) == 2
+    assert record.targetless_text().startswith("2 of 4 steps had no target tokens")
+    assert record.tokens_per_step == 256, "of a step that had some"
+    assert read_record(run_folder(kept())).targetless_text() == ""
+
+
+def test_a_run_has_failed_where_a_rank_says_so_and_none_ended_well(kept, record_of):
+    error = {"event": "error", "rank": 1}
+    assert record_of([*kept()[:3], error]).outcome == "failed"
+    assert record_of(kept()[:3]).outcome == "unfinished"
+    assert record_of([*kept(), error]).outcome == "complete"
+
+
+def test_a_folder_without_events_is_not_a_run(tmp_path):
+    with pytest.raises(UserError) as caught:
+        read_record(tmp_path / "gone")
+    (problem,) = caught.value.problems
+    assert problem.code == "run-missing"
+    assert str(tmp_path / "gone") in str(problem)
+    assert problem.fix
+
+
+def test_a_file_in_place_of_the_folder_cannot_be_read(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(UserError) as caught:
+        read_record(tmp_path / "run")
+    assert caught.value.problems[0].code == "run-unreadable"
+
+
+# Attempts
+
+
+def test_the_newest_attempt_is_read_and_an_older_one_on_request(kept, run_folder):
+    old, new = kept(generation=0), kept(generation=1)
+    for event in new:
+        if event["event"] == "step":
+            event["loss"] = 1.0
+    folder = run_folder(old + new)
+    assert read_record(folder).losses == [1.0] * 4
+    assert read_record(folder, generation=1).losses == [1.0] * 4
+    assert read_record(folder, generation=0).losses == [5.0, 4.0, 3.0, 2.0]
+
+
+def test_attempts_never_mix_even_if_their_lines_do(kept, run_folder):
+    mixed = [event for pair in zip(kept(0), kept(1), strict=True) for event in pair]
+    assert read_record(run_folder(mixed)).losses == [5.0, 4.0, 3.0, 2.0]
+
+
+def test_an_unfinished_newest_attempt_is_not_replaced_by_a_finished_older_one(plan, kept, run_folder):
+    """The run is as good as its last attempt."""
+    record = read_record(run_folder(kept(0) + kept(1)[:3]))
+    assert record.status == "unfinished"
+    assert not audit_run(plan, record).ok
+
+
+def test_an_attempt_that_was_not_made_is_empty_and_fails_the_audit(plan, kept, run_folder):
+    record = read_record(run_folder(kept()), generation=7)
+    assert record.losses == []
+    assert not audit_run(plan, record).ok
+
+
+# Damage
+
+
+def test_torn_lines_are_skipped_and_noted(kept, run_folder):
+    folder = run_folder(kept())
+    with (folder / "events.jsonl").open("a") as log:
+        log.write('{"event":"st')
+    record = read_record(folder)
+    assert record.losses == [5.0, 4.0, 3.0, 2.0]
+    assert record.notes == ["1 lines of events.jsonl are torn, or of another version, and were skipped"]
+
+
+def test_an_event_that_lacks_something_is_noted_and_skipped(kept, run_folder):
+    events = kept()
+    del events[1]["loss"]
+    record = read_record(run_folder(events))
+    assert len(record.losses) == 3
+    assert len(record.notes) == 1
+    assert "'step'" in record.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("state", "state_bytes", None),
+        ("state", "peak_bytes", None),
+        ("state", "state_bytes", 5),
+        ("state", "peak_bytes", "many"),
+        ("collectives", "rows", None),
+        ("collectives", "steps", None),
+        ("collectives", "evaluations", None),
+        ("collectives", "rows", [{"axis": "dp_replicate"}]),
+        ("collectives", "rows", 5),
+    ],
+)
+def test_a_damaged_measurement_fails_the_audit_and_is_no_traceback(
+    plan, kept, run_folder, find, name, key, value
+):
+    """A log may have been edited or written by another version."""
+    events = kept()
+    event = find(events, name, 0)
+    if value is None:
+        del event[key]
+    else:
+        event[key] = value
+    assert not audit_run(plan, read_record(run_folder(events))).ok
+
+
+def test_a_generation_that_is_no_number_is_no_traceback(kept, run_folder):
+    events = kept()
+    events[1]["generation"] = "first"
+    assert read_record(run_folder(events)).losses[-3:] == [4.0, 3.0, 2.0]
+
+
+# The golden run
+
+
+def test_the_run_of_version_1_is_still_read_and_its_audit_still_holds():
+    record = read_record(GOLDEN)
+    assert record.status == "complete"
+    assert record.losses == pytest.approx([5.728075, 5.672234, 5.607332, 5.587459], abs=1e-6)
+    assert record.eval_loss == pytest.approx(5.583890, abs=1e-4)
+    assert record.notes == []
+    audit = audit_run(read_plan(GOLDEN / "plan.toml"), record)
+    assert audit.differences == ()
+    measured = {row.kind: row.measured for row in audit.state if row.rank == 1}
+    state = {"parameters": 378_112, "gradients": 378_112, "optimizer": 756_304}
+    assert measured == {**state, "activations": 691_464, "peak": 2_372_964}

@@ -1,0 +1,203 @@
+"""The report of a run: curves over all attempts, every promise, and no markup from files."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from meshwright.core.errors import UserError
+from meshwright.plan.contract import PLAN_FILE, write_plan
+from meshwright.report.history import read_history
+from meshwright.report.html import draw_page, write_page
+from meshwright.report.plot import x_axis
+from meshwright.report.run_report import read_report
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "run-v1"
+
+
+class Reader(HTMLParser):
+    """Collects tags, attributes and text, and checks that what is opened is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.values: list[str] = []
+        self.text = ""
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.values += [value or "" for _, value in attrs]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.values += [value or "" for _, value in attrs]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def read_page(page: str) -> Reader:
+    reader = Reader()
+    reader.feed(page)
+    assert reader.open == []
+    return reader
+
+
+def test_the_page_of_an_old_run_has_all_its_parts():
+    """A folder of format version 1, written long ago."""
+    page = read_page(draw_page(read_report(GOLDEN)))
+    for words in ("Loss", "Throughput", "Learning rate", "Gradient norm", "Memory", "Audit", "Collectives"):
+        assert words in page.text, words
+    report = read_report(GOLDEN)
+    assert report.verdict.ok
+    for row in report.verdict.state:
+        assert f"{row.predicted:,}" in page.text
+    for row in report.verdict.collectives:
+        assert f"{row.predicted_bytes:,}" in page.text
+    assert 'preset = "tiny"' in page.text, "the job is at the end"
+
+
+def test_the_page_needs_nothing_else(kept, run_folder):
+    """No script, no style sheet, no picture, no address to fetch from."""
+    page = draw_page(read_report(run_folder(kept())))
+    reader = read_page(page)
+    assert set(reader.tags) & {"script", "link", "img", "iframe", "object"} == set()
+    addresses = [value for value in reader.values if "//" in value]
+    assert set(addresses) <= {"http://www.w3.org/2000/svg"}, "the name space of SVG is a name"
+    assert "prefers-color-scheme: dark" in page
+    assert "@media print" in page
+
+
+def test_whatever_files_say_stays_text(kept, run_folder, find):
+    """A checkpoint's path, an error, a note, a field's name and a host that try to be markup."""
+    evil = '"><script>alert(1)</script>'
+    events = kept()
+    head = {"v": 1, "time": 1.0, "rank": 0, "generation": 0}
+    events.insert(0, {**head, "event": "started", "pid": 1, "host": evil, "torch": evil})
+    events.insert(1, {**head, "event": "resumed", "checkpoint": evil, "step": 0, "notes": [evil]})
+    events.append({**head, "event": "checkpoint_failed", "step": 4, "reason": evil})
+    events.append({**head, "event": "checkpoint", "step": 4, "path": evil, "bytes": 1, "seconds": 1.0})
+    events.append({**head, "event": "error", "message": evil, "kind": evil, "problems": [], "victim": False})
+    for event in events:
+        if event["event"] == "step":
+            event[evil] = 1.0
+    find(events, "collectives", 0)["rows"][0]["axis"] = evil
+    page = draw_page(read_report(run_folder(events)))
+    reader = read_page(page)
+    assert "script" not in reader.tags
+    assert "<script" not in page
+    assert evil in reader.text
+
+
+def test_all_attempts_are_drawn_and_restarts_marked(kept, run_folder):
+    """The second attempt began at step 2: both pieces of the curve are there, with a mark between."""
+    late = [e for e in kept(generation=1) if not (e["event"] == "step" and e["step"] <= 2)]
+    resumed = {"v": 1, "time": 1.0, "rank": 0, "generation": 1, "event": "resumed", "step": 2}
+    report = read_report(run_folder([*kept(), {**resumed, "checkpoint": "c", "notes": []}, *late]))
+    loss = report.loss_chart()
+    assert [[x for x, _ in s] for s in loss.series[0].segments] == [[1, 2, 3, 4], [3, 4]]
+    assert loss.marks == ((2.0, "restart 1 at step 2"),)
+    assert [a["resumed_at"] for a in report.as_dict()["attempts"]] == [None, 2]
+    assert "restart 1 at step 2" in draw_page(report)
+
+
+def test_fields_of_other_versions_get_a_small_curve(kept, run_folder):
+    """A number that only some steps have is drawn; text and lists are not."""
+    events = kept()
+    for event in events:
+        if event["event"] == "step":
+            event |= {"skipped": event["step"] == 2, "comment": "text", "rows": [1], "lr": None}
+            if event["step"] > 2:
+                event["noise_scale"] = 10.0 * event["step"]
+    history = read_history(run_folder(events))
+    assert history.fields() == ["loss", "mfu", "skipped", "noise_scale"]
+    charts = {c.title: c for c in read_report(run_folder(events)).small_charts()}
+    assert list(charts["Gradient noise scale"].series[0].points()) == [(3.0, 30.0), (4.0, 40.0)]
+    assert [y for _, y in charts["Steps that were not taken"].series[0].points()] == [0, 1, 0, 0]
+
+
+def test_warnings_name_what_was_lost(kept, run_folder, find):
+    events = kept()
+    find(events, "state", 0)["state_bytes"]["parameters"] += 4
+    head = {"v": 1, "time": 1.0, "rank": 1, "generation": 0}
+    events.append({**head, "event": "events_lost", "count": 7})
+    events.append({**head, "rank": 0, "event": "checkpoint_failed", "step": 2, "reason": "No space left"})
+    folder = run_folder(events)
+    with (folder / "events.jsonl").open("a") as file:
+        file.write("torn\n")
+    warnings = "\n".join(read_report(folder).warnings())
+    for words in (
+        "rank 1 lost 7",
+        "step 2: No space left",
+        "1 line of events.jsonl",
+        "rank 0: parameters is",
+    ):
+        assert words in warnings
+
+
+def test_an_unfinished_run_is_reported_and_not_judged(kept, run_folder):
+    report = read_report(run_folder([e for e in kept() if e["event"] == "ready"]))
+    assert report.status == "unfinished"
+    assert report.as_dict()["audit"] is None
+    page = read_page(draw_page(report)).text
+    assert "No step was done" in page
+    assert "not judged" in page
+
+
+def test_a_loss_that_is_not_finite_is_reported(kept, run_folder):
+    events = [{**e, "loss": None} if e["event"] == "step" and e["step"] == 4 else e for e in kept()]
+    report = read_report(run_folder(events))
+    assert "not finite" in dict(report.facts())["Loss"]
+    assert "loss not finite at step 4" in report.notes()
+
+
+@pytest.mark.parametrize(
+    ("empty", "fact"), [({2, 4}, "5.0000 to 3.0000"), ({1, 2, 3, 4}, "no step had target")]
+)
+def test_steps_without_targets_are_told_and_neither_drawn_nor_called_not_finite(
+    kept, run_folder, empty, fact
+):
+    gone = {"loss": None, "tokens": 0}
+    events = [{**e, **gone} if e["event"] == "step" and e["step"] in empty else e for e in kept()]
+    report = read_report(run_folder(events))
+    assert dict(report.facts())["Loss"].startswith(fact)
+    assert not [note for note in report.notes() if "not finite" in note]
+    assert [note for note in report.notes() if note.startswith(f"{len(empty)} of 4 steps had no target")]
+    drawn = {x for x, _ in report.loss_chart().series[0].points()}
+    assert drawn == {1.0, 2.0, 3.0, 4.0} - {float(step) for step in empty}
+    assert report.as_dict()["loss"] == (None if len(empty) == 4 else 3.0)
+    charts = [report.loss_chart(), report.rate_chart(), *report.small_charts()]
+    assert {(x_axis(c).low, x_axis(c).high) for c in charts} == {(1, 4)}, "the last step stays in the picture"
+    assert "nan" not in re.sub(r"<style>.*?</style>", "", draw_page(report), flags=re.DOTALL)
+    assert json.dumps(report.as_dict())
+
+
+def test_a_page_is_written_whole_or_not_at_all(kept, run_folder, tmp_path):
+    report = read_report(run_folder(kept()))
+    page = tmp_path / "out.html"
+    write_page(report, page)
+    assert page.read_text().endswith("</html>\n")
+    assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".part")] == []
+    with pytest.raises(UserError) as caught:
+        write_page(report, tmp_path / "missing" / "out.html")
+    assert caught.value.problems[0].code == "report-not-writable"
+
+
+def test_a_pipelines_page_shows_its_stages_and_the_memory_of_each(pipeline_plan, events_of, tmp_path):
+    write_plan(pipeline_plan, tmp_path / PLAN_FILE)
+    lines = [json.dumps(event) + "\n" for event in events_of(pipeline_plan)]
+    (tmp_path / "events.jsonl").write_text("".join(lines))
+    page = draw_page(read_report(tmp_path))
+    for words in ("<h2>Stages</h2>", "embedding", "head", "Predicted for stage 1 (rank 1)", "pp, place 0"):
+        assert words in page
+    assert f"{pipeline_plan.pipeline.bubble:.1%}" in page

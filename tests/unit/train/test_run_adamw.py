@@ -1,0 +1,179 @@
+"""The AdamW of one pass: torch's own numbers, clipping on the way, 16-bit copies."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.parallel.build import build_model
+from meshwright.parallel.zero1 import Owned
+from meshwright.spec.execution import fuses_update
+from meshwright.spec.load import load_job
+from meshwright.train.amp import Precision
+from meshwright.train.optimizer import build_optimizer, set_lr
+from meshwright.train.optimizers.adamw import FusedAdamW, clipping_factor
+
+CPU = torch.device("cpu")
+SHAPES = [(24, 16), (7, 3), (16,), (48, 32), (5,), (16, 2)]
+LR, BETAS, EPS = 3e-3, (0.9, 0.95), 1e-8
+
+
+def draw(seed: int, *, size: float = 1.0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) * size for shape in SHAPES]
+
+
+def groups(parameters: list[nn.Parameter]) -> list[dict]:
+    """Matrices decay, the rest does not."""
+    matrices = [p for p in parameters if p.ndim == 2]
+    rest = [p for p in parameters if p.ndim != 2]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+
+
+def build(copies: bool = False) -> tuple[list[nn.Parameter], dict, FusedAdamW]:
+    parameters = [nn.Parameter(value) for value in draw(0)]
+    lows = {p: p.detach().bfloat16() for p in parameters if p.ndim == 2} if copies else {}
+    optimizer = FusedAdamW(groups(parameters), LR, BETAS, EPS, lows)
+    for p in parameters:
+        optimizer.state[p] = {
+            "step": torch.zeros(()),
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p),
+        }
+    return parameters, lows, optimizer
+
+
+def build_torchs() -> tuple[list[nn.Parameter], torch.optim.AdamW]:
+    parameters = [nn.Parameter(value) for value in draw(0)]
+    return parameters, torch.optim.AdamW(groups(parameters), lr=LR, betas=BETAS, eps=EPS, fused=True)
+
+
+def take_step(parameters, optimizer, step: int, most: float) -> None:
+    for p, gradient in zip(parameters, draw(step + 1, size=0.3 if step % 2 else 0.01), strict=True):
+        p.grad = gradient
+    set_lr(optimizer, LR / (step + 1))
+    norm = nn.utils.get_total_norm([p.grad for p in parameters])
+    if isinstance(optimizer, FusedAdamW):
+        optimizer.factor = clipping_factor(norm, most)
+    else:
+        nn.utils.clip_grads_with_norm_(parameters, most, norm)
+    optimizer.step()
+
+
+def test_the_numbers_are_torchs():
+    """Over steps with another rate each, decay and none, gradients that are clipped and some that are not."""
+    ours, _, fused = build()
+    theirs, torchs = build_torchs()
+    for step in range(6):
+        take_step(ours, fused, step, most=1.0)
+        take_step(theirs, torchs, step, most=1.0)
+    for own, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-6)
+        for key, value in torchs.state[other].items():
+            torch.testing.assert_close(fused.state[own][key], value, rtol=1e-5, atol=1e-7, msg=key)
+
+
+def test_gradients_in_16_bits_move_as_the_same_ones_in_float32():
+    """Clipped and not: only what is read is shorter."""
+    kinds, found = (torch.float32, torch.bfloat16), []
+    for kind in kinds:
+        parameters, _, optimizer = build()
+        for step in range(3):
+            for p, gradient in zip(parameters, draw(step + 1), strict=True):
+                p.grad_dtype = kind
+                p.grad = gradient.bfloat16().to(kind)
+            optimizer.factor = torch.tensor(0.3) if step else None
+            optimizer.step()
+        assert {p.grad.dtype for p in parameters} == {kind}
+        found.append(parameters)
+    for wide, narrow in zip(*found, strict=True):
+        assert torch.equal(wide, narrow)
+
+
+def test_the_norm_of_gradients_in_16_bits_is_not_rounded_to_16_bits():
+    """Some in each precision; the norm of each of the others is 577.06, and 576 in 16 bits."""
+    shapes = (5, (1000, 333), (1000, 333))
+    model = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+    model[0].grad = torch.full((5,), 2.0)
+    for parameter in (model[1], model[2]):
+        parameter.grad_dtype = torch.bfloat16
+        parameter.grad = torch.ones(1000, 333, dtype=torch.bfloat16)
+    norm = Owned(model).norm()
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx((666_000 + 20) ** 0.5, rel=1e-6)
+
+
+def test_the_factor_is_that_of_torchs_clipping():
+    for size in (1e-4, 0.5, 30.0):
+        gradients = [nn.Parameter(value) for value in draw(0)]
+        for p in gradients:
+            p.grad = p.detach() * size
+        before = [p.grad.clone() for p in gradients]
+        norm = nn.utils.clip_grad_norm_(gradients, 1.0)
+        for p, whole in zip(gradients, before, strict=True):
+            torch.testing.assert_close(whole * clipping_factor(norm, 1.0), p.grad)
+
+
+def test_copies_are_the_rounded_parameters():
+    parameters, lows, optimizer = build(copies=True)
+    for step in range(2):
+        take_step(parameters, optimizer, step, most=1.0)
+    assert optimizer.writes_copies
+    assert len(lows) == sum(p.ndim == 2 for p in parameters)
+    for p, low in lows.items():
+        assert torch.equal(low, p.detach().bfloat16())
+
+
+def test_copies_of_parameters_that_others_own_are_not_promised():
+    """Rows of a parameter are moved under another name: the copy of the whole stays as it was."""
+    parameters, lows, _ = build(copies=True)
+    rows = [nn.Parameter(p.detach()[:1]) for p in parameters]
+    assert not FusedAdamW([{"params": rows}], LR, BETAS, EPS, lows).writes_copies
+
+
+def test_a_parameter_without_gradient_stays_and_counts_no_step():
+    parameters, _, optimizer = build()
+    before = parameters[0].detach().clone()
+    for p in parameters[1:]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert torch.equal(parameters[0], before)
+    assert [int(optimizer.state[p]["step"]) for p in parameters] == [0, *[1] * (len(SHAPES) - 1)]
+
+
+def test_the_job_says_when_the_update_is_fused(job_file):
+    def fuses(*overrides: str, device: str = "cuda") -> bool:
+        return fuses_update(load_job(str(job_file), [f"cluster.device={device}", *overrides]))
+
+    inductor = "train.compile=true"
+    assert fuses(inductor)
+    assert not fuses()
+    assert not fuses(inductor, device="cpu")
+    assert not fuses(inductor, "train.compile_backend=aot_eager")
+    assert not fuses(inductor, "train.optimizer=lion")
+    assert not fuses(inductor, "train.precision=fp16")
+    assert not fuses(inductor, "train.grad_noise=0.1")
+    assert not fuses(inductor, "layout.offload=optimizer")
+
+
+def test_clipping_tells_the_optimizer_and_leaves_gradients_alone(job_file):
+    """The same step as with torch's AdamW and gradients that were scaled; its state is made at once."""
+    job = load_job(str(job_file), ["train.compile=true", "train.compile_backend=aot_eager"])
+    found = []
+    for fused in (False, True):
+        model = build_model(job, CPU)
+        optimizer = build_optimizer(model, job.train, fused=fused)
+        model(*torch.ones(2, 2, 8, dtype=torch.int64)).backward()
+        gradients = [p.grad.clone() for p in model.parameters()]
+        norm = Precision(job, CPU).clip(Owned(model), optimizer, 0.5)
+        assert norm > 0.5
+        untouched = all(torch.equal(a, p.grad) for a, p in zip(gradients, model.parameters(), strict=True))
+        assert untouched == fused == isinstance(optimizer, FusedAdamW)
+        optimizer.step()
+        found.append(SimpleNamespace(norm=norm, weights=[p.detach() for p in model.parameters()]))
+    assert found[0].norm == found[1].norm
+    for ours, theirs in zip(found[1].weights, found[0].weights, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)

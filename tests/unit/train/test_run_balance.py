@@ -1,0 +1,78 @@
+"""The load of experts, the biases that follow from it, and choices that are replayed where scores tie."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from meshwright.models.decoder import Decoder
+from meshwright.models.routing import AuxiliaryLosses
+from meshwright.parallel.mesh import Ranks
+from meshwright.spec.model import DecoderModel
+from meshwright.train.expert_balance import Balancer, ExpertLoad, list_routers, load_due
+from meshwright.verify.expert_choices import ReplayedChoices
+from meshwright.verify.proof_task import choices_file
+
+MODEL = DecoderModel(
+    num_layers=3, hidden_size=8, num_heads=2, num_kv_heads=2, ffn_size=8, vocab_size=16,
+    num_experts=4, experts_per_token=2, dense_layers=1,
+)  # fmt: skip
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+def test_biases_move_by_the_rate_towards_the_mean():
+    balancer, network = Balancer(MODEL, 0.25, torch.device("cpu")), Decoder(MODEL, 4)
+    balancer.attach(network, AuxiliaryLosses(0.5))
+    routers = dict(list_routers(network))
+    assert list(routers) == [1, 2], "the first layer has no experts"
+    routers[2].load[:5] += torch.tensor([7.0, 1.0, 4.0, 4.0, 3.0], dtype=torch.float64)
+    load = balancer.end_step(ALONE)
+    assert routers[2].selection_bias.tolist() == [-0.25, 0.25, 0, 0]
+    assert routers[1].selection_bias.tolist() == [0] * 4
+    assert [row["layer"] for row in load.rows()] == [1, 2]
+    assert load.rows()[1] == {"layer": 2, "load": [7, 1, 4, 4], "dropped": 3, "imbalance": 1.75}
+    assert not balancer.sums.any(), "the next step begins with nothing"
+    assert routers[1].auxiliary.balance == 0.5
+
+
+def test_the_figures_of_a_step():
+    load = ExpertLoad(0, [[4.0, 4.0], [6.0, 2.0]], [0.0, 4.0], 1.5, 0.5)
+    figures = {"expert_imbalance": 1.5, "expert_dropped": 0.25, "balance_loss": 1.5, "z_loss": 0.5}
+    assert load.figures() == figures
+    assert [step for step in range(1, 26) if load_due(step, 25)] == [1, 10, 20, 25]
+
+
+@pytest.fixture
+def replay(tmp_path):
+    """Of one rank with one sample of two tokens, two micro-batches; the second one's sample is padding."""
+    network = Decoder(MODEL, 2)
+    batches = SimpleNamespace(rank=1, ranks=2, micro_batch=1)
+    job = SimpleNamespace(train=SimpleNamespace(global_batch=3))
+    session = SimpleNamespace(model=network, train_batches=batches, job=job, step=4)
+    reference = torch.tensor([[[0, 1], [0, 1]], [[0, 1], [0, 1]], [[2, 0], [3, 1]]], dtype=torch.int32)
+    save_file({"blocks.1.ffn": reference, "blocks.2.ffn": reference.clone()}, tmp_path / choices_file(5))
+    return ReplayedChoices(session, tmp_path), dict(list_routers(network))
+
+
+def test_the_references_choice_is_taken_where_nothing_decides(replay):
+    """Of the rank's one real sample, the third: its first token ties, its second one's choice is clear."""
+    choices, routers = replay
+    scores = torch.tensor([[0.5, 0.1, 0.1 + 5e-7, 0.1 - 1e-3], [0.1, 0.4, 0.2, 0.3]])
+    chosen = torch.tensor([[0, 1], [1, 3]])
+    routers[1].counting = True
+    assert routers[1].choose(scores, chosen).tolist() == [[2, 0], [1, 3]]
+    routers[1].counting = False
+    assert routers[1].choose(scores, chosen).tolist() == [[2, 0], [1, 3]], "the same when computed again"
+    assert choices.replayed == 1
+
+
+def test_another_choice_than_those_that_tie_is_not_covered_up(replay):
+    """The reference's experts must be among the tied: a wrong layout is not made to look right."""
+    choices, routers = replay
+    scores = torch.tensor([[0.1, 0.5, 0.1, 0.1], [0.4, 0.1, 0.3, 0.3]])
+    chosen = torch.tensor([[1, 0], [0, 2]])
+    assert routers[1].choose(scores, chosen).tolist() == chosen.tolist()
+    choices.micro_batch = 1
+    assert routers[2].choose(scores, chosen).tolist() == chosen.tolist(), "of a sample that fills up"
+    assert choices.replayed == 0

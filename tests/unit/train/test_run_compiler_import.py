@@ -1,0 +1,93 @@
+"""What a rank does not load, and that leaving it out changes nothing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from meshwright.train.compiler_import import HIDDEN, KEPT, spare_compiler
+
+TRAINED = """
+import json, sys
+from meshwright.cli.output import Output
+from meshwright.cli.train import prepare_run
+from meshwright.train.worker import run_rank
+
+HEAVY = ("sympy", "torch._dynamo", "torch._inductor", "torch.distributed.tensor")
+source, *overrides = sys.argv[1:]
+prepared = prepare_run(Output(as_json=True), source, overrides, "no")
+loaded = {}
+def hear(event):
+    loaded[event["event"]] = [name for name in HEAVY if name in sys.modules]
+status = run_rank(prepared.assignment.run_dir, hear)
+print(json.dumps({"status": status, "loaded": loaded}))
+"""
+
+
+def test_one_process_trains_without_the_compiler_and_without_sharding(job_file: Path):
+    """Not at its start, in no step, nor at its end: it would cost as much as torch itself."""
+    overrides = ["layout.dp_replicate=1", "train.steps=3", f"run_dir={job_file.parent / 'run'}"]
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINED, str(job_file), *overrides],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=job_file.parent,
+    )
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["status"] == 0
+    assert {"started", "step", "state", "eval", "checkpoint", "finished"} <= set(told["loaded"])
+    assert {event: heavy for event, heavy in told["loaded"].items() if heavy} == {}
+
+
+@pytest.fixture
+def hidden_again():
+    """Other tests of this process compile."""
+    yield
+    for method in HIDDEN:
+        vars(method.__wrapped__).pop(KEPT, None)
+
+
+@pytest.mark.usefixtures("hidden_again")
+@pytest.mark.parametrize("rule", [AdamW, SGD])
+def test_updates_are_the_same_to_the_bit(rule: type[AdamW | SGD], monkeypatch: pytest.MonkeyPatch):
+    """With what torch does around a step: no graph grows, hooks are called, state is saved and loaded."""
+    monkeypatch.setattr(rule, "step", rule.step)  # put back afterwards
+    found, hooks = [], []
+    for spared in (False, True):
+        if spared:
+            spare_compiler()
+        weight = nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4))
+        optimizer = rule([weight], lr=0.1, weight_decay=0.1, fused=True)
+        optimizer.register_step_post_hook(lambda *_: hooks.append(1))
+        for step in range(3):
+            weight.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                optimizer.load_state_dict(optimizer.state_dict())
+        assert weight.requires_grad
+        assert weight.grad_fn is None
+        found.append(weight.detach())
+    assert torch.equal(*found)
+    assert len(hooks) == 6
+
+
+@pytest.mark.usefixtures("hidden_again")
+def test_sparing_again_leaves_the_hooks_of_living_optimizers(monkeypatch: pytest.MonkeyPatch):
+    """Torch wraps the step of a class once more when the first optimizer is built: that wrapper stays."""
+    monkeypatch.setattr(AdamW, "step", AdamW.step)  # put back afterwards
+    spare_compiler()
+    weight, called = nn.Parameter(torch.ones(4)), []
+    weight.grad = torch.ones(4)
+    optimizer = AdamW([weight], fused=True)
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    for _ in range(3):
+        spare_compiler()
+        optimizer.step()
+    assert len(called) == 3

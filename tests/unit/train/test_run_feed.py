@@ -1,0 +1,158 @@
+"""The next step's batch, prepared while the device computes: the same samples, in the same order, no more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.core.events import EVENTS_FILE, EventWriter
+from meshwright.data.dataset import TokenDataset
+from meshwright.data.order import SampleOrder
+from meshwright.launch.assignment import Assignment
+from meshwright.measure.collective_counter import CollectiveCounter
+from meshwright.parallel.batch import Batch
+from meshwright.parallel.mesh import Ranks, Sums, join_ranks
+from meshwright.plan.contract import build_plan
+from meshwright.spec.load import load_job
+from meshwright.train import loop
+from meshwright.train.batches import Batcher, Feed
+from meshwright.train.trainer import Session, build_session
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+BATCH, MICRO_BATCH, SEQ_LEN = 6, 2, 16
+
+
+@pytest.fixture(autouse=True)
+def unpinned(monkeypatch):
+    """There is no GPU here whose memory could be pinned; how often it was asked for is what counts."""
+    asked = []
+    monkeypatch.setattr(Batch, "pinned", lambda batch: asked.append(batch) or batch)
+    return asked
+
+
+@pytest.fixture
+def build_feed(prepared):
+    def build(device: torch.device) -> Feed:
+        dataset = TokenDataset.open(prepared, "train", SEQ_LEN)
+        order = SampleOrder(dataset.shard_sample_counts, 7)
+        return Feed(order, Batcher(dataset, 0, 1, MICRO_BATCH), BATCH, device)
+
+    return build
+
+
+def read(feed: Feed, steps: range, *, ahead: bool) -> list[tuple]:
+    """What steps get; the next one's is prepared before one is over."""
+    found = []
+    for step in steps:
+        position, samples, targets, micro_batches = feed.take(step * BATCH)
+        tokens = [batch.inputs.tolist() for batch in micro_batches]
+        found.append((position, samples.tolist(), targets, tokens))
+        if ahead and step + 1 < steps.stop:
+            feed.prepare((step + 1) * BATCH)
+    return found
+
+
+def test_samples_and_their_order_are_the_same(build_feed, unpinned):
+    """Every step but the first was prepared, and of each one micro-batch read ahead."""
+    usual = read(build_feed(CPU), range(5), ahead=False)
+    assert len(usual[0][3]) == BATCH // MICRO_BATCH
+    assert read(build_feed(GPU), range(5), ahead=True) == usual
+    assert len(unpinned) == 4
+
+
+def test_a_resumed_run_goes_on_where_it_was(build_feed):
+    assert read(build_feed(GPU), range(3, 5), ahead=True) == read(build_feed(CPU), range(5), ahead=False)[3:]
+
+
+def test_what_was_prepared_for_another_position_is_not_given(build_feed):
+    feed = build_feed(GPU)
+    feed.prepare(BATCH)
+    assert feed.take(3 * BATCH).samples.tolist() == build_feed(CPU).take(3 * BATCH).samples.tolist()
+
+
+def test_on_cpu_nothing_is_prepared(build_feed, unpinned):
+    feed = build_feed(CPU)
+    feed.prepare(0)
+    assert not unpinned
+    assert feed._next is None
+
+
+def build_rank(job_file: Path, folder: Path, *overrides: str) -> Session:
+    alone = ("layout.micro_batch=4", "layout.dp_replicate=1")
+    plan, _ = build_plan(load_job(str(job_file), [*alone, *overrides]))
+    folder.mkdir()
+    counter = CollectiveCounter()
+    assignment = Assignment(str(folder), plan.job.data.path, str(folder / "checkpoints"))
+    ranks = join_ranks(plan.job, counter)
+    return build_session(plan, assignment, ranks, counter, EventWriter(folder / EVENTS_FILE, 0))
+
+
+def losses(folder: Path) -> list[float]:
+    events = [json.loads(line) for line in (folder / EVENTS_FILE).read_text().splitlines()]
+    return [event["loss"] for event in events if event["event"] in ("step", "eval")]
+
+
+def test_the_loop_prepares_before_it_waits_and_not_after_the_last_step(
+    job_file, tmp_path, monkeypatch, unpinned
+):
+    """A whole run with its evaluation: the same losses to the bit, each batch ready when the host waits."""
+    usual = build_rank(job_file, tmp_path / "usual")
+    loop.train(usual)
+    ahead = build_rank(job_file, tmp_path / "ahead")
+    ahead.feed._on_gpu = True
+    waits = []
+    honest = Sums.wait
+
+    def wait(sums):
+        ready = ahead.feed._next
+        waits.append(None if ready is None else ready.position)
+        return honest(sums)
+
+    monkeypatch.setattr(Sums, "wait", wait)
+    loop.train(ahead)
+    steps, batch = ahead.job.train.steps, ahead.job.train.global_batch
+    assert waits == [batch * step for step in range(1, steps)] + [None, None], "the last one evaluates"
+    assert len(unpinned) == steps - 1
+    assert losses(tmp_path / "ahead") == losses(tmp_path / "usual")
+    assert len(losses(tmp_path / "ahead")) == steps + 1
+
+
+class Reads(TorchDispatchMode):
+    """Sees what makes a host wait for a GPU: looks at a value, and results whose size depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
+        indices = [i for i in args[1] if i is not None] if name in ("index", "index_put_") else []
+        by_mask = any(index.dtype == torch.bool for index in indices)
+        if by_mask or name in ("_local_scalar_dense", "nonzero", "masked_select", "unique_consecutive"):
+            self.looks.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mask", ["causal", "document"])
+def test_a_step_looks_at_no_device_value_before_its_end(job_file, tmp_path, mask):
+    """When the host prepares the next batch, it has read the counts of its own targets, and nothing else."""
+    session = build_rank(job_file, tmp_path / "run", f"data.mask={mask}")
+    session.counter.phase = "step"
+    _, _, targets, micro_batches = session.feed.take(0)
+    batches = list(micro_batches)  # lie on the host
+    seen: list[int] = []
+    with Reads() as reads:
+        loop.compute_step(session, batches, targets, lambda: seen.append(len(reads.looks)))
+    assert len(reads.looks) == seen[0], "it ends with one look at all values, which is no scalar's"
+    assert seen == [len(batches)]
+    assert {look.dtype for look in reads.looks} == {torch.int64}
+
+
+def test_values_of_the_host_and_of_the_device_are_added_up():
+    ranks = Ranks(0, 1, CPU)
+    found = ranks.add_up([torch.tensor(0.1, dtype=torch.float64), 3, 0.25, torch.tensor(2.0)])
+    assert found == [0.1, 3.0, 0.25, 2.0]

@@ -1,0 +1,149 @@
+"""Products in 8 bits: near the exact ones, whatever the scales, and no dearer to recompute than others."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+
+from meshwright.models.bf16_weights import WorkingCopies
+from meshwright.models.decoder import Decoder, compile_blocks
+from meshwright.models.init import DrawnWeights, fill
+from meshwright.models.kernels import fp8
+from meshwright.models.linear import Joint, Product, multiply_scaled, scale_products
+from meshwright.spec.model import DecoderModel
+
+NEAR = 0.04
+"""Of the norm: two operands, each rounded to a mantissa of 4 bits, in sums of many."""
+SCALED_PRODUCT = torch.ops.aten._scaled_mm.default
+SHAPE = DecoderModel(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=4, ffn_size=96, vocab_size=50)
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def distance(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.float() - exact.float()).norm() / exact.float().norm())
+
+
+def passes(multiply, x, weight, grad):
+    """What a product gives, and its two gradients."""
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    out = multiply(x, weight)
+    out.backward(grad.to(out.dtype))
+    return out.detach(), x.grad, weight.grad
+
+
+def scaled(x, weight, gradient_scaled=True):
+    return multiply_scaled(x, weight.detach().bfloat16(), weight, gradient_scaled=gradient_scaled)
+
+
+@pytest.mark.parametrize("weight_gradient", [True, False], ids=["all three", "weight gradient in bf16"])
+def test_a_product_and_its_gradients_are_near_the_exact_ones(weight_gradient):
+    x, weight, grad = draw(4, 16, 96), draw(48, 96, seed=1), draw(4, 16, 48, seed=2)
+    exact = passes(lambda x, w: x @ w.T, x, weight, grad)
+    found = passes(lambda x, w: scaled(x, w, weight_gradient), x, weight, grad)
+    assert [t.dtype for t in found] == [torch.bfloat16, torch.float32, torch.float32]
+    distances = [distance(a, b) for a, b in zip(found, exact, strict=True)]
+    assert max(distances) < NEAR
+    assert distances[0] > 0.01, "it was not computed in 8 bits"
+    assert (distances[2] > 0.01) == weight_gradient
+
+
+def test_scales_of_tokens_and_outputs_may_lie_far_apart():
+    """One scale for a whole matrix would lose all but the largest rows; the gradient folds the others' in."""
+    by_token, by_output = torch.logspace(-4, 4, 64)[:, None], torch.logspace(-4, 4, 48)[:, None]
+    x, weight, grad = draw(64, 96), draw(48, 96, seed=1), draw(64, 48, seed=2)
+    exact = passes(lambda x, w: x @ w.T, x, weight, grad)
+    out, grad_x, grad_weight = passes(scaled, x * by_token, weight * by_output, grad / by_token / by_output.T)
+    found = (out / by_token / by_output.T, grad_x * by_token, grad_weight * by_output)
+    assert max(distance(a, b) for a, b in zip(found, exact, strict=True)) < NEAR
+
+
+def test_zeros_and_the_smallest_gradients_have_a_scale():
+    x, weight, grad = draw(16, 32), draw(16, 32, seed=1), draw(16, 16, seed=2) * 1e-20
+    x[3], grad[5] = 0, 0
+    found = passes(scaled, x, weight, grad)
+    exact = passes(lambda x, w: x @ w.T, x, weight, grad)
+    assert all(t.isfinite().all() for t in found)
+    assert found[0][3].count_nonzero() == 0
+    assert found[1][5].count_nonzero() == 0
+    assert distance(found[1] * 1e20, exact[1] * 1e20) < NEAR
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_stays_so(value):
+    """A diverging run is noticed by its loss: a cast must not hide it."""
+    x = draw(16, 32)
+    x[3, 4] = value
+    out = scaled(x, draw(16, 32, seed=1))
+    assert not out[3].isfinite().any()
+    assert out[4].isfinite().all()
+
+
+def test_tokens_that_fill_no_16_rows_get_their_weight_gradient_in_16_bits():
+    x, weight, grad = draw(10, 32), draw(16, 32, seed=1), draw(10, 16, seed=2)
+    exact = passes(lambda x, w: x @ w.T, x, weight, grad)
+    found = passes(scaled, x, weight, grad)
+    assert distance(found[0], exact[0]) < NEAR
+    assert distance(found[2], exact[2]) < 0.005
+
+
+def test_shapes_that_are_no_multiples_of_16_stay_in_16_bits():
+    odd, even = Product(32, 24, bias=False), Product(32, 48, bias=False)
+    for product in (odd, even):
+        scale_products(product, gradients=True)
+    assert (odd.scaled, even.scaled) == (False, True)
+    low, x = draw(72, 32).bfloat16(), draw(8, 32, seed=1).bfloat16()
+    together = torch.cat(Joint([odd, even], low).multiply(x), dim=-1)
+    assert torch.equal(together, x @ low.T)
+
+
+def test_products_that_are_one_give_what_each_gives():
+    """Scales belong to rows, and the rows of joined weights are those of the weights."""
+    products = [Product(32, width, bias=False) for width in (48, 16)]
+    for product in products:
+        scale_products(product, gradients=True)
+        product.low = product.weight.detach().bfloat16()
+    joint = Joint(products, torch.cat([product.low for product in products]))
+    x = draw(2, 8, 32)
+    for together, product in zip(joint.multiply(x), products, strict=True):
+        assert torch.equal(together, product(x))
+
+
+@pytest.mark.filterwarnings("ignore")  # what the compiler itself does is not up to date
+def test_compiled_blocks_recompute_no_8_bit_product_and_keep_nothing_else_of_one():
+    """Selective recomputation keeps the results of three of a block's four products, and no cast."""
+    net = Decoder(dataclasses.replace(SHAPE, num_layers=1), 16, 8, "selective")
+    names = [name for name, _ in net.named_parameters()]
+    fill(net, names, DrawnWeights(SHAPE, 0), torch.device("cpu"))
+    scale_products(net, gradients=True)
+    net.working = WorkingCopies(net, torch.bfloat16)
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
+    )
+    compile_blocks(net, backend=backend)
+    tokens = torch.randint(0, 50, (2, 17), generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        net(tokens[:, :-1], tokens[:, 1:].contiguous()).backward()
+    products = [graph for graph in graphs if count_products(graph)]
+    assert sorted(map(count_products, products)) == [4, 2 * 4]
+    (forward,) = (graph for graph in products if count_products(graph) == 4)
+    (kept,) = (node.args[0] for node in forward.graph.nodes if node.op == "output")
+    made = [node for node in kept if node.op != "placeholder"][1:]
+    assert sum(node.target is SCALED_PRODUCT for node in made) == 3
+    assert fp8.E4M3 not in {node.meta["val"].dtype for node in made}
+
+
+def count_products(graph) -> int:
+    return sum(node.target is SCALED_PRODUCT for node in graph.graph.nodes)

@@ -1,0 +1,434 @@
+"""Blocks whose backward passes are written out: as near to float32 as the modules, whatever is kept.
+
+A CPU has no kernels of ours: torch's operations stand in for them, so that what is tested here is how the
+passes are put together. ``tests/gpu/test_own_kernels_on_gpu.py`` holds the kernels against these operations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fused_decoders import make_ready, note_kept
+from meshwright.data.dataset import IGNORED
+from meshwright.layout.stages import Part
+from meshwright.models import decoder
+from meshwright.models import loss as losses
+from meshwright.models import triton_block as fused
+from meshwright.models.decoder import Decoder, apply_rope
+from meshwright.models.kernels import fp8
+from meshwright.models.kernels import fused as kernels
+from meshwright.spec.model import DecoderModel
+
+SHAPE = DecoderModel(num_layers=3, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=96, vocab_size=128)
+UNGROUPED = dataclasses.replace(SHAPE, num_kv_heads=4)
+TIED = dataclasses.replace(SHAPE, tied_embeddings=True)
+SAMPLES, LENGTH = 4, 16
+EXACT, LOW = torch.float32, torch.bfloat16
+NEAR = {False: 0.03, True: 0.3}
+"""Distance of all gradients from float32, by whether products are of 8 bits: half of it is usual."""
+
+
+def build(
+    model: DecoderModel = SHAPE,
+    stream: torch.dtype = LOW,
+    *,
+    own: bool = True,
+    copies: bool = True,
+    recompute: str = "selective",
+    scaled: bool = False,
+    gradients: torch.dtype = EXACT,
+) -> Decoder:
+    """The same weights in every one; without copies it is the float32 reference."""
+    net = Decoder(model, LENGTH, 24, recompute)  # chunks of the loss: two of 24 tokens, one of 16
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + drawn / 10 if parameter.dim() == 1 else drawn / 8)
+    make_ready(net, stream, own=own, copies=copies, scaled=scaled, gradients=gradients)
+    net.head.fused = False  # else the loss is compiled
+    return net
+
+
+def batch(seed: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, targets of which some are ignored, and documents that end within sequences."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, targets = torch.randint(0, 128, (2, SAMPLES, LENGTH), generator=generator)
+    targets[:, ::5] = IGNORED
+    documents = (torch.rand(SAMPLES, LENGTH, generator=generator) < 0.2).cumsum(1)
+    return tokens, targets, documents
+
+
+Found = tuple[float, dict[str, torch.Tensor]]
+
+
+def step(net: Decoder, *, masked: bool = False, low: bool = True, seed: int = 2) -> Found:
+    """Loss and gradients of a micro-batch; the latter add to what is there."""
+    tokens, targets, documents = batch(seed)
+    with torch.autocast("cpu", LOW, enabled=low):
+        loss = net(tokens, targets, documents if masked else None)
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in net.named_parameters()}
+
+
+def distances(found: Found, exact: Found) -> dict[str, float]:
+    """Of the loss and of each gradient, of the exact one's norm."""
+    off = {name: float((g - exact[1][name]).norm() / exact[1][name].norm()) for name, g in found[1].items()}
+    return {"loss": abs(found[0] / exact[0] - 1), **off}
+
+
+def overall(off: dict[str, float]) -> float:
+    """Of all gradients."""
+    return math.sqrt(sum(d * d for name, d in off.items() if name != "loss") / (len(off) - 1))
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("model", [SHAPE, UNGROUPED, TIED], ids=["grouped", "ungrouped", "tied"])
+@pytest.mark.parametrize("stream", [EXACT, LOW], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["16 bits", "8 bits"])
+def test_gradients_are_as_near_to_float32_as_those_of_the_modules(scaled, stream, model, masked):
+    """Both round, at other places; a rounding too many, or a term too few, would show in the sum over all."""
+    exact = step(build(model, own=False, copies=False), masked=masked, low=False)
+    modules = distances(step(build(model, stream, own=False, scaled=scaled), masked=masked), exact)
+    found = distances(step(build(model, stream, scaled=scaled), masked=masked), exact)
+    assert found["loss"] < (1e-2 if scaled else 2e-3)
+    assert overall(found) < min(1.25 * overall(modules), NEAR[scaled])
+    assert (overall(found) > 2 * NEAR[False]) == scaled, "not in the precision that was asked for"
+    for name, off in found.items():
+        assert off < 2 * modules[name] + NEAR[scaled] / 3, name
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize("stream", [EXACT, LOW], ids=["fp32", "bf16"])
+def test_what_is_kept_changes_no_bit_and_evaluation_gives_the_same_loss(stream, scaled):
+    modes = ("none", "selective", "full")
+    nets = {mode: build(stream=stream, recompute=mode, scaled=scaled) for mode in modes}
+    found = {mode: step(net, masked=True) for mode, net in nets.items()}
+    expected, gradients = found["selective"]
+    tokens, targets, documents = batch()
+    for mode, (loss, others) in found.items():
+        assert loss == expected, mode
+        assert [name for name, g in others.items() if not torch.equal(g, gradients[name])] == [], mode
+        with torch.no_grad(), torch.autocast("cpu", LOW):
+            assert nets[mode](tokens, targets, documents).item() == expected, mode
+
+
+def test_a_block_that_is_computed_again_asks_for_the_same_kernel_of_attention(monkeypatch):
+    """What is preferred around the forward pass is not around the backward pass; others keep others."""
+    preferred = functools.partial(sdpa_kernel, [SDPBackend.MATH])
+    monkeypatch.setattr(decoder, "prefer_fast_attention", lambda device: preferred())
+    net, (tokens, targets, _) = build(recompute="full"), batch()
+    with torch.autocast("cpu", LOW), preferred():
+        loss = net(tokens, targets)
+    loss.backward()
+    assert net.blocks["0"].attention.wq.weight.grad.count_nonzero() > 0
+
+
+def test_what_a_gate_makes_again_is_what_it_made():
+    """To the bit, as on GPUs: then a block that keeps it and one that does not have the same gradients."""
+    both = draw(200, 200)
+    assert torch.equal(kernels.gate_backward(both, both[:, :100])[1], kernels.gate(both, EXACT).values)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_gradients_of_micro_batches_add_up(recompute):
+    """To the bit; also the embedding's, which comes through the stream alone. None is another's memory."""
+    first = step(build(recompute=recompute))[1]
+    second = step(build(recompute=recompute), seed=3)[1]
+    net = build(recompute=recompute)
+    step(net)
+    _, sums = step(net, seed=3)
+    assert "embed.weight" in sums
+    for name, gradient in sums.items():
+        assert gradient.dtype == EXACT, name
+        assert gradient.norm() > 0, name
+        assert torch.equal(gradient, first[name] + second[name]), name
+    assert len({gradient.data_ptr() for gradient in sums.values()}) == len(sums)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["16 bits", "8 bits"])
+def test_gradients_in_16_bits_are_those_of_float32_rounded(scaled, recompute):
+    """Those of the blocks' matrices; norms, embedding and head stay. Nothing else of the step changes."""
+    loss, wide = step(build(scaled=scaled, recompute=recompute))
+    found, narrow = step(build(scaled=scaled, recompute=recompute, gradients=LOW))
+    assert found == loss
+    rounded = {name for name, gradient in narrow.items() if gradient.dtype == LOW}
+    assert rounded == {name for name in wide if name.startswith("blocks.") and "norm" not in name}
+    for name, gradient in narrow.items():
+        assert torch.equal(gradient, wide[name].to(gradient.dtype)), name
+
+
+def test_logits_are_those_that_the_loss_is_made_of_and_no_block_is_called():
+    net = build()
+    for block in net.list_blocks():
+        block.forward = None
+    tokens, targets, _ = batch()
+    with torch.no_grad(), torch.autocast("cpu", LOW):
+        logits, loss = net(tokens).float().flatten(0, 1), net(tokens, targets)
+    own = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    assert own.item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("recompute", "stream"), [("selective", LOW), ("selective", EXACT), ("none", LOW)])
+def test_a_block_keeps_what_is_said_to_the_byte(recompute, stream):
+    """Stream and inverse norms, q, k, v, attention with its sums, gate and up; what products read, too."""
+    net = build(stream=stream, recompute=recompute)
+    net.working.refresh()
+    tokens, width, inner = SAMPLES * LENGTH, SHAPE.hidden_size, SHAPE.ffn_size
+    x = torch.randn(SAMPLES, LENGTH, width).to(stream).requires_grad_()
+    delta = torch.randn(SAMPLES, LENGTH, width).to(LOW).requires_grad_()
+    with note_kept(net) as kept, torch.autocast("cpu", LOW):
+        parts = net.fused[0](x, delta, (net.rope_cos, net.rope_sin), None)
+    streams, attention = 2 * (width * stream.itemsize + 4), 2 * SHAPE.query_size + 4 * SHAPE.num_heads
+    expected = streams + 2 * (SHAPE.query_size + 2 * SHAPE.kv_size) + attention + 2 * 2 * inner
+    if recompute == "none":
+        expected += 2 * (2 * width + inner)
+    assert sum(kept.values()) == tokens * expected
+    sum(part.float().sum() for part in parts).backward()
+
+
+TURN_BACK, NORM_BACKWARD, GATE_BACKWARD = kernels.turn_back, kernels.norm_backward, kernels.gate_backward
+
+
+def turned_on(q, k, v, cos, sin):
+    """Gradients turned in the direction of the forward pass."""
+    return TURN_BACK(q, k, v, cos, -sin)
+
+
+def without_the_stream(grad, total, inverse, weight, beside, normal=True):
+    return NORM_BACKWARD(grad, total, inverse, weight, None, normal)
+
+
+def without_the_mean(grad, total, inverse, weight, beside, normal=True):
+    """The term that takes from the gradient what a norm does not let through."""
+    came = NORM_BACKWARD(grad, total, inverse, weight, beside, normal)
+    unit = total.float() * inverse.unsqueeze(1)
+    mean = (grad.float() * weight * unit).mean(-1, keepdim=True)
+    stream = came.stream_ND.float() + unit * mean * inverse.unsqueeze(1)
+    return came._replace(stream_ND=stream.to(total.dtype), low_ND=stream.to(grad.dtype))
+
+
+def changed_about(both, grad, inner=True):
+    """Gradients of gate and up, each in the other's place."""
+    out, again = GATE_BACKWARD(both, grad, inner)
+    return torch.cat(out.chunk(2, dim=-1)[::-1], dim=-1), again
+
+
+def of_a_constant_sigmoid(both, grad, inner=True):
+    gate, up = both.float().chunk(2, dim=-1)
+    out, again = GATE_BACKWARD(both, grad, inner)
+    to_gate = (grad.float() * up * torch.sigmoid(gate)).to(both.dtype)
+    return torch.cat((to_gate, out.chunk(2, dim=-1)[1]), dim=-1), again
+
+
+def with_another_inner(both, grad, inner=True):
+    """What ``down`` read, made again without the gate's sigmoid."""
+    gate, up = both.chunk(2, dim=-1)
+    return GATE_BACKWARD(both, grad, inner)[0], gate * up
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("turn_back", turned_on),
+        ("norm_backward", without_the_stream),
+        ("norm_backward", without_the_mean),
+        ("gate_backward", changed_about),
+        ("gate_backward", of_a_constant_sigmoid),
+        ("gate_backward", with_another_inner),
+    ],
+)
+def test_a_planted_defect_would_be_seen(monkeypatch, name, wrong):
+    """One term that is wrong goes past the bounds above, many times over."""
+    exact = step(build(own=False, copies=False), low=False)
+    right = distances(step(build()), exact)
+    monkeypatch.setattr(kernels, name, wrong)
+    found = distances(step(build()), exact)
+    assert overall(found) > max(3 * overall(right), NEAR[False])
+    assert found["loss"] == right["loss"], "the forward pass reads none of it"
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_that_fill_no_16_rows_get_their_weight_gradient_in_16_bits():
+    """8-bit operands want multiples of 16 in both dims."""
+    matrix = fused.Matrix(draw(32, 48).to(LOW), True, True, (16, 16))
+    for tokens, least, most in ((24, 0.0, 0.005), (32, 0.01, 0.06)):
+        grad, x = draw(tokens, 32, seed=1).to(LOW), draw(tokens, 48, seed=2).to(LOW)
+        parts, exact = matrix.gradients(grad, x), grad.float().T @ x.float()
+        assert [part.shape for part in parts] == [(16, 48), (16, 48)]
+        assert least < (torch.cat(parts) - exact).norm() / exact.norm() < most, f"{tokens} tokens"
+
+
+@pytest.mark.parametrize("added", [True, False], ids=["added", "alone"])
+@pytest.mark.parametrize("beside", [True, False], ids=["beside", "norm alone"])
+def test_a_norm_and_its_gradients_are_autograds(added, beside):
+    x, delta = draw(10, 12).requires_grad_(), draw(10, 12, seed=1)
+    grad, other, eps = draw(10, 12, seed=2), draw(10, 12, seed=3), 0.1
+    weight = draw(12, seed=4).requires_grad_()
+    total = x + delta if added else x * 1.0
+    normal = F.rms_norm(total, (12,), weight, eps)
+    past = (other if beside else torch.zeros_like(other)) * 1.0
+    came, of_weight = torch.autograd.grad((normal, total), (x, weight), (grad, past))
+    with torch.no_grad():
+        stream, out, inverse = kernels.add_norm(x, delta if added else None, weight, eps, EXACT)
+        found = kernels.norm_backward(grad, stream, inverse, weight, other if beside else None)
+        short = kernels.norm_backward(grad, stream, inverse, weight, None, normal=False)
+    assert (stream is x) != added
+    assert out.scale is None
+    assert short.normal_ND is None
+    near(stream, total)
+    for ours, theirs in ((out.values, normal), (found.normal_ND, normal), (found.weight_D, of_weight)):
+        near(ours, theirs)
+    for ours in (found.stream_ND, found.low_ND):
+        near(ours, came)
+
+
+def test_a_gate_and_its_gradients_are_autograds():
+    both, grad = (3 * draw(10, 24)).requires_grad_(), draw(10, 12, seed=1)
+    gate, up = both.chunk(2, dim=-1)
+    inner = F.silu(gate) * up
+    (came,) = torch.autograd.grad(inner, both, grad)
+    with torch.no_grad():
+        near(kernels.gate(both, EXACT).values, inner)
+        found, again = kernels.gate_backward(both, grad)
+        near(found, came)
+        near(again, inner)
+        assert kernels.gate_backward(both, grad, inner=False)[1] is None
+
+
+def test_turned_heads_are_the_models_and_turning_back_is_their_gradient():
+    """Queries and keys are turned where they lie, beside values that stay; gradients come in any layout."""
+    samples, length, size, queries, keys = 2, 5, 8, 4, 2
+    angles = draw(length, size // 2).repeat(1, 2)
+    rope = angles.cos(), angles.sin()
+    rows = draw(samples, length, (queries + 2 * keys) * size, seed=1).requires_grad_()
+    heads = rows.view(samples, length, -1, size).transpose(1, 2).split((queries, keys, keys), dim=1)
+    turned = (*(apply_rope(part, *rope) for part in heads[:2]), heads[2])
+    grads = [draw(*part.shape, seed=seed) for seed, part in enumerate(turned, 2)]
+    grads[1] = grads[1].transpose(1, 2).contiguous().transpose(1, 2)
+    (came,) = torch.autograd.grad(turned, rows, grads)
+    with torch.no_grad():
+        lying = rows.clone().view(samples, length, -1, size).transpose(1, 2)
+        kernels.turn_heads(lying[:, : queries + keys], *rope)
+        near(lying, torch.cat(turned, dim=1))
+        near(kernels.turn_back(*grads, *rope), came.flatten(0, 1))
+
+
+def test_8_bit_rows_and_columns_come_back_within_their_rounding():
+    """Three bits of mantissa: each value within a sixteenth, down to a little of the largest of its row."""
+    x = draw(32, 48) * torch.logspace(-6, 6, 32).unsqueeze(1)
+    by_rows, by_columns = kernels.cast_rows(x), kernels.cast_columns(x)
+    assert by_rows.values.dtype == by_columns.values.dtype == fp8.E4M3
+    assert (by_columns.values.shape, by_columns.scale.shape) == ((48, 32), (48, 1))
+    for cast, exact in ((by_rows, x), (by_columns, x.T)):
+        again = cast.values.float() * cast.scale
+        largest = exact.abs().amax(1, keepdim=True)
+        least = largest / fp8.LARGEST * 2**-10
+        assert ((again - exact).abs() <= exact.abs() / 16 + least).all()
+        near(again.abs().amax(1, keepdim=True) / largest, torch.ones_like(largest))
+    factors = torch.logspace(-3, 3, 48)
+    folded, expected = kernels.cast_rows(x, by=factors.view(-1, 1)), kernels.cast_rows(x * factors)
+    assert torch.equal(folded.values.float(), expected.values.float())
+    assert torch.equal(folded.scale, expected.scale)
+    turned = kernels.cast_turned(x, by_rows.scale)
+    assert turned.is_contiguous()
+    assert torch.equal(turned.float(), by_rows.values.float().T)
+
+
+def test_the_largest_of_columns_that_a_pass_knows_are_those_that_a_cast_would_look_for():
+    both, grad = draw(32, 64).to(LOW), draw(32, 32, seed=1).to(LOW)
+    out, inner, out_amax, inner_amax = kernels.gate_backward_amax(both, grad)
+    plain, again = kernels.gate_backward(both, grad)
+    assert torch.equal(out, plain)
+    assert torch.equal(inner, again)
+    for values, amax in ((out, out_amax), (inner, inner_amax)):
+        assert amax.dtype == EXACT
+        assert torch.equal(amax, kernels.column_amax(values))
+        known, looked_for = kernels.cast_columns(values, amax), kernels.cast_columns(values)
+        assert torch.equal(known.values.float(), looked_for.values.float())
+        assert torch.equal(known.scale, looked_for.scale)
+    assert torch.equal(
+        kernels.column_amax(torch.tensor([[1.0, -3.0], [-2.0, 0.0]])), torch.tensor([2.0, 3.0])
+    )
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_no_cast_hides_what_is_not_finite(value):
+    """A diverging run is noticed by its loss."""
+    x, other, weight = draw(16, 32), draw(16, 32, seed=1), draw(32, seed=2)
+    x[3, 4] = value
+    for cast, row in (
+        (kernels.cast_rows(x), 3),
+        (kernels.cast_columns(x), 4),
+        (kernels.add_norm(x, other, weight, 1e-5, fp8.E4M3)[1], 3),
+        (kernels.gate(torch.cat((other, x), dim=-1), fp8.E4M3), 3),
+    ):
+        again = cast.values.float() * cast.scale
+        assert not again[row].isfinite().all()
+        assert again[row - 1].isfinite().all()
+
+
+def test_what_products_read_in_8_bits_is_the_cast_of_what_they_would_read():
+    x, delta, weight, both = draw(16, 32), draw(16, 32, seed=1), draw(32, seed=2), draw(16, 64, seed=3)
+    _, plain, _ = kernels.add_norm(x, delta, weight, 1e-5, EXACT)
+    _, scaled, _ = kernels.add_norm(x, delta, weight, 1e-5, fp8.E4M3)
+    for found, exact in ((scaled, plain), (kernels.gate(both, fp8.E4M3), kernels.gate(both, EXACT))):
+        expected = kernels.cast_rows(exact.values)
+        assert torch.equal(found.values.float(), expected.values.float())
+        assert torch.equal(found.scale, expected.scale)
+
+
+def test_scale_multiplies_in_place():
+    x = draw(10, 12).to(LOW)
+    place, before = x.data_ptr(), x.clone()
+    kernels.scale(x, torch.tensor(1.0))
+    assert torch.equal(x, before)
+    kernels.scale(x, torch.tensor(0.25))
+    assert torch.equal(x, before / 4)
+    assert (x.data_ptr(), x.dtype) == (place, LOW)
+
+
+@pytest.mark.parametrize("expected", [1.0, 1 / 256, 0.1, 3.0])
+def test_gradients_made_with_an_expected_factor_are_the_same_whatever_it_is(expected):
+    """A stand-in for the kernel that takes it, which GPUs alone have; the backward pass begins with 1/7."""
+
+    def in_place(logits, targets, wanted):
+        loss, gradient = losses.softmax_loss(logits, targets, wanted)
+        return loss, gradient.mul_(expected)
+
+    x, weight = draw(40, 16).requires_grad_(), draw(50, 16, seed=1).requires_grad_()
+    targets = torch.randint(0, 50, (40,), generator=torch.Generator().manual_seed(2))
+    own = losses._LinearCrossEntropy.apply(x, weight, weight.detach(), targets, 16, in_place, False, expected)
+    plain = F.cross_entropy(x @ weight.T, targets, reduction="sum")
+    wanted = torch.autograd.grad(plain / 7, (x, weight))
+    for ours, theirs in zip(torch.autograd.grad(own / 7, (x, weight)), wanted, strict=True):
+        near(ours, theirs)
+
+
+@pytest.mark.parametrize("expected", [1 / 64, 100.0])
+def test_an_expected_gradient_changes_none_on_a_cpu(expected):
+    """It has no kernel that takes one. The head is told all the same; a stage without head need not be."""
+    net = build()
+    net.expect_gradient(expected)
+    assert net.head.expected_gradient == expected
+    _, gradients = step(net)
+    for name, gradient in step(build())[1].items():
+        assert torch.equal(gradient, gradients[name]), name
+    first = Decoder(SHAPE, LENGTH, part=Part(SHAPE, 0, range(1), first=True, last=False))
+    first.expect_gradient(expected)
+    assert not hasattr(first, "head")

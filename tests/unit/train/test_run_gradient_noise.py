@@ -1,0 +1,182 @@
+"""Noise that is added is a function of seed, step and name; noise that is measured is that of the samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.data.dataset import IGNORED
+from meshwright.parallel.build import build_model
+from meshwright.parallel.zero1 import Owned
+from meshwright.spec.job import Train
+from meshwright.spec.load import load_job
+from meshwright.train.gradient_noise import MEMORY, NoiseScale, add_noise, noise_std, separate
+
+CPU = torch.device("cpu")
+
+
+def make_train(**keys) -> Train:
+    return Train(steps=9, global_batch=4, **keys)
+
+
+# Added
+
+
+def gradients_with_noise(job_file, step, **keys):
+    model = build_model(load_job(str(job_file)), CPU)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    add_noise(Owned(model), make_train(**keys), step)
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_added_noise_depends_on_seed_step_and_name_alone(job_file):
+    """Drawn twice it is the same, whatever was drawn in between; another seed, step or name gives another."""
+    first = gradients_with_noise(job_file, 3, grad_noise=0.01, seed=1)
+    torch.randn(7)
+    again = gradients_with_noise(job_file, 3, grad_noise=0.01, seed=1)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    name, twin = "blocks.0.ffn.gate.weight", "blocks.0.ffn.up.weight"
+    assert not torch.equal(first[name], first[twin])
+    assert not torch.equal(first[name], gradients_with_noise(job_file, 4, grad_noise=0.01, seed=1)[name])
+    assert not torch.equal(first[name], gradients_with_noise(job_file, 3, grad_noise=0.01, seed=2)[name])
+
+
+def test_added_noise_has_the_variance_of_the_formula(job_file):
+    """0.04 / (1 + step)^0.55 in variance: a spread of 0.2 at step 0, and of the formula's at step 9."""
+    assert noise_std(0, make_train(grad_noise=0.04)) == pytest.approx(0.2)
+    assert noise_std(9, make_train(grad_noise=0.04)) == pytest.approx((0.04 / 10**0.55) ** 0.5)
+    drawn = torch.cat([g.flatten() for g in gradients_with_noise(job_file, 9, grad_noise=0.04).values()])
+    assert drawn.std().item() == pytest.approx((0.04 / 10**0.55) ** 0.5, rel=0.02)
+    assert abs(drawn.mean().item()) < 0.002
+
+
+def test_no_noise_leaves_the_gradients_alone(job_file):
+    assert all(not g.any() for g in gradients_with_noise(job_file, 0).values())
+
+
+# Measured
+
+
+def batch_of(job, samples, unequal=False):
+    """Samples of few different tokens: alike enough that the gradient is not all noise."""
+    drawn = torch.randint(0, 8, (samples, job.data.seq_len + 1), generator=torch.Generator().manual_seed(1))
+    tokens, targets = drawn[:, :-1], drawn[:, 1:].clone()
+    if unequal:
+        for row in range(samples):
+            targets[row, : 3 * row] = IGNORED
+    return tokens, targets
+
+
+def sample_gradients(model, tokens, targets):
+    """Summed-loss gradient of each sample, flat, and its number of targets."""
+    rows = []
+    for row in range(len(tokens)):
+        model.zero_grad()
+        model(tokens[row : row + 1], targets[row : row + 1]).backward()
+        rows.append(torch.cat([p.grad.flatten() for p in model.parameters()]).double().numpy())
+    model.zero_grad()
+    return np.stack(rows), (targets != IGNORED).sum(dim=1).numpy()
+
+
+def measure_one_process(model, tokens, targets, order):
+    """The loop's calls for one process with micro-batches of one sample, in the given order."""
+    scale = NoiseScale(model, every=1)
+    scale.begin(1)
+    divisor = int((targets != IGNORED).sum())
+    seen = 0
+    for row in order:
+        (model(tokens[row : row + 1], targets[row : row + 1]) / divisor).backward()
+        seen += int((targets[row] != IGNORED).sum())
+        scale.after_micro_batch(seen)
+    own = [float(value) for value in scale.parts(divisor, seen)]
+    whole = sum(float(p.grad.double().square().sum()) for p in model.parameters())
+    model.zero_grad()
+    return own, whole, scale.estimate(own, len(order), 1.0)
+
+
+def test_first_micro_batches_average_to_the_variance_of_sample_gradients(job_file):
+    """Each sample once as the first micro-batch: the mean is tr(Sigma) / |G|^2 computed sample by sample.
+
+    Sampling without replacement makes this an identity, not an approximation.
+    """
+    job = load_job(str(job_file))
+    model = build_model(job, CPU)
+    tokens, targets = batch_of(job, 4)
+    rows, counts = sample_gradients(model, tokens, targets)
+    means = rows / counts[:, None]
+    trace = means.var(axis=0, ddof=1).sum()
+    square = (means.mean(axis=0) ** 2).sum() - trace / 4
+    assert square > 0
+    parts = []
+    for first in range(4):
+        own, whole, reported = measure_one_process(model, tokens, targets, [first, *({0, 1, 2, 3} - {first})])
+        assert own == pytest.approx([(means[first] ** 2).sum(), 4.0], rel=1e-5)
+        g_square, noise = separate(own[0], whole, 4)
+        assert reported == pytest.approx(4 * noise / g_square, rel=1e-4)
+        parts.append(own[0])
+    g_square, noise = separate(np.mean(parts), whole, 4)
+    assert g_square == pytest.approx(square, rel=1e-4)
+    assert 4 * noise == pytest.approx(trace, rel=1e-4)
+
+
+def test_unequal_targets_are_weighed_by_their_number(job_file):
+    """A part with 32 of 110 targets, of gradients divided by 110, is compared as the mean of its own 32."""
+    job = load_job(str(job_file))
+    model = build_model(job, CPU)
+    tokens, targets = batch_of(job, 4, unequal=True)
+    rows, counts = sample_gradients(model, tokens, targets)
+    assert counts.tolist() == [32, 29, 26, 23]
+    own, whole, _ = measure_one_process(model, tokens, targets, [0, 1, 2, 3])
+    assert own == pytest.approx([((rows[0] / 32) ** 2).sum(), 110 / 32], rel=1e-5)
+    assert whole == pytest.approx(((rows.sum(axis=0) / 110) ** 2).sum(), rel=1e-5)
+
+
+def test_estimate_is_unbiased_for_parts_of_unequal_size():
+    """Known |G|^2 = 4 and noise 50 a target; parts of 5, 15 and 40 targets, many draws."""
+    rng = np.random.default_rng(0)
+    sizes = np.array([5, 15, 40])
+    total, dims, draws = sizes.sum(), 25, 4000
+    true = np.full(dims, 2 / np.sqrt(dims))
+    noise = rng.normal(size=(draws, 3, dims)) * np.sqrt(sizes * 50 / dims)[None, :, None]
+    sums = sizes[None, :, None] * true + noise  # the sum of a part's target gradients
+    local = ((sums / total) ** 2).sum(axis=2)  # what a rank sees, divided by the global count
+    part = (local * total / sizes).sum(axis=1).mean()
+    whole = ((sums.sum(axis=1) / total) ** 2).sum(axis=1).mean()
+    square, per_batch = separate(part, whole, 3.0)
+    assert square == pytest.approx(4, rel=0.02)
+    assert per_batch * total == pytest.approx(50, rel=0.02)
+
+
+def measure(scale, module, step, part, whole, targets=4):
+    """One step of 8 targets, of which the first micro-batch had some, with squared norms of our choice."""
+    scale.begin(step)
+    module.weight.grad = torch.full((1, 1), part**0.5)
+    scale.after_micro_batch(targets)
+    module.weight.grad = torch.full((1, 1), whole**0.5)
+    scale.after_micro_batch(8)
+    return scale.estimate([float(value) for value in scale.parts(8, 8)], samples=10, loss_scale=1.0)
+
+
+def test_measurements_are_averaged_part_by_part():
+    """Numerator and denominator each, not their ratios: a step whose |G|^2 comes out negative spoils none."""
+    module = torch.nn.Linear(1, 1, bias=False)
+    scale = NoiseScale(module, every=1)
+    assert measure(scale, module, 1, part=3 / 4, whole=1.0) is None, "|G|^2 = 2 - 3 so far"
+    square = (1 - MEMORY) * (2 * 4 - 5) + MEMORY * (1 - MEMORY) * (2 - 3)
+    noise = (1 - MEMORY) * (5 - 4) + MEMORY * (1 - MEMORY) * (3 - 1)
+    assert measure(scale, module, 2, part=5 / 4, whole=4.0) == pytest.approx(10 * noise / square)
+
+
+def test_what_cannot_be_measured_is_none_and_changes_nothing():
+    """A step in between, a batch that one part had alone or not at all, an overflow: None, averages stay."""
+    module = torch.nn.Linear(1, 1, bias=False)
+    scale = NoiseScale(module, every=2)
+    assert measure(scale, module, 1, part=1.0, whole=1.0) is None
+    assert scale.parts(8, 8) == [0.0, 0.0]
+    assert measure(scale, module, 2, part=1.0, whole=1.0, targets=8) is None
+    assert measure(scale, module, 4, part=0.0, whole=1.0, targets=0) is None
+    assert measure(scale, module, 6, part=float("inf"), whole=1.0) is None
+    assert measure(scale, module, 8, part=1.5 / 4, whole=1.0) == pytest.approx(10 * 0.5 / 0.5)
+    assert NoiseScale(module, every=0).parts(8, 8) == []

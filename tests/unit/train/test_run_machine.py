@@ -1,0 +1,71 @@
+"""What ``meshwright probe`` times, with torch: operations of any size, and real steps of a small plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meshwright.models.bf16_weights import WorkingCopies
+from meshwright.models.decoder import fuse_blocks
+from meshwright.plan.probe_runs import PROGRAMMES, find_cluster, list_runs
+from meshwright.verify.bench import machine
+
+CPU = torch.device("cpu")
+
+
+def test_operations_take_time_and_larger_ones_more():
+    small = machine.time_linear(CPU, torch.float32, (16, 16, 16), 1e-3)
+    large = machine.time_linear(CPU, torch.float32, (512, 512, 512), 1e-3)
+    assert all(0 < few < many for few, many in zip(small, large, strict=True))
+    forward_s, backward_s = machine.time_attention(CPU, torch.float32, (4, 2, 8), (2, 64), 1e-3)
+    assert forward_s > 0
+    assert backward_s > 0
+    assert machine.measure_copy(CPU, 2**16, 1e-3) > machine.measure_copy(CPU, 2, 1e-3)
+    (run, *_) = list_runs(PROGRAMMES["cpu"], find_cluster(only_cores=True))
+    assert machine.measure_adamw(CPU, run.plan.job, 2**12, 1e-3) > 0
+    assert machine.measure_launch(CPU, 1e-3) > 0
+    assert machine.count_multiprocessors(CPU) == 0
+
+
+def test_what_blocks_do_between_products_and_products_in_8_bits_take_time():
+    """By torch's operations here, by the kernels of a run on a GPU."""
+    (run, *_) = list_runs(PROGRAMMES["cpu"], find_cluster(only_cores=True))
+    assert machine.time_own_kernels(CPU, run.plan.job, 1e-3) > 0
+    assert all(took_s > 0 for took_s in machine.time_scaled(CPU, (32, 16, 16), 1e-3))
+
+
+def test_steps_are_those_of_a_run_and_its_blocks_can_be_called_alone(monkeypatch):
+    """The session is the one that trains; what the host takes for its blocks is asked of it, as on a GPU."""
+    (run, *_) = list_runs(PROGRAMMES["cpu"], find_cluster(only_cores=True))
+    built, build = [], machine.build_session
+    monkeypatch.setattr(machine, "build_session", lambda *a, **k: built.append(build(*a, **k)) or built[0])
+    found = machine.time_steps(run.plan)
+    assert found.step_s > 0
+    assert (found.peak_bytes, found.block_s) == (None, None)
+    (session,) = built
+    assert session.step == run.plan.job.train.steps
+    assert machine.issue_block_s(session) > 0
+    blocks = list(session.model.list_blocks())
+    assert len(blocks) > 1
+    gradients = [p.grad for block in blocks for p in block.parameters()]
+    assert all(gradient is not None for gradient in gradients), "both passes of every block ran"
+    session.model.working = WorkingCopies(session.model, torch.bfloat16)
+    fuse_blocks(session.model)
+    assert machine.issue_block_s(session) > 0, "our own kernels' blocks hand on two tensors"
+
+
+def test_random_words_are_targets_all():
+    (run, *_) = list_runs(PROGRAMMES["cpu"], find_cluster(only_cores=True))
+    words = machine.RandomWords(run.plan.job)
+    rows = words.read([0, 1, 2])
+    assert rows.tokens.shape == (3, 32)
+    assert words.count_targets([0, 1, 2]) == 3 * 32
+    assert rows.tokens.max() < run.plan.job.model.vocab_size
+    assert len(words) >= run.plan.job.train.global_batch * run.plan.job.train.steps
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_measured_is_different_from_what_is_promised(device):
+    """Predictions are for shapes that no probe has: the benchmark's two models are not among the measured."""
+    widths = {table["model"]["hidden_size"] for table in PROGRAMMES[device].models}
+    assert not widths & {2048, 3072, 512}

@@ -1,0 +1,253 @@
+"""A mixture of experts against the plainest way to compute it: every token through every expert, masked."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+
+from meshwright.layout.parameters import list_parameters
+from meshwright.models.decoder import Decoder
+from meshwright.models.moe import MixtureOfExperts
+from meshwright.models.routing import AuxiliaryLosses, Tokens, queue_up
+from meshwright.spec.model import DecoderModel
+
+MODEL = DecoderModel(
+    num_layers=2,
+    hidden_size=16,
+    num_heads=2,
+    num_kv_heads=2,
+    ffn_size=24,
+    vocab_size=32,
+    num_experts=4,
+    experts_per_token=2,
+)
+BATCH, LENGTH = 3, 8
+
+
+def shaped(**changes):
+    return dataclasses.replace(MODEL, **changes)
+
+
+def filled(module, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0, 0.3, generator=generator)
+    return module
+
+
+def mixture(model):
+    return filled(MixtureOfExperts(model))
+
+
+def stream(seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(BATCH, LENGTH, MODEL.hidden_size, generator=generator, requires_grad=True)
+
+
+def one_expert(layer, model, number, x):
+    """One expert on all tokens, from its rows of the stacked matrices."""
+
+    def linear(part, x, outer):
+        rows = slice(number * outer, (number + 1) * outer)
+        product = getattr(layer.experts, part)
+        return functional.linear(
+            x, product.weight[rows], None if product.bias is None else product.bias[rows]
+        )
+
+    up = linear("up", x, model.expert_width)
+    inner = (
+        functional.silu(linear("gate", x, model.expert_width)) * up
+        if model.activation == "swiglu"
+        else functional.gelu(up)
+    )
+    return linear("down", inner, model.hidden_size)
+
+
+def naive_scores(layer, model, x):
+    logits = x @ layer.router.weight.T
+    return logits, logits.softmax(-1) if model.router == "softmax" else logits.sigmoid()
+
+
+def naive(layer, model, x, capacity=None, bias=0.0):
+    """Every token through every expert; the counts of choices, and which were dropped."""
+    _, scores = naive_scores(layer, model, x)
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(
+        -1, (scores + bias).topk(model.experts_per_token, dim=-1).indices, True
+    )
+    weights = torch.where(chosen, scores, 0.0)
+    weights = weights / weights.sum(-1, keepdim=True)
+    earlier = chosen.long().cumsum(1) - chosen.long()
+    dropped = chosen & (earlier >= capacity) if capacity is not None else torch.zeros_like(chosen)
+    out = sum(
+        torch.where(dropped[..., e], 0.0, weights[..., e]).unsqueeze(-1) * one_expert(layer, model, e, x)
+        for e in range(model.num_experts)
+    )
+    if layer.shared is not None:
+        out = out + layer.shared(x)
+    return out, chosen, dropped
+
+
+def gradients_of(layer, x, out):
+    parameters = dict(layer.named_parameters())
+    found = torch.autograd.grad(out.square().sum(), [x, *parameters.values()])
+    return dict(zip(["x", *parameters], found, strict=True))
+
+
+SHAPES = {
+    "plain": {},
+    "sigmoid": {"router": "sigmoid"},
+    "shared": {"shared_experts": 2, "expert_ffn_size": 20},
+    "gelu with biases": {"activation": "gelu", "ffn_bias": True},
+    "swiglu with biases": {"ffn_bias": True},
+    "one expert a token": {"experts_per_token": 1},
+    "all experts": {"experts_per_token": 4},
+    "dropping": {"capacity_factor": 0.6},
+    "hardly dropping": {"capacity_factor": 1.3, "router": "sigmoid"},
+}
+
+
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
+def test_it_is_every_token_through_every_expert_with_a_mask(changes):
+    """Output and every gradient, with and without a capacity."""
+    model = shaped(**changes)
+    layer, x = mixture(model), stream()
+    capacity = None
+    if model.capacity_factor:
+        capacity = math.ceil(model.capacity_factor * LENGTH * model.experts_per_token / model.num_experts)
+    expected, _, dropped = naive(layer, model, x, capacity)
+    found = layer(x, torch.full((BATCH,), 1 / BATCH))
+    assert dropped.any() == (model.capacity_factor is not None), "the case is what its name says"
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    wanted = gradients_of(layer, x, expected)
+    for name, gradient in gradients_of(layer, x, found).items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_text_is_written_without_a_capacity():
+    model = shaped(capacity_factor=0.25)
+    layer, x = mixture(model), stream()
+    torch.testing.assert_close(layer(x), naive(layer, model, x)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_capacity_counts_one_sequence_and_drops_its_last_tokens():
+    """The same sequence is treated alike, whatever else is in its micro-batch."""
+    layer, x = mixture(shaped(capacity_factor=0.6)), stream()
+    together = layer(x, torch.ones(BATCH))
+    for row in range(BATCH):
+        alone = layer(x[row : row + 1], torch.ones(1))
+        torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-6)
+    experts = torch.tensor([[0, 1], [1, 0], [0, 2], [0, 1], [1, 2], [2, 0]])
+    places = queue_up(torch.tensor([0, 0, 0, 1, 1, 1]), experts, 3)
+    assert places.tolist() == [[0, 0], [1, 1], [2, 0], [0, 0], [1, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("balance", "z"), [(0.3, 0.0), (0.0, 0.2), (0.3, 0.2)])
+def test_the_auxiliary_losses_have_the_gradients_of_their_formulas(router, balance, z):
+    """Against autograd of the losses written out; the third sequence only fills up."""
+    model = shaped(router=router)
+    layer, x = mixture(model), stream()
+    weights = torch.tensor([0.25, 0.25, 0.0])
+    plain = gradients_of(layer, x, layer(x, weights))
+    scale = torch.tensor(8.0)
+    layer.router.auxiliary = AuxiliaryLosses(balance, z, lambda: scale)
+    layer.router.load, layer.router.counting = torch.zeros(7, dtype=torch.float64), True
+    found = gradients_of(layer, x, layer(x, weights))
+    logits, scores = naive_scores(layer, model, x)
+    probabilities = scores / scores.sum(-1, keepdim=True)
+    _, chosen, _ = naive(layer, model, x)
+    frequency = chosen.float().mean(1) / model.experts_per_token
+    balances = model.num_experts * (frequency * probabilities.mean(1)).sum(-1)
+    zs = logits.logsumexp(-1).square().mean(1)
+    loss = (weights * (balance * balances + z * zs)).sum()
+    extra = torch.autograd.grad(loss, [x, layer.router.weight])
+    for name, expected in zip(("x", "router.weight"), extra, strict=True):
+        torch.testing.assert_close(found[name] - plain[name], scale * expected, rtol=1e-3, atol=2e-5)
+    values = [(weights * balances).sum().item() if balance else 0, (weights * zs).sum().item() if z else 0]
+    assert layer.router.load[5:].tolist() == pytest.approx(values, rel=1e-5)
+    for name in plain:
+        if name not in ("x", "router.weight"):
+            torch.testing.assert_close(found[name], plain[name], msg=name)
+
+
+def test_a_bias_changes_who_is_chosen_and_not_the_weights():
+    layer, x = mixture(MODEL), stream()
+    layer.router.selection_bias = torch.tensor([0.0, 5.0, 0.0, 0.0])
+    expected, chosen, _ = naive(layer, MODEL, x, bias=layer.router.selection_bias)
+    assert chosen[..., 1].all(), "everybody visits the favoured expert"
+    torch.testing.assert_close(layer(x, torch.ones(BATCH)), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zeros():
+    layer, x = mixture(shaped(ffn_bias=True)), stream()
+    layer.router.choose = lambda scores, chosen: torch.tensor([0, 2]).expand_as(chosen)
+    layer(x, torch.ones(BATCH)).sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+    rows = layer.experts.up.weight.grad.view(4, -1).abs().sum(1)
+    assert (rows > 0).tolist() == [True, False, True, False]
+
+
+def test_no_tokens_at_all_still_make_gradients():
+    """Under expert parallelism a rank may be sent nothing."""
+    layer = mixture(MODEL)
+    out = layer.experts(torch.empty(0, MODEL.hidden_size, requires_grad=True), [0, 0, 0, 0])
+    out.sum().backward()
+    assert all((p.grad == 0).all() for p in layer.experts.parameters())
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("changes", [{}, {"shared_experts": 1, "capacity_factor": 0.8}])
+def test_recomputation_changes_nothing_and_counts_once(recompute, changes):
+    """Loss, gradients and the load of each layer; evaluation and zero-weight samples count nothing."""
+    model = shaped(dense_layers=1, num_layers=3, **changes)
+
+    def run(mode):
+        decoder = filled(Decoder(model, LENGTH, recompute=mode))
+        loads = []
+        for block in decoder.list_blocks():
+            if block.routed:
+                block.ffn.router.auxiliary = AuxiliaryLosses(0.1, 0.1)
+                block.ffn.router.load = torch.zeros(7, dtype=torch.float64)
+                loads.append(block.ffn.router.load)
+        tokens = torch.randint(32, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
+        batch = (tokens, tokens, None, torch.tensor([0.5, 0.5, 0.0]))
+        with torch.no_grad():
+            decoder(*batch)
+        loss = decoder(*batch)
+        loss.backward()
+        return loss, {n: p.grad for n, p in decoder.named_parameters()}, torch.stack(loads)
+
+    loss, gradients, loads = run("none")
+    again, found, counted = run(recompute)
+    assert loss == again
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, gradients[name], msg=name)
+    assert torch.equal(loads, counted)
+    assert loads[:, :4].sum(1).tolist() == [2 * LENGTH * 2] * 2, "two real sequences, two experts a token"
+    assert (loads[:, 4] > 0).any() == ("capacity_factor" in changes)
+
+
+@pytest.mark.parametrize("changes", [{}, {"shared_experts": 1, "ffn_bias": True, "activation": "gelu"}])
+def test_parameters_are_those_of_the_plan(changes):
+    model = shaped(dense_layers=1, **changes)
+    listed = [(p.name, p.shape) for p in list_parameters(model)]
+    assert [(n, tuple(p.shape)) for n, p in Decoder(model, LENGTH).named_parameters()] == listed
+
+
+def test_low_precision_rounds_products_and_not_the_choice():
+    model = shaped(shared_experts=1)
+    layer, x = mixture(model), stream()
+    exact, choices = layer(x, torch.ones(BATCH)), []
+    layer.router.choose = lambda scores, chosen: choices.append(chosen) or chosen
+    with torch.autocast("cpu", torch.bfloat16):
+        low = layer(x.bfloat16(), torch.ones(BATCH))
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.float(), exact, rtol=0.05, atol=0.05)
+    expected, weight = layer.router(x.bfloat16().flatten(0, 1), None, Tokens()), layer.router.weight
+    assert torch.equal(choices[0], expected.experts_NK)
+    low.sum().backward()
+    assert weight.grad.dtype == torch.float32

@@ -1,0 +1,61 @@
+"""What counts as out of memory, and what the allocators say of it."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from meshwright.core.errors import Problem
+from meshwright.train.out_of_memory import OutOfMemoryRunError, asked_bytes, ran_out
+
+CPU = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+    "allocate 8388608 bytes. Error code 12 (Cannot allocate memory)"
+)
+CUDA = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1 GiB"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError(CPU), True),
+        (torch.OutOfMemoryError(CUDA), True),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), True),
+        (MemoryError(), True),
+        (RuntimeError("the cat sat on the keyboard"), False),
+        (ValueError("memory"), False),
+    ],
+    ids=str,
+)
+def test_an_allocator_with_nothing_left_is_known(error, expected):
+    assert ran_out(error) is expected
+
+
+def test_the_cause_counts_too():
+    error = RuntimeError("autograd gave up")
+    error.__cause__ = MemoryError()
+    assert ran_out(error)
+
+
+def test_torchs_own_allocator_says_so_in_these_words():
+    """Really asked, for more than any machine has."""
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert ran_out(caught.value)
+    assert asked_bytes(str(caught.value)) == 2**60
+
+
+def test_what_was_asked_for_is_read():
+    assert asked_bytes(CPU) == 8388608
+    assert asked_bytes(CUDA) == int(2.5 * 2**30)
+    assert asked_bytes("nothing was said") is None
+
+
+def test_the_error_pickles():
+    error = OutOfMemoryRunError(Problem("run-out-of-memory", "a rule"), {"step": 3})
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.memory, again.exit_status) == (str(error), {"step": 3}, 4)

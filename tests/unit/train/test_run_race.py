@@ -1,0 +1,387 @@
+"""Which algorithm computes a product: the one that lasts best, kept for later, and used wherever it fits.
+
+A CPU has no cuBLASLt: races here are between names whose times are known, and products are multiplied by
+stand-ins. ``tests/gpu/test_race_on_gpu.py`` has the library's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+
+import pytest
+import torch
+from test_run_fused import build, step
+
+from meshwright.core.errors import UserError
+from meshwright.models.kernels import cublas
+from meshwright.models.kernels import gemm as chosen
+from meshwright.models.kernels import gemm_autotune as race_module
+from meshwright.models.kernels.cublas import CublasError, Shape, library_version
+from meshwright.models.kernels.gemm_autotune import (
+    NOTHING_RACES,
+    Winner,
+    choose_products,
+    count_shapes,
+    is_right,
+    pick,
+    read_winners,
+    weigh_gain,
+    write_winners,
+)
+from meshwright.spec.load import build_job
+
+LOW = torch.bfloat16
+CPU = torch.device("cpu")
+FORWARD = Shape("forward", LOW, 64, 32, 96)
+ALGORITHM = bytes(range(64))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_chosen_afterwards():
+    yield
+    chosen.choose({}, CPU)
+
+
+def race(own: float, others: dict[str, tuple[float, float]]):
+    """Racers by name: seconds at a glance, and when they last."""
+    asked = []
+
+    def lasts_s(name, settle_s, heat_s):
+        asked.append(name)
+        glance, lasting = others.get(name, (own, own))
+        return lasting if settle_s else glance
+
+    return *pick("own", list(others), lasts_s), asked
+
+
+def test_what_lasts_wins_not_what_is_quick_for_a_moment():
+    best, gain, _ = race(1.0, {"sprinter": (0.8, 1.01), "runner": (1.05, 0.9), "walker": (1.04, 0.97)})
+    assert best == "runner"
+    assert gain == pytest.approx(0.1)
+
+
+def test_a_gain_within_the_noise_is_none():
+    assert race(1.0, {"equal": (1.0, 0.9985)})[:2] == ("own", 0.0)
+    assert race(1.0, {})[:2] == ("own", 0.0), "a library may propose nothing"
+
+
+def test_the_slow_are_sent_home_after_a_glance():
+    _, _, asked = race(1.0, {"slow": (1.2, 1.2), "fair": (1.0, 0.9)})
+    assert asked.count("slow") == 1
+    assert asked.count("fair") == 1 + 1 + 2 + 2, "a glance, a heat, two finals, two against our own"
+
+
+def test_who_wins_by_chance_does_not_stay():
+    """Nine that are equal, each time within half a percent: the best of them saves nothing, seen again."""
+    noise = random.Random(0)
+    gains = []
+    for _ in range(50):
+        others = list(range(8))
+        best, gain = pick("own", others, lambda *_: 1 + noise.uniform(-0.005, 0.005))
+        gains.append(gain)
+        assert (best == "own") == (gain == 0.0)
+    assert sum(gain > 0 for gain in gains) < 15
+    assert max(gains) < 0.01
+
+
+def wrong_half(out, wanted):
+    out.copy_(wanted)
+    out[::2] *= 1.02
+
+
+def refuse(out, wanted):
+    raise CublasError("cuBLASLt says 15")
+
+
+@pytest.mark.parametrize(
+    ("call", "right"),
+    [
+        (lambda out, wanted: out.copy_(wanted), True),
+        (lambda out, wanted: out.copy_(wanted * (1 + 1e-3)), True),
+        (lambda out, wanted: out[1:].copy_(wanted[1:]), False),
+        (wrong_half, False),
+        (refuse, False),
+    ],
+    ids=["equal", "rounded", "a row left out", "half of it wrong", "refused"],
+)
+def test_an_algorithm_must_give_the_whole_product(call, right):
+    wanted = torch.randn(32, 16)
+    out = wanted.clone()
+    assert is_right(lambda: call(out, wanted), out, wanted) is right
+
+
+@pytest.fixture
+def job():
+    """Compiled, on one H200."""
+    sizes = {"num_layers": 12, "hidden_size": 2048, "num_heads": 32, "num_kv_heads": 8, "ffn_size": 8192}
+    return build_job(
+        {
+            "model": {**sizes, "vocab_size": 128256},
+            "cluster": {"preset": "h200-sxm", "devices_per_node": 1},
+            "data": {"path": "-", "seq_len": 4096},
+            "train": {"steps": 1, "global_batch": 4, "precision": "bf16", "compile": True},
+            "layout": {"dp_replicate": 1, "micro_batch": 4},
+        }
+    )
+
+
+def test_the_products_of_a_step_race_each_once(job):
+    tokens, chunk = 4 * 4096, 8192
+    linears = {
+        (tokens, 2048, 2048 + 2 * 512): 12,
+        (tokens, 2048, 2048): 12,
+        (tokens, 2048, 2 * 8192): 12,
+        (tokens, 8192, 2048): 12,
+        (chunk, 2048, 128256): 2,
+    }
+    kinds = ("forward", "input", "weight")
+    assert count_shapes(job) == {
+        Shape(kind, LOW, *sizes): times for sizes, times in linears.items() for kind in kinds
+    }
+
+
+def test_gradients_that_are_kept_in_16_bits_race_so_but_not_the_head_s(job):
+    narrow = dataclasses.replace(job, train=dataclasses.replace(job.train, gradients="bf16"))
+    shapes = count_shapes(narrow)
+    assert {s.outputs for s in shapes if s.kind == "weight" and not s.narrow} == {128256}
+    assert {s.kind for s in shapes if s.narrow} == {"weight"}
+    assert {s.out_dtype for s in shapes if s.narrow} == {LOW}
+    assert {s._replace(narrow=False) for s in shapes} == set(count_shapes(job))
+
+
+def test_products_in_8_bits_do_not_race(job):
+    fp8 = dataclasses.replace(job, train=dataclasses.replace(job.train, precision="fp8"))
+    shapes = count_shapes(fp8)
+    assert {shape.kind for shape in shapes if shape.outputs != 128256} == {"weight"}
+    whole = dataclasses.replace(fp8, train=dataclasses.replace(fp8.train, weight_gradients="fp8"))
+    assert {shape.outputs for shape in count_shapes(whole)} == {128256}, "the head stays in 16 bits"
+
+
+def test_a_gain_is_weighed_by_how_often_and_how_large():
+    small, large = FORWARD, Shape("weight", LOW, 64, 32, 192)
+    winners = {small: Winner(ALGORITHM, 0.1), large: Winner(None, 0.0)}
+    assert weigh_gain(winners, {small: 2, large: 1}) == pytest.approx(0.05)
+
+
+def test_winners_are_kept_and_read_again(tmp_path):
+    file = tmp_path / "new" / "products.json"
+    winners = {FORWARD: Winner(ALGORITHM, 0.0712), Shape("input", torch.float16, 1, 2, 3): Winner(None, 0.0)}
+    winners |= {Shape("weight", LOW, 1, 2, 3, narrow): Winner(None, narrow / 8) for narrow in (False, True)}
+    write_winners(file, winners)
+    assert read_winners(file) == winners
+    assert [path.name for path in file.parent.iterdir()] == [file.name], "nothing is left beside it"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", '{"v": 2}', '{"v": 2, "products": 3}', '{"v": 1, "products": []}']
+)
+def test_a_file_that_nobody_wrote_so_is_no_file(tmp_path, text):
+    file = tmp_path / "products.json"
+    assert read_winners(file) == {}
+    file.write_text(text)
+    assert read_winners(file) == {}
+
+
+def test_a_bad_row_costs_no_other(tmp_path):
+    file = tmp_path / "products.json"
+    other = Shape("input", LOW, 64, 32, 96)
+    write_winners(file, {FORWARD: Winner(ALGORITHM, 0.1), other: Winner(None, 0.0)})
+    kept = json.loads(file.read_text())
+    kept["products"][0]["algorithm"] = ALGORITHM[:8].hex()
+    kept["products"].append({"kind": "forward"})
+    file.write_text(json.dumps(kept))
+    assert read_winners(file) == {other: Winner(None, 0.0)}
+
+
+def test_another_run_s_winners_are_kept_beside(tmp_path):
+    file, other = tmp_path / "products.json", Shape("input", LOW, 64, 32, 96)
+    write_winners(file, {FORWARD: Winner(ALGORITHM, 0.1)})
+    write_winners(file, {other: Winner(None, 0.0)})
+    assert read_winners(file) == {FORWARD: Winner(ALGORITHM, 0.1), other: Winner(None, 0.0)}
+
+
+def test_where_nothing_can_be_kept_a_run_goes_on(tmp_path):
+    (tmp_path / "taken").write_text("")
+    write_winners(tmp_path / "taken" / "products.json", {FORWARD: Winner(None, 0.0)})
+    write_winners(None, {FORWARD: Winner(None, 0.0)})
+    assert read_winners(None) == {}
+
+
+class Told(list):
+    """Events."""
+
+    def write(self, event, **fields):
+        self.append({"event": event, **fields})
+
+
+@pytest.fixture
+def a_race(monkeypatch, tmp_path):
+    """A GPU that only says who has won: every product of the job, by 10%."""
+    raced = []
+
+    def win(shape):
+        raced.append(shape)
+        if shape.kind == "weight" and "breaks" in raced:
+            raise KeyboardInterrupt
+        if "full" in raced:
+            raise torch.OutOfMemoryError
+        return Winner(ALGORITHM, 0.1)
+
+    def by(shape, algorithm):
+        return StandIn(shape)
+
+    monkeypatch.setattr(race_module, "find_file", lambda: tmp_path / "products.json")
+    monkeypatch.setattr(race_module, "_warm_up", lambda shape: None)
+    monkeypatch.setattr(race_module, "_race", win)
+    monkeypatch.setattr(race_module, "_by", by)
+    monkeypatch.setattr(race_module, "_still_right", lambda shape, winner: shape.outputs != 2 * 8192)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return raced
+
+
+def test_a_race_is_run_once_goes_on_where_it_was_and_looks_again(job, a_race, tmp_path):
+    job = dataclasses.replace(job, train=dataclasses.replace(job.train, products="raced"))
+    told = Told()
+    a_race.append("breaks")
+    with pytest.raises(KeyboardInterrupt):
+        choose_products(job, CPU, told)
+    assert [event["event"] for event in told] == ["racing"]
+    a_race.clear()
+    choose_products(job, CPU, told)
+    assert told[-1] | {"seconds": 0} == {
+        "event": "products",
+        "raced": 13,
+        "known": 2,
+        "changed": 15,
+        "gain": pytest.approx(0.1),
+        "seconds": 0,
+        "file": str(tmp_path / "products.json"),
+    }
+    assert len(a_race) == 13
+    a_race.clear()
+    choose_products(job, CPU, told)
+    assert {shape.outputs for shape in a_race} == {2 * 8192}, "what is no longer right races again"
+    assert chosen._chosen.keys() == {(CPU, shape) for shape in count_shapes(job)}
+
+
+def test_without_room_for_a_race_torchs_own_stays_for_this_run(job, a_race, tmp_path):
+    job = dataclasses.replace(job, train=dataclasses.replace(job.train, products="raced"))
+    a_race.append("full")
+    choose_products(job, CPU, told := Told())
+    assert (told[-1]["changed"], told[-1]["gain"], chosen._chosen) == (0, 0.0, {})
+    assert read_winners(tmp_path / "products.json") == {}, "there may be room the next time"
+
+
+@pytest.mark.parametrize("kind", ["forward", "input"])
+def test_a_winner_that_was_kept_is_compared_with_torch_again(monkeypatch, kind):
+    """As a race does, here with operands of a CPU."""
+    shape = Shape(kind, LOW, 64, 32, 96)
+    sizes = (shape.left, shape.right)
+    drawn = (*(torch.randn(size).to(LOW) for size in sizes), torch.empty(shape.out, dtype=LOW))
+    monkeypatch.setattr(race_module, "_draw", lambda shape: drawn)
+    monkeypatch.setattr(race_module, "_by", lambda shape, algorithm: StandIn(shape))
+    assert race_module._still_right(shape, Winner(ALGORITHM, 0.1))
+    assert race_module._still_right(shape, Winner(None, 0.0)), "torch's own"
+    monkeypatch.setattr(race_module, "_by", lambda shape, algorithm: lambda left, right, out, add: None)
+    assert not race_module._still_right(shape, Winner(ALGORITHM, 0.1))
+
+
+def test_a_job_that_does_not_race_forgets_what_another_chose_and_says_why(job):
+    chosen.choose({FORWARD: StandIn(FORWARD)}, CPU)
+    told = Told()
+    choose_products(job, CPU, told)
+    assert (chosen._chosen, told) == ({}, [])
+    eager = dataclasses.replace(job.train, products="raced", compile=False)
+    choose_products(dataclasses.replace(job, train=eager), CPU, told)
+    assert told == [{"event": "no_race", "reason": NOTHING_RACES}]
+
+
+def test_a_torch_without_the_library_says_so(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    cublas._library.cache_clear()
+    with pytest.raises(UserError, match="needs cuBLASLt") as caught:
+        library_version()
+    assert caught.value.problems[0].code == "train-products"
+
+
+class StandIn:
+    """Multiplies as torch does, and notes for whom."""
+
+    def __init__(self, shape):
+        self.shape, self.calls = shape, 0
+
+    def __call__(self, left, right, out, add):
+        self.calls += 1
+        assert (left.shape, right.shape, out.shape) == (self.shape.left, self.shape.right, self.shape.out)
+        assert out.dtype == self.shape.out_dtype
+        if self.shape.kind == "weight":
+            product = (left.T @ right).float()
+        else:
+            product = left @ (right.T if self.shape.kind == "forward" else right)
+        out.copy_(out + product if add else product)
+
+
+def choose_for_all(monkeypatch, *, narrow: bool = False) -> dict[Shape, StandIn]:
+    """Stand-ins for every product of the small model, whose loss has chunks of 24, 24 and 16 tokens."""
+    monkeypatch.setattr(chosen, "ALIGNED_BYTES", 1)
+    linears = [(64, 32, 64), (64, 32, 32), (64, 32, 192), (64, 96, 32), (24, 32, 128), (16, 32, 128)]
+    shapes = [
+        Shape(kind, LOW, *sizes, narrow and kind == "weight" and sizes[0] == 64)
+        for kind in ("forward", "input", "weight")
+        for sizes in linears
+    ]
+    stands = {shape: StandIn(shape) for shape in shapes}
+    chosen.choose(stands, CPU)
+    return stands
+
+
+@pytest.mark.parametrize("kept", [torch.float32, LOW], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_every_product_of_a_block_asks_what_was_chosen(monkeypatch, recompute, kept):
+    """And with the same arithmetic gives the same step, bit for bit, whatever gradients are kept in."""
+    expected = step(build(recompute=recompute, gradients=kept))
+    stands = choose_for_all(monkeypatch, narrow=kept == LOW)
+    loss, gradients = step(build(recompute=recompute, gradients=kept))
+    assert loss == expected[0]
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[1][name], rtol=0, atol=0, msg=name)
+    of_blocks = [stand for stand in stands.values() if stand.shape.tokens == 64]
+    assert [stand.calls for stand in of_blocks] == [3] * len(of_blocks), "three layers"
+    of_head = [stand for stand in stands.values() if stand.shape.tokens < 64 and stand.shape.kind != "weight"]
+    assert {stand.shape.tokens: stand.calls for stand in of_head} == {24: 2, 16: 1}
+
+
+def test_sums_of_the_head_begin_and_go_on(monkeypatch):
+    """On a CPU the loss adds up by itself: what a GPU calls is called here."""
+    stands = choose_for_all(monkeypatch)
+    grad, x, total = torch.ones(24, 128, dtype=LOW), torch.ones(24, 32, dtype=LOW), torch.full((128, 32), 7.0)
+    for expected, first in ((24.0, True), (48.0, False)):
+        chosen.add_weight_gradient(total, grad, x, first)
+        assert total.unique().tolist() == [expected]
+    assert stands[Shape("weight", LOW, 24, 32, 128)].calls == 2
+
+
+def test_operands_that_do_not_lie_plainly_are_torchs(monkeypatch):
+    stands = choose_for_all(monkeypatch)
+    x, weight = torch.randn(32, 24).to(LOW).T, torch.randn(128, 32).to(LOW)
+    torch.testing.assert_close(chosen.multiply(x, weight), x @ weight.T)
+    assert not any(stand.calls for stand in stands.values())
+    chosen.multiply(x.contiguous(), weight)
+    assert stands[Shape("forward", LOW, 24, 32, 128)].calls == 1
+    chosen.multiply(x.contiguous().half(), weight.half())
+    assert stands[Shape("forward", LOW, 24, 32, 128)].calls == 1, "of another precision"
+
+
+def test_what_torch_refuses_is_refused(monkeypatch):
+    """An algorithm would read past the end of what it is given."""
+    stands = choose_for_all(monkeypatch)
+    x, weight = torch.ones(24, 32, dtype=LOW), torch.ones(128, 32, dtype=LOW)
+    with pytest.raises(RuntimeError):
+        chosen.multiply(x, weight.float())
+    with pytest.raises(RuntimeError):
+        chosen.multiply(x, weight[:, :16].contiguous())
+    with pytest.raises(RuntimeError):
+        chosen.multiply_back(torch.ones(24, 128, dtype=LOW), weight, out=torch.empty(24, 32))
+    assert not any(stand.calls for stand in stands.values())

@@ -1,0 +1,32 @@
+"""What ranks tell each other at the end of a step, of one process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from meshwright.parallel.mesh import Ranks
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+def test_values_beside_the_sums_come_last_and_as_they_are():
+    """Of any precision, with no gradient, and a number that is none stays so."""
+    norm = torch.tensor(2.5, dtype=torch.bfloat16, requires_grad=True)
+    values = [1, torch.tensor(0.5), torch.tensor(4, dtype=torch.int64)]
+    assert ALONE.add_up(values) == [1.0, 0.5, 4.0]
+    assert ALONE.add_up(values, beside=[norm, torch.tensor([7.0])]) == [1.0, 0.5, 4.0, 2.5, 7.0]
+    *_, last = ALONE.add_up(values, beside=[torch.tensor(float("nan"))])
+    assert math.isnan(last)
+
+
+def test_sums_and_what_is_beside_them_are_read_together(monkeypatch):
+    """One tensor goes to the host, as each would make it wait for the device."""
+    read, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: read.append(tensor) or tolist(tensor))
+    for name in ("item", "__float__"):
+        monkeypatch.setattr(torch.Tensor, name, lambda tensor: pytest.fail("another one was read"))
+    assert ALONE.add_up([1.0, torch.tensor(2.0)], beside=[torch.tensor(3.0)]) == [1.0, 2.0, 3.0]
+    assert len(read) == 1

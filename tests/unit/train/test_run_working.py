@@ -1,0 +1,130 @@
+"""Products of 16-bit copies: what they give, what they keep, and that the copies follow their masters."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from fused_decoders import note_kept
+from meshwright.models.bf16_weights import WorkingCopies
+from meshwright.models.decoder import Decoder, compile_blocks
+from meshwright.models.init import DrawnWeights, fill
+from meshwright.models.linear import Joint, Product, multiply_copy
+from meshwright.spec.model import DecoderModel
+from model_shapes import GPT_PARTS
+
+LLAMA = DecoderModel(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=96, vocab_size=50)
+GPT = dataclasses.replace(LLAMA, num_kv_heads=4, max_positions=16, tied_embeddings=True, **GPT_PARTS)
+LENGTH, SAMPLES = 16, 4
+# Torch's compiler asks what is no leaf for its gradient; it hides the warning, but not where it is an error.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute:UserWarning", "ignore:.*:DeprecationWarning"
+)
+
+
+def build(model: DecoderModel, recompute: str = "none", copied: bool = True) -> Decoder:
+    net = Decoder(model, LENGTH, 8, recompute)
+    weights = DrawnWeights(dataclasses.replace(model, init_std=0.2), 0)
+    fill(net, [name for name, _ in net.named_parameters()], weights, torch.device("cpu"))
+    if copied:
+        torch.compiler.reset()  # it counts how often it has compiled a block, and gives up
+        net.stream = torch.bfloat16
+        net.working = WorkingCopies(net, torch.bfloat16)
+        compile_blocks(net, backend="aot_eager")
+    return net
+
+
+def step(net: Decoder) -> tuple[float, dict[str, torch.Tensor]]:
+    tokens = torch.randint(0, 50, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = net(tokens[:, :-1].clone(), tokens[:, 1:].clone()) / tokens.numel()
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in net.named_parameters()}
+
+
+def test_a_copys_product_sends_float32_gradients_to_each_of_its_masters():
+    """As three float32 products of the same rounded weights would; the parts are those of the rows."""
+    torch.manual_seed(0)
+    masters = [nn.Parameter(torch.randn(rows, 8)) for rows in (16, 4, 4)]
+    low = torch.cat([master.detach() for master in masters]).bfloat16()
+    x = torch.randn(2, 5, 8).bfloat16().requires_grad_()
+    out = multiply_copy(x, low, *masters)
+    seed = torch.randn_like(out)
+    out.backward(seed)
+    assert torch.equal(out, x @ low.T)
+    assert torch.allclose(x.grad.float(), (seed @ low).float(), rtol=1e-2, atol=1e-2)
+    expected = (seed.float().flatten(0, 1).T @ x.detach().float().flatten(0, 1)).split([16, 4, 4])
+    for master, gradient in zip(masters, expected, strict=True):
+        assert master.grad.dtype == torch.float32
+        assert torch.allclose(master.grad, gradient, rtol=1e-2, atol=1e-2)
+
+
+def test_joined_products_give_what_each_gives():
+    """Forward to the bit, gradients within what 16 bits round."""
+    torch.manual_seed(0)
+    products = [Product(8, width, bias=False) for width in (16, 4)]
+    low = torch.cat([product.weight.detach() for product in products]).bfloat16()
+    x = torch.randn(2, 5, 8).bfloat16().requires_grad_()
+    parts = Joint(products, low).multiply(x)
+    seeds = [torch.randn_like(part) for part in parts]
+    found = torch.autograd.grad(parts, [x, *(product.weight for product in products)], seeds)
+    lows = low.split([16, 4])
+    for part, own in zip(parts, lows, strict=True):
+        assert torch.equal(part, x @ own.T)
+    grads = [seed.float().flatten(0, 1) for seed in seeds]
+    expected = [sum(grad @ own.float() for grad, own in zip(grads, lows, strict=True)).view_as(x)]
+    expected += [grad.T @ x.detach().float().flatten(0, 1) for grad in grads]
+    for gradient, exact in zip(found, expected, strict=True):
+        assert torch.allclose(gradient.float(), exact, rtol=2e-2, atol=5e-2)
+    assert [gradient.dtype for gradient in found] == [torch.bfloat16, torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("model", "recompute"), [(LLAMA, "none"), (LLAMA, "selective"), (LLAMA, "full"), (GPT, "none")]
+)
+def test_a_step_with_copies_follows_the_step_without(model, recompute):
+    """Within what 16 bits round; products that are one, and those with a bias, which are not."""
+    plain, expected = step(build(model, copied=False))
+    net = build(model, recompute)
+    assert (net.blocks["0"].attention.joint is None) == model.attention_bias
+    found, gradients = step(net)
+    assert found == pytest.approx(plain, rel=2e-3)
+    whole = nn.utils.get_total_norm(list(expected.values()))  # a bias of keys has a gradient of noise alone
+    for name, gradient in gradients.items():
+        off = (gradient - expected[name]).norm()
+        assert off < 0.03 * expected[name].norm() + 1e-3 * whole, name
+
+
+def test_selective_recomputation_of_a_compiled_block_keeps_what_its_products_gave():
+    """To the byte: the input, q, k and v, attention with its sums, what wo gave, gate and up."""
+    net = build(LLAMA, "selective")
+    net.working.refresh()
+    block, tokens, width = net.blocks["0"], SAMPLES * LENGTH, LLAMA.hidden_size
+    x = torch.randn(SAMPLES, LENGTH, width).bfloat16().requires_grad_()
+    rope = net.rope_cos, net.rope_sin
+    with torch.autocast("cpu", torch.bfloat16):
+        block(x, rope, None)  # compiles
+        with note_kept(net) as kept:
+            out = block(x, rope, None)
+    heads = LLAMA.query_size + 2 * LLAMA.kv_size
+    expected = 2 * (width + heads + LLAMA.query_size + width + 2 * LLAMA.ffn_size) + 4 * LLAMA.num_heads
+    assert sum(kept.values()) == tokens * expected
+    out.sum().backward()
+
+
+def test_copies_are_made_again_when_their_masters_have_changed():
+    net = build(LLAMA)
+    step(net)
+    copies = net.working.copies
+    before = {name: copies[p].clone() for name, p in net.named_parameters() if p in copies}
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
+    optimizer.step()
+    net.working.stale = True
+    step(net)
+    for name, parameter in net.named_parameters():
+        if parameter in copies:
+            assert torch.equal(copies[parameter], parameter.detach().bfloat16()), name
+            assert not torch.equal(copies[parameter], before[name]), name

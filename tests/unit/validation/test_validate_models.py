@@ -1,0 +1,137 @@
+"""Parts of a model: by its parameter count where that decides, else by its name."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.layout.parameters import list_parameters
+from meshwright.plan.estimate.weights import count_elements
+from meshwright.spec.load import build_job
+
+LLAMA = {
+    "model_name": "Llama-3-8B", "params_b": "8.03", "layers": "32", "hidden": "4096", "heads": "32",
+    "kv_heads": "8", "ffn_hidden": "14336", "vocab": "128256", "seq_len": "8192",
+}  # fmt: skip
+SMALL = {
+    **LLAMA, "model_name": "Llama-3.2-1B", "params_b": "1.24", "layers": "16", "hidden": "2048",
+    "ffn_hidden": "8192",
+}  # fmt: skip
+DEEPSEEK = {
+    "model_name": "DeepSeekV3 (w/o MTP)", "params_b": "671", "layers": "61", "hidden": "7168", "heads": "128",
+    "kv_heads": "128", "ffn_hidden": "18432", "vocab": "129280", "experts": "256", "top_k": "8",
+    "shared_experts": "1", "moe_ffn": "2048", "dense_layers": "3", "attention": "mla",
+    "source": "Megatron-Bridge",
+}  # fmt: skip
+OSS = {
+    "model_name": "GPT OSS 120B", "params_b": "117", "layers": "36", "hidden": "2880", "heads": "64",
+    "kv_heads": "8", "ffn_hidden": "2880", "vocab": "201088", "experts": "128", "top_k": "4",
+    "moe_ffn": "2880", "attention": "gqa+sliding128/2",
+}  # fmt: skip
+GPT3 = {
+    "model_name": "GPT-174.6B", "params_b": "174.6", "layers": "96", "hidden": "12288", "heads": "96",
+    "kv_heads": "96", "ffn_hidden": "49152",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cells", "activation", "tied"),
+    [
+        ({}, "gelu", True),  # a GPT by name, and 3.6 agrees
+        ({"params_b": "3.76"}, "gelu", False),  # the head beside the embedding
+        (LLAMA, "swiglu", False),
+        (SMALL, "swiglu", True),  # 1.24 has the embedding once
+        ({"model_name": "Homemade", "params_b": "3.55"}, "gelu", True),
+        ({"model_name": "Homemade", "params_b": "4.85", "ffn_hidden": "12288"}, "swiglu", False),
+        ({"model_name": "Nemotron-22B", "params_b": "22", "layers": "40", "hidden": "6144", "heads": "48",
+          "kv_heads": "48", "ffn_hidden": "24576", "vocab": "256000"}, "gelu", False),
+    ],
+)  # fmt: skip
+def test_the_parameter_count_decides_the_parts(case, cells, activation, tied):
+    model = case(**cells).workload.model
+    assert (model.activation, model.tied_embeddings) == (activation, tied)
+
+
+def test_a_choice_against_the_name_is_named(case):
+    told = [text for text in case(params_b="3.76").filled if "params_b" in text]
+    assert told == ["by params_b=3.76: feed-forward of two matrices, untied embeddings"]
+    assert case().filled == ()
+
+
+@pytest.mark.parametrize(
+    ("cells", "billions"), [(LLAMA, 8.03), (SMALL, 1.24), (DEEPSEEK, 671), (OSS, 117), (GPT3, 174.6)]
+)
+def test_published_counts_come_out(case, cells, billions):
+    """Held against figures that the makers of the models publish."""
+    assert count_elements(case(**cells).workload.model) / 1e9 == pytest.approx(billions, rel=0.006)
+
+
+@pytest.mark.parametrize(
+    "preset", ["llama3-8b", "llama3.2-1b", "gpt-22b", "mixtral-8x7b", "deepseek-v2", "gpt-oss-120b"]
+)
+def test_the_count_agrees_with_the_table_of_shapes(preset):
+    data, train = {"path": "text", "seq_len": 64}, {"steps": 1, "global_batch": 1}
+    cluster = {"preset": "h100-sxm"}
+    model = build_job(
+        {"model": {"preset": preset}, "cluster": cluster, "data": data, "train": train}, to_run=False
+    ).model
+    exact = sum(parameter.count for parameter in list_parameters(model))
+    assert count_elements(model) == pytest.approx(exact, rel=5e-4), "biases of experts are left out"
+
+
+def test_latent_attention_experts_and_windows_are_read(case):
+    deep, oss = case(**DEEPSEEK).workload.model, case(**OSS).workload.model
+    assert (deep.attention, deep.latent_size, deep.num_layers, deep.dense_layers) == ("latent", 512, 61, 3)
+    assert (oss.window, oss.window_every, oss.head_size, oss.experts_per_token) == (128, 2, 64, 4)
+
+
+def test_multi_token_prediction_adds_a_layer_unless_the_name_says_without(case):
+    assert case(**{**DEEPSEEK, "model_name": "DeepSeekV3"}).workload.model.num_layers == 62
+    assert case(**{**DEEPSEEK, "model_name": "DeepSeekV3", "source": ""}).workload.model.num_layers == 61
+
+
+def test_a_model_cut_to_a_few_layers_keeps_one_dense_layer(case):
+    found = case(
+        **{**DEEPSEEK, "model_name": "deepseekv3 truncated to 4 layers", "layers": "4", "source": ""}
+    )
+    assert (found.workload.model.num_layers, found.workload.model.dense_layers) == (4, 1)
+    assert any("one dense layer" in text for text in found.filled)
+
+
+def test_dropped_tokens_are_a_capacity(case):
+    name = {"model_name": "Qwen3_30B_a3B (tokendrop)", "params_b": "30.5", "layers": "48", "hidden": "2048",
+            "heads": "32", "kv_heads": "4", "ffn_hidden": "768", "vocab": "151936", "experts": "128",
+            "top_k": "8", "moe_ffn": "768"}  # fmt: skip
+    model = case(**name).workload.model
+    assert (model.capacity_factor, model.head_size) == (1.0, 128)
+
+
+def test_blank_widths_are_filled_and_named(case):
+    found = case(heads="", kv_heads="", ffn_hidden="", vocab="", params_b="")
+    model = found.workload.model
+    assert (model.num_heads, model.num_kv_heads, model.ffn_size, model.vocab_size) == (24, 24, 12288, 51200)
+    assert [text.split(" ")[0] for text in found.filled] == ["heads", "ffn_hidden", "kv_heads", "vocab"]
+
+
+def test_a_name_that_is_a_preset_gives_missing_dimensions(case, read):
+    blank = {
+        "layers": "",
+        "hidden": "",
+        "heads": "",
+        "kv_heads": "",
+        "ffn_hidden": "",
+        "vocab": "",
+        "params_b": "",
+    }
+    assert case(model_name="Llama-3.1-70B", **blank).workload.model.num_layers == 80
+    assert read(model_name="nobody knows", **blank).reason == "hidden not published"
+
+
+@pytest.mark.parametrize(
+    "name", ["Nemotron-H 56B", "Nemotron_3_Nano", "Jamba", "Qwen3-Next-80B", "BERT-large", "ViT"]
+)
+def test_models_that_are_no_decoder_of_attention_are_refused(read, name):
+    assert read(model_name=name).case is None
+
+
+def test_nemotron_340b_is_not_taken_for_nemotron_3(case):
+    assert case(model_name="Nemotron-340B", params_b="").workload.model.positions == "rope"
