@@ -13,8 +13,8 @@ from meshwright.plan.memory import decoder as decoder_memory
 from meshwright.plan.memory import ledger
 from meshwright.plan.memory.ledger import predict_ledger
 from meshwright.plan.predict import settle_layout
-from meshwright.plan.traffic.predict import predict_traffic
 from meshwright.plan.traffic import predict as comms
+from meshwright.plan.traffic.predict import predict_traffic
 from meshwright.schedule.pipeline.build import build_schedule
 from meshwright.schedule.pipeline.files import write_schedule
 
