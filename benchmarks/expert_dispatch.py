@@ -34,15 +34,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
-from by_hand import report, time_pairs
+from baseline import report, time_pairs
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.layout.tensor_parallel import narrow
+from meshwright.layout.tensor_parallel import shard_decoder
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.models.moe import MixtureOfExperts
-from meshwright.parallel.expert import ExpertExchange
-from meshwright.parallel.mesh import join_ranks, leave_ranks
+from meshwright.parallel.expert import TokenDispatcher
+from meshwright.parallel.mesh import destroy_mesh, init_mesh
 from meshwright.spec.job import Job
 from meshwright.spec.load import build_job
 from meshwright.spec.model import DecoderModel
@@ -51,7 +51,7 @@ WAITS = {
     getattr(Tensor, name) for name in ("tolist", "item", "__bool__", "__int__", "__float__", "nonzero")
 } | {torch.nonzero, torch.where, Tensor.masked_select}
 """What reads a value, or makes a tensor whose size is a value: on a GPU the host waits for either."""
-PROMISE = 0.0
+CLAIM = 0.0
 """Of the time over the loop's, in one process: at most the same."""
 
 
@@ -112,7 +112,7 @@ def build_layer(job: Job, device: torch.device, dtype: torch.dtype) -> MixtureOf
     """A layer of the job's model, or of what a rank holds of it, with drawn weights."""
     assert isinstance(job.model, DecoderModel), "experts are a decoder's"
     torch.manual_seed(0)
-    layer = MixtureOfExperts(narrow(job.model, 1, job.layout.ep)).to(device, dtype)
+    layer = MixtureOfExperts(shard_decoder(job.model, 1, job.layout.ep)).to(device, dtype)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.02)
     return layer
@@ -133,7 +133,7 @@ def measure(rank: int, options: argparse.Namespace, port: int) -> None:
     ranks = None
     if options.ranks > 1:
         store = dist.TCPStore("127.0.0.1", port, options.ranks, is_master=rank == 0)
-        ranks = join_ranks(job, CollectiveCounter(), store, rank)
+        mesh = init_mesh(job, CollectiveCounter(), store, rank)
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -141,7 +141,7 @@ def measure(rank: int, options: argparse.Namespace, port: int) -> None:
     alone = build_layer(dataclasses.replace(job, layout=dataclasses.replace(job.layout, ep=1)), device, dtype)
     loop = LoopOfExperts(alone)
     if ranks is not None:
-        ours.dispatch = ExpertExchange(job, ranks)
+        ours.dispatch = TokenDispatcher(job, mesh)
     x = torch.randn(1, options.tokens, options.hidden, device=device, dtype=dtype, requires_grad=True)
     runs = [functools.partial(forward_backward, layer, x) for layer in (ours, loop)]
     for run in runs:
@@ -156,7 +156,7 @@ def measure(rank: int, options: argparse.Namespace, port: int) -> None:
             "loop_s": statistics.median(other for _, other in pairs),
             "overhead": statistics.median(one / other for one, other in pairs) - 1,
             "pairs": len(pairs),
-            "promise": PROMISE if ranks is None else None,
+            "promise": CLAIM if ranks is None else None,
             "waits": waits[0],
             "waits_backward": back,
             "loop_waits": waits[1],
@@ -164,7 +164,7 @@ def measure(rank: int, options: argparse.Namespace, port: int) -> None:
         where = f"{options.ranks} ranks" if options.ranks > 1 else str(device)
         report(f"One layer of {options.experts} experts on {where}", [row], _line, options.json)
     if ranks is not None:
-        leave_ranks(ranks)
+        destroy_mesh(mesh)
 
 
 def _line(row: dict[str, Any]) -> str:

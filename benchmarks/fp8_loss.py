@@ -33,20 +33,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from one_device import Company, Row, find_device
-from one_device_kinds import SHAPES, WARM_UP, Order, build_shape
+from one_device import Row, WorkerPool, find_device
+from one_device_worker import SHAPES, WARM_UP, Task, build_shape
 from python_text import describe_text, write_text
 
 from meshwright.report.plot import Chart, Series, draw_svg
 
 KINDS = {
     "bf16": ("train.precision=bf16",),
-    "fp8": ("train.precision=fp8", "train.weight_gradients=fp8"),
-    "again": ("train.precision=bf16", "train.kernels=compiled"),
+    "fp8": ("train.precision=fp8", "train.fp8_weight_grads=true"),
+    "again": ("train.precision=bf16", "train.block_backend=compile"),
 }
 """The first is what the others are compared with."""
 CONTROL = "again"
-RECIPE = ("train.lr=1e-5", "train.clip=1.0", "train.warmup=20", "train.products=proposed")
+RECIPE = ("train.lr=1e-5", "train.clip=1.0", "train.warmup=20", "train.gemm_autotune=false")
 """A linear warm-up, then a cosine down to a tenth; ``--set`` goes over it. With ten times the rate two runs
 of bf16 part (docs/log.md)."""
 SPARE_SAMPLES = 8
@@ -184,16 +184,16 @@ def train(asked: argparse.Namespace, screen: Any) -> tuple[dict[str, list[float]
         logs, text = Path(place) / "logs", Path(place) / "text"
         logs.mkdir()
         text.mkdir()
-        company = Company(asked.limit, logs, asked.out, screen)
-        orders = [
-            Order(name=kind, settings=(*common, *settings), text=str(text), **shared)
+        company = WorkerPool(asked.limit, logs, asked.out, screen)
+        tasks = [
+            Task(name=kind, settings=(*common, *settings), text=str(text), **shared)
             for kind, settings in kinds.items()
         ]
-        job = build_shape(orders[0], text)
+        job = build_shape(tasks[0], text)
         samples = asked.steps * job.train.global_batch + SPARE_SAMPLES
         about = write_text(text, job.model.vocab_size, samples * job.data.seq_len)
         print(f"[{company.seconds:6.1f} s] {describe_text(about)}", file=screen, flush=True)
-        company.run(orders, overlap=True, ready_limit_s=asked.ready_limit, evenly=True)
+        company.run(tasks, overlap=True, ready_limit_s=asked.ready_limit, evenly=True)
     rows = [{key: value for key, value in row.items() if key != "times_s"} for row in company.rows]
     return company.losses, {"machine": f"{name}, torch {company.torch}", "text": about, "rows": rows}
 

@@ -26,17 +26,17 @@ prepare_environment(threads=1)
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from by_hand import build_adamw, open_tokens, report  # noqa: E402
+from baseline import build_adamw, open_tokens, report  # noqa: E402
 from one_rank import build_rank  # noqa: E402
 
 from meshwright.data.prepare import CorpusSpec, prepare_corpus  # noqa: E402
 from meshwright.parallel.build import build_model  # noqa: E402
 from meshwright.spec.load import build_job  # noqa: E402
-from meshwright.train.loop import Meter, train_step  # noqa: E402
-from meshwright.train.trainer import Session  # noqa: E402
+from meshwright.train.loop import ThroughputMeter, train_step  # noqa: E402
+from meshwright.train.trainer import Trainer  # noqa: E402
 
 
-def build_ours(folder: Path, micro_batch: int) -> Session:
+def build_ours(folder: Path, micro_batch: int) -> Trainer:
     """A session as a rank builds it."""
     prepared = folder / "data"
     prepare_corpus(CorpusSpec(sources=("builtin:python-stdlib",), out=str(prepared)), folder)
@@ -51,11 +51,11 @@ def build_ours(folder: Path, micro_batch: int) -> Session:
     return build_rank(build_job(tree), folder, prepared)
 
 
-def build_bare(session: Session) -> Callable[[], float]:
+def build_bare(trainer: Trainer) -> Callable[[], float]:
     """The loop that one writes by hand: memmap, slices, forward, backward, clip, step."""
-    job = session.job
+    job = trainer.job
     model = build_model(job, torch.device("cpu"))
-    optimizer, tokens = build_adamw(model, job.train), open_tokens(session)
+    optimizer, tokens = build_adamw(model, job.train), open_tokens(trainer)
     length, batch, micro = job.data.seq_len, job.train.global_batch, job.layout.micro_batch
     position = 0
 
@@ -80,14 +80,14 @@ def build_bare(session: Session) -> Callable[[], float]:
 def measure(pairs: int, micro_batch: int) -> dict[str, Any]:
     """Interleave and compare."""
     with tempfile.TemporaryDirectory() as folder:
-        session = build_ours(Path(folder), micro_batch)
-        bare, meter = build_bare(session), Meter(session)
+        trainer = build_ours(Path(folder), micro_batch)
+        bare, meter = build_bare(trainer), ThroughputMeter(trainer)
         for _ in range(5):
-            train_step(session, meter)
+            train_step(trainer, meter)
             bare()
         ours_s, bare_s = [], []
         for pair in range(pairs):
-            order = ((train_step, (session, meter), ours_s), (bare, (), bare_s))
+            order = ((train_step, (trainer, meter), ours_s), (bare, (), bare_s))
             for function, arguments, times in order if pair % 2 else reversed(order):
                 started = time.perf_counter()
                 function(*arguments)

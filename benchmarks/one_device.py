@@ -1,13 +1,13 @@
 """Training steps on one device: ours, the bare torch equivalent and the floor, with their ratios and parts.
 
 Ours is the training loop of ``meshwright train``; the bare equivalent is the Llama that one writes by hand
-after torchtitan's (``llama_by_hand.py``); the floor is each part of the step timed alone, and added
+after torchtitan's (``torch_llama.py``); the floor is each part of the step timed alone, and added
 (``step_floor.py``). FLOPs are counted alike: 6 for each parameter but the input embedding a token, plus
 causal attention (half). Two shapes, both bf16, untied, 128256 words: (a) 16 layers, 2048 wide, 8 x 4096
 tokens; (b) 28 layers, 3072 wide, 4 x 4096 tokens.
 
     python benchmarks/one_device.py --overlap --profile --out rows.jsonl    # on a GPU
-    python benchmarks/one_device.py --shape b --only ours --set train.residual=fp32
+    python benchmarks/one_device.py --shape b --only ours --set train.residual_dtype=fp32
     python benchmarks/one_device.py --shape b --also train.precision=fp8    # a second kind of ours
     python benchmarks/one_device.py --only ours --set cluster.file=probed.toml    # as the probe predicts
     python benchmarks/one_device.py --shape a --only ours --overlap --steps 2 --limit 400 --length 8192 \
@@ -41,10 +41,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from kernel_kinds import describe
-from one_device_kinds import SHAPES, Order
+from kernel_classes import describe
+from one_device_worker import SHAPES, Task
 
-LASTING = "floor without a pause"
+SUSTAINED = "floor without a pause"
 KINDS = ("ours", "bare", "floor", "transformers")
 DEFAULT_KINDS = ("ours", "bare", "floor")
 STDERR_LINES = 15
@@ -58,11 +58,11 @@ GIB = 2**30
 Row = dict[str, Any]
 
 
-class Child:
+class Worker:
     """A process that measures one kind; what it says comes through a queue."""
 
-    def __init__(self, order: Order, logs: Path, heard: queue.Queue[tuple[Child, Row | None]]) -> None:
-        self.order = order
+    def __init__(self, task: Task, logs: Path, messages: queue.Queue[tuple[Worker, Row | None]]) -> None:
+        self.task = task
         self.ready = self.ended = False
         self.row: Row | None = None
         self.disturbed_by: list[str] = []
@@ -72,38 +72,38 @@ class Child:
         self.losses: list[float] = []
         """Of every step so far, where it tells them."""
         self._log = logs / f"{len(list(logs.iterdir()))}.txt"
-        script = Path(__file__).with_name("one_device_kinds.py")
+        script = Path(__file__).with_name("one_device_worker.py")
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(script), json.dumps(asdict(order))],
+                [sys.executable, str(script), json.dumps(asdict(task))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
                 process_group=0,
             )
-        threading.Thread(target=self._read, args=(heard,), daemon=True).start()
+        threading.Thread(target=self._read, args=(messages,), daemon=True).start()
 
     @property
     def name(self) -> str:
         """Kind, shape and length."""
-        return f"{self.order.name} ({label(self.about)})"
+        return f"{self.task.name} ({label(self.about)})"
 
     @property
     def about(self) -> Row:
         """What every row of it begins with."""
-        length = {"length": self.order.length} if self.order.length else {}
-        return {"kind": self.order.name, "shape": self.order.shape, **length}
+        length = {"length": self.task.length} if self.task.length else {}
+        return {"kind": self.task.name, "shape": self.task.shape, **length}
 
-    def _read(self, heard: queue.Queue[tuple[Child, Row | None]]) -> None:
+    def _read(self, messages: queue.Queue[tuple[Worker, Row | None]]) -> None:
         assert self.process.stdout is not None, "a pipe was asked for"
         for line in self.process.stdout:
             try:
-                heard.put((self, json.loads(line)))
+                messages.put((self, json.loads(line)))
             except ValueError:
                 continue  # not a line of ours
         self.process.wait()
-        heard.put((self, None))
+        messages.put((self, None))
 
     def go(self) -> None:
         """Let it take the device."""
@@ -127,21 +127,21 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def last_words(self) -> str:
+    def stderr_tail(self) -> str:
         """The end of what it printed."""
         lines = self._log.read_text(errors="replace").strip().splitlines()
         return "\n".join(lines[-STDERR_LINES:])
 
 
-class Company:
+class WorkerPool:
     """All processes of a run of the benchmark, and what they found."""
 
     def __init__(self, limit_s: float, logs: Path, out: Path | None, screen: TextIO) -> None:
         self.rows: list[Row] = []
         self.torch = "unknown"
         """Its version, as the processes say."""
-        self._heard: queue.Queue[tuple[Child, Row | None]] = queue.Queue()
-        self._children: list[Child] = []
+        self._heard: queue.Queue[tuple[Worker, Row | None]] = queue.Queue()
+        self._children: list[Worker] = []
         self._began = time.monotonic()
         self._limit_s, self._logs, self._out, self._screen = limit_s, logs, out, screen
 
@@ -153,9 +153,9 @@ class Company:
     @property
     def losses(self) -> dict[str, list[float]]:
         """By kind, of those that tell them."""
-        return {child.order.name: child.losses for child in self._children if child.losses}
+        return {worker.task.name: worker.losses for worker in self._children if worker.losses}
 
-    def run(self, orders: list[Order], overlap: bool, ready_limit_s: float, evenly: bool = False) -> None:
+    def run(self, tasks: list[Task], overlap: bool, ready_limit_s: float, evenly: bool = False) -> None:
         """Measure everything: one after the other, or all compiling at once.
 
         Args:
@@ -165,69 +165,69 @@ class Company:
             evenly: Whether none may use up the time that those after it need.
         """
         try:
-            children = [self._start(order) for order in orders] if overlap else []
+            children = [self._start(task) for task in tasks] if overlap else []
             limit_s = min(ready_limit_s, self._limit_s)
             while self.seconds < limit_s and not all(c.ready or c.ended for c in children):
                 self._listen(limit_s)
-            for number, order in enumerate(orders):
-                left = len(orders) - number if evenly else 1
+            for number, task in enumerate(tasks):
+                left = len(tasks) - number if evenly else 1
                 until_s = self.seconds + (self._limit_s - self.seconds) / left
-                self._measure(children[number] if overlap else self._start(order), until_s)
+                self._measure(children[number] if overlap else self._start(task), until_s)
         finally:
-            for child in self._children:
-                child.kill()
+            for worker in self._children:
+                worker.kill()
 
-    def _start(self, order: Order) -> Child:
-        child = Child(order, self._logs, self._heard)
-        self._children.append(child)
-        return child
+    def _start(self, task: Task) -> Worker:
+        worker = Worker(task, self._logs, self._heard)
+        self._children.append(worker)
+        return worker
 
-    def _measure(self, child: Child, until_s: float) -> None:
+    def _measure(self, worker: Worker, until_s: float) -> None:
         """Give the device to a process until it has ended, or its time is over."""
-        child.disturbed_by = [c.name for c in self._children if not (c is child or c.ready or c.ended)]
-        child.go()
-        while not child.ended and self.seconds < until_s:
+        worker.disturbed_by = [c.name for c in self._children if not (c is worker or c.ready or c.ended)]
+        worker.go()
+        while not worker.ended and self.seconds < until_s:
             self._listen(until_s)
-        if not child.ended:
-            child.kill()
-            child.finish()
+        if not worker.ended:
+            worker.kill()
+            worker.finish()
             reason = f"not done after {until_s:.0f} s"
-            self._keep(child, {"failed": f"{reason}\n{child.last_words()}", "reason": reason})
+            self._keep(worker, {"failed": f"{reason}\n{worker.stderr_tail()}", "reason": reason})
 
     def _listen(self, until_s: float) -> None:
         """Take in one message, or find that the time is over."""
         try:
-            child, message = self._heard.get(timeout=max(0.01, until_s - self.seconds))
+            worker, message = self._heard.get(timeout=max(0.01, until_s - self.seconds))
         except queue.Empty:
             return
         if message is None:
-            if child.row is None and not child.ended:
-                reason = f"ended with status {child.process.returncode}"
-                self._keep(child, {"failed": f"{reason}\n{child.last_words()}", "reason": reason})
-            child.ended = True
+            if worker.row is None and not worker.ended:
+                reason = f"ended with status {worker.process.returncode}"
+                self._keep(worker, {"failed": f"{reason}\n{worker.stderr_tail()}", "reason": reason})
+            worker.ended = True
         elif "result" in message:
-            self._keep(child, {**message["result"], "disturbed_by": child.disturbed_by})
-            child.finish()
+            self._keep(worker, {**message["result"], "disturbed_by": worker.disturbed_by})
+            worker.finish()
         elif "failed" in message and "phase" not in message:
-            self._keep(child, {key: message.get(key) for key in ("failed", "reason", "peak_bytes")})
-            child.finish()
+            self._keep(worker, {key: message.get(key) for key in ("failed", "reason", "peak_bytes")})
+            worker.finish()
         elif "loss" in message and "step" in message:
-            child.losses.append(message["loss"])
-            self._write({**child.about, "step": message["step"], "loss": message["loss"]})
+            worker.losses.append(message["loss"])
+            self._write({**worker.about, "step": message["step"], "loss": message["loss"]})
             if message["step"] % LOSS_EVERY == 0:
-                self._print(f"{child.name}: step {message['step']}, loss {message['loss']:.4f}")
+                self._print(f"{worker.name}: step {message['step']}, loss {message['loss']:.4f}")
         else:
-            child.planned |= {key: value for key, value in message.items() if key.startswith("planned_")}
-            child.ready = child.ready or bool(message.get("ready"))
+            worker.planned |= {key: value for key, value in message.items() if key.startswith("planned_")}
+            worker.ready = worker.ready or bool(message.get("ready"))
             self.torch = message.get("torch", self.torch)
-            self._write({**child.about, **message})
-            self._print(f"{child.name}: {describe_phase(message)}")
+            self._write({**worker.about, **message})
+            self._print(f"{worker.name}: {describe_phase(message)}")
 
-    def _keep(self, child: Child, found: Row) -> None:
-        child.row = {**child.about, **child.planned, **found}
-        self.rows.append(child.row)
-        self._write(child.row)
-        for line in describe_row(child.row):
+    def _keep(self, worker: Worker, found: Row) -> None:
+        worker.row = {**worker.about, **worker.planned, **found}
+        self.rows.append(worker.row)
+        self._write(worker.row)
+        for line in describe_row(worker.row):
             self._print(line)
 
     def _write(self, content: Row) -> None:
@@ -313,8 +313,8 @@ def compare(rows: list[Row]) -> dict[str, dict[str, Any]]:
         times = {row["kind"]: row["step_s"] for row in alike if row.get("step_s")}
         for row in alike:
             if row.get("lasting_step_s"):
-                times[LASTING] = row["lasting_step_s"]
-        others = [kind for kind in ("bare", "transformers", "floor", LASTING) if kind in times]
+                times[SUSTAINED] = row["lasting_step_s"]
+        others = [kind for kind in ("bare", "transformers", "floor", SUSTAINED) if kind in times]
         found = {
             f"{kind} / {other}": times[other] / times[kind]
             for kind in times
@@ -375,7 +375,7 @@ def _describe_parts(row: Row) -> list[str]:
     return lines
 
 
-def list_orders(arguments: argparse.Namespace, device: str) -> list[Order]:
+def list_tasks(arguments: argparse.Namespace, device: str) -> list[Task]:
     """What is to be measured, the most wanted first."""
     kinds = arguments.only or DEFAULT_KINDS
     shared = {"steps": arguments.steps, "small": arguments.small, "device": device}
@@ -389,13 +389,13 @@ def list_orders(arguments: argparse.Namespace, device: str) -> list[Order]:
     compiling = sum(kind != "floor" for kind, *_ in names) * len(shapes) * len(lengths)
     threads = max(1, (os.cpu_count() or 1) // max(1, compiling if arguments.overlap else 1))
     return [
-        Order(
+        Task(
             kind=kind,
             name=name,
             shape=shape,
             settings=(*settings, *more) if kind == "ours" else (),
             length=length,
-            rehearse=arguments.overlap,
+            precompile=arguments.overlap,
             profile=arguments.profile and kind == "ours",
             threads=threads,
             **shared,
@@ -462,8 +462,8 @@ def main() -> None:
     device, name = find_device()
     screen = sys.stderr if arguments.json else sys.stdout
     with tempfile.TemporaryDirectory() as logs:
-        company = Company(arguments.limit, Path(logs), arguments.out, screen)
-        company.run(list_orders(arguments, device), arguments.overlap, arguments.ready_limit)
+        company = WorkerPool(arguments.limit, Path(logs), arguments.out, screen)
+        company.run(list_tasks(arguments, device), arguments.overlap, arguments.ready_limit)
     result: Row = {
         "date": str(datetime.datetime.now(tz=datetime.UTC).date()),
         "machine": f"{name}, torch {company.torch}",

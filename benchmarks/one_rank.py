@@ -15,13 +15,13 @@ from meshwright.launch.assignment import Assignment
 from meshwright.layout.parameters import list_parameters
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.models.init import WeightSource, parameter_seed
-from meshwright.parallel.mesh import join_ranks
+from meshwright.parallel.mesh import init_mesh
 from meshwright.plan.contract import build_plan
 from meshwright.spec.job import Job
-from meshwright.train.trainer import Session, build_session
+from meshwright.train.trainer import Trainer, build_trainer
 
 
-class WeightsOfTheDevice:
+class DeviceWeights:
     """First values drawn where they will lie: billions of them take a moment there and a minute on a core.
 
     They are spread as a run's own are, so that nothing runs faster for them; zeros would. Like those they
@@ -49,7 +49,7 @@ def build_rank(
     data_dir: Path,
     listener: Listener | None = None,
     weights: WeightSource | None = None,
-) -> Session:
+) -> Trainer:
     """A session as a rank builds it.
 
     Args:
@@ -64,5 +64,5 @@ def build_rank(
     counter.install()
     assignment = Assignment(str(folder), str(data_dir), str(folder / "checkpoints"))
     events = EventWriter(folder / EVENTS_FILE, 0, listener=listener)
-    ranks = join_ranks(plan.job, counter)
-    return build_session(plan, assignment, ranks, counter, events, weights=weights)
+    mesh = init_mesh(plan.job, counter)
+    return build_trainer(plan, assignment, mesh, counter, events, weights=weights)

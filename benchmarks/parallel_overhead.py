@@ -29,7 +29,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
-from by_hand import build_adamw, open_tokens, report, time_pairs  # noqa: E402
+from baseline import build_adamw, open_tokens, report, time_pairs  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: E402
@@ -52,9 +52,9 @@ from meshwright.plan.contract import PLAN_FILE, build_plan, write_plan  # noqa: 
 from meshwright.spec.layout import Layout  # noqa: E402
 from meshwright.spec.legality.table import with_layout  # noqa: E402
 from meshwright.spec.load import build_job  # noqa: E402
-from meshwright.train.loop import Meter, report_end, train_step  # noqa: E402
-from meshwright.train.trainer import Session  # noqa: E402
-from meshwright.train.worker import run_session  # noqa: E402
+from meshwright.train.loop import ThroughputMeter, report_end, train_step  # noqa: E402
+from meshwright.train.trainer import Trainer  # noqa: E402
+from meshwright.train.worker import run_with_trainer  # noqa: E402
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"dp_replicate": 2},
@@ -65,9 +65,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 WARM_UP = 5
 
 
-def build_by_hand(session: Session, kind: str) -> Callable[[], Any]:
+def build_torch(trainer: Trainer, kind: str) -> Callable[[], Any]:
     """The same model spread by torch's own parts, and the loop around it."""
-    job = session.job
+    job = trainer.job
     alone = with_layout(job, Layout(mode="given", micro_batch=job.layout.micro_batch))
     whole = build_model(alone, torch.device("cpu"))
     assert isinstance(whole, Decoder), "a model of text"
@@ -82,11 +82,11 @@ def build_by_hand(session: Session, kind: str) -> Callable[[], Any]:
         assert isinstance(whole, FSDPModule), "fully_shard gives modules another class"
         whole._set_unshard_async_op(True)  # without it nothing overlaps on a CPU
     else:
-        _split_by_hand(whole, mesh, sequence=kind == "tp+sp")
-    optimizer, tokens = build_adamw(model, job.train), open_tokens(session)
+        _apply_torch_tp(whole, mesh, sequence=kind == "tp+sp")
+    optimizer, tokens = build_adamw(model, job.train), open_tokens(trainer)
     length, data_ranks = job.data.seq_len, job.layout.data_degree
     share = job.train.global_batch // data_ranks
-    position = session.ranks.data_rank * share
+    position = trainer.mesh.dp_rank * share
 
     def step() -> float:
         nonlocal position
@@ -120,7 +120,7 @@ def _clip(model: nn.Module, most: float) -> None:
         nn.utils.clip_grads_with_norm_(kind, most, total)
 
 
-def _split_by_hand(model: Decoder, mesh: Any, sequence: bool) -> None:
+def _apply_torch_tp(model: Decoder, mesh: Any, sequence: bool) -> None:
     """The plan of torch's own tutorial."""
     stream = Shard(1) if sequence else Replicate()
     parallelize_module(
@@ -153,23 +153,23 @@ def _split_by_hand(model: Decoder, mesh: Any, sequence: bool) -> None:
         parallelize_module(block, mesh, plan)
 
 
-def compare(session: Session) -> None:
+def compare(trainer: Trainer) -> None:
     """Interleave and time; rank 0 writes down the pairs."""
-    task = json.loads(Path(session.assignment.run_dir, "task.json").read_text())
-    by_hand, meter = build_by_hand(session, task["kind"]), Meter(session)
+    task = json.loads(Path(trainer.assignment.run_dir, "task.json").read_text())
+    by_hand, meter = build_torch(trainer, task["kind"]), ThroughputMeter(trainer)
 
     def ours() -> None:
-        train_step(session, meter)
+        train_step(trainer, meter)
 
     pairs = list(time_pairs(WARM_UP + task["pairs"], ours, by_hand))
-    if session.ranks.rank == 0:
-        Path(session.assignment.run_dir, "pairs.json").write_text(json.dumps(pairs[WARM_UP:]))
-    report_end(session, evaluations=0, stopping=False)
+    if trainer.mesh.rank == 0:
+        Path(trainer.assignment.run_dir, "pairs.json").write_text(json.dumps(pairs[WARM_UP:]))
+    report_end(trainer, evaluations=0, stopping=False)
 
 
 def run_rank(run_dir: str, listener: Any = None) -> int:
     """One of the two ranks."""
-    return run_session(compare, run_dir, listener)
+    return run_with_trainer(compare, run_dir, listener)
 
 
 def measure(kind: str, pairs: int, data: Path, folder: Path) -> dict[str, Any]:

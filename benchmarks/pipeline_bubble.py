@@ -37,10 +37,10 @@ from torch import Tensor  # noqa: E402
 
 from meshwright.cli.ranks import build_launch  # noqa: E402
 from meshwright.measure.collective_counter import CollectiveCounter  # noqa: E402
-from meshwright.parallel.mesh import Ranks, join_ranks, leave_ranks  # noqa: E402
+from meshwright.parallel.mesh import Mesh, destroy_mesh, init_mesh  # noqa: E402
 from meshwright.parallel.pipeline.action_times import ActionTimes  # noqa: E402
-from meshwright.parallel.pipeline.exchange import Exchange  # noqa: E402
 from meshwright.parallel.pipeline.interpreter import Interpreter  # noqa: E402
+from meshwright.parallel.pipeline.p2p import P2PExchange  # noqa: E402
 from meshwright.plan.contract import PLAN_FILE, build_plan, read_plan, write_plan  # noqa: E402
 from meshwright.report.timeline import build_timeline, draw_pair_svg, measured_timeline  # noqa: E402
 from meshwright.schedule.pipeline.actions import Action, Kind, PipelineSchedule  # noqa: E402
@@ -52,7 +52,7 @@ SHAPE = (8, 64)
 """Of what the stages hand on: 2 KiB, so that a transfer takes no time to speak of."""
 MESSAGES, PAUSE_S = 15, 0.01
 """Of each of two ranks, to see how long a transfer takes."""
-PROMISE = 0.10
+CLAIM = 0.10
 FORWARD, BACKWARD, WEIGHT = 1.0, 1.5, 1.0
 """What a stage's actions take, in forward passes."""
 UNEVEN = 0.5
@@ -141,15 +141,15 @@ class Seen:
         return sorted(self.steps, key=measure_bubble)[(len(self.steps) - 1) // 2]
 
 
-def run_waits(case: Case, ranks: Ranks, steps: int) -> dict[str, Any]:
+def run_waits(case: Case, mesh: Mesh, steps: int) -> dict[str, Any]:
     """On one rank: when each action began and ended, in each step, and how long a transfer takes."""
     schedule = case.build()
-    row, waits = schedule.ranks[ranks.place], Waits(schedule, case.times())
-    exchange = Exchange(schedule, ranks, SHAPE, torch.float32)
-    transfer_s, found = time_transfer(ranks), []
+    row, waits = schedule.ranks[mesh.pp_rank], Waits(schedule, case.times())
+    exchange = P2PExchange(schedule, mesh, SHAPE, torch.float32)
+    transfer_s, found = time_transfer(mesh), []
     for _ in range(steps):
-        moments = Moments(row, ranks.device)
-        interpreter = Interpreter(schedule, ranks.place, exchange, moments)
+        moments = Moments(row, mesh.device)
+        interpreter = Interpreter(schedule, mesh.pp_rank, exchange, moments)
         dist.barrier()
         interpreter.run(waits)
         found.append(moments.rows())
@@ -164,22 +164,22 @@ def measure_bubble(spans: Sequence[Sequence[Span]]) -> float:
     return 1 - work_s / (len(spans) * makespan_s)
 
 
-def time_transfer(ranks: Ranks) -> float:
+def time_transfer(mesh: Mesh) -> float:
     """Seconds of a message from a rank that has slept to one that waits; the median of some, there and back.
 
     The first two ranks send, and all get the result.
     """
-    group, seconds = ranks.channel(0, 1), torch.zeros((), dtype=torch.float64)
-    if ranks.place < 2:
+    group, seconds = mesh.pp_group(0, 1), torch.zeros((), dtype=torch.float64)
+    if mesh.pp_rank < 2:
         took = []
         for number in range(2 * MESSAGES):
             message = torch.zeros((), dtype=torch.float64)
-            if ranks.place == number % 2:
+            if mesh.pp_rank == number % 2:
                 time.sleep(PAUSE_S)
                 message += time.perf_counter()
-                dist.send(message, group=group, group_dst=1 - ranks.place)
+                dist.send(message, group=group, group_dst=1 - mesh.pp_rank)
             else:
-                dist.recv(message, group=group, group_src=1 - ranks.place)
+                dist.recv(message, group=group, group_src=1 - mesh.pp_rank)
                 took.append(time.perf_counter() - message.item())
         seconds += statistics.median(took)
     dist.all_reduce(seconds)
@@ -193,10 +193,10 @@ def run_rank(run_dir: str, listener: Any = None) -> int:
     task = json.loads((folder / "task.json").read_text())
     counter = CollectiveCounter()
     counter.install()
-    ranks = join_ranks(job, counter)
-    found = [run_waits(Case(**case), ranks, task["steps"]) for case in task["cases"]]
-    (folder / f"seen-{ranks.rank}.json").write_text(json.dumps(found))
-    leave_ranks(ranks)
+    mesh = init_mesh(job, counter)
+    found = [run_waits(Case(**case), mesh, task["steps"]) for case in task["cases"]]
+    (folder / f"seen-{mesh.rank}.json").write_text(json.dumps(found))
+    destroy_mesh(mesh)
     counter.remove()
     return 0
 
@@ -300,7 +300,7 @@ def show(rows: list[dict[str, Any]], as_json: bool) -> None:
     print(
         f"  worst difference {worst['difference']:+.1%} ({worst['schedule']}, {worst['pp']} ranks)", end=" "
     )
-    print(f"(at most {PROMISE:.0%} is promised)")
+    print(f"(at most {CLAIM:.0%} is promised)")
 
 
 if __name__ == "__main__":

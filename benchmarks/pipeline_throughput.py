@@ -29,7 +29,7 @@ prepare_environment(threads=1)
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from by_hand import build_adamw, open_tokens, report, time_pairs  # noqa: E402
+from baseline import build_adamw, open_tokens, report, time_pairs  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # noqa: E402
 
@@ -37,16 +37,16 @@ from meshwright.cli.ranks import build_launch  # noqa: E402
 from meshwright.core.events import EVENTS_FILE  # noqa: E402
 from meshwright.data.prepare import CorpusSpec, prepare_corpus  # noqa: E402
 from meshwright.launch.assignment import Assignment  # noqa: E402
-from meshwright.layout.stages import held_parts  # noqa: E402
+from meshwright.layout.stages import local_stages  # noqa: E402
 from meshwright.models.decoder import Stages  # noqa: E402
 from meshwright.parallel.batch import Batch  # noqa: E402
 from meshwright.parallel.build import build_model  # noqa: E402
-from meshwright.parallel.pipeline.pipeline import stream_shape  # noqa: E402
+from meshwright.parallel.pipeline.pipeline import activation_shape  # noqa: E402
 from meshwright.plan.contract import PLAN_FILE, build_plan, write_plan  # noqa: E402
 from meshwright.spec.load import build_job  # noqa: E402
-from meshwright.train.loop import Meter, report_end, train_step  # noqa: E402
-from meshwright.train.trainer import Session  # noqa: E402
-from meshwright.train.worker import run_session  # noqa: E402
+from meshwright.train.loop import ThroughputMeter, report_end, train_step  # noqa: E402
+from meshwright.train.trainer import Trainer  # noqa: E402
+from meshwright.train.worker import run_with_trainer  # noqa: E402
 
 WARM_UP = 5
 """Steps of both before the first that is timed; their losses must be equal."""
@@ -54,19 +54,19 @@ EQUAL = 1e-4
 """Relative difference of losses that rounding explains."""
 
 
-class ByHand:
+class TorchPipeline:
     """The same stage on torch's schedule, and the loop around it."""
 
-    def __init__(self, session: Session) -> None:
-        job = session.job
-        self._job, self._place, self._order = job, session.ranks.place, session.order
-        model = build_model(job, torch.device("cpu"), parts=held_parts(job, self._place))
+    def __init__(self, trainer: Trainer) -> None:
+        job = trainer.job
+        self._job, self._place, self._order = job, trainer.mesh.pp_rank, trainer.order
+        model = build_model(job, torch.device("cpu"), parts=local_stages(job, self._place))
         assert isinstance(model, Stages), "a pipeline of two"
         (self.module,) = model
-        self._optimizer, self._tokens = build_adamw(self.module, job.train), open_tokens(session)
+        self._optimizer, self._tokens = build_adamw(self.module, job.train), open_tokens(trainer)
         self._targets = job.train.global_batch * job.data.seq_len
         self._positions = 0
-        stream = torch.empty(stream_shape(job), requires_grad=True)
+        stream = torch.empty(activation_shape(job), requires_grad=True)
         tokens = torch.empty(stream.shape[:2], dtype=torch.int64)
         stage = PipelineStage(
             self.module,
@@ -75,12 +75,12 @@ class ByHand:
             torch.device("cpu"),
             input_args=stream if self._place else tokens,
             output_args=torch.empty(()) if self._place else stream,
-            group=session.ranks.group("pp"),
+            group=trainer.mesh.group("pp"),
         )
         # The stage makes the sum of the losses, as ours does: what torch calls the loss divides it.
         self._schedule = Schedule1F1B(
             stage,
-            session.plan.micro_batches,
+            trainer.plan.micro_batches,
             loss_fn=lambda loss, targets: loss / self._targets,
             scale_grads=False,
         )
@@ -119,21 +119,21 @@ class ByHand:
 class Ours:
     """A session's step."""
 
-    def __init__(self, session: Session) -> None:
-        self._session, self._meter = session, Meter(session)
-        assert session.pipeline is not None, "a pipeline of two"
-        self._pipeline, self._divisor = session.pipeline, 1
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._meter = trainer, ThroughputMeter(trainer)
+        assert trainer.pipeline is not None, "a pipeline of two"
+        self._pipeline, self._divisor = trainer.pipeline, 1
 
     def step(self) -> None:
         """One step, with everything that a run does in it."""
-        train_step(self._session, self._meter)
+        train_step(self._trainer, self._meter)
 
     def read(self) -> list[Batch]:
         """The micro-batches of the first step."""
-        session = self._session
-        samples = session.order.samples_at(np.arange(session.job.train.global_batch))
-        self._divisor = session.train_batches.count_targets(samples)
-        return list(session.train_batches.micro_batches(samples))
+        trainer = self._trainer
+        samples = trainer.order.samples_at(np.arange(trainer.job.train.global_batch))
+        self._divisor = trainer.train_batches.count_targets(samples)
+        return list(trainer.train_batches.micro_batches(samples))
 
     def passes(self, batches: list[Batch]) -> None:
         """All forward and backward passes."""
@@ -141,27 +141,27 @@ class Ours:
 
     def clear(self) -> None:
         """Gradients begin again."""
-        self._session.owned.drop_gradients()
+        self._trainer.sharded_state.zero_grads()
 
 
-def require_equal_losses(session: Session, ours: Ours, by_hand: ByHand) -> None:
+def require_equal_losses(trainer: Trainer, ours: Ours, by_hand: TorchPipeline) -> None:
     """Warm both up; their losses are the same, or there is nothing to compare."""
     theirs = []
     for _ in range(WARM_UP):
         ours.step()
         theirs.append(by_hand.step())
-    lines = Path(session.assignment.run_dir, EVENTS_FILE).read_text().splitlines()
+    lines = Path(trainer.assignment.run_dir, EVENTS_FILE).read_text().splitlines()
     events = [json.loads(line) for line in lines if '"step"' in line]
-    mine = [e["loss"] for e in events if e["event"] == "step" and e["rank"] == session.ranks.rank]
+    mine = [e["loss"] for e in events if e["event"] == "step" and e["rank"] == trainer.mesh.rank]
     for step, (loss, other) in enumerate(zip(mine, theirs, strict=True)):
         assert abs(loss - other) <= EQUAL * other, f"step {step}: ours {loss}, torch's {other}"
 
 
-def compare(session: Session) -> None:
+def compare(trainer: Trainer) -> None:
     """Whole steps, then passes alone; rank 0 writes down the pairs."""
-    task = json.loads(Path(session.assignment.run_dir, "task.json").read_text())
-    ours, by_hand = Ours(session), ByHand(session)
-    require_equal_losses(session, ours, by_hand)
+    task = json.loads(Path(trainer.assignment.run_dir, "task.json").read_text())
+    ours, by_hand = Ours(trainer), TorchPipeline(trainer)
+    require_equal_losses(trainer, ours, by_hand)
     batches, rows = ours.read(), by_hand.read()
 
     def clear() -> None:
@@ -174,14 +174,14 @@ def compare(session: Session) -> None:
             time_pairs(task["pairs"], lambda: ours.passes(batches), lambda: by_hand.passes(rows), clear)
         ),
     }
-    if session.ranks.rank == 0:
-        Path(session.assignment.run_dir, "pairs.json").write_text(json.dumps(found))
-    report_end(session, evaluations=0, stopping=False)
+    if trainer.mesh.rank == 0:
+        Path(trainer.assignment.run_dir, "pairs.json").write_text(json.dumps(found))
+    report_end(trainer, evaluations=0, stopping=False)
 
 
 def run_rank(run_dir: str, listener: Any = None) -> int:
     """One of the two ranks."""
-    return run_session(compare, run_dir, listener)
+    return run_with_trainer(compare, run_dir, listener)
 
 
 def measure(pairs: int, place: Path) -> list[dict[str, Any]]:

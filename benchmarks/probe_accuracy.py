@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.launch.environment import prepare_environment
-from meshwright.plan.contract import plan_of
+from meshwright.plan.contract import plan_from
 from meshwright.plan.predict import Prediction, predict
 from meshwright.spec.cluster import count_cores
 from meshwright.spec.job import Job
@@ -53,7 +53,7 @@ ON_GPU: dict[str, dict[str, Any]] = {
 def build(case: dict[str, Any], cluster: dict[str, Any], on_gpu: bool, recompute: str) -> Job:
     """The job of a case: as probed, in one process and one micro-batch."""
     train: dict[str, Any] = {"steps": 10, "global_batch": case["batch"]}
-    train |= {"precision": "bf16", "compile": True, "residual": "bf16"} if on_gpu else {}
+    train |= {"precision": "bf16", "block_backend": "triton", "residual_dtype": "bf16"} if on_gpu else {}
     return build_job(
         {
             "name": "case",
@@ -70,7 +70,7 @@ def measure(prediction: Prediction) -> tuple[float, int | None]:
     """A step, and on a GPU the peak of memory in it."""
     from meshwright.verify.bench.machine import time_steps  # noqa: PLC0415  (after the environment is set)
 
-    plan = plan_of(prediction)
+    plan = plan_from(prediction)
     unmeasured = dataclasses.replace(plan.job.cluster, matmul_flops_per_s=1.0)
     job = dataclasses.replace(plan.job, cluster=unmeasured)
     found = time_steps(dataclasses.replace(plan, job=job))

@@ -55,11 +55,11 @@ from meshwright.launch.assignment import Assignment  # noqa: E402
 from meshwright.parallel import ring_attention as ring  # noqa: E402
 from meshwright.plan.contract import PLAN_FILE, build_plan, write_plan  # noqa: E402
 from meshwright.spec.load import build_job  # noqa: E402
-from meshwright.train.loop import Meter, report_end, train_step  # noqa: E402
-from meshwright.train.trainer import Session  # noqa: E402
-from meshwright.train.worker import run_session  # noqa: E402
+from meshwright.train.loop import ThroughputMeter, report_end, train_step  # noqa: E402
+from meshwright.train.trainer import Trainer  # noqa: E402
+from meshwright.train.worker import run_with_trainer  # noqa: E402
 
-SPACES = [f"mw-ring-{os.getpid()}-{rank}" for rank in range(2)]
+NAMESPACES = [f"mw-ring-{os.getpid()}-{rank}" for rank in range(2)]
 DEVICE = "eth0"
 ADDRESSES = ["10.98.77.1", "10.98.77.2"]
 PORT = 29577
@@ -74,7 +74,7 @@ WAIT_S = 0.012
 """Of one query head in one round of the forward pass, where waits are timed."""
 BACKWARD = 2.5
 """What it takes in the backward pass, in forward passes."""
-PROMISE = 1.2
+CLAIM = 1.2
 LIMIT_S = 900
 """After which the ranks are stopped."""
 MODEL = {"num_layers": 1, "hidden_size": 128, "num_heads": 16, "num_kv_heads": 8, "head_dim": 32}
@@ -85,7 +85,7 @@ Work = Callable[[], Any]
 Message = tuple[tuple[int, ...], torch.dtype]
 
 
-class Silent:
+class CompletedWork:
     """In the place of a transfer: what was to be sent has arrived, at once."""
 
     def __init__(self, sent: Tensor, group: dist.ProcessGroup) -> None:
@@ -96,7 +96,7 @@ class Silent:
         return self._sent
 
 
-class Waits(ring.Block):
+class Waits(ring.AttentionBlock):
     """A round that computes nothing, for as long as it is told."""
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -114,19 +114,19 @@ def record_messages(work: Work) -> list[Message]:
     """What a piece of work sends round the ring."""
     messages: list[Message] = []
 
-    class Recorded(ring.Passing):
+    class Recorded(ring.RingSendRecv):
         def __init__(self, sent: Tensor, group: dist.ProcessGroup) -> None:
             messages.append((tuple(sent.shape), sent.dtype))
             super().__init__(sent, group)
 
-    with mock.patch.object(ring, "Passing", Recorded):
+    with mock.patch.object(ring, "RingSendRecv", Recorded):
         work()
     return messages
 
 
 def send_all(messages: list[Message], group: dist.ProcessGroup) -> None:
     """The same messages, with nothing between."""
-    for passing in [ring.Passing(torch.empty(shape, dtype=dtype), group) for shape, dtype in messages]:
+    for passing in [ring.RingSendRecv(torch.empty(shape, dtype=dtype), group) for shape, dtype in messages]:
         passing.wait()
 
 
@@ -152,7 +152,7 @@ def time_together(work: Work) -> float:
     return time.perf_counter() - started
 
 
-def agree(seconds: float) -> float:
+def all_reduce_mean_s(seconds: float) -> float:
     """The first rank's figure, so that both set the same rate."""
     said = torch.tensor(seconds, dtype=torch.float64)
     dist.broadcast(said, 0)
@@ -166,10 +166,10 @@ def measure(work: Work, group: dist.ProcessGroup, repeats: int, shares: tuple[fl
     sent = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in messages)
 
     def compute() -> None:
-        with mock.patch.object(ring, "Passing", Silent):
+        with mock.patch.object(ring, "RingSendRecv", CompletedWork):
             work()
 
-    compute_s = agree(min(time_together(compute) for _ in range(repeats)))
+    compute_s = all_reduce_mean_s(min(time_together(compute) for _ in range(repeats)))
     rows = []
     for share in shares:
         rate = 8 * sent / (share * compute_s)
@@ -186,13 +186,13 @@ def measure(work: Work, group: dist.ProcessGroup, repeats: int, shares: tuple[fl
     return {"sent_bytes": sent, "messages": len(messages), "rows": rows}
 
 
-def attend_once(session: Session) -> Work:
+def attend_once(trainer: Trainer) -> Work:
     """Forward and backward of attention alone, of the model's shape."""
-    model, length = session.job.model, session.job.data.seq_len // 2
-    torch.manual_seed(session.ranks.rank)
+    model, length = trainer.job.model, trainer.job.data.seq_len // 2
+    torch.manual_seed(trainer.mesh.rank)
     heads = (MODEL["num_heads"], MODEL["num_kv_heads"], MODEL["num_kv_heads"])
     q, k, v = (torch.randn(1, h, length, model.head_size, requires_grad=True) for h in heads)  # type: ignore[union-attr]
-    grad, name = torch.randn_like(q), session.ranks.group("cp").group_name
+    grad, name = torch.randn_like(q), trainer.mesh.group("cp").group_name
 
     def work() -> None:
         out, _ = ring.ring_attention(q, k, v, None, True, name)
@@ -201,25 +201,25 @@ def attend_once(session: Session) -> Work:
     return work
 
 
-def compare(session: Session) -> None:
+def compare(trainer: Trainer) -> None:
     """On a rank: attention alone, then whole steps."""
-    folder = Path(session.assignment.run_dir)
-    task, group = json.loads((folder / "task.json").read_text()), session.ranks.group("cp")
-    attend, meter, found = attend_once(session), Meter(session), {}
+    folder = Path(trainer.assignment.run_dir)
+    task, group = json.loads((folder / "task.json").read_text()), trainer.mesh.group("cp")
+    attend, meter, found = attend_once(trainer), ThroughputMeter(trainer), {}
     for kind in task["kinds"]:
-        with mock.patch.object(ring, "Block", Waits if kind == "waits" else ring.Block):
-            work = (lambda: train_step(session, meter)) if kind == "step" else attend
+        with mock.patch.object(ring, "AttentionBlock", Waits if kind == "waits" else ring.AttentionBlock):
+            work = (lambda: train_step(trainer, meter)) if kind == "step" else attend
             found[kind] = measure(work, group, task["repeats"], SHARES[kind])
-    if session.ranks.rank == 0:
+    if trainer.mesh.rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
-    report_end(session, evaluations=0, stopping=False)
+    report_end(trainer, evaluations=0, stopping=False)
 
 
 def run_rank(rank: int, run_dir: str) -> int:
     """One of the two ranks, in its namespace."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME=DEVICE)
     store = dist.TCPStore(ADDRESSES[0], PORT, 2, is_master=rank == 0, timeout=timedelta(seconds=60))
-    return run_session(compare, run_dir, store=store)
+    return run_with_trainer(compare, run_dir, store=store)
 
 
 def command(*words: str) -> None:
@@ -231,11 +231,11 @@ def command(*words: str) -> None:
 def two_namespaces() -> Iterator[None]:
     """Two network namespaces with a link between them; nothing of it stays."""
     try:
-        for space in SPACES:
+        for space in NAMESPACES:
             command("ip", "netns", "add", space)
-        peer = ("peer", "name", DEVICE, "netns", SPACES[1])
-        command("ip", "link", "add", DEVICE, "netns", SPACES[0], "type", "veth", *peer)
-        for space, address in zip(SPACES, ADDRESSES, strict=True):
+        peer = ("peer", "name", DEVICE, "netns", NAMESPACES[1])
+        command("ip", "link", "add", DEVICE, "netns", NAMESPACES[0], "type", "veth", *peer)
+        for space, address in zip(NAMESPACES, ADDRESSES, strict=True):
             command("ip", "-n", space, "addr", "add", f"{address}/24", "dev", DEVICE)
             command("ip", "-n", space, "link", "set", DEVICE, "mtu", "9000", "up")
             command("ip", "-n", space, "link", "set", "lo", "up")
@@ -243,7 +243,7 @@ def two_namespaces() -> Iterator[None]:
                     "rate", "1gbit", "burst", "256kb", "latency", "400ms")  # fmt: skip
         yield
     finally:
-        for space in SPACES:
+        for space in NAMESPACES:
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
 
 
@@ -251,7 +251,8 @@ def run_ranks(folder: Path) -> None:
     """Both ranks, until they are done; the other is stopped when one fails, or when time is up."""
     me = [sys.executable, __file__, "--run-dir", str(folder), "--rank"]
     ranks = [
-        subprocess.Popen(["ip", "netns", "exec", space, *me, str(rank)]) for rank, space in enumerate(SPACES)
+        subprocess.Popen(["ip", "netns", "exec", space, *me, str(rank)])
+        for rank, space in enumerate(NAMESPACES)
     ]
     try:
         ends = time.monotonic() + LIMIT_S
@@ -293,7 +294,7 @@ def show(found: dict[str, Any], as_json: bool) -> None:
     date = datetime.datetime.now(tz=datetime.UTC).date()
     machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
     if as_json:
-        print(json.dumps({"date": str(date), "machine": machine, "promise": PROMISE, **found}))
+        print(json.dumps({"date": str(date), "machine": machine, "promise": CLAIM, **found}))
         return
     print(f"ring attention over a slow link, {date}, {machine}")
     for name, part in found.items():
@@ -305,7 +306,7 @@ def show(found: dict[str, Any], as_json: bool) -> None:
                 f"{row['ratio']:.3f} of the larger"
             )
         worst = max(row["ratio"] for row in part["rows"])
-        print(f"  worst {worst:.3f} (at most {PROMISE} is promised)")
+        print(f"  worst {worst:.3f} (at most {CLAIM} is promised)")
 
 
 def main() -> None:

@@ -13,9 +13,9 @@ import argparse
 import time
 
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.search.bound import Ends, PeakBound
-from meshwright.plan.search.enumerate import Space
 from meshwright.plan.search.find import find_layouts
+from meshwright.plan.search.memory_bound import Ends, PeakBound
+from meshwright.plan.search.space import LayoutSpace
 from meshwright.plan.time.engine import estimate_step
 from meshwright.spec.load import load_job
 
@@ -38,8 +38,8 @@ def main() -> None:
     made_s = priced_s = 0.0
     count = 0
     mark = time.perf_counter()
-    for chunk in Space(job, job.cluster.world_size).chunks(PRICED_AT_ONCE):
-        grid = chunk.grow()
+    for chunk in LayoutSpace(job, job.cluster.world_size).chunks(PRICED_AT_ONCE):
+        grid = chunk.expand_schedules()
         made = time.perf_counter()
         bound.needed_bytes(grid, Ends.of(estimate_step(workload, grid)))
         made_s, priced_s = made_s + made - mark, priced_s + time.perf_counter() - made

@@ -27,13 +27,13 @@ from meshwright.spec.model import DecoderModel
 
 LOW_BYTES, FLOAT32_BYTES = 2, 4
 WARM_UP, REPEATS = 2, 10
-LASTING_S = 0.4
+SUSTAINED_S = 0.4
 """How long an operation runs whose lasting time is wanted; the second half of it counts."""
 COPY = "copy of half a terabyte, read and written"
 
 
 @dataclass(frozen=True)
-class PlainProduct:
+class Gemm:
     """A product of ``tokens`` rows with a weight, as often as the model has it."""
 
     name: str
@@ -46,15 +46,15 @@ class PlainProduct:
         return 3 * 2.0 * tokens * self.inner * self.outer * self.times
 
 
-def list_products(model: DecoderModel) -> list[PlainProduct]:
+def list_gemms(model: DecoderModel) -> list[Gemm]:
     """The products of a step, those that read the same input as one."""
     width, layers = model.hidden_size, model.num_layers
     return [
-        PlainProduct("q, k, v", width, model.query_size + 2 * model.kv_size, layers),
-        PlainProduct("attention out", model.query_size, width, layers),
-        PlainProduct("gate, up", width, 2 * model.ffn_size, layers),
-        PlainProduct("down", model.ffn_size, width, layers),
-        PlainProduct("head", width, model.vocab_size, 1),
+        Gemm("q, k, v", width, model.query_size + 2 * model.kv_size, layers),
+        Gemm("attention out", model.query_size, width, layers),
+        Gemm("gate, up", width, 2 * model.ffn_size, layers),
+        Gemm("down", model.ffn_size, width, layers),
+        Gemm("head", width, model.vocab_size, 1),
     ]
 
 
@@ -83,7 +83,7 @@ def attention_flops(model: DecoderModel, tokens: int, length: int) -> float:
     return 3 * 4.0 * tokens * length / 2 * model.query_size * model.num_layers
 
 
-class Stopwatch:
+class Timer:
     """Medians of repeated work: device events on a GPU, the clock on a CPU."""
 
     def __init__(self, device: str) -> None:
@@ -112,12 +112,12 @@ class Stopwatch:
         return statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks))
 
 
-class LastingStopwatch(Stopwatch):
+class SustainedTimer(Timer):
     """Of a GPU that gets no pause: the mean of calls once it has lowered its clock."""
 
     def median_s(self, work: Callable[[], Any]) -> float:
         """Seconds of one call."""
-        half = max(1, round(LASTING_S / 2 / super().median_s(work)))
+        half = max(1, round(SUSTAINED_S / 2 / super().median_s(work)))
         begin, end = self._events(enable_timing=True), self._events(enable_timing=True)
         for _ in range(half):
             work()
@@ -129,7 +129,7 @@ class LastingStopwatch(Stopwatch):
         return begin.elapsed_time(end) / 1e3 / half
 
 
-def time_floor(job: Job, say: Callable[..., None]) -> dict[str, Any]:
+def time_floor(job: Job, report: Callable[..., None]) -> dict[str, Any]:
     """Time every part; a part that fails is named and does not stop the others.
 
     Args:
@@ -137,11 +137,11 @@ def time_floor(job: Job, say: Callable[..., None]) -> dict[str, Any]:
         say: Told each part as soon as it is known.
     """
     tokens = job.train.global_batch * job.data.seq_len
-    watch = Stopwatch(job.cluster.device)
+    timer = Timer(job.cluster.device)
     parts: dict[str, float] = {}
     beside: dict[str, float] = {}
     failed: dict[str, str] = {}
-    flops = sum(product.flops(tokens) for product in list_products(job.model))
+    flops = sum(product.flops(tokens) for product in list_gemms(job.model))
 
     def attempt(name: str, work: Callable[[], tuple[dict[str, float], dict[str, float]]]) -> None:
         started = time.perf_counter()
@@ -149,23 +149,23 @@ def time_floor(job: Job, say: Callable[..., None]) -> dict[str, Any]:
             counted, shown = work()
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}"[:300]
-            say(phase=name, failed=failed[name])
+            report(phase=name, failed=failed[name])
             return
         parts.update(counted)
         beside.update(shown)
-        say(phase=name, seconds=time.perf_counter() - started, parts=counted, beside=shown)
+        report(phase=name, seconds=time.perf_counter() - started, parts=counted, beside=shown)
 
-    attempt("products", lambda: _time_products(job, tokens, watch))
-    attempt("attention", lambda: (_time_attention(job, watch), {}))
-    attempt("optimizer", lambda: _time_optimizer(job, watch))
-    attempt("elementwise", lambda: _time_elementwise(job, tokens, watch))
+    attempt("products", lambda: _time_gemms(job, tokens, timer))
+    attempt("attention", lambda: (_time_attention(job, timer), {}))
+    attempt("optimizer", lambda: _time_optimizer(job, timer))
+    attempt("elementwise", lambda: _time_elementwise(job, tokens, timer))
     whole, lasting = not failed, dict[str, float]()
     if job.cluster.device == "cuda":  # the CPU has no such product
-        attempt("float32 gradients of weights", lambda: _time_exact_products(job, tokens, watch))
-        attempt("flash attention", lambda: ({}, _time_attention(job, watch, flash=True)))
+        attempt("float32 gradients of weights", lambda: _time_exact_gemms(job, tokens, timer))
+        attempt("flash attention", lambda: ({}, _time_attention(job, timer, flash=True)))
         if whole:
-            attempt("without a pause", lambda: ({}, lasting.update(_time_lasting(job, tokens)) or {}))
-    products_s = sum(seconds for name, seconds in parts.items() if name.startswith("product "))
+            attempt("without a pause", lambda: ({}, lasting.update(_time_sustained(job, tokens)) or {}))
+    gemm_s = sum(seconds for name, seconds in parts.items() if name.startswith("product "))
     attention_s = sum(seconds for name, seconds in parts.items() if name.startswith("attention,"))
     return {
         "step_s": sum(parts.values()) if whole else None,
@@ -176,7 +176,7 @@ def time_floor(job: Job, say: Callable[..., None]) -> dict[str, Any]:
         "parts_s": parts,
         "beside_s": beside,
         "failed_parts": failed,
-        "products_flops_per_s": flops / products_s if products_s else None,
+        "products_flops_per_s": flops / gemm_s if gemm_s else None,
         "attention_flops_per_s": attention_flops(job.model, tokens, job.data.seq_len) / attention_s
         if attention_s
         else None,
@@ -184,24 +184,24 @@ def time_floor(job: Job, say: Callable[..., None]) -> dict[str, Any]:
     }
 
 
-def _time_lasting(job: Job, tokens: int) -> dict[str, float]:
+def _time_sustained(job: Job, tokens: int) -> dict[str, float]:
     """Products and attention of a GPU that gets no pause."""
-    watch = LastingStopwatch(job.cluster.device)
-    _time_products(job, tokens, Stopwatch(job.cluster.device))  # or the first one would still run cool
-    return _time_products(job, tokens, watch)[0] | _time_attention(job, watch)
+    timer = SustainedTimer(job.cluster.device)
+    _time_gemms(job, tokens, Timer(job.cluster.device))  # or the first one would still run cool
+    return _time_gemms(job, tokens, timer)[0] | _time_attention(job, timer)
 
 
-Found = tuple[dict[str, float], dict[str, float]]
+FloorTimes = tuple[dict[str, float], dict[str, float]]
 """Seconds of a step by part: those that count, and those that are only shown."""
 
 
-def _time_products(job: Job, tokens: int, watch: Stopwatch) -> Found:
+def _time_gemms(job: Job, tokens: int, timer: Timer) -> FloorTimes:
     """Forward, gradient of the input, gradient of the weight."""
     import torch  # noqa: PLC0415
 
     device = job.cluster.device
     counted = {}
-    for product in list_products(job.model):
+    for product in list_gemms(job.model):
         x = torch.randn(tokens, product.inner, device=device, dtype=torch.bfloat16)
         weight = torch.randn(product.outer, product.inner, device=device, dtype=torch.bfloat16) * 0.02
         grad = torch.randn(tokens, product.outer, device=device, dtype=torch.bfloat16)
@@ -211,26 +211,26 @@ def _time_products(job: Job, tokens: int, watch: Stopwatch) -> Found:
             ("input", lambda a=grad, b=weight, c=grad_x: torch.mm(a, b, out=c)),
             ("weight", lambda a=grad, b=x, c=grad_weight: torch.mm(a.T, b, out=c)),
         ):
-            counted[f"product {product.name}, {name}"] = watch.median_s(work) * product.times
+            counted[f"product {product.name}, {name}"] = timer.median_s(work) * product.times
         del x, weight, grad, out, grad_x, grad_weight
     return counted, {}
 
 
-def _time_exact_products(job: Job, tokens: int, watch: Stopwatch) -> Found:
+def _time_exact_gemms(job: Job, tokens: int, timer: Timer) -> FloorTimes:
     """Gradients of weights once more, written in float32 by the product itself; shown beside."""
     import torch  # noqa: PLC0415
 
     shown = {}
-    for product in list_products(job.model):
+    for product in list_gemms(job.model):
         x = torch.randn(tokens, product.inner, device=job.cluster.device, dtype=torch.bfloat16)
         grad = torch.randn(tokens, product.outer, device=job.cluster.device, dtype=torch.bfloat16)
-        taken_s = watch.median_s(lambda a=grad, b=x: torch.mm(a.T, b, out_dtype=torch.float32))
+        taken_s = timer.median_s(lambda a=grad, b=x: torch.mm(a.T, b, out_dtype=torch.float32))
         shown[f"product {product.name}, weight in float32"] = taken_s * product.times
         del x, grad
     return {}, shown
 
 
-def _time_attention(job: Job, watch: Stopwatch, flash: bool = False) -> dict[str, float]:
+def _time_attention(job: Job, timer: Timer, flash: bool = False) -> dict[str, float]:
     """Forward and backward of all layers, heads as products leave them.
 
     Args:
@@ -240,8 +240,8 @@ def _time_attention(job: Job, watch: Stopwatch, flash: bool = False) -> dict[str
     """
     import torch  # noqa: PLC0415
     import torch.nn.functional as F  # noqa: N812, PLC0415
-    from llama_by_hand import fast_attention  # noqa: PLC0415
     from torch.nn.attention import SDPBackend  # noqa: PLC0415
+    from torch_llama import fast_attention  # noqa: PLC0415
 
     model, device = job.model, job.cluster.device
     batch, length = job.train.global_batch, job.data.seq_len
@@ -260,13 +260,13 @@ def _time_attention(job: Job, watch: Stopwatch, flash: bool = False) -> dict[str
     with fast_attention(device, SDPBackend.FLASH_ATTENTION if flash else SDPBackend.CUDNN_ATTENTION):
         mixed = mix()
         gradient = torch.randn_like(mixed)
-        forward_s = watch.median_s(mix)
-        back = watch.median_s(lambda: torch.autograd.grad(mixed, (q, k, v), gradient, retain_graph=True))
+        forward_s = timer.median_s(mix)
+        back = timer.median_s(lambda: torch.autograd.grad(mixed, (q, k, v), gradient, retain_graph=True))
     name, layers = "flash attention" if flash else "attention", model.num_layers
     return {f"{name}, forward": forward_s * layers, f"{name}, backward": back * layers}
 
 
-def _time_optimizer(job: Job, watch: Stopwatch) -> Found:
+def _time_optimizer(job: Job, timer: Timer) -> FloorTimes:
     """Torch's fused AdamW on float32 weights of the model's shapes; the gradients' norm is shown beside."""
     import torch  # noqa: PLC0415
 
@@ -276,18 +276,18 @@ def _time_optimizer(job: Job, watch: Stopwatch) -> Found:
         parameter.grad = torch.randn_like(parameter).mul_(1e-3)
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm_s = watch.median_s(lambda: torch.nn.utils.get_total_norm(gradients, foreach=True))
-    return {"optimizer": watch.median_s(optimizer.step)}, {"norm of the gradients": norm_s}
+    norm_s = timer.median_s(lambda: torch.nn.utils.get_total_norm(gradients, foreach=True))
+    return {"optimizer": timer.median_s(optimizer.step)}, {"norm of the gradients": norm_s}
 
 
-def _time_elementwise(job: Job, tokens: int, watch: Stopwatch) -> Found:
+def _time_elementwise(job: Job, tokens: int, timer: Timer) -> FloorTimes:
     """Counted bytes over the bandwidth of a copy that no cache holds."""
     import torch  # noqa: PLC0415
 
     device = job.cluster.device
     source = torch.randn(2**30 if device == "cuda" else 2**22, device=device)
     target = torch.empty_like(source)
-    copy_s = watch.median_s(lambda: target.copy_(source))
+    copy_s = timer.median_s(lambda: target.copy_(source))
     bytes_per_s = 2 * source.numel() * FLOAT32_BYTES / copy_s
     counted = elementwise_bytes(job.model, tokens)
     return {f"elementwise, {name}": moved / bytes_per_s for name, moved in counted.items()}, {

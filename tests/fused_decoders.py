@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from meshwright.models.bf16_weights import WorkingCopies
+from meshwright.models.bf16_weights import WeightCopies
 from meshwright.models.decoder import Decoder, fuse_blocks
-from meshwright.models.linear import scale_products
+from meshwright.models.linear import convert_linears_to_fp8
 
 
 def make_ready(
@@ -24,10 +24,10 @@ def make_ready(
 ) -> None:
     """As a session does for a compiled job in bf16 or, where ``scaled``, in fp8; without copies it stays."""
     if scaled:
-        scale_products(net, gradients=True)
+        convert_linears_to_fp8(net, gradients=True)
     if copies:
-        net.stream = stream
-        net.working = WorkingCopies(net, torch.bfloat16)
+        net.residual_dtype = stream
+        net.weight_copies = WeightCopies(net, torch.bfloat16)
     if own:
         fuse_blocks(net, gradients)
 
@@ -35,7 +35,7 @@ def make_ready(
 @contextmanager
 def note_kept(net: Decoder) -> Iterator[dict[int, int]]:
     """Bytes of what autograd keeps meanwhile, by storage: not parameters, buffers and copies of matrices."""
-    known = {t.untyped_storage().data_ptr() for t in (*net.buffers(), *net.working.copies.values())}
+    known = {t.untyped_storage().data_ptr() for t in (*net.buffers(), *net.weight_copies.copies.values())}
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

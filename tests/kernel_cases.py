@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
-from meshwright.data.dataset import IGNORED
+from meshwright.data.dataset import IGNORE_INDEX
 from meshwright.models.kernels import fp8
 from meshwright.models.kernels import fused as kernels
 
@@ -48,7 +48,7 @@ def norm_cases(rows: int, width: int, stream: torch.dtype, low: torch.dtype = LO
     def forward(dtype: torch.dtype, *, added: bool) -> Case:
         def work(device: str) -> Iterator[Tensor | None]:
             x, delta, weight = operands(device)
-            total, normal, inverse = kernels.add_norm(x, delta if added else None, weight, 1e-5, dtype)
+            total, normal, inverse = kernels.add_rms_norm(x, delta if added else None, weight, 1e-5, dtype)
             yield from (total, *normal, inverse)
 
         return work
@@ -58,15 +58,15 @@ def norm_cases(rows: int, width: int, stream: torch.dtype, low: torch.dtype = LO
             x, grad, weight = operands(device)
             inverse = x.float().square().mean(-1).add(1e-5).rsqrt()
             more = draw(device, rows, width, dtype=stream, seed=3) if beside else None
-            return kernels.norm_backward(grad, x, inverse, weight, more, normal)
+            return kernels.rms_norm_backward(grad, x, inverse, weight, more, normal)
 
         return work
 
     return {
-        "add_norm": forward(low, added=True),
+        "add_rms_norm": forward(low, added=True),
         "norm alone": forward(low, added=False),
         "add_norm in 8 bits": forward(fp8.E4M3, added=True),
-        "norm_backward": back(beside=True, normal=True),
+        "rms_norm_backward": back(beside=True, normal=True),
         "norm_backward of the last": back(beside=False, normal=False),
     }
 
@@ -79,28 +79,28 @@ def embedding_cases(tokens: int, words: int, width: int, stream: torch.dtype) ->
 
     def back(device: str) -> Iterable[Tensor]:
         grad = draw(device, tokens, width, dtype=stream)
-        return [kernels.add_rows(grad, drawn(device), words)]
+        return [kernels.embedding_grad(grad, drawn(device), words)]
 
     def forward(device: str) -> Iterable[Tensor]:
-        return [kernels.read_rows(draw(device, words, width, dtype=EXACT), drawn(device), stream)]
+        return [kernels.embedding_lookup(draw(device, words, width, dtype=EXACT), drawn(device), stream)]
 
     def apart(device: str) -> Iterable[Tensor]:
         """Words that do not lie beside each other, as of the last token of each sequence."""
         table, chosen = draw(device, words, width, dtype=EXACT), drawn(device).repeat_interleave(3)[::3]
-        yield kernels.read_rows(table, chosen, stream)
-        yield kernels.add_rows(draw(device, tokens, width, dtype=stream), chosen, words)
+        yield kernels.embedding_lookup(table, chosen, stream)
+        yield kernels.embedding_grad(draw(device, tokens, width, dtype=stream), chosen, words)
 
-    return {"read_rows": forward, "add_rows": back, "rows of words that lie apart": apart}
+    return {"embedding_lookup": forward, "embedding_grad": back, "rows of words that lie apart": apart}
 
 
 def check_unknown_words(device: str) -> None:
     """What a table has not is no number, and moves nothing: no memory beside it is read or written."""
     memory, tokens = draw(device, 12, 16, dtype=EXACT), torch.tensor([0, -1, 4, 3], device=device)
     before, table = memory.clone(), memory[4:8]
-    rows = kernels.read_rows(table, tokens, EXACT)
+    rows = kernels.embedding_lookup(table, tokens, EXACT)
     assert torch.equal(rows[[0, 3]], table[[0, 3]])
     assert rows[[1, 2]].isnan().all()
-    kernels._triton().add_rows(torch.ones(4, 16, device=device), tokens, table)
+    kernels._triton().embedding_grad(torch.ones(4, 16, device=device), tokens, table)
     before[[4, 7]] += 1
     assert torch.equal(memory, before)
 
@@ -114,16 +114,16 @@ def gate_cases(rows: int, width: int, low: torch.dtype = LOW) -> dict[str, Case]
 
     def with_amax(device: str) -> Iterable[Tensor]:
         """The largest are those of what was written, to the bit, which may itself be a step apart."""
-        out, inner, *found = kernels.gate_backward_amax(*operands(device))
+        out, inner, *found = kernels.swiglu_backward_amax(*operands(device))
         wanted = [values.abs().amax(0).float() for values in (out, inner)]
         return out, inner, *((amax == own).float() for amax, own in zip(found, wanted, strict=True))
 
     return {
-        "gate": lambda device: kernels.gate(operands(device)[0], low),
-        "gate in 8 bits": lambda device: kernels.gate(operands(device)[0], fp8.E4M3),
-        "gate_backward": lambda device: kernels.gate_backward(*operands(device)),
-        "gate_backward alone": lambda device: kernels.gate_backward(*operands(device), inner=False),
-        "gate_backward_amax": with_amax,
+        "swiglu": lambda device: kernels.swiglu(operands(device)[0], low),
+        "swiglu in fp8": lambda device: kernels.swiglu(operands(device)[0], fp8.E4M3),
+        "swiglu_backward": lambda device: kernels.swiglu_backward(*operands(device)),
+        "swiglu_backward alone": lambda device: kernels.swiglu_backward(*operands(device), inner=False),
+        "swiglu_backward_amax": with_amax,
     }
 
 
@@ -140,7 +140,9 @@ def cast_cases(rows: int, width: int, dtype: torch.dtype = LOW) -> dict[str, Cas
 
     def turned(device: str) -> Iterable[Tensor]:
         x = matrix(device)
-        return [kernels.cast_turned(x, x.abs().amax(1, keepdim=True).float().clamp(min=1e-3) / fp8.LARGEST)]
+        return [
+            kernels.cast_transposed(x, x.abs().amax(1, keepdim=True).float().clamp(min=1e-3) / fp8.E4M3_MAX)
+        ]
 
     def known(device: str) -> Iterable[Tensor | None]:
         x = matrix(device)
@@ -149,8 +151,8 @@ def cast_cases(rows: int, width: int, dtype: torch.dtype = LOW) -> dict[str, Cas
     def exactly(device: str) -> Iterable[Tensor | None]:
         """Whole numbers with a scale of 1: nothing is rounded."""
         x = (8 * draw(device, rows, width, dtype=EXACT)).round().clamp(-15, 15).to(dtype)
-        yield kernels.cast_turned(x, torch.ones(rows, 1, device=device))
-        yield kernels.cast_columns(x, torch.full((width,), fp8.LARGEST, device=device)).values
+        yield kernels.cast_transposed(x, torch.ones(rows, 1, device=device))
+        yield kernels.cast_columns(x, torch.full((width,), fp8.E4M3_MAX, device=device)).values
 
     return {
         "casts of whole numbers": exactly,
@@ -158,7 +160,7 @@ def cast_cases(rows: int, width: int, dtype: torch.dtype = LOW) -> dict[str, Cas
         "cast_rows by columns": folded,
         "cast_columns": lambda device: kernels.cast_columns(matrix(device)),
         "cast_columns by what is known": known,
-        "cast_turned": turned,
+        "cast_transposed": turned,
         "column_amax": lambda device: [kernels.column_amax(matrix(device))],
     }
 
@@ -177,20 +179,20 @@ def turn_cases(
 
     def forward(device: str) -> Iterable[Tensor]:
         lying = rows(device)
-        kernels.turn_heads(lying.transpose(1, 2)[:, : queries + keys], *rope(device))
+        kernels.rotate_heads(lying.transpose(1, 2)[:, : queries + keys], *rope(device))
         return [lying]
 
     def back(device: str) -> Iterable[Tensor]:
         q, k, v = rows(device).transpose(1, 2).split((queries, keys, keys), dim=1)
         apart = k.contiguous(), v.transpose(1, 2).contiguous().transpose(1, 2)
-        return [kernels.turn_back(q, *apart, *rope(device))]
+        return [kernels.rope_backward(q, *apart, *rope(device))]
 
     def turned_over(device: str) -> Iterable[Tensor]:
         """As attention without a fused kernel gives the gradient of keys: the last two dims changed over."""
         q, k, v = rows(device).transpose(1, 2).split((queries, keys, keys), dim=1)
-        return [kernels.turn_back(q, k.mT.contiguous().mT, v, *rope(device))]
+        return [kernels.rope_backward(q, k.mT.contiguous().mT, v, *rope(device))]
 
-    return {"turn_heads": forward, "turn_back": back, "turned over": turned_over}
+    return {"rotate_heads": forward, "rope_backward": back, "turned over": turned_over}
 
 
 @contextmanager
@@ -259,14 +261,14 @@ def check_softmax(
     """
     logits = (spread * draw("cpu", 6, words, dtype=EXACT)).to(device, dtype)
     targets = torch.randint(0, words, (6,), generator=torch.Generator().manual_seed(1)).to(device)
-    targets[1], targets[2], targets[3], targets[4] = IGNORED, 0, words - 1, logits[4].argmax()
+    targets[1], targets[2], targets[3], targets[4] = IGNORE_INDEX, 0, words - 1, logits[4].argmax()
     exact = logits.float().requires_grad_()
-    losses = F.cross_entropy(exact, targets, ignore_index=IGNORED, reduction="none")
+    losses = F.cross_entropy(exact, targets, ignore_index=IGNORE_INDEX, reduction="none")
     (wanted,) = torch.autograd.grad(losses.sum() * factor, exact)
     before = logits.clone()
-    alone = kernels.softmax_loss(logits, targets, factor, IGNORED, gradient=False)
+    alone = kernels.cross_entropy(logits, targets, factor, IGNORE_INDEX, gradient=False)
     assert torch.equal(logits, before), "nobody asked for a gradient"
-    found = kernels.softmax_loss(logits, targets, factor, IGNORED, gradient=True)
+    found = kernels.cross_entropy(logits, targets, factor, IGNORE_INDEX, gradient=True)
     # The largest logit comes in as a term of its own: a loss is as exact as float32 holds that.
     for own in (found, alone):
         torch.testing.assert_close(own, losses.detach(), rtol=ALIKE, atol=4 * ALIKE * spread)
@@ -292,15 +294,15 @@ def check_scale(device: str, dtype: torch.dtype) -> None:
 def check_adamw(device: str) -> None:
     """Parameters of all kinds move as by torch's operations; also after one lies elsewhere."""
     from meshwright.train.optimizers import triton_adamw
-    from meshwright.train.optimizers.adamw import Moved, update_parameter
+    from meshwright.train.optimizers.adamw import ParameterUpdate, update_parameter
 
     shapes, table = [(50, 96), (33,), (7, 3), (100, 100), (16,)], triton_adamw.Table()
     scalars = draw(device, len(shapes), 4, dtype=EXACT, seed=9).abs()
 
-    def build(number: int) -> Moved:
+    def build(number: int) -> ParameterUpdate:
         drawn = [draw(device, *shapes[number], dtype=EXACT, seed=10 * number + i) for i in range(4)]
         drawn[3] = drawn[3].abs()
-        return Moved(*drawn, torch.zeros_like(drawn[0]) if number % 2 else None)
+        return ParameterUpdate(*drawn, torch.zeros_like(drawn[0]) if number % 2 else None)
 
     ours, theirs = ([build(number) for number in range(len(shapes))] for _ in range(2))
     for _ in range(2):
@@ -334,7 +336,7 @@ def check_interpreted() -> None:
         check_unknown_words("cpu")
     check_adamw("cpu")
     sys.stdout.write("adamw\n")
-    sys.stdout.write("softmax_loss and scale\n")
+    sys.stdout.write("cross_entropy and scale\n")
 
 
 if __name__ == "__main__":

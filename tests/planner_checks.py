@@ -31,7 +31,7 @@ SAME = 1e-9
 """Relative difference of times that are one number, written and read."""
 PARTS_SUM = 1e-6
 """Relative difference between a step and the sum of its parts."""
-TRAFFIC_KEYS = ("axis", "op", "phase", "ranks", "calls", "bytes", "place")
+TRAFFIC_KEYS = ("axis", "op", "phase", "ranks", "calls", "bytes", "pp_rank")
 PEAKS = ("peak", "first_step", "checkpoint")
 
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from meshwright.parallel import tensor_collectives as split
-from meshwright.parallel.pipeline import collect, exchange
+from meshwright.parallel.pipeline import collect
+from meshwright.parallel.pipeline import p2p as exchange
 from meshwright.train import worker
 
 
@@ -79,10 +80,10 @@ def through_gloo(run_dir, listener):
 
     Its functional collectives read a GPU's memory from the host, and die of it; the plain ones do not.
     """
-    split.gather_rows, split._reduce_scatter = _all_gather, _reduce_scatter
+    split.all_gather_rows, split._reduce_scatter = _all_gather, _reduce_scatter
     dist.reduce_scatter_tensor = _reduce_scatter_on_host  # as FSDP2 calls it
     exchange.dist, collect.dist = _HostTransfers, _HostCollect
-    worker.join_ranks = functools.partial(worker.join_ranks, backend="gloo")
+    worker.init_mesh = functools.partial(worker.init_mesh, backend="gloo")
     return worker.run_rank(run_dir, listener)
 
 

@@ -28,7 +28,7 @@ def test_the_grouped_kernel_is_a_product_for_each_expert(sizes, widths):
         return torch.randn(shape, device="cuda", generator=generator).bfloat16().requires_grad_()
 
     x, weight, bias = draw(sum(sizes), inner), draw(4 * outer, inner), draw(4 * outer)
-    out = grouped.grouped_product(x, weight, bias, sizes)
+    out = grouped.grouped_gemm(x, weight, bias, sizes)
     assert grouped._is_fused(x, weight.view(4, outer, inner)) == (inner == 64 and sum(sizes) > 0)
     exact = [tensor.detach().float().requires_grad_() for tensor in (x, weight, bias)]
     matrices, biases = exact[1].view(4, outer, inner), exact[2].view(4, outer)

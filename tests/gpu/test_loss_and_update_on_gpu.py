@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from meshwright.data.dataset import IGNORED  # noqa: E402
+from meshwright.data.dataset import IGNORE_INDEX  # noqa: E402
 from meshwright.models.loss import linear_cross_entropy  # noqa: E402
 from meshwright.train.optimizers.adamw import FusedAdamW, clipping_factor  # noqa: E402
 
@@ -38,11 +38,13 @@ def test_the_fused_loss_is_the_eager_one():
     x = torch.randn(2600, 256, device="cuda", generator=generator).bfloat16().requires_grad_()
     weight = (torch.randn(4096, 256, device="cuda", generator=generator) / 16).requires_grad_()
     targets = torch.randint(0, 4096, (2600,), device="cuda", generator=generator)
-    targets[::7] = IGNORED
+    targets[::7] = IGNORE_INDEX
     low = weight.detach().bfloat16()
 
     def gradients(*, fused: bool) -> tuple[torch.Tensor, ...]:
-        loss = linear_cross_entropy(x, weight, targets, 1024, low_VD=low if fused else None, fused=fused)
+        loss = linear_cross_entropy(
+            x, weight, targets, 1024, weight_copy_VD=low if fused else None, fused=fused
+        )
         return loss.detach(), *torch.autograd.grad(loss / 100, (x, weight))
 
     eager, fused = gradients(fused=False), gradients(fused=True)

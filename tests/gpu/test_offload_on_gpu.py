@@ -48,7 +48,7 @@ def test_the_state_lies_in_pinned_memory_and_a_step_is_the_rule(tmp_path):
     """Against the same optimizer without streaming, bit by bit, over steps that overlap their copies."""
     from torch.optim import AdamW
 
-    from meshwright.train.optimizer_offload import StreamedState
+    from meshwright.train.optimizer_offload import OffloadedOptimizerState
 
     device = torch.device("cuda")
     torch.manual_seed(0)
@@ -62,8 +62,8 @@ def test_the_state_lies_in_pinned_memory_and_a_step_is_the_rule(tmp_path):
                 "exp_avg": torch.zeros_like(p),
                 "exp_avg_sq": torch.zeros_like(p),
             }
-    streamed = StreamedState(optimizers[1], [second[i : i + 2] for i in range(0, 24, 2)], device)
-    assert all(buffer.is_pinned() for buffer in streamed.host_buffers)
+    offloaded = OffloadedOptimizerState(optimizers[1], [second[i : i + 2] for i in range(0, 24, 2)], device)
+    assert all(buffer.is_pinned() for buffer in offloaded.host_buffers)
     for _ in range(5):
         for one, other in zip(first, second, strict=True):
             one.grad = torch.randn_like(one)

@@ -9,11 +9,11 @@ torch = pytest.importorskip("torch")
 from meshwright.core.events import EVENTS_FILE, EventWriter  # noqa: E402
 from meshwright.launch.assignment import Assignment  # noqa: E402
 from meshwright.measure.collective_counter import CollectiveCounter  # noqa: E402
-from meshwright.parallel.mesh import join_ranks  # noqa: E402
+from meshwright.parallel.mesh import init_mesh  # noqa: E402
 from meshwright.plan.contract import build_plan  # noqa: E402
 from meshwright.spec.load import load_job  # noqa: E402
 from meshwright.train import loop  # noqa: E402
-from meshwright.train.trainer import build_session  # noqa: E402
+from meshwright.train.trainer import build_trainer  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,12 +74,12 @@ def test_the_document_mask_runs_in_a_fused_kernel(train, precision):
 
 
 @pytest.mark.parametrize(
-    "more", [(), ("train.residual=bf16", "layout.recompute=selective")], ids=["blocks", "low_stream"]
+    "more", [(), ("train.residual_dtype=bf16", "layout.recompute=selective")], ids=["blocks", "low_stream"]
 )
 def test_compiled_blocks_give_the_same_losses(train, more):
     """With copies in 16 bits, cuDNN's attention, the fused loss and AdamW that writes the copies."""
     plain = train(*ON_GPU, *WIDE, "train.precision=bf16", "run_dir=plain")
-    low = ("train.precision=bf16", "train.compile=true")
+    low = ("train.precision=bf16", "train.block_backend=triton")
     compiled = train(*ON_GPU, *WIDE, *low, *more, "run_dir=compiled")
     assert compiled.losses == pytest.approx(plain.losses, rel=1e-2)
     assert compiled.result["audit_ok"], compiled.result["differences"]
@@ -128,19 +128,19 @@ def test_a_step_is_told_while_the_device_updates_if_another_comes_next(job_file,
     plan, _ = build_plan(load_job(str(job_file), [*ON_GPU, "layout.dp_replicate=1", "train.steps=9"]))
     assignment = Assignment(str(tmp_path), plan.job.data.path, str(tmp_path / "checkpoints"))
     counter, events = CollectiveCounter(), EventWriter(tmp_path / EVENTS_FILE, 0)
-    session = build_session(plan, assignment, join_ranks(plan.job, counter), counter, events)
-    meter, honest = loop.Meter(session), loop.update
+    trainer = build_trainer(plan, assignment, init_mesh(plan.job, counter), counter, events)
+    meter, honest = loop.ThroughputMeter(trainer), loop.update
 
-    def long_update(session, lr, *known):
-        norm = honest(session, lr, *known)
+    def long_update(trainer, lr, *known):
+        norm = honest(trainer, lr, *known)
         torch.cuda._sleep(LONG)
         return norm
 
     for _ in range(3):  # a first use of pinned memory and of a kernel may wait for the device
-        loop.train_step(session, meter, onward=True)
+        loop.train_step(trainer, meter, overlap_next_step=True)
     monkeypatch.setattr(loop, "update", long_update)
-    loop.train_step(session, meter, onward=True)
+    loop.train_step(trainer, meter, overlap_next_step=True)
     assert not torch.cuda.current_stream().query()
-    loop.train_step(session, meter, onward=False)
+    loop.train_step(trainer, meter, overlap_next_step=False)
     assert torch.cuda.current_stream().query()
     events.close()

@@ -25,13 +25,13 @@ from kernel_cases import (  # noqa: E402
     norm_cases,
     turn_cases,
 )
-from meshwright.data.dataset import IGNORED  # noqa: E402
+from meshwright.data.dataset import IGNORE_INDEX  # noqa: E402
 from meshwright.models import loss as losses  # noqa: E402
 from meshwright.models.decoder import Decoder  # noqa: E402
 from meshwright.models.kernels import fp8  # noqa: E402
 from meshwright.models.kernels import fused as kernels  # noqa: E402
 from meshwright.models.loss import linear_cross_entropy  # noqa: E402
-from meshwright.spec.execution import runs_own_kernels  # noqa: E402
+from meshwright.spec.execution import uses_triton_blocks  # noqa: E402
 from meshwright.spec.load import load_job  # noqa: E402
 from meshwright.spec.model import DecoderModel  # noqa: E402
 
@@ -74,7 +74,7 @@ def test_a_deterministic_run_sums_the_gradient_of_an_embedding_by_torch(monkeypa
     monkeypatch.setattr(kernels, "_triton", lambda: pytest.fail("sums in any order"))
     torch.use_deterministic_algorithms(True)
     try:
-        kernels.add_rows(grad, tokens, 4)
+        kernels.embedding_grad(grad, tokens, 4)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -104,7 +104,7 @@ def test_turned_heads_are_those_of_torchs_operations(queries, keys, size):
             compare(case, DEVICE)
 
 
-@pytest.mark.parametrize("what", ["cast_rows", "cast_columns", "add_norm", "gate"])
+@pytest.mark.parametrize("what", ["cast_rows", "cast_columns", "add_rms_norm", "swiglu"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_no_cast_hides_what_is_not_finite(what, value):
     """A diverging run is noticed by its loss: as on a CPU, nothing finite may come of a NaN."""
@@ -115,8 +115,8 @@ def test_no_cast_hides_what_is_not_finite(what, value):
     cast, row = {
         "cast_rows": lambda: (kernels.cast_rows(x), 3),
         "cast_columns": lambda: (kernels.cast_columns(x), 4),
-        "add_norm": lambda: (kernels.add_norm(x, other, weight, 1e-5, fp8.E4M3)[1], 3),
-        "gate": lambda: (kernels.gate(torch.cat((other, x), dim=-1), fp8.E4M3), 3),
+        "add_rms_norm": lambda: (kernels.add_rms_norm(x, other, weight, 1e-5, fp8.E4M3)[1], 3),
+        "swiglu": lambda: (kernels.swiglu(torch.cat((other, x), dim=-1), fp8.E4M3), 3),
     }[what]()
     again = cast.values.float() * cast.scale
     assert not again[row].isfinite().all()
@@ -141,7 +141,7 @@ def test_the_loss_in_place_finds_rows_beyond_two_to_the_31():
     logits = torch.zeros(rows, words, dtype=LOW, device=DEVICE)
     logits[-1] = draw(DEVICE, words)
     last, targets = logits[-1].float().clone(), torch.full((rows,), 7, device=DEVICE)
-    found = kernels.softmax_loss(logits, targets, 1.0, IGNORED, gradient=True)
+    found = kernels.cross_entropy(logits, targets, 1.0, IGNORE_INDEX, gradient=True)
     wanted = torch.softmax(last, 0)
     assert found[-1].item() == pytest.approx(-wanted[7].log().item(), rel=1e-5)
     assert found[:-1].sub(math.log(words)).abs().max() < 1e-5
@@ -158,7 +158,7 @@ def loss_operands() -> tuple[torch.Tensor, ...]:
     x = draw(DEVICE, 1300, 128).requires_grad_()
     weight = (draw(DEVICE, 4096, 128, dtype=EXACT, seed=1) / 11).requires_grad_()
     targets = torch.randint(0, 4096, (1300,), generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    targets[::7] = IGNORED
+    targets[::7] = IGNORE_INDEX
     return x, weight, targets
 
 
@@ -167,7 +167,7 @@ def test_gradients_are_the_same_whatever_gradient_was_expected(real):
     """Made with the one that comes, or scaled after."""
     x, weight, targets = loss_operands()
     exact = [x.detach().float().requires_grad_(), weight.detach().bfloat16().float().requires_grad_()]
-    plain = F.cross_entropy(exact[0] @ exact[1].T, targets, ignore_index=IGNORED, reduction="sum")
+    plain = F.cross_entropy(exact[0] @ exact[1].T, targets, ignore_index=IGNORE_INDEX, reduction="sum")
     wanted = torch.autograd.grad(plain * real, exact)
     for expected in (1.0, 1 / 256, 0.1):
         loss = linear_cross_entropy(x, weight, targets, 512, fused=True, expected=expected)
@@ -205,7 +205,7 @@ def step(net: Decoder, *, masked: bool = False, low: bool = True):
     generator = torch.Generator().manual_seed(99)
     tokens, targets = torch.randint(0, SHAPE.vocab_size, (2, SAMPLES, LENGTH), generator=generator).to(DEVICE)
     documents = (torch.rand(SAMPLES, LENGTH, generator=generator) < 0.1).cumsum(1).to(DEVICE)
-    targets[:, ::5] = IGNORED
+    targets[:, ::5] = IGNORE_INDEX
     with torch.autocast(DEVICE, LOW, enabled=low):
         loss = net(tokens, targets, documents if masked else None)
     loss.backward()
@@ -230,7 +230,7 @@ def test_blocks_are_as_near_to_float32_as_their_modules(scaled, stream, masked):
     _, modules = step(build(stream, own=False, scaled=scaled), masked=masked)
     for recompute in ("none", "selective", "full"):
         net = build(stream, own=True, recompute=recompute, scaled=scaled)
-        net.expect_gradient(1 / 64)
+        net.set_expected_loss_grad(1 / 64)
         loss, found = step(net, masked=masked)
         assert loss == pytest.approx(exact_loss, rel=2e-2 if scaled else 2e-3)
         assert distance(found, exact) < 1.25 * distance(modules, exact)
@@ -246,15 +246,15 @@ TRAINED = (
     "model.ffn_size=352",
     "data.seq_len=128",
     "train.precision=bf16",
-    "train.compile=true",
+    "train.block_backend=triton",
 )
 
 
 def test_a_run_with_own_kernels_has_the_losses_of_one_with_compiled_ones(train, job_file):
     """A whole run with its audit; the two differ in who computes the blocks, and in nothing else."""
-    own, compiled = ([*TRAINED, f"train.kernels={kind}"] for kind in ("own", "compiled"))
-    assert runs_own_kernels(load_job(str(job_file), own))
-    assert not runs_own_kernels(load_job(str(job_file), compiled))
+    own, compiled = ([*TRAINED, f"train.block_backend={backend}"] for backend in ("triton", "compile"))
+    assert uses_triton_blocks(load_job(str(job_file), own))
+    assert not uses_triton_blocks(load_job(str(job_file), compiled))
     found = train(*own, "run_dir=own")
     wanted = train(*compiled, "run_dir=compiled")
     assert found.losses == pytest.approx(wanted.losses, rel=1e-2)
@@ -266,7 +266,7 @@ def test_a_run_with_gradients_in_16_bits_has_the_losses_of_one_in_float32(train)
     """And holds as much as was planned: half of its matrices' gradients, to the byte."""
     one = (*TRAINED, "layout.dp_replicate=1", "layout.micro_batch=12")
     wanted = train(*one, "run_dir=float32")
-    found = train(*one, "train.gradients=bf16", "run_dir=narrow")
+    found = train(*one, "train.grad_dtype=bf16", "run_dir=narrow")
     assert found.losses == pytest.approx(wanted.losses, rel=5e-3)
     assert found.result["audit_ok"], found.result["differences"]
     assert wanted.result["audit_ok"], wanted.result["differences"]

@@ -22,7 +22,7 @@ def test_real_steps_are_predicted(tmp_path, monkeypatch, capfd):
     out, progress = capfd.readouterr()
     told = json.loads(out)
     assert told["cluster"]["probed"]["compiled"]
-    assert [row["kernels"] for row in told["checked"]] == ["own", "own", "compiled"], progress
+    assert [row["block_backend"] for row in told["checked"]] == ["triton", "triton", "compile"], progress
     for row in told["checked"]:
         assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=0.05)
         assert row["predicted_peak_bytes"] == pytest.approx(row["measured_peak_bytes"], rel=0.03)

@@ -7,9 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from meshwright.core.events import EVENTS_FILE, read_events  # noqa: E402
-from meshwright.models.kernels import gemm as chosen  # noqa: E402
-from meshwright.models.kernels.cublas import Multiplier, Shape  # noqa: E402
-from meshwright.models.kernels.gemm_autotune import find_file, read_winners  # noqa: E402
+from meshwright.models.kernels import gemm  # noqa: E402
+from meshwright.models.kernels.cublas import CublasLtGemm, GemmShape  # noqa: E402
+from meshwright.models.kernels.gemm_autotune import find_cache_file, read_cache  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,15 +25,15 @@ DEVICE = "cuda"
 )
 def test_every_proposal_is_the_product(kind, narrow, dtype):
     """Of float64 operands, rounded once; and what is there is added to, where that is wanted."""
-    shape = Shape(kind, dtype, 1536, 512, 768, narrow)
+    shape = GemmShape(kind, dtype, 1536, 512, 768, narrow)
     left, right = (torch.randn(size, device=DEVICE).to(dtype) for size in (shape.left, shape.right))
     exact = {
         "forward": lambda a, b: a @ b.T,
         "input": lambda a, b: a @ b,
         "weight": lambda a, b: a.T @ b,
     }[kind](left.double(), right.double())
-    multiplier = Multiplier(shape)
-    proposals = multiplier.propose()
+    multiplier = CublasLtGemm(shape)
+    proposals = multiplier.query_algorithms()
     assert proposals
     for algorithm in proposals:
         out = torch.full(shape.out, float("nan"), device=DEVICE, dtype=shape.out_dtype)
@@ -44,17 +44,17 @@ def test_every_proposal_is_the_product(kind, narrow, dtype):
 
 
 def test_what_was_chosen_is_used_on_its_device():
-    shape, calls = Shape("forward", torch.bfloat16, 64, 32, 96), []
-    chosen.choose({shape: lambda *args: calls.append(args)}, torch.device("cuda", 0))
+    shape, calls = GemmShape("forward", torch.bfloat16, 64, 32, 96), []
+    gemm.use_algorithms({shape: lambda *args: calls.append(args)}, torch.device("cuda", 0))
     x, weight = (torch.ones(size, dtype=shape.dtype, device=DEVICE) for size in (shape.left, shape.right))
-    chosen.multiply(x, weight)
+    gemm.forward(x, weight)
     assert len(calls) == 1
-    chosen.multiply(x.cpu(), weight.cpu())
+    gemm.forward(x.cpu(), weight.cpu())
     assert len(calls) == 1
-    chosen.choose({}, torch.device("cuda", 0))
+    gemm.use_algorithms({}, torch.device("cuda", 0))
 
 
-RACED = (
+AUTOTUNED_TIME = (
     "cluster.device=cuda",
     "cluster.devices_per_node=1",
     "model.num_layers=2",
@@ -65,19 +65,19 @@ RACED = (
     "data.seq_len=256",
     "train.global_batch=8",
     "train.precision=bf16",
-    "train.compile=true",
-    "train.residual=bf16",
+    "train.block_backend=triton",
+    "train.residual_dtype=bf16",
     "train.steps=6",
 )
 
 
 def test_a_race_changes_no_loss_and_is_run_once(train, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    plain = train(*RACED)
-    first, second = (train(*RACED, "train.products=raced") for _ in range(2))
+    plain = train(*AUTOTUNED_TIME)
+    first, second = (train(*AUTOTUNED_TIME, "train.gemm_autotune=true") for _ in range(2))
     for run in (first, second):
         assert run.losses == pytest.approx(plain.losses, rel=2e-3)
         assert run.result["audit_ok"], run.result["differences"]
-    counts = [read_events(run.run_dir / EVENTS_FILE).of("products")[0] for run in (first, second)]
-    assert (counts[0]["known"], counts[1]["raced"]) == (0, 0)
-    assert counts[0]["raced"] == counts[1]["known"] == len(read_winners(find_file())) > 0
+    counts = [read_events(run.run_dir / EVENTS_FILE).of("gemm_autotune")[0] for run in (first, second)]
+    assert (counts[0]["cached"], counts[1]["tuned"]) == (0, 0)
+    assert counts[0]["tuned"] == counts[1]["cached"] == len(read_cache(find_cache_file())) > 0

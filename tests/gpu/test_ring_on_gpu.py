@@ -31,7 +31,7 @@ def attend(rank: int, ranks: int, port: int, out: str) -> None:
     import torch.distributed as dist
     import torch.nn.functional as F  # noqa: N812
 
-    from meshwright.parallel.ring_attention import attend_in_ring, ring_attention, zigzag_positions
+    from meshwright.parallel.ring_attention import causal_ring_attention, ring_attention, zigzag_positions
 
     os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     torch.cuda.set_device(0)
@@ -58,7 +58,7 @@ def attend(rank: int, ranks: int, port: int, out: str) -> None:
         own = zigzag_positions(length, rank, ranks).cuda()
         mine = [t[:, :, own].detach().requires_grad_() for t in (q, k, v)]
         if causal:
-            mixed = attend_in_ring(*mine, segments, group)
+            mixed = causal_ring_attention(*mine, segments, group)
         else:
             mixed, _ = ring_attention(*mine, segments, causal, group)
         got = [mixed, *torch.autograd.grad(mixed, mine, grad[:, :, own])]

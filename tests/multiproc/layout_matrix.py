@@ -108,7 +108,7 @@ class Cell:
         job = _place(_job(self.work, self.pipelined, self.routing), dict(self.settings))
         if not self.compiled:
             return job
-        train = dataclasses.replace(job.train, compile=True, compile_backend="aot_eager")
+        train = dataclasses.replace(job.train, block_backend="compile", compile_backend="aot_eager")
         return dataclasses.replace(job, train=train)
 
     @property

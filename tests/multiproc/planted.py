@@ -16,8 +16,8 @@ import torch.distributed._functional_collectives as functional
 from meshwright.measure.memory_tracker import PeakTracker
 from meshwright.models import decoder_sharding
 from meshwright.train import loop, worker
-from meshwright.train import trainer as session
-from meshwright.train.worker import run_rank, run_session
+from meshwright.train import trainer as trainer
+from meshwright.train.worker import run_rank, run_with_trainer
 from meshwright.verify.bench import scaling
 
 ROOM = 400_000_000
@@ -30,9 +30,9 @@ def extra_all_reduce(run_dir, listener):
     """A rank that reduces something more in every step."""
     honest = loop.update
 
-    def update(session, lr):
-        dist.all_reduce(torch.zeros(3), group=session.ranks.group("dp_replicate"))
-        return honest(session, lr)
+    def update(trainer, lr):
+        dist.all_reduce(torch.zeros(3), group=trainer.mesh.group("dp_replicate"))
+        return honest(trainer, lr)
 
     loop.update = update
     return run_rank(run_dir, listener)
@@ -42,10 +42,10 @@ def extra_broadcast_once(run_dir, listener):
     """A rank that broadcasts once, on a group that no axis owns, in the third step."""
     honest = loop.update
 
-    def update(session, lr):
-        if session.step == 2:
+    def update(trainer, lr):
+        if trainer.step == 2:
             dist.broadcast(torch.zeros(5, dtype=torch.float64), 0, group=dist.new_group())
-        return honest(session, lr)
+        return honest(trainer, lr)
 
     loop.update = update
     return run_rank(run_dir, listener)
@@ -55,13 +55,13 @@ def hidden_collectives(run_dir, listener):
     """Collectives by ways that leave autograd out: a functional one, and one in inference mode."""
     honest = loop.update
 
-    def update(session, lr):
-        if session.step == 2:
-            group = session.ranks.group("dp_replicate")
+    def update(trainer, lr):
+        if trainer.step == 2:
+            group = trainer.mesh.group("dp_replicate")
             functional.all_reduce(torch.zeros(4), "sum", group).sum()
             with torch.inference_mode():
                 dist.broadcast(torch.zeros(2), 0, group=group)
-        return honest(session, lr)
+        return honest(trainer, lr)
 
     loop.update = update
     return run_rank(run_dir, listener)
@@ -71,34 +71,34 @@ def note_gathers(run_dir, listener):
     """A rank that says, when a block computes forward or backward, how many gathers were asked for."""
     honest = loop.train
 
-    def note(session):
-        rows = [row for row in session.counter.rows() if row["op"] == "all_gather" and row["phase"] == "step"]
-        if session.counter.phase == "step":
-            session.events.write("gathers_so_far", gathers=sum(row["calls"] for row in rows))
+    def note(trainer):
+        rows = [row for row in trainer.counter.rows() if row["op"] == "all_gather" and row["phase"] == "step"]
+        if trainer.counter.phase == "step":
+            trainer.events.write("gathers_so_far", gathers=sum(row["calls"] for row in rows))
 
-    def watched(session):
-        for block in session.model.list_blocks():
-            block.attention.register_forward_pre_hook(lambda *_: note(session))
-            block.ffn.register_full_backward_pre_hook(lambda *_: note(session))
-        honest(session)
+    def watched(trainer):
+        for block in trainer.model.list_blocks():
+            block.attention.register_forward_pre_hook(lambda *_: note(trainer))
+            block.ffn.register_full_backward_pre_hook(lambda *_: note(trainer))
+        honest(trainer)
 
-    return run_session(watched, run_dir, listener)
+    return run_with_trainer(watched, run_dir, listener)
 
 
 def count_graphs(run_dir, listener):
     """A rank that says how many graphs torch's compiler made."""
     honest = loop.train
 
-    def counted(session):
-        honest(session)
-        session.events.write("graphs", graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    def counted(trainer):
+        honest(trainer)
+        trainer.events.write("graphs", graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
-    return run_session(counted, run_dir, listener)
+    return run_with_trainer(counted, run_dir, listener)
 
 
 def state_that_stays(run_dir, listener):
     """A rank that leaves its optimizer's state where it is, whatever the layout says."""
-    session.offload_optimizer = lambda *_: None
+    trainer.build_offloaded_state = lambda *_: None
     return run_rank(run_dir, listener)
 
 
@@ -106,10 +106,10 @@ def infinite_gradient(run_dir, listener):
     """One gradient overflows in the third step; the loss of that step is still fine."""
     honest = loop.update
 
-    def update(session, lr):
-        if session.step == 2:
-            session.model.norm.weight.grad[0] = float("inf")
-        return honest(session, lr)
+    def update(trainer, lr):
+        if trainer.step == 2:
+            trainer.model.norm.weight.grad[0] = float("inf")
+        return honest(trainer, lr)
 
     loop.update = update
     return run_rank(run_dir, listener)
@@ -119,10 +119,10 @@ def raises_in_step_three(run_dir, listener):
     """Rank 1 meets an exception of its own."""
     honest = loop.forward_backward
 
-    def forward_backward(session, batches, divisor):
-        if session.step == 2 and session.ranks.rank == 1:
+    def forward_backward(trainer, batches, divisor):
+        if trainer.step == 2 and trainer.mesh.rank == 1:
             raise RuntimeError("the cat sat on the keyboard")
-        return honest(session, batches, divisor)
+        return honest(trainer, batches, divisor)
 
     loop.forward_backward = forward_backward
     return run_rank(run_dir, listener)
@@ -132,11 +132,11 @@ def nan_in_step_three(run_dir, listener):
     """One rank's weights turn into NaN."""
     honest = loop.forward_backward
 
-    def forward_backward(session, batches, divisor):
-        if session.step == 2:
+    def forward_backward(trainer, batches, divisor):
+        if trainer.step == 2:
             with torch.no_grad():
-                session.model.norm.weight.fill_(float("nan"))
-        return honest(session, batches, divisor)
+                trainer.model.norm.weight.fill_(float("nan"))
+        return honest(trainer, batches, divisor)
 
     loop.forward_backward = forward_backward
     return run_rank(run_dir, listener)
@@ -146,9 +146,9 @@ def not_deterministic(run_dir, listener):
     """An operation that torch cannot promise to repeat."""
     honest = loop.update
 
-    def update(session, lr):
+    def update(trainer, lr):
         torch.zeros(3).put_(torch.tensor([0]), torch.tensor([1.0]), accumulate=False)
-        return honest(session, lr)
+        return honest(trainer, lr)
 
     loop.update = update
     return run_rank(run_dir, listener)
@@ -158,11 +158,11 @@ def cause_and_consequence(run_dir, listener):
     """Rank 1 fails; rank 0 fails of it, with an error that does not look like a lost peer."""
     honest = loop.forward_backward
 
-    def forward_backward(session, batches, divisor):
-        if session.step == 2 and session.ranks.rank == 1:
+    def forward_backward(trainer, batches, divisor):
+        if trainer.step == 2 and trainer.mesh.rank == 1:
             raise RuntimeError("the cause")
         try:
-            return honest(session, batches, divisor)
+            return honest(trainer, batches, divisor)
         except RuntimeError:
             raise ValueError("a consequence") from None
 
@@ -174,17 +174,17 @@ def infinite_row(run_dir, listener):
     """A gradient overflows in the third step, in rows that rank 1 alone owns."""
     honest = loop.update
 
-    def update(session, lr):
-        take = session.owned.take_gradients
+    def update(trainer, lr):
+        take = trainer.sharded_state.assign_shard_grads
 
         def take_and_break():
             take()
-            if session.step == 2 and session.ranks.rank == 1:
-                dict(session.owned.named_parameters())["norm.weight"].grad[0] = float("inf")
+            if trainer.step == 2 and trainer.mesh.rank == 1:
+                dict(trainer.sharded_state.named_parameters())["norm.weight"].grad[0] = float("inf")
 
-        session.owned.take_gradients = take_and_break
-        norm = honest(session, lr)
-        session.owned.take_gradients = take
+        trainer.sharded_state.assign_shard_grads = take_and_break
+        norm = honest(trainer, lr)
+        trainer.sharded_state.assign_shard_grads = take
         return norm
 
     loop.update = update
@@ -193,16 +193,16 @@ def infinite_row(run_dir, listener):
 
 def watched_start(run_dir, listener):
     """Honest ranks that note what they held at most while they built their session."""
-    honest = worker.build_session
+    honest = worker.build_trainer
 
-    def build_session(plan, assignment, ranks, counter, events):
+    def build_trainer(plan, assignment, mesh, counter, events):
         with PeakTracker([]) as tracker:
-            session = honest(plan, assignment, ranks, counter, events)
-        note = Path(run_dir, f"start-{ranks.rank}.json")
+            trainer = honest(plan, assignment, mesh, counter, events)
+        note = Path(run_dir, f"start-{mesh.rank}.json")
         note.write_text(json.dumps({"peak": tracker.peak_bytes}))
-        return session
+        return trainer
 
-    worker.build_session = build_session
+    worker.build_trainer = build_trainer
     return run_rank(run_dir, listener)
 
 
@@ -211,12 +211,12 @@ def watched_saving(run_dir, listener):
     honest = loop.Saver._save
 
     def save(saver, eval_loss, best):
-        session = saver._session
-        moments = [v for state in session.optimizer.state.values() for v in state.values()]
-        with PeakTracker([*session.owned.held(), *moments]) as tracker:
+        trainer = saver._trainer
+        moments = [v for state in trainer.optimizer.state.values() for v in state.values()]
+        with PeakTracker([*trainer.sharded_state.local_parameters(), *moments]) as tracker:
             before = tracker.live_bytes
             honest(saver, eval_loss, best)
-        note = Path(run_dir, f"saving-{session.ranks.rank}.json")
+        note = Path(run_dir, f"saving-{trainer.mesh.rank}.json")
         note.write_text(json.dumps({"before": before, "peak": tracker.peak_bytes}))
 
     loop.Saver._save = save
@@ -227,9 +227,9 @@ def killed_while_saving(run_dir, listener):
     """Rank 0 is killed, as by kill -9, when it has gathered half of the tensors of step 4."""
     honest = loop.take_snapshot
 
-    def take_snapshot(session):
-        snapshot = honest(session)
-        if session.step != 4 or session.ranks.rank != 0:
+    def take_snapshot(trainer):
+        snapshot = honest(trainer)
+        if trainer.step != 4 or trainer.mesh.rank != 0:
             return snapshot
         last = sum(len(header) for header in snapshot.headers().values()) // 2
         tensors = snapshot.tensors()
@@ -257,12 +257,12 @@ def unprepared_inputs(run_dir, listener):
 def scaling_of_replicas_alone(run_dir, listener):
     """A benchmark's rank that can stand replicas alone."""
 
-    def measure(session):
-        if session.job.layout.data_degree > session.job.layout.dp_replicate:
+    def measure(trainer):
+        if trainer.job.layout.data_degree > trainer.job.layout.dp_replicate:
             raise RuntimeError("only replicas are for this test")
-        scaling.measure(session)
+        scaling.measure(trainer)
 
-    return run_session(measure, run_dir, listener)
+    return run_with_trainer(measure, run_dir, listener)
 
 
 def little_memory(run_dir, listener):

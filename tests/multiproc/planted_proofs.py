@@ -12,25 +12,25 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.layout.axes import Axis, is_expert
-from meshwright.models.moe import ExpertProduct
+from meshwright.models.moe import ExpertLinear
 from meshwright.models.routing import Router, Tokens
 from meshwright.parallel import apply, context
 from meshwright.parallel import expert as experts
 from meshwright.parallel import ring_attention as ring
 from meshwright.parallel import tensor_collectives as split
 from meshwright.parallel.bucket_reducer import BucketReducer
-from meshwright.parallel.context import RingContext
-from meshwright.parallel.mesh import Ranks
+from meshwright.parallel.context import RingContextParallel
+from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline import stages
-from meshwright.parallel.pipeline.exchange import Exchange
-from meshwright.parallel.pipeline.stages import StageWork
+from meshwright.parallel.pipeline.p2p import P2PExchange
+from meshwright.parallel.pipeline.stages import StageRunner
 from meshwright.parallel.tensor import RowLinear, VocabularyEmbedding
-from meshwright.parallel.tensor_collectives import Split
-from meshwright.parallel.zero1 import Owned
+from meshwright.parallel.tensor_collectives import TensorParallel
+from meshwright.parallel.zero1 import ShardedState
 from meshwright.schedule.pipeline.actions import Action, Kind
 from meshwright.train import loop
-from meshwright.train import trainer as session
-from meshwright.train.amp import Precision
+from meshwright.train import trainer as trainer
+from meshwright.train.amp import MixedPrecision
 from meshwright.train.batches import Batcher
 from meshwright.train.step_audit import StepAudit
 from meshwright.verify import prove
@@ -41,13 +41,13 @@ def with_model(change):
     """An entry that changes the model before the layout is applied to it."""
 
     def entry(run_dir, listener):
-        honest = session.apply_layout
+        honest = trainer.apply_data_parallel
 
-        def apply_layout(model, job, ranks, weights):
-            change(model, ranks)
-            return honest(model, job, ranks, weights)
+        def apply_data_parallel(model, job, mesh, weights):
+            change(model, mesh)
+            return honest(model, job, mesh, weights)
 
-        session.apply_layout = apply_layout
+        trainer.apply_data_parallel = apply_data_parallel
         return run_rank(run_dir, listener)
 
     return entry
@@ -56,7 +56,7 @@ def with_model(change):
 def unreduced(*names):
     """An entry whose replicas keep their own gradient of one parameter, by all its names."""
 
-    def leave_out(model, ranks):
+    def leave_out(model, mesh):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
     return with_model(leave_out)
@@ -66,16 +66,16 @@ missing_reduce = unreduced("blocks.1.ffn_norm.weight")
 tied_reduce = unreduced("embed.weight", "head.weight")
 
 
-def _freeze(model, ranks):
+def _freeze(model, mesh):
     model.blocks["0"].attention.wk.weight.requires_grad_(False)
 
 
 no_gradient = with_model(_freeze)
 
 
-def _restart_positions(model, ranks):
+def _restart_positions(model, mesh):
     """Rank 1 counts the second half of the sequence from zero again, as a wrong offset does."""
-    if ranks.rank == 1:
+    if mesh.rank == 1:
         half = len(model.rope_cos) // 2
         model.rope_cos[half:] = model.rope_cos[:half].clone()
         model.rope_sin[half:] = model.rope_sin[:half].clone()
@@ -84,8 +84,8 @@ def _restart_positions(model, ranks):
 rope_offset = with_model(_restart_positions)
 
 
-def _grow(model, ranks):
-    if ranks.rank == 1:
+def _grow(model, mesh):
+    if mesh.rank == 1:
         with torch.no_grad():
             model.blocks["1"].ffn.down.weight *= 1.001
 
@@ -93,8 +93,8 @@ def _grow(model, ranks):
 unequal_weight = with_model(_grow)
 
 
-def _grow_norm(model, ranks):
-    if ranks.rank == 1:
+def _grow_norm(model, mesh):
+    if mesh.rank == 1:
         with torch.no_grad():
             model.blocks["1"].attention_norm.weight *= 1.01
 
@@ -102,8 +102,8 @@ def _grow_norm(model, ranks):
 unequal_norm = with_model(_grow_norm)
 
 
-def _spoil(model, ranks):
-    if ranks.rank == 1:
+def _spoil(model, mesh):
+    if mesh.rank == 1:
         with torch.no_grad():
             model.blocks["0"].ffn.up.weight[0] = float("nan")
 
@@ -122,7 +122,7 @@ def with_method(owner, name, change, run=run_rank):
     return entry
 
 
-unsummed_norms = with_method(Split, "sum_gradients", lambda honest, self, *arguments: None)
+unsummed_norms = with_method(TensorParallel, "all_reduce_grads", lambda honest, self, *arguments: None)
 """Sequence parallel: each rank keeps what its own tokens add to the gradients of what is whole."""
 
 
@@ -132,10 +132,10 @@ def _without_copies(honest, self, *arguments):
     self.copies = copies
 
 
-unsummed_keys = with_method(Split, "sum_gradients", _without_copies)
+unsummed_keys = with_method(TensorParallel, "all_reduce_grads", _without_copies)
 """Several ranks hold the same key head, and each keeps what its own queries add."""
 bias_on_every_rank = with_method(
-    RowLinear, "forward", lambda honest, self, x: self._split.leave(F.linear(x, self.weight, self.bias))
+    RowLinear, "forward", lambda honest, self, x: self._tp.reduce_output(F.linear(x, self.weight, self.bias))
 )
 """The bias is added before the sum, once by every rank."""
 
@@ -155,11 +155,13 @@ def _first_tokens(honest, self, index):
     return found
 
 
-first_positions = with_method(Split, "own_tokens", _first_tokens)
+first_positions = with_method(TensorParallel, "local_tokens", _first_tokens)
 """Sequence parallel: every rank looks up the positions of the first rank's tokens."""
 
 
-shifted_tokens = with_method(Split, "enter", lambda honest, self, x: honest(self, x).roll(1, dims=1))
+shifted_tokens = with_method(
+    TensorParallel, "prepare_input", lambda honest, self, x: honest(self, x).roll(1, dims=1)
+)
 """The ranks' tokens are put together in a wrong order."""
 
 
@@ -168,8 +170,8 @@ def counted_as_data(axis):
 
     def entry(run_dir, listener):
         honest = loop.forward_backward
-        loop.forward_backward = lambda session, batches, divisor: honest(
-            session, batches, divisor * getattr(session.job.layout, axis)
+        loop.forward_backward = lambda trainer, batches, divisor: honest(
+            trainer, batches, divisor * getattr(trainer.job.layout, axis)
         )
         return run_rank(run_dir, listener)
 
@@ -196,7 +198,7 @@ def _run_of_positions(honest, self, length, device):
     return torch.arange(length, device=device) + self.rank * length
 
 
-contiguous_positions = with_method(RingContext, "own_positions", _run_of_positions)
+contiguous_positions = with_method(RingContextParallel, "local_positions", _run_of_positions)
 """A ring turns queries and keys as if its tokens were one run, and not a zig-zag."""
 skipped_round = with_function(ring, "_merge", lambda honest, *arguments: None)
 """What far keys give is left out."""
@@ -221,13 +223,15 @@ def _own_documents(honest, self, q, kv, round_):
 
 far_documents = with_method(ring._Ring, "blocks", _own_documents)
 """Far rounds do not look where documents end."""
-lost_sums = with_method(ring._Lane, "take_sums", lambda honest, self: 0 * honest(self))
+lost_sums = with_method(ring._HeadGroup, "wait_grads", lambda honest, self: 0 * honest(self))
 """What other ranks' queries add to the gradients of keys and values does not come home."""
-swapped_heads = with_function(context, "trade", lambda honest, *arguments: honest(*arguments).roll(1, dims=0))
+swapped_heads = with_function(
+    context, "all_to_all", lambda honest, *arguments: honest(*arguments).roll(1, dims=0)
+)
 """Ulysses takes what one rank sent for what another did."""
 
 
-unsummed_router = with_function(split, "is_summed", lambda honest, *arguments: False)
+unsummed_router = with_function(split, "needs_tp_grad_sync", lambda honest, *arguments: False)
 """Each rank of tp keeps what its own tokens add to the router's gradient."""
 
 
@@ -255,28 +259,28 @@ def _turn_answers(honest, self, answers, blocks):
     return torch.cat(honest(self, answers, blocks).split(list(blocks))[::-1])
 
 
-turned_answers = with_method(experts.ExpertExchange, "_add_copies", _turn_answers)
+turned_answers = with_method(experts.TokenDispatcher, "_add_copies", _turn_answers)
 """What the ranks of ep answer is put together in the wrong order of ranks."""
 
 
 def _whole_bias(honest, self, *arguments):
-    self.shared_by = 1
+    self.bias_ranks = 1
     return honest(self, *arguments)
 
 
-bias_of_every_part = with_method(ExpertProduct, "forward", _whole_bias)
+bias_of_every_part = with_method(ExpertLinear, "forward", _whole_bias)
 """Every rank of etp adds all of an expert's last bias."""
 own_queues = with_method(
-    experts.SharedTokens,
-    "queue_places",
-    lambda honest, self, *arguments: Tokens.queue_places(self, *arguments),
+    experts.ShardedTokens,
+    "expert_queue_positions",
+    lambda honest, self, *arguments: Tokens.expert_queue_positions(self, *arguments),
 )
 """A capacity is counted over the tokens of a rank, and not of the sequence."""
-own_counts = with_method(experts.SharedTokens, "add_up", lambda honest, self, counts: counts)
+own_counts = with_method(experts.ShardedTokens, "all_reduce_counts", lambda honest, self, counts: counts)
 """The balance loss looks at a rank's own tokens alone."""
 
 
-untied_sum = with_method(Owned, "_add_tied", lambda honest, self: None)
+untied_sum = with_method(ShardedState, "_all_reduce_tied_embedding", lambda honest, self: None)
 """The first and the last stage each keep their own part of a tied embedding's gradient."""
 
 
@@ -286,7 +290,7 @@ def _forget_last(honest, self, stage, micro_batch):
     return self._stages[stage].waiting.clear()
 
 
-forgotten_weights = with_method(StageWork, "weight", _forget_last)
+forgotten_weights = with_method(StageRunner, "weight", _forget_last)
 """The gradients of weights are never made of a stage's last micro-batch."""
 
 
@@ -300,8 +304,8 @@ MICRO_BATCHES = 2
 """Of a step of those that are armed too early."""
 armed_early = with_method(BucketReducer, "begin", _arm_early)
 own_stage_norm = with_method(
-    Owned,
-    "_shared_norm",
+    ShardedState,
+    "_global_norm",
     lambda honest, self, gradients: torch.nn.utils.get_total_norm(list(gradients.values())),
 )
 """Every rank clips by the norm of its own stages."""
@@ -318,70 +322,70 @@ def _swap_first_two(honest, self, action, result):
         honest(self, action, result)
 
 
-swapped_micro_batches = with_method(Exchange, "send", _swap_first_two)
+swapped_micro_batches = with_method(P2PExchange, "send", _swap_first_two)
 
 
 def bf16_borders(run_dir, listener):
     """What goes from stage to stage, and its gradient on the way back, travels in 16 bits."""
-    build, send, receive = Exchange.__init__, Exchange.send, Exchange.receive
-    Exchange.__init__ = lambda self, *how: build(self, *how[:-1], torch.bfloat16)
-    Exchange.send = lambda self, action, result: send(self, action, result.bfloat16())
-    Exchange.receive = lambda self, source: receive(self, source).float()
+    build, send, receive = P2PExchange.__init__, P2PExchange.send, P2PExchange.receive
+    P2PExchange.__init__ = lambda self, *how: build(self, *how[:-1], torch.bfloat16)
+    P2PExchange.send = lambda self, action, result: send(self, action, result.bfloat16())
+    P2PExchange.receive = lambda self, source: receive(self, source).float()
     return run_rank(run_dir, listener)
 
 
 def unreleased_weights(run_dir, listener):
     """What a stage has gathered is never let go: its gradients are where nobody looks for them."""
-    honest = stages.begin_micro_batch
+    honest = stages.set_gradient_sync
 
     def begin(module, job, last):
         honest(module, job, last)
         module.set_reshard_after_backward(False)
 
-    stages.begin_micro_batch = begin
+    stages.set_gradient_sync = begin
     return run_rank(run_dir, listener)
 
 
 def first_stage_speaks(run_dir, listener):
     """The loss is counted where the first stage is, which has none."""
-    Ranks.speaks = property(lambda self: self.place == 0)
+    Mesh.reports_loss = property(lambda self: self.pp_rank == 0)
     return run_rank(run_dir, listener)
 
 
 def wrong_divisor(run_dir, listener):
     """The loss is divided by the ranks once more, as a mean of means is."""
     honest = loop.forward_backward
-    loop.forward_backward = lambda session, batches, divisor: honest(session, batches, 2 * divisor)
+    loop.forward_backward = lambda trainer, batches, divisor: honest(trainer, batches, 2 * divisor)
     return run_rank(run_dir, listener)
 
 
 def wrong_loss_scale(run_dir, listener):
     """Rank 1 scales its loss and never takes the scale out again."""
-    honest = Precision.backward
-    join = session.build_session
+    honest = MixedPrecision.backward
+    join = trainer.build_trainer
 
-    def build(plan, assignment, ranks, *others):
-        if ranks.rank == 1:
-            Precision.backward = lambda self, loss: honest(self, 4 * loss)
-        return join(plan, assignment, ranks, *others)
+    def build(plan, assignment, mesh, *others):
+        if mesh.rank == 1:
+            MixedPrecision.backward = lambda self, loss: honest(self, 4 * loss)
+        return join(plan, assignment, mesh, *others)
 
     from meshwright.train import worker
 
-    worker.build_session = build
+    worker.build_trainer = build
     return run_rank(run_dir, listener)
 
 
 def wrong_sum(run_dir, listener):
     """The ranks' losses are averaged: gradients are right, what is reported is not."""
-    honest = Ranks.begin_sum
+    honest = Mesh.start_control_all_reduce
 
-    def begin_sum(self, values, beside=()):
+    def start_control_all_reduce(self, values, beside=()):
         sums = honest(self, values, beside)
         if isinstance(values[0], torch.Tensor):  # a loss
             sums.values[0] /= self.world_size
         return sums
 
-    Ranks.begin_sum = begin_sum
+    Mesh.start_control_all_reduce = start_control_all_reduce
     return run_rank(run_dir, listener)
 
 
@@ -389,9 +393,9 @@ def lost_update(run_dir, listener):
     """One gradient is right and then lost before the optimizer sees it."""
     honest = loop.update
 
-    def update(session, lr):
-        session.model.blocks["0"].ffn.up.weight.grad.zero_()
-        return honest(session, lr)
+    def update(trainer, lr):
+        trainer.model.blocks["0"].ffn.up.weight.grad.zero_()
+        return honest(trainer, lr)
 
     loop.update = update
     return run_rank(run_dir, listener)
@@ -408,16 +412,16 @@ def sharded(average):
     """An entry whose ranks hold shards (FSDP2) in place of replicas; averaging them is the defect."""
 
     def entry(run_dir, listener):
-        def apply_layout(model, job, ranks, weights):
-            mesh = DeviceMesh.from_group(ranks.group("dp_replicate"), "cpu")
+        def apply_data_parallel(model, job, mesh, weights):
+            dp_mesh = DeviceMesh.from_group(mesh.group("dp_replicate"), "cpu")
             for module in (*model.list_blocks(), model):
-                fully_shard(module, mesh=mesh)
+                fully_shard(module, mesh=dp_mesh)
                 if not average:
                     module.set_gradient_divide_factor(1.0)
                     module.set_force_sum_reduction_for_comms(True)
             return model
 
-        session.apply_layout = apply_layout
+        trainer.apply_data_parallel = apply_data_parallel
         return run_rank(run_dir, listener)
 
     return entry
@@ -431,10 +435,10 @@ def dies(run_dir, listener):
     """A rank that cannot take its third step."""
     honest = loop.update
 
-    def update(session, lr):
-        if session.step == 2:
+    def update(trainer, lr):
+        if trainer.step == 2:
             raise RuntimeError("the cat sat on the keyboard")
-        return honest(session, lr)
+        return honest(trainer, lr)
 
     loop.update = update
     return run_rank(run_dir, listener)
@@ -447,21 +451,21 @@ def audited(run_dir, listener):
     """
     honest = prove.train_step
 
-    def train_step(session, meter):
-        if session.step == 1:
-            loop.StepAudit = functools.partial(AuditWithChoices, session.audit.choices)
-            return loop.take_step(session, meter, audited=True)
-        return honest(session, meter)
+    def train_step(trainer, meter):
+        if trainer.step == 1:
+            loop.StepAudit = functools.partial(AuditWithRouting, trainer.audit.routing)
+            return loop.audited_step(trainer, meter, audited=True)
+        return honest(trainer, meter)
 
     prove.train_step = train_step
     return run_rank(run_dir, listener)
 
 
-class AuditWithChoices(StepAudit):
+class AuditWithRouting(StepAudit):
     """Tells those who know the reference's choices which micro-batch is running."""
 
-    def __init__(self, choices, session):
-        super().__init__(session)
+    def __init__(self, choices, trainer):
+        super().__init__(trainer)
         self._choices = choices
 
     def before_forward(self, micro_batch):

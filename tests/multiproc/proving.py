@@ -13,9 +13,9 @@ import pytest
 from meshwright.audit.compare import audit_run
 from meshwright.audit.record import RunRecord, read_record
 from meshwright.cli.output import Output
-from meshwright.cli.prove import ENTRY, REFERENCE_ENTRY, run_side
+from meshwright.cli.prove import ENTRY, REFERENCE_ENTRY, run_proof_side
 from meshwright.core.events import EVENTS_FILE, read_events
-from meshwright.layout.stages import Part, held_parameters, held_parts, pipeline_rank
+from meshwright.layout.stages import StageSpec, local_parameters, local_stages, pp_rank_of
 from meshwright.plan.contract import Plan, build_plan
 from meshwright.spec.cluster import machine_memory_bytes
 from meshwright.spec.job import Job
@@ -23,10 +23,10 @@ from meshwright.spec.load import require_runnable
 from meshwright.verify.proof_task import (
     GRADIENT_STEPS,
     GRADIENT_TOLERANCE,
-    LOOKING,
-    Findings,
+    PROOF_PHASE,
     ProofTask,
-    ReferenceNotes,
+    RankFindings,
+    ReferenceRecord,
     proof_job,
     reference_job,
 )
@@ -47,8 +47,8 @@ class Proof:
 
     plan: Plan
     verdict: Verdict
-    findings: list[Findings]
-    notes: ReferenceNotes
+    findings: list[RankFindings]
+    notes: ReferenceRecord
     record: RunRecord
     steps: list[list[Step]]
     """Of each rank."""
@@ -83,14 +83,14 @@ class Prover:
         """
         here = proof_job(job, machine_memory_bytes())
         home, losses = self._reference(here)
-        asked = {key: getattr(job.train, key) for key in ("compile", "compile_backend")}
+        asked = {key: getattr(job.train, key) for key in ("block_backend", "compile_backend")}
         here = dataclasses.replace(here, train=dataclasses.replace(here.train, **asked))
         require_runnable(here)
         plan, place = build_plan(here)[0], self._place()
         task = ProofTask(self._positions(here), str(home))
-        found = run_side(self._output, entry, plan, place, task, self._data_dir)
-        findings = [Findings.read(place, rank) for rank in range(plan.world_size)]
-        notes = ReferenceNotes.read(home)
+        found = run_proof_side(self._output, entry, plan, place, task, self._data_dir)
+        findings = [RankFindings.read(place, rank) for rank in range(plan.world_size)]
+        notes = ReferenceRecord.read(home)
         verdict = judge(notes, findings, found, losses)
         steps = [read_steps(place, rank) for rank in range(plan.world_size)]
         return Proof(
@@ -112,7 +112,7 @@ class Prover:
         if key not in self._references:
             plan, place = build_plan(one)[0], self._place()
             task = ProofTask(self._positions(one))
-            losses = run_side(self._output, self._entry, plan, place, task, self._data_dir)
+            losses = run_proof_side(self._output, self._entry, plan, place, task, self._data_dir)
             self._references[key] = place, losses
         return self._references[key]
 
@@ -149,10 +149,10 @@ def hold(prover: Prover, job: Job, entry: str = "planted_proofs:audited") -> Pro
     for found, expected in zip(proof.steps[0], proof.reference_steps, strict=True):
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=GRADIENT_TOLERANCE)
     audit = audit_run(proof.plan, proof.record)
-    assert [row for row in audit.collectives if row.phase != LOOKING and not row.equal] == []
+    assert [row for row in audit.collectives if row.phase != PROOF_PHASE and not row.equal] == []
     assert {row.phase for row in audit.collectives if row.calls} >= {"step"}
     state = [row for row in audit.state if not row.tolerance]  # peaks are for models of some size
-    assert [row for row in state if not row.held] == []
+    assert [row for row in state if not row.ok] == []
     assert {row.rank for row in state} == set(range(job.layout.world_size))
     assert proof.loads == proof.reference_loads, "where tokens go does not depend on the layout"
     return proof
@@ -162,21 +162,21 @@ def require_all_compared(proof: Proof) -> None:
     """Every rank has compared the gradients and modules of its stages, and together they have all."""
     job, modules = proof.plan.job, set[str]()
     for found in proof.findings:
-        place = pipeline_rank(job, found.rank)
-        held = {parameter.name for parameter in held_parameters(job, place)}
+        place = pp_rank_of(job, found.rank)
+        held = {parameter.name for parameter in local_parameters(job, place)}
         for step in map(str, GRADIENT_STEPS):
             assert found.gradients[step].keys() == held
             assert held <= proof.notes.gradient_norms[step].keys()
         assert found.not_compared == []
         seen = {row.module for row in found.activations if row.what == "output"}
         if found.activations:  # else the rank has zero-weight samples alone
-            parts = held_parts(job, place)
+            parts = local_stages(job, place)
             assert seen == {name for name in proof.notes.modules if any(is_in(name, part) for part in parts)}
         modules |= seen
     assert modules == set(proof.notes.modules)
 
 
-def is_in(module: str, part: Part) -> bool:
+def is_in(module: str, part: StageSpec) -> bool:
     """Whether a stage has a module."""
     owner, _, rest = module.partition(".")
     if owner == "blocks":

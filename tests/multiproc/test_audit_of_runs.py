@@ -47,7 +47,9 @@ def test_experts_that_are_not_equally_busy_keep_the_plan(train):
     assert result["audit_ok"], result["differences"]
     verdict = audit_run(read_plan(trained.run_dir / "plan.toml"), read_record(trained.run_dir))
     kept = [row for row in verdict.state if row.kind == "activations"]
-    assert any(abs(row.for_rows) > 0.05 * row.predicted for row in kept), "an even load would prove nothing"
+    assert any(abs(row.expert_load_bytes) > 0.05 * row.predicted for row in kept), (
+        "an even load would prove nothing"
+    )
     assert all(0 <= row.measured - row.predicted <= 8 for row in kept)
     assert len(verdict.load) == 2
 

@@ -11,10 +11,10 @@ from curves import TEN, Resumed, phases_of, reference, relative
 
 from meshwright.audit.record import read_record
 from meshwright.cli.ranks import build_launch
-from meshwright.layout.ring_lanes import LANES, list_lanes
+from meshwright.layout.ring_chunks import HEAD_CHUNKS, list_head_chunks
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.parallel import ring_attention as ring
-from meshwright.parallel.mesh import join_ranks, leave_ranks
+from meshwright.parallel.mesh import destroy_mesh, init_mesh
 from meshwright.parallel.ring_attention import ring_attention, zigzag_positions
 from meshwright.spec.load import load_job
 
@@ -61,15 +61,15 @@ def attend(run_dir, listener):
     counter = CollectiveCounter()
     counter.install()
     job = load_job(f"{run_dir}/job.toml", RING)
-    ranks = join_ranks(job, counter)
+    mesh = init_mesh(job, counter)
     rings = [dist.new_group(range(size)) for size in RINGS]
     found = {}
     for group in rings:
         if isinstance(group, dist.ProcessGroup):  # else it is not in it
             ring.MASK_ELEMENTS = 100 if group.size() == RINGS[-1] else ring.MASK_ELEMENTS
             found[str(group.size())] = [largest_differences(group, *case) for case in CASES]
-    listener({"event": "compared", "rank": ranks.rank, "differences": found})
-    leave_ranks(ranks)
+    listener({"event": "compared", "rank": mesh.rank, "differences": found})
+    destroy_mesh(mesh)
     return 0
 
 
@@ -88,9 +88,9 @@ def test_ring_attention_is_that_of_one_process(job_file, tmp_path):
 
 
 def test_lanes_have_every_key_head_once():
-    for heads in range(1, 4 * LANES):
-        lanes = list_lanes(heads)
-        assert len(lanes) <= LANES
+    for heads in range(1, 4 * HEAD_CHUNKS):
+        lanes = list_head_chunks(heads)
+        assert len(lanes) <= HEAD_CHUNKS
         assert [head for first, end in lanes for head in range(first, end)] == list(range(heads))
 
 
@@ -153,7 +153,7 @@ def test_losses_and_contract(train, layout, job, tolerance):
 @pytest.mark.parametrize("context", ["ring", "ulysses"])
 def test_compiled_blocks_are_equal_too(train, context):
     """The compiler does not look into the ring, and what it sends is still counted."""
-    compiled = ("train.compile=true", "train.compile_backend=aot_eager")
+    compiled = ("train.block_backend=compile", "train.compile_backend=aot_eager")
     split = train("layout.cp=2", f"layout.context={context}", *TEN, *compiled)
     assert relative(split.losses, reference(train)) < 1e-5
     assert split.result["audit_ok"], split.result["differences"]

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from meshwright.launch.local import LocalLaunch
 from meshwright.measure.collective_counter import CollectiveCounter
-from meshwright.parallel.mesh import join_ranks, leave_ranks
+from meshwright.parallel.mesh import destroy_mesh, init_mesh
 from meshwright.spec.load import load_job
 
 ROUNDS = 2000
@@ -17,16 +17,16 @@ def hammer(run_dir, listener):
     """In a rank: asynchronous reductions whose futures run Python, beside synchronous ones."""
     counter = CollectiveCounter()
     counter.install()
-    ranks = join_ranks(load_job(run_dir + "/job.toml", ["layout.dp_replicate=2"]), counter)
+    mesh = init_mesh(load_job(run_dir + "/job.toml", ["layout.dp_replicate=2"]), counter)
     for _ in range(ROUNDS):
-        work = dist.all_reduce(torch.ones(1000), group=ranks.group("dp_replicate"), async_op=True)
+        work = dist.all_reduce(torch.ones(1000), group=mesh.group("dp_replicate"), async_op=True)
         future = work.get_future().then(lambda done: done.value()[0])
-        ranks.add_up([1.0])
+        mesh.all_reduce_scalars([1.0])
         assert future.wait()[0] == 2.0
         del work, future
-    if ranks.rank == 0:
+    if mesh.rank == 0:
         listener({"event": "counted", "rank": 0, "rows": counter.rows()})
-    leave_ranks(ranks)
+    destroy_mesh(mesh)
     return 0
 
 

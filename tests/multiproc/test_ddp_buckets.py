@@ -11,7 +11,7 @@ from meshwright.layout.parameters import list_parameters
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.parallel import ddp as data
 from meshwright.parallel.build import build_model
-from meshwright.parallel.mesh import join_ranks, leave_ranks
+from meshwright.parallel.mesh import destroy_mesh, init_mesh
 from meshwright.spec.load import load_job
 
 OVERRIDES = ["layout.dp_replicate=2", "layout.bucket_mb=0.05"]
@@ -33,22 +33,22 @@ def inspect_buckets(run_dir, listener):
     job = load_job(run_dir + "/job.toml", OVERRIDES)
     counter = CollectiveCounter()
     counter.install()
-    ranks = join_ranks(job, counter)
-    model = build_model(job, ranks.device)
+    mesh = init_mesh(job, counter)
+    model = build_model(job, mesh.device)
     names = {id(p): n for n, p in model.named_parameters()}
     buckets: list[list[str]] = []
 
     def recording_hook(group, bucket):
         buckets.append([names[id(p)] for p in bucket.parameters()])
-        return data.sum_hook(group, bucket)
+        return data.all_reduce_hook(group, bucket)
 
     data.HOOKS["none"] = recording_hook
-    ours = _calls_by_step(data.apply_replicate(model, job, ranks, "dp_replicate"), job, counter)
-    stock = DistributedDataParallel(build_model(job, ranks.device), bucket_cap_mb=0.05)
+    ours = _calls_by_step(data.apply_ddp(model, job, mesh, "dp_replicate"), job, counter)
+    stock = DistributedDataParallel(build_model(job, mesh.device), bucket_cap_mb=0.05)
     theirs = _calls_by_step(stock, job, counter)
-    if ranks.rank == 0:
+    if mesh.rank == 0:
         listener({"event": "buckets", "rank": 0, "ours": ours, "stock": theirs, "names": buckets})
-    leave_ranks(ranks)
+    destroy_mesh(mesh)
     return 0
 
 

@@ -27,7 +27,7 @@ def dry_run(job_file, capfd):
 def moved(rows, place, phases=("setup", "step")):
     """What a rank at a place of its pipeline moves; most is the same at every place."""
     keys = ("axis", "op", "phase", "ranks", "calls", "bytes")
-    own = [row for row in rows if row["phase"] in phases and row.get("place", place) == place]
+    own = [row for row in rows if row["phase"] in phases and row.get("pp_rank", place) == place]
     return sorted(tuple(row[key] for key in keys) for row in own)
 
 
@@ -65,7 +65,7 @@ def test_a_compiled_job_is_rehearsed_as_an_eager_one(dry_run):
         "model.num_kv_heads=4",
         "layout.recompute=selective",
     ]
-    compiled = ["train.compile=true", "train.precision=bf16", "train.residual=bf16"]
+    compiled = ["train.block_backend=compile", "train.precision=bf16", "train.residual_dtype=bf16"]
     kept = {}
     for name, keys in {"eager": ["train.precision=bf16"], "compiled": compiled}.items():
         rehearsed = dry_run("layout.dp_replicate=1", *wide, *keys)

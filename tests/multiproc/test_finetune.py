@@ -17,7 +17,7 @@ transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
 from meshwright.checkpoint.hf.export import export_checkpoint  # noqa: E402
-from meshwright.checkpoint.hf.names import list_places  # noqa: E402
+from meshwright.checkpoint.hf.names import list_hf_locations  # noqa: E402
 from meshwright.core.errors import UserError  # noqa: E402
 from meshwright.core.events import read_events  # noqa: E402
 from meshwright.data.hf_tokenizer import hf_tokenizer_text  # noqa: E402
@@ -91,7 +91,7 @@ def test_from_a_folder_to_a_folder_on_four_ranks(finetune, folder, job_file, tmp
     # AdamW moves an element by the rate at most in its first step: every tensor began where the folder is.
     checkpoints = trained.run_dir / "checkpoints"
     before, first = tensors_of(folder), load_file(checkpoints / "step-00000001" / "model.safetensors")
-    places = list_places(load_job(str(job_file), [f"model.hf={folder}", *SMALL]).model)
+    places = list_hf_locations(load_job(str(job_file), [f"model.hf={folder}", *SMALL]).model)
     assert first.keys() == places.keys()
     for name, tensor in first.items():
         moved = (tensor - before[places[name].name].float()).abs().max()

@@ -20,11 +20,11 @@ def test_the_ledger_is_told_and_the_cheapest_change_runs_in_the_same_room(train,
     assert re.search(r"rank 1 of 2 .* ran out of memory", error["rule"])
     memory = failed.result["out_of_memory"]
     assert sum(line["bytes"] for line in memory["lines"]) <= memory["predicted_peak_bytes"]
-    assert memory["room_bytes"] < ROOM < memory["predicted_peak_bytes"]
-    assert memory["asked_bytes"] > 0
+    assert memory["free_bytes"] < ROOM < memory["predicted_peak_bytes"]
+    assert memory["requested_bytes"] > 0
     assert len(memory["changes"]) == 3
     for change in memory["changes"]:
-        assert change["needed_bytes"] <= memory["room_bytes"]
+        assert change["needed_bytes"] <= memory["free_bytes"]
         assert change["overrides"] in error["fix"]
         assert change["overrides"] in failed.messages
     times = [change["step_s"] for change in memory["changes"]]
@@ -32,8 +32,8 @@ def test_the_ledger_is_told_and_the_cheapest_change_runs_in_the_same_room(train,
     events = [json.loads(line) for line in (failed.run_dir / "events.jsonl").read_text().splitlines()]
     (told,) = [event for event in events if event["event"] == "error" and event["rank"] == 1]
     assert told["memory"] == memory
-    assert told["victim"] is False
-    assert "activations at the peak" in failed.messages
+    assert told["peer_lost"] is False
+    assert "activations at peak" in failed.messages
     mended = train(*LARGE, *LAYOUT, *memory["changes"][0]["overrides"].split())
     assert mended.result["status"] == "complete"
     assert mended.result["audit_ok"]

@@ -24,7 +24,7 @@ from meshwright.cli.output import Output
 from meshwright.cli.train import run_training
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.events import EVENTS_FILE, read_events
-from meshwright.layout.stages import held_parts, schedule_of
+from meshwright.layout.stages import local_stages, schedule_of
 from meshwright.plan.contract import PLAN_FILE, read_plan
 
 COMMON = (
@@ -90,7 +90,7 @@ def test_what_ran_when_is_the_schedule(straight):
     job = read_plan(run.run_dir / PLAN_FILE).job
     for rank, row in enumerate(schedule_of(job, micro_batches=4).ranks):
         (timeline,) = run.of("timeline", rank)
-        assert timeline["place"] == rank
+        assert timeline["pp_rank"] == rank
         assert [(kind, stage, m) for kind, stage, m, *_ in timeline["actions"]] == [
             (str(a.kind), a.stage, a.micro_batch) for a in row
         ]
@@ -126,7 +126,7 @@ def test_a_checkpoint_goes_on_with_or_without_a_pipeline(straight, resume, sourc
     assert "the sharding was" in resumed.messages
     if layout == BY_HAND:
         job = read_plan(resumed.run_dir / PLAN_FILE).job
-        assert [len(part.layers) for place in (0, 1) for part in held_parts(job, place)] == [3, 1]
+        assert [len(part.layers) for pp_rank in (0, 1) for part in local_stages(job, pp_rank)] == [3, 1]
 
 
 def test_text_and_a_folder_come_out_of_a_pipeline(straight, train, job_file, tmp_path, capfd):

@@ -105,7 +105,12 @@ def test_gradients_in_16_bits_halve_the_reduce_scatters(train, layout, kind):
 def test_compiled_blocks_under_zero(train, monkeypatch, zero):
     """Blocks whose parameters come and go: the same losses, equal bytes, as many graphs as without ZeRO."""
     monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:count_graphs")
-    given = ("train.compile=true", "train.compile_backend=aot_eager", "train.steps=3", "model.num_layers=3")
+    given = (
+        "train.block_backend=compile",
+        "train.compile_backend=aot_eager",
+        "train.steps=3",
+        "model.num_layers=3",
+    )
     compiled = train("layout.dp_shard=2", f"layout.zero={zero}", "layout.micro_batch=3", *given)
     plain = reference(train, "train.steps=3", "model.num_layers=3")
     assert relative(compiled.losses, plain) < 1e-5

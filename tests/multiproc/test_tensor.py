@@ -70,7 +70,7 @@ def test_an_input_that_is_not_prepared_is_a_collective_too_many(train, monkeypat
 @pytest.mark.slow
 def test_compiled_blocks_are_equal_too(train):
     """The collectives are inside the compiled graphs, forward and backward, and are still counted."""
-    compiled = ("train.compile=true", "train.compile_backend=aot_eager")
+    compiled = ("train.block_backend=compile", "train.compile_backend=aot_eager")
     for layout in ("layout.recompute=selective", "layout.sequence_parallel=true"):
         split = train("layout.tp=2", layout, *TEN, *compiled)
         assert relative(split.losses, reference(train)) < 1e-5

@@ -27,14 +27,14 @@ from meshwright.launch.assignment import Assignment
 from meshwright.layout.parameters import list_parameters
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.parallel.build import build_model
-from meshwright.parallel.mesh import join_ranks, leave_ranks
+from meshwright.parallel.mesh import destroy_mesh, init_mesh
 from meshwright.plan.contract import PLAN_FILE, build_plan, read_plan, write_plan
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality.table import with_layout
 from meshwright.spec.load import build_job, load_job
 from meshwright.train.batches import Batcher
 from meshwright.train.loop import forward_backward, report_end
-from meshwright.train.worker import run_session
+from meshwright.train.worker import run_with_trainer
 
 WIDTH, MICRO_BATCHES, SAMPLES = 8, 4, 2
 """Of torch's pipeline: hidden size, micro-batches of a step, samples of each."""
@@ -62,18 +62,18 @@ def build_torch_stages():
 class TorchPipeline:
     """Two stages of a rank on one of torch's schedules, beside the whole model in one process."""
 
-    def __init__(self, ranks, kind, homes, wrap):
-        self._mine = [stage for stage, place in enumerate(homes) if place == ranks.place]
+    def __init__(self, mesh, kind, homes, wrap):
+        self._mine = [stage for stage, pp_rank in enumerate(homes) if pp_rank == mesh.pp_rank]
         stages = build_torch_stages()
         self._modules = [wrap(stages[stage]) for stage in self._mine]
         pipeline = [
-            PipelineStage(module, stage, 4, ranks.device, group=ranks.group("pp"))
+            PipelineStage(module, stage, 4, mesh.device, group=mesh.group("pp"))
             for module, stage in zip(self._modules, self._mine, strict=True)
         ]
         self._schedule = kind(pipeline, MICRO_BATCHES, loss_fn=_square, scale_grads=False)
         torch.manual_seed(1)
         x, y = torch.randn(2, 2, MICRO_BATCHES * SAMPLES, WIDTH)
-        self._x, self._y = x[ranks.data_rank], y[ranks.data_rank]
+        self._x, self._y = x[mesh.dp_rank], y[mesh.dp_rank]
         self._whole = build_torch_stages()
         for samples, targets in zip(x, y, strict=True):
             (
@@ -106,24 +106,24 @@ def _relative(gradient, right):
 
 def run_torch(run_dir, listener):
     """In a rank: all cases, the one that crashes last."""
-    ranks = join_ranks(read_plan(Path(run_dir) / PLAN_FILE).job, CollectiveCounter())
+    mesh = init_mesh(read_plan(Path(run_dir) / PLAN_FILE).job, CollectiveCounter())
     loop, vee = (0, 1, 0, 1), (0, 1, 1, 0)
 
-    mesh = DeviceMesh.from_group(ranks.group("dp_replicate"), "cpu")
+    dp_mesh = DeviceMesh.from_group(mesh.group("dp_replicate"), "cpu")
 
     def shard(reshard):
         def wrap(stage):
             for part in (*stage, stage):
-                fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
+                fully_shard(part, mesh=dp_mesh, reshard_after_forward=reshard)
             return stage
 
         return wrap
 
     def replicate(stage):
-        return DistributedDataParallel(stage, process_group=ranks.group("dp_replicate"))
+        return DistributedDataParallel(stage, process_group=mesh.group("dp_replicate"))
 
     def tell(case, **found):
-        listener({"event": "case", "rank": ranks.rank, "case": case, **found})
+        listener({"event": "case", "rank": mesh.rank, "case": case, **found})
 
     for case, kind, homes, wrap in (
         ("sharded, let go", ScheduleZBVZeroBubble, vee, shard(reshard=True)),
@@ -131,8 +131,8 @@ def run_torch(run_dir, listener):
         ("sharded, kept", ScheduleZBVZeroBubble, vee, shard(reshard=False)),
         ("replicated", ScheduleZBVZeroBubble, vee, replicate),
     ):
-        tell(case, errors=TorchPipeline(ranks, kind, homes, wrap).step())
-    pipeline, done = TorchPipeline(ranks, ScheduleInterleaved1F1B, loop, replicate), 0
+        tell(case, errors=TorchPipeline(mesh, kind, homes, wrap).step())
+    pipeline, done = TorchPipeline(mesh, ScheduleInterleaved1F1B, loop, replicate), 0
     try:
         for _ in range(2):
             errors = pipeline.step()
@@ -140,7 +140,7 @@ def run_torch(run_dir, listener):
     except RuntimeError as error:
         tell("crashed", said=str(error.__cause__ or error))
     tell("replicated, interleaved", errors=errors, steps=done)
-    leave_ranks(ranks)
+    destroy_mesh(mesh)
     return 0
 
 
@@ -197,29 +197,29 @@ def test_ddp_under_torchs_interleaved_schedule_crashes_in_the_second_step(torch_
     assert any("rebuilt parameter indices size" in words for words in said), said
 
 
-def compare_with_one_process(session):
+def compare_with_one_process(trainer):
     """In a rank: the gradients of two steps, those of the second beside the whole model's."""
-    job, batches = session.job, session.train_batches
-    first, second = session.order.samples_at(range(2 * job.train.global_batch)).reshape(2, -1)
-    forward_backward(session, batches.micro_batches(first), batches.count_targets(first))
-    session.owned.drop_gradients()
+    job, batches = trainer.job, trainer.train_batches
+    first, second = trainer.order.samples_at(range(2 * job.train.global_batch)).reshape(2, -1)
+    forward_backward(trainer, batches.micro_batches(first), batches.count_targets(first))
+    trainer.sharded_state.zero_grads()
     divisor = batches.count_targets(second)
-    forward_backward(session, batches.micro_batches(second), divisor)
-    session.owned.take_gradients()
-    whole = build_model(with_layout(job, Layout(mode="given", micro_batch=1)), session.ranks.device)
+    forward_backward(trainer, batches.micro_batches(second), divisor)
+    trainer.sharded_state.assign_shard_grads()
+    whole = build_model(with_layout(job, Layout(mode="given", micro_batch=1)), trainer.mesh.device)
     for batch in Batcher(batches.dataset, 0, 1, 1).micro_batches(second):
         (whole(*batch) / divisor).backward()
     errors = {
-        name: _relative(session.owned.gather(name, own.grad), whole.get_parameter(name).grad)
-        for name, own in session.owned.named_parameters()
+        name: _relative(trainer.sharded_state.full_tensor(name, own.grad), whole.get_parameter(name).grad)
+        for name, own in trainer.sharded_state.named_parameters()
     }
-    session.events.write("compared", errors=errors)
-    report_end(session, evaluations=0, stopping=False)
+    trainer.events.write("compared", errors=errors)
+    report_end(trainer, evaluations=0, stopping=False)
 
 
 def run_ours(run_dir, listener):
     """In a rank: a session as training builds it."""
-    return run_session(compare_with_one_process, run_dir, listener)
+    return run_with_trainer(compare_with_one_process, run_dir, listener)
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_compiled_blocks_on_two_ranks_give_the_same_losses_and_say_compiled(trai
     compiled = train(
         "run_dir=compiled",
         REPLICATED,
-        "train.compile=true",
+        "train.block_backend=compile",
         "train.compile_backend=aot_eager",
         "layout.bucket_mb=0.1",  # smaller than the first bucket that torch's compiler expects of DDP
     )
@@ -96,7 +96,11 @@ def test_fp8_on_two_ranks_stays_near_bf16_and_its_state_is_audited(train, layout
     """Products in 8 bits of kept copies, and of what ZeRO-3 gathers; the optimizer's state stays float32."""
     layout = (layout, "model.num_heads=8", "model.num_kv_heads=4")
     near = train("run_dir=bf16", *layout, "train.precision=bf16").losses
-    compiled = ("train.compile=true", "train.compile_backend=aot_eager", "layout.recompute=selective")
+    compiled = (
+        "train.block_backend=compile",
+        "train.compile_backend=aot_eager",
+        "layout.recompute=selective",
+    )
     found = train("run_dir=fp8", *layout, "train.precision=fp8", *compiled)
     assert found.losses == pytest.approx(near, rel=0.01)
     assert found.losses != near, "fp8 was not used"
@@ -116,7 +120,7 @@ def test_fp8_follows_the_bf16_curve_for_200_steps(train):
         "train.lr=1e-3",
         "model.num_heads=8",
         "model.num_kv_heads=4",
-        "train.compile=true",
+        "train.block_backend=compile",
         "train.compile_backend=aot_eager",
     )
     ratios = []
@@ -138,7 +142,7 @@ def test_copies_and_a_stream_in_16_bits_follow_the_plain_curve(train):
     """Products read copies that the update has made stale: two ranks stay within what 16 bits round."""
     low = ("train.precision=bf16", "model.num_heads=8", "model.num_kv_heads=4")
     plain = train("run_dir=plain", REPLICATED, *low)
-    compiled = ("train.compile=true", "train.compile_backend=aot_eager", "train.residual=bf16")
+    compiled = ("train.block_backend=compile", "train.compile_backend=aot_eager", "train.residual_dtype=bf16")
     copied = train("run_dir=copied", REPLICATED, *low, *compiled)
     assert copied.losses == pytest.approx(plain.losses, rel=2e-3)
     assert copied.losses != pytest.approx(plain.losses, rel=1e-7)

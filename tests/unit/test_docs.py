@@ -153,7 +153,7 @@ def test_job_page_names_every_key_and_no_other() -> None:
 
 def test_probe_page_names_every_key_of_its_table() -> None:
     definitions = job_schema()["$defs"]
-    kinds = {"Probed": "", "ProductTime": "products.", "AttentionTime": "attention."}
+    kinds = {"Probed": "", "GemmTime": "products.", "AttentionTime": "attention."}
     keys = {f"probed.{at}{key}" for kind, at in kinds.items() for key in definitions[kind]["properties"]}
     named = re.findall(r"^\| `([\w.]+)` \|", (DOCS / "probe.md").read_text(), re.MULTILINE)
     assert sorted(named) == sorted(keys)

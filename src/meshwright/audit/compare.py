@@ -17,10 +17,10 @@ from typing import Any
 from meshwright.audit.expert_load import describe_load, find_effect
 from meshwright.audit.record import RunRecord
 from meshwright.core.units import format_bytes
-from meshwright.layout.stages import pipeline_rank
+from meshwright.layout.stages import pp_rank_of
 from meshwright.plan.contract import Plan
-from meshwright.plan.memory.compiled import is_counted
-from meshwright.plan.traffic.predict import Traffic
+from meshwright.plan.memory.compiled import has_exact_peak
+from meshwright.plan.traffic.collective import CollectiveTraffic
 
 PEAK_TOLERANCE = 0.05
 """For what depends on torch's kernels: activations and the peak."""
@@ -29,7 +29,7 @@ COUNTED_PEAK_TOLERANCE = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectiveRow(Traffic):
+class CollectiveRow(CollectiveTraffic):
     """One kind of collective over the whole run, on the rank that differs most from the promise.
 
     Where the ranks at the places of a pipeline are promised different ones, a row for each place.
@@ -55,11 +55,11 @@ class StateRow:
     tolerance: float = 0.0
     compiled: bool = False
     """What compiled code keeps is the compiler's choice: shown, not judged."""
-    for_rows: int = 0
+    expert_load_bytes: int = 0
     """What of the prediction is not the plan's: experts read more rows than an even share, or fewer."""
 
     @property
-    def held(self) -> bool:
+    def ok(self) -> bool:
         """Whether the promise held."""
         if self.compiled:
             return True
@@ -95,7 +95,7 @@ class Audit:
             "audit_ok": self.ok,
             "differences": list(self.differences),
             "load": list(self.load),
-            "state": [{**asdict(row), "ok": row.held} for row in self.state],
+            "state": [{**asdict(row), "ok": row.ok} for row in self.state],
             "collectives": [row.as_dict() for row in self.collectives],
         }
 
@@ -104,15 +104,15 @@ def audit_run(plan: Plan, record: RunRecord) -> Audit:
     """Hold a run against its plan."""
     state = _state_rows(plan, record)
     collectives = _collective_rows(plan, record)
-    cut_short = _cut_short(plan, record)
+    cut_short = _describe_incomplete(plan, record)
     known = [row for row in state if row.measured is not None] if cut_short else state
-    differences = [_state_difference(row) for row in known if not row.held]
+    differences = [_state_difference(row) for row in known if not row.ok]
     differences += [_collective_difference(row) for row in collectives if not row.equal]
-    unheard = [rank for rank in range(plan.world_size) if rank not in record.collectives]
+    unreported = [rank for rank in range(plan.world_size) if rank not in record.collectives]
     if cut_short:
         differences.append(cut_short)
-    elif unheard:
-        ranks = ", ".join(str(r) for r in unheard)
+    elif unreported:
+        ranks = ", ".join(str(r) for r in unreported)
         differences.append(f"the collectives of rank {ranks} were not reported: the run did not end there")
     load = describe_load(plan, record)
     return Audit(tuple(state), tuple(collectives), tuple(differences), tuple(load))
@@ -122,12 +122,12 @@ def audit_rank(plan: Plan, rank: int, record: RunRecord) -> Audit:
     """Hold one rank, of which alone there is a record, against the plan; what it never did is left out."""
     state = _state_rows(dataclasses.replace(plan, ranks=(plan.ranks[rank],)), record)
     collectives = [row for row in _collective_rows(plan, record) if row.calls or row.predicted_calls]
-    differences = [_state_difference(row) for row in state if not row.held]
+    differences = [_state_difference(row) for row in state if not row.ok]
     differences += [_collective_difference(row) for row in collectives if not row.equal]
     return Audit(tuple(state), tuple(collectives), tuple(differences))
 
 
-def held_text(plan: Plan) -> str:
+def describe_match(plan: Plan) -> str:
     """What was equal, for a plan that held."""
     totals = [sum(rank.state_bytes.values()) for rank in plan.classes().values()]
     total = f"{format_bytes(min(totals))} to " * (min(totals) < max(totals)) + format_bytes(max(totals))
@@ -136,7 +136,7 @@ def held_text(plan: Plan) -> str:
     return f"{total} of state a rank and every collective are equal."
 
 
-def _cut_short(plan: Plan, record: RunRecord) -> str:
+def _describe_incomplete(plan: Plan, record: RunRecord) -> str:
     """One sentence about all that a run did not come to measure; nothing for a run that came so far."""
     everywhere = set(range(plan.world_size))
     missing = [
@@ -166,7 +166,7 @@ def _state_rows(plan: Plan, record: RunRecord) -> list[StateRow]:
             if expected or measured:
                 rows.append(StateRow(promised.rank, f"{kind} on the host", expected, measured))
         peak = promised.first_peak_bytes if found and found.first_step else promised.peak_bytes
-        counted, effect = is_counted(plan.job), find_effect(plan, promised, found)
+        counted, effect = has_exact_peak(plan.job), find_effect(plan, promised, found)
         compiled = found is not None and found.compiled and not counted
         for kind, predicted, measured, more, allowed in (
             (
@@ -195,33 +195,33 @@ Kind = tuple[str, str, str, int]
 def _collective_rows(plan: Plan, record: RunRecord) -> list[CollectiveRow]:
     """For each kind of collective, and each promise of it, the rank that is furthest from the promise."""
     rows: dict[tuple[Kind, int | None], CollectiveRow] = {}
-    alone = {(row.axis, row.op, row.phase, row.ranks) for row in plan.collectives if row.place is not None}
+    alone = {(row.axis, row.op, row.phase, row.ranks) for row in plan.collectives if row.pp_rank is not None}
     for rank, reported in record.collectives.items():
         times = {"setup": 1, "step": reported.steps, "eval": reported.evaluations, "save": reported.saves}
         promised, found = _add_up(plan.collectives_of(rank)), _add_up(reported.rows)
         for kind in promised.keys() | found.keys():
             calls, sent = found.get(kind, (0, 0))
             promised_calls, promised_bytes = promised.get(kind, (0, 0))
-            occurrences, place = (
+            occurrences, pp_rank = (
                 times.get(kind[2], 0),
-                pipeline_rank(plan.job, rank) if kind in alone else None,
+                pp_rank_of(plan.job, rank) if kind in alone else None,
             )
             row = CollectiveRow(
                 *kind,
                 calls,
                 sent,
-                place,
+                pp_rank,
                 predicted_calls=promised_calls * occurrences,
                 predicted_bytes=promised_bytes * occurrences,
             )
-            known = rows.get((kind, place))
+            known = rows.get((kind, pp_rank))
             if known is None or (known.equal and not row.equal):
-                rows[kind, place] = row
+                rows[kind, pp_rank] = row
     order = {"setup": 0, "step": 1, "eval": 2, "save": 3}
     return [rows[key] for key in sorted(rows, key=lambda k: (order.get(k[0][2], 4), *k[0], k[1] or 0))]
 
 
-def _add_up(rows: Iterable[Traffic]) -> dict[Kind, tuple[int, int]]:
+def _add_up(rows: Iterable[CollectiveTraffic]) -> dict[Kind, tuple[int, int]]:
     """Calls and bytes by kind; rows of the same kind are added."""
     sums: dict[Kind, tuple[int, int]] = {}
     for row in rows:
@@ -242,7 +242,7 @@ def _state_difference(row: StateRow) -> str:
 
 def _collective_difference(row: CollectiveRow) -> str:
     extra = "" if row.predicted_calls else "; the plan has no such call"
-    whose = "" if row.place is None else f"place {row.place} of the pipeline, "
+    whose = "" if row.pp_rank is None else f"pp rank {row.pp_rank}, "
     return (
         f"{whose}axis {row.axis}, {row.op} in phase {row.phase}: {row.calls} calls and {row.bytes} bytes, "
         f"predicted {row.predicted_calls} and {row.predicted_bytes}{extra}"

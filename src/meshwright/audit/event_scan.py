@@ -94,14 +94,14 @@ class Attempt:
         elif name == "ready" and isinstance(event.get("steps"), int):
             self.steps = event["steps"]
         elif name == "error":
-            self._hear_error(event)
+            self._on_error(event)
         if name in ("step", "resumed", "finished") and isinstance(step, int):
             self.last_step = max(self.last_step, step)
 
-    def _hear_error(self, event: Event) -> None:
+    def _on_error(self, event: Event) -> None:
         message = str(event.get("message") or event.get("kind") or "unknown").splitlines()[0]
         sentence = f"rank {event.get('rank')}: {message}"
-        if event.get("victim"):  # of a rank that went first
+        if event.get("peer_lost"):  # of a rank that went first
             self.errors.append(sentence)
         else:
             self.errors.insert(0, sentence)
@@ -120,32 +120,32 @@ class LastAttempt:
     def read(self, path: Path) -> int:
         """Follow a whole file; returns the number of lines that could not be read."""
         scan = Scan()
-        for event in scan_events(path, scan, self._take_step):
-            self._turn_to(event.get("generation", 0))
+        for event in scan_events(path, scan, self._note_step):
+            self._select_attempt(event.get("generation", 0))
             if event.get("generation", 0) == self.attempt.generation:
                 self.attempt.feed(event)
                 self.began = self.attempt.began if self.began is None else self.began
-        self._settle_step()
+        self._parse_last_step()
         return scan.unreadable
 
-    def _turn_to(self, generation: int) -> None:
+    def _select_attempt(self, generation: int) -> None:
         if generation > self.attempt.generation or not self.attempts:
             self.attempt = Attempt(generation)
             self.attempts += 1
             self._newest_step = b""
 
-    def _take_step(self, line: bytes, generation: int) -> bool:
+    def _note_step(self, line: bytes, generation: int) -> bool:
         """Note a step's duration and remember the line; only the newest of them is parsed."""
         found = _STEP_S.search(line)
         if found is None:
             return False
-        self._turn_to(generation)
+        self._select_attempt(generation)
         if generation == self.attempt.generation:
             self.attempt.record.step_times_s.append(float(found[1]))
             self._newest_step = line
         return True
 
-    def _settle_step(self) -> None:
+    def _parse_last_step(self) -> None:
         """Loss, tokens and step number of the newest step; its duration is noted already."""
         event = parse_event(self._newest_step) if self._newest_step else None
         if event is not None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.audit.record import Measured, RunRecord
+from meshwright.audit.record import MeasuredMemory, RunRecord
 from meshwright.core.units import format_bytes
-from meshwright.layout.stages import pipeline_rank
+from meshwright.layout.stages import pp_rank_of
 from meshwright.plan.contract import Plan, RankPrediction
 from meshwright.plan.memory.ledger import predict_ledger
 
@@ -28,7 +28,7 @@ class LoadEffect:
 EVEN = LoadEffect(0.0, 0, 0)
 
 
-def find_effect(plan: Plan, promised: RankPrediction, found: Measured | None) -> LoadEffect:
+def find_effect(plan: Plan, promised: RankPrediction, found: MeasuredMemory | None) -> LoadEffect:
     """Of one rank; nothing where the model has no experts or nobody counted rows.
 
     A pipeline holds several micro-batches at once: its peak is that of the mean.
@@ -36,12 +36,12 @@ def find_effect(plan: Plan, promised: RankPrediction, found: Measured | None) ->
     if found is None or found.routed_rows is None or not promised.routed_rows:
         return EVEN
     job, fullest = plan.job, found.routed_rows.fullest
-    sizes = (job, job.layout.micro_batch or 1, plan.micro_batches, pipeline_rank(job, promised.rank))
+    sizes = (job, job.layout.micro_batch or 1, plan.micro_batches, pp_rank_of(job, promised.rank))
     even, full = predict_ledger(*sizes), predict_ledger(*sizes, rows=fullest)
     at_peak = full if job.layout.pp == 1 else predict_ledger(*sizes, rows=found.routed_rows.mean)
     peaks = [ledger.first_peak_bytes if found.first_step else ledger.peak_bytes for ledger in (even, at_peak)]
     share = sum(fullest) / (promised.routed_rows * len(fullest)) - 1
-    return LoadEffect(share, full.kept_bytes - even.kept_bytes, peaks[1] - peaks[0])
+    return LoadEffect(share, full.activation_bytes - even.activation_bytes, peaks[1] - peaks[0])
 
 
 def describe_load(plan: Plan, record: RunRecord) -> list[str]:

@@ -16,7 +16,7 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import EVENTS_FILE, Event, read_events
 from meshwright.core.units import format_plural
 from meshwright.plan.contract import Plan
-from meshwright.plan.traffic.predict import Traffic
+from meshwright.plan.traffic.collective import CollectiveTraffic
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RoutedRows:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredMemory:
     """Memory of one rank in its audited step."""
 
     state_bytes: dict[str, int]
@@ -46,20 +46,20 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Collectives:
+class MeasuredCollectives:
     """Everything that one rank sent, and in how many steps and evaluations."""
 
-    rows: tuple[Traffic, ...]
+    rows: tuple[CollectiveTraffic, ...]
     steps: int
     evaluations: int
     saves: int = 0
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedTimeline:
     """When one rank of a pipeline did what."""
 
-    place: int
+    pp_rank: int
     steps: int
     """Steps that the times are means of."""
     actions: tuple[tuple[str, int, int, float, float], ...]
@@ -101,9 +101,9 @@ class ExpertLoads:
 
 
 _EXPERTS: TypeAdapter[ExpertLoads] = TypeAdapter(ExpertLoads)
-_MEASURED: TypeAdapter[Measured] = TypeAdapter(Measured)
-_COLLECTIVES: TypeAdapter[Collectives] = TypeAdapter(Collectives)
-_RECORDED: TypeAdapter[Recorded] = TypeAdapter(Recorded)
+_MEASURED: TypeAdapter[MeasuredMemory] = TypeAdapter(MeasuredMemory)
+_COLLECTIVES: TypeAdapter[MeasuredCollectives] = TypeAdapter(MeasuredCollectives)
+_RECORDED: TypeAdapter[RecordedTimeline] = TypeAdapter(RecordedTimeline)
 
 
 @dataclass
@@ -113,7 +113,7 @@ class RunRecord:
     status: str = "unfinished"
     failed: bool = False
     """A rank said that it ends by an error."""
-    shortages: dict[str, dict[str, Any]] = field(default_factory=dict)
+    oom_reports: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Reports of ranks that ran out of memory, by their error's message."""
     losses: list[float | None] = field(default_factory=list)
     """Of each step, from rank 0; NaN where it was not finite, None for a step without targets."""
@@ -124,11 +124,11 @@ class RunRecord:
     skipped_steps: int = 0
     """Steps that were not taken because fp16 gradients overflowed."""
     peak_basis: str = ""
-    state: dict[int, Measured] = field(default_factory=dict)
+    state: dict[int, MeasuredMemory] = field(default_factory=dict)
     """The audited step of each rank."""
-    collectives: dict[int, Collectives] = field(default_factory=dict)
+    collectives: dict[int, MeasuredCollectives] = field(default_factory=dict)
     """The counts of each rank."""
-    timelines: dict[int, Recorded] = field(default_factory=dict)
+    timelines: dict[int, RecordedTimeline] = field(default_factory=dict)
     """Of the ranks of pipelines."""
     experts: ExpertLoads | None = None
     """The newest load of experts, where there are some."""
@@ -150,13 +150,13 @@ class RunRecord:
         return "failed" if self.failed and self.status == "unfinished" else self.status
 
     @property
-    def told_losses(self) -> list[float]:
+    def target_losses(self) -> list[float]:
         """Those of the steps that had targets."""
         return [loss for loss in self.losses if loss is not None]
 
     def targetless_text(self) -> str:
         """A sentence about the steps that had no targets; nothing if all had some."""
-        without = len(self.losses) - len(self.told_losses)
+        without = len(self.losses) - len(self.target_losses)
         if not without:
             return ""
         which = f"{without} of {format_plural(len(self.losses), 'step')}"
@@ -223,9 +223,9 @@ class RunRecord:
         if event["rank"] == 0:
             self.notes.append(f"no evaluation: {event['reason']}")
 
-    def _on_no_race(self, event: Event) -> None:
+    def _on_gemm_autotune_skipped(self, event: Event) -> None:
         if event["rank"] == 0:
-            self.notes.append(f"no products raced: {event['reason']}")
+            self.notes.append(f"no GEMM autotuning: {event['reason']}")
 
     def _on_events_lost(self, event: Event) -> None:
         self.events_lost[event["rank"]] = max(event["count"], self.events_lost.get(event["rank"], 0))
@@ -233,7 +233,7 @@ class RunRecord:
     def _on_error(self, event: Event) -> None:
         self.failed = True
         if event.get("memory"):
-            self.shortages[event["message"]] = event["memory"]
+            self.oom_reports[event["message"]] = event["memory"]
 
     def _on_finished(self, event: Event) -> None:
         if event["rank"] == 0:
@@ -248,7 +248,7 @@ def format_loss(loss: float | None) -> str:
 
 
 @contextlib.contextmanager
-def events_of_a_run(run_dir: Path) -> Iterator[None]:
+def reading_events(run_dir: Path) -> Iterator[None]:
     """Around the reading of a run's events: says what is wrong with the folder, if anything is."""
     try:
         yield
@@ -264,7 +264,7 @@ def events_of_a_run(run_dir: Path) -> Iterator[None]:
 def read_record(run_dir: Path, generation: int | None = None) -> RunRecord:
     """The newest attempt in a run's folder, or the one asked for."""
     path = run_dir / EVENTS_FILE
-    with events_of_a_run(run_dir):
+    with reading_events(run_dir):
         log = read_events(path)
     wanted = log.last_generation if generation is None else generation
     record = RunRecord()

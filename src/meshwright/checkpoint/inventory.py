@@ -24,7 +24,7 @@ _NAME = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredCheckpoint:
     """One checkpoint, or what is left of it."""
 
     path: Path
@@ -44,19 +44,19 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Pruned:
+class PruneResult:
     """What was removed, and what was not."""
 
-    kept: tuple[Stored, ...]
-    removed: tuple[Stored, ...]
-    broken: tuple[Stored, ...]
+    kept: tuple[StoredCheckpoint, ...]
+    removed: tuple[StoredCheckpoint, ...]
+    broken: tuple[StoredCheckpoint, ...]
     """Left alone, because they do not verify."""
     leftovers: tuple[Path, ...]
     """Drafts of writers that were killed: removed."""
     freed_bytes: int
 
 
-def take_stock(path: Path, verify: bool) -> list[Stored]:
+def list_stored(path: Path, verify: bool) -> list[StoredCheckpoint]:
     """The checkpoints that a path means, oldest first: one, those of a folder, or those of a run.
 
     Args:
@@ -67,8 +67,8 @@ def take_stock(path: Path, verify: bool) -> list[Stored]:
         UserError: There are none.
     """
     if (path / MANIFEST).is_file():
-        return [_look_at(path, verify)]
-    return [_look_at(folder, verify) for folder in _folders(find_root(path))]
+        return [_inspect(path, verify)]
+    return [_inspect(folder, verify) for folder in _folders(find_root(path))]
 
 
 def find_root(path: Path) -> Path:
@@ -80,7 +80,7 @@ def find_root(path: Path) -> Path:
     raise UserError(Problem("checkpoint-missing", "holds no checkpoint", path=str(path), fix=fix))
 
 
-def prune(root: Path, keep: int, sweep: bool) -> Pruned:
+def prune(root: Path, keep: int, sweep: bool) -> PruneResult:
     """Remove all but the newest checkpoints that verify, checksums included, and the best one.
 
     Args:
@@ -92,7 +92,7 @@ def prune(root: Path, keep: int, sweep: bool) -> Pruned:
         UserError: None verifies, so that none is removed; or one cannot be removed.
     """
     assert keep >= 1, "the newest is never removed"
-    found = take_stock(root, verify=True)
+    found = list_stored(root, verify=True)
     whole = [stored for stored in found if stored.complete]
     broken = tuple(stored for stored in found if not stored.complete)
     if not whole:
@@ -109,7 +109,7 @@ def prune(root: Path, keep: int, sweep: bool) -> Pruned:
             rule = f"cannot be removed: {error.strerror or error}"
             fix = "Use an account that may write there"
             raise UserError(Problem("checkpoint-not-removed", rule, path=str(path), fix=fix)) from None
-    return Pruned(kept, removed, broken, leftovers, freed)
+    return PruneResult(kept, removed, broken, leftovers, freed)
 
 
 def _folders(root: Path) -> list[Path]:
@@ -117,14 +117,16 @@ def _folders(root: Path) -> list[Path]:
     return sorted(found, key=lambda p: (_step(p) or 0, p.name))
 
 
-def _look_at(folder: Path, verify: bool) -> Stored:
+def _inspect(folder: Path, verify: bool) -> StoredCheckpoint:
     best = best_checkpoint(folder.parent) == folder.name
     try:
         manifest = read_manifest(folder, verify)
     except UserError as error:
-        return Stored(folder, _step(folder) or 0, folder_bytes(folder), error.problems[0].rule, best)
+        return StoredCheckpoint(
+            folder, _step(folder) or 0, folder_bytes(folder), error.problems[0].rule, best
+        )
     step = _step(folder)  # None for a copy under another name
-    return Stored(
+    return StoredCheckpoint(
         folder, manifest.step if step is None else step, folder_bytes(folder), "", best, manifest.eval_loss
     )
 

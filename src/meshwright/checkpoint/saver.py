@@ -30,13 +30,13 @@ from meshwright.checkpoint.manifest import (
     file_sha256,
 )
 from meshwright.core.files import sync_path
-from meshwright.core.tensor_header import TensorFacts, build_tensor_header
+from meshwright.core.tensor_header import TensorInfo, build_tensor_header
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 
 
 @dataclass(frozen=True)
-class Piece:
+class SavedTensor:
     """One tensor of a checkpoint."""
 
     dtype: torch.dtype
@@ -45,15 +45,15 @@ class Piece:
     """Makes it; where it is cut, together with the other ranks."""
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Piece:
+    def of(cls, tensor: Tensor) -> SavedTensor:
         """A tensor that is there already."""
         return cls(tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
     @property
-    def facts(self) -> TensorFacts:
+    def facts(self) -> TensorInfo:
         """As the file's header has it."""
         size = math.prod(self.shape) * self.dtype.itemsize
-        return TensorFacts(_DTYPES[self.dtype], self.shape, size)
+        return TensorInfo(_DTYPES[self.dtype], self.shape, size)
 
 
 class Snapshot:
@@ -62,7 +62,7 @@ class Snapshot:
     All ranks that share the state go through the same tensors in the same order.
     """
 
-    def __init__(self, files: Mapping[str, Mapping[str, Piece]]) -> None:
+    def __init__(self, files: Mapping[str, Mapping[str, SavedTensor]]) -> None:
         """Nothing is made yet.
 
         Args:
@@ -75,7 +75,7 @@ class Snapshot:
         }
         self._tensors = (piece.whole() for pieces in self._files.values() for piece in pieces.values())
 
-    def headers(self) -> dict[str, dict[str, TensorFacts]]:
+    def headers(self) -> dict[str, dict[str, TensorInfo]]:
         """What each file will hold, in order."""
         return {
             file: {name: piece.facts for name, piece in pieces.items()}
@@ -86,7 +86,7 @@ class Snapshot:
         """The tensors of all files, from the first that was not taken yet."""
         return self._tensors
 
-    def skip_rest(self) -> None:
+    def drain(self) -> None:
         """Take part in what is left and keep nothing: the others wait for this rank in every gather."""
         deque(self._tensors, maxlen=0)
 
@@ -123,7 +123,7 @@ def save_checkpoint(
     return final
 
 
-def _write_tensors(path: Path, header: Mapping[str, TensorFacts], tensors: Iterator[Tensor]) -> FileFacts:
+def _write_tensors(path: Path, header: Mapping[str, TensorInfo], tensors: Iterator[Tensor]) -> FileFacts:
     """One file, its checksum taken on the way: it is not read again."""
     first = build_tensor_header(header)
     digest = hashlib.sha256(first)

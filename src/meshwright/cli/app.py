@@ -16,7 +16,7 @@ from meshwright.cli.output import Output
 from meshwright.core.errors import MeshwrightError, Problem, UserError
 
 if TYPE_CHECKING:
-    from meshwright.plan.search.alternatives import Near
+    from meshwright.plan.search.alternatives import NearestLegal
 
 app = typer.Typer(
     name="meshwright",
@@ -84,15 +84,15 @@ def guarded(output: Output, command: Callable[[], int | None]) -> None:
     raise typer.Exit(status)
 
 
-def _find_near(error: MeshwrightError) -> list[Near]:
+def _find_near(error: MeshwrightError) -> list[NearestLegal]:
     """The nearest legal layouts, where a rule refuses a job's layout."""
     from meshwright.spec.load import SpecError  # noqa: PLC0415  (only when something is wrong)
 
     if not isinstance(error, SpecError) or error.job is None:
         return []
-    from meshwright.plan.search.alternatives import find_near  # noqa: PLC0415
+    from meshwright.plan.search.alternatives import find_nearest_legal  # noqa: PLC0415
 
-    return find_near(error.job, error.problems)
+    return find_nearest_legal(error.job, error.problems)
 
 
 def _show_version(wanted: bool) -> None:
@@ -457,11 +457,11 @@ def pipeline(  # noqa: PLR0913, PLR0917  (the options of a command are what it c
     as_json: Json = False,
 ) -> None:
     """Generate a pipeline schedule or load your own, prove it, and draw when each rank does what."""
-    from meshwright.cli.schedule import TimeTexts, Wanted, show_pipeline  # noqa: PLC0415
+    from meshwright.cli.schedule import ScheduleRequest, TimeOptions, show_pipeline  # noqa: PLC0415
 
     output = Output(as_json)
-    wanted = Wanted(schedule, stages, micro_batches, virtual_stages, file)
-    texts = TimeTexts(forward, backward, transfer)
+    wanted = ScheduleRequest(schedule, stages, micro_batches, virtual_stages, file)
+    texts = TimeOptions(forward, backward, transfer)
     guarded(output, lambda: show_pipeline(output, wanted, texts, blocking, out, save))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.audit.compare import Audit, StateRow, audit_run, held_text
+from meshwright.audit.compare import Audit, StateRow, audit_run, describe_match
 from meshwright.audit.record import RunRecord, read_record
 from meshwright.cli.output import Output
 from meshwright.cli.timeline_file import write_timelines
@@ -43,7 +43,7 @@ def _draw_pipeline(output: Output, run_dir: Path, pipeline: PipelineRun | None, 
         fix = "Leave out -o, or name a run with layout.pp above 1"
         raise UserError(Problem("audit-no-pipeline", rule, path=str(run_dir), fix=fix))
     write_timelines(picture, *pipeline.timelines())
-    output.say(f"picture: {picture}")
+    output.print(f"picture: {picture}")
 
 
 def _word(row: StateRow) -> str:
@@ -51,7 +51,7 @@ def _word(row: StateRow) -> str:
         return "compiled, not judged"
     if row.measured is None:
         return ""  # the cell beside it says so
-    return (f"within {row.tolerance:.0%}" if row.tolerance else "equal") if row.held else "DIFFERS"
+    return (f"within {row.tolerance:.0%}" if row.tolerance else "equal") if row.ok else "DIFFERS"
 
 
 def show_state(output: Output, verdict: Audit) -> None:
@@ -73,7 +73,7 @@ def show_collectives(output: Output, verdict: Audit, title: str) -> None:
     """Calls and bytes, predicted beside measured."""
     moved = [
         (
-            row.axis if row.place is None else f"{row.axis}, place {row.place}",
+            row.axis if row.pp_rank is None else f"{row.axis}, pp rank {row.pp_rank}",
             row.op,
             row.phase,
             f"{row.predicted_calls} / {row.calls}",
@@ -93,25 +93,25 @@ def describe_audit(
     if verdict.measured:
         show_state(output, verdict)
     else:
-        output.say("Memory: predicted, but no rank measured any; the run did not get to the audited step")
-    output.say()
+        output.print("Memory: predicted, but no rank measured any; the run did not get to the audited step")
+    output.print()
     if verdict.collectives:
         show_collectives(output, verdict, "Collectives of the whole run, a rank")
     elif plan.collectives:
-        output.say("Collectives: predicted, but no rank reported any; the run did not end")
+        output.print("Collectives: predicted, but no rank reported any; the run did not end")
     else:
-        output.say("Collectives: none predicted, none measured")
-    output.say()
+        output.print("Collectives: none predicted, none measured")
+    output.print()
     _describe_times(output, plan, record, pipeline)
     if plan.job.mixes_samples:
-        output.say(f"Note: {BATCH_NORM_NOTE}")
+        output.print(f"Note: {BATCH_NORM_NOTE}")
     for note in (*record.notes, *verdict.load):
-        output.say(f"Note: {note}")
+        output.print(f"Note: {note}")
     if verdict.ok:
-        output.say(f"Audit: the plan held. {held_text(plan)}")
+        output.print(f"Audit: the plan held. {describe_match(plan)}")
         return
     for difference in verdict.differences:
-        output.say(f"Audit: {difference} [audit-differs]")
+        output.print(f"Audit: {difference} [audit-differs]")
 
 
 def _describe_times(output: Output, plan: Plan, record: RunRecord, pipeline: PipelineRun | None) -> None:
@@ -121,10 +121,10 @@ def _describe_times(output: Output, plan: Plan, record: RunRecord, pipeline: Pip
         rate = format_rate(record.tokens_per_s, plan.job.unit)
         rate += f", {format_rate(record.flops_per_s(plan) or 0, 'FLOP')}"
         rate += f", MFU {record.mfu or 0:.1%} of {record.peak_basis}"
-        output.say(
+        output.print(
             f"Step: predicted {format_seconds(plan.step_s)}, measured {format_seconds(measured_s)} "
             f"({rate}); shown, not judged"
         )
     if pipeline is not None:
         for sentence in pipeline.sentences():
-            output.say(sentence)
+            output.print(sentence)

@@ -8,8 +8,8 @@ from typing import Any
 
 from meshwright.audit.compare import audit_run
 from meshwright.cli.app import require_packages
-from meshwright.cli.data import settle_data
-from meshwright.cli.measure import Heard, describe_machine, measure_plan
+from meshwright.cli.data import prepare_data
+from meshwright.cli.measure import MeasuredRun, describe_machine, measure_plan
 from meshwright.cli.output import Output
 from meshwright.cli.ranks import require_compiler, require_devices
 from meshwright.cli.train import refuse_preset
@@ -41,23 +41,23 @@ def bench_scaling(
         rule = f"is too few: the first {FEWEST_STEPS - 3} are not counted, and 3 is the least for a median"
         fix = f"Use {FEWEST_STEPS} or more"
         raise UserError(Problem("bench-steps", rule, path="--steps", value=steps, fix=fix))
-    _require_place(out)
-    _settle_degrees(output, source, overrides)
+    _require_writable(out)
+    _check_degrees(output, source, overrides)
     plans = plan_rows(source, overrides, ranks, steps, weak)
-    data_dir = settle_data(output, plans[0].job)
+    data_dir = prepare_data(output, plans[0].job)
     prepare_environment(threads=1)
     rows: list[ScalingRow] = []
-    heard = Heard()
+    measured = MeasuredRun()
     for plan in plans:
-        heard = measure_row(output, plan, data_dir)
-        verdict = audit_run(plan, heard.attempt.record)
+        measured = measure_row(output, plan, data_dir)
+        verdict = audit_run(plan, measured.attempt.record)
         for difference in verdict.differences:
             output.warn(f"{plan.world_size} ranks: {difference} [audit-differs]")
-        times: list[Any] = [heard.times[rank] for rank in range(plan.world_size)]
-        tokens = heard.attempt.record.tokens_per_step
+        times: list[Any] = [measured.times[rank] for rank in range(plan.world_size)]
+        tokens = measured.attempt.record.tokens_per_step
         rows.append(build_row(plan, times, tokens, verdict.ok, rows[0] if rows else None))
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    machine = describe_machine(plans[0], heard.attempt)
+    machine = describe_machine(plans[0], measured.attempt)
     where = machine["processor"] if machine["device"] == "cpu" else machine["device_name"]
     chart = scaling_chart(rows, weak, note=f"{plans[0].job.name} on {where}, {date[:10]}")
     _show(output, plans, rows, steps, chart, out)
@@ -101,7 +101,7 @@ def chosen_ranks(text: str | None, devices: int) -> list[int]:
     return sorted({int(part) for part in parts})
 
 
-def _settle_degrees(output: Output, source: str, overrides: list[str]) -> None:
+def _check_degrees(output: Output, source: str, overrides: list[str]) -> None:
     """The benchmark sets the number of replicas itself; other degrees would not be what is measured."""
     tree = read_tree(source)
     for text in overrides:
@@ -118,14 +118,14 @@ def _settle_degrees(output: Output, source: str, overrides: list[str]) -> None:
         output.warn(f"layout.dp_replicate={replicas} of the job is replaced by each number of ranks measured")
 
 
-def _require_place(out: Path) -> None:
+def _require_writable(out: Path) -> None:
     """Whether the picture can be written is known before minutes are spent on it."""
     if not can_write(out):
         rule = "cannot be written"
         raise UserError(Problem("bench-not-writable", rule, path=str(out), fix="Name another file with -o"))
 
 
-def measure_row(output: Output, plan: Plan, data_dir: Path) -> Heard:
+def measure_row(output: Output, plan: Plan, data_dir: Path) -> MeasuredRun:
     """Run one number of ranks."""
     name = format_plural(plan.world_size, "rank")
     if not output.errors.is_terminal:
@@ -142,21 +142,21 @@ def _show(
     output.table("Scaling", (*columns, "audit"), [_cells(row) for row in rows])
     reduced = [_reduction_cells(row) for row in rows if row.overlap is not None]
     if reduced:  # a table of its own: together they would be wider than a terminal
-        output.say()
+        output.print()
         output.table("Reductions", ("ranks", "reduce", "exposed", "overlap", "spread"), reduced)
     if shared := [str(row.ranks) for row in rows if row.shared_cores]:
         cores = plans[0].job.cluster.world_size
-        output.say(f"shared cores: {', '.join(shared)} ranks on {cores} cores, less than one each")
-    output.say(basis(rows, steps))
-    output.say()
+        output.print(f"shared cores: {', '.join(shared)} ranks on {cores} cores, less than one each")
+    output.print(basis(rows, steps))
+    output.print()
     for line in draw_text(chart, columns=48):
-        output.say(line)
+        output.print(line)
     try:
         out.write_text(draw_svg(chart, 640, 400, standalone=True), encoding="utf-8")
     except OSError as error:
         output.warn(f"the picture was not written: {error}")
         return
-    output.say(f"\npicture: {out}")
+    output.print(f"\npicture: {out}")
 
 
 def _cells(row: ScalingRow) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.inventory import Stored, find_root, prune, take_stock
+from meshwright.checkpoint.inventory import StoredCheckpoint, find_root, list_stored, prune
 from meshwright.cli.app import require_packages
 from meshwright.cli.audit import CHECK_FAILED
 from meshwright.cli.generate import find_checkpoint
@@ -25,7 +25,7 @@ COLUMNS = ("step", "size", "held-out loss", "state", "")
 
 def list_folder(output: Output, path: Path) -> int:
     """Show the checkpoints that a path means; files are looked at, not read."""
-    found = take_stock(path, verify=False)
+    found = list_stored(path, verify=False)
     _describe(output, path, [(stored, stored.reason or "complete") for stored in found])
     output.result({"dir": str(path), "checkpoints": [_facts(stored) for stored in found]})
     return 0
@@ -33,11 +33,11 @@ def list_folder(output: Output, path: Path) -> int:
 
 def verify_folder(output: Output, path: Path) -> int:
     """Read every file and compare its checksum; status 3 if a checkpoint is not what its manifest says."""
-    found = take_stock(path, verify=True)
+    found = list_stored(path, verify=True)
     _describe(output, path, [(stored, "verified" if stored.complete else "BROKEN") for stored in found])
     broken = [stored for stored in found if not stored.complete]
     for stored in broken:
-        output.say(f"{stored.path} {stored.reason} [checkpoint-broken]")
+        output.print(f"{stored.path} {stored.reason} [checkpoint-broken]")
     facts = [_facts(stored) for stored in found]
     output.result({"dir": str(path), "ok": not broken, "checkpoints": facts})
     return CHECK_FAILED if broken else 0
@@ -47,14 +47,14 @@ def prune_folder(output: Output, path: Path, keep: int) -> int:
     """Remove old checkpoints; a run that goes on in the folder has to end first."""
     root = find_root(path)
     runs = [folder for folder in (root, root.absolute().parent) if (folder / EVENTS_FILE).exists()]
-    with _held(runs[0]) if runs else contextlib.nullcontext():
+    with _lock_run(runs[0]) if runs else contextlib.nullcontext():
         done = prune(root, keep, sweep=bool(runs))  # elsewhere nobody knows who is writing
     for stored in done.broken:
         output.warn(f"left alone: {stored.path} {stored.reason} [checkpoint-broken]")
     for stored in done.removed:
-        output.say(f"removed {stored.path} ({format_bytes(stored.bytes)})")
+        output.print(f"removed {stored.path} ({format_bytes(stored.bytes)})")
     drafts = f" and {format_plural(len(done.leftovers), 'draft')}" if done.leftovers else ""
-    output.say(
+    output.print(
         f"{format_plural(len(done.kept), 'checkpoint')} kept, {len(done.removed)} removed{drafts}; "
         f"{format_bytes(done.freed_bytes)} freed"
     )
@@ -71,7 +71,7 @@ def prune_folder(output: Output, path: Path, keep: int) -> int:
     return 0
 
 
-def _held(run_dir: Path) -> RunLock:
+def _lock_run(run_dir: Path) -> RunLock:
     try:
         return RunLock.take(run_dir)
     except OSError as error:
@@ -79,7 +79,7 @@ def _held(run_dir: Path) -> RunLock:
         raise UserError(Problem("checkpoint-not-removed", rule, path=str(run_dir), fix=fix)) from None
 
 
-def _describe(output: Output, path: Path, found: list[tuple[Stored, str]]) -> None:
+def _describe(output: Output, path: Path, found: list[tuple[StoredCheckpoint, str]]) -> None:
     """A table with a word about each."""
     rows = [
         (
@@ -94,7 +94,7 @@ def _describe(output: Output, path: Path, found: list[tuple[Stored, str]]) -> No
     output.table(f"Checkpoints in {path}", COLUMNS, rows)
 
 
-def _facts(stored: Stored) -> dict[str, Any]:
+def _facts(stored: StoredCheckpoint) -> dict[str, Any]:
     return {**dataclasses.asdict(stored), "path": str(stored.path), "complete": stored.complete}
 
 
@@ -106,8 +106,8 @@ def export_folder(output: Output, path: Path, out: Path, dtype: str, shard_gb: f
     from meshwright.checkpoint.hf.export import export_checkpoint  # noqa: PLC0415
 
     done = export_checkpoint(checkpoint, out, dtype, max(1, int(shard_gb * BYTES_PER_GB)))
-    output.say(f"{checkpoint}, step {done.step}, as {done.architecture} in {out}")
-    output.say(f"{format_bytes(done.bytes)} of {dtype}; files: {', '.join(done.files)}")
+    output.print(f"{checkpoint}, step {done.step}, as {done.architecture} in {out}")
+    output.print(f"{format_bytes(done.bytes)} of {dtype}; files: {', '.join(done.files)}")
     facts = dataclasses.asdict(done)
     output.result({"checkpoint": str(checkpoint), "out": str(out), "dtype": dtype, **facts})
     return 0

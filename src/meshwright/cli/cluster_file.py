@@ -15,7 +15,7 @@ WRITTEN_BY = "# Written by meshwright"
 """First words of a cluster file that may be written over."""
 
 
-def require_place(out: Path, command: str) -> None:
+def require_writable(out: Path, command: str) -> None:
     """Whether the file can be written is known before anything is measured; one made by hand is kept.
 
     So is one of another command: what ``probe`` measured is not in what ``tune`` writes.

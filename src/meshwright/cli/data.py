@@ -24,7 +24,7 @@ from meshwright.spec.job import SYNTHETIC_IMAGES, Data, Job
 from meshwright.spec.model import DecoderModel, ResNetModel
 
 
-def settle_data(output: Output, job: Job) -> Path:
+def prepare_data(output: Output, job: Job) -> Path:
     """The prepared folder that the job trains on; prepares it if the path is text.
 
     Raises:
@@ -32,7 +32,7 @@ def settle_data(output: Output, job: Job) -> Path:
             model cannot read.
     """
     if isinstance(job.model, ResNetModel):
-        return _settle_images(output, job, job.model)
+        return _check_image_data(output, job, job.model)
     folder = Path(job.data.path)
     if looks_like_images(folder):
         rule, fix = "holds images; this model reads text", "Name text, or a ResNet"
@@ -52,12 +52,12 @@ def settle_data(output: Output, job: Job) -> Path:
     _require_vocabulary(job.model, dataset.vocab_size)
     if job.data.mask == "document":
         share = dataset.padding / (len(dataset) * job.data.seq_len)
-        output.say(
+        output.print(
             f"data: {len(dataset)} samples of whole documents, {job.data.seq_len} tokens each, in {folder}; "
             f"{share:.1%} of them is padding"
         )
     elif dataset.dropped_tokens:
-        output.say(
+        output.print(
             f"data: {len(dataset)} samples of {job.data.seq_len} tokens in {folder}; "
             f"{dataset.dropped_tokens} tokens at the shards' ends fill no sample and are dropped"
         )
@@ -65,7 +65,7 @@ def settle_data(output: Output, job: Job) -> Path:
     return folder
 
 
-def _settle_images(output: Output, job: Job, model: ResNetModel) -> Path:
+def _check_image_data(output: Output, job: Job, model: ResNetModel) -> Path:
     """The folder of images, looked through; synthetic ones have none."""
     folder = Path(job.data.path)
     shape = ImageShape(model.channels, model.image_size, model.num_classes)
@@ -83,7 +83,9 @@ def _settle_images(output: Output, job: Job, model: ResNetModel) -> Path:
 def _say_epochs(output: Output, job: Job, available: int) -> None:
     samples = job.train.steps * job.train.global_batch
     if samples > available:
-        output.say(f"data: {samples} samples are asked for, so all are read {samples / available:.1f} times")
+        output.print(
+            f"data: {samples} samples are asked for, so all are read {samples / available:.1f} times"
+        )
 
 
 def _require_vocabulary(model: DecoderModel, tokens: int) -> None:
@@ -157,7 +159,7 @@ def _prepare_cached(output: Output, data: Data) -> Path:
             dataclasses.replace(p, fix="Set data.cache to a folder that can be") for p in error.problems
         ]
         raise UserError(*problems) from None
-    output.say(summarise(report))
+    output.print(summarise(report))
     return folder
 
 

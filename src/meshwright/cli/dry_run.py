@@ -15,21 +15,22 @@ from meshwright.audit.record import RunRecord
 from meshwright.cli.app import require_packages
 from meshwright.cli.audit import CHECK_FAILED, show_collectives, show_state
 from meshwright.cli.output import Output
-from meshwright.cli.prove import settle_job
+from meshwright.cli.prove import resolve_layout
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.launch.environment import prepare_environment
 from meshwright.layout.text import describe_layout
-from meshwright.plan.contract import Plan, layout_keys, plan_of
+from meshwright.plan.contract import Plan, layout_keys, plan_from
 from meshwright.plan.predict import Prediction, predict
+from meshwright.spec.execution import uses_eager_blocks
 from meshwright.spec.job import Job
 from meshwright.spec.load import load_job, require_runnable
 from meshwright.spec.model import DecoderModel
-from meshwright.spec.train_defaults import eager
+from meshwright.spec.train_defaults import with_eager_blocks
 
 
 @dataclass(frozen=True)
-class Rehearsed:
+class DryRunPlan:
     """What one rank is rehearsed with."""
 
     plan: Plan
@@ -46,17 +47,17 @@ def dry_run_job(output: Output, source: str, overrides: Sequence[str], rank: int
     plan = prepared.plan
     prepare_environment(threads=1)
     started = time.perf_counter()
-    record = rehearse_rank(output, plan, rank)
+    record = dry_run_rank(output, plan, rank)
     seconds = time.perf_counter() - started
     verdict = audit_rank(plan, rank, record)
     describe(output, prepared, rank, verdict)
     memory = _process_bytes()
-    output.say(f"Took {format_seconds(seconds)} and {format_bytes(memory)} of this machine's memory")
+    output.print(f"Took {format_seconds(seconds)} and {format_bytes(memory)} of this machine's memory")
     output.result({**summary(prepared, rank, verdict), "seconds": seconds, "process_bytes": memory})
     return 0 if verdict.ok else CHECK_FAILED
 
 
-def prepare(output: Output, source: str, overrides: list[str], rank: int, on: str | None) -> Rehearsed:
+def prepare(output: Output, source: str, overrides: list[str], rank: int, on: str | None) -> DryRunPlan:
     """Settle the layout and predict it, for the job's devices and for what fake tensors are.
 
     Raises:
@@ -67,7 +68,7 @@ def prepare(output: Output, source: str, overrides: list[str], rank: int, on: st
         rule, fix = "cannot be rehearsed: a dry run knows decoders alone", "Use meshwright plan"
         path, value = "model.architecture", job.model.architecture
         raise UserError(Problem("dry-run-model", rule, path=path, value=value, fix=fix))
-    job = settle_job(output, job, source, overrides)
+    job = resolve_layout(output, job, source, overrides)
     require_runnable(job)
     ranks = job.layout.world_size
     if not 0 <= rank < ranks:
@@ -79,49 +80,49 @@ def prepare(output: Output, source: str, overrides: list[str], rank: int, on: st
     on_cores = dataclasses.replace(
         placed,
         cluster=dataclasses.replace(job.cluster, device="cpu"),
-        train=eager(job.train),
+        train=with_eager_blocks(job.train),
     )
-    return Rehearsed(plan_of(predict(on_cores, placed.layout)), prediction, job)
+    return DryRunPlan(plan_from(predict(on_cores, placed.layout)), prediction, job)
 
 
-def rehearse_rank(output: Output, plan: Plan, rank: int) -> RunRecord:
+def dry_run_rank(output: Output, plan: Plan, rank: int) -> RunRecord:
     """Take the step; what the rank says of it is the record."""
     name = f"rank {rank} of {plan.world_size}"
     record = RunRecord()
     with output.errors.status(f"{name}: starting") as status:
-        from meshwright.verify.dry_run import rehearse  # noqa: PLC0415  (torch)
+        from meshwright.verify.dry_run import dry_run_step  # noqa: PLC0415  (torch)
 
-        rehearse(plan, rank, record.feed, lambda doing: status.update(f"{name}: {doing}"))
+        dry_run_step(plan, rank, record.feed, lambda doing: status.update(f"{name}: {doing}"))
     return record
 
 
-def describe(output: Output, prepared: Rehearsed, rank: int, verdict: Audit) -> None:
+def describe(output: Output, prepared: DryRunPlan, rank: int, verdict: Audit) -> None:
     """What was built, the two tables, and the verdict in words."""
     plan, job = prepared.plan, prepared.asked
     step = f"one step of {plan.micro_batches} x {plan.job.layout.micro_batch} samples, with fake tensors"
     what = f"{job.name}: {format_count(plan.parameters)} parameters, {describe_layout(plan.job.layout)}"
-    output.say(f"{what}, rank {rank}: {step}")
-    if job.train.compile:
-        output.say("Not compiled: what compiled blocks keep is in the plan alone")
+    output.print(f"{what}, rank {rank}: {step}")
+    if not uses_eager_blocks(job):
+        output.print("Not compiled: what compiled blocks keep is in the plan alone")
     show_state(output, verdict)
-    output.say()
+    output.print()
     if verdict.collectives:
         show_collectives(output, verdict, "Collectives of this rank, building it and one step")
     else:
-        output.say("Collectives: none predicted, none called")
-    output.say()
+        output.print("Collectives: none predicted, none called")
+    output.print()
     for sentence in explain_device(prepared):
-        output.say(sentence)
+        output.print(sentence)
     if verdict.ok:
-        output.say(
+        output.print(
             "Dry run: the plan holds. State and every collective are equal, "
             f"activations and peak within {PEAK_TOLERANCE:.0%}."
         )
     for difference in verdict.differences:
-        output.say(f"Dry run: {difference} [dry-run-differs]")
+        output.print(f"Dry run: {difference} [dry-run-differs]")
 
 
-def explain_device(prepared: Rehearsed) -> list[str]:
+def explain_device(prepared: DryRunPlan) -> list[str]:
     """What the figures above are, where the job is for other devices; and whether it fits those."""
     ledger, cluster = prepared.prediction.ledger, prepared.asked.cluster
     said = []
@@ -136,7 +137,7 @@ def explain_device(prepared: Rehearsed) -> list[str]:
     return said
 
 
-def summary(prepared: Rehearsed, rank: int, verdict: Audit) -> dict[str, Any]:
+def summary(prepared: DryRunPlan, rank: int, verdict: Audit) -> dict[str, Any]:
     """For programs."""
     plan, ledger = prepared.plan, prepared.prediction.ledger
     audit = verdict.as_dict()

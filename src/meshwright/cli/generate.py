@@ -38,19 +38,23 @@ def write_text(output: Output, path: Path, settings: dict[str, Any]) -> int:
         read_manifest(checkpoint)  # verifies it
     task = GenerateTask(checkpoint=str(checkpoint), **settings)
     with Progress(console=output.errors, transient=True, disable=not output.errors.is_terminal) as bar:
-        heard = partial(_advance, bar, bar.add_task("writing", total=task.tokens))
+        on_token = partial(_advance, bar, bar.add_task("writing", total=task.tokens))
         job = task.check()
-        text = generate_text(task, heard=heard) if task.tp == 1 else _share(task, job, heard)
+        text = (
+            generate_text(task, on_token=on_token)
+            if task.tp == 1
+            else _generate_on_ranks(task, job, on_token)
+        )
     shown = f"{task.prompt}{text}" if task.template is None else text
     if not output.as_json and sys.stdout.isatty():  # an untrained model writes control characters too
         shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in shown)
     if not output.as_json:  # the object holds it
-        output.say(shown)
+        output.print(shown)
     output.result({"checkpoint": str(checkpoint), "text": text, **settings})
     return 0
 
 
-def _share(task: GenerateTask, job: Job, heard: Callable[[int], None]) -> str:
+def _generate_on_ranks(task: GenerateTask, job: Job, on_token: Callable[[int], None]) -> str:
     """Let ranks on this machine write it together."""
     from meshwright.train.generate import ENTRY  # noqa: PLC0415
 
@@ -58,8 +62,8 @@ def _share(task: GenerateTask, job: Job, heard: Callable[[int], None]) -> str:
     texts: list[str] = []
 
     def listen(event: Event) -> None:
-        if event["event"] == "written":
-            heard(event["tokens"])
+        if event["event"] == "generated":
+            on_token(event["tokens"])
         elif event["event"] == "text":
             texts.append(event["text"])
 

@@ -17,13 +17,13 @@ from meshwright.core.events import Event
 from meshwright.launch.assignment import Assignment
 from meshwright.plan.contract import PLAN_FILE, Plan, write_plan
 from meshwright.spec.cluster import count_cores
-from meshwright.spec.execution import hands_to_compiler
+from meshwright.spec.execution import uses_torch_compile
 
 ENTRY = "meshwright.verify.bench.scaling:run_rank"
 
 
 @dataclass
-class Heard:
+class MeasuredRun:
     """What the ranks of one plan said."""
 
     attempt: Attempt = field(default_factory=lambda: Attempt(0))
@@ -39,7 +39,7 @@ class Heard:
             self.steps += 1
 
 
-def measure_plan(plan: Plan, data_dir: Path, name: str, show: Callable[[str, int], None]) -> Heard:
+def measure_plan(plan: Plan, data_dir: Path, name: str, show: Callable[[str, int], None]) -> MeasuredRun:
     """Run a plan's steps; the folder stays only if a rank died, because the error names its log.
 
     Args:
@@ -55,20 +55,20 @@ def measure_plan(plan: Plan, data_dir: Path, name: str, show: Callable[[str, int
     folder = Path(tempfile.mkdtemp(prefix="meshwright-bench-"))
     write_plan(plan, folder / PLAN_FILE)
     Assignment(str(folder), str(data_dir.resolve()), str(folder / "checkpoints")).write()
-    steps, heard = plan.job.train.steps, Heard()
+    steps, measured = plan.job.train.steps, MeasuredRun()
 
     def listen(event: Event) -> None:
-        heard.feed(event)
-        if event["event"] == "ready" and event["rank"] == 0 and hands_to_compiler(plan.job):
+        measured.feed(event)
+        if event["event"] == "ready" and event["rank"] == 0 and uses_torch_compile(plan.job):
             show(f"{name}: compiling with {plan.job.train.compile_backend}", 0)
         elif event["event"] == "step" and event["rank"] == 0:
-            show(f"{name}: {heard.steps} of {steps} steps", heard.steps)
+            show(f"{name}: {measured.steps} of {steps} steps", measured.steps)
 
     interrupted = build_launch(ENTRY, plan.job, folder, listen).run()
     shutil.rmtree(folder, ignore_errors=True)
     if interrupted:
         raise InterruptedRunError(Problem("bench-interrupted", f"interrupted while measuring {name}"))
-    return heard
+    return measured
 
 
 def describe_machine(plan: Plan, attempt: Attempt) -> dict[str, Any]:

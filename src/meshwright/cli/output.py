@@ -32,7 +32,7 @@ class Output:
         self.errors = _console(stderr=True)
         self._people = self.errors if as_json else _console(stderr=False)
 
-    def say(self, text: str = "") -> None:
+    def print(self, text: str = "") -> None:
         """A line for people."""
         self._people.print(text)
 
@@ -74,7 +74,7 @@ class Output:
             table.add_row(*[Text(cell) for cell in row])
         self._people.print(table)
         if left_out:
-            self.say(f"(no room for {', '.join(left_out)})")
+            self.print(f"(no room for {', '.join(left_out)})")
 
     def _fitting(
         self, columns: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str]

@@ -14,13 +14,13 @@ from meshwright.cli.plan_text import describe_plan, describe_ranking
 from meshwright.cli.plan_why import show_why
 from meshwright.cli.search_progress import search_progress
 from meshwright.core.errors import Problem, UserError
-from meshwright.plan.contract import Plan, plan_of, summarize, write_plan
+from meshwright.plan.contract import Plan, plan_from, summarize, write_plan
 from meshwright.plan.memory.fit import USABLE_MEMORY
 from meshwright.plan.search.alternatives import compare
-from meshwright.plan.search.enumerate import pinned_keys
-from meshwright.plan.search.find import CHECKED, By, Found
+from meshwright.plan.search.find import CHECKED, Objective, SearchResult
 from meshwright.plan.search.planner import search_job
 from meshwright.plan.search.reasons import explain_choice
+from meshwright.plan.search.space import pinned_keys
 from meshwright.plan.sizing import parse_duration
 from meshwright.spec.load import load_job, named_layout_keys, require_runnable
 from meshwright.spec.model import DecoderModel
@@ -34,7 +34,7 @@ class PlanRequest:
     overrides: tuple[str, ...] = ()
     on: str | None = None
     top: int = 50
-    by: By = "time"
+    by: Objective = "time"
     why: tuple[str, ...] = ()
     tokens: float | None = None
     deadline: str | None = None
@@ -65,12 +65,12 @@ def show_plan(output: Output, asked: PlanRequest) -> int:
     with search_progress(output) as progress:
         found = search_job(job, named, max(asked.top, CHECKED), asked.by, progress)
     reasons = explain_choice(job, found, neighbours=True)
-    plan = plan_of(found.best[0], reasons, job.layout.stage_layers is None)
+    plan = plan_from(found.best[0], reasons, job.layout.stage_layers is None)
     written = _write_files(plan, found, asked)
     describe_plan(output, plan)
     describe_ranking(output, found, asked.top)
     for sentence in written:
-        output.say(sentence)
+        output.print(sentence)
     output.result(_summary(plan, found, asked.top) | ({} if sizing is None else {"sizing": sizing.summary()}))
     return 0
 
@@ -83,15 +83,15 @@ def _refuse_with_why(asked: PlanRequest) -> None:
         raise UserError(Problem("plan-why-alone", rule, path=option, fix=f"Leave out {option}, or --why"))
 
 
-def _summary(plan: Plan, found: Found, top: int) -> dict[str, Any]:
+def _summary(plan: Plan, found: SearchResult, top: int) -> dict[str, Any]:
     """For programs."""
     best = found.best[0]
-    others = [summarize(p, [compare(best, p, found.by)]) for p in found.best[1:top]]
+    others = [summarize(p, [compare(best, p, found.objective)]) for p in found.best[1:top]]
     memory = {"usable_bytes": plan.usable_bytes, "usable_share": USABLE_MEMORY}
     return {**found.counts(), **memory, "layouts": [plan.summary(), *others]}
 
 
-def _write_files(plan: Plan, found: Found, asked: PlanRequest) -> list[str]:
+def _write_files(plan: Plan, found: SearchResult, asked: PlanRequest) -> list[str]:
     """Write before anything is shown: `| head` reads no further."""
     written = []
     if asked.out is not None:

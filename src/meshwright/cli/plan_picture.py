@@ -10,7 +10,7 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.layout.text import describe_layout
 from meshwright.plan.contract import Plan, RankPrediction
 from meshwright.plan.memory.fit import MemoryNeed
-from meshwright.plan.search.find import Found
+from meshwright.plan.search.find import SearchResult
 from meshwright.plan.time.pipeline import walk_pipeline
 from meshwright.report.plan_plot import PlanPicture, draw_plan
 from meshwright.spec.job import Job
@@ -26,7 +26,7 @@ def check_picture(path: Path) -> None:
         raise UserError(Problem("plan-picture-kind", rule, path="--picture", value=str(path), fix=fix))
 
 
-def gather_picture(plan: Plan, found: Found) -> PlanPicture:
+def gather_picture(plan: Plan, found: SearchResult) -> PlanPicture:
     """What is drawn of a plan and of the search that led to it."""
     job = plan.job
     device_s = (

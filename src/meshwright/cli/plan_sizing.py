@@ -9,9 +9,9 @@ from meshwright.cli.output import Output
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_seconds
 from meshwright.layout.text import describe_layout
-from meshwright.plan.search.failure import explain_failure
+from meshwright.plan.search.failure import search_error
 from meshwright.plan.search.find import find_layouts
-from meshwright.plan.sizing import Size, Sizing, explain_size, format_cost, format_days, size_cluster
+from meshwright.plan.sizing import ClusterSize, Sizing, explain_size, format_cost, format_days, size_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -33,21 +33,21 @@ def show_sizing(
             job, tokens, deadline_s, pins, lambda devices: status.update(f"trying {devices} devices")
         )
     if not sizing.tried:
-        raise explain_failure(job, pins, find_layouts(job, pins, 1))
+        raise search_error(job, pins, find_layouts(job, pins, 1))
     kind = job.cluster.device_name or "device"
     for sentence in explain_size(sizing, kind):
-        output.say(sentence)
+        output.print(sentence)
     rows = [_row(size) for size in sizing.tried]
     columns = ("devices", "step", "MFU", "whole run", "lost", "cost", "best layout")
-    output.say()
+    output.print()
     output.table("Sizes tried", columns, rows, spare=("best layout", "lost"))
-    output.say("assumed: " + "; ".join(sizing.assumptions))
-    output.say()
+    output.print("assumed: " + "; ".join(sizing.assumptions))
+    output.print()
     answer = (sizing.answer or sizing.fastest).prediction.job
     return dataclasses.replace(answer, layout=job.layout), sizing
 
 
-def _row(size: Size) -> tuple[str, ...]:
+def _row(size: ClusterSize) -> tuple[str, ...]:
     best = size.prediction
     return (
         str(size.devices),

@@ -12,7 +12,7 @@ from meshwright.layout.text import describe_layout, layout_overrides
 from meshwright.plan.contract import Plan, RankPrediction
 from meshwright.plan.memory.fit import MemoryNeed, describe_usable
 from meshwright.plan.predict import Prediction
-from meshwright.plan.search.find import Found
+from meshwright.plan.search.find import SearchResult
 from meshwright.plan.time.interval import step_interval
 from meshwright.report.stage_table import STAGE_COLUMNS, stage_cells
 from meshwright.spec.model import DecoderModel
@@ -34,25 +34,25 @@ def describe_plan(output: Output, plan: Plan) -> None:
     share = (
         f"on {ranks} of {devices} devices" if ranks <= devices else f"in {ranks} ranks on {devices} devices"
     )
-    output.say(f"{job.name}: {format_count(plan.parameters)} parameters {share} ({cluster})")
+    output.print(f"{job.name}: {format_count(plan.parameters)} parameters {share} ({cluster})")
     if isinstance(job.model, DecoderModel):
         train, length = job.train, job.data.seq_len
         tokens = format_count(train.global_batch * length)
         samples = f"{train.global_batch:,} samples of {length:,} tokens, {tokens} tokens in all"
-        output.say(f"  per step: {samples}, in {train.precision}; runtime {train.runtime}")
+        output.print(f"  per step: {samples}, in {train.precision}; runtime {train.runtime}")
     for reason in plan.reasons:
-        output.say(f"  {reason}")
+        output.print(f"  {reason}")
     spread = step_interval(job)
     low, high = format_seconds(plan.step_s * spread.low), format_seconds(plan.step_s * spread.high)
     rate = format_rate(plan.tokens_per_step / plan.step_s, job.unit)
-    output.say(
+    output.print(
         f"  predicted step {format_seconds(plan.step_s)} ({low} to {high}), {rate}, MFU {plan.mfu:.1%}"
     )
     _, peak = peak_rate(job.cluster, job.train.precision)
-    output.say(f"  interval: {spread.basis}; MFU counts against {peak}; rates: {job.cluster.basis}")
-    output.say(f"  overrides: {layout_overrides(job.layout)}")
+    output.print(f"  interval: {spread.basis}; MFU counts against {peak}; rates: {job.cluster.basis}")
+    output.print(f"  overrides: {layout_overrides(job.layout)}")
     if plan.pipeline is not None and plan.exact and len(plan.stages()) <= MOST_STAGES:
-        output.say()
+        output.print()
         output.table("Stages", STAGE_COLUMNS, stage_cells(plan))
     _describe_memory(output, plan)
     _describe_step(output, plan)
@@ -65,14 +65,14 @@ def _describe_memory(output: Output, plan: Plan) -> None:
     name, rank = max(classes.items(), key=lambda item: item[1].needed_bytes)
     rows = [(line.name, format_bytes(line.bytes), shorten_formula(line.formula)) for line in rank.lines]
     rows += _needed_rows(plan, rank)
-    output.say()
+    output.print()
     exact = "" if plan.exact else " (estimated)"
     output.table(f"Memory of {name}{exact}", ("", "bytes", "formula"), rows)
     others = [
         f"{other} {format_bytes(found.needed_bytes)}" for other, found in classes.items() if other != name
     ]
     if others:
-        output.say(f"needed by the other ranks: {', '.join(others)}")
+        output.print(f"needed by the other ranks: {', '.join(others)}")
 
 
 def _needed_rows(plan: Plan, rank: RankPrediction) -> list[tuple[str, str, str]]:
@@ -105,7 +105,7 @@ def _describe_step(output: Output, plan: Plan) -> None:
         for name, value in sorted(plan.breakdown_s.items(), key=lambda part: -part[1])
     ]
     rows += [(f"{name}, hidden", format_seconds(value), "") for name, value in plan.hidden_s.items() if value]
-    output.say()
+    output.print()
     output.table("The step", ("", "time", "share"), rows)
 
 
@@ -113,14 +113,16 @@ def _describe_collectives(output: Output, plan: Plan) -> None:
     """Every row, with a column of pp ranks where they differ; of very many, those of one pp rank."""
     if not plan.collectives:
         if plan.world_size > 1:
-            output.say("\ncollectives are predicted for the meshwright runtime alone")
+            output.print("\ncollectives are predicted for the meshwright runtime alone")
         return
     shown, columns = list(plan.collectives), ["axis", "op", "phase", "ranks", "calls", "bytes", "within"]
     title = "Collectives per rank and occurrence of the phase"
     if len(shown) > MOST_COLLECTIVES:
-        moved = {rank: sum(r.bytes for r in shown if r.place == rank) for rank in {r.place for r in shown}}
+        moved = {
+            rank: sum(r.bytes for r in shown if r.pp_rank == rank) for rank in {r.pp_rank for r in shown}
+        }
         busiest = max((rank for rank in moved if rank is not None), key=lambda rank: moved[rank])
-        shown = [row for row in shown if row.place in (None, busiest)]
+        shown = [row for row in shown if row.pp_rank in (None, busiest)]
         title += f"; of pp rank {busiest}, which moves most"
     tiers = {row.axis: tier_of(plan.job, row.axis) for row in shown}
     cells = [
@@ -130,24 +132,24 @@ def _describe_collectives(output: Output, plan: Plan) -> None:
     if plan.job.layout.pp > 1:
         columns.append("pp rank")
         for row, traffic in zip(cells, shown, strict=True):
-            row.append("every" if traffic.place is None else str(traffic.place))
-    output.say()
+            row.append("every" if traffic.pp_rank is None else str(traffic.pp_rank))
+    output.print()
     output.table(title, columns, cells)
 
 
-def describe_ranking(output: Output, found: Found, top: int) -> None:
+def describe_ranking(output: Output, found: SearchResult, top: int) -> None:
     """The best layouts in a table, and how much was searched."""
     rows = [_row(prediction, found.best[0]) for prediction in found.best[: min(top, MOST_ROWS)]]
     if len(rows) > 1:
-        output.say()
+        output.print()
         columns = ("layout", "step", "per device", "MFU", "needed", "step vs first")
         output.table("Layouts, the recommended one first", columns, rows)
     if found.job.layout.mode == "given":
         return
-    output.say(f"\n{count_search(found)}")
+    output.print(f"\n{count_search(found)}")
 
 
-def count_search(found: Found) -> str:
+def count_search(found: SearchResult) -> str:
     """How much was searched, in a sentence."""
     seconds = format_seconds(found.seconds)
     words = (

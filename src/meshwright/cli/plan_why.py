@@ -12,10 +12,15 @@ from meshwright.cli.search_progress import search_progress
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.layout.text import describe_layout
-from meshwright.plan.contract import plan_of, summarize
+from meshwright.plan.contract import plan_from, summarize
 from meshwright.plan.predict import Prediction, predict
-from meshwright.plan.search.alternatives import cheapest_changes, compare, find_near, part_differences
-from meshwright.plan.search.failure import explain_failure
+from meshwright.plan.search.alternatives import (
+    compare,
+    find_alternatives,
+    find_nearest_legal,
+    part_differences,
+)
+from meshwright.plan.search.failure import search_error
 from meshwright.plan.search.find import find_layouts
 from meshwright.spec.job import Job
 from meshwright.spec.layout import DEGREES, Layout
@@ -81,15 +86,15 @@ def _named_values(job: Job, named: Sequence[str]) -> dict[str, Any]:
 
 
 def _explain_illegal(output: Output, job: Job, problems: Sequence[Problem]) -> dict[str, Any]:
-    output.say(f"{job.name}: {describe_layout(job.layout)} is not legal")
+    output.print(f"{job.name}: {describe_layout(job.layout)} is not legal")
     for problem in problems:
-        output.say(f"  {problem}")
-    near = find_near(job, problems)
+        output.print(f"  {problem}")
+    near = find_nearest_legal(job, problems)
     for one in near:
-        output.say(one.line)
+        output.print(one.line)
         if not one.prediction.fits:
-            for remedy in cheapest_changes(one.prediction.job):
-                output.say(f"  it would fit with {remedy.overrides} ({remedy.price})")
+            for remedy in find_alternatives(one.prediction.job):
+                output.print(f"  it would fit with {remedy.overrides} ({remedy.price})")
     return {
         "legal": False,
         "problems": [p.as_dict() for p in problems],
@@ -110,19 +115,19 @@ def _explain_legal(output: Output, job: Job, best: Prediction | None, pins: dict
     full = _best_with(job, pins)
     if job.layout.mode == "auto":
         if full is None:
-            raise explain_failure(job, pins, find_layouts(job, pins, 1))
+            raise search_error(job, pins, find_layouts(job, pins, 1))
         asked, words = full, "the best with " + _keys(pins)
     else:
         asked, words = predict(job, job.layout), "asked for"
     reasons = []
     if not asked.fits:
         reasons.append(asked.shortage)
-        reasons += [f"it would fit with {r.overrides} ({r.price})" for r in cheapest_changes(asked.job)]
+        reasons += [f"it would fit with {r.overrides} ({r.price})" for r in find_alternatives(asked.job)]
     elif best is not None:
         reasons.append(_against(best, asked))
     if asked is not full:
         reasons += _filled_up(job, asked, full, best, pins)
-    plan = plan_of(asked, [f"{describe_layout(asked.layout)}: {words}", *reasons])
+    plan = plan_from(asked, [f"{describe_layout(asked.layout)}: {words}", *reasons])
     describe_plan(output, plan)
     differences: dict[str, float] = {}
     if best is not None:
@@ -216,5 +221,5 @@ def _compare_table(output: Output, best: Prediction, asked: Prediction) -> None:
             f"{sign}{format_bytes(abs(peak))}",
         )
     )
-    output.say()
+    output.print()
     output.table("Against the best layout", ("", "asked", "best", "difference"), rows)

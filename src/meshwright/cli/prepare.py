@@ -17,7 +17,7 @@ MOST_NAMED = 5
 def prepare_file(output: Output, corpus: Path) -> int:
     """Prepare what a CORPUS.toml describes."""
     report = prepare_with_progress(output, load_corpus_spec(corpus), corpus.parent)
-    output.say(summarise(report))
+    output.print(summarise(report))
     output.result(report.as_dict())
     return 0
 

@@ -15,8 +15,8 @@ from meshwright.audit.record import RunRecord, format_loss
 from meshwright.core.events import Event
 from meshwright.core.units import format_bytes, format_count, format_plural, format_seconds
 from meshwright.report.tensorboard import TensorBoardSink
-from meshwright.report.trackers import Ending, build_trackers
-from meshwright.spec.execution import hands_to_compiler
+from meshwright.report.trackers import RunOutcome, build_trackers
+from meshwright.spec.execution import uses_torch_compile
 from meshwright.spec.job import Job
 
 WIDE_ENOUGH = 100
@@ -34,7 +34,7 @@ class ProgressView:
         self._console = console
         self._unit = job.unit
         self._steps = job.train.steps
-        self._compiler = job.train.compile_backend if hands_to_compiler(job) else None
+        self._compiler = job.train.compile_backend if uses_torch_compile(job) else None
         self._first = 0
         self._started = time.monotonic()
         self._bar: Progress | None = None
@@ -67,13 +67,13 @@ class ProgressView:
         if self._compiler is not None:  # nothing else would be heard until the first step is done
             self._line(f"compiling with {self._compiler}: the first step takes longer")
 
-    def _show_racing(self, event: Event) -> None:
-        count = format_plural(event["products"], "product")
-        self._line(f"racing algorithms of {count}, two seconds each, once on this kind of GPU")
+    def _show_gemm_autotune_started(self, event: Event) -> None:
+        count = format_plural(event["shapes"], "GEMM shape")
+        self._line(f"autotuning {count}: about 2 s each, once per GPU model")
 
-    def _show_products(self, event: Event) -> None:
-        what = f"{event['changed']} of {event['raced'] + event['known']} products by another algorithm"
-        self._line(f"{what}: {event['gain']:.1%} of their time saved ({format_seconds(event['seconds'])})")
+    def _show_gemm_autotune(self, event: Event) -> None:
+        what = f"GEMM autotuning: {event['changed']} of {event['tuned'] + event['cached']} shapes use another algorithm"
+        self._line(f"{what}, {event['gain']:.1%} less GEMM time ({format_seconds(event['seconds'])})")
 
     def _show_eval(self, event: Event) -> None:
         on = format_plural(event["samples"], "sample")
@@ -118,7 +118,7 @@ class ProgressView:
         self._console.print(text)
 
 
-class Audience:
+class EventListeners:
     """Everybody who follows a run: the record for the report, the progress, the curves."""
 
     def __init__(self, console: Console, job: Job, run_dir: Path) -> None:
@@ -128,7 +128,7 @@ class Audience:
         self._trackers = build_trackers(job, run_dir, lambda text: console.print(f"warning: {text}"))
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def attached(self) -> Iterator[None]:
         """Show the progress while inside; flush the curves at the end."""
         try:
             with self._view.shown():
@@ -137,7 +137,7 @@ class Audience:
             if self._curves is not None:
                 self._curves.close()
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Pass one event on to all."""
         self.record.feed(event)
         self._view.feed(event)
@@ -146,7 +146,7 @@ class Audience:
         for tracker in self._trackers:
             tracker.feed(event)
 
-    def dismiss(self, ending: Ending) -> None:
+    def close(self, ending: RunOutcome) -> None:
         """Tell the trackers how it ended; after that nobody listens."""
         for tracker in self._trackers:
             tracker.close(ending)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from meshwright.cli.app import require_packages
 from meshwright.cli.audit import CHECK_FAILED
-from meshwright.cli.data import settle_data
+from meshwright.cli.data import prepare_data
 from meshwright.cli.output import Output
 from meshwright.cli.ranks import build_launch
 from meshwright.cli.search_progress import search_progress
@@ -31,15 +31,15 @@ from meshwright.spec.load import load_job, named_layout_keys, require_runnable
 from meshwright.verify.proof_task import (
     STEPS,
     TIE,
-    Findings,
     ProofTask,
-    ReferenceNotes,
-    chosen_positions,
+    RankFindings,
+    ReferenceRecord,
     explain_settings,
     proof_job,
     reference_job,
+    select_sample_positions,
 )
-from meshwright.verify.shrink import Shrunk, shrink_to_fit
+from meshwright.verify.shrink import ShrunkJob, shrink_to_fit
 from meshwright.verify.verdict import TOLERANCE, Verdict, judge
 
 REFERENCE_ENTRY = "meshwright.verify.prove:run_rank"
@@ -54,7 +54,7 @@ class Prepared:
     plan: Plan
     reference: Plan
     data_dir: Path
-    shrunk: Shrunk
+    shrunk: ShrunkJob
     settings: list[str]
     """What is done otherwise than the job says."""
 
@@ -79,15 +79,15 @@ def prove_job(output: Output, source: str, overrides: list[str]) -> int:
     prepare_environment(threads=1)
     folder = make_folder()
     job = prepared.plan.job
-    positions = chosen_positions(job.train.global_batch, job.layout.data_degree)
+    positions = select_sample_positions(job.train.global_batch, job.layout.data_degree)
     home = folder / "reference"
-    reference_losses = run_side(
+    reference_losses = run_proof_side(
         output, REFERENCE_ENTRY, prepared.reference, home, ProofTask(positions), prepared.data_dir
     )
     task = ProofTask(positions, str(home))
-    losses = run_side(output, ENTRY, prepared.plan, folder / "layout", task, prepared.data_dir)
-    found = [Findings.read(folder / "layout", rank) for rank in range(prepared.plan.world_size)]
-    verdict = judge(ReferenceNotes.read(home), found, losses, reference_losses)
+    losses = run_proof_side(output, ENTRY, prepared.plan, folder / "layout", task, prepared.data_dir)
+    found = [RankFindings.read(folder / "layout", rank) for rank in range(prepared.plan.world_size)]
+    verdict = judge(ReferenceRecord.read(home), found, losses, reference_losses)
     shutil.rmtree(folder, ignore_errors=True)
     describe_verdict(output, prepared, verdict, found)
     output.result(
@@ -130,7 +130,7 @@ def prepare_proof(output: Output, source: str, overrides: list[str]) -> Prepared
         fix = "Use model.norm=group"
         raise UserError(Problem("prove-batch-norm", rule, path="model.norm", value="batch", fix=fix))
     memory = machine_memory_bytes()
-    asked = settle_job(output, job, source, overrides)
+    asked = resolve_layout(output, job, source, overrides)
     here = proof_job(asked, memory)
     shrunk = shrink_to_fit(here, STEPS, memory, here.cluster.fp32_flops_per_s)
     require_runnable(shrunk.job)
@@ -138,11 +138,11 @@ def prepare_proof(output: Output, source: str, overrides: list[str]) -> Prepared
     reference = build_plan(reference_job(plan.job))[0]
     # The tokenizer may be that of the model's folder, which a smaller model does not have.
     whole = dataclasses.replace(plan.job, model=asked.model) if shrunk.reasons else plan.job
-    data_dir = settle_data(output, whole)
+    data_dir = prepare_data(output, whole)
     return Prepared(plan, reference, data_dir, shrunk, explain_settings(asked))
 
 
-def settle_job(output: Output, job: Job, source: str, overrides: list[str]) -> Job:
+def resolve_layout(output: Output, job: Job, source: str, overrides: list[str]) -> Job:
     """The job with the layout that it names, or that the planner chooses for its cluster."""
     if job.layout.mode == "given":
         return job
@@ -151,7 +151,7 @@ def settle_job(output: Output, job: Job, source: str, overrides: list[str]) -> J
     return with_layout(job, found.best[0].layout)
 
 
-def run_side(
+def run_proof_side(
     output: Output, entry: str, plan: Plan, folder: Path, task: ProofTask, data_dir: Path
 ) -> list[float | None]:
     """Run one of the two; returns its losses, fewer if those of the layout stop being finite.
@@ -205,25 +205,27 @@ def name_layout(plan: Plan) -> str:
 def describe_proof(output: Output, prepared: Prepared) -> None:
     """What is run, and what was changed for it."""
     words = name_layout(prepared.plan)
-    output.say(f"Proof: {words} against one process, {STEPS} steps in float32 on the cores of this machine")
+    output.print(f"Proof: {words} against one process, {STEPS} steps in float32 on the cores of this machine")
     if prepared.plan.world_size == 1:
-        output.say("Nothing is split: this shows only that the run repeats itself")
+        output.print("Nothing is split: this shows only that the run repeats itself")
     for sentence in prepared.settings:
-        output.say(f"Proved with {sentence}")
+        output.print(f"Proved with {sentence}")
     if prepared.shrunk.reasons:
-        output.say(f"Shrunk: the job has {'; '.join(prepared.shrunk.reasons)}")
+        output.print(f"Shrunk: the job has {'; '.join(prepared.shrunk.reasons)}")
         rows = [(change.key, str(change.before), str(change.after)) for change in prepared.shrunk.changes]
         output.table("Proved in small", ("key", "job", "here"), rows)
 
 
-def describe_verdict(output: Output, prepared: Prepared, verdict: Verdict, findings: list[Findings]) -> None:
+def describe_verdict(
+    output: Output, prepared: Prepared, verdict: Verdict, findings: list[RankFindings]
+) -> None:
     """Equal and how nearly, or the first divergence."""
     parts = sorted({module for found in findings for module in found.not_compared})
     if parts:
         more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
-        output.say(f"Outputs that a rank holds in part were not compared: {', '.join(parts[:3])}{more}")
+        output.print(f"Outputs that a rank holds in part were not compared: {', '.join(parts[:3])}{more}")
     if ties := sum(found.replayed_ties for found in findings):
-        output.say(
+        output.print(
             f"{format_plural(ties, 'choice')} of experts tied within {TIE:g}: the reference's was replayed"
         )
     losses = f"losses of {STEPS} steps differ by at most {_size(verdict.max_rel_diff)}"
@@ -231,11 +233,11 @@ def describe_verdict(output: Output, prepared: Prepared, verdict: Verdict, findi
     limits = f"allowed are {TOLERANCE['loss']:g} and {TOLERANCE['gradient']:g}"
     name = name_layout(prepared.plan)
     if verdict.equal:
-        output.say(f"Equal: {name}: {losses}, {gradients}; {limits}")
+        output.print(f"Equal: {name}: {losses}, {gradients}; {limits}")
         return
     assert verdict.first_divergence is not None, "what is not equal diverges somewhere"
-    output.say(f"NOT equal: {name}: {losses}, {gradients}; {limits}")
-    output.say(f"First divergence: {verdict.first_divergence.sentence()} [prove-differs]")
+    output.print(f"NOT equal: {name}: {losses}, {gradients}; {limits}")
+    output.print(f"First divergence: {verdict.first_divergence.sentence()} [prove-differs]")
 
 
 def _size(difference: float | None) -> str:

@@ -13,6 +13,7 @@ from meshwright.core.events import Event
 from meshwright.launch.environment import prepare_environment
 from meshwright.launch.local import LocalLaunch
 from meshwright.spec.cluster import find_gpus
+from meshwright.spec.execution import uses_eager_blocks
 from meshwright.spec.job import Job
 
 PRELOAD = (
@@ -52,7 +53,7 @@ def build_launch(
         run_dir=run_dir,
         world_size=job.layout.world_size,
         generation=generation,
-        stop_grace_s=job.survive.stop_grace_s,
+        stop_grace_s=job.elastic.stop_grace_s,
         listener=listener,
         environment=NO_GPU if job.cluster.device == "cpu" else {},
         preload=preload,
@@ -65,11 +66,11 @@ def list_preload(job: Job) -> tuple[str, ...]:
     return PRELOAD if ranks == 1 else (*PRELOAD, *PRELOAD_SHARED)
 
 
-def settle_environment(output: Output, job: Job) -> None:
+def apply_environment(output: Output, job: Job) -> None:
     """Set what torch reads on import, and say what concerns this job."""
     for notice in prepare_environment(threads=1):
         if job.train.precision != "fp32":
-            output.say(notice)
+            output.print(notice)
 
 
 def require_devices(job: Job, world_size: int) -> None:
@@ -87,10 +88,13 @@ def require_devices(job: Job, world_size: int) -> None:
 
 def require_compiler(job: Job) -> None:
     """Torch's compiler writes C++, and Triton calls one: without it a first step fails in a page of text."""
-    if not job.train.compile or job.train.compile_backend != "inductor":
+    if uses_eager_blocks(job) or job.train.compile_backend != "inductor":
         return
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         rule = f"needs a C++ compiler, and there is no {compiler}"
-        fix = "Install one (Debian and Ubuntu: apt-get install g++), set CXX, or leave train.compile out"
-        raise UserError(Problem("train-compile-no-compiler", rule, path="train.compile", value=True, fix=fix))
+        fix = (
+            "Install one (Debian and Ubuntu: apt-get install g++), set CXX, or leave train.block_backend out"
+        )
+        path, value = "train.block_backend", job.train.block_backend
+        raise UserError(Problem("train-compile-no-compiler", rule, path=path, value=value, fix=fix))

@@ -34,9 +34,9 @@ def show_runs(output: Output, folder: Path) -> int:
         output.table(f"Runs in {folder}", COLUMNS, [_row(run) for run in found], spare=SPARE)
         for run in found:
             if run.reason:  # a sentence is too long for a column
-                output.say(f"{run.name}: {' '.join(run.reason.split())}")
+                output.print(f"{run.name}: {' '.join(run.reason.split())}")
     else:
-        output.say(f"no runs in {folder}")
+        output.print(f"no runs in {folder}")
     output.result({"dir": str(folder), "runs": [run.as_dict() for run in found]})
     return 0
 
@@ -63,35 +63,35 @@ def show_report(output: Output, run_dir: Path, out: Path | None) -> int:
     page = out or run_dir / PAGE_FILE
     write_page(report, page)
     describe_report(output, report)
-    output.say(f"\npage: {page}")
+    output.print(f"\npage: {page}")
     output.result({**report.as_dict(), "page": str(page)})
     return 0
 
 
 def describe_report(output: Output, report: RunReport) -> None:
     """The report as text: facts, the loss, verdict and warnings."""
-    output.say(f"{report.run_dir}: {report.status}")
+    output.print(f"{report.run_dir}: {report.status}")
     width = max(len(key) for key, _ in report.facts())
     for key, value in report.facts():
-        output.say(f"  {key:<{width}}  {value}")
+        output.print(f"  {key:<{width}}  {value}")
     for chart in (report.loss_chart(), report.rate_chart()):
         lines = draw_text(chart)
         if lines:
-            output.say()
+            output.print()
             for line in lines:
-                output.say(line)
+                output.print(line)
     restarts = [name for _, name in report.history.restarts()]
     if restarts:
-        output.say(f"  {', '.join(restarts)}")
-    output.say()
-    output.say(f"Audit: {report.verdict_text()}")
+        output.print(f"  {', '.join(restarts)}")
+    output.print()
+    output.print(f"Audit: {report.verdict_text()}")
     for note in report.notes():
-        output.say(f"Note: {note}")
+        output.print(f"Note: {note}")
     for warning in report.warnings():
-        output.say(f"Warning: {warning}")
+        output.print(f"Warning: {warning}")
 
 
-def leave_page(output: Output, run_dir: Path, status: str | None = None) -> Path | None:
+def write_run_page(output: Output, run_dir: Path, status: str | None = None) -> Path | None:
     """Write the page of a run that has just ended; what goes wrong is a warning and never the run's fate."""
     page = run_dir / PAGE_FILE
     try:
@@ -100,5 +100,5 @@ def leave_page(output: Output, run_dir: Path, status: str | None = None) -> Path
     except Exception as error:
         output.warn(f"the report was not written: {error}")
         return None
-    output.say(f"report: {page}")
+    output.print(f"report: {page}")
     return page

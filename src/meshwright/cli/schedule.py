@@ -29,7 +29,7 @@ MOST_TEXT_ROWS = 64
 
 
 @dataclass(frozen=True)
-class TimeTexts:
+class TimeOptions:
     """Times as they stand on the command line: a number, or one for each stage with commas."""
 
     forward: str = "1"
@@ -39,7 +39,7 @@ class TimeTexts:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ScheduleRequest:
     """Which schedule: by name and sizes, each with a usual value, or from a file."""
 
     name: str | None = None
@@ -72,7 +72,12 @@ class Wanted:
 
 
 def show_pipeline(
-    output: Output, wanted: Wanted, texts: TimeTexts, blocking: bool, out: Path | None, save: Path | None
+    output: Output,
+    wanted: ScheduleRequest,
+    texts: TimeOptions,
+    blocking: bool,
+    out: Path | None,
+    save: Path | None,
 ) -> int:
     """Draw a schedule with its proof; status 3 if it is not proved.
 
@@ -95,10 +100,10 @@ def show_pipeline(
     _show(output, timeline, proof, walk)
     if out is not None:
         write_timelines(out, timeline)
-        output.say(f"picture: {out}")
+        output.print(f"picture: {out}")
     if save is not None:
         write_schedule(schedule, save)
-        output.say(f"schedule: {save}")
+        output.print(f"schedule: {save}")
     predicted = None if wanted.file else _predict(schedule, times, transfer, blocking)
     files = {"picture": out, "saved": save}
     output.result(
@@ -108,7 +113,7 @@ def show_pipeline(
     return 0
 
 
-def read_times(texts: TimeTexts, stages: int) -> tuple[StageTimes, list[float]]:
+def read_times(texts: TimeOptions, stages: int) -> tuple[StageTimes, list[float]]:
     """Times from their texts: of forward, input and weight passes, and of transfers."""
     forward = [parts[0] for parts in _read_list("--forward", texts.forward, stages)]
     backward = _read_list("--backward", texts.backward, stages, most_parts=2)
@@ -168,23 +173,25 @@ def _note(proof: Proof, walk: Walk) -> str:
 
 
 def _show(output: Output, timeline: Timeline, proof: Proof, walk: Walk) -> None:
-    output.say(timeline.title)
+    output.print(timeline.title)
     if len(timeline.rows) <= MOST_TEXT_ROWS:
         rows, missing = draw_rows(timeline, output.width)
         for row in rows:
             output.draw(Text.assemble(*((text, _style(kind, chunk)) for text, kind, chunk in row)))
         if missing:
-            output.say(f"({missing} more characters to the right; -o picture.svg has all)")
-    output.say()
-    output.say(f"time       {format_value(walk.makespan_s)}")
-    output.say(
+            output.print(f"({missing} more characters to the right; -o picture.svg has all)")
+    output.print()
+    output.print(f"time       {format_value(walk.makespan_s)}")
+    output.print(
         f"bubble     {walk.bubble:.1%} of all ranks' time; {walk.bubble_overhead:.1%} on top of the work"
     )
     idle = " ".join(f"{seconds / (walk.makespan_s or 1.0):.1%}" for seconds in walk.idle_s)
-    output.say(f"idle       {idle} (of the time, a rank each)")
+    output.print(f"idle       {idle} (of the time, a rank each)")
     peaks = " ".join(map(str, proof.peak_in_flight))
-    output.say(f"in flight  {peaks} (most activations of one stage and micro-batch, a rank each)")
-    output.say(f"proved     {proof.actions} actions: each once, after what it needs; no rank waits for ever")
+    output.print(f"in flight  {peaks} (most activations of one stage and micro-batch, a rank each)")
+    output.print(
+        f"proved     {proof.actions} actions: each once, after what it needs; no rank waits for ever"
+    )
 
 
 def _style(kind: Kind | None, chunk: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from meshwright.cli.output import Output
-from meshwright.cli.ranks import list_preload, settle_environment
+from meshwright.cli.ranks import apply_environment, list_preload
 from meshwright.core.errors import UserError
 from meshwright.launch.local import end_server, start_server
 from meshwright.spec.load import load_job
@@ -19,7 +19,7 @@ def start_training(output: Output, source: str, overrides: list[str], resume: bo
     """Train, with the ranks' server on its way before the job is looked at closely."""
     try:
         if "TORCHELASTIC_RUN_ID" not in os.environ:  # else the ranks are there already
-            _start_early(output, source, overrides)
+            _preload_torch(output, source, overrides)
         from meshwright.cli.train import run_training  # noqa: PLC0415  (the planner: a third of a second)
 
         return run_training(output, source, overrides, resume)
@@ -28,10 +28,10 @@ def start_training(output: Output, source: str, overrides: list[str], resume: bo
         raise
 
 
-def _start_early(output: Output, source: str, overrides: list[str]) -> None:
+def _preload_torch(output: Output, source: str, overrides: list[str]) -> None:
     try:
         job = load_job(source, overrides)
     except UserError:
         return  # said by whoever reads the job in earnest
-    settle_environment(output, job)
+    apply_environment(output, job)
     start_server(list_preload(job))

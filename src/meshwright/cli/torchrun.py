@@ -12,20 +12,20 @@ from pathlib import Path
 
 from meshwright.audit.record import read_record
 from meshwright.cli.output import Output
-from meshwright.cli.progress import Audience
-from meshwright.cli.runs import leave_page
-from meshwright.cli.train import Resume, prepare_run, report, tell_failure
+from meshwright.cli.progress import EventListeners
+from meshwright.cli.runs import write_run_page
+from meshwright.cli.train import Resume, prepare_run, report, report_failure
 from meshwright.core.errors import MeshwrightError, Problem, RunFailedError, UserError
 from meshwright.core.events import Event
 from meshwright.launch.environment import loopback_interface, prepare_environment
 from meshwright.launch.exits import EXIT_OK
 from meshwright.plan.contract import PLAN_FILE, read_plan
-from meshwright.report.trackers import Ending
+from meshwright.report.trackers import RunOutcome
 from meshwright.spec.layout import DEGREES
 from meshwright.spec.load import apply_override, read_tree
 
 REFUSED = "!"
-PATIENCE = timedelta(hours=24)
+STORE_TIMEOUT = timedelta(hours=24)
 """How long ranks wait while rank 0 prepares data; the launcher ends them if it dies."""
 
 
@@ -39,7 +39,7 @@ def run_as_rank(output: Output, source: str, overrides: list[str], resume: bool)
 
     from meshwright.train.worker import run_rank  # noqa: PLC0415
 
-    shared, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=PATIENCE))
+    shared, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=STORE_TIMEOUT))
     # The launcher's store outlives an attempt: keys of an earlier one must not be read.
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     store = dist.PrefixStore(f"meshwright-attempt-{attempt}", shared)
@@ -54,28 +54,28 @@ def run_as_rank(output: Output, source: str, overrides: list[str], resume: bool)
             return UserError.exit_status
     folder = Path(run_dir)
     plan = read_plan(folder / PLAN_FILE)
-    meeting = dist.PrefixStore("ranks", store)
+    rank_store = dist.PrefixStore("ranks", store)
     if rank != 0:
-        status = run_rank(run_dir, None, meeting)
+        status = run_rank(run_dir, None, rank_store)
         store.set(f"done/{rank}", str(status))
         return status
-    audience = Audience(output.errors, plan.job, folder)
+    listeners = EventListeners(output.errors, plan.job, folder)
     failures: list[Event] = []
 
-    def hear(event: Event) -> None:
-        audience.hear(event)
+    def on_event(event: Event) -> None:
+        listeners.on_event(event)
         if event["event"] == "error":
             failures.append(event)
 
-    with audience.listening():
-        status = run_rank(run_dir, hear, meeting)
+    with listeners.attached():
+        status = run_rank(run_dir, on_event, rank_store)
     store.set(f"done/{rank}", str(status))
     if status != EXIT_OK:
-        tell_failure(output, RunFailedError(*_problems(failures, rank)), audience.record, folder)
-        audience.dismiss(Ending("failed", page=leave_page(output, folder, "failed")))
+        report_failure(output, RunFailedError(*_problems(failures, rank)), listeners.record, folder)
+        listeners.close(RunOutcome("failed", page=write_run_page(output, folder, "failed")))
         return status
-    store.wait([f"done/{other}" for other in range(world_size)], PATIENCE)
-    return report(output, plan, read_record(folder), folder, audience)
+    store.wait([f"done/{other}" for other in range(world_size)], STORE_TIMEOUT)
+    return report(output, plan, read_record(folder), folder, listeners)
 
 
 def _problems(failures: list[Event], rank: int) -> list[Problem]:

@@ -20,27 +20,27 @@ from meshwright.checkpoint.manifest import (
 )
 from meshwright.cli.app import require_packages
 from meshwright.cli.audit import CHECK_FAILED, describe_audit
-from meshwright.cli.data import settle_data
+from meshwright.cli.data import prepare_data
 from meshwright.cli.output import Output
 from meshwright.cli.plan_text import describe_plan
-from meshwright.cli.progress import Audience
+from meshwright.cli.progress import EventListeners
 from meshwright.cli.ranks import (
+    apply_environment,
     build_launch,
     list_preload,
     require_compiler,
     require_devices,
-    settle_environment,
 )
-from meshwright.cli.runs import leave_page
+from meshwright.cli.runs import write_run_page
 from meshwright.cli.weights import InitialWeights
 from meshwright.core.errors import InterruptedRunError, MeshwrightError, Problem, RunFailedError, UserError
 from meshwright.core.events import EVENTS_FILE, read_events
-from meshwright.diagnose.out_of_memory import describe_shortage
+from meshwright.diagnose.out_of_memory import describe_oom
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.lock import RunLock
 from meshwright.plan.contract import PLAN_FILE, Plan, build_plan, is_plan, layout_keys, read_plan, write_plan
 from meshwright.report.pipeline_run import find_pipeline
-from meshwright.report.trackers import Ending
+from meshwright.report.trackers import RunOutcome
 from meshwright.spec.job import Job
 from meshwright.spec.load import load_job, named_layout_keys
 from meshwright.spec.model import BATCH_NORM_NOTE
@@ -89,7 +89,7 @@ def prepare_run(
     refuse_preset(source)
     ready_plan = read_plan(path) if not overrides and is_plan(path) else None
     job = ready_plan.job if ready_plan else load_job(source, overrides)
-    _require_followers(job)
+    _require_trackers(job)
     require_compiler(job)
     plan = ready_plan or build_plan(job, named_layout_keys(source, overrides))[0]
     if started is not None and plan.world_size != started:
@@ -102,7 +102,7 @@ def prepare_run(
     weights = InitialWeights(job)
     if resume == "no":
         _ = weights.found  # refused before data are prepared, which may take long
-    data_dir = settle_data(output, job)
+    data_dir = prepare_data(output, job)
     describe_plan(output, plan)
     if job.mixes_samples:
         output.warn(BATCH_NORM_NOTE)
@@ -122,7 +122,7 @@ def refuse_preset(source: str) -> None:
         raise UserError(Problem("train-needs-job", rule, path=source, fix=fix))
 
 
-def _require_followers(job: Job) -> None:
+def _require_trackers(job: Job) -> None:
     """Whoever the job wants to be followed by must be installed."""
     if job.train.tensorboard:
         require_packages(("tensorboard", "tensorboard"), needed_for="train.tensorboard")
@@ -138,48 +138,48 @@ def run_prepared(output: Output, prepared: Prepared) -> int:
     """Start the ranks, show their progress, audit at the end."""
     plan, assignment = prepared.plan, prepared.assignment
     job, run_dir = plan.job, Path(assignment.run_dir)
-    settle_environment(output, job)
-    audience = Audience(output.errors, job, run_dir)
-    born_with = list_preload(job)
-    launch = build_launch(ENTRY, job, run_dir, audience.hear, assignment.generation, born_with)
+    apply_environment(output, job)
+    listeners = EventListeners(output.errors, job, run_dir)
+    preload = list_preload(job)
+    launch = build_launch(ENTRY, job, run_dir, listeners.on_event, assignment.generation, preload)
     try:
-        with audience.listening():
+        with listeners.attached():
             interrupted = launch.run()
     except MeshwrightError as error:
-        tell_failure(output, error, audience.record, run_dir)
-        audience.dismiss(Ending("failed", page=leave_page(output, run_dir, "failed")))
+        report_failure(output, error, listeners.record, run_dir)
+        listeners.close(RunOutcome("failed", page=write_run_page(output, run_dir, "failed")))
         return error.exit_status
-    if interrupted and audience.record.status == "unfinished":
+    if interrupted and listeners.record.status == "unfinished":
         rule = "was ended at once, before the step was done and saved"
         problem = Problem("run-ended-at-once", rule, path=str(run_dir))
         output.failure(InterruptedRunError(problem), run_dir=run_dir)
-        audience.dismiss(Ending("unfinished", page=leave_page(output, run_dir, "unfinished")))
+        listeners.close(RunOutcome("unfinished", page=write_run_page(output, run_dir, "unfinished")))
         return INTERRUPTED
-    return report(output, plan, audience.record, run_dir, audience)
+    return report(output, plan, listeners.record, run_dir, listeners)
 
 
-def tell_failure(output: Output, error: MeshwrightError, record: RunRecord, run_dir: Path) -> None:
+def report_failure(output: Output, error: MeshwrightError, record: RunRecord, run_dir: Path) -> None:
     """Say why a run failed; of one that ran out of memory, with the ledger and what would fit."""
-    shortage = record.shortages.get(str(error))
-    lines = describe_shortage(shortage) if shortage else []
+    shortage = record.oom_reports.get(str(error))
+    lines = describe_oom(shortage) if shortage else []
     facts = {"out_of_memory": shortage} if shortage else None
     output.failure(error, [*lines, f"run folder: {run_dir}"], run_dir, facts)
 
 
-def report(output: Output, plan: Plan, record: RunRecord, run_dir: Path, audience: Audience) -> int:
+def report(output: Output, plan: Plan, record: RunRecord, run_dir: Path, listeners: EventListeners) -> int:
     """Audit, print, leave a page, and turn the outcome into an exit status."""
     verdict = audit_run(plan, record)
-    output.say()
+    output.print()
     describe_audit(output, plan, record, verdict, find_pipeline(plan, record))
-    output.say()
-    if told := record.told_losses:
+    output.print()
+    if told := record.target_losses:
         held_out = f", {record.eval_loss:.4f} on held-out data" if record.eval_loss is not None else ""
-        output.say(f"{record.status}: loss {format_loss(told[0])} to {format_loss(told[-1])}{held_out}")
+        output.print(f"{record.status}: loss {format_loss(told[0])} to {format_loss(told[-1])}{held_out}")
     if without := record.targetless_text():
-        output.say(without)
+        output.print(without)
     if record.skipped_steps:
         steps = f"{record.skipped_steps} of {len(record.losses)} steps"
-        output.say(
+        output.print(
             f"{steps} were not taken: fp16 gradients overflowed and the loss scale was halved each time"
         )
     for failure in record.checkpoint_failures:
@@ -187,11 +187,11 @@ def report(output: Output, plan: Plan, record: RunRecord, run_dir: Path, audienc
     for rank, lost in record.events_lost.items():
         output.warn(f"rank {rank} lost {lost} or more lines of events.jsonl")
     if record.checkpoint:
-        output.say(f"checkpoint: {record.checkpoint}")
-    output.say(f"run folder: {run_dir}")
-    page = leave_page(output, run_dir, record.status)
+        output.print(f"checkpoint: {record.checkpoint}")
+    output.print(f"run folder: {run_dir}")
+    page = write_run_page(output, run_dir, record.status)
     figures = summary(plan, record, verdict, run_dir)
-    audience.dismiss(Ending(record.status, figures, page))
+    listeners.close(RunOutcome(record.status, figures, page))
     output.result({**figures, "report": str(page) if page else None})
     if record.status == "interrupted":
         return INTERRUPTED

@@ -15,8 +15,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from meshwright.audit.compare import audit_run
 from meshwright.audit.event_scan import Attempt
 from meshwright.cli.app import require_packages
-from meshwright.cli.cluster_file import require_place, write_cluster
-from meshwright.cli.data import settle_data
+from meshwright.cli.cluster_file import require_writable, write_cluster
+from meshwright.cli.data import prepare_data
 from meshwright.cli.measure import describe_machine, measure_plan
 from meshwright.cli.output import Output
 from meshwright.cli.ranks import require_compiler, require_devices
@@ -24,12 +24,12 @@ from meshwright.cli.train import refuse_preset
 from meshwright.core.errors import Problem, RunFailedError, UserError
 from meshwright.core.units import format_bytes, format_count, format_plural, format_seconds
 from meshwright.launch.environment import prepare_environment
-from meshwright.plan.calibrate import Calibration, Timed, calibrate
-from meshwright.plan.contract import Plan, plan_of
+from meshwright.plan.calibrate import Calibration, MeasuredLayout, calibrate
+from meshwright.plan.contract import Plan, plan_from
 from meshwright.plan.predict import Prediction, predict
 from meshwright.plan.search.planner import search_job
 from meshwright.report.scaling import FEWEST_STEPS, WARM_UP
-from meshwright.report.tuning import TuneRow, fold, order
+from meshwright.report.tuning import TuneRow, sort_rows, summarize_times
 from meshwright.spec.job import Job
 from meshwright.spec.load import load_job, named_layout_keys
 
@@ -41,21 +41,21 @@ def tune_job(output: Output, source: str, overrides: list[str], top: int, steps:
     require_packages(("torch", "run"), ("safetensors", "run"), needed_for="tune")
     refuse_preset(source)
     _require_sizes(top, steps)
-    require_place(out, "tune")
+    require_writable(out, "tune")
     job = shorten(load_job(source, overrides), steps)
-    _require_open(job)
+    _require_auto_layout(job)
     require_compiler(job)
     require_devices(job, job.cluster.world_size)
     found = rank_candidates(job, source, overrides)
-    plans = [plan_of(prediction) for prediction in found[:top]]
-    data_dir = settle_data(output, job)
+    plans = [plan_from(prediction) for prediction in found[:top]]
+    data_dir = prepare_data(output, job)
     prepare_environment(threads=1)
-    rows, attempt = _try_all(output, plans, data_dir)
+    rows, attempt = _measure_all(output, plans, data_dir)
     if all(row.measured is None for row in rows):
         _show(output, job, rows)
         rule = f"none of the {format_plural(len(rows), 'layout')} that were tried ran: {rows[0].reason}"
         raise RunFailedError(Problem("tune-nothing-ran", rule, path=job.name))
-    measured = [Timed(row.plan.job.layout, row.measured.step_s) for row in rows if row.measured]
+    measured = [MeasuredLayout(row.plan.job.layout, row.measured.step_s) for row in rows if row.measured]
     fitted = calibrate(job, measured)
     date = datetime.now(UTC).isoformat(timespec="seconds")
     machine = describe_machine(plans[0], attempt)
@@ -115,7 +115,7 @@ def _require_sizes(top: int, steps: int) -> None:
         raise UserError(Problem("tune-steps", rule, path="--steps", value=steps, fix=fix))
 
 
-def _require_open(job: Job) -> None:
+def _require_auto_layout(job: Job) -> None:
     """A layout that is given leaves nothing to try."""
     if job.layout.mode == "given":
         rule = f"is given: {job.layout.named_degrees()}; tune tries layouts that the planner chooses"
@@ -123,7 +123,7 @@ def _require_open(job: Job) -> None:
         raise UserError(Problem("tune-layout-given", rule, path="layout", fix=fix))
 
 
-def _try_all(output: Output, plans: Sequence[Plan], data_dir: Path) -> tuple[list[TuneRow], Attempt]:
+def _measure_all(output: Output, plans: Sequence[Plan], data_dir: Path) -> tuple[list[TuneRow], Attempt]:
     """Run each plan; one that fails is a row with its reason."""
     rows: list[TuneRow] = []
     attempt = Attempt(0)
@@ -141,10 +141,10 @@ def _try_all(output: Output, plans: Sequence[Plan], data_dir: Path) -> tuple[lis
                 for difference in verdict.differences:
                     output.warn(f"{name}: {difference} [audit-differs]")
                 times: list[Any] = [heard.times[rank] for rank in range(plan.world_size)]
-                rows.append(TuneRow(plan, fold(times, heard.attempt.record, verdict.ok)))
+                rows.append(TuneRow(plan, summarize_times(times, heard.attempt.record, verdict.ok)))
                 attempt = heard.attempt
             done += plan.job.train.steps
-    return order(rows), attempt
+    return sort_rows(rows), attempt
 
 
 def _show_on(show: Show, done: int, text: str, steps: int) -> None:
@@ -206,13 +206,13 @@ def _show_fit(
     steps: int,
     out: Path,
 ) -> None:
-    output.say(f"{_basis(steps)}; {len(rows)} of {format_plural(len(found), 'layout')} that run and fit")
-    output.say()
+    output.print(f"{_basis(steps)}; {len(rows)} of {format_plural(len(found), 'layout')} that run and fit")
+    output.print()
     cells = [
         (key, f"{value:.3g}", f"{fitted.after[key]:.3g}", f"{fitted.after[key] / value:.2f}")
         for key, value in fitted.before.items()
     ]
     output.table("Rates of the cluster", ("", "before", "fitted", "times"), cells)
     before, after = f"{fitted.error_before:.0%}", f"{fitted.error_after:.0%}"
-    output.say(f"predictions were off by {before} on average; with the fitted rates by {after}")
-    output.say(f"\ncluster file: {out}; use it with cluster.file={out}")
+    output.print(f"predictions were off by {before} on average; with the fitted rates by {after}")
+    output.print(f"\ncluster file: {out}; use it with cluster.file={out}")

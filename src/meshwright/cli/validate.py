@@ -39,13 +39,13 @@ def show_validation(output: Output, runs: Sequence[Path], picture: Path | None) 
     _say_rest(output, outcomes)
     if picture is not None:
         _draw(outcomes, picture)
-        output.say(f"picture: {picture}")
+        output.print(f"picture: {picture}")
     rows = [outcome.as_dict() for outcome in outcomes]
     output.result({"families": families, "totals": totals, "rows": rows})
     return 0
 
 
-def _share(value: float | None, signed: bool = False) -> str:
+def _percent(value: float | None, signed: bool = False) -> str:
     if value is None:
         return "-"
     return f"{value:+.1%}" if signed else f"{value:.1%}"
@@ -59,15 +59,15 @@ def _line(name: str, figures: dict[str, Any]) -> tuple[str, ...]:
         name if figures["gates"] or not figures["expressed"] else f"{name} (informs)",
         str(figures["rows"]),
         str(figures["expressed"]),
-        _share(time["mape"]),
-        _share(time["median"]),
-        _share(time["bias"], signed=True),
-        _share(time["worst"]),
-        _share(time["within_10pct"]),
+        _percent(time["mape"]),
+        _percent(time["median"]),
+        _percent(time["bias"], signed=True),
+        _percent(time["worst"]),
+        _percent(time["within_10pct"]),
         "-" if tau is None else f"{tau:.2f}",
         "-" if best is None else f"{best:.0%} of {figures['groups']}",
-        _share(held_out["mape"]) + (f" of {held_out['rows']}" if held_out["rows"] else ""),
-        _share(memory["mape"]) + (f" of {memory['rows']}" if memory["rows"] else ""),
+        _percent(held_out["mape"]) + (f" of {held_out['rows']}" if held_out["rows"] else ""),
+        _percent(memory["mape"]) + (f" of {memory['rows']}" if memory["rows"] else ""),
     )
 
 
@@ -75,9 +75,9 @@ def _say_totals(output: Output, totals: dict[str, dict[str, Any]]) -> None:
     names = {"all": "all rows that gate", "fit": "of these, open to the fit", "held_out": "held out"}
     for key, name in names.items():
         time, memory = totals[key]["time"], totals[key]["memory"]
-        output.say(
-            f"{name}: time off by {_share(time['mape'])} on average ({time['rows']} rows, "
-            f"{_share(time['within_10pct'])} within 10%), memory by {_share(memory['mape'])} "
+        output.print(
+            f"{name}: time off by {_percent(time['mape'])} on average ({time['rows']} rows, "
+            f"{_percent(time['within_10pct'])} within 10%), memory by {_percent(memory['mape'])} "
             f"({memory['rows']} rows)"
         )
 
@@ -89,7 +89,7 @@ def _say_rest(output: Output, outcomes: Sequence[Outcome]) -> None:
         lines = [
             (
                 outcome.row.id,
-                _share(outcome.step_error, signed=True),
+                _percent(outcome.step_error, signed=True),
                 format_seconds(outcome.predicted_step_s or 0.0),
                 format_seconds(outcome.row.step_s or 0.0),
                 outcome.reason or "-",

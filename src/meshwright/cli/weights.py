@@ -38,8 +38,8 @@ class InitialWeights:
         if not isinstance(model, DecoderModel) or model.hf is None:
             return False
         if weights is None:
-            output.say(f"weights: {model.hf} holds a config and none, so training starts from scratch")
+            output.print(f"weights: {model.hf} holds a config and none, so training starts from scratch")
             return False
         files = format_plural(len(weights.files), "file")
-        output.say(f"weights: {files} of {model.hf}, {format_bytes(weights.bytes)}")
+        output.print(f"weights: {files} of {model.hf}, {format_bytes(weights.bytes)}")
         return True

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 LENGTH_BYTES = 8
-MOST_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 ELEMENT_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2}
 ELEMENT_BYTES |= {"U16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1}
 
 
 @dataclass(frozen=True)
-class TensorFacts:
+class TensorInfo:
     """One tensor of a file."""
 
     dtype: str
@@ -29,7 +29,7 @@ class TensorFacts:
     bytes: int
 
 
-def build_tensor_header(tensors: Mapping[str, TensorFacts]) -> bytes:
+def build_tensor_header(tensors: Mapping[str, TensorInfo]) -> bytes:
     """The first bytes of a file whose tensors follow in this order, up to the first tensor."""
     header: dict[str, Any] = {}
     end = 0
@@ -41,7 +41,7 @@ def build_tensor_header(tensors: Mapping[str, TensorFacts]) -> bytes:
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def read_tensor_header(path: Path) -> dict[str, TensorFacts]:
+def read_tensor_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of a file, by name.
 
     Raises:
@@ -51,7 +51,7 @@ def read_tensor_header(path: Path) -> dict[str, TensorFacts]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        if size < LENGTH_BYTES or length > MOST_HEADER_BYTES:
+        if size < LENGTH_BYTES or length > MAX_HEADER_BYTES:
             raise ValueError("it is not a safetensors file")
         if LENGTH_BYTES + length > size:
             raise ValueError(f"it is cut off: {size} bytes, and its header alone takes {length}")
@@ -69,9 +69,9 @@ def read_tensor_header(path: Path) -> dict[str, TensorFacts]:
     return tensors
 
 
-def _facts(entry: dict[str, Any]) -> TensorFacts:
+def _facts(entry: dict[str, Any]) -> TensorInfo:
     begin, end = entry["data_offsets"]
-    facts = TensorFacts(str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), end - begin)
+    facts = TensorInfo(str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), end - begin)
     known = ELEMENT_BYTES.get(facts.dtype)
     if begin < 0 or facts.bytes < 0 or (known and known * math.prod(facts.shape) != facts.bytes):
         raise ValueError("offsets and shape do not agree")

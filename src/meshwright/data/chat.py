@@ -35,11 +35,11 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Part:
+class Span:
     """A stretch of a document's text."""
 
     text: str
-    counted: bool
+    in_loss: bool
     """Whether it belongs to an answer, its end marker included."""
     literal: bool
     """Whether it is text alone: nothing in it becomes a special token, whatever it spells."""
@@ -56,7 +56,7 @@ class Template(Protocol):
     def markers(self) -> tuple[str, ...]:
         """Markers that a tokenizer trained for this template should hold as special tokens."""
 
-    def render(self, conversation: Conversation, special_tokens: Sequence[str]) -> tuple[Part, ...]:
+    def render(self, conversation: Conversation, special_tokens: Sequence[str]) -> tuple[Span, ...]:
         """The parts of the document, in order.
 
         Args:

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.data.chat import ROLES, Conversation, Part, Role, Template
+from meshwright.data.chat import ROLES, Conversation, Role, Span, Template
 from meshwright.data.hf_tokenizer import TOKENIZER_CONFIG_FILE
 from meshwright.data.jinja_template import JINJA_FILE, read_jinja_file, read_tokenizer_config
 from meshwright.data.sources import locate
 from meshwright.data.tokenizer import parse_tokenizer_name
 
-TOKENIZERS_OWN = "tokenizer"
+TOKENIZER_TEMPLATE = "tokenizer"
 """The name that means: the template that comes with the tokenizer."""
 
 _MARKER = re.compile(r"<\|\w+\|>")
@@ -55,7 +55,7 @@ class TurnTemplate:
         strings = [self.begin, *self.before.values(), *self.after.values()]
         return tuple(dict.fromkeys(_MARKER.findall("".join(strings))))
 
-    def render(self, conversation: Conversation, special_tokens: Sequence[str]) -> tuple[Part, ...]:
+    def render(self, conversation: Conversation, special_tokens: Sequence[str]) -> tuple[Span, ...]:
         """The parts of the document; see :class:`Template`.
 
         Messages are parts of their own here, so ``special_tokens`` need no care.
@@ -63,14 +63,14 @@ class TurnTemplate:
         turns = [(message.role, message.content) for message in conversation.messages]
         if self.default_system and turns[0][0] != "system":
             turns.insert(0, ("system", self.default_system))
-        parts = [Part(self.begin, counted=False, literal=False)]
+        parts = [Span(self.begin, in_loss=False, literal=False)]
         for number, (role, content) in enumerate(turns):
             answer = role == "assistant"
             after = self.after.get(role, "") + (self.between if number < len(turns) - 1 else "")
             parts += [
-                Part(self.before.get(role, ""), counted=False, literal=False),
-                Part(content.strip() if self.trim else content, counted=answer, literal=True),
-                Part(after, counted=answer, literal=False),
+                Span(self.before.get(role, ""), in_loss=False, literal=False),
+                Span(content.strip() if self.trim else content, in_loss=answer, literal=True),
+                Span(after, in_loss=answer, literal=False),
             ]
         return tuple(part for part in parts if part.text)
 
@@ -118,8 +118,8 @@ def load_template(name: str, base: Path, tokenizer: str, key: str = "data.templa
     """
     if name in BUILTIN:
         return BUILTIN[name]
-    if name == TOKENIZERS_OWN:
-        return _tokenizers_template(base, tokenizer, key)
+    if name == TOKENIZER_TEMPLATE:
+        return _read_tokenizer_template(base, tokenizer, key)
     place = locate(name, base)
     # Path.is_dir and is_file raise for a path that is too long.
     if os.path.isdir(place):  # noqa: PTH112
@@ -135,18 +135,18 @@ def load_template(name: str, base: Path, tokenizer: str, key: str = "data.templa
     return read_tokenizer_config(place) if place.suffix == ".json" else read_jinja_file(place)
 
 
-def _tokenizers_template(base: Path, tokenizer: str, key: str) -> Template:
+def _read_tokenizer_template(base: Path, tokenizer: str, key: str) -> Template:
     choice = parse_tokenizer_name(tokenizer)
     if choice.kind != "file":
         rule = f"asks for the tokenizer's own chat template, and the tokenizer {tokenizer!r} has none"
-        raise UserError(_unknown(TOKENIZERS_OWN, key, rule))
+        raise UserError(_unknown(TOKENIZER_TEMPLATE, key, rule))
     place = locate(choice.path, base)
     folder = place if os.path.isdir(place) else place.parent  # noqa: PTH112 - as above
     found = _in_folder(folder)
     if found is None:
         looked = f"looked for {JINJA_FILE} and {TOKENIZER_CONFIG_FILE} in {folder}"
         rule = f"asks for the tokenizer's own chat template, and there is none; {looked}"
-        raise UserError(_unknown(TOKENIZERS_OWN, key, rule))
+        raise UserError(_unknown(TOKENIZER_TEMPLATE, key, rule))
     return found
 
 
@@ -160,9 +160,7 @@ def _in_folder(folder: Path) -> Template | None:
 
 def _unknown(name: str, key: str, rule: str) -> Problem:
     near = difflib.get_close_matches(name, BUILTIN, n=1)
-    choices = (
-        f"{', '.join(BUILTIN)}, {TOKENIZERS_OWN!r}, or a path to a .jinja file or a {TOKENIZER_CONFIG_FILE}"
-    )
+    choices = f"{', '.join(BUILTIN)}, {TOKENIZER_TEMPLATE!r}, or a path to a .jinja file or a {TOKENIZER_CONFIG_FILE}"
     fix = f"Did you mean {near[0]}?" if near else f"Use {choices}"
     if near:
         rule += f"; there are {choices}"

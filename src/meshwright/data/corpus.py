@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.data.chat import Part, Template, holds_conversation, read_conversation
+from meshwright.data.chat import Span, Template, holds_conversation, read_conversation
 from meshwright.data.sources import iter_files, printable, source_problem
 
-NAMED_AT_MOST = 1000
+MAX_NAMED = 1000
 """Quarantined names that are kept; the count goes on."""
 
 
@@ -33,12 +33,12 @@ class Document:
     name: str
     """Where it came from; for people, it does not enter the prepared data."""
     text: str
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Span, ...] = ()
     """For a conversation: the same text in parts; empty for plain text."""
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """How a line of a ``.jsonl`` becomes a document."""
 
     text_field: str = "text"
@@ -52,7 +52,7 @@ class Reading:
 
 
 @dataclass
-class CorpusTally:
+class CorpusStats:
     """What was met while reading; shared by all sources of one corpus.
 
     ``documents_in = documents_out + duplicates + empty + quarantined``.
@@ -68,7 +68,7 @@ class CorpusTally:
     text_bytes: int = 0
     """UTF-8 bytes of the documents that were kept."""
     quarantined_names: list[str] = field(default_factory=list)
-    """``name: reason``, the first ``NAMED_AT_MOST``."""
+    """``name: reason``, the first ``MAX_NAMED``."""
     _seen: set[bytes] = field(default_factory=set, repr=False)
 
     def admit(self, document: Document) -> bool:
@@ -91,7 +91,7 @@ class CorpusTally:
         """Count and name something that cannot be read."""
         self.documents_in += 1
         self.quarantined += 1
-        if len(self.quarantined_names) < NAMED_AT_MOST:
+        if len(self.quarantined_names) < MAX_NAMED:
             self.quarantined_names.append(f"{printable(name)}: {reason}")
 
 
@@ -99,9 +99,9 @@ def iter_corpus(
     sources: Sequence[str],
     base: Path,
     *,
-    reading: Reading | None = None,
+    options: ReadOptions | None = None,
     exclude: Sequence[Path] = (),
-    tally: CorpusTally | None = None,
+    tally: CorpusStats | None = None,
 ) -> Iterator[Document]:
     """The documents of several sources, in the order given; duplicates are dropped across all of them.
 
@@ -122,28 +122,28 @@ def iter_corpus(
     if problems:
         raise UserError(*problems)
     skipped = frozenset(os.path.realpath(folder) for folder in exclude)
-    return _read_all(sources, base, reading or Reading(), skipped, tally or CorpusTally())
+    return _read_all(sources, base, options or ReadOptions(), skipped, tally or CorpusStats())
 
 
 def _read_all(
-    sources: Sequence[str], base: Path, reading: Reading, skipped: frozenset[str], tally: CorpusTally
+    sources: Sequence[str], base: Path, options: ReadOptions, skipped: frozenset[str], tally: CorpusStats
 ) -> Iterator[Document]:
     for source in sources:
         for name, path in iter_files(source, base, skipped, tally.quarantine):
-            for document in _read_file(name, path, reading, tally):
+            for document in _read_file(name, path, options, tally):
                 if tally.admit(document):
                     yield document
     if tally.documents_out == 0:
-        raise UserError(_empty_problem(sources, reading, tally))
+        raise UserError(_empty_problem(sources, options, tally))
 
 
-def _empty_problem(sources: Iterable[str], reading: Reading, tally: CorpusTally) -> Problem:
-    wanted = "UTF-8 text" if reading.template is None else "conversations"
+def _empty_problem(sources: Iterable[str], options: ReadOptions, tally: CorpusStats) -> Problem:
+    wanted = "UTF-8 text" if options.template is None else "conversations"
     counts = f"{tally.empty} empty documents and {tally.quarantined} that could not be read as {wanted}"
     example = f", such as {tally.quarantined_names[0]}" if tally.quarantined_names else ""
     fix = "Name files that hold UTF-8 text, or .jsonl files with a text in the field that text_field names"
-    if reading.template is not None:
-        fields = f"{reading.prompt_field} and {reading.answer_field}"
+    if options.template is not None:
+        fields = f"{options.prompt_field} and {options.answer_field}"
         fix = f"Name .jsonl files whose lines have messages, or {fields}; or leave the template out"
     return Problem(
         code="data-corpus-empty",
@@ -153,13 +153,13 @@ def _empty_problem(sources: Iterable[str], reading: Reading, tally: CorpusTally)
     )
 
 
-def _read_file(name: str, path: Path, reading: Reading, tally: CorpusTally) -> Iterator[Document]:
+def _read_file(name: str, path: Path, options: ReadOptions, tally: CorpusStats) -> Iterator[Document]:
     try:
         if not path.is_file():  # a pipe would block for ever
             tally.quarantine(name, "not a regular file" if path.exists() else "a link to nothing")
         elif path.suffix.lower() == ".jsonl":
-            yield from _read_lines(name, path, reading, tally)
-        elif reading.template is not None:
+            yield from _read_lines(name, path, options, tally)
+        elif options.template is not None:
             tally.quarantine(name, "not a .jsonl file, and a template needs lines with conversations")
         else:
             yield Document(name, _decode(path.read_bytes()))
@@ -169,13 +169,13 @@ def _read_file(name: str, path: Path, reading: Reading, tally: CorpusTally) -> I
         tally.quarantine(name, str(error))
 
 
-def _read_lines(name: str, path: Path, reading: Reading, tally: CorpusTally) -> Iterator[Document]:
+def _read_lines(name: str, path: Path, options: ReadOptions, tally: CorpusStats) -> Iterator[Document]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                document = _line_document(f"{name}:{number}", line, reading)
+                document = _line_document(f"{name}:{number}", line, options)
             except ValueError as error:
                 tally.quarantine(f"{name}:{number}", str(error))
             else:
@@ -191,17 +191,17 @@ def _decode(data: bytes) -> str:
         raise ValueError(f"not UTF-8 at byte {error.start}") from error
 
 
-def _line_document(name: str, line: bytes, reading: Reading) -> Document:
+def _line_document(name: str, line: bytes, options: ReadOptions) -> Document:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError("not a JSON object") from error
-    if reading.template is None:
-        return Document(name, _line_text(record, reading.text_field))
+    if options.template is None:
+        return Document(name, _line_text(record, options.text_field))
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
-    conversation = read_conversation(record, name, reading.prompt_field, reading.answer_field)
-    parts = reading.template.render(conversation, reading.special_tokens)
+    conversation = read_conversation(record, name, options.prompt_field, options.answer_field)
+    parts = options.template.render(conversation, options.special_tokens)
     return Document(name, "".join(part.text for part in parts), parts)
 
 

@@ -2,7 +2,7 @@
 
 A row has tokens and their targets, and for ``mask="document"`` also the number of each position's document
 within the row, so that attention and positions can start anew in each of them. A target that does not count
-in the loss (padding, or a prompt where prompts are masked) is ``IGNORED``. The order of reading is left to
+in the loss (padding, or a prompt where prompts are masked) is ``IGNORE_INDEX``. The order of reading is left to
 ``order``.
 """
 
@@ -16,27 +16,27 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.data.packing import DocumentPacking, Packing, Pieces, WindowPacking
+from meshwright.data.packing import ContiguousPacking, DocumentPacking, Packing, RowPieces
 from meshwright.data.shards import ShardEntry, ShardFolder, broken_shards
 from meshwright.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """A target that carries no loss: padding, a masked prompt, a zero-weight sample."""
 
 Int64s = npt.NDArray[np.int64]
 Mask = Literal["causal", "document"]
 
-_PACKINGS_HELD = 4
+_CACHED_PACKINGS = 4
 """Shards whose packing is in memory; samples are read shard by shard, so few are in use at a time."""
 
 
 @dataclass(frozen=True)
-class Rows:
+class SampleBatch:
     """Samples, each array of shape ``(n, seq_len)``."""
 
     tokens: Int64s
     targets: Int64s
-    """The token after each, or ``IGNORED``."""
+    """The token after each, or ``IGNORE_INDEX``."""
     segments: Int64s | None
     """For ``mask="document"``: number of the document within the row, from 0; padding has the last number."""
 
@@ -96,7 +96,7 @@ class TokenDataset:
                 sample or no target. ``eval`` may have none: the caller then says that there is no evaluation.
         """
         opened = ShardFolder.open(folder)
-        if prompt_masking and any(s.marks_file is None for s in opened.index.split(split).shards):
+        if prompt_masking and any(s.loss_mask_file is None for s in opened.index.split(split).shards):
             raise UserError(no_prompts(f"{folder} was prepared without a template"))
         dataset = cls(opened, split, seq_len, mask, prompt_masking)
         if split != "train":
@@ -113,7 +113,7 @@ class TokenDataset:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_packings": {}, "_targets": {}, "_tokens": None}
 
-    def read(self, indices: npt.ArrayLike) -> Rows:
+    def read(self, indices: npt.ArrayLike) -> SampleBatch:
         """Samples.
 
         Args:
@@ -122,7 +122,7 @@ class TokenDataset:
         wanted, shards = self._locate(indices)
         shape = (wanted.size, self.seq_len)
         tokens: Int64s = np.zeros(shape, dtype=np.int64)
-        targets: Int64s = np.full(shape, IGNORED, dtype=np.int64)
+        targets: Int64s = np.full(shape, IGNORE_INDEX, dtype=np.int64)
         segments: Int64s | None = np.zeros(shape, dtype=np.int64) if self.mask == "document" else None
         for shard in sorted(set(shards.tolist())):
             chosen = np.flatnonzero(shards == shard)
@@ -131,13 +131,13 @@ class TokenDataset:
             data = self._map(shard)
             following: Int64s = data[source + 1].astype(np.int64)
             if self.prompt_masking:
-                following[self._folder.map_marks(self._shards[shard])[source + 1] == 0] = IGNORED
+                following[self._folder.map_loss_mask(self._shards[shard])[source + 1] == 0] = IGNORE_INDEX
             tokens.reshape(-1)[place] = data[source]
             targets.reshape(-1)[place] = following
             if segments is not None:
                 segments[chosen] = np.bincount(pieces.row, minlength=chosen.size)[:, None]  # padding's number
                 segments.reshape(-1)[place] = np.repeat(pieces.number, pieces.size)
-        return Rows(tokens, targets, segments)
+        return SampleBatch(tokens, targets, segments)
 
     def count_targets(self, indices: npt.ArrayLike) -> int:
         """Targets of samples that count in the loss, all together; counted once a shard, then looked up."""
@@ -224,10 +224,10 @@ class TokenDataset:
         if shard not in self._packings:
             entry = self._shards[shard]
             if self.mask == "causal":
-                packing: Packing = WindowPacking(entry.tokens, self.seq_len)
+                packing: Packing = ContiguousPacking(entry.tokens, self.seq_len)
             else:
                 packing = DocumentPacking(self._folder.map_documents(entry), entry.tokens, self.seq_len)
-            if len(self._packings) == _PACKINGS_HELD:
+            if len(self._packings) == _CACHED_PACKINGS:
                 del self._packings[next(iter(self._packings))]
             self._packings[shard] = packing
         return self._packings[shard]
@@ -237,7 +237,7 @@ class TokenDataset:
         if shard not in self._targets:
             packing, entry = self._pack(shard), self._shards[shard]
             if self.prompt_masking:
-                self._targets[shard] = packing.count_marked(self._folder.map_marks(entry))
+                self._targets[shard] = packing.count_loss_targets(self._folder.map_loss_mask(entry))
             else:
                 self._targets[shard] = packing.count_positions()
         return self._targets[shard]
@@ -279,7 +279,7 @@ def no_prompts(why: str) -> Problem:
     )
 
 
-def _spread(pieces: Pieces, rows: Int64s, seq_len: int) -> tuple[Int64s, Int64s]:
+def _spread(pieces: RowPieces, rows: Int64s, seq_len: int) -> tuple[Int64s, Int64s]:
     """For each position of the pieces: its input token in the shard, and its place in the flat result."""
     ramp = np.arange(int(pieces.size.sum())) - np.repeat(np.cumsum(pieces.size) - pieces.size, pieces.size)
     places = rows[pieces.row] * seq_len + pieces.offset

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.data.chat import Part
+from meshwright.data.chat import Span
 from meshwright.data.corpus import Document
 from meshwright.data.tokenizer import Tokenizer, Tokens
 
-Marks = npt.NDArray[np.uint8]
+LossMask = npt.NDArray[np.uint8]
 """One for a token that counts in the loss, zero for one that does not."""
 
 
@@ -29,7 +29,7 @@ class Encoded:
     """A document as tokens, without its end."""
 
     tokens: npt.NDArray[Any]
-    marks: Marks | None
+    loss_mask: LossMask | None
     """None for a plain text, all of which counts."""
 
 
@@ -38,7 +38,7 @@ class _Piece:
     """A special token, or text to encode."""
 
     text: str
-    counted: bool
+    in_loss: bool
     special: bool
 
 
@@ -58,32 +58,32 @@ def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document]) -> lis
     return result
 
 
-def text_outside(parts: Sequence[Part], markers: Sequence[str]) -> Iterator[str]:
+def text_between_markers(parts: Sequence[Span], markers: Sequence[str]) -> Iterator[str]:
     """The text of a document without a template's markers: what a tokenizer is trained on."""
     return (piece.text for piece in _pieces(parts, markers) if not piece.special)
 
 
-def _pieces(parts: Sequence[Part], specials: Sequence[str] | dict[str, int]) -> Iterator[_Piece]:
+def _pieces(parts: Sequence[Span], specials: Sequence[str] | dict[str, int]) -> Iterator[_Piece]:
     """Cut parts at borders of prompt and answer and at special tokens; join what is left between."""
     longest_first = sorted(specials, key=len, reverse=True)
     pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
-    for counted, group in groupby(parts, key=lambda part: part.counted):
+    for in_loss, group in groupby(parts, key=lambda part: part.in_loss):
         text = ""
         for part in group:
             found = [part.text] if part.literal or pattern is None else pattern.split(part.text)
             text += found[0]
             for special, following in zip(found[1::2], found[2::2], strict=True):
                 if text:
-                    yield _Piece(text, counted, special=False)
-                yield _Piece(special, counted, special=True)
+                    yield _Piece(text, in_loss, special=False)
+                yield _Piece(special, in_loss, special=True)
                 text = following
         if text:
-            yield _Piece(text, counted, special=False)
+            yield _Piece(text, in_loss, special=False)
 
 
 def _join(tokens: Sequence[Tokens], pieces: Sequence[_Piece], end_of_document: int) -> Encoded:
     whole = np.concatenate(tokens)
-    marks = np.repeat(np.asarray([p.counted for p in pieces], np.uint8), [len(t) for t in tokens])
+    loss_mask = np.repeat(np.asarray([p.in_loss for p in pieces], np.uint8), [len(t) for t in tokens])
     if len(whole) > 1 and whole[-1] == end_of_document:  # the writer adds it, once
-        return Encoded(whole[:-1], marks[:-1])
-    return Encoded(whole, marks)
+        return Encoded(whole[:-1], loss_mask[:-1])
+    return Encoded(whole, loss_mask)

@@ -111,7 +111,7 @@ class StoredImages:
         self._last = self._images.shape[1:] != (shape.channels, shape.side, shape.side)
         self._numbers: Int64s = np.arange(len(self._labels))
         if not own_split:
-            held_out = hold_out(len(self._labels), eval_fraction or DEFAULT_EVAL_FRACTION)
+            held_out = select_held_out(len(self._labels), eval_fraction or DEFAULT_EVAL_FRACTION)
             self._numbers = self._numbers[held_out if split == "eval" else ~held_out]
         self.shard_sample_counts = (len(self._numbers),)
 
@@ -154,7 +154,7 @@ def open_images(path: str, split: str, shape: ImageShape, eval_fraction: float |
     return StoredImages(Path(path), split, shape, eval_fraction)
 
 
-def hold_out(count: int, fraction: float) -> npt.NDArray[np.bool_]:
+def select_held_out(count: int, fraction: float) -> npt.NDArray[np.bool_]:
     """Which of ``count`` images are for evaluation: those whose hash is below the fraction.
 
     With two images or more, neither side is empty: the nearest hash changes sides.

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.core.errors import Problem, UserError, missing_package
-from meshwright.data.chat import Conversation, Part
+from meshwright.data.chat import Conversation, Span
 from meshwright.data.hf_tokenizer import TOKENIZER_CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ JINJA_FILE = "chat_template.jinja"
 
 _COMPILED_NAME = "<template>"
 """What jinja calls a template that is made from a string, in tracebacks."""
-_STAND_INS = range(0xE000, 0xF900)
+_PLACEHOLDERS = range(0xE000, 0xF900)
 """Unicode's private use area."""
 
 
@@ -62,20 +62,20 @@ class JinjaTemplate:
         self._template = _compile(source, shown)
         self.identity = json.dumps([source, bos_token, eos_token])
 
-    def render(self, conversation: Conversation, special_tokens: Sequence[str]) -> tuple[Part, ...]:
+    def render(self, conversation: Conversation, special_tokens: Sequence[str]) -> tuple[Span, ...]:
         """The parts of the document; see :class:`Template`."""
         messages = [{"role": m.role, "content": m.content} for m in conversation.messages]
         stand_in = _free_character([m["content"] for m in messages])
         for message in messages:
             message["content"] = _hide(message["content"], special_tokens, stand_in)
         whole = self._write(messages, conversation.name)
-        parts: list[Part] = []
+        parts: list[Span] = []
         end = 0
         for begin, stop in self._answers(messages, whole, conversation.name):
-            parts += _show(whole[end:begin], special_tokens, stand_in, counted=False)
-            parts += _show(whole[begin:stop], special_tokens, stand_in, counted=True)
+            parts += _show(whole[end:begin], special_tokens, stand_in, in_loss=False)
+            parts += _show(whole[begin:stop], special_tokens, stand_in, in_loss=True)
             end = stop
-        parts += _show(whole[end:], special_tokens, stand_in, counted=False)
+        parts += _show(whole[end:], special_tokens, stand_in, in_loss=False)
         return tuple(part for part in parts if part.text)
 
     def _answers(self, messages: list[dict[str, str]], whole: str, name: str) -> Iterator[tuple[int, int]]:
@@ -200,7 +200,7 @@ def _to_json(value: object, **options: Any) -> str:
 
 def _free_character(texts: Sequence[str]) -> str:
     used = set().union(*texts)
-    free = next((chr(code) for code in _STAND_INS if chr(code) not in used), None)
+    free = next((chr(code) for code in _PLACEHOLDERS if chr(code) not in used), None)
     if free is None:
         raise ValueError("it uses every character of Unicode's private area")
     return free
@@ -215,11 +215,11 @@ def _hide(text: str, special_tokens: Sequence[str], stand_in: str) -> str:
     return re.sub(pattern, lambda match: f"{stand_in}{special_tokens.index(match[0])}{stand_in}", text)
 
 
-def _show(text: str, special_tokens: Sequence[str], stand_in: str, counted: bool) -> Iterator[Part]:
+def _show(text: str, special_tokens: Sequence[str], stand_in: str, in_loss: bool) -> Iterator[Span]:
     """The parts of rendered text, with what was hidden put back as literal ones."""
     for number, piece in enumerate(re.split(f"{stand_in}([0-9]+){stand_in}", text)):
         hidden = number % 2 == 1
-        yield Part(special_tokens[int(piece)] if hidden else piece, counted=counted, literal=hidden)
+        yield Span(special_tokens[int(piece)] if hidden else piece, in_loss=in_loss, literal=hidden)
 
 
 def _failed(shown: Path, rule: str) -> UserError:

@@ -4,7 +4,7 @@ A position is an input token together with its target, the token that follows it
 same questions: how many rows there are, and which pieces of the shard a row is made of. Both are functions of
 (shard, seq_len) alone, so that appending shards renumbers nothing.
 
-*   :class:`WindowPacking`, for attention that crosses documents: row ``i`` is positions ``i * seq_len`` to
+*   :class:`ContiguousPacking`, for attention that crosses documents: row ``i`` is positions ``i * seq_len`` to
     ``(i + 1) * seq_len``. What does not fill a row at the shard's end is dropped.
 *   :class:`DocumentPacking`, for attention within documents: rows are made of whole documents, in order, each
     put into the open row if it fits and into a new one otherwise (next-fit). A document of ``n`` tokens,
@@ -24,7 +24,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Pieces:
+class RowPieces:
     """Stretches of a shard, one entry each, sorted by row and by place in it."""
 
     row: Int64s
@@ -44,17 +44,17 @@ class Packing(Protocol):
 
     rows: int
 
-    def pieces(self, rows: Int64s) -> Pieces:
+    def pieces(self, rows: Int64s) -> RowPieces:
         """What the rows asked for are made of."""
 
     def count_positions(self) -> Int64s:
         """Positions of each row that are not padding."""
 
-    def count_marked(self, marks: npt.NDArray[np.uint8]) -> Int64s:
+    def count_loss_targets(self, loss_mask: npt.NDArray[np.uint8]) -> Int64s:
         """Positions of each row whose target has a mark, where ``marks`` has one byte for each token."""
 
 
-class WindowPacking:
+class ContiguousPacking:
     """Rows that ignore documents."""
 
     def __init__(self, tokens: int, seq_len: int) -> None:
@@ -62,18 +62,18 @@ class WindowPacking:
         self.rows = (tokens - 1) // seq_len
         self._seq_len = seq_len
 
-    def pieces(self, rows: Int64s) -> Pieces:
+    def pieces(self, rows: Int64s) -> RowPieces:
         """One piece a row."""
         none = np.zeros_like(rows)
-        return Pieces(np.arange(rows.size), none, rows * self._seq_len, none + self._seq_len, none)
+        return RowPieces(np.arange(rows.size), none, rows * self._seq_len, none + self._seq_len, none)
 
     def count_positions(self) -> Int64s:
         """All rows are full."""
         return np.full(self.rows, self._seq_len, dtype=np.int64)
 
-    def count_marked(self, marks: npt.NDArray[np.uint8]) -> Int64s:
+    def count_loss_targets(self, loss_mask: npt.NDArray[np.uint8]) -> Int64s:
         """The marks of each row's targets, which begin with the shard's second token."""
-        targets = marks[1 : 1 + self.rows * self._seq_len].reshape(self.rows, self._seq_len)
+        targets = loss_mask[1 : 1 + self.rows * self._seq_len].reshape(self.rows, self._seq_len)
         counts: Int64s = np.count_nonzero(targets, axis=1).astype(np.int64)
         return counts
 
@@ -100,28 +100,28 @@ class DocumentPacking:
         self._first = _next_fit(self._ends, seq_len)
         self.rows = self._first.size - 1
 
-    def pieces(self, rows: Int64s) -> Pieces:
+    def pieces(self, rows: Int64s) -> RowPieces:
         """The documents of each row."""
         first, counts = self._first[rows], self._first[rows + 1] - self._first[rows]
         row = np.repeat(np.arange(rows.size), counts)
         number = np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)
         piece = first[row] + number
         begin, size = self._ends[piece], self._ends[piece + 1] - self._ends[piece]
-        return Pieces(row, begin - self._ends[first[row]], self._begins[piece], size, number)
+        return RowPieces(row, begin - self._ends[first[row]], self._begins[piece], size, number)
 
     def count_positions(self) -> Int64s:
         """What the documents of each row fill."""
         return np.diff(self._ends[self._first])
 
-    def count_marked(self, marks: npt.NDArray[np.uint8]) -> Int64s:
+    def count_loss_targets(self, loss_mask: npt.NDArray[np.uint8]) -> Int64s:
         """The marks of each row's targets."""
         if self.rows == 0:
             return np.zeros(0, dtype=np.int64)
         # Sums between neighbouring bounds: a document's targets, then what lies between it and the next one.
         bounds = np.stack((self._begins, self._begins + np.diff(self._ends)), axis=1).reshape(-1) + 1
-        if bounds[-1] == marks.size:
+        if bounds[-1] == loss_mask.size:
             bounds = bounds[:-1]
-        counts = np.add.reduceat(marks, bounds, dtype=np.int64)[::2]
+        counts = np.add.reduceat(loss_mask, bounds, dtype=np.int64)[::2]
         total = np.concatenate(([0], np.cumsum(counts)))
         return np.diff(total[self._first])
 

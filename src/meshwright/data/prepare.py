@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.chat_templates import load_template
-from meshwright.data.corpus import CorpusTally, Document, Reading, iter_corpus
+from meshwright.data.corpus import CorpusStats, Document, ReadOptions, iter_corpus
 from meshwright.data.corpus_spec import CorpusSpec, load_corpus_spec
-from meshwright.data.encode import encode_documents, text_outside
+from meshwright.data.encode import encode_documents, text_between_markers
 from meshwright.data.shard_writer import ShardWriter
 from meshwright.data.shards import ShardFolder, is_prepared_folder
 from meshwright.data.sources import locate
-from meshwright.data.split import Side, assign_splits, cut_inside
-from meshwright.data.stage import staged_folder
+from meshwright.data.split import Side, assign_splits, split_document
+from meshwright.data.staging import staged_folder
 from meshwright.data.tokenizer import (
     BpeTokenizer,
     ByteTokenizer,
@@ -88,17 +88,19 @@ def prepare_corpus(spec: CorpusSpec, base: Path, progress: Progress | None = Non
     """
     started = time.monotonic()
     out = locate(spec.out, base)
-    tally = CorpusTally()
+    tally = CorpusStats()
     # The folder first: that it cannot be written should be known before hours of reading.
     with staged_folder(out, may_replace=is_prepared_folder) as folder:
         template = spec.template and load_template(spec.template, base, spec.tokenizer, key="template")
-        reading = Reading(spec.text_field, template or None, spec.prompt_field, spec.answer_field)
-        tokenizer = _build_tokenizer(spec, base, out, reading)
-        reading = replace(reading, special_tokens=tuple(tokenizer.special_tokens))
-        documents = iter_corpus(spec.sources, base, reading=reading, exclude=(out,), tally=tally)
+        options = ReadOptions(spec.text_field, template or None, spec.prompt_field, spec.answer_field)
+        tokenizer = _build_tokenizer(spec, base, out, options)
+        options = replace(options, special_tokens=tuple(tokenizer.special_tokens))
+        documents = iter_corpus(spec.sources, base, options=options, exclude=(out,), tally=tally)
         assigned = assign_splits(documents, spec.eval_fraction, spec.seed)
-        marked = reading.template is not None
-        with ShardWriter(folder, tokenizer, spec.shard_tokens, shown=out, marked=marked) as writer:
+        has_loss_mask = options.template is not None
+        with ShardWriter(
+            folder, tokenizer, spec.shard_tokens, shown=out, has_loss_mask=has_loss_mask
+        ) as writer:
             for batch in _batches(assigned):
                 _write_batch(batch, tokenizer, writer, spec.eval_fraction)
                 if progress is not None:
@@ -128,17 +130,17 @@ def prepare_corpus(spec: CorpusSpec, base: Path, progress: Progress | None = Non
     )
 
 
-def _build_tokenizer(spec: CorpusSpec, base: Path, out: Path, reading: Reading) -> Tokenizer:
+def _build_tokenizer(spec: CorpusSpec, base: Path, out: Path, options: ReadOptions) -> Tokenizer:
     choice = parse_tokenizer_name(spec.tokenizer, key="tokenizer")
     if choice.kind == "byte":
         return ByteTokenizer()
     if choice.kind == "file":
         return load_tokenizer(locate(choice.path, base))
-    documents = iter_corpus(spec.sources, base, reading=reading, exclude=(out,))
-    if reading.template is None:
+    documents = iter_corpus(spec.sources, base, options=options, exclude=(out,))
+    if options.template is None:
         return BpeTokenizer.train((document.text for document in documents), choice.vocab_size)
-    markers = reading.template.markers
-    texts = (text for document in documents for text in text_outside(document.parts, markers))
+    markers = options.template.markers
+    texts = (text for document in documents for text in text_between_markers(document.parts, markers))
     return BpeTokenizer.train(texts, choice.vocab_size, markers)
 
 
@@ -162,9 +164,9 @@ def _write_batch(
     encoded = encode_documents(tokenizer, [document for _, document in batch])
     for (side, _), document in zip(batch, encoded, strict=True):
         if side != "both":
-            writer.add(side, document.tokens, document.marks)
+            writer.add(side, document.tokens, document.loss_mask)
             continue
-        at = cut_inside(len(document.tokens), eval_fraction)
+        at = split_document(len(document.tokens), eval_fraction)
         for name, part in (("train", slice(0, at)), ("eval", slice(at, None))):
             if len(tokens := document.tokens[part]):
-                writer.add(name, tokens, None if document.marks is None else document.marks[part])
+                writer.add(name, tokens, None if document.loss_mask is None else document.loss_mask[part])

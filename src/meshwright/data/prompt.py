@@ -15,7 +15,7 @@ STAND_IN = "x"
 
 
 @dataclass(frozen=True)
-class Question:
+class EncodedPrompt:
     """Tokens to go on from, and those that end the answer."""
 
     tokens: tuple[int, ...]
@@ -23,11 +23,11 @@ class Question:
     """The end of a document, and the template's end of an answer where it is a token of its own."""
 
 
-def encode_question(tokenizer: Tokenizer, prompt: str, template: Template | None) -> Question:
+def encode_prompt(tokenizer: Tokenizer, prompt: str, template: Template | None) -> EncodedPrompt:
     """A prompt as tokens; with a template as a user's message, without as the text it is."""
     end = tokenizer.end_of_document
     if template is None:
-        return Question(tuple(tokenizer.encode(prompt)) or (end,), frozenset({end}))
+        return EncodedPrompt(tuple(tokenizer.encode(prompt)) or (end,), frozenset({end}))
     conversation = Conversation("the prompt", (Message("user", prompt), Message("assistant", STAND_IN)))
     specials = tokenizer.special_tokens
     try:
@@ -35,7 +35,9 @@ def encode_question(tokenizer: Tokenizer, prompt: str, template: Template | None
     except ValueError as error:
         raise UserError(Problem("data-template-failed", str(error), path="--template")) from None
     encoded = encode_documents(tokenizer, [Document("the prompt", "", parts)])[0]
-    assert encoded.marks is not None, "a conversation knows its answers"
-    begin = int(encoded.marks.argmax())
+    assert encoded.loss_mask is not None, "a conversation knows its answers"
+    begin = int(encoded.loss_mask.argmax())
     tokens = [int(token) for token in encoded.tokens]
-    return Question(tuple(tokens[:begin]), frozenset({end, *set(tokens[begin:]) & set(specials.values())}))
+    return EncodedPrompt(
+        tuple(tokens[:begin]), frozenset({end, *set(tokens[begin:]) & set(specials.values())})
+    )

@@ -27,7 +27,7 @@ from meshwright.data.shards import (
     SplitEntry,
     TokenizerEntry,
 )
-from meshwright.data.stage import storage_errors
+from meshwright.data.staging import storage_errors
 from meshwright.data.tokenizer import TOKENIZER_FILE, Tokenizer
 
 _BUFFER_BYTES = 1024**2
@@ -42,7 +42,7 @@ class ShardWriter:
         tokenizer: Tokenizer,
         shard_tokens: int = SHARD_TOKENS,
         shown: Path | None = None,
-        marked: bool = False,
+        has_loss_mask: bool = False,
     ) -> None:
         """Begin an empty folder.
 
@@ -51,7 +51,7 @@ class ShardWriter:
             tokenizer: What made the tokens; it is saved with them.
             shard_tokens: Tokens in a shard, at most, unless one document is longer.
             shown: The folder to name in errors, where ``folder`` is temporary.
-            marked: Whether documents come with marks, which say what belongs to answers.
+            has_loss_mask: Whether documents come with marks, which say what belongs to answers.
         """
         self.prompt_tokens = 0
         """Tokens so far that belong to prompts."""
@@ -59,7 +59,7 @@ class ShardWriter:
         self._shown = shown or folder
         self._tokenizer = tokenizer
         self._dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
-        self._splits = {name: _SplitWriter(folder, name, shard_tokens, marked) for name in SPLITS}
+        self._splits = {name: _SplitWriter(folder, name, shard_tokens, has_loss_mask) for name in SPLITS}
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -70,15 +70,19 @@ class ShardWriter:
         for split in self._splits.values():
             split.abandon()
 
-    def add(self, split: str, tokens: npt.NDArray[Any], marks: npt.NDArray[np.uint8] | None = None) -> None:
+    def add(
+        self, split: str, tokens: npt.NDArray[Any], loss_mask: npt.NDArray[np.uint8] | None = None
+    ) -> None:
         """Append one document; its end is added here, and belongs to what the document ends with."""
         document = np.empty(len(tokens) + 1, dtype=self._dtype)
         document[:-1] = tokens
         document[-1] = self._tokenizer.end_of_document
         with storage_errors(self._shown):
-            self._splits[split].add(document, None if marks is None else np.append(marks, marks[-1:]))
-        if marks is not None:
-            self.prompt_tokens += len(document) - int(marks.sum()) - int(marks[-1])
+            self._splits[split].add(
+                document, None if loss_mask is None else np.append(loss_mask, loss_mask[-1:])
+            )
+        if loss_mask is not None:
+            self.prompt_tokens += len(document) - int(loss_mask.sum()) - int(loss_mask[-1])
 
     def finish(self) -> ShardIndex:
         """Close the last shards, flush everything to the device, and write the index."""
@@ -106,41 +110,43 @@ class ShardWriter:
 class _SplitWriter:
     """The shards of one split; at most one is open."""
 
-    def __init__(self, folder: Path, name: str, shard_tokens: int, marked: bool) -> None:
+    def __init__(self, folder: Path, name: str, shard_tokens: int, has_loss_mask: bool) -> None:
         self._folder = folder
         self._name = name
         self._shard_tokens = shard_tokens
-        self._marked = marked
+        self._has_loss_mask = has_loss_mask
         self._done: list[ShardEntry] = []
         self._file: _HashedFile | None = None
-        self._marks: _HashedFile | None = None
+        self._loss_mask: _HashedFile | None = None
         self._tokens = 0
         self._starts = array("Q")
 
-    def add(self, document: npt.NDArray[Any], marks: npt.NDArray[np.uint8] | None) -> None:
-        assert (marks is not None) == self._marked, "all documents of a folder have marks, or none"
+    def add(self, document: npt.NDArray[Any], loss_mask: npt.NDArray[np.uint8] | None) -> None:
+        assert (loss_mask is not None) == self._has_loss_mask, "all documents of a folder have marks, or none"
         if self._file is not None and self._tokens + len(document) > self._shard_tokens:
             self._close_shard()
         if self._file is None:
             self._file = _HashedFile(self._folder / f"{self._stem}.bin")
-            self._marks = _HashedFile(self._folder / f"{self._stem}.marks.u8") if self._marked else None
+            self._loss_mask = (
+                _HashedFile(self._folder / f"{self._stem}.loss_mask.u8") if self._has_loss_mask else None
+            )
             self._tokens, self._starts = 0, array("Q")
         self._starts.append(self._tokens)
         self._tokens += len(document)
         self._file.write(document.tobytes())
-        if self._marks is not None and marks is not None:
-            self._marks.write(marks.astype(np.uint8).tobytes())
+        if self._loss_mask is not None and loss_mask is not None:
+            self._loss_mask.write(loss_mask.astype(np.uint8).tobytes())
 
     def finish(self) -> tuple[ShardEntry, ...]:
         self._close_shard()
         return tuple(self._done)
 
     def abandon(self) -> None:
-        for file in (self._file, self._marks):
+        for file in (self._file, self._loss_mask):
             if file is not None:
                 with suppress(OSError):  # closing writes what is buffered, and the disk may be full
                     file.close()
-        self._file = self._marks = None
+        self._file = self._loss_mask = None
 
     @property
     def _stem(self) -> str:
@@ -149,7 +155,7 @@ class _SplitWriter:
     def _close_shard(self) -> None:
         if self._file is None:
             return
-        for file in (self._file, self._marks):
+        for file in (self._file, self._loss_mask):
             if file is not None:
                 file.close()
                 sync_path(file.path)
@@ -164,10 +170,10 @@ class _SplitWriter:
             documents_file=documents_file.name,
             documents=len(self._starts),
             documents_sha256=hashlib.sha256(starts).hexdigest(),
-            marks_file=self._marks.path.name if self._marks else None,
-            marks_sha256=self._marks.sha256 if self._marks else None,
+            loss_mask_file=self._loss_mask.path.name if self._loss_mask else None,
+            marks_sha256=self._loss_mask.sha256 if self._loss_mask else None,
         )
-        self._file = self._marks = None
+        self._file = self._loss_mask = None
         self._done.append(entry)
 
 

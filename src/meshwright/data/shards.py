@@ -7,7 +7,7 @@
       tokenizer.json
       train-00000.bin       tokens, little-endian uint16 (vocabulary up to 65,536) or uint32
       train-00000.docs.u64  little-endian uint64: the token at which each document starts
-      train-00000.marks.u8  only for instruction data: a byte a token, 1 where it belongs to an answer, else 0
+      train-00000.loss_mask.u8  only for instruction data: a byte a token, 1 where it belongs to an answer, else 0
       eval-00000.bin ...
 
 Each document is followed by the end-of-document token. A document never spans shards; one that is longer than
@@ -40,7 +40,7 @@ SPLITS = ("train", "eval")
 SHARD_TOKENS = 64 * 1024**2
 """Tokens in a shard, at most, unless one document is longer."""
 
-_SHARD_NAME = r"^(train|eval)-[0-9]{5,}\.(bin|docs\.u64|marks\.u8)$"
+_SHARD_NAME = r"^(train|eval)-[0-9]{5,}\.(bin|docs\.u64|loss_mask\.u8)$"
 _READ_BYTES = 8 * 1024**2
 
 FileName = Annotated[str, Field(pattern=_SHARD_NAME)]
@@ -58,7 +58,7 @@ class ShardEntry:
     documents_file: FileName
     documents: Positive
     documents_sha256: Sha256
-    marks_file: FileName | None = None
+    loss_mask_file: FileName | None = None
     """Which tokens belong to answers; None where prompts are not known. Version 1 began without it."""
     marks_sha256: Sha256 | None = None
 
@@ -163,8 +163,8 @@ class ShardFolder:
         for shard in opened.index.shards:
             _check_size(folder / shard.file, shard.tokens * opened.index.token_dtype.itemsize)
             _check_size(folder / shard.documents_file, shard.documents * 8)
-            if shard.marks_file is not None:
-                _check_size(folder / shard.marks_file, shard.tokens)
+            if shard.loss_mask_file is not None:
+                _check_size(folder / shard.loss_mask_file, shard.tokens)
         return opened
 
     def verify(self) -> None:
@@ -176,8 +176,8 @@ class ShardFolder:
         expected = [(TOKENIZER_FILE, self.index.tokenizer.sha256)]
         for shard in self.index.shards:
             expected += [(shard.file, shard.sha256), (shard.documents_file, shard.documents_sha256)]
-            if shard.marks_file is not None:
-                expected.append((shard.marks_file, shard.marks_sha256 or "nothing"))
+            if shard.loss_mask_file is not None:
+                expected.append((shard.loss_mask_file, shard.marks_sha256 or "nothing"))
         problems = []
         for name, sha256 in expected:
             digest = hashlib.sha256()
@@ -208,10 +208,10 @@ class ShardFolder:
         """The starts of a shard's documents, memory-mapped and read-only."""
         return self._map(shard.documents_file, np.dtype("<u8"))
 
-    def map_marks(self, shard: ShardEntry) -> npt.NDArray[np.uint8]:
+    def map_loss_mask(self, shard: ShardEntry) -> npt.NDArray[np.uint8]:
         """For each token of a shard, 1 if it belongs to an answer; memory-mapped and read-only."""
-        assert shard.marks_file is not None, f"{shard.file} has no marks"
-        return self._map(shard.marks_file, np.dtype("u1"))
+        assert shard.loss_mask_file is not None, f"{shard.file} has no marks"
+        return self._map(shard.loss_mask_file, np.dtype("u1"))
 
     def _map(self, name: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         try:

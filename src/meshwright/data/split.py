@@ -65,7 +65,7 @@ def assign_splits(
         yield (other if passed_on else alone), held[2]
 
 
-def cut_inside(tokens: int, eval_fraction: float) -> int:
+def split_document(tokens: int, eval_fraction: float) -> int:
     """Where the only document is cut: the tokens before go to train, the others are held out.
 
     Nothing is held out only of a single token. A byte-level token may be a part of a character, so the cut

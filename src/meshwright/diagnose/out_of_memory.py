@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.core.units import format_bytes, format_seconds
 
 
-def describe_shortage(memory: Mapping[str, Any]) -> list[str]:
+def describe_oom(memory: Mapping[str, Any]) -> list[str]:
     """What was predicted, what was there, what would fit."""
     lines = ["predicted, of this rank:"]
     lines += [
@@ -16,9 +16,9 @@ def describe_shortage(memory: Mapping[str, Any]) -> list[str]:
     ]
     peak = format_bytes(memory["predicted_peak_bytes"])
     lines.append(f"  {peak:>8}  peak, the first step's included; otherwise at: {memory['peak_at']}")
-    free, whole = format_bytes(memory["room_bytes"]), format_bytes(memory["device_bytes"])
+    free, whole = format_bytes(memory["free_bytes"]), format_bytes(memory["device_bytes"])
     lines.append(f"there: {free} free when the rank started, of {whole} a device")
-    live, asked = memory["live_bytes"], memory["asked_bytes"]
+    live, asked = memory["live_bytes"], memory["requested_bytes"]
     held = "not measured outside of the audited step" if live is None else format_bytes(live)
     wanted = "an amount that the allocator did not name" if asked is None else format_bytes(asked)
     lines.append(f"live tensors: {held}; asked for in vain: {wanted}")

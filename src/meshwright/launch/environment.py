@@ -20,7 +20,7 @@ GENERATION_VARIABLE = "MESHWRIGHT_GENERATION"
 def prepare_environment(threads: int, environ: MutableMapping[str, str] = os.environ) -> list[str]:
     """Set what torch reads on import; returns a sentence for each thing that a user should know."""
     notices: list[str] = []
-    if _claims_amx() and "ONEDNN_MAX_CPU_ISA" not in environ:
+    if _advertises_amx() and "ONEDNN_MAX_CPU_ISA" not in environ:
         # Virtual machines may advertise AMX without its tile palette; oneDNN then dies with SIGILL in the
         # first bf16 product. Capping the instruction set costs nothing measurable in float32.
         environ["ONEDNN_MAX_CPU_ISA"] = SAFE_ISA
@@ -40,7 +40,7 @@ def loopback_interface() -> str:
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
-def _claims_amx() -> bool:
+def _advertises_amx() -> bool:
     try:
         return "amx_bf16" in Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -96,7 +96,7 @@ class LocalLaunch:
             failed = self._watch(ranks, stop)
             del keep
         if failed is not None and not stop:
-            raise RunFailedError(self._obituary(failed))
+            raise RunFailedError(self._report_failure(failed))
         return bool(stop)
 
     def _start(self, context: Any, rank: int, store: socket.socket | None) -> _Rank:
@@ -122,23 +122,23 @@ class LocalLaunch:
     def _watch(self, ranks: list[_Rank], stop: list[int]) -> _Rank | None:
         """Pass events and signals on until all ranks have ended; after a failure, for the grace period."""
         deadline = float("inf")
-        asked = 0
+        stops_sent = 0
         dead: list[_Rank] = []
         while any(r.alive for r in ranks) and time.monotonic() < deadline:
             waiting: list[Any] = [r.events for r in ranks if r.events]
             waiting += [r.process.sentinel for r in ranks if r.alive]
             connection.wait(waiting, timeout=0.5)
-            self._look(ranks, dead)
+            self._poll(ranks, dead)
             if dead and deadline == float("inf"):
                 deadline = time.monotonic() + self.stop_grace_s
-            if len(stop) > asked:
-                asked = len(stop)
-                self._forward(ranks, asked)
-        self._look(ranks, dead)
+            if len(stop) > stops_sent:
+                stops_sent = len(stop)
+                self._forward(ranks, stops_sent)
+        self._poll(ranks, dead)
         # The first to die is the likeliest cause; victims say so by their status, where they can tell.
         return min(dead, key=lambda r: (r.process.exitcode == EXIT_PEER_LOST, r.died_at), default=None)
 
-    def _look(self, ranks: list[_Rank], dead: list[_Rank]) -> None:
+    def _poll(self, ranks: list[_Rank], dead: list[_Rank]) -> None:
         """Hear every rank out, and add those that have died badly since the last look."""
         for rank in ranks:
             gone = not rank.alive  # first: what a rank said before it died is then all there
@@ -147,16 +147,16 @@ class LocalLaunch:
                 rank.died_at = rank.error["time"] if rank.error else time.time()
                 dead.append(rank)
 
-    def _forward(self, ranks: list[_Rank], asked: int) -> None:
+    def _forward(self, ranks: list[_Rank], stops_sent: int) -> None:
         """First signal: ask the ranks to stop after their step. Second: end them now."""
         for rank in ranks:
             if rank.alive:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(rank.process.pid, signal.SIGTERM if asked == 1 else signal.SIGKILL)
-        if asked == 1:
-            self._tell({"event": "stopping", "rank": 0})
+                    os.kill(rank.process.pid, signal.SIGTERM if stops_sent == 1 else signal.SIGKILL)
+        if stops_sent == 1:
+            self._notify({"event": "stopping", "rank": 0})
 
-    def _tell(self, event: Event) -> None:
+    def _notify(self, event: Event) -> None:
         """Tell the listener; what it makes of an event must not end a run."""
         try:
             self.listener(event)
@@ -175,9 +175,9 @@ class LocalLaunch:
             if event["event"] == "error":
                 rank.error = event
             self.saved |= event["event"] in ("checkpoint", "resumed")
-            self._tell(event)
+            self._notify(event)
 
-    def _obituary(self, rank: _Rank) -> Problem:
+    def _report_failure(self, rank: _Rank) -> Problem:
         status = rank.process.exitcode
         how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         last = rank.last_event
@@ -218,11 +218,11 @@ def _enter_rank(
     threading.Thread(target=_end_with_parent, daemon=True).start()
     module, _, function = entry.partition(":")
 
-    def tell(event: Event) -> None:
+    def send(event: Event) -> None:
         with contextlib.suppress(OSError):
             sender.send_bytes(to_json(event).encode())
 
-    status = getattr(importlib.import_module(module), function)(run_dir, tell)
+    status = getattr(importlib.import_module(module), function)(run_dir, send)
     sender.close()
     util._exit_function()  # type: ignore[attr-defined]  # what a child's end does: frees named semaphores
     os._exit(status)  # skips destructors that could wait for ranks which are gone

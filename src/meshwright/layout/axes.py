@@ -31,14 +31,14 @@ import functools
 import math
 from typing import NamedTuple
 
-from meshwright.layout.parameters import ROUTED
+from meshwright.layout.parameters import EXPERTS_PREFIX
 from meshwright.spec.job import Job
 from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.model import DecoderModel
 
-EXPERTS = "ep"
+EXPERT_AXIS = "ep"
 """The ranks among which the experts of a layer are dealt, ``etp`` included."""
-EXPERT_SHARDS = "ep_shard"
+EXPERT_SHARD_AXIS = "ep_shard"
 """The ranks that hold the same experts."""
 
 
@@ -54,7 +54,7 @@ def dense_shard_axis(layout: Layout) -> Axis:
     return _join(layout, "dp_shard", "cp") if layout.zero else Axis("", 1)
 
 
-def dense_sum_axis(layout: Layout) -> Axis:
+def dense_reduce_axis(layout: Layout) -> Axis:
     """Over which their gradients are all-reduced: whole ones, or under ZeRO-2 and 3 shards."""
     if layout.zero >= 2:
         return _join(layout, "dp_replicate")
@@ -63,19 +63,19 @@ def dense_sum_axis(layout: Layout) -> Axis:
 
 def expert_axis(layout: Layout) -> Axis:
     """Among which the experts of a layer are dealt."""
-    return _join(layout, EXPERTS)
+    return _join(layout, EXPERT_AXIS)
 
 
 def expert_shard_axis(layout: Layout) -> Axis:
     """Over which the state of experts is cut, where they have axes of their own."""
-    return _join(layout, EXPERT_SHARDS) if layout.zero else Axis("", 1)
+    return _join(layout, EXPERT_SHARD_AXIS) if layout.zero else Axis("", 1)
 
 
-def expert_sum_axis(layout: Layout) -> Axis:
+def expert_reduce_axis(layout: Layout) -> Axis:
     """Over which the gradients of experts are all-reduced, where they have axes of their own."""
     if layout.zero >= 2:
         return _join(layout, "dp_replicate")
-    return _join(layout, "dp_replicate", EXPERT_SHARDS)
+    return _join(layout, "dp_replicate", EXPERT_SHARD_AXIS)
 
 
 def sequence_axis(layout: Layout) -> Axis:
@@ -88,57 +88,57 @@ def has_experts(job: Job) -> bool:
     return isinstance(job.model, DecoderModel) and job.model.expert_layers > 0
 
 
-def experts_apart(job: Job) -> bool:
+def has_expert_axes(job: Job) -> bool:
     """Whether routed experts have axes of their own."""
     return has_experts(job) and expert_axis(job.layout).size * job.layout.tp > 1
 
 
 def is_expert(name: str) -> bool:
     """Whether a parameter is of routed experts."""
-    return f".{ROUTED}." in name
+    return f".{EXPERTS_PREFIX}." in name
 
 
 def state_axis(job: Job, name: str) -> Axis:
     """Over which a parameter's rows are cut: of the optimizer's state, from ZeRO-2 on of everything."""
-    apart = is_expert(name) and experts_apart(job)
+    apart = is_expert(name) and has_expert_axes(job)
     return expert_shard_axis(job.layout) if apart else dense_shard_axis(job.layout)
 
 
 def gradient_axis(job: Job, name: str) -> Axis:
     """Over which a parameter's gradient is all-reduced."""
-    apart = is_expert(name) and experts_apart(job)
-    return expert_sum_axis(job.layout) if apart else dense_sum_axis(job.layout)
+    apart = is_expert(name) and has_expert_axes(job)
+    return expert_reduce_axis(job.layout) if apart else dense_reduce_axis(job.layout)
 
 
-def sums_whole_gradients(job: Job) -> bool:
+def reduces_full_grads(job: Job) -> bool:
     """Whether whole gradients of some parameters are summed with other ranks', in buckets (ZeRO-0 and 1)."""
     layout = job.layout
-    axes = [dense_sum_axis(layout), *([expert_sum_axis(layout)] if experts_apart(job) else ())]
+    axes = [dense_reduce_axis(layout), *([expert_reduce_axis(layout)] if has_expert_axes(job) else ())]
     return layout.zero < 2 and max(axis.size for axis in axes) > 1
 
 
-def is_cut(job: Job) -> bool:
+def is_sharded(job: Job) -> bool:
     """Whether a rank's state is not all of the model's: all ranks take part in norms and checkpoints."""
     layout = job.layout
     shards, experts = dense_shard_axis(layout).size, expert_axis(layout).size
     return max(layout.pp, layout.tp, shards, experts) > 1
 
 
-def list_spoken(job: Job) -> list[str]:
-    """The axes that a run speaks over: those above one, and those over which FSDP2 cuts the experts.
+def list_group_axes(job: Job) -> list[str]:
+    """The axes that a run reports_loss over: those above one, and those over which FSDP2 cuts the experts.
 
     It wants a group also where a rank is alone.
     """
     layout = job.layout
     axes = [*(_join(layout, name) for name in ("pp", "cp", "tp"))]
-    axes += [dense_shard_axis(layout), dense_sum_axis(layout)]
+    axes += [dense_shard_axis(layout), dense_reduce_axis(layout)]
     if has_experts(job):
         axes += [expert_axis(layout), sequence_axis(layout)]  # to them, and to balance them
-    if experts_apart(job):
-        axes += [expert_shard_axis(layout), expert_sum_axis(layout)]
+    if has_expert_axes(job):
+        axes += [expert_shard_axis(layout), expert_reduce_axis(layout)]
     names = [axis.name for axis in axes if axis.size > 1]
-    if layout.zero >= 2 and experts_apart(job):
-        names.append(EXPERT_SHARDS)
+    if layout.zero >= 2 and has_expert_axes(job):
+        names.append(EXPERT_SHARD_AXIS)
     return list(dict.fromkeys(names))
 
 
@@ -151,18 +151,18 @@ def list_rank_groups(layout: Layout, name: str) -> list[list[int]]:
     return list(groups.values())
 
 
-def place_on(layout: Layout, rank: int, name: str) -> int:
+def axis_rank(layout: Layout, rank: int, name: str) -> int:
     """A rank's place in its group of an axis; 0 on an axis without a name, where it is alone."""
     return _locate(layout, rank, name)[0] if name else 0
 
 
 def _mesh_of(layout: Layout, names: set[str]) -> dict[str, int]:
     """The mesh that has these axes, with its degrees, outermost first."""
-    if names & {EXPERTS, EXPERT_SHARDS}:
+    if names & {EXPERT_AXIS, EXPERT_SHARD_AXIS}:
         experts = layout.ep * layout.etp
         shards = layout.dp_shard * layout.cp * layout.tp // experts
         degrees = (layout.pp, layout.dp_replicate, shards, experts)
-        return dict(zip(("pp", "dp_replicate", EXPERT_SHARDS, EXPERTS), degrees, strict=True))
+        return dict(zip(("pp", "dp_replicate", EXPERT_SHARD_AXIS, EXPERT_AXIS), degrees, strict=True))
     return {axis: getattr(layout, axis) for axis in AXES}
 
 
@@ -189,4 +189,6 @@ def _locate(layout: Layout, rank: int, name: str) -> tuple[int, tuple[int, ...]]
 def uses_ddp(job: Job) -> bool:
     """Whether torch's DDP sums the gradients: not in a pipeline, nor where experts have axes of their own."""
     layout = job.layout
-    return dense_sum_axis(layout).size > 1 and layout.zero < 2 and layout.pp == 1 and not experts_apart(job)
+    return (
+        dense_reduce_axis(layout).size > 1 and layout.zero < 2 and layout.pp == 1 and not has_expert_axes(job)
+    )

@@ -33,34 +33,34 @@ from dataclasses import dataclass
 
 from meshwright.layout.axes import (
     Axis,
+    axis_rank,
     dense_shard_axis,
     expert_shard_axis,
-    experts_apart,
+    has_expert_axes,
     is_expert,
-    place_on,
     state_axis,
 )
 from meshwright.layout.optimizer_state import STEP_COUNT, rule_of, state_keys
 from meshwright.layout.parameters import (
     BLOCK_PREFIX,
+    EXPERTS_PREFIX,
     FLOAT32_BYTES,
-    ROUTED,
     Parameter,
     list_block,
     operand_bytes,
 )
 from meshwright.layout.stages import (
-    Part,
-    held_kinds,
-    pipeline_rank,
+    StageSpec,
+    local_parameter_kinds,
+    pp_rank_of,
 )
-from meshwright.layout.tensor_parallel import HeldDecoder
+from meshwright.layout.tensor_parallel import LocalDecoder
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
 
 @dataclass(frozen=True)
-class Group:
+class FsdpGroup:
     """Parameters that are gathered and reduced together."""
 
     name: str
@@ -79,27 +79,29 @@ class Group:
         return self.padded(ranks) * (operand_bytes(precision) if self.block else FLOAT32_BYTES)
 
 
-def list_groups(part: Part) -> tuple[Group, ...]:
+def list_groups(part: StageSpec) -> tuple[FsdpGroup, ...]:
     """The groups of a stage: each block, its experts before it, then what lies around, if anything does."""
-    return (*(group for layer in part.layers for group in group_block(part, layer)), *group_around(part))
+    return (*(group for layer in part.layers for group in group_block(part, layer)), *group_root(part))
 
 
-def group_block(part: Part, layer: int) -> list[Group]:
+def group_block(part: StageSpec, layer: int) -> list[FsdpGroup]:
     """The groups of a block: its experts if they have axes of their own, and the rest of it."""
     assert isinstance(part.model, DecoderModel), "the legality table shards decoders only"
     name, parameters = f"{BLOCK_PREFIX}{layer}", list_block(part.model, layer)
-    routed = [p for p in parameters if is_expert(p.name) and isinstance(part.model, HeldDecoder)]
-    experts = [Group(f"{name}.{ROUTED}", tuple(routed), block=True, experts=True)] if routed else []
-    return [*experts, Group(name, tuple(p for p in parameters if p not in routed), block=True)]
+    routed = [p for p in parameters if is_expert(p.name) and isinstance(part.model, LocalDecoder)]
+    experts = (
+        [FsdpGroup(f"{name}.{EXPERTS_PREFIX}", tuple(routed), block=True, experts=True)] if routed else []
+    )
+    return [*experts, FsdpGroup(name, tuple(p for p in parameters if p not in routed), block=True)]
 
 
-def group_around(part: Part) -> list[Group]:
+def group_root(part: StageSpec) -> list[FsdpGroup]:
     """The group around the blocks of a stage, if anything lies there."""
     around = tuple(p for p in part.parameter_kinds if not p.name.startswith(BLOCK_PREFIX))
-    return [Group("around the blocks", around, block=False)] if around else []
+    return [FsdpGroup("around the blocks", around, block=False)] if around else []
 
 
-def group_axis(job: Job, group: Group) -> Axis:
+def group_axis(job: Job, group: FsdpGroup) -> Axis:
     """Over which a group is gathered, and its gradients are reduced and scattered."""
     return expert_shard_axis(job.layout) if group.experts else dense_shard_axis(job.layout)
 
@@ -116,20 +118,20 @@ def padded_count(parameter: Parameter, ranks: int) -> int:
     return parameter.count // rows * -(-rows // ranks) * ranks
 
 
-def shard_places(job: Job, rank: int) -> tuple[int, int]:
+def shard_ranks(job: Job, rank: int) -> tuple[int, int]:
     """Which shard a rank holds: of dense parameters, and of experts that have axes of their own."""
     layout = job.layout
-    dense = place_on(layout, rank, dense_shard_axis(layout).name)
-    return dense, place_on(layout, rank, expert_shard_axis(layout).name) if experts_apart(job) else dense
+    dense = axis_rank(layout, rank, dense_shard_axis(layout).name)
+    return dense, axis_rank(layout, rank, expert_shard_axis(layout).name) if has_expert_axes(job) else dense
 
 
-def count_own(job: Job, parameter: Parameter, rank: int) -> int:
+def count_sharded(job: Job, parameter: Parameter, rank: int) -> int:
     """Elements of a parameter whose optimizer state a rank has."""
     axis, rows = state_axis(job, parameter.name), parameter.shape[0]
-    return parameter.count // rows * len(chunk_rows(rows, axis.size, place_on(job.layout, rank, axis.name)))
+    return parameter.count // rows * len(chunk_rows(rows, axis.size, axis_rank(job.layout, rank, axis.name)))
 
 
-def held_count(job: Job, parameter: Parameter) -> int:
+def local_count(job: Job, parameter: Parameter) -> int:
     """Elements of a parameter, or of its gradient, on a rank: rows of it under ZeRO-2 and 3, filled up."""
     ranks = state_axis(job, parameter.name).size if job.layout.zero >= 2 else 1
     return padded_count(parameter, ranks) // ranks
@@ -137,10 +139,10 @@ def held_count(job: Job, parameter: Parameter) -> int:
 
 def sharded_state(job: Job, rank: int) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state of one rank, after the backward pass."""
-    parameters = held_kinds(job, pipeline_rank(job, rank))
-    count = gradients = sum(held_count(job, p) for p in parameters)
-    if sends_gradients(job):  # row by row, without the padding of what they arrived in
-        gradients = sum(count_own(job, p, rank) for p in parameters)
+    parameters = local_parameter_kinds(job, pp_rank_of(job, rank))
+    count = gradients = sum(local_count(job, p) for p in parameters)
+    if offloads_gradients(job):  # row by row, without the padding of what they arrived in
+        gradients = sum(count_sharded(job, p, rank) for p in parameters)
     return {
         "parameters": count * FLOAT32_BYTES,
         "gradients": gradients * FLOAT32_BYTES,
@@ -148,13 +150,13 @@ def sharded_state(job: Job, rank: int) -> dict[str, int]:
     }
 
 
-def sends_gradients(job: Job) -> bool:
+def offloads_gradients(job: Job) -> bool:
     """Whether shards of gradients leave the device when they are reduced; a core's are on the host."""
     return job.layout.offload == "all" and job.cluster.device == "cuda"
 
 
 def optimizer_bytes(job: Job, parameter: Parameter, rank: int) -> int:
     """Bytes of a parameter's optimizer state on a rank."""
-    own = count_own(job, parameter, rank)
+    own = count_sharded(job, parameter, rank)
     keys = state_keys(rule_of(parameter.name, len(parameter.shape), job.train), job.train)
     return sum(parameter.repeats if key == STEP_COUNT else own for key in keys) * FLOAT32_BYTES

@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple
 
 from meshwright.layout.loss_chunks import loss_chunk
 from meshwright.layout.parameters import (
-    multiplies_in_fp8,
+    runs_in_fp8,
 )
-from meshwright.spec.execution import keeps_copies
+from meshwright.spec.execution import uses_bf16_weight_copies
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -26,7 +26,7 @@ class Linear(NamedTuple):
     columns: int
     depth: int
     times: int
-    again: bool = False
+    in_block: bool = False
     """Whether it is a block's: then full recomputation runs it once more, and 8 bits may do."""
 
 
@@ -34,14 +34,14 @@ def list_linears(job: Job, model: DecoderModel, micro_batches: int) -> Iterator[
     """The linear layers of a step; those that read the same input are one where a run joins them."""
     rows, layers = (job.layout.micro_batch or 1) * job.data.seq_len, micro_batches * model.num_layers
     width, inner = model.hidden_size, model.ffn_size
-    joined = keeps_copies(job)
+    joined = uses_bf16_weight_copies(job)
     asked = [model.query_size, model.kv_size, model.kv_size]
     entered = [inner, inner] if model.activation == "swiglu" else [inner]
     for widths, bias in ((asked, model.attention_bias), (entered, model.ffn_bias)):
         for columns in [sum(widths)] if joined and not bias else widths:
-            yield Linear(rows, columns, width, layers, again=True)
-    yield Linear(rows, width, model.query_size, layers, again=True)
-    yield Linear(rows, width, inner, layers, again=True)
+            yield Linear(rows, columns, width, layers, in_block=True)
+    yield Linear(rows, width, model.query_size, layers, in_block=True)
+    yield Linear(rows, width, inner, layers, in_block=True)
     chunk = min(rows, loss_chunk(job, model))
     whole, rest = divmod(rows, chunk)
     yield Linear(chunk, model.vocab_size, width, micro_batches * whole)
@@ -49,7 +49,7 @@ def list_linears(job: Job, model: DecoderModel, micro_batches: int) -> Iterator[
         yield Linear(rest, model.vocab_size, width, micro_batches)
 
 
-def is_scaled(job: Job, linear: Linear, kind: Kind) -> bool:
+def is_fp8_gemm(job: Job, linear: Linear, kind: Kind) -> bool:
     """Whether one of a linear layer's products is computed in 8 bits."""
-    in_fp8 = linear.again and multiplies_in_fp8(job, linear.columns, linear.depth)
-    return in_fp8 and (kind != "weight" or job.train.weight_gradients == "fp8")
+    in_fp8 = linear.in_block and runs_in_fp8(job, linear.columns, linear.depth)
+    return in_fp8 and (kind != "weight" or job.train.fp8_weight_grads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.spec.execution import uses_fused_kernels
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -13,15 +14,14 @@ LOSS_CHUNK_TOKENS = (256, 4096)
 """Tokens of a chunk: not few, as each passes over the head's gradient; not many, as fp16 sums over them."""
 
 
-def writes_over_logits(job: Job) -> bool:
+def writes_grad_in_logits(job: Job) -> bool:
     """Whether the loss of a compiled model writes the gradient in the logits' place, with a GPU's kernel."""
-    compiled = job.train.compile and job.train.compile_backend == "inductor"
-    return compiled and job.cluster.device == "cuda" and job.layout.tp == 1
+    return uses_fused_kernels(job) and job.layout.tp == 1
 
 
 def loss_chunk(job: Job, model: DecoderModel) -> int:
     """Tokens whose logits the loss holds at once."""
-    return eager_chunk(job.cluster.device, model) * (2 if writes_over_logits(job) else 1)
+    return eager_chunk(job.cluster.device, model) * (2 if writes_grad_in_logits(job) else 1)
 
 
 def eager_chunk(device: str, model: DecoderModel) -> int:

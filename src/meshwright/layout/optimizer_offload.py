@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.layout.axes import experts_apart
+from meshwright.layout.axes import has_expert_axes
 from meshwright.layout.fsdp_groups import optimizer_bytes
-from meshwright.layout.stages import bucket_kinds, held_buckets, held_parts, pipeline_rank
+from meshwright.layout.stages import bucket_kinds, local_buckets, local_stages, pp_rank_of
 from meshwright.spec.job import Job
 
-SLOTS = 3
+STAGING_BUFFERS = 3
 """Buckets of state on the device at once: arriving, at work, leaving."""
 OFFLOADED = {
     "none": (),
@@ -32,21 +32,21 @@ def offloaded_state(job: Job, state: dict[str, int]) -> dict[str, int]:
 
 def list_state_buckets(job: Job, rank: int = 0) -> list[list[str]]:
     """Names of parameters whose state is streamed together: those of a bucket of gradients."""
-    return held_buckets(job, pipeline_rank(job, rank))
+    return local_buckets(job, pp_rank_of(job, rank))
 
 
-def slot_sizes(buckets: Sequence[int]) -> list[int]:
+def staging_sizes(buckets: Sequence[int]) -> list[int]:
     """Buckets take the slots in turn; each slot is as large as the largest of its own."""
-    return [max(buckets[place::SLOTS]) for place in range(min(SLOTS, len(buckets)))]
+    return [max(buckets[place::STAGING_BUFFERS]) for place in range(min(STAGING_BUFFERS, len(buckets)))]
 
 
-def streaming_bytes(job: Job, rank: int = 0) -> int:
+def staging_bytes(job: Job, rank: int = 0) -> int:
     """Device memory for what is streamed; none where nothing is, or the host takes the update."""
     if job.layout.offload != "optimizer":
         return 0
     buckets: list[int] = []
-    for part in held_parts(job, pipeline_rank(job, rank)):
-        kinds, order = bucket_kinds(part.representative, experts_apart(job), job.layout.bucket_mb)
+    for part in local_stages(job, pp_rank_of(job, rank)):
+        kinds, order = bucket_kinds(part.representative, has_expert_axes(job), job.layout.bucket_mb)
         sizes = [sum(optimizer_bytes(job, p, rank) for p in bucket) for bucket in kinds]
         buckets += [sizes[kind] for kind in order]
-    return sum(slot_sizes(buckets))
+    return sum(staging_sizes(buckets))

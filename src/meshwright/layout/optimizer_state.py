@@ -21,7 +21,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from meshwright.layout.parameters import BLOCK_PREFIX, FLOAT32_BYTES, ROUTED, Parameter, count_gradient_bytes
+from meshwright.layout.parameters import (
+    BLOCK_PREFIX,
+    EXPERTS_PREFIX,
+    FLOAT32_BYTES,
+    Parameter,
+    count_gradient_bytes,
+)
 from meshwright.spec.job import Train
 from meshwright.spec.train_defaults import setting
 
@@ -37,10 +43,10 @@ STATE_KEYS = {
 }
 """Tensors that a rule keeps for a parameter; each of the parameter's shape, but for the step count."""
 STATE_NAMES = {"adamw": "moments", "sgd": "momentum", "lion": "momentum", "muon": "momentum of matrices"}
-PASSES = {"adamw": 7, "sgd": 5, "lion": 13, "muon": 11}
+UPDATE_PASSES = {"adamw": 7, "sgd": 5, "lion": 13, "muon": 11}
 """Reads and writes of a float32 array as large as the parameter in one step, counted from the code; one of
 them reads the gradient."""
-PASSES_WITHOUT_MOMENTUM = 3
+UPDATE_PASSES_WITHOUT_MOMENTUM = 3
 NEWTON_SCHULZ_STEPS = 5
 UPDATE_CHUNK, UPDATE_CHUNK_BYTES = 1024, 8
 """Elements that a program of our own AdamW moves, and what says where they are."""
@@ -50,7 +56,7 @@ def rule_of(name: str, dims: int, train: Train) -> str:
     """The rule that moves a parameter."""
     if train.optimizer != "muon":
         return train.optimizer
-    is_matrix = dims == 2 and name.startswith(BLOCK_PREFIX) and ROUTED not in name
+    is_matrix = dims == 2 and name.startswith(BLOCK_PREFIX) and EXPERTS_PREFIX not in name
     return "muon" if is_matrix else "adamw"
 
 
@@ -66,7 +72,7 @@ def state_keys(rule: str, train: Train) -> tuple[str, ...]:
     return STATE_KEYS[rule]
 
 
-def count_states(parameter: Parameter, train: Train) -> int:
+def count_state_tensors(parameter: Parameter, train: Train) -> int:
     """Tensors of a parameter's own shape that are kept for it."""
     keys = state_keys(rule_of(parameter.name, len(parameter.shape), train), train)
     return sum(key != STEP_COUNT for key in keys)
@@ -101,7 +107,7 @@ def predict_optimizer(parameters: Sequence[Parameter], train: Train) -> Optimize
         state += (count * arrays + tensors * counts) * FLOAT32_BYTES
         terms += [f"{count} x {arrays * FLOAT32_BYTES} ({STATE_NAMES[rule]})"] if arrays else []
         terms += [f"{tensors} x {FLOAT32_BYTES} (step counts)"] if counts else []
-        moved += count * (PASSES[rule] if keys else PASSES_WITHOUT_MOMENTUM) * FLOAT32_BYTES
+        moved += count * (UPDATE_PASSES[rule] if keys else UPDATE_PASSES_WITHOUT_MOMENTUM) * FLOAT32_BYTES
         moved -= count * FLOAT32_BYTES - count_gradient_bytes(group)
     flops = count_newton_schulz_flops(by_rule.get("muon", ()))
     return OptimizerCost(state, " + ".join(terms) or "0 (no momentum, no state)", moved, flops)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshwright.layout.resnet_shapes import list_convs
-from meshwright.spec.execution import LOW_PRECISIONS, narrows_gradients
+from meshwright.spec.execution import LOW_PRECISIONS, keeps_bf16_grads
 from meshwright.spec.job import Job, Train
 from meshwright.spec.model import DecoderModel, Model, ResNetModel
 
@@ -24,7 +24,7 @@ FP8_ALIGNED = 16
 """Both dims of a matrix that 8-bit products take are multiples of this."""
 BLOCK_PREFIX = "blocks."
 """Names of the parameters of hidden layers begin with this."""
-ROUTED = "ffn.experts"
+EXPERTS_PREFIX = "ffn.experts"
 """Names of the parameters of routed experts have this in them."""
 
 
@@ -35,10 +35,10 @@ def operand_bytes(precision: str) -> int:
 
 def residual_bytes(train: Train) -> int:
     """Bytes of an element of the residual stream."""
-    return LOW_BYTES.get(train.residual, FLOAT32_BYTES)
+    return LOW_BYTES.get(train.residual_dtype, FLOAT32_BYTES)
 
 
-def multiplies_in_fp8(job: Job, outputs: int, inputs: int) -> bool:
+def runs_in_fp8(job: Job, outputs: int, inputs: int) -> bool:
     """Whether a matrix's products are computed in 8 bits; that of its gradient where the job says so."""
     return job.train.precision == "fp8" and outputs % FP8_ALIGNED == 0 and inputs % FP8_ALIGNED == 0
 
@@ -67,7 +67,7 @@ def count_gradient_bytes(parameters: Iterable[Parameter]) -> int:
 
 def matrix_gradient_bytes(job: Job) -> int:
     """Of an element of the gradient of a block's matrix, as it is kept."""
-    return LOW_BYTES[job.train.gradients] if narrows_gradients(job) else FLOAT32_BYTES
+    return LOW_BYTES[job.train.grad_dtype] if keeps_bf16_grads(job) else FLOAT32_BYTES
 
 
 def with_gradients(job: Job, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
@@ -114,9 +114,13 @@ def _list_resnet(model: ResNetModel) -> list[Parameter]:
     parameters: list[Parameter] = []
     for conv in shape.convs:
         parameters.append(
-            Parameter(f"{conv.name}.conv.weight", (conv.outer, conv.inner, conv.kernel, conv.kernel))
+            Parameter(
+                f"{conv.name}.conv.weight", (conv.out_channels, conv.in_channels, conv.kernel, conv.kernel)
+            )
         )
-        parameters += [Parameter(f"{conv.name}.norm.{part}", (conv.outer,)) for part in ("weight", "bias")]
+        parameters += [
+            Parameter(f"{conv.name}.norm.{part}", (conv.out_channels,)) for part in ("weight", "bias")
+        ]
     head = Parameter("head.weight", (model.num_classes, shape.features))
     return [*parameters, head, Parameter("head.bias", (model.num_classes,))]
 
@@ -125,7 +129,7 @@ def count_statistics(model: Model) -> int:
     """Elements of the running means and variances of batch norms, which are state but not trained."""
     if not isinstance(model, ResNetModel) or model.norm != "batch":
         return 0
-    return sum(2 * conv.outer for conv in list_convs(model).convs)
+    return sum(2 * conv.out_channels for conv in list_convs(model).convs)
 
 
 def is_routed(model: DecoderModel, layer: int) -> bool:
@@ -202,7 +206,7 @@ def _list_experts(model: DecoderModel) -> list[Parameter]:
     """The router, the routed experts one below the other in each matrix, the shared ones as one block."""
     return [
         Parameter("ffn.router.weight", (model.num_experts or 0, model.hidden_size)),
-        *_list_ffn(model, ROUTED, model.held_expert_width, model.held_experts),
+        *_list_ffn(model, EXPERTS_PREFIX, model.local_expert_width, model.local_experts),
         *(_list_ffn(model, "ffn.shared", model.shared_width) if model.shared_width else ()),
     ]
 
@@ -236,7 +240,7 @@ def count_active_parameters(model: Model) -> int:
     """Elements that one token meets: of the routed experts only those that it is sent to."""
     if not isinstance(model, DecoderModel) or not model.num_experts:
         return count_parameters(model)
-    routed = sum(p.count for p in list_parameters(model) if ROUTED in p.name)
+    routed = sum(p.count for p in list_parameters(model) if EXPERTS_PREFIX in p.name)
     per_token = min(model.experts_per_token or model.num_experts, model.num_experts)
     return count_parameters(model) - routed + routed // model.num_experts * per_token
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from meshwright.layout.axes import list_rank_groups
 from meshwright.layout.stages import TIED_AXIS
-from meshwright.layout.tensor_parallel import COPIES_AXIS
+from meshwright.layout.tensor_parallel import KV_REPLICA_AXIS
 from meshwright.spec.job import Job
 
-CONTAINING = {COPIES_AXIS: "tp", TIED_AXIS: "pp"}
+CONTAINING = {KV_REPLICA_AXIS: "tp", TIED_AXIS: "pp"}
 """Axes whose ranks are some of another axis's."""
 
 

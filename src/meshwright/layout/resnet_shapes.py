@@ -13,35 +13,35 @@ class Conv:
     """A square convolution without bias, and the norm behind it."""
 
     name: str
-    inner: int
+    in_channels: int
     """Channels that it reads."""
-    outer: int
+    out_channels: int
     """Channels that it writes."""
     kernel: int
-    in_side: int
+    in_size: int
     """Height and width of what it reads."""
-    side: int
+    out_size: int
     """Height and width of what it writes."""
 
     @property
     def weights(self) -> int:
         """Elements of its weight."""
-        return self.outer * self.inner * self.kernel**2
+        return self.out_channels * self.in_channels * self.kernel**2
 
     @property
-    def read(self) -> int:
+    def in_elements(self) -> int:
         """Elements that it reads of one sample."""
-        return self.inner * self.in_side**2
+        return self.in_channels * self.in_size**2
 
     @property
-    def written(self) -> int:
+    def out_elements(self) -> int:
         """Elements that it writes of one sample."""
-        return self.outer * self.side**2
+        return self.out_channels * self.out_size**2
 
     @property
     def forward_flops(self) -> int:
         """Of one sample: a multiplication and an addition for each weight at each pixel."""
-        return 2 * self.weights * self.side**2
+        return 2 * self.weights * self.out_size**2
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class NetShape:
     @property
     def features(self) -> int:
         """Channels that the classifier reads."""
-        return self.blocks[-1].parts[-1].outer
+        return self.blocks[-1].parts[-1].out_channels
 
     @property
     def convs(self) -> tuple[Conv, ...]:
@@ -77,45 +77,53 @@ class NetShape:
         return (self.stem, *(conv for block in self.blocks for conv in block.convs))
 
 
-def halve(side: int) -> int:
+def halve(out_size: int) -> int:
     """What stride 2 leaves of a side: odd ones are rounded up, as the padding is half a kernel."""
-    return -(-side // 2)
+    return -(-out_size // 2)
 
 
 @functools.lru_cache(maxsize=64)
 def list_convs(model: ResNetModel) -> NetShape:
     """The convolutions of a model."""
     pooled = model.stem == "imagenet"
-    side = halve(model.image_size) if pooled else model.image_size
-    stem = Conv("stem", model.channels, model.width, 7 if pooled else 3, model.image_size, side)
-    side = halve(side) if pooled else side
+    out_size = halve(model.image_size) if pooled else model.image_size
+    stem = Conv("stem", model.channels, model.width, 7 if pooled else 3, model.image_size, out_size)
+    out_size = halve(out_size) if pooled else out_size
     blocks: list[BlockShape] = []
-    inner = model.width
+    in_channels = model.width
     for stage, count in enumerate(model.blocks):
         for index in range(count):
-            after = halve(side) if stage > 0 and index == 0 else side
-            block = _block(model, f"blocks.{len(blocks)}", inner, model.width * 2**stage, side, after)
+            after = halve(out_size) if stage > 0 and index == 0 else out_size
+            block = _block(
+                model, f"blocks.{len(blocks)}", in_channels, model.width * 2**stage, out_size, after
+            )
             blocks.append(block)
-            inner, side = block.parts[-1].outer, after
+            in_channels, out_size = block.parts[-1].out_channels, after
     return NetShape(stem, pooled, tuple(blocks))
 
 
-def _block(model: ResNetModel, name: str, inner: int, width: int, side: int, after: int) -> BlockShape:
+def _block(
+    model: ResNetModel, name: str, in_channels: int, width: int, out_size: int, after: int
+) -> BlockShape:
     if model.bottleneck:
-        outer = width * BOTTLENECK_GROWTH
+        out_channels = width * BOTTLENECK_GROWTH
         parts: tuple[Conv, ...] = (
-            Conv(f"{name}.parts.0", inner, width, 1, side, side),
-            Conv(f"{name}.parts.1", width, width, 3, side, after),
-            Conv(f"{name}.parts.2", width, outer, 1, after, after),
+            Conv(f"{name}.parts.0", in_channels, width, 1, out_size, out_size),
+            Conv(f"{name}.parts.1", width, width, 3, out_size, after),
+            Conv(f"{name}.parts.2", width, out_channels, 1, after, after),
         )
     else:
-        outer = width
+        out_channels = width
         parts = (
-            Conv(f"{name}.parts.0", inner, width, 3, side, after),
+            Conv(f"{name}.parts.0", in_channels, width, 3, out_size, after),
             Conv(f"{name}.parts.1", width, width, 3, after, after),
         )
     # A block with a stride also doubles the width: the channels alone tell that the shape changes.
-    shortcut = Conv(f"{name}.shortcut", inner, outer, 1, side, after) if inner != outer else None
+    shortcut = (
+        Conv(f"{name}.shortcut", in_channels, out_channels, 1, out_size, after)
+        if in_channels != out_channels
+        else None
+    )
     return BlockShape(parts, shortcut)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.layout.axes import experts_apart, is_expert
+from meshwright.layout.axes import has_expert_axes, is_expert
 from meshwright.layout.ddp_buckets import bucket_parameters
 from meshwright.layout.parameters import (
     Parameter,
@@ -32,11 +32,11 @@ from meshwright.layout.parameters import (
     name_in_block,
     with_gradients,
 )
-from meshwright.layout.tensor_parallel import held_model
-from meshwright.schedule.pipeline.actions import PipelineSchedule, loop_ranks, vee_ranks
+from meshwright.layout.tensor_parallel import local_model
+from meshwright.schedule.pipeline.actions import PipelineSchedule, loop_ranks, v_shaped_ranks
 from meshwright.schedule.pipeline.build import build_schedule
 from meshwright.schedule.pipeline.files import load_schedule
-from meshwright.schedule.pipeline.in_flight import STEADY, InFlight, count_in_flight, repeat_from
+from meshwright.schedule.pipeline.in_flight import STEADY, InFlight, count_in_flight, steady_state_from
 from meshwright.spec.job import Job
 from meshwright.spec.layout import V_SCHEDULES
 from meshwright.spec.model import DecoderModel, Model
@@ -47,7 +47,7 @@ TIED_NAME = "embed.weight"
 
 
 @dataclass(frozen=True)
-class Part:
+class StageSpec:
     """One stage, with the matrices of one rank of ``tp``."""
 
     model: Model
@@ -59,7 +59,7 @@ class Part:
     """Whether it reads the tokens: embedding and positions are here."""
     last: bool
     """Whether it makes the loss: final norm and head are here."""
-    lent: bool = False
+    shares_embedding: bool = False
     """Whether its head is the embedding of the first stage, which is on the same rank."""
 
     @property
@@ -75,7 +75,7 @@ class Part:
         return max(0, self.layers.stop - max(self.layers.start, self.model.dense_layers))
 
     @functools.cached_property
-    def representative(self) -> Part:
+    def representative(self) -> StageSpec:
         """The stage of this kind that is nearest to the start of the model: alike in every size."""
         if not isinstance(self.model, DecoderModel):
             return self
@@ -83,7 +83,7 @@ class Part:
         if self.model.num_experts:
             first = self.model.dense_layers - (len(self.layers) - self.expert_layers)
         layers = range(first, first + len(self.layers))
-        return _intern(Part(self.model, 0, layers, self.first, self.last, self.lent))
+        return _intern(StageSpec(self.model, 0, layers, self.first, self.last, self.shares_embedding))
 
     @functools.cached_property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -110,32 +110,32 @@ class Part:
         return [(layer, times) for layer, times in kinds if times]
 
     def _before_blocks(self, model: DecoderModel) -> list[Parameter]:
-        return list_embeddings(model)[: None if self.first else int(self.borrows)]
+        return list_embeddings(model)[: None if self.first else int(self.copies_embedding)]
 
     def _behind_blocks(self, model: DecoderModel) -> list[Parameter]:
         return list_head(model) if self.last else []
 
     @property
-    def borrows(self) -> bool:
+    def copies_embedding(self) -> bool:
         """Whether its head is a copy of an embedding that the first stage has."""
         return (
             self.last
             and not self.first
-            and not self.lent
+            and not self.shares_embedding
             and isinstance(self.model, DecoderModel)
             and self.model.tied_embeddings
         )
 
 
 @functools.lru_cache(maxsize=4096)
-def _intern(part: Part) -> Part:
+def _intern(part: StageSpec) -> StageSpec:
     """One object for equal stages, so that what is cached on it is computed once."""
     return part
 
 
-def list_stages(job: Job) -> tuple[Part, ...]:
+def list_stages(job: Job) -> tuple[StageSpec, ...]:
     """All stages of a settled job, first to last."""
-    return _cut_stages(held_model(job), *_stage_sizes(job))
+    return _build_stages(local_model(job), *_stage_sizes(job))
 
 
 def _stage_sizes(job: Job) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -144,17 +144,17 @@ def _stage_sizes(job: Job) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if job.layout.pp == 1:
         return (job.model.num_layers if isinstance(job.model, DecoderModel) else 0,), (0,)
     assert counts is not None, "a plan settles the layers of the stages"
-    return counts, stage_homes(job)
+    return counts, stage_pp_ranks(job)
 
 
 @functools.lru_cache(maxsize=64)
-def _cut_stages(model: Model, counts: tuple[int, ...], homes: tuple[int, ...]) -> tuple[Part, ...]:
+def _build_stages(model: Model, counts: tuple[int, ...], homes: tuple[int, ...]) -> tuple[StageSpec, ...]:
     """Stages of so many layers; ``homes`` are their pp ranks."""
     last, shared = len(counts) - 1, len(counts) > 1 and homes[0] == homes[-1]
     tied = shared and isinstance(model, DecoderModel) and model.tied_embeddings
     ends = itertools.accumulate(counts)
     return tuple(
-        Part(model, stage, range(end - count, end), stage == 0, stage == last, tied and stage == last)
+        StageSpec(model, stage, range(end - count, end), stage == 0, stage == last, tied and stage == last)
         for stage, (count, end) in enumerate(zip(counts, ends, strict=True))
     )
 
@@ -171,7 +171,7 @@ def schedule_of(job: Job, micro_batches: int) -> PipelineSchedule:
     return built_schedule(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
 
 
-def in_flight_of(job: Job, micro_batches: int, place: int) -> InFlight:
+def in_flight_of(job: Job, micro_batches: int, pp_rank: int) -> InFlight:
     """What is in flight along the actions of one pp rank of a job's pipeline.
 
     Raises:
@@ -180,8 +180,8 @@ def in_flight_of(job: Job, micro_batches: int, place: int) -> InFlight:
     layout = job.layout
     if layout.schedule_file is not None:
         schedule_of(job, micro_batches)
-        return _count_version(*_version_of(layout.schedule_file))[place]
-    return _count_built(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)[place]
+        return _count_version(*_version_of(layout.schedule_file))[pp_rank]
+    return _count_built(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)[pp_rank]
 
 
 @functools.lru_cache(maxsize=32)
@@ -193,7 +193,7 @@ def built_schedule(name: str, pp: int, micro_batches: int, virtual_stages: int) 
 @functools.lru_cache(maxsize=256)
 def _count_built(name: str, pp: int, micro_batches: int, virtual_stages: int) -> tuple[InFlight, ...]:
     """Of a generated schedule; the counts are small, so more of them are kept than of schedules."""
-    fewer = repeat_from(name, pp, micro_batches)
+    fewer = steady_state_from(name, pp, micro_batches)
     if fewer == micro_batches:
         return count_in_flight(built_schedule(name, pp, micro_batches, virtual_stages))
     counted = _count_built(name, pp, fewer, virtual_stages)
@@ -249,47 +249,47 @@ def _require_fit(schedule: PipelineSchedule, job: Job, micro_batches: int) -> Pi
     return schedule
 
 
-def pipeline_rank(job: Job, rank: int) -> int:
+def pp_rank_of(job: Job, rank: int) -> int:
     """A rank's place in its pipeline, the outermost axis."""
     return rank // (job.layout.world_size // job.layout.pp)
 
 
-def stage_homes(job: Job) -> tuple[int, ...]:
+def stage_pp_ranks(job: Job) -> tuple[int, ...]:
     """The place of the pipeline that holds each stage."""
     layout = job.layout
     if layout.schedule_file is not None:
         return read_schedule(layout.schedule_file).stage_ranks
-    return _home_ranks(layout.pp, layout.virtual_stages, layout.schedule in V_SCHEDULES)
+    return _build_pp_ranks(layout.pp, layout.virtual_stages, layout.schedule in V_SCHEDULES)
 
 
 @functools.lru_cache(maxsize=512)
-def _home_ranks(pp: int, virtual_stages: int, vee: bool) -> tuple[int, ...]:
-    return vee_ranks(pp) if vee else loop_ranks(pp, virtual_stages)
+def _build_pp_ranks(pp: int, virtual_stages: int, vee: bool) -> tuple[int, ...]:
+    return v_shaped_ranks(pp) if vee else loop_ranks(pp, virtual_stages)
 
 
-def held_parts(job: Job, place: int) -> tuple[Part, ...]:
+def local_stages(job: Job, pp_rank: int) -> tuple[StageSpec, ...]:
     """The stages of the ranks at one place of the pipelines."""
-    return _split_stages(held_model(job), *_stage_sizes(job))[place]
+    return _split_stages(local_model(job), *_stage_sizes(job))[pp_rank]
 
 
-def whole_parts(job: Job, place: int) -> tuple[Part, ...]:
+def unsharded_stages(job: Job, pp_rank: int) -> tuple[StageSpec, ...]:
     """The same stages with matrices that no axis shards."""
-    return _split_stages(job.model, *_stage_sizes(job))[place]
+    return _split_stages(job.model, *_stage_sizes(job))[pp_rank]
 
 
 @functools.lru_cache(maxsize=64)
 def _split_stages(
     model: Model, counts: tuple[int, ...], homes: tuple[int, ...]
-) -> tuple[tuple[Part, ...], ...]:
+) -> tuple[tuple[StageSpec, ...], ...]:
     """The stages of every pp rank."""
-    stages = _cut_stages(model, counts, homes)
+    stages = _build_stages(model, counts, homes)
     return tuple(
-        tuple(part for part, home in zip(stages, homes, strict=True) if home == place)
-        for place in range(max(homes) + 1)
+        tuple(part for part, home in zip(stages, homes, strict=True) if home == pp_rank)
+        for pp_rank in range(max(homes) + 1)
     )
 
 
-class Borders(NamedTuple):
+class StageBoundaries(NamedTuple):
     """What a pp rank sends to other ranks."""
 
     forward: int
@@ -300,13 +300,13 @@ class Borders(NamedTuple):
     """Other ranks that it sends to."""
 
 
-def borders_of(job: Job, place: int) -> Borders:
+def boundaries_of(job: Job, pp_rank: int) -> StageBoundaries:
     """The borders of the ranks at one place of the pipelines."""
-    return _list_borders(stage_homes(job))[place]
+    return _list_boundaries(stage_pp_ranks(job))[pp_rank]
 
 
 @functools.lru_cache(maxsize=512)
-def _list_borders(homes: tuple[int, ...]) -> tuple[Borders, ...]:
+def _list_boundaries(homes: tuple[int, ...]) -> tuple[StageBoundaries, ...]:
     """Of every pp rank."""
     forward: list[list[int]] = [[] for _ in range(max(homes) + 1)]
     backward: list[list[int]] = [[] for _ in forward]
@@ -314,39 +314,44 @@ def _list_borders(homes: tuple[int, ...]) -> tuple[Borders, ...]:
         if before != behind:
             forward[before].append(behind)
             backward[behind].append(before)
-    return tuple(Borders(len(f), len(b), len({*f, *b})) for f, b in zip(forward, backward, strict=True))
+    return tuple(
+        StageBoundaries(len(f), len(b), len({*f, *b})) for f, b in zip(forward, backward, strict=True)
+    )
 
 
-def first_alike(job: Job, place: int) -> int:
+def representative_pp_rank(job: Job, pp_rank: int) -> int:
     """The first place whose ranks hold and send as much as those at a place: most of a pipeline are alike."""
-    return _find_alike(held_model(job), *_stage_sizes(job))[place]
+    return _find_representatives(local_model(job), *_stage_sizes(job))[pp_rank]
 
 
 @functools.lru_cache(maxsize=64)
-def _find_alike(model: Model, counts: tuple[int, ...], homes: tuple[int, ...]) -> tuple[int, ...]:
+def _find_representatives(model: Model, counts: tuple[int, ...], homes: tuple[int, ...]) -> tuple[int, ...]:
     known: dict[Any, int] = {}
-    borders, places = _list_borders(homes), enumerate(_split_stages(model, counts, homes))
-    keys = [(place == 0, borders[place], *(part.representative for part in parts)) for place, parts in places]
-    return tuple(known.setdefault(key, place) for place, key in enumerate(keys))
+    borders, places = _list_boundaries(homes), enumerate(_split_stages(model, counts, homes))
+    keys = [
+        (pp_rank == 0, borders[pp_rank], *(part.representative for part in parts))
+        for pp_rank, parts in places
+    ]
+    return tuple(known.setdefault(key, pp_rank) for pp_rank, key in enumerate(keys))
 
 
-def held_parameters(job: Job, place: int) -> tuple[Parameter, ...]:
+def local_parameters(job: Job, pp_rank: int) -> tuple[Parameter, ...]:
     """All parameters of the ranks at one place of the pipelines; no two of its stages share one."""
-    return with_gradients(job, tuple(p for part in held_parts(job, place) for p in part.parameters))
+    return with_gradients(job, tuple(p for part in local_stages(job, pp_rank) for p in part.parameters))
 
 
-def held_kinds(job: Job, place: int) -> tuple[Parameter, ...]:
+def local_parameter_kinds(job: Job, pp_rank: int) -> tuple[Parameter, ...]:
     """The same by kind: those of alike blocks are one entry."""
-    return with_gradients(job, list_kinds(held_parts(job, place)))
+    return with_gradients(job, list_parameter_kinds(local_stages(job, pp_rank)))
 
 
-def list_kinds(parts: Sequence[Part]) -> tuple[Parameter, ...]:
+def list_parameter_kinds(parts: Sequence[StageSpec]) -> tuple[Parameter, ...]:
     """The parameters of some stages by kind: those of alike blocks are one entry."""
     return _merge_kinds(tuple(part.representative for part in parts))
 
 
 @functools.lru_cache(maxsize=4096)
-def _merge_kinds(parts: tuple[Part, ...]) -> tuple[Parameter, ...]:
+def _merge_kinds(parts: tuple[StageSpec, ...]) -> tuple[Parameter, ...]:
     found: dict[tuple[str, tuple[int, ...]], Parameter] = {}
     for parameter in (p for part in parts for p in part.parameter_kinds):
         key = name_in_block(parameter.name), parameter.shape
@@ -355,19 +360,22 @@ def _merge_kinds(parts: tuple[Part, ...]) -> tuple[Parameter, ...]:
     return tuple(found.values())
 
 
-def stage_buckets(job: Job, place: int) -> list[list[list[str]]]:
+def stage_buckets(job: Job, pp_rank: int) -> list[list[list[str]]]:
     """The gradient buckets of each stage of a place.
 
     Where experts have axes of their own, they have buckets of their own, behind the others.
     """
     return [
-        [[p.name for p in bucket] for bucket in bucket_part(part, experts_apart(job), job.layout.bucket_mb)]
-        for part in held_parts(job, place)
+        [
+            [p.name for p in bucket]
+            for bucket in bucket_stage(part, has_expert_axes(job), job.layout.bucket_mb)
+        ]
+        for part in local_stages(job, pp_rank)
     ]
 
 
 @functools.lru_cache(maxsize=512)
-def bucket_part(part: Part, apart: bool, bucket_mb: float) -> tuple[tuple[Parameter, ...], ...]:
+def bucket_stage(part: StageSpec, apart: bool, bucket_mb: float) -> tuple[tuple[Parameter, ...], ...]:
     """The gradient buckets of one stage.
 
     Args:
@@ -392,12 +400,12 @@ class BucketKinds(NamedTuple):
 
 
 @functools.lru_cache(maxsize=512)
-def bucket_kinds(part: Part, apart: bool, bucket_mb: float) -> BucketKinds:
-    """The buckets of :func:`bucket_part` by kind."""
+def bucket_kinds(part: StageSpec, apart: bool, bucket_mb: float) -> BucketKinds:
+    """The buckets of :func:`bucket_stage` by kind."""
     known: dict[tuple[str, tuple[int, ...]], Parameter] = {}
     found: dict[tuple[tuple[Parameter, int], ...], int] = {}
     order = []
-    for bucket in bucket_part(part, apart, bucket_mb):
+    for bucket in bucket_stage(part, apart, bucket_mb):
         kinds = Counter(known.setdefault((name_in_block(p.name), p.shape), p) for p in bucket)
         order.append(found.setdefault(tuple(kinds.items()), len(found)))
     distinct = (tuple(dataclasses.replace(p, repeats=times) for p, times in kinds) for kinds in found)
@@ -405,36 +413,36 @@ def bucket_kinds(part: Part, apart: bool, bucket_mb: float) -> BucketKinds:
 
 
 @functools.lru_cache(maxsize=4096)
-def count_buckets(part: Part, apart: bool, bucket_mb: float) -> tuple[int, int]:
+def count_buckets(part: StageSpec, apart: bool, bucket_mb: float) -> tuple[int, int]:
     """How many gradient buckets of a stage are dense, and how many are of experts with axes of their own."""
-    buckets = bucket_part(part, apart, bucket_mb)
+    buckets = bucket_stage(part, apart, bucket_mb)
     experts = sum(apart and is_expert(bucket[0].name) for bucket in buckets)
     return len(buckets) - experts, experts
 
 
-def held_buckets(job: Job, place: int) -> list[list[str]]:
+def local_buckets(job: Job, pp_rank: int) -> list[list[str]]:
     """The gradient buckets of all stages of a place."""
-    return [names for buckets in stage_buckets(job, place) for names in buckets]
+    return [names for buckets in stage_buckets(job, pp_rank) for names in buckets]
 
 
-def find_tied_places(job: Job) -> tuple[int, ...]:
+def find_tied_pp_ranks(job: Job) -> tuple[int, ...]:
     """The places of the pipeline that hold a tied embedding; none where it is not tied, or never cut."""
-    if not list_stages(job)[-1].borrows:
+    if not list_stages(job)[-1].copies_embedding:
         return ()
-    homes = stage_homes(job)
+    homes = stage_pp_ranks(job)
     return tuple(sorted({homes[0], homes[-1]}))
 
 
-def list_homes(job: Job) -> list[tuple[Parameter, int]]:
+def locate_parameters(job: Job) -> list[tuple[Parameter, int]]:
     """Every parameter of the whole model, and the first place of the pipeline that holds it."""
     homes: dict[str, int] = {}
-    for place in range(job.layout.pp):
-        for parameter in held_parameters(job, place):
-            homes.setdefault(parameter.name, place)
+    for pp_rank in range(job.layout.pp):
+        for parameter in local_parameters(job, pp_rank):
+            homes.setdefault(parameter.name, pp_rank)
     return [(parameter, homes[parameter.name]) for parameter in list_parameters(job.model)]
 
 
-def saved_kinds(job: Job, place: int, parts: Sequence[Part]) -> tuple[Parameter, ...]:
+def saved_parameter_kinds(job: Job, pp_rank: int, parts: Sequence[StageSpec]) -> tuple[Parameter, ...]:
     """What the ranks at a place add to a checkpoint, by kind: all but an embedding that an earlier place has.
 
     Args:
@@ -442,5 +450,5 @@ def saved_kinds(job: Job, place: int, parts: Sequence[Part]) -> tuple[Parameter,
         place: The rank's index on the axis ``pp``.
         parts: The stages of that place.
     """
-    copied = place in find_tied_places(job)[1:]
-    return tuple(p for p in list_kinds(parts) if not (copied and p.name == TIED_NAME))
+    copied = pp_rank in find_tied_pp_ranks(job)[1:]
+    return tuple(p for p in list_parameter_kinds(parts) if not (copied and p.name == TIED_NAME))

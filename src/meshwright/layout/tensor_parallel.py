@@ -20,7 +20,7 @@ from meshwright.layout.axes import is_expert
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel, Model
 
-COPIES_AXIS = "tp_kv"
+KV_REPLICA_AXIS = "tp_kv"
 """The ranks that hold copies of the same key heads."""
 ROUTER = "router"
 _WHOLE = ("attention_norm", "ffn_norm", "norm", "positions", ROUTER)
@@ -28,42 +28,42 @@ _WHOLE = ("attention_norm", "ffn_norm", "norm", "positions", ROUTER)
 
 
 @dataclass(frozen=True)
-class HeldDecoder(DecoderModel):
-    """A rank's part of a decoder whose routed experts have axes of their own (``axes.experts_apart``)."""
+class LocalDecoder(DecoderModel):
+    """A rank's part of a decoder whose routed experts have axes of their own (``axes.has_expert_axes``)."""
 
-    own_experts: int = 0
+    sharded_experts: int = 0
     """Routed experts of a layer."""
-    own_expert_width: int = 0
+    sharded_expert_width: int = 0
     """Of each of them."""
-    own_shared_width: int = 0
+    sharded_shared_width: int = 0
     """Of the shared experts together."""
 
     @property
-    def held_experts(self) -> int:
+    def local_experts(self) -> int:
         """Routed experts of a layer that are held here."""
-        return self.own_experts
+        return self.sharded_experts
 
     @property
-    def held_expert_width(self) -> int:
+    def local_expert_width(self) -> int:
         """Inner width of a routed expert as it is held here."""
-        return self.own_expert_width
+        return self.sharded_expert_width
 
     @property
     def shared_width(self) -> int:
         """Inner width of the shared experts together, as it is held here."""
-        return self.own_shared_width
+        return self.sharded_shared_width
 
 
-def held_model(job: Job) -> Model:
+def local_model(job: Job) -> Model:
     """The model as the matrices of one rank make it."""
     layout = job.layout
     if not isinstance(job.model, DecoderModel):
         return job.model
-    return narrow(job.model, layout.tp, layout.ep, layout.etp)
+    return shard_decoder(job.model, layout.tp, layout.ep, layout.etp)
 
 
 @functools.lru_cache(maxsize=64)
-def narrow(model: DecoderModel, tp: int, ep: int = 1, etp: int = 1) -> DecoderModel:
+def shard_decoder(model: DecoderModel, tp: int, ep: int = 1, etp: int = 1) -> DecoderModel:
     """What a rank holds of a decoder whose matrices ``tp`` share, and whose experts ``ep`` x ``etp``."""
     if tp * ep * etp == 1:
         return model
@@ -77,11 +77,11 @@ def narrow(model: DecoderModel, tp: int, ep: int = 1, etp: int = 1) -> DecoderMo
     )
     if not model.expert_layers:
         return held
-    return HeldDecoder(
+    return LocalDecoder(
         **{**vars(held), "expert_ffn_size": model.expert_width},
-        own_experts=model.held_experts // ep,
-        own_expert_width=model.expert_width // etp,
-        own_shared_width=model.shared_width // tp,
+        sharded_experts=model.local_experts // ep,
+        sharded_expert_width=model.expert_width // etp,
+        sharded_shared_width=model.shared_width // tp,
     )
 
 
@@ -90,29 +90,29 @@ def count_tokens(job: Job) -> int:
     return (job.layout.micro_batch or 1) * job.data.seq_len // job.layout.cp
 
 
-def count_copies(model: DecoderModel, tp: int) -> int:
+def count_kv_replicas(model: DecoderModel, tp: int) -> int:
     """Ranks that hold the same key heads."""
     return max(1, tp // model.num_kv_heads)
 
 
-def is_whole(name: str) -> bool:
+def is_tp_replicated(name: str) -> bool:
     """Whether ``tp`` leaves a parameter whole; routed experts, which other axes cut, are so."""
     owner, _, leaf = name.rpartition(".")
     module = owner.rpartition(".")[2]
     return module in _WHOLE or is_expert(name) or (leaf == "bias" and module in ("wo", "down"))
 
 
-def is_summed(name: str, sequence_parallel: bool) -> bool:
+def needs_tp_grad_sync(name: str, sequence_parallel: bool) -> bool:
     """Whether each rank of ``tp`` has a part of a parameter's gradient, that of its own tokens.
 
     A router sees a rank's own tokens alone in any case, what is whole beside it with sequence parallelism.
     """
     if is_expert(name):
         return False
-    return is_whole(name) and (sequence_parallel or name.split(".")[-2] == ROUTER)
+    return is_tp_replicated(name) and (sequence_parallel or name.split(".")[-2] == ROUTER)
 
 
-def is_dealt(name: str, ep: int, etp: int) -> bool:
+def is_ep_sharded(name: str, ep: int, etp: int) -> bool:
     """Whether ranks of ``ep`` hold different parts of a parameter of routed experts.
 
     The bias behind an expert's sum is whole on all ranks that share the expert.
@@ -120,6 +120,6 @@ def is_dealt(name: str, ep: int, etp: int) -> bool:
     return is_expert(name) and (ep > 1 or (etp > 1 and not name.endswith("down.bias")))
 
 
-def is_copied(name: str) -> bool:
+def is_kv_projection(name: str) -> bool:
     """Whether a parameter makes keys or values."""
     return name.split(".")[-2] in ("wk", "wv")

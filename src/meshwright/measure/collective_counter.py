@@ -57,7 +57,7 @@ _declared: ContextVar[int | None] = ContextVar("declared", default=None)
 
 
 @contextlib.contextmanager
-def count_as(size: int) -> Iterator[None]:
+def declare_bytes(size: int) -> Iterator[None]:
     """Calls inside count as so many bytes each, where what is sent depends on the data.
 
     What the dispatch of tokens to experts counts is a definition: all that leaves a rank if none is dropped.

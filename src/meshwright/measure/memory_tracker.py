@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-LETTING_GO_S = 0.004
+GLOO_RELEASE_S = 0.004
 """What gloo's thread gets to let go of a gather or an exchange that has arrived: while every operation is
 looked at, it may not come to run, and the buffer would outlive its use by as long."""
 
@@ -30,22 +30,22 @@ def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-class HeldState(Protocol):
+class LocalState(Protocol):
     """The tensors of a rank's parameters and gradients."""
 
-    def held(self) -> Iterable[Tensor]:
+    def local_parameters(self) -> Iterable[Tensor]:
         """Parameters."""
 
-    def held_gradients(self) -> Iterable[Tensor | None]:
+    def local_grads(self) -> Iterable[Tensor | None]:
         """Gradients."""
 
 
-def state_bytes(owned: HeldState, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def state_bytes(sharded_state: LocalState, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Parameters, gradients and optimizer state of this rank, to the byte."""
     moments = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     return {
-        "parameters": unique_bytes(owned.held()),
-        "gradients": unique_bytes(owned.held_gradients()),
+        "parameters": unique_bytes(sharded_state.local_parameters()),
+        "gradients": unique_bytes(sharded_state.local_grads()),
         "optimizer": unique_bytes(moments),
     }
 
@@ -60,16 +60,16 @@ class PeakTracker(TorchDispatchMode):
     """
 
     def __init__(
-        self, alive: Iterable[Tensor | None], list_gathered: Callable[[], Iterable[Tensor]] = list
+        self, alive: Iterable[Tensor | None], list_all_gather_outputs: Callable[[], Iterable[Tensor]] = list
     ) -> None:
         """Begin with what lives.
 
         Args:
             alive: Tensors that live already.
-            list_gathered: Those that FSDP2 gathers into.
+            list_all_gather_outputs: Those that FSDP2 gathers into.
         """
         super().__init__()
-        self._list_gathered = list_gathered
+        self._list_gathered = list_all_gather_outputs
         self._live: dict[int, weakref.ref[Any]] = {}
         self._gathered: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._resizable: set[int] = set()
@@ -94,12 +94,12 @@ class PeakTracker(TorchDispatchMode):
         if func.namespace == "fsdp" and "out" in kwargs and "split" in func.name():
             self._expect_resizing(kwargs["out"])
             self._look_at_gathered()
-            time.sleep(LETTING_GO_S)
+            time.sleep(GLOO_RELEASE_S)
         elif func.namespace == "_c10d_functional":
             arrived = self._exchanging and "wait_tensor" in func.name()
             self._exchanging = "all_to_all" in func.name()
             if arrived:
-                time.sleep(LETTING_GO_S)
+                time.sleep(GLOO_RELEASE_S)
         elif func is _COPY:
             self._expect_resizing(self._list_gathered())
             self._look_at_gathered()

@@ -22,12 +22,12 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from meshwright.models.kernels.grouped_gemm import GROUPED_PRODUCT
+from meshwright.models.kernels.grouped_gemm import GROUPED_GEMM
 from meshwright.spec.layout import Recompute
 
 _aten = torch.ops.aten
-PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default, GROUPED_PRODUCT})
-ATTENTIONS = frozenset(
+GEMM_OPS = frozenset({_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default, GROUPED_GEMM})
+ATTENTION_OPS = frozenset(
     {
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         _aten._scaled_dot_product_flash_attention.default,
@@ -38,13 +38,13 @@ ATTENTIONS = frozenset(
 """Kernels that attention may become: on CPU, and the three of CUDA."""
 RING_ATTENTION = "meshwright.ring_attention.default"
 """Ring attention is registered by ``parallel.ring_attention``, which is a layer above: known by its name."""
-SUMS = frozenset(
+REDUCTION_OPS = frozenset(
     {torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.reduce_scatter_tensor.default}
 )
 """What a split product becomes: the sum over the ranks."""
 
 
-def run_recomputed(
+def checkpoint_block(
     compute: Callable[..., Tensor],
     recompute: Recompute,
     products: Sequence[bool],
@@ -64,11 +64,11 @@ def run_recomputed(
         return compute(*inputs)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn
     if recompute == "selective":
-        options["context_fn"] = functools.partial(_keep_products, products, sums)
+        options["context_fn"] = functools.partial(_selective_contexts, products, sums)
     return checkpoint(compute, *inputs, **options)
 
 
-def leave_hooks_alone(module: nn.Module) -> None:
+def exclude_hooks(module: nn.Module) -> None:
     """Selective recomputation shall not look at the hooks of a module inside a block.
 
     It wants the same operations in the same order in both passes. Those that gather a module's parameters
@@ -102,7 +102,7 @@ class _Pausable:
         return cast(Any, super()).__torch_dispatch__(func, types, args, kwargs or {})
 
 
-def _keep_products(products: Sequence[bool], sums: Sequence[bool]) -> Any:
+def _selective_contexts(products: Sequence[bool], sums: Sequence[bool]) -> Any:
     modes = create_selective_checkpoint_contexts(functools.partial(_policy, products, sums, Counter()))
     for mode in modes:
         kind = type(mode)
@@ -123,11 +123,11 @@ def _policy(
 
     Forward pass and recomputation count alike.
     """
-    kind = "product" if operation in PRODUCTS else "sum" if operation in SUMS else ""
+    kind = "product" if operation in GEMM_OPS else "sum" if operation in REDUCTION_OPS else ""
     if kind:
         number = seen[kind, context.is_recompute]
         seen[kind, context.is_recompute] += 1
         kept = (products if kind == "product" else sums)[number]
     else:
-        kept = operation in ATTENTIONS or str(operation) == RING_ATTENTION
+        kept = operation in ATTENTION_OPS or str(operation) == RING_ATTENTION
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -37,10 +37,10 @@ def document_mask(segments_BT: Tensor, dtype: torch.dtype) -> Tensor:
     this form in every block, and keep it there.
     """
     seen_BTT = (segments_BT.unsqueeze(2) == segments_BT.unsqueeze(1)).tril_()
-    return hide_unseen(seen_BTT, dtype)
+    return additive_mask(seen_BTT, dtype)
 
 
-def hide_unseen(seen_BTT: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(seen_BTT: Tensor, dtype: torch.dtype) -> Tensor:
     """What is added to the scores of all heads: 0 where something is seen, else minus infinity."""
     hidden = torch.full(seen_BTT.shape, float("-inf"), dtype=dtype, device=seen_BTT.device)
     return hidden.masked_fill_(seen_BTT, 0.0).unsqueeze(1)
@@ -58,11 +58,11 @@ def document_positions(segments_BT: Tensor) -> Tensor:
 def apply_rope(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     """Turn each pair (i, i + E/2) by its position's angle."""
     first, second = x_BHTE.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x_BHTE * cos_TE + turned * sin_TE).to(x_BHTE.dtype)
+    rotated = torch.cat((-second, first), dim=-1)
+    return (x_BHTE * cos_TE + rotated * sin_TE).to(x_BHTE.dtype)
 
 
-def mix_causally(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None) -> Tensor:
+def causal_attention(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None) -> Tensor:
     """Position t sees positions up to t, of its own document with a mask; heads may share key heads."""
     groups = q_BHTE.shape[1] // k_BKTE.shape[1]
     grouped = groups > 1
@@ -80,7 +80,7 @@ def mix_causally(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | 
 class Context:
     """Where this process's tokens stand in their sequences: all of them are here."""
 
-    def own_positions(self, length: int, device: torch.device) -> Tensor:
+    def local_positions(self, length: int, device: torch.device) -> Tensor:
         """The positions of the own tokens, in the order in which they lie here.
 
         Args:
@@ -89,11 +89,11 @@ class Context:
         """
         return torch.arange(length, device=device)
 
-    def own_columns(self, whole_BT: Tensor) -> Tensor:
+    def local_columns(self, whole_BT: Tensor) -> Tensor:
         """Of one number a token of whole sequences, those of the own tokens."""
         return whole_BT
 
-    def hide(self, segments_BT: Tensor, dtype: torch.dtype) -> Tensor:
+    def build_mask(self, segments_BT: Tensor, dtype: torch.dtype) -> Tensor:
         """What ``mix`` wants to know of documents, made once for all blocks.
 
         Args:
@@ -102,6 +102,6 @@ class Context:
         """
         return document_mask(segments_BT, dtype)
 
-    def mix(self, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, hidden: Tensor | None) -> Tensor:
+    def attend(self, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, hidden: Tensor | None) -> Tensor:
         """Attention of the own queries to all positions that they may see."""
-        return mix_causally(q_BHTE, k_BKTE, v_BKTE, hidden)
+        return causal_attention(q_BHTE, k_BKTE, v_BKTE, hidden)

@@ -21,17 +21,17 @@ import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.layout.stages import Part
-from meshwright.models.activation_checkpointing import run_recomputed
+from meshwright.layout.stages import StageSpec
+from meshwright.models.activation_checkpointing import checkpoint_block
 from meshwright.models.attention import Context, apply_rope, document_positions, prefer_fast_attention
-from meshwright.models.bf16_weights import WorkingCopies
+from meshwright.models.bf16_weights import WeightCopies
 from meshwright.models.feed_forward import build_feed_forward
-from meshwright.models.linear import Joint, Product
+from meshwright.models.linear import Linear, MergedLinear
 from meshwright.models.loss import linear_cross_entropy
-from meshwright.models.moe import ExpertProduct, MixtureOfExperts
-from meshwright.models.norms import RMSNorm, build_norm, product_dtype
+from meshwright.models.moe import ExpertLinear, MixtureOfExperts
+from meshwright.models.norms import RMSNorm, build_norm, compute_dtype
 from meshwright.models.routing import Router
-from meshwright.models.triton_block import FusedBlock, embed, last_norm
+from meshwright.models.triton_block import TritonBlock, embed, final_norm
 from meshwright.spec.layout import Recompute
 from meshwright.spec.model import DecoderModel
 
@@ -40,22 +40,22 @@ def build_rope(model: DecoderModel, positions_T: Tensor) -> tuple[Tensor, Tensor
     """Cosine and sine of every position and frequency, each (T, head_size), float32."""
     device = positions_T.device
     exponents = torch.arange(0, model.head_size, 2, dtype=torch.float64, device=device) / model.head_size
-    frequencies = stretch(model, model.rope_theta**-exponents)
+    frequencies = scale_rope_frequencies(model, model.rope_theta**-exponents)
     angles = torch.outer(positions_T.double(), frequencies)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos().float(), angles.sin().float()
 
 
-def stretch(model: DecoderModel, frequencies: Tensor) -> Tensor:
+def scale_rope_frequencies(model: DecoderModel, frequencies: Tensor) -> Tensor:
     """Llama 3.1's rule for longer contexts: slow rotations are slowed down further, fast ones left alone.
 
     In between, the two are mixed by how often the rotation turns within the original positions.
     """
     if model.rope_factor is None:
         return frequencies
-    turns = model.rope_original_positions * frequencies / (2 * math.pi)
+    rotations = model.rope_original_positions * frequencies / (2 * math.pi)
     low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    kept = ((rotations - low) / (high - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / model.rope_factor)
 
 
@@ -67,11 +67,11 @@ class Attention(nn.Module):
         self.head_size = model.head_size
         self.context = Context()
         bias = model.attention_bias
-        self.wq = Product(model.hidden_size, model.query_size, bias=bias)
-        self.wk = Product(model.hidden_size, model.kv_size, bias=bias)
-        self.wv = Product(model.hidden_size, model.kv_size, bias=bias)
-        self.wo = Product(model.query_size, model.hidden_size, bias=bias)
-        self.joint: Joint | None = None
+        self.wq = Linear(model.hidden_size, model.query_size, bias=bias)
+        self.wk = Linear(model.hidden_size, model.kv_size, bias=bias)
+        self.wv = Linear(model.hidden_size, model.kv_size, bias=bias)
+        self.wo = Linear(model.query_size, model.hidden_size, bias=bias)
+        self.qkv: MergedLinear | None = None
         """The first three as one, where they are."""
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
@@ -87,13 +87,13 @@ class Attention(nn.Module):
         def heads(projected: Tensor) -> Tensor:
             return projected.view(batch, length, -1, self.head_size).transpose(1, 2)
 
-        if self.joint is None:
+        if self.qkv is None:
             q_BHTE, k_BKTE, v_BKTE = heads(self.wq(x_BTD)), heads(self.wk(x_BTD)), heads(self.wv(x_BTD))
         else:
-            q_BHTE, k_BKTE, v_BKTE = map(heads, self.joint.multiply(x_BTD))
+            q_BHTE, k_BKTE, v_BKTE = map(heads, self.qkv.matmul(x_BTD))
         if rope is not None:
             q_BHTE, k_BKTE = apply_rope(q_BHTE, *rope), apply_rope(k_BKTE, *rope)
-        mixed_BHTE = self.context.mix(q_BHTE, k_BKTE, v_BKTE, mask)
+        mixed_BHTE = self.context.attend(q_BHTE, k_BKTE, v_BKTE, mask)
         return self.wo(mixed_BHTE.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -106,19 +106,19 @@ class Block(nn.Module):
         self.attention_norm = build_norm(model)
         self.attention = Attention(model)
         self.ffn_norm = build_norm(model)
-        self.routed = model.num_experts is not None and layer >= model.dense_layers
+        self.is_moe = model.num_experts is not None and layer >= model.dense_layers
         """Whether it has experts."""
-        self.ffn = MixtureOfExperts(model) if self.routed else build_feed_forward(model, model.ffn_size)
-        products = list(self.list_products())
+        self.ffn = MixtureOfExperts(model) if self.is_moe else build_feed_forward(model, model.ffn_size)
+        products = list(self.list_gemm_modules())
         # Nothing in the backward pass reads the last one; but those who weigh experts' answers read them.
-        self.kept_products = [*[True] * (len(products) - 1), not isinstance(products[-1][1], Product)]
+        self.saved_gemms = [*[True] * (len(products) - 1), not isinstance(products[-1][1], Linear)]
         """Of the block's products, in order, those that selective recomputation keeps."""
-        self.kept_sums: list[bool] = []
+        self.saved_reductions: list[bool] = []
         """Of the sums over ranks that some become where matrices are split, in order, those that it keeps."""
 
-    def list_products(self) -> Iterator[tuple[str, nn.Module]]:
+    def list_gemm_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Its matrix products by name, in the order in which they are computed."""
-        kinds = (Product, Router, ExpertProduct)
+        kinds = (Linear, Router, ExpertLinear)
         return ((name, module) for name, module in self.named_modules() if isinstance(module, kinds))
 
     def forward(
@@ -139,13 +139,15 @@ class Block(nn.Module):
         if not isinstance(self.ffn, MixtureOfExperts):
             return self._run(x_BTD, rope, mask, None)
         router = self.ffn.router
-        router.counting = True  # and not where it is computed again
+        router.is_counting = True  # and not where it is computed again
         out = self._run(x_BTD, rope, mask, weights_B)
-        router.counting = False
+        router.is_counting = False
         return out
 
     def _run(self, *inputs: Any) -> Tensor:
-        return run_recomputed(self._compute, self.recompute, self.kept_products, self.kept_sums, *inputs)
+        return checkpoint_block(
+            self._compute, self.recompute, self.saved_gemms, self.saved_reductions, *inputs
+        )
 
     def _compute(
         self,
@@ -156,40 +158,40 @@ class Block(nn.Module):
     ) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask)
         normal = self.ffn_norm(x_BTD)
-        return x_BTD + (self.ffn(normal, weights_B) if self.routed else self.ffn(normal))
+        return x_BTD + (self.ffn(normal, weights_B) if self.is_moe else self.ffn(normal))
 
 
 class Head(nn.Linear):
     """The last product, to the logits of the words; its matrix may be the embedding of another stage."""
 
-    lender: tuple[nn.Embedding] | None = None
+    tied_embedding: tuple[nn.Embedding] | None = None
     """That embedding; in a tuple, so that it is no part of the head."""
-    low: Tensor | None = None
+    weight_copy: Tensor | None = None
     """Its matrix in the precision of the product, where a copy is kept."""
     fused = False
     """Whether its loss is made by compiled code or a kernel of our own, of logits in 16 bits."""
-    expected_gradient = 1.0
+    expected_loss_grad = 1.0
     """Of the loss, in the backward passes to come."""
 
-    def matrix(self) -> Tensor:
+    def get_weight(self) -> Tensor:
         """The rows of the words."""
-        return self.weight if self.lender is None else self.lender[0].weight
+        return self.weight if self.tied_embedding is None else self.tied_embedding[0].weight
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits."""
-        return F.linear(x, self.matrix())
+        return F.linear(x, self.get_weight())
 
     def loss(self, x: Tensor, targets_BT: Tensor, chunk: int) -> Tensor:
-        """The loss **summed** over the targets that are not ``IGNORED``, ``chunk`` tokens at a time."""
+        """The loss **summed** over the targets that are not ``IGNORE_INDEX``, ``chunk`` tokens at a time."""
         x_ND, targets_N = x.flatten(0, 1), targets_BT.flatten()
         return linear_cross_entropy(
             x_ND,
-            self.matrix(),
+            self.get_weight(),
             targets_N,
             chunk,
-            low_VD=self.low,
+            weight_copy_VD=self.weight_copy,
             fused=self.fused,
-            expected=self.expected_gradient,
+            expected=self.expected_loss_grad,
         )
 
 
@@ -209,11 +211,11 @@ class Decoder(nn.Module):
     embed: nn.Embedding
     norm: nn.Module
     head: Head
-    stream: torch.dtype = torch.float32
+    residual_dtype: torch.dtype = torch.float32
     """Precision of the residual stream."""
-    working: WorkingCopies | None = None
+    weight_copies: WeightCopies | None = None
     """Of its matrices, where products read copies."""
-    fused: list[FusedBlock] | None = None
+    fused: list[TritonBlock] | None = None
     """Its blocks, where our own kernels compute them."""
 
     def __init__(
@@ -222,7 +224,7 @@ class Decoder(nn.Module):
         seq_len: int,
         loss_chunk: int = 1024,
         recompute: Recompute = "none",
-        part: Part | None = None,
+        part: StageSpec | None = None,
         context: Context | None = None,
     ) -> None:
         """Build it with uninitialised weights.
@@ -237,10 +239,10 @@ class Decoder(nn.Module):
         """
         super().__init__()
         self.context = context or Context()
-        part = part or Part(model, 0, range(model.num_layers), first=True, last=True)
+        part = part or StageSpec(model, 0, range(model.num_layers), first=True, last=True)
         self.seq_len, self.loss_chunk = seq_len, loss_chunk
         self.first, self.last = part.first, part.last
-        if part.first or part.borrows:
+        if part.first or part.copies_embedding:
             self.embed = _build_table(model.vocab_size, model.hidden_size)
         self.positions: nn.Embedding | None = None
         if model.positions == "learned" and part.first:
@@ -252,19 +254,19 @@ class Decoder(nn.Module):
         if part.last:
             self.norm = build_norm(model)
             self.head = Head(model.hidden_size, model.vocab_size, bias=False)
-            if part.lent:
+            if part.shares_embedding:
                 self.head.register_parameter("weight", None)
             elif model.tied_embeddings:
                 self.head.weight = self.embed.weight
-        self.rotary = model.positions == "rope"
+        self.uses_rope = model.positions == "rope"
         self.rope_cos: Tensor
         self.rope_sin: Tensor
-        if self.rotary:
+        if self.uses_rope:
             device = torch.get_default_device()
             if device.type == "meta":  # as above
                 cos_TE, sin_TE = torch.empty(2, seq_len, model.head_size)
             else:
-                cos_TE, sin_TE = build_rope(model, self.context.own_positions(seq_len, device))
+                cos_TE, sin_TE = build_rope(model, self.context.local_positions(seq_len, device))
             self.register_buffer("rope_cos", cos_TE, persistent=False)
             self.register_buffer("rope_sin", sin_TE, persistent=False)
 
@@ -279,7 +281,7 @@ class Decoder(nn.Module):
         segments_BT: Tensor | None = None,
         weights_B: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, T, V), or the loss **summed** over the targets that are not ``IGNORED``.
+        """Logits (B, T, V), or the loss **summed** over the targets that are not ``IGNORE_INDEX``.
 
         The caller divides by the number of targets in the whole global batch: a mean here would weigh
         ranks and micro-batches instead of tokens. With segments, no position sees another document.
@@ -292,17 +294,17 @@ class Decoder(nn.Module):
         """
         length = x.shape[1] if self.first else self.seq_len
         assert length <= self.seq_len, f"{length} tokens, but positions are built for {self.seq_len}"
-        if self.working is not None:
-            self.working.refresh()
+        if self.weight_copies is not None:
+            self.weight_copies.refresh()
         if self.fused is not None:
-            x = embed(self.embed, x, self.stream)
+            x = embed(self.embed, x, self.residual_dtype)
         elif self.first:
-            x = self._embed(x, segments_BT).to(self.stream)
-        rope = (self.rope_cos[:length], self.rope_sin[:length]) if self.rotary else None
-        mask = None if segments_BT is None else self.context.hide(segments_BT, product_dtype(x))
+            x = self._embed(x, segments_BT).to(self.residual_dtype)
+        rope = (self.rope_cos[:length], self.rope_sin[:length]) if self.uses_rope else None
+        mask = None if segments_BT is None else self.context.build_mask(segments_BT, compute_dtype(x))
         if self.fused is not None:
-            assert isinstance(self.norm, RMSNorm), "the spec's runs_own_kernels wants this norm"
-            x = last_norm(self.norm, *self.run_fused(x, rope, mask))
+            assert isinstance(self.norm, RMSNorm), "the spec's uses_triton_blocks wants this norm"
+            x = final_norm(self.norm, *self.run_fused(x, rope, mask))
         else:
             for block in self.blocks.values():
                 x = block(x, rope, mask, weights_B)
@@ -311,13 +313,13 @@ class Decoder(nn.Module):
             x = self.norm(x)
         return self.head(x) if targets_BT is None else self.head.loss(x, targets_BT, self.loss_chunk)
 
-    def expect_gradient(self, expected: float) -> None:
+    def set_expected_loss_grad(self, expected: float) -> None:
         """Tell what the loss's gradient will be: then gradients are made with it, and not scaled after.
 
         Another one comes out right as well, and costs a pass over the head's gradient.
         """
-        if self.last and self.head.expected_gradient != expected:  # a module is slow to set
-            self.head.expected_gradient = expected
+        if self.last and self.head.expected_loss_grad != expected:  # a module is slow to set
+            self.head.expected_loss_grad = expected
 
     def run_fused(
         self, x_BTD: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None
@@ -330,7 +332,7 @@ class Decoder(nn.Module):
             mask: Added to the scores of attention.
         """
         assert self.fused is not None, "asked where they are"
-        assert rope is not None, "the spec's runs_own_kernels wants rotations"
+        assert rope is not None, "the spec's uses_triton_blocks wants rotations"
         delta_BTD: Tensor | None = None
         for fused, block in zip(self.fused, self.list_blocks(), strict=True):
             if block.recompute == "full" and torch.is_grad_enabled():
@@ -355,9 +357,9 @@ class Decoder(nn.Module):
         if self.positions is None:
             return x_BTD
         if segments_BT is None:
-            index = self.context.own_positions(tokens_BT.shape[1], tokens_BT.device)
+            index = self.context.local_positions(tokens_BT.shape[1], tokens_BT.device)
         else:
-            index = self.context.own_columns(document_positions(segments_BT))
+            index = self.context.local_columns(document_positions(segments_BT))
         return x_BTD + self.positions(index)
 
 
@@ -392,7 +394,7 @@ def fuse_blocks(decoder: Decoder, gradients: torch.dtype = torch.float32) -> Non
         decoder: With RMS norms, rotations, SwiGLU and no biases, whose products read copies.
         gradients: Precision in which those of the blocks' matrices are kept.
     """
-    decoder.fused = [FusedBlock(block, gradients) for block in decoder.list_blocks()]
+    decoder.fused = [TritonBlock(block, gradients) for block in decoder.list_blocks()]
     decoder.head.fused = True
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor, nn
 
-from meshwright.models.linear import Joint, Product
+from meshwright.models.linear import Linear, MergedLinear
 from meshwright.spec.model import DecoderModel
 
 
@@ -14,17 +14,17 @@ class GatedFeedForward(nn.Module):
 
     def __init__(self, model: DecoderModel, width: int) -> None:
         super().__init__()
-        self.gate = Product(model.hidden_size, width, bias=model.ffn_bias)
-        self.up = Product(model.hidden_size, width, bias=model.ffn_bias)
-        self.down = Product(width, model.hidden_size, bias=model.ffn_bias)
-        self.joint: Joint | None = None
+        self.gate = Linear(model.hidden_size, width, bias=model.ffn_bias)
+        self.up = Linear(model.hidden_size, width, bias=model.ffn_bias)
+        self.down = Linear(width, model.hidden_size, bias=model.ffn_bias)
+        self.gate_up: MergedLinear | None = None
         """The first two as one, where they are."""
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Each position on its own."""
-        if self.joint is None:
+        if self.gate_up is None:
             return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
-        gate_BTF, up_BTF = self.joint.multiply(x_BTD)
+        gate_BTF, up_BTF = self.gate_up.matmul(x_BTD)
         return self.down(F.silu(gate_BTF) * up_BTF)
 
 
@@ -34,8 +34,8 @@ class FeedForward(nn.Module):
     def __init__(self, model: DecoderModel, width: int) -> None:
         super().__init__()
         self.approximate = gelu_form(model)
-        self.up = Product(model.hidden_size, width, bias=model.ffn_bias)
-        self.down = Product(width, model.hidden_size, bias=model.ffn_bias)
+        self.up = Linear(model.hidden_size, width, bias=model.ffn_bias)
+        self.down = Linear(width, model.hidden_size, bias=model.ffn_bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Each position on its own."""

@@ -6,17 +6,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from meshwright.checkpoint.hf.names import list_places
+from meshwright.checkpoint.hf.names import list_hf_locations
 from meshwright.checkpoint.hf.weights import HfWeights
 from meshwright.spec.model import DecoderModel
 
 
-class HfParameters:
+class HfWeightSource:
     """First values as a folder holds them; its files are mapped, not read."""
 
     def __init__(self, weights: HfWeights, model: DecoderModel) -> None:
         self._weights = weights
-        self._places = list_places(model)
+        self._places = list_hf_locations(model)
 
     def whole(self, name: str) -> Tensor:
         """One of our parameters, as a float32 tensor on the CPU; beyond it, nothing takes memory."""

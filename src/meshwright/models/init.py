@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from meshwright.checkpoint.hf.weights import require_weights
 from meshwright.layout.parameters import list_parameters
 from meshwright.models.decoder import Decoder
-from meshwright.models.hf_parameters import HfParameters
+from meshwright.models.hf_parameters import HfWeightSource
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel, Model
 
@@ -34,7 +34,7 @@ class WeightSource(Protocol):
         """The first values of one parameter, all of them, in float32 on the CPU."""
 
 
-class DrawnWeights:
+class RandomWeights:
     """Norms are one, biases zero, the rest is drawn, each parameter from a generator of its own.
 
     Convolutions, which have four dims, are drawn as He et al. (2015) say, by the values that leave them.
@@ -54,9 +54,9 @@ class DrawnWeights:
 def find_weight_source(job: Job, from_hf: bool) -> WeightSource:
     """Those of the folder ``model.hf``, which must have some, or drawn ones."""
     if not from_hf:
-        return DrawnWeights(job.model, job.train.seed)
+        return RandomWeights(job.model, job.train.seed)
     assert isinstance(job.model, DecoderModel), "only decoders come from Hugging Face"
-    return HfParameters(require_weights(job.model), job.model)
+    return HfWeightSource(require_weights(job.model), job.model)
 
 
 @torch.no_grad()
@@ -81,7 +81,7 @@ def draw(name: str, shape: Sequence[int], seed: int, std: float) -> Tensor:
     return torch.empty(tuple(shape), dtype=torch.float32).normal_(0.0, spread, generator=generator)
 
 
-def tie(network: Decoder, job: Job) -> None:
+def tie_weights(network: Decoder, job: Job) -> None:
     """A tied head is the embedding, also where the embedding has just come to lie somewhere."""
     tied = isinstance(job.model, DecoderModel) and job.model.tied_embeddings
     if tied and network.last and hasattr(network, "embed"):

@@ -26,23 +26,23 @@ from torch.autograd.function import once_differentiable
 from meshwright.models.kernels import fp8
 
 
-class Waiting(NamedTuple):
+class DeferredWeightGrad(NamedTuple):
     """A product whose weight's gradient is still to be made."""
 
-    product: Product
+    linear: Linear
     x: Tensor
     grad: Tensor
     """Of its output."""
 
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+    def compute(self) -> Iterator[tuple[str, Tensor]]:
         """Those of the weight and of the bias, by name, in the precision of the product."""
         grad_NO = self.grad.flatten(0, -2)
         yield "weight", grad_NO.T @ self.x.flatten(0, -2)
-        if "bias" in self.product.late_names():
+        if "bias" in self.linear.deferrable_names():
             yield "bias", grad_NO.sum(0)
 
 
-class Later:
+class DeferredWeightGrads:
     """What a stage's backward pass leaves for later, in its order."""
 
     def __init__(self, compiled: bool = False) -> None:
@@ -52,206 +52,212 @@ class Later:
             compiled: Whether what is around the products is compiled. They stay out of reach of the compiler,
                 which would make one piece of a backward pass.
         """
-        self._waiting: list[Waiting] = []
-        apply: Callable[..., Tensor] = _InputGradient.apply
-        self.multiply = torch.compiler.disable(apply) if compiled else apply
+        self._deferred: list[DeferredWeightGrad] = []
+        apply: Callable[..., Tensor] = _InputGradLinear.apply
+        self.matmul = torch.compiler.disable(apply) if compiled else apply
         """A product that leaves something here."""
 
-    def keep(self, waiting: Waiting) -> None:
+    def append(self, deferred: DeferredWeightGrad) -> None:
         """One more."""
-        self._waiting.append(waiting)
+        self._deferred.append(deferred)
 
-    def take(self) -> list[Waiting]:
+    def pop_all(self) -> list[DeferredWeightGrad]:
         """All of it; then there is nothing."""
-        taken, self._waiting = self._waiting, []
+        taken, self._deferred = self._deferred, []
         return taken
 
 
-class Product(nn.Linear):
+class Linear(nn.Linear):
     """A linear layer that leaves the gradient of its weight for later where it is told to."""
 
-    later: Later | None = None
-    low: Tensor | None = None
+    deferred_grads: DeferredWeightGrads | None = None
+    weight_copy: Tensor | None = None
     """Its weight in the precision of the product, where a copy is kept."""
     adds_bias = True
     """Whether its bias is a part of the product."""
-    scaled = False
+    uses_fp8 = False
     """Whether it is computed in 8 bits."""
-    gradient_scaled = False
+    uses_fp8_weight_grad = False
     """Whether the gradient of its weight is, too."""
 
-    def late_names(self) -> tuple[str, ...]:
+    def deferrable_names(self) -> tuple[str, ...]:
         """Its parameters whose gradients can wait."""
         return ("weight", "bias") if self.adds_bias and self.bias is not None else ("weight",)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x W' + b``."""
-        return self.multiply(x, self.bias)
+        return self.matmul(x, self.bias)
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The product, with a bias or without."""
-        if self.scaled or self.low is not None:
-            out = _multiply_low(self, x, self.weight if self.low is None else self.low, self.weight)
+        if self.uses_fp8 or self.weight_copy is not None:
+            out = _linear_from_copy(
+                self, x, self.weight if self.weight_copy is None else self.weight_copy, self.weight
+            )
             return out if bias is None else out + bias.to(out.dtype)
-        if self.later is None or not torch.is_grad_enabled():
+        if self.deferred_grads is None or not torch.is_grad_enabled():
             return F.linear(x, self.weight, bias)
-        return self.later.multiply(x, self.weight, bias, self)
+        return self.deferred_grads.matmul(x, self.weight, bias, self)
 
 
-class Joint:
+class MergedLinear:
     """Products without bias that read the same input, as one."""
 
-    def __init__(self, products: Sequence[Product], low: Tensor) -> None:
+    def __init__(self, linears: Sequence[Linear], weight_copy: Tensor) -> None:
         """Join them.
 
         Args:
             products: In order.
             low: Copies of their weights, one below the other.
         """
-        self._masters = [product.weight for product in products]
-        self.low = low
+        self._masters = [linear.weight for linear in linears]
+        self.weight_copy = weight_copy
         """The copies."""
-        self._widths = [product.out_features for product in products]
-        self.scaled = all(product.scaled for product in products)
+        self._widths = [linear.out_features for linear in linears]
+        self.uses_fp8 = all(linear.uses_fp8 for linear in linears)
         """Whether it is computed in 8 bits."""
-        self.gradient_scaled = all(product.gradient_scaled for product in products)
+        self.uses_fp8_weight_grad = all(linear.uses_fp8_weight_grad for linear in linears)
         """Whether the gradients of its weights are, too."""
 
-    def multiply(self, x: Tensor) -> tuple[Tensor, ...]:
+    def matmul(self, x: Tensor) -> tuple[Tensor, ...]:
         """What each of them gives."""
-        return _multiply_low(self, x, self.low, *self._masters).split(self._widths, dim=-1)
+        return _linear_from_copy(self, x, self.weight_copy, *self._masters).split(self._widths, dim=-1)
 
 
-def _multiply_low(product: Product | Joint, x: Tensor, low: Tensor, *masters: Tensor) -> Tensor:
+def _linear_from_copy(
+    linear: Linear | MergedLinear, x: Tensor, weight_copy: Tensor, *masters: Tensor
+) -> Tensor:
     """In the 8 or 16 bits of a product, or of several as one."""
-    if product.scaled:
-        return multiply_scaled(x, low, *masters, gradient_scaled=product.gradient_scaled)
-    return multiply_copy(x, low, *masters)
+    if linear.uses_fp8:
+        return fp8_linear(x, weight_copy, *masters, uses_fp8_weight_grad=linear.uses_fp8_weight_grad)
+    return low_precision_linear(x, weight_copy, *masters)
 
 
-def multiply_copy(x: Tensor, low: Tensor, *masters: Tensor) -> Tensor:
+def low_precision_linear(x: Tensor, weight_copy: Tensor, *masters: Tensor) -> Tensor:
     """``x low'``, whose weight gradients go to the float32 matrices that ``low`` is a copy of.
 
     Args:
         x: In the precision of the copy, or made so.
-        low: Of the matrices, one below the other.
+        weight_copy: Of the matrices, one below the other.
         masters: The matrices.
     """
     if not torch.is_grad_enabled():  # torch 2.11 cannot compile the function below then
-        return F.linear(x.to(low.dtype), low)
-    out: Tensor = _CopyProduct.apply(x, low, *masters)
+        return F.linear(x.to(weight_copy.dtype), weight_copy)
+    out: Tensor = _LowPrecisionLinear.apply(x, weight_copy, *masters)
     return out
 
 
-class _CopyProduct(torch.autograd.Function):
+class _LowPrecisionLinear(torch.autograd.Function):
     """A product whose weight gradient is float32 from the start."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, low: Tensor, *masters: Tensor) -> Tensor:
-        x = x.to(low.dtype)
-        ctx.save_for_backward(x, low)
+    def forward(ctx: Any, x: Tensor, weight_copy: Tensor, *masters: Tensor) -> Tensor:
+        x = x.to(weight_copy.dtype)
+        ctx.save_for_backward(x, weight_copy)
         ctx.rows = [master.shape[0] for master in masters]
-        return F.linear(x, low)
+        return F.linear(x, weight_copy)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, low = ctx.saved_tensors
-        whole = weight_gradient(grad.flatten(0, -2), x.flatten(0, -2))
-        return grad @ low, None, *whole.split(ctx.rows)
+        x, weight_copy = ctx.saved_tensors
+        whole = weight_grad(grad.flatten(0, -2), x.flatten(0, -2))
+        return grad @ weight_copy, None, *whole.split(ctx.rows)
 
 
-def multiply_scaled(x: Tensor, low: Tensor, *masters: Tensor, gradient_scaled: bool) -> Tensor:
+def fp8_linear(x: Tensor, weight_copy: Tensor, *masters: Tensor, uses_fp8_weight_grad: bool) -> Tensor:
     """The same in 8 bits, made of the copy (or of a matrix that has none); what comes out is bfloat16.
 
     Args:
         x: Of any precision.
-        low: Of the matrices, one below the other.
+        weight_copy: Of the matrices, one below the other.
         masters: The matrices.
-        gradient_scaled: Whether their gradients are products in 8 bits as well; else they are of 16.
+        uses_fp8_weight_grad: Whether their gradients are products in 8 bits as well; else they are of 16.
     """
-    x_NI, low_OI = x.flatten(0, -2), low.detach()
+    x_NI, weight_copy_OI = x.flatten(0, -2), weight_copy.detach()
     if torch.is_grad_enabled():
-        out: Tensor = _ScaledProduct.apply(x_NI, low_OI, gradient_scaled, *masters)
+        out: Tensor = _Fp8Linear.apply(x_NI, weight_copy_OI, uses_fp8_weight_grad, *masters)
     else:
-        out = fp8.forward_product(*fp8.cast_rows(x_NI), low_OI)
+        out = fp8.forward(*fp8.cast_rows(x_NI), weight_copy_OI)
     return out.unflatten(0, x.shape[:-1])
 
 
-class _ScaledProduct(torch.autograd.Function):
+class _Fp8Linear(torch.autograd.Function):
     """A product in 8 bits, and in the backward pass another two, or one and the weight gradient of a copy."""
 
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, low_OI: Tensor, gradient_scaled: bool, *masters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x_NI: Tensor, weight_copy_OI: Tensor, uses_fp8_weight_grad: bool, *masters: Tensor
+    ) -> Tensor:
         cast_NI, scale_N1 = fp8.cast_rows(x_NI)
-        ctx.in_fp8 = gradient_scaled and x_NI.shape[0] % fp8.ALIGNED == 0
-        ctx.save_for_backward(low_OI, *((cast_NI, scale_N1) if ctx.in_fp8 else (x_NI.bfloat16(),)))
+        ctx.in_fp8 = uses_fp8_weight_grad and x_NI.shape[0] % fp8.ALIGNMENT == 0
+        ctx.save_for_backward(weight_copy_OI, *((cast_NI, scale_N1) if ctx.in_fp8 else (x_NI.bfloat16(),)))
         ctx.rows, ctx.kind = [master.shape[0] for master in masters], masters[0].dtype
         ctx.input_kind = x_NI.dtype
-        return fp8.forward_product(cast_NI, scale_N1, low_OI)
+        return fp8.forward(cast_NI, scale_N1, weight_copy_OI)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
-        low_OI, *kept = ctx.saved_tensors
-        grad_NI = fp8.input_gradient(grad_NO, low_OI).to(ctx.input_kind)
-        whole_OI = (fp8.scaled_weight_gradient if ctx.in_fp8 else weight_gradient)(grad_NO, *kept)
+        weight_copy_OI, *kept = ctx.saved_tensors
+        grad_NI = fp8.input_grad(grad_NO, weight_copy_OI).to(ctx.input_kind)
+        whole_OI = (fp8.weight_grad if ctx.in_fp8 else weight_grad)(grad_NO, *kept)
         return grad_NI, None, None, *whole_OI.to(ctx.kind).split(ctx.rows)
 
 
-def float32_gradient(grad_NO: Tensor, x_NI: Tensor) -> Tensor:
+def float32_weight_grad(grad_NO: Tensor, x_NI: Tensor) -> Tensor:
     """``grad' x``, (O, I), in float32: summed in it on every device, and on GPUs never rounded to less."""
     if grad_NO.is_cuda:
         return torch.mm(grad_NO.T, x_NI, out_dtype=torch.float32)
     return torch.mm(grad_NO.T, x_NI).float()
 
 
-@torch.library.custom_op("meshwright::weight_gradient", mutates_args=())
-def weight_gradient(grad_NO: Tensor, x_NI: Tensor) -> Tensor:
+@torch.library.custom_op("meshwright::weight_grad", mutates_args=())
+def weight_grad(grad_NO: Tensor, x_NI: Tensor) -> Tensor:
     """The same as one operation, which a compiler does not look into; it costs the host 40 us."""
-    return float32_gradient(grad_NO, x_NI)
+    return float32_weight_grad(grad_NO, x_NI)
 
 
-@weight_gradient.register_fake
+@weight_grad.register_fake
 def _(grad_NO: Tensor, x_NI: Tensor) -> Tensor:
     return grad_NO.new_empty(grad_NO.shape[1], x_NI.shape[1], dtype=torch.float32)
 
 
-class _InputGradient(torch.autograd.Function):
+class _InputGradLinear(torch.autograd.Function):
     """A product whose backward pass makes the gradient of the input alone."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear) -> Tensor:
         device = x.device.type
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         ctx.save_for_backward(x, weight)
-        ctx.product = product
+        ctx.linear = linear
         return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        ctx.product.later.keep(Waiting(ctx.product, x, grad))
+        ctx.linear.deferred_grads.append(DeferredWeightGrad(ctx.linear, x, grad))
         return grad @ weight.to(grad.dtype), None, None, None
 
 
-def late_parameters(module: nn.Module) -> set[nn.Parameter]:
+def deferrable_parameters(module: nn.Module) -> set[nn.Parameter]:
     """Of a module's parameters those whose gradients can wait."""
-    products = [part for part in module.modules() if isinstance(part, Product)]
-    return {part.get_parameter(name) for part in products for name in part.late_names()}
+    linears = [part for part in module.modules() if isinstance(part, Linear)]
+    return {part.get_parameter(name) for part in linears for name in part.deferrable_names()}
 
 
-def put_off(module: nn.Module, compiled: bool) -> Later:
+def defer_weight_grads(module: nn.Module, compiled: bool) -> DeferredWeightGrads:
     """From now on the products of a module leave the gradients of their weights in what is returned."""
-    later = Later(compiled)
+    deferred_grads = DeferredWeightGrads(compiled)
     for part in module.modules():
-        if isinstance(part, Product):
-            part.later = later
-    return later
+        if isinstance(part, Linear):
+            part.deferred_grads = deferred_grads
+    return deferred_grads
 
 
-def scale_products(module: nn.Module, gradients: bool) -> None:
+def convert_linears_to_fp8(module: nn.Module, gradients: bool) -> None:
     """From now on the products of a module are computed in 8 bits, but for shapes that those do not take.
 
     Args:
@@ -259,6 +265,6 @@ def scale_products(module: nn.Module, gradients: bool) -> None:
         gradients: Whether gradients of their weights are, too.
     """
     for part in module.modules():
-        if isinstance(part, Product):
-            part.scaled = fp8.can_scale(part.out_features, part.in_features)
-            part.gradient_scaled = part.scaled and gradients
+        if isinstance(part, Linear):
+            part.uses_fp8 = fp8.is_fp8_shape(part.out_features, part.in_features)
+            part.uses_fp8_weight_grad = part.uses_fp8 and gradients

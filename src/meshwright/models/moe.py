@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshwright.models.feed_forward import build_feed_forward, gelu_form
-from meshwright.models.kernels.grouped_gemm import grouped_product
-from meshwright.models.norms import product_dtype
-from meshwright.models.routing import Choice, Router, Tokens
+from meshwright.models.kernels.grouped_gemm import grouped_gemm
+from meshwright.models.norms import compute_dtype
+from meshwright.models.routing import Router, Routing, Tokens
 from meshwright.spec.model import DecoderModel
 
 
-class ExpertProduct(nn.Module):
+class ExpertLinear(nn.Module):
     """One matrix of every expert that is held here, one below the other."""
 
-    shared_by = 1
+    bias_ranks = 1
     """Ranks that hold the same bias, and whose results are added up."""
 
     def __init__(self, experts: int, inner: int, outer: int, bias: bool) -> None:
@@ -41,27 +41,27 @@ class ExpertProduct(nn.Module):
 
     def forward(self, x_RI: Tensor, sizes: list[int]) -> Tensor:
         """Each expert's rows times its matrix."""
-        dtype = product_dtype(x_RI)
-        bias = None if self.bias is None else _Portion.apply(self.bias, self.shared_by).to(dtype)
-        return grouped_product(x_RI.to(dtype), self.weight.to(dtype), bias, sizes)
+        dtype = compute_dtype(x_RI)
+        bias = None if self.bias is None else _BiasShare.apply(self.bias, self.bias_ranks).to(dtype)
+        return grouped_gemm(x_RI.to(dtype), self.weight.to(dtype), bias, sizes)
 
 
 class Experts(nn.Module):
     """The routed experts of a layer that are held here; each is a feed-forward as the model names it."""
 
-    gate: ExpertProduct
+    gate: ExpertLinear
     rows_read: int | None = None
     """Rows of the newest forward pass, for whoever sets it to None before."""
 
     def __init__(self, model: DecoderModel) -> None:
         super().__init__()
-        experts, width, inner = model.held_experts, model.hidden_size, model.held_expert_width
+        experts, width, inner = model.local_experts, model.hidden_size, model.local_expert_width
         self.held = experts
         self.gated, self.approximate = model.activation == "swiglu", gelu_form(model)
         if self.gated:
-            self.gate = ExpertProduct(experts, width, inner, model.ffn_bias)
-        self.up = ExpertProduct(experts, width, inner, model.ffn_bias)
-        self.down = ExpertProduct(experts, inner, width, model.ffn_bias)
+            self.gate = ExpertLinear(experts, width, inner, model.ffn_bias)
+        self.up = ExpertLinear(experts, width, inner, model.ffn_bias)
+        self.down = ExpertLinear(experts, inner, width, model.ffn_bias)
 
     def forward(self, x_RD: Tensor, sizes: list[int]) -> Tensor:
         """Each row through its expert.
@@ -78,12 +78,12 @@ class Experts(nn.Module):
         return self.down(inner_RF, sizes)
 
 
-Dispatch = Callable[[Tensor, Choice, Experts], Tensor]
+Dispatch = Callable[[Tensor, Routing, Experts], Tensor]
 """Brings tokens (N, D) to the experts of a choice, and what these answer back, weighed, (N, D)."""
 
 
 @dataclass(frozen=True)
-class Sorted:
+class TokenPermutation:
     """A choice in the order of experts: the dropped ones, which go nowhere, come last."""
 
     order_S: Tensor
@@ -96,43 +96,43 @@ class Sorted:
     """Experts of a token: K."""
 
     @classmethod
-    def of(cls, choice: Choice, num_experts: int) -> Sorted:
+    def of(cls, choice: Routing, num_experts: int) -> TokenPermutation:
         """Sort it; of one expert the rows stay in the order of tokens."""
         expert_S = choice.experts_NK
         if choice.kept_NK is not None:
             expert_S = torch.where(choice.kept_NK, expert_S, num_experts)
         expert_S = expert_S.flatten()
-        order_S, place_S = sort_stably(expert_S)
+        order_S, place_S = stable_argsort(expert_S)
         sizes = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert_S.device)
         sizes.scatter_add_(0, expert_S, torch.ones_like(expert_S))
         return cls(order_S, place_S, sizes[:num_experts], choice.experts_NK.shape[1])
 
 
-def sort_stably(numbers_S: Tensor) -> tuple[Tensor, Tensor]:
+def stable_argsort(numbers_S: Tensor) -> tuple[Tensor, Tensor]:
     """The order that sorts them, and the other way round: where each comes to lie."""
     order_S = numbers_S.argsort(stable=True)
     index_S = torch.arange(len(order_S), dtype=torch.int64, device=order_S.device)
     return order_S, torch.empty_like(order_S).scatter_(0, order_S, index_S)
 
 
-def spread(x_ND: Tensor, by_expert: Sorted, rows: int) -> Tensor:
+def permute_tokens(x_ND: Tensor, by_expert: TokenPermutation, rows: int) -> Tensor:
     """The first ``rows`` rows in the order of experts, a token once for each of its experts, (R, D)."""
-    return _Spread.apply(x_ND, by_expert.order_S[:rows], by_expert.place_S, by_expert.per_token)
+    return _Permute.apply(x_ND, by_expert.order_S[:rows], by_expert.place_S, by_expert.per_token)
 
 
-def gather(y_RD: Tensor, by_expert: Sorted, weights_NK: Tensor) -> Tensor:
+def unpermute_tokens(y_RD: Tensor, by_expert: TokenPermutation, weights_NK: Tensor) -> Tensor:
     """The answers in the order of experts back to their tokens, weighed and added up, (N, D)."""
-    y_SD = _Unsort.apply(y_RD, by_expert.order_S, by_expert.place_S)
+    y_SD = _Unpermute.apply(y_RD, by_expert.order_S, by_expert.place_S)
     y_NKD = y_SD.view(*weights_NK.shape, -1)
     return torch.bmm(weights_NK.to(y_NKD.dtype).unsqueeze(1), y_NKD).squeeze(1)
 
 
-def dispatch_here(x_ND: Tensor, choice: Choice, experts: Experts) -> Tensor:
+def dispatch_local(x_ND: Tensor, choice: Routing, experts: Experts) -> Tensor:
     """Where this process holds all experts: sort, compute, bring back; nothing is sent."""
-    by_expert = Sorted.of(choice, experts.held)
+    by_expert = TokenPermutation.of(choice, experts.held)
     sizes = by_expert.sizes_E.tolist()  # the one thing that the host waits for
-    y_RD = experts(spread(x_ND, by_expert, sum(sizes)), sizes)
-    return gather(y_RD, by_expert, choice.weights_NK)
+    y_RD = experts(permute_tokens(x_ND, by_expert, sum(sizes)), sizes)
+    return unpermute_tokens(y_RD, by_expert, choice.weights_NK)
 
 
 class MixtureOfExperts(nn.Module):
@@ -144,7 +144,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(model)
         self.shared = build_feed_forward(model, model.shared_width) if model.shared_width else None
         self.tokens = Tokens()
-        self.dispatch: Dispatch = dispatch_here
+        self.dispatch: Dispatch = dispatch_local
 
     def forward(self, x: Tensor, weights_B: Tensor | None = None) -> Tensor:
         """Each token through its experts, and through the shared ones.
@@ -159,7 +159,7 @@ class MixtureOfExperts(nn.Module):
         return out if self.shared is None else out + self.shared(x)
 
 
-class _Portion(torch.autograd.Function):
+class _BiasShare(torch.autograd.Function):
     """A rank's portion of what several add up; all of them see the whole gradient."""
 
     @staticmethod
@@ -171,7 +171,7 @@ class _Portion(torch.autograd.Function):
         return grad, None
 
 
-class _Spread(torch.autograd.Function):
+class _Permute(torch.autograd.Function):
     """Copies each token to the rows of its experts; on the way back they are gathered, in a fixed order."""
 
     @staticmethod
@@ -188,7 +188,7 @@ class _Spread(torch.autograd.Function):
         return grad_SD.view(-1, ctx.per_token, grad_RD.shape[1]).sum(1), None, None, None
 
 
-class _Unsort(torch.autograd.Function):
+class _Unpermute(torch.autograd.Function):
     """Rows back to the order of choices; those of dropped ones are zero."""
 
     @staticmethod

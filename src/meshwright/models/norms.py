@@ -19,7 +19,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise."""
-        return cast_for_product(F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps), x)
+        return cast_to_compute_dtype(
+            F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps), x
+        )
 
 
 class LayerNorm(nn.Module):
@@ -34,22 +36,22 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise."""
         normal = F.layer_norm(x.float(), self.weight.shape, self.weight.float(), self.bias.float(), self.eps)
-        return cast_for_product(normal, x)
+        return cast_to_compute_dtype(normal, x)
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
+def compute_dtype(x: Tensor) -> torch.dtype:
     """The precision of the matrix products that read ``x``."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def cast_for_product(normal: Tensor, x: Tensor) -> Tensor:
+def cast_to_compute_dtype(normal: Tensor, x: Tensor) -> Tensor:
     """A norm's output in the precision of the products that read it.
 
     Under autocast it is cast here, once: left to autocast, each product that reads it would cast, and keep,
     a copy of its own (three for attention, two for the feed-forward).
     """
-    return normal.to(product_dtype(x))
+    return normal.to(compute_dtype(x))
 
 
 def build_norm(model: DecoderModel) -> RMSNorm | LayerNorm:

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor, nn
 
-from meshwright.data.dataset import IGNORED
-from meshwright.models.activation_checkpointing import run_recomputed
+from meshwright.data.dataset import IGNORE_INDEX
+from meshwright.models.activation_checkpointing import checkpoint_block
 from meshwright.spec.layout import Recompute
 from meshwright.spec.model import BOTTLENECK_GROWTH, ResNetModel
 
@@ -109,7 +109,7 @@ class Block(nn.Module):
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """One block, keeping for the backward pass what the layout says."""
-        return run_recomputed(self._compute, self.recompute, (), (), x_BCHW)
+        return checkpoint_block(self._compute, self.recompute, (), (), x_BCHW)
 
     def _compute(self, x_BCHW: Tensor) -> Tensor:
         residual = x_BCHW if self.shortcut is None else self.shortcut(x_BCHW)
@@ -146,7 +146,7 @@ class ResNet(nn.Module):
         self.head = nn.Linear(inner, model.num_classes)
 
     def forward(self, images_BCHW: Tensor, labels_B: Tensor | None = None) -> Tensor:
-        """Logits (B, K), or the loss **summed** over the labels that are not ``IGNORED``.
+        """Logits (B, K), or the loss **summed** over the labels that are not ``IGNORE_INDEX``.
 
         The caller divides by the number of labels in the whole global batch.
         """
@@ -158,4 +158,4 @@ class ResNet(nn.Module):
         logits_BK = self.head(x_BCHW.mean((2, 3))).float()
         if labels_B is None:
             return logits_BK
-        return F.cross_entropy(logits_BK, labels_B.flatten(), ignore_index=IGNORED, reduction="sum")
+        return F.cross_entropy(logits_BK, labels_B.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")

@@ -30,7 +30,7 @@ Choose = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Choice:
+class Routing:
     """Where tokens go."""
 
     experts_NK: Tensor
@@ -64,11 +64,13 @@ class Tokens:
         """The place of each own token in its sequence, (N,)."""
         return torch.arange(own, dtype=torch.int64, device=device) % (own // batch)
 
-    def add_up(self, counts_BE: Tensor) -> Tensor:
+    def all_reduce_counts(self, counts_BE: Tensor) -> Tensor:
         """Counts over whole sequences, of those over the own tokens; float32."""
         return counts_BE
 
-    def queue_places(self, experts_NK: Tensor, batch: int, num_experts: int) -> tuple[Tensor, Tensor]:
+    def expert_queue_positions(
+        self, experts_NK: Tensor, batch: int, num_experts: int
+    ) -> tuple[Tensor, Tensor]:
         """Where each choice stands in its expert's queue, and how long the queues are.
 
         Returns:
@@ -76,11 +78,11 @@ class Tokens:
             slots) chose the same expert, (N, K); and the counts over whole sequences, (B, E), float32.
         """
         sequence_N = self.sequence_of(len(experts_NK), batch, experts_NK.device)
-        places_NK = queue_up(sequence_N, experts_NK, num_experts)
+        places_NK = queue_positions(sequence_N, experts_NK, num_experts)
         return places_NK, count_choices(sequence_N, experts_NK, batch, num_experts)
 
 
-def queue_up(sequence_N: Tensor, experts_NK: Tensor, num_experts: int) -> Tensor:
+def queue_positions(sequence_N: Tensor, experts_NK: Tensor, num_experts: int) -> Tensor:
     """For each token and slot, how many earlier ones of the same sequence chose the same expert."""
     queue = (sequence_N.unsqueeze(1) * num_experts + experts_NK).flatten()
     in_order, order = queue.sort(stable=True)
@@ -127,10 +129,10 @@ class Router(nn.Module):
         """(E,), added to the scores for choosing alone; the weights do not know of it."""
         self.load: Tensor | None = None
         """Where the step's sums go: tokens of each expert, dropped ones, both losses; float64, (E + 3,)."""
-        self.counting = False
+        self.is_counting = False
         """Whether what goes through is counted: in a forward pass, not when it is computed again."""
 
-    def forward(self, x_ND: Tensor, weights_B: Tensor | None, tokens: Tokens) -> Choice:
+    def forward(self, x_ND: Tensor, weights_B: Tensor | None, tokens: Tokens) -> Routing:
         """Choose for this rank's tokens.
 
         Args:
@@ -147,7 +149,7 @@ class Router(nn.Module):
                 experts_NK = self._choose(scores_NE)
                 kept_NK = extra_NE = None
                 if weights_B is not None:
-                    seen = _Seen(logits_NE, scores_NE, experts_NK, weights_B, tokens)
+                    seen = _RouterOutputs(logits_NE, scores_NE, experts_NK, weights_B, tokens)
                     kept_NK, extra_NE = self._look(seen, learning)
             if extra_NE is not None:
                 logits_NE = _AddGradient.apply(logits_NE, extra_NE)
@@ -157,14 +159,14 @@ class Router(nn.Module):
             else:
                 chosen_NK = best_NK.sigmoid()
                 weights_NK = chosen_NK / chosen_NK.sum(-1, keepdim=True)
-        return Choice(experts_NK, weights_NK, kept_NK)
+        return Routing(experts_NK, weights_NK, kept_NK)
 
     def _choose(self, scores_NE: Tensor) -> Tensor:
         wanted_NE = scores_NE if self.selection_bias is None else scores_NE + self.selection_bias
         experts_NK = wanted_NE.topk(self.per_token, dim=-1).indices
         return experts_NK if self.choose is None else self.choose(wanted_NE, experts_NK)
 
-    def _look(self, seen: _Seen, learning: bool) -> tuple[Tensor | None, Tensor | None]:
+    def _look(self, seen: _RouterOutputs, learning: bool) -> tuple[Tensor | None, Tensor | None]:
         """At whole sequences: who finds a place, and what the auxiliary losses add to the logits' gradient.
 
         What is learned from is counted on the way.
@@ -174,7 +176,7 @@ class Router(nn.Module):
         length, sequence_N = tokens.length(own, batch), tokens.sequence_of(own, batch, experts_NK.device)
         kept_NK = counts_BE = extra_NE = None
         if self.capacity_factor is not None:
-            places_NK, counts_BE = tokens.queue_places(experts_NK, batch, experts)
+            places_NK, counts_BE = tokens.expert_queue_positions(experts_NK, batch, experts)
             kept_NK = places_NK < math.ceil(self.capacity_factor * length * self.per_token / experts)
         if not learning:
             return kept_NK, None
@@ -182,13 +184,13 @@ class Router(nn.Module):
         share_N1 = (weights_B / length)[sequence_N].unsqueeze(1)
         values = own_BE.new_zeros(2)
         if self.auxiliary.balance:
-            counts_BE = tokens.add_up(own_BE) if counts_BE is None else counts_BE
+            counts_BE = tokens.all_reduce_counts(own_BE) if counts_BE is None else counts_BE
             frequency_NE = (counts_BE * (experts / (length * self.per_token)))[sequence_N]
             values[0], extra_NE = self._balance(seen, frequency_NE, share_N1)
         if self.auxiliary.z:
             values[1], gradient_NE = self._z(seen, share_N1)
             extra_NE = gradient_NE if extra_NE is None else extra_NE.add_(gradient_NE)
-        if self.counting and self.load is not None:
+        if self.is_counting and self.load is not None:
             real_B1 = (weights_B > 0).unsqueeze(1)
             self.load[:experts] += (own_BE * real_B1).sum(0)
             if kept_NK is not None:
@@ -197,7 +199,7 @@ class Router(nn.Module):
         scale = self.auxiliary.scale()
         return kept_NK, extra_NE if extra_NE is None or scale is None else extra_NE * scale
 
-    def _balance(self, seen: _Seen, frequency_NE: Tensor, share_N1: Tensor) -> tuple[Tensor, Tensor]:
+    def _balance(self, seen: _RouterOutputs, frequency_NE: Tensor, share_N1: Tensor) -> tuple[Tensor, Tensor]:
         """The balance loss of the own tokens, and its gradient with its coefficient.
 
         Of a sequence it is E sum_e f_e P_e (Fedus et al. 2021, equations 4 to 6): f_e the share of its
@@ -216,7 +218,7 @@ class Router(nn.Module):
             gradient_NE *= 1 - scores_NE
         return (share_N1 * mean_N1).sum(), gradient_NE * (share_N1 * self.auxiliary.balance)
 
-    def _z(self, seen: _Seen, share_N1: Tensor) -> tuple[Tensor, Tensor]:
+    def _z(self, seen: _RouterOutputs, share_N1: Tensor) -> tuple[Tensor, Tensor]:
         """The z-loss of the own tokens, log(sum_e exp(logit_e))^2 (Zoph et al. 2022), and its gradient."""
         total_N1 = seen.logits_NE.logsumexp(-1, keepdim=True)
         gradient_NE = seen.logits_NE.softmax(-1) * (2 * self.auxiliary.z * share_N1 * total_N1)
@@ -224,7 +226,7 @@ class Router(nn.Module):
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _RouterOutputs:
     """What a router found for its tokens; nothing of it has a gradient."""
 
     logits_NE: Tensor

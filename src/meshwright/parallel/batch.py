@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.parallel.mesh import move
+from meshwright.parallel.mesh import to_device
 
 
 class Batch(NamedTuple):
@@ -23,11 +23,11 @@ class Batch(NamedTuple):
     weights: Tensor | None = None
     """Each sample's share of the global batch, (micro_batch,), for a model with experts."""
 
-    def on(self, device: torch.device) -> list[Tensor | None]:
+    def to_device(self, device: torch.device) -> list[Tensor | None]:
         """The arguments on a device; those at the end that are none are left out."""
         last = max(index for index, tensor in enumerate(self) if tensor is not None)
-        return [move(tensor, device) for tensor in self[: last + 1]]
+        return [to_device(tensor, device) for tensor in self[: last + 1]]
 
-    def pinned(self) -> Batch:
+    def pin_memory(self) -> Batch:
         """The same in memory that a GPU copies from without the host waiting."""
         return Batch._make(None if tensor is None else tensor.pin_memory() for tensor in self)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.models.dtypes import LOW_PRECISION
+from meshwright.models.dtypes import AUTOCAST_DTYPES
 
 Buckets = Sequence[tuple[Sequence[str], dist.ProcessGroup]]
 """Names of parameters, each once, and the ranks over which they are summed."""
@@ -29,7 +29,7 @@ class _Bucket:
         self.group = group
         self.flat = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
         self.size = self.missing = len(parameters)
-        self.sent: Tensor | None = None
+        self.comm_buffer: Tensor | None = None
         self.work: dist.Work | None = None
         views = self.flat.split([p.numel() for p in parameters])
         for parameter, view in zip(parameters, views, strict=True):
@@ -44,7 +44,7 @@ class BucketReducer:
         module: nn.Module,
         buckets: Buckets,
         compression: str,
-        late: Collection[nn.Parameter] = (),
+        deferred: Collection[nn.Parameter] = (),
     ) -> None:
         """Give parameters gradients in buckets.
 
@@ -55,38 +55,40 @@ class BucketReducer:
             late: Those whose gradients do not come in a backward pass: who makes them says so.
         """
         named = dict(module.named_parameters())
-        self._wire = LOW_PRECISION.get(compression)
+        self._comm_dtype = AUTOCAST_DTYPES.get(compression)
         self._buckets = [_Bucket([named[name] for name in names], group) for names, group in buckets]
         pairs = zip(self._buckets, buckets, strict=True)
-        self._home = {named[name]: bucket for bucket, (names, _) in pairs for name in names}
-        self._armed = False
-        for parameter in self._home.keys() - set(late):
+        self._bucket_of = {named[name]: bucket for bucket, (names, _) in pairs for name in names}
+        self._is_last_backward = False
+        for parameter in self._bucket_of.keys() - set(deferred):
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def begin(self, last: bool) -> None:
         """A backward pass begins; after the last one nothing is added to what it completes."""
-        self._armed = last
+        self._is_last_backward = last
 
-    def complete(self, parameter: nn.Parameter) -> None:
+    def mark_ready(self, parameter: nn.Parameter) -> None:
         """A parameter has its gradient of the whole step."""
-        bucket = self._home.get(parameter)
+        bucket = self._bucket_of.get(parameter)
         if bucket is None:  # nobody else's, or shared with a stage that runs backward later
             return
         bucket.missing -= 1
         if not bucket.missing:
-            bucket.sent = bucket.flat if self._wire is None else bucket.flat.to(self._wire)
-            bucket.work = dist.all_reduce(bucket.sent, group=bucket.group, async_op=True)
+            bucket.comm_buffer = bucket.flat if self._comm_dtype is None else bucket.flat.to(self._comm_dtype)
+            bucket.work = dist.all_reduce(bucket.comm_buffer, group=bucket.group, async_op=True)
 
     def finish(self) -> None:
         """Wait until every bucket is summed."""
-        self._armed = False  # another stage may share a parameter, and its backward pass comes first
+        self._is_last_backward = (
+            False  # another stage may share a parameter, and its backward pass comes first
+        )
         for bucket in self._buckets:
             assert bucket.work is not None, f"{bucket.missing} gradients of a bucket did not come"
             bucket.work.wait()
-            if bucket.sent is not None and bucket.sent is not bucket.flat:
-                bucket.flat.copy_(bucket.sent)
-            bucket.missing, bucket.work, bucket.sent = bucket.size, None, None
+            if bucket.comm_buffer is not None and bucket.comm_buffer is not bucket.flat:
+                bucket.flat.copy_(bucket.comm_buffer)
+            bucket.missing, bucket.work, bucket.comm_buffer = bucket.size, None, None
 
     def _accumulated(self, parameter: Any) -> None:
-        if self._armed:
-            self.complete(parameter)
+        if self._is_last_backward:
+            self.mark_ready(parameter)

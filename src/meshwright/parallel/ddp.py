@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.parallel.bucket_times import BucketTimes
-from meshwright.parallel.mesh import Ranks
+from meshwright.parallel.mesh import Mesh
 from meshwright.spec.job import Job
 
 SYNC_BUFFERS = "broadcast_buffers"
@@ -26,7 +26,7 @@ if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).paramete
     SYNC_BUFFERS = "forward_sync_buffers"
 
 
-class LocalSquare:
+class LocalGradNorm:
     """Squared norm of this rank's own gradients, taken bucket by bucket before they are summed."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class LocalSquare:
         """A step begins; only a step that wants the norm pays for it."""
         self._wanted, self.total = wanted, 0.0
 
-    def see(self, bucket: torch.Tensor) -> None:
+    def add_bucket(self, bucket: torch.Tensor) -> None:
         """Add one bucket."""
         if self._wanted:
             self.total = self.total + torch.linalg.vector_norm(bucket).double().square()
@@ -51,7 +51,7 @@ class FixedBucketDDP(DistributedDataParallel):
     ``tests/multiproc/test_ddp_buckets.py`` fails if a version changes them.
     """
 
-    local_square: LocalSquare
+    local_grad_norm: LocalGradNorm
     times: BucketTimes | None = None
     """Told when buckets are ready and reduced, where somebody wants to know."""
 
@@ -66,7 +66,7 @@ class FixedBucketDDP(DistributedDataParallel):
         assert rebuilt, "DDP did not rebuild its buckets; this torch version keeps them elsewhere"
 
 
-def sum_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def all_reduce_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Sum a bucket over the replicas, in float32."""
     full = bucket.buffer()
     work = dist.all_reduce(full, group=group, async_op=True)
@@ -86,19 +86,19 @@ def compressed_hook(dtype: torch.dtype) -> Callable[..., torch.futures.Future[to
 
 
 HOOKS = {
-    "none": sum_hook,
+    "none": all_reduce_hook,
     "bf16": compressed_hook(torch.bfloat16),
     "fp16": compressed_hook(torch.float16),
 }
 
 
-def watched(
+def instrument_hook(
     hook: Callable[..., torch.futures.Future[torch.Tensor]], replicated: FixedBucketDDP
 ) -> Callable[..., Any]:
     """The hook, with a look at each bucket before it is sent, and at the clock."""
 
     def look(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        replicated.local_square.see(bucket.buffer())
+        replicated.local_grad_norm.add_bucket(bucket.buffer())
         times, index = replicated.times, bucket.index()
         if times is None:
             return hook(group, bucket)
@@ -114,22 +114,22 @@ def watched(
 
 
 @torch.no_grad()
-def average_statistics(module: nn.Module, ranks: Ranks) -> None:
+def average_batch_norm_stats(module: nn.Module, mesh: Mesh) -> None:
     """Running statistics become their mean over the replicas: every rank sends its own and gets the sum.
 
     So evaluation and checkpoints do not depend on the rank. All travel in one call.
     """
     buffers = list(module.buffers())
     flat = torch.cat([buffer.flatten() for buffer in buffers])
-    dist.all_reduce(flat, group=ranks.group("dp_replicate"))
-    flat /= ranks.world_size
+    dist.all_reduce(flat, group=mesh.group("dp_replicate"))
+    flat /= mesh.world_size
     for buffer, mean in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
         buffer.copy_(mean.view_as(buffer))
 
 
-def apply_replicate(module: nn.Module, job: Job, ranks: Ranks, axis: str) -> FixedBucketDDP:
+def apply_ddp(module: nn.Module, job: Job, mesh: Mesh, axis: str) -> FixedBucketDDP:
     """Wrap a module whose weights are already equal on all ranks of the axis: nothing is broadcast."""
-    group = ranks.group(axis)
+    group = mesh.group(axis)
     replicated = FixedBucketDDP(
         module,
         process_group=group,
@@ -138,7 +138,7 @@ def apply_replicate(module: nn.Module, job: Job, ranks: Ranks, axis: str) -> Fix
         init_sync=False,
         **cast(Any, {SYNC_BUFFERS: False}),
     )
-    replicated.local_square = LocalSquare()
-    replicated.register_comm_hook(group, watched(HOOKS[job.compression.kind], replicated))
+    replicated.local_grad_norm = LocalGradNorm()
+    replicated.register_comm_hook(group, instrument_hook(HOOKS[job.compression.kind], replicated))
     replicated.fix_buckets()
     return replicated

@@ -25,51 +25,53 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.layout.axes import EXPERT_SHARDS, dense_shard_axis, experts_apart
+from meshwright.layout.axes import EXPERT_SHARD_AXIS, dense_shard_axis, has_expert_axes
 from meshwright.layout.fsdp_groups import list_groups
-from meshwright.layout.stages import Part
-from meshwright.models.activation_checkpointing import leave_hooks_alone
+from meshwright.layout.stages import StageSpec
+from meshwright.models.activation_checkpointing import exclude_hooks
 from meshwright.models.decoder import Decoder
-from meshwright.models.dtypes import LOW_PRECISION
-from meshwright.models.init import WeightSource, fill, tie
-from meshwright.parallel.full_tensors import is_cut
-from meshwright.parallel.mesh import Ranks
+from meshwright.models.dtypes import AUTOCAST_DTYPES
+from meshwright.models.init import WeightSource, fill, tie_weights
+from meshwright.parallel.full_tensors import is_sharded
+from meshwright.parallel.mesh import Mesh
 from meshwright.spec.job import Job
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 
-def apply_sharding(network: Decoder, part: Part, job: Job, ranks: Ranks, weights: WeightSource) -> Decoder:
+def apply_fsdp(network: Decoder, part: StageSpec, job: Job, mesh: Mesh, weights: WeightSource) -> Decoder:
     """Cut a model, or a stage of one, over the ranks of data, group by group, in place."""
     from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415  (loaded where something is cut)
 
-    meshes = {False: ranks.data_mesh(dense_shard_axis(job.layout).name)}
-    if experts_apart(job):
-        meshes[True] = ranks.data_mesh(EXPERT_SHARDS)
-    low = LOW_PRECISION.get(job.train.precision)
+    meshes = {False: mesh.fsdp_mesh(dense_shard_axis(job.layout).name)}
+    if has_expert_axes(job):
+        meshes[True] = mesh.fsdp_mesh(EXPERT_SHARD_AXIS)
+    low = AUTOCAST_DTYPES.get(job.train.precision)
     for group in list_groups(part):
         module = network.get_submodule(group.name) if group.block else network
-        fill(network, [parameter.name for parameter in group.parameters], weights, ranks.device)
+        fill(network, [parameter.name for parameter in group.parameters], weights, mesh.device)
         if not group.block:
-            tie(network, job)
+            tie_weights(network, job)
         again = group.block and job.layout.zero == 3
         # Inputs stay as they are: the residual stream and the rotary tables are float32 in every precision.
         policy = MixedPrecisionPolicy(
             param_dtype=low if group.block else None,
-            reduce_dtype=LOW_PRECISION.get(job.compression.kind, torch.float32),
+            reduce_dtype=AUTOCAST_DTYPES.get(job.compression.kind, torch.float32),
             cast_forward_inputs=False,
         )
-        _cut(module, meshes[group.experts], policy, _offload_policy(job, ranks), reshard_after_forward=again)
+        _shard_group(
+            module, meshes[group.experts], policy, _offload_policy(job, mesh), reshard_after_forward=again
+        )
         if group.experts:
-            leave_hooks_alone(module)
-    if not is_cut(network):  # nothing lies around the blocks: it is their root all the same
-        _cut(network, meshes[False], policy, _offload_policy(job, ranks), reshard_after_forward=False)
-    _gather_ahead(network, job.layout.prefetch)
+            exclude_hooks(module)
+    if not is_sharded(network):  # nothing lies around the blocks: it is their root all the same
+        _shard_group(network, meshes[False], policy, _offload_policy(job, mesh), reshard_after_forward=False)
+    _set_prefetch(network, job.layout.prefetch)
     return network
 
 
-def _gather_ahead(network: Decoder, depth: int) -> None:
+def _set_prefetch(network: Decoder, depth: int) -> None:
     """While a group is at work, the next ``depth`` blocks are on their way; forward and backward.
 
     Without asynchronous gathers FSDP2 waits for each where there are no streams. With them a buffer is freed
@@ -92,19 +94,19 @@ def _gather_ahead(network: Decoder, depth: int) -> None:
 
 def _list_units(block: nn.Module) -> list[FSDPModule]:
     """A block and, where they are cut by themselves, its experts."""
-    return [module for module in block.modules() if is_cut(module)]
+    return [module for module in block.modules() if is_sharded(module)]
 
 
-def _offload_policy(job: Job, ranks: Ranks) -> OffloadPolicy:
+def _offload_policy(job: Job, mesh: Mesh) -> OffloadPolicy:
     """Shards on the host, in memory that a GPU copies from while it computes."""
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy  # noqa: PLC0415  (as above)
 
     if job.layout.offload != "all":
         return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
+    return CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
 
 
-def _cut(
+def _shard_group(
     module: nn.Module,
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
@@ -121,12 +123,12 @@ def _cut(
         offload_policy=offload,
         reshard_after_forward=reshard_after_forward,
     )
-    assert is_cut(cut), "fully_shard gives modules another class"
+    assert is_sharded(cut), "fully_shard gives modules another class"
     cut.set_gradient_divide_factor(1.0)
     cut.set_force_sum_reduction_for_comms(True)  # or gloo is asked for a reduction that it does not have
 
 
-def begin_micro_batch(module: FSDPModule, job: Job, last: bool) -> None:
+def set_gradient_sync(module: FSDPModule, job: Job, last: bool) -> None:
     """Say what this micro-batch's backward pass leaves: gradients are reduced and scattered in each.
 
     With ``accumulate = "deferred"`` they stay whole on the rank until the last one. Replicas of the shards
@@ -138,7 +140,7 @@ def begin_micro_batch(module: FSDPModule, job: Job, last: bool) -> None:
     module.set_reshard_after_backward(last or job.layout.zero == 3)
 
 
-class LateGradients:
+class DeferredShardGrads:
     """Gradients of a stage's products that come after its backward pass, which FSDP2 does not know of.
 
     In the backward pass FSDP2 keeps what a block has; here the rest is added, and the whole is reduced, as at
@@ -149,49 +151,51 @@ class LateGradients:
     def __init__(self, stage: Decoder) -> None:
         self._stage = cast("FSDPModule", stage)
         self._blocks = [cast("FSDPModule", block) for block in stage.list_blocks()]
-        self._homes = {
-            (home._module_info.module, home._module_info.param_name): home
+        self._fsdp_param_of = {
+            (fsdp_param._module_info.module, fsdp_param._module_info.param_name): fsdp_param
             for block in self._blocks
-            for home in _cut_parameters(block)
+            for fsdp_param in _fsdp_params(block)
         }
 
-    def hold_back(self) -> None:
+    def defer_reduction(self) -> None:
         """A backward pass begins: nothing of a block is reduced in it, and what is kept stays float32."""
         for block in self._blocks:
             block.set_requires_gradient_sync(False, recurse=False)
-        for home in self._homes.values():
-            home.reduce_dtype = torch.float32
+        for fsdp_param in self._fsdp_param_of.values():
+            fsdp_param.reduce_dtype = torch.float32
 
     def add(self, product: nn.Module, name: str, gradient: Tensor) -> None:
         """One more gradient."""
-        home = self._homes[product, name]
-        _take_sum(home)
-        if home.unsharded_accumulated_grad is None:
-            home.unsharded_accumulated_grad = gradient.float()
+        fsdp_param = self._fsdp_param_of[product, name]
+        _accumulate_float32(fsdp_param)
+        if fsdp_param.unsharded_accumulated_grad is None:
+            fsdp_param.unsharded_accumulated_grad = gradient.float()
         else:
-            home.unsharded_accumulated_grad += gradient
+            fsdp_param.unsharded_accumulated_grad += gradient
 
     def reduce(self, job: Job, last: bool) -> None:
         """All blocks have all gradients of a micro-batch: what their backward pass would now do.
 
         What lies around them had its turn in the backward pass.
         """
-        begin_micro_batch(self._stage, job, last)
+        set_gradient_sync(self._stage, job, last)
         self._stage.set_requires_gradient_sync(False, recurse=False)
         self._stage.set_reshard_after_backward(False)  # it was, or is still needed
         for block in self._blocks:
             # FSDP2 forgets a reduce_dtype that is the parameters' own; these gradients are float32.
-            _group_of(block)._reduce_dtype = LOW_PRECISION.get(job.compression.kind, torch.float32)
-            for home in _cut_parameters(block):
-                _take_sum(home)
-                if home.unsharded_accumulated_grad is None:  # a norm's went with an earlier micro-batch's
-                    home.unsharded_accumulated_grad = torch.zeros_like(
-                        home._unsharded_param, dtype=torch.float32
+            _group_of(block)._reduce_dtype = AUTOCAST_DTYPES.get(job.compression.kind, torch.float32)
+            for fsdp_param in _fsdp_params(block):
+                _accumulate_float32(fsdp_param)
+                if (
+                    fsdp_param.unsharded_accumulated_grad is None
+                ):  # a norm's went with an earlier micro-batch's
+                    fsdp_param.unsharded_accumulated_grad = torch.zeros_like(
+                        fsdp_param._unsharded_param, dtype=torch.float32
                     )
         self._stage._get_fsdp_state()._root_post_backward_final_callback()
 
 
-def _cut_parameters(block: FSDPModule) -> list[Any]:
+def _fsdp_params(block: FSDPModule) -> list[Any]:
     return list(_group_of(block).fsdp_params)
 
 
@@ -201,10 +205,10 @@ def _group_of(block: FSDPModule) -> Any:
     return group
 
 
-def _take_sum(home: Any) -> None:
+def _accumulate_float32(fsdp_param: Any) -> None:
     """What autograd has left of a gradient becomes a float32 sum, which outlives the gathered weight."""
-    left = home._unsharded_param.grad
+    left = fsdp_param._unsharded_param.grad
     if left is not None:
-        home._unsharded_param.grad = None
-        known = home.unsharded_accumulated_grad
-        home.unsharded_accumulated_grad = left.float() if known is None else known.float() + left
+        fsdp_param._unsharded_param.grad = None
+        known = fsdp_param.unsharded_accumulated_grad
+        fsdp_param.unsharded_accumulated_grad = left.float() if known is None else known.float() + left

@@ -26,13 +26,13 @@ def canonical_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def is_sharded(tensor: Tensor | None) -> TypeGuard[DTensor]:
+def is_dtensor(tensor: Tensor | None) -> TypeGuard[DTensor]:
     """Whether making it whole needs the other ranks."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
-def is_cut(module: object) -> TypeGuard[FSDPModule]:
+def is_sharded(module: object) -> TypeGuard[FSDPModule]:
     """Whether FSDP2 has cut a module's parameters."""
     loaded = sys.modules.get("torch.distributed.fsdp")
     return loaded is not None and isinstance(module, loaded.FSDPModule)
@@ -45,7 +45,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     Of a DTensor every rank of its mesh sends its shard and gets all of them: they must call this together. A
     dim that is replicated is taken as this rank has it, so that ranks which disagree are seen.
     """
-    return tensor.full_tensor().detach() if is_sharded(tensor) else tensor.detach()
+    return tensor.full_tensor().detach() if is_dtensor(tensor) else tensor.detach()
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

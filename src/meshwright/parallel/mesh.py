@@ -14,19 +14,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.launch.environment import GENERATION_VARIABLE, STORE_VARIABLE
-from meshwright.layout.axes import list_rank_groups, list_spoken
-from meshwright.layout.stages import TIED_AXIS, find_tied_places, stage_homes
-from meshwright.layout.tensor_parallel import COPIES_AXIS, count_copies
+from meshwright.layout.axes import list_group_axes, list_rank_groups
+from meshwright.layout.stages import TIED_AXIS, find_tied_pp_ranks, stage_pp_ranks
+from meshwright.layout.tensor_parallel import KV_REPLICA_AXIS, count_kv_replicas
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import DecoderModel
 
-UPWARDS = "pp_up"
+PP_UPSTREAM = "pp_up"
 """A second group of the ranks of a pipeline, for what goes to lower ones; it counts as ``pp``."""
 
 
-class Sums:
+class ControlAllReduce:
     """Values of the device on their way to the host, in the order of the device's work."""
 
     def __init__(self, values: Tensor) -> None:
@@ -36,32 +36,32 @@ class Sums:
             values: Float64, in one row.
         """
         self.values = values
-        self._arrived: torch.cuda.Event | None = None
+        self._h2d_done: torch.cuda.Event | None = None
         if values.is_cuda:
             self.values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self.values.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._h2d_done = torch.cuda.Event()
+            self._h2d_done.record()
 
     def wait(self) -> list[float]:
         """The values, once they are there."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        if self._h2d_done is not None:
+            self._h2d_done.synchronize()
         return self.values.tolist()
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """This rank's place, and the groups it speaks in."""
+class Mesh:
+    """This rank's place, and the groups it reports_loss in."""
 
     rank: int
     world_size: int
     device: torch.device
     control: dist.ProcessGroup | None = None
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
-    """Those that it speaks in, by axis."""
+    """Those that it reports_loss in, by axis."""
     layout: Layout = field(default_factory=Layout)
-    loss_place: int = 0
+    loss_pp_rank: int = 0
     """The place in the pipeline that has the last stage."""
 
     @property
@@ -70,21 +70,21 @@ class Ranks:
         return self.layout.pp
 
     @property
-    def place(self) -> int:
+    def pp_rank(self) -> int:
         """Its place in its pipeline."""
         return self.rank // (self.world_size // self.pp)
 
     @property
-    def data_rank(self) -> int:
+    def dp_rank(self) -> int:
         """Its place among the ranks that read different samples: those of ``cp`` and ``tp`` share theirs."""
         return self.rank % (self.world_size // self.pp) // (self.layout.cp * self.layout.tp)
 
     @property
-    def speaks(self) -> bool:
+    def reports_loss(self) -> bool:
         """Whether it is the one of the ranks with the same tokens whose loss is counted."""
-        return self.rank % self.layout.tp == 0 and self.place == self.loss_place
+        return self.rank % self.layout.tp == 0 and self.pp_rank == self.loss_pp_rank
 
-    def data_mesh(self, shard_axis: str) -> DeviceMesh:
+    def fsdp_mesh(self, shard_axis: str) -> DeviceMesh:
         """The ranks of data as FSDP2 wants them: those that share a copy of the state, and its replicas."""
         shards = self.group(shard_axis)
         if self.layout.dp_replicate == 1:
@@ -98,24 +98,28 @@ class Ranks:
             [replicas, shards], self.device.type, mesh=torch.tensor(ranks), mesh_dim_names=names
         )
 
-    def channel(self, source: int, target: int) -> dist.ProcessGroup:
+    def pp_group(self, source: int, target: int) -> dist.ProcessGroup:
         """The group through which one place of the pipeline sends to another.
 
         Up and down the ranks have a group each: between two ranks every message of a group then goes the same
         way, and arrives in the order of the sends. NCCL would wait for ever where both sent first.
         """
-        return self.group("pp" if source < target else UPWARDS)
+        return self.group("pp" if source < target else PP_UPSTREAM)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of an axis, or of axes joined by ``+``."""
         assert axis in self.groups, f"no group for {axis or 'nothing'}: there are {list(self.groups)}"
         return self.groups[axis]
 
-    def add_up(self, values: Sequence[Tensor | float], beside: Sequence[Tensor] = ()) -> list[float]:
-        """Sum small control values over all ranks, and wait for the sums; see :meth:`begin_sum`."""
-        return self.begin_sum(values, beside).wait()
+    def all_reduce_scalars(
+        self, values: Sequence[Tensor | float], beside: Sequence[Tensor] = ()
+    ) -> list[float]:
+        """Sum small control values over all ranks, and wait for the sums; see :meth:`start_control_all_reduce`."""
+        return self.start_control_all_reduce(values, beside).wait()
 
-    def begin_sum(self, values: Sequence[Tensor | float], beside: Sequence[Tensor] = ()) -> Sums:
+    def start_control_all_reduce(
+        self, values: Sequence[Tensor | float], beside: Sequence[Tensor] = ()
+    ) -> ControlAllReduce:
         """Sum small control values over all ranks: every rank sends its own and gets the sums.
 
         One process gets its own values back and calls nothing. The host waits for a GPU once, when it asks
@@ -131,19 +135,19 @@ class Ranks:
             if self.control is not None:
                 dist.all_reduce(summed, group=self.control)
             own = [scalar.to(self.device, torch.float64).view(1) for scalar in beside]
-            return Sums(torch.cat((summed, *own)) if own else summed)
+            return ControlAllReduce(torch.cat((summed, *own)) if own else summed)
 
     def _fill(self, value: float) -> Tensor:
         return torch.full((), value, dtype=torch.float64, device=self.device)
 
 
-def join_ranks(
+def init_mesh(
     job: Job,
     counter: CollectiveCounter,
     store: dist.Store | None = None,
     rank: int | None = None,
     backend: str | None = None,
-) -> Ranks:
+) -> Mesh:
     """Meet the other ranks and name the axes; one process meets nobody.
 
     Args:
@@ -157,8 +161,8 @@ def join_ranks(
     world_size = job.layout.world_size
     device = _device(job, int(os.environ.get("LOCAL_RANK", "0")))
     if world_size == 1:
-        return Ranks(rank, 1, device)
-    timeout = timedelta(seconds=job.survive.collective_timeout_s)
+        return Mesh(rank, 1, device)
+    timeout = timedelta(seconds=job.elastic.collective_timeout_s)
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     store = store or _supervisor_store(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -172,25 +176,25 @@ def join_ranks(
     for axis, members in _list_groups(job):
         if (group := _group_of(rank, members, timeout)) is not None:
             groups[axis] = group
-            counter.name_axis(group, "pp" if axis == UPWARDS else axis)
-    loss_place = stage_homes(job)[-1] if layout.pp > 1 else 0
-    return Ranks(rank, world_size, device, control, groups, layout, loss_place)
+            counter.name_axis(group, "pp" if axis == PP_UPSTREAM else axis)
+    loss_pp_rank = stage_pp_ranks(job)[-1] if layout.pp > 1 else 0
+    return Mesh(rank, world_size, device, control, groups, layout, loss_pp_rank)
 
 
 def _list_groups(job: Job) -> Iterator[tuple[str, list[list[int]]]]:
-    """The groups that a run of the job speaks in: an axis, and all ranks by group."""
+    """The groups that a run of the job reports_loss in: an axis, and all ranks by group."""
     layout, everybody = job.layout, range(job.layout.world_size)
-    for axis in list_spoken(job):
+    for axis in list_group_axes(job):
         yield axis, list_rank_groups(layout, axis)
-    copies = count_copies(job.model, layout.tp) if isinstance(job.model, DecoderModel) else 1
+    copies = count_kv_replicas(job.model, layout.tp) if isinstance(job.model, DecoderModel) else 1
     if copies > 1:
-        yield COPIES_AXIS, [list(everybody[first : first + copies]) for first in everybody[::copies]]
+        yield KV_REPLICA_AXIS, [list(everybody[first : first + copies]) for first in everybody[::copies]]
     if layout.pp > 1:
         lines = list_rank_groups(layout, "pp")
-        yield UPWARDS, lines
-        ends = find_tied_places(job)
+        yield PP_UPSTREAM, lines
+        ends = find_tied_pp_ranks(job)
         if len(ends) > 1:
-            yield TIED_AXIS, [[line[place] for place in ends] for line in lines]
+            yield TIED_AXIS, [[line[pp_rank] for pp_rank in ends] for line in lines]
 
 
 def _group_of(rank: int, members: Iterable[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
@@ -205,17 +209,17 @@ def _supervisor_store(timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(f"generation-{os.environ[GENERATION_VARIABLE]}", client)
 
 
-def leave_ranks(ranks: Ranks) -> None:
+def destroy_mesh(mesh: Mesh) -> None:
     """Close the groups."""
-    if ranks.control is not None:
+    if mesh.control is not None:
         dist.destroy_process_group()
 
 
 @overload
-def move(array: Tensor, device: torch.device) -> Tensor: ...
+def to_device(array: Tensor, device: torch.device) -> Tensor: ...
 @overload
-def move(array: Tensor | None, device: torch.device) -> Tensor | None: ...
-def move(array: Tensor | None, device: torch.device) -> Tensor | None:
+def to_device(array: Tensor | None, device: torch.device) -> Tensor | None: ...
+def to_device(array: Tensor | None, device: torch.device) -> Tensor | None:
     """A part of a batch to the device, without waiting where the memory is pinned; None stays None."""
     if array is not None and device.type == "cuda":
         return array.pin_memory().to(device, non_blocking=True)

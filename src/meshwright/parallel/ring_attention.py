@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 
-from meshwright.layout.ring_lanes import list_lanes
-from meshwright.models.attention import hide_unseen
+from meshwright.layout.ring_chunks import list_head_chunks
+from meshwright.models.attention import additive_mask
 
 _aten = torch.ops.aten
 FLASH_WIDTH, FLASH_CAPABILITY = 256, (8, 0)
@@ -53,7 +53,7 @@ def _find_group(name: str) -> dist.ProcessGroup:
     return cast(Any, _resolve_process_group)(name)
 
 
-class Passing:
+class RingSendRecv:
     """A tensor on its way to the next rank, and the previous one's to here."""
 
     def __init__(self, sent: Tensor, group: dist.ProcessGroup) -> None:
@@ -94,7 +94,7 @@ def _view(length: int, rank: int, source: int, causal: bool) -> _View:
     return _View(slice(half, length), everything, causal=False)
 
 
-class Block:
+class AttentionBlock:
     """One round: some queries and some keys, through the kernel of the device."""
 
     def __init__(
@@ -108,20 +108,20 @@ class Block:
         self.view, self._scale = view, scale
         self._q = q_BHTE[:, :, view.queries]
         self._k, self._v = (part[:, :, view.keys] for part in kv_2BKTE)
-        self._seen: Tensor | None = None
+        self._mask_visible: Tensor | None = None
         if segments is not None:
             of_queries_BT, of_keys_BT = segments[0][:, view.queries], segments[1][:, view.keys]
-            self._seen = of_queries_BT.unsqueeze(2) == of_keys_BT.unsqueeze(1)
+            self._mask_visible = of_queries_BT.unsqueeze(2) == of_keys_BT.unsqueeze(1)
             if view.causal:
-                self._seen = self._seen.tril_(view.queries.start)
+                self._mask_visible = self._mask_visible.tril_(view.queries.start)
         self._groups = q_BHTE.shape[1] // kv_2BKTE.shape[2]
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """What the queries get, and the log-sum-exp of scores: minus infinity where they see nothing."""
         out, lse = self._kernel()[:2]
         lse = lse[..., : self._q.shape[2]]  # one kernel of CUDA fills it up
-        if self._seen is not None:
-            lse = lse.masked_fill(~self._seen.any(-1).unsqueeze(1), float("-inf"))
+        if self._mask_visible is not None:
+            lse = lse.masked_fill(~self._mask_visible.any(-1).unsqueeze(1), float("-inf"))
         return out, lse
 
     def backward(self, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,7 +131,7 @@ class Block:
             out[:, :, self.view.queries],
             lse[..., self.view.queries],
         )
-        causal = self.view.causal and self._seen is None
+        causal = self.view.causal and self._mask_visible is None
         if not self._q.is_cuda:
             return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad,
@@ -148,10 +148,10 @@ class Block:
         return self._cuda_backward(grad, out, lse.contiguous(), causal)
 
     def _mask(self) -> Tensor | None:
-        return None if self._seen is None else hide_unseen(self._seen, self._q.dtype)
+        return None if self._mask_visible is None else additive_mask(self._mask_visible, self._q.dtype)
 
     def _kernel(self) -> Any:
-        causal = self.view.causal and self._seen is None
+        causal = self.view.causal and self._mask_visible is None
         if not self._q.is_cuda:
             return _aten._scaled_dot_product_flash_attention_for_cpu(
                 self._q, self._k, self._v, 0.0, causal, attn_mask=self._mask(), scale=self._scale
@@ -165,7 +165,9 @@ class Block:
 
     def _is_flash(self) -> bool:
         """Whether CUDA's fastest kernel takes it: 16 bits, no mask, heads not too wide, a new device."""
-        takes = self._seen is None and self._q.dtype != torch.float32 and self._q.shape[-1] <= FLASH_WIDTH
+        takes = (
+            self._mask_visible is None and self._q.dtype != torch.float32 and self._q.shape[-1] <= FLASH_WIDTH
+        )
         return takes and torch.cuda.get_device_capability(self._q.device) >= FLASH_CAPABILITY
 
     def _bias(self) -> Tensor | None:
@@ -260,21 +262,21 @@ class _Ring:
             pieces = segments_BT.chunk(2 * self.ranks, dim=1)
             self._segments = [torch.cat((pieces[r], pieces[-1 - r]), 1) for r in range(self.ranks)]
 
-    def pass_on(self, tensor: Tensor) -> Passing:
+    def send_recv(self, tensor: Tensor) -> RingSendRecv:
         """Begin to send to the next rank, and to receive from the previous one."""
-        return Passing(tensor, self.group)
+        return RingSendRecv(tensor, self.group)
 
-    def open_lanes(self, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor) -> list[_Lane]:
+    def open_head_groups(self, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor) -> list[_HeadGroup]:
         """Begin to send the own keys and values, lane by lane."""
         heads, groups = k_BKTE.shape[1], q_BHTE.shape[1] // k_BKTE.shape[1]
-        return [_Lane(self, k_BKTE, v_BKTE, slice(*run), groups) for run in list_lanes(heads)]
+        return [_HeadGroup(self, k_BKTE, v_BKTE, slice(*run), groups) for run in list_head_chunks(heads)]
 
-    def blocks(self, q_BHTE: Tensor, kv_2BKTE: Tensor, round_: int) -> Iterator[Block]:
+    def blocks(self, q_BHTE: Tensor, kv_2BKTE: Tensor, round_: int) -> Iterator[AttentionBlock]:
         """The work of a round, of one lane: one block, or some where a mask of all would be large."""
         source = (self.rank - round_) % self.ranks
         view = _view(self._length, self.rank, source, self._causal)
         if self._segments is None:
-            yield Block(q_BHTE, kv_2BKTE, view, scale=self._scale)
+            yield AttentionBlock(q_BHTE, kv_2BKTE, view, scale=self._scale)
             return
         segments = self._segments[self.rank], self._segments[source]
         rows = max(1, MASK_ELEMENTS // (len(q_BHTE) * (view.keys.stop - view.keys.start)))
@@ -283,42 +285,48 @@ class _Ring:
         ):  # those that see most first
             last = min(first + rows, view.queries.stop)
             keys = slice(0, last) if view.causal else view.keys
-            yield Block(q_BHTE, kv_2BKTE, _View(slice(first, last), keys, view.causal), segments, self._scale)
+            yield AttentionBlock(
+                q_BHTE, kv_2BKTE, _View(slice(first, last), keys, view.causal), segments, self._scale
+            )
 
 
-class _Lane:
+class _HeadGroup:
     """Some key heads, which go round together, and the query heads that look at them."""
 
     def __init__(self, ring: _Ring, k_BKTE: Tensor, v_BKTE: Tensor, keys: slice, groups: int) -> None:
         self.keys, self.queries = keys, slice(keys.start * groups, keys.stop * groups)
         self._ring = ring
         self._kv_2BKTE = torch.stack((k_BKTE[:, keys], v_BKTE[:, keys]))
-        self._arriving = self._pass_on(0)
-        self._sums: Passing | None = None
+        self._h2d_stream = self._send_recv(0)
+        self._grads_in_flight: RingSendRecv | None = None
 
-    def take(self, round_: int) -> Tensor:
+    def next_kv(self, round_: int) -> Tensor:
         """Keys and values of a round, each asked for once; meanwhile they go on to the next rank."""
         if round_:
-            assert self._arriving is not None, "there is a round for every rank"
-            self._kv_2BKTE = self._arriving.wait()
-            self._arriving = self._pass_on(round_)
+            assert self._h2d_stream is not None, "there is a round for every rank"
+            self._kv_2BKTE = self._h2d_stream.wait()
+            self._h2d_stream = self._send_recv(round_)
         return self._kv_2BKTE
 
-    def _pass_on(self, round_: int) -> Passing | None:
-        return self._ring.pass_on(self._kv_2BKTE) if round_ < self._ring.ranks - 1 else None
+    def _send_recv(self, round_: int) -> RingSendRecv | None:
+        return self._ring.send_recv(self._kv_2BKTE) if round_ < self._ring.ranks - 1 else None
 
-    def add(self, keys: slice, of_k: Tensor, of_v: Tensor) -> None:
+    def send_grads(self, keys: slice, of_k: Tensor, of_v: Tensor) -> None:
         """Add gradients of a far round to the sums of the ranks before, and send them on."""
         # They came while this rank was at work.
-        sums = self.take_sums() if self._sums else torch.zeros_like(self._kv_2BKTE, dtype=torch.float32)
+        sums = (
+            self.wait_grads()
+            if self._grads_in_flight
+            else torch.zeros_like(self._kv_2BKTE, dtype=torch.float32)
+        )
         sums[0][:, :, keys] += of_k
         sums[1][:, :, keys] += of_v
-        self._sums = self._ring.pass_on(sums)
+        self._grads_in_flight = self._ring.send_recv(sums)
 
-    def take_sums(self) -> Tensor:
+    def wait_grads(self) -> Tensor:
         """The sums that the previous rank has sent; after the last round those of the own keys."""
-        assert self._sums is not None, "a ring has another rank"
-        return self._sums.wait()
+        assert self._grads_in_flight is not None, "a ring has another rank"
+        return self._grads_in_flight.wait()
 
 
 @torch.library.custom_op("meshwright::ring_attention", mutates_args=())
@@ -347,18 +355,18 @@ def ring_attention(
     """
     ring = _Ring(segments, q.shape[2], causal, group, scale)
     out, lse = torch.empty_like(q, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
-    lanes = ring.open_lanes(q, k, v)
+    head_groups = ring.open_head_groups(q, k, v)
     for round_ in range(ring.ranks):
-        for lane in lanes:
-            for block in ring.blocks(q[:, lane.queries], lane.take(round_), round_):
+        for head_group in head_groups:
+            for block in ring.blocks(q[:, head_group.queries], head_group.next_kv(round_), round_):
                 part, part_lse = block.forward()
                 seen = block.view.queries
-                lane_out, lane_lse = out[:, lane.queries, seen], lse[:, lane.queries, seen]
+                group_out, group_lse = out[:, head_group.queries, seen], lse[:, head_group.queries, seen]
                 if round_ == 0:  # the own keys come first, and every query sees itself
-                    lane_out.copy_(part)
-                    lane_lse.copy_(part_lse)
+                    group_out.copy_(part)
+                    group_lse.copy_(part_lse)
                 else:
-                    _merge(lane_out, lane_lse, part, part_lse)
+                    _merge(group_out, group_lse, part, part_lse)
                 del part, part_lse, block
     return out.to(q.dtype), lse
 
@@ -371,7 +379,7 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     lse.copy_(total)
 
 
-def _add_up(sums: list[Tensor], more: list[Tensor]) -> list[Tensor]:
+def _accumulate(sums: list[Tensor], more: list[Tensor]) -> list[Tensor]:
     """Gradients of keys and values of several blocks: of which the first has seen most of them."""
     if not sums:
         return more
@@ -396,25 +404,25 @@ def ring_attention_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the queries, and of keys and values in one tensor; every rank of the group calls it."""
     ring = _Ring(segments, q.shape[2], causal, group, scale)
-    lanes = ring.open_lanes(q, k, v)
+    head_groups = ring.open_head_groups(q, k, v)
     grad_q = torch.zeros_like(q, dtype=torch.float32)
     own_2BKTE = k.new_empty((2, *k.shape), dtype=torch.float32)
     for round_ in range(ring.ranks):
-        for lane in lanes:
+        for head_group in head_groups:
             made: list[Tensor] = []
-            for block in ring.blocks(q[:, lane.queries], lane.take(round_), round_):
-                parts = (whole[:, lane.queries] for whole in (grad, out, lse))
+            for block in ring.blocks(q[:, head_group.queries], head_group.next_kv(round_), round_):
+                parts = (whole[:, head_group.queries] for whole in (grad, out, lse))
                 of_q, *of_kv = block.backward(*parts)
-                grad_q[:, lane.queries, block.view.queries] += of_q
-                made, keys = _add_up(made, of_kv), block.view.keys  # of far rounds always the same
+                grad_q[:, head_group.queries, block.view.queries] += of_q
+                made, keys = _accumulate(made, of_kv), block.view.keys  # of far rounds always the same
                 del of_q, of_kv, block
             if round_ == 0:
-                own_2BKTE[0, :, lane.keys], own_2BKTE[1, :, lane.keys] = made
+                own_2BKTE[0, :, head_group.keys], own_2BKTE[1, :, head_group.keys] = made
             else:
-                lane.add(keys, *made)
+                head_group.send_grads(keys, *made)
             del made
-    for lane in lanes:
-        own_2BKTE[:, :, lane.keys] += lane.take_sums()
+    for head_group in head_groups:
+        own_2BKTE[:, :, head_group.keys] += head_group.wait_grads()
     return grad_q.to(q.dtype), own_2BKTE.to(k.dtype)
 
 
@@ -428,23 +436,23 @@ def _(grad: Tensor, q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), k.new_empty((2, *k.shape))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, segments, ctx.causal, ctx.group, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, segments, *output)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, segments, out, lse = ctx.saved_tensors
     way = (ctx.causal, ctx.group, ctx.scale)
     of_q, of_kv = ring_attention_backward(grad, q, k, v, segments, out, lse, *way)
     return of_q, of_kv[0], of_kv[1], None, None, None, None
 
 
-ring_attention.register_autograd(_differentiate, setup_context=_keep)
+ring_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-def attend_in_ring(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, group: str) -> Tensor:
+def causal_ring_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, group: str) -> Tensor:
     """Causal attention around a ring, with heads of any width: to some kernels zeros are added."""
     width = q.shape[-1]
     missing = -width % HEAD_MULTIPLE if q.is_cuda else 0
@@ -454,6 +462,6 @@ def attend_in_ring(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, gro
     return ring_attention(q, k, v, segments, True, group, width**-0.5)[0][..., :width]
 
 
-def open_ring(group: str, device: torch.device) -> None:
+def connect_ring(group: str, device: torch.device) -> None:
     """Send one number to the next rank, so that a backend which connects late does it now."""
-    Passing(torch.zeros(1, device=device), _find_group(group)).wait()
+    RingSendRecv(torch.zeros(1, device=device), _find_group(group)).wait()

@@ -3,9 +3,9 @@
 The optimizer, the gradient norm, checkpoints and the audit ask here and need not know the layout:
 
 ``Owned``         everything: one process and replicas.
-``OwnedRows``     a chunk of rows of a parameter that is whole on every rank (ZeRO-1). Gradients are whole
+``Zero1State``     a chunk of rows of a parameter that is whole on every rank (ZeRO-1). Gradients are whole
                   and the same on all ranks; after the update the chunks are gathered.
-``OwnedShards``   a chunk of rows of a parameter that FSDP2 keeps cut (ZeRO-2 and 3).
+``FsdpState``   a chunk of rows of a parameter that FSDP2 keeps cut (ZeRO-2 and 3).
 
 Where matrices are split or experts dealt, a parameter is the rank's piece of it, to each of them: ``cut`` and
 ``gather`` go through the ``Pieces`` as well, and the norm counts what lies on several ranks once.
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from meshwright.layout.axes import gradient_axis, state_axis
 from meshwright.layout.fsdp_groups import chunk_rows
 from meshwright.layout.stages import TIED_AXIS, TIED_NAME
-from meshwright.parallel.full_tensors import is_cut
-from meshwright.parallel.local_shards import Pieces
-from meshwright.parallel.mesh import Ranks
+from meshwright.parallel.full_tensors import is_sharded
+from meshwright.parallel.local_shards import LocalShards
+from meshwright.parallel.mesh import Mesh
 from meshwright.spec.job import Job
 
 if TYPE_CHECKING:
@@ -34,46 +34,46 @@ if TYPE_CHECKING:
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
 
 
-def list_summed(job: Job, names: Iterable[str]) -> frozenset[str]:
+def list_all_reduced(job: Job, names: Iterable[str]) -> frozenset[str]:
     """Of parameters those whose whole gradients are summed with other ranks', in buckets."""
     return frozenset(name for name in names if gradient_axis(job, name).size > 1)
 
 
-class Owned:
+class ShardedState:
     """All of every parameter that the rank holds."""
 
     def __init__(
         self,
         module: nn.Module,
-        ranks: Ranks | None = None,
-        pieces: Pieces | None = None,
+        mesh: Mesh | None = None,
+        local_shards: LocalShards | None = None,
         keep_gradients: Collection[str] = (),
     ) -> None:
         """Own a module.
 
         Args:
             module: The model.
-            ranks: All of them; none for one process.
-            pieces: Which piece of each parameter the module has; None if it has all.
+            mesh: All of them; none for one process.
+            local_shards: Which piece of each parameter the module has; None if it has all.
             keep_gradients: Parameters whose gradients are cleared to zero and not dropped: views of buckets.
         """
-        self.module, self._ranks, self._pieces = module, ranks, pieces
+        self.module, self._mesh, self._local_shards = module, mesh, local_shards
         self._shapes = {name: p.shape for name, p in module.named_parameters()}
         self._keep_gradients = keep_gradients
-        self._tied = ranks is not None and TIED_AXIS in ranks.groups
+        self._has_tied_replica = mesh is not None and TIED_AXIS in mesh.groups
         """Whether another rank has a copy of the embedding."""
-        self.cut_up = pieces is not None or (ranks is not None and ranks.pp > 1)
+        self.is_sharded = local_shards is not None or (mesh is not None and mesh.pp > 1)
         """Whether other ranks own the rest."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What is updated, by the parameter's name."""
         yield from self.module.named_parameters()
 
-    def cut(self, name: str, whole: Tensor) -> Tensor:
+    def shard(self, name: str, whole: Tensor) -> Tensor:
         """What is owned of a whole tensor."""
-        return self._cut_rows(name, self._piece(name, whole))
+        return self._shard_rows(name, self._local_part(name, whole))
 
-    def fit(self, name: str, whole: Any, shape: torch.Size) -> Tensor:
+    def shard_to(self, name: str, whole: Any, shape: torch.Size) -> Tensor:
         """The part of a whole tensor that has a shape: of the matrix, or of its rows alone.
 
         Args:
@@ -81,67 +81,67 @@ class Owned:
             whole: Its values, or a tensor of a mapped file, of which no more is read than is wanted.
             shape: What is wanted of it, less than the whole.
         """
-        part = self._piece(name, whole)
+        part = self._local_part(name, whole)
         if isinstance(part, Tensor) and part.shape == shape:
             return part
-        return self._cut_rows(name, part)
+        return self._shard_rows(name, part)
 
-    def gather(self, name: str, own: Tensor) -> Tensor:
+    def full_tensor(self, name: str, own: Tensor) -> Tensor:
         """The whole tensor of what each rank owns."""
-        if self._ranks is not None:
-            own = own.to(self._ranks.device)  # from the host, where it is offloaded
-        return self.join(name, self._gather_rows(name, own))
+        if self._mesh is not None:
+            own = own.to(self._mesh.device)  # from the host, where it is offloaded
+        return self.unshard(name, self._all_gather_rows(name, own))
 
-    def join(self, name: str, held: Tensor) -> Tensor:
+    def unshard(self, name: str, held: Tensor) -> Tensor:
         """The whole of a tensor of which the rank holds its piece."""
-        return held if self._pieces is None else self._pieces.join(name, held)
+        return held if self._local_shards is None else self._local_shards.all_gather(name, held)
 
-    def whole_parameter(self, name: str) -> Tensor:
+    def full_parameter(self, name: str) -> Tensor:
         """The whole of a parameter."""
-        return self.gather(name, dict(self.named_parameters())[name].detach())
+        return self.full_tensor(name, dict(self.named_parameters())[name].detach())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the whole parameter."""
-        return tuple(self._shapes[name]) if self._pieces is None else self._pieces.shape(name)
+        return tuple(self._shapes[name]) if self._local_shards is None else self._local_shards.shape(name)
 
-    def _piece(self, name: str, whole: Any) -> Any:
-        return whole if self._pieces is None else self._pieces.cut(name, whole)
+    def _local_part(self, name: str, whole: Any) -> Any:
+        return whole if self._local_shards is None else self._local_shards.shard(name, whole)
 
-    def _cut_rows(self, name: str, held: Tensor) -> Tensor:
+    def _shard_rows(self, name: str, held: Tensor) -> Tensor:
         """The rows that are owned."""
         return held
 
-    def _gather_rows(self, name: str, own: Tensor) -> Tensor:
+    def _all_gather_rows(self, name: str, own: Tensor) -> Tensor:
         """All rows."""
         return own
 
-    def held(self) -> list[Tensor]:
+    def local_parameters(self) -> list[Tensor]:
         """Parameters as they lie in this rank's memory between steps."""
         return list(self.module.parameters())
 
-    def held_gradients(self) -> list[Tensor]:
+    def local_grads(self) -> list[Tensor]:
         """Gradients as they lie there."""
         return [p.grad for p in self.module.parameters() if p.grad is not None]
 
-    def complete_gradients(self) -> None:
+    def finalize_grads(self) -> None:
         """After the backward pass: ranks that share matrices add up what each has a part of."""
-        if self._pieces is not None and self._pieces.split is not None:
+        if self._local_shards is not None and self._local_shards.tp is not None:
             counts = {name: s.numel() // s[0] * self._rows(name) for name, s in self._shapes.items()}
-            self._pieces.split.sum_gradients(self._gradients(), counts)
-        if self._tied:
-            self._add_tied()
+            self._local_shards.tp.all_reduce_grads(self._gradients(), counts)
+        if self._has_tied_replica:
+            self._all_reduce_tied_embedding()
 
     @torch.no_grad()
-    def _add_tied(self) -> None:
+    def _all_reduce_tied_embedding(self) -> None:
         """The first and the last stage's part of a tied embedding's gradient become their sum on both."""
-        assert self._ranks is not None, "a pipeline has ranks"
+        assert self._mesh is not None, "a pipeline has ranks"
         own = self._gradients()[TIED_NAME]
         assert own is not None, "a tied embedding without gradient"
-        filled, device = own, self._ranks.device
+        filled, device = own, self._mesh.device
         if len(own) < self._rows(TIED_NAME) or own.device != device:  # a short shard, or one on the host
             filled = torch.zeros(self._rows(TIED_NAME), *own.shape[1:], device=device)
             filled[: len(own)] = own
-        dist.all_reduce(filled, group=self._ranks.group(TIED_AXIS))
+        dist.all_reduce(filled, group=self._mesh.group(TIED_AXIS))
         if filled is not own:
             own.copy_(filled[: len(own)])
 
@@ -157,14 +157,14 @@ class Owned:
         """Ranks over which the rows of a parameter are cut."""
         return 1
 
-    def take_gradients(self) -> None:
+    def assign_shard_grads(self) -> None:
         """After that: what is owned gets its gradient."""
 
-    def norm(self) -> Tensor:
+    def grad_norm(self) -> Tensor:
         """Norm of the whole gradient."""
         gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
-        if self.cut_up:
-            return self._shared_norm(gradients)
+        if self.is_sharded:
+            return self._global_norm(gradients)
         wide = [gradient for gradient in gradients.values() if gradient.dtype == torch.float32]
         narrow = [gradient for gradient in gradients.values() if gradient.dtype != torch.float32]
         norm = nn.utils.get_total_norm(wide)
@@ -173,25 +173,25 @@ class Owned:
         norms = torch._foreach_norm(narrow, 2.0, dtype=torch.float32)  # else each is rounded as they are
         return torch.linalg.vector_norm(torch.stack([norm, *norms]))
 
-    def _shared_norm(self, gradients: dict[str, Tensor]) -> Tensor:
+    def _global_norm(self, gradients: dict[str, Tensor]) -> Tensor:
         """Every rank sends the squared norm of what it owns; what others own too is divided by how many."""
-        assert self._ranks is not None, "nothing is cut in one process"
-        world, pieces = self._ranks.world_size // self._ranks.pp, self._pieces
-        total = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
+        assert self._mesh is not None, "nothing is cut in one process"
+        world, local_shards = self._mesh.world_size // self._mesh.pp, self._local_shards
+        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         by_owners: dict[int, list[Tensor]] = {}
         for name, gradient in gradients.items():
-            distinct = self._shards(name) * (1 if pieces is None else pieces.count(name))
-            copies = 2 if self._tied and name == TIED_NAME else 1
+            distinct = self._shards(name) * (1 if local_shards is None else local_shards.num_shards(name))
+            copies = 2 if self._has_tied_replica and name == TIED_NAME else 1
             by_owners.setdefault(copies * world // distinct, []).append(torch.linalg.vector_norm(gradient))
         for owners, norms in by_owners.items():
             total += torch.stack(norms).double().square().sum().to(total.device) / owners
-        dist.all_reduce(total, group=self._ranks.control)
+        dist.all_reduce(total, group=self._mesh.control)
         return total.sqrt().float()
 
-    def publish(self) -> None:
+    def all_gather_parameters(self) -> None:
         """After the update: every rank gets what the others have updated."""
 
-    def drop_gradients(self) -> None:
+    def zero_grads(self) -> None:
         """After the update: gradients begin again."""
         kept = []
         for name, parameter in self.module.named_parameters():
@@ -202,20 +202,22 @@ class Owned:
         if kept:
             torch._foreach_zero_(kept)
 
-    def list_gathered(self) -> Iterator[Tensor]:
+    def list_all_gather_outputs(self) -> Iterator[Tensor]:
         """What other ranks' parts of the parameters are gathered into; empty where nothing is."""
         return iter(())
 
-    def end_evaluation(self) -> None:
+    def reshard_after_eval(self) -> None:
         """What an evaluation gathered is let go."""
 
 
-class _Chunks(Owned):
+class _RowShardedState(ShardedState):
     """Rows of every parameter, cut over ranks of data; those of experts may be others than the rest's."""
 
-    def __init__(self, module: nn.Module, job: Job, ranks: Ranks, pieces: Pieces | None = None) -> None:
-        super().__init__(module, ranks, pieces)
-        self.cut_up = True
+    def __init__(
+        self, module: nn.Module, job: Job, mesh: Mesh, local_shards: LocalShards | None = None
+    ) -> None:
+        super().__init__(module, mesh, local_shards)
+        self.is_sharded = True
         self._axes = {name: state_axis(job, name) for name in self._shapes}
         self._own: dict[str, nn.Parameter] = {}
 
@@ -228,10 +230,10 @@ class _Chunks(Owned):
         return self._axes[name].size
 
     def _group(self, name: str) -> dist.ProcessGroup:
-        assert self._ranks is not None, "nothing is cut in one process"
-        return self._ranks.group(self._axes[name].name)
+        assert self._mesh is not None, "nothing is cut in one process"
+        return self._mesh.group(self._axes[name].name)
 
-    def _cut_rows(self, name: str, held: Tensor) -> Tensor:
+    def _shard_rows(self, name: str, held: Tensor) -> Tensor:
         """The rows that are owned."""
         shards = self._shards(name)
         if shards == 1:
@@ -240,7 +242,7 @@ class _Chunks(Owned):
         return held[rows.start : rows.stop]
 
     @torch.no_grad()
-    def _gather_rows(self, name: str, own: Tensor) -> Tensor:
+    def _all_gather_rows(self, name: str, own: Tensor) -> Tensor:
         """Every rank sends its rows, filled up to the longest chunk, and gets all of them."""
         shape, shards = self._shapes[name], self._shards(name)
         if shards == 1:
@@ -253,44 +255,46 @@ class _Chunks(Owned):
         return whole[: shape[0]]
 
 
-class OwnedRows(_Chunks):
+class Zero1State(_RowShardedState):
     """ZeRO-1: views of whole parameters."""
 
     def __init__(
         self,
         module: nn.Module,
         job: Job,
-        ranks: Ranks,
+        mesh: Mesh,
         buckets: Sequence[Sequence[str]],
-        pieces: Pieces | None = None,
+        local_shards: LocalShards | None = None,
     ) -> None:
         """Own rows.
 
         Args:
             module: The model, whole.
             job: Whose layout says over which ranks.
-            ranks: All of them.
+            mesh: All of them.
             buckets: Names of parameters that are gathered in one call after the update.
-            pieces: Which piece of each parameter the module has.
+            local_shards: Which piece of each parameter the module has.
         """
-        super().__init__(module, job, ranks, pieces)
-        self._keep_gradients = list_summed(job, self._shapes)
+        super().__init__(module, job, mesh, local_shards)
+        self._keep_gradients = list_all_reduced(job, self._shapes)
         self._buckets = buckets
         self._whole = dict(module.named_parameters())
-        self._own = {name: nn.Parameter(self._cut_rows(name, p.detach())) for name, p in self._whole.items()}
+        self._own = {
+            name: nn.Parameter(self._shard_rows(name, p.detach())) for name, p in self._whole.items()
+        }
 
-    def whole_parameter(self, name: str) -> Tensor:
+    def full_parameter(self, name: str) -> Tensor:
         """Its rows are all here already."""
-        return self.join(name, self._whole[name].detach())
+        return self.unshard(name, self._whole[name].detach())
 
-    def take_gradients(self) -> None:
+    def assign_shard_grads(self) -> None:
         """Rows get the rows of the gradient."""
         for name, own in self._own.items():
             gradient = self._whole[name].grad
-            own.grad = None if gradient is None else self._cut_rows(name, gradient)
+            own.grad = None if gradient is None else self._shard_rows(name, gradient)
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def all_gather_parameters(self) -> None:
         """Every rank sends its rows of a bucket's parameters and gets the others'."""
         for names in self._buckets:
             shards = self._shards(names[0])
@@ -312,26 +316,28 @@ class OwnedRows(_Chunks):
                 whole = self._whole[name].detach().view(-1)
                 whole.copy_(column.reshape(-1)[: whole.numel()])
 
-    def drop_gradients(self) -> None:
+    def zero_grads(self) -> None:
         """Gradients begin again."""
         for own in self._own.values():
             own.grad = None
-        super().drop_gradients()
+        super().zero_grads()
 
 
-class OwnedShards(_Chunks):
+class FsdpState(_RowShardedState):
     """ZeRO-2 and 3: the local part of FSDP2's parameters."""
 
-    def __init__(self, module: nn.Module, job: Job, ranks: Ranks, pieces: Pieces | None = None) -> None:
-        super().__init__(module, job, ranks, pieces)
+    def __init__(
+        self, module: nn.Module, job: Job, mesh: Mesh, local_shards: LocalShards | None = None
+    ) -> None:
+        super().__init__(module, job, mesh, local_shards)
         self._cut = {name: cast("DTensor", p) for name, p in module.named_parameters()}
         self._own = {name: nn.Parameter(_local(p)) for name, p in self._cut.items()}
 
-    def held(self) -> list[Tensor]:
+    def local_parameters(self) -> list[Tensor]:
         """The shards."""
         return list(self._own.values())
 
-    def held_gradients(self) -> list[Tensor]:
+    def local_grads(self) -> list[Tensor]:
         """Their gradients, views of what reduce-scatters gave."""
         return [gradient for gradient in self._gradients().values() if gradient is not None]
 
@@ -343,28 +349,28 @@ class OwnedShards(_Chunks):
         """Rows of a gradient on the fullest rank."""
         return -(-self._shapes[name][0] // self._shards(name))
 
-    def take_gradients(self) -> None:
+    def assign_shard_grads(self) -> None:
         """Rows get the rows of the gradient."""
         gradients = self._gradients()
         for name, own in self._own.items():
             own.grad = gradients[name]
 
-    def drop_gradients(self) -> None:
+    def zero_grads(self) -> None:
         """Gradients begin again."""
         for name, own in self._own.items():
             own.grad = self._cut[name].grad = None
 
-    def list_gathered(self) -> Iterator[Tensor]:
+    def list_all_gather_outputs(self) -> Iterator[Tensor]:
         """What FSDP2 gathers into, by names that 2.11 and 2.13 have."""
         for part in self.module.modules():
-            if is_cut(part) and (group := part._get_fsdp_state()._fsdp_param_group):
+            if is_sharded(part) and (group := part._get_fsdp_state()._fsdp_param_group):
                 for parameter in group.fsdp_params:
                     yield from parameter.all_gather_outputs
 
-    def end_evaluation(self) -> None:
+    def reshard_after_eval(self) -> None:
         """Let go of what an evaluation gathered."""
         for part in self.module.modules():
-            if is_cut(part):
+            if is_sharded(part):
                 part.reshard()
 
 

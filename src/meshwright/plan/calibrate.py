@@ -34,7 +34,7 @@ MOST_CHANGE = math.log(1000.0)
 
 
 @dataclass(frozen=True)
-class Timed:
+class MeasuredLayout:
     """A layout, its micro-batch settled, and the seconds that its step took."""
 
     layout: Layout
@@ -54,7 +54,7 @@ class Calibration:
     """See :func:`mean_error`."""
 
 
-def calibrate(job: Job, timed: Sequence[Timed]) -> Calibration:
+def calibrate(job: Job, measured: Sequence[MeasuredLayout]) -> Calibration:
     """Fit the job's cluster to what was measured on it.
 
     Args:
@@ -64,18 +64,18 @@ def calibrate(job: Job, timed: Sequence[Timed]) -> Calibration:
     keys = fitted_keys(job)
     old = np.array([getattr(job.cluster, key) for key in keys])
 
-    def misses(x: Floats) -> Floats:
-        return _misses(_with_rates(job, keys, old * np.exp(x)), timed)
+    def log_errors(x: Floats) -> Floats:
+        return _log_errors(_with_rates(job, keys, old * np.exp(x)), measured)
 
     # Four digits: what the file shows is what was fitted, and no measurement is better.
-    new = [float(f"{rate:.4g}") for rate in old * np.exp(_least_squares(misses, len(keys)))]
+    new = [float(f"{rate:.4g}") for rate in old * np.exp(_least_squares(log_errors, len(keys)))]
     cluster = _with_rates(job, keys, new).cluster
     return Calibration(
         cluster=cluster,
         before={key: float(value) for key, value in zip(keys, old, strict=True)},
         after=dict(zip(keys, new, strict=True)),
-        error_before=mean_error(job, timed),
-        error_after=mean_error(dataclasses.replace(job, cluster=cluster), timed),
+        error_before=mean_error(job, measured),
+        error_after=mean_error(dataclasses.replace(job, cluster=cluster), measured),
     )
 
 
@@ -85,9 +85,9 @@ def fitted_keys(job: Job) -> tuple[str, ...]:
     return (products, "memory_bytes_per_s", "link_bytes_per_s", "link_latency_s")
 
 
-def mean_error(job: Job, timed: Sequence[Timed]) -> float:
+def mean_error(job: Job, measured: Sequence[MeasuredLayout]) -> float:
     """How far the predictions for measured layouts are off: 0.5 is half more, or a third less, on average."""
-    return math.expm1(float(np.abs(_misses(job, timed)).mean()))
+    return math.expm1(float(np.abs(_log_errors(job, measured)).mean()))
 
 
 def _with_rates(job: Job, keys: Sequence[str], values: Iterable[float]) -> Job:
@@ -95,22 +95,24 @@ def _with_rates(job: Job, keys: Sequence[str], values: Iterable[float]) -> Job:
     return dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, **rates))
 
 
-def _misses(job: Job, timed: Sequence[Timed]) -> Floats:
+def _log_errors(job: Job, measured: Sequence[MeasuredLayout]) -> Floats:
     """The logarithm of predicted over measured, a layout each."""
-    predicted = [predict(job, t.layout).step_s for t in timed]
-    return np.asarray(np.log(predicted) - np.log([t.step_s for t in timed]), dtype=np.float64)
+    predicted = [predict(job, t.layout).step_s for t in measured]
+    return np.asarray(np.log(predicted) - np.log([t.step_s for t in measured]), dtype=np.float64)
 
 
-def _least_squares(misses: Callable[[Floats], Floats], unknowns: int) -> Floats:
+def _least_squares(log_errors: Callable[[Floats], Floats], unknowns: int) -> Floats:
     """The changes that make misses² + RIDGE changes² small; never worse than no change."""
 
     def cost(x: Floats) -> float:
-        return float((misses(x) ** 2).sum() + RIDGE * (x**2).sum())
+        return float((log_errors(x) ** 2).sum() + RIDGE * (x**2).sum())
 
     x = np.zeros(unknowns)
     for _ in range(ROUNDS):
-        here = misses(x)
-        slopes = np.stack([(misses(x + SMALL * unit) - here) / SMALL for unit in np.eye(unknowns)], axis=1)
+        here = log_errors(x)
+        slopes = np.stack(
+            [(log_errors(x + SMALL * unit) - here) / SMALL for unit in np.eye(unknowns)], axis=1
+        )
         step = np.linalg.solve(slopes.T @ slopes + RIDGE * np.eye(unknowns), -slopes.T @ here - RIDGE * x)
         lengths = (0.5**power for power in range(HALVINGS))
         tries = (np.clip(x + length * step, -MOST_CHANGE, MOST_CHANGE) for length in lengths)

@@ -19,27 +19,27 @@ from pydantic import TypeAdapter, ValidationError
 from meshwright import __version__
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
-from meshwright.layout.axes import dense_shard_axis, sums_whole_gradients
+from meshwright.layout.axes import dense_shard_axis, reduces_full_grads
 from meshwright.layout.flops import flops_per_token, peak_rate
-from meshwright.layout.fsdp_groups import shard_places, sharded_state
+from meshwright.layout.fsdp_groups import shard_ranks, sharded_state
 from meshwright.layout.optimizer_offload import offloaded_state
 from meshwright.layout.parameters import count_parameters
-from meshwright.layout.stages import held_buckets, list_stages, pipeline_rank, schedule_of, stage_homes
-from meshwright.layout.tensor_parallel import held_model
+from meshwright.layout.stages import list_stages, local_buckets, pp_rank_of, schedule_of, stage_pp_ranks
+from meshwright.layout.tensor_parallel import local_model
 from meshwright.plan.memory.feed_forward import balanced_rows, row_bytes
 from meshwright.plan.memory.fit import MemoryNeed, usable_bytes
 from meshwright.plan.memory.ledger import Ledger
 from meshwright.plan.memory.snapshots import Line
 from meshwright.plan.predict import Prediction, name_classes
-from meshwright.plan.search.find import Found
+from meshwright.plan.search.find import SearchResult
 from meshwright.plan.search.planner import search_job
 from meshwright.plan.search.reasons import explain_choice
 from meshwright.plan.time.interval import step_interval
 from meshwright.plan.time.pipeline import PipelineTime
-from meshwright.plan.traffic.predict import Traffic
+from meshwright.plan.traffic.collective import CollectiveTraffic
 from meshwright.schedule.pipeline.files import write_schedule
 from meshwright.spec.job import Job
-from meshwright.spec.load import LAYERS_DEALT, PLAN_KEY, build_job, find_schedule, job_tree
+from meshwright.spec.load import LAYERS_ASSIGNED, PLAN_KEY, build_job, find_schedule, job_tree
 from meshwright.spec.model import DecoderModel
 
 PLAN_VERSION = 1
@@ -88,7 +88,7 @@ class StageRow:
     """What one stage of a pipeline has."""
 
     stage: int
-    place: int
+    pp_rank: int
     """Which ranks of a pipeline hold it."""
     first_layer: int
     last_layer: int
@@ -108,7 +108,7 @@ class Plan:
     flops_per_token: float
     parameters: int
     ranks: tuple[RankPrediction, ...]
-    collectives: tuple[Traffic, ...]
+    collectives: tuple[CollectiveTraffic, ...]
     buckets: tuple[tuple[str, ...], ...]
     reasons: tuple[str, ...]
     usable_bytes: int = 0
@@ -119,7 +119,7 @@ class Plan:
     """False: this version does not run the layout. `ranks` has one rank per class, with estimated memory."""
     pipeline: PipelineTime | None = None
     """The schedule as planned; None without a pipeline, and where the layout does not run yet."""
-    layers_dealt: bool = False
+    layers_assigned: bool = False
     """Whether the layers of the stages are the planner's; another job deals them again."""
 
     @property
@@ -127,22 +127,22 @@ class Plan:
         """Ranks of the run."""
         return self.job.layout.world_size
 
-    def collectives_of(self, rank: int) -> list[Traffic]:
+    def collectives_of(self, rank: int) -> list[CollectiveTraffic]:
         """What one rank is promised to move."""
-        place = pipeline_rank(self.job, rank)
-        return [row for row in self.collectives if row.place in (None, place)]
+        pp_rank = pp_rank_of(self.job, rank)
+        return [row for row in self.collectives if row.pp_rank in (None, pp_rank)]
 
     def classes(self) -> dict[str, RankPrediction]:
         """One rank of each kind: those of one pp rank are alike."""
         each = self.world_size // self.job.layout.pp if self.exact else 1
         names = name_classes(self.job, self.exact, len(self.ranks) // each)
-        return {name: self.ranks[place * each] for name, place in names.items()}
+        return {name: self.ranks[pp_rank * each] for name, pp_rank in names.items()}
 
     def stages(self) -> list[StageRow]:
         """The stages of the pipeline, first to last; none without one."""
         if not self.exact or self.job.layout.pp == 1:
             return []
-        homes = stage_homes(self.job)
+        homes = stage_pp_ranks(self.job)
         return [
             StageRow(
                 part.stage,
@@ -199,7 +199,7 @@ def _adapter() -> TypeAdapter[Plan]:
     return TypeAdapter(Plan)
 
 
-def build_plan(job: Job, named: Sequence[str] = ()) -> tuple[Plan, Found]:
+def build_plan(job: Job, named: Sequence[str] = ()) -> tuple[Plan, SearchResult]:
     """Search, choose, and write down what the choice promises.
 
     Args:
@@ -207,10 +207,10 @@ def build_plan(job: Job, named: Sequence[str] = ()) -> tuple[Plan, Found]:
         named: Keys of the layout that the user wrote; they keep their value.
     """
     found = search_job(job, named)
-    return plan_of(found.best[0], explain_choice(job, found), job.layout.stage_layers is None), found
+    return plan_from(found.best[0], explain_choice(job, found), job.layout.stage_layers is None), found
 
 
-def plan_of(prediction: Prediction, reasons: Sequence[str] = (), layers_assigned: bool = True) -> Plan:
+def plan_from(prediction: Prediction, reasons: Sequence[str] = (), layers_assigned: bool = True) -> Plan:
     """The contract for one layout.
 
     Args:
@@ -224,12 +224,14 @@ def plan_of(prediction: Prediction, reasons: Sequence[str] = (), layers_assigned
 def summarize(prediction: Prediction, reasons: Sequence[str] = ()) -> dict[str, Any]:
     """One layout for ``--json``: the summary of its plan, made without a list of all its ranks."""
     memory = prediction.memory
-    promises = [
-        _promise(place, ledger, need, ledger.state_bytes)
-        for place, (ledger, need) in enumerate(zip(memory.ledgers, memory.needs, strict=True))
+    rank_predictions = [
+        _predict_rank(pp_rank, ledger, need, ledger.state_bytes)
+        for pp_rank, (ledger, need) in enumerate(zip(memory.ledgers, memory.needs, strict=True))
     ]
     plan = _write(prediction, reasons, True, ())
-    return plan.summary_with({name: promises[place] for name, place in prediction.classes.items()})
+    return plan.summary_with(
+        {name: rank_predictions[pp_rank] for name, pp_rank in prediction.classes.items()}
+    )
 
 
 def _write(
@@ -239,7 +241,7 @@ def _write(
     ranks: tuple[RankPrediction, ...],
 ) -> Plan:
     job, layout = prediction.job, prediction.layout
-    whole = prediction.exact and sums_whole_gradients(job)
+    whole = prediction.exact and reduces_full_grads(job)
     return Plan(
         job=job,
         micro_batches=prediction.micro_batches,
@@ -252,9 +254,9 @@ def _write(
         ranks=ranks,
         collectives=prediction.traffic,
         buckets=tuple(
-            tuple(names) for rank in (range(layout.pp) if whole else ()) for names in held_buckets(job, rank)
+            tuple(names) for rank in (range(layout.pp) if whole else ()) for names in local_buckets(job, rank)
         ),
-        layers_dealt=layout.pp > 1 and layers_assigned,
+        layers_assigned=layout.pp > 1 and layers_assigned,
         reasons=tuple(reasons),
         pipeline=prediction.time.pipeline,
         exact=prediction.exact,
@@ -266,42 +268,42 @@ def _list_ranks(prediction: Prediction) -> Iterator[RankPrediction]:
     """What each rank is promised; of a layout that does not run, one rank of each class."""
     job, memory = prediction.job, prediction.memory
     if not prediction.exact:
-        for place, (ledger, need) in enumerate(zip(memory.ledgers, memory.needs, strict=True)):
-            yield _promise(place, ledger, need, ledger.state_bytes)
+        for pp_rank, (ledger, need) in enumerate(zip(memory.ledgers, memory.needs, strict=True)):
+            yield _predict_rank(pp_rank, ledger, need, ledger.state_bytes)
         return
     sharded = dense_shard_axis(job.layout).size > 1
     states: dict[tuple[int, tuple[int, int]], dict[str, int]] = {}
     away: dict[tuple[int, tuple[int, int]], dict[str, int]] = {}
-    rows, each_row = _even_share(job)
+    rows, each_row = _balanced_routing(job)
     for rank in range(job.layout.world_size):
-        pp_rank, shards = pipeline_rank(job, rank), shard_places(job, rank)
+        pp_rank, shards = pp_rank_of(job, rank), shard_ranks(job, rank)
         ledger = memory.ledgers[pp_rank]
         if (pp_rank, shards) not in states:
             state = sharded_state(job, rank) if sharded else ledger.state_bytes
             states[pp_rank, shards], away[pp_rank, shards] = state, offloaded_state(job, state)
-        promise = _promise(rank, ledger, memory.needs[pp_rank], states[pp_rank, shards])
+        predicted = _predict_rank(rank, ledger, memory.needs[pp_rank], states[pp_rank, shards])
         yield dataclasses.replace(
-            promise, offloaded_bytes=away[pp_rank, shards], routed_rows=rows, row_bytes=each_row
+            predicted, offloaded_bytes=away[pp_rank, shards], routed_rows=rows, row_bytes=each_row
         )
 
 
-def _promise(rank: int, ledger: Ledger, need: MemoryNeed, state: dict[str, int]) -> RankPrediction:
+def _predict_rank(rank: int, ledger: Ledger, need: MemoryNeed, state: dict[str, int]) -> RankPrediction:
     return RankPrediction(
         rank=rank,
         state_bytes=state,
         peak_bytes=ledger.peak_bytes,
         peak_at=ledger.peak_at,
         first_peak_bytes=ledger.first_peak_bytes,
-        activation_bytes=ledger.kept_bytes,
+        activation_bytes=ledger.activation_bytes,
         lines=ledger.lines,
         checkpoint_bytes=need.checkpoint,
         needed_bytes=need.needed_bytes,
     )
 
 
-def _even_share(job: Job) -> tuple[int, int]:
+def _balanced_routing(job: Job) -> tuple[int, int]:
     """Rows of a rank's experts in one layer, and what each keeps; nothing for a model without experts."""
-    model = held_model(job)
+    model = local_model(job)
     if not isinstance(model, DecoderModel) or not model.expert_layers:
         return 0, 0
     return balanced_rows(job, model, job.layout.micro_batch or 1), row_bytes(job, model)
@@ -336,7 +338,7 @@ def plan_tree(plan: Plan) -> dict[str, Any]:
     }
     if plan.pipeline is not None:
         tree["predicted"]["pipeline"] = dataclasses.asdict(plan.pipeline)
-        tree["predicted"][LAYERS_DEALT] = plan.layers_dealt
+        tree["predicted"][LAYERS_ASSIGNED] = plan.layers_assigned
     if not plan.exact:
         tree["predicted"]["exact"] = False
     return tree

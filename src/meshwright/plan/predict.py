@@ -16,7 +16,7 @@ from functools import cached_property
 from meshwright.core.units import format_bytes
 from meshwright.layout.flops import flops_per_token, peak_rate
 from meshwright.layout.optimizer_offload import offloaded_state
-from meshwright.layout.stages import list_stages, read_schedule, schedule_of, stage_homes
+from meshwright.layout.stages import list_stages, read_schedule, schedule_of, stage_pp_ranks
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.memory import estimate_memory
 from meshwright.plan.estimate.memory_report import estimate_ledgers
@@ -27,7 +27,8 @@ from meshwright.plan.memory.ledger import Ledger, predict_ledger
 from meshwright.plan.time.interval import Interval, step_interval
 from meshwright.plan.time.stages import split_layers
 from meshwright.plan.time.step import StepTime, predict_step
-from meshwright.plan.traffic.predict import Traffic, join_places, predict_traffic
+from meshwright.plan.traffic.collective import CollectiveTraffic, merge_pp_ranks
+from meshwright.plan.traffic.predict import predict_traffic
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality.table import find_problems, with_layout
@@ -69,7 +70,7 @@ class Prediction:
     micro_batches: int
     """Of a step, on the rank with most samples."""
     memory: Memory
-    traffic: tuple[Traffic, ...]
+    traffic: tuple[CollectiveTraffic, ...]
     """Collectives of every rank; rows of single pp ranks carry their number. Empty for other runtimes."""
     time: StepTime
     exact: bool
@@ -140,18 +141,18 @@ def is_exact(job: Job) -> bool:
 
 def predict(job: Job, layout: Layout) -> Prediction:
     """Memory, collectives and time of one layout; what it leaves open is settled."""
-    placed = with_layout(job, settle_layout(job, layout))
+    placed = with_layout(job, complete_layout(job, layout))
     exact = is_exact(placed)
-    return predict_rest(placed, predict_memory(placed, exact), exact)
+    return predict_with_memory(placed, predict_memory(placed, exact), exact)
 
 
-def predict_rest(placed: Job, memory: Memory, exact: bool) -> Prediction:
+def predict_with_memory(placed: Job, memory: Memory, exact: bool) -> Prediction:
     """The same of a settled job whose memory is known."""
     micro_batches = count_micro_batches(placed)
-    traffic: tuple[Traffic, ...] = ()
+    traffic: tuple[CollectiveTraffic, ...] = ()
     if placed.train.runtime == "meshwright":  # of models that are not built, what they would send
         rows = [predict_traffic(placed, pp_rank) for pp_rank in range(placed.layout.pp)]
-        traffic = tuple(join_places(rows))
+        traffic = tuple(merge_pp_ranks(rows))
     touched = sum(ledger.touched_bytes for ledger in memory.ledgers)
     time = predict_step(placed, micro_batches, touched, traffic)
     return Prediction(placed, micro_batches, memory, traffic, time, exact)
@@ -228,7 +229,7 @@ def name_classes(job: Job, exact: bool, count: int) -> dict[str, int]:
         classes = ESTIMATED_CLASSES if count == len(ESTIMATED_CLASSES) else ESTIMATED_CLASSES[::2]
         return {name: place for place, name in enumerate(classes)}
     each = job.layout.world_size // job.layout.pp
-    homes, names = stage_homes(job), dict[str, int]()
+    homes, names = stage_pp_ranks(job), dict[str, int]()
     for pp_rank in range(job.layout.pp):
         first, last = pp_rank * each, (pp_rank + 1) * each - 1
         ranks = f"rank {first}" if each == 1 else f"ranks {first} to {last}"
@@ -237,17 +238,17 @@ def name_classes(job: Job, exact: bool, count: int) -> dict[str, int]:
     return names
 
 
-def share_of(job: Job, layout: Layout) -> int:
+def samples_per_rank(job: Job, layout: Layout) -> int:
     """Samples of a step on the rank with most of them."""
     return -(-job.train.global_batch // layout.data_degree)
 
 
 def count_micro_batches(job: Job) -> int:
     """Micro-batches of a step of a settled job."""
-    return -(-share_of(job, job.layout) // (job.layout.micro_batch or 1))
+    return -(-samples_per_rank(job, job.layout) // (job.layout.micro_batch or 1))
 
 
-def settle_layout(job: Job, layout: Layout) -> Layout:
+def complete_layout(job: Job, layout: Layout) -> Layout:
     """The layout with what it leaves open: the micro-batch, then the layers of a pipeline's stages."""
     micro = layout.micro_batch or _largest_micro_batch(job, layout)
     return _with_micro_batch(job, layout, micro)
@@ -256,7 +257,7 @@ def settle_layout(job: Job, layout: Layout) -> Layout:
 def _with_micro_batch(job: Job, layout: Layout, micro: int) -> Layout:
     layout = dataclasses.replace(layout, micro_batch=micro)
     if layout.schedule_file is not None:  # a file may be for another pipeline
-        schedule_of(with_layout(job, layout), -(-share_of(job, layout) // micro))
+        schedule_of(with_layout(job, layout), -(-samples_per_rank(job, layout) // micro))
     layers = layout.stage_layers or split_layers(with_layout(job, layout))
     return dataclasses.replace(layout, stage_layers=layers)
 
@@ -269,7 +270,7 @@ def _needed_bytes(job: Job, layout: Layout, micro: int, exact: bool) -> int:
 
 def _largest_micro_batch(job: Job, layout: Layout) -> int:
     """The largest that fits and leaves at least 2 x pp micro-batches, evened out; 1 if none does."""
-    share = share_of(job, layout)
+    share = samples_per_rank(job, layout)
     sizes = _micro_batch_sizes(job, layout, share)
     if len(sizes) == 1:  # perhaps one that the schedule does not take: the rules say so
         return sizes[0]

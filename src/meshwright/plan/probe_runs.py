@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from meshwright.layout.gemms import list_linears
-from meshwright.plan.contract import Plan, plan_of
+from meshwright.plan.contract import Plan, plan_from
 from meshwright.plan.predict import predict
-from meshwright.plan.time.probed import Timed
+from meshwright.plan.time.probed import MeasuredStep
 from meshwright.plan.time.triton_block_bytes import block_bytes
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.execution import runs_own_kernels
+from meshwright.spec.execution import resolve_block_backend
 from meshwright.spec.job import Job
 from meshwright.spec.load import build_job
 from meshwright.spec.model import DecoderModel
 
 
-class Sizes(NamedTuple):
+class GemmShape(NamedTuple):
     """Rows, width of the output and of the input of a linear layer."""
 
     rows: int
@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
     depth: int
 
 
-class Heads(NamedTuple):
+class AttentionShape(NamedTuple):
     """Attention: sequences, query and key heads, their width, the length of a sequence."""
 
     batch: int
@@ -41,22 +41,22 @@ class Heads(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Programme:
+class ProbeSuite:
     """What is measured on a kind of device."""
 
     precision: Literal["fp32", "bf16"]
     """Of the products of shapes, attention and steps; of the other one a large product is measured."""
     compiled: bool
-    products: tuple[Sizes, ...]
+    gemms: tuple[GemmShape, ...]
     """Beside those of the small models."""
-    scaled: tuple[Sizes, ...]
+    fp8_gemms: tuple[GemmShape, ...]
     """Likewise, in 8 bits."""
-    attention: tuple[Heads, ...]
-    large: int
+    attention: tuple[AttentionShape, ...]
+    large_gemm_size: int
     """Sides of the large product."""
-    copied: int
+    copy_elements: int
     """Elements of a copy."""
-    updated: int
+    optimizer_elements: int
     """Elements that an optimizer moves."""
     seconds: float
     """For each operation."""
@@ -65,52 +65,52 @@ class Programme:
     """Tables of jobs: model, data and train."""
 
 
-def _small(layers: int, width: int, heads: tuple[int, int], ffn: int, words: int) -> dict[str, Any]:
+def _small(layers: int, width: int, heads: tuple[int, int], ffn: int, vocab_size: int) -> dict[str, Any]:
     return {
         "num_layers": layers,
         "hidden_size": width,
         "num_heads": heads[0],
         "num_kv_heads": heads[1],
         "ffn_size": ffn,
-        "vocab_size": words,
+        "vocab_size": vocab_size,
         "tied_embeddings": False,
     }
 
 
-PROGRAMMES = {
-    "cuda": Programme(
+PROBE_SUITES = {
+    "cuda": ProbeSuite(
         precision="bf16",
         compiled=True,
-        products=(
-            Sizes(32768, 17920, 2560),
-            Sizes(32768, 3584, 2560),
-            Sizes(32768, 2560, 8960),
-            Sizes(16384, 5120, 3584),
-            Sizes(8192, 5120, 5120),
-            Sizes(16384, 28672, 4096),
-            Sizes(16384, 4096, 14336),
-            Sizes(4096, 98304, 2560),
-            Sizes(2048, 1024, 1024),
-            Sizes(1024, 512, 2048),
+        gemms=(
+            GemmShape(32768, 17920, 2560),
+            GemmShape(32768, 3584, 2560),
+            GemmShape(32768, 2560, 8960),
+            GemmShape(16384, 5120, 3584),
+            GemmShape(8192, 5120, 5120),
+            GemmShape(16384, 28672, 4096),
+            GemmShape(16384, 4096, 14336),
+            GemmShape(4096, 98304, 2560),
+            GemmShape(2048, 1024, 1024),
+            GemmShape(1024, 512, 2048),
         ),
-        scaled=(
-            Sizes(32768, 17920, 2560),
-            Sizes(32768, 3584, 2560),
-            Sizes(32768, 2560, 8960),
-            Sizes(16384, 5120, 3584),
-            Sizes(16384, 28672, 4096),
-            Sizes(2048, 1024, 1024),
+        fp8_gemms=(
+            GemmShape(32768, 17920, 2560),
+            GemmShape(32768, 3584, 2560),
+            GemmShape(32768, 2560, 8960),
+            GemmShape(16384, 5120, 3584),
+            GemmShape(16384, 28672, 4096),
+            GemmShape(2048, 1024, 1024),
         ),
         attention=(
-            Heads(8, 32, 8, 64, 2048),
-            Heads(2, 32, 8, 64, 8192),
-            Heads(1, 32, 8, 64, 32768),
-            Heads(8, 24, 8, 128, 2048),
-            Heads(1, 24, 8, 128, 16384),
+            AttentionShape(8, 32, 8, 64, 2048),
+            AttentionShape(2, 32, 8, 64, 8192),
+            AttentionShape(1, 32, 8, 64, 32768),
+            AttentionShape(8, 24, 8, 128, 2048),
+            AttentionShape(1, 24, 8, 128, 16384),
         ),
-        large=8192,
-        copied=2**28,
-        updated=2**28,
+        large_gemm_size=8192,
+        copy_elements=2**28,
+        optimizer_elements=2**28,
         seconds=0.1,
         steps=13,
         models=tuple(
@@ -118,28 +118,32 @@ PROGRAMMES = {
                 "model": _small(layers, 1536, (12, 4), 6144, 32768),
                 "seq_len": 4096,
                 "batch": 4,
-                "kernels": kernels,
+                "block_backend": backend,
             }
-            for layers, kernels in ((2, "own"), (6, "own"), (6, "compiled"))
+            for layers, backend in ((2, "triton"), (6, "triton"), (6, "compile"))
         ),
     ),
-    "cpu": Programme(
+    "cpu": ProbeSuite(
         precision="fp32",
         compiled=False,
-        products=(
-            Sizes(256, 192, 64),
-            Sizes(1024, 256, 64),
-            Sizes(128, 512, 512),
-            Sizes(256, 4096, 256),
-            Sizes(256, 1024, 1024),
-            Sizes(1024, 1024, 1024),
-            Sizes(2048, 2048, 512),
+        gemms=(
+            GemmShape(256, 192, 64),
+            GemmShape(1024, 256, 64),
+            GemmShape(128, 512, 512),
+            GemmShape(256, 4096, 256),
+            GemmShape(256, 1024, 1024),
+            GemmShape(1024, 1024, 1024),
+            GemmShape(2048, 2048, 512),
         ),
-        scaled=(),
-        attention=(Heads(2, 4, 2, 32, 512), Heads(16, 4, 2, 16, 64), Heads(4, 16, 4, 64, 128)),
-        large=1024,
-        copied=2**24,
-        updated=2**22,
+        fp8_gemms=(),
+        attention=(
+            AttentionShape(2, 4, 2, 32, 512),
+            AttentionShape(16, 4, 2, 16, 64),
+            AttentionShape(4, 16, 4, 64, 128),
+        ),
+        large_gemm_size=1024,
+        copy_elements=2**24,
+        optimizer_elements=2**22,
         seconds=0.03,
         steps=13,
         models=(
@@ -152,7 +156,7 @@ PROGRAMMES = {
 
 
 @dataclass(frozen=True)
-class SmallRun:
+class ProbeRun:
     """A small model in one process, in one micro-batch a step."""
 
     plan: Plan
@@ -164,39 +168,37 @@ class SmallRun:
         return _decoder(self.plan.job).num_layers
 
     @property
-    def kernels(self) -> str:
-        """Whose are between its products: ``own``, ``compiled``, or torch's, one for each operation."""
-        if runs_own_kernels(self.plan.job):
-            return "own"
-        return "compiled" if self.plan.job.train.compile else "torch"
+    def block_backend(self) -> str:
+        """The backend that computes its blocks."""
+        return resolve_block_backend(self.plan.job)
 
-    def timed(self, step_s: float) -> Timed:
+    def measured_step(self, step_s: float) -> MeasuredStep:
         """With what its step took."""
-        return Timed(self.plan.job, self.plan.micro_batches, self.touched_bytes, step_s)
+        return MeasuredStep(self.plan.job, self.plan.micro_batches, self.touched_bytes, step_s)
 
 
-def find_cluster(only_cores: bool) -> Cluster:
+def find_cluster(cpu_only: bool) -> Cluster:
     """This machine, as the preset ``local`` finds it; or its cores, also where it has GPUs."""
-    table = {"preset": "local"} | ({"device": "cpu"} if only_cores else {})
-    return _build_job(PROGRAMMES["cpu"], PROGRAMMES["cpu"].models[0], table).cluster
+    table = {"preset": "local"} | ({"device": "cpu"} if cpu_only else {})
+    return _build_job(PROBE_SUITES["cpu"], PROBE_SUITES["cpu"].models[0], table).cluster
 
 
-def list_runs(programme: Programme, cluster: Cluster) -> list[SmallRun]:
+def list_runs(suite: ProbeSuite, cluster: Cluster) -> list[ProbeRun]:
     """The small models."""
     table = {k: v for k, v in dataclasses.asdict(cluster).items() if v is not None}
     runs = []
-    for model in programme.models:
-        job = _build_job(programme, model, table)
+    for model in suite.models:
+        job = _build_job(suite, model, table)
         prediction = predict(job, job.layout)
-        runs.append(SmallRun(plan_of(prediction), prediction.ledger.touched_bytes))
+        runs.append(ProbeRun(plan_from(prediction), prediction.ledger.touched_bytes))
     return runs
 
 
-def _build_job(programme: Programme, small: dict[str, Any], cluster: dict[str, Any]) -> Job:
-    train = {"steps": programme.steps, "global_batch": small["batch"], "precision": programme.precision}
+def _build_job(suite: ProbeSuite, small: dict[str, Any], cluster: dict[str, Any]) -> Job:
+    train = {"steps": suite.steps, "global_batch": small["batch"], "precision": suite.precision}
     layout = {"dp_replicate": 1, "micro_batch": small["batch"]}
-    if programme.compiled:
-        train |= {"compile": True, "residual": programme.precision, "kernels": small["kernels"]}
+    if suite.compiled:
+        train |= {"block_backend": small["block_backend"], "residual_dtype": suite.precision}
         layout |= {"recompute": "selective"}
     return build_job(
         {
@@ -210,24 +212,24 @@ def _build_job(programme: Programme, small: dict[str, Any], cluster: dict[str, A
     )
 
 
-def list_products(programme: Programme, jobs: list[Job]) -> list[Sizes]:
+def list_gemms(suite: ProbeSuite, jobs: list[Job]) -> list[GemmShape]:
     """Shapes of products: of the small models, then the others."""
-    found = [Sizes(*linear[:3]) for job in jobs for linear in list_linears(job, _decoder(job), 1)]
-    return list(dict.fromkeys([*found, *programme.products]))
+    found = [GemmShape(*linear[:3]) for job in jobs for linear in list_linears(job, _decoder(job), 1)]
+    return list(dict.fromkeys([*found, *suite.gemms]))
 
 
-def list_scaled(programme: Programme, jobs: list[Job]) -> list[Sizes]:
+def list_fp8_gemms(suite: ProbeSuite, jobs: list[Job]) -> list[GemmShape]:
     """Likewise, in 8 bits: of blocks, not of heads."""
-    if not programme.scaled:
+    if not suite.fp8_gemms:
         return []
-    linears = [linear for job in jobs for linear in list_linears(job, _decoder(job), 1) if linear.again]
-    return list(dict.fromkeys([*(Sizes(*linear[:3]) for linear in linears), *programme.scaled]))
+    linears = [linear for job in jobs for linear in list_linears(job, _decoder(job), 1) if linear.in_block]
+    return list(dict.fromkeys([*(GemmShape(*linear[:3]) for linear in linears), *suite.fp8_gemms]))
 
 
-def list_attention(programme: Programme, jobs: list[Job]) -> list[Heads]:
+def list_attention(suite: ProbeSuite, jobs: list[Job]) -> list[AttentionShape]:
     """Shapes of attention, likewise."""
     found = [
-        Heads(
+        AttentionShape(
             job.layout.micro_batch or 1,
             model.num_heads,
             model.num_kv_heads,
@@ -237,7 +239,7 @@ def list_attention(programme: Programme, jobs: list[Job]) -> list[Heads]:
         for job in jobs
         for model in (_decoder(job),)
     ]
-    return list(dict.fromkeys([*found, *programme.attention]))
+    return list(dict.fromkeys([*found, *suite.attention]))
 
 
 def count_block_bytes(job: Job) -> int:

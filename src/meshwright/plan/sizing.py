@@ -48,7 +48,7 @@ def parse_duration(text: str) -> float:
 
 
 @dataclass(frozen=True)
-class Size:
+class ClusterSize:
     """One number of devices with the best layout on them."""
 
     devices: int
@@ -67,14 +67,14 @@ class Sizing:
 
     tokens: float
     deadline_s: float
-    tried: tuple[Size, ...]
+    tried: tuple[ClusterSize, ...]
     """By number of devices."""
-    answer: Size | None
+    answer: ClusterSize | None
     """The fewest devices that keep the deadline."""
     assumptions: tuple[str, ...]
 
     @property
-    def fastest(self) -> Size:
+    def fastest(self) -> ClusterSize:
         """The shortest, whether it keeps the deadline or not; of equal ones the smallest."""
         return min(self.tried, key=lambda size: (size.wall_s, size.devices))
 
@@ -114,7 +114,7 @@ def lost_to_failures(job: Job, devices: int, nodes: int) -> float:
     return min(1.0, write_s / interval_s + interval_s / (2 * between_s) + RESTART_S / between_s)
 
 
-def assumptions_of(job: Job) -> tuple[str, ...]:
+def list_assumptions(job: Job) -> tuple[str, ...]:
     """What the cluster does not say and what stood in for it."""
     cluster, found = job.cluster, []
     if cluster.failure_hours is None:
@@ -134,7 +134,7 @@ def size_cluster(
     tokens: float,
     deadline_s: float,
     pins: dict[str, Any],
-    told: Callable[[int], None] = lambda devices: None,
+    progress: Callable[[int], None] = lambda devices: None,
 ) -> Sizing:
     """Double the devices until the deadline is kept or nothing is gained, then go back as far as it holds.
 
@@ -146,15 +146,15 @@ def size_cluster(
         told: Called with each number of devices before it is searched.
     """
     per_node = job.cluster.devices_per_node
-    tried: dict[int, Size | None] = {}
+    tried: dict[int, ClusterSize | None] = {}
 
-    def attempt(devices: int) -> Size | None:
+    def attempt(devices: int) -> ClusterSize | None:
         if devices not in tried:
-            told(devices)
+            progress(devices)
             tried[devices] = _best_on(job, devices, tokens, pins)
         return tried[devices]
 
-    answer: Size | None = None
+    answer: ClusterSize | None = None
     gains = _Gains()
     most = MOST_NODES if job.cluster.nic_bytes_per_s else 1
     for devices in (*divisors(per_node), *(per_node * 2**power for power in range(1, 15))):
@@ -169,7 +169,7 @@ def size_cluster(
     if answer is not None and answer.devices > per_node:
         answer = _refine(answer, attempt, deadline_s, per_node)
     sizes = tuple(tried[n] for n in sorted(tried) if tried[n] is not None)
-    return Sizing(tokens, deadline_s, tuple(s for s in sizes if s), answer, assumptions_of(job))
+    return Sizing(tokens, deadline_s, tuple(s for s in sizes if s), answer, list_assumptions(job))
 
 
 class _Gains:
@@ -178,7 +178,7 @@ class _Gains:
     def __init__(self) -> None:
         self._best, self._idle = math.inf, 0
 
-    def ended(self, size: Size | None) -> bool:
+    def ended(self, size: ClusterSize | None) -> bool:
         if size is None:
             return False  # nothing fits yet
         if size.wall_s < self._best * 0.99:
@@ -188,7 +188,9 @@ class _Gains:
         return self._idle >= 3
 
 
-def _refine(answer: Size, attempt: Callable[[int], Size | None], deadline_s: float, per_node: int) -> Size:
+def _refine(
+    answer: ClusterSize, attempt: Callable[[int], ClusterSize | None], deadline_s: float, per_node: int
+) -> ClusterSize:
     """Fewer nodes, in steps of a sixteenth: layouts need numbers with divisors, so not every one is tried."""
     high = answer.devices // per_node
     low, step = high // 2, max(1, high // 16)
@@ -204,7 +206,7 @@ def _refine(answer: Size, attempt: Callable[[int], Size | None], deadline_s: flo
     return answer
 
 
-def _best_on(job: Job, devices: int, tokens: float, pins: dict[str, Any]) -> Size | None:
+def _best_on(job: Job, devices: int, tokens: float, pins: dict[str, Any]) -> ClusterSize | None:
     per_node = job.cluster.devices_per_node
     nodes = max(1, devices // per_node)
     resized = with_cluster(job, nodes=nodes, devices_per_node=min(devices, per_node))
@@ -217,7 +219,7 @@ def _best_on(job: Job, devices: int, tokens: float, pins: dict[str, Any]) -> Siz
     wall_s = steps * best.step_s / (1 - lost) if lost < 1 else math.inf
     price = job.cluster.cost_per_hour
     cost = None if price is None or math.isinf(wall_s) else price * devices * wall_s / 3600
-    return Size(devices, nodes, best, wall_s, lost, cost)
+    return ClusterSize(devices, nodes, best, wall_s, lost, cost)
 
 
 def explain_size(sizing: Sizing, kind: str) -> list[str]:
@@ -253,7 +255,7 @@ def format_days(seconds: float) -> str:
     return f"{seconds / 86_400:.1f} days" if seconds >= 172_800 else f"{seconds / 3600:.1f} hours"
 
 
-def require_sizes(sizing: Sizing, sizes: Sequence[Size]) -> None:
+def require_sizes(sizing: Sizing, sizes: Sequence[ClusterSize]) -> None:
     """Refuse where no number of devices held the model at all."""
     if not sizes:
         rule = f"fits no number of devices up to {MOST_NODES} nodes"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwright.audit.event_scan import Attempt, Scan, scan_events
-from meshwright.audit.record import events_of_a_run
+from meshwright.audit.record import reading_events
 from meshwright.core.events import EVENTS_FILE, Event
 from meshwright.report.plot import Series
 
@@ -115,7 +115,7 @@ def read_history(run_dir: Path) -> History:
     """Read a run's events once."""
     path = run_dir / EVENTS_FILE
     history, scan = History(), Scan()
-    with events_of_a_run(run_dir):
+    with reading_events(run_dir):
         for event in scan_events(path, scan):
             _take(history, event)
     history.unreadable = scan.unreadable

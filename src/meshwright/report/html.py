@@ -175,7 +175,7 @@ def _experts(report: RunReport) -> list[str]:
         told = f"{each} and {more} more" if more > 0 else each
         rows.append((str(layer.layer), *cells, f"{layer.dropped_share:.1%}", told))
     parts = ["<h2>Experts</h2>", f"<p>Tokens that chose each expert in step {loads.step}:</p>"]
-    return parts + _folded(columns, rows, (0, 1, 2, 3, 4))
+    return parts + _collapsible_table(columns, rows, (0, 1, 2, 3, 4))
 
 
 def _pipeline(report: RunReport) -> list[str]:
@@ -214,7 +214,7 @@ def _memory(report: RunReport) -> list[str]:
     rows = [[str(rank), *(_beside(found.get(kind)) for kind in kinds)] for rank, found in by_rank.items()]
     parts.append("<p>Measured in the audited step, with the difference from the prediction:</p>")
     columns = ("rank", *kinds)
-    parts += _folded(columns, rows, tuple(range(len(columns))))
+    parts += _collapsible_table(columns, rows, tuple(range(len(columns))))
     return parts
 
 
@@ -225,7 +225,9 @@ def _beside(row: StateRow | None) -> str:
     return f"{format_bytes(row.measured)} ({f'{difference:+,d}' if difference else 'equal'})"
 
 
-def _folded(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> list[str]:
+def _collapsible_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int]
+) -> list[str]:
     """The first rows open, the others behind a click."""
     parts = [table(columns, rows[:MOST_OPEN], numbers)]
     if len(rows) > MOST_OPEN:
@@ -241,7 +243,7 @@ def _audit(report: RunReport) -> list[str]:
     columns = ("rank", "promise", "predicted bytes", "measured bytes", "allowed", "verdict")
     # Ranks of replicas promise the same: those that differ come first, so that a fold hides none of them.
     rows.sort(key=lambda cells: "differs" not in cells[-1])
-    parts += _folded(columns, rows, (0, 2, 3))
+    parts += _collapsible_table(columns, rows, (0, 2, 3))
     parts.append("<h2>Collectives</h2>")
     moved = [_collective_cells(row, report.audited) for row in report.verdict.collectives]
     if moved:
@@ -268,12 +270,12 @@ def _audit(report: RunReport) -> list[str]:
 def _state_cells(row: StateRow, judged: bool) -> list[str]:
     measured = "not measured" if row.measured is None else f"{row.measured:,}"
     allowed = f"{row.tolerance:.0%}" if row.tolerance else "equal"
-    return [str(row.rank), row.kind, f"{row.predicted:,}", measured, allowed, _word(row.held, judged)]
+    return [str(row.rank), row.kind, f"{row.predicted:,}", measured, allowed, _word(row.ok, judged)]
 
 
 def _collective_cells(row: CollectiveRow, judged: bool) -> list[str]:
     counts = (row.ranks, row.predicted_calls, row.calls, row.predicted_bytes, row.bytes)
-    axis = row.axis if row.place is None else f"{row.axis}, place {row.place}"
+    axis = row.axis if row.pp_rank is None else f"{row.axis}, pp rank {row.pp_rank}"
     return [axis, row.op, row.phase, *(f"{n:,}" for n in counts), _word(row.equal, judged)]
 
 

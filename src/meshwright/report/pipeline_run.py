@@ -12,9 +12,9 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.audit.record import Recorded, RunRecord
+from meshwright.audit.record import RecordedTimeline, RunRecord
 from meshwright.core.units import format_seconds
-from meshwright.layout.stages import schedule_of, stage_homes
+from meshwright.layout.stages import schedule_of, stage_pp_ranks
 from meshwright.plan.contract import Plan
 from meshwright.plan.time.pipeline import PipelineTime
 from meshwright.plan.time.stage_layers import assign_layers, rank_costs, stage_costs
@@ -25,7 +25,7 @@ from meshwright.schedule.pipeline.walk import StageTimes, Walk, walk_schedule
 from meshwright.spec.model import DecoderModel
 
 Spans = tuple[tuple[tuple[Action, float, float], ...], ...]
-WORTH_SAYING = 0.05
+MIN_IMPROVEMENT = 0.05
 """By how much another cut must shorten the slowest rank's work to be proposed."""
 
 
@@ -115,7 +115,7 @@ def find_pipeline(plan: Plan, record: RunRecord) -> PipelineRun | None:
     if plan.pipeline is None or layout.stage_layers is None:
         return None
     inner = layout.world_size // layout.pp
-    recorded = [record.timelines.get(place * inner) for place in range(layout.pp)]
+    recorded = [record.timelines.get(pp_rank * inner) for pp_rank in range(layout.pp)]
     found = [row for row in recorded if row is not None and row.steps]
     if len(found) < layout.pp:
         return None
@@ -126,7 +126,7 @@ def find_pipeline(plan: Plan, record: RunRecord) -> PipelineRun | None:
     return PipelineRun(schedule, spans, found[0].steps, walk, plan.pipeline, layout.stage_layers, better)
 
 
-def _read(recorded: Recorded) -> tuple[tuple[Action, float, float], ...]:
+def _read(recorded: RecordedTimeline) -> tuple[tuple[Action, float, float], ...]:
     return tuple((Action(Kind(k), stage, m), start, end) for k, stage, m, start, end in recorded.actions)
 
 
@@ -156,13 +156,13 @@ def _find_better(plan: Plan, stage_s: tuple[float, ...]) -> tuple[int, ...] | No
     inner = [seconds / count for seconds, count in zip(stage_s[1:-1], layers[1:-1], strict=True)]
     block = statistics.fmean(inner) if inner else stage_s[0] / (layers[0] + costs.embedding_blocks)
     embedding, head = (max(0.0, stage_s[end] / block - layers[end]) for end in (0, -1))
-    homes = stage_homes(plan.job)
+    homes = stage_pp_ranks(plan.job)
     assigned = assign_layers(plan.job.model.num_layers, homes, embedding, head)
 
     def slowest(counts: tuple[int, ...]) -> float:
         return max(rank_costs(stage_costs(counts, embedding, head), homes))
 
-    return assigned if slowest(assigned) < (1 - WORTH_SAYING) * slowest(layers) else None
+    return assigned if slowest(assigned) < (1 - MIN_IMPROVEMENT) * slowest(layers) else None
 
 
 def _listed(numbers: tuple[int, ...]) -> str:

@@ -73,7 +73,7 @@ def summarise_run(folder: Path) -> RunSummary:
         damage.append(str(error.problems[0].rule) if error.problems else str(error))
     attempt, record = found.attempt, found.attempt.record
     broken = plan is None or not (folder / EVENTS_FILE).exists()
-    status = "damaged" if broken else settle_status(folder, attempt.status)
+    status = "damaged" if broken else resolve_status(folder, attempt.status)
     verdict = audit_run(plan, record) if plan and status in FINISHED else None
     reasons = [*damage, *attempt.errors[:1]] if status in ("damaged", "failed") else damage
     return RunSummary(
@@ -84,7 +84,7 @@ def summarise_run(folder: Path) -> RunSummary:
         steps_asked=plan.job.train.steps if plan else attempt.steps,
         ranks=plan.world_size if plan else len(attempt.ranks) or None,
         attempts=found.attempts,
-        loss=record.told_losses[-1] if record.told_losses else None,
+        loss=record.target_losses[-1] if record.target_losses else None,
         eval_loss=record.eval_loss,
         tokens_per_s=record.tokens_per_s,
         unit=plan.job.unit if plan else "tokens",
@@ -96,7 +96,7 @@ def summarise_run(folder: Path) -> RunSummary:
     )
 
 
-def settle_status(folder: Path, written: str) -> str:
+def resolve_status(folder: Path, written: str) -> str:
     """What the events say, unless a process still holds the run."""
     return "running" if written not in FINISHED and is_held(folder) else written
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import tomli_w
 
-from meshwright.audit.compare import Audit, audit_run, held_text
+from meshwright.audit.compare import Audit, audit_run, describe_match
 from meshwright.audit.record import format_loss
 from meshwright.core.units import format_count, format_plural, format_rate, format_seconds
 from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
 from meshwright.report.history import History, read_history
 from meshwright.report.pipeline_run import PipelineRun, find_pipeline
 from meshwright.report.plot import Chart, Series
-from meshwright.report.run_list import FINISHED, settle_status
+from meshwright.report.run_list import FINISHED, resolve_status
 from meshwright.spec.load import job_tree
 
 PAGE_FILE = "report.html"
@@ -106,7 +106,7 @@ class RunReport:
         record = self.history.newest.record
         if not record.losses:
             return "no step was done"
-        told = record.told_losses
+        told = record.target_losses
         if not told:
             return "no step had target tokens"
         text = f"{format_loss(told[0])} to {format_loss(told[-1])}"
@@ -196,7 +196,7 @@ class RunReport:
         if not self.audited:
             return f"Promises are not judged: the run's status is {self.status}."
         if self.verdict.ok:
-            return f"The plan held: {held_text(self.plan)}"
+            return f"The plan held: {describe_match(self.plan)}"
         if not self.verdict.measured:
             return f"Not measured: {self.verdict.differences[-1]}."
         return f"The plan did not hold: {format_plural(len(self.verdict.differences), 'difference')}."
@@ -226,7 +226,7 @@ class RunReport:
                 }
                 for attempt in self.history.attempts
             ],
-            "loss": record.told_losses[-1] if record.told_losses else None,
+            "loss": record.target_losses[-1] if record.target_losses else None,
             "eval_loss": record.eval_loss,
             "tokens_per_s": record.tokens_per_s,
             "flops_per_s": record.flops_per_s(self.plan),
@@ -250,7 +250,7 @@ def read_report(run_dir: Path, status: str | None = None) -> RunReport:
     """
     history = read_history(run_dir)
     plan = read_plan(run_dir / PLAN_FILE)
-    settled = status or settle_status(run_dir, history.newest.status)
+    settled = status or resolve_status(run_dir, history.newest.status)
     return RunReport(run_dir, plan, history, audit_run(plan, history.newest.record), settled)
 
 

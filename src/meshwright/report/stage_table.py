@@ -15,7 +15,7 @@ def stage_cells(plan: Plan) -> list[tuple[str, ...]]:
     times, each = plan.pipeline, plan.world_size // plan.job.layout.pp
     rows: list[tuple[str, ...]] = []
     for row in plan.stages():
-        first, last = row.place * each, (row.place + 1) * each - 1
+        first, last = row.pp_rank * each, (row.pp_rank + 1) * each - 1
         ends = [name for name, there in (("embedding", row.embedding), ("head", row.head)) if there]
         backward = times.backward_input_s[row.stage] + times.backward_weight_s[row.stage]
         rows.append(

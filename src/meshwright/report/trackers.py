@@ -33,7 +33,7 @@ Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Ending:
+class RunOutcome:
     """What a tracker is told when the run is over."""
 
     status: str
@@ -50,7 +50,7 @@ class Tracker(Protocol):
     def log(self, step: int, when: float, scalars: dict[str, float]) -> None:
         """Take in the figures of one step."""
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: RunOutcome) -> None:
         """Close the run there."""
 
 
@@ -89,7 +89,7 @@ class WandbTracker:
         """Take in the figures of one step."""
         self._run.log(scalars, step=step)
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: RunOutcome) -> None:
         """The figures of the whole run, its page, and how it ended."""
         self._run.summary.update({"status": ending.status, **plain_figures(ending.summary)})
         if ending.page is not None:
@@ -137,7 +137,7 @@ class MlflowTracker:
         metrics = [Metric(name, value, int(when * 1000), step) for name, value in scalars.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: RunOutcome) -> None:
         """The figures of the whole run, its page, and how it ended."""
         for name, value in plain_figures(ending.summary).items():
             self._client.set_tag(self._run_id, f"summary.{name}", str(value))
@@ -166,13 +166,13 @@ class GuardedTracker:
             step, when = event["step"], event["time"]
             self._put(lambda: self._tracker.log(step, when, scalars))
 
-    def close(self, ending: Ending, patience_s: float = FINISH_S) -> None:
+    def close(self, ending: RunOutcome, timeout_s: float = FINISH_S) -> None:
         """Let it finish, for a limited time."""
         if self._off.is_set():
             return
         self._put(lambda: self._end(ending))
-        if not self._over.wait(patience_s):
-            self._switch_off(f"did not finish within {patience_s:.0f} s")
+        if not self._over.wait(timeout_s):
+            self._disable(f"did not finish within {timeout_s:.0f} s")
 
     def _put(self, job: Callable[[], None]) -> None:
         if self._off.is_set():
@@ -180,9 +180,9 @@ class GuardedTracker:
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
-            self._switch_off(f"is {QUEUE_LENGTH} steps behind")
+            self._disable(f"is {QUEUE_LENGTH} steps behind")
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self, ending: RunOutcome) -> None:
         self._tracker.finish(ending)
         self._over.set()
 
@@ -193,9 +193,9 @@ class GuardedTracker:
                 job()
             except BaseException as error:  # a tracker may even try to exit
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                self._switch_off(f"failed: {reason}")
+                self._disable(f"failed: {reason}")
 
-    def _switch_off(self, reason: str) -> None:
+    def _disable(self, reason: str) -> None:
         if not self._off.is_set():
             self._off.set()
             self._over.set()

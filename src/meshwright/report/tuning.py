@@ -64,7 +64,7 @@ class TuneRow:
         }
 
 
-def fold(times: Sequence[Times], record: RunRecord, audit_ok: bool) -> Measurement:
+def summarize_times(times: Sequence[Times], record: RunRecord, audit_ok: bool) -> Measurement:
     """One layout's figures from what its ranks reported."""
     steps = slowest(times)
     step_s = statistics.median(steps)
@@ -74,6 +74,6 @@ def fold(times: Sequence[Times], record: RunRecord, audit_ok: bool) -> Measureme
     return Measurement(step_s, low, high, rate, max(peaks, default=None), audit_ok)
 
 
-def order(rows: Sequence[TuneRow]) -> list[TuneRow]:
+def sort_rows(rows: Sequence[TuneRow]) -> list[TuneRow]:
     """The shortest measured step first; what did not run comes last."""
     return sorted(rows, key=lambda row: (row.measured is None, row.measured.step_s if row.measured else 0.0))

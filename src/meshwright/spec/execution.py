@@ -1,85 +1,138 @@
-"""Which jobs' compiled blocks read copies, are computed by our own kernels, and what follows from that."""
+"""How a job's step executes: the block backend and what follows from it.
+
+The block backend is resolved here once. Other code asks this module and does not read the ``[train]`` keys.
+"""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
+BlockBackend = Literal["eager", "compile", "triton"]
+
 LOW_PRECISIONS = ("bf16", "fp16", "fp8")
-"""Those whose products read 16 bits or less."""
-LEAST_TURNED = 16
-"""Head size that the kernel of rotations takes; it is a power of two."""
+"""Precisions whose GEMMs read 16 bits or less."""
+MIN_ROPE_HEAD_SIZE = 16
+"""Smallest head size of the Triton RoPE kernel, which also needs a power of two."""
 
 
-def keeps_copies(job: Job) -> bool:
-    """Whether compiled products read copies in 16 bits that live from step to step.
+def resolve_block_backend(job: Job) -> BlockBackend:
+    """The backend that computes the transformer blocks.
 
-    Not where weights are gathered in 16 bits for each pass (ZeRO-2 and 3), and not yet in stages of a
-    pipeline and beside experts.
-    """
-    layout, model = job.layout, job.model
-    whole = layout.zero < 2 and layout.pp == 1
-    dense = isinstance(model, DecoderModel) and model.num_experts is None
-    return job.train.compile and job.train.precision in LOW_PRECISIONS and whole and dense
-
-
-def _compiles_for_gpu(job: Job) -> bool:
-    """Whether what is asked for is fast code for a GPU, whoever writes it."""
-    return job.train.compile and job.train.compile_backend == "inductor" and job.cluster.device == "cuda"
-
-
-def runs_own_kernels(job: Job) -> bool:
-    """Whether our own kernels compute the blocks of a compiled decoder: on a GPU, if it looks like Llama."""
-    model, layout = job.model, job.layout
-    if not (keeps_copies(job) and isinstance(model, DecoderModel)):
-        return False
-    named = (model.norm, model.positions, model.activation) == ("rms", "rope", "swiglu")
-    plain = not model.attention_bias and not model.ffn_bias
-    plain = plain and model.attention == "heads" and model.window is None
-    paired = model.head_size >= LEAST_TURNED and model.head_size & (model.head_size - 1) == 0
-    whole = layout.tp * layout.cp == 1
-    wanted = job.train.kernels == "own" and _compiles_for_gpu(job)
-    return named and plain and paired and whole and wanted
-
-
-def hands_to_compiler(job: Job) -> bool:
-    """Whether torch's compiler makes a part of its step."""
-    return job.train.compile and not runs_own_kernels(job)
-
-
-def races_products(job: Job) -> bool:
-    """Whether algorithms of its 16-bit products race before it begins: those between our own kernels."""
-    return job.train.products == "raced" and runs_own_kernels(job)
-
-
-def fuses_update(job: Job) -> bool:
-    """Whether the update is one pass of our own: AdamW's beside compiled blocks on a GPU.
-
-    Not where somebody comes between: a loss scale may skip a step, noise is added to clipped gradients, and
-    offloaded state lies in slots.
-    """
-    train = job.train
-    alone = train.precision != "fp16" and not train.grad_noise and job.layout.offload == "none"
-    return _compiles_for_gpu(job) and alone and train.optimizer == "adamw"
-
-
-def explain_gradients(job: Job) -> list[str]:
-    """Why gradients that should be of 16 bits are not, in a sentence; nothing where they are.
+    ``triton`` falls back to ``compile`` where the device, the model or the layout rules Triton blocks out;
+    :func:`explain_block_backend` says why.
 
     Args:
         job: With its layout settled.
     """
-    if job.train.gradients == "fp32" or narrows_gradients(job):
+    backend = job.train.block_backend
+    if backend == "triton" and _find_triton_obstacle(job) is not None:
+        return "compile"
+    return backend
+
+
+def explain_block_backend(job: Job) -> list[str]:
+    """Why ``train.block_backend=triton`` runs as ``compile``, in a sentence; empty where it does not.
+
+    Args:
+        job: With its layout settled.
+    """
+    if job.train.block_backend != "triton":
         return []
-    where = "one GPU's own kernels make them in one micro-batch, without layout.offload"
-    return [f"train.gradients={job.train.gradients} has no effect here: it is for gradients where {where}"]
+    missing = _find_triton_obstacle(job)
+    return [] if missing is None else [f"train.block_backend=triton runs as compile here: it needs {missing}"]
 
 
-def narrows_gradients(job: Job) -> bool:
-    """Whether gradients of the blocks' matrices are kept in 16 bits from the product to the update.
+def _find_triton_obstacle(job: Job) -> str | None:
+    """The first requirement of the Triton blocks that the job does not meet."""
+    model, layout, train = job.model, job.layout, job.train
+    if job.cluster.device != "cuda":
+        return "a GPU"
+    if train.compile_backend != "inductor":
+        return "train.compile_backend=inductor"
+    if train.precision not in LOW_PRECISIONS:
+        return "train.precision=bf16, fp16 or fp8"
+    if not isinstance(model, DecoderModel) or model.num_experts is not None:
+        return "a dense decoder"
+    if (model.norm, model.positions, model.activation) != ("rms", "rope", "swiglu"):
+        return "a decoder with RMS norms, RoPE and SwiGLU"
+    if model.attention_bias or model.ffn_bias or model.attention != "heads" or model.window is not None:
+        return "plain attention heads without biases or a window"
+    if model.head_size < MIN_ROPE_HEAD_SIZE or model.head_size & (model.head_size - 1):
+        return f"a head size that is a power of two, at least {MIN_ROPE_HEAD_SIZE}"
+    if layout.pp * layout.tp * layout.cp > 1 or layout.zero >= 2:
+        return "unsharded weights and sequences (pp, tp and cp of 1, zero below 2)"
+    return None
 
-    Not where something is added to them, by other ranks or micro-batches: each sum would round again.
+
+def uses_bf16_weight_copies(job: Job) -> bool:
+    """Whether the GEMMs of compiled or Triton blocks read 16-bit weight copies that persist across steps.
+
+    ZeRO-2 and 3 gather weights in 16 bits for each pass instead. Pipeline stages and experts do not have
+    copies yet.
+    """
+    layout, model = job.layout, job.model
+    unsharded = layout.zero < 2 and layout.pp == 1
+    dense = isinstance(model, DecoderModel) and model.num_experts is None
+    return not uses_eager_blocks(job) and job.train.precision in LOW_PRECISIONS and unsharded and dense
+
+
+def uses_eager_blocks(job: Job) -> bool:
+    """Whether the blocks run as plain PyTorch modules."""
+    return job.train.block_backend == "eager"
+
+
+def uses_triton_blocks(job: Job) -> bool:
+    """Whether the blocks are Triton blocks."""
+    return resolve_block_backend(job) == "triton"
+
+
+def uses_torch_compile(job: Job) -> bool:
+    """Whether torch.compile compiles the blocks."""
+    return resolve_block_backend(job) == "compile"
+
+
+def uses_fused_kernels(job: Job) -> bool:
+    """Whether loss and optimizer may run as fused GPU kernels: beside blocks that are not eager."""
+    fused = not uses_eager_blocks(job) and job.train.compile_backend == "inductor"
+    return fused and job.cluster.device == "cuda"
+
+
+def autotunes_gemms(job: Job) -> bool:
+    """Whether the 16-bit GEMMs of the Triton blocks are autotuned before training starts."""
+    return job.train.gemm_autotune and uses_triton_blocks(job)
+
+
+def uses_fused_adamw(job: Job) -> bool:
+    """Whether AdamW runs as one Triton kernel: beside compiled or Triton blocks on a GPU.
+
+    Not with a loss scale (a step may be skipped), with gradient noise (added after clipping) or with an
+    offloaded optimizer.
+    """
+    train = job.train
+    plain = train.precision != "fp16" and not train.grad_noise and job.layout.offload == "none"
+    return uses_fused_kernels(job) and plain and train.optimizer == "adamw"
+
+
+def explain_grad_dtype(job: Job) -> list[str]:
+    """Why ``train.grad_dtype=bf16`` has no effect, in a sentence; empty where it has.
+
+    Args:
+        job: With its layout settled.
+    """
+    if job.train.grad_dtype == "fp32" or keeps_bf16_grads(job):
+        return []
+    where = "it needs Triton blocks on one GPU, one micro-batch per step and layout.offload=none"
+    return [f"train.grad_dtype={job.train.grad_dtype} has no effect here: {where}"]
+
+
+def keeps_bf16_grads(job: Job) -> bool:
+    """Whether the gradients of the blocks' linears stay in bf16 from the GEMM to the optimizer step.
+
+    Not where other ranks or micro-batches are added to them: each sum would round again.
     """
     layout, batch = job.layout, job.train.global_batch
     alone = layout.world_size == 1 and layout.micro_batch is not None and layout.micro_batch >= batch
-    return job.train.gradients == "bf16" and alone and runs_own_kernels(job) and fuses_update(job)
+    return job.train.grad_dtype == "bf16" and alone and uses_triton_blocks(job) and uses_fused_adamw(job)

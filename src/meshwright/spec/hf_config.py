@@ -40,7 +40,7 @@ class HfConfig:
     notes: tuple[str, ...]
 
 
-def lay_under(model: Tree, seq_len: Any) -> tuple[Tree, list[Problem]]:
+def merge_hf_config(model: Tree, seq_len: Any) -> tuple[Tree, list[Problem]]:
     """The model's table with the folder's config laid under it, and what is wrong.
 
     Args:
@@ -87,7 +87,7 @@ def check_config(model: DecoderModel, seq_len: int) -> None:
     """Read the config again, before its weights are used: it must still say what the job says."""
     assert model.hf is not None, "called for models with a folder"
     given = dataclasses.asdict(model)
-    _, problems = lay_under(given, seq_len)
+    _, problems = merge_hf_config(given, seq_len)
     if problems:
         raise UserError(*problems)
 

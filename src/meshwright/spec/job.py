@@ -128,31 +128,28 @@ class Train:
     """Largest global gradient norm; 0 turns clipping off."""
     precision: Literal["fp32", "bf16", "fp16", "fp8", "fp4"] = "fp32"
     """Precision of the matrix products; weights and reductions stay float32, and gradients if not told."""
-    weight_gradients: Literal["bf16", "fp8"] = "bf16"
-    """Under fp8, precision of the products that make the gradients of weights; with fp8, as of the others, a
-    step is faster and rounds more."""
-    gradients: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which gradients of the blocks' matrices are kept from the product to the update, where one
-    GPU's own `kernels` make them in one micro-batch; bf16 takes half the memory. Sums are float32."""
-    residual: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the residual stream between compiled blocks; bf16 moves and keeps half the bytes."""
+    fp8_weight_grads: Flag = False
+    """With fp8 precision, also run the weight-gradient GEMMs in fp8 (otherwise bf16): faster, rounds more."""
+    grad_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of the gradients of the blocks' linears from the GEMM to the optimizer step, for Triton blocks on
+    one GPU with one micro-batch; bf16 takes half the memory. Accumulation is float32."""
+    residual_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of the residual stream between compiled or Triton blocks; bf16 moves and keeps half the bytes."""
     runtime: Runtime = "meshwright"
     """Whose memory and time `plan` predicts; `train` runs `meshwright` alone."""
     loss_scale: Annotated[float, Field(gt=0, le=2**32, strict=True)] = 65536.0
     """First loss scale under fp16; halved by a step that overflows, doubled after 2,000 that do not."""
     seed: Natural = 0
     """Decides the initial weights and the order of samples."""
-    compile: Flag = False
-    """Compile blocks and loss with torch.compile; on GPUs loss, AdamW and Llama-shaped blocks are computed by
-    `kernels` of our own. Where blocks are compiled, activations and peak are not judged."""
+    block_backend: Literal["eager", "compile", "triton"] = "eager"
+    """Backend of the transformer blocks: PyTorch `eager`, torch.`compile`, or `triton` kernels for Llama-shaped
+    decoders on a GPU with unsharded weights (elsewhere it runs as `compile`). With `compile`, the audit skips
+    activations and peak memory."""
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
-    """`inductor` makes fast code; `aot_eager` only traces, for tests."""
-    kernels: Literal["own", "compiled"] = "own"
-    """Who computes the blocks of a compiled Llama-shaped decoder on a GPU, where its matrices are whole: our
-    `own` kernels, or `compiled` ones as those of other decoders."""
-    products: Literal["proposed", "raced"] = "proposed"
-    """Which of the library's algorithms compute 16-bit products between our own kernels on a GPU: the first
-    that it proposes, or those that win a race there: two seconds for each shape, once."""
+    """Backend of torch.compile: `inductor` generates fast code; `aot_eager` only traces, for tests."""
+    gemm_autotune: Flag = False
+    """Autotune the 16-bit GEMMs of Triton blocks under sustained load: 2 s per shape, once per kind of GPU. Off
+    takes cuBLASLt's first heuristic."""
     eval_every: Natural = 0
     """Steps between evaluations; 0 evaluates at the end only."""
     eval_samples: Count = 64
@@ -186,7 +183,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Survive:
+class Elastic:
     """How long to wait before a silence is a failure."""
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
@@ -233,7 +230,7 @@ class Job:
     """Folder of this run; a fresh one under `runs/` if left out."""
     layout: Layout = field(default_factory=Layout)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    survive: Survive = field(default_factory=Survive)
+    elastic: Elastic = field(default_factory=Elastic)
     consistency: Consistency = field(default_factory=Consistency)
     compression: Compression = field(default_factory=Compression)
 

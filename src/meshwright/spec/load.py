@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.spec.cluster import count_cores, find_gpus, machine_memory_bytes
-from meshwright.spec.hf_config import is_settled, lay_under
+from meshwright.spec.hf_config import is_settled, merge_hf_config
 from meshwright.spec.job import SYNTHETIC_IMAGES, Job
 from meshwright.spec.layout import DEGREES, V_SCHEDULES
 from meshwright.spec.legality.table import find_problems
@@ -29,7 +29,7 @@ from meshwright.spec.validation_errors import JOB, takes_text, translate_errors
 Tree = dict[str, Any]
 
 PLAN_KEY = "meshwright_plan"
-LAYERS_DEALT = "layers_dealt"
+LAYERS_ASSIGNED = "layers_assigned"
 """In a plan's predictions: whether the layers of its stages are the planner's."""
 """A file with this key is a plan; its job lies under ``job``."""
 
@@ -43,7 +43,7 @@ PRESET_JOB: Tree = {
 }
 """What a bare preset name means to ``plan``."""
 
-DECODER_STAND_IN: Tree = {
+DECODER_PLACEHOLDERS: Tree = {
     "num_layers": 2**20,
     "hidden_size": 2**20,
     "num_heads": 2**10,
@@ -51,8 +51,8 @@ DECODER_STAND_IN: Tree = {
     "ffn_size": 2**20,
     "vocab_size": 2**20,
 }
-STAND_INS: Tree = {
-    "model": {**DECODER_STAND_IN, "blocks": (2**20,), "num_classes": 2**20, "image_size": 2**10},
+PLACEHOLDERS: Tree = {
+    "model": {**DECODER_PLACEHOLDERS, "blocks": (2**20,), "num_classes": 2**20, "image_size": 2**10},
     "cluster": {
         "preset": "local",
         "device": "cpu",
@@ -136,7 +136,7 @@ def build_job(
     checkable = job or _validate(_without(tree, {p.path for p in wrong}))[0]
     if checkable is not None:
         found += [
-            p for p in find_problems(checkable, to_run) if not any(_speaks_of(p, path) for path in unsure)
+            p for p in find_problems(checkable, to_run) if not any(_is_about(p, path) for path in unsure)
         ]
     raise SpecError(None, *found)
 
@@ -151,7 +151,7 @@ def require_runnable(job: Job) -> None:
         raise SpecError(job, *found)
 
 
-def _speaks_of(problem: Problem, path: str) -> bool:
+def _is_about(problem: Problem, path: str) -> bool:
     """Whether a problem is about a key, or about a value in a table, that is itself in doubt."""
     return re.search(rf"(?<![\w.]){re.escape(path)}(\.\w+)*=", str(problem)) is not None
 
@@ -192,7 +192,9 @@ def read_tree(source: str) -> Tree:
             raise UserError(Problem("plan-unreadable", "is not a whole plan: it has no job", path=source))
         job = copy.deepcopy(tree["job"])
         find_schedule(job, path)
-        if tree.get("predicted", {}).get(LAYERS_DEALT):  # they are dealt again: something may be overridden
+        if tree.get("predicted", {}).get(
+            LAYERS_ASSIGNED
+        ):  # they are dealt again: something may be overridden
             job.get("layout", {}).pop("stage_layers", None)
         return dict(job)
     tree.setdefault("name", re.sub(r"[^\w.-]", "-", path.stem).lstrip(".-") or "job")
@@ -264,19 +266,19 @@ def _fill_presets(tree: Tree, settled: bool) -> list[Problem]:
     problems: list[Problem] = []
     model = tree.get("model")
     if isinstance(model, dict) and isinstance(model.get("hf"), str) and model["hf"] and not settled:
-        filled, problems = lay_under(model, _table(tree, "data").get("seq_len"))
-        tree["model"] = model = {**(DECODER_STAND_IN if problems else {}), **filled}
+        filled, problems = merge_hf_config(model, _table(tree, "data").get("seq_len"))
+        tree["model"] = model = {**(DECODER_PLACEHOLDERS if problems else {}), **filled}
     if isinstance(model, dict) and isinstance(model.get("preset"), str):
         fields = read_preset("models", model["preset"])
         if isinstance(fields, Problem):
             problems.append(fields)
-            fields = DECODER_STAND_IN
-        tree["model"] = model = _lay_over(fields, model)
+            fields = DECODER_PLACEHOLDERS
+        tree["model"] = model = _merge_preset(fields, model)
     data = tree.get("data")
     if isinstance(model, dict) and model.get("architecture") == "resnet" and isinstance(data, dict):
         data.setdefault("seq_len", 1)  # a sample is one image with one target
     cluster = tree.setdefault("cluster", {})
-    if not isinstance(cluster, dict) or STAND_INS["cluster"].keys() - {"preset"} <= cluster.keys():
+    if not isinstance(cluster, dict) or PLACEHOLDERS["cluster"].keys() - {"preset"} <= cluster.keys():
         return problems  # a plan's cluster is complete: neither file nor machine is asked again
     if "file" in cluster:
         base = _read_cluster_file(str(cluster["file"]))
@@ -286,12 +288,12 @@ def _fill_presets(tree: Tree, settled: bool) -> list[Problem]:
             base = {**base, **_this_machine(str(cluster.get("device", "auto")))}
     if isinstance(base, Problem):
         problems.append(base)
-        base = STAND_INS["cluster"]
+        base = PLACEHOLDERS["cluster"]
     tree["cluster"] = {**base, **cluster}
     return problems
 
 
-def _lay_over(preset: Tree, model: Tree) -> Tree:
+def _merge_preset(preset: Tree, model: Tree) -> Tree:
     """The model over its preset, without those of the preset's keys that the model's choices leave unread."""
     unread = {key for key, (other, needed) in READ_WITH.items() if model.get(other, needed) != needed}
     own = {key: value for key, value in model.items() if key not in unread or value != preset.get(key)}
@@ -371,7 +373,7 @@ def _without(tree: Tree, paths: Collection[str]) -> Tree:
     for path in paths:
         *parents, leaf = path.split(".")
         table: Any = pruned
-        stand_in: Any = STAND_INS
+        stand_in: Any = PLACEHOLDERS
         for parent in parents:
             table = table.get(parent, {}) if isinstance(table, dict) else {}
             stand_in = stand_in.get(parent, {})

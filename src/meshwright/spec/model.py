@@ -119,12 +119,12 @@ class DecoderModel:
         return self.expert_ffn_size or self.ffn_size
 
     @property
-    def held_experts(self) -> int:
+    def local_experts(self) -> int:
         """Routed experts of a layer that are held here; a rank's part of the model may hold fewer."""
         return self.num_experts or 0
 
     @property
-    def held_expert_width(self) -> int:
+    def local_expert_width(self) -> int:
         """Inner width of a routed expert as it is held here."""
         return self.expert_width
 

@@ -17,7 +17,7 @@ Precision = Literal["fp32", "bf16", "fp8"]
 
 
 @dataclass(frozen=True)
-class ProductTime:
+class GemmTime:
     """A linear layer's three matrix products: a weight (columns x depth) applied to rows."""
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
@@ -70,7 +70,7 @@ class Probed:
 
     device: Literal["cpu", "cuda"]
     """Kind of device; another one's steps are predicted from the cluster's rates."""
-    products: tuple[ProductTime, ...]
+    gemms: tuple[GemmTime, ...]
     """Matrix products of several shapes."""
     attention: tuple[AttentionTime, ...]
     """Attention of several lengths and head sizes."""
@@ -82,7 +82,7 @@ class Probed:
     """Time of an operation on almost nothing."""
     elementwise: Positive = 1.0
     """Time of what is neither product nor attention, over its bytes at a copy's rate; of real steps."""
-    own_elementwise: Positive = 1.08
+    triton_elementwise: Positive = 1.08
     """The same of our own kernels, timed alone; left out, what it is on an H200 (November 2026)."""
     block_s: NonNegative = 0.0
     """Time that the host takes for both passes of a block; beside a GPU's own time it is hidden."""

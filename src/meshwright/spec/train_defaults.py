@@ -40,13 +40,12 @@ BALANCE_LOSS = 0.01
 """Coefficient of the balance loss if nothing else balances experts (Fedus et al. 2021)."""
 
 COMPILED_KEYS = (
-    "compile",
+    "block_backend",
     "compile_backend",
-    "gradients",
-    "kernels",
-    "products",
-    "residual",
-    "weight_gradients",
+    "fp8_weight_grads",
+    "gemm_autotune",
+    "grad_dtype",
+    "residual_dtype",
 )
 """What compiled blocks alone read."""
 
@@ -77,12 +76,12 @@ def balance_coefficient(train: Train) -> float:
     return 0.0 if train.balance_rate else BALANCE_LOSS
 
 
-def settled(train: Train) -> dict[str, Any]:
+def fill_defaults(train: Train) -> dict[str, Any]:
     """The whole section with every default in place; a key that nothing reads stays None."""
     return dataclasses.asdict(train) | {key: setting(train, key) for key in defaults(train)}
 
 
-def eager(train: Train) -> Train:
+def with_eager_blocks(train: Train) -> Train:
     """The same without compiled blocks: what those alone read is as if nobody had set it."""
     first = {field.name: field.default for field in dataclasses.fields(train)}
     return dataclasses.replace(train, **{key: first[key] for key in COMPILED_KEYS})  # type: ignore[arg-type]

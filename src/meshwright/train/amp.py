@@ -1,7 +1,7 @@
 """The precision of the matrix products, and the loss scale that fp16 needs.
 
 Weights, reductions and optimizer state are float32 in every mode, and so are gradients, but for those that
-``train.gradients`` keeps in 16 bits. bf16 and fp16 are what the products read (autocast); under fp8 the
+``train.grad_dtype`` keeps in 16 bits. bf16 and fp16 are what the products read (autocast); under fp8 the
 blocks' products cast what they read once more, row by row (``models/kernels/fp8.py``), and the rest runs in
 bf16. fp16 has a small range: the loss is multiplied by a scale before the backward pass and the gradients
 divided by it after; a step whose gradients overflow is skipped and halves the scale, 2,000 good ones double
@@ -19,17 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.models.attention import prefer_fast_attention
-from meshwright.models.dtypes import LOW_PRECISION
-from meshwright.parallel.zero1 import Owned
+from meshwright.models.dtypes import AUTOCAST_DTYPES
+from meshwright.parallel.zero1 import ShardedState
+from meshwright.spec.execution import uses_eager_blocks
 from meshwright.spec.job import Job
-from meshwright.train.divergence import scale_collapsed
+from meshwright.train.divergence import loss_scale_collapsed_error
 from meshwright.train.optimizers.adamw import FusedAdamW, clipping_factor
 
-LEAST_SCALE = 1.0
+MIN_LOSS_SCALE = 1.0
 """Below this the scale divides instead of multiplying: what overflows then is not the scale's doing."""
 
 
-class Precision:
+class MixedPrecision:
     """How a rank computes; one object for a whole run."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
@@ -37,8 +38,8 @@ class Precision:
         torch.backends.cudnn.allow_tf32 = (
             False  # fp32 means it: left alone, convolutions on GPUs round to TF32
         )
-        self._low = LOW_PRECISION.get(job.train.precision)
-        self._compiled = job.train.compile
+        self._low = AUTOCAST_DTYPES.get(job.train.precision)
+        self._compiled = not uses_eager_blocks(job)
         self._scaled = job.train.precision == "fp16"
         self._scaler = torch.amp.GradScaler(
             self._device, init_scale=job.train.loss_scale, enabled=self._scaled
@@ -50,7 +51,7 @@ class Precision:
         self._skipped_in_a_row = 0
 
     @contextmanager
-    def products(self) -> Iterator[None]:
+    def autocast(self) -> Iterator[None]:
         """Around a forward pass."""
         low = self._low or torch.bfloat16
         fastest = prefer_fast_attention(self._device) if self._compiled else nullcontext()
@@ -61,26 +62,30 @@ class Precision:
         """The backward pass of a loss, scaled where the precision needs it."""
         self._scaler.scale(loss).backward()
 
-    def clip(self, owned: Owned, optimizer: torch.optim.Optimizer, most: float) -> Tensor | None:
+    def clip_gradients(
+        self, sharded_state: ShardedState, optimizer: torch.optim.Optimizer, most: float
+    ) -> Tensor | None:
         """Take the scale out of the gradients and clip them; returns their norm where it was needed.
 
         An optimizer that multiplies gradients itself is told the factor instead.
         """
         norm = None
-        if self._scaled and owned.cut_up:  # an overflow in another rank's rows is an overflow here too
-            norm = owned.norm()
-            for _, parameter in owned.named_parameters():
+        if (
+            self._scaled and sharded_state.is_sharded
+        ):  # an overflow in another rank's rows is an overflow here too
+            norm = sharded_state.grad_norm()
+            for _, parameter in sharded_state.named_parameters():
                 assert parameter.grad is not None, "a parameter without gradient"
                 parameter.grad += norm * 0  # nothing, or NaN
             norm = norm / self._scaler.get_scale()
         self._scaler.unscale_(optimizer)
         if not most and not self._scaled:
             return None
-        norm = owned.norm() if norm is None else norm
+        norm = sharded_state.grad_norm() if norm is None else norm
         if isinstance(optimizer, FusedAdamW):
             optimizer.factor = clipping_factor(norm, most)
             return norm
-        parameters = [parameter for _, parameter in owned.named_parameters()]
+        parameters = [parameter for _, parameter in sharded_state.named_parameters()]
         nn.utils.clip_grads_with_norm_(parameters, most or float("inf"), norm)
         return norm
 
@@ -89,7 +94,7 @@ class Precision:
         self._scaler.step(optimizer)
         self._scaler.update()
 
-    def look(self, loss: float | None, grad_norm: float | None) -> dict[str, Any]:
+    def step_fields(self, loss: float | None, grad_norm: float | None) -> dict[str, Any]:
         """What the step's event says of the scale, once its values may be looked at.
 
         Args:
@@ -101,9 +106,9 @@ class Precision:
             return {"loss_scale": None, "skipped": None}
         self.skipped = grad_norm is None or not math.isfinite(grad_norm + (loss or 0.0))
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if self.skipped else 0
-        return {"loss_scale": self.scale(), "skipped": self.skipped}
+        return {"loss_scale": self.loss_scale(), "skipped": self.skipped}
 
-    def require_scale(self, step: int, saved: Callable[[], bool]) -> None:
+    def check_loss_scale(self, step: int, saved: Callable[[], bool]) -> None:
         """Give up where the scale is of no use any more.
 
         Args:
@@ -113,24 +118,24 @@ class Precision:
         Raises:
             RunFailedError: So many steps in a row overflowed that the scale fell below one.
         """
-        if self.skipped and (scale := self.scale()) < LEAST_SCALE:
-            raise scale_collapsed(step, scale, self._skipped_in_a_row, saved())
+        if self.skipped and (scale := self.loss_scale()) < MIN_LOSS_SCALE:
+            raise loss_scale_collapsed_error(step, scale, self._skipped_in_a_row, saved())
 
-    def scale_on_device(self) -> Tensor | None:
+    def loss_scale_tensor(self) -> Tensor | None:
         """The same where nobody waits for it; None where there is no scale."""
         return self._scaler._scale if self._scaled else None
 
-    def scale(self) -> float:
+    def loss_scale(self) -> float:
         """What the gradients of this step are multiplied by."""
         return float(self._scaler.get_scale()) if self._scaled else 1.0
 
-    def state(self) -> dict[str, float] | None:
+    def state_dict(self) -> dict[str, float] | None:
         """What a checkpoint keeps."""
         if not self._scaled:
             return None
         return {key: float(value) for key, value in self._scaler.state_dict().items()}
 
-    def load(self, state: dict[str, float] | None) -> None:
+    def load_state_dict(self, state: dict[str, float] | None) -> None:
         """Go on from a checkpoint; one of another precision has nothing to say."""
         if self._scaled and state is not None:
             counts = {"growth_interval", "_growth_tracker"}

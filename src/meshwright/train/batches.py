@@ -16,29 +16,31 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from meshwright.data.dataset import IGNORED, Rows, TokenDataset
+from meshwright.data.dataset import IGNORE_INDEX, SampleBatch, TokenDataset
 from meshwright.data.order import SampleOrder
 from meshwright.parallel.batch import Batch
-from meshwright.parallel.context import SharedContext
+from meshwright.parallel.context import ContextParallel
 
 Samples = npt.NDArray[np.int64]
 """Numbers of samples."""
 
 
-def deal(count: int, rank: int, ranks: int) -> range:
+def assign_samples(count: int, rank: int, ranks: int) -> range:
     """The part of ``count`` samples that falls to a rank: contiguous, sizes differ by at most one."""
     base, extra = divmod(count, ranks)
     start = rank * base + min(rank, extra)
     return range(start, start + base + (rank < extra))
 
 
-def cut(samples: Samples, rank: int, ranks: int, micro_batch: int, least: int = 0) -> Iterator[Samples]:
+def split_into_micro_batches(
+    samples: Samples, rank: int, ranks: int, micro_batch: int, min_samples: int = 0
+) -> Iterator[Samples]:
     """A rank's samples, a micro-batch at a time; as many as the fullest rank needs, the last ones short.
 
     With ``least``, as many as that number of samples would need.
     """
-    mine = samples[list(deal(len(samples), rank, ranks))]
-    fullest = len(deal(max(len(samples), least), 0, ranks))
+    mine = samples[list(assign_samples(len(samples), rank, ranks))]
+    fullest = len(assign_samples(max(len(samples), min_samples), 0, ranks))
     for start in range(0, fullest, micro_batch):
         yield mine[start : start + micro_batch]
 
@@ -51,44 +53,44 @@ class Batcher:
     rank: int
     ranks: int
     micro_batch: int
-    context: SharedContext | None = None
+    context: ContextParallel | None = None
     """Which positions of its samples this rank has; None for all."""
-    share: float | None = None
+    sample_weight: float | None = None
     """Of one sample in the global batch, where the model wants to know it; a zero-weight one has none."""
 
-    def micro_batches(self, samples: Samples, least: int = 0) -> Iterator[Batch]:
+    def micro_batches(self, samples: Samples, min_samples: int = 0) -> Iterator[Batch]:
         """The model's arguments; as many micro-batches as the fullest rank needs."""
-        for part in cut(samples, self.rank, self.ranks, self.micro_batch, least):
+        for part in split_into_micro_batches(samples, self.rank, self.ranks, self.micro_batch, min_samples):
             yield self._pad(self.dataset.read(part))
 
     def count_targets(self, samples: Samples) -> int:
         """Targets of all ranks together: every rank knows the divisor of the loss without asking."""
         return self.dataset.count_targets(samples)
 
-    def _pad(self, rows: Rows) -> Batch:
+    def _pad(self, rows: SampleBatch) -> Batch:
         """Fill up with zero-weight samples: zeros, one document, no target."""
         count = len(rows.tokens)
         tokens, targets, segments = rows.tokens, rows.targets, rows.segments
         if count < self.micro_batch:
             missing = ((0, self.micro_batch - count), (0, 0))
-            tokens, targets = np.pad(tokens, missing), np.pad(targets, missing, constant_values=IGNORED)
+            tokens, targets = np.pad(tokens, missing), np.pad(targets, missing, constant_values=IGNORE_INDEX)
             segments = segments if segments is None else np.pad(segments, missing)
         weights = None
-        if self.share is not None:
+        if self.sample_weight is not None:
             weights = torch.zeros(self.micro_batch)
-            weights[:count] = self.share
+            weights[:count] = self.sample_weight
         documents = segments if segments is None else torch.from_numpy(segments)
         batch = Batch(torch.from_numpy(tokens), torch.from_numpy(targets), documents, weights)
         if self.context is None:
             return batch
-        mine = self.context.own_columns
+        mine = self.context.local_columns
         return batch._replace(inputs=mine(batch.inputs), targets=mine(batch.targets))
 
 
 class Source(Protocol):
     """What micro-batches are cut by: of tokens or of images."""
 
-    def micro_batches(self, samples: Samples, least: int = 0) -> Iterator[Batch]:
+    def micro_batches(self, samples: Samples, min_samples: int = 0) -> Iterator[Batch]:
         """This rank's, in order."""
 
     def count_targets(self, samples: Samples) -> int:
@@ -108,7 +110,7 @@ class StepBatch(NamedTuple):
     """Those of this rank, each read when it is asked for."""
 
 
-class Feed:
+class BatchPrefetcher:
     """Gives every step its batch; on a GPU the next one's is prepared while the device computes this one.
 
     Then its samples are chosen, its targets counted, and its first micro-batch lies in pinned memory when the
@@ -122,7 +124,7 @@ class Feed:
         self._on_gpu = device.type == "cuda"
         self._next: StepBatch | None = None
 
-    def take(self, position: int) -> StepBatch:
+    def get(self, position: int) -> StepBatch:
         """The batch of the step that begins at a position."""
         ready, self._next = self._next, None
         if ready is not None and ready.position == position:
@@ -132,9 +134,9 @@ class Feed:
         targets = self._source.count_targets(samples)
         return StepBatch(position, samples, targets, self._source.micro_batches(samples))
 
-    def prepare(self, position: int) -> None:
+    def prefetch(self, position: int) -> None:
         """Make the batch at a position ready, where that saves time."""
         if self._on_gpu:
-            batch = self.take(position)
-            first = [micro_batch.pinned() for micro_batch in islice(batch.micro_batches, 1)]
+            batch = self.get(position)
+            first = [micro_batch.pin_memory() for micro_batch in islice(batch.micro_batches, 1)]
             self._next = batch._replace(micro_batches=chain(first, batch.micro_batches))

@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from meshwright.measure.memory_tracker import PeakTracker
 
-HIDDEN = (
+DISABLED_METHODS = (
     Optimizer.add_param_group,
     Optimizer.load_state_dict,
     Optimizer.state_dict,
@@ -25,18 +25,18 @@ HIDDEN = (
     PeakTracker.__torch_dispatch__,
 )
 """Methods that torch hides from its compiler at their first call."""
-KEPT = "__dynamo_disable"
+DISABLE_ATTRIBUTE = "__dynamo_disable"
 """Where the wrapper of such a method keeps what the compiler made of it, and looks for it."""
 
 
-def spare_compiler() -> None:
+def skip_compiler_import() -> None:
     """From now on this process does not load the compiler for a step; what it computes stays as it is.
 
     For a process that will never compile: what is hidden from nobody would be compiled.
     """
-    for method in HIDDEN:
+    for method in DISABLED_METHODS:
         if (plain := _unwrapped(method)) is not None:
-            vars(plain).setdefault(KEPT, plain)
+            vars(plain).setdefault(DISABLE_ATTRIBUTE, plain)
     for rule in (AdamW, SGD):
         if (plain := _unwrapped(rule.step)) is not None and not _is_built(rule):
             rule.step = torch.no_grad()(plain)  # type: ignore[method-assign]  # all that the wrapper did beside

@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.core.errors import Problem, RunFailedError
 
 
-def not_finite(what: str, value: float, step: int, saved: bool) -> RunFailedError:
+def non_finite_error(what: str, value: float, step: int, saved: bool) -> RunFailedError:
     """A loss, a gradient norm or a weight is infinite or no number.
 
     Args:
@@ -21,7 +21,7 @@ def not_finite(what: str, value: float, step: int, saved: bool) -> RunFailedErro
     return RunFailedError(Problem("train-not-finite", rule, path=what, fix=fix))
 
 
-def scale_collapsed(step: int, scale: float, skipped: int, saved: bool) -> RunFailedError:
+def loss_scale_collapsed_error(step: int, scale: float, skipped: int, saved: bool) -> RunFailedError:
     """The loss scale of fp16 fell so far that it is of no use.
 
     Args:

@@ -21,20 +21,20 @@ from torch import Tensor, nn
 
 from meshwright.models.routing import AuxiliaryLosses, Router
 from meshwright.parallel.full_tensors import canonical_name
-from meshwright.parallel.mesh import Ranks
+from meshwright.parallel.mesh import Mesh
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.train_defaults import balance_coefficient
-from meshwright.train.amp import Precision
+from meshwright.train.amp import MixedPrecision
 
-LOAD_EVERY = 10
+LOAD_REPORT_INTERVAL = 10
 """Steps between two events with the load of every expert; the first and the last step have one, too."""
 _ROUTER = re.compile(r"blocks\.(\d+)\.ffn\.router")
 
 
-def load_due(step: int, steps: int) -> bool:
+def is_load_report_due(step: int, steps: int) -> bool:
     """Whether the load of every expert is told after a step."""
-    return step in (1, steps) or step % LOAD_EVERY == 0
+    return step in (1, steps) or step % LOAD_REPORT_INTERVAL == 0
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def set_biases(network: nn.Module, bias_LE: Tensor, first_layer: int) -> None:
         router.selection_bias = bias_LE[layer - first_layer]
 
 
-class Balancer:
+class ExpertBalancer:
     """The sums of a step and the biases of all layers; a rank counts the layers and tokens that it has."""
 
     def __init__(self, model: DecoderModel, rate: float, device: torch.device) -> None:
@@ -117,21 +117,21 @@ class Balancer:
         for layer, router in list_routers(network):
             router.load, router.auxiliary = self.sums[layer - self._first], auxiliary
         if self.bias_LE is not None:
-            self.favour(network, self.bias_LE)
+            self.use_biases(network, self.bias_LE)
 
-    def favour(self, network: nn.Module, bias_LE: Tensor) -> None:
+    def use_biases(self, network: nn.Module, bias_LE: Tensor) -> None:
         """Choose by these biases from now on; without a rate they stay as they are."""
         self.bias_LE = bias_LE.to(self.sums.device)
         set_biases(network, self.bias_LE, self._first)
 
     @torch.no_grad()
-    def end_step(self, ranks: Ranks) -> ExpertLoad:
+    def end_step(self, mesh: Mesh) -> ExpertLoad:
         """Add up what all ranks have counted, move the biases, and begin again.
 
         Every rank sends its sums, most of them zero in a pipeline, and gets those of all.
         """
-        if ranks.control is not None:
-            dist.all_reduce(self.sums, group=ranks.control)
+        if mesh.control is not None:
+            dist.all_reduce(self.sums, group=mesh.control)
         counts_LE = self.sums[:, : self._experts]
         if self.bias_LE is not None:
             missing_LE = counts_LE.mean(1, keepdim=True) - counts_LE
@@ -143,14 +143,14 @@ class Balancer:
         return ExpertLoad(self._first, counts, dropped, balance, z)
 
 
-def build_balancer(
-    network: nn.Module, job: Job, device: torch.device, precision: Precision
-) -> Balancer | None:
+def build_expert_balancer(
+    network: nn.Module, job: Job, device: torch.device, amp: MixedPrecision
+) -> ExpertBalancer | None:
     """The balancer of a network's routers; None for a model without."""
     model, train = job.model, job.train
     if not isinstance(model, DecoderModel) or not model.num_experts:
         return None
-    balancer = Balancer(model, train.balance_rate, device)
-    losses = AuxiliaryLosses(balance_coefficient(train), train.z_loss, precision.scale_on_device)
+    balancer = ExpertBalancer(model, train.balance_rate, device)
+    losses = AuxiliaryLosses(balance_coefficient(train), train.z_loss, amp.loss_scale_tensor)
     balancer.attach(network, losses)
     return balancer

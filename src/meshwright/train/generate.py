@@ -20,15 +20,15 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import EVENTS_FILE, EventWriter, Listener, to_json
 from meshwright.data.chat import Template
 from meshwright.data.chat_templates import load_template
-from meshwright.data.prompt import encode_question
+from meshwright.data.prompt import encode_prompt
 from meshwright.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from meshwright.launch.exits import EXIT_OK
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import WeightSource, find_weight_source
-from meshwright.parallel.build import PieceWeights, build_model
-from meshwright.parallel.mesh import Ranks, join_ranks, leave_ranks
-from meshwright.parallel.parallel_context import Seat
+from meshwright.parallel.build import ShardedWeights, build_model
+from meshwright.parallel.mesh import Mesh, destroy_mesh, init_mesh
+from meshwright.parallel.parallel_context import ParallelContext
 from meshwright.spec.hf_config import read_config
 from meshwright.spec.job import Job
 from meshwright.spec.load import SpecError, build_job
@@ -36,7 +36,7 @@ from meshwright.spec.model import DecoderModel
 from meshwright.train.expert_balance import set_biases
 from meshwright.train.worker import report_error
 
-LONGEST_WINDOW = 4096
+MAX_CONTEXT = 4096
 """Tokens that a model of a Hugging Face folder looks back; many know more positions than fit in memory."""
 TASK_FILE = "generate.json"
 ENTRY = "meshwright.train.generate:run_rank"
@@ -114,7 +114,7 @@ class GenerateTask:
         else:
             config = read_config(folder)
             model = {"hf": str(folder.absolute())}
-            known = (config.fields.get("max_positions"), config.sliding_window, LONGEST_WINDOW)
+            known = (config.fields.get("max_positions"), config.sliding_window, MAX_CONTEXT)
             length = min(value for value in known if value is not None)
         length = max(self.tp, length - length % self.tp)  # ranks route equal parts of what they look back on
         cluster: dict[str, Any] = {"preset": "local"}
@@ -133,7 +133,7 @@ class GenerateTask:
             raise UserError(*error.problems) from None
 
 
-class _SavedWeights:
+class _CheckpointWeights:
     """Those of a checkpoint, one at a time."""
 
     def __init__(self, checkpoint: Path) -> None:
@@ -145,24 +145,24 @@ class _SavedWeights:
             return saved.get_tensor(name)
 
 
-def load_model(task: GenerateTask, ranks: Ranks | None = None) -> Decoder:
+def load_model(task: GenerateTask, mesh: Mesh | None = None) -> Decoder:
     """The model of a checkpoint, or this rank's part of it; None for one process."""
     folder, job = Path(task.checkpoint), task.job()
-    ranks = ranks or Ranks(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    weights: WeightSource = _SavedWeights(folder)
+    mesh = mesh or Mesh(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    weights: WeightSource = _CheckpointWeights(folder)
     if not (folder / MANIFEST).is_file():
         weights = find_weight_source(job, from_hf=True)
-    seat = Seat.of(job, ranks)
-    if seat.pieces is not None:
-        weights = PieceWeights(weights, seat.pieces)
-    model = build_model(job, ranks.device, weights, seat)
+    parallel = ParallelContext.of(job, mesh)
+    if parallel.local_shards is not None:
+        weights = ShardedWeights(weights, parallel.local_shards)
+    model = build_model(job, mesh.device, weights, parallel)
     assert isinstance(model, Decoder), "a model of text"
     if (folder / MANIFEST).is_file():
-        _take_biases(model, job, folder)
+        _load_biases(model, job, folder)
     return model.eval()
 
 
-def _take_biases(model: Decoder, job: Job, checkpoint: Path) -> None:
+def _load_biases(model: Decoder, job: Job, checkpoint: Path) -> None:
     """The biases that experts are chosen by, where the checkpoint has some."""
     with open_tensors(checkpoint, MODEL_FILE) as saved:
         if SELECTION_BIAS not in set(saved.keys()):
@@ -178,16 +178,16 @@ def run_rank(run_dir: str, listener: Listener | None = None) -> int:
     events = EventWriter(folder / EVENTS_FILE, rank, 0, listener)
     try:
         task = GenerateTask.read(folder)
-        ranks = join_ranks(task.job(), CollectiveCounter())
+        mesh = init_mesh(task.job(), CollectiveCounter())
 
-        def heard(count: int) -> None:
+        def on_token(count: int) -> None:
             if rank == 0:
-                events.write("written", tokens=count)
+                events.write("generated", tokens=count)
 
-        text = generate_text(task, ranks, heard)
+        text = generate_text(task, mesh, on_token)
         if rank == 0:
             events.write("text", text=text)
-        leave_ranks(ranks)
+        destroy_mesh(mesh)
     except Exception as error:
         return report_error(events, error)
     finally:
@@ -197,19 +197,19 @@ def run_rank(run_dir: str, listener: Listener | None = None) -> int:
 
 @torch.no_grad()
 def generate_text(
-    task: GenerateTask, ranks: Ranks | None = None, heard: Callable[[int], None] | None = None
+    task: GenerateTask, mesh: Mesh | None = None, on_token: Callable[[int], None] | None = None
 ) -> str:
     """Go on from a prompt; ends early at the end of a document or of an answer.
 
     Args:
         task: What to write.
-        ranks: Those that share the model; None for one process.
-        heard: Told how many tokens are written.
+        mesh: Those that share the model; None for one process.
+        on_token: Called with how many tokens are written.
     """
-    model, tokenizer = load_model(task, ranks), load_tokenizer(Path(task.checkpoint))
+    model, tokenizer = load_model(task, mesh), load_tokenizer(Path(task.checkpoint))
     device = model.embed.weight.device
     generator = torch.Generator().manual_seed(task.seed)
-    question = encode_question(tokenizer, task.prompt, task.chat())
+    question = encode_prompt(tokenizer, task.prompt, task.chat())
     ids = list(question.tokens)
     written: list[int] = []
     for count in range(task.tokens):
@@ -220,8 +220,8 @@ def generate_text(
             break
         ids.append(chosen)
         written.append(chosen)
-        if heard is not None:
-            heard(count + 1)
+        if on_token is not None:
+            on_token(count + 1)
     return tokenizer.decode(written)
 
 

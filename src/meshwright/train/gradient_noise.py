@@ -28,12 +28,12 @@ from torch import Tensor, nn
 
 from meshwright.models.init import parameter_seed
 from meshwright.parallel.ddp import FixedBucketDDP
-from meshwright.parallel.zero1 import Owned
+from meshwright.parallel.zero1 import ShardedState
 from meshwright.spec.job import Train
 
 ANNEALING = 0.55
 """Power of the step by which the added variance falls (Neelakantan et al.)."""
-MEMORY = 0.9
+EMA_DECAY = 0.9
 """Weight of the past in the averages of |G|^2 and T: a single measurement is as noisy as the gradient."""
 
 
@@ -43,7 +43,7 @@ def noise_std(step: int, train: Train) -> float:
 
 
 @torch.no_grad()
-def add_noise(owned: Owned, train: Train, step: int) -> None:
+def add_noise(sharded_state: ShardedState, train: Train, step: int) -> None:
     """Add this step's noise to every gradient, the same on every rank; nothing if the job wants none.
 
     Drawn on the CPU whatever the device, as initial weights are.
@@ -51,16 +51,16 @@ def add_noise(owned: Owned, train: Train, step: int) -> None:
     std = noise_std(step, train)
     if std == 0:
         return
-    for name, parameter in owned.named_parameters():
+    for name, parameter in sharded_state.named_parameters():
         if parameter.grad is None:
             continue
         seed = parameter_seed(train.seed, f"gradient-noise/{step}/{name}")
-        drawn = torch.empty(owned.shape(name), dtype=torch.float32)
+        drawn = torch.empty(sharded_state.shape(name), dtype=torch.float32)
         drawn.normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
-        parameter.grad.add_(owned.cut(name, drawn).to(parameter.grad.device))
+        parameter.grad.add_(sharded_state.shard(name, drawn).to(parameter.grad.device))
 
 
-def separate(part: float, whole: float, k: float) -> tuple[float, float]:
+def estimate_noise(part: float, whole: float, k: float) -> tuple[float, float]:
     """|G|^2 and T / N of the formulas above."""
     return (k * whole - part) / (k - 1), (part - whole) / (k - 1)
 
@@ -88,7 +88,7 @@ class NoiseScale:
         self._measuring = self._every > 0 and step % self._every == 0
         self._part, self._part_targets = None, 0
         if isinstance(self._module, FixedBucketDDP):
-            self._module.local_square.begin(self._measuring)
+            self._module.local_grad_norm.begin(self._measuring)
 
     def after_micro_batch(self, targets_seen: int) -> None:
         """The gradients hold the micro-batches so far, the last of which has just been added."""
@@ -112,7 +112,7 @@ class NoiseScale:
             if own_targets == 0:
                 return [0.0, 0.0]
             # |g / n|^2 n / N, of gradients that are g / N
-            return [self._module.local_square.total * (divisor / own_targets), 1.0]
+            return [self._module.local_grad_norm.total * (divisor / own_targets), 1.0]
         assert self._part is not None, "no micro-batch was seen"
         if self._part_targets == 0:
             return [0.0, 0.0]
@@ -133,9 +133,9 @@ class NoiseScale:
         whole = float(self._whole) / loss_scale**2
         if k <= 1 or not math.isfinite(part + whole):  # one part had everything; or an overflow of fp16
             return None
-        square, noise = separate(part, whole, k)
-        self._mean_square = MEMORY * self._mean_square + (1 - MEMORY) * square
-        self._mean_noise = MEMORY * self._mean_noise + (1 - MEMORY) * noise
+        square, noise = estimate_noise(part, whole, k)
+        self._mean_square = EMA_DECAY * self._mean_square + (1 - EMA_DECAY) * square
+        self._mean_noise = EMA_DECAY * self._mean_noise + (1 - EMA_DECAY) * noise
         if self._mean_square <= 0 or self._mean_noise < 0:  # the estimates are still too rough to tell
             return None
         return samples * self._mean_noise / self._mean_square

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from meshwright.data.dataset import IGNORED
+from meshwright.data.dataset import IGNORE_INDEX
 from meshwright.data.images import ImageDataset, ImageShape, open_images
 from meshwright.parallel.batch import Batch
 from meshwright.spec.job import SYNTHETIC_IMAGES, Job
 from meshwright.spec.model import ResNetModel
-from meshwright.train.batches import Samples, cut
+from meshwright.train.batches import Samples, split_into_micro_batches
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,15 @@ class ImageBatcher:
     ranks: int
     micro_batch: int
 
-    def micro_batches(self, samples: Samples, least: int = 0) -> Iterator[Batch]:
+    def micro_batches(self, samples: Samples, min_samples: int = 0) -> Iterator[Batch]:
         """Images (micro_batch, C, H, W) and labels (micro_batch); as many as the fullest rank needs.
 
         A rank with fewer fills up with black images whose labels are ignored.
         """
         shape = self.dataset.shape
-        for part in cut(samples, self.rank, self.ranks, self.micro_batch, least):
+        for part in split_into_micro_batches(samples, self.rank, self.ranks, self.micro_batch, min_samples):
             images = torch.zeros((self.micro_batch, shape.channels, shape.side, shape.side))
-            labels = torch.full((self.micro_batch,), IGNORED, dtype=torch.int64)
+            labels = torch.full((self.micro_batch,), IGNORE_INDEX, dtype=torch.int64)
             if len(part):
                 pixels, classes = self.dataset.read(part)
                 images[: len(part)] = torch.from_numpy(pixels)

@@ -16,80 +16,86 @@ from meshwright.checkpoint.manifest import mark_best, rotate
 from meshwright.core.files import folder_bytes
 from meshwright.layout.lr_schedule import lr_at
 from meshwright.models.decoder import Decoder
-from meshwright.parallel.apply import agree_on_statistics, without_reduction
+from meshwright.parallel.apply import gradient_sync, sync_batch_norm_stats
 from meshwright.parallel.batch import Batch
-from meshwright.parallel.mesh import Sums
-from meshwright.train.divergence import not_finite
-from meshwright.train.expert_balance import ExpertLoad, load_due
+from meshwright.parallel.mesh import ControlAllReduce
+from meshwright.train.divergence import non_finite_error
+from meshwright.train.expert_balance import ExpertLoad, is_load_report_due
 from meshwright.train.gradient_noise import add_noise
-from meshwright.train.optimizer import set_lr, writes_copies
+from meshwright.train.optimizer import set_lr, updates_weight_copies
 from meshwright.train.step_audit import StepAudit
-from meshwright.train.trainer import Session, save, take_snapshot
-from meshwright.train.utilisation import Utilisation, find_peak
+from meshwright.train.trainer import Trainer, save, take_snapshot
+from meshwright.train.utilisation import Utilisation, find_peak_flops
 
 
-def train(session: Session) -> None:
+def train(trainer: Trainer) -> None:
     """Train until the job's last step, or until a rank wants to stop."""
-    job = session.job
-    first_step = session.first_step = session.step
-    audited_step = min(first_step + 1, job.train.steps - 1)  # the second one, if there is one: nothing is new
-    meter = Meter(session)
-    saver = Saver(session)
+    job = trainer.job
+    first_step = trainer.first_step = trainer.step
+    step_to_audit = min(
+        first_step + 1, job.train.steps - 1
+    )  # the second one, if there is one: nothing is new
+    meter = ThroughputMeter(trainer)
+    saver = Saver(trainer)
     evaluations = 0
     stopping = False
-    while session.step < job.train.steps and not stopping:
-        audited = session.step == audited_step
-        stopping = take_step(session, meter, audited, onward=not audited and goes_on(session))
-        last = stopping or session.step == job.train.steps
+    while trainer.step < job.train.steps and not stopping:
+        audited = trainer.step == step_to_audit
+        stopping = audited_step(
+            trainer, meter, audited, overlap_next_step=not audited and is_followed_by_step(trainer)
+        )
+        last = stopping or trainer.step == job.train.steps
         eval_loss = None
-        if _due(job.train.eval_every, session.step) or (last and not stopping):
-            eval_loss = evaluate(session)
+        if _due(job.train.eval_every, trainer.step) or (last and not stopping):
+            eval_loss = evaluate(trainer)
             evaluations += eval_loss is not None
         saver.after_step(last, eval_loss)
-    report_end(session, evaluations, stopping, saver.saves)
+    report_end(trainer, evaluations, stopping, saver.saves)
 
 
-def goes_on(session: Session) -> bool:
+def is_followed_by_step(trainer: Trainer) -> bool:
     """Whether the next step will come right after this one, as far as is known before it."""
-    train, keep, step = session.job.train, session.job.checkpoint, session.step + 1
-    due = _due(train.eval_every, step) or _due(keep.every_steps, step) or session.save_due()
+    train, keep, step = trainer.job.train, trainer.job.checkpoint, trainer.step + 1
+    due = _due(train.eval_every, step) or _due(keep.every_steps, step) or trainer.is_save_due()
     return step < train.steps and not due
 
 
-def reads_early(session: Session) -> bool:
+def can_read_loss_early(trainer: Trainer) -> bool:
     """Whether a step's numbers can be read while the device is still at work on its update.
 
     They are known before it. On one GPU the host then reports the step and queues the next one meanwhile, and
     the device never waits for the host. With other ranks the sum over all of them comes last: it says that
     each has come to the end of the step. State that lies on the host is moved with its help.
     """
-    ranks = session.ranks
-    return ranks.device.type == "cuda" and ranks.control is None and session.streamed is None
+    mesh = trainer.mesh
+    return mesh.device.type == "cuda" and mesh.control is None and trainer.offloaded is None
 
 
-def take_step(session: Session, meter: Meter, audited: bool, onward: bool = False) -> bool:
+def audited_step(
+    trainer: Trainer, meter: ThroughputMeter, audited: bool, overlap_next_step: bool = False
+) -> bool:
     """One step, watched if it is the audited one; returns whether a rank wants to stop after it."""
-    audit = session.audit = StepAudit(session) if audited else None
-    if session.pipeline is not None:  # what is new in a first step, looking on, and saving take time
-        short = session.job.train.steps - session.first_step <= 2
-        usual = not audited and session.step not in (session.first_step, session.saved_step)
-        session.pipeline.times.counts = short or usual
+    audit = trainer.audit = StepAudit(trainer) if audited else None
+    if trainer.pipeline is not None:  # what is new in a first step, looking on, and saving take time
+        short = trainer.job.train.steps - trainer.first_step <= 2
+        usual = not audited and trainer.step not in (trainer.first_step, trainer.saved_step)
+        trainer.pipeline.times.counts = short or usual
     with audit or nullcontext():
-        return train_step(session, meter, onward)
+        return train_step(trainer, meter, overlap_next_step)
 
 
-def report_end(session: Session, evaluations: int, stopping: bool, saves: int = 0) -> None:
+def report_end(trainer: Trainer, evaluations: int, stopping: bool, saves: int = 0) -> None:
     """The last events of a rank that ended well: what it sent, and how far it came in this attempt."""
-    steps, status = session.step - session.first_step, "interrupted" if stopping else "complete"
+    steps, status = trainer.step - trainer.first_step, "interrupted" if stopping else "complete"
     times = {"steps": steps, "evaluations": evaluations, "saves": saves}
-    session.events.write("collectives", rows=session.counter.rows(), **times)
-    if session.pipeline is not None:
-        session.events.write("timeline", **session.pipeline.record())
-    session.events.write("finished", status=status, step=session.step, steps=steps)
+    trainer.events.write("collectives", rows=trainer.counter.rows(), **times)
+    if trainer.pipeline is not None:
+        trainer.events.write("timeline", **trainer.pipeline.record())
+    trainer.events.write("finished", status=status, step=trainer.step, steps=steps)
 
 
 @dataclass(frozen=True)
-class Computed:
+class StepResult:
     """What a step gave; sums are over all ranks."""
 
     loss_sum: float
@@ -106,228 +112,232 @@ class Computed:
 
 
 def compute_step(
-    session: Session,
+    trainer: Trainer,
     micro_batches: Iterable[Batch],
     targets: int,
-    meanwhile: Callable[[], None] = lambda: None,
-    onward: bool = False,
-) -> Computed:
+    prefetch: Callable[[], None] = lambda: None,
+    overlap_next_step: bool = False,
+) -> StepResult:
     """Everything that a step computes and sends: gradients, the update, and the sums over all ranks.
 
     Args:
-        session: The rank.
+        trainer: The rank.
         micro_batches: What it trains on.
         targets: Those of all ranks.
-        meanwhile: Called when all work of the step is queued, before the host waits for the device.
-        onward: Whether another step comes right after: then its update need not be over when this returns.
+        prefetch: Called when all work of the step is queued, before the host waits for the device.
+        overlap_next_step: Whether another step comes right after: then its update need not be over when this returns.
     """
-    session.counter.phase = "step"
-    session.noise_scale.begin(session.step + 1)
+    trainer.counter.phase = "step"
+    trainer.noise_scale.begin(trainer.step + 1)
     divisor = max(targets, 1)  # a batch of nothing but long, masked prompts has none, and no gradient
-    own_loss, own_targets = forward_backward(session, micro_batches, divisor)
-    if session.audit is not None:
-        session.audit.after_backward()
-    noise = session.noise_scale.parts(divisor, own_targets)
-    loss_scale = session.precision.scale() if noise else 1.0
-    lr = lr_at(session.step, session.job.train)
-    asked: list[Sums] = []
+    own_loss, own_targets = forward_backward(trainer, micro_batches, divisor)
+    if trainer.audit is not None:
+        trainer.audit.after_backward()
+    noise = trainer.noise_scale.parts(divisor, own_targets)
+    loss_scale = trainer.amp.loss_scale() if noise else 1.0
+    lr = lr_at(trainer.step, trainer.job.train)
+    asked: list[ControlAllReduce] = []
 
     def ask(grad_norm: Tensor | None) -> None:
-        asked.append(_begin_sums(session, own_loss, own_targets, noise, grad_norm))
+        asked.append(_begin_sums(trainer, own_loss, own_targets, noise, grad_norm))
 
-    early = onward and reads_early(session)
-    grad_norm = update(session, lr, ask) if early else update(session, lr)
-    agree_on_statistics(session.model, session.job, session.ranks)
-    meanwhile()
+    early = overlap_next_step and can_read_loss_early(trainer)
+    grad_norm = update(trainer, lr, ask) if early else update(trainer, lr)
+    sync_batch_norm_stats(trainer.model, trainer.job, trainer.mesh)
+    prefetch()
     if not early:
         ask(grad_norm)
     # The first look at a device value in this step: all its work is queued by now.
     loss_sum, counted, stops, *sums = asked[0].wait()
     norm = None if grad_norm is None else sums.pop()
-    session.save_wanted = session.owned.cut_up and sums.pop(0) > 0
-    load = None if session.balancer is None else session.balancer.end_step(session.ranks)
-    return Computed(loss_sum, counted, stops, sums, loss_scale, lr, norm, load)
+    trainer.save_requested = trainer.sharded_state.is_sharded and sums.pop(0) > 0
+    load = None if trainer.balancer is None else trainer.balancer.end_step(trainer.mesh)
+    return StepResult(loss_sum, counted, stops, sums, loss_scale, lr, norm, load)
 
 
 def _begin_sums(
-    session: Session,
+    trainer: Trainer,
     own_loss: Tensor,
     own_targets: int,
     noise: Sequence[Tensor | float],
     grad_norm: Tensor | None,
-) -> Sums:
+) -> ControlAllReduce:
     """Ask for a step's numbers: every rank sends its own and gets the sums, with its norm beside them."""
-    wishes = [float(session.stop_wanted)]
-    if session.owned.cut_up:  # all ranks take part in a checkpoint, and rank 0 knows when
-        wishes.append(float(session.ranks.rank == 0 and session.save_due()))
-    own = [own_loss, own_targets] if session.ranks.speaks else [0.0, 0.0]
+    wishes = [float(trainer.stop_requested)]
+    if trainer.sharded_state.is_sharded:  # all ranks take part in a checkpoint, and rank 0 knows when
+        wishes.append(float(trainer.mesh.rank == 0 and trainer.is_save_due()))
+    own = [own_loss, own_targets] if trainer.mesh.reports_loss else [0.0, 0.0]
     norms = [] if grad_norm is None else [grad_norm]
-    return session.ranks.begin_sum([*own, *wishes, *noise], beside=norms)
+    return trainer.mesh.start_control_all_reduce([*own, *wishes, *noise], beside=norms)
 
 
-def train_step(session: Session, meter: Meter, onward: bool = False) -> bool:
+def train_step(trainer: Trainer, meter: ThroughputMeter, overlap_next_step: bool = False) -> bool:
     """One optimizer step with its event; returns whether a rank wants to stop after it.
 
     Its time ends when its numbers are known. Where they are read early, that is before its update, which is
     then a part of the next step's time: of steps in a row the first is short of one, the last has two.
     """
     started = time.perf_counter()
-    _, samples, targets, micro_batches = session.feed.take(session.position)
+    _, samples, targets, micro_batches = trainer.prefetcher.get(trainer.position)
 
     def prepare_next() -> None:
-        if session.step + 1 < session.job.train.steps:
-            session.feed.prepare(session.position + len(samples))
+        if trainer.step + 1 < trainer.job.train.steps:
+            trainer.prefetcher.prefetch(trainer.position + len(samples))
 
-    done = compute_step(session, micro_batches, targets, prepare_next, onward)
+    done = compute_step(trainer, micro_batches, targets, prepare_next, overlap_next_step)
     assert done.counted == targets, f"{done.counted:.0f} targets were trained on, {targets} were expected"
-    session.step += 1
-    session.position += len(samples)
+    trainer.step += 1
+    trainer.position += len(samples)
     # A mean over nothing is no number, and no zero either.
     loss = done.loss_sum / targets if targets else None
     step_s = time.perf_counter() - started
-    session.events.write(
+    trainer.events.write(
         "step",
-        step=session.step,
+        step=trainer.step,
         loss=loss,
         grad_norm=done.grad_norm,
         lr=done.lr,
-        noise_scale=session.noise_scale.estimate(done.noise_sums, len(samples), done.loss_scale),
+        noise_scale=trainer.noise_scale.estimate(done.noise_sums, len(samples), done.loss_scale),
         tokens=targets,
         step_s=step_s,
         **meter.read(targets / step_s),
-        **session.precision.look(loss, done.grad_norm),
+        **trainer.amp.step_fields(loss, done.grad_norm),
         **({} if done.load is None else done.load.figures()),
     )
-    if done.load is not None and session.ranks.rank == 0 and load_due(session.step, session.job.train.steps):
-        session.events.write("experts", step=session.step, layers=done.load.rows())
-    session.precision.require_scale(session.step, session.has_checkpoint)
-    if not session.precision.skipped:
-        _require_finite(session, loss=loss, gradient_norm=done.grad_norm)
+    if (
+        done.load is not None
+        and trainer.mesh.rank == 0
+        and is_load_report_due(trainer.step, trainer.job.train.steps)
+    ):
+        trainer.events.write("experts", step=trainer.step, layers=done.load.rows())
+    trainer.amp.check_loss_scale(trainer.step, trainer.has_checkpoint)
+    if not trainer.amp.skipped:
+        _require_finite(trainer, loss=loss, gradient_norm=done.grad_norm)
     return done.stops > 0
 
 
-def _require_finite(session: Session, **figures: float | None) -> None:
+def _require_finite(trainer: Trainer, **figures: float | None) -> None:
     for name, value in figures.items():
         if value is not None and not math.isfinite(value):
-            raise not_finite(name.replace("_", " "), value, session.step, session.has_checkpoint())
+            raise non_finite_error(name.replace("_", " "), value, trainer.step, trainer.has_checkpoint())
 
 
-def forward_backward(session: Session, batches: Iterable[Batch], divisor: int) -> tuple[Tensor, int]:
+def forward_backward(trainer: Trainer, batches: Iterable[Batch], divisor: int) -> tuple[Tensor, int]:
     """Gradients of one step; returns this rank's summed loss and its number of targets."""
-    device = session.ranks.device
-    micro_batches = session.plan.micro_batches
-    if session.pipeline is not None:
-        found = session.pipeline.train(batches, divisor, session.audit)
-        session.owned.complete_gradients()
+    device = trainer.mesh.device
+    micro_batches = trainer.plan.micro_batches
+    if trainer.pipeline is not None:
+        found = trainer.pipeline.train(batches, divisor, trainer.audit)
+        trainer.sharded_state.finalize_grads()
         return found
-    if isinstance(session.model, Decoder):
-        session.model.expect_gradient(1 / divisor)
+    if isinstance(trainer.model, Decoder):
+        trainer.model.set_expected_loss_grad(1 / divisor)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     targets_seen = 0
     for index, batch in enumerate(batches):
-        if session.audit is not None:
-            session.audit.before_forward(index)
-        with without_reduction(session.module, session.job, last=index == micro_batches - 1):
-            with session.precision.products():
-                loss = session.module(*batch.on(device))
-            if session.audit is not None:
-                session.audit.after_forward()
-                session.audit.before_backward(index)
-            if session.reducer is not None:
-                session.reducer.begin(last=index == micro_batches - 1)
-            session.precision.backward(loss / divisor)
+        if trainer.audit is not None:
+            trainer.audit.before_forward(index)
+        with gradient_sync(trainer.module, trainer.job, last=index == micro_batches - 1):
+            with trainer.amp.autocast():
+                loss = trainer.module(*batch.to_device(device))
+            if trainer.audit is not None:
+                trainer.audit.after_forward()
+                trainer.audit.before_backward(index)
+            if trainer.reducer is not None:
+                trainer.reducer.begin(last=index == micro_batches - 1)
+            trainer.amp.backward(loss / divisor)
         targets_seen += int((batch.targets >= 0).sum())  # while the device is at work
-        session.noise_scale.after_micro_batch(targets_seen)
+        trainer.noise_scale.after_micro_batch(targets_seen)
         loss_sum += loss.detach()
-    if session.reducer is not None:
-        session.reducer.finish()
-    session.owned.complete_gradients()
+    if trainer.reducer is not None:
+        trainer.reducer.finish()
+    trainer.sharded_state.finalize_grads()
     return loss_sum, targets_seen
 
 
 def update(
-    session: Session, lr: float, known: Callable[[Tensor | None], None] = lambda _: None
+    trainer: Trainer, lr: float, known: Callable[[Tensor | None], None] = lambda _: None
 ) -> Tensor | None:
     """Clip, step, clear; returns the gradient norm of the whole model where it was needed.
 
     Args:
-        session: The rank.
+        trainer: The rank.
         lr: The rate of this step.
         known: Told the norm before anything moves.
     """
-    precision, owned = session.precision, session.owned
-    owned.take_gradients()
-    grad_norm = precision.clip(owned, session.optimizer, session.job.train.clip)
+    amp, sharded_state = trainer.amp, trainer.sharded_state
+    sharded_state.assign_shard_grads()
+    grad_norm = amp.clip_gradients(sharded_state, trainer.optimizer, trainer.job.train.clip)
     known(grad_norm)
-    add_noise(owned, session.job.train, session.step)
-    set_lr(session.optimizer, lr)
-    precision.step(session.optimizer)
-    owned.publish()
-    owned.drop_gradients()
-    if session.working is not None:
-        session.working.stale = not writes_copies(session.optimizer)
+    add_noise(sharded_state, trainer.job.train, trainer.step)
+    set_lr(trainer.optimizer, lr)
+    amp.step(trainer.optimizer)
+    sharded_state.all_gather_parameters()
+    sharded_state.zero_grads()
+    if trainer.weight_copies is not None:
+        trainer.weight_copies.is_stale = not updates_weight_copies(trainer.optimizer)
     return grad_norm
 
 
 @torch.no_grad()
-def evaluate(session: Session) -> float | None:
+def evaluate(trainer: Trainer) -> float | None:
     """Loss on the first held-out samples, the same ones every time; None if there are none."""
-    session.counter.phase = "eval"
-    available = len(session.eval_batches.dataset)
-    samples = np.arange(min(available, session.job.train.eval_samples))
+    trainer.counter.phase = "eval"
+    available = len(trainer.eval_batches.dataset)
+    samples = np.arange(min(available, trainer.job.train.eval_samples))
     if not len(samples):
-        session.events.write("no_evaluation", reason="the held-out split has less than one sample")
+        trainer.events.write("no_evaluation", reason="the held-out split has less than one sample")
         return None
     # Each micro-batch gathers, sums or sends: as many as were promised, however few samples are held out.
-    layout = session.job.layout
+    layout = trainer.job.layout
     moves = layout.zero == 3 or max(layout.pp, layout.cp, layout.tp, layout.ep * layout.etp) > 1
-    batches = session.eval_batches.micro_batches(samples, session.job.train.eval_samples if moves else 0)
+    batches = trainer.eval_batches.micro_batches(samples, trainer.job.train.eval_samples if moves else 0)
     found: tuple[Tensor | float, int]
-    if session.pipeline is not None:
-        found = session.pipeline.evaluate(batches)
+    if trainer.pipeline is not None:
+        found = trainer.pipeline.evaluate(batches)
     else:
-        found = _evaluate_whole(session, batches)
-    session.owned.end_evaluation()
-    loss_sum, counted = session.ranks.add_up(found if session.ranks.speaks else (0.0, 0.0))
+        found = _evaluate_whole(trainer, batches)
+    trainer.sharded_state.reshard_after_eval()
+    loss_sum, counted = trainer.mesh.all_reduce_scalars(found if trainer.mesh.reports_loss else (0.0, 0.0))
     if not counted:
         reason = f"the first {len(samples)} held-out samples hold masked prompts alone"
-        session.events.write("no_evaluation", reason=reason)
+        trainer.events.write("no_evaluation", reason=reason)
         return None
-    session.events.write("eval", step=session.step, loss=loss_sum / counted, samples=len(samples))
+    trainer.events.write("eval", step=trainer.step, loss=loss_sum / counted, samples=len(samples))
     return loss_sum / counted
 
 
-def _evaluate_whole(session: Session, batches: Iterable[Batch]) -> tuple[Tensor, int]:
+def _evaluate_whole(trainer: Trainer, batches: Iterable[Batch]) -> tuple[Tensor, int]:
     """The summed loss and the targets of micro-batches, where the model is not cut into stages."""
-    device = session.ranks.device
+    device = trainer.mesh.device
     loss_sum, targets_seen = torch.zeros((), dtype=torch.float64, device=device), 0
-    session.model.train(not session.job.mixes_samples)  # else a batch norm reads its running statistics
+    trainer.model.train(not trainer.job.mixes_samples)  # else a batch norm reads its running statistics
     for batch in batches:
-        with session.precision.products():
-            loss_sum += session.model(*batch.on(device))
+        with trainer.amp.autocast():
+            loss_sum += trainer.model(*batch.to_device(device))
         targets_seen += int((batch.targets >= 0).sum())
-    session.model.train()
+    trainer.model.train()
     return loss_sum, targets_seen
 
 
-class Meter:
+class ThroughputMeter:
     """Turns tokens a second into MFU, and knows how busy the device is."""
 
-    def __init__(self, session: Session) -> None:
-        peak_flops, basis = find_peak(session.job, session.ranks.device)
-        steps = session.job.train.steps
-        session.events.write(
-            "ready", step=session.step, steps=steps, peak_flops_per_s=peak_flops, peak_basis=basis
+    def __init__(self, trainer: Trainer) -> None:
+        peak_flops, basis = find_peak_flops(trainer.job, trainer.mesh.device)
+        steps = trainer.job.train.steps
+        trainer.events.write(
+            "ready", step=trainer.step, steps=steps, peak_flops_per_s=peak_flops, peak_basis=basis
         )
-        self._mfu_of_rate = session.plan.flops_per_token / session.ranks.world_size / peak_flops
-        self._utilisation = Utilisation(session.ranks.device)
+        self._mfu_of_rate = trainer.plan.flops_per_token / trainer.mesh.world_size / peak_flops
+        self._utilisation = Utilisation(trainer.mesh.device)
 
     def read(self, tokens_per_s: float) -> dict[str, float | None]:
         """The figures of a step that has just ended."""
         return {
             "tokens_per_s": tokens_per_s,
             "mfu": tokens_per_s * self._mfu_of_rate,
-            "utilisation": self._utilisation.look(),
+            "utilisation": self._utilisation.read(),
         }
 
 
@@ -337,46 +347,46 @@ class Saver:
     Where tensors are cut, all ranks come to the same decision and hand over their parts first.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
         self.saves = 0
         """Checkpoints that this rank had a part in."""
 
     def after_step(self, last: bool, eval_loss: float | None) -> None:
         """Save if it is time, at the end, or if the evaluation is the best so far."""
-        session, keep = self._session, self._session.job.checkpoint
-        cut_up = session.owned.cut_up
-        if session.ranks.rank != 0 and not cut_up:
+        trainer, keep = self._trainer, self._trainer.job.checkpoint
+        is_sharded = trainer.sharded_state.is_sharded
+        if trainer.mesh.rank != 0 and not is_sharded:
             return
-        timely = session.save_wanted if cut_up else session.save_due()
-        best = keep.on_best and eval_loss is not None and eval_loss < session.best_eval_loss
+        timely = trainer.save_requested if is_sharded else trainer.is_save_due()
+        best = keep.on_best and eval_loss is not None and eval_loss < trainer.best_eval_loss
         if eval_loss is not None:
-            session.best_eval_loss = min(eval_loss, session.best_eval_loss)
-        if last or best or timely or _due(keep.every_steps, session.step):
+            trainer.best_eval_loss = min(eval_loss, trainer.best_eval_loss)
+        if last or best or timely or _due(keep.every_steps, trainer.step):
             self.saves += 1
-            session.saved_at, session.saved_step = time.monotonic(), session.step
+            trainer.saved_at, trainer.saved_step = time.monotonic(), trainer.step
             self._save(eval_loss, best)
 
     def _save(self, eval_loss: float | None, best: bool) -> None:
-        session = self._session
+        trainer = self._trainer
         started = time.perf_counter()
-        session.counter.phase = "save"
-        snapshot = take_snapshot(session)
-        if session.ranks.rank != 0:
-            snapshot.skip_rest()
+        trainer.counter.phase = "save"
+        snapshot = take_snapshot(trainer)
+        if trainer.mesh.rank != 0:
+            snapshot.drain()
             return
         try:
-            path = save(session, snapshot, eval_loss)
+            path = save(trainer, snapshot, eval_loss)
             if best:
                 mark_best(path.parent, path)
-            rotate(path.parent, session.job.checkpoint.keep_last, path)
+            rotate(path.parent, trainer.job.checkpoint.keep_last, path)
         except OSError as error:  # a full disk costs a checkpoint, not the run
-            snapshot.skip_rest()
-            session.events.write("checkpoint_failed", step=session.step, reason=str(error))
+            snapshot.drain()
+            trainer.events.write("checkpoint_failed", step=trainer.step, reason=str(error))
             return
         seconds = time.perf_counter() - started
-        session.events.write(
-            "checkpoint", step=session.step, path=str(path), bytes=folder_bytes(path), seconds=seconds
+        trainer.events.write(
+            "checkpoint", step=trainer.step, path=str(path), bytes=folder_bytes(path), seconds=seconds
         )
 
 

@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from meshwright.layout.lr_schedule import scaled_lr
 from meshwright.layout.optimizer_state import STEP_COUNT, decays, rule_of, state_keys
-from meshwright.parallel.zero1 import Owned
+from meshwright.parallel.zero1 import ShardedState
 from meshwright.spec.job import Train
 from meshwright.spec.train_defaults import setting
 from meshwright.train.optimizers.adamw import FusedAdamW
@@ -25,7 +25,7 @@ Group = dict[str, Any]
 
 
 def build_optimizer(
-    owned: Owned | nn.Module,
+    sharded_state: ShardedState | nn.Module,
     train: Train,
     copies: Mapping[nn.Parameter, Tensor] | None = None,
     fused: bool = False,
@@ -39,9 +39,9 @@ def build_optimizer(
         owned: What it moves.
         train: The recipe.
         copies: 16-bit copies of parameters, which a fused update writes with them.
-        fused: Whether the update is one pass of our own (``spec.compiled.fuses_update``).
+        fused: Whether the update is one pass of our own (``spec.compiled.uses_fused_adamw``).
     """
-    named = [(name, p) for name, p in owned.named_parameters() if p.requires_grad]
+    named = [(name, p) for name, p in sharded_state.named_parameters() if p.requires_grad]
     if fused:
         optimizer: Optimizer = _build_fused_adamw(train, named, copies)
     else:
@@ -53,9 +53,9 @@ def build_optimizer(
     return optimizer
 
 
-def writes_copies(optimizer: Optimizer) -> bool:
+def updates_weight_copies(optimizer: Optimizer) -> bool:
     """Whether its step leaves all 16-bit copies of parameters as new as the parameters."""
-    return isinstance(optimizer, FusedAdamW) and optimizer.writes_copies
+    return isinstance(optimizer, FusedAdamW) and optimizer.updates_weight_copies
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.layout.optimizer_offload import SLOTS, list_state_buckets, slot_sizes
+from meshwright.layout.optimizer_offload import STAGING_BUFFERS, list_state_buckets, staging_sizes
 from meshwright.measure.memory_tracker import unique_bytes
-from meshwright.parallel.mesh import Ranks
-from meshwright.parallel.zero1 import Owned
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.zero1 import ShardedState
 from meshwright.spec.job import Job
 
 State = dict[str, Tensor]
@@ -47,7 +47,7 @@ class _Bucket:
         return found
 
 
-class StreamedState:
+class OffloadedOptimizerState:
     """Moves an optimizer's state to the host, and its step behind a stream of buckets."""
 
     def __init__(
@@ -60,16 +60,16 @@ class StreamedState:
             buckets: Every parameter once.
             device: Where the parameters lie.
         """
-        self._optimizer, self._take_step = optimizer, optimizer.step
+        self._optimizer, self._optimizer_step = optimizer, optimizer.step
         self._gpu = device.type == "cuda"
         self._buckets = [self._move(parameters) for parameters in buckets]
-        sizes = slot_sizes([bucket.host.numel() for bucket in self._buckets])
+        sizes = staging_sizes([bucket.host.numel() for bucket in self._buckets])
         self.slots = [torch.empty(size, device=device) for size in sizes]
         """What is streamed lies here while it is on the device; kept, so that no update has to allocate."""
         if self._gpu:
-            self._arriving, self._leaving = torch.cuda.Stream(device), torch.cuda.Stream(device)
-            self._arrived = [torch.cuda.Event() for _ in self.slots]
-            self._left = [torch.cuda.Event() for _ in self.slots]
+            self._h2d_stream, self._d2h_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._h2d_done = [torch.cuda.Event() for _ in self.slots]
+            self._d2h_done = [torch.cuda.Event() for _ in self.slots]
         optimizer.step = self.step  # type: ignore[method-assign,assignment]
 
     @property
@@ -81,15 +81,15 @@ class StreamedState:
     def step(self) -> None:
         """The optimizer's step, bucket by bucket; the host has the new state when it returns."""
         if self._gpu:
-            self._arriving.wait_stream(torch.cuda.current_stream())
-        self._fetch(0)
+            self._h2d_stream.wait_stream(torch.cuda.current_stream())
+        self._copy_to_device(0)
         for index, bucket in enumerate(self._buckets):
-            self._fetch(index + 1)
-            with self._at_work(index, bucket):
-                self._take_step()
-            self._send_back(index)
+            self._copy_to_device(index + 1)
+            with self._state_on_device(index, bucket):
+                self._optimizer_step()
+            self._copy_to_host(index)
         if self._gpu:
-            self._leaving.synchronize()
+            self._d2h_stream.synchronize()
 
     def _move(self, parameters: Sequence[nn.Parameter]) -> _Bucket:
         state = {p: dict(self._optimizer.state.get(p, {})) for p in parameters}
@@ -99,71 +99,81 @@ class StreamedState:
             host.pin_memory() if self._gpu else host,
             {p: {key: value.shape for key, value in values.items()} for p, values in state.items()},
         )
-        self._lend(bucket.views(bucket.host))
+        self._set_state(bucket.views(bucket.host))
         return bucket
 
-    def _fetch(self, index: int) -> None:
+    def _copy_to_device(self, index: int) -> None:
         """Begin to copy a bucket to its slot, once what was in it has left."""
         if index >= len(self._buckets):
             return
-        place, host = index % SLOTS, self._buckets[index].host
-        with torch.cuda.stream(self._arriving if self._gpu else None):
-            if self._gpu and index >= SLOTS:
-                self._arriving.wait_event(self._left[place])
+        place, host = index % STAGING_BUFFERS, self._buckets[index].host
+        with torch.cuda.stream(self._h2d_stream if self._gpu else None):
+            if self._gpu and index >= STAGING_BUFFERS:
+                self._h2d_stream.wait_event(self._d2h_done[place])
             self.slots[place][: host.numel()].copy_(host, non_blocking=True)
             if self._gpu:
-                self._arrived[place].record()
+                self._h2d_done[place].record()
 
     @contextmanager
-    def _at_work(self, index: int, bucket: _Bucket) -> Iterator[None]:
+    def _state_on_device(self, index: int, bucket: _Bucket) -> Iterator[None]:
         """The optimizer knows the bucket's parameters alone, and finds their state in the slot."""
         if self._gpu:
-            torch.cuda.current_stream().wait_event(self._arrived[index % SLOTS])
+            torch.cuda.current_stream().wait_event(self._h2d_done[index % STAGING_BUFFERS])
         groups = self._optimizer.param_groups
         everything = [group["params"] for group in groups]
         for group in groups:
             group["params"] = [p for p in group["params"] if p in bucket.shapes]
-        self._lend(bucket.views(self.slots[index % SLOTS]))
+        self._set_state(bucket.views(self.slots[index % STAGING_BUFFERS]))
         try:
             yield
         finally:
-            self._lend(bucket.views(bucket.host))
+            self._set_state(bucket.views(bucket.host))
             for group, parameters in zip(groups, everything, strict=True):
                 group["params"] = parameters
 
-    def _send_back(self, index: int) -> None:
-        place, host = index % SLOTS, self._buckets[index].host
+    def _copy_to_host(self, index: int) -> None:
+        place, host = index % STAGING_BUFFERS, self._buckets[index].host
         if self._gpu:
-            self._leaving.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._leaving if self._gpu else None):
+            self._d2h_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._d2h_stream if self._gpu else None):
             host.copy_(self.slots[place][: host.numel()], non_blocking=True)
             if self._gpu:
-                self._left[place].record()
+                self._d2h_done[place].record()
 
-    def _lend(self, state: dict[nn.Parameter, State]) -> None:
+    def _set_state(self, state: dict[nn.Parameter, State]) -> None:
         for parameter, values in state.items():
             if values:
                 self._optimizer.state[parameter] = values
 
 
-def offload_optimizer(optimizer: Optimizer, owned: Owned, job: Job, ranks: Ranks) -> StreamedState | None:
+def build_offloaded_state(
+    optimizer: Optimizer, sharded_state: ShardedState, job: Job, mesh: Mesh
+) -> OffloadedOptimizerState | None:
     """Stream the optimizer's state where the layout says so, and there is any."""
     if job.layout.offload != "optimizer" or not optimizer.state:
         return None
-    named = dict(owned.named_parameters())
-    buckets = [[named[name] for name in names] for names in list_state_buckets(job, ranks.rank)]
-    return StreamedState(optimizer, buckets, ranks.device)
+    named = dict(sharded_state.named_parameters())
+    buckets = [[named[name] for name in names] for names in list_state_buckets(job, mesh.rank)]
+    return OffloadedOptimizerState(optimizer, buckets, mesh.device)
 
 
 def offloaded_bytes(
-    owned: Owned, optimizer: Optimizer, streamed: StreamedState | None, job: Job, device: torch.device
+    sharded_state: ShardedState,
+    optimizer: Optimizer,
+    offloaded: OffloadedOptimizerState | None,
+    job: Job,
+    device: torch.device,
 ) -> dict[str, int]:
     """What of a rank's state lies on the host, by kind, to the byte.
 
     On CPU all of it does: there, what is streamed counts, and with ``offload = "all"`` everything.
     """
     moments = [value for state in optimizer.state.values() for value in state.values()]
-    kinds = {"parameters": owned.held(), "gradients": owned.held_gradients(), "optimizer": moments}
+    kinds = {
+        "parameters": sharded_state.local_parameters(),
+        "gradients": sharded_state.local_grads(),
+        "optimizer": moments,
+    }
     if device.type == "cpu" and job.layout.offload != "all":
-        kinds = {"parameters": [], "gradients": [], "optimizer": streamed.host_buffers if streamed else []}
+        kinds = {"parameters": [], "gradients": [], "optimizer": offloaded.host_buffers if offloaded else []}
     return {kind: unique_bytes(t for t in found if t.device.type == "cpu") for kind, found in kinds.items()}

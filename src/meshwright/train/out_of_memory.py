@@ -15,12 +15,12 @@ import torch
 from meshwright.core.errors import Problem, RunFailedError
 from meshwright.core.units import format_bytes
 from meshwright.plan.contract import Plan
-from meshwright.plan.search.alternatives import Remedy, cheapest_changes, room_to_plan_for
+from meshwright.plan.search.alternatives import Alternative, find_alternatives, memory_budget_after_oom
 from meshwright.spec.cluster import machine_memory_bytes
 from meshwright.train.step_audit import StepAudit
-from meshwright.train.trainer import Session
+from meshwright.train.trainer import Trainer
 
-SIGNS = ("can't allocate memory", "CUDA out of memory", "CUDA error: out of memory")
+OUT_OF_MEMORY_MESSAGES = ("can't allocate memory", "CUDA out of memory", "CUDA error: out of memory")
 """What torch's allocators say where they raise no error of their own kind."""
 ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)")
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -37,24 +37,26 @@ class OutOfMemoryRunError(RunFailedError):
         return type(self), (self.problems[0], self.memory)
 
 
-def ran_out(error: BaseException | None) -> bool:
+def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an error, or what caused it, is that an allocator had nothing left."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(s in str(error) for s in SIGNS):
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+            s in str(error) for s in OUT_OF_MEMORY_MESSAGES
+        ):
             return True
         seen.append(error)
         error = error.__cause__ or error.__context__
     return False
 
 
-def asked_bytes(message: str) -> int | None:
+def requested_bytes(message: str) -> int | None:
     """What the allocator was asked for in vain, if it says so; CUDA's allocator rounds."""
     found = ASKED.search(message)
     return None if found is None else int(float(found[1]) * UNITS[found[2]])
 
 
-def measure_room(plan: Plan) -> tuple[int, int]:
+def measure_free_memory(plan: Plan) -> tuple[int, int]:
     """Bytes that this rank can still take, and those of its device in all; before the model is built."""
     if plan.job.cluster.device == "cuda":
         free, total = torch.cuda.mem_get_info()
@@ -77,8 +79,8 @@ def _held_bytes(kind: str) -> int:
     return int(kib) * 1024
 
 
-def explain_shortage(
-    error: Exception, plan: Plan, rank: int, room: tuple[int, int], session: Session | None
+def explain_out_of_memory(
+    error: Exception, plan: Plan, rank: int, room: tuple[int, int], trainer: Trainer | None
 ) -> OutOfMemoryRunError:
     """Turn an allocator's error into the ledger, what there was, and the cheapest changes.
 
@@ -87,7 +89,7 @@ def explain_shortage(
         plan: What this rank follows.
         rank: Which one it is.
         room: Of :func:`measure_room`.
-        session: If it was built already.
+        trainer: If it was built already.
     """
     promised = plan.ranks[rank]
     predicted = promised.first_peak_bytes
@@ -96,11 +98,11 @@ def explain_shortage(
         "peak_at": promised.peak_at,
         "lines": [dataclasses.asdict(line) for line in promised.lines],
         "predicted_step_s": plan.step_s,
-        "asked_bytes": asked_bytes(str(error)),
-        "live_bytes": _live_bytes(plan, session),
-        "room_bytes": room[0],
+        "requested_bytes": requested_bytes(str(error)),
+        "live_bytes": _live_bytes(plan, trainer),
+        "free_bytes": room[0],
         "device_bytes": room[1],
-        "step": None if session is None else session.step,
+        "step": None if trainer is None else trainer.step,
     }
     if error.__traceback__ is not None:
         traceback.clear_frames(
@@ -108,34 +110,34 @@ def explain_shortage(
         )  # lets go of the step's tensors: planning needs memory, too
     try:
         needed = promised.needed_bytes or predicted
-        room_bytes = room_to_plan_for(needed, room[0], memory["asked_bytes"], memory["live_bytes"])
-        changes = cheapest_changes(plan.job, room_bytes)
+        room_bytes = memory_budget_after_oom(needed, room[0], memory["requested_bytes"], memory["live_bytes"])
+        changes = find_alternatives(plan.job, room_bytes)
     except MemoryError:  # not even for this
         changes = []
     memory["changes"] = [dataclasses.asdict(change) for change in changes]
     return OutOfMemoryRunError(_problem(plan, rank, memory, changes), memory)
 
 
-def _live_bytes(plan: Plan, session: Session | None) -> int | None:
+def _live_bytes(plan: Plan, trainer: Trainer | None) -> int | None:
     """Bytes of live tensors; on CPU they are known in the audited step alone."""
     if plan.job.cluster.device == "cuda":
         return int(torch.cuda.memory_allocated())
-    watch = None if session is None else session.audit
+    watch = None if trainer is None else trainer.audit
     return watch.live_bytes() if isinstance(watch, StepAudit) else None
 
 
-def _problem(plan: Plan, rank: int, memory: dict[str, Any], changes: list[Remedy]) -> Problem:
+def _problem(plan: Plan, rank: int, memory: dict[str, Any], changes: list[Alternative]) -> Problem:
     when = "before the first step" if memory["step"] is None else f"in step {memory['step'] + 1}"
     rule = f"rank {rank} of {plan.world_size} on {socket.gethostname()} ran out of memory {when}: "
-    if memory["asked_bytes"] is not None:
-        rule += f"{format_bytes(memory['asked_bytes'])} more were asked for"
+    if memory["requested_bytes"] is not None:
+        rule += f"{format_bytes(memory['requested_bytes'])} more were asked for"
         rule += (
             f" beside {format_bytes(memory['live_bytes'])} of live tensors; "
             if memory["live_bytes"]
             else "; "
         )
     rule += f"a peak of {format_bytes(memory['predicted_peak_bytes'])} was predicted, "
-    rule += f"{format_bytes(memory['room_bytes'])} were free at the start"
+    rule += f"{format_bytes(memory['free_bytes'])} were free at the start"
     tried = [f"{change.overrides} ({change.price})" for change in changes]
     fix = f"Use {'; or '.join(tried)}" if tried else "Use a smaller model, or devices with more memory"
     return Problem("run-out-of-memory", rule, fix=fix)

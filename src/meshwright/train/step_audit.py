@@ -10,11 +10,12 @@ from torch import nn
 from meshwright.layout.optimizer_offload import OFFLOADED
 from meshwright.measure.memory_tracker import PeakTracker, state_bytes
 from meshwright.models.moe import Experts
+from meshwright.spec.execution import uses_eager_blocks
 from meshwright.train.optimizer_offload import offloaded_bytes
-from meshwright.train.trainer import Session
+from meshwright.train.trainer import Trainer
 
 
-class RowsRead:
+class ExpertRowCounter:
     """How many rows this rank's experts read in each layer: what they keep depends on it."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -48,28 +49,28 @@ class StepAudit:
     compiled code makes and frees inside cannot be looked at on CPU: then only the state is measured.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._device = session.ranks.device
-        gradients = session.owned.held_gradients()
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._device = trainer.mesh.device
+        gradients = trainer.sharded_state.local_grads()
         state = {
-            "parameters": session.owned.held(),
+            "parameters": trainer.sharded_state.local_parameters(),
             "gradients": gradients,
-            "optimizer": [v for values in session.optimizer.state.values() for v in values.values()],
+            "optimizer": [v for values in trainer.optimizer.state.values() for v in values.values()],
         }
-        away = OFFLOADED[session.job.layout.offload]
+        away = OFFLOADED[trainer.job.layout.offload]
         alive = [tensor for kind, tensors in state.items() if kind not in away for tensor in tensors]
-        alive += [*session.model.buffers(), *(session.streamed.slots if session.streamed else ())]
-        self._compiled = session.job.train.compile
+        alive += [*trainer.model.buffers(), *(trainer.offloaded.slots if trainer.offloaded else ())]
+        self._compiled = not uses_eager_blocks(trainer.job)
         self._on_gpu = self._device.type == "cuda"
         self._tracker = None
         if not self._on_gpu and not self._compiled:
-            self._tracker = PeakTracker(alive, session.owned.list_gathered)
+            self._tracker = PeakTracker(alive, trainer.sharded_state.list_all_gather_outputs)
         # DDP has its buckets from construction on; they can only be seen once a step has filled them.
-        self._unseen_buckets = session.module is not session.model and not gradients
+        self._unseen_buckets = trainer.module is not trainer.model and not gradients
         self._before_forward = 0
         self._activations = 0
-        self._rows = RowsRead(session.model)
+        self._rows = ExpertRowCounter(trainer.model)
 
     def __enter__(self) -> StepAudit:
         if self._tracker is not None:
@@ -100,25 +101,25 @@ class StepAudit:
 
     def after_backward(self) -> None:
         """The moment at which the state is defined: write down everything."""
-        session = self._session
-        state = state_bytes(session.owned, session.optimizer)
+        trainer = self._trainer
+        state = state_bytes(trainer.sharded_state, trainer.optimizer)
         peak = None
         if self._tracker is not None:
             peak = self._tracker.peak_bytes + (state["gradients"] if self._unseen_buckets else 0)
         elif self._on_gpu:
             peak = torch.cuda.max_memory_allocated(self._device)
-        session.events.write(
+        trainer.events.write(
             "state",
-            step=session.step,
+            step=trainer.step,
             state_bytes=state,
             offloaded_bytes=offloaded_bytes(
-                session.owned, session.optimizer, session.streamed, session.job, self._device
+                trainer.sharded_state, trainer.optimizer, trainer.offloaded, trainer.job, self._device
             ),
             activation_bytes=None if peak is None else self._activations,
             peak_bytes=peak,
             routed_rows=self._rows.summary(),
             compiled=self._compiled,
-            first_step=session.step == session.first_step,
+            first_step=trainer.step == trainer.first_step,
         )
 
     def live_bytes(self) -> int | None:
@@ -132,6 +133,6 @@ class StepAudit:
         if self._tracker is not None:
             gathered = self._tracker.gathered_bytes
         else:
-            tensors = self._session.owned.list_gathered() if self._on_gpu else ()
+            tensors = self._trainer.sharded_state.list_all_gather_outputs() if self._on_gpu else ()
             gathered = sum(tensor.untyped_storage().size() for tensor in tensors)
         return (self.live_bytes() or 0) - gathered

@@ -11,7 +11,7 @@ import time
 import torch
 
 from meshwright.layout.flops import peak_rate
-from meshwright.models.dtypes import LOW_PRECISION
+from meshwright.models.dtypes import AUTOCAST_DTYPES
 from meshwright.spec.job import Job
 
 PROBE_SECONDS = {"cpu": 0.1, "cuda": 1.0}
@@ -34,11 +34,11 @@ def measure_matmul(device: torch.device, dtype: torch.dtype, seconds: float) -> 
     return best
 
 
-def find_peak(job: Job, device: torch.device) -> tuple[float, str]:
+def find_peak_flops(job: Job, device: torch.device) -> tuple[float, str]:
     """FLOP/s that MFU is counted against, and in words what it is."""
     cluster = job.cluster
     if cluster.preset == "local" and cluster.matmul_flops_per_s is None and cluster.probed is None:
-        dtype, seconds = LOW_PRECISION.get(job.train.precision, torch.float32), PROBE_SECONDS[device.type]
+        dtype, seconds = AUTOCAST_DTYPES.get(job.train.precision, torch.float32), PROBE_SECONDS[device.type]
         rate = measure_matmul(device, dtype, seconds)
         products = "bf16" if job.train.precision == "fp8" else job.train.precision
         return rate, f"a {seconds:g}-second {products} matmul on this device"
@@ -55,7 +55,7 @@ class Utilisation:
         if device.type == "cuda":
             threading.Thread(target=self._watch_gpu, daemon=True).start()
 
-    def look(self) -> float | None:
+    def read(self) -> float | None:
         """A share of the device; None while it is not known."""
         if self._device.type == "cuda":
             return self._gpu

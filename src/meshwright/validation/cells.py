@@ -28,7 +28,7 @@ class Cells:
         value = self.cells.get(name)
         return value.strip() if isinstance(value, str) else ""
 
-    def bad(self, name: str, rule: str) -> NotExpressedError:
+    def cell_error(self, name: str, rule: str) -> NotExpressedError:
         """What is said of a cell that cannot be read."""
         return NotExpressedError(f"bad cell in line {self.number}, column {name}: {self.text(name)!r} {rule}")
 
@@ -42,20 +42,20 @@ class Cells:
         try:
             value = float(text)
         except ValueError:
-            raise self.bad(name, "is not a number") from None
+            raise self.cell_error(name, "is not a number") from None
         if value == 0 and name in MAY_BE_ZERO:
             return value
         if not 0 < value < float("inf"):
-            raise self.bad(name, "is not a positive number")
+            raise self.cell_error(name, "is not a positive number")
         return value
 
     def optional(self, name: str) -> int | None:
         """A cell that holds a whole number, or nothing."""
         value = self.number_of(name)
         if value is not None and value != int(value):
-            raise self.bad(name, "is not a whole number")
+            raise self.cell_error(name, "is not a whole number")
         if value is not None and value > LARGEST:
-            raise self.bad(name, f"is more than {LARGEST}")
+            raise self.cell_error(name, f"is more than {LARGEST}")
         return None if value is None else int(value)
 
     def count(self, name: str) -> int:
@@ -77,7 +77,7 @@ class Cells:
         """A cell that says yes or no, or nothing."""
         text = self.text(name).lower()
         if text not in ("", *YES, *NO):
-            raise self.bad(name, "is neither y nor n")
+            raise self.cell_error(name, "is neither y nor n")
         return None if not text else text in YES
 
     def fill(self, name: str, value: object, why: str = "") -> None:

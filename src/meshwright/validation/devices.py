@@ -33,7 +33,7 @@ ALIASES: tuple[tuple[str, str], ...] = (
 """Ways to write a device, first match wins, and the name that its preset has."""
 OMNI_PATH_OF, OMNI_PATH = "A100-80GB-SXM", "A100-80GB-OmniPath"
 """A machine with fewer links between its devices than others of its kind."""
-OMNI_PATH_NETWORK = 6.25
+OMNI_PATH_GBYTES_PER_S = 6.25
 """Its share of four Omni-Path links for each of 8 devices, in GB/s; no other machine of A100-80GB has it."""
 _NETWORK = re.compile(r"(\d+)\s*x\s*(?:[A-Za-z-]+ )?(\d+)\s*Gb(?:ps|/s|it/s)?(?![A-Za-z])[^;,(]*per node")
 """Adapters of a machine, such as `4x200Gb IB per node`; Gb are gigabits, GB are not matched."""
@@ -79,7 +79,7 @@ def build_cluster(cells: Cells, devices: int) -> Cluster:
         raise NotExpressedError(f"no figures for the device {text!r}" if text else "gpu not published")
     if name != text:
         cells.remark(f"gpu {text} taken as {name}")
-    narrow = cells.number_of("nic_gbytes_per_s_per_gpu") == OMNI_PATH_NETWORK
+    narrow = cells.number_of("nic_gbytes_per_s_per_gpu") == OMNI_PATH_GBYTES_PER_S
     if name == OMNI_PATH_OF and (narrow or "omni-path" in cells.note):
         name = OMNI_PATH
         cells.remark(f"gpu taken as {name}: four NVLinks a device, as in that machine")

@@ -11,13 +11,13 @@ from meshwright.validation.devices import device_name
 
 OLD_DEVICES = ("A100", "A800", "V100")
 """Devices of the years in which Megatron had no fused attention."""
-FASTER_EXPERTS = (26, 6)
+FASTER_MOE_RELEASE = (26, 6)
 """Year and month of the release of Megatron Bridge that made layers of experts faster."""
-SUMS_FUSED_SINCE = 2205
+FUSED_GRAD_ACCUMULATION_SINCE = 2205
 """Year and month of the first papers whose Megatron summed gradients inside products."""
-FUSED_SINCE = 2306
+FLASH_ATTENTION_SINCE = 2306
 """Year and month of the first papers whose Megatron had fused attention."""
-NAMES: tuple[tuple[str, str], ...] = (
+PROFILE_PATTERNS: tuple[tuple[str, str], ...] = (
     (r"megatron.*deepspeed|deepspeed.*megatron|gpt-?neox", "megatron-deepspeed"),
     (r"deepspeed|zero(?:-?infinity|\+\+)?$|colossal", "deepspeed-zero"),
     (r"titan|fsdp-?2|torchtune|simple-?fsdp", "torchtitan"),
@@ -28,7 +28,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     (r"megatron-?core|mcore|megascale|nanotron|pai-", "megatron-core"),
 )
 """Frameworks and the nearest profile, first match wins; plain `megatron` is decided by its years."""
-EXACT = re.compile(r"megatron|deepspeed|composer|foundry|titan|meshwright", re.IGNORECASE)
+HAS_PROFILE = re.compile(r"megatron|deepspeed|composer|foundry|titan|meshwright", re.IGNORECASE)
 """Frameworks that have a profile of their own; the others are taken for the nearest."""
 RECIPES: tuple[tuple[str, str], ...] = (
     (r"nvfp4", "nvfp4"),
@@ -54,13 +54,13 @@ def choose_profile(framework: str, gpu: str, source: str = "", zero: int | None 
     attention; for newer devices and papers FSDP's is nearer.
     """
     name = framework.lower()
-    found = next((profile for pattern, profile in NAMES if re.search(pattern, name)), None)
+    found = next((profile for pattern, profile in PROFILE_PATTERNS if re.search(pattern, name)), None)
     gpu = device_name(gpu) or gpu
     if found == "torchtitan" and re.search(r"20(2[5-9]|[3-9]\d)-?\d\d", source):
         return PROFILES["torchtitan-2025"]
     dated = re.search(r"arxiv[ :]*(\d{4})\.\d{4,5}", source.lower())
     recent = (
-        int(dated[1]) >= FUSED_SINCE
+        int(dated[1]) >= FLASH_ATTENTION_SINCE
         if dated
         else bool(re.search(r"nemo|megatron-core|mcore", source.lower()))
     )
@@ -71,7 +71,7 @@ def choose_profile(framework: str, gpu: str, source: str = "", zero: int | None 
         return PROFILES[found]
     release = re.search(r"\b(2\d)\.(\d\d)[\d.]* nemo container", source.lower())
     if release:
-        late = (int(release[1]), int(release[2])) >= FASTER_EXPERTS
+        late = (int(release[1]), int(release[2])) >= FASTER_MOE_RELEASE
         return PROFILES["megatron-bridge-26.06" if late else "megatron-bridge"]
     if re.search(r"nemo|bridge", source.lower()) and not gpu.upper().startswith(OLD_DEVICES):
         return PROFILES["megatron-bridge"]
@@ -80,7 +80,9 @@ def choose_profile(framework: str, gpu: str, source: str = "", zero: int | None 
     if not re.search(r"megatron|meta", name) and zero in (2, 3):
         return PROFILES["composer-fsdp" if old else "torchtitan"]
     if old:
-        return PROFILES["megatron-lm-2022" if dated and int(dated[1]) >= SUMS_FUSED_SINCE else "megatron-lm"]
+        return PROFILES[
+            "megatron-lm-2022" if dated and int(dated[1]) >= FUSED_GRAD_ACCUMULATION_SINCE else "megatron-lm"
+        ]
     return PROFILES["megatron-core"]
 
 
@@ -90,16 +92,16 @@ def read_profile(cells: Cells) -> Profile:
     profile = choose_profile(framework, cells.text("gpu"), cells.text("source"), cells.optional("zero_stage"))
     if not framework:
         cells.fill("framework", profile.name)
-    elif not EXACT.search(framework):
+    elif not HAS_PROFILE.search(framework):
         cells.remark(f"framework {framework} taken as {profile.name}, the nearest profile")
     elif profile.name == "composer-fsdp" and "deepspeed" in framework.lower():
         cells.remark("DeepSpeed of these years taken as composer-fsdp, the nearest profile")
     elif profile.name == "deepspeed-zero" and "deepspeed" not in framework.lower():
         cells.remark("ZeRO-3 beside Megatron of these years taken as deepspeed-zero")
-    return _switched(profile, cells)
+    return _apply_note(profile, cells)
 
 
-def _switched(profile: Profile, cells: Cells) -> Profile:
+def _apply_note(profile: Profile, cells: Cells) -> Profile:
     note = cells.note
     overlaps: bool | None = None
     if re.search(r"async[- ]?tp|tp[-_ ]comm[-_ ]overlap on|userbuffer", note):
@@ -138,7 +140,7 @@ def read_precision(cells: Cells) -> str:
     if re.search(r"amp|mixed|\b16\b", text):
         cells.remark(f"precision {text} taken as bf16")
         return "bf16"
-    raise cells.bad("precision", "is none of fp32, fp16, bf16, fp8, fp4")
+    raise cells.cell_error("precision", "is none of fp32, fp16, bf16, fp8, fp4")
 
 
 def read_recipe(cells: Cells, precision: str, profile: Profile) -> str:

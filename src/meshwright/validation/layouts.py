@@ -19,9 +19,9 @@ from meshwright.validation.cells import NO, YES, Cells, NotExpressedError
 
 SHARDING_PROFILES = ("torchtitan", "torchtitan-2025", "composer-fsdp")
 """Profiles whose data axis shards parameters unless a row says otherwise."""
-CORE_PROFILES = ("megatron-core", "megatron-bridge")
+DISTRIBUTED_OPTIMIZER_PROFILES = ("megatron-core", "megatron-bridge")
 """Profiles of Megatron with a distributed optimizer."""
-LEAST_ROUNDS = 2
+LEAST_MICRO_BATCHES_PER_STAGE = 2
 """Micro-batches for each pipeline stage that a micro-batch of our choosing leaves."""
 
 
@@ -127,10 +127,10 @@ def _zero_stage(cells: Cells, profile: Profile) -> int:
         if profile.name in (*SHARDING_PROFILES, "deepspeed-zero"):
             zero = 3
         else:
-            zero = 1 if profile.name.startswith(CORE_PROFILES) else 0
+            zero = 1 if profile.name.startswith(DISTRIBUTED_OPTIMIZER_PROFILES) else 0
         cells.fill("zero_stage", zero, f"default of {profile.name}")
     if zero > 3:
-        raise cells.bad("zero_stage", "is not 0, 1, 2 or 3")
+        raise cells.cell_error("zero_stage", "is not 0, 1, 2 or 3")
     return zero
 
 
@@ -155,7 +155,7 @@ def _sequence_parallel(cells: Cells, profile: Profile, tp: int) -> bool:
     if tp == 1:
         return False
     if given is None:
-        given = profile.name.startswith((*CORE_PROFILES, "torchtitan", "meshwright"))
+        given = profile.name.startswith((*DISTRIBUTED_OPTIMIZER_PROFILES, "torchtitan", "meshwright"))
         cells.fill("sequence_parallel", "y" if given else "n", f"default of {profile.name}")
     return given
 
@@ -208,7 +208,7 @@ def _recompute(cells: Cells, profile: Profile) -> Any:
     if re.search(r"attn|attention|mlp|norm|moe|op\b|partial|core", text):
         cells.remark(f"recompute {text} taken as selective")
         return "selective"
-    raise cells.bad("recompute", "is none of none, selective, full")
+    raise cells.cell_error("recompute", "is none of none, selective, full")
 
 
 def _offload(cells: Cells) -> Any:
@@ -245,7 +245,7 @@ def read_global_batch(cells: Cells, layout: Layout, seq_len: int) -> int:
     raise NotExpressedError("global_batch not published")
 
 
-def settle_micro_batch(cells: Cells, workload: Workload, layout: Layout) -> int:
+def choose_micro_batch(cells: Cells, workload: Workload, layout: Layout) -> int:
     """The micro-batch where a row has none: by its accumulation, the framework's default, or our rule."""
     share = max(1, workload.global_batch // layout.data_degree)
     if found := re.search(r"grad_?\s?accum\w*\s?=?\s?(\d+)", cells.note):
@@ -258,10 +258,10 @@ def settle_micro_batch(cells: Cells, workload: Workload, layout: Layout) -> int:
         cells.fill("micro_batch", micro_batch, "as many micro-batches as stages, default of torchtitan")
         return micro_batch
     if workload.profile.name.startswith("megatron"):
-        micro_batch = _least_fused(workload, layout, share)
+        micro_batch = _fused_softmax_micro_batch(workload, layout, share)
         cells.fill("micro_batch", micro_batch, "as Megatron's published tables at scale")
         return micro_batch
-    rounds = LEAST_ROUNDS * layout.pp if layout.pp > 1 else 1
+    rounds = LEAST_MICRO_BATCHES_PER_STAGE * layout.pp if layout.pp > 1 else 1
     options = [n for n in _divisors(share) if share // n >= rounds] or [1]
     grid = Grid.of([layout] * len(options))
     columns = {**vars(grid), "micro_batch": np.array(options, dtype=np.int64)}
@@ -272,7 +272,7 @@ def settle_micro_batch(cells: Cells, workload: Workload, layout: Layout) -> int:
     return micro_batch
 
 
-def _least_fused(workload: Workload, layout: Layout, share: int) -> int:
+def _fused_softmax_micro_batch(workload: Workload, layout: Layout, share: int) -> int:
     """One sample, or as many as the fused softmax of Megatron's older kernels needs."""
     heads = workload.model.num_heads / layout.tp
     if workload.profile.time.flash_attention:

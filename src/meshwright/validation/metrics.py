@@ -12,7 +12,7 @@ import numpy as np
 from meshwright.plan.estimate.grid import Floats
 from meshwright.validation.evaluate import Outcome
 
-NEAR = 0.10
+NEAR_ERROR = 0.10
 """Error within which a prediction counts as near."""
 BEST_WITHIN = 0.05
 """How far below the measured best the predicted best may be."""
@@ -47,7 +47,7 @@ class Errors:
             median=float(np.median(size)),
             bias=float(signed.mean()),
             worst=float(size.max()),
-            within_10pct=float((size <= NEAR).mean()),
+            within_10pct=float((size <= NEAR_ERROR).mean()),
         )
 
 

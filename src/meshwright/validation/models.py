@@ -12,13 +12,13 @@ from meshwright.spec.model import DecoderModel
 from meshwright.spec.presets import preset_names, read_preset
 from meshwright.validation.cells import Cells, NotExpressedError
 
-GATED = re.compile(
+GATED_MODELS = re.compile(
     r"llama|qwen|mistral|mixtral|ministral|deepseek|kimi|gemma|oss|baichuan|\byi\b|internlm|olmo|glm-?4|phi-?[34]|"
     r"grok|dbrx|skywork|ernie|minimax|hunyuan|vicuna|tulu|granite|smollm|moonlight",
     re.IGNORECASE,
 )
 """Models whose feed-forward is gated."""
-PLAIN = re.compile(
+UNGATED_MODELS = re.compile(
     r"gpt-?(?!.*oss)|opt-|bloom|mpt|megatron|turing|mt-nlg|nemotron|falcon|pythia|starcoder|neox|bert|t-nlg",
     re.IGNORECASE,
 )
@@ -43,12 +43,12 @@ HEAD_DIMS = (
 LATENT = {"attention": "latent", "latent_size": 512, "query_latent_size": 1536, "rope_head_dim": 64,
           "head_dim": 128, "value_head_dim": 128}  # fmt: skip
 """Sizes of multi-head latent attention in DeepSeek V2 and V3 and in Kimi K2."""
-UNTIED_PLAIN = re.compile(r"nemotron|pythia|neox|falcon", re.IGNORECASE)
+UNTIED_UNGATED = re.compile(r"nemotron|pythia|neox|falcon", re.IGNORECASE)
 """Plain models that do not share the embedding with the head."""
-ROTARY_PLAIN = re.compile(r"nemotron|pythia|neox|falcon|bloom|starcoder2", re.IGNORECASE)
+NO_LEARNED_POSITIONS = re.compile(r"nemotron|pythia|neox|falcon|bloom|starcoder2", re.IGNORECASE)
 """Plain models without a learned table of positions (BLOOM's ALiBi has no parameters either)."""
 NO_BIAS = re.compile(r"mpt|nemotron|falcon", re.IGNORECASE)
-BRIEF_SHARE = 0.002
+LABEL_ERROR = 0.002
 """Part of a parameter count by which published labels are off beside their rounding."""
 
 
@@ -93,10 +93,10 @@ def build_model(cells: Cells, tp: int | None) -> DecoderModel:
         fields |= LATENT | ({"query_latent_size": None} if "lite" in name.lower() else {})
     if found := re.search(r"sliding[\s_-]*(\d+)(?:\s*/\s*(\d+))?", attention):
         fields |= {"window": int(found[1]), "window_every": int(found[2] or 1)}
-    if _predicts_further(cells, name):
+    if _has_mtp(cells, name):
         fields["num_layers"] += 1
         cells.remark("multi-token prediction counted as one more layer")
-    return choose_parts(fields, name, guess, cells)
+    return choose_architecture(fields, name, guess, cells)
 
 
 def _from(preset: dict[str, Any] | None, key: str, column: str) -> int:
@@ -105,7 +105,7 @@ def _from(preset: dict[str, Any] | None, key: str, column: str) -> int:
     return int(preset[key])
 
 
-def _plain(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", re.sub(r"\(.*?\)", "", name).lower())
 
 
@@ -115,20 +115,20 @@ def _presets() -> dict[str, dict[str, Any]]:
     for name in preset_names("models"):
         tree = read_preset("models", name)
         if isinstance(tree, dict) and tree.get("architecture") != "resnet":
-            found[_plain(name)] = {**tree, "preset": name}
+            found[_normalize_name(name)] = {**tree, "preset": name}
     return found
 
 
 def _named_preset(name: str) -> dict[str, Any] | None:
-    plain = _plain(name)
+    plain = _normalize_name(name)
     return _presets().get(plain) or _presets().get(plain.replace("llama31", "llama3"))
 
 
 def _guess_gated(cells: Cells, name: str, width: int, experts: int | None) -> bool:
     """Whether the feed-forward is gated: by the name, else by its width."""
-    if GATED.search(name):
+    if GATED_MODELS.search(name):
         return True
-    if PLAIN.search(name):
+    if UNGATED_MODELS.search(name):
         return False
     if experts:
         return True
@@ -198,7 +198,7 @@ def _expert_fields(cells: Cells, name: str, experts: int, ffn: int) -> dict[str,
     return fields
 
 
-def _predicts_further(cells: Cells, name: str) -> bool:
+def _has_mtp(cells: Cells, name: str) -> bool:
     """Whether the run trained DeepSeek's extra layer for the token after next.
 
     Megatron-Bridge's DeepSeek rows do unless they say otherwise: their published FLOPs per token are 4% above
@@ -207,24 +207,26 @@ def _predicts_further(cells: Cells, name: str) -> bool:
     text = f"{name} {cells.note}".lower()
     if re.search(r"(w/o|without|no) mtp", text):
         return False
-    return "mtp" in text or ("deepseekv3" in _plain(name) and "bridge" in cells.text("source").lower())
+    return "mtp" in text or (
+        "deepseekv3" in _normalize_name(name) and "bridge" in cells.text("source").lower()
+    )
 
 
-def choose_parts(fields: dict[str, Any], name: str, gated: bool, cells: Cells) -> DecoderModel:
+def choose_architecture(fields: dict[str, Any], name: str, gated: bool, cells: Cells) -> DecoderModel:
     """GPT or Llama parts, tied or not: by the published parameter count where it decides, else by name."""
-    tied = not gated and not UNTIED_PLAIN.search(name) and not fields.get("num_experts")
+    tied = not gated and not UNTIED_UNGATED.search(name) and not fields.get("num_experts")
     positions = cells.count("seq_len")
-    first = _with_parts(fields, name, gated, tied, positions)
+    first = _with_architecture(fields, name, gated, tied, positions)
     published = cells.number_of("params_b")
     if published is None or re.search(r"truncated|reduced", name.lower()):
         return first
     options = [(g, t) for g in (gated, not gated) for t in (tied, not tied)]
-    others = [_with_parts(fields, name, g, t, positions) for g, t in options]
+    others = [_with_architecture(fields, name, g, t, positions) for g, t in options]
     error = [abs(count_elements(model) / 1e9 - published) for model in others]
     text = cells.text("params_b")
     digits = len(text.rpartition(".")[2]) if published != int(published) else 0
     best = min(range(len(others)), key=error.__getitem__)
-    if error[0] <= 0.5 * 10.0**-digits + BRIEF_SHARE * published or error[best] > 0.5 * error[0]:
+    if error[0] <= 0.5 * 10.0**-digits + LABEL_ERROR * published or error[best] > 0.5 * error[0]:
         return first
     model = others[best]
     told = "two matrices" if model.activation != "swiglu" else "three matrices (gated)"
@@ -233,12 +235,14 @@ def choose_parts(fields: dict[str, Any], name: str, gated: bool, cells: Cells) -
     return model
 
 
-def _with_parts(fields: dict[str, Any], name: str, gated: bool, tied: bool, positions: int) -> DecoderModel:
+def _with_architecture(
+    fields: dict[str, Any], name: str, gated: bool, tied: bool, positions: int
+) -> DecoderModel:
     llama = DecoderModel(**fields, tied_embeddings=tied)
     if gated:
         return llama
     bias = not NO_BIAS.search(name)
-    learned = not ROTARY_PLAIN.search(name)
+    learned = not NO_LEARNED_POSITIONS.search(name)
     return dataclasses.replace(
         llama,
         positions="learned" if learned else "rope",

@@ -22,9 +22,9 @@ from meshwright.validation.devices import build_cluster
 from meshwright.validation.frameworks import read_compiled, read_precision, read_profile, read_recipe
 from meshwright.validation.layouts import (
     build_layout,
+    choose_micro_batch,
     count_devices,
     read_global_batch,
-    settle_micro_batch,
 )
 from meshwright.validation.models import build_model
 
@@ -149,7 +149,7 @@ def _build_case(cells: Cells, row_id: str, step_s: float | None, memory: float |
         compiled=compiled,
     )
     if layout.micro_batch is None:
-        layout = dataclasses.replace(layout, micro_batch=settle_micro_batch(cells, workload, layout))
+        layout = dataclasses.replace(layout, micro_batch=choose_micro_batch(cells, workload, layout))
     if step_s is None:
         step_s = _step_of_rate(cells, workload, devices)
     return Case(

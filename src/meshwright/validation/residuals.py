@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshwright.plan.time.interval import FEWEST_ROWS, similar_to
+from meshwright.plan.time.interval import FEWEST_ROWS, similar_groups
 from meshwright.validation.evaluate import Outcome
 
 LOW, HIGH = 10, 90
@@ -25,7 +25,7 @@ def tabulate_residuals(outcomes: Sequence[Outcome]) -> list[dict[str, str | int 
         case, error = outcome.case, outcome.step_error
         if case is None or error is None or not (case.gates and outcome.held_out):
             continue
-        for key in similar_to(case.workload):
+        for key in similar_groups(case.workload):
             groups[key].append(1 / (1 + error))
     table: list[dict[str, str | int | float]] = []
     for (kind, profile, device), ratios in sorted(groups.items()):

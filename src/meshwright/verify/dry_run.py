@@ -28,21 +28,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from meshwright.core.events import EventWriter, Listener
-from meshwright.data.dataset import Rows, TokenDataset
+from meshwright.data.dataset import SampleBatch, TokenDataset
 from meshwright.launch.assignment import Assignment
 from meshwright.measure.collective_counter import DEVICE_KEYS, CollectiveCounter
 from meshwright.models.moe import MixtureOfExperts
 from meshwright.parallel.batch import Batch
-from meshwright.parallel.expert import ExpertExchange, SharedTokens
-from meshwright.parallel.mesh import join_ranks, leave_ranks
+from meshwright.parallel.expert import ShardedTokens, TokenDispatcher
+from meshwright.parallel.mesh import destroy_mesh, init_mesh
 from meshwright.plan.contract import Plan
 from meshwright.spec.job import Job
 from meshwright.train.batches import Batcher, Samples
 from meshwright.train.loop import compute_step, report_end
 from meshwright.train.step_audit import StepAudit
-from meshwright.train.trainer import Session, build_session
+from meshwright.train.trainer import Trainer, build_trainer
 
-Tell = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 """Told what is being done."""
 _READ = torch.ops.aten._local_scalar_dense.default
 """What ``item``, ``tolist`` and ``float`` call."""
@@ -50,7 +50,7 @@ _COUNT = torch.ops.aten.arange
 """Of integers it is integers, unless a type is asked for."""
 
 
-def rehearse(plan: Plan, rank: int, listener: Listener, tell: Tell) -> None:
+def dry_run_step(plan: Plan, rank: int, listener: Listener, report_progress: ProgressCallback) -> None:
     """Take one step as a rank.
 
     Args:
@@ -62,56 +62,56 @@ def rehearse(plan: Plan, rank: int, listener: Listener, tell: Tell) -> None:
     assert plan.job.cluster.device == "cpu", "fake tensors are those of a CPU here"
     counter, events = CollectiveCounter(), EventWriter(Path(os.devnull), rank, 0, listener)
     counter.install()
-    ranks = None
+    mesh = None
     try:
-        ranks = join_ranks(plan.job, counter, FakeStore(), rank, backend="fake")
+        mesh = init_mesh(plan.job, counter, FakeStore(), rank, backend="fake")
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake, RealIntegers():
-            tell("building")
+            report_progress("building")
             nowhere = Assignment(os.devnull, os.devnull, os.devnull)
-            blank = BlankDataset(plan.job)
-            with OneChunk():
-                session = build_session(plan, nowhere, ranks, counter, events, open_split=lambda _: blank)
-            deal_evenly(session.model)
-            batches = session.train_batches
+            blank = ZeroDataset(plan.job)
+            with SharedChunks():
+                trainer = build_trainer(plan, nowhere, mesh, counter, events, open_split=lambda _: blank)
+            route_evenly(trainer.model)
+            batches = trainer.train_batches
             assert isinstance(batches, Batcher), "decoders read tokens"
-            session.train_batches = FakeBatches(**vars(batches), fake=fake)
-            _take_step(session, tell)
+            trainer.train_batches = FakeBatcher(**vars(batches), fake=fake)
+            _take_step(trainer, report_progress)
     finally:
-        if ranks is not None:
-            leave_ranks(ranks)
+        if mesh is not None:
+            destroy_mesh(mesh)
         counter.remove()
         events.close()
 
 
-def deal_evenly(model: nn.Module) -> None:
+def route_evenly(model: nn.Module) -> None:
     """Experts get the same number of tokens each, over all ranks: scores that are nowhere choose nobody."""
     for layer in model.modules():
         if isinstance(layer, MixtureOfExperts):
             place = 0
-            if isinstance(layer.dispatch, ExpertExchange):
+            if isinstance(layer.dispatch, TokenDispatcher):
                 place = layer.dispatch.place
                 layer.dispatch = EvenExchange(layer.dispatch)
-            layer.router.choose = functools.partial(choose_in_turn, place)
-            if isinstance(layer.tokens, SharedTokens):
+            layer.router.choose = functools.partial(choose_round_robin, place)
+            if isinstance(layer.tokens, ShardedTokens):
                 layer.tokens = EvenTokens(layer.tokens)
 
 
-def choose_in_turn(place: int, scores: Tensor, chosen: Tensor) -> Tensor:
+def choose_round_robin(place: int, scores: Tensor, chosen: Tensor) -> Tensor:
     """Experts in turn, as no score says anything; each rank goes on where the one before it has ended."""
     slots = torch.arange(chosen.numel(), dtype=torch.int64).view_as(chosen)
     return (slots + place * chosen.numel()) % scores.shape[1]
 
 
-class EvenExchange(ExpertExchange):
+class EvenExchange(TokenDispatcher):
     """Every other rank sends as much as this one, to the experts in turn."""
 
-    def __init__(self, exchange: ExpertExchange) -> None:
+    def __init__(self, exchange: TokenDispatcher) -> None:
         vars(self).update(vars(exchange))
 
-    def tell(self, told_XH: Tensor) -> Tensor:  # noqa: N803
+    def exchange_counts(self, told_XH: Tensor) -> Tensor:  # noqa: N803
         """Asks, and knows the answer."""
-        super().tell(told_XH)
+        super().exchange_counts(told_XH)
         ranks, held = told_XH.shape
         sent = int(told_XH.sum()) // self._etp
         begins = torch.arange(ranks).unsqueeze(1) * sent
@@ -119,10 +119,10 @@ class EvenExchange(ExpertExchange):
         return (sent - (own - begins) % self._experts + self._experts - 1) // self._experts
 
 
-class EvenTokens(SharedTokens):
+class EvenTokens(ShardedTokens):
     """The tokens of every other rank chose what this one's did."""
 
-    def __init__(self, tokens: SharedTokens) -> None:
+    def __init__(self, tokens: ShardedTokens) -> None:
         vars(self).update(vars(tokens))
 
     def gather(self, experts_NK: Tensor) -> Tensor:  # noqa: N803
@@ -131,23 +131,23 @@ class EvenTokens(SharedTokens):
         return experts_NK.repeat(ranks, 1)
 
 
-def _take_step(session: Session, tell: Tell) -> None:
+def _take_step(trainer: Trainer, report_progress: ProgressCallback) -> None:
     """The step, audited as the first of a run is."""
-    batch = session.job.train.global_batch
-    with ToldStep(session, tell) as audit:
-        session.audit = audit
-        micro_batches = session.train_batches.micro_batches(np.arange(batch))
-        compute_step(session, micro_batches, batch * session.job.data.seq_len)
-    session.step += 1
-    report_end(session, evaluations=0, stopping=False)
+    batch = trainer.job.train.global_batch
+    with ReportedStepAudit(trainer, report_progress) as audit:
+        trainer.audit = audit
+        micro_batches = trainer.train_batches.micro_batches(np.arange(batch))
+        compute_step(trainer, micro_batches, batch * trainer.job.data.seq_len)
+    trainer.step += 1
+    report_end(trainer, evaluations=0, stopping=False)
 
 
-class ToldStep(StepAudit):
+class ReportedStepAudit(StepAudit):
     """The audit of a step, which also says how far the step is."""
 
-    def __init__(self, session: Session, tell: Tell) -> None:
-        super().__init__(session)
-        self._tell, self._all = tell, session.plan.micro_batches
+    def __init__(self, trainer: Trainer, report_progress: ProgressCallback) -> None:
+        super().__init__(trainer)
+        self._tell, self._all = report_progress, trainer.plan.micro_batches
 
     def before_forward(self, micro_batch: int) -> None:
         """A forward pass begins."""
@@ -182,7 +182,7 @@ class RealIntegers(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class OneChunk(TorchFunctionMode):
+class SharedChunks(TorchFunctionMode):
     """Chunks of one shape are one tensor while a model is cut: FSDP2 makes all ranks' and keeps its own.
 
     Nothing is inside them that could differ, and a view costs a fake tensor a tenth of a millisecond: 512
@@ -205,7 +205,7 @@ def _chunk_once(whole: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
     return [whole.narrow(dim, 0, size)] * full + tail
 
 
-class BlankDataset(TokenDataset):
+class ZeroDataset(TokenDataset):
     """As many samples as a step wants, of zeros; every position is a target."""
 
     def __init__(self, job: Job) -> None:
@@ -215,21 +215,21 @@ class BlankDataset(TokenDataset):
     def __len__(self) -> int:
         return self.shard_sample_counts[0]
 
-    def read(self, indices: npt.ArrayLike) -> Rows:
+    def read(self, indices: npt.ArrayLike) -> SampleBatch:
         """Zeros."""
         zeros = np.zeros((np.size(indices), self.seq_len), dtype=np.int64)
-        return Rows(zeros, zeros, zeros if self.mask == "document" else None)
+        return SampleBatch(zeros, zeros, zeros if self.mask == "document" else None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FakeBatches(Batcher):
+class FakeBatcher(Batcher):
     """A rank's micro-batches: targets, which are counted, are real, and all else is fake."""
 
     fake: FakeTensorMode
 
-    def micro_batches(self, samples: Samples, least: int = 0) -> Iterator[Batch]:
+    def micro_batches(self, samples: Samples, min_samples: int = 0) -> Iterator[Batch]:
         """The model's arguments."""
-        for batch in super().micro_batches(samples, least):
+        for batch in super().micro_batches(samples, min_samples):
             faked = {
                 name: self.fake.from_tensor(tensor)
                 for name, tensor in batch._asdict().items()

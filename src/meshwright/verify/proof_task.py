@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.events import to_json
+from meshwright.spec.execution import uses_eager_blocks
 from meshwright.spec.job import Checkpoint, Compression, Job, Train
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality.table import with_layout
 from meshwright.spec.load import build_job, job_tree
 from meshwright.spec.model import DecoderModel
-from meshwright.spec.train_defaults import eager
+from meshwright.spec.train_defaults import with_eager_blocks
 
 STEPS = 10
 GRADIENT_STEPS = (1, STEPS)
@@ -38,13 +39,13 @@ WEIGHT_TOLERANCE = 1e-2
 of zero and one of 1e-9 differ by a whole step; it only decides who is named."""
 TIE = 1e-6
 """Scores of experts that differ by less tie: which one a token goes to is rounding's doing."""
-MOST_WARMUP = 2
+MAX_WARMUP = 2
 """Steps: with a long warm-up nothing would move in ten."""
-LOOKING = "proof"
+PROOF_PHASE = "proof"
 """The phase in which a rank's own collectives for comparing count: those of the steps stay as promised."""
 
 TASK_FILE = "proof.json"
-NOTES_FILE = "reference.json"
+REFERENCE_FILE = "reference.json"
 ACTIVATIONS_FILE = "activations.safetensors"
 ROOT_NAME = "model"
 """How the outermost module is spoken of; in torch its name is empty."""
@@ -55,7 +56,7 @@ def gradients_file(step: int) -> str:
     return f"gradients-{step}.safetensors"
 
 
-def choices_file(step: int) -> str:
+def routing_file(step: int) -> str:
     """Where the reference keeps the experts that its tokens chose in a step."""
     return f"choices-{step}.safetensors"
 
@@ -91,7 +92,7 @@ class ProofTask:
 
 
 @dataclass
-class ReferenceNotes:
+class ReferenceRecord:
     """What the one process saw, beside its tensors."""
 
     modules: list[str] = field(default_factory=list)
@@ -107,12 +108,12 @@ class ReferenceNotes:
 
     def write(self, folder: Path) -> None:
         """Leave them for the ranks of the layout and for the judge."""
-        (folder / NOTES_FILE).write_text(to_json(dataclasses.asdict(self)), encoding="utf-8")
+        (folder / REFERENCE_FILE).write_text(to_json(dataclasses.asdict(self)), encoding="utf-8")
 
     @classmethod
-    def read(cls, folder: Path) -> ReferenceNotes:
+    def read(cls, folder: Path) -> ReferenceRecord:
         """Read what was written there."""
-        return cls(**json.loads((folder / NOTES_FILE).read_text(encoding="utf-8")))
+        return cls(**json.loads((folder / REFERENCE_FILE).read_text(encoding="utf-8")))
 
 
 @dataclass
@@ -142,7 +143,7 @@ class ActivationDifference:
 
 
 @dataclass
-class Findings:
+class RankFindings:
     """What one rank of the layout found."""
 
     rank: int
@@ -161,7 +162,7 @@ class Findings:
         (folder / findings_file(self.rank)).write_text(to_json(dataclasses.asdict(self)), encoding="utf-8")
 
     @classmethod
-    def read(cls, folder: Path, rank: int) -> Findings:
+    def read(cls, folder: Path, rank: int) -> RankFindings:
         """Read what a rank has written."""
         facts = json.loads((folder / findings_file(rank)).read_text(encoding="utf-8"))
 
@@ -184,10 +185,10 @@ def proof_job(job: Job, memory_bytes: int) -> Job:
     Whether its layout can run is not asked here: the layout may still be made smaller.
     """
     first = {field.name: field.default for field in dataclasses.fields(Train)}
-    warmup = 0 if job.train.schedule == "wsd" else min(job.train.warmup, MOST_WARMUP)
+    warmup = 0 if job.train.schedule == "wsd" else min(job.train.warmup, MAX_WARMUP)
     quiet = ("loss_scale", "tensorboard", "wandb", "mlflow", "eval_every", "runtime")
     train = dataclasses.replace(
-        eager(job.train),
+        with_eager_blocks(job.train),
         **{key: first[key] for key in quiet},  # type: ignore[arg-type]
         steps=STEPS,
         warmup=warmup,
@@ -211,14 +212,14 @@ def explain_settings(job: Job) -> list[str]:
         said.append(f"float32 products instead of train.precision={job.train.precision}")
     if job.compression.kind != "none":
         said.append(f"whole gradients on the wire instead of compression.kind={job.compression.kind}")
-    if job.train.compile:
-        said.append("eager blocks instead of train.compile=true")
+    if not uses_eager_blocks(job):
+        said.append(f"train.block_backend=eager instead of {job.train.block_backend}")
     if job.cluster.device != "cpu":
         said.append(f"the cores of this machine instead of {job.cluster.device_name or job.cluster.device}")
     if isinstance(job.model, DecoderModel) and job.model.hf is not None:
         said.append(f"weights drawn from train.seed instead of any in model.hf={job.model.hf}")
-    if job.train.warmup > MOST_WARMUP:
-        said.append(f"a warm-up of at most {MOST_WARMUP} steps instead of {job.train.warmup}")
+    if job.train.warmup > MAX_WARMUP:
+        said.append(f"a warm-up of at most {MAX_WARMUP} steps instead of {job.train.warmup}")
     return said
 
 
@@ -227,7 +228,7 @@ def reference_job(job: Job) -> Job:
     return dataclasses.replace(job, layout=Layout(mode="given", micro_batch=job.layout.micro_batch))
 
 
-def chosen_positions(global_batch: int, data_degree: int) -> tuple[int, ...]:
+def select_sample_positions(global_batch: int, data_degree: int) -> tuple[int, ...]:
     """The first and the last sample of each data rank, as samples are dealt."""
     base, extra = divmod(global_batch, data_degree)
     starts = [rank * base + min(rank, extra) for rank in range(data_degree + 1)]

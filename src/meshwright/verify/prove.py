@@ -21,71 +21,79 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.core.events import Listener
-from meshwright.models.moe import ExpertProduct, Experts
+from meshwright.models.moe import ExpertLinear, Experts
 from meshwright.models.routing import Router
-from meshwright.parallel.context import whole_sequences
-from meshwright.parallel.full_tensors import canonical_name, full_tensor, is_sharded, named_parameters
-from meshwright.parallel.tensor import whole_activation
-from meshwright.train.batches import cut
-from meshwright.train.loop import Meter, report_end, train_step
-from meshwright.train.trainer import Session
-from meshwright.train.worker import run_session
-from meshwright.verify.expert_choices import Choices, RecordedChoices, ReplayedChoices
+from meshwright.parallel.context import gather_full_sequence
+from meshwright.parallel.full_tensors import canonical_name, full_tensor, is_dtensor, named_parameters
+from meshwright.parallel.tensor import gather_full_activation
+from meshwright.train.batches import split_into_micro_batches
+from meshwright.train.loop import ThroughputMeter, report_end, train_step
+from meshwright.train.trainer import Trainer
+from meshwright.train.worker import run_with_trainer
 from meshwright.verify.proof_task import (
     ACTIVATIONS_FILE,
     GRADIENT_STEPS,
-    LOOKING,
+    PROOF_PHASE,
     WEIGHTS_FILE,
     ActivationDifference,
-    Findings,
     ProofTask,
-    ReferenceNotes,
+    RankFindings,
+    ReferenceRecord,
     TensorDifference,
     gradients_file,
 )
+from meshwright.verify.routing_decisions import RecordedRouting, ReplayedRouting, RoutingDecisions
 
-Seen = Callable[[str, str, int, Tensor], None]
+ActivationCallback = Callable[[str, str, int, Tensor], None]
 """Told module, `input` or `output`, the sample's place in the batch, and its part of the tensor."""
 
 
 def run_rank(run_dir: str, listener: Listener | None = None) -> int:
     """Prove as this rank; returns the exit status."""
-    return run_session(prove, run_dir, listener)
+    return run_with_trainer(prove, run_dir, listener)
 
 
-def prove(session: Session) -> None:
+def prove(trainer: Trainer) -> None:
     """Take the steps of the proof with a witness beside them."""
-    folder = Path(session.assignment.run_dir)
+    folder = Path(trainer.assignment.run_dir)
     task = ProofTask.read(folder)
-    witness = Recorder(session, task, folder) if task.reference is None else Comparer(session, task, folder)
-    meter = Meter(session)
+    witness = (
+        ReferenceRecorder(trainer, task, folder)
+        if task.reference is None
+        else ReferenceComparer(trainer, task, folder)
+    )
+    meter = ThroughputMeter(trainer)
     stopping = False
-    while session.step < task.steps and not stopping:
-        session.audit = witness
-        stopping = train_step(session, meter)
+    while trainer.step < task.steps and not stopping:
+        trainer.audit = witness
+        stopping = train_step(trainer, meter)
         witness.after_step()
     if not stopping:
         witness.finish()
-    report_end(session, evaluations=0, stopping=stopping)
+    report_end(trainer, evaluations=0, stopping=stopping)
 
 
-class ModuleWatch:
+class ActivationHooks:
     """Hooks on every module that show what chosen samples look like on their way in and out."""
 
-    def __init__(self, session: Session, positions: Sequence[int], seen: Seen) -> None:
-        batches, self._split, self._context = session.train_batches, session.seat.split, session.seat.context
-        self._counter = session.counter
-        places = np.arange(session.job.train.global_batch)
-        self._parts = list(cut(places, batches.rank, batches.ranks, batches.micro_batch))
+    def __init__(self, trainer: Trainer, positions: Sequence[int], on_activation: ActivationCallback) -> None:
+        batches, self._split, self._context = (
+            trainer.train_batches,
+            trainer.parallel.tp,
+            trainer.parallel.context,
+        )
+        self._counter = trainer.counter
+        places = np.arange(trainer.job.train.global_batch)
+        self._parts = list(split_into_micro_batches(places, batches.rank, batches.ranks, batches.micro_batch))
         self._rows = batches.micro_batch
         self._wanted = set(positions)
-        self._seen = seen
+        self._on_activation = on_activation
         self._index = -1
         self._met: set[tuple[str, str]] = set()
         self._on = False
         self._handles: list[RemovableHandle] = []
-        for name, module in session.model.named_modules():
-            if not isinstance(module, Router | Experts | ExpertProduct):  # their rows are no samples
+        for name, module in trainer.model.named_modules():
+            if not isinstance(module, Router | Experts | ExpertLinear):  # their rows are no samples
                 self._watch(canonical_name(name), module)
 
     def begin(self, micro_batch: int) -> None:
@@ -117,35 +125,35 @@ class ModuleWatch:
         self._met.add((name, what))
         tensor = _first_tensor(value)
         if tensor is not None and tensor.ndim:
-            with self._counter.during(LOOKING):
+            with self._counter.during(PROOF_PHASE):
                 self._show(name, what, self._whole(name, what, tensor))
 
     def _whole(self, name: str, what: str, tensor: Tensor) -> Tensor:
         whole = full_tensor(tensor)
         if self._split is not None:
-            whole = whole_activation(self._split, name, what, whole)
-        return whole if self._context is None else whole_sequences(self._context, name, what, whole)
+            whole = gather_full_activation(self._split, name, what, whole)
+        return whole if self._context is None else gather_full_sequence(self._context, name, what, whole)
 
     def _show(self, name: str, what: str, tensor: Tensor) -> None:
         # Positions that every sample counts from zero are looked up once for all of them.
         shared = len(tensor) != self._rows
         for row, position in enumerate(self._parts[self._index]):
             if int(position) in self._wanted:
-                self._seen(name, what, int(position), tensor if shared else tensor[row])
+                self._on_activation(name, what, int(position), tensor if shared else tensor[row])
 
 
-class Witness(ABC):
+class ProofObserver(ABC):
     """What recorder and comparer have in common: when they look."""
 
-    def __init__(self, session: Session, task: ProofTask, folder: Path) -> None:
-        self.session, self.task, self.folder = session, task, folder
-        self.modules: ModuleWatch | None = ModuleWatch(session, task.positions, self.see)
-        self.choices: Choices
+    def __init__(self, trainer: Trainer, task: ProofTask, folder: Path) -> None:
+        self.trainer, self.task, self.folder = trainer, task, folder
+        self.modules: ActivationHooks | None = ActivationHooks(trainer, task.positions, self.on_activation)
+        self.routing: RoutingDecisions
         """Of experts."""
 
     def before_forward(self, micro_batch: int) -> None:
         """A forward pass begins."""
-        self.choices.micro_batch = micro_batch
+        self.routing.micro_batch = micro_batch
         if self.modules is not None:
             self.modules.begin(micro_batch)
 
@@ -156,34 +164,34 @@ class Witness(ABC):
 
     def before_backward(self, micro_batch: int) -> None:
         """A backward pass begins, which may compute again."""
-        self.choices.micro_batch = micro_batch
+        self.routing.micro_batch = micro_batch
 
     def after_backward(self) -> None:
         """The gradients are complete, before anything is done with them."""
-        step = self.session.step + 1
+        step = self.trainer.step + 1
         if step in GRADIENT_STEPS:
-            with self.session.counter.during(LOOKING):
-                self.look_at_gradients(step)
+            with self.trainer.counter.during(PROOF_PHASE):
+                self.on_gradients(step)
 
     def after_step(self) -> None:
         """The weights are updated."""
-        self.choices.end_step()
-        if self.session.step == 1 and self.modules is not None:
+        self.routing.end_step()
+        if self.trainer.step == 1 and self.modules is not None:
             self.modules.remove()
             self.modules = None
-            with self.session.counter.during(LOOKING):
-                self.look_at_weights()
+            with self.trainer.counter.during(PROOF_PHASE):
+                self.on_weights()
 
     @abstractmethod
-    def see(self, module: str, what: str, position: int, tensor: Tensor) -> None:
+    def on_activation(self, module: str, what: str, position: int, tensor: Tensor) -> None:
         """One sample's part of what went in or came out."""
 
     @abstractmethod
-    def look_at_gradients(self, step: int) -> None:
+    def on_gradients(self, step: int) -> None:
         """After the backward pass of a step that is compared."""
 
     @abstractmethod
-    def look_at_weights(self) -> None:
+    def on_weights(self) -> None:
         """After the first update."""
 
     @abstractmethod
@@ -191,35 +199,35 @@ class Witness(ABC):
         """After the last step."""
 
 
-class Recorder(Witness):
+class ReferenceRecorder(ProofObserver):
     """Writes the reference down."""
 
-    def __init__(self, session: Session, task: ProofTask, folder: Path) -> None:
-        super().__init__(session, task, folder)
-        self.choices = RecordedChoices(session, folder)
-        self.notes = ReferenceNotes(shared=_shared_names(session.model))
+    def __init__(self, trainer: Trainer, task: ProofTask, folder: Path) -> None:
+        super().__init__(trainer, task, folder)
+        self.routing = RecordedRouting(trainer, folder)
+        self.notes = ReferenceRecord(shared=_shared_names(trainer.model))
         self._activations: dict[str, Tensor] = {}
-        self._before = {name: p.detach().clone() for name, p in named_parameters(session.model)}
-        for name, parameter in named_parameters(session.model):
+        self._before = {name: p.detach().clone() for name, p in named_parameters(trainer.model)}
+        for name, parameter in named_parameters(trainer.model):
             parameter.register_post_accumulate_grad_hook(self._note_order(name))
 
-    def see(self, module: str, what: str, position: int, tensor: Tensor) -> None:
+    def on_activation(self, module: str, what: str, position: int, tensor: Tensor) -> None:
         """Keep it."""
         if what == "output" and module not in self.notes.modules:
             self.notes.modules.append(module)
         self._activations[f"{position}/{what}/{module}"] = tensor.detach().cpu().clone()
 
-    def look_at_gradients(self, step: int) -> None:
+    def on_gradients(self, step: int) -> None:
         """Save those that are there."""
         found = {
-            n: p.grad.detach().cpu() for n, p in named_parameters(self.session.model) if p.grad is not None
+            n: p.grad.detach().cpu() for n, p in named_parameters(self.trainer.model) if p.grad is not None
         }
         self.notes.gradient_norms[str(step)] = {name: _norm(gradient) for name, gradient in found.items()}
         save_file({n: g.contiguous() for n, g in found.items()}, self.folder / gradients_file(step))
 
-    def look_at_weights(self) -> None:
+    def on_weights(self) -> None:
         """Save them, and how far they have moved."""
-        after = {name: p.detach().cpu().contiguous() for name, p in named_parameters(self.session.model)}
+        after = {name: p.detach().cpu().contiguous() for name, p in named_parameters(self.trainer.model)}
         self.notes.update_norms = {n: _norm(w - self._before[n].cpu()) for n, w in after.items()}
         self._before = {}
         save_file(after, self.folder / WEIGHTS_FILE)
@@ -229,7 +237,7 @@ class Recorder(Witness):
     def finish(self) -> None:
         """Name every parameter: those without a gradient come last."""
         named = self.notes.parameters
-        named += [name for name, _ in named_parameters(self.session.model) if name not in named]
+        named += [name for name, _ in named_parameters(self.trainer.model) if name not in named]
         self.notes.write(self.folder)
 
     def _note_order(self, name: str) -> Callable[[Tensor], None]:
@@ -240,20 +248,20 @@ class Recorder(Witness):
         return note
 
 
-class Comparer(Witness):
+class ReferenceComparer(ProofObserver):
     """Holds a rank of the layout against the reference."""
 
-    def __init__(self, session: Session, task: ProofTask, folder: Path) -> None:
+    def __init__(self, trainer: Trainer, task: ProofTask, folder: Path) -> None:
         assert task.reference is not None, "there is a reference to compare with"
         self._reference = Path(task.reference)
-        self._names = ReferenceNotes.read(self._reference).parameters
+        self._names = ReferenceRecord.read(self._reference).parameters
         self._activations = safe_open(self._reference / ACTIVATIONS_FILE, framework="pt")
         self._known = set(self._activations.keys())
-        self.findings = Findings(session.ranks.rank)
-        super().__init__(session, task, folder)
-        self.choices: ReplayedChoices = ReplayedChoices(session, self._reference)
+        self.findings = RankFindings(trainer.mesh.rank)
+        super().__init__(trainer, task, folder)
+        self.routing: ReplayedRouting = ReplayedRouting(trainer, self._reference)
 
-    def see(self, module: str, what: str, position: int, tensor: Tensor) -> None:
+    def on_activation(self, module: str, what: str, position: int, tensor: Tensor) -> None:
         """Compare it, where the rank holds all of it."""
         key = f"{position}/{what}/{module}"
         if key not in self._known:
@@ -267,20 +275,20 @@ class Comparer(Witness):
         relative = None if off is None else off / max(_norm(expected), torch.finfo(torch.float32).tiny)
         self.findings.activations.append(ActivationDifference(module, what, position, relative))
 
-    def look_at_gradients(self, step: int) -> None:
+    def on_gradients(self, step: int) -> None:
         """Compare every gradient that this rank holds a part of."""
-        held = {name: p.grad for name, p in named_parameters(self.session.model)}
+        held = {name: p.grad for name, p in named_parameters(self.trainer.model)}
         self.findings.gradients[str(step)] = dict(self._compare(gradients_file(step), held))
         self.findings.write(self.folder)  # the step may still end in a loss that is not finite
 
-    def look_at_weights(self) -> None:
+    def on_weights(self) -> None:
         """Compare every parameter that this rank holds a part of."""
-        held: dict[str, Tensor | None] = dict(named_parameters(self.session.model))
+        held: dict[str, Tensor | None] = dict(named_parameters(self.trainer.model))
         self.findings.weights = dict(self._compare(WEIGHTS_FILE, held))
 
     def finish(self) -> None:
         """Write down what was found."""
-        self.findings.replayed_ties = self.choices.replayed
+        self.findings.replayed_ties = self.routing.replayed
         self.findings.write(self.folder)
 
     def _compare(self, file: str, held: dict[str, Tensor | None]) -> Iterator[tuple[str, TensorDifference]]:
@@ -296,18 +304,20 @@ class Comparer(Witness):
                     continue
                 tensor = held[name]
                 # A rank that lacks its shard could not take part: nobody asks the others for theirs.
-                whole = present[name] == there[name] or not (is_sharded(tensor) or self.session.seat.pieces)
+                whole = present[name] == there[name] or not (
+                    is_dtensor(tensor) or self.trainer.parallel.local_shards
+                )
                 if tensor is None or not whole:
                     if name in known:
                         yield name, TensorDifference(None, missing=True)
                     continue
-                found = self.session.owned.join(name, full_tensor(tensor))
+                found = self.trainer.sharded_state.unshard(name, full_tensor(tensor))
                 wanted = expected.get_tensor(name) if name in known else torch.zeros(found.shape)
                 yield name, compare_tensors(found, wanted)
 
     def _count(self, flags: list[bool]) -> dict[str, float]:
         """On how many ranks something holds, for each parameter of the reference."""
-        sums = self.session.ranks.add_up([float(flag) for flag in flags])
+        sums = self.trainer.mesh.all_reduce_scalars([float(flag) for flag in flags])
         return dict(zip(self._names, sums, strict=True))
 
 

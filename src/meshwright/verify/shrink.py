@@ -23,11 +23,11 @@ from meshwright.spec.legality.table import find_problems, with_layout
 from meshwright.spec.load import job_tree
 from meshwright.spec.model import DecoderModel, ResNetModel
 
-MOST_RANKS = 8
+MAX_RANKS = 8
 """Processes that one machine is asked to run for a proof."""
-MOST_MEMORY_SHARE = 0.5
+MAX_MEMORY_SHARE = 0.5
 """Share of the machine's free memory that the state of all ranks may take; the rest is for activations."""
-MOST_SECONDS = 600.0
+MAX_SECONDS = 600.0
 """Time that the steps of one process may take, at the machine's assumed rate."""
 FLOAT32_BYTES = 4
 
@@ -36,7 +36,7 @@ SMALL_HEADS = 2
 SMALL_SEQ_LEN = 64
 SMALL_BATCH = 8
 SMALL_IMAGE_WIDTH = 16
-UNSAID = ("model.preset", "model.hf")
+UNREPORTED_KEYS = ("model.preset", "model.hf")
 """Changed along with the others, and no matter of size."""
 
 
@@ -50,7 +50,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Shrunk:
+class ShrunkJob:
     """A job that can be proved here, and what was done to it."""
 
     job: Job
@@ -65,7 +65,7 @@ class Shrunk:
         return {"reasons": list(self.reasons), "changes": changes}
 
 
-def shrink_to_fit(job: Job, steps: int, memory_bytes: int, flops_per_s: float) -> Shrunk:
+def shrink_to_fit(job: Job, steps: int, memory_bytes: int, flops_per_s: float) -> ShrunkJob:
     """The job itself if it can be run here in two ways, else a smaller one of the same kind.
 
     Args:
@@ -76,26 +76,26 @@ def shrink_to_fit(job: Job, steps: int, memory_bytes: int, flops_per_s: float) -
     """
     reasons = find_reasons(job, steps, memory_bytes, flops_per_s)
     if not reasons:
-        return Shrunk(job)
+        return ShrunkJob(job)
     small = shrink(job)
-    return Shrunk(small, tuple(reasons), tuple(list_changes(job, small)))
+    return ShrunkJob(small, tuple(reasons), tuple(list_neighbours(job, small)))
 
 
 def find_reasons(job: Job, steps: int, memory_bytes: int, flops_per_s: float) -> list[str]:
     """Why a job is too large, in sentences; none if it is not."""
     reasons = []
     layout = job.layout
-    if layout.world_size > MOST_RANKS:
-        reasons.append(f"{layout.world_size} ranks, and one machine runs {MOST_RANKS}")
+    if layout.world_size > MAX_RANKS:
+        reasons.append(f"{layout.world_size} ranks, and one machine runs {MAX_RANKS}")
     shards = layout.dp_shard * layout.cp
     state = state_bytes(job) * layout.dp_replicate * (1 if layout.zero == 3 else shards)
-    if state > MOST_MEMORY_SHARE * memory_bytes:
-        room = f"{MOST_MEMORY_SHARE:.0%} of the {format_bytes(memory_bytes)} free here"
+    if state > MAX_MEMORY_SHARE * memory_bytes:
+        room = f"{MAX_MEMORY_SHARE:.0%} of the {format_bytes(memory_bytes)} free here"
         reasons.append(f"{format_bytes(state)} of state, more than {room}")
     tokens = steps * job.train.global_batch * job.data.seq_len
     seconds = tokens * flops_per_token(job.model, job.data.seq_len) / flops_per_s
-    if seconds > MOST_SECONDS:
-        most = format_seconds(MOST_SECONDS)
+    if seconds > MAX_SECONDS:
+        most = format_seconds(MAX_SECONDS)
         reasons.append(f"{steps} steps take one process about {format_seconds(seconds)}, more than {most}")
     return reasons
 
@@ -123,13 +123,13 @@ def is_legal(job: Job) -> bool:
     return all(problem.code.endswith("-not-built") for problem in find_problems(job))
 
 
-def list_changes(before: Job, after: Job) -> Iterator[Change]:
+def list_neighbours(before: Job, after: Job) -> Iterator[Change]:
     """What differs, key by key."""
     old, new = job_tree(before), job_tree(after)
     for section in ("layout", "model", "data", "train"):
         for key in dict.fromkeys((*old[section], *new[section])):
             path, was, now = f"{section}.{key}", old[section].get(key), new[section].get(key)
-            if was != now and path not in UNSAID:
+            if was != now and path not in UNREPORTED_KEYS:
                 yield Change(path, was, now)
 
 

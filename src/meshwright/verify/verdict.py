@@ -20,8 +20,8 @@ from meshwright.verify.proof_task import (
     ROOT_NAME,
     ROUNDING,
     WEIGHT_TOLERANCE,
-    Findings,
-    ReferenceNotes,
+    RankFindings,
+    ReferenceRecord,
     TensorDifference,
 )
 
@@ -84,8 +84,8 @@ class Verdict:
 
 
 def judge(
-    notes: ReferenceNotes,
-    findings: Sequence[Findings],
+    notes: ReferenceRecord,
+    findings: Sequence[RankFindings],
     losses: Sequence[float | None],
     reference_losses: Sequence[float | None],
 ) -> Verdict:
@@ -133,7 +133,7 @@ class _Row:
         return self.missing or _exceeds(self.relative, GRADIENT_TOLERANCE)
 
 
-def _gradients(notes: ReferenceNotes, findings: Sequence[Findings], step: int) -> Iterator[_Row]:
+def _gradients(notes: ReferenceRecord, findings: Sequence[RankFindings], step: int) -> Iterator[_Row]:
     """Every gradient on every rank that holds a part of it, in the order of the backward pass."""
     norms = notes.gradient_norms[str(step)]
     noise = ROUNDING / GRADIENT_TOLERANCE * math.sqrt(sum(norm**2 for norm in norms.values()))
@@ -152,8 +152,8 @@ def _gradients(notes: ReferenceNotes, findings: Sequence[Findings], step: int) -
 
 
 def _first(
-    notes: ReferenceNotes,
-    findings: Sequence[Findings],
+    notes: ReferenceRecord,
+    findings: Sequence[RankFindings],
     by_step: Sequence[float | None],
     gradients: dict[int, list[_Row]],
 ) -> Divergence:
@@ -173,7 +173,7 @@ def _first(
     return next((divergence for divergence in found if divergence is not None), nothing)
 
 
-def first_activation(notes: ReferenceNotes, findings: Sequence[Findings]) -> Divergence | None:
+def first_activation(notes: ReferenceRecord, findings: Sequence[RankFindings]) -> Divergence | None:
     """The innermost module that reads what the reference reads and puts out something else.
 
     Modules are taken in the order in which they end. If the first one with a wrong output had a wrong input
@@ -217,7 +217,7 @@ def _loss(by_step: Sequence[float | None], later: Sequence[int]) -> Divergence:
     return Divergence("loss", "loss", later[0], by_step[later[0] - 1], note=note)
 
 
-def _first_gradient(notes: ReferenceNotes, rows: Sequence[_Row], step: int) -> Divergence | None:
+def _first_gradient(notes: ReferenceRecord, rows: Sequence[_Row], step: int) -> Divergence | None:
     row = next((row for row in rows if row.wrong), None)
     if row is None:
         return None
@@ -244,7 +244,7 @@ def _factor_note(rows: Sequence[_Row]) -> str:
     return f"all gradients are {factors[0]:.4g} times the reference's: a wrong divisor or loss scale"
 
 
-def _first_weight(notes: ReferenceNotes, findings: Sequence[Findings]) -> Divergence | None:
+def _first_weight(notes: ReferenceRecord, findings: Sequence[RankFindings]) -> Divergence | None:
     """The first parameter, in the order of the backward pass, that the first update moved elsewhere."""
     for name in notes.parameters:
         moved = notes.update_norms.get(name, 0.0)

@@ -105,7 +105,11 @@ def test_two_kinds_that_are_one_begin_alike_and_read_the_same_text(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "fp8_loss.py"), "--small", "--shape", "a", "--json"]
     command += ["--steps", "6", "--window", "2", "--last", "2", "--out", str(out), "--svg", str(svg)]
     command += ["--only", "bf16", "--only", "twin", "--kind", "twin:train.precision=bf16"]
-    for eager in ("compile=false", "compile_backend=inductor", "residual=fp32"):  # compiling takes seconds
+    for eager in (
+        "block_backend=eager",
+        "compile_backend=inductor",
+        "residual_dtype=fp32",
+    ):  # compiling takes seconds
         command += ["--set", f"train.{eager}"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=200)

@@ -24,10 +24,10 @@ def _path(monkeypatch):
 @pytest.fixture
 def job_of(tmp_path):
     def build(shape, *settings):
-        from one_device_kinds import Order, build_shape
+        from one_device_worker import Task, build_shape
 
-        order = Order("ours", "ours", shape, steps=1, small=False, device="cpu", settings=settings)
-        return build_shape(order, tmp_path)
+        task = Task("ours", "ours", shape, steps=1, small=False, device="cpu", settings=settings)
+        return build_shape(task, tmp_path)
 
     return build
 
@@ -44,10 +44,10 @@ def test_flops_are_those_that_the_targets_are_set_in(job_of, shape, billions, st
 
 @pytest.mark.parametrize("shape", ["a", "b"])
 def test_the_floors_products_and_attention_have_the_plans_flops_but_norms(job_of, shape):
-    from step_floor import attention_flops, list_products
+    from step_floor import attention_flops, list_gemms
 
     model, tokens = job_of(shape).model, 4096
-    products = sum(product.flops(tokens) for product in list_products(model))
+    products = sum(product.flops(tokens) for product in list_gemms(model))
     norms = 6.0 * tokens * (2 * model.num_layers + 1) * model.hidden_size
     whole = products + norms + attention_flops(model, tokens, 4096)
     assert whole == tokens * flops_per_token(model, 4096)
@@ -64,7 +64,7 @@ def test_elementwise_bytes_are_about_32_ms_of_an_h200s_copies(job_of, shape, gig
 
 def test_the_model_by_hand_has_the_parameters_of_ours(job_of):
     import torch
-    from llama_by_hand import Llama, Sizes
+    from torch_llama import Llama, Sizes
 
     from meshwright.layout.parameters import list_parameters
 
@@ -75,8 +75,12 @@ def test_the_model_by_hand_has_the_parameters_of_ours(job_of):
 
 
 def test_settings_go_over_what_ours_asks_for(job_of):
-    job = job_of("a", "layout.recompute=none", "train.residual=fp32")
-    assert (job.layout.recompute, job.train.residual, job.train.compile) == ("none", "fp32", True)
+    job = job_of("a", "layout.recompute=none", "train.residual_dtype=fp32")
+    assert (job.layout.recompute, job.train.residual_dtype, job.train.block_backend) == (
+        "none",
+        "fp32",
+        "triton",
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,13 +100,13 @@ def test_settings_go_over_what_ours_asks_for(job_of):
     ],
 )
 def test_a_kernels_kind_is_read_off_its_name(name, kind):
-    from kernel_kinds import kind_of
+    from kernel_classes import class_of
 
-    assert kind_of(name) == kind
+    assert class_of(name) == kind
 
 
 def test_a_profile_counts_idle_time_once_where_streams_lie_over_each_other():
-    from kernel_kinds import fold_trace
+    from kernel_classes import fold_trace
 
     rows = [
         {"cat": "kernel", "name": "gemm", "ts": 0, "dur": 1000},
@@ -137,23 +141,23 @@ def test_ratios_are_of_speed_and_leave_out_what_failed():
     [("a", 0, (8, 4096)), ("a", 8192, (4, 8192)), ("b", 16384, (1, 16384)), ("b", 131072, (1, 131072))],
 )
 def test_longer_sequences_keep_the_tokens_of_a_step_down_to_one(tmp_path, shape, length, sequences):
-    from one_device_kinds import Order, build_shape
+    from one_device_worker import Task, build_shape
 
-    job = build_shape(Order("bare", "bare", shape, 1, small=False, device="cpu", length=length), tmp_path)
+    job = build_shape(Task("bare", "bare", shape, 1, small=False, device="cpu", length=length), tmp_path)
     assert (job.train.global_batch, job.data.seq_len) == sequences
     assert job.layout.micro_batch == job.train.global_batch
 
 
 def test_every_kind_is_measured_at_every_length_and_ours_has_its_settings(monkeypatch):
-    from one_device import list_orders, parse_arguments
+    from one_device import list_tasks, parse_arguments
 
     words = "--shape a --only ours --only bare --length 8192 --length 131072:layout.recompute=full"
-    monkeypatch.setattr(sys, "argv", ["one_device.py", *words.split(), "--set", "train.residual=fp32"])
-    orders = list_orders(parse_arguments(), "cpu")
-    assert [(order.kind, order.length, order.settings) for order in orders] == [
-        ("ours", 8192, ("train.residual=fp32",)),
+    monkeypatch.setattr(sys, "argv", ["one_device.py", *words.split(), "--set", "train.residual_dtype=fp32"])
+    tasks = list_tasks(parse_arguments(), "cpu")
+    assert [(task.kind, task.length, task.settings) for task in tasks] == [
+        ("ours", 8192, ("train.residual_dtype=fp32",)),
         ("bare", 8192, ()),
-        ("ours", 131072, ("train.residual=fp32", "layout.recompute=full")),
+        ("ours", 131072, ("train.residual_dtype=fp32", "layout.recompute=full")),
         ("bare", 131072, ()),
     ]
 
@@ -178,7 +182,7 @@ def test_lengths_are_compared_apart_and_plans_are_held_against_what_was_measured
 
 def test_an_error_of_memory_is_called_by_its_name():
     import torch
-    from one_device_kinds import name_failure
+    from one_device_worker import name_failure
 
     assert name_failure(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")) == "out of memory"
     assert name_failure(ValueError("one\ntwo")) == "ValueError: one"

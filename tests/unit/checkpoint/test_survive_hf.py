@@ -12,10 +12,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from meshwright.checkpoint.hf.config import require_hf_form
-from meshwright.checkpoint.hf.names import list_hf_shapes, list_places
+from meshwright.checkpoint.hf.names import list_hf_locations, list_hf_shapes
 from meshwright.checkpoint.hf.weights import find_weights
 from meshwright.core.errors import UserError
-from meshwright.core.tensor_header import TensorFacts, read_tensor_header
+from meshwright.core.tensor_header import TensorInfo, read_tensor_header
 from meshwright.layout.parameters import list_parameters
 from meshwright.spec.hf_config import INDEX_FILE, WEIGHTS_FILE
 from meshwright.spec.model import DecoderModel
@@ -73,7 +73,7 @@ def problems_of(folder: Path, model: DecoderModel = LLAMA):
 @pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_every_parameter_has_a_place_and_places_fill_every_tensor(model):
     """The parts of a shared tensor lie side by side without gap or overlap."""
-    places, shapes = list_places(model), list_hf_shapes(model)
+    places, shapes = list_hf_locations(model), list_hf_shapes(model)
     assert list(places) == [p.name for p in list_parameters(model)]
     elements = dict.fromkeys(shapes, 0)
     for parameter in list_parameters(model):
@@ -86,7 +86,7 @@ def test_every_parameter_has_a_place_and_places_fill_every_tensor(model):
 def test_the_header_alone_tells_names_types_and_shapes(tmp_path):
     path = tmp_path / "x.safetensors"
     save_file({"a": np.zeros((2, 3), np.float16), "b": np.zeros((), np.float32)}, path, {"format": "np"})
-    assert read_tensor_header(path) == {"a": TensorFacts("F16", (2, 3), 12), "b": TensorFacts("F32", (), 4)}
+    assert read_tensor_header(path) == {"a": TensorInfo("F16", (2, 3), 12), "b": TensorInfo("F32", (), 4)}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint.inventory import prune, take_stock
+from meshwright.checkpoint.inventory import list_stored, prune
 from meshwright.checkpoint.manifest import MANIFEST, list_leftovers, mark_best, remove_checkpoint
 from meshwright.core.errors import UserError
 
@@ -36,13 +36,13 @@ def steps(found) -> list[int]:
 
 def test_stock_is_taken_of_a_folder_a_run_and_a_single_checkpoint(root, tmp_path):
     size = sum(path.stat().st_size for path in GOLDEN.iterdir())
-    assert [(s.step, s.bytes, s.complete) for s in take_stock(root, verify=False)] == [
+    assert [(s.step, s.bytes, s.complete) for s in list_stored(root, verify=False)] == [
         (step, size, True) for step in (2, 4, 6, 8)
     ]
     run = tmp_path / "run"
     shutil.copytree(root / "step-00000004", run / "checkpoints" / "step-00000004")
-    assert steps(take_stock(run, verify=True)) == [4]
-    assert steps(take_stock(GOLDEN, verify=True)) == [2], "by the manifest, where the name says nothing"
+    assert steps(list_stored(run, verify=True)) == [4]
+    assert steps(list_stored(GOLDEN, verify=True)) == [2], "by the manifest, where the name says nothing"
 
 
 def test_what_is_not_whole_says_why_and_only_reading_finds_a_flipped_bit(root):
@@ -51,22 +51,22 @@ def test_what_is_not_whole_says_why_and_only_reading_finds_a_flipped_bit(root):
     damage(root / "step-00000006")
     (root / "step-x").mkdir()
     (root / "step-00000009").write_text("a file")
-    seen = {s.step: s.reason for s in take_stock(root, verify=False)}
+    seen = {s.step: s.reason for s in list_stored(root, verify=False)}
     assert "has no manifest.json" in seen[2]
     assert "optimizer.safetensors is missing or has another size" in seen[4]
     assert (seen[6], seen[8]) == ("", "")
-    assert "another checksum" in {s.step: s.reason for s in take_stock(root, verify=True)}[6]
+    assert "another checksum" in {s.step: s.reason for s in list_stored(root, verify=True)}[6]
 
 
 def test_names_sort_as_numbers(root):
     (root / "step-00000008").rename(root / "step-100000000")
-    assert steps(take_stock(root, verify=False)) == [2, 4, 6, 100_000_000]
+    assert steps(list_stored(root, verify=False)) == [2, 4, 6, 100_000_000]
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, [8]), (3, [4, 6, 8]), (9, [2, 4, 6, 8])])
 def test_pruning_keeps_the_newest(root, keep, kept):
     done = prune(root, keep, sweep=True)
-    assert steps(done.kept) == kept == steps(take_stock(root, verify=True))
+    assert steps(done.kept) == kept == steps(list_stored(root, verify=True))
     assert done.freed_bytes == sum(stored.bytes for stored in done.removed)
     assert not list_leftovers(root)
 
@@ -112,7 +112,7 @@ def test_a_removal_that_is_cut_short_leaves_no_half_checkpoint(root, monkeypatch
         prune(root, 1, sweep=True)
     (problem,) = caught.value.problems
     assert (problem.code, problem.path) == ("checkpoint-not-removed", str(root / "step-00000002"))
-    assert steps(take_stock(root, verify=True)) == [4, 6, 8]
+    assert steps(list_stored(root, verify=True)) == [4, 6, 8]
     monkeypatch.undo()
     shutil.copytree(GOLDEN, root / "step-00000002")
     remove_checkpoint(root / "step-00000002")
@@ -122,11 +122,11 @@ def test_a_removal_that_is_cut_short_leaves_no_half_checkpoint(root, monkeypatch
 def test_a_folder_without_checkpoints_is_an_error(tmp_path):
     for path in (tmp_path, tmp_path / "gone"):
         with pytest.raises(UserError) as caught:
-            take_stock(path, verify=False)
+            list_stored(path, verify=False)
         assert caught.value.problems[0].code == "checkpoint-missing"
 
 
 def test_an_evaluation_is_shown(root):
     path = root / "step-00000008" / MANIFEST
     path.write_text(json.dumps({**json.loads(path.read_text()), "eval_loss": 1.5}))
-    assert take_stock(root, verify=True)[-1].eval_loss == 1.5
+    assert list_stored(root, verify=True)[-1].eval_loss == 1.5

@@ -24,7 +24,7 @@ from meshwright.checkpoint.manifest import (
 from meshwright.core.errors import UserError
 from meshwright.spec.job import Data, Train
 from meshwright.spec.model import DecoderModel, ResNetModel
-from meshwright.spec.train_defaults import settled
+from meshwright.spec.train_defaults import fill_defaults
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint-v1"
 
@@ -154,7 +154,7 @@ def test_state_of_another_optimizer_cannot_be_resumed():
     check_same_optimizer(manifest, Train(**common, lr=1.0, beta2=0.5), GOLDEN)
     with pytest.raises(UserError, match=r"train\.optimizer is adamw there and lion in the job"):
         check_same_optimizer(manifest, Train(**common, optimizer="lion"), GOLDEN)
-    sgd = dataclasses.replace(manifest, train=settled(Train(**common, optimizer="sgd", momentum=0.0)))
+    sgd = dataclasses.replace(manifest, train=fill_defaults(Train(**common, optimizer="sgd", momentum=0.0)))
     check_same_optimizer(sgd, Train(**common, optimizer="sgd", momentum=0.0), GOLDEN)
     with pytest.raises(UserError, match=r"train\.momentum is 0\.0 there and 0\.9 in the job"):
         check_same_optimizer(sgd, Train(**common, optimizer="sgd"), GOLDEN)

@@ -18,7 +18,7 @@ from meshwright.checkpoint.manifest import (
     list_leftovers,
     read_manifest,
 )
-from meshwright.checkpoint.saver import Piece, Snapshot, save_checkpoint
+from meshwright.checkpoint.saver import SavedTensor, Snapshot, save_checkpoint
 
 MODEL = {
     "blocks.10.weight": torch.arange(6.0).reshape(2, 3),
@@ -38,7 +38,9 @@ def manifest(step: int = 1) -> Manifest:
 
 def snapshot_of(model, state=STATE) -> Snapshot:
     files = {MODEL_FILE: model, OPTIMIZER_FILE: state}
-    return Snapshot({file: {n: Piece.of(t) for n, t in tensors.items()} for file, tensors in files.items()})
+    return Snapshot(
+        {file: {n: SavedTensor.of(t) for n, t in tensors.items()} for file, tensors in files.items()}
+    )
 
 
 def test_the_bytes_are_those_of_safetensors_and_the_checksums_hold(tmp_path: Path):
@@ -65,12 +67,14 @@ def test_one_tensor_is_held_at_a_time(tmp_path: Path):
         return tensor
 
     def pieces() -> Snapshot:
-        files = {file: {f"{n}": Piece(torch.float32, (100,), make) for n in range(4)} for file in ("a", "b")}
+        files = {
+            file: {f"{n}": SavedTensor(torch.float32, (100,), make) for n in range(4)} for file in ("a", "b")
+        }
         return Snapshot(files)
 
     save_checkpoint(tmp_path, manifest(), pieces())
     assert len(made) == 8
-    pieces().skip_rest()
+    pieces().drain()
     assert len(made) == 16
 
 
@@ -78,8 +82,8 @@ def test_a_write_that_fails_leaves_nothing_and_the_rest_can_still_be_made(tmp_pa
     """The system refuses the third tensor: the draft goes, the old checkpoint stays, each is made once."""
     asked: list[str] = []
 
-    def piece(name: str) -> Piece:
-        return Piece(torch.float32, (1000,), lambda: (asked.append(name), torch.zeros(1000))[1])
+    def piece(name: str) -> SavedTensor:
+        return SavedTensor(torch.float32, (1000,), lambda: (asked.append(name), torch.zeros(1000))[1])
 
     names = [f"{n}" for n in range(5)]
     snapshot = Snapshot({MODEL_FILE: {n: piece(n) for n in names}, OPTIMIZER_FILE: {"s": piece("s")}})
@@ -92,14 +96,14 @@ def test_a_write_that_fails_leaves_nothing_and_the_rest_can_still_be_made(tmp_pa
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert 0 < len(asked) < 6
-    snapshot.skip_rest()
+    snapshot.drain()
     assert asked == [*names, "s"]
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001"]
     assert not list_leftovers(tmp_path)
 
 
 def test_a_tensor_that_is_not_what_was_announced_is_never_written(tmp_path: Path):
-    wrong = Piece(torch.float32, (2, 3), lambda: torch.zeros(3, 2))
+    wrong = SavedTensor(torch.float32, (2, 3), lambda: torch.zeros(3, 2))
     with pytest.raises(AssertionError, match="its header says"):
         save_checkpoint(tmp_path, manifest(), Snapshot({MODEL_FILE: {"w": wrong}}))
     assert not list_checkpoints(tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.data import settle_data
+from meshwright.cli.data import prepare_data
 from meshwright.cli.output import Output
 from meshwright.core.errors import UserError
 from meshwright.data.dataset import TokenDataset
@@ -30,7 +30,7 @@ def settle(tmp_path, monkeypatch):
         job = load_job("tiny", [f"model.vocab_size={vocab_size}", "data.path=qa.jsonl", "data.seq_len=64"])
         asked = {"template": "chatml", "mask": "document", "prompt_masking": True, **data}
         job = dataclasses.replace(job, data=dataclasses.replace(job.data, **asked))
-        return settle_data(Output(as_json=True), job)
+        return prepare_data(Output(as_json=True), job)
 
     return run
 

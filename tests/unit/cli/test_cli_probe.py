@@ -8,7 +8,7 @@ import tomllib
 import pytest
 
 from meshwright.cli.probe import choose_block_s
-from meshwright.plan.probe_runs import PROGRAMMES, Heads, Sizes
+from meshwright.plan.probe_runs import PROBE_SUITES, AttentionShape, GemmShape
 
 TINY = {
     "num_layers": 1,
@@ -19,13 +19,13 @@ TINY = {
     "vocab_size": 64,
 }
 QUICK = dataclasses.replace(
-    PROGRAMMES["cpu"],
-    products=(Sizes(32, 64, 32),),
-    scaled=(Sizes(32, 16, 16),),
-    attention=(Heads(1, 4, 2, 8, 32),),
-    large=128,
-    copied=2**16,
-    updated=2**14,
+    PROBE_SUITES["cpu"],
+    gemms=(GemmShape(32, 64, 32),),
+    fp8_gemms=(GemmShape(32, 16, 16),),
+    attention=(AttentionShape(1, 4, 2, 8, 32),),
+    large_gemm_size=128,
+    copy_elements=2**16,
+    optimizer_elements=2**14,
     seconds=1e-4,
     steps=5,
     models=tuple(
@@ -38,7 +38,7 @@ QUICK = dataclasses.replace(
 @pytest.fixture
 def quick(monkeypatch):
     """What is measured takes a moment, and says nothing about this machine."""
-    monkeypatch.setitem(PROGRAMMES, "cpu", QUICK)
+    monkeypatch.setitem(PROBE_SUITES, "cpu", QUICK)
 
 
 @pytest.fixture
@@ -57,7 +57,9 @@ def test_the_file_is_a_cluster_that_plans_use(cli, quick, on_cores, tmp_path):
     assert done.status == 0, done.err
     assert "products of 32 x 64 x 32" in done.err, "it says what it does"
     told = done.json
-    assert [(row["layers"], row["kernels"]) for row in told["checked"]] == [(n, "torch") for n in (1, 2, 2)]
+    assert [(row["layers"], row["block_backend"]) for row in told["checked"]] == [
+        (n, "eager") for n in (1, 2, 2)
+    ]
     assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in told["checked"])
     written = tomllib.loads((tmp_path / "mine.toml").read_text())
     assert written["probed"]["products"] == told["cluster"]["probed"]["products"]
@@ -82,7 +84,7 @@ def test_a_plan_keeps_what_was_probed(cli, quick, on_cores, tmp_path):
     ("wrong", "code", "hint"),
     [
         ("elementwis = 1.0", "job-unknown-key", "Did you mean elementwise?"),
-        ('[[probed.products]]\nprecision = "bf16"\nrow = 3', "job-unknown-key", "Did you mean rows?"),
+        ('[[probed.gemms]]\nprecision = "bf16"\nrow = 3', "job-unknown-key", "Did you mean rows?"),
         ("copy_bytes_per_s = 0.0", "job-out-of-range", "more than 0"),
     ],
 )
@@ -154,6 +156,6 @@ def test_tune_fits_rates_and_leaves_out_what_was_probed(cli, quick, on_cores):
 
 
 def test_the_hosts_time_is_that_of_our_own_kernels_where_they_ran():
-    assert choose_block_s({"own": 2e-3, "compiled": 1e-3}) == 2e-3
-    assert choose_block_s({"compiled": 1e-3}) == 1e-3
+    assert choose_block_s({"triton": 2e-3, "compile": 1e-3}) == 2e-3
+    assert choose_block_s({"compile": 1e-3}) == 1e-3
     assert choose_block_s({"torch": None}) is None

@@ -49,25 +49,25 @@ def test_an_evaluation_that_is_not_finite_says_so(shown):
 
 
 def test_a_race_is_told_when_it_begins_and_what_it_gave(shown):
-    racing = {"event": "racing", "rank": 0, "products": 15}
+    racing = {"event": "gemm_autotune_started", "rank": 0, "shapes": 15}
     over = {
-        "event": "products",
+        "event": "gemm_autotune",
         "rank": 0,
-        "raced": 15,
-        "known": 3,
+        "tuned": 15,
+        "cached": 3,
         "changed": 11,
         "gain": 0.021,
         "seconds": 24.0,
     }
     assert shown(racing, {**racing, "rank": 1}, over, {**over, "rank": 1}) == [
-        "racing algorithms of 15 products, two seconds each, once on this kind of GPU",
-        "11 of 18 products by another algorithm: 2.1% of their time saved (24.00 s)",
+        "autotuning 15 GEMM shapes: about 2 s each, once per GPU model",
+        "GEMM autotuning: 11 of 18 shapes use another algorithm, 2.1% less GEMM time (24.00 s)",
     ]
 
 
 def test_compiling_is_said_before_the_first_step(shown):
     assert shown(READY) == []
-    compiled = ["train.compile=true", "train.compile_backend=aot_eager"]
+    compiled = ["train.block_backend=compile", "train.compile_backend=aot_eager"]
     assert shown(READY, {**READY, "rank": 1}, overrides=compiled) == [
         "compiling with aot_eager: the first step takes longer"
     ]

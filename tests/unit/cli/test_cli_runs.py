@@ -124,7 +124,7 @@ def test_bench_scaling_refuses_before_anything_runs(cli, good, arguments, code):
 @pytest.mark.parametrize("command", [("train",), ("bench", "scaling")])
 def test_what_needs_a_compiler_is_refused_where_there_is_none(cli, good, monkeypatch, tmp_path, command):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    ran = cli(*command, good, "cluster.preset=local", "cluster.device=cpu", "train.compile=true")
+    ran = cli(*command, good, "cluster.preset=local", "cluster.device=cpu", "train.block_backend=compile")
     assert (ran.status, ran.codes) == (2, ["train-compile-no-compiler"]), ran.err
     assert "no-such-compiler" in ran.err
     assert not (tmp_path / "runs").exists()

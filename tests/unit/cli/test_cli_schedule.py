@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.cli import schedule as command
 from meshwright.schedule.pipeline.build import BUILT
-from meshwright.schedule.pipeline.proof import Breach, Proof, Violation
+from meshwright.schedule.pipeline.proof import Proof, Violation, ViolationKind
 
 FIGURES = Path(__file__).parents[3] / "docs" / "figures"
 
@@ -158,7 +158,7 @@ def test_a_schedule_that_is_not_proved_is_status_3_with_every_violation(cli, mon
 
     def refuse(schedule) -> Proof:
         action = schedule.ranks[1][0]
-        return Proof((Violation(Breach.DEADLOCK, 1, action, "waits"),), 0, (0,), (0,))
+        return Proof((Violation(ViolationKind.DEADLOCK, 1, action, "waits"),), 0, (0,), (0,))
 
     monkeypatch.setattr(command, "prove_schedule", refuse)
     ran = cli("schedule", "pipeline")

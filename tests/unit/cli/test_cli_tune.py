@@ -12,7 +12,7 @@ from meshwright.cli.cluster_file import cluster_text
 from meshwright.cli.tune import shorten
 from meshwright.plan.contract import build_plan
 from meshwright.report.scaling import WARM_UP
-from meshwright.report.tuning import TuneRow, fold, order
+from meshwright.report.tuning import TuneRow, sort_rows, summarize_times
 from meshwright.spec.load import build_job, load_job
 
 
@@ -74,11 +74,11 @@ def test_a_schedule_that_needs_many_steps_does_not_stand_in_the_way(job_file):
 def test_a_row_has_medians_of_the_slowest_rank_and_those_that_failed_come_last(job_file):
     plan = build_plan(load_job(str(job_file)))[0]
     times = [{"step_s": [9.0] * WARM_UP + [1.0, 2.0, 4.0]}, {"step_s": [9.0] * WARM_UP + [3.0, 1.0, 1.0]}]
-    fast = TuneRow(plan, fold([times[1]], RunRecord(tokens_per_step=30), True))
-    slow = TuneRow(plan, fold(times, RunRecord(tokens_per_step=30), False))
+    fast = TuneRow(plan, summarize_times([times[1]], RunRecord(tokens_per_step=30), True))
+    slow = TuneRow(plan, summarize_times(times, RunRecord(tokens_per_step=30), False))
     failed = TuneRow(plan, None, "rank 0 died")
     assert (slow.measured.step_s, slow.measured.tokens_per_s) == (3.0, 10.0)
-    assert order([failed, slow, fast]) == [fast, slow, failed]
+    assert sort_rows([failed, slow, fast]) == [fast, slow, failed]
     told = failed.as_dict(0.5)
     assert (told["step_s"], told["audit_ok"], told["reason"]) == (None, None, "rank 0 died")
     assert told.keys() == slow.as_dict(0.5).keys()

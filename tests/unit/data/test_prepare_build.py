@@ -13,7 +13,7 @@ from meshwright.core.errors import UserError
 from meshwright.data.corpus import Document
 from meshwright.data.prepare import CorpusSpec, load_corpus_spec, prepare_corpus
 from meshwright.data.shards import ShardFolder
-from meshwright.data.split import assign_splits, cut_inside, split_hash
+from meshwright.data.split import assign_splits, split_document, split_hash
 from meshwright.data.tokenizer import BpeTokenizer, load_tokenizer
 
 
@@ -177,7 +177,7 @@ def test_about_the_asked_fraction_is_held_out():
 @settings(max_examples=50)
 @given(st.integers(1, 500), st.floats(0.001, 0.5))
 def test_a_single_document_is_cut_inside(size, fraction):
-    at = cut_inside(size, fraction)
+    at = split_document(size, fraction)
     assert 1 <= at <= size
     assert at < size or size == 1
     assert abs(size - at - size * fraction) <= 1

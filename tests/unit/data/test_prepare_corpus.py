@@ -8,7 +8,7 @@ import os
 import pytest
 
 from meshwright.core.errors import UserError
-from meshwright.data.corpus import NAMED_AT_MOST, CorpusTally, Reading, iter_corpus
+from meshwright.data.corpus import MAX_NAMED, CorpusStats, ReadOptions, iter_corpus
 
 
 def names(source, base, **options) -> list[str]:
@@ -75,8 +75,8 @@ def test_jsonl_gives_a_document_a_line(tmp_path):
     ]
     lines += ['{"body": 5}', "[1]", '{"body": "\\ud800"}', "[" * 100_000, '{"body": ""}', '{"body": "one"}']
     (tmp_path / "a.jsonl").write_text("\ufeff" + "\n".join(lines))
-    tally = CorpusTally()
-    documents = list(iter_corpus(["a.jsonl"], tmp_path, reading=Reading(text_field="body"), tally=tally))
+    tally = CorpusStats()
+    documents = list(iter_corpus(["a.jsonl"], tmp_path, options=ReadOptions(text_field="body"), tally=tally))
     assert [(d.name, d.text) for d in documents] == [("a.jsonl:1", "one"), ("a.jsonl:3", "two\n")]
     assert (tally.documents_in, tally.quarantined, tally.empty, tally.duplicates) == (10, 6, 1, 1)
     assert tally.quarantined_names[0] == "a.jsonl:4: no text in the field 'body'"
@@ -90,7 +90,7 @@ def test_the_unreadable_is_quarantined_and_named(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     with open(os.fsencode(tmp_path) + b"/\xff.txt", "wb") as file:  # noqa: PTH123 - a name that is not UTF-8
         file.write(b"\xff")
-    tally = CorpusTally()
+    tally = CorpusStats()
     assert [d.text for d in iter_corpus([str(tmp_path)], tmp_path, tally=tally)] == ["good é"]
     assert tally.quarantined == 5
     named = "\n".join(tally.quarantined_names)
@@ -114,7 +114,7 @@ def test_unreadable_for_permission_is_quarantined(tree, monkeypatch):
         return read_bytes(path)
 
     monkeypatch.setattr(type(tree), "read_bytes", refuse)
-    tally = CorpusTally()
+    tally = CorpusStats()
     assert len(list(iter_corpus(["tree"], tree, tally=tally))) == 3
     assert tally.quarantined_names == ["tree/b.txt: Permission denied"]
 
@@ -128,13 +128,13 @@ def test_a_folder_that_cannot_be_listed_is_quarantined(tree, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    tally = CorpusTally()
+    tally = CorpusStats()
     assert len(list(iter_corpus(["tree"], tree, tally=tally))) == 3
     assert tally.quarantined_names == ["tree/m: Permission denied"]
 
 
 def test_duplicates_are_dropped_across_sources(tree):
-    tally = CorpusTally()
+    tally = CorpusStats()
     documents = list(iter_corpus(["tree/b.txt", "tree"], tree, tally=tally))
     assert [d.name for d in documents] == ["tree/b.txt", "tree/a.txt", "tree/m/2.txt", "tree/z/1.md"]
     assert (tally.documents_in, tally.documents_out, tally.duplicates) == (5, 4, 1)
@@ -142,10 +142,10 @@ def test_duplicates_are_dropped_across_sources(tree):
 
 
 def test_names_kept_are_bounded_but_the_count_is_not():
-    tally = CorpusTally()
-    for number in range(NAMED_AT_MOST + 5):
+    tally = CorpusStats()
+    for number in range(MAX_NAMED + 5):
         tally.quarantine(str(number), "bad")
-    assert (tally.quarantined, len(tally.quarantined_names)) == (NAMED_AT_MOST + 5, NAMED_AT_MOST)
+    assert (tally.quarantined, len(tally.quarantined_names)) == (MAX_NAMED + 5, MAX_NAMED)
 
 
 def test_all_missing_sources_are_named_before_reading(tree):
@@ -193,7 +193,7 @@ def test_an_empty_folder_is_an_error(tmp_path):
 
 
 def test_the_standard_library_is_a_corpus(tmp_path):
-    tally = CorpusTally()
+    tally = CorpusStats()
     read = names("builtin:python-stdlib", tmp_path, tally=tally)
     assert "python-stdlib/json/decoder.py" in read
     assert len(read) > 300

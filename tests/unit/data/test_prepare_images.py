@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.core.errors import UserError
-from meshwright.data.images import ImageShape, check_images, hold_out, looks_like_images, open_images
+from meshwright.data.images import ImageShape, check_images, looks_like_images, open_images, select_held_out
 from meshwright.spec.job import SYNTHETIC_IMAGES
 
 SHAPE = ImageShape(channels=3, side=8, classes=5)
@@ -93,9 +93,9 @@ def test_float_images_are_passed_on_and_own_evaluation_files_are_used(tmp_path):
 @given(st.integers(2, 300), st.floats(0.001, 0.5))
 def test_neither_split_is_empty_and_appending_moves_nothing(count, fraction):
     """Only the rule that fills an empty side may look at the other images."""
-    held_out = hold_out(count, fraction)
+    held_out = select_held_out(count, fraction)
     assert 0 < held_out.sum() < count
-    longer = hold_out(count + 50, fraction)
+    longer = select_held_out(count + 50, fraction)
     moved = (longer[:count] != held_out).sum()
     assert moved <= 1
     assert moved == 0 or held_out.sum() in (1, count - 1)

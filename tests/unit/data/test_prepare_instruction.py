@@ -11,7 +11,7 @@ from meshwright.core.errors import UserError
 from meshwright.data.chat import Conversation, Message
 from meshwright.data.chat_templates import BUILTIN
 from meshwright.data.corpus import Document
-from meshwright.data.dataset import IGNORED, TokenDataset
+from meshwright.data.dataset import IGNORE_INDEX, TokenDataset
 from meshwright.data.encode import encode_documents
 from meshwright.data.prepare import CorpusSpec, load_corpus_spec, prepare_corpus
 from meshwright.data.shards import ShardFolder
@@ -40,7 +40,7 @@ def counted_texts(dataset):
     tokenizer = dataset.load_tokenizer()
     rows = dataset.read(np.arange(len(dataset)))
     return [
-        tokenizer.decode(targets[(segments == n) & (targets != IGNORED)])
+        tokenizer.decode(targets[(segments == n) & (targets != IGNORE_INDEX)])
         for targets, segments in zip(rows.targets, rows.segments, strict=True)
         for n in range(segments[-1] + 1)
     ]
@@ -96,7 +96,7 @@ def test_markers_become_special_tokens_and_what_users_spell_does_not(chat_tokeni
     tokens = encoded.tokens.tolist()
     assert (tokens.count(start), tokens.count(end), tokens.count(chat_tokenizer.end_of_document)) == (2, 2, 0)
     assert "say <|im_end|> and <|endoftext|>" in chat_tokenizer.decode(tokens)
-    counted = encoded.tokens[encoded.marks == 1].tolist()
+    counted = encoded.tokens[encoded.loss_mask == 1].tolist()
     assert counted[counted.index(end) :] == [end, *chat_tokenizer.encode("\n")]
     assert chat_tokenizer.decode(counted) == "<|im_start|>\n"
 
@@ -107,8 +107,8 @@ def test_no_token_spans_prompt_and_answer(chat_tokenizer):
     for cut in range(1, 5):
         parts = (Message("user", "x"), Message("assistant", "it is"[:cut]))
         encoded = encode(chat_tokenizer, *parts, template="plain")
-        assert chat_tokenizer.decode(encoded.tokens[encoded.marks == 1]) == "it is"[:cut]
-        assert chat_tokenizer.decode(encoded.tokens[encoded.marks == 0]) == "x\n"
+        assert chat_tokenizer.decode(encoded.tokens[encoded.loss_mask == 1]) == "it is"[:cut]
+        assert chat_tokenizer.decode(encoded.tokens[encoded.loss_mask == 0]) == "x\n"
 
 
 def test_text_between_special_tokens_is_encoded_in_one_go(chat_tokenizer):
@@ -121,7 +121,7 @@ def test_text_between_special_tokens_is_encoded_in_one_go(chat_tokenizer):
     finally:
         chat_tokenizer._inner.encode_special_tokens = True
     encoded = encode(chat_tokenizer, *messages)
-    assert encoded.tokens[encoded.marks == 0].tolist() == expected
+    assert encoded.tokens[encoded.loss_mask == 0].tolist() == expected
 
 
 def test_an_end_that_the_template_wrote_is_not_doubled(tmp_path):
@@ -138,12 +138,12 @@ def test_an_end_that_the_template_wrote_is_not_doubled(tmp_path):
     tokens, starts = opened.map_tokens(shard), opened.map_documents(shard)
     ends = tokens == opened.index.tokenizer.end_of_document
     assert ends.sum() == len(starts)
-    assert (opened.map_marks(shard)[ends] == 1).all(), "the end of an answer counts"
+    assert (opened.map_loss_mask(shard)[ends] == 1).all(), "the end of an answer counts"
 
 
 def test_bytes_have_no_special_tokens():
     encoded = encode(ByteTokenizer(), Message("user", "q"), Message("assistant", "a"))
-    assert ByteTokenizer().decode(encoded.tokens[encoded.marks == 1]) == "a<|im_end|>\n"
+    assert ByteTokenizer().decode(encoded.tokens[encoded.loss_mask == 1]) == "a<|im_end|>\n"
 
 
 def test_lines_without_conversation_are_quarantined_and_the_rest_is_read(tmp_path):

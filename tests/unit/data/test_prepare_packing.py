@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.errors import UserError
-from meshwright.data.dataset import IGNORED, TokenDataset
+from meshwright.data.dataset import IGNORE_INDEX, TokenDataset
 from meshwright.data.shard_writer import ShardWriter
 from meshwright.data.shards import ShardFolder
 from meshwright.data.tokenizer import ByteTokenizer
@@ -18,11 +18,11 @@ from meshwright.data.tokenizer import ByteTokenizer
 END = ByteTokenizer.end_of_document
 
 
-def write(folder, documents, shard_tokens=10**6, marks=None):
+def write(folder, documents, shard_tokens=10**6, loss_mask=None):
     """Documents as lists of tokens; ``marks`` has one list for each."""
-    with ShardWriter(folder, ByteTokenizer(), shard_tokens, marked=marks is not None) as writer:
+    with ShardWriter(folder, ByteTokenizer(), shard_tokens, has_loss_mask=loss_mask is not None) as writer:
         for number, document in enumerate(documents):
-            given_marks = None if marks is None else np.asarray(marks[number], np.uint8)
+            given_marks = None if loss_mask is None else np.asarray(loss_mask[number], np.uint8)
             writer.add("train", np.asarray(document, np.uint16), given_marks)
         writer.finish()
     return folder
@@ -37,8 +37,8 @@ def cut_rows(rows):
             list(zip(tokens[segments == n].tolist(), targets[segments == n].tolist(), strict=True))
             for n in range(segments[-1] + 1)
         ]
-        padding = pieces.pop() if pieces[-1][0] == (0, IGNORED) else []
-        assert all(pair == (0, IGNORED) for pair in padding)
+        padding = pieces.pop() if pieces[-1][0] == (0, IGNORE_INDEX) else []
+        assert all(pair == (0, IGNORE_INDEX) for pair in padding)
         yield pieces, len(padding)
 
 
@@ -99,19 +99,19 @@ def test_masked_targets_are_ignored_and_counted(
 ):
     """Targets with and without masking differ exactly where the next token is a prompt's; counts agree."""
     documents = [[1, *document] for document in documents]
-    marks = [data.draw(st.lists(st.integers(0, 1), min_size=len(d), max_size=len(d))) for d in documents]
-    folder = write(tmp_path_factory.mktemp("data"), documents, shard_tokens, marks)
+    loss_mask = [data.draw(st.lists(st.integers(0, 1), min_size=len(d), max_size=len(d))) for d in documents]
+    folder = write(tmp_path_factory.mktemp("data"), documents, shard_tokens, loss_mask)
     opened = ShardFolder.open(folder)
     masked = TokenDataset(opened, "train", seq_len, mask, prompt_masking=True)
     everything = TokenDataset(opened, "train", seq_len, mask)
     # The same shards with the mark in place of the token: a target's mark without our code for marks.
-    twin = write(tmp_path_factory.mktemp("twin"), [[m + 1 for m in ms] for ms in marks], shard_tokens)
+    twin = write(tmp_path_factory.mktemp("twin"), [[m + 1 for m in ms] for ms in loss_mask], shard_tokens)
     of_marks = TokenDataset(ShardFolder.open(twin), "train", seq_len, mask)
     assert masked.shard_sample_counts == everything.shard_sample_counts
     for index in range(len(masked)):
         row, whole, mark = (d.read([index]) for d in (masked, everything, of_marks))
         assert row.tokens.tolist() == whole.tokens.tolist()
-        counted = row.targets[0] != IGNORED
+        counted = row.targets[0] != IGNORE_INDEX
         for position, target in enumerate(mark.targets[0].tolist()):
             if target in (1, 2):
                 assert counted[position] == (target == 2)
@@ -121,7 +121,7 @@ def test_masked_targets_are_ignored_and_counted(
         assert masked.count_targets([index]) == counted.sum()
     assert (
         masked.count_targets(np.arange(len(masked)))
-        == (masked.read(np.arange(len(masked))).targets != IGNORED).sum()
+        == (masked.read(np.arange(len(masked))).targets != IGNORE_INDEX).sum()
     )
 
 
@@ -163,10 +163,10 @@ def test_a_sample_may_be_all_prompt_but_not_a_split(mask, tmp_path):
     """A prompt longer than a row gives a sample without targets; samples without any at all are an error."""
     (tmp_path / "some").mkdir()
     (tmp_path / "none").mkdir()
-    write(tmp_path / "some", [[1] * 8], marks=[[0] * 6 + [1] * 2])
+    write(tmp_path / "some", [[1] * 8], loss_mask=[[0] * 6 + [1] * 2])
     dataset = TokenDataset.open(tmp_path / "some", "train", 4, mask, prompt_masking=True)
     assert [dataset.count_targets([i]) for i in range(len(dataset))] == [0, 3]
-    write(tmp_path / "none", [[1] * 8], marks=[[0] * 8])
+    write(tmp_path / "none", [[1] * 8], loss_mask=[[0] * 8])
     with pytest.raises(UserError) as error:
         TokenDataset.open(tmp_path / "none", "train", 4, mask, prompt_masking=True)
     assert error.value.problems[0].code == "data-no-targets"
@@ -174,14 +174,14 @@ def test_a_sample_may_be_all_prompt_but_not_a_split(mask, tmp_path):
 
 def test_marks_are_part_of_the_format(tmp_path):
     """One byte a token, its end included; checked like the other files."""
-    write(tmp_path, [[1, 2, 3], [4, 5]], marks=[[0, 1, 1], [1, 0]])
-    assert (tmp_path / "train-00000.marks.u8").read_bytes() == bytes([0, 1, 1, 1, 1, 0, 0])
+    write(tmp_path, [[1, 2, 3], [4, 5]], loss_mask=[[0, 1, 1], [1, 0]])
+    assert (tmp_path / "train-00000.loss_mask.u8").read_bytes() == bytes([0, 1, 1, 1, 1, 0, 0])
     opened = ShardFolder.open(tmp_path)
     opened.verify()
     assert opened.index.to_bytes() == (tmp_path / "index.json").read_bytes()
-    (tmp_path / "train-00000.marks.u8").write_bytes(bytes(7))
+    (tmp_path / "train-00000.loss_mask.u8").write_bytes(bytes(7))
     with pytest.raises(UserError, match="is damaged"):
         opened.verify()
-    (tmp_path / "train-00000.marks.u8").write_bytes(bytes(6))
+    (tmp_path / "train-00000.loss_mask.u8").write_bytes(bytes(6))
     with pytest.raises(UserError, match="has 6 bytes where the index says 7"):
         ShardFolder.open(tmp_path)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from meshwright.data.chat_templates import BUILTIN
-from meshwright.data.prompt import encode_question
+from meshwright.data.prompt import encode_prompt
 from meshwright.data.tokenizer import BpeTokenizer, ByteTokenizer
 
 
 def test_without_a_template_a_prompt_is_its_text():
-    question = encode_question(ByteTokenizer(), "ab", None)
+    question = encode_prompt(ByteTokenizer(), "ab", None)
     assert question.tokens == (97, 98)
     assert question.ends == {256}
-    assert encode_question(ByteTokenizer(), "", None).tokens == (256,), "a new document"
+    assert encode_prompt(ByteTokenizer(), "", None).tokens == (256,), "a new document"
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN))
@@ -26,14 +26,14 @@ def test_a_template_stops_where_the_answer_begins(name):
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
         "plain": "hi\n",
     }[name]
-    question = encode_question(ByteTokenizer(), "hi", BUILTIN[name])
+    question = encode_prompt(ByteTokenizer(), "hi", BUILTIN[name])
     assert ByteTokenizer().decode(question.tokens).endswith(before)
 
 
 def test_a_marker_that_is_a_token_ends_the_answer():
     markers = BUILTIN["chatml"].markers
     tokenizer = BpeTokenizer.train(["some text to train on"] * 3, 300, markers)
-    question = encode_question(tokenizer, "say <|im_end|>", BUILTIN["chatml"])
+    question = encode_prompt(tokenizer, "say <|im_end|>", BUILTIN["chatml"])
     end = tokenizer.special_tokens["<|im_end|>"]
     assert question.ends == {tokenizer.end_of_document, end}
     assert question.tokens.count(end) == 1, "the prompt's own text is text"

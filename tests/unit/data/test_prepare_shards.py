@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from meshwright.core.errors import UserError
 from meshwright.data.shard_writer import ShardWriter
 from meshwright.data.shards import ShardFolder, is_prepared_folder
-from meshwright.data.stage import staged_folder
+from meshwright.data.staging import staged_folder
 from meshwright.data.tokenizer import ByteTokenizer
 
 END = ByteTokenizer.end_of_document

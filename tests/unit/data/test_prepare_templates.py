@@ -46,7 +46,7 @@ def text(parts) -> str:
 
 
 def answers(parts) -> str:
-    return "".join(part.text if part.counted else "|" for part in parts).strip("|")
+    return "".join(part.text if part.in_loss else "|" for part in parts).strip("|")
 
 
 def problem(error):
@@ -105,15 +105,15 @@ def test_there_are_four_built_in_templates():
 
 
 @pytest.mark.parametrize(
-    ("name", "counted"),
+    ("name", "in_loss"),
     [("plain", "1 \n|2"), ("chatml", "1 <|im_end|>\n|2<|im_end|>\n"), ("llama3", "1<|eot_id|>|2<|eot_id|>")],
 )
-def test_answers_count_with_their_end_markers_and_nothing_else_does(name, counted):
+def test_answers_count_with_their_end_markers_and_nothing_else_does(name, in_loss):
     parts = BUILTIN[name].render(LONG, ())
     shown = answers(parts)
     while "||" in shown:
         shown = shown.replace("||", "|")
-    assert shown == counted
+    assert shown == in_loss
 
 
 @pytest.mark.parametrize("conversation", [SHORT, LONG], ids=["short", "long"])
@@ -124,7 +124,7 @@ def test_jinja_finds_the_answers_that_the_built_in_template_knows(conversation, 
     by_hand = BUILTIN["chatml"].render(conversation, ())
 
     def spread(parts):
-        return [(character, part.counted) for part in parts for character in part.text]
+        return [(character, part.in_loss) for part in parts for character in part.text]
 
     assert spread(by_jinja) == spread(by_hand)
 

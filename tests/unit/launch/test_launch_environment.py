@@ -6,7 +6,7 @@ from meshwright.launch import environment
 
 
 def test_amx_is_capped_and_said(monkeypatch):
-    monkeypatch.setattr(environment, "_claims_amx", lambda: True)
+    monkeypatch.setattr(environment, "_advertises_amx", lambda: True)
     variables: dict[str, str] = {}
     (notice,) = environment.prepare_environment(1, environ=variables)
     assert variables["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_FP16"
@@ -14,14 +14,14 @@ def test_amx_is_capped_and_said(monkeypatch):
 
 
 def test_nothing_is_capped_without_amx(monkeypatch):
-    monkeypatch.setattr(environment, "_claims_amx", lambda: False)
+    monkeypatch.setattr(environment, "_advertises_amx", lambda: False)
     variables: dict[str, str] = {}
     assert environment.prepare_environment(1, environ=variables) == []
     assert "ONEDNN_MAX_CPU_ISA" not in variables
 
 
 def test_what_the_user_set_stays(monkeypatch):
-    monkeypatch.setattr(environment, "_claims_amx", lambda: True)
+    monkeypatch.setattr(environment, "_advertises_amx", lambda: True)
     variables = {
         "ONEDNN_MAX_CPU_ISA": "AVX2",
         "OMP_NUM_THREADS": "7",

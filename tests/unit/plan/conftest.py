@@ -71,7 +71,12 @@ def make_h200_job(make_job: Callable[..., Job]) -> Callable[..., Job]:
             model={"preset": None, "num_layers": layers, **sizes, **words},
             cluster={"preset": "h200-sxm", "devices_per_node": 1},
             data={"seq_len": 4096},
-            train={"global_batch": batch, "precision": "bf16", "compile": True, "residual": "bf16"},
+            train={
+                "global_batch": batch,
+                "precision": "bf16",
+                "block_backend": "triton",
+                "residual_dtype": "bf16",
+            },
             layout={"dp_replicate": 1, "micro_batch": batch, "recompute": "selective"},
         )
 

@@ -8,11 +8,16 @@ import os
 import pytest
 
 from meshwright.layout.fsdp_groups import padded_count
-from meshwright.layout.stages import first_alike, held_kinds, held_parameters, held_parts
+from meshwright.layout.stages import (
+    local_parameter_kinds,
+    local_parameters,
+    local_stages,
+    representative_pp_rank,
+)
 from meshwright.plan.memory import decoder as decoder_memory
 from meshwright.plan.memory import ledger
 from meshwright.plan.memory.ledger import predict_ledger
-from meshwright.plan.predict import settle_layout
+from meshwright.plan.predict import complete_layout
 from meshwright.plan.traffic import predict as comms
 from meshwright.plan.traffic.predict import predict_traffic
 from meshwright.schedule.pipeline.build import build_schedule
@@ -47,13 +52,13 @@ def settled(make_job):
             cluster={"preset": "local", "device": "cpu", "devices_per_node": 8},
             layout={"micro_batch": 1, **layout},
         )
-        return dataclasses.replace(job, layout=settle_layout(job, job.layout))
+        return dataclasses.replace(job, layout=complete_layout(job, job.layout))
 
     return make
 
 
 def ledgers(job, micro_batches):
-    return [predict_ledger(job, 1, micro_batches, place) for place in range(job.layout.pp)]
+    return [predict_ledger(job, 1, micro_batches, pp_rank) for pp_rank in range(job.layout.pp)]
 
 
 @pytest.mark.parametrize("model", [{}, EXPERTS], ids=["dense", "experts"])
@@ -63,7 +68,7 @@ def test_the_largest_moment_is_near_an_end_of_alike_blocks(settled, monkeypatch,
     micro_batches = 8 // job.layout.data_degree
     found = ledgers(job, micro_batches)
     monkeypatch.setattr(
-        decoder_memory.Stack, "find_extremes", lambda stack, reach=0: set(range(len(stack.blocks)))
+        decoder_memory.StageBlocks, "find_extremes", lambda stack, reach=0: set(range(len(stack.blocks)))
     )
     renamed = dataclasses.replace(job, name="all-layers")  # nothing is cached of it
     assert found == ledgers(renamed, micro_batches)
@@ -72,28 +77,28 @@ def test_the_largest_moment_is_near_an_end_of_alike_blocks(settled, monkeypatch,
 @pytest.mark.parametrize("layout", LAYOUTS[-5:], ids=str)
 def test_alike_places_hold_and_move_as_much(settled, monkeypatch, layout):
     job = settled(layout)
-    found = ledgers(job, 4), [predict_traffic(job, place) for place in range(job.layout.pp)]
-    assert first_alike(job, 0) == 0
+    found = ledgers(job, 4), [predict_traffic(job, pp_rank) for pp_rank in range(job.layout.pp)]
+    assert representative_pp_rank(job, 0) == 0
     for module in (comms, ledger):
-        monkeypatch.setattr(module, "first_alike", lambda job, place: place)
+        monkeypatch.setattr(module, "representative_pp_rank", lambda job, pp_rank: pp_rank)
     renamed = dataclasses.replace(job, name="one-by-one")
     assert found == (
         ledgers(renamed, 4),
-        [predict_traffic(renamed, place) for place in range(job.layout.pp)],
+        [predict_traffic(renamed, pp_rank) for pp_rank in range(job.layout.pp)],
     )
 
 
 def test_middle_places_are_alike(settled):
     job = settled({"pp": 6, "stage_layers": [2] * 6})
-    assert [first_alike(job, place) for place in range(6)] == [0, 1, 1, 1, 1, 5]
+    assert [representative_pp_rank(job, pp_rank) for pp_rank in range(6)] == [0, 1, 1, 1, 1, 5]
 
 
 @pytest.mark.parametrize("model", [{}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("layout", LAYOUTS[-5:], ids=str)
 def test_kinds_have_all_parameters(settled, layout, model):
     job = settled(layout, **model)
-    for place in range(job.layout.pp):
-        every, kinds = held_parameters(job, place), held_kinds(job, place)
+    for pp_rank in range(job.layout.pp):
+        every, kinds = local_parameters(job, pp_rank), local_parameter_kinds(job, pp_rank)
         assert sum(p.repeats for p in kinds) == len(every) > len(kinds)
         assert sum(p.count for p in kinds) == sum(p.count for p in every)
         assert sum(padded_count(p, 7) for p in kinds) == sum(padded_count(p, 7) for p in every)
@@ -101,8 +106,8 @@ def test_kinds_have_all_parameters(settled, layout, model):
 
 def test_a_representative_has_as_many_blocks_of_each_kind(settled):
     job = settled({"pp": 4}, **EXPERTS)
-    for place in range(4):
-        (part,) = held_parts(job, place)
+    for pp_rank in range(4):
+        (part,) = local_stages(job, pp_rank)
         like = part.representative
         assert (len(like.layers), like.expert_layers) == (len(part.layers), part.expert_layers)
         assert [p.shape for p in like.parameters] == [p.shape for p in part.parameters]
@@ -116,8 +121,8 @@ def test_a_changed_schedule_file_is_predicted_anew(settled, tmp_path):
         os.utime(path, (at, at))  # file systems may not tell writes apart that follow each other
         job = settled({"pp": 2, "schedule_file": str(path), "stage_layers": [3] * 4})
         by_name = settled({"pp": 2, "schedule": name, "virtual_stages": 2, "stage_layers": [3] * 4})
-        for place in range(2):
-            assert predict_ledger(job, 1, 8, place) == predict_ledger(by_name, 1, 8, place)
-            assert predict_traffic(job, place) == predict_traffic(by_name, place)
+        for pp_rank in range(2):
+            assert predict_ledger(job, 1, 8, pp_rank) == predict_ledger(by_name, 1, 8, pp_rank)
+            assert predict_traffic(job, pp_rank) == predict_traffic(by_name, pp_rank)
         found.append(predict_ledger(job, 1, 8))
     assert found[0] != found[1]

@@ -12,31 +12,31 @@ from hypothesis import strategies as st
 
 from meshwright.layout.axes import (
     Axis,
+    axis_rank,
+    dense_reduce_axis,
     dense_shard_axis,
-    dense_sum_axis,
     expert_axis,
+    expert_reduce_axis,
     expert_shard_axis,
-    expert_sum_axis,
-    experts_apart,
     gradient_axis,
-    is_cut,
+    has_expert_axes,
     is_expert,
+    is_sharded,
+    list_group_axes,
     list_rank_groups,
-    list_spoken,
-    place_on,
     sequence_axis,
     state_axis,
 )
-from meshwright.layout.fsdp_groups import chunk_rows, count_own, list_groups, sharded_state
+from meshwright.layout.fsdp_groups import chunk_rows, count_sharded, list_groups, sharded_state
 from meshwright.layout.parameters import list_parameters
-from meshwright.layout.stages import held_buckets, held_parameters, list_stages, pipeline_rank
+from meshwright.layout.stages import list_stages, local_buckets, local_parameters, pp_rank_of
 from meshwright.layout.tensor_parallel import (
-    HeldDecoder,
-    count_copies,
-    held_model,
-    is_copied,
-    is_dealt,
-    is_whole,
+    LocalDecoder,
+    count_kv_replicas,
+    is_ep_sharded,
+    is_kv_projection,
+    is_tp_replicated,
+    local_model,
 )
 from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.legality.table import find_problems, with_layout
@@ -51,8 +51,8 @@ ALONE = Axis("", 1)
 
 
 def joined(job):
-    """The axes that a run speaks over and that are none of the dense mesh's own."""
-    return [name for name in list_spoken(job) if name not in AXES]
+    """The axes that a run reports_loss over and that are none of the dense mesh's own."""
+    return [name for name in list_group_axes(job) if name not in AXES]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def joined(job):
 )
 def test_dense_state_and_sums_by_stage(degrees, shards, sums):
     layout = Layout(**degrees)
-    assert (dense_shard_axis(layout), dense_sum_axis(layout)) == (shards, sums)
+    assert (dense_shard_axis(layout), dense_reduce_axis(layout)) == (shards, sums)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_dense_state_and_sums_by_stage(degrees, shards, sums):
 )
 def test_experts_have_the_rest_of_a_replica_for_shards(degrees, experts, shards, sums):
     layout = Layout(**degrees)
-    assert (expert_axis(layout), expert_shard_axis(layout), expert_sum_axis(layout)) == (
+    assert (expert_axis(layout), expert_shard_axis(layout), expert_reduce_axis(layout)) == (
         experts,
         shards,
         sums,
@@ -114,7 +114,7 @@ def test_groups_of_ranks_by_hand():
     assert list_rank_groups(layout, "ep_shard")[:2] == [[0, 4], [1, 5]]
     assert list_rank_groups(layout, "dp_replicate+ep_shard")[3] == [3, 7, 11, 15]
     assert list_rank_groups(layout, "cp+tp") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
-    assert [place_on(layout, 13, axis) for axis in ("tp", "cp", "ep", "ep_shard", "dp_shard+cp", "")] == [
+    assert [axis_rank(layout, 13, axis) for axis in ("tp", "cp", "ep", "ep_shard", "dp_shard+cp", "")] == [
         1, 0, 1, 1, 2, 0,
     ]  # fmt: skip
 
@@ -126,10 +126,10 @@ def test_a_pipeline_is_the_outermost_axis_of_both_meshes():
 
 
 def test_experts_are_apart_where_their_ranks_are_others(make_job):
-    assert not experts_apart(make_job(model=EXPERTS, layout={"dp_shard": 2, "cp": 2, "micro_batch": 2}))
-    assert not experts_apart(make_job(model=MODEL, layout={"tp": 2, "micro_batch": 2}))
+    assert not has_expert_axes(make_job(model=EXPERTS, layout={"dp_shard": 2, "cp": 2, "micro_batch": 2}))
+    assert not has_expert_axes(make_job(model=MODEL, layout={"tp": 2, "micro_batch": 2}))
     for degrees in ({"tp": 2}, {"cp": 2, "ep": 2}, {"dp_shard": 2, "etp": 2}):
-        assert experts_apart(make_job(model=EXPERTS, layout={**degrees, "micro_batch": 2}))
+        assert has_expert_axes(make_job(model=EXPERTS, layout={**degrees, "micro_batch": 2}))
 
 
 def test_each_parameter_asks_its_own_axis(make_job):
@@ -173,7 +173,7 @@ def test_groups_that_run_needs_beside_the_mesh():
     ],
 )
 def test_state_counts_as_cut_where_ranks_hold_different_parts(make_job, degrees, cut):
-    assert is_cut(make_job(model=EXPERTS, layout={**degrees, "micro_batch": 2})) is cut
+    assert is_sharded(make_job(model=EXPERTS, layout={**degrees, "micro_batch": 2})) is cut
 
 
 # What ranks hold
@@ -182,7 +182,7 @@ def test_state_counts_as_cut_where_ranks_hold_different_parts(make_job, degrees,
 def test_a_rank_holds_some_columns_of_some_experts():
     """E=4, F=8, D=8 over ep=2 x etp=2: two experts, four columns of each; the router is whole."""
     tables = {"model": EXPERTS, "layout": {"dp_shard": 4, "ep": 2, "etp": 2, "micro_batch": 2}}
-    shapes = {p.name: p.shape for p in list_parameters(held_model(build(tables)))}
+    shapes = {p.name: p.shape for p in list_parameters(local_model(build(tables)))}
     assert shapes["blocks.1.ffn.experts.gate.weight"] == (2 * 4, 8)
     assert shapes["blocks.1.ffn.experts.gate.bias"] == (2 * 4,)
     assert shapes["blocks.1.ffn.experts.down.weight"] == (2 * 8, 4)
@@ -192,9 +192,9 @@ def test_a_rank_holds_some_columns_of_some_experts():
 
 def test_tp_splits_shared_experts_and_leaves_routed_ones():
     model = {**EXPERTS, "shared_experts": 2, "expert_ffn_size": None}
-    held = held_model(build({"model": model, "layout": {"tp": 2, "micro_batch": 2}}))
+    held = local_model(build({"model": model, "layout": {"tp": 2, "micro_batch": 2}}))
     shapes = {p.name: p.shape for p in list_parameters(held)}
-    assert isinstance(held, HeldDecoder)
+    assert isinstance(held, LocalDecoder)
     assert shapes["blocks.0.ffn.shared.up.weight"] == (2 * 16 // 2, 8)
     assert shapes["blocks.0.ffn.experts.up.weight"] == (4 * 16, 8)
     assert shapes["blocks.0.ffn.router.weight"] == (4, 8)
@@ -222,11 +222,11 @@ def test_experts_apart_are_groups_before_their_block():
 
 def test_buckets_never_mix_experts_with_the_rest_where_those_are_apart():
     job = build({"model": EXPERTS, "layout": {"cp": 2, "ep": 2, "micro_batch": 2}})
-    dense, experts = held_buckets(job, place=0)
+    dense, experts = local_buckets(job, pp_rank=0)
     assert not any(map(is_expert, dense))
     assert all(map(is_expert, experts))
     together = build({"model": EXPERTS, "layout": {"cp": 2, "micro_batch": 2}})
-    assert len(held_buckets(together, place=0)) == 1
+    assert len(local_buckets(together, pp_rank=0)) == 1
 
 
 def build(tables):
@@ -269,22 +269,22 @@ def test_every_element_of_the_state_is_owned_once_in_every_replica(job):
     whole = {p.name: p.count for p in list_parameters(job.model)}
     owned = Counter()
     for rank in range(layout.world_size):
-        for parameter in held_parameters(job, pipeline_rank(job, rank)):
-            owned[parameter.name] += count_own(job, parameter, rank)
+        for parameter in local_parameters(job, pp_rank_of(job, rank)):
+            owned[parameter.name] += count_sharded(job, parameter, rank)
     shards = dense_shard_axis(layout).size
     for name, count in whole.items():
         replicas = layout.dp_replicate * layout.dp_shard * layout.cp // shards
         if is_expert(name):
             ranks = layout.dp_shard * layout.cp * layout.tp
-            dealt = expert_axis(layout).size if is_dealt(name, layout.ep, layout.etp) else 1
+            dealt = expert_axis(layout).size if is_ep_sharded(name, layout.ep, layout.etp) else 1
             if name.endswith("down.bias"):
                 dealt = layout.ep
-            axis = expert_shard_axis(layout) if experts_apart(job) else dense_shard_axis(layout)
+            axis = expert_shard_axis(layout) if has_expert_axes(job) else dense_shard_axis(layout)
             copies = layout.dp_replicate * ranks // (dealt * axis.size)
-        elif is_whole(name):
+        elif is_tp_replicated(name):
             copies = replicas * layout.tp
         else:
-            copies = replicas * (count_copies(job.model, layout.tp) if is_copied(name) else 1)
+            copies = replicas * (count_kv_replicas(job.model, layout.tp) if is_kv_projection(name) else 1)
         assert owned[name] == count * copies, name
 
 
@@ -295,13 +295,13 @@ def test_every_row_of_every_expert_is_owned_once_in_every_replica(job):
     layout, name = job.layout, "blocks.1.ffn.experts.up.weight"
     owners = Counter()
     for rank in range(layout.world_size):
-        held = {p.name: p for p in held_parameters(job, pipeline_rank(job, rank))}.get(name)
+        held = {p.name: p for p in local_parameters(job, pp_rank_of(job, rank))}.get(name)
         if held is None:
             continue
-        dealt, column = divmod(place_on(layout, rank, "ep"), layout.etp)
+        dealt, column = divmod(axis_rank(layout, rank, "ep"), layout.etp)
         axis = state_axis(job, name)
         each = held.shape[0] // (4 // layout.ep)
-        for row in chunk_rows(held.shape[0], axis.size, place_on(layout, rank, axis.name)):
+        for row in chunk_rows(held.shape[0], axis.size, axis_rank(layout, rank, axis.name)):
             expert, inner = divmod(row, each)
             owners[dealt * (4 // layout.ep) + expert, column * each + inner] += 1
     assert set(owners) == {(expert, inner) for expert in range(4) for inner in range(8)}
@@ -314,8 +314,8 @@ def test_every_row_of_every_expert_is_owned_once_in_every_replica(job):
 def test_state_of_a_rank_is_what_its_parameters_say(job):
     """Optimizer state of all ranks: two moments of what each owns, and a step count a tensor."""
     for rank in range(0, job.layout.world_size, 3):
-        parameters = held_parameters(job, pipeline_rank(job, rank))
-        own = sum(count_own(job, p, rank) for p in parameters)
+        parameters = local_parameters(job, pp_rank_of(job, rank))
+        own = sum(count_sharded(job, p, rank) for p in parameters)
         state = sharded_state(job, rank)
         assert state["optimizer"] == 8 * own + 4 * len(parameters)
         assert state["parameters"] >= 4 * own
@@ -328,9 +328,9 @@ def test_state_of_a_rank_is_what_its_parameters_say(job):
 def test_groups_of_an_axis_part_the_ranks(job):
     """Every rank is in one group, all are equally large, and places in them are the order."""
     layout = job.layout
-    for axis in {*list_spoken(job), "pp", "tp", "cp"}:
+    for axis in {*list_group_axes(job), "pp", "tp", "cp"}:
         groups = list_rank_groups(layout, axis)
         assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
         assert len({len(group) for group in groups}) == 1
         for group in groups:
-            assert [place_on(layout, rank, axis) for rank in group] == list(range(len(group)))
+            assert [axis_rank(layout, rank, axis) for rank in group] == list(range(len(group)))

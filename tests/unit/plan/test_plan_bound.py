@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from meshwright.plan.estimate.grid import Grid
-from meshwright.plan.predict import predict_memory, settle_layout
-from meshwright.plan.search.bound import Ends, PeakBound
-from meshwright.plan.search.enumerate import Space
+from meshwright.plan.predict import complete_layout, predict_memory
+from meshwright.plan.search.memory_bound import EndCosts, PeakBound
+from meshwright.plan.search.space import LayoutSpace
 from meshwright.plan.time.engine import estimate_step
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
@@ -35,8 +35,8 @@ SEED = 20240607
 OFFLOADS = ("none", "optimizer", "all")
 VARIANTS: tuple[tuple[str, ...], ...] = (
     ("train.precision=fp32",),
-    ("train.compile=true",),
-    ("train.compile=true", "train.gradients=bf16", "train.kernels=own"),
+    ("train.block_backend=triton",),
+    ("train.block_backend=triton", "train.grad_dtype=bf16", "train.block_backend=triton"),
     ("data.mask=document",),
     ("layout.accumulate=deferred",),
     ("layout.prefetch=2",),
@@ -52,7 +52,7 @@ VARIANTS: tuple[tuple[str, ...], ...] = (
 def bound_bytes(job: Job, layout: Layout) -> float:
     """The least device memory that the search's bound says the rank with the largest need takes."""
     bound, grid = PeakBound(job), Grid.of([layout])
-    return float(bound.needed_bytes(grid, Ends.of(estimate_step(bound.workload, grid)))[0])
+    return float(bound.needed_bytes(grid, EndCosts.of(estimate_step(bound.workload, grid)))[0])
 
 
 def state_bound_bytes(job: Job, layout: Layout) -> float:
@@ -62,7 +62,7 @@ def state_bound_bytes(job: Job, layout: Layout) -> float:
 
 def needed_bytes(job: Job, layout: Layout) -> int:
     """What the rank with the largest need takes, by the exact ledger."""
-    return predict_memory(with_layout(job, settle_layout(job, layout)), exact=True).need.needed_bytes
+    return predict_memory(with_layout(job, complete_layout(job, layout)), exact=True).need.needed_bytes
 
 
 def draw_layouts(job: Job, drawn: random.Random, count: int) -> list[Layout]:
@@ -89,12 +89,12 @@ def _draw_one(job: Job, drawn: random.Random) -> Layout | None:
         pins[axis] = drawn.choice(divisors(left))
         left //= pins[axis]
     pins |= {name: getattr(job.layout, name) for name in ("accumulate", "prefetch")}
-    space = Space(job, world, pins, OFFLOADS)
+    space = LayoutSpace(job, world, pins, OFFLOADS)
     if not len(space):
         return None
     chunk = drawn.choice(list(space.chunks(size=1 << 12)))
     row = np.array([drawn.randrange(len(chunk.columns["pp"]))])
-    grown = chunk.grow(row)
+    grown = chunk.expand_schedules(row)
     return grown.layout(drawn.randrange(len(grown))) if len(grown) else None
 
 

@@ -7,7 +7,7 @@ import functools
 
 import pytest
 
-from meshwright.plan.calibrate import Timed, calibrate, fitted_keys, mean_error
+from meshwright.plan.calibrate import MeasuredLayout, calibrate, fitted_keys, mean_error
 from meshwright.plan.predict import predict
 from meshwright.plan.search.planner import search_job
 from meshwright.spec.load import build_job
@@ -34,7 +34,7 @@ def on_machine(job, layouts, **times):
     """What the layouts take on a machine whose rates are other ones than the job's cluster says."""
     rates = {key: getattr(job.cluster, key) * factor for key, factor in times.items()}
     real = dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, **rates))
-    return [Timed(layout, predict(real, layout).time.total_s) for layout in layouts]
+    return [MeasuredLayout(layout, predict(real, layout).time.total_s) for layout in layouts]
 
 
 @pytest.mark.parametrize(

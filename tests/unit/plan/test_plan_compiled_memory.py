@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from meshwright.layout.parameters import FP8_ALIGNED, count_parameters
-from meshwright.plan.memory.compiled import CompiledBlock, count_copied, is_compiled, is_counted
+from meshwright.plan.memory.compiled import CompiledBlock, count_copied_weights, has_exact_peak, is_compiled
 from meshwright.plan.memory.ledger import predict_ledger
-from meshwright.plan.memory.triton_block import OwnBlock
+from meshwright.plan.memory.triton_block import TritonBlock
 
 SMALL = {
     "num_layers": 2,
@@ -40,21 +40,21 @@ def test_a_block_keeps_its_input_and_its_products(job):
     tokens = 8 * 4096
     each = 2 * 2048 + 2 * (2048 + 2 * 512) + 2 * 2048 + 4 * 32 + 2 * 2048 + 4 * 8192
     assert CompiledBlock.of(job, job.model, 8).kept == tokens * each
-    wide = CompiledBlock.of(with_train(job, residual="fp32"), job.model, 8)
-    assert wide.kept - tokens * each == wide.stream // 2 == tokens * 2 * 2048
+    wide = CompiledBlock.of(with_train(job, residual_dtype="fp32"), job.model, 8)
+    assert wide.kept - tokens * each == wide.residual // 2 == tokens * 2 * 2048
     assert CompiledBlock.of(with_layout(job, recompute="full"), job.model, 8).kept == tokens * 2 * 2048
 
 
-@pytest.mark.parametrize(("kernels", "block"), [("own", OwnBlock), ("compiled", CompiledBlock)])
-def test_the_peak_is_state_copies_blocks_and_the_loss(job, kernels, block):
-    job = with_train(job, kernels=kernels)
+@pytest.mark.parametrize(("backend", "block"), [("triton", TritonBlock), ("compile", CompiledBlock)])
+def test_the_peak_is_state_copies_blocks_and_the_loss(job, backend, block):
+    job = with_train(job, block_backend=backend)
     ledger, model = predict_ledger(job, 8, 1), job.model
     tokens, head, blocks = 8 * 4096, 128256 * 2048, block.of(job, job.model, 8).kept * 16
-    state = count_parameters(model) * 12 + count_copied(model) * 2
+    state = count_parameters(model) * 12 + count_copied_weights(model) * 2
     loss = 3 * tokens * 2048 * 2 + head * 4 + 8192 * 128256 * 2
     assert ledger.peak_at == "loss, forward"
     assert ledger.peak_bytes == pytest.approx(state + blocks + loss, rel=0.003)
-    assert count_copied(model) == count_parameters(model) - head - 33 * 2048
+    assert count_copied_weights(model) == count_parameters(model) - head - 33 * 2048
     assert ledger.peak_bytes < 60 * 2**30
 
 
@@ -67,12 +67,12 @@ def test_copies_are_counted_wherever_a_run_keeps_some(job, mask, layout, held):
     other = with_layout(dataclasses.replace(job, data=dataclasses.replace(job.data, mask=mask)), **layout)
     assert not is_compiled(other)
     lines = {line.name: line.bytes for line in predict_ledger(other, 8, 1).lines}
-    assert lines["copies of matrices"] == pytest.approx(held * 2 * count_copied(job.model))
+    assert lines["bf16 weight copies"] == pytest.approx(held * 2 * count_copied_weights(job.model))
 
 
 def test_state_is_what_it_is_without_a_compiler(job):
     """The audit wants it equal; copies are a line of their own."""
-    eager = predict_ledger(with_train(job, compile=False, residual="fp32"), 8, 1)
+    eager = predict_ledger(with_train(job, block_backend="eager", residual_dtype="fp32"), 8, 1)
     assert predict_ledger(job, 8, 1).state_bytes == eager.state_bytes
 
 
@@ -98,17 +98,17 @@ def test_the_widest_points_on_the_way_back_by_hand(job):
     job = dataclasses.replace(job, model=dataclasses.replace(job.model, vocab_size=256))
     kept = tokens * (2 * (2 * width + 4) + 2 * (2048 + 2 * 512) + 2 * 2048 + 4 * 32 + 4 * inner)
     gate = tokens * (2 * inner + 4 * inner + 2 * inner)  # what comes to it, what it gives, down's input again
-    assert OwnBlock.of(job, job.model, 8).points[0].made == tokens * 2 * width + gate
+    assert TritonBlock.of(job, job.model, 8).points[0].made == tokens * 2 * width + gate
     ledger = predict_ledger(job, 8, 1)
     lines = {line.name: line.bytes for line in ledger.lines}
     assert ledger.peak_at == "block 15, backward"
-    assert lines["activations at the peak"] == 16 * kept
-    assert lines["temporary at the peak"] == tokens * 2 * width + gate
-    assert lines["gradients at the peak"] == (256 + 1) * width * 4
+    assert lines["activations at peak"] == 16 * kept
+    assert lines["temporary buffers at peak"] == tokens * 2 * width + gate
+    assert lines["gradients at peak"] == (256 + 1) * width * 4
     # Without recomputation down's input is there already, and more lives when the last matrix's gradient is
     # made: those of the stream, which are rounded for products where it is fp32, before the norm and behind.
-    wide = with_train(with_layout(job, recompute="none"), residual="fp32")
-    made = OwnBlock.of(wide, job.model, 8).points[0].made
+    wide = with_train(with_layout(job, recompute="none"), residual_dtype="fp32")
+    made = TritonBlock.of(wide, job.model, 8).points[0].made
     assert made == tokens * (6 * width + 4 * inner + 6 * width) + 4 * 3 * inner * width
 
 
@@ -116,27 +116,27 @@ def test_in_8_bits_casts_live_beside_products(job):
     """And nothing of 8 bits is kept: without recomputation as with selective."""
     fp8, (tokens, width, inner) = with_train(job, precision="fp8"), (8 * 4096, 2048, 8192)
     blocks = {
-        recompute: OwnBlock.of(with_layout(fp8, recompute=recompute), fp8.model, 8)
+        recompute: TritonBlock.of(with_layout(fp8, recompute=recompute), fp8.model, 8)
         for recompute in ("none", "selective")
     }
     assert blocks["none"] == blocks["selective"]
-    output = blocks["none"].points[1].made - OwnBlock.of(job, job.model, 8).points[1].made
+    output = blocks["none"].points[1].made - TritonBlock.of(job, job.model, 8).points[1].made
     assert output == tokens * width + width * 2048 - 4 * width * 2048, "casts for the gradient's product"
-    fp8 = with_train(fp8, weight_gradients="fp8")
-    made = OwnBlock.of(fp8, fp8.model, 8).points[0].made
+    fp8 = with_train(fp8, fp8_weight_grads=True)
+    made = TritonBlock.of(fp8, fp8.model, 8).points[0].made
     matrices = 4 * 3 * inner * width
     assert made == tokens * (4 * width + 4 * inner + 2 * width) + matrices + tokens * (2 * inner + width)
 
 
 def test_the_plan_knows_what_is_computed_in_8_bits():
     fp8 = pytest.importorskip("meshwright.models.kernels.fp8")
-    assert fp8.ALIGNED == FP8_ALIGNED
+    assert fp8.ALIGNMENT == FP8_ALIGNED
 
 
 def test_only_our_own_kernels_are_counted_to_the_byte(job):
-    assert is_counted(job)
-    assert not is_counted(with_train(job, kernels="compiled"))
-    assert not is_counted(dataclasses.replace(job, data=dataclasses.replace(job.data, mask="document")))
+    assert has_exact_peak(job)
+    assert not has_exact_peak(with_train(job, block_backend="compile"))
+    assert not has_exact_peak(dataclasses.replace(job, data=dataclasses.replace(job.data, mask="document")))
 
 
 def test_recomputation_is_worth_its_name(job):
@@ -149,40 +149,40 @@ def test_recomputation_is_worth_its_name(job):
 def test_gradients_of_matrices_in_16_bits_are_half_as_large(job):
     """Of 16 blocks; embedding, head and norms stay in float32. The plan says both."""
     matrices = 16 * 2048 * (2 * 2048 + 2 * 512 + 3 * 8192)
-    wide, narrow = (predict_ledger(with_train(job, gradients=kind), 8, 1) for kind in ("fp32", "bf16"))
+    wide, narrow = (predict_ledger(with_train(job, grad_dtype=kind), 8, 1) for kind in ("fp32", "bf16"))
     assert wide.state_bytes["gradients"] - narrow.state_bytes["gradients"] == 2 * matrices
     assert narrow.state_bytes | {"gradients": 0} == wide.state_bytes | {"gradients": 0}
-    (line,) = [line for line in narrow.lines if line.name == "gradients at the peak"]
+    (line,) = [line for line in narrow.lines if line.name == "gradients at peak"]
     rest = count_parameters(job.model) - matrices
     assert line.formula == f"of {rest} x 4 (float32) + {matrices} x 2 (16 bits)"
     layouts = [{"micro_batch": 4}, {"dp_replicate": 2, "micro_batch": 4}]
     for changes in layouts:  # what is added up is float32
-        summed = with_layout(with_train(job, gradients="bf16"), **changes)
+        summed = with_layout(with_train(job, grad_dtype="bf16"), **changes)
         assert predict_ledger(summed, 4, 2).state_bytes == predict_ledger(job, 8, 1).state_bytes
 
 
 def test_gradients_in_16_bits_of_packed_documents_are_counted_too(job):
     """Their attention has another ledger; at the end of the backward pass all gradients are there."""
     job = dataclasses.replace(job, data=dataclasses.replace(job.data, seq_len=64, mask="document"))
-    wide, narrow = (predict_ledger(with_train(job, gradients=kind), 8, 1) for kind in ("fp32", "bf16"))
+    wide, narrow = (predict_ledger(with_train(job, grad_dtype=kind), 8, 1) for kind in ("fp32", "bf16"))
     saved = wide.state_bytes["gradients"] - narrow.state_bytes["gradients"]
     lines = {line.name: line.bytes for line in wide.lines}
     assert wide.peak_at == "embedding, backward"
-    assert lines["gradients at the peak"] == wide.state_bytes["gradients"]
+    assert lines["gradients at peak"] == wide.state_bytes["gradients"]
     assert 0 < wide.peak_bytes - narrow.peak_bytes < saved, "then the loss is the peak"
 
 
 def test_gradients_that_add_up_live_through_the_step(job):
     """Two micro-batches of half the size: fewer activations, all gradients."""
     two = predict_ledger(with_layout(job, micro_batch=4), 4, 2)
-    line = next(line for line in two.lines if line.name == "gradients at the peak")
+    line = next(line for line in two.lines if line.name == "gradients at peak")
     assert line.bytes == count_parameters(job.model) * 4
 
 
 @pytest.mark.parametrize(
     ("section", "changes"),
     [
-        ("train", {"compile": False}),
+        ("train", {"block_backend": "eager"}),
         ("train", {"compile_backend": "aot_eager"}),
         ("layout", {"dp_shard": 2, "zero": 3}),
     ],
@@ -200,26 +200,26 @@ def test_other_steps_have_their_own_ledgers(job, section, changes):
 @pytest.mark.parametrize(("recompute", "residual"), [("selective", "bf16"), ("none", "fp32")])
 def test_the_compilers_partitioner_keeps_that_to_the_byte(make_job, recompute, residual):
     torch = pytest.importorskip("torch")
-    from meshwright.models.bf16_weights import WorkingCopies
+    from meshwright.models.bf16_weights import WeightCopies
     from meshwright.models.decoder import Decoder, compile_blocks
 
     torch._dynamo.reset()
     job = make_job(
         model={"preset": None, **SMALL, "tied_embeddings": False},
         cluster={"preset": "local", "device": "cpu"},
-        train={"precision": "bf16", "compile": True, "residual": residual},
+        train={"precision": "bf16", "block_backend": "triton", "residual_dtype": residual},
         layout={"dp_replicate": 1, "micro_batch": 4, "recompute": recompute},
     )
     decoder = Decoder(job.model, 32, recompute=recompute)
-    decoder.stream = {"bf16": torch.bfloat16, "fp32": torch.float32}[residual]
-    decoder.working = WorkingCopies(decoder, torch.bfloat16)
+    decoder.residual_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[residual]
+    decoder.weight_copies = WeightCopies(decoder, torch.bfloat16)
     compile_blocks(decoder, backend="aot_eager")
 
     def run(x, rope):
         for block in decoder.list_blocks():
             x = block(x, rope, None, None)
 
-    assert sum_kept(job, decoder, run) == 2 * CompiledBlock.of(job, job.model, 4).kept
+    assert sum_saved_bytes(job, decoder, run) == 2 * CompiledBlock.of(job, job.model, 4).kept
 
 
 @pytest.mark.parametrize("residual", ["bf16", "fp32"])
@@ -229,38 +229,43 @@ def test_the_compilers_partitioner_keeps_that_to_the_byte(make_job, recompute, r
 def test_our_own_blocks_keep_that_to_the_byte(make_job, recompute, residual, precision):
     """With torch's operations in the place of the kernels: what is kept is the same."""
     torch = pytest.importorskip("torch")
-    from meshwright.models.bf16_weights import WorkingCopies
+    from meshwright.models.bf16_weights import WeightCopies
     from meshwright.models.decoder import Decoder, fuse_blocks
-    from meshwright.models.linear import scale_products
-    from meshwright.models.triton_block import last_norm
+    from meshwright.models.linear import convert_linears_to_fp8
+    from meshwright.models.triton_block import final_norm
 
     job = make_job(
         model={"preset": None, **SMALL, "tied_embeddings": False},
         cluster={"preset": "local", "device": "cpu"},
-        train={"precision": precision, "compile": True, "residual": residual},
+        train={"precision": precision, "block_backend": "triton", "residual_dtype": residual},
         layout={"dp_replicate": 1, "micro_batch": 4, "recompute": recompute},
     )
     decoder = Decoder(job.model, 32, recompute=recompute)
-    decoder.stream = {"bf16": torch.bfloat16, "fp32": torch.float32}[residual]
+    decoder.residual_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[residual]
     if precision == "fp8":
-        scale_products(decoder, gradients=True)
-    decoder.working = WorkingCopies(decoder, torch.bfloat16)
+        convert_linears_to_fp8(decoder, gradients=True)
+    decoder.weight_copies = WeightCopies(decoder, torch.bfloat16)
     fuse_blocks(decoder)
 
     def run(x, rope):
-        last_norm(decoder.norm, *decoder.run_fused(x, rope, None))
+        final_norm(decoder.norm, *decoder.run_fused(x, rope, None))
 
-    block = OwnBlock.of(job, job.model, 4)
-    assert sum_kept(job, decoder, run) == 2 * block.kept + block.last_norm
+    block = TritonBlock.of(job, job.model, 4)
+    assert sum_saved_bytes(job, decoder, run) == 2 * block.kept + block.last_norm
 
 
-def sum_kept(job, decoder, run):
+def sum_saved_bytes(job, decoder, run):
     """Bytes that autograd is given to save by a call, copies, tables and parameters aside."""
     import torch
 
-    from meshwright.train.amp import Precision
+    from meshwright.train.amp import MixedPrecision
 
-    lasting = [*decoder.parameters(), *decoder.working.copies.values(), decoder.rope_cos, decoder.rope_sin]
+    lasting = [
+        *decoder.parameters(),
+        *decoder.weight_copies.copies.values(),
+        decoder.rope_cos,
+        decoder.rope_sin,
+    ]
     own = {tensor.untyped_storage().data_ptr() for tensor in lasting}
     kept = {}
 
@@ -270,9 +275,12 @@ def sum_kept(job, decoder, run):
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    x = torch.zeros(4, 32, job.model.hidden_size, dtype=decoder.stream, requires_grad=True)
+    x = torch.zeros(4, 32, job.model.hidden_size, dtype=decoder.residual_dtype, requires_grad=True)
     rope = (decoder.rope_cos, decoder.rope_sin)
-    with Precision(job, torch.device("cpu")).products(), torch.autograd.graph.saved_tensors_hooks(save, save):
+    with (
+        MixedPrecision(job, torch.device("cpu")).autocast(),
+        torch.autograd.graph.saved_tensors_hooks(save, save),
+    ):
         run(x, rope)
     return sum(kept.values())
 
@@ -282,9 +290,8 @@ def kernels_that_only_allocate(monkeypatch):
     """Our own kernels as a GPU calls them, and its products and attention, with nothing computed."""
     torch = pytest.importorskip("torch")
     from meshwright.models import attention
-    from meshwright.models.kernels import fp8
+    from meshwright.models.kernels import fp8, gemm
     from meshwright.models.kernels import fused as kernels
-    from meshwright.models.kernels import gemm as chosen
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -304,37 +311,37 @@ def kernels_that_only_allocate(monkeypatch):
             return tuple(made)
 
     names = (
-        "read_rows",
-        "add_rows",
-        "add_norm",
-        "turn",
-        "gate",
-        "gate_cast",
-        "gate_backward",
-        "gate_backward_amax",
+        "embedding_lookup",
+        "embedding_grad",
+        "add_rms_norm",
+        "rotate",
+        "swiglu",
+        "swiglu_cast",
+        "swiglu_backward",
+        "swiglu_backward_amax",
         "cast_rows",
         "cast_columns",
-        "cast_turned",
+        "cast_transposed",
         "column_amax",
     )
     quiet = SimpleNamespace(**{name: lambda *args: None for name in names})
-    quiet.norm_backward = lambda grad, *args: torch.empty(grad.shape[1], dtype=torch.float32)
+    quiet.rms_norm_backward = lambda grad, *args: torch.empty(grad.shape[1], dtype=torch.float32)
     monkeypatch.setattr(kernels, "on_gpu", lambda x: True)
     monkeypatch.setattr(kernels, "_triton", lambda: quiet)
     monkeypatch.setattr(kernels, "scale", lambda x, factor: None)
     monkeypatch.setattr(
-        chosen,
-        "float32_gradient",
+        gemm,
+        "float32_weight_grad",
         lambda grad, x: torch.empty(grad.shape[1], x.shape[1], dtype=torch.float32),
     )
     monkeypatch.setattr(
         fp8,
-        "multiply",
+        "scaled_mm",
         lambda a, b, scale_a, scale_b, fast, exact=False: torch.empty(
             len(a), len(b), dtype=torch.float32 if exact else torch.bfloat16
         ),
     )
-    monkeypatch.setattr(attention.Context, "mix", lambda self, q, k, v, mask: Attention.apply(q, k, v))
+    monkeypatch.setattr(attention.Context, "attend", lambda self, q, k, v, mask: Attention.apply(q, k, v))
 
 
 @pytest.mark.parametrize("residual", ["bf16", "fp32"])
@@ -361,32 +368,37 @@ def test_a_whole_step_holds_what_is_counted(
     """
     torch = pytest.importorskip("torch")
     from meshwright.measure.memory_tracker import PeakTracker
-    from meshwright.models.bf16_weights import WorkingCopies
+    from meshwright.models.bf16_weights import WeightCopies
     from meshwright.models.decoder import Decoder, fuse_blocks
-    from meshwright.models.linear import scale_products
+    from meshwright.models.linear import convert_linears_to_fp8
 
-    gradients = "fp8" if precision == "all fp8" else "bf16"
+    all_fp8 = precision == "all fp8"
     sizes = SMALL | {"hidden_size": 128, "ffn_size": 32 if narrow else 256, "vocab_size": 16}
     model = dataclasses.replace(job.model, **sizes)
     job = dataclasses.replace(job, model=model, data=dataclasses.replace(job.data, seq_len=64))
-    job = with_train(job, precision=precision.split()[-1], residual=residual, weight_gradients=gradients)
-    job = with_train(job, gradients=kept)
+    job = with_train(job, precision=precision.split()[-1], residual_dtype=residual)
+    job = with_train(job, grad_dtype=kept, fp8_weight_grads=all_fp8)
     job = with_layout(job, recompute=recompute)
     decoder = Decoder(model, 64, loss_chunk=512, recompute=recompute)
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    decoder.stream = dtypes[residual]
+    decoder.residual_dtype = dtypes[residual]
     if precision != "bf16":
-        scale_products(decoder, gradients=gradients == "fp8")
-    decoder.working = WorkingCopies(decoder, torch.bfloat16)
+        convert_linears_to_fp8(decoder, gradients=all_fp8)
+    decoder.weight_copies = WeightCopies(decoder, torch.bfloat16)
     fuse_blocks(decoder, dtypes[kept])
     decoder.head.fused = False
     words = torch.zeros(2, 8, 64, dtype=torch.int64)
-    lasting = [*decoder.parameters(), *decoder.working.copies.values(), decoder.rope_cos, decoder.rope_sin]
+    lasting = [
+        *decoder.parameters(),
+        *decoder.weight_copies.copies.values(),
+        decoder.rope_cos,
+        decoder.rope_sin,
+    ]
     with PeakTracker([*lasting, *words]) as tracker, torch.autocast("cpu", torch.bfloat16):
         for _ in range(passes):
             decoder(*words).backward()
     ledger = predict_ledger(job, 8, passes)
-    beside = ("optimizer", "table of the update", "library workspace")
+    beside = ("optimizer", "optimizer kernel table", "cuBLAS workspace")
     away = sum(line.bytes for line in ledger.lines if line.name in beside)
     assert "backward" in ledger.peak_at
     beside = tracker.peak_bytes - (ledger.peak_bytes - away)

@@ -117,12 +117,11 @@ def test_memory_of_activations_falls_with_the_ranks_of_a_sequence(make_job):
         for job in (make_job(model=model, layout={"cp": cp, "micro_batch": 2}) for cp in (1, 2))
     )
     tables = [
-        next(line.bytes for line in ledger.lines if line.name == "rotary tables")
-        for ledger in (alone, shared)
+        next(line.bytes for line in ledger.lines if line.name == "RoPE tables") for ledger in (alone, shared)
     ]
     assert tables == [2 * 32 * 2 * 4, 2 * 16 * 2 * 4]
     head = 32 * 8 * 4
-    assert (alone.kept_bytes - head) == 2 * (shared.kept_bytes - head)
+    assert (alone.activation_bytes - head) == 2 * (shared.activation_bytes - head)
     assert alone.touched_bytes == 2 * shared.touched_bytes
 
 
@@ -135,7 +134,7 @@ def test_ulysses_keeps_what_attention_gave_twice_and_a_key_head_a_rank(make_job)
             layout={"cp": 4, "context": context, "micro_batch": 2},
             cluster={"preset": "local", "device": "cpu"},
         )
-        kept[context] = predict(job, job.layout).ledger.kept_bytes
+        kept[context] = predict(job, job.layout).ledger.activation_bytes
     assert kept["ulysses"] - kept["ring"] == 2 * (2 * 8) * (8 + 2 * 4) * 4
 
 

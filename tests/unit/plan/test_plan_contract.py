@@ -16,7 +16,7 @@ from meshwright.plan.contract import (
     build_plan,
     is_plan,
     layout_keys,
-    plan_of,
+    plan_from,
     plan_tree,
     read_plan,
     summarize,
@@ -274,7 +274,7 @@ def test_an_estimated_plan_survives_its_file_and_says_that_it_is_not_exact(large
     """Another framework's runtime: one rank of each class, and no collectives."""
     job, layout = large
     other = dataclasses.replace(job, train=dataclasses.replace(job.train, runtime="megatron-core"))
-    plan = plan_of(predict(other, layout), ["because"])
+    plan = plan_from(predict(other, layout), ["because"])
     write_plan(plan, path)
     assert "exact = false" in path.read_text()
     again = read_plan(path, to_run=False)
@@ -287,7 +287,7 @@ def test_an_estimated_plan_survives_its_file_and_says_that_it_is_not_exact(large
 def test_a_plan_promises_every_rank_what_its_pp_rank_needs(large, path):
     """What fits is written: each peak, the need, and what is usable."""
     found = predict(*large)
-    plan = plan_of(found)
+    plan = plan_from(found)
     write_plan(plan, path)
     plan = read_plan(path)
     assert plan.usable_bytes == int(0.97 * plan.job.cluster.memory_bytes)
@@ -302,4 +302,4 @@ def test_a_plan_promises_every_rank_what_its_pp_rank_needs(large, path):
 def test_a_summary_without_ranks_is_that_of_the_plan(large):
     """The list of layouts is made without a plan for each."""
     found = predict(*large)
-    assert summarize(found, ["because"]) == plan_of(found, ["because"]).summary()
+    assert summarize(found, ["because"]) == plan_from(found, ["because"]).summary()

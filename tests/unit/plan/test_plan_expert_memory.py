@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from meshwright.layout.parameters import list_parameters
-from meshwright.layout.tensor_parallel import held_model
+from meshwright.layout.tensor_parallel import local_model
 from meshwright.plan.contract import build_plan
 from meshwright.plan.memory.feed_forward import balanced_rows, row_bytes, size_experts, size_feed_forward
 from meshwright.plan.memory.ledger import predict_ledger
-from meshwright.plan.memory.snapshots import KeptGradients
+from meshwright.plan.memory.snapshots import PersistentGrads
 from meshwright.plan.traffic.ddp import kept_gradients
 
 MODEL = {
@@ -45,7 +45,7 @@ def kept(job_of):
 
     def size(layout=None, model=None, rows=None, **train):
         job = job_of(layout, model, **train)
-        return size_experts(job, held_model(job), 2, rows).kept
+        return size_experts(job, local_model(job), 2, rows).kept
 
     return size
 
@@ -84,14 +84,14 @@ def test_what_a_capacity_drops_is_not_read(kept):
 def test_gradients_of_experts_that_no_other_rank_holds_come_with_the_backward_pass(job_of):
     """One micro-batch, ZeRO-1: what is dense lies in buckets from the start, experts' gradients do not."""
     alone = job_of({"dp_shard": 2, "ep": 2, "zero": 1}, global_batch=4)
-    assert kept_gradients(alone) == KeptGradients(dense=True, experts=False)
-    assert kept_gradients(alone, micro_batches=2) == KeptGradients(dense=True, experts=True)
-    assert kept_gradients(job_of({"tp": 2})) == KeptGradients(dense=False, experts=True)
-    assert kept_gradients(job_of({"dp_shard": 2, "ep": 2, "zero": 3})) == KeptGradients()
-    model, lines = held_model(alone), {line.name: line.bytes for line in predict_ledger(alone, 2, 1).lines}
+    assert kept_gradients(alone) == PersistentGrads(dense=True, experts=False)
+    assert kept_gradients(alone, micro_batches=2) == PersistentGrads(dense=True, experts=True)
+    assert kept_gradients(job_of({"tp": 2})) == PersistentGrads(dense=False, experts=True)
+    assert kept_gradients(job_of({"dp_shard": 2, "ep": 2, "zero": 3})) == PersistentGrads()
+    model, lines = local_model(alone), {line.name: line.bytes for line in predict_ledger(alone, 2, 1).lines}
     experts = 3 * 2 * 8 * 8 * 4
     everything = sum(p.count for p in list_parameters(model)) * 4
-    assert lines["gradients at the peak"] in [everything - layers * experts for layers in range(4)]
+    assert lines["gradients at peak"] in [everything - layers * experts for layers in range(4)]
 
 
 def test_in_16_bits_the_router_still_reads_float32_and_experts_copies(kept):
@@ -104,10 +104,10 @@ def test_in_16_bits_the_router_still_reads_float32_and_experts_copies(kept):
 def test_a_row_more_keeps_what_the_plan_says(job_of, kept):
     """Row by row, and in the contract; nothing is kept of it where it is all computed again."""
     job = job_of({"dp_shard": 2, "ep": 2, "zero": 1})
-    assert row_bytes(job, held_model(job)) == (8 + 4 * 8) * 4 + 16
+    assert row_bytes(job, local_model(job)) == (8 + 4 * 8) * 4 + 16
     assert kept({"dp_shard": 2, "ep": 2, "zero": 1}, rows=CHOICES + 5) - kept(
         {"dp_shard": 2, "ep": 2, "zero": 1}
-    ) == 5 * row_bytes(job, held_model(job))
+    ) == 5 * row_bytes(job, local_model(job))
     for recompute, each in (("none", 176), ("selective", (8 + 2 * 8) * 4), ("full", 0)):
         layout = {"dp_shard": 2, "ep": 2, "zero": 1, "recompute": recompute}
         promised = build_plan(job_of(layout))[0].ranks[1]
@@ -122,20 +122,22 @@ def test_a_row_more_keeps_what_the_plan_says(job_of, kept):
 def test_the_ledger_of_rows_that_came_differs_by_what_they_keep(job_of, layout):
     """Of each layer its own: a pipeline's rank has two of the three."""
     job = job_of(layout)
-    model = held_model(job)
+    model = local_model(job)
     layers = 2 if job.layout.pp == 2 else 3
     even = predict_ledger(job, 2, 2)
     share = balanced_rows(job, model, 2)
     same = predict_ledger(job, 2, 2, rows=[share] * layers)
-    assert (same.kept_bytes, same.peak_bytes) == (even.kept_bytes, even.peak_bytes)
+    assert (same.activation_bytes, same.peak_bytes) == (even.activation_bytes, even.peak_bytes)
     more = predict_ledger(job, 2, 2, rows=[share + 10, *[share] * (layers - 1)])
-    assert more.kept_bytes - even.kept_bytes == 10 * row_bytes(job, model)
+    assert more.activation_bytes - even.activation_bytes == 10 * row_bytes(job, model)
     assert more.peak_bytes > even.peak_bytes
 
 
 def test_dense_layers_keep_what_dense_layers_do(job_of):
     mixed, all_routed = job_of(model={"dense_layers": 1}), job_of()
-    dense = size_feed_forward(mixed, held_model(mixed), 2)
+    dense = size_feed_forward(mixed, local_model(mixed), 2)
     assert dense.kept == TOKENS * (8 + 4 * 16) * 4
-    difference = predict_ledger(all_routed, 2, 2).kept_bytes - predict_ledger(mixed, 2, 2).kept_bytes
+    difference = (
+        predict_ledger(all_routed, 2, 2).activation_bytes - predict_ledger(mixed, 2, 2).activation_bytes
+    )
     assert difference == ROUTER + ANSWERS + ROWS - dense.kept

@@ -176,7 +176,7 @@ def test_a_pipeline_routes_in_its_own_layers(make_job):
         model={**MODEL, "dense_layers": 1},
         layout={"pp": 2, "dp_shard": 2, "ep": 2, "zero": 1, "micro_batch": 2, "stage_layers": [1, 1]},
     )
-    first, last = ({row.axis for row in predict_traffic(job, place)} for place in (0, 1))
+    first, last = ({row.axis for row in predict_traffic(job, pp_rank)} for pp_rank in (0, 1))
     assert "ep" not in first
     assert "ep" in last
 

@@ -10,13 +10,13 @@ import tomli_w
 
 from meshwright.plan.predict import is_exact, predict
 from meshwright.plan.search.alternatives import (
-    cheapest_changes,
     compare,
     explain_neighbours,
-    find_near,
-    list_changes,
+    find_alternatives,
+    find_nearest_legal,
+    list_neighbours,
+    memory_budget_after_oom,
     part_differences,
-    room_to_plan_for,
 )
 from meshwright.plan.search.find import find_layouts
 from meshwright.spec.layout import Layout
@@ -75,7 +75,7 @@ def test_neighbours_of_a_layout_that_runs_all_run(make_job, model, layout):
     job = make_job(**{**LARGE, "model": {"preset": model}})
     start = predict(job, layout)
     assert start.exact
-    near = list_changes(job, start.layout)
+    near = list_neighbours(job, start.layout)
     assert len(near) >= 8
     assert len({changed for _, changed in near}) == len(near), "none is there twice"
     for words, changed in near:
@@ -90,13 +90,13 @@ def test_a_layout_that_can_only_be_planned_has_neighbours_that_can(make_job):
     job = make_job(**LARGE)
     job = dataclasses.replace(job, train=dataclasses.replace(job.train, runtime="megatron-core"))
     assert not is_exact(with_layout(job, PIPELINE))
-    near = list_changes(job, PIPELINE)
+    near = list_neighbours(job, PIPELINE)
     assert len(near) >= 8
     assert all(find_problems(with_layout(job, changed), to_run=False) == [] for _, changed in near)
 
 
 def test_a_change_says_what_it_changes(make_job):
-    changes = dict(list_changes(make_job(**LARGE), PIPELINE))
+    changes = dict(list_neighbours(make_job(**LARGE), PIPELINE))
     assert changes["tp=4 instead of 2"].dp_shard == 1
     assert changes["pp=2 instead of 4"].dp_shard == 4
     assert changes["schedule=zb-h1 instead of 1f1b"].schedule == "zb-h1"
@@ -107,7 +107,7 @@ def test_a_change_says_what_it_changes(make_job):
 
 def test_on_cpus_nothing_is_offloaded():
     job = settled(dp_replicate=4, micro_batch=1)
-    assert not any("offload" in words for words, _ in list_changes(job, job.layout))
+    assert not any("offload" in words for words, _ in list_neighbours(job, job.layout))
 
 
 # Neighbours of a recommended layout
@@ -117,7 +117,7 @@ def test_every_neighbour_loses_for_a_reason_with_a_number(make_job):
     job = make_job(**LARGE)
     best = find_layouts(job, {}, 8).best[0]
     sentences = explain_neighbours(best)
-    assert len(sentences) == len(list_changes(job, best.layout))
+    assert len(sentences) == len(list_neighbours(job, best.layout))
     for sentence in sentences:
         assert re.search(r": .*\d", sentence), sentence
         assert re.search(r"more than usable|slower|memory|faster|over cluster", sentence), sentence
@@ -191,7 +191,7 @@ def test_what_is_compared_is_what_was_ranked_by(make_job):
 def test_each_change_fits_when_it_is_pasted_and_costs_what_is_said(layout, share, tmp_path):
     job = settled(**layout)
     room = int(needed_by(job) * share)
-    found = cheapest_changes(job, room)
+    found = find_alternatives(job, room)
     assert [r.step_s for r in found[:2]] == sorted(r.step_s for r in found[:2])
     assert len({r.overrides for r in found}) == len(found) <= 3
     for remedy in found:
@@ -202,7 +202,7 @@ def test_each_change_fits_when_it_is_pasted_and_costs_what_is_said(layout, share
 
 
 def test_recomputation_and_a_smaller_micro_batch_are_both_offered():
-    found = cheapest_changes(job := settled(dp_replicate=4, micro_batch=16), int(needed_by(job) * 0.7), 20)
+    found = find_alternatives(job := settled(dp_replicate=4, micro_batch=16), int(needed_by(job) * 0.7), 20)
     named = [remedy.overrides for remedy in found]
     assert any("micro_batch=8" in text and "recompute" not in text for text in named), named
     assert any("recompute=" in text for text in named), named
@@ -211,7 +211,7 @@ def test_recomputation_and_a_smaller_micro_batch_are_both_offered():
 def test_state_that_is_too_large_is_sharded_or_split():
     """A micro-batch of one cannot be smaller; the state of four replicas can be cut."""
     job = settled(dp_replicate=4, micro_batch=1, recompute="full")
-    found = cheapest_changes(job, int(needed_by(job) * 0.8))
+    found = find_alternatives(job, int(needed_by(job) * 0.8))
     assert found
     for remedy in found:
         assert re.search(r"layout\.(dp_shard|tp|pp)=", remedy.overrides), remedy
@@ -222,26 +222,26 @@ def test_a_shorter_sequence_is_offered_where_the_layout_has_fewer_than_three_cha
     """One device and the smallest micro-batch: only recomputation is left."""
     job = settled(dp_replicate=1, micro_batch=1, recompute="full")
     job = dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, devices_per_node=1))
-    found = cheapest_changes(job, needed_by(job) - 1)
+    found = find_alternatives(job, needed_by(job) - 1)
     assert found
     assert "data.seq_len=128" in found[-1].overrides
 
 
 def test_nothing_is_offered_where_nothing_fits():
-    assert cheapest_changes(settled(dp_replicate=1, micro_batch=1), 1000) == []
+    assert find_alternatives(settled(dp_replicate=1, micro_batch=1), 1000) == []
 
 
 def test_a_price_is_in_words():
     job = settled(dp_replicate=4, micro_batch=16)
-    remedy = cheapest_changes(job, int(needed_by(job) * 0.7))[0]
+    remedy = find_alternatives(job, int(needed_by(job) * 0.7))[0]
     assert re.fullmatch(r"[\d.]+ MB per device, [\d.]+ m?s per step", remedy.price)
 
 
 def test_the_room_is_what_was_there_or_what_was_reached():
-    assert room_to_plan_for(1000, 500, 10, None) == 500
-    assert room_to_plan_for(1000, 500, 10, 390) == 400
-    assert room_to_plan_for(1000, 5000, None, None) == 900, "more was taken than predicted"
-    assert room_to_plan_for(1000, 5000, 300, None) == 700
+    assert memory_budget_after_oom(1000, 500, 10, None) == 500
+    assert memory_budget_after_oom(1000, 500, 10, 390) == 400
+    assert memory_budget_after_oom(1000, 5000, None, None) == 900, "more was taken than predicted"
+    assert memory_budget_after_oom(1000, 5000, 300, None) == 700
 
 
 # The nearest legal layout
@@ -262,7 +262,7 @@ def test_the_nearest_layout_runs_is_close_and_priced(make_job, asked, nearest):
     job = with_layout(make_job(**LARGE), asked)
     problems = find_problems(job)
     assert problems
-    (found,) = find_near(job, problems)
+    (found,) = find_nearest_legal(job, problems)
     assert found.runs
     assert find_problems(found.prediction.job) == []
     assert {key: getattr(found.prediction.layout, key) for key in nearest} == nearest
@@ -276,18 +276,18 @@ def test_stages_that_were_not_asked_for_do_not_count_against_interleaving(make_j
     """`schedule = interleaved` without stages is illegal; the nearest legal layout interleaves."""
     asked = Layout("given", pp=4, tp=2, schedule="interleaved", micro_batch=1)
     job = with_layout(make_job(**LARGE), asked)
-    (found,) = find_near(job, find_problems(job))
+    (found,) = find_nearest_legal(job, find_problems(job))
     assert (found.prediction.layout.schedule, found.prediction.layout.virtual_stages) == ("interleaved", 2)
 
 
 def test_a_nearest_layout_that_does_not_fit_says_by_how_much(make_job):
     asked = Layout("given", dp_replicate=17, micro_batch=1)
     job = with_layout(make_job(**LARGE), asked)
-    (found,) = find_near(job, find_problems(job))
+    (found,) = find_nearest_legal(job, find_problems(job))
     assert not found.prediction.fits
     assert f"; {found.prediction.shortage})" in found.line
 
 
 def test_a_legal_layout_has_no_nearest(make_job):
     job = with_layout(make_job(**LARGE), PIPELINE)
-    assert find_near(job, []) == []
+    assert find_nearest_legal(job, []) == []

@@ -18,7 +18,7 @@ from meshwright.plan.contract import build_plan
 from meshwright.plan.memory.ledger import predict_ledger
 from meshwright.plan.time.step import predict_step
 from meshwright.spec.load import build_job, job_tree
-from meshwright.spec.train_defaults import OPTIMIZERS, setting, settled
+from meshwright.spec.train_defaults import OPTIMIZERS, fill_defaults, setting
 
 HIDDEN = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
 """Elements of the matrices inside the two blocks of `tiny`."""
@@ -94,7 +94,7 @@ def test_a_plan_laid_over_with_another_optimizer_takes_its_defaults(make_job):
     tree = job_tree(make_job(layout={"dp_replicate": 1}))
     sgd = build_job(tree | {"train": tree["train"] | {"optimizer": "sgd", "schedule": "constant"}})
     assert (setting(sgd.train, "momentum"), setting(sgd.train, "lr")) == (0.9, 0.1)
-    assert settled(sgd.train)["beta1"] is None
+    assert fill_defaults(sgd.train)["beta1"] is None
 
 
 def test_a_measured_noise_scale_adds_two_values_to_the_control_reduction(make_job):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.spec.execution import explain_gradients, runs_own_kernels
+from meshwright.spec.execution import explain_grad_dtype, uses_triton_blocks
 from meshwright.spec.load import build_job
 from model_shapes import GPT_PARTS
 
@@ -27,21 +27,21 @@ def runs(**tables: Any) -> bool:
         "model": LLAMA,
         "cluster": {"preset": "h200-sxm"},
         "data": {"path": "text", "seq_len": 32},
-        "train": {"steps": 4, "global_batch": 8, "precision": "bf16", "compile": True},
+        "train": {"steps": 4, "global_batch": 8, "precision": "bf16", "block_backend": "triton"},
     }
     for name, keys in tables.items():
         tree[name] = {**tree.get(name, {}), **keys}
-    return runs_own_kernels(build_job(tree, to_run=False))
+    return uses_triton_blocks(build_job(tree, to_run=False))
 
 
 @pytest.mark.parametrize(
     "tables",
     [
         {},
-        {"train": {"kernels": "own"}},
+        {"train": {"block_backend": "triton"}},
         {"train": {"precision": "fp8"}},
         {"train": {"precision": "fp16"}},
-        {"train": {"residual": "bf16"}},
+        {"train": {"residual_dtype": "bf16"}},
         {"layout": {"recompute": "full"}},
         {"layout": {"dp_replicate": 2}},
         {"layout": {"dp_shard": 2, "zero": 1}},
@@ -60,8 +60,8 @@ def test_own_kernels_compute_it(tables):
     "tables",
     [
         {"cluster": {"preset": "local", "device": "cpu", "devices_per_node": 1, "matmul_flops_per_s": 1e11}},
-        {"train": {"kernels": "compiled"}},
-        {"train": {"compile": False}},
+        {"train": {"block_backend": "compile"}},
+        {"train": {"block_backend": "eager"}},
         {"train": {"compile_backend": "aot_eager"}},
         {"train": {"precision": "fp32"}},
         {"model": {"attention_bias": True}},
@@ -95,12 +95,18 @@ def test_a_convolutional_model_has_no_blocks_for_them():
         "data": {"path": "images"},
         "train": {"steps": 4, "global_batch": 8, "precision": "bf16"},
     }
-    assert not runs_own_kernels(build_job(tree, to_run=False))
+    assert not uses_triton_blocks(build_job(tree, to_run=False))
 
 
 def test_gradients_that_stay_float32_say_so():
     """One GPU, one micro-batch: those of its matrices are of 16 bits. Elsewhere a plan has a sentence."""
-    train = {"steps": 4, "global_batch": 8, "precision": "bf16", "compile": True, "gradients": "bf16"}
+    train = {
+        "steps": 4,
+        "global_batch": 8,
+        "precision": "bf16",
+        "block_backend": "triton",
+        "grad_dtype": "bf16",
+    }
     tree = {
         "name": "small",
         "model": LLAMA,
@@ -109,10 +115,10 @@ def test_gradients_that_stay_float32_say_so():
         "train": train,
         "layout": {"micro_batch": 8},
     }
-    assert explain_gradients(build_job(tree)) == []
+    assert explain_grad_dtype(build_job(tree)) == []
     others = [{"layout": {"micro_batch": 4}}, {"layout": {"micro_batch": 4, "dp_replicate": 2}}]
     others += [{"layout": {"micro_batch": 8, "offload": "optimizer"}}, {"model": {**LLAMA, "norm": "layer"}}]
     for other in others:
-        (sentence,) = explain_gradients(build_job(tree | other))
+        (sentence,) = explain_grad_dtype(build_job(tree | other))
         assert "has no effect here" in sentence
-    assert explain_gradients(build_job(tree | {"train": train | {"gradients": "fp32"}})) == []
+    assert explain_grad_dtype(build_job(tree | {"train": train | {"grad_dtype": "fp32"}})) == []

@@ -12,8 +12,8 @@ import pytest
 
 from meshwright.core.errors import UserError
 from meshwright.layout.fsdp_groups import list_groups, sharded_state
-from meshwright.layout.stages import held_parts
-from meshwright.plan.contract import build_plan, plan_of, read_plan, write_plan
+from meshwright.layout.stages import local_stages
+from meshwright.plan.contract import build_plan, plan_from, read_plan, write_plan
 from meshwright.plan.memory.ledger import predict_ledger
 from meshwright.plan.predict import predict
 from meshwright.plan.search.reasons import explain_stages
@@ -40,8 +40,8 @@ def settled(make_job):
     return make
 
 
-def rows(job, place):
-    return {(t.axis, t.op, t.phase): (t.calls, t.bytes) for t in predict_traffic(job, place)}
+def rows(job, pp_rank):
+    return {(t.axis, t.op, t.phase): (t.calls, t.bytes) for t in predict_traffic(job, pp_rank)}
 
 
 # What stages send
@@ -62,8 +62,8 @@ def rows(job, place):
 )
 def test_every_border_between_ranks_is_sent_once_each_way(settled, layout, step, evaluation):
     job = settled(**layout)
-    for place, (calls, forward) in enumerate(zip(step, evaluation, strict=True)):
-        found = rows(job, place)
+    for pp_rank, (calls, forward) in enumerate(zip(step, evaluation, strict=True)):
+        found = rows(job, pp_rank)
         assert found["pp", "send", "step"] == (calls, calls * STREAM)
         assert found.get(("pp", "send", "eval"), (0, 0)) == (forward, forward * STREAM)
 
@@ -88,7 +88,7 @@ def test_a_checkpoint_gets_what_the_first_place_lacks(settled):
 
 def test_two_copies_of_an_embedding_are_summed(settled):
     job = settled(layers=4, pp=4)
-    found = [rows(job, place).get(("pp_tied", "all_reduce", "step")) for place in range(4)]
+    found = [rows(job, pp_rank).get(("pp_tied", "all_reduce", "step")) for pp_rank in range(4)]
     assert found == [(1, 4 * WORDS), None, None, (1, 4 * WORDS)]
     halves = settled(pp=2, tp=2)
     assert rows(halves, 1)["pp_tied", "all_reduce", "step"] == (1, 4 * WORDS // 2)
@@ -101,7 +101,7 @@ def test_two_copies_of_an_embedding_are_summed(settled):
 )
 def test_nothing_is_summed_where_there_is_one_embedding(settled, layout):
     job = settled(pp=2, **layout)
-    assert all(t.axis != "pp_tied" for place in (0, 1) for t in predict_traffic(job, place))
+    assert all(t.axis != "pp_tied" for pp_rank in (0, 1) for t in predict_traffic(job, pp_rank))
 
 
 # Together with the other axes
@@ -109,8 +109,8 @@ def test_nothing_is_summed_where_there_is_one_embedding(settled, layout):
 
 def test_replicas_sum_the_buckets_of_each_stage(settled):
     job = settled(pp=2, dp_replicate=2, bucket_mb=0.1)  # 25600 elements: most matrices fill it with others
-    for place, elements in enumerate((WORDS + BLOCK, WORDS + BLOCK + NORM)):
-        found = rows(job, place)
+    for pp_rank, elements in enumerate((WORDS + BLOCK, WORDS + BLOCK + NORM)):
+        found = rows(job, pp_rank)
         calls, size = found["dp_replicate", "all_reduce", "step"]
         assert size == 4 * elements
         assert calls > 1, "no bucket is that large"
@@ -134,13 +134,13 @@ def test_zero_1_gathers_what_each_rank_updated(settled):
 
 def test_zero_3_gathers_blocks_twice_and_the_ends_once_a_micro_batch(settled):
     job = settled(layers=4, pp=4, dp_shard=2, zero=3)  # 4 micro-batches a rank
-    first, middle, last = (rows(job, place) for place in (0, 1, 3))
+    first, middle, last = (rows(job, pp_rank) for pp_rank in (0, 1, 3))
     assert middle["dp_shard", "all_gather", "step"] == (8, 8 * 4 * BLOCK)
     assert middle["dp_shard", "reduce_scatter", "step"] == (4, 4 * 4 * BLOCK)
     assert first["dp_shard", "all_gather", "step"] == (12, 4 * (8 * BLOCK + 4 * WORDS))
     assert last["dp_shard", "reduce_scatter", "step"] == (8, 4 * 4 * (BLOCK + WORDS + NORM))
     assert middle["dp_shard", "all_gather", "eval"] == (3, 3 * 4 * BLOCK)
-    assert [len(list_groups(held_parts(job, place)[0])) for place in range(4)] == [2, 1, 1, 2]
+    assert [len(list_groups(local_stages(job, pp_rank)[0])) for pp_rank in range(4)] == [2, 1, 1, 2]
 
 
 def test_zero_2_gathers_once_a_step(settled):
@@ -157,7 +157,7 @@ def test_stages_move_over_tp_what_the_whole_model_does(settled, sequence, recomp
     whole, cut = settled(layers=4, **split), settled(layers=4, pp=4, **split)
     for kind, (calls, size) in rows(whole, 0).items():
         if kind[0] == "tp" and kind[2] != "save":
-            found = [rows(cut, place).get(kind, (0, 0)) for place in range(4)]
+            found = [rows(cut, pp_rank).get(kind, (0, 0)) for pp_rank in range(4)]
             more = 3 if sequence and kind[1:] == ("all_reduce", "step") else 0  # each rank sums its norms
             assert (sum(c for c, _ in found), sum(s for _, s in found)) == (calls + more, size), kind
 
@@ -167,7 +167,7 @@ def test_stages_move_over_tp_what_the_whole_model_does(settled, sequence, recomp
 
 def test_ranks_hold_their_stages_and_a_copy_of_a_tied_embedding(settled):
     job = settled(layers=3, pp=2, stage_layers=[2, 1])
-    states = [predict_ledger(job, 1, 8, place).state_bytes for place in (0, 1)]
+    states = [predict_ledger(job, 1, 8, pp_rank).state_bytes for pp_rank in (0, 1)]
     assert [s["parameters"] for s in states] == [4 * (WORDS + 2 * BLOCK), 4 * (WORDS + BLOCK + NORM)]
     assert [s["optimizer"] for s in states] == [
         8 * (WORDS + 2 * BLOCK) + 4 * 19,
@@ -184,15 +184,17 @@ def test_shards_are_of_a_ranks_own_stages(settled):
 # Memory
 
 
-def waiting(job, place, micro_batches):
-    lines = {line.name: line.bytes for line in predict_ledger(job, 1, micro_batches, place).lines}
-    return lines["micro-batches on their way"]
+def waiting(job, pp_rank, micro_batches):
+    lines = {line.name: line.bytes for line in predict_ledger(job, 1, micro_batches, pp_rank).lines}
+    return lines["in-flight activations"]
 
 
 def test_gpipe_holds_every_micro_batch_and_1f1b_as_many_as_there_are_stages(settled):
     gpipe, one_f_one_b = (settled(layers=4, pp=4, schedule=name) for name in ("gpipe", "1f1b"))
-    kept = predict_ledger(one_f_one_b, 1, 8, 1).kept_bytes
-    assert [waiting(one_f_one_b, place, 8) for place in (1, 2)] == [2 * kept, kept], "beside the one at work"
+    kept = predict_ledger(one_f_one_b, 1, 8, 1).activation_bytes
+    assert [waiting(one_f_one_b, pp_rank, 8) for pp_rank in (1, 2)] == [2 * kept, kept], (
+        "beside the one at work"
+    )
     assert waiting(one_f_one_b, 1, 16) == 2 * kept
     assert waiting(gpipe, 1, 8) == 7 * kept
     assert waiting(gpipe, 1, 16) == 15 * kept
@@ -200,7 +202,7 @@ def test_gpipe_holds_every_micro_batch_and_1f1b_as_many_as_there_are_stages(sett
 
 def test_the_last_stage_keeps_the_heads_gradient_of_every_micro_batch(settled):
     job = settled(pp=2, schedule="gpipe")
-    first, last = (predict_ledger(job, 1, 8, place).kept_bytes for place in (0, 1))
+    first, last = (predict_ledger(job, 1, 8, pp_rank).activation_bytes for pp_rank in (0, 1))
     norm = 32 * (2 * 64 + 1) * 4
     assert last - first == 4 * WORDS + STREAM + norm
 
@@ -209,7 +211,7 @@ def test_a_split_backward_pass_holds_what_the_weights_wait_for(settled):
     """Between B and W a block holds less than between F and B, but it holds it longer."""
     split, plain = (settled(layers=8, pp=4, schedule=name) for name in ("zb-h1", "1f1b"))
     assert predict_ledger(split, 1, 8, 3).peak_bytes > predict_ledger(plain, 1, 8, 3).peak_bytes
-    assert predict_ledger(split, 1, 8, 3).kept_bytes == predict_ledger(plain, 1, 8, 3).kept_bytes
+    assert predict_ledger(split, 1, 8, 3).activation_bytes == predict_ledger(plain, 1, 8, 3).activation_bytes
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -290,7 +292,7 @@ def interleaved(make_job, schedule, pp, batch):
 
 def test_a_plan_keeps_each_places_promise(settled, tmp_path):
     job = settled(layers=4, pp=2, dp_replicate=2)
-    plan = plan_of(predict(job, job.layout))
+    plan = plan_from(predict(job, job.layout))
     write_plan(plan, tmp_path / "plan.toml")
     again = read_plan(tmp_path / "plan.toml")
     assert again == plan
@@ -299,10 +301,10 @@ def test_a_plan_keeps_each_places_promise(settled, tmp_path):
         assert promised == sorted(
             (t.axis, t.op, t.phase, t.calls, t.bytes) for t in predict_traffic(job, rank // 2)
         )
-    assert {t.place for t in plan.collectives if t.axis == "control"} == {None}, "all ranks alike"
+    assert {t.pp_rank for t in plan.collectives if t.axis == "control"} == {None}, "all ranks alike"
     assert len(plan.buckets) == 2, "one a place"
     summary = plan.summary()
     assert list(summary["memory_bytes"]) == ["stage 0 (ranks 0 to 1)", "stage 1 (ranks 2 to 3)"]
     assert 0 < summary["bubble"] < 1
     assert [row["first_layer"] for row in summary["stages"]] == [0, 2]
-    assert all("place" not in t for t in summary["collectives"] if t["axis"] == "control")
+    assert all("pp_rank" not in t for t in summary["collectives"] if t["axis"] == "control")

@@ -12,7 +12,7 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.plan.contract import build_plan, read_plan, write_plan
 from meshwright.plan.memory.fit import USABLE_MEMORY
 from meshwright.plan.search import planner
-from meshwright.plan.search.find import SIMPLER
+from meshwright.plan.search.find import SIMPLICITY_MARGIN
 from meshwright.plan.search.planner import search_job
 from meshwright.spec.legality.table import find_problems
 from meshwright.spec.load import build_job
@@ -44,7 +44,7 @@ def test_auto_is_never_worse_than_any_number_of_replicas_that_could_have_been_gi
         found = search_job(make_job(**tables, layout={"dp_replicate": ranks}))
         assert len(found.best) == found.checked == 1, "a given layout is not searched around"
         given_steps.append(found.best[0].step_s)
-    assert best.step_s <= min(given_steps) * (1 + SIMPLER["cuda"])
+    assert best.step_s <= min(given_steps) * (1 + SIMPLICITY_MARGIN["cuda"])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -58,7 +58,7 @@ def test_what_is_found_runs_fits_and_is_sorted_behind_the_recommended_one(make_j
     assert not any(find_problems(prediction.job) for prediction in found.best)
     first, *rest = [prediction.step_s for prediction in found.best]
     assert rest == sorted(rest)
-    assert first <= min(rest) * (1 + SIMPLER[device])
+    assert first <= min(rest) * (1 + SIMPLICITY_MARGIN[device])
     assert len({prediction.layout for prediction in found.best}) == len(found.best), "none is there twice"
     assert len({(p.layout.tp, p.layout.pp, p.layout.cp, p.layout.zero) for p in found.best}) > 4
 
@@ -76,7 +76,7 @@ def test_keys_that_are_named_keep_their_value(make_job):
 def test_what_does_not_fit_is_not_found(make_job):
     """Memory for what the leanest layouts need, and no more."""
     job = make_job(model={"preset": "demo-2m"}, cluster={"device": "cpu"}, train={"global_batch": 64})
-    least = search_job(job, ("offload",), by="memory").best[0].needed_bytes
+    least = search_job(job, ("offload",), objective="memory").best[0].needed_bytes
     small = changed(job, cluster={"memory_bytes": int(least * 1.2 / USABLE_MEMORY)})
     whole, found = search_job(job, top=16).best, search_job(small, top=16).best
     assert max(p.needed_bytes for p in found) <= least * 1.2

@@ -17,7 +17,7 @@ from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.memory.checkpoint import predict_checkpoint
 from meshwright.plan.memory.fit import USABLE_MEMORY, MemoryNeed, usable_bytes
 from meshwright.plan.memory.ledger import predict_ledger
-from meshwright.plan.predict import predict, settle_layout
+from meshwright.plan.predict import complete_layout, predict
 from meshwright.plan.search.planner import search_job
 from meshwright.plan.time.engine import estimate_step
 from meshwright.plan.time.interval import step_interval
@@ -82,18 +82,18 @@ def test_a_given_micro_batch_is_kept(make_job):
 
 def test_a_pipeline_gets_the_largest_micro_batch_that_fits_and_leaves_two_a_stage(make_job):
     job = make_job(**LARGE)
-    settled = settle_layout(job, dataclasses.replace(PIPELINE, micro_batch=None))
+    settled = complete_layout(job, dataclasses.replace(PIPELINE, micro_batch=None))
     share = 16
     sizes = [dataclasses.replace(PIPELINE, micro_batch=m) for m in range(1, share // (2 * 4) + 1)]
     fitting = [layout.micro_batch for layout in sizes if predict(job, layout).fits]
     assert settled.micro_batch == max(fitting)
     assert sum(settled.stage_layers) == job.model.num_layers
-    assert settle_layout(job, settled) == settled, "what is settled stays"
+    assert complete_layout(job, settled) == settled, "what is settled stays"
 
 
 def test_where_nothing_fits_the_smallest_micro_batch_is_left(make_job):
     job = make_job(model={"preset": "llama3-8b"}, cluster={"memory_bytes": 10**8})
-    assert settle_layout(job, Layout("given", dp_replicate=2)).micro_batch == 1
+    assert complete_layout(job, Layout("given", dp_replicate=2)).micro_batch == 1
 
 
 # What fits
@@ -191,7 +191,7 @@ def test_collectives_name_the_pp_rank_that_has_them_and_one_device_has_none(make
     job = make_job(**LARGE)
     rows = predict(job, PIPELINE).traffic
     assert {row.axis for row in rows} >= {"tp", "pp", "dp_shard"}
-    assert {row.place for row in rows} <= {None, 0, 1, 2, 3}
+    assert {row.pp_rank for row in rows} <= {None, 0, 1, 2, 3}
     alone = make_job(layout={"dp_replicate": 1})
     assert predict(alone, alone.layout).traffic == ()
 

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from meshwright.spec.load import load_job
-from meshwright.train.batches import deal
+from meshwright.train.batches import assign_samples
 from meshwright.verify.proof_task import (
     ActivationDifference,
-    Findings,
     ProofTask,
-    ReferenceNotes,
+    RankFindings,
+    ReferenceRecord,
     TensorDifference,
-    chosen_positions,
     explain_settings,
     proof_job,
     reference_job,
+    select_sample_positions,
 )
 
 TEXT = str(Path(__file__).parents[3] / "examples" / "quickstart.toml")
@@ -27,26 +27,35 @@ def test_the_proof_is_float32_eager_and_repeatable_on_cores_and_says_so():
     overrides = [
         "train.precision=fp16",
         "train.loss_scale=8.0",
-        "train.compile=true",
+        "train.block_backend=triton",
         "compression.kind=bf16",
     ]
     overrides += ["train.warmup=5", "train.noise_scale_every=2", "layout.dp_replicate=2"]
     job = load_job(TEXT, overrides)
     proved = proof_job(job, 2**30)
     assert (proved.train.precision, proved.train.steps, proved.train.warmup) == ("fp32", 10, 2)
-    assert (proved.train.compile, proved.train.deterministic) == (False, True)
+    assert (proved.train.block_backend, proved.train.deterministic) == ("eager", True)
     assert (proved.compression.kind, proved.cluster.device) == ("none", "cpu")
     assert proved.layout == job.layout
     assert proved.train.lr == job.train.lr
     said = " ".join(explain_settings(job))
-    for key in ("train.precision=fp16", "compression.kind=bf16", "train.compile=true", "instead of 5"):
+    for key in (
+        "train.precision=fp16",
+        "compression.kind=bf16",
+        "instead of triton",
+        "instead of 5",
+    ):
         assert key in said
-    fast = ["train.precision=bf16", "train.compile=true", "train.residual=bf16", "train.products=raced"]
+    fast = [
+        "train.precision=bf16",
+        "train.block_backend=triton",
+        "train.residual_dtype=bf16",
+        "train.gemm_autotune=true",
+    ]
     narrow = [
         "train.precision=fp8",
-        "train.compile=true",
-        "train.weight_gradients=fp8",
-        "train.kernels=compiled",
+        "train.fp8_weight_grads=true",
+        "train.block_backend=compile",
     ]
     for keys in (fast, [*narrow, "cluster.peak_fp8_flops_per_s=1e15"]):
         assert proof_job(load_job(TEXT, keys), 2**30).train == proof_job(load_job(TEXT, []), 2**30).train
@@ -65,20 +74,23 @@ def test_the_reference_splits_nothing_and_keeps_the_micro_batch():
 def test_every_rank_with_samples_is_looked_at(batch, ranks):
     """Its first and its last one, as ``train/batches.py`` deals them."""
     expected = {
-        place for rank in range(ranks) if (mine := deal(batch, rank, ranks)) for place in (mine[0], mine[-1])
+        place
+        for rank in range(ranks)
+        if (mine := assign_samples(batch, rank, ranks))
+        for place in (mine[0], mine[-1])
     }
-    assert set(chosen_positions(batch, ranks)) == expected
+    assert set(select_sample_positions(batch, ranks)) == expected
 
 
 def test_files_come_back_as_they_were_written(tmp_path):
     task = ProofTask((0, 5), "elsewhere")
     task.write(tmp_path)
     assert ProofTask.read(tmp_path) == task
-    notes = ReferenceNotes(["a", ""], ["a.weight"], {"a.weight": ["b.weight"]}, {"1": {"a.weight": 2.0}})
+    notes = ReferenceRecord(["a", ""], ["a.weight"], {"a.weight": ["b.weight"]}, {"1": {"a.weight": 2.0}})
     notes.write(tmp_path)
-    assert ReferenceNotes.read(tmp_path) == notes
-    findings = Findings(3, [ActivationDifference("a", "output", 5, None)])
+    assert ReferenceRecord.read(tmp_path) == notes
+    findings = RankFindings(3, [ActivationDifference("a", "output", 5, None)])
     findings.gradients["1"] = {"a.weight": TensorDifference(0.5, 2.0, 0.1)}
     findings.weights = {"a.weight": TensorDifference(None, missing=True)}
     findings.write(tmp_path)
-    assert Findings.read(tmp_path, 3) == findings
+    assert RankFindings.read(tmp_path, 3) == findings

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from meshwright.plan.predict import predict
-from meshwright.plan.search.find import Found
+from meshwright.plan.search.find import SearchResult
 from meshwright.plan.search.planner import search_job
 from meshwright.plan.search.reasons import explain_choice, explain_positions
 from meshwright.plan.time.step import StepTime
@@ -41,13 +41,13 @@ def test_the_simplest_near_the_best_says_what_it_gives_up(make_job):
     simple = predict(job, Layout("given", dp_replicate=8, micro_batch=1))
     other = predict(job, Layout("given", dp_shard=8, zero=1, micro_batch=1))
     near = dataclasses.replace(other, time=StepTime({"compute": simple.step_s / 1.005}))
-    first = explain_choice(job, Found(job, best=[simple, near]))[0]
+    first = explain_choice(job, SearchResult(job, best=[simple, near]))[0]
     assert (
         "the simplest within 1% of the shortest predicted step of 2 layouts that fit (+0.50% against" in first
     )
     assert first.endswith("against dp_shard=8 zero=1 micro_batch=1)")
     far = dataclasses.replace(other, time=StepTime({"compute": simple.step_s * 1.005}))
-    assert "shortest predicted step of 2" in explain_choice(job, Found(job, best=[simple, far]))[0]
+    assert "shortest predicted step of 2" in explain_choice(job, SearchResult(job, best=[simple, far]))[0]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_simplest_near_the_best_says_what_it_gives_up(make_job):
 )
 def test_what_was_asked_to_be_best_is_what_is_said(make_job, by, words):
     job = make_job(model={"preset": "demo-2m"})
-    found = search_job(job, top=8, by=by)
+    found = search_job(job, top=8, objective=by)
     assert words in explain_choice(job, found)[0]
 
 

@@ -12,7 +12,7 @@ from meshwright.layout.parameters import count_parameters, count_statistics, lis
 from meshwright.layout.resnet_shapes import list_convs
 from meshwright.plan.contract import build_plan, read_plan, write_plan
 from meshwright.plan.memory.ledger import predict_ledger
-from meshwright.plan.predict import share_of
+from meshwright.plan.predict import samples_per_rank
 from meshwright.plan.search.planner import search_job
 from meshwright.plan.search.reasons import explain_choice
 from meshwright.plan.traffic.predict import predict_traffic
@@ -62,7 +62,7 @@ def test_flops_of_a_small_net_equal_the_hand_computed_value():
 
 def test_image_sizes_round_up_and_the_last_one_is_what_the_model_says():
     model = ResNetModel(architecture="resnet", blocks=(1, 1, 1, 1), num_classes=2, image_size=45, width=32)
-    sides = [block.parts[-1].side for block in list_convs(model).blocks]
+    sides = [block.parts[-1].out_size for block in list_convs(model).blocks]
     assert sides == [12, 6, 3, 2]
     assert model.last_side == 2
 
@@ -78,8 +78,8 @@ def test_a_plan_of_images_survives_its_file(tmp_path):
 
 def test_recomputation_keeps_less_and_batch_norm_has_statistics():
     plain, again = (predict_ledger(make(layout={"recompute": mode}), 8, 1) for mode in ("none", "full"))
-    assert again.kept_bytes < 0.5 * plain.kept_bytes
-    assert again.touched_bytes == plain.touched_bytes == plain.kept_bytes
+    assert again.activation_bytes < 0.5 * plain.activation_bytes
+    assert again.touched_bytes == plain.touched_bytes == plain.activation_bytes
     mixed = predict_ledger(make({"norm": "batch"}), 8, 1)
     statistics = next(line.bytes for line in mixed.lines if line.name == "running statistics")
     norms = [p for p in list_parameters(make().model) if ".norm." in p.name]
@@ -104,7 +104,7 @@ def test_batch_norm_is_dealt_evenly_and_says_what_it_is():
     assert {c.layout.dp_replicate for c in search.best} == {1, 2, 3, 4, 6, 8}
     assert search.illegal == 2
     for found in search.best:
-        assert share_of(job, found.layout) % found.layout.micro_batch == 0
+        assert samples_per_rank(job, found.layout) % found.layout.micro_batch == 0
     reasons = "\n".join(explain_choice(job, search))
     assert "promise of equal losses does not hold" in reasons
     assert "padding" not in reasons
@@ -162,7 +162,7 @@ def test_a_settled_micro_batch_is_held_against_the_rules_again():
         ({"data": {"seq_len": 8}}, ["data-not-for-images"]),
         ({"data": {"eval_fraction": 0.1}}, ["data-already-split"]),
         ({"layout": {"tp": 2}}, ["layout-image-axes"]),
-        ({"train": {"compile": True}}, ["train-not-for-images"]),
+        ({"train": {"block_backend": "triton"}}, ["train-not-for-images"]),
         ({"train": {"optimizer": "muon"}}, ["train-not-for-images"]),
         ({"train": {"decay_embeddings": False}}, ["train-not-for-images"]),
         ({"model": {"norm_groups": 5}}, ["model-norm-groups"]),

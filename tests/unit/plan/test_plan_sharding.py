@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.layout.fsdp_groups import chunk_rows, list_groups, padded_count, sharded_state
-from meshwright.layout.optimizer_offload import slot_sizes
+from meshwright.layout.optimizer_offload import staging_sizes
 from meshwright.layout.parameters import Parameter, list_parameters
 from meshwright.layout.stages import list_stages
 from meshwright.plan.contract import build_plan
@@ -92,7 +92,7 @@ def test_deferred_gradients_are_reduced_once_and_held_whole(job_file):
         sharded, deferred = (build_plan(job)[0].ranks[0] for job in jobs)
         lines = {line.name: line.bytes for line in deferred.lines}
         assert deferred.peak_bytes > sharded.peak_bytes
-        assert lines["gradients at the peak"] >= 4 * sum(p.count for p in list_parameters(jobs[0].model))
+        assert lines["gradients at peak"] >= 4 * sum(p.count for p in list_parameters(jobs[0].model))
 
 
 def test_16_bit_gradients_halve_what_is_reduced_and_nothing_else(job_file):
@@ -131,7 +131,7 @@ def test_more_ranks_hold_less_and_the_gathered_blocks_are_in_the_peak(job_file):
         for zero in (1, 2, 3)
     }
     lines = {line.name: line.bytes for line in plans[3].ranks[0].lines}
-    assert lines["gathered at the peak"] > 0
+    assert lines["all-gathered parameters"] > 0
     assert plans[3].ranks[0].peak_bytes <= plans[2].ranks[0].peak_bytes <= plans[1].ranks[0].peak_bytes
     assert sum(lines.values()) == plans[3].ranks[0].peak_bytes
 
@@ -153,8 +153,8 @@ def test_auto_shards_only_where_no_replica_fits(job_file):
 
 def test_what_lies_on_the_host_leaves_the_peak_and_slots_come_in(job_file):
     """Three slots, each as large as the largest bucket that takes it; all state counted once, by kind."""
-    assert slot_sizes([5, 1, 2, 3, 9]) == [5, 9, 2]
-    assert slot_sizes([7]) == [7]
+    assert staging_sizes([5, 1, 2, 3, 9]) == [5, 9, 2]
+    assert staging_sizes([7]) == [7]
     given = ["layout.dp_replicate=1", "layout.micro_batch=1", "layout.bucket_mb=0.05"]
     here, away = (
         build_plan(load_job(str(job_file), [*given, f"layout.offload={what}"]))[0].ranks[0]
@@ -167,8 +167,8 @@ def test_what_lies_on_the_host_leaves_the_peak_and_slots_come_in(job_file):
         "optimizer": here.state_bytes["optimizer"],
     }
     lines = {line.name: line.bytes for line in away.lines}
-    assert lines["optimizer"] == 0 < lines["streaming buffers"]
-    assert here.peak_bytes - away.peak_bytes == here.state_bytes["optimizer"] - lines["streaming buffers"]
+    assert lines["optimizer"] == 0 < lines["offload buffers"]
+    assert here.peak_bytes - away.peak_bytes == here.state_bytes["optimizer"] - lines["offload buffers"]
 
 
 def test_gradients_on_the_host_of_a_gpu_are_not_padded(job_file):

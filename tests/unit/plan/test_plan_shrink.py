@@ -11,7 +11,7 @@ from meshwright.spec.layout import DEGREES
 from meshwright.spec.legality.table import find_problems
 from meshwright.spec.load import load_job
 from meshwright.verify.proof_task import proof_job
-from meshwright.verify.shrink import MOST_RANKS, find_reasons, is_legal, shrink, shrink_to_fit, state_bytes
+from meshwright.verify.shrink import MAX_RANKS, find_reasons, is_legal, shrink, shrink_to_fit, state_bytes
 
 GIB = 2**30
 TEXT = str(Path(__file__).parents[3] / "examples" / "quickstart.toml")
@@ -39,10 +39,10 @@ def test_each_reason_is_found_on_its_own():
     assert find_reasons(job, 10, int(2 * both), 1e15) == []
     (seconds,) = find_reasons(job, 10, 16 * GIB, 1e6)
     assert "steps take one process" in seconds
-    many = job_of(TEXT, f"layout.dp_replicate={MOST_RANKS + 1}")
+    many = job_of(TEXT, f"layout.dp_replicate={MAX_RANKS + 1}")
     (ranks,) = find_reasons(many, 10, 16 * GIB, 1e15)
-    assert f"{MOST_RANKS + 1} ranks" in ranks
-    most = job_of(TEXT, f"layout.dp_replicate={MOST_RANKS}")
+    assert f"{MAX_RANKS + 1} ranks" in ranks
+    most = job_of(TEXT, f"layout.dp_replicate={MAX_RANKS}")
     assert find_reasons(most, 10, 16 * GIB, 1e15) == []
 
 
@@ -93,7 +93,7 @@ def test_repeated_key_heads_stay_repeated():
 
 def ranks_of(job) -> list[str]:
     """Four axes of two are sixteen ranks: as few as there can be, and still said."""
-    return [f"{job.layout.world_size} ranks, and one machine runs {MOST_RANKS}"]
+    return [f"{job.layout.world_size} ranks, and one machine runs {MAX_RANKS}"]
 
 
 def test_what_was_changed_is_listed_and_nothing_else():

@@ -74,7 +74,7 @@ def events_of() -> Callable[..., Events]:
             found.append({**head, "event": "state", "step": 1, "first_step": False, **state})
             rows = [
                 {
-                    **{k: v for k, v in dataclasses.asdict(t).items() if k != "place"},
+                    **{k: v for k, v in dataclasses.asdict(t).items() if k != "pp_rank"},
                     "calls": t.calls * times[t.phase],
                     "bytes": t.bytes * times[t.phase],
                 }

@@ -18,7 +18,7 @@ def test_a_run_that_kept_its_plan_passes(plan, kept, record_of):
     assert audit.ok
     assert audit.differences == ()
     assert len(audit.state) == 2 * 5, "parameters, gradients, optimizer, activations and peak of two ranks"
-    assert all(row.held for row in audit.state)
+    assert all(row.ok for row in audit.state)
     assert len(audit.collectives) == 4
     assert all(row.equal for row in audit.collectives)
 
@@ -113,7 +113,7 @@ def own_plan():
             "model": sizes | {"ffn_size": 512, "vocab_size": 512},
             "cluster": {"preset": "h200-sxm", "devices_per_node": 1},
             "data": {"path": "text", "seq_len": 256},
-            "train": {"steps": 4, "global_batch": 4, "precision": "bf16", "compile": True},
+            "train": {"steps": 4, "global_batch": 4, "precision": "bf16", "block_backend": "triton"},
             "layout": {"dp_replicate": 1, "micro_batch": 4},
         }
     )
@@ -126,7 +126,7 @@ def test_what_our_own_kernels_hold_is_judged_although_compiled(
 ):
     """And not what torch's compiler decides."""
     theirs = dataclasses.replace(
-        own_plan.job, train=dataclasses.replace(own_plan.job.train, kernels="compiled")
+        own_plan.job, train=dataclasses.replace(own_plan.job.train, block_backend="compile")
     )
     for factor, held in ((1 + 0.99 * allowed, True), (1 - 0.99 * allowed, True), (1 + 1.01 * allowed, False)):
         events = events_of(own_plan)
@@ -238,9 +238,9 @@ def test_an_empty_record_fails(plan, record_of):
 
 
 def test_a_state_row_with_nothing_predicted_holds_only_for_nothing():
-    assert StateRow(0, "gradients", 0, 0).held
-    assert not StateRow(0, "gradients", 0, 1).held
-    assert not StateRow(0, "gradients", 0, None).held
+    assert StateRow(0, "gradients", 0, 0).ok
+    assert not StateRow(0, "gradients", 0, 1).ok
+    assert not StateRow(0, "gradients", 0, None).ok
 
 
 def test_the_audit_as_json_carries_the_verdict_of_every_row(plan, kept, record_of, find):
@@ -269,8 +269,8 @@ def test_each_rank_of_a_pipeline_is_held_to_its_own_promise(pipeline_plan, event
     audit = audit_run(pipeline_plan, record_of(events_of(pipeline_plan)))
     assert audit.ok, audit.differences
     sends = [row for row in audit.collectives if (row.axis, row.phase) == ("pp", "eval")]
-    assert [row.place for row in sends] == [0], "the last place sends nothing in an evaluation"
-    assert "place" not in audit.as_dict()["collectives"][0], "control: the same promise for all"
+    assert [row.pp_rank for row in sends] == [0], "the last place sends nothing in an evaluation"
+    assert "pp_rank" not in audit.as_dict()["collectives"][0], "control: the same promise for all"
 
 
 def test_a_send_too_many_is_named_with_its_place(pipeline_plan, events_of, record_of, find):
@@ -286,6 +286,4 @@ def test_a_rank_that_does_its_neighbours_work_is_found(pipeline_plan, events_of,
     events = events_of(pipeline_plan)
     find(events, "collectives", 1)["rows"] = find(events, "collectives", 0)["rows"]
     differences = audit_run(pipeline_plan, record_of(events)).differences
-    assert any(
-        text.startswith("place 1 of the pipeline, axis pp, send in phase eval") for text in differences
-    )
+    assert any(text.startswith("pp rank 1, axis pp, send in phase eval") for text in differences)

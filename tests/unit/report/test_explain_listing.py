@@ -50,8 +50,8 @@ def test_states_of_runs_that_did_not_end(kept, run_folder):
     with RunLock.take(folder):
         assert summarise_run(folder).status == "running"
     head = {"v": 1, "event": "error", "time": 0.0, "generation": 0, "kind": "RuntimeError", "problems": []}
-    victim = {**head, "rank": 0, "message": "Connection closed by peer", "victim": True}
-    cause = {**head, "rank": 1, "message": "out of paper\nmore", "victim": False}
+    victim = {**head, "rank": 0, "message": "Connection closed by peer", "peer_lost": True}
+    cause = {**head, "rank": 1, "message": "out of paper\nmore", "peer_lost": False}
     failed = summarise_run(run_folder([*cut, victim, cause]))
     assert (failed.status, failed.reason) == ("failed", "rank 1: out of paper")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.verify.proof_task import ActivationDifference, Findings, ReferenceNotes, TensorDifference
+from meshwright.verify.proof_task import ActivationDifference, RankFindings, ReferenceRecord, TensorDifference
 from meshwright.verify.verdict import judge
 
 MODULES = ["embed", "blocks.0.norm", "blocks.0.attention.wq", "blocks.0.attention.wo", "blocks.0.attention"]
@@ -13,9 +13,9 @@ PARAMETERS = ["head.weight", "norm.weight", "blocks.0.attention.wo.weight", "emb
 LOSSES = [5.0 - 0.1 * step for step in range(10)]
 
 
-def notes_of(**norms: float) -> ReferenceNotes:
+def notes_of(**norms: float) -> ReferenceRecord:
     sizes = {name: norms.get(name.replace(".", "_"), 1.0) for name in PARAMETERS}
-    return ReferenceNotes(
+    return ReferenceRecord(
         modules=list(MODULES),
         parameters=list(PARAMETERS),
         gradient_norms={"1": dict(sizes), "10": dict(sizes)},
@@ -23,23 +23,23 @@ def notes_of(**norms: float) -> ReferenceNotes:
     )
 
 
-def findings_of(rank: int = 0) -> Findings:
+def findings_of(rank: int = 0) -> RankFindings:
     """A rank that is right up to rounding."""
 
     def table() -> dict[str, TensorDifference]:
         return {name: TensorDifference(1e-7, 1.0, 1e-7) for name in PARAMETERS}
 
     rows = [ActivationDifference(m, w, 0, 1e-7) for m in (*MODULES, "") for w in ("input", "output")]
-    return Findings(rank, rows, {"1": table(), "10": table()}, table())
+    return RankFindings(rank, rows, {"1": table(), "10": table()}, table())
 
 
-def spoil(findings: Findings, module: str, *what: str, by: float | None = 0.5) -> None:
+def spoil(findings: RankFindings, module: str, *what: str, by: float | None = 0.5) -> None:
     for row in findings.activations:
         if row.module == module and row.what in what:
             row.difference = by
 
 
-def first(findings: Findings, losses=LOSSES, notes: ReferenceNotes | None = None):
+def first(findings: RankFindings, losses=LOSSES, notes: ReferenceRecord | None = None):
     verdict = judge(notes or notes_of(), [findings_of(0), findings], losses, LOSSES)
     assert not verdict.equal
     assert verdict.first_divergence is not None
@@ -127,7 +127,7 @@ def test_a_factor_that_explains_everything_is_said():
     assert judge_alone(findings).note == ""
 
 
-def judge_alone(findings: Findings):
+def judge_alone(findings: RankFindings):
     found = judge(notes_of(), [findings], LOSSES, LOSSES).first_divergence
     assert found is not None
     return found

@@ -56,7 +56,7 @@ def test_troubles_are_kept_for_the_report(record_of):
             {"event": "events_lost", "rank": 1, "count": 5},
             {"event": "events_lost", "rank": 1, "count": 2},
             {"event": "no_evaluation", "rank": 0, "reason": "too short"},
-            *({"event": "no_race", "rank": rank, "reason": "no GPU"} for rank in (0, 1)),
+            *({"event": "gemm_autotune_skipped", "rank": rank, "reason": "no GPU"} for rank in (0, 1)),
             {"event": "resumed", "rank": 0, "notes": ["2 ranks before"]},
             {"event": "checkpoint", "rank": 0, "path": "c/step-3"},
         ]
@@ -64,7 +64,7 @@ def test_troubles_are_kept_for_the_report(record_of):
     assert record.checkpoint_failures == ["step 3: disk full"]
     assert not record.last_checkpoint_failed, "a later one was written"
     assert record.events_lost == {1: 5}
-    assert record.notes == ["no evaluation: too short", "no products raced: no GPU", "2 ranks before"]
+    assert record.notes == ["no evaluation: too short", "no GEMM autotuning: no GPU", "2 ranks before"]
     assert record.checkpoint == "c/step-3"
     assert record.status == "unfinished"
 
@@ -75,7 +75,7 @@ def test_a_step_without_targets_has_no_loss_and_one_that_is_not_finite_is_told_a
     record = read_record(run_folder(events))
     assert (record.losses[0], record.losses[1], record.losses[3]) == (None, 4.0, None)
     assert math.isnan(record.losses[2])
-    assert len(record.told_losses) == 2
+    assert len(record.target_losses) == 2
     assert record.targetless_text().startswith("2 of 4 steps had no target tokens")
     assert record.tokens_per_step == 256, "of a step that had some"
     assert read_record(run_folder(kept())).targetless_text() == ""

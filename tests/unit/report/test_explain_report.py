@@ -87,7 +87,9 @@ def test_whatever_files_say_stays_text(kept, run_folder, find):
     events.insert(1, {**head, "event": "resumed", "checkpoint": evil, "step": 0, "notes": [evil]})
     events.append({**head, "event": "checkpoint_failed", "step": 4, "reason": evil})
     events.append({**head, "event": "checkpoint", "step": 4, "path": evil, "bytes": 1, "seconds": 1.0})
-    events.append({**head, "event": "error", "message": evil, "kind": evil, "problems": [], "victim": False})
+    events.append(
+        {**head, "event": "error", "message": evil, "kind": evil, "problems": [], "peer_lost": False}
+    )
     for event in events:
         if event["event"] == "step":
             event[evil] = 1.0
@@ -198,6 +200,6 @@ def test_a_pipelines_page_shows_its_stages_and_the_memory_of_each(pipeline_plan,
     lines = [json.dumps(event) + "\n" for event in events_of(pipeline_plan)]
     (tmp_path / "events.jsonl").write_text("".join(lines))
     page = draw_page(read_report(tmp_path))
-    for words in ("<h2>Stages</h2>", "embedding", "head", "Predicted for stage 1 (rank 1)", "pp, place 0"):
+    for words in ("<h2>Stages</h2>", "embedding", "head", "Predicted for stage 1 (rank 1)", "pp, pp rank 0"):
         assert words in page
     assert f"{pipeline_plan.pipeline.bubble:.1%}" in page

@@ -50,17 +50,17 @@ def test_the_prediction_is_for_the_rows_that_came(plan, audit_of, share):
     more = 2 * rows * promised.row_bytes
     assert abs(more) > 0.05 * promised.activation_bytes
     row = row_of(audit_of(more, rows), "activations")
-    assert (row.predicted, row.for_rows) == (promised.activation_bytes + more, more)
-    assert row.held
-    assert not row_of(audit_of(0, rows), "activations").held
+    assert (row.predicted, row.expert_load_bytes) == (promised.activation_bytes + more, more)
+    assert row.ok
+    assert not row_of(audit_of(0, rows), "activations").ok
 
 
 def test_the_peak_moves_with_the_rows(plan, audit_of):
     """By all layers' rows, and by what the layer at work makes of its own."""
     rows = plan.ranks[0].routed_rows // 2
     kept = 2 * rows * plan.ranks[0].row_bytes
-    assert row_of(audit_of(kept, rows), "peak").for_rows > kept
-    assert row_of(audit_of(-kept, -rows), "peak").for_rows < 0
+    assert row_of(audit_of(kept, rows), "peak").expert_load_bytes > kept
+    assert row_of(audit_of(-kept, -rows), "peak").expert_load_bytes < 0
 
 
 def test_the_fullest_and_the_emptiest_rank_are_named(plan, audit_of):

@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.report import trackers
 from meshwright.report.scalars import scalars_of
-from meshwright.report.trackers import Ending, GuardedTracker, MlflowTracker, WandbTracker, flatten
+from meshwright.report.trackers import GuardedTracker, MlflowTracker, RunOutcome, WandbTracker, flatten
 
 STEPS = [
     {"event": "step", "rank": 0, "time": 10.0 + n, "step": n, "loss": 6.0 - n, "lr": 0.1, "grad_norm": None}
@@ -22,7 +22,7 @@ EVENTS = [
     {"event": "step", "rank": 1, "time": 11.0, "step": 1, "loss": -1.0},
     {"event": "eval", "rank": 0, "time": 14.0, "step": 3, "loss": 3.5, "samples": 8},
 ]
-ENDING = Ending("complete", {"status": "complete", "eval_loss": 3.5, "losses": [5.0, 4.0, 3.0]})
+ENDING = RunOutcome("complete", {"status": "complete", "eval_loss": 3.5, "losses": [5.0, 4.0, 3.0]})
 SERVERS = ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI")
 
 
@@ -73,7 +73,7 @@ def test_all_calls_come_in_order_from_one_thread():
     tracker = GuardedTracker("T", recorder, warnings.append)
     feed(tracker)
     tracker.close(ENDING)
-    assert [call if isinstance(call, str | Ending) else call[0] for call in recorder.calls] == [
+    assert [call if isinstance(call, str | RunOutcome) else call[0] for call in recorder.calls] == [
         "start",
         1,
         2,
@@ -103,7 +103,7 @@ def test_one_that_hangs_delays_nothing_and_is_given_up():
     release, warnings = threading.Event(), []
     tracker = GuardedTracker("T", Recorder(release.wait), warnings.append)
     feed(tracker)
-    tracker.close(ENDING, patience_s=0.05)
+    tracker.close(ENDING, timeout_s=0.05)
     release.set()
     assert warnings == ["T did not finish within 0 s; it is switched off, training goes on"]
 
@@ -137,7 +137,7 @@ def run_tracker(name, tracker, page) -> list[str]:
     warnings: list[str] = []
     guarded = GuardedTracker(name, tracker, warnings.append)
     feed(guarded)
-    guarded.close(Ending(ENDING.status, ENDING.summary, page))
+    guarded.close(RunOutcome(ENDING.status, ENDING.summary, page))
     return warnings
 
 

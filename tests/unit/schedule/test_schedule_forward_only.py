@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from meshwright.schedule.pipeline.actions import Action, Kind, PipelineSchedule
 from meshwright.schedule.pipeline.build import BUILT, build_schedule
 from meshwright.schedule.pipeline.forward_only import order_forward
-from meshwright.schedule.pipeline.proof import Breach, prove_schedule
+from meshwright.schedule.pipeline.proof import ViolationKind, prove_schedule
 from meshwright.schedule.pipeline.walk import StageTimes, walk_schedule
 
 
@@ -48,7 +48,7 @@ def test_a_forward_pass_that_is_missing_or_a_backward_pass_that_is_there_is_name
     order = order_forward(build_schedule("1f1b", 2, 2))
     short = replace(order, ranks=(order.ranks[0], order.ranks[1][:-1]))
     (missing,) = prove_schedule(short).violations
-    assert (missing.breach, missing.action) == (Breach.MISSING, Action(Kind.FORWARD, 1, 1))
+    assert (missing.breach, missing.action) == (ViolationKind.MISSING, Action(Kind.FORWARD, 1, 1))
     longer = replace(order, ranks=(order.ranks[0], (*order.ranks[1], Action(Kind.BACKWARD, 1, 0))))
     (stray,) = prove_schedule(longer).violations
-    assert (stray.breach, stray.rank) == (Breach.STRAY, 1)
+    assert (stray.breach, stray.rank) == (ViolationKind.STRAY, 1)

@@ -12,7 +12,7 @@ from meshwright.schedule.pipeline.in_flight import (
     StageState,
     WeightGrads,
     count_in_flight,
-    repeat_from,
+    steady_state_from,
 )
 from meshwright.schedule.pipeline.transfers import find_releases, list_needed, receiver_of
 
@@ -132,7 +132,7 @@ def test_a_long_step_has_the_rows_of_one_that_repeats_its_steady_state_less_ofte
     """What is alive does not grow with a step's micro-batches, except with GPipe, which is counted whole."""
     rounds = [7 * pp, 13 * pp] if name == "interleaved" else [7 * pp, 7 * pp + 1, 9 * pp - 1, 13 * pp]
     for micro_batches in rounds:
-        fewer = repeat_from(name, pp, micro_batches)
+        fewer = steady_state_from(name, pp, micro_batches)
         assert (fewer == micro_batches) == (name == "gpipe")
         whole = count_in_flight(build_schedule(name, pp, micro_batches, stages))
         short = count_in_flight(build_schedule(name, pp, fewer, stages))

@@ -7,8 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.errors import UserError
-from meshwright.schedule.pipeline.actions import Action, Kind, consumer_of, loop_ranks, producer_of, vee_ranks
-from meshwright.schedule.pipeline.build import BUILT, MOST_ACTIONS, build_schedule
+from meshwright.schedule.pipeline.actions import (
+    Action,
+    Kind,
+    consumer_of,
+    loop_ranks,
+    producer_of,
+    v_shaped_ranks,
+)
+from meshwright.schedule.pipeline.build import BUILT, MAX_ACTIONS, build_schedule
 from meshwright.schedule.pipeline.proof import prove_schedule
 from meshwright.schedule.pipeline.walk import StageTimes, walk_schedule
 
@@ -117,12 +124,12 @@ def test_interleaved_goes_round_the_ranks_in_groups_of_pp():
 
 
 def test_stages_of_a_vee_come_back_to_rank_0():
-    assert vee_ranks(3) == (0, 1, 2, 2, 1, 0)
+    assert v_shaped_ranks(3) == (0, 1, 2, 2, 1, 0)
     assert loop_ranks(3, 2) == (0, 1, 2, 0, 1, 2)
     vee = build_schedule("zbv", 3, 6)
     assert (vee.pp, vee.stages, vee.virtual_stages) == (3, 6, 2)
     assert (vee.stages_of(0), vee.stages_of(2)) == ((0, 5), (2, 3))
-    assert [vee.rank_of(stage) for stage in range(6)] == list(vee_ranks(3))
+    assert [vee.rank_of(stage) for stage in range(6)] == list(v_shaped_ranks(3))
 
 
 @pytest.mark.parametrize("name", BUILT)
@@ -148,7 +155,7 @@ def test_a_result_that_another_stage_needs_names_the_action_that_needs_it(name):
         (("dapple", 4, 8), "schedule-unknown", "Use gpipe, 1f1b"),
         (("1f1b", 0, 8), "schedule-size", "stages=0"),
         (("1f1b", 4, 0), "schedule-size", "micro_batches=0"),
-        (("gpipe", 1000, MOST_ACTIONS), "schedule-size", "Use 2000 or fewer"),
+        (("gpipe", 1000, MAX_ACTIONS), "schedule-size", "Use 2000 or fewer"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_those_that_do(arguments, code, says):

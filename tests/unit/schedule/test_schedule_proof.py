@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from meshwright.schedule.pipeline.actions import Action, Kind, PipelineSchedule
 from meshwright.schedule.pipeline.build import BUILT, build_schedule
-from meshwright.schedule.pipeline.proof import MOST_VIOLATIONS, Breach, prove_schedule
+from meshwright.schedule.pipeline.proof import MAX_VIOLATIONS, ViolationKind, prove_schedule
 from meshwright.schedule.pipeline.walk import StageTimes, walk_schedule
 
 
@@ -23,8 +23,8 @@ def with_row(schedule: PipelineSchedule, rank: int, row: list[Action]) -> Pipeli
     return replace(schedule, ranks=tuple(rows))
 
 
-def found(schedule: PipelineSchedule) -> dict[Breach, list[tuple[int, Action]]]:
-    named: dict[Breach, list[tuple[int, Action]]] = {}
+def found(schedule: PipelineSchedule) -> dict[ViolationKind, list[tuple[int, Action]]]:
+    named: dict[ViolationKind, list[tuple[int, Action]]] = {}
     for violation in prove_schedule(schedule).violations:
         named.setdefault(violation.breach, []).append((violation.rank, violation.action))
     return named
@@ -35,8 +35,8 @@ def test_a_missing_action_is_named_with_the_ranks_that_wait_for_it():
     gone = Action(Kind.FORWARD, 1, 2)
     broken = with_row(good, 1, [a for a in good.ranks[1] if a != gone])
     named = found(broken)
-    assert named[Breach.MISSING] == [(1, gone)]
-    assert (2, Action(Kind.FORWARD, 2, 2)) in named[Breach.DEADLOCK]
+    assert named[ViolationKind.MISSING] == [(1, gone)]
+    assert (2, Action(Kind.FORWARD, 2, 2)) in named[ViolationKind.DEADLOCK]
     says = [v.says for v in prove_schedule(broken).violations if v.rank == 2]
     assert says == ["waits for F(stage 1, micro-batch 2), which no rank runs"]
 
@@ -44,13 +44,15 @@ def test_a_missing_action_is_named_with_the_ranks_that_wait_for_it():
 def test_a_missing_weight_gradient_blocks_nobody_and_is_still_named():
     good = build_schedule("zb-h1", 3, 4)
     gone = Action(Kind.WEIGHT, 2, 3)
-    assert found(with_row(good, 2, [a for a in good.ranks[2] if a != gone])) == {Breach.MISSING: [(2, gone)]}
+    assert found(with_row(good, 2, [a for a in good.ranks[2] if a != gone])) == {
+        ViolationKind.MISSING: [(2, gone)]
+    }
 
 
 def test_a_doubled_action_is_named_once():
     good = build_schedule("1f1b", 2, 3)
     twice = Action(Kind.BACKWARD, 0, 1)
-    assert found(with_row(good, 0, [*good.ranks[0], twice, twice])) == {Breach.DOUBLED: [(0, twice)]}
+    assert found(with_row(good, 0, [*good.ranks[0], twice, twice])) == {ViolationKind.DOUBLED: [(0, twice)]}
 
 
 @pytest.mark.parametrize(
@@ -68,14 +70,14 @@ def test_an_action_that_does_not_belong_is_named(name, action):
     if name == "zbv" and action.kind is Kind.WEIGHT:
         action = Action(Kind.WEIGHT, 0, 3)
     named = found(with_row(good, 0, [*good.ranks[0], action]))
-    assert named[Breach.STRAY] == [(0, action)]
+    assert named[ViolationKind.STRAY] == [(0, action)]
 
 
 def test_an_action_on_the_wrong_rank_is_named():
     good = build_schedule("gpipe", 2, 1)
     moved = Action(Kind.BACKWARD, 0, 0)
     broken = with_row(with_row(good, 0, [Action(Kind.FORWARD, 0, 0)]), 1, [*good.ranks[1], moved])
-    assert found(broken)[Breach.STRAY] == [(1, moved)]
+    assert found(broken)[ViolationKind.STRAY] == [(1, moved)]
 
 
 def test_a_backward_pass_before_its_own_forward_pass_is_an_order_that_cannot_run():
@@ -83,13 +85,13 @@ def test_a_backward_pass_before_its_own_forward_pass_is_an_order_that_cannot_run
     row = list(good.ranks[1])
     row[0], row[1] = row[1], row[0]
     named = found(with_row(good, 1, row))
-    assert named[Breach.ORDER] == [(1, Action(Kind.BACKWARD, 1, 0))]
+    assert named[ViolationKind.ORDER] == [(1, Action(Kind.BACKWARD, 1, 0))]
 
 
 def test_a_weight_gradient_before_its_backward_pass_is_an_order_that_cannot_run():
     good = build_schedule("zb-h1", 1, 1)
     forward, backward, weight = good.ranks[0]
-    assert found(with_row(good, 0, [forward, weight, backward]))[Breach.ORDER] == [(0, weight)]
+    assert found(with_row(good, 0, [forward, weight, backward]))[ViolationKind.ORDER] == [(0, weight)]
 
 
 def test_ranks_that_wait_for_each_other_are_a_deadlock_of_both():
@@ -100,7 +102,7 @@ def test_ranks_that_wait_for_each_other_are_a_deadlock_of_both():
     lower = [Action(f, 1, 1), Action(b, 1, 1), Action(f, 1, 0), Action(b, 1, 0)]
     broken = with_row(with_row(good, 0, upper), 1, lower)
     proof = prove_schedule(broken)
-    assert found(broken) == {Breach.DEADLOCK: [(0, Action(b, 0, 0)), (1, Action(f, 1, 1))]}
+    assert found(broken) == {ViolationKind.DEADLOCK: [(0, Action(b, 0, 0)), (1, Action(f, 1, 1))]}
     assert str(proof.violations[0]) == (
         "rank 0, B(stage 0, micro-batch 0): waits for B(stage 1, micro-batch 0), which rank 1 does not "
         "reach: it stands before F(stage 1, micro-batch 1)"
@@ -110,8 +112,8 @@ def test_ranks_that_wait_for_each_other_are_a_deadlock_of_both():
 def test_a_rank_without_a_row_is_missing_throughout():
     good = build_schedule("1f1b", 2, 1)
     named = found(replace(good, ranks=good.ranks[:1]))
-    assert {rank for rank, _ in named[Breach.MISSING]} == {1}
-    assert named[Breach.DEADLOCK] == [(0, Action(Kind.BACKWARD, 0, 0))]
+    assert {rank for rank, _ in named[ViolationKind.MISSING]} == {1}
+    assert named[ViolationKind.DEADLOCK] == [(0, Action(Kind.BACKWARD, 0, 0))]
 
 
 def test_the_walk_refuses_what_is_not_proved():
@@ -123,7 +125,7 @@ def test_the_walk_refuses_what_is_not_proved():
 def test_a_schedule_that_is_wrong_throughout_has_a_short_list():
     good = build_schedule("gpipe", 2, 100)
     violations = prove_schedule(replace(good, ranks=((), ()))).violations
-    assert len(violations) == MOST_VIOLATIONS
+    assert len(violations) == MAX_VIOLATIONS
 
 
 @settings(max_examples=60, deadline=None)
@@ -133,7 +135,7 @@ def test_any_one_action_taken_away_is_missed(name, pp, data):
     rank = data.draw(st.integers(0, pp - 1))
     row = list(good.ranks[rank])
     gone = row.pop(data.draw(st.integers(0, len(row) - 1)))
-    assert found(with_row(good, rank, row))[Breach.MISSING] == [(rank, gone)]
+    assert found(with_row(good, rank, row))[ViolationKind.MISSING] == [(rank, gone)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -144,7 +146,7 @@ def test_a_rank_that_needs_its_own_later_result_is_found_whatever_the_order(name
     rank = data.draw(st.integers(0, pp - 1))
     broken = with_row(good, rank, data.draw(st.permutations(good.ranks[rank])))
     proof = prove_schedule(broken)
-    weights_late = Breach.ORDER in {v.breach for v in proof.violations}
+    weights_late = ViolationKind.ORDER in {v.breach for v in proof.violations}
     try:
         walk_schedule(broken, StageTimes())
         walked = True

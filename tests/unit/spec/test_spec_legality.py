@@ -98,10 +98,9 @@ CASES = {
     "train-not-for-images": {"model": RESNET, "train": {"optimizer": "muon"}},
     "train-loss-scale": {"train": {"loss_scale": 8.0}},
     "train-compile-backend": {"train": {"compile_backend": "aot_eager"}},
-    "train-weight-gradients": {"train": {"weight_gradients": "fp8"}},
-    "train-kernels": {"train": {"kernels": "compiled"}},
-    "train-products": {"train": {"products": "raced"}},
-    "train-gradients": {"train": {"gradients": "bf16"}},
+    "train-fp8-weight-grads": {"train": {"fp8_weight_grads": True}},
+    "train-gemm-autotune": {"train": {"gemm_autotune": True}},
+    "train-grad-dtype": {"train": {"grad_dtype": "bf16"}},
     "train-lr-base-batch": {"train": {"lr_scaling": "linear"}},
     "train-beta1-unused": {"train": {"optimizer": "sgd", "beta1": 0.9}},
     "train-beta2-unused": {"train": {"optimizer": "sgd", "beta2": 0.95}},
@@ -110,7 +109,7 @@ CASES = {
     "train-nesterov-unused": {"train": {"nesterov": False}},
     "train-min-lr-ratio-unused": {"train": {"schedule": "constant", "min_lr_ratio": 0.1}},
     "train-decay-fraction-unused": {"train": {"decay_fraction": 0.2}},
-    "train-residual": {"train": {"residual": "bf16", "precision": "bf16"}},
+    "train-residual-dtype": {"train": {"residual_dtype": "bf16", "precision": "bf16"}},
     "train-nesterov-momentum": {"train": {"optimizer": "sgd", "momentum": 0.0, "nesterov": True}},
     "train-wsd-room": {"train": {"schedule": "wsd", "warmup": 3, "decay_fraction": 0.5}},
     "train-noise-scale-parts": {"train": {"noise_scale_every": 1}, "layout": {"micro_batch": 8}},
@@ -177,8 +176,8 @@ def test_each_rule_of_planning_can_be_broken_and_does_not_hide_what_is_not_built
 @pytest.mark.parametrize(
     "other",
     [
-        {"compile": False},
-        {"kernels": "compiled"},
+        {"block_backend": "eager"},
+        {"block_backend": "compile"},
         {"precision": "fp16"},
         {"optimizer": "lion"},
         {"grad_noise": 0.1},
@@ -187,20 +186,20 @@ def test_each_rule_of_planning_can_be_broken_and_does_not_hide_what_is_not_built
 )
 def test_gradients_in_16_bits_that_nobody_would_make_or_read_are_refused(tree, refused, other):
     """Of a recipe that may have them, one thing is another; the layout does not matter to that."""
-    train = {"gradients": "bf16", "precision": "bf16", "compile": True}
+    train = {"grad_dtype": "bf16", "precision": "bf16", "block_backend": "triton"}
     for layout in ({}, {"dp_replicate": 2}, {"micro_batch": 1}, {"tp": 2}):
-        assert build_job(tree(train=train, layout=layout)).train.gradients == "bf16"
-    (problem,) = (p for p in refused(train=train | other) if p.code == "train-gradients")
-    assert problem.fix.startswith("Leave train.gradients out, or")
+        assert build_job(tree(train=train, layout=layout)).train.grad_dtype == "bf16"
+    (problem,) = (p for p in refused(train=train | other) if p.code == "train-grad-dtype")
+    assert problem.fix.startswith("Leave train.grad_dtype out, or")
 
 
 @pytest.mark.parametrize(
     ("tables", "reason"),
     [
-        ({}, "needs train.compile=true"),
-        ({"train": {"compile": True}, "model": EXPERTS}, "not yet those of model.num_experts"),
-        ({"train": {"compile": True}, "layout": {"pp": 2}}, "layout.pp=2 may ask for them later"),
-        ({"train": {"compile": True}, "layout": {"tp": 2}}, "layout.tp=2 cuts them"),
+        ({}, "needs train.block_backend=compile"),
+        ({"train": {"block_backend": "compile"}, "model": EXPERTS}, "not yet those of model.num_experts"),
+        ({"train": {"block_backend": "compile"}, "layout": {"pp": 2}}, "layout.pp=2 may ask for them later"),
+        ({"train": {"block_backend": "compile"}, "layout": {"tp": 2}}, "layout.tp=2 cuts them"),
         ({"model": RESNET}, "torch has no such convolution"),
     ],
 )
@@ -212,7 +211,7 @@ def test_fp8_that_is_not_built_says_why_and_what_to_use(refused, tables, reason)
 
 
 def test_fp8_of_a_compiled_dense_decoder_runs_on_cores_and_on_gpus_that_have_it(tree, refused):
-    train = {"precision": "fp8", "compile": True}
+    train = {"precision": "fp8", "block_backend": "compile"}
     for layout in ({"dp_replicate": 2}, {"dp_shard": 2}, {"cp": 2}):
         assert build_job(tree(train=train, layout=layout)).train.precision == "fp8"
     assert build_job(tree(train=train, cluster={"preset": "h200-sxm"})).cluster.device == "cuda"

@@ -249,7 +249,7 @@ def test_a_cluster_file_gives_the_figures_and_the_job_may_change_them(tree, tmp_
         ({"train": {"steps": True}}, "job-wrong-type", "train.steps", "must be a whole number"),
         ({"train": {"lr": "fast"}}, "job-wrong-type", "train.lr", "must be a number"),
         ({"train": {"lr": [1]}}, "job-wrong-type", "train.lr", "must be a number"),
-        ({"train": {"compile": 1}}, "job-wrong-type", "train.compile", "must be true or false"),
+        ({"train": {"deterministic": 1}}, "job-wrong-type", "train.deterministic", "must be true or false"),
         ({"data": {"path": 7}}, "job-wrong-type", "data.path", "must be a text"),
         ({"name": 5}, "job-wrong-type", "name", "must be a text"),
         ({"model": 5}, "job-wrong-type", "model", "must be a table. Write [model] and its keys below"),
@@ -474,7 +474,7 @@ def test_layers_that_a_plan_dealt_do_not_outlive_its_stages(tmp_path):
     """Another pipeline on the command line deals them again; what a job file says stays, and is refused."""
     job = read_tree("examples/quickstart.toml") | {"layout": {"pp": 2, "stage_layers": [3, 5]}}
     plan, written = tmp_path / "plan.toml", tmp_path / "job.toml"
-    plan.write_text(tomli_w.dumps({PLAN_KEY: 1, "predicted": {"layers_dealt": True}, "job": job}))
+    plan.write_text(tomli_w.dumps({PLAN_KEY: 1, "predicted": {"layers_assigned": True}, "job": job}))
     written.write_text(tomli_w.dumps(job))
     assert load_job(str(plan)).layout.stage_layers is None
     assert load_job(str(plan), ["layout.pp=4"]).layout.stage_layers is None

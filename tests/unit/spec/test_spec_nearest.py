@@ -67,7 +67,7 @@ layouts = st.builds(
 models = st.sampled_from(
     [
         ({"preset": "tiny"}, {}),
-        ({"preset": "tiny", "num_layers": 4, "num_kv_heads": 4}, {"compile": True}),
+        ({"preset": "tiny", "num_layers": 4, "num_kv_heads": 4}, {"block_backend": "compile"}),
         ({"preset": "tiny"}, {"noise_scale_every": 2}),
         ({"preset": "resnet-tiny", "norm": "batch"}, {}),
         ({"preset": "resnet-tiny"}, {"optimizer": "sgd"}),

@@ -17,14 +17,14 @@ from meshwright.spec.job import (
     Compression,
     Consistency,
     Data,
+    Elastic,
     Job,
     Layout,
-    Survive,
     Train,
 )
 from meshwright.spec.load import build_job, load_job
 from meshwright.spec.model import DecoderModel, ResNetModel
-from meshwright.spec.probed import AttentionTime, Probed, ProductTime
+from meshwright.spec.probed import AttentionTime, GemmTime, Probed
 from meshwright.spec.validation_errors import job_schema, section_type
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -36,11 +36,11 @@ SECTIONS = (
     Train,
     Layout,
     Checkpoint,
-    Survive,
+    Elastic,
     Consistency,
     Compression,
     Probed,
-    ProductTime,
+    GemmTime,
     AttentionTime,
 )
 

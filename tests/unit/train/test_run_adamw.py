@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from meshwright.parallel.build import build_model
-from meshwright.parallel.zero1 import Owned
-from meshwright.spec.execution import fuses_update
+from meshwright.parallel.zero1 import ShardedState
+from meshwright.spec.execution import uses_fused_adamw
 from meshwright.spec.load import load_job
-from meshwright.train.amp import Precision
+from meshwright.train.amp import MixedPrecision
 from meshwright.train.optimizer import build_optimizer, set_lr
 from meshwright.train.optimizers.adamw import FusedAdamW, clipping_factor
 
@@ -101,7 +101,7 @@ def test_the_norm_of_gradients_in_16_bits_is_not_rounded_to_16_bits():
     for parameter in (model[1], model[2]):
         parameter.grad_dtype = torch.bfloat16
         parameter.grad = torch.ones(1000, 333, dtype=torch.bfloat16)
-    norm = Owned(model).norm()
+    norm = ShardedState(model).grad_norm()
     assert norm.dtype == torch.float32
     assert norm.item() == pytest.approx((666_000 + 20) ** 0.5, rel=1e-6)
 
@@ -121,7 +121,7 @@ def test_copies_are_the_rounded_parameters():
     parameters, lows, optimizer = build(copies=True)
     for step in range(2):
         take_step(parameters, optimizer, step, most=1.0)
-    assert optimizer.writes_copies
+    assert optimizer.updates_weight_copies
     assert len(lows) == sum(p.ndim == 2 for p in parameters)
     for p, low in lows.items():
         assert torch.equal(low, p.detach().bfloat16())
@@ -131,7 +131,7 @@ def test_copies_of_parameters_that_others_own_are_not_promised():
     """Rows of a parameter are moved under another name: the copy of the whole stays as it was."""
     parameters, lows, _ = build(copies=True)
     rows = [nn.Parameter(p.detach()[:1]) for p in parameters]
-    assert not FusedAdamW([{"params": rows}], LR, BETAS, EPS, lows).writes_copies
+    assert not FusedAdamW([{"params": rows}], LR, BETAS, EPS, lows).updates_weight_copies
 
 
 def test_a_parameter_without_gradient_stays_and_counts_no_step():
@@ -146,9 +146,9 @@ def test_a_parameter_without_gradient_stays_and_counts_no_step():
 
 def test_the_job_says_when_the_update_is_fused(job_file):
     def fuses(*overrides: str, device: str = "cuda") -> bool:
-        return fuses_update(load_job(str(job_file), [f"cluster.device={device}", *overrides]))
+        return uses_fused_adamw(load_job(str(job_file), [f"cluster.device={device}", *overrides]))
 
-    inductor = "train.compile=true"
+    inductor = "train.block_backend=triton"
     assert fuses(inductor)
     assert not fuses()
     assert not fuses(inductor, device="cpu")
@@ -161,14 +161,14 @@ def test_the_job_says_when_the_update_is_fused(job_file):
 
 def test_clipping_tells_the_optimizer_and_leaves_gradients_alone(job_file):
     """The same step as with torch's AdamW and gradients that were scaled; its state is made at once."""
-    job = load_job(str(job_file), ["train.compile=true", "train.compile_backend=aot_eager"])
+    job = load_job(str(job_file), ["train.block_backend=triton", "train.compile_backend=aot_eager"])
     found = []
     for fused in (False, True):
         model = build_model(job, CPU)
         optimizer = build_optimizer(model, job.train, fused=fused)
         model(*torch.ones(2, 2, 8, dtype=torch.int64)).backward()
         gradients = [p.grad.clone() for p in model.parameters()]
-        norm = Precision(job, CPU).clip(Owned(model), optimizer, 0.5)
+        norm = MixedPrecision(job, CPU).clip_gradients(ShardedState(model), optimizer, 0.5)
         assert norm > 0.5
         untouched = all(torch.equal(a, p.grad) for a, p in zip(gradients, model.parameters(), strict=True))
         assert untouched == fused == isinstance(optimizer, FusedAdamW)

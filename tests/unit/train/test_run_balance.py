@@ -8,21 +8,21 @@ from safetensors.torch import save_file
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.routing import AuxiliaryLosses
-from meshwright.parallel.mesh import Ranks
+from meshwright.parallel.mesh import Mesh
 from meshwright.spec.model import DecoderModel
-from meshwright.train.expert_balance import Balancer, ExpertLoad, list_routers, load_due
-from meshwright.verify.expert_choices import ReplayedChoices
-from meshwright.verify.proof_task import choices_file
+from meshwright.train.expert_balance import ExpertBalancer, ExpertLoad, is_load_report_due, list_routers
+from meshwright.verify.proof_task import routing_file
+from meshwright.verify.routing_decisions import ReplayedRouting
 
 MODEL = DecoderModel(
     num_layers=3, hidden_size=8, num_heads=2, num_kv_heads=2, ffn_size=8, vocab_size=16,
     num_experts=4, experts_per_token=2, dense_layers=1,
 )  # fmt: skip
-ALONE = Ranks(0, 1, torch.device("cpu"))
+ALONE = Mesh(0, 1, torch.device("cpu"))
 
 
 def test_biases_move_by_the_rate_towards_the_mean():
-    balancer, network = Balancer(MODEL, 0.25, torch.device("cpu")), Decoder(MODEL, 4)
+    balancer, network = ExpertBalancer(MODEL, 0.25, torch.device("cpu")), Decoder(MODEL, 4)
     balancer.attach(network, AuxiliaryLosses(0.5))
     routers = dict(list_routers(network))
     assert list(routers) == [1, 2], "the first layer has no experts"
@@ -40,7 +40,7 @@ def test_the_figures_of_a_step():
     load = ExpertLoad(0, [[4.0, 4.0], [6.0, 2.0]], [0.0, 4.0], 1.5, 0.5)
     figures = {"expert_imbalance": 1.5, "expert_dropped": 0.25, "balance_loss": 1.5, "z_loss": 0.5}
     assert load.figures() == figures
-    assert [step for step in range(1, 26) if load_due(step, 25)] == [1, 10, 20, 25]
+    assert [step for step in range(1, 26) if is_load_report_due(step, 25)] == [1, 10, 20, 25]
 
 
 @pytest.fixture
@@ -49,10 +49,10 @@ def replay(tmp_path):
     network = Decoder(MODEL, 2)
     batches = SimpleNamespace(rank=1, ranks=2, micro_batch=1)
     job = SimpleNamespace(train=SimpleNamespace(global_batch=3))
-    session = SimpleNamespace(model=network, train_batches=batches, job=job, step=4)
+    trainer = SimpleNamespace(model=network, train_batches=batches, job=job, step=4)
     reference = torch.tensor([[[0, 1], [0, 1]], [[0, 1], [0, 1]], [[2, 0], [3, 1]]], dtype=torch.int32)
-    save_file({"blocks.1.ffn": reference, "blocks.2.ffn": reference.clone()}, tmp_path / choices_file(5))
-    return ReplayedChoices(session, tmp_path), dict(list_routers(network))
+    save_file({"blocks.1.ffn": reference, "blocks.2.ffn": reference.clone()}, tmp_path / routing_file(5))
+    return ReplayedRouting(trainer, tmp_path), dict(list_routers(network))
 
 
 def test_the_references_choice_is_taken_where_nothing_decides(replay):
@@ -60,9 +60,9 @@ def test_the_references_choice_is_taken_where_nothing_decides(replay):
     choices, routers = replay
     scores = torch.tensor([[0.5, 0.1, 0.1 + 5e-7, 0.1 - 1e-3], [0.1, 0.4, 0.2, 0.3]])
     chosen = torch.tensor([[0, 1], [1, 3]])
-    routers[1].counting = True
+    routers[1].is_counting = True
     assert routers[1].choose(scores, chosen).tolist() == [[2, 0], [1, 3]]
-    routers[1].counting = False
+    routers[1].is_counting = False
     assert routers[1].choose(scores, chosen).tolist() == [[2, 0], [1, 3]], "the same when computed again"
     assert choices.replayed == 1
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from meshwright.train.compiler_import import HIDDEN, KEPT, spare_compiler
+from meshwright.train.compiler_import import DISABLE_ATTRIBUTE, DISABLED_METHODS, skip_compiler_import
 
 TRAINED = """
 import json, sys
@@ -49,8 +49,8 @@ def test_one_process_trains_without_the_compiler_and_without_sharding(job_file: 
 def hidden_again():
     """Other tests of this process compile."""
     yield
-    for method in HIDDEN:
-        vars(method.__wrapped__).pop(KEPT, None)
+    for method in DISABLED_METHODS:
+        vars(method.__wrapped__).pop(DISABLE_ATTRIBUTE, None)
 
 
 @pytest.mark.usefixtures("hidden_again")
@@ -61,7 +61,7 @@ def test_updates_are_the_same_to_the_bit(rule: type[AdamW | SGD], monkeypatch: p
     found, hooks = [], []
     for spared in (False, True):
         if spared:
-            spare_compiler()
+            skip_compiler_import()
         weight = nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4))
         optimizer = rule([weight], lr=0.1, weight_decay=0.1, fused=True)
         optimizer.register_step_post_hook(lambda *_: hooks.append(1))
@@ -82,12 +82,12 @@ def test_updates_are_the_same_to_the_bit(rule: type[AdamW | SGD], monkeypatch: p
 def test_sparing_again_leaves_the_hooks_of_living_optimizers(monkeypatch: pytest.MonkeyPatch):
     """Torch wraps the step of a class once more when the first optimizer is built: that wrapper stays."""
     monkeypatch.setattr(AdamW, "step", AdamW.step)  # put back afterwards
-    spare_compiler()
+    skip_compiler_import()
     weight, called = nn.Parameter(torch.ones(4)), []
     weight.grad = torch.ones(4)
     optimizer = AdamW([weight], fused=True)
     optimizer.register_step_post_hook(lambda *_: called.append(1))
     for _ in range(3):
-        spare_compiler()
+        skip_compiler_import()
         optimizer.step()
     assert len(called) == 3

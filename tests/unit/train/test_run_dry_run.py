@@ -16,9 +16,9 @@ from meshwright.cli.dry_run import dry_run_job
 from meshwright.cli.output import Output
 from meshwright.core.errors import UserError
 from meshwright.measure.collective_counter import CollectiveCounter
-from meshwright.parallel.expert import ExpertExchange
+from meshwright.parallel.expert import TokenDispatcher
 from meshwright.plan import predict
-from meshwright.verify.dry_run import EvenExchange, FakeStore, OneChunk, RealIntegers, choose_in_turn
+from meshwright.verify.dry_run import EvenExchange, FakeStore, RealIntegers, SharedChunks, choose_round_robin
 
 SMALL = ("train.global_batch=12", "data.seq_len=32", "cluster.device=cpu")
 
@@ -78,11 +78,11 @@ def test_the_ledger_of_large_models_is_what_torch_does(dry_run, preset, layout, 
 @pytest.mark.parametrize(("tokens", "etp"), [(1, 1), (3, 1), (8, 2), (21, 2)])
 def test_ranks_agree_on_what_goes_to_which_experts(monkeypatch, tokens, etp):
     """What one knows to arrive is what the others send, and is even: also of fewer tokens than experts."""
-    monkeypatch.setattr(ExpertExchange, "tell", lambda self, told: None)
+    monkeypatch.setattr(TokenDispatcher, "tell", lambda self, told: None)
     ranks, experts = 4, 8
     held = experts * etp // ranks
     nowhere, choice = torch.zeros(tokens, experts), torch.zeros(tokens, 2, dtype=torch.int64)
-    sent = [choose_in_turn(place, nowhere, choice) for place in range(ranks)]
+    sent = [choose_round_robin(place, nowhere, choice) for place in range(ranks)]
     counts = torch.stack([torch.bincount(chosen.flatten(), minlength=experts) for chosen in sent])
     totals = counts.sum(0)
     assert totals.max() - totals.min() <= 1
@@ -91,7 +91,7 @@ def test_ranks_agree_on_what_goes_to_which_experts(monkeypatch, tokens, etp):
         vars(exchange).update(_experts=experts, _etp=etp, place=place)
         told = counts[place].view(ranks // etp, held).repeat_interleave(etp, 0)
         first = place // etp * held
-        assert torch.equal(exchange.tell(told), counts[:, first : first + held])
+        assert torch.equal(exchange.exchange_counts(told), counts[:, first : first + held])
 
 
 def test_ranks_with_fewer_choices_than_experts_are_rehearsed(dry_run):
@@ -133,7 +133,7 @@ EXPERTS = (
     "train.global_batch=8", "data.seq_len=32", "cluster.device=cpu", "layout.micro_batch=2",
     "model.num_experts=4", "model.experts_per_token=2", "train.precision=fp32",
 )  # fmt: skip
-ROUTED = [
+EXPERTS_PREFIX = [
     ("dp_shard=2 ep=2 zero=3", "model.shared_experts=1"),
     ("tp=2 ep=2 recompute=selective", "model.dense_layers=1"),
     ("pp=2 dp_shard=2 ep=2 zero=1 schedule=zb-h1 micro_batch=1",),
@@ -154,7 +154,10 @@ ROUTED = [
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[] if case in ROUTED[:4] else [pytest.mark.slow]) for case in ROUTED],
+    [
+        pytest.param(case, marks=[] if case in EXPERTS_PREFIX[:4] else [pytest.mark.slow])
+        for case in EXPERTS_PREFIX
+    ],
     ids=lambda case: case[0],
 )
 def test_the_ledger_of_experts_is_what_torch_does(dry_run, case):
@@ -168,7 +171,7 @@ def test_the_ledger_of_experts_is_what_torch_does(dry_run, case):
         kept, peak = memory["activations"], memory["peak"]
         assert 0 <= kept["measured"] - kept["predicted"] <= 8
         assert peak["measured"] == pytest.approx(peak["predicted"], rel=0.02)
-        assert kept["for_rows"] == 0, "an even share is what the plan has"
+        assert kept["expert_load_bytes"] == 0, "an even share is what the plan has"
 
 
 # What it is for: to find mistakes
@@ -205,7 +208,7 @@ def test_a_wrong_prediction_of_the_peak_is_found(dry_run, monkeypatch):
 
 def test_a_mistake_in_the_layout_itself_is_found(dry_run, monkeypatch):
     """Replicas of shards summed in every micro-batch: twice the all-reduces that the plan has."""
-    monkeypatch.setattr("meshwright.parallel.apply.begin_micro_batch", lambda *_: None)
+    monkeypatch.setattr("meshwright.parallel.apply.set_gradient_sync", lambda *_: None)
     layout = ("layout.dp_replicate=2", "layout.dp_shard=2")
     found, _ = dry_run("tiny", *layout, *SMALL, expect=3)
     assert any("axis dp_replicate, all_reduce in phase step: 6 calls" in d for d in found["differences"])
@@ -274,5 +277,5 @@ def test_one_chunk_has_the_shapes_of_all(rehearsing, rows, chunks):
     """The rows of torch.chunk, for even and uneven cuts."""
     whole = torch.empty(rows, 3)
     expected = [part.shape for part in torch.chunk(whole, chunks)]
-    with OneChunk():
+    with SharedChunks():
         assert [part.shape for part in torch.chunk(whole, chunks)] == expected

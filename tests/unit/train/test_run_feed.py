@@ -15,12 +15,12 @@ from meshwright.data.order import SampleOrder
 from meshwright.launch.assignment import Assignment
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.parallel.batch import Batch
-from meshwright.parallel.mesh import Ranks, Sums, join_ranks
+from meshwright.parallel.mesh import ControlAllReduce, Mesh, init_mesh
 from meshwright.plan.contract import build_plan
 from meshwright.spec.load import load_job
 from meshwright.train import loop
-from meshwright.train.batches import Batcher, Feed
-from meshwright.train.trainer import Session, build_session
+from meshwright.train.batches import Batcher, BatchPrefetcher
+from meshwright.train.trainer import Trainer, build_trainer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 BATCH, MICRO_BATCH, SEQ_LEN = 6, 2, 16
@@ -30,65 +30,68 @@ BATCH, MICRO_BATCH, SEQ_LEN = 6, 2, 16
 def unpinned(monkeypatch):
     """There is no GPU here whose memory could be pinned; how often it was asked for is what counts."""
     asked = []
-    monkeypatch.setattr(Batch, "pinned", lambda batch: asked.append(batch) or batch)
+    monkeypatch.setattr(Batch, "pin_memory", lambda batch: asked.append(batch) or batch)
     return asked
 
 
 @pytest.fixture
-def build_feed(prepared):
-    def build(device: torch.device) -> Feed:
+def build_prefetcher(prepared):
+    def build(device: torch.device) -> BatchPrefetcher:
         dataset = TokenDataset.open(prepared, "train", SEQ_LEN)
         order = SampleOrder(dataset.shard_sample_counts, 7)
-        return Feed(order, Batcher(dataset, 0, 1, MICRO_BATCH), BATCH, device)
+        return BatchPrefetcher(order, Batcher(dataset, 0, 1, MICRO_BATCH), BATCH, device)
 
     return build
 
 
-def read(feed: Feed, steps: range, *, ahead: bool) -> list[tuple]:
+def read(prefetcher: BatchPrefetcher, steps: range, *, ahead: bool) -> list[tuple]:
     """What steps get; the next one's is prepared before one is over."""
     found = []
     for step in steps:
-        position, samples, targets, micro_batches = feed.take(step * BATCH)
+        position, samples, targets, micro_batches = prefetcher.get(step * BATCH)
         tokens = [batch.inputs.tolist() for batch in micro_batches]
         found.append((position, samples.tolist(), targets, tokens))
         if ahead and step + 1 < steps.stop:
-            feed.prepare((step + 1) * BATCH)
+            prefetcher.prefetch((step + 1) * BATCH)
     return found
 
 
-def test_samples_and_their_order_are_the_same(build_feed, unpinned):
+def test_samples_and_their_order_are_the_same(build_prefetcher, unpinned):
     """Every step but the first was prepared, and of each one micro-batch read ahead."""
-    usual = read(build_feed(CPU), range(5), ahead=False)
+    usual = read(build_prefetcher(CPU), range(5), ahead=False)
     assert len(usual[0][3]) == BATCH // MICRO_BATCH
-    assert read(build_feed(GPU), range(5), ahead=True) == usual
+    assert read(build_prefetcher(GPU), range(5), ahead=True) == usual
     assert len(unpinned) == 4
 
 
-def test_a_resumed_run_goes_on_where_it_was(build_feed):
-    assert read(build_feed(GPU), range(3, 5), ahead=True) == read(build_feed(CPU), range(5), ahead=False)[3:]
+def test_a_resumed_run_goes_on_where_it_was(build_prefetcher):
+    assert (
+        read(build_prefetcher(GPU), range(3, 5), ahead=True)
+        == read(build_prefetcher(CPU), range(5), ahead=False)[3:]
+    )
 
 
-def test_what_was_prepared_for_another_position_is_not_given(build_feed):
-    feed = build_feed(GPU)
-    feed.prepare(BATCH)
-    assert feed.take(3 * BATCH).samples.tolist() == build_feed(CPU).take(3 * BATCH).samples.tolist()
+def test_what_was_prepared_for_another_position_is_not_given(build_prefetcher):
+    prefetcher = build_prefetcher(GPU)
+    prefetcher.prefetch(BATCH)
+    assert prefetcher.get(3 * BATCH).samples.tolist() == build_prefetcher(CPU).get(3 * BATCH).samples.tolist()
 
 
-def test_on_cpu_nothing_is_prepared(build_feed, unpinned):
-    feed = build_feed(CPU)
-    feed.prepare(0)
+def test_on_cpu_nothing_is_prepared(build_prefetcher, unpinned):
+    prefetcher = build_prefetcher(CPU)
+    prefetcher.prefetch(0)
     assert not unpinned
-    assert feed._next is None
+    assert prefetcher._next is None
 
 
-def build_rank(job_file: Path, folder: Path, *overrides: str) -> Session:
+def build_rank(job_file: Path, folder: Path, *overrides: str) -> Trainer:
     alone = ("layout.micro_batch=4", "layout.dp_replicate=1")
     plan, _ = build_plan(load_job(str(job_file), [*alone, *overrides]))
     folder.mkdir()
     counter = CollectiveCounter()
     assignment = Assignment(str(folder), plan.job.data.path, str(folder / "checkpoints"))
-    ranks = join_ranks(plan.job, counter)
-    return build_session(plan, assignment, ranks, counter, EventWriter(folder / EVENTS_FILE, 0))
+    mesh = init_mesh(plan.job, counter)
+    return build_trainer(plan, assignment, mesh, counter, EventWriter(folder / EVENTS_FILE, 0))
 
 
 def losses(folder: Path) -> list[float]:
@@ -103,16 +106,16 @@ def test_the_loop_prepares_before_it_waits_and_not_after_the_last_step(
     usual = build_rank(job_file, tmp_path / "usual")
     loop.train(usual)
     ahead = build_rank(job_file, tmp_path / "ahead")
-    ahead.feed._on_gpu = True
+    ahead.prefetcher._on_gpu = True
     waits = []
-    honest = Sums.wait
+    honest = ControlAllReduce.wait
 
     def wait(sums):
-        ready = ahead.feed._next
+        ready = ahead.prefetcher._next
         waits.append(None if ready is None else ready.position)
         return honest(sums)
 
-    monkeypatch.setattr(Sums, "wait", wait)
+    monkeypatch.setattr(ControlAllReduce, "wait", wait)
     loop.train(ahead)
     steps, batch = ahead.job.train.steps, ahead.job.train.global_batch
     assert waits == [batch * step for step in range(1, steps)] + [None, None], "the last one evaluates"
@@ -140,19 +143,19 @@ class Reads(TorchDispatchMode):
 @pytest.mark.parametrize("mask", ["causal", "document"])
 def test_a_step_looks_at_no_device_value_before_its_end(job_file, tmp_path, mask):
     """When the host prepares the next batch, it has read the counts of its own targets, and nothing else."""
-    session = build_rank(job_file, tmp_path / "run", f"data.mask={mask}")
-    session.counter.phase = "step"
-    _, _, targets, micro_batches = session.feed.take(0)
+    trainer = build_rank(job_file, tmp_path / "run", f"data.mask={mask}")
+    trainer.counter.phase = "step"
+    _, _, targets, micro_batches = trainer.prefetcher.get(0)
     batches = list(micro_batches)  # lie on the host
     seen: list[int] = []
     with Reads() as reads:
-        loop.compute_step(session, batches, targets, lambda: seen.append(len(reads.looks)))
+        loop.compute_step(trainer, batches, targets, lambda: seen.append(len(reads.looks)))
     assert len(reads.looks) == seen[0], "it ends with one look at all values, which is no scalar's"
     assert seen == [len(batches)]
     assert {look.dtype for look in reads.looks} == {torch.int64}
 
 
 def test_values_of_the_host_and_of_the_device_are_added_up():
-    ranks = Ranks(0, 1, CPU)
-    found = ranks.add_up([torch.tensor(0.1, dtype=torch.float64), 3, 0.25, torch.tensor(2.0)])
+    mesh = Mesh(0, 1, CPU)
+    found = mesh.all_reduce_scalars([torch.tensor(0.1, dtype=torch.float64), 3, 0.25, torch.tensor(2.0)])
     assert found == [0.1, 3.0, 0.25, 2.0]

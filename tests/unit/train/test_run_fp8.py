@@ -9,11 +9,11 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 
-from meshwright.models.bf16_weights import WorkingCopies
+from meshwright.models.bf16_weights import WeightCopies
 from meshwright.models.decoder import Decoder, compile_blocks
-from meshwright.models.init import DrawnWeights, fill
+from meshwright.models.init import RandomWeights, fill
 from meshwright.models.kernels import fp8
-from meshwright.models.linear import Joint, Product, multiply_scaled, scale_products
+from meshwright.models.linear import Linear, MergedLinear, convert_linears_to_fp8, fp8_linear
 from meshwright.spec.model import DecoderModel
 
 NEAR = 0.04
@@ -38,8 +38,8 @@ def passes(multiply, x, weight, grad):
     return out.detach(), x.grad, weight.grad
 
 
-def scaled(x, weight, gradient_scaled=True):
-    return multiply_scaled(x, weight.detach().bfloat16(), weight, gradient_scaled=gradient_scaled)
+def scaled(x, weight, uses_fp8_weight_grad=True):
+    return fp8_linear(x, weight.detach().bfloat16(), weight, uses_fp8_weight_grad=uses_fp8_weight_grad)
 
 
 @pytest.mark.parametrize("weight_gradient", [True, False], ids=["all three", "weight gradient in bf16"])
@@ -94,24 +94,24 @@ def test_tokens_that_fill_no_16_rows_get_their_weight_gradient_in_16_bits():
 
 
 def test_shapes_that_are_no_multiples_of_16_stay_in_16_bits():
-    odd, even = Product(32, 24, bias=False), Product(32, 48, bias=False)
+    odd, even = Linear(32, 24, bias=False), Linear(32, 48, bias=False)
     for product in (odd, even):
-        scale_products(product, gradients=True)
-    assert (odd.scaled, even.scaled) == (False, True)
+        convert_linears_to_fp8(product, gradients=True)
+    assert (odd.uses_fp8, even.uses_fp8) == (False, True)
     low, x = draw(72, 32).bfloat16(), draw(8, 32, seed=1).bfloat16()
-    together = torch.cat(Joint([odd, even], low).multiply(x), dim=-1)
+    together = torch.cat(MergedLinear([odd, even], low).matmul(x), dim=-1)
     assert torch.equal(together, x @ low.T)
 
 
 def test_products_that_are_one_give_what_each_gives():
     """Scales belong to rows, and the rows of joined weights are those of the weights."""
-    products = [Product(32, width, bias=False) for width in (48, 16)]
+    products = [Linear(32, width, bias=False) for width in (48, 16)]
     for product in products:
-        scale_products(product, gradients=True)
-        product.low = product.weight.detach().bfloat16()
-    joint = Joint(products, torch.cat([product.low for product in products]))
+        convert_linears_to_fp8(product, gradients=True)
+        product.weight_copy = product.weight.detach().bfloat16()
+    joint = MergedLinear(products, torch.cat([product.weight_copy for product in products]))
     x = draw(2, 8, 32)
-    for together, product in zip(joint.multiply(x), products, strict=True):
+    for together, product in zip(joint.matmul(x), products, strict=True):
         assert torch.equal(together, product(x))
 
 
@@ -120,9 +120,9 @@ def test_compiled_blocks_recompute_no_8_bit_product_and_keep_nothing_else_of_one
     """Selective recomputation keeps the results of three of a block's four products, and no cast."""
     net = Decoder(dataclasses.replace(SHAPE, num_layers=1), 16, 8, "selective")
     names = [name for name, _ in net.named_parameters()]
-    fill(net, names, DrawnWeights(SHAPE, 0), torch.device("cpu"))
-    scale_products(net, gradients=True)
-    net.working = WorkingCopies(net, torch.bfloat16)
+    fill(net, names, RandomWeights(SHAPE, 0), torch.device("cpu"))
+    convert_linears_to_fp8(net, gradients=True)
+    net.weight_copies = WeightCopies(net, torch.bfloat16)
     graphs = []
 
     def keep(graph, _):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from meshwright.parallel.full_tensors import canonical_name, full_tensor, is_sharded
+from meshwright.parallel.full_tensors import canonical_name, full_tensor, is_dtensor
 from meshwright.verify.prove import compare_tensors
 
 
@@ -30,13 +30,13 @@ def test_a_plain_tensor_is_itself_and_a_sharded_one_is_gathered():
     tensor = torch.arange(6.0, requires_grad=True)
     assert full_tensor(tensor).data_ptr() == tensor.data_ptr()
     assert not full_tensor(tensor).requires_grad
-    assert not is_sharded(tensor)
-    assert not is_sharded(None)
+    assert not is_dtensor(tensor)
+    assert not is_dtensor(None)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         sharded = distribute_tensor(tensor.detach(), mesh, [Shard(0)])
-        assert is_sharded(sharded)
+        assert is_dtensor(sharded)
         whole = full_tensor(sharded)
     finally:
         dist.destroy_process_group()

@@ -16,8 +16,8 @@ import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fused_decoders import make_ready, note_kept
-from meshwright.data.dataset import IGNORED
-from meshwright.layout.stages import Part
+from meshwright.data.dataset import IGNORE_INDEX
+from meshwright.layout.stages import StageSpec
 from meshwright.models import decoder
 from meshwright.models import loss as losses
 from meshwright.models import triton_block as fused
@@ -61,15 +61,15 @@ def batch(seed: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, targets of which some are ignored, and documents that end within sequences."""
     generator = torch.Generator().manual_seed(seed)
     tokens, targets = torch.randint(0, 128, (2, SAMPLES, LENGTH), generator=generator)
-    targets[:, ::5] = IGNORED
+    targets[:, ::5] = IGNORE_INDEX
     documents = (torch.rand(SAMPLES, LENGTH, generator=generator) < 0.2).cumsum(1)
     return tokens, targets, documents
 
 
-Found = tuple[float, dict[str, torch.Tensor]]
+StepResult = tuple[float, dict[str, torch.Tensor]]
 
 
-def step(net: Decoder, *, masked: bool = False, low: bool = True, seed: int = 2) -> Found:
+def step(net: Decoder, *, masked: bool = False, low: bool = True, seed: int = 2) -> StepResult:
     """Loss and gradients of a micro-batch; the latter add to what is there."""
     tokens, targets, documents = batch(seed)
     with torch.autocast("cpu", LOW, enabled=low):
@@ -78,7 +78,7 @@ def step(net: Decoder, *, masked: bool = False, low: bool = True, seed: int = 2)
     return loss.item(), {name: p.grad for name, p in net.named_parameters()}
 
 
-def distances(found: Found, exact: Found) -> dict[str, float]:
+def distances(found: StepResult, exact: StepResult) -> dict[str, float]:
     """Of the loss and of each gradient, of the exact one's norm."""
     off = {name: float((g - exact[1][name]).norm() / exact[1][name].norm()) for name, g in found[1].items()}
     return {"loss": abs(found[0] / exact[0] - 1), **off}
@@ -134,7 +134,7 @@ def test_a_block_that_is_computed_again_asks_for_the_same_kernel_of_attention(mo
 def test_what_a_gate_makes_again_is_what_it_made():
     """To the bit, as on GPUs: then a block that keeps it and one that does not have the same gradients."""
     both = draw(200, 200)
-    assert torch.equal(kernels.gate_backward(both, both[:, :100])[1], kernels.gate(both, EXACT).values)
+    assert torch.equal(kernels.swiglu_backward(both, both[:, :100])[1], kernels.swiglu(both, EXACT).values)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -173,7 +173,7 @@ def test_logits_are_those_that_the_loss_is_made_of_and_no_block_is_called():
     tokens, targets, _ = batch()
     with torch.no_grad(), torch.autocast("cpu", LOW):
         logits, loss = net(tokens).float().flatten(0, 1), net(tokens, targets)
-    own = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    own = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     assert own.item() == pytest.approx(loss.item(), rel=1e-5)
 
 
@@ -181,7 +181,7 @@ def test_logits_are_those_that_the_loss_is_made_of_and_no_block_is_called():
 def test_a_block_keeps_what_is_said_to_the_byte(recompute, stream):
     """Stream and inverse norms, q, k, v, attention with its sums, gate and up; what products read, too."""
     net = build(stream=stream, recompute=recompute)
-    net.working.refresh()
+    net.weight_copies.refresh()
     tokens, width, inner = SAMPLES * LENGTH, SHAPE.hidden_size, SHAPE.ffn_size
     x = torch.randn(SAMPLES, LENGTH, width).to(stream).requires_grad_()
     delta = torch.randn(SAMPLES, LENGTH, width).to(LOW).requires_grad_()
@@ -195,7 +195,11 @@ def test_a_block_keeps_what_is_said_to_the_byte(recompute, stream):
     sum(part.float().sum() for part in parts).backward()
 
 
-TURN_BACK, NORM_BACKWARD, GATE_BACKWARD = kernels.turn_back, kernels.norm_backward, kernels.gate_backward
+TURN_BACK, NORM_BACKWARD, GATE_BACKWARD = (
+    kernels.rope_backward,
+    kernels.rms_norm_backward,
+    kernels.swiglu_backward,
+)
 
 
 def turned_on(q, k, v, cos, sin):
@@ -212,8 +216,8 @@ def without_the_mean(grad, total, inverse, weight, beside, normal=True):
     came = NORM_BACKWARD(grad, total, inverse, weight, beside, normal)
     unit = total.float() * inverse.unsqueeze(1)
     mean = (grad.float() * weight * unit).mean(-1, keepdim=True)
-    stream = came.stream_ND.float() + unit * mean * inverse.unsqueeze(1)
-    return came._replace(stream_ND=stream.to(total.dtype), low_ND=stream.to(grad.dtype))
+    stream = came.residual_ND.float() + unit * mean * inverse.unsqueeze(1)
+    return came._replace(residual_ND=stream.to(total.dtype), delta_ND=stream.to(grad.dtype))
 
 
 def changed_about(both, grad, inner=True):
@@ -238,12 +242,12 @@ def with_another_inner(both, grad, inner=True):
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        ("turn_back", turned_on),
-        ("norm_backward", without_the_stream),
-        ("norm_backward", without_the_mean),
-        ("gate_backward", changed_about),
-        ("gate_backward", of_a_constant_sigmoid),
-        ("gate_backward", with_another_inner),
+        ("rope_backward", turned_on),
+        ("rms_norm_backward", without_the_stream),
+        ("rms_norm_backward", without_the_mean),
+        ("swiglu_backward", changed_about),
+        ("swiglu_backward", of_a_constant_sigmoid),
+        ("swiglu_backward", with_another_inner),
     ],
 )
 def test_a_planted_defect_would_be_seen(monkeypatch, name, wrong):
@@ -266,10 +270,10 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 def test_tokens_that_fill_no_16_rows_get_their_weight_gradient_in_16_bits():
     """8-bit operands want multiples of 16 in both dims."""
-    matrix = fused.Matrix(draw(32, 48).to(LOW), True, True, (16, 16))
+    matrix = fused.LinearGemms(draw(32, 48).to(LOW), True, True, (16, 16))
     for tokens, least, most in ((24, 0.0, 0.005), (32, 0.01, 0.06)):
         grad, x = draw(tokens, 32, seed=1).to(LOW), draw(tokens, 48, seed=2).to(LOW)
-        parts, exact = matrix.gradients(grad, x), grad.float().T @ x.float()
+        parts, exact = matrix.weight_grads(grad, x), grad.float().T @ x.float()
         assert [part.shape for part in parts] == [(16, 48), (16, 48)]
         assert least < (torch.cat(parts) - exact).norm() / exact.norm() < most, f"{tokens} tokens"
 
@@ -285,16 +289,16 @@ def test_a_norm_and_its_gradients_are_autograds(added, beside):
     past = (other if beside else torch.zeros_like(other)) * 1.0
     came, of_weight = torch.autograd.grad((normal, total), (x, weight), (grad, past))
     with torch.no_grad():
-        stream, out, inverse = kernels.add_norm(x, delta if added else None, weight, eps, EXACT)
-        found = kernels.norm_backward(grad, stream, inverse, weight, other if beside else None)
-        short = kernels.norm_backward(grad, stream, inverse, weight, None, normal=False)
+        stream, out, inverse = kernels.add_rms_norm(x, delta if added else None, weight, eps, EXACT)
+        found = kernels.rms_norm_backward(grad, stream, inverse, weight, other if beside else None)
+        short = kernels.rms_norm_backward(grad, stream, inverse, weight, None, normal=False)
     assert (stream is x) != added
     assert out.scale is None
     assert short.normal_ND is None
     near(stream, total)
     for ours, theirs in ((out.values, normal), (found.normal_ND, normal), (found.weight_D, of_weight)):
         near(ours, theirs)
-    for ours in (found.stream_ND, found.low_ND):
+    for ours in (found.residual_ND, found.delta_ND):
         near(ours, came)
 
 
@@ -304,11 +308,11 @@ def test_a_gate_and_its_gradients_are_autograds():
     inner = F.silu(gate) * up
     (came,) = torch.autograd.grad(inner, both, grad)
     with torch.no_grad():
-        near(kernels.gate(both, EXACT).values, inner)
-        found, again = kernels.gate_backward(both, grad)
+        near(kernels.swiglu(both, EXACT).values, inner)
+        found, again = kernels.swiglu_backward(both, grad)
         near(found, came)
         near(again, inner)
-        assert kernels.gate_backward(both, grad, inner=False)[1] is None
+        assert kernels.swiglu_backward(both, grad, inner=False)[1] is None
 
 
 def test_turned_heads_are_the_models_and_turning_back_is_their_gradient():
@@ -324,9 +328,9 @@ def test_turned_heads_are_the_models_and_turning_back_is_their_gradient():
     (came,) = torch.autograd.grad(turned, rows, grads)
     with torch.no_grad():
         lying = rows.clone().view(samples, length, -1, size).transpose(1, 2)
-        kernels.turn_heads(lying[:, : queries + keys], *rope)
+        kernels.rotate_heads(lying[:, : queries + keys], *rope)
         near(lying, torch.cat(turned, dim=1))
-        near(kernels.turn_back(*grads, *rope), came.flatten(0, 1))
+        near(kernels.rope_backward(*grads, *rope), came.flatten(0, 1))
 
 
 def test_8_bit_rows_and_columns_come_back_within_their_rounding():
@@ -338,22 +342,22 @@ def test_8_bit_rows_and_columns_come_back_within_their_rounding():
     for cast, exact in ((by_rows, x), (by_columns, x.T)):
         again = cast.values.float() * cast.scale
         largest = exact.abs().amax(1, keepdim=True)
-        least = largest / fp8.LARGEST * 2**-10
+        least = largest / fp8.E4M3_MAX * 2**-10
         assert ((again - exact).abs() <= exact.abs() / 16 + least).all()
         near(again.abs().amax(1, keepdim=True) / largest, torch.ones_like(largest))
     factors = torch.logspace(-3, 3, 48)
     folded, expected = kernels.cast_rows(x, by=factors.view(-1, 1)), kernels.cast_rows(x * factors)
     assert torch.equal(folded.values.float(), expected.values.float())
     assert torch.equal(folded.scale, expected.scale)
-    turned = kernels.cast_turned(x, by_rows.scale)
+    turned = kernels.cast_transposed(x, by_rows.scale)
     assert turned.is_contiguous()
     assert torch.equal(turned.float(), by_rows.values.float().T)
 
 
 def test_the_largest_of_columns_that_a_pass_knows_are_those_that_a_cast_would_look_for():
     both, grad = draw(32, 64).to(LOW), draw(32, 32, seed=1).to(LOW)
-    out, inner, out_amax, inner_amax = kernels.gate_backward_amax(both, grad)
-    plain, again = kernels.gate_backward(both, grad)
+    out, inner, out_amax, inner_amax = kernels.swiglu_backward_amax(both, grad)
+    plain, again = kernels.swiglu_backward(both, grad)
     assert torch.equal(out, plain)
     assert torch.equal(inner, again)
     for values, amax in ((out, out_amax), (inner, inner_amax)):
@@ -375,8 +379,8 @@ def test_no_cast_hides_what_is_not_finite(value):
     for cast, row in (
         (kernels.cast_rows(x), 3),
         (kernels.cast_columns(x), 4),
-        (kernels.add_norm(x, other, weight, 1e-5, fp8.E4M3)[1], 3),
-        (kernels.gate(torch.cat((other, x), dim=-1), fp8.E4M3), 3),
+        (kernels.add_rms_norm(x, other, weight, 1e-5, fp8.E4M3)[1], 3),
+        (kernels.swiglu(torch.cat((other, x), dim=-1), fp8.E4M3), 3),
     ):
         again = cast.values.float() * cast.scale
         assert not again[row].isfinite().all()
@@ -385,9 +389,9 @@ def test_no_cast_hides_what_is_not_finite(value):
 
 def test_what_products_read_in_8_bits_is_the_cast_of_what_they_would_read():
     x, delta, weight, both = draw(16, 32), draw(16, 32, seed=1), draw(32, seed=2), draw(16, 64, seed=3)
-    _, plain, _ = kernels.add_norm(x, delta, weight, 1e-5, EXACT)
-    _, scaled, _ = kernels.add_norm(x, delta, weight, 1e-5, fp8.E4M3)
-    for found, exact in ((scaled, plain), (kernels.gate(both, fp8.E4M3), kernels.gate(both, EXACT))):
+    _, plain, _ = kernels.add_rms_norm(x, delta, weight, 1e-5, EXACT)
+    _, scaled, _ = kernels.add_rms_norm(x, delta, weight, 1e-5, fp8.E4M3)
+    for found, exact in ((scaled, plain), (kernels.swiglu(both, fp8.E4M3), kernels.swiglu(both, EXACT))):
         expected = kernels.cast_rows(exact.values)
         assert torch.equal(found.values.float(), expected.values.float())
         assert torch.equal(found.scale, expected.scale)
@@ -424,11 +428,11 @@ def test_gradients_made_with_an_expected_factor_are_the_same_whatever_it_is(expe
 def test_an_expected_gradient_changes_none_on_a_cpu(expected):
     """It has no kernel that takes one. The head is told all the same; a stage without head need not be."""
     net = build()
-    net.expect_gradient(expected)
-    assert net.head.expected_gradient == expected
+    net.set_expected_loss_grad(expected)
+    assert net.head.expected_loss_grad == expected
     _, gradients = step(net)
     for name, gradient in step(build())[1].items():
         assert torch.equal(gradient, gradients[name]), name
-    first = Decoder(SHAPE, LENGTH, part=Part(SHAPE, 0, range(1), first=True, last=False))
-    first.expect_gradient(expected)
+    first = Decoder(SHAPE, LENGTH, part=StageSpec(SHAPE, 0, range(1), first=True, last=False))
+    first.set_expected_loss_grad(expected)
     assert not hasattr(first, "head")

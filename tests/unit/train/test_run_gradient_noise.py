@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.data.dataset import IGNORED
+from meshwright.data.dataset import IGNORE_INDEX
 from meshwright.parallel.build import build_model
-from meshwright.parallel.zero1 import Owned
+from meshwright.parallel.zero1 import ShardedState
 from meshwright.spec.job import Train
 from meshwright.spec.load import load_job
-from meshwright.train.gradient_noise import MEMORY, NoiseScale, add_noise, noise_std, separate
+from meshwright.train.gradient_noise import EMA_DECAY, NoiseScale, add_noise, estimate_noise, noise_std
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ def gradients_with_noise(job_file, step, **keys):
     model = build_model(load_job(str(job_file)), CPU)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    add_noise(Owned(model), make_train(**keys), step)
+    add_noise(ShardedState(model), make_train(**keys), step)
     return {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -65,7 +65,7 @@ def batch_of(job, samples, unequal=False):
     tokens, targets = drawn[:, :-1], drawn[:, 1:].clone()
     if unequal:
         for row in range(samples):
-            targets[row, : 3 * row] = IGNORED
+            targets[row, : 3 * row] = IGNORE_INDEX
     return tokens, targets
 
 
@@ -77,18 +77,18 @@ def sample_gradients(model, tokens, targets):
         model(tokens[row : row + 1], targets[row : row + 1]).backward()
         rows.append(torch.cat([p.grad.flatten() for p in model.parameters()]).double().numpy())
     model.zero_grad()
-    return np.stack(rows), (targets != IGNORED).sum(dim=1).numpy()
+    return np.stack(rows), (targets != IGNORE_INDEX).sum(dim=1).numpy()
 
 
 def measure_one_process(model, tokens, targets, order):
     """The loop's calls for one process with micro-batches of one sample, in the given order."""
     scale = NoiseScale(model, every=1)
     scale.begin(1)
-    divisor = int((targets != IGNORED).sum())
+    divisor = int((targets != IGNORE_INDEX).sum())
     seen = 0
     for row in order:
         (model(tokens[row : row + 1], targets[row : row + 1]) / divisor).backward()
-        seen += int((targets[row] != IGNORED).sum())
+        seen += int((targets[row] != IGNORE_INDEX).sum())
         scale.after_micro_batch(seen)
     own = [float(value) for value in scale.parts(divisor, seen)]
     whole = sum(float(p.grad.double().square().sum()) for p in model.parameters())
@@ -113,10 +113,10 @@ def test_first_micro_batches_average_to_the_variance_of_sample_gradients(job_fil
     for first in range(4):
         own, whole, reported = measure_one_process(model, tokens, targets, [first, *({0, 1, 2, 3} - {first})])
         assert own == pytest.approx([(means[first] ** 2).sum(), 4.0], rel=1e-5)
-        g_square, noise = separate(own[0], whole, 4)
+        g_square, noise = estimate_noise(own[0], whole, 4)
         assert reported == pytest.approx(4 * noise / g_square, rel=1e-4)
         parts.append(own[0])
-    g_square, noise = separate(np.mean(parts), whole, 4)
+    g_square, noise = estimate_noise(np.mean(parts), whole, 4)
     assert g_square == pytest.approx(square, rel=1e-4)
     assert 4 * noise == pytest.approx(trace, rel=1e-4)
 
@@ -144,7 +144,7 @@ def test_estimate_is_unbiased_for_parts_of_unequal_size():
     local = ((sums / total) ** 2).sum(axis=2)  # what a rank sees, divided by the global count
     part = (local * total / sizes).sum(axis=1).mean()
     whole = ((sums.sum(axis=1) / total) ** 2).sum(axis=1).mean()
-    square, per_batch = separate(part, whole, 3.0)
+    square, per_batch = estimate_noise(part, whole, 3.0)
     assert square == pytest.approx(4, rel=0.02)
     assert per_batch * total == pytest.approx(50, rel=0.02)
 
@@ -164,8 +164,8 @@ def test_measurements_are_averaged_part_by_part():
     module = torch.nn.Linear(1, 1, bias=False)
     scale = NoiseScale(module, every=1)
     assert measure(scale, module, 1, part=3 / 4, whole=1.0) is None, "|G|^2 = 2 - 3 so far"
-    square = (1 - MEMORY) * (2 * 4 - 5) + MEMORY * (1 - MEMORY) * (2 - 3)
-    noise = (1 - MEMORY) * (5 - 4) + MEMORY * (1 - MEMORY) * (3 - 1)
+    square = (1 - EMA_DECAY) * (2 * 4 - 5) + EMA_DECAY * (1 - EMA_DECAY) * (2 - 3)
+    noise = (1 - EMA_DECAY) * (5 - 4) + EMA_DECAY * (1 - EMA_DECAY) * (3 - 1)
     assert measure(scale, module, 2, part=5 / 4, whole=4.0) == pytest.approx(10 * noise / square)
 
 

@@ -21,7 +21,7 @@ transformers.utils.logging.disable_progress_bar()
 
 from meshwright.checkpoint.hf.export import export_checkpoint  # noqa: E402
 from meshwright.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, Manifest  # noqa: E402
-from meshwright.checkpoint.saver import Piece, Snapshot, save_checkpoint  # noqa: E402
+from meshwright.checkpoint.saver import SavedTensor, Snapshot, save_checkpoint  # noqa: E402
 from meshwright.core.errors import UserError  # noqa: E402
 from meshwright.data.hf_tokenizer import hf_tokenizer_text  # noqa: E402
 from meshwright.data.tokenizer import BpeTokenizer, ByteTokenizer, load_tokenizer  # noqa: E402
@@ -147,7 +147,7 @@ def checkpoint_of(model: Any, job: Any, root: Path) -> Path:
         data_sha256="",
         buckets=[],
     )
-    pieces = {name: Piece.of(parameter.detach()) for name, parameter in model.named_parameters()}
+    pieces = {name: SavedTensor.of(parameter.detach()) for name, parameter in model.named_parameters()}
     snapshot = Snapshot({MODEL_FILE: pieces, OPTIMIZER_FILE: {}})
     return save_checkpoint(root, manifest, snapshot, (root / "tokenizer.json",))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 
-from meshwright.data.dataset import IGNORED
+from meshwright.data.dataset import IGNORE_INDEX
 from meshwright.measure.memory_tracker import PeakTracker
 from meshwright.models import loss as losses
 from meshwright.models.loss import linear_cross_entropy
@@ -19,13 +19,13 @@ def operands(dtype: torch.dtype = torch.float32, tokens: int = TOKENS) -> tuple[
     x = torch.randn(tokens, WIDTH, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(WORDS, WIDTH, generator=generator).requires_grad_()
     targets = torch.randint(0, WORDS, (tokens,), generator=generator)
-    targets[::5] = IGNORED
+    targets[::5] = IGNORE_INDEX
     return x, weight, targets
 
 
 def plain(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     logits = (x @ weight.to(x.dtype).T).float()
-    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 36, 37, 1000])
@@ -59,7 +59,7 @@ def test_sixteen_bit_operands_keep_a_float32_loss_and_weight_gradient(dtype, tol
 
 def test_ignored_targets_alone_give_zero_and_no_gradient():
     x, weight, targets = operands()
-    loss = linear_cross_entropy(x, weight, torch.full_like(targets, IGNORED), 8)
+    loss = linear_cross_entropy(x, weight, torch.full_like(targets, IGNORE_INDEX), 8)
     loss.backward()
     assert loss.item() == 0.0
     assert not x.grad.any()
@@ -127,7 +127,7 @@ def test_fused_sixteen_bits_are_those_of_the_eager_loss(uncompiled, kept):
     low = weight.detach().to(torch.bfloat16) if kept else None
     eager = linear_cross_entropy(x, weight, targets, 8)
     wanted = torch.autograd.grad(eager, (x, weight))
-    loss = linear_cross_entropy(x, weight, targets, 8, low_VD=low, fused=True)
+    loss = linear_cross_entropy(x, weight, targets, 8, weight_copy_VD=low, fused=True)
     found = torch.autograd.grad(loss, (x, weight))
     torch.testing.assert_close(loss, eager, rtol=1e-6, atol=0.0)
     assert [gradient.dtype for gradient in found] == [torch.bfloat16, torch.float32]
@@ -139,14 +139,14 @@ def test_a_kept_copy_is_what_the_products_read():
     """Eager, too: with a copy of zeros all words are as likely, whatever the weight is."""
     x, weight, targets = operands(torch.bfloat16)
     low = torch.zeros_like(weight, dtype=torch.bfloat16, requires_grad=False)
-    loss = linear_cross_entropy(x, weight, targets, 8, low_VD=low)
-    counted = int((targets != IGNORED).sum())
+    loss = linear_cross_entropy(x, weight, targets, 8, weight_copy_VD=low)
+    counted = int((targets != IGNORE_INDEX).sum())
     assert loss.item() == pytest.approx(counted * torch.tensor(float(WORDS)).log().item(), rel=1e-5)
 
 
 def test_the_fused_loss_of_ignored_targets_alone_is_zero(uncompiled):
     x, weight, targets = operands(torch.bfloat16)
-    loss = linear_cross_entropy(x, weight, torch.full_like(targets, IGNORED), 8, fused=True)
+    loss = linear_cross_entropy(x, weight, torch.full_like(targets, IGNORE_INDEX), 8, fused=True)
     loss.backward()
     assert loss.item() == 0.0
     assert not x.grad.any()

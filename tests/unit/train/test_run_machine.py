@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.models.bf16_weights import WorkingCopies
+from meshwright.models.bf16_weights import WeightCopies
 from meshwright.models.decoder import fuse_blocks
-from meshwright.plan.probe_runs import PROGRAMMES, find_cluster, list_runs
+from meshwright.plan.probe_runs import PROBE_SUITES, find_cluster, list_runs
 from meshwright.verify.bench import machine
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def test_operations_take_time_and_larger_ones_more():
     assert forward_s > 0
     assert backward_s > 0
     assert machine.measure_copy(CPU, 2**16, 1e-3) > machine.measure_copy(CPU, 2, 1e-3)
-    (run, *_) = list_runs(PROGRAMMES["cpu"], find_cluster(only_cores=True))
+    (run, *_) = list_runs(PROBE_SUITES["cpu"], find_cluster(cpu_only=True))
     assert machine.measure_adamw(CPU, run.plan.job, 2**12, 1e-3) > 0
     assert machine.measure_launch(CPU, 1e-3) > 0
     assert machine.count_multiprocessors(CPU) == 0
@@ -29,34 +29,34 @@ def test_operations_take_time_and_larger_ones_more():
 
 def test_what_blocks_do_between_products_and_products_in_8_bits_take_time():
     """By torch's operations here, by the kernels of a run on a GPU."""
-    (run, *_) = list_runs(PROGRAMMES["cpu"], find_cluster(only_cores=True))
-    assert machine.time_own_kernels(CPU, run.plan.job, 1e-3) > 0
-    assert all(took_s > 0 for took_s in machine.time_scaled(CPU, (32, 16, 16), 1e-3))
+    (run, *_) = list_runs(PROBE_SUITES["cpu"], find_cluster(cpu_only=True))
+    assert machine.time_triton_kernels(CPU, run.plan.job, 1e-3) > 0
+    assert all(took_s > 0 for took_s in machine.time_fp8_linear(CPU, (32, 16, 16), 1e-3))
 
 
 def test_steps_are_those_of_a_run_and_its_blocks_can_be_called_alone(monkeypatch):
     """The session is the one that trains; what the host takes for its blocks is asked of it, as on a GPU."""
-    (run, *_) = list_runs(PROGRAMMES["cpu"], find_cluster(only_cores=True))
-    built, build = [], machine.build_session
-    monkeypatch.setattr(machine, "build_session", lambda *a, **k: built.append(build(*a, **k)) or built[0])
+    (run, *_) = list_runs(PROBE_SUITES["cpu"], find_cluster(cpu_only=True))
+    built, build = [], machine.build_trainer
+    monkeypatch.setattr(machine, "build_trainer", lambda *a, **k: built.append(build(*a, **k)) or built[0])
     found = machine.time_steps(run.plan)
     assert found.step_s > 0
     assert (found.peak_bytes, found.block_s) == (None, None)
-    (session,) = built
-    assert session.step == run.plan.job.train.steps
-    assert machine.issue_block_s(session) > 0
-    blocks = list(session.model.list_blocks())
+    (trainer,) = built
+    assert trainer.step == run.plan.job.train.steps
+    assert machine.time_block_launch(trainer) > 0
+    blocks = list(trainer.model.list_blocks())
     assert len(blocks) > 1
     gradients = [p.grad for block in blocks for p in block.parameters()]
     assert all(gradient is not None for gradient in gradients), "both passes of every block ran"
-    session.model.working = WorkingCopies(session.model, torch.bfloat16)
-    fuse_blocks(session.model)
-    assert machine.issue_block_s(session) > 0, "our own kernels' blocks hand on two tensors"
+    trainer.model.weight_copies = WeightCopies(trainer.model, torch.bfloat16)
+    fuse_blocks(trainer.model)
+    assert machine.time_block_launch(trainer) > 0, "our own kernels' blocks hand on two tensors"
 
 
 def test_random_words_are_targets_all():
-    (run, *_) = list_runs(PROGRAMMES["cpu"], find_cluster(only_cores=True))
-    words = machine.RandomWords(run.plan.job)
+    (run, *_) = list_runs(PROBE_SUITES["cpu"], find_cluster(cpu_only=True))
+    words = machine.RandomTokens(run.plan.job)
     rows = words.read([0, 1, 2])
     assert rows.tokens.shape == (3, 32)
     assert words.count_targets([0, 1, 2]) == 3 * 32
@@ -67,5 +67,5 @@ def test_random_words_are_targets_all():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_is_measured_is_different_from_what_is_promised(device):
     """Predictions are for shapes that no probe has: the benchmark's two models are not among the measured."""
-    widths = {table["model"]["hidden_size"] for table in PROGRAMMES[device].models}
+    widths = {table["model"]["hidden_size"] for table in PROBE_SUITES[device].models}
     assert not widths & {2048, 3072, 512}

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.dataset import IGNORED
+from meshwright.data.dataset import IGNORE_INDEX
 from meshwright.layout.parameters import list_parameters
-from meshwright.models.decoder import Decoder, apply_rope, build_rope, stretch
-from meshwright.models.init import DrawnWeights, fill, parameter_seed
+from meshwright.models.decoder import Decoder, apply_rope, build_rope, scale_rope_frequencies
+from meshwright.models.init import RandomWeights, fill, parameter_seed
 from meshwright.spec.model import DecoderModel
 from model_shapes import GPT_PARTS
 
@@ -27,7 +27,7 @@ def built(model: DecoderModel, seed: int = 0) -> Decoder:
 
 
 def draw_into(net: Decoder, model: DecoderModel, seed: int) -> None:
-    fill(net, [name for name, _ in net.named_parameters()], DrawnWeights(model, seed), torch.device("cpu"))
+    fill(net, [name for name, _ in net.named_parameters()], RandomWeights(model, seed), torch.device("cpu"))
 
 
 GPT = {**GPT_PARTS, "num_kv_heads": 4, "max_positions": 24, "tied_embeddings": True}
@@ -127,9 +127,9 @@ def test_loss_is_a_sum_and_ignored_targets_weigh_nothing():
     whole = net(tokens, targets)
     parts = net(tokens[:1], targets[:1]) + net(tokens[1:], targets[1:])
     torch.testing.assert_close(whole, parts)
-    targets[1] = IGNORED
+    targets[1] = IGNORE_INDEX
     torch.testing.assert_close(net(tokens, targets), net(tokens[:1], targets[:1]))
-    nothing = net(tokens, torch.full_like(targets, IGNORED))
+    nothing = net(tokens, torch.full_like(targets, IGNORE_INDEX))
     assert nothing.item() == 0.0
     nothing.backward()
     assert all(torch.count_nonzero(p.grad) == 0 for p in net.parameters()), (
@@ -178,8 +178,8 @@ def test_slow_rotations_are_stretched_and_fast_ones_left_alone():
     """Llama 3.1's rule: below the low factor a frequency is divided, above the high one it is not."""
     plain, longer = small(head_dim=8), small(head_dim=8, rope_factor=8.0, rope_original_positions=64)
     frequencies = torch.tensor([1.0, 0.2, 0.01, 0.0001], dtype=torch.float64)
-    stretched = stretch(longer, frequencies)
-    assert torch.equal(stretch(plain, frequencies), frequencies)
+    stretched = scale_rope_frequencies(longer, frequencies)
+    assert torch.equal(scale_rope_frequencies(plain, frequencies), frequencies)
     assert stretched[0] == 1.0
     assert stretched[3] == pytest.approx(0.0001 / 8)
     assert 0.2 / 8 < stretched[1] < 0.2

@@ -10,7 +10,7 @@ from torch.nn import functional
 from meshwright.layout.parameters import list_parameters
 from meshwright.models.decoder import Decoder
 from meshwright.models.moe import MixtureOfExperts
-from meshwright.models.routing import AuxiliaryLosses, Tokens, queue_up
+from meshwright.models.routing import AuxiliaryLosses, Tokens, queue_positions
 from meshwright.spec.model import DecoderModel
 
 MODEL = DecoderModel(
@@ -140,7 +140,7 @@ def test_a_capacity_counts_one_sequence_and_drops_its_last_tokens():
         alone = layer(x[row : row + 1], torch.ones(1))
         torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-6)
     experts = torch.tensor([[0, 1], [1, 0], [0, 2], [0, 1], [1, 2], [2, 0]])
-    places = queue_up(torch.tensor([0, 0, 0, 1, 1, 1]), experts, 3)
+    places = queue_positions(torch.tensor([0, 0, 0, 1, 1, 1]), experts, 3)
     assert places.tolist() == [[0, 0], [1, 1], [2, 0], [0, 0], [1, 0], [1, 1]]
 
 
@@ -154,7 +154,7 @@ def test_the_auxiliary_losses_have_the_gradients_of_their_formulas(router, balan
     plain = gradients_of(layer, x, layer(x, weights))
     scale = torch.tensor(8.0)
     layer.router.auxiliary = AuxiliaryLosses(balance, z, lambda: scale)
-    layer.router.load, layer.router.counting = torch.zeros(7, dtype=torch.float64), True
+    layer.router.load, layer.router.is_counting = torch.zeros(7, dtype=torch.float64), True
     found = gradients_of(layer, x, layer(x, weights))
     logits, scores = naive_scores(layer, model, x)
     probabilities = scores / scores.sum(-1, keepdim=True)
@@ -209,7 +209,7 @@ def test_recomputation_changes_nothing_and_counts_once(recompute, changes):
         decoder = filled(Decoder(model, LENGTH, recompute=mode))
         loads = []
         for block in decoder.list_blocks():
-            if block.routed:
+            if block.is_moe:
                 block.ffn.router.auxiliary = AuxiliaryLosses(0.1, 0.1)
                 block.ffn.router.load = torch.zeros(7, dtype=torch.float64)
                 loads.append(block.ffn.router.load)

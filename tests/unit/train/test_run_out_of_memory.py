@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.core.errors import Problem
-from meshwright.train.out_of_memory import OutOfMemoryRunError, asked_bytes, ran_out
+from meshwright.train.out_of_memory import OutOfMemoryRunError, is_out_of_memory, requested_bytes
 
 CPU = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
@@ -32,27 +32,27 @@ CUDA = (
     ids=str,
 )
 def test_an_allocator_with_nothing_left_is_known(error, expected):
-    assert ran_out(error) is expected
+    assert is_out_of_memory(error) is expected
 
 
 def test_the_cause_counts_too():
     error = RuntimeError("autograd gave up")
     error.__cause__ = MemoryError()
-    assert ran_out(error)
+    assert is_out_of_memory(error)
 
 
 def test_torchs_own_allocator_says_so_in_these_words():
     """Really asked, for more than any machine has."""
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
-    assert ran_out(caught.value)
-    assert asked_bytes(str(caught.value)) == 2**60
+    assert is_out_of_memory(caught.value)
+    assert requested_bytes(str(caught.value)) == 2**60
 
 
 def test_what_was_asked_for_is_read():
-    assert asked_bytes(CPU) == 8388608
-    assert asked_bytes(CUDA) == int(2.5 * 2**30)
-    assert asked_bytes("nothing was said") is None
+    assert requested_bytes(CPU) == 8388608
+    assert requested_bytes(CUDA) == int(2.5 * 2**30)
+    assert requested_bytes("nothing was said") is None
 
 
 def test_the_error_pickles():

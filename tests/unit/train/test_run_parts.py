@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.data.dataset import IGNORED, Rows
+from meshwright.data.dataset import IGNORE_INDEX, SampleBatch
 from meshwright.measure.memory_tracker import PeakTracker, state_bytes, unique_bytes
 from meshwright.parallel.build import build_model
-from meshwright.parallel.zero1 import Owned
+from meshwright.parallel.zero1 import ShardedState
 from meshwright.plan.memory.ledger import predict_ledger
 from meshwright.spec.load import load_job
-from meshwright.train.batches import Batcher, deal
+from meshwright.train.batches import Batcher, assign_samples
 from meshwright.train.optimizer import build_optimizer
 from meshwright.train.utilisation import measure_matmul
 from model_shapes import gpt_overrides
@@ -44,7 +44,7 @@ def test_state_made_at_once_equals_state_made_by_torch(job_file):
 
 @given(st.integers(0, 200), st.integers(1, 17))
 def test_samples_are_dealt_once_each_and_evenly(count, ranks):
-    hands = [deal(count, rank, ranks) for rank in range(ranks)]
+    hands = [assign_samples(count, rank, ranks) for rank in range(ranks)]
     assert [s for hand in hands for s in hand] == list(range(count))
     assert max(map(len, hands)) - min(map(len, hands)) <= 1
     assert len(hands[0]) == max(map(len, hands)), "rank 0 is the fullest: it sets the number of micro-batches"
@@ -60,7 +60,7 @@ class Counting:
 
     def read(self, indices):
         tokens = np.asarray(indices)[:, None] + np.arange(4)
-        return Rows(tokens, tokens + 1, np.full_like(tokens, 3) if self.mask == "document" else None)
+        return SampleBatch(tokens, tokens + 1, np.full_like(tokens, 3) if self.mask == "document" else None)
 
     def count_targets(self, indices):
         return 4 * len(indices)
@@ -72,16 +72,18 @@ def test_every_rank_runs_the_same_micro_batches_and_every_sample_counts_once(mas
     samples = np.arange(100, 100 + count)
     shapes, seen = set(), []
     for rank in range(ranks):
-        batches = list(Batcher(Counting(mask), rank, ranks, micro, share=1 / count).micro_batches(samples))
+        batches = list(
+            Batcher(Counting(mask), rank, ranks, micro, sample_weight=1 / count).micro_batches(samples)
+        )
         shapes.add((len(batches), micro))
         for tokens, targets, segments, weights in batches:
             assert tokens.shape == targets.shape == (micro, 4)
             assert tokens.dtype == targets.dtype == torch.int64
             assert (segments is not None) == (mask == "document")
-            real = targets[:, 0] != IGNORED
+            real = targets[:, 0] != IGNORE_INDEX
             assert weights.tolist() == pytest.approx((real / count).tolist()), "a share of the global batch"
             seen += tokens[real][:, 0].tolist()
-            assert (targets[~real] == IGNORED).all()
+            assert (targets[~real] == IGNORE_INDEX).all()
             assert (tokens[~real] == 0).all()
             if segments is not None:
                 assert (segments[real] == 3).all()
@@ -143,9 +145,9 @@ def test_predicted_peak_is_within_five_per_cent(job_file, shape, micro_batches, 
             (loss / 7).backward()
             del inputs, loss
     ledger = predict_ledger(job, 4, micro_batches)
-    assert state_bytes(Owned(model), optimizer) == ledger.state_bytes
+    assert state_bytes(ShardedState(model), optimizer) == ledger.state_bytes
     assert ledger.peak_bytes == pytest.approx(tracker.peak_bytes, rel=0.05), ledger.peak_at
-    assert ledger.kept_bytes == pytest.approx(kept, rel=0.05)
+    assert ledger.activation_bytes == pytest.approx(kept, rel=0.05)
     assert sum(line.bytes for line in ledger.lines) == ledger.peak_bytes
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from meshwright.core.errors import RunFailedError
-from meshwright.parallel.zero1 import Owned
+from meshwright.parallel.zero1 import ShardedState
 from meshwright.spec.load import load_job
-from meshwright.train.amp import Precision
+from meshwright.train.amp import MixedPrecision
 
 CPU = torch.device("cpu")
 
@@ -19,19 +19,19 @@ def job(job_file):
     return load_job(str(job_file), ["train.precision=fp16", "train.loss_scale=8"])
 
 
-def take(precision: Precision, weight: nn.Parameter, optimizer, value: float) -> dict:
+def take(precision: MixedPrecision, weight: nn.Parameter, optimizer, value: float) -> dict:
     """One step on a loss whose gradient is ``value``."""
     precision.backward((weight * value).sum())
-    norm = precision.clip(Owned(nn.ParameterList([weight])), optimizer, 0.0)
+    norm = precision.clip_gradients(ShardedState(nn.ParameterList([weight])), optimizer, 0.0)
     precision.step(optimizer)
     optimizer.zero_grad()
-    return precision.look(1.0, float(norm))
+    return precision.step_fields(1.0, float(norm))
 
 
 def test_the_scale_cancels_out(job):
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.5)
-    said = take(Precision(job, CPU), weight, optimizer, 3.0)
+    said = take(MixedPrecision(job, CPU), weight, optimizer, 3.0)
     assert weight.item() == 1.0 - 0.5 * 3.0
     assert said == {"loss_scale": 8.0, "skipped": False}
 
@@ -39,7 +39,7 @@ def test_the_scale_cancels_out(job):
 def test_a_step_that_overflows_is_skipped_and_halves_the_scale(job):
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.5)
-    said = take(Precision(job, CPU), weight, optimizer, float("inf"))
+    said = take(MixedPrecision(job, CPU), weight, optimizer, float("inf"))
     assert weight.item() == 1.0
     assert said == {"loss_scale": 4.0, "skipped": True}
 
@@ -47,16 +47,16 @@ def test_a_step_that_overflows_is_skipped_and_halves_the_scale(job):
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_collapse_names_its_step_and_where_it_began(job, saved):
     weight = nn.Parameter(torch.ones(1))
-    optimizer, precision = torch.optim.SGD([weight], lr=0.5), Precision(job, CPU)
+    optimizer, precision = torch.optim.SGD([weight], lr=0.5), MixedPrecision(job, CPU)
     take(precision, weight, optimizer, 1.0)
     for step in range(2, 5):
         take(precision, weight, optimizer, float("nan"))
-        precision.require_scale(step, lambda: True)
+        precision.check_loss_scale(step, lambda: True)
     take(precision, weight, optimizer, float("nan"))
     with pytest.raises(
         RunFailedError, match=r"collapsed at step 5: it fell to 0.5 .* from step 2 on"
     ) as error:
-        precision.require_scale(5, lambda: saved)
+        precision.check_loss_scale(5, lambda: saved)
     (problem,) = error.value.problems
     assert problem.code == "train-fp16-collapsed"
     assert ("resume" in problem.fix, "no checkpoint was written" in problem.rule) == (saved, not saved)
@@ -64,20 +64,24 @@ def test_a_collapse_names_its_step_and_where_it_began(job, saved):
 
 def test_the_scale_goes_on_from_a_checkpoint(job):
     weight = nn.Parameter(torch.ones(1))
-    optimizer, before, after = torch.optim.SGD([weight], lr=0.5), Precision(job, CPU), Precision(job, CPU)
+    optimizer, before, after = (
+        torch.optim.SGD([weight], lr=0.5),
+        MixedPrecision(job, CPU),
+        MixedPrecision(job, CPU),
+    )
     take(before, weight, optimizer, float("inf"))
-    after.load(before.state())
-    assert after.state() == before.state()
+    after.load_state_dict(before.state_dict())
+    assert after.state_dict() == before.state_dict()
     assert take(after, weight, optimizer, float("inf"))["loss_scale"] == 2.0
 
 
 def test_a_step_without_targets_is_no_overflow(job):
-    precision = Precision(job, CPU)
-    assert precision.look(None, 0.0)["skipped"] is False
-    assert precision.look(None, float("inf"))["skipped"] is True
+    precision = MixedPrecision(job, CPU)
+    assert precision.step_fields(None, 0.0)["skipped"] is False
+    assert precision.step_fields(None, float("inf"))["skipped"] is True
 
 
 def test_other_precisions_have_no_scale(job_file):
-    precision = Precision(load_job(str(job_file), ["train.precision=bf16"]), CPU)
-    assert precision.state() is None
-    assert precision.look(float("nan"), None) == {"loss_scale": None, "skipped": None}
+    precision = MixedPrecision(load_job(str(job_file), ["train.precision=bf16"]), CPU)
+    assert precision.state_dict() is None
+    assert precision.step_fields(float("nan"), None) == {"loss_scale": None, "skipped": None}

@@ -15,45 +15,43 @@ import torch
 from test_run_fused import build, step
 
 from meshwright.core.errors import UserError
-from meshwright.models.kernels import cublas
-from meshwright.models.kernels import gemm as chosen
-from meshwright.models.kernels import gemm_autotune as race_module
-from meshwright.models.kernels.cublas import CublasError, Shape, library_version
+from meshwright.models.kernels import cublas, gemm, gemm_autotune
+from meshwright.models.kernels.cublas import CublasError, GemmShape, library_version
 from meshwright.models.kernels.gemm_autotune import (
-    NOTHING_RACES,
-    Winner,
-    choose_products,
-    count_shapes,
-    is_right,
-    pick,
-    read_winners,
-    weigh_gain,
-    write_winners,
+    SKIPPED_REASON,
+    TunedAlgorithm,
+    autotune_gemms,
+    count_gemm_shapes,
+    estimate_gain,
+    is_correct,
+    pick_fastest,
+    read_cache,
+    write_cache,
 )
 from meshwright.spec.load import build_job
 
 LOW = torch.bfloat16
 CPU = torch.device("cpu")
-FORWARD = Shape("forward", LOW, 64, 32, 96)
+FORWARD = GemmShape("forward", LOW, 64, 32, 96)
 ALGORITHM = bytes(range(64))
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_chosen_afterwards():
     yield
-    chosen.choose({}, CPU)
+    gemm.use_algorithms({}, CPU)
 
 
 def race(own: float, others: dict[str, tuple[float, float]]):
     """Racers by name: seconds at a glance, and when they last."""
     asked = []
 
-    def lasts_s(name, settle_s, heat_s):
+    def sustained_s(name, settle_s, heat_s):
         asked.append(name)
         glance, lasting = others.get(name, (own, own))
         return lasting if settle_s else glance
 
-    return *pick("own", list(others), lasts_s), asked
+    return *pick_fastest("own", list(others), sustained_s), asked
 
 
 def test_what_lasts_wins_not_what_is_quick_for_a_moment():
@@ -79,7 +77,7 @@ def test_who_wins_by_chance_does_not_stay():
     gains = []
     for _ in range(50):
         others = list(range(8))
-        best, gain = pick("own", others, lambda *_: 1 + noise.uniform(-0.005, 0.005))
+        best, gain = pick_fastest("own", others, lambda *_: 1 + noise.uniform(-0.005, 0.005))
         gains.append(gain)
         assert (best == "own") == (gain == 0.0)
     assert sum(gain > 0 for gain in gains) < 15
@@ -109,7 +107,7 @@ def refuse(out, wanted):
 def test_an_algorithm_must_give_the_whole_product(call, right):
     wanted = torch.randn(32, 16)
     out = wanted.clone()
-    assert is_right(lambda: call(out, wanted), out, wanted) is right
+    assert is_correct(lambda: call(out, wanted), out, wanted) is right
 
 
 @pytest.fixture
@@ -121,7 +119,7 @@ def job():
             "model": {**sizes, "vocab_size": 128256},
             "cluster": {"preset": "h200-sxm", "devices_per_node": 1},
             "data": {"path": "-", "seq_len": 4096},
-            "train": {"steps": 1, "global_batch": 4, "precision": "bf16", "compile": True},
+            "train": {"steps": 1, "global_batch": 4, "precision": "bf16", "block_backend": "triton"},
             "layout": {"dp_replicate": 1, "micro_batch": 4},
         }
     )
@@ -137,76 +135,82 @@ def test_the_products_of_a_step_race_each_once(job):
         (chunk, 2048, 128256): 2,
     }
     kinds = ("forward", "input", "weight")
-    assert count_shapes(job) == {
-        Shape(kind, LOW, *sizes): times for sizes, times in linears.items() for kind in kinds
+    assert count_gemm_shapes(job) == {
+        GemmShape(kind, LOW, *sizes): times for sizes, times in linears.items() for kind in kinds
     }
 
 
 def test_gradients_that_are_kept_in_16_bits_race_so_but_not_the_head_s(job):
-    narrow = dataclasses.replace(job, train=dataclasses.replace(job.train, gradients="bf16"))
-    shapes = count_shapes(narrow)
-    assert {s.outputs for s in shapes if s.kind == "weight" and not s.narrow} == {128256}
-    assert {s.kind for s in shapes if s.narrow} == {"weight"}
-    assert {s.out_dtype for s in shapes if s.narrow} == {LOW}
-    assert {s._replace(narrow=False) for s in shapes} == set(count_shapes(job))
+    narrow = dataclasses.replace(job, train=dataclasses.replace(job.train, grad_dtype="bf16"))
+    shapes = count_gemm_shapes(narrow)
+    assert {s.outputs for s in shapes if s.kind == "weight" and not s.same_dtype_out} == {128256}
+    assert {s.kind for s in shapes if s.same_dtype_out} == {"weight"}
+    assert {s.out_dtype for s in shapes if s.same_dtype_out} == {LOW}
+    assert {s._replace(same_dtype_out=False) for s in shapes} == set(count_gemm_shapes(job))
 
 
 def test_products_in_8_bits_do_not_race(job):
     fp8 = dataclasses.replace(job, train=dataclasses.replace(job.train, precision="fp8"))
-    shapes = count_shapes(fp8)
+    shapes = count_gemm_shapes(fp8)
     assert {shape.kind for shape in shapes if shape.outputs != 128256} == {"weight"}
-    whole = dataclasses.replace(fp8, train=dataclasses.replace(fp8.train, weight_gradients="fp8"))
-    assert {shape.outputs for shape in count_shapes(whole)} == {128256}, "the head stays in 16 bits"
+    whole = dataclasses.replace(fp8, train=dataclasses.replace(fp8.train, fp8_weight_grads=True))
+    assert {shape.outputs for shape in count_gemm_shapes(whole)} == {128256}, "the head stays in 16 bits"
 
 
 def test_a_gain_is_weighed_by_how_often_and_how_large():
-    small, large = FORWARD, Shape("weight", LOW, 64, 32, 192)
-    winners = {small: Winner(ALGORITHM, 0.1), large: Winner(None, 0.0)}
-    assert weigh_gain(winners, {small: 2, large: 1}) == pytest.approx(0.05)
+    small, large = FORWARD, GemmShape("weight", LOW, 64, 32, 192)
+    winners = {small: TunedAlgorithm(ALGORITHM, 0.1), large: TunedAlgorithm(None, 0.0)}
+    assert estimate_gain(winners, {small: 2, large: 1}) == pytest.approx(0.05)
 
 
 def test_winners_are_kept_and_read_again(tmp_path):
-    file = tmp_path / "new" / "products.json"
-    winners = {FORWARD: Winner(ALGORITHM, 0.0712), Shape("input", torch.float16, 1, 2, 3): Winner(None, 0.0)}
-    winners |= {Shape("weight", LOW, 1, 2, 3, narrow): Winner(None, narrow / 8) for narrow in (False, True)}
-    write_winners(file, winners)
-    assert read_winners(file) == winners
+    file = tmp_path / "new" / "gemms.json"
+    winners = {
+        FORWARD: TunedAlgorithm(ALGORITHM, 0.0712),
+        GemmShape("input", torch.float16, 1, 2, 3): TunedAlgorithm(None, 0.0),
+    }
+    winners |= {
+        GemmShape("weight", LOW, 1, 2, 3, narrow): TunedAlgorithm(None, narrow / 8)
+        for narrow in (False, True)
+    }
+    write_cache(file, winners)
+    assert read_cache(file) == winners
     assert [path.name for path in file.parent.iterdir()] == [file.name], "nothing is left beside it"
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[1]", '{"v": 2}', '{"v": 2, "products": 3}', '{"v": 1, "products": []}']
+    "text", ["", "{", "[1]", '{"v": 3}', '{"v": 3, "gemms": 3}', '{"v": 2, "gemms": []}']
 )
 def test_a_file_that_nobody_wrote_so_is_no_file(tmp_path, text):
-    file = tmp_path / "products.json"
-    assert read_winners(file) == {}
+    file = tmp_path / "gemms.json"
+    assert read_cache(file) == {}
     file.write_text(text)
-    assert read_winners(file) == {}
+    assert read_cache(file) == {}
 
 
 def test_a_bad_row_costs_no_other(tmp_path):
-    file = tmp_path / "products.json"
-    other = Shape("input", LOW, 64, 32, 96)
-    write_winners(file, {FORWARD: Winner(ALGORITHM, 0.1), other: Winner(None, 0.0)})
+    file = tmp_path / "gemms.json"
+    other = GemmShape("input", LOW, 64, 32, 96)
+    write_cache(file, {FORWARD: TunedAlgorithm(ALGORITHM, 0.1), other: TunedAlgorithm(None, 0.0)})
     kept = json.loads(file.read_text())
-    kept["products"][0]["algorithm"] = ALGORITHM[:8].hex()
-    kept["products"].append({"kind": "forward"})
+    kept["gemms"][0]["algorithm"] = ALGORITHM[:8].hex()
+    kept["gemms"].append({"kind": "forward"})
     file.write_text(json.dumps(kept))
-    assert read_winners(file) == {other: Winner(None, 0.0)}
+    assert read_cache(file) == {other: TunedAlgorithm(None, 0.0)}
 
 
 def test_another_run_s_winners_are_kept_beside(tmp_path):
-    file, other = tmp_path / "products.json", Shape("input", LOW, 64, 32, 96)
-    write_winners(file, {FORWARD: Winner(ALGORITHM, 0.1)})
-    write_winners(file, {other: Winner(None, 0.0)})
-    assert read_winners(file) == {FORWARD: Winner(ALGORITHM, 0.1), other: Winner(None, 0.0)}
+    file, other = tmp_path / "gemms.json", GemmShape("input", LOW, 64, 32, 96)
+    write_cache(file, {FORWARD: TunedAlgorithm(ALGORITHM, 0.1)})
+    write_cache(file, {other: TunedAlgorithm(None, 0.0)})
+    assert read_cache(file) == {FORWARD: TunedAlgorithm(ALGORITHM, 0.1), other: TunedAlgorithm(None, 0.0)}
 
 
 def test_where_nothing_can_be_kept_a_run_goes_on(tmp_path):
     (tmp_path / "taken").write_text("")
-    write_winners(tmp_path / "taken" / "products.json", {FORWARD: Winner(None, 0.0)})
-    write_winners(None, {FORWARD: Winner(None, 0.0)})
-    assert read_winners(None) == {}
+    write_cache(tmp_path / "taken" / "gemms.json", {FORWARD: TunedAlgorithm(None, 0.0)})
+    write_cache(None, {FORWARD: TunedAlgorithm(None, 0.0)})
+    assert read_cache(None) == {}
 
 
 class Told(list):
@@ -227,75 +231,75 @@ def a_race(monkeypatch, tmp_path):
             raise KeyboardInterrupt
         if "full" in raced:
             raise torch.OutOfMemoryError
-        return Winner(ALGORITHM, 0.1)
+        return TunedAlgorithm(ALGORITHM, 0.1)
 
     def by(shape, algorithm):
         return StandIn(shape)
 
-    monkeypatch.setattr(race_module, "find_file", lambda: tmp_path / "products.json")
-    monkeypatch.setattr(race_module, "_warm_up", lambda shape: None)
-    monkeypatch.setattr(race_module, "_race", win)
-    monkeypatch.setattr(race_module, "_by", by)
-    monkeypatch.setattr(race_module, "_still_right", lambda shape, winner: shape.outputs != 2 * 8192)
+    monkeypatch.setattr(gemm_autotune, "find_cache_file", lambda: tmp_path / "gemms.json")
+    monkeypatch.setattr(gemm_autotune, "_warm_up", lambda shape: None)
+    monkeypatch.setattr(gemm_autotune, "_autotune_shape", win)
+    monkeypatch.setattr(gemm_autotune, "_by", by)
+    monkeypatch.setattr(gemm_autotune, "_is_still_correct", lambda shape, winner: shape.outputs != 2 * 8192)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     return raced
 
 
 def test_a_race_is_run_once_goes_on_where_it_was_and_looks_again(job, a_race, tmp_path):
-    job = dataclasses.replace(job, train=dataclasses.replace(job.train, products="raced"))
+    job = dataclasses.replace(job, train=dataclasses.replace(job.train, gemm_autotune=True))
     told = Told()
     a_race.append("breaks")
     with pytest.raises(KeyboardInterrupt):
-        choose_products(job, CPU, told)
-    assert [event["event"] for event in told] == ["racing"]
+        autotune_gemms(job, CPU, told)
+    assert [event["event"] for event in told] == ["gemm_autotune_started"]
     a_race.clear()
-    choose_products(job, CPU, told)
+    autotune_gemms(job, CPU, told)
     assert told[-1] | {"seconds": 0} == {
-        "event": "products",
-        "raced": 13,
-        "known": 2,
+        "event": "gemm_autotune",
+        "tuned": 13,
+        "cached": 2,
         "changed": 15,
         "gain": pytest.approx(0.1),
         "seconds": 0,
-        "file": str(tmp_path / "products.json"),
+        "file": str(tmp_path / "gemms.json"),
     }
     assert len(a_race) == 13
     a_race.clear()
-    choose_products(job, CPU, told)
+    autotune_gemms(job, CPU, told)
     assert {shape.outputs for shape in a_race} == {2 * 8192}, "what is no longer right races again"
-    assert chosen._chosen.keys() == {(CPU, shape) for shape in count_shapes(job)}
+    assert gemm._tuned.keys() == {(CPU, shape) for shape in count_gemm_shapes(job)}
 
 
 def test_without_room_for_a_race_torchs_own_stays_for_this_run(job, a_race, tmp_path):
-    job = dataclasses.replace(job, train=dataclasses.replace(job.train, products="raced"))
+    job = dataclasses.replace(job, train=dataclasses.replace(job.train, gemm_autotune=True))
     a_race.append("full")
-    choose_products(job, CPU, told := Told())
-    assert (told[-1]["changed"], told[-1]["gain"], chosen._chosen) == (0, 0.0, {})
-    assert read_winners(tmp_path / "products.json") == {}, "there may be room the next time"
+    autotune_gemms(job, CPU, told := Told())
+    assert (told[-1]["changed"], told[-1]["gain"], gemm._tuned) == (0, 0.0, {})
+    assert read_cache(tmp_path / "gemms.json") == {}, "there may be room the next time"
 
 
 @pytest.mark.parametrize("kind", ["forward", "input"])
 def test_a_winner_that_was_kept_is_compared_with_torch_again(monkeypatch, kind):
     """As a race does, here with operands of a CPU."""
-    shape = Shape(kind, LOW, 64, 32, 96)
+    shape = GemmShape(kind, LOW, 64, 32, 96)
     sizes = (shape.left, shape.right)
     drawn = (*(torch.randn(size).to(LOW) for size in sizes), torch.empty(shape.out, dtype=LOW))
-    monkeypatch.setattr(race_module, "_draw", lambda shape: drawn)
-    monkeypatch.setattr(race_module, "_by", lambda shape, algorithm: StandIn(shape))
-    assert race_module._still_right(shape, Winner(ALGORITHM, 0.1))
-    assert race_module._still_right(shape, Winner(None, 0.0)), "torch's own"
-    monkeypatch.setattr(race_module, "_by", lambda shape, algorithm: lambda left, right, out, add: None)
-    assert not race_module._still_right(shape, Winner(ALGORITHM, 0.1))
+    monkeypatch.setattr(gemm_autotune, "_random_operands", lambda shape: drawn)
+    monkeypatch.setattr(gemm_autotune, "_by", lambda shape, algorithm: StandIn(shape))
+    assert gemm_autotune._is_still_correct(shape, TunedAlgorithm(ALGORITHM, 0.1))
+    assert gemm_autotune._is_still_correct(shape, TunedAlgorithm(None, 0.0)), "torch's own"
+    monkeypatch.setattr(gemm_autotune, "_by", lambda shape, algorithm: lambda left, right, out, add: None)
+    assert not gemm_autotune._is_still_correct(shape, TunedAlgorithm(ALGORITHM, 0.1))
 
 
 def test_a_job_that_does_not_race_forgets_what_another_chose_and_says_why(job):
-    chosen.choose({FORWARD: StandIn(FORWARD)}, CPU)
+    gemm.use_algorithms({FORWARD: StandIn(FORWARD)}, CPU)
     told = Told()
-    choose_products(job, CPU, told)
-    assert (chosen._chosen, told) == ({}, [])
-    eager = dataclasses.replace(job.train, products="raced", compile=False)
-    choose_products(dataclasses.replace(job, train=eager), CPU, told)
-    assert told == [{"event": "no_race", "reason": NOTHING_RACES}]
+    autotune_gemms(job, CPU, told)
+    assert (gemm._tuned, told) == ({}, [])
+    eager = dataclasses.replace(job.train, gemm_autotune=True, block_backend="eager")
+    autotune_gemms(dataclasses.replace(job, train=eager), CPU, told)
+    assert told == [{"event": "gemm_autotune_skipped", "reason": SKIPPED_REASON}]
 
 
 def test_a_torch_without_the_library_says_so(monkeypatch):
@@ -303,7 +307,7 @@ def test_a_torch_without_the_library_says_so(monkeypatch):
     cublas._library.cache_clear()
     with pytest.raises(UserError, match="needs cuBLASLt") as caught:
         library_version()
-    assert caught.value.problems[0].code == "train-products"
+    assert caught.value.problems[0].code == "train-gemm-autotune"
 
 
 class StandIn:
@@ -323,17 +327,17 @@ class StandIn:
         out.copy_(out + product if add else product)
 
 
-def choose_for_all(monkeypatch, *, narrow: bool = False) -> dict[Shape, StandIn]:
+def choose_for_all(monkeypatch, *, narrow: bool = False) -> dict[GemmShape, StandIn]:
     """Stand-ins for every product of the small model, whose loss has chunks of 24, 24 and 16 tokens."""
-    monkeypatch.setattr(chosen, "ALIGNED_BYTES", 1)
+    monkeypatch.setattr(gemm, "ALIGNED_BYTES", 1)
     linears = [(64, 32, 64), (64, 32, 32), (64, 32, 192), (64, 96, 32), (24, 32, 128), (16, 32, 128)]
     shapes = [
-        Shape(kind, LOW, *sizes, narrow and kind == "weight" and sizes[0] == 64)
+        GemmShape(kind, LOW, *sizes, narrow and kind == "weight" and sizes[0] == 64)
         for kind in ("forward", "input", "weight")
         for sizes in linears
     ]
     stands = {shape: StandIn(shape) for shape in shapes}
-    chosen.choose(stands, CPU)
+    gemm.use_algorithms(stands, CPU)
     return stands
 
 
@@ -358,20 +362,20 @@ def test_sums_of_the_head_begin_and_go_on(monkeypatch):
     stands = choose_for_all(monkeypatch)
     grad, x, total = torch.ones(24, 128, dtype=LOW), torch.ones(24, 32, dtype=LOW), torch.full((128, 32), 7.0)
     for expected, first in ((24.0, True), (48.0, False)):
-        chosen.add_weight_gradient(total, grad, x, first)
+        gemm.accumulate_weight_grad(total, grad, x, first)
         assert total.unique().tolist() == [expected]
-    assert stands[Shape("weight", LOW, 24, 32, 128)].calls == 2
+    assert stands[GemmShape("weight", LOW, 24, 32, 128)].calls == 2
 
 
 def test_operands_that_do_not_lie_plainly_are_torchs(monkeypatch):
     stands = choose_for_all(monkeypatch)
     x, weight = torch.randn(32, 24).to(LOW).T, torch.randn(128, 32).to(LOW)
-    torch.testing.assert_close(chosen.multiply(x, weight), x @ weight.T)
+    torch.testing.assert_close(gemm.forward(x, weight), x @ weight.T)
     assert not any(stand.calls for stand in stands.values())
-    chosen.multiply(x.contiguous(), weight)
-    assert stands[Shape("forward", LOW, 24, 32, 128)].calls == 1
-    chosen.multiply(x.contiguous().half(), weight.half())
-    assert stands[Shape("forward", LOW, 24, 32, 128)].calls == 1, "of another precision"
+    gemm.forward(x.contiguous(), weight)
+    assert stands[GemmShape("forward", LOW, 24, 32, 128)].calls == 1
+    gemm.forward(x.contiguous().half(), weight.half())
+    assert stands[GemmShape("forward", LOW, 24, 32, 128)].calls == 1, "of another precision"
 
 
 def test_what_torch_refuses_is_refused(monkeypatch):
@@ -379,9 +383,9 @@ def test_what_torch_refuses_is_refused(monkeypatch):
     stands = choose_for_all(monkeypatch)
     x, weight = torch.ones(24, 32, dtype=LOW), torch.ones(128, 32, dtype=LOW)
     with pytest.raises(RuntimeError):
-        chosen.multiply(x, weight.float())
+        gemm.forward(x, weight.float())
     with pytest.raises(RuntimeError):
-        chosen.multiply(x, weight[:, :16].contiguous())
+        gemm.forward(x, weight[:, :16].contiguous())
     with pytest.raises(RuntimeError):
-        chosen.multiply_back(torch.ones(24, 128, dtype=LOW), weight, out=torch.empty(24, 32))
+        gemm.input_grad(torch.ones(24, 128, dtype=LOW), weight, out=torch.empty(24, 32))
     assert not any(stand.calls for stand in stands.values())

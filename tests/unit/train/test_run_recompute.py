@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.measure.memory_tracker import PeakTracker
 from meshwright.models.decoder import Decoder, compile_blocks
-from meshwright.models.init import DrawnWeights, fill
+from meshwright.models.init import RandomWeights, fill
 from meshwright.spec.model import DecoderModel
 from model_shapes import GPT_PARTS
 
@@ -31,7 +31,7 @@ GPT = DecoderModel(
 def step(model: DecoderModel, recompute: str, compiled: bool = False, low: bool = False):
     """Loss, gradients and what lives between forward and backward, of one step."""
     net = Decoder(model, 16, 8, recompute)
-    weights = DrawnWeights(dataclasses.replace(model, init_std=0.2), 0)
+    weights = RandomWeights(dataclasses.replace(model, init_std=0.2), 0)
     fill(net, [name for name, _ in net.named_parameters()], weights, torch.device("cpu"))
     if compiled:
         compile_blocks(net, backend="aot_eager")

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.data.dataset import IGNORED
+from meshwright.data.dataset import IGNORE_INDEX
 from meshwright.data.images import ImageShape, open_images
 from meshwright.layout.parameters import count_statistics, list_parameters
 from meshwright.measure.memory_tracker import PeakTracker, state_bytes
 from meshwright.models.resnet import BatchNorm, ResNet
 from meshwright.parallel.build import build_model
-from meshwright.parallel.zero1 import Owned
+from meshwright.parallel.zero1 import ShardedState
 from meshwright.plan.memory.ledger import predict_ledger
 from meshwright.spec.job import SYNTHETIC_IMAGES, Job
 from meshwright.spec.load import build_job
@@ -88,7 +88,7 @@ def test_the_loss_is_a_sum_over_labels_that_count():
     images, labels = batch_of(model, 6)
     logits = network(images)
     whole = nn.functional.cross_entropy(logits[:4], labels[:4], reduction="sum")
-    padded = torch.where(torch.arange(6) < 4, labels, IGNORED)
+    padded = torch.where(torch.arange(6) < 4, labels, IGNORE_INDEX)
     torch.testing.assert_close(network(images, padded), whole)
     images[4:] = 9.0
     torch.testing.assert_close(network(images, padded), whole)
@@ -153,8 +153,8 @@ def test_batches_are_padded_with_images_that_weigh_nothing():
         batches = list(ImageBatcher(data, rank, 2, 2).micro_batches(samples))
         assert [tuple(batch.inputs.shape) for batch in batches] == [(2, 3, 8, 8)] * 2
         for images, labels, *_ in batches:
-            seen += [image.sum().item() for image in images[labels != IGNORED]]
-            assert not images[labels == IGNORED].any()
+            seen += [image.sum().item() for image in images[labels != IGNORE_INDEX]]
+            assert not images[labels == IGNORE_INDEX].any()
     assert len(seen) == 5
     assert sorted(seen) == pytest.approx(sorted(data.read(samples)[0].sum(axis=(1, 2, 3)).tolist()), rel=1e-4)
 
@@ -186,8 +186,8 @@ def test_predicted_memory_is_what_an_eager_step_holds(shape, micro_batches, prec
         del images, labels, loss
         train = dataclasses.replace(job.train, global_batch=count * micro_batches)
         ledger = predict_ledger(dataclasses.replace(job, train=train), count, micro_batches)
-        assert state_bytes(Owned(network), optimizer) == ledger.state_bytes
-        assert ledger.kept_bytes == pytest.approx(kept, rel=0.01)
+        assert state_bytes(ShardedState(network), optimizer) == ledger.state_bytes
+        assert ledger.activation_bytes == pytest.approx(kept, rel=0.01)
         assert ledger.peak_bytes == pytest.approx(tracker.peak_bytes, rel=0.01), ledger.peak_at
         assert sum(line.bytes for line in ledger.lines) == ledger.peak_bytes
         network.zero_grad(set_to_none=True)

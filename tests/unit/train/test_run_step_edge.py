@@ -15,11 +15,11 @@ import torch
 from meshwright.core.events import EVENTS_FILE, EventWriter
 from meshwright.launch.assignment import Assignment
 from meshwright.measure.collective_counter import CollectiveCounter
-from meshwright.parallel.mesh import Ranks, Sums, join_ranks
+from meshwright.parallel.mesh import ControlAllReduce, Mesh, init_mesh
 from meshwright.plan.contract import build_plan
 from meshwright.spec.load import load_job
 from meshwright.train import loop
-from meshwright.train.trainer import Session, build_session
+from meshwright.train.trainer import Trainer, build_trainer
 
 STEPS = 8
 ALONE = (
@@ -36,13 +36,13 @@ class EnoughError(Exception):
     """Ends a run."""
 
 
-def build_rank(job_file: Path, folder: Path, *overrides: str, listener=None) -> Session:
+def build_rank(job_file: Path, folder: Path, *overrides: str, listener=None) -> Trainer:
     plan, _ = build_plan(load_job(str(job_file), [*ALONE, *overrides]))
     folder.mkdir()
     counter = CollectiveCounter()
     assignment = Assignment(str(folder), plan.job.data.path, str(folder / "checkpoints"))
     events = EventWriter(folder / EVENTS_FILE, 0, listener=listener)
-    return build_session(plan, assignment, join_ranks(plan.job, counter), counter, events)
+    return build_trainer(plan, assignment, init_mesh(plan.job, counter), counter, events)
 
 
 def read_log(folder: Path) -> list[dict]:
@@ -50,17 +50,17 @@ def read_log(folder: Path) -> list[dict]:
     return [{key: value for key, value in event.items() if key not in CLOCKS} for event in events]
 
 
-def count_updates(session: Session) -> set[int]:
-    return {int(state["step"]) for state in session.optimizer.state.values()}
+def count_updates(trainer: Trainer) -> set[int]:
+    return {int(state["step"]) for state in trainer.optimizer.state.values()}
 
 
 @pytest.fixture
 def early(monkeypatch):
     """As on a GPU."""
-    monkeypatch.setattr(loop, "reads_early", lambda session: True)
+    monkeypatch.setattr(loop, "can_read_loss_early", lambda trainer: True)
 
 
-def note_order(session: Session, monkeypatch) -> list[list[str]]:
+def note_order(trainer: Trainer, monkeypatch) -> list[list[str]]:
     """What each step asks of the device, in order; a list for each wait."""
     steps: list[list[str]] = [[]]
 
@@ -73,11 +73,11 @@ def note_order(session: Session, monkeypatch) -> list[list[str]]:
 
         monkeypatch.setattr(owner, name, call)
 
-    wait = Sums.wait
-    monkeypatch.setattr(Sums, "wait", lambda sums: steps.append([]) or wait(sums))
-    note(session.precision, "step", "update")
-    note(session.feed, "prepare", "batch")
-    note(Ranks, "begin_sum", "numbers")
+    wait = ControlAllReduce.wait
+    monkeypatch.setattr(ControlAllReduce, "wait", lambda sums: steps.append([]) or wait(sums))
+    note(trainer.amp, "step", "update")
+    note(trainer.prefetcher, "prefetch", "batch")
+    note(Mesh, "start_control_all_reduce", "numbers")
     return steps
 
 
@@ -88,18 +88,18 @@ def test_numbers_are_asked_for_before_the_update_where_a_step_comes_next(
     job_file, tmp_path, monkeypatch, early
 ):
     """Not in the audited second step, before evaluations and checkpoints, and at the end."""
-    session = build_rank(job_file, tmp_path / "run", "train.eval_every=4", "checkpoint.every_steps=6")
-    steps = note_order(session, monkeypatch)
-    loop.train(session)
+    trainer = build_rank(job_file, tmp_path / "run", "train.eval_every=4", "checkpoint.every_steps=6")
+    steps = note_order(trainer, monkeypatch)
+    loop.train(trainer)
     evaluation, last = ["numbers"], ["update", "numbers"]
     assert steps == [EARLY, WHOLE, EARLY, WHOLE, evaluation, EARLY, WHOLE, EARLY, last, evaluation, []]
 
 
 def test_a_checkpoint_that_is_due_by_time_is_waited_for(job_file, tmp_path, monkeypatch):
-    session = build_rank(job_file, tmp_path / "run")
-    assert loop.goes_on(session)
-    monkeypatch.setattr(Session, "save_due", lambda session: True)
-    assert not loop.goes_on(session)
+    trainer = build_rank(job_file, tmp_path / "run")
+    assert loop.is_followed_by_step(trainer)
+    monkeypatch.setattr(Trainer, "is_save_due", lambda trainer: True)
+    assert not loop.is_followed_by_step(trainer)
 
 
 @pytest.mark.parametrize("more", [(), ("train.clip=0",), ("train.noise_scale_every=2",)])
@@ -108,7 +108,7 @@ def test_events_and_checkpoints_are_the_same(job_file, tmp_path, monkeypatch, mo
     more = (*more, "train.eval_every=3", "checkpoint.every_steps=4")
     usual = build_rank(job_file, tmp_path / "usual", *more)
     loop.train(usual)
-    monkeypatch.setattr(loop, "reads_early", lambda session: True)
+    monkeypatch.setattr(loop, "can_read_loss_early", lambda trainer: True)
     ahead = build_rank(job_file, tmp_path / "ahead", *more)
     loop.train(ahead)
     assert read_log(tmp_path / "ahead") == read_log(tmp_path / "usual")
@@ -124,40 +124,40 @@ def test_whoever_listens_ends_the_run_after_the_step_it_hears_of(job_file, tmp_p
 
     def hear(event):
         if event["event"] == "step":
-            begun.append(count_updates(session))
+            begun.append(count_updates(trainer))
             if event["step"] == 5:
                 raise EnoughError
 
-    session = build_rank(job_file, tmp_path / "run", listener=hear)
+    trainer = build_rank(job_file, tmp_path / "run", listener=hear)
     with pytest.raises(EnoughError):
-        loop.train(session)
+        loop.train(trainer)
     assert begun == [{step} for step in range(1, 6)]
-    assert session.step == 5
+    assert trainer.step == 5
 
 
-@pytest.mark.parametrize("reads_early", [False, True])
-def test_a_wish_to_stop_ends_the_run_at_the_same_step(job_file, tmp_path, monkeypatch, reads_early):
+@pytest.mark.parametrize("can_read_loss_early", [False, True])
+def test_a_wish_to_stop_ends_the_run_at_the_same_step(job_file, tmp_path, monkeypatch, can_read_loss_early):
     """It is seen by the next step, which is saved."""
-    monkeypatch.setattr(loop, "reads_early", lambda session: reads_early)
+    monkeypatch.setattr(loop, "can_read_loss_early", lambda trainer: can_read_loss_early)
 
     def hear(event):
         if event["event"] == "step" and event["step"] == 3:
-            session.stop_wanted = True
+            trainer.stop_requested = True
 
-    session = build_rank(job_file, tmp_path / "run", listener=hear)
-    loop.train(session)
-    assert (session.step, session.saved_step, count_updates(session)) == (4, 4, {4})
+    trainer = build_rank(job_file, tmp_path / "run", listener=hear)
+    loop.train(trainer)
+    assert (trainer.step, trainer.saved_step, count_updates(trainer)) == (4, 4, {4})
     assert read_log(tmp_path / "run")[-1]["status"] == "interrupted"
 
 
 def test_only_one_gpu_alone_reads_early(job_file, tmp_path):
     """Not a CPU, not one rank of several, not where the optimizer's state lies on the host."""
-    session = build_rank(job_file, tmp_path / "run")
-    assert not loop.reads_early(session)
-    gpu = dataclasses.replace(session.ranks, device=torch.device("cuda", 0))
-    session.ranks = gpu
-    assert loop.reads_early(session)
-    session.streamed = object()
-    assert not loop.reads_early(session)
-    session.streamed, session.ranks = None, dataclasses.replace(gpu, control=object())
-    assert not loop.reads_early(session)
+    trainer = build_rank(job_file, tmp_path / "run")
+    assert not loop.can_read_loss_early(trainer)
+    gpu = dataclasses.replace(trainer.mesh, device=torch.device("cuda", 0))
+    trainer.mesh = gpu
+    assert loop.can_read_loss_early(trainer)
+    trainer.streamed = object()
+    assert not loop.can_read_loss_early(trainer)
+    trainer.streamed, trainer.mesh = None, dataclasses.replace(gpu, control=object())
+    assert not loop.can_read_loss_early(trainer)

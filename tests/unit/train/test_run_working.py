@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from fused_decoders import note_kept
-from meshwright.models.bf16_weights import WorkingCopies
+from meshwright.models.bf16_weights import WeightCopies
 from meshwright.models.decoder import Decoder, compile_blocks
-from meshwright.models.init import DrawnWeights, fill
-from meshwright.models.linear import Joint, Product, multiply_copy
+from meshwright.models.init import RandomWeights, fill
+from meshwright.models.linear import Linear, MergedLinear, low_precision_linear
 from meshwright.spec.model import DecoderModel
 from model_shapes import GPT_PARTS
 
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.filterwarnings(
 
 def build(model: DecoderModel, recompute: str = "none", copied: bool = True) -> Decoder:
     net = Decoder(model, LENGTH, 8, recompute)
-    weights = DrawnWeights(dataclasses.replace(model, init_std=0.2), 0)
+    weights = RandomWeights(dataclasses.replace(model, init_std=0.2), 0)
     fill(net, [name for name, _ in net.named_parameters()], weights, torch.device("cpu"))
     if copied:
         torch.compiler.reset()  # it counts how often it has compiled a block, and gives up
-        net.stream = torch.bfloat16
-        net.working = WorkingCopies(net, torch.bfloat16)
+        net.residual_dtype = torch.bfloat16
+        net.weight_copies = WeightCopies(net, torch.bfloat16)
         compile_blocks(net, backend="aot_eager")
     return net
 
@@ -51,7 +51,7 @@ def test_a_copys_product_sends_float32_gradients_to_each_of_its_masters():
     masters = [nn.Parameter(torch.randn(rows, 8)) for rows in (16, 4, 4)]
     low = torch.cat([master.detach() for master in masters]).bfloat16()
     x = torch.randn(2, 5, 8).bfloat16().requires_grad_()
-    out = multiply_copy(x, low, *masters)
+    out = low_precision_linear(x, low, *masters)
     seed = torch.randn_like(out)
     out.backward(seed)
     assert torch.equal(out, x @ low.T)
@@ -65,10 +65,10 @@ def test_a_copys_product_sends_float32_gradients_to_each_of_its_masters():
 def test_joined_products_give_what_each_gives():
     """Forward to the bit, gradients within what 16 bits round."""
     torch.manual_seed(0)
-    products = [Product(8, width, bias=False) for width in (16, 4)]
+    products = [Linear(8, width, bias=False) for width in (16, 4)]
     low = torch.cat([product.weight.detach() for product in products]).bfloat16()
     x = torch.randn(2, 5, 8).bfloat16().requires_grad_()
-    parts = Joint(products, low).multiply(x)
+    parts = MergedLinear(products, low).matmul(x)
     seeds = [torch.randn_like(part) for part in parts]
     found = torch.autograd.grad(parts, [x, *(product.weight for product in products)], seeds)
     lows = low.split([16, 4])
@@ -89,7 +89,7 @@ def test_a_step_with_copies_follows_the_step_without(model, recompute):
     """Within what 16 bits round; products that are one, and those with a bias, which are not."""
     plain, expected = step(build(model, copied=False))
     net = build(model, recompute)
-    assert (net.blocks["0"].attention.joint is None) == model.attention_bias
+    assert (net.blocks["0"].attention.qkv is None) == model.attention_bias
     found, gradients = step(net)
     assert found == pytest.approx(plain, rel=2e-3)
     whole = nn.utils.get_total_norm(list(expected.values()))  # a bias of keys has a gradient of noise alone
@@ -101,7 +101,7 @@ def test_a_step_with_copies_follows_the_step_without(model, recompute):
 def test_selective_recomputation_of_a_compiled_block_keeps_what_its_products_gave():
     """To the byte: the input, q, k and v, attention with its sums, what wo gave, gate and up."""
     net = build(LLAMA, "selective")
-    net.working.refresh()
+    net.weight_copies.refresh()
     block, tokens, width = net.blocks["0"], SAMPLES * LENGTH, LLAMA.hidden_size
     x = torch.randn(SAMPLES, LENGTH, width).bfloat16().requires_grad_()
     rope = net.rope_cos, net.rope_sin
@@ -118,11 +118,11 @@ def test_selective_recomputation_of_a_compiled_block_keeps_what_its_products_gav
 def test_copies_are_made_again_when_their_masters_have_changed():
     net = build(LLAMA)
     step(net)
-    copies = net.working.copies
+    copies = net.weight_copies.copies
     before = {name: copies[p].clone() for name, p in net.named_parameters() if p in copies}
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
     optimizer.step()
-    net.working.stale = True
+    net.weight_copies.is_stale = True
     step(net)
     for name, parameter in net.named_parameters():
         if parameter in copies:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.plan.time import interval as intervals
-from meshwright.plan.time.interval import GENERATIONS, interval, similar_to
+from meshwright.plan.time.interval import GENERATIONS, interval, similar_groups
 from meshwright.validation.devices import known_devices
 from meshwright.validation.evaluate import Outcome, bundled_table, evaluate, evaluate_tables
 from meshwright.validation.metrics import (
@@ -254,7 +254,7 @@ def test_residuals_are_percentiles_of_held_out_rows_that_gate(read):
     rows += [outcome(read, 9.0, id=name, confidence="digitised") for name in held]
     table = tabulate_residuals(rows)
     assert {(entry["kind"], entry["profile"], entry["device"]) for entry in table} == set(
-        similar_to(read().case.workload)
+        similar_groups(read().case.workload)
     )
     assert {(entry["rows"], entry["low"], entry["high"]) for entry in table} == {(11, 0.92, 1.08)}
 

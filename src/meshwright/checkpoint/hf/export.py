@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.checkpoint.hf.config import build_hf_config, require_hf_form
-from meshwright.checkpoint.hf.names import MIXTRAL, Place, list_hf_shapes, list_places
+from meshwright.checkpoint.hf.names import MIXTRAL, HfLocation, list_hf_locations, list_hf_shapes
 from meshwright.checkpoint.manifest import MODEL_FILE, SELECTION_BIAS, read_manifest
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import sync_path
@@ -93,7 +93,7 @@ def _write_weights(checkpoint: Path, out: Path, model: DecoderModel, dtype: torc
     """One file, or shards with an index; no more than one shard is held at a time. Returns bytes."""
     shapes = list_hf_shapes(model)
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
-    shards = cut_shards(sizes, limit)
+    shards = split_into_shards(sizes, limit)
     weight_map: dict[str, str] = {}
     tensors = _iter_hf_tensors(checkpoint, model, dtype)
     for number, names in enumerate(shards, 1):
@@ -108,7 +108,7 @@ def _write_weights(checkpoint: Path, out: Path, model: DecoderModel, dtype: torc
     return total
 
 
-def cut_shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
+def split_into_shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
     """Names in their order, cut where the next tensor would go over the limit."""
     shards: list[list[str]] = []
     filled = 0
@@ -125,8 +125,8 @@ def _iter_hf_tensors(
     checkpoint: Path, model: DecoderModel, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """Hugging Face's tensors in the order of ``list_hf_shapes``, put together from ours."""
-    holders: dict[str, list[tuple[str, Place]]] = {}
-    for mine, place in list_places(model).items():
+    holders: dict[str, list[tuple[str, HfLocation]]] = {}
+    for mine, place in list_hf_locations(model).items():
         for name in place.names:
             holders.setdefault(name, []).append((mine, place))
     with safe_open(checkpoint / MODEL_FILE, framework="pt") as file:

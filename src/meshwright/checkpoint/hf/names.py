@@ -57,7 +57,7 @@ _BUFFERS = re.compile(r".*(\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
 
 
 @dataclass(frozen=True)
-class Place:
+class HfLocation:
     """Where one of our parameters lies."""
 
     name: str
@@ -87,7 +87,7 @@ def architecture_of(model: DecoderModel) -> str:
     return MIXTRAL if model.num_experts else LLAMA
 
 
-def list_places(model: DecoderModel) -> dict[str, Place]:
+def list_hf_locations(model: DecoderModel) -> dict[str, HfLocation]:
     """The place of each of our parameters, in our order."""
     gpt2 = architecture_of(model) == GPT2
     place = functools.partial(_gpt2_place if gpt2 else _llama_place, model)
@@ -97,7 +97,7 @@ def list_places(model: DecoderModel) -> dict[str, Place]:
 def list_hf_shapes(model: DecoderModel) -> dict[str, tuple[int, ...]]:
     """Every tensor of a whole Hugging Face folder, and its shape."""
     shapes: dict[str, tuple[int, ...]] = {}
-    places = list_places(model)
+    places = list_hf_locations(model)
     for parameter in list_parameters(model):
         place = places[parameter.name]
         shape = parameter.shape[::-1] if place.transposed else parameter.shape
@@ -129,27 +129,27 @@ def is_buffer(name: str) -> bool:
     return _BUFFERS.fullmatch(name) is not None
 
 
-def _llama_place(model: DecoderModel, parameter: Parameter) -> Place:
+def _llama_place(model: DecoderModel, parameter: Parameter) -> HfLocation:
     if match := _BLOCK.fullmatch(parameter.name):
         if part := _MIXTRAL_EXPERT.get(match[2]):
             owner = f"model.layers.{match[1]}.block_sparse_moe.experts"
             pieces = tuple(f"{owner}.{e}.{part}.{match[3]}" for e in range(model.num_experts or 0))
-            return Place(pieces[0], pieces=pieces)
-        return Place(f"model.layers.{match[1]}.{_LLAMA_BLOCK[match[2]]}.{match[3]}")
+            return HfLocation(pieces[0], pieces=pieces)
+        return HfLocation(f"model.layers.{match[1]}.{_LLAMA_BLOCK[match[2]]}.{match[3]}")
     owner, _, kind = parameter.name.rpartition(".")
-    return Place(f"{_LLAMA_TOP[owner]}.{kind}")
+    return HfLocation(f"{_LLAMA_TOP[owner]}.{kind}")
 
 
-def _gpt2_place(model: DecoderModel, parameter: Parameter) -> Place:
+def _gpt2_place(model: DecoderModel, parameter: Parameter) -> HfLocation:
     match = _BLOCK.fullmatch(parameter.name)
     if match is None:
         owner, _, kind = parameter.name.rpartition(".")
-        return Place(f"{_GPT2_TOP[owner]}.{kind}")
+        return HfLocation(f"{_GPT2_TOP[owner]}.{kind}")
     layer, part, kind = match.groups()
     name = f"transformer.h.{layer}.{_GPT2_BLOCK[part]}.{kind}"
     transposed = len(parameter.shape) == 2
     if part not in _FUSED:
-        return Place(name, transposed)
+        return HfLocation(name, transposed)
     ends = (model.query_size, model.query_size + model.kv_size, model.query_size + 2 * model.kv_size)
     index = _FUSED.index(part)
-    return Place(name, transposed, (0, *ends)[index], ends[index])
+    return HfLocation(name, transposed, (0, *ends)[index], ends[index])

@@ -7,9 +7,16 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.checkpoint.hf.names import HEAD, bare_name, full_name, is_buffer, list_hf_shapes, list_places
+from meshwright.checkpoint.hf.names import (
+    HEAD,
+    bare_name,
+    full_name,
+    is_buffer,
+    list_hf_locations,
+    list_hf_shapes,
+)
 from meshwright.core.errors import Problem, UserError
-from meshwright.core.tensor_header import TensorFacts, read_tensor_header
+from meshwright.core.tensor_header import TensorInfo, read_tensor_header
 from meshwright.spec.hf_config import INDEX_FILE, WEIGHTS_FILE, find_weights_file
 from meshwright.spec.model import DecoderModel
 
@@ -25,7 +32,7 @@ class StoredTensor:
     file: Path
     name: str
     """As the file has it."""
-    facts: TensorFacts
+    facts: TensorInfo
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,7 @@ def _fit(folder: Path, found: dict[str, StoredTensor], model: DecoderModel) -> H
     """Hold what is there against what the model needs; every difference is listed."""
     needed = list_hf_shapes(model)
     found = {name: tensor for name, tensor in found.items() if not is_buffer(name)}
-    embedding = list_places(model)["embed.weight"].name
+    embedding = list_hf_locations(model)["embed.weight"].name
     if model.tied_embeddings and HEAD in found:  # one tensor under two names, or under the other one
         head = found.pop(HEAD)
         found.setdefault(embedding, head)

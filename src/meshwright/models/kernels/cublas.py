@@ -29,11 +29,11 @@ ALGORITHM_BYTES = 64
 COMPUTE_FLOAT32 = 68
 PRECISIONS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 """The library's names of them."""
-TURN_A, TURN_B = 3, 4
+TRANSPOSE_A, TRANSPOSE_B = 3, 4
 """Attributes of a product: whether an operand is transposed."""
 
 
-class Shape(NamedTuple):
+class GemmShape(NamedTuple):
     """One of a linear layer's three products."""
 
     kind: Kind
@@ -42,17 +42,17 @@ class Shape(NamedTuple):
     tokens: int
     inputs: int
     outputs: int
-    narrow: bool = False
+    same_dtype_out: bool = False
     """Whether the gradient of a weight is as its operands are; else it is float32."""
 
     @classmethod
-    def of(cls, kind: Kind, left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Shape:
+    def of(cls, kind: Kind, left: Tensor, right: Tensor, out_dtype: torch.dtype) -> GemmShape:
         """Of operands in torch's order: (x, weight), (gradient, weight) or (gradient, x)."""
         tokens, outer = left.shape
         if kind == "forward":
             return cls(kind, left.dtype, tokens, outer, right.shape[0])
-        narrow = kind == "weight" and out_dtype == left.dtype
-        return cls(kind, left.dtype, tokens, right.shape[1], outer, narrow)
+        same_dtype_out = kind == "weight" and out_dtype == left.dtype
+        return cls(kind, left.dtype, tokens, right.shape[1], outer, same_dtype_out)
 
     @property
     def left(self) -> tuple[int, int]:
@@ -76,7 +76,7 @@ class Shape(NamedTuple):
     @property
     def out_dtype(self) -> torch.dtype:
         """Of what comes out."""
-        return torch.float32 if self.kind == "weight" and not self.narrow else self.dtype
+        return torch.float32 if self.kind == "weight" and not self.same_dtype_out else self.dtype
 
 
 class CublasError(RuntimeError):
@@ -104,9 +104,9 @@ def _library() -> ctypes.CDLL:
         return ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}")
     except OSError as error:
         rule = f"needs cuBLASLt, which this torch has not loaded: {error}"
-        fix = "Leave train.products out"
+        fix = "Leave train.gemm_autotune out"
         raise UserError(
-            Problem("train-products", rule, path="train.products", value="raced", fix=fix)
+            Problem("train-gemm-autotune", rule, path="train.gemm_autotune", value=True, fix=fix)
         ) from None
 
 
@@ -130,10 +130,10 @@ def _check(status: int) -> None:
         raise CublasError(f"cuBLASLt says {status}")
 
 
-class Multiplier:
+class CublasLtGemm:
     """The products of one shape on the current device."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GemmShape) -> None:
         """Describe it to the library, for which rows are columns: it computes ``out' = right' left'``.
 
         Args:
@@ -143,18 +143,24 @@ class Multiplier:
         self._product, operand = c_void_p(), PRECISIONS[shape.dtype]
         float32 = PRECISIONS[torch.float32]
         _check(self._library.cublasLtMatmulDescCreate(byref(self._product), COMPUTE_FLOAT32, float32))
-        for attribute, turned in ((TURN_A, shape.kind == "forward"), (TURN_B, shape.kind == "weight")):
-            value = c_int(turned)
+        for attribute, transposed in (
+            (TRANSPOSE_A, shape.kind == "forward"),
+            (TRANSPOSE_B, shape.kind == "weight"),
+        ):
+            value = c_int(transposed)
             _check(
                 self._library.cublasLtMatmulDescSetAttribute(
                     self._product, attribute, byref(value), c_size_t(ctypes.sizeof(value))
                 )
             )
-        self._right, self._left = self._lay(operand, shape.right), self._lay(operand, shape.left)
-        self._out = self._lay(PRECISIONS[shape.out_dtype], shape.out)
+        self._right, self._left = (
+            self._matrix_layout(operand, shape.right),
+            self._matrix_layout(operand, shape.left),
+        )
+        self._out = self._matrix_layout(PRECISIONS[shape.out_dtype], shape.out)
         self._one, self._zero = c_float(1.0), c_float(0.0)
 
-    def _lay(self, precision: int, shape: tuple[int, int]) -> c_void_p:
+    def _matrix_layout(self, precision: int, shape: tuple[int, int]) -> c_void_p:
         """A matrix whose rows lie one behind the other."""
         rows, columns = shape
         layout = c_void_p()
@@ -162,10 +168,10 @@ class Multiplier:
         _check(self._library.cublasLtMatrixLayoutCreate(byref(layout), precision, *sizes))
         return layout
 
-    def propose(self) -> list[bytes]:
+    def query_algorithms(self) -> list[bytes]:
         """Algorithms that need no memory of their own, the one that the library likes best first."""
-        wishes, found, count = c_void_p(), (_Proposal * PROPOSALS)(), c_int()
-        _check(self._library.cublasLtMatmulPreferenceCreate(byref(wishes)))
+        preference, found, count = c_void_p(), (_Proposal * PROPOSALS)(), c_int()
+        _check(self._library.cublasLtMatmulPreferenceCreate(byref(preference)))
         try:
             status = self._library.cublasLtMatmulAlgoGetHeuristic(
                 self._handle,
@@ -174,13 +180,13 @@ class Multiplier:
                 self._left,
                 self._out,
                 self._out,
-                wishes,
+                preference,
                 PROPOSALS,
                 found,
                 byref(count),
             )
         finally:
-            _check(self._library.cublasLtMatmulPreferenceDestroy(wishes))
+            _check(self._library.cublasLtMatmulPreferenceDestroy(preference))
         if status:  # it has none for such a shape
             return []
         return [bytes(proposal.algorithm) for proposal in found[: count.value] if not proposal.status]

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0
+E4M3_MAX = 448.0
 """Of e4m3."""
-LEAST_AMAX = 2.0**-100
+MIN_AMAX = 2.0**-100
 """Rows of zeros get a scale too; far below any gradient, far above the least float32."""
-ALIGNED = 16
+ALIGNMENT = 16
 """Both dims of a matrix that is read in 8 bits are multiples of this many bytes."""
-FAST_BACKWARD = False
+BACKWARD_FAST_ACCUM = False
 """Whether the backward pass, too, sums without the extra float32 register."""
 
 
@@ -51,50 +51,50 @@ def cast_columns(x: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]
         amax: The largest of each column, where it is known.
     """
     scale = _scales(x.abs().amax(0) if amax is None else amax)
-    return _turn(cast(x, scale)), scale.view(-1, 1)
+    return _transpose(cast(x, scale)), scale.view(-1, 1)
 
 
 def _scales(amax: Tensor) -> Tensor:
-    return amax.float().clamp(min=LEAST_AMAX) / LARGEST
+    return amax.float().clamp(min=MIN_AMAX) / E4M3_MAX
 
 
 def cast(x: Tensor, scale: Tensor) -> Tensor:
     """Values in 8 bits, by scales that are known."""
-    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(E4M3)
+    return (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
-@torch.library.custom_op("meshwright::turn", mutates_args=())
-def turn(cast: Tensor) -> Tensor:
+@torch.library.custom_op("meshwright::transpose", mutates_args=())
+def transpose(cast: Tensor) -> Tensor:
     """Transposed, by a kernel of its own.
 
     The compiler would join it with the search for the largest of each row, and then write byte by byte to
     places far apart. It does not look into this: what is cast lies in memory by rows before it is turned.
     """
-    return (_compiled_turn() if cast.is_cuda else _turn)(cast)
+    return (_compiled_transpose() if cast.is_cuda else _transpose)(cast)
 
 
-@turn.register_fake
+@transpose.register_fake
 def _(cast: Tensor) -> Tensor:
     return cast.new_empty(cast.shape[1], cast.shape[0])
 
 
-def _turn(x: Tensor) -> Tensor:
+def _transpose(x: Tensor) -> Tensor:
     return x.t().contiguous()
 
 
 @functools.cache
-def _compiled_turn() -> Callable[[Tensor], Tensor]:
+def _compiled_transpose() -> Callable[[Tensor], Tensor]:
     """Torch's own copy reads or writes with gaps; the compiler's goes tile by tile. One for all shapes."""
-    return torch.compile(_turn, dynamic=True)
+    return torch.compile(_transpose, dynamic=True)
 
 
-def can_scale(outputs: int, inputs: int) -> bool:
+def is_fp8_shape(outputs: int, inputs: int) -> bool:
     """Whether a weight has a shape that 8-bit products take."""
-    return outputs % ALIGNED == 0 and inputs % ALIGNED == 0
+    return outputs % ALIGNMENT == 0 and inputs % ALIGNMENT == 0
 
 
-def multiply(
-    a: Tensor, b_turned: Tensor, scale_a: Tensor, scale_b: Tensor | None, fast: bool, exact: bool = False
+def scaled_mm(
+    a: Tensor, b_transposed: Tensor, scale_a: Tensor, scale_b: Tensor | None, fast: bool, exact: bool = False
 ) -> Tensor:
     """``a b``; both are read along their rows, so ``b`` is given transposed.
 
@@ -107,15 +107,15 @@ def multiply(
         exact: Whether what comes out is float32, not bfloat16: on GPUs, as CPUs round.
     """
     if scale_b is None:
-        scale_b = torch.ones(b_turned.shape[0], dtype=torch.float32, device=b_turned.device)
+        scale_b = torch.ones(b_transposed.shape[0], dtype=torch.float32, device=b_transposed.device)
     dtype = torch.float32 if exact and a.is_cuda else torch.bfloat16
     out = torch._scaled_mm(
-        a, b_turned.t(), scale_a, scale_b.view(1, -1), out_dtype=dtype, use_fast_accum=fast
+        a, b_transposed.t(), scale_a, scale_b.view(1, -1), out_dtype=dtype, use_fast_accum=fast
     )
     return out.float() if exact else out
 
 
-def forward_product(x_NI: Tensor, scale_N1: Tensor, weight_OI: Tensor) -> Tensor:
+def forward(x_NI: Tensor, scale_N1: Tensor, weight_OI: Tensor) -> Tensor:
     """``x W'``.
 
     Args:
@@ -124,10 +124,10 @@ def forward_product(x_NI: Tensor, scale_N1: Tensor, weight_OI: Tensor) -> Tensor
         weight_OI: In 16 bits or more.
     """
     cast_OI, scale_O1 = cast_rows(weight_OI)
-    return multiply(x_NI, cast_OI, scale_N1, scale_O1, fast=True)
+    return scaled_mm(x_NI, cast_OI, scale_N1, scale_O1, fast=True)
 
 
-def input_gradient(grad_NO: Tensor, weight_OI: Tensor) -> Tensor:
+def input_grad(grad_NO: Tensor, weight_OI: Tensor) -> Tensor:
     """Gradient of a product's input.
 
     Args:
@@ -136,11 +136,11 @@ def input_gradient(grad_NO: Tensor, weight_OI: Tensor) -> Tensor:
     """
     cast_OI, scale_O1 = cast_rows(weight_OI)
     cast_NO, scale_N1 = cast_rows(grad_NO.float() * scale_O1.view(1, -1))
-    turned_IO = turn(cast_OI)
-    return multiply(cast_NO, turned_IO, scale_N1, None, FAST_BACKWARD)
+    weight_IO = transpose(cast_OI)
+    return scaled_mm(cast_NO, weight_IO, scale_N1, None, BACKWARD_FAST_ACCUM)
 
 
-def scaled_weight_gradient(grad_NO: Tensor, x_NI: Tensor, scale_N1: Tensor) -> Tensor:
+def weight_grad(grad_NO: Tensor, x_NI: Tensor, scale_N1: Tensor) -> Tensor:
     """Gradient of a product's weight.
 
     Args:
@@ -149,5 +149,5 @@ def scaled_weight_gradient(grad_NO: Tensor, x_NI: Tensor, scale_N1: Tensor) -> T
         scale_N1: Of the rows of that.
     """
     cast_ON, scale_O1 = cast_columns(grad_NO.float() * scale_N1)
-    turned_IN = turn(x_NI)
-    return multiply(cast_ON, turned_IN, scale_O1, None, FAST_BACKWARD, exact=True)
+    x_IN = transpose(x_NI)
+    return scaled_mm(cast_ON, x_IN, scale_O1, None, BACKWARD_FAST_ACCUM, exact=True)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from meshwright.layout.gemms import Kind
-from meshwright.models.kernels.cublas import ALIGNED_BYTES, Shape
-from meshwright.models.linear import float32_gradient
+from meshwright.models.kernels.cublas import ALIGNED_BYTES, GemmShape
+from meshwright.models.linear import float32_weight_grad
 
 
 class Algorithm(Protocol):
@@ -26,36 +26,36 @@ class Algorithm(Protocol):
         """Write the product of two operands to ``out``, or add it."""
 
 
-_chosen: dict[tuple[torch.device, Shape], Algorithm] = {}
+_tuned: dict[tuple[torch.device, GemmShape], Algorithm] = {}
 
 
-def choose(algorithms: Mapping[Shape, Algorithm], device: torch.device) -> None:
+def use_algorithms(algorithms: Mapping[GemmShape, Algorithm], device: torch.device) -> None:
     """From now on products of these shapes are computed so on a device, and all others by torch."""
-    _chosen.clear()
-    _chosen.update({(device, shape): algorithm for shape, algorithm in algorithms.items()})
+    _tuned.clear()
+    _tuned.update({(device, shape): algorithm for shape, algorithm in algorithms.items()})
 
 
-def multiply(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+def forward(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
     """``x W'``."""
-    return _product("forward", x_NI, weight_OI)
+    return _gemm("forward", x_NI, weight_OI)
 
 
-def multiply_back(grad_NO: Tensor, weight_OI: Tensor, out: Tensor | None = None) -> Tensor:
+def input_grad(grad_NO: Tensor, weight_OI: Tensor, out: Tensor | None = None) -> Tensor:
     """``grad W``, the gradient of what was multiplied; in ``out``, if given."""
-    return _product("input", grad_NO, weight_OI, out)
+    return _gemm("input", grad_NO, weight_OI, out)
 
 
-def weight_gradient(grad_NO: Tensor, x_NI: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def weight_grad(grad_NO: Tensor, x_NI: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """``grad' x``, in float32 or in the precision of both."""
-    return _product("weight", grad_NO, x_NI, dtype=dtype)
+    return _gemm("weight", grad_NO, x_NI, dtype=dtype)
 
 
-def add_weight_gradient(sum_OI: Tensor, grad_NO: Tensor, x_NI: Tensor, first: bool) -> None:
+def accumulate_weight_grad(sum_OI: Tensor, grad_NO: Tensor, x_NI: Tensor, first: bool) -> None:
     """The same, added to a float32 sum by the product itself, on GPUs alone; the first begins the sum."""
-    _product("weight", grad_NO, x_NI, sum_OI, add=not first)
+    _gemm("weight", grad_NO, x_NI, sum_OI, add=not first)
 
 
-def _product(
+def _gemm(
     kind: Kind,
     left: Tensor,
     right: Tensor,
@@ -65,11 +65,11 @@ def _product(
 ) -> Tensor:
     if dtype is None:
         dtype = left.dtype if out is None else out.dtype
-    found = _by_choice(kind, left, right, out, add, dtype)
-    return by_torch(kind, left, right, dtype, out, add) if found is None else found
+    found = _tuned_gemm(kind, left, right, out, add, dtype)
+    return torch_gemm(kind, left, right, dtype, out, add) if found is None else found
 
 
-def by_torch(
+def torch_gemm(
     kind: Kind, left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | None = None, add: bool = False
 ) -> Tensor:
     """By what torch takes.
@@ -88,32 +88,32 @@ def by_torch(
         assert not add, "sums are of float32"
         return torch.mm(left.T, right, out=out)
     if out is None:
-        return float32_gradient(left, right)
+        return float32_weight_grad(left, right)
     return torch.addmm(out, left.T, right, beta=int(add), out_dtype=out.dtype, out=out)
 
 
-def _by_choice(
+def _tuned_gemm(
     kind: Kind, left: Tensor, right: Tensor, out: Tensor | None, add: bool, dtype: torch.dtype
 ) -> Tensor | None:
     """By what was chosen; None where nothing was, or the operands do not lie as it needs them."""
-    if not _chosen:
+    if not _tuned:
         return None
-    shape = Shape.of(kind, left, right, dtype)
-    algorithm = _chosen.get((left.device, shape))
+    shape = GemmShape.of(kind, left, right, dtype)
+    algorithm = _tuned.get((left.device, shape))
     if algorithm is None:
         return None
     if out is None:
         out = torch.empty(shape.out, dtype=shape.out_dtype, device=left.device)
     # What is called does not look at what it is given: it reads and writes memory.
-    is_whole = _lies_plainly(left, shape.left, shape.dtype, left.device)
-    is_whole = is_whole and _lies_plainly(right, shape.right, shape.dtype, left.device)
-    if not (is_whole and _lies_plainly(out, shape.out, shape.out_dtype, left.device)):
+    is_tp_replicated = _is_plain_operand(left, shape.left, shape.dtype, left.device)
+    is_tp_replicated = is_tp_replicated and _is_plain_operand(right, shape.right, shape.dtype, left.device)
+    if not (is_tp_replicated and _is_plain_operand(out, shape.out, shape.out_dtype, left.device)):
         return None
     algorithm(left, right, out, add)
     return out
 
 
-def _lies_plainly(x: Tensor, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
+def _is_plain_operand(x: Tensor, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a tensor is what its place in a product wants, one row behind the other."""
     is_one = (x.shape, x.dtype, x.device) == (shape, dtype, device)
     return is_one and x.is_contiguous() and x.data_ptr() % ALIGNED_BYTES == 0

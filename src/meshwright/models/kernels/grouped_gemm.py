@@ -1,6 +1,6 @@
 """One product for many matrices: rows in runs, each run through the matrix of its own expert.
 
-Two operations of their own, ``meshwright::grouped_product`` and its backward: recomputation names the first
+Two operations of their own, ``meshwright::grouped_gemm`` and its backward: recomputation names the first
 as one product, a dry run knows its shape without computing, and whoever looks on sees one tensor made, not
 one an expert. A matrix whose run is empty gets a gradient of zeros, never none.
 
@@ -22,8 +22,8 @@ ALIGNMENT_BYTES = 16
 """Rows that torch's grouped kernel reads are a multiple of this."""
 
 
-@torch.library.custom_op("meshwright::grouped_product", mutates_args=())
-def grouped_product(x_RI: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> Tensor:
+@torch.library.custom_op("meshwright::grouped_gemm", mutates_args=())
+def grouped_gemm(x_RI: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> Tensor:
     """Rows times matrices, (R, O).
 
     Args:
@@ -46,13 +46,13 @@ def grouped_product(x_RI: Tensor, weight: Tensor, bias: Tensor | None, sizes: Se
     return out_RO
 
 
-@grouped_product.register_fake
+@grouped_gemm.register_fake
 def _(x_RI: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> Tensor:
     return x_RI.new_empty(x_RI.shape[0], weight.shape[0] // len(sizes))
 
 
-@torch.library.custom_op("meshwright::grouped_product_backward", mutates_args=())
-def grouped_product_backward(
+@torch.library.custom_op("meshwright::grouped_gemm_backward", mutates_args=())
+def grouped_gemm_backward(
     grad_RO: Tensor, x_RI: Tensor, weight: Tensor, sizes: Sequence[int], with_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the rows, of the matrices and, where there are some, of the biases (else empty)."""
@@ -78,7 +78,7 @@ def grouped_product_backward(
     return grad_x_RI, grad_EOI.view_as(weight), grad_bias
 
 
-@grouped_product_backward.register_fake
+@grouped_gemm_backward.register_fake
 def _(
     grad_RO: Tensor, x_RI: Tensor, weight: Tensor, sizes: Sequence[int], with_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,12 +93,12 @@ def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, ...]:
-    grads = grouped_product_backward(grad_RO, *ctx.saved_tensors, ctx.sizes, ctx.with_bias)
+    grads = grouped_gemm_backward(grad_RO, *ctx.saved_tensors, ctx.sizes, ctx.with_bias)
     return grads[0], grads[1], grads[2] if ctx.with_bias else None, None
 
 
-grouped_product.register_autograd(_backward, setup_context=_keep_inputs)
-GROUPED_PRODUCT = torch.ops.meshwright.grouped_product.default
+grouped_gemm.register_autograd(_backward, setup_context=_keep_inputs)
+GROUPED_GEMM = torch.ops.meshwright.grouped_gemm.default
 """As whoever looks at single operations sees it."""
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.models.kernels import fp8
 
-LARGEST, LEAST_AMAX = tl.constexpr(fp8.LARGEST), tl.constexpr(fp8.LEAST_AMAX)
+E4M3_MAX, MIN_AMAX = tl.constexpr(fp8.E4M3_MAX), tl.constexpr(fp8.MIN_AMAX)
 WARP_ELEMENTS = 256
 """Of a row, what a warp works on."""
 THREADS = 1024
@@ -24,7 +24,7 @@ THREADS = 1024
 AHEAD_BLOCK = 4096
 """Of rows that fill such a block a norm's way back loads the next one ahead, with half the warps: 126 us for
 146 with 3072 columns on an H200, but 167 for 161 with 2048. Two wider rows would not fit into registers."""
-GATE_BLOCK, GATE_BACKWARD_BLOCK = 2048, 8192
+SWIGLU_BLOCK, SWIGLU_BACKWARD_BLOCK = 2048, 8192
 AMAX_ROWS, AMAX_COLUMNS, AMAX_STEPS = 32, 128, 16
 """What a program looks through for the largest of each column: so many tiles, one below the other."""
 WIDE_ROWS, WIDE_COLUMNS, WIDE_STEPS = 4, 512, 32
@@ -45,14 +45,14 @@ def _multiprocessors(device: torch.device) -> int:
 @triton.jit
 def _clamp(x):
     """Into the range of e4m3; what is no number stays none, for somebody to see."""
-    x = tl.maximum(x, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    return tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.maximum(x, -E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _store_row(values, row, cast_ptr, scale_ptr, at, there):
     """Cast a whole row, and keep its scale."""
-    scale = tl.maximum(tl.max(tl.abs(values), 0), LEAST_AMAX) / LARGEST
+    scale = tl.maximum(tl.max(tl.abs(values), 0), MIN_AMAX) / E4M3_MAX
     tl.store(scale_ptr + row, scale)
     tl.store(cast_ptr + at, _clamp(values / scale).to(cast_ptr.dtype.element_ty), mask=there)
 
@@ -65,7 +65,7 @@ def _load_both(both_ptr, at, width, there):
 
 
 @triton.jit
-def _gate_gradients(gate, up, grad):
+def _swiglu_gradients(gate, up, grad):
     """What the gate gave, and the gradients of gate and up."""
     share = tl.sigmoid(gate)
     swish = gate * share
@@ -73,7 +73,7 @@ def _gate_gradients(gate, up, grad):
 
 
 @triton.jit
-def _add_norm(
+def _add_rms_norm(
     x_ptr,
     delta_ptr,
     weight_ptr,
@@ -107,7 +107,7 @@ def _add_norm(
         tl.store(normal_ptr + at, normal.to(normal_ptr.dtype.element_ty), mask=there)
 
 
-def add_norm(
+def add_rms_norm(
     x: Tensor,
     delta: Tensor | None,
     weight: Tensor,
@@ -117,10 +117,10 @@ def add_norm(
     inverse: Tensor,
     eps: float,
 ) -> None:
-    """See ``kernels.add_norm``."""
+    """See ``kernels.add_rms_norm``."""
     rows, width = x.shape
     block = triton.next_power_of_2(width)
-    _add_norm[(rows,)](
+    _add_rms_norm[(rows,)](
         x,
         delta,
         weight,
@@ -148,7 +148,7 @@ def _load_row(grad_ptr, total_ptr, beside_ptr, inverse_ptr, row, rows, at, there
 
 
 @triton.jit
-def _norm_backward(
+def _rms_norm_backward(
     grad_ptr,
     total_ptr,
     inverse_ptr,
@@ -203,7 +203,7 @@ def _norm_backward(
     tl.store(parts_ptr + program * width + columns, sums, mask=there)
 
 
-def norm_backward(
+def rms_norm_backward(
     grad: Tensor,
     total: Tensor,
     inverse: Tensor,
@@ -213,14 +213,14 @@ def norm_backward(
     low: Tensor | None,
     normal: Tensor | None,
 ) -> Tensor:
-    """See ``kernels.norm_backward``; returns the gradient of the weight."""
+    """See ``kernels.rms_norm_backward``; returns the gradient of the weight."""
     rows, width = grad.shape
     block = triton.next_power_of_2(width)
     ahead = block == AHEAD_BLOCK
     warps = _warps(block, most=8 if ahead else 16)
     programs = min(rows, _multiprocessors(grad.device) * max(1, THREADS // (32 * warps)))
     parts = torch.empty(programs, width, dtype=torch.float32, device=grad.device)
-    _norm_backward[(programs,)](
+    _rms_norm_backward[(programs,)](
         grad,
         total,
         inverse,
@@ -243,44 +243,44 @@ def norm_backward(
 
 
 @triton.jit
-def _read_rows(table_ptr, tokens_ptr, out_ptr, words, width, BLOCK: tl.constexpr):
+def _embedding_lookup(table_ptr, tokens_ptr, out_ptr, vocab_size, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens_ptr + row).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     there = columns < width
-    known = (token >= 0) & (token < words)
+    known = (token >= 0) & (token < vocab_size)
     x = tl.load(table_ptr + token * width + columns, mask=there & known, other=float("nan"))
     tl.store(out_ptr + row * width + columns, x.to(out_ptr.dtype.element_ty), mask=there)
 
 
-def read_rows(table: Tensor, tokens: Tensor, out: Tensor) -> None:
-    """See ``kernels.read_rows``; a word that is not in the table has no number."""
+def embedding_lookup(table: Tensor, tokens: Tensor, out: Tensor) -> None:
+    """See ``kernels.embedding_lookup``; a word that is not in the table has no number."""
     rows, width = out.shape
     block = triton.next_power_of_2(width)
     warps = _warps(block, most=8)
-    _read_rows[(rows,)](table, tokens, out, len(table), width, BLOCK=block, num_warps=warps)
+    _embedding_lookup[(rows,)](table, tokens, out, len(table), width, BLOCK=block, num_warps=warps)
 
 
 @triton.jit
-def _add_rows(grad_ptr, tokens_ptr, table_ptr, words, width, BLOCK: tl.constexpr):
+def _embedding_grad(grad_ptr, tokens_ptr, table_ptr, vocab_size, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens_ptr + row).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    there = (columns < width) & (token >= 0) & (token < words)
+    there = (columns < width) & (token >= 0) & (token < vocab_size)
     grad = tl.load(grad_ptr + row * width + columns, mask=there, other=0.0).to(tl.float32)
     tl.atomic_add(table_ptr + token * width + columns, grad, mask=there, sem="relaxed")
 
 
-def add_rows(grad: Tensor, tokens: Tensor, table: Tensor) -> None:
-    """See ``kernels.add_rows``; the table begins as zeros."""
+def embedding_grad(grad: Tensor, tokens: Tensor, table: Tensor) -> None:
+    """See ``kernels.embedding_grad``; the table begins as zeros."""
     rows, width = grad.shape
     block = triton.next_power_of_2(width)
     warps = _warps(block, most=8)
-    _add_rows[(rows,)](grad, tokens, table, len(table), width, BLOCK=block, num_warps=warps)
+    _embedding_grad[(rows,)](grad, tokens, table, len(table), width, BLOCK=block, num_warps=warps)
 
 
 @triton.jit
-def _turn(
+def _rotate(
     in_ptr,
     in_batch,
     in_head,
@@ -314,7 +314,7 @@ def _turn(
     tl.store(target + HALF, second, mask=there)
 
 
-def turn(heads_BHTE: Tensor, out_NW: Tensor, column: int, cos: Tensor, sin: Tensor, sign: int) -> None:
+def rotate(heads_BHTE: Tensor, out_NW: Tensor, column: int, cos: Tensor, sin: Tensor, sign: int) -> None:
     """Write heads, turned, beside each other into columns of a matrix of tokens; they may lie there already.
 
     Args:
@@ -327,7 +327,7 @@ def turn(heads_BHTE: Tensor, out_NW: Tensor, column: int, cos: Tensor, sin: Tens
     """
     batch, heads, length, size = heads_BHTE.shape
     block = triton.next_power_of_2(heads)
-    _turn[(batch * length,)](
+    _rotate[(batch * length,)](
         heads_BHTE,
         heads_BHTE.stride(0),
         heads_BHTE.stride(1),
@@ -346,7 +346,7 @@ def turn(heads_BHTE: Tensor, out_NW: Tensor, column: int, cos: Tensor, sin: Tens
 
 
 @triton.jit
-def _gate(both_ptr, out_ptr, width, BLOCK: tl.constexpr):
+def _swiglu(both_ptr, out_ptr, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = columns < width
@@ -355,14 +355,14 @@ def _gate(both_ptr, out_ptr, width, BLOCK: tl.constexpr):
     tl.store(out_ptr + row * width + columns, inner.to(out_ptr.dtype.element_ty), mask=there)
 
 
-def gate(both: Tensor, out: Tensor) -> None:
-    """See ``kernels.gate``."""
+def swiglu(both: Tensor, out: Tensor) -> None:
+    """See ``kernels.swiglu``."""
     rows, width = out.shape
-    _gate[(rows, triton.cdiv(width, GATE_BLOCK))](both, out, width, BLOCK=GATE_BLOCK, num_warps=8)
+    _swiglu[(rows, triton.cdiv(width, SWIGLU_BLOCK))](both, out, width, BLOCK=SWIGLU_BLOCK, num_warps=8)
 
 
 @triton.jit
-def _gate_cast(both_ptr, cast_ptr, scale_ptr, width, BLOCK: tl.constexpr):
+def _swiglu_cast(both_ptr, cast_ptr, scale_ptr, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     there = columns < width
@@ -371,22 +371,22 @@ def _gate_cast(both_ptr, cast_ptr, scale_ptr, width, BLOCK: tl.constexpr):
     _store_row(inner, row, cast_ptr, scale_ptr, row * width + columns, there)
 
 
-def gate_cast(both: Tensor, cast: Tensor, scale: Tensor) -> None:
-    """See ``kernels.gate``."""
+def swiglu_cast(both: Tensor, cast: Tensor, scale: Tensor) -> None:
+    """See ``kernels.swiglu``."""
     rows, width = cast.shape
     block = triton.next_power_of_2(width)
-    _gate_cast[(rows,)](both, cast, scale, width, BLOCK=block, num_warps=_warps(block))
+    _swiglu_cast[(rows,)](both, cast, scale, width, BLOCK=block, num_warps=_warps(block))
 
 
 @triton.jit
-def _gate_backward(both_ptr, grad_ptr, out_ptr, inner_ptr, width, INNER: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_backward(both_ptr, grad_ptr, out_ptr, inner_ptr, width, INNER: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = columns < width
     at = row * 2 * width + columns
     gate, up = _load_both(both_ptr, at, width, there)
     grad = tl.load(grad_ptr + row * width + columns, mask=there, other=0.0).to(tl.float32)
-    inner, to_gate, to_up = _gate_gradients(gate, up, grad)
+    inner, to_gate, to_up = _swiglu_gradients(gate, up, grad)
     kind = out_ptr.dtype.element_ty
     if INNER:
         tl.store(inner_ptr + row * width + columns, inner.to(kind), mask=there)
@@ -394,16 +394,18 @@ def _gate_backward(both_ptr, grad_ptr, out_ptr, inner_ptr, width, INNER: tl.cons
     tl.store(out_ptr + at + width, to_up.to(kind), mask=there)
 
 
-def gate_backward(both: Tensor, grad: Tensor, out: Tensor, inner: Tensor | None) -> None:
-    """See ``kernels.gate_backward``."""
+def swiglu_backward(both: Tensor, grad: Tensor, out: Tensor, inner: Tensor | None) -> None:
+    """See ``kernels.swiglu_backward``."""
     rows, width = grad.shape
-    block = min(GATE_BACKWARD_BLOCK, triton.next_power_of_2(width))
+    block = min(SWIGLU_BACKWARD_BLOCK, triton.next_power_of_2(width))
     grid, warps = (rows, triton.cdiv(width, block)), _warps(block)
-    _gate_backward[grid](both, grad, out, inner, width, INNER=inner is not None, BLOCK=block, num_warps=warps)
+    _swiglu_backward[grid](
+        both, grad, out, inner, width, INNER=inner is not None, BLOCK=block, num_warps=warps
+    )
 
 
 @triton.jit
-def _gate_backward_amax(
+def _swiglu_backward_amax(
     both_ptr,
     grad_ptr,
     out_ptr,
@@ -429,7 +431,7 @@ def _gate_backward_amax(
         half = row[:, None] * width + columns[None, :]
         gate, up = _load_both(both_ptr, at, width, there)
         grad = tl.load(grad_ptr + half, mask=there, other=0.0).to(tl.float32)
-        inner, to_gate, to_up = _gate_gradients(gate, up, grad)
+        inner, to_gate, to_up = _swiglu_gradients(gate, up, grad)
         inner, to_gate, to_up = inner.to(kind), to_gate.to(kind), to_up.to(kind)
         tl.store(inner_ptr + half, inner, mask=there)
         tl.store(out_ptr + at, to_gate, mask=there)
@@ -443,13 +445,13 @@ def _gate_backward_amax(
     tl.atomic_max(out_amax_ptr + width + columns, tl.max(of_up, 0), mask=there, sem="relaxed")
 
 
-def gate_backward_amax(
+def swiglu_backward_amax(
     both: Tensor, grad: Tensor, out: Tensor, inner: Tensor, out_amax: Tensor, inner_amax: Tensor
 ) -> None:
-    """See ``kernels.gate_backward_amax``; the largest begin as zeros."""
+    """See ``kernels.swiglu_backward_amax``; the largest begin as zeros."""
     rows, width = grad.shape
     grid = (triton.cdiv(rows, WIDE_ROWS * WIDE_STEPS), triton.cdiv(width, WIDE_COLUMNS))
-    _gate_backward_amax[grid](
+    _swiglu_backward_amax[grid](
         both,
         grad,
         out,
@@ -509,10 +511,10 @@ def _cast_columns(
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     there = (r < rows)[:, None] & (c < width)[None, :]
     x = tl.load(x_ptr + r.to(tl.int64)[:, None] * width + c[None, :], mask=there, other=0.0).to(tl.float32)
-    amax = tl.maximum(tl.load(amax_ptr + c, mask=c < width, other=1.0), LEAST_AMAX)
+    amax = tl.maximum(tl.load(amax_ptr + c, mask=c < width, other=1.0), MIN_AMAX)
     if tl.program_id(0) == 0:
-        tl.store(scale_ptr + c, amax / LARGEST, mask=c < width)
-    x = x / (amax / LARGEST)[None, :]
+        tl.store(scale_ptr + c, amax / E4M3_MAX, mask=c < width)
+    x = x / (amax / E4M3_MAX)[None, :]
     x = _clamp(x).to(cast_ptr.dtype.element_ty)
     tl.store(cast_ptr + c.to(tl.int64)[None, :] * rows + r[:, None], x, mask=there)
 
@@ -534,7 +536,7 @@ def cast_columns(x: Tensor, amax: Tensor, cast: Tensor, scale: Tensor) -> None:
 
 
 @triton.jit
-def _cast_turned(x_ptr, scale_ptr, cast_ptr, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _cast_transposed(x_ptr, scale_ptr, cast_ptr, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     there = (r < rows)[:, None] & (c < width)[None, :]
@@ -544,8 +546,8 @@ def _cast_turned(x_ptr, scale_ptr, cast_ptr, rows, width, ROWS: tl.constexpr, CO
     tl.store(cast_ptr + c.to(tl.int64)[None, :] * rows + r[:, None], x, mask=there)
 
 
-def cast_turned(x: Tensor, scale: Tensor, cast: Tensor) -> None:
-    """See ``kernels.cast_turned``."""
+def cast_transposed(x: Tensor, scale: Tensor, cast: Tensor) -> None:
+    """See ``kernels.cast_transposed``."""
     rows, width = x.shape
     grid = (triton.cdiv(rows, TILE_ROWS), triton.cdiv(width, TILE_COLUMNS))
-    _cast_turned[grid](x, scale, cast, rows, width, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS, num_warps=4)
+    _cast_transposed[grid](x, scale, cast, rows, width, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS, num_warps=4)

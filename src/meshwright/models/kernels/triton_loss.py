@@ -14,36 +14,36 @@ SCALE_BLOCK = 8192
 
 
 @triton.jit
-def _softmax_loss(
+def _cross_entropy(
     logits_ptr,
     targets_ptr,
     losses_ptr,
     factor,
-    words,
-    IGNORED: tl.constexpr,
+    vocab_size,
+    IGNORE_INDEX: tl.constexpr,
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row)
-    counted = target != IGNORED
-    logits_ptr += row * words
+    counted = target != IGNORE_INDEX
+    logits_ptr += row * vocab_size
     of_target = tl.load(logits_ptr + tl.where(counted, target, 0)).to(tl.float32)  # before it is overwritten
     largest = tl.full((BLOCK,), LOWEST, tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
     # Of several blocks first the largest, then the sum: what was summed before is scaled once for all.
-    for start in range(0, words, BLOCKS * BLOCK):
+    for start in range(0, vocab_size, BLOCKS * BLOCK):
         larger = largest
         for number in tl.static_range(BLOCKS):
             columns = start + number * BLOCK + tl.arange(0, BLOCK)
-            there = columns < words
+            there = columns < vocab_size
             x = tl.load(logits_ptr + columns, mask=there, other=LOWEST, eviction_policy="evict_last")
             larger = tl.maximum(larger, x.to(tl.float32) * LOG2_E)
         sums = sums * tl.exp2(largest - larger)
         for number in tl.static_range(BLOCKS):
             columns = start + number * BLOCK + tl.arange(0, BLOCK)
-            there = columns < words
+            there = columns < vocab_size
             x = tl.load(logits_ptr + columns, mask=there, other=LOWEST, eviction_policy="evict_last")
             sums += tl.exp2(x.to(tl.float32) * LOG2_E - larger)
         largest = larger
@@ -52,27 +52,27 @@ def _softmax_loss(
     tl.store(losses_ptr + row, tl.where(counted, tl.log(total) + top / LOG2_E - of_target, 0.0))
     if GRADIENT:
         factor = tl.where(counted, factor, 0.0)
-        for start in range(0, words, BLOCK):
+        for start in range(0, vocab_size, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            there = columns < words
+            there = columns < vocab_size
             x = tl.load(logits_ptr + columns, mask=there, other=LOWEST, eviction_policy="evict_first")
             grad = tl.exp2(x.to(tl.float32) * LOG2_E - top) / total
             grad = (grad - tl.where(columns == target, 1.0, 0.0)) * factor
             tl.store(logits_ptr + columns, grad.to(logits_ptr.dtype.element_ty), mask=there)
 
 
-def softmax_loss(
+def cross_entropy(
     logits: Tensor, targets: Tensor, losses: Tensor, factor: float, ignored: int, gradient: bool
 ) -> None:
-    """See ``kernels.softmax_loss``."""
-    rows, words = logits.shape
-    _softmax_loss[(rows,)](
+    """See ``kernels.cross_entropy``."""
+    rows, vocab_size = logits.shape
+    _cross_entropy[(rows,)](
         logits,
         targets,
         losses,
         factor,
-        words,
-        IGNORED=ignored,
+        vocab_size,
+        IGNORE_INDEX=ignored,
         GRADIENT=gradient,
         BLOCK=LOSS_BLOCK,
         BLOCKS=LOSS_BLOCKS,

@@ -15,7 +15,7 @@ import torch
 
 from meshwright.schedule.pipeline.actions import Action
 
-MOST_STEPS = 50
+MAX_TIMED_STEPS = 50
 """Steps that are timed: enough for a mean, and a GPU is not asked to wait in all the others."""
 
 
@@ -45,7 +45,7 @@ class ActionTimes:
 
     def finish(self) -> None:
         """The step's last action has ended."""
-        if not self.counts or self.steps == MOST_STEPS:
+        if not self.counts or self.steps == MAX_TIMED_STEPS:
             return
         origin, *moments = self._moments
         if self._gpu:

@@ -8,17 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.parallel.mesh import Ranks
+from meshwright.parallel.mesh import Mesh
 
 
 @torch.no_grad()
-def bring_home(
-    ranks: Ranks, holder: int, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]
+def gather_to_first_stage(
+    mesh: Mesh, holder: int, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]
 ) -> Tensor:
     """A tensor that one place has, at the first place; every pipeline does this on its own.
 
     Args:
-        ranks: All of them.
+        mesh: All of them.
         holder: The place that has it.
         shape: Its shape.
         dtype: Its type.
@@ -27,14 +27,14 @@ def bring_home(
     Returns:
         The tensor, at the first place and at its own; nothing of it elsewhere.
     """
-    if ranks.place == holder:
+    if mesh.pp_rank == holder:
         tensor = make()
         if holder:
-            sent = tensor.to(ranks.device).contiguous()
-            dist.send(sent, group=ranks.channel(holder, 0), group_dst=0)
+            sent = tensor.to(mesh.device).contiguous()
+            dist.send(sent, group=mesh.pp_group(holder, 0), group_dst=0)
         return tensor
-    if ranks.place == 0:
-        tensor = torch.empty(shape, dtype=dtype, device=ranks.device)
-        dist.recv(tensor, group=ranks.channel(holder, 0), group_src=holder)
+    if mesh.pp_rank == 0:
+        tensor = torch.empty(shape, dtype=dtype, device=mesh.device)
+        dist.recv(tensor, group=mesh.pp_group(holder, 0), group_src=holder)
         return tensor
-    return torch.empty(0, dtype=dtype, device=ranks.device)
+    return torch.empty(0, dtype=dtype, device=mesh.device)

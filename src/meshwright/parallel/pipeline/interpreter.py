@@ -12,11 +12,11 @@ from typing import Protocol
 from torch import Tensor
 
 from meshwright.parallel.pipeline.action_times import ActionTimes
-from meshwright.parallel.pipeline.exchange import Exchange
+from meshwright.parallel.pipeline.p2p import P2PExchange
 from meshwright.schedule.pipeline.actions import Action, Kind, PipelineSchedule, consumer_of, producer_of
 
 
-class Worker(Protocol):
+class ActionRunner(Protocol):
     """Computes what actions are about."""
 
     def forward(self, stage: int, micro_batch: int, x: Tensor | None) -> Tensor | None:
@@ -33,13 +33,17 @@ class Interpreter:
     """One rank of a schedule."""
 
     def __init__(
-        self, schedule: PipelineSchedule, place: int, exchange: Exchange, times: ActionTimes | None = None
+        self,
+        schedule: PipelineSchedule,
+        pp_rank: int,
+        exchange: P2PExchange,
+        times: ActionTimes | None = None,
     ) -> None:
-        self._row, self._stages = schedule.ranks[place], schedule.stages
+        self._row, self._stages = schedule.ranks[pp_rank], schedule.stages
         self._exchange, self._times = exchange, times
-        self._homes = {stage: schedule.rank_of(stage) == place for stage in range(schedule.stages)}
+        self._homes = {stage: schedule.rank_of(stage) == pp_rank for stage in range(schedule.stages)}
 
-    def run(self, worker: Worker) -> None:
+    def run(self, worker: ActionRunner) -> None:
         """Do every action once."""
         exchange, times, handed = self._exchange, self._times, dict[Action, Tensor]()
         exchange.begin()
@@ -72,7 +76,7 @@ class Interpreter:
         return handed.pop(source) if self._homes[source.stage] else self._exchange.receive(source)
 
 
-def _compute(worker: Worker, action: Action, given: Tensor | None) -> Tensor | None:
+def _compute(worker: ActionRunner, action: Action, given: Tensor | None) -> Tensor | None:
     kind, stage, micro_batch = action
     if kind is Kind.FORWARD:
         return worker.forward(stage, micro_batch, given)

@@ -11,7 +11,7 @@ from torch import Tensor
 class MixedPrecision(Protocol):
     """Autocast around a forward pass, and the scaled backward pass."""
 
-    def products(self) -> AbstractContextManager[None]:
+    def autocast(self) -> AbstractContextManager[None]:
         """Around a forward pass."""
 
     def backward(self, loss: Tensor) -> None:

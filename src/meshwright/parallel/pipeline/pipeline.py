@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from meshwright.layout.stages import schedule_of
-from meshwright.measure.step_watch import StepWatch
-from meshwright.models.dtypes import STREAMS
+from meshwright.measure.step_observer import StepObserver
+from meshwright.models.dtypes import RESIDUAL_DTYPES
 from meshwright.parallel.batch import Batch
-from meshwright.parallel.mesh import Ranks
+from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline.action_times import ActionTimes
-from meshwright.parallel.pipeline.exchange import Exchange, open_channels
 from meshwright.parallel.pipeline.interpreter import Interpreter
 from meshwright.parallel.pipeline.mixed_precision import MixedPrecision
-from meshwright.parallel.pipeline.stages import Stage, StageWork
+from meshwright.parallel.pipeline.p2p import P2PExchange, connect_pp_groups
+from meshwright.parallel.pipeline.stages import Stage, StageRunner
 from meshwright.schedule.pipeline.actions import PipelineSchedule
 from meshwright.schedule.pipeline.forward_only import order_forward
 from meshwright.schedule.pipeline.proof import prove_schedule
@@ -29,7 +29,7 @@ class Pipeline:
     """One rank of it."""
 
     def __init__(
-        self, stages: dict[int, Stage], job: Job, micro_batches: int, ranks: Ranks, precision: MixedPrecision
+        self, stages: dict[int, Stage], job: Job, micro_batches: int, mesh: Mesh, precision: MixedPrecision
     ) -> None:
         """Be ready to follow the job's schedule.
 
@@ -37,19 +37,21 @@ class Pipeline:
             stages: Of this rank, by number.
             job: The settled job.
             micro_batches: Of a step.
-            ranks: All of them.
+            mesh: All of them.
             precision: Of the products.
         """
-        self._ranks, self._shape = ranks, stream_shape(job)
-        self._dtype = STREAMS[job.train.residual]
+        self._mesh, self._shape = mesh, activation_shape(job)
+        self._dtype = RESIDUAL_DTYPES[job.train.residual_dtype]
         self._schedule = schedule_of(job, micro_batches)
-        open_channels(self._schedule, ranks)
-        self._work = StageWork(stages, job, precision, ranks.device)
-        self.times = ActionTimes(self._schedule.ranks[ranks.place], ranks.device)
+        connect_pp_groups(self._schedule, mesh)
+        self._work = StageRunner(stages, job, precision, mesh.device)
+        self.times = ActionTimes(self._schedule.ranks[mesh.pp_rank], mesh.device)
         self._step = self._interpret(self._schedule, self.times)
         self._forward: dict[int, Interpreter] = {}
 
-    def train(self, batches: Iterable[Batch], divisor: int, watch: StepWatch | None) -> tuple[Tensor, int]:
+    def train(
+        self, batches: Iterable[Batch], divisor: int, observer: StepObserver | None
+    ) -> tuple[Tensor, int]:
         """Gradients of one step; returns the summed loss, zero without the last stage, and the targets.
 
         Args:
@@ -58,7 +60,7 @@ class Pipeline:
             watch: Looks on.
         """
         known = list(batches)
-        self._work.begin(known, divisor, watch)
+        self._work.begin(known, divisor, observer)
         self._step.run(self._work)
         self._work.finish()
         return self._work.loss_sum, _count_targets(known)
@@ -75,16 +77,16 @@ class Pipeline:
 
     def record(self) -> dict[str, Any]:
         """What ran when, for the rank's events."""
-        return {"place": self._ranks.place, "steps": self.times.steps, "actions": self.times.rows()}
+        return {"pp_rank": self._mesh.pp_rank, "steps": self.times.steps, "actions": self.times.rows()}
 
     def _interpret(self, schedule: PipelineSchedule, times: ActionTimes | None = None) -> Interpreter:
         proof = prove_schedule(schedule)
         assert proof.proved, f"a schedule that cannot run: {proof.violations}"
-        exchange = Exchange(schedule, self._ranks, self._shape, self._dtype)
-        return Interpreter(schedule, self._ranks.place, exchange, times)
+        exchange = P2PExchange(schedule, self._mesh, self._shape, self._dtype)
+        return Interpreter(schedule, self._mesh.pp_rank, exchange, times)
 
 
-def stream_shape(job: Job) -> tuple[int, ...]:
+def activation_shape(job: Job) -> tuple[int, ...]:
     """Of what goes from stage to stage: a micro-batch's residual stream, or the rank's tokens of it."""
     assert isinstance(job.model, DecoderModel), "the legality table cuts decoders only"
     samples, width = job.layout.micro_batch or 1, job.model.hidden_size

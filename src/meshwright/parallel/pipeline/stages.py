@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from meshwright.measure.step_watch import StepWatch
+from meshwright.measure.step_observer import StepObserver
 from meshwright.models.decoder import Decoder
-from meshwright.models.linear import Later, Product, Waiting, put_off
+from meshwright.models.linear import DeferredWeightGrad, DeferredWeightGrads, Linear, defer_weight_grads
 from meshwright.parallel.batch import Batch
 from meshwright.parallel.bucket_reducer import BucketReducer
-from meshwright.parallel.fsdp import LateGradients, begin_micro_batch
-from meshwright.parallel.full_tensors import is_cut
-from meshwright.parallel.mesh import move
+from meshwright.parallel.fsdp import DeferredShardGrads, set_gradient_sync
+from meshwright.parallel.full_tensors import is_sharded
+from meshwright.parallel.mesh import to_device
 from meshwright.parallel.pipeline.mixed_precision import MixedPrecision
 from meshwright.spec.job import Job
 
@@ -41,13 +41,13 @@ class Stage:
     """Sums its gradients over replicas, where there are any that FSDP2 does not know of."""
     lender: FSDPModule | None = None
     """The stage whose embedding its head is, where that is cut: gathered before it is used."""
-    later: Later | None = None
+    deferred_grads: DeferredWeightGrads | None = None
     """Where its products leave what the gradients of their weights are made of."""
-    late: LateGradients | None = None
+    deferred: DeferredShardGrads | None = None
     """Takes those gradients where weights are cut."""
     graphs: dict[int, tuple[Tensor | None, Tensor | GradientEdge]] = field(default_factory=dict)
     """By micro-batch: its input, where that has a gradient, and the end of its graph."""
-    waiting: dict[int, list[Waiting]] = field(default_factory=dict)
+    waiting: dict[int, list[DeferredWeightGrad]] = field(default_factory=dict)
     """By micro-batch: products whose weights have no gradient of it yet."""
     backward_left: int = 0
     weight_left: int = 0
@@ -64,12 +64,12 @@ class Stage:
         """A stage; its products put off their weights' gradients if the schedule has a place for them."""
         if not split_backward:
             return cls(module, reducer, lender)
-        cut: bool = is_cut(module)
-        late = LateGradients(module) if cut else None
-        return cls(module, reducer, lender, put_off(module, compiled), late)
+        cut: bool = is_sharded(module)
+        deferred = DeferredShardGrads(module) if cut else None
+        return cls(module, reducer, lender, defer_weight_grads(module, compiled), deferred)
 
 
-class StageWork:
+class StageRunner:
     """A rank's stages, working on one step after the other."""
 
     def __init__(
@@ -79,11 +79,11 @@ class StageWork:
         self._stages, self._job, self._precision, self._device = stages, job, precision, device
         self._batches: Sequence[Batch] = ()
         self._divisor = 1
-        self._watch: StepWatch | None = None
+        self._observer: StepObserver | None = None
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         """Of the step's micro-batches, on the rank with the last stage."""
 
-    def begin(self, batches: Sequence[Batch], divisor: int, watch: StepWatch | None) -> None:
+    def begin(self, batches: Sequence[Batch], divisor: int, observer: StepObserver | None) -> None:
         """A step begins.
 
         Args:
@@ -91,7 +91,7 @@ class StageWork:
             divisor: Targets of the whole step.
             watch: Looks on.
         """
-        self._batches, self._divisor, self._watch = batches, divisor, watch
+        self._batches, self._divisor, self._observer = batches, divisor, observer
         self.loss_sum = torch.zeros_like(self.loss_sum)
         for stage in self._stages.values():
             stage.backward_left = stage.weight_left = len(batches)
@@ -99,13 +99,13 @@ class StageWork:
     def forward(self, stage: int, micro_batch: int, x: Tensor | None) -> Tensor | None:
         """A forward pass; gives the residual stream, and keeps the loss."""
         work = self._stages[stage]
-        if self._watch is not None:
-            self._watch.before_forward(micro_batch)
+        if self._observer is not None:
+            self._observer.before_forward(micro_batch)
         if x is not None and torch.is_grad_enabled():
             x.requires_grad_()
         if work.lender is not None:
             work.lender.unshard()
-        with self._precision.products():
+        with self._precision.autocast():
             out = _call(work.module, self._batches[micro_batch], x, self._device)
         made = out.detach()
         if work.module.last:
@@ -114,22 +114,22 @@ class StageWork:
             end = out / self._divisor if work.module.last else get_gradient_edge(out)
             work.graphs[micro_batch] = (x, end)
         del out
-        if self._watch is not None:
+        if self._observer is not None:
             given = 0 if x is None else x.nbytes
-            self._watch.after_forward(given if work.module.last else given - made.nbytes)
+            self._observer.after_forward(given if work.module.last else given - made.nbytes)
         return None if work.module.last else made
 
     def backward(self, stage: int, micro_batch: int, grad: Tensor | None) -> Tensor | None:
         """A backward pass; gives the gradient of the residual stream that came in."""
         work = self._stages[stage]
-        if self._watch is not None:
-            self._watch.before_backward(micro_batch)
+        if self._observer is not None:
+            self._observer.before_backward(micro_batch)
         work.backward_left -= 1
         last = not work.backward_left
-        if is_cut(work.module):
-            begin_micro_batch(work.module, self._job, last)
-            if work.late is not None:
-                work.late.hold_back()
+        if is_sharded(work.module):
+            set_gradient_sync(work.module, self._job, last)
+            if work.deferred is not None:
+                work.deferred.defer_reduction()
         if work.reducer is not None:
             work.reducer.begin(last)
         x, end = work.graphs.pop(micro_batch)
@@ -137,8 +137,8 @@ class StageWork:
             self._precision.backward(end)
         else:
             torch.autograd.backward(end, grad)
-        if work.later is not None:
-            work.waiting[micro_batch] = work.later.take()
+        if work.deferred_grads is not None:
+            work.waiting[micro_batch] = work.deferred_grads.pop_all()
         return None if x is None else x.grad
 
     @torch.no_grad()
@@ -150,8 +150,8 @@ class StageWork:
         waiting = work.waiting.pop(micro_batch)
         while waiting:
             _add_weight_grads(work, waiting.pop(0), last)
-        if work.late is not None:
-            work.late.reduce(self._job, last)
+        if work.deferred is not None:
+            work.deferred.reduce(self._job, last)
 
     def finish(self) -> None:
         """Every action of the step is done: wait for the sums over replicas."""
@@ -165,30 +165,30 @@ class StageWork:
 def _call(module: Decoder, batch: Batch, x: Tensor | None, device: torch.device) -> Tensor:
     """A stage on a micro-batch; of the batch each stage reads what it needs."""
     return module(
-        move(batch.inputs, device) if x is None else x,
-        move(batch.targets, device) if module.last else None,
-        move(batch.segments, device),
-        move(batch.weights, device),
+        to_device(batch.inputs, device) if x is None else x,
+        to_device(batch.targets, device) if module.last else None,
+        to_device(batch.segments, device),
+        to_device(batch.weights, device),
     )
 
 
-def _add_weight_grads(work: Stage, put_off: Waiting, last: bool) -> None:
+def _add_weight_grads(work: Stage, item: DeferredWeightGrad, last: bool) -> None:
     """Make the gradients of one product and add them.
 
     When it returns, none of its tensors is held: the next gradient and the reduction need the memory.
     """
-    for name, gradient in put_off.gradients():
-        if work.late is not None:
-            work.late.add(put_off.product, name, gradient)
+    for name, gradient in item.compute():
+        if work.deferred is not None:
+            work.deferred.add(item.linear, name, gradient)
             continue
-        parameter = _add(put_off.product, name, gradient)
+        parameter = _add(item.linear, name, gradient)
         if last and work.reducer is not None:
-            work.reducer.complete(parameter)
+            work.reducer.mark_ready(parameter)
 
 
-def _add(product: Product, name: str, gradient: Tensor) -> nn.Parameter:
+def _add(linear: Linear, name: str, gradient: Tensor) -> nn.Parameter:
     """Add to a parameter's gradient, in float32."""
-    parameter: Any = getattr(product, name)
+    parameter: Any = getattr(linear, name)
     if parameter.grad is None:
         parameter.grad = gradient.to(parameter.dtype)
     else:

@@ -34,7 +34,7 @@ ROUTER_BYTES = 13.0
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedBytes:
     """Bytes a token of one part of a block."""
 
     shared: float = 0.0
@@ -50,28 +50,30 @@ class Kept:
     second_output: float = 0.0
     """Attention's result once more, where heads are exchanged for positions over cp; cut by tp."""
 
-    def __add__(self, other: Kept) -> Kept:
-        return Kept(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+    def __add__(self, other: SavedBytes) -> SavedBytes:
+        return SavedBytes(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
 
-def attention_kept(workload: Workload) -> Kept:
+def attention_saved_bytes(workload: Workload) -> SavedBytes:
     """Attention with its norm, nothing recomputed."""
     model, rules, low = workload.model, workload.profile.memory, LOW_BYTES[workload.precision]
     width, heads, given = model.hidden_size, model.num_heads, _product_bytes(workload)
-    inputs = Kept(shared=norm_input_bytes(workload) + (width if rules.dropout else 0), gathered=width * given)
+    inputs = SavedBytes(
+        shared=norm_input_bytes(workload) + (width if rules.dropout else 0), gathered=width * given
+    )
     turned = model.num_heads * (model.head_size + (model.rope_head_dim or 0))
     results = model.value_size * low + (model.value_size * given if given < low else 0.0)
     if model.attention == "latent":
         lead, latent, rope = model.query_latent_size or 0, model.latent_size or 0, model.rope_head_dim or 0
         below = (2 * lead + 2 * latent + rope) * low
-        inner = Kept(shared=below, split=(2 * turned + model.value_size) * low + results)
+        inner = SavedBytes(shared=below, split=(2 * turned + model.value_size) * low + results)
     else:
-        inner = Kept(split=(model.query_size + 2 * _key_width(workload)) * low + results)
+        inner = SavedBytes(split=(model.query_size + 2 * _key_width(workload)) * low + results)
     if rules.fused_attention:
-        inner += Kept(split=FLOAT32 * heads)
+        inner += SavedBytes(split=FLOAT32 * heads)
     else:
-        inner += Kept(scores=heads * (low + (low + 1 if rules.dropout else 0)))
-    return inputs + inner + Kept(second_output=model.value_size * low)
+        inner += SavedBytes(scores=heads * (low + (low + 1 if rules.dropout else 0)))
+    return inputs + inner + SavedBytes(second_output=model.value_size * low)
 
 
 def _key_width(workload: Workload) -> int:
@@ -81,7 +83,7 @@ def _key_width(workload: Workload) -> int:
     return model.query_size if eager and repeats and workload.cluster.device == "cuda" else model.kv_size
 
 
-def ffn_kept(workload: Workload, expert: bool) -> Kept:
+def ffn_saved_bytes(workload: Workload, expert: bool) -> SavedBytes:
     """A feed-forward with its norm, dense or with experts, nothing recomputed."""
     model, rules, low = workload.model, workload.profile.memory, LOW_BYTES[workload.precision]
     width, given = model.hidden_size, _product_bytes(workload)
@@ -91,9 +93,9 @@ def ffn_kept(workload: Workload, expert: bool) -> Kept:
         inner = (4 if gated else 2) * low
     norm = norm_input_bytes(workload) + (width if rules.dropout else 0)
     if not expert:
-        return Kept(shared=norm, gathered=width * given, split=model.ffn_size * inner)
+        return SavedBytes(shared=norm, gathered=width * given, split=model.ffn_size * inner)
     wide = model.expert_width
-    return Kept(
+    return SavedBytes(
         shared=norm + width * low + (model.num_experts or 0) * ROUTER_BYTES,
         split=model.shared_experts * wide * inner,
         routed=width * given + wide * inner,
@@ -116,36 +118,36 @@ def norm_input_bytes(workload: Workload) -> float:
     return ((1 if workload.cluster.device == "cuda" else 2) * model.hidden_size + 1) * FLOAT32
 
 
-def block_kept(workload: Workload, expert: bool) -> tuple[Kept, Kept, Kept]:
+def block_saved_bytes(workload: Workload, expert: bool) -> tuple[SavedBytes, SavedBytes, SavedBytes]:
     """A block without recomputation, with selective, and with full."""
     model, rules = workload.model, workload.profile.memory
-    attention, ffn = attention_kept(workload), ffn_kept(workload, expert)
-    stream = FLOAT32 if rules.blocks == "eager" else LOW_BYTES[workload.precision]
-    whole, full = attention + ffn, Kept(shared=model.hidden_size * stream)
+    attention, ffn = attention_saved_bytes(workload), ffn_saved_bytes(workload, expert)
+    residual = FLOAT32 if rules.blocks == "eager" else LOW_BYTES[workload.precision]
+    whole, full = attention + ffn, SavedBytes(shared=model.hidden_size * residual)
     if rules.selective == "attention":
         lse = FLOAT32 * model.num_heads if rules.fused_attention else 0.0
-        return whole, whole + Kept(split=-lse, scores=-attention.scores), full
+        return whole, whole + SavedBytes(split=-lse, scores=-attention.scores), full
     products = _kept_half(workload, expert) if rules.selective == "half" else _kept_products(workload, expert)
     return whole, full + products, full
 
 
-def _kept_products(workload: Workload, expert: bool) -> Kept:
+def _kept_products(workload: Workload, expert: bool) -> SavedBytes:
     """Every product's result, and attention's: Meshwright's selective recomputation."""
     model, low = workload.model, LOW_BYTES[workload.precision]
     first = 2 if model.activation == "swiglu" else 1
-    heads = Kept(split=(2 * model.query_size + 2 * model.kv_size) * low + FLOAT32 * model.num_heads)
+    heads = SavedBytes(split=(2 * model.query_size + 2 * model.kv_size) * low + FLOAT32 * model.num_heads)
     if model.attention == "latent":
         rope = model.rope_head_dim or 0
         turned = model.num_heads * (2 * model.head_size + 2 * rope) + 2 * model.value_size
-        heads = Kept(split=turned * low + FLOAT32 * model.num_heads)
-    ffn = Kept(split=first * model.ffn_size * low)
+        heads = SavedBytes(split=turned * low + FLOAT32 * model.num_heads)
+    ffn = SavedBytes(split=first * model.ffn_size * low)
     if expert:
         wide = first * model.expert_width * low
-        ffn = Kept(split=model.shared_experts * wide, routed=wide + model.hidden_size * low)
-    return heads + Kept(shared=model.hidden_size * low) + ffn
+        ffn = SavedBytes(split=model.shared_experts * wide, routed=wide + model.hidden_size * low)
+    return heads + SavedBytes(shared=model.hidden_size * low) + ffn
 
 
-def _kept_half(workload: Workload, expert: bool) -> Kept:
+def _kept_half(workload: Workload, expert: bool) -> SavedBytes:
     """Results of every second product, and attention's: torchtitan's selective recomputation of operators.
 
     Products in order: queries, keys, values, attention's result, gate, up, down; the odd ones are kept.
@@ -153,11 +155,11 @@ def _kept_half(workload: Workload, expert: bool) -> Kept:
     Grouped products of experts are not on its list.
     """
     model, low = workload.model, LOW_BYTES[workload.precision]
-    attention = Kept(split=model.value_size * low + FLOAT32 * model.num_heads)
-    odd = Kept(split=(model.query_size + model.kv_size) * low)
+    attention = SavedBytes(split=model.value_size * low + FLOAT32 * model.num_heads)
+    odd = SavedBytes(split=(model.query_size + model.kv_size) * low)
     if expert:
         return attention + odd
-    return attention + odd + Kept(split=model.ffn_size * low, shared=model.hidden_size * low)
+    return attention + odd + SavedBytes(split=model.ffn_size * low, shared=model.hidden_size * low)
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ class Tokens:
 
     count: Floats
     """micro_batch x seq_len / cp."""
-    stream: Floats
+    residual: Floats
     """Of the residual stream: over tp under sequence parallelism."""
     gathered: Floats
     """Of inputs that are kept as they were gathered."""
@@ -185,13 +187,13 @@ class Tokens:
         rules, model = workload.profile.memory, workload.model
         count = grid.micro_batch * (workload.seq_len / grid.cp)
         split = count / grid.tp
-        stream = np.where(grid.sequence_parallel, split, count)
+        residual = np.where(grid.sequence_parallel, split, count)
         uneven = model.capacity_factor or (rules.imbalance if model.num_experts else 1.0)
         exchanged = (grid.cp > 1) & (grid.context == 1)
         return cls(
             count=count,
-            stream=stream,
-            gathered=count if rules.keeps_gathered else stream,
+            residual=residual,
+            gathered=count if rules.keeps_gathered else residual,
             split=split,
             scores=split * workload.seq_len,
             routed=split * grid.etp * ((model.experts_per_token or 0) * uneven),
@@ -199,10 +201,10 @@ class Tokens:
         )
 
 
-def sum_kept(kinds: tuple[Kept, ...], grid: Grid, tokens: Tokens, recompute: bool = True) -> Sum:
+def sum_saved_bytes(kinds: tuple[SavedBytes, ...], grid: Grid, tokens: Tokens, recompute: bool = True) -> Sum:
     """What one block keeps of one micro-batch; without recomputation if that is asked for."""
     parts = (
-        ("shared", "residual stream and norms", tokens.stream),
+        ("shared", "residual stream and norms", tokens.residual),
         ("gathered", "inputs of products", tokens.gathered),
         ("split", "inside attention and feed-forward", tokens.split),
         ("scores", "scores", tokens.scores),

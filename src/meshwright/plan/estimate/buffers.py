@@ -6,18 +6,18 @@ import numpy as np
 
 from meshwright.core.units import MIB
 from meshwright.plan.estimate.grid import Floats
-from meshwright.plan.estimate.moments import Facts
+from meshwright.plan.estimate.snapshots import Facts
 from meshwright.plan.estimate.stages import Stage
 from meshwright.plan.estimate.state import FLOAT32
 from meshwright.plan.estimate.terms import Sum, Term
-from meshwright.plan.estimate.weights import Held
+from meshwright.plan.estimate.weights import LocalWeights
 
 INT64_BYTES = 8.0
 LIBRARY_BYTES = 64.0 * MIB
 """What the matrix libraries take on a GPU (measured on one H200, torch 2.11)."""
 
 
-def sum_buffers(facts: Facts, stage: Stage, held: Held) -> Sum:
+def sum_buffers(facts: Facts, stage: Stage, held: LocalWeights) -> Sum:
     """The line of a class of ranks."""
     workload, grid, tokens, low = facts.workload, facts.grid, facts.tokens, facts.low
     model, rules = workload.model, workload.profile.memory
@@ -30,7 +30,9 @@ def sum_buffers(facts: Facts, stage: Stage, held: Held) -> Sum:
         buckets = np.minimum(rules.bucket_bytes, 2 * low * held.dense)
         terms.append(Term("buckets", (grid.world_size > 1, buckets)))
     edges = 2.0 + rules.stale_boundaries * (stage.in_flight + 1)
-    terms.append(Term("stage boundaries", (grid.pp > 1, edges, tokens.stream, float(model.hidden_size), low)))
+    terms.append(
+        Term("stage boundaries", (grid.pp > 1, edges, tokens.residual, float(model.hidden_size), low))
+    )
     ring = (grid.cp > 1) & (grid.context == 0)
     if ring.any():
         terms.append(Term("keys and values on their way", (ring, tokens.split, 4.0 * model.kv_size, low)))
@@ -47,7 +49,7 @@ def _own_tables(facts: Facts) -> list[Term]:
     workload, model = facts.workload, facts.workload.model
     terms, masked = [], workload.document_mask
     if model.positions == "rope":
-        terms.append(Term("rotary tables", (2.0, float(workload.seq_len), float(model.head_size), FLOAT32)))
+        terms.append(Term("RoPE tables", (2.0, float(workload.seq_len), float(model.head_size), FLOAT32)))
     words = (3.0 if masked else 2.0) + (1.0 if masked and model.positions == "learned" else 0.0)
     terms.append(Term("batch", (words, facts.tokens.count, INT64_BYTES)))
     if masked:

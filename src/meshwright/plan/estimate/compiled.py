@@ -14,10 +14,10 @@ import numpy as np
 
 from meshwright.layout.parameters import FLOAT32_BYTES, count_parameters, list_parameters, with_gradients
 from meshwright.plan.estimate.grid import RECOMPUTES, Flags, Grid
-from meshwright.plan.estimate.moments import NOTHING, Moment
+from meshwright.plan.estimate.snapshots import NOTHING, GridSnapshot
 from meshwright.plan.estimate.terms import Sum, Term
-from meshwright.plan.memory.compiled import list_compiled_moments
-from meshwright.plan.memory.snapshots import ALL_GRADIENTS, KeptGradients
+from meshwright.plan.memory.compiled import list_compiled_snapshots
+from meshwright.plan.memory.snapshots import ALL_GRADS, PersistentGrads
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout, Recompute
 from meshwright.spec.model import DecoderModel
@@ -28,7 +28,7 @@ def has_whole_layers(grid: Grid) -> Flags:
     return np.asarray((grid.pp * grid.tp * grid.cp == 1) & (grid.zero < 2))
 
 
-def list_fullest(job: Job, grid: Grid, whole: Flags, sums: Flags) -> Moment:
+def find_compiled_peak(job: Job, grid: Grid, whole: Flags, sums: Flags) -> GridSnapshot:
     """The fullest moment of each layout with whole layers.
 
     Args:
@@ -46,7 +46,7 @@ def list_fullest(job: Job, grid: Grid, whole: Flags, sums: Flags) -> Moment:
     ]
     held[:, whole] = np.array(parts).T[:, places.reshape(-1)]
     activations, temporary, gradients = held
-    return Moment(
+    return GridSnapshot(
         "fullest of a compiled step",
         Sum((Term("kept by compiled blocks", (activations,)),)),
         NOTHING,
@@ -72,14 +72,14 @@ def _fullest(
     layout = Layout("given", micro_batch=micro_batch, recompute=cast(Recompute, RECOMPUTES[recompute]))
     job = dataclasses.replace(job, layout=layout)
     if not narrow:
-        job = dataclasses.replace(job, train=dataclasses.replace(job.train, gradients="fp32"))
-    moments = list_compiled_moments(
+        job = dataclasses.replace(job, train=dataclasses.replace(job.train, grad_dtype="fp32"))
+    snapshots = list_compiled_snapshots(
         job,
         model,
         with_gradients(job, list_parameters(model)),
         micro_batch,
-        ALL_GRADIENTS if sums else KeptGradients(),
+        ALL_GRADS if sums else PersistentGrads(),
     )
-    top = max(moments, key=lambda moment: moment.bytes)
+    top = max(snapshots, key=lambda snapshot: snapshot.bytes)
     every = count_parameters(model) * FLOAT32_BYTES
     return float(top.activations), float(top.temporary), top.gradients / every

@@ -15,20 +15,20 @@ import numpy as np
 from meshwright.layout.parameters import count_gradient_bytes, list_parameters, with_gradients
 from meshwright.plan.estimate.buffers import sum_buffers
 from meshwright.plan.estimate.compiled import may_narrow
-from meshwright.plan.estimate.eager import list_eager_moments
+from meshwright.plan.estimate.eager import list_eager_snapshots
 from meshwright.plan.estimate.grid import OFFLOADS, Flags, Floats, Grid, Ints
-from meshwright.plan.estimate.moments import MOMENT_LINES, Facts, Moment, list_moments
 from meshwright.plan.estimate.sizes import share_parameters
+from meshwright.plan.estimate.snapshots import SNAPSHOT_LINES, Facts, GridSnapshot, list_snapshots
 from meshwright.plan.estimate.stages import CLASSES, Stage, split_stages
 from meshwright.plan.estimate.state import STATE_LINES, state_lines
 from meshwright.plan.estimate.terms import Sum
-from meshwright.plan.estimate.weights import hold_weights
+from meshwright.plan.estimate.weights import count_local_weights
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.memory.fit import usable_bytes
 from meshwright.spec.layout import Layout
 
-LINES = (*STATE_LINES, *MOMENT_LINES, "buffers", "allocator", "context")
-BESIDE = {
+LINES = (*STATE_LINES, *SNAPSHOT_LINES, "buffers", "allocator", "context")
+EXCLUDED_LINES = {
     "allocated": ("allocator", "context"),
     "reserved": ("context",),
     "device": (),
@@ -63,7 +63,7 @@ class MemoryEstimate:
     def counted_as(self, kind: str) -> Floats:
         """The peak as `allocated`, `reserved`, `device` or `formula` counts it."""
         return self.peak_bytes - sum(
-            (self.lines[name] for name in BESIDE[kind]), np.zeros(len(self.peak_bytes))
+            (self.lines[name] for name in EXCLUDED_LINES[kind]), np.zeros(len(self.peak_bytes))
         )
 
 
@@ -73,7 +73,7 @@ class StageLedger:
 
     stage: Stage
     state: dict[str, Sum]
-    moments: list[Moment]
+    snapshots: list[GridSnapshot]
     fullest: Ints
     """Which moment it is, layout by layout."""
     buffers: Sum
@@ -123,22 +123,24 @@ def _ledger_stage(facts: Facts, stage: Stage) -> StageLedger:
     """The lines of one class at its fullest moment."""
     workload, grid = facts.workload, facts.grid
     rules, cuda = workload.profile.memory, workload.cluster.device == "cuda"
-    held = hold_weights(workload.model, facts.weights, grid, stage, rules.vocabulary_multiple)
+    held = count_local_weights(workload.model, facts.weights, grid, stage, rules.vocabulary_multiple)
     state = state_lines(workload, grid, held, facts.sharding)
-    moments = (list_eager_moments if rules.blocks == "eager" else list_moments)(facts, stage, held)
+    snapshots = (list_eager_snapshots if rules.blocks == "eager" else list_snapshots)(facts, stage, held)
     lines = {name: _column(value.bytes, grid) for name, value in state.items()}
     between = sum(lines.values(), np.zeros(len(grid))) - _narrowed(workload, grid)
-    fullest = _find_fullest(moments, lines["gradients"])
-    lines["gradients"] = lines["gradients"] * _column(_choose(fullest, [m.gradients for m in moments]), grid)
-    for name in MOMENT_LINES:
-        lines[name] = _column(_choose(fullest, [getattr(m, name).bytes for m in moments]), grid)
+    fullest = _find_fullest(snapshots, lines["gradients"])
+    lines["gradients"] = lines["gradients"] * _column(
+        _choose(fullest, [m.gradients for m in snapshots]), grid
+    )
+    for name in SNAPSHOT_LINES:
+        lines[name] = _column(_choose(fullest, [getattr(m, name).bytes for m in snapshots]), grid)
     buffers = sum_buffers(facts, stage, held)
     lines["buffers"] = _column(buffers.bytes, grid)
     allocated = sum(lines.values(), np.zeros(len(grid)))
     lines["allocator"] = allocated * (rules.reserve if cuda else 0.0)
     lines["context"] = np.full(len(grid), rules.context_bytes if cuda else 0.0)
     peak = allocated + lines["allocator"] + lines["context"]
-    return StageLedger(stage, state, moments, fullest, buffers, lines, peak, between)
+    return StageLedger(stage, state, snapshots, fullest, buffers, lines, peak, between)
 
 
 def _narrowed(workload: Workload, grid: Grid) -> Floats:
@@ -152,15 +154,18 @@ def _narrowed(workload: Workload, grid: Grid) -> Floats:
     return np.where(may_narrow(grid) & (grid.micro_batch >= job.train.global_batch), float(saved), 0.0)
 
 
-def _find_fullest(moments: list[Moment], gradients: Floats) -> Ints:
+def _find_fullest(snapshots: list[GridSnapshot], gradients: Floats) -> Ints:
     """The largest of the moments, layout by layout."""
     best = np.full(len(gradients), -1.0)
     which = np.zeros(len(gradients), dtype=np.int64)
-    for number, moment in enumerate(moments):
+    for number, snapshot in enumerate(snapshots):
         total = (
-            moment.activations.bytes + moment.logits.bytes + moment.workspace.bytes + moment.gathered.bytes
+            snapshot.activations.bytes
+            + snapshot.logits.bytes
+            + snapshot.workspace.bytes
+            + snapshot.gathered.bytes
         )
-        total = np.where(moment.possible, total + moment.gradients * gradients, -1.0)
+        total = np.where(snapshot.possible, total + snapshot.gradients * gradients, -1.0)
         larger = total > best
         best, which = np.where(larger, total, best), np.where(larger, number, which)
     return which

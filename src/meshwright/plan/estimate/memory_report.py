@@ -6,7 +6,7 @@ import numpy as np
 
 from meshwright.plan.estimate.grid import Floats, Grid
 from meshwright.plan.estimate.memory import StageLedger, ledger_stages
-from meshwright.plan.estimate.moments import MOMENT_LINES
+from meshwright.plan.estimate.snapshots import SNAPSHOT_LINES
 from meshwright.plan.estimate.state import STATE_LINES
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.memory.ledger import Ledger
@@ -26,16 +26,16 @@ def estimate_ledgers(workload: Workload, layout: Layout) -> list[tuple[Ledger, i
 
 
 def _write_class(workload: Workload, grid: Grid, ledger: StageLedger) -> tuple[Ledger, int]:
-    moment = ledger.moments[int(ledger.fullest[0])]
-    made = float(np.asarray(moment.gradients).reshape(-1)[0])
+    snapshot = ledger.snapshots[int(ledger.fullest[0])]
+    made = float(np.asarray(snapshot.gradients).reshape(-1)[0])
     formulas = {name: ledger.state[name].formula(0) for name in STATE_LINES}
     if made != 1.0:
         formulas["gradients"] = ledger.state["gradients"].times(made).formula(0)
-    formulas |= {name: getattr(moment, name).formula(0) for name in MOMENT_LINES}
+    formulas |= {name: getattr(snapshot, name).formula(0) for name in SNAPSHOT_LINES}
     formulas["buffers"] = ledger.buffers.formula(0)
     lines = tuple(
         Line(name, round(float(ledger.lines[name][0])), formulas[name])
-        for name in (*STATE_LINES, *MOMENT_LINES, "buffers")
+        for name in (*STATE_LINES, *SNAPSHOT_LINES, "buffers")
         if float(ledger.lines[name][0]) != 0.0
     )
     state = {name: round(float(_first(ledger.state[name].bytes))) for name in STATE_LINES}
@@ -44,9 +44,9 @@ def _write_class(workload: Workload, grid: Grid, ledger: StageLedger) -> tuple[L
         lines=lines,
         state_bytes={name: size for name, size in state.items() if size},
         peak_bytes=peak,
-        peak_at=moment.name,
+        peak_at=snapshot.name,
         first_peak_bytes=_first_step_bytes(workload, grid, ledger, peak),
-        kept_bytes=kept,
+        activation_bytes=kept,
         touched_bytes=kept,
     )
     return found, round(float(ledger.between[0]))

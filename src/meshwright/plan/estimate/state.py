@@ -8,7 +8,7 @@ import numpy as np
 
 from meshwright.plan.estimate.grid import Flags, Floats, Grid
 from meshwright.plan.estimate.terms import Sum, Term
-from meshwright.plan.estimate.weights import Held
+from meshwright.plan.estimate.weights import LocalWeights
 from meshwright.plan.estimate.workload import Workload
 
 FLOAT32 = 4.0
@@ -48,7 +48,7 @@ class Sharding:
             optimizer=grid.zero >= 1,
         )
 
-    def cut(self, held: Held, where: Flags, bytes_each: float, there: Flags) -> Sum:
+    def cut(self, held: LocalWeights, where: Flags, bytes_each: float, there: Flags) -> Sum:
         """A rank's elements, sharded where they are, on the device where they are there."""
         dense = Term("dense", (held.dense, bytes_each, there), np.where(where, self.dense, 1.0))
         if not held.routed:
@@ -70,17 +70,17 @@ class StateBytes:
     def of(cls, workload: Workload) -> StateBytes:
         """As the profile's framework keeps them at the workload's precision."""
         rules, low = workload.profile.memory, LOW_BYTES[workload.precision]
-        gradient, moments = rules.gradient_bytes, MOMENTS * FLOAT32
+        gradient, snapshots = rules.gradient_bytes, MOMENTS * FLOAT32
         if workload.precision == "fp32":
-            return cls(FLOAT32, FLOAT32, 0.0, moments)
+            return cls(FLOAT32, FLOAT32, 0.0, snapshots)
         if workload.precision == "fp16" and rules.fp16_gradient_bytes is not None:
-            gradient, moments = rules.fp16_gradient_bytes, moments + rules.step_gradient_bytes
+            gradient, snapshots = rules.fp16_gradient_bytes, snapshots + rules.step_gradient_bytes
         if rules.master_weights:
-            return cls(low, gradient, FLOAT32, moments)
-        return cls(FLOAT32, gradient, 0.0, moments)
+            return cls(low, gradient, FLOAT32, snapshots)
+        return cls(FLOAT32, gradient, 0.0, snapshots)
 
 
-def state_lines(workload: Workload, grid: Grid, held: Held, sharding: Sharding) -> dict[str, Sum]:
+def state_lines(workload: Workload, grid: Grid, held: LocalWeights, sharding: Sharding) -> dict[str, Sum]:
     """The four lines of a rank's state, without what is offloaded."""
     each = StateBytes.of(workload)
     stays, resident = grid.offload == 0, grid.offload != 2

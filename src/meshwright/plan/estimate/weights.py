@@ -79,7 +79,7 @@ def count_elements(model: DecoderModel) -> float:
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalWeights:
     """Elements of one rank, before ZeRO."""
 
     dense: Floats
@@ -95,7 +95,9 @@ class Held:
     """Whether there are routed experts at all."""
 
 
-def hold_weights(model: DecoderModel, weights: Weights, grid: Grid, stage: Stage, multiple: int) -> Held:
+def count_local_weights(
+    model: DecoderModel, weights: Weights, grid: Grid, stage: Stage, multiple: int
+) -> LocalWeights:
     """What a rank of a class has; tied tables lie on the first and on the last stage.
 
     Args:
@@ -119,7 +121,7 @@ def hold_weights(model: DecoderModel, weights: Weights, grid: Grid, stage: Stage
     dense = stage.layers * always + stage.dense_layers * plain + stage.expert_layers * routed + ends
     expert_block = weights.expert * (model.num_experts or 0) / (grid.ep * grid.etp)
     block = always + np.where(stage.dense_layers > 0, plain, routed)
-    return Held(
+    return LocalWeights(
         dense=dense,
         experts=stage.expert_layers * expert_block,
         block=block,

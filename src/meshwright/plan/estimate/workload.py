@@ -10,9 +10,9 @@ from typing import NamedTuple
 from meshwright.layout.optimizer_state import predict_optimizer
 from meshwright.layout.parameters import count_parameters, list_parameters, residual_bytes
 from meshwright.plan.estimate.profiles import PROFILES, Profile, compiled_profile
-from meshwright.plan.memory.compiled import is_compiled, line_of_copies
+from meshwright.plan.memory.compiled import is_compiled, weight_copies_line
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.execution import keeps_copies
+from meshwright.spec.execution import uses_bf16_weight_copies, uses_eager_blocks
 from meshwright.spec.job import Job, Train
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import DecoderModel
@@ -59,8 +59,8 @@ class Workload:
             raise TypeError(f"a workload is of a decoder, not {type(job.model).__name__}")
         own, whole = job.train.runtime == "meshwright", dataclasses.replace(job, layout=Layout())
         profile = PROFILES[job.train.runtime]
-        if job.train.compile and job.cluster.device == "cuda":
-            profile = compiled_profile(profile, job.train.weight_gradients == "fp8")
+        if not uses_eager_blocks(job) and job.cluster.device == "cuda":
+            profile = compiled_profile(profile, job.train.fp8_weight_grads)
         return cls(
             model=job.model,
             cluster=job.cluster,
@@ -69,10 +69,12 @@ class Workload:
             precision=job.train.precision,
             profile=profile,
             recipe="rowwise" if job.train.precision == "fp8" and job.train.runtime == "meshwright" else "",
-            compiled=job.train.compile,
+            compiled=not uses_eager_blocks(job),
             document_mask=job.data.mask == "document",
             compiled_job=job if own and is_compiled(whole) else None,
-            copy_bytes=float(line_of_copies(job, job.model).bytes) if own and keeps_copies(whole) else 0.0,
+            copy_bytes=float(weight_copies_line(job, job.model).bytes)
+            if own and uses_bf16_weight_copies(whole)
+            else 0.0,
             residual_bytes=float(residual_bytes(job.train)) if own else 2.0,
             optimizer=_optimizer_rate(job.model, job.train) if own else None,
             probed_job=None if job.cluster.probed is None else job,

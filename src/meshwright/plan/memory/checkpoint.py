@@ -11,11 +11,11 @@ import math
 
 from meshwright.layout.axes import expert_axis, is_expert, state_axis
 from meshwright.layout.parameters import FLOAT32_BYTES, Parameter
-from meshwright.layout.stages import held_kinds
-from meshwright.layout.tensor_parallel import held_model, is_whole
-from meshwright.plan.memory.compiled import line_of_copies
+from meshwright.layout.stages import local_parameter_kinds
+from meshwright.layout.tensor_parallel import is_tp_replicated, local_model
+from meshwright.plan.memory.compiled import weight_copies_line
 from meshwright.plan.memory.ledger import GPU_WORKSPACE_BYTES
-from meshwright.spec.execution import keeps_copies
+from meshwright.spec.execution import uses_bf16_weight_copies
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -28,16 +28,16 @@ def predict_checkpoint(job: Job, pp_rank: int, state_on_device: int) -> int:
         pp_rank: The stage's ranks.
         state_on_device: Parameters, gradients and optimizer state that are not offloaded.
     """
-    gathered = (_gathered_bytes(job, parameter) for parameter in held_kinds(job, pp_rank))
+    gathered = (_gathered_bytes(job, parameter) for parameter in local_parameter_kinds(job, pp_rank))
     return state_on_device + _kept_bytes(job) + max(gathered, default=0)
 
 
 def _kept_bytes(job: Job) -> int:
     """What lives from step to step beside the state."""
-    model, workspace = held_model(job), GPU_WORKSPACE_BYTES if job.cluster.device == "cuda" else 0
-    if not isinstance(model, DecoderModel) or not keeps_copies(job):
+    model, workspace = local_model(job), GPU_WORKSPACE_BYTES if job.cluster.device == "cuda" else 0
+    if not isinstance(model, DecoderModel) or not uses_bf16_weight_copies(job):
         return workspace
-    return workspace + line_of_copies(job, model).bytes
+    return workspace + weight_copies_line(job, model).bytes
 
 
 def _gathered_bytes(job: Job, parameter: Parameter) -> int:
@@ -55,4 +55,4 @@ def _count_parts(job: Job, name: str) -> int:
     """Over how many ranks of ``tp`` or ``ep`` a tensor is split."""
     if is_expert(name):
         return expert_axis(job.layout).size
-    return 1 if is_whole(name) else job.layout.tp
+    return 1 if is_tp_replicated(name) else job.layout.tp

@@ -50,13 +50,13 @@ from meshwright.plan.memory.feed_forward import (
     size_experts,
     size_feed_forward,
 )
-from meshwright.plan.memory.snapshots import ALL_GRADIENTS, KeptGradients, Line, Moment, StepMemory
+from meshwright.plan.memory.snapshots import ALL_GRADS, Line, MemorySnapshot, PersistentGrads, StepMemory
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BlockSizes:
     """Bytes of one micro-batch's tensors."""
 
     tokens: int
@@ -76,7 +76,7 @@ class Sizes:
     """16-bit copies of a block's weights that autocast makes."""
     waiting: int
     """What a block keeps until its backward pass begins."""
-    waiting_formula: str
+    saved_formula: str
     attention: int
     """What lives when a block's backward pass is inside attention: its first half, less the feed-forward."""
     attention_gradients: int
@@ -96,7 +96,9 @@ class Sizes:
         return self.hidden + (self.feed_forward.first_backward if first else self.feed_forward.backward)
 
     @classmethod
-    def of(cls, job: Job, model: DecoderModel, micro_batch: int, feed_forward: FeedForwardSizes) -> Sizes:
+    def of(
+        cls, job: Job, model: DecoderModel, micro_batch: int, feed_forward: FeedForwardSizes
+    ) -> BlockSizes:
         """Of a block of the model as a rank holds it, with that second half."""
         tokens = micro_batch * job.data.seq_len // job.layout.cp
         low = operand_bytes(job.train.precision)
@@ -169,10 +171,10 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Stack:
+class StageBlocks:
     """The blocks of a model, or of a stage of it, first to last."""
 
-    blocks: tuple[Sizes, ...]
+    blocks: tuple[BlockSizes, ...]
 
     @classmethod
     def of(
@@ -182,7 +184,7 @@ class Stack:
         layers: range,
         micro_batch: int,
         rows: Sequence[int] | None = None,
-    ) -> Stack:
+    ) -> StageBlocks:
         """Of some layers of the model as a rank holds it.
 
         Args:
@@ -196,20 +198,20 @@ class Stack:
         routed, found = max(0, len(layers) - max(0, first - layers.start)), []
         if routed < len(layers):
             dense = size_feed_forward(job, model, micro_batch)
-            found = [Sizes.of(job, model, micro_batch, dense)] * (len(layers) - routed)
+            found = [BlockSizes.of(job, model, micro_batch, dense)] * (len(layers) - routed)
         if rows is None and routed:
             experts = size_experts(job, model, micro_batch)
-            found += [Sizes.of(job, model, micro_batch, experts)] * routed
+            found += [BlockSizes.of(job, model, micro_batch, experts)] * routed
         for read in rows or ():
             experts = size_experts(job, model, micro_batch, read)
-            found.append(Sizes.of(job, model, micro_batch, experts))
+            found.append(BlockSizes.of(job, model, micro_batch, experts))
         assert len(found) == len(layers), "rows are given for every layer with experts"
         return cls(tuple(found))
 
-    def replace(self, change: Callable[[Sizes], Sizes]) -> Stack:
+    def replace(self, change: Callable[[BlockSizes], BlockSizes]) -> StageBlocks:
         """The stack with every block changed; equal blocks stay one object."""
         changed = {id(block): change(block) for block in self.blocks}
-        return Stack(tuple(changed[id(block)] for block in self.blocks))
+        return StageBlocks(tuple(changed[id(block)] for block in self.blocks))
 
     def find_extremes(self, reach: int = 0) -> set[int]:
         """The layers whose moments in the backward pass can be the largest.
@@ -227,7 +229,7 @@ class Stack:
         return found
 
     @property
-    def last(self) -> Sizes:
+    def last(self) -> BlockSizes:
         """Of the last block; what is around blocks is alike in all."""
         return self.blocks[-1]
 
@@ -243,9 +245,9 @@ class Stack:
         """The same as a sum that can be checked."""
         first, last = self.blocks[0], self.blocks[max(0, count - 1)]
         if first.waiting == last.waiting:
-            return f"{count} blocks, {first.waiting_formula}"
+            return f"{count} blocks, {first.saved_formula}"
         dense = sum(block.waiting == first.waiting for block in self.blocks[:count])
-        return f"{dense} blocks, {first.waiting_formula}, {count - dense} blocks, {last.waiting_formula}"
+        return f"{dense} blocks, {first.saved_formula}, {count - dense} blocks, {last.saved_formula}"
 
     @property
     def copies(self) -> int:
@@ -271,7 +273,7 @@ def trace_decoder(
     model: DecoderModel,
     parameters: Sequence[Parameter],
     micro_batch: int,
-    sums_kept: KeptGradients,
+    persistent_grads: PersistentGrads,
     rows: Sequence[int] | None = None,
 ) -> StepMemory:
     """The moments of a step.
@@ -284,23 +286,23 @@ def trace_decoder(
         sums_kept: Which gradients live through the whole step.
         rows: That experts read in each layer with experts; None for an even share of all.
     """
-    stack = Stack.of(job, model, range(model.num_layers), micro_batch, rows)
+    stack = StageBlocks.of(job, model, range(model.num_layers), micro_batch, rows)
     sizes = stack.last
     head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
     loss = sizes.tokens * model.hidden_size * sizes.low + head
-    moments = [
-        _turning_moment(parameters, stack, sums_kept),
-        _loss_moment(job, model, parameters, stack, sums_kept),
-        *_final_norm_moments(job, model, parameters, stack, sums_kept),
-        *_backward_moments(job, model, parameters, stack, sums_kept),
+    snapshots = [
+        _attention_forward_snapshot(parameters, stack, persistent_grads),
+        _loss_snapshot(job, model, parameters, stack, persistent_grads),
+        *_final_norm_snapshots(job, model, parameters, stack, persistent_grads),
+        *_backward_snapshots(job, model, parameters, stack, persistent_grads),
     ]
-    always = list_always(job, model, sizes, micro_batch)
-    made_in_forward = sum(line.bytes for line in always if line.name == "document mask")
+    buffers = list_buffers(job, model, sizes, micro_batch)
+    made_in_forward = sum(line.bytes for line in buffers if line.name == "document mask")
     logits = sizes.tokens * model.vocab_size * FLOAT32_BYTES
     return StepMemory(
-        moments=tuple(moments),
-        always=always,
-        kept_bytes=embedding_bytes(job, sizes)
+        snapshots=tuple(snapshots),
+        buffers=buffers,
+        activation_bytes=embedding_bytes(job, sizes)
         + stack.waiting(model.num_layers)
         + sizes.norm
         + loss
@@ -309,14 +311,14 @@ def trace_decoder(
     )
 
 
-def list_always(job: Job, model: DecoderModel, sizes: Sizes, micro_batch: int) -> tuple[Line, ...]:
+def list_buffers(job: Job, model: DecoderModel, sizes: BlockSizes, micro_batch: int) -> tuple[Line, ...]:
     """What lives from the start of the forward pass to the end of the backward pass."""
     length, documents = job.data.seq_len, job.data.mask == "document"
     lines = []
     if model.positions == "rope":
         own = length // job.layout.cp
         tables = 2 * own * model.head_size * FLOAT32_BYTES
-        lines.append(Line("rotary tables", tables, f"2 x {own} x {model.head_size} x 4"))
+        lines.append(Line("RoPE tables", tables, f"2 x {own} x {model.head_size} x 4"))
     tensors = 2 + (documents and model.positions == "learned")
     batch, formula = tensors * sizes.tokens * INT64_BYTES, f"{tensors} x {sizes.tokens} tokens x 8"
     if documents:  # whose they are is known of whole sequences
@@ -328,12 +330,12 @@ def list_always(job: Job, model: DecoderModel, sizes: Sizes, micro_batch: int) -
     return tuple(lines)
 
 
-def embedding_bytes(job: Job, sizes: Sizes) -> int:
+def embedding_bytes(job: Job, sizes: BlockSizes) -> int:
     """What a split embedding keeps: which of its rows each token is, and which tokens are not its own."""
     return sizes.tokens * (INT64_BYTES + 1) if job.layout.tp > 1 else 0
 
 
-def mask_bytes(job: Job, sizes: Sizes, micro_batch: int) -> int:
+def mask_bytes(job: Job, sizes: BlockSizes, micro_batch: int) -> int:
     """The mask of a micro-batch's documents; a ring makes it piece by piece and keeps none."""
     ring = job.layout.cp > 1 and job.layout.context == "ring"
     if job.data.mask != "document" or ring:
@@ -341,7 +343,7 @@ def mask_bytes(job: Job, sizes: Sizes, micro_batch: int) -> int:
     return micro_batch * job.data.seq_len * job.data.seq_len * sizes.low
 
 
-def loss_temporary(job: Job, model: DecoderModel, sizes: Sizes, block_copies: int = 0) -> int:
+def loss_temp_bytes(job: Job, model: DecoderModel, sizes: BlockSizes, block_copies: int = 0) -> int:
     """What the loss makes beside the stack: chunks of logits, the head's gradient.
 
     Where blocks are computed again, 16-bit copies of their weights live until the forward pass ends.
@@ -363,19 +365,29 @@ def loss_temporary(job: Job, model: DecoderModel, sizes: Sizes, block_copies: in
     return temporary
 
 
-def _loss_moment(
-    job: Job, model: DecoderModel, parameters: Sequence[Parameter], stack: Stack, sums_kept: KeptGradients
-) -> Moment:
+def _loss_snapshot(
+    job: Job,
+    model: DecoderModel,
+    parameters: Sequence[Parameter],
+    stack: StageBlocks,
+    persistent_grads: PersistentGrads,
+) -> MemorySnapshot:
     """The loss, in the forward pass: the whole stack waits, and the head's gradient grows."""
-    temporary, norm = loss_temporary(job, model, stack.last, stack.copies), stack.last.norm
-    gradients = sums_kept.count_bytes(parameters)
+    temporary, norm = loss_temp_bytes(job, model, stack.last, stack.copies), stack.last.norm
+    gradients = persistent_grads.count_bytes(parameters)
     formula = f"{stack.formula(model.num_layers)}, + {norm} (final norm)"
-    return Moment("loss, forward", stack.waiting(model.num_layers) + norm, temporary, gradients, formula)
+    return MemorySnapshot(
+        "loss, forward", stack.waiting(model.num_layers) + norm, temporary, gradients, formula
+    )
 
 
-def _final_norm_moments(
-    job: Job, model: DecoderModel, parameters: Sequence[Parameter], stack: Stack, sums_kept: KeptGradients
-) -> list[Moment]:
+def _final_norm_snapshots(
+    job: Job,
+    model: DecoderModel,
+    parameters: Sequence[Parameter],
+    stack: StageBlocks,
+    persistent_grads: PersistentGrads,
+) -> list[MemorySnapshot]:
     """The final norm's way back while the whole stack waits; the largest where tokens are many.
 
     RMSNorm on CPU is not one kernel: beside the gradient of its input lie five tensors of that size.
@@ -384,58 +396,69 @@ def _final_norm_moments(
         return []
     head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
     # Where sums are kept the head's gradient is among them, but for the part of a tied one.
-    temporary = 6 * stack.last.hidden + (head if model.tied_embeddings or not sums_kept.dense else 0)
-    gradients = sums_kept.count_bytes(parameters)
+    temporary = 6 * stack.last.hidden + (head if model.tied_embeddings or not persistent_grads.dense else 0)
+    gradients = persistent_grads.count_bytes(parameters)
     waiting, formula = stack.waiting(model.num_layers), stack.formula(model.num_layers)
-    return [Moment("final norm, backward", waiting, temporary, gradients, formula)]
+    return [MemorySnapshot("final norm, backward", waiting, temporary, gradients, formula)]
 
 
-def _turning_moment(parameters: Sequence[Parameter], stack: Stack, sums_kept: KeptGradients) -> Moment:
+def _attention_forward_snapshot(
+    parameters: Sequence[Parameter], stack: StageBlocks, persistent_grads: PersistentGrads
+) -> MemorySnapshot:
     """The last block's attention in the forward pass."""
-    gradients = sums_kept.count_bytes(parameters)
+    gradients = persistent_grads.count_bytes(parameters)
     before, turning = len(stack.blocks) - 1, stack.last.turning
     formula = f"{stack.formula(before)}, + {turning} (half of this block)"
     alive = stack.waiting(before) + turning
-    return Moment(f"block {before}, forward", alive, 0, gradients, formula, layer=before)
+    return MemorySnapshot(f"block {before}, forward", alive, 0, gradients, formula, layer=before)
 
 
-def _backward_moments(
-    job: Job, model: DecoderModel, parameters: Sequence[Parameter], stack: Stack, sums_kept: KeptGradients
-) -> list[Moment]:
+def _backward_snapshots(
+    job: Job,
+    model: DecoderModel,
+    parameters: Sequence[Parameter],
+    stack: StageBlocks,
+    persistent_grads: PersistentGrads,
+) -> list[MemorySnapshot]:
     """Each block on the way back, then the embedding."""
     all_gradients = count_gradient_bytes(parameters)
     head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
     tied = model.tied_embeddings
-    beside = head if tied and sums_kept.dense else 0  # the head's part of the shared gradient waits
-    layers, made = range(model.num_layers), KeptGradients(not sums_kept.dense, not sums_kept.experts)
-    block_gradients, made_in = sum_blocks(job, model, layers), sum_blocks(job, model, layers, made)
-    gradients, listed = sums_kept.count_bytes(parameters), _list_layers(job, stack)
+    beside = head if tied and persistent_grads.dense else 0  # the head's part of the shared gradient waits
+    layers, made = (
+        range(model.num_layers),
+        PersistentGrads(not persistent_grads.dense, not persistent_grads.experts),
+    )
+    block_gradients, made_in = sum_block_grads(job, model, layers), sum_block_grads(job, model, layers, made)
+    gradients, listed = persistent_grads.count_bytes(parameters), _list_layers(job, stack)
     done = head + sum(p.count for p in parameters if p.name.startswith("norm.")) * FLOAT32_BYTES
     shared = head if tied else 0  # complete only when the embedding's part is there
-    gradients += 0 if sums_kept.dense else done
-    moments = []
+    gradients += 0 if persistent_grads.dense else done
+    snapshots = []
     if job.layout.zero == 3:  # the last block, gathered when the loss is done
         top, waiting = model.num_layers - 1, stack.formula(model.num_layers)
         alive, name = stack.waiting(model.num_layers), f"block {top}, gathered"
         temporary = stack.last.hidden
-        moments.append(Moment(name, alive, temporary, gradients, waiting, 0, top, "gathered"))
+        snapshots.append(MemorySnapshot(name, alive, temporary, gradients, waiting, 0, top, "gathered"))
     for layer in reversed(layers):
         if layer in listed:
-            first = not sums_kept.experts
-            found = _block_moments(job, stack, layer, gradients, (done, done - shared), first, beside)
-            moments += found
+            first = not persistent_grads.experts
+            found = _block_snapshots(job, stack, layer, gradients, (done, done - shared), first, beside)
+            snapshots += found
         done, gradients = done + block_gradients[layer], gradients + made_in[layer]
     # A tied gradient is made of two parts and their sum; the sum is the gradient unless others are kept.
     parts = 3 if tied else 1
-    last = head * (parts if sums_kept.dense else parts - 1)
-    moments.append(
-        Moment("embedding, backward", 0, last, all_gradients, "none", done - shared, None, "around")
+    last = head * (parts if persistent_grads.dense else parts - 1)
+    snapshots.append(
+        MemorySnapshot("embedding, backward", 0, last, all_gradients, "none", done - shared, None, "around")
     )
-    moments.append(Moment("last bucket", 0, 0, all_gradients, "none", all_gradients, None, "reduced"))
-    return moments
+    snapshots.append(
+        MemorySnapshot("last bucket", 0, 0, all_gradients, "none", all_gradients, None, "reduced")
+    )
+    return snapshots
 
 
-def _list_layers(job: Job, stack: Stack) -> set[int]:
+def _list_layers(job: Job, stack: StageBlocks) -> set[int]:
     """The layers whose moments are listed.
 
     All where buckets are compressed: what is sent then grows bucket by bucket, not linearly. Under ZeRO-2 and
@@ -443,23 +466,23 @@ def _list_layers(job: Job, stack: Stack) -> set[int]:
     """
     if job.compression.kind != "none" and job.layout.zero < 2:
         return set(range(len(stack.blocks)))
-    return stack.find_extremes(shard_reach(job) if job.layout.zero >= 2 else 0)
+    return stack.find_extremes(prefetch_window(job) if job.layout.zero >= 2 else 0)
 
 
-def shard_reach(job: Job) -> int:
+def prefetch_window(job: Job) -> int:
     """Blocks on either side that a moment under ZeRO-2 and 3 depends on."""
     return max(job.layout.prefetch, 1)
 
 
-def _block_moments(
+def _block_snapshots(
     job: Job,
-    stack: Stack,
+    stack: StageBlocks,
     layer: int,
     gradients: int,
     complete: tuple[int, int],
     first: bool,
     beside: int,
-) -> list[Moment]:
+) -> list[MemorySnapshot]:
     """One block on the way back.
 
     Args:
@@ -475,25 +498,27 @@ def _block_moments(
     waiting, temporary = stack.formula(layer), sizes.backward(first) + beside
     formula, alive, name = f"{waiting}, + {sizes.block} (this block)", below + sizes.block, f"block {layer}"
     cut = job.layout.zero >= 2
-    moments = [Moment(f"{name}, backward", alive, temporary, gradients, formula, sent, layer, "block")]
+    snapshots = [
+        MemorySnapshot(f"{name}, backward", alive, temporary, gradients, formula, sent, layer, "block")
+    ]
     if cut and sizes.feed_forward.after_experts:
-        moments += _expert_moments(job, layer, sizes, below, gradients, waiting)
+        snapshots += _expert_snapshots(job, layer, sizes, below, gradients, waiting)
     inside, passed = below + sizes.attention, sizes.hidden + sizes.attention_gradients
     formula = f"{waiting}, + {sizes.attention} (half of this block)"
     at = f"{name}, attention, backward"
-    moments.append(Moment(at, inside, passed, gradients, formula, sent, layer, "attention"))
+    snapshots.append(MemorySnapshot(at, inside, passed, gradients, formula, sent, layer, "attention"))
     if job.layout.recompute != "none":
-        alive, at = below + sizes.turning + sizes.waiting_products, f"{name}, computed again"
-        moments.append(Moment(at, alive, sizes.hidden, gradients, formula, sent, layer, "again"))
+        alive, at = below + sizes.turning + sizes.waiting_products, f"{name}, recompute"
+        snapshots.append(MemorySnapshot(at, alive, sizes.hidden, gradients, formula, sent, layer, "again"))
     if cut:
         at = f"{name}, reduced"
-        moments.append(Moment(at, below, sizes.hidden, gradients, waiting, done, layer, "reduced"))
-    return moments
+        snapshots.append(MemorySnapshot(at, below, sizes.hidden, gradients, waiting, done, layer, "reduced"))
+    return snapshots
 
 
-def _expert_moments(
-    job: Job, layer: int, sizes: Sizes, below: int, gradients: int, formula: str
-) -> list[Moment]:
+def _expert_snapshots(
+    job: Job, layer: int, sizes: BlockSizes, below: int, gradients: int, formula: str
+) -> list[MemorySnapshot]:
     """A block's experts where they may be a group of their own: when they are gathered, and when reduced."""
     after = below + sizes.after_experts
     alive, passed = below + sizes.block, sizes.hidden + sizes.feed_forward.passed
@@ -501,13 +526,13 @@ def _expert_moments(
         alive, passed = after + sizes.waiting_products, sizes.hidden
     name = f"block {layer}, experts"
     return [
-        Moment(f"{name} gathered", alive, passed, gradients, formula, 0, layer, "experts gathered"),
-        Moment(f"{name} reduced", after, sizes.hidden, gradients, formula, 0, layer, "experts"),
+        MemorySnapshot(f"{name} gathered", alive, passed, gradients, formula, 0, layer, "experts gathered"),
+        MemorySnapshot(f"{name} reduced", after, sizes.hidden, gradients, formula, 0, layer, "experts"),
     ]
 
 
-def sum_blocks(
-    job: Job, model: DecoderModel, layers: Sequence[int], of: KeptGradients = ALL_GRADIENTS
+def sum_block_grads(
+    job: Job, model: DecoderModel, layers: Sequence[int], of: PersistentGrads = ALL_GRADS
 ) -> dict[int, int]:
     """Bytes of the gradients of each block, or of some of them, by its number."""
     kinds: dict[bool, int] = {}

@@ -157,8 +157,8 @@ class _Routed:
         self.choices = self.own * (model.experts_per_token or 0)
         self.row = model.hidden_size * self.low
         """One row: D x e."""
-        self.inner = rows * model.held_expert_width * self.low
-        self.matrix = model.held_experts * model.held_expert_width * model.hidden_size
+        self.inner = rows * model.local_expert_width * self.low
+        self.matrix = model.local_experts * model.local_expert_width * model.hidden_size
         """Elements of one matrix of all held experts."""
         self.travels = expert_axis(job.layout).size > 1
 

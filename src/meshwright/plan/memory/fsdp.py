@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.layout.axes import dense_shard_axis
-from meshwright.layout.fsdp_groups import Group, group_around, sends_gradients
+from meshwright.layout.fsdp_groups import FsdpGroup, group_root, offloads_gradients
 from meshwright.layout.parameters import FLOAT32_BYTES, WIRE_BYTES, operand_bytes
-from meshwright.layout.stages import Part, list_stages
-from meshwright.plan.memory.fsdp_blocks import ShardedBlock, list_blocks
-from meshwright.plan.memory.snapshots import Moment
+from meshwright.layout.stages import StageSpec, list_stages
+from meshwright.plan.memory.fsdp_blocks import FSDPBlock, list_blocks
+from meshwright.plan.memory.snapshots import MemorySnapshot
 from meshwright.schedule.pipeline.in_flight import StageState
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -32,7 +32,7 @@ NORM_TENSORS = 6
 
 
 @dataclass(frozen=True)
-class ShardedMoment:
+class FSDPSnapshot:
     """A moment with what sharding adds."""
 
     name: str
@@ -46,7 +46,7 @@ class ShardedMoment:
 
 
 @dataclass(frozen=True)
-class Pass:
+class MicroBatchPass:
     """One micro-batch of a step, by what it finds and what it leaves."""
 
     first: bool
@@ -55,19 +55,19 @@ class Pass:
     """ZeRO-2 lets blocks go."""
 
 
-def _list_passes(micro_batches: int) -> list[Pass]:
+def _list_passes(micro_batches: int) -> list[MicroBatchPass]:
     """The micro-batches that differ: the first, one in the middle, the last."""
     if micro_batches == 1:
-        return [Pass(first=True, last=True)]
-    passes = [Pass(first=True, last=False), Pass(first=False, last=True)]
-    return passes if micro_batches == 2 else [*passes, Pass(first=False, last=False)]
+        return [MicroBatchPass(first=True, last=True)]
+    passes = [MicroBatchPass(first=True, last=False), MicroBatchPass(first=False, last=True)]
+    return passes if micro_batches == 2 else [*passes, MicroBatchPass(first=False, last=False)]
 
 
 @dataclass(frozen=True)
-class ShardedSizes:
+class FSDPSizes:
     """Bytes of the groups."""
 
-    blocks: tuple[ShardedBlock, ...]
+    blocks: tuple[FSDPBlock, ...]
     zero: int
     prefetch: int
     """Blocks gathered ahead."""
@@ -95,16 +95,16 @@ class ShardedSizes:
     """Whether autograd adds to kept gradients itself: those of a product in float32."""
 
     @classmethod
-    def of(cls, job: Job, part: Part) -> ShardedSizes:
+    def of(cls, job: Job, part: StageSpec) -> FSDPSizes:
         """Of all of the model, or of a stage."""
         model, ranks = part.model, dense_shard_axis(job.layout).size
         assert isinstance(model, DecoderModel), "the legality table shards decoders only"
-        (outer,) = group_around(part) or [Group("nothing", (), block=False)]
+        (outer,) = group_root(part) or [FsdpGroup("nothing", (), block=False)]
         around = {p.name: p.count * FLOAT32_BYTES for p in outer.parameters}
         head = model.vocab_size * model.hidden_size * FLOAT32_BYTES
         tied = model.tied_embeddings and part.whole
         norm = sum(size for name, size in around.items() if name.startswith("norm."))
-        stays = 0 if sends_gradients(job) else 1
+        stays = 0 if offloads_gradients(job) else 1
         # A tied gradient is made of two parts and their sum.
         late = sum(around.values()) + (2 * head if tied else 0)
         return cls(
@@ -170,24 +170,24 @@ class ShardedSizes:
             return self.around + self._sum("gathered") if state.in_use else 0
         return self.around if state.after_forward or lends else 0
 
-    def gathered(self, moment: Moment, run: Pass) -> tuple[int, int, int]:
+    def gathered(self, snapshot: MemorySnapshot, run: MicroBatchPass) -> tuple[int, int, int]:
         """What is gathered at a moment: around the blocks, of them, and what is on its way."""
-        around, layer, letting_go = self.around, moment.layer, self.zero == 3 or run.last
-        if layer is not None and moment.backward and letting_go:
+        around, layer, letting_go = self.around, snapshot.layer, self.zero == 3 or run.last
+        if layer is not None and snapshot.backward and letting_go:
             below = self._sum("gathered", 0, layer) if self.zero == 2 else 0
-            blocks, buffers = self._at_work_gathered(self.blocks[layer], layer, moment.part)
+            blocks, buffers = self._at_work_gathered(self.blocks[layer], layer, snapshot.part)
             blocks += below
-        elif self.zero == 3 and not moment.backward:
+        elif self.zero == 3 and not snapshot.backward:
             blocks = self.blocks[layer].gathered if layer is not None else 0
             ahead = layer + 1 if layer is not None else self.layers
             buffers = self._sum("arriving", ahead, ahead + self.prefetch)
         else:
-            gone = layer is None and moment.backward and letting_go
-            around = 0 if gone and moment.part == "reduced" else around
+            gone = layer is None and snapshot.backward and letting_go
+            around = 0 if gone and snapshot.part == "reduced" else around
             blocks, buffers = 0 if gone else self._sum("gathered"), 0
         return around, blocks, buffers
 
-    def _at_work_gathered(self, block: ShardedBlock, layer: int, part: str) -> tuple[int, int]:
+    def _at_work_gathered(self, block: FSDPBlock, layer: int, part: str) -> tuple[int, int]:
         """Of the block at work on the way back, and what is on its way meanwhile; blocks are let go."""
         own, everything = block.own.gathered, block.gathered
         there = {"reduced": 0, "experts": own, "attention": own, "last": own, "gathered": own}
@@ -202,31 +202,31 @@ class ShardedSizes:
             ahead += block.experts.arriving
         return gathered, ahead
 
-    def gradients(self, moment: Moment, run: Pass) -> tuple[int, int]:
+    def gradients(self, snapshot: MemorySnapshot, run: MicroBatchPass) -> tuple[int, int]:
         """Gradients, in shards and whole, and what reduce-scatters were given, at a moment."""
         if self.deferred and not (run.first and run.last):
-            return self._deferred_gradients(moment, run)
+            return self._deferred_gradients(snapshot, run)
         everything = self.around_shard + self.block_shards
-        if not moment.backward:
+        if not snapshot.backward:
             return (0 if run.first else everything), 0
-        if moment.layer is None:
+        if snapshot.layer is None:
             shards = self.block_shards if run.first else everything
-            if moment.part == "around":
+            if snapshot.part == "around":
                 return shards + self.around_late, self.blocks[0].own.sent
             return shards + max(self.kept_around, self.around_last + self.around_shard), self.around_sent
-        block, behind = self.blocks[moment.layer], self.blocks[moment.layer + 1 : moment.layer + 2]
-        shards = self._sum("shard", moment.layer + 1) if run.first else everything
-        whole, sent = self._at_work(block, moment.part)
-        if run.first and moment.part in ("attention", "last", "reduced"):
+        block, behind = self.blocks[snapshot.layer], self.blocks[snapshot.layer + 1 : snapshot.layer + 2]
+        shards = self._sum("shard", snapshot.layer + 1) if run.first else everything
+        whole, sent = self._at_work(block, snapshot.part)
+        if run.first and snapshot.part in ("attention", "last", "reduced"):
             shards += block.experts.shard
-        if moment.part == "reduced":
+        if snapshot.part == "reduced":
             whole = block.own.reducing
-        elif moment.part == "experts":
+        elif snapshot.part == "experts":
             whole += block.experts.reducing
         return shards + self.around_early + whole, sent or (behind[0].own.sent if behind else 0)
 
     @staticmethod
-    def _at_work(block: ShardedBlock, part: str) -> tuple[int, int]:
+    def _at_work(block: FSDPBlock, part: str) -> tuple[int, int]:
         """Whole gradients of a block on its way back, and what it has sent itself."""
         whole = {
             "experts": block.feed_forward,
@@ -242,51 +242,51 @@ class ShardedSizes:
         }
         return whole.get(part, 0), sent.get(part, 0)
 
-    def _deferred_gradients(self, moment: Moment, run: Pass) -> tuple[int, int]:
+    def _deferred_gradients(self, snapshot: MemorySnapshot, run: MicroBatchPass) -> tuple[int, int]:
         """The same where gradients wait whole: they come in the first micro-batch, and go in the last."""
         everything = self.kept_around + self.kept_blocks
-        if not moment.backward:
+        if not snapshot.backward:
             return (0 if run.first else everything), 0
-        if moment.layer is None:
-            return self._deferred_around(moment, run)
-        block, behind = self.blocks[moment.layer], self.blocks[moment.layer + 1 : moment.layer + 2]
-        own, sent = self._at_work(block, moment.part)
-        if moment.part == "experts":
+        if snapshot.layer is None:
+            return self._deferred_around(snapshot, run)
+        block, behind = self.blocks[snapshot.layer], self.blocks[snapshot.layer + 1 : snapshot.layer + 2]
+        own, sent = self._at_work(block, snapshot.part)
+        if snapshot.part == "experts":
             own += block.experts.gathered
         if run.first:
-            kept = self.around_early + self._sum("kept", moment.layer + 1)
+            kept = self.around_early + self._sum("kept", snapshot.layer + 1)
         elif run.last:
-            there = self._sum("kept", 0, moment.layer + 1)
-            kept = self.kept_around + self.tied + there + self._sum("shard", moment.layer + 1)
+            there = self._sum("kept", 0, snapshot.layer + 1)
+            kept = self.kept_around + self.tied + there + self._sum("shard", snapshot.layer + 1)
         else:
             kept = everything + self.tied
-        if run.first and moment.part == "reduced":
+        if run.first and snapshot.part == "reduced":
             own = block.kept + (0 if self.summed else block.own.last)
         elif self.summed and not run.first:
             own = 0
-        elif run.last and moment.part == "reduced" and not behind:
+        elif run.last and snapshot.part == "reduced" and not behind:
             own = 0  # added before the first buffer to send is made; later ones follow another
         if not run.last:
             return kept + own, 0
         return kept + own, sent or (behind[0].own.sent if behind else 0)
 
-    def _deferred_around(self, moment: Moment, run: Pass) -> tuple[int, int]:
+    def _deferred_around(self, snapshot: MemorySnapshot, run: MicroBatchPass) -> tuple[int, int]:
         """The same when the blocks are done."""
         blocks = self.block_shards if run.last else self.kept_blocks
-        sent = self.blocks[0].own.sent if moment.part == "around" else self.around_sent
+        sent = self.blocks[0].own.sent if snapshot.part == "around" else self.around_sent
         reduced = sent if run.last else 0
-        if moment.part != "around":
+        if snapshot.part != "around":
             return blocks + self.kept_around, reduced
         # The embedding's part is made whole before it is added; a tied one is the sum of two parts.
         made = self.around_late if run.first else self.kept_around + self.embedding + 2 * self.tied
         return blocks + made, reduced
 
 
-def _gathered_moments(job: Job, moments: Sequence[Moment]) -> list[Moment]:
+def _gathered_snapshots(job: Job, snapshots: Sequence[MemorySnapshot]) -> list[MemorySnapshot]:
     """Each block copied out of its gather on ZeRO-3's way back, when the one behind it was done."""
     if job.layout.zero != 3:
         return []
-    before = [m for m in moments if m.part == "reduced" and m.layer]
+    before = [m for m in snapshots if m.part == "reduced" and m.layer]
     return [
         dataclasses.replace(m, name=f"block {m.layer - 1}, gathered", layer=m.layer - 1, part="gathered")
         for m in before
@@ -294,18 +294,18 @@ def _gathered_moments(job: Job, moments: Sequence[Moment]) -> list[Moment]:
     ]
 
 
-def _last_moments(moments: Sequence[Moment]) -> list[Moment]:
+def _last_snapshots(snapshots: Sequence[MemorySnapshot]) -> list[MemorySnapshot]:
     """Each block when its last gradient is made, that of its first norm, and all of them are whole."""
     return [
         dataclasses.replace(
             m, name=f"block {m.layer}, last gradient", temporary=NORM_TENSORS * m.temporary, part="last"
         )
-        for m in moments
+        for m in snapshots
         if m.part == "reduced" and m.layer is not None
     ]
 
 
-def find_sharded_peak(job: Job, moments: Sequence[Moment], micro_batches: int) -> ShardedMoment:
+def find_fsdp_peak(job: Job, snapshots: Sequence[MemorySnapshot], micro_batches: int) -> FSDPSnapshot:
     """The fullest moment of a step of ZeRO-2 or 3, of equal ones the first.
 
     Args:
@@ -313,26 +313,28 @@ def find_sharded_peak(job: Job, moments: Sequence[Moment], micro_batches: int) -
         moments: Of the model.
         micro_batches: Of a step.
     """
-    sizes, largest, top = ShardedSizes.of(job, list_stages(job)[0]), -1, None
-    every = (*moments, *_gathered_moments(job, moments), *_last_moments(moments))
+    sizes, largest, top = FSDPSizes.of(job, list_stages(job)[0]), -1, None
+    every = (*snapshots, *_gathered_snapshots(job, snapshots), *_last_snapshots(snapshots))
     for run in _list_passes(micro_batches):  # the micro-batches that differ
-        for moment in every:
-            temporary = 0 if moment.part == "around" else moment.temporary  # the embedding's is a gradient
-            alive = moment.activations + temporary + sum(sizes.gathered(moment, run))
-            alive += sum(sizes.gradients(moment, run))
+        for snapshot in every:
+            temporary = (
+                0 if snapshot.part == "around" else snapshot.temporary
+            )  # the embedding's is a gradient
+            alive = snapshot.activations + temporary + sum(sizes.gathered(snapshot, run))
+            alive += sum(sizes.gradients(snapshot, run))
             if alive > largest:
-                largest, top = alive, (moment, run, temporary)
+                largest, top = alive, (snapshot, run, temporary)
     assert top is not None, "a step has moments"
-    moment, run, temporary = top
-    around, blocks, buffers = sizes.gathered(moment, run)
-    gradients, reduced = sizes.gradients(moment, run)
-    return ShardedMoment(
-        name=moment.name,
-        activations=moment.activations,
+    snapshot, run, temporary = top
+    around, blocks, buffers = sizes.gathered(snapshot, run)
+    gradients, reduced = sizes.gradients(snapshot, run)
+    return FSDPSnapshot(
+        name=snapshot.name,
+        activations=snapshot.activations,
         temporary=temporary,
         gradients=gradients,
         gathered=around + blocks + buffers,
         reduced=reduced,
-        formula=moment.formula,
+        formula=snapshot.formula,
         gathered_formula=f"{around} (around the blocks) + {blocks} (blocks) + {buffers} (on their way)",
     )

@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.layout.axes import is_expert
-from meshwright.layout.fsdp_groups import Group, group_axis, group_block, sends_gradients
+from meshwright.layout.fsdp_groups import FsdpGroup, group_axis, group_block, offloads_gradients
 from meshwright.layout.parameters import FLOAT32_BYTES, WIRE_BYTES, operand_bytes
-from meshwright.layout.stages import Part
+from meshwright.layout.stages import StageSpec
 from meshwright.spec.job import Job
 
 
 @dataclass(frozen=True)
-class ShardedGroup:
+class FSDPGroup:
     """One group of a block."""
 
     gathered: int
@@ -37,13 +37,13 @@ class ShardedGroup:
     """Its last gradient, which torch lets go of last."""
 
     @classmethod
-    def of(cls, job: Job, group: Group) -> ShardedGroup:
+    def of(cls, job: Job, group: FsdpGroup) -> FSDPGroup:
         """Of a group that has parameters."""
         ranks, low = group_axis(job, group).size, operand_bytes(job.train.precision)
         wire, padded = WIRE_BYTES[job.compression.kind], group.padded(ranks)
         # What a reduce-scatter gives, before it is float32.
         given = 0 if wire == FLOAT32_BYTES else padded // ranks * wire
-        shard = 0 if sends_gradients(job) else padded // ranks * FLOAT32_BYTES
+        shard = 0 if offloads_gradients(job) else padded // ranks * FLOAT32_BYTES
         last = group.parameters[-1].count * low
         turned = last + given + shard
         if ranks == 1:
@@ -59,27 +59,27 @@ class ShardedGroup:
         )
 
 
-NOTHING = ShardedGroup(0, 0, 0, 0, 0, 0, 0)
+NOTHING = FSDPGroup(0, 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
-class ShardedBlock:
+class FSDPBlock:
     """A block: its own group, and that of experts that are apart."""
 
-    own: ShardedGroup
-    experts: ShardedGroup
+    own: FSDPGroup
+    experts: FSDPGroup
     feed_forward: int
     """The part of the own gradient which is there when the backward pass comes to attention."""
     routed: int
     """The part of `own.kept` that is of routed experts."""
 
     @classmethod
-    def of(cls, job: Job, own: Group, experts: Group | None) -> ShardedBlock:
+    def of(cls, job: Job, own: FsdpGroup, experts: FsdpGroup | None) -> FSDPBlock:
         """Of its groups."""
         low = operand_bytes(job.train.precision)
         return cls(
-            ShardedGroup.of(job, own),
-            ShardedGroup.of(job, experts) if experts else NOTHING,
+            FSDPGroup.of(job, own),
+            FSDPGroup.of(job, experts) if experts else NOTHING,
             sum(p.count for p in own.parameters if ".ffn." in p.name) * low,
             sum(p.count for p in own.parameters if is_expert(p.name)) * FLOAT32_BYTES,
         )
@@ -105,10 +105,10 @@ class ShardedBlock:
         return self.own.kept + self.experts.kept
 
 
-def list_blocks(job: Job, part: Part) -> tuple[ShardedBlock, ...]:
+def list_blocks(job: Job, part: StageSpec) -> tuple[FSDPBlock, ...]:
     """The blocks of a stage, first to last; alike ones are one object."""
-    found: list[ShardedBlock] = []
+    found: list[FSDPBlock] = []
     for layer, times in part.block_kinds:
         *experts, own = group_block(part, layer)
-        found += [ShardedBlock.of(job, own, experts[0] if experts else None)] * times
+        found += [FSDPBlock.of(job, own, experts[0] if experts else None)] * times
     return tuple(found)

@@ -19,19 +19,25 @@ from dataclasses import dataclass
 from meshwright.core.units import MIB
 from meshwright.layout.axes import dense_shard_axis, gradient_axis, uses_ddp
 from meshwright.layout.fsdp_groups import sharded_state
-from meshwright.layout.optimizer_offload import SLOTS, offloaded_state, streaming_bytes
+from meshwright.layout.optimizer_offload import STAGING_BUFFERS, offloaded_state, staging_bytes
 from meshwright.layout.optimizer_state import UPDATE_CHUNK, UPDATE_CHUNK_BYTES, predict_optimizer
 from meshwright.layout.parameters import FLOAT32_BYTES, WIRE_BYTES, Parameter, count_gradient_bytes
-from meshwright.layout.stages import first_alike, held_buckets, held_kinds, held_parameters, schedule_version
-from meshwright.layout.tensor_parallel import held_model
-from meshwright.plan.memory.compiled import is_compiled, line_of_copies, trace_compiled
+from meshwright.layout.stages import (
+    local_buckets,
+    local_parameter_kinds,
+    local_parameters,
+    representative_pp_rank,
+    schedule_version,
+)
+from meshwright.layout.tensor_parallel import local_model
+from meshwright.plan.memory.compiled import is_compiled, trace_compiled, weight_copies_line
 from meshwright.plan.memory.decoder import trace_decoder
-from meshwright.plan.memory.fsdp import find_sharded_peak
+from meshwright.plan.memory.fsdp import find_fsdp_peak
 from meshwright.plan.memory.pipeline import PipelineMemory, trace_pipeline
 from meshwright.plan.memory.resnet import trace_resnet
-from meshwright.plan.memory.snapshots import KeptGradients, Line, Moment, StepMemory
+from meshwright.plan.memory.snapshots import Line, MemorySnapshot, PersistentGrads, StepMemory
 from meshwright.plan.traffic.ddp import kept_gradients
-from meshwright.spec.execution import fuses_update, keeps_copies
+from meshwright.spec.execution import uses_bf16_weight_copies, uses_fused_adamw
 from meshwright.spec.job import Job
 from meshwright.spec.model import ResNetModel
 
@@ -52,14 +58,14 @@ class Ledger:
     """Where in the step that is."""
     first_peak_bytes: int
     """The same in the first step of an attempt."""
-    kept_bytes: int
+    activation_bytes: int
     """Activations that one micro-batch keeps from forward to backward."""
     touched_bytes: int
     """The same without recomputation: a measure of the traffic that is not matrix products."""
 
 
 def predict_ledger(
-    job: Job, micro_batch: int, micro_batches: int, place: int = 0, rows: Sequence[int] | None = None
+    job: Job, micro_batch: int, micro_batches: int, pp_rank: int = 0, rows: Sequence[int] | None = None
 ) -> Ledger:
     """What a rank holds, at one place of the pipelines; of the ranks that share it the first, the fullest.
 
@@ -71,27 +77,29 @@ def predict_ledger(
         rows: That experts read in each of the rank's layers with experts; None for an even share of all.
     """
     if job.layout.pp > 1:
-        return _predict_pipeline(job, place, trace_pipeline(job, place, micro_batch, micro_batches, rows))
-    parameters = held_kinds(job, place)
+        return _predict_pipeline(job, pp_rank, trace_pipeline(job, pp_rank, micro_batch, micro_batches, rows))
+    parameters = local_parameter_kinds(job, pp_rank)
     if job.layout.zero >= 2:
         return _predict_sharded(job, parameters, micro_batch, micro_batches, rows)
     state, optimizer = _predict_state(job, parameters, rank=0)
     count = sum(p.count for p in parameters)
-    sums_kept = kept_gradients(job, micro_batches)
-    memory = _trace(job, parameters, micro_batch, sums_kept, rows)
+    persistent_grads = kept_gradients(job, micro_batches)
+    memory = _trace(job, parameters, micro_batch, persistent_grads, rows)
     buckets = _sent_buckets(job)
-    top = max(memory.moments, key=lambda moment: moment.bytes + _wire_bytes(buckets, moment))
+    top = max(memory.snapshots, key=lambda snapshot: snapshot.bytes + _wire_bytes(buckets, snapshot))
     lines = [
         Line("parameters", state["parameters"], f"{count} x 4 (float32)"),
         *_optimizer_lines(job, state["optimizer"], optimizer),
-        Line("gradients at the peak", top.gradients, f"of {_describe_gradients(parameters)}"),
-        Line("activations at the peak", top.activations, top.formula),
-        Line("temporary at the peak", top.temporary + _wire_bytes(buckets, top), f"largest at: {top.name}"),
-        *memory.always,
+        Line("gradients at peak", top.gradients, f"of {_describe_gradients(parameters)}"),
+        Line("activations at peak", top.activations, top.formula),
+        Line(
+            "temporary buffers at peak", top.temporary + _wire_bytes(buckets, top), f"largest at: {top.name}"
+        ),
+        *memory.buffers,
     ]
     ledger = _add_up(job, lines, state, top.name, memory)
     if uses_ddp(job) and micro_batches > 1:
-        alone = _trace(job, parameters, micro_batch, KeptGradients(), rows)
+        alone = _trace(job, parameters, micro_batch, PersistentGrads(), rows)
         first_more = _second_copy(memory, alone, buckets, state["gradients"], micro_batches)
         first_more -= top.bytes + _wire_bytes(buckets, top)
         return dataclasses.replace(ledger, first_peak_bytes=ledger.peak_bytes + first_more)
@@ -118,30 +126,30 @@ def _predict_state(job: Job, parameters: Sequence[Parameter], rank: int) -> tupl
     return {"parameters": size, "gradients": gradients, "optimizer": optimizer.state_bytes}, optimizer.formula
 
 
-def _predict_pipeline(job: Job, place: int, memory: PipelineMemory) -> Ledger:
+def _predict_pipeline(job: Job, pp_rank: int, memory: PipelineMemory) -> Ledger:
     """What a rank of a pipeline holds: its stages, and what they keep of all in-flight micro-batches."""
-    state, held = _predict_stages(job, first_alike(job, place), schedule_version(job))
+    state, held = _predict_stages(job, representative_pp_rank(job, pp_rank), schedule_version(job))
     top = memory.top
     lines = [
         *held,
-        Line("gradients at the peak", top.gradients, f"of {state['gradients']}"),
-        *([Line("gathered at the peak", top.gathered, "ZeRO")] if job.layout.zero >= 2 else ()),
-        Line("micro-batches on their way", top.waiting, top.waiting_formula),
-        Line("activations at the peak", top.activations, top.formula),
-        Line("temporary at the peak", top.temporary, f"largest at: {top.name}"),
-        Line("handed over at the peak", top.handed, top.handed_formula),
-        *memory.always,
+        Line("gradients at peak", top.gradients, f"of {state['gradients']}"),
+        *([Line("all-gathered parameters", top.gathered, "ZeRO")] if job.layout.zero >= 2 else ()),
+        Line("in-flight activations", top.waiting, top.waiting_formula),
+        Line("activations at peak", top.activations, top.formula),
+        Line("temporary buffers at peak", top.temporary, f"largest at: {top.name}"),
+        Line("pipeline send buffers", top.handed, top.handed_formula),
+        *memory.buffers,
     ]
     return _add_up(job, lines, dict(state), top.name, memory)
 
 
 @functools.lru_cache(maxsize=256)
-def _predict_stages(job: Job, place: int, version: int) -> tuple[dict[str, int], tuple[Line, ...]]:
+def _predict_stages(job: Job, pp_rank: int, version: int) -> tuple[dict[str, int], tuple[Line, ...]]:
     """The state of the stages at the first of alike places, and its lines: parameters and optimizer.
 
     ``version`` is that of the schedule's file.
     """
-    rank, parameters = place * (job.layout.world_size // job.layout.pp), held_kinds(job, place)
+    rank, parameters = pp_rank * (job.layout.world_size // job.layout.pp), local_parameter_kinds(job, pp_rank)
     if job.layout.zero >= 2:
         state = sharded_state(job, rank)
         ranks = dense_shard_axis(job.layout).size
@@ -162,12 +170,12 @@ def _predict_sharded(
     micro_batches: int,
     rows: Sequence[int] | None,
 ) -> Ledger:
-    """What a rank of ZeRO-2 or 3 holds: its shards, and what is gathered at the peak."""
-    model = held_model(job)
+    """What a rank of ZeRO-2 or 3 holds: its shards, and what is all-gathered parameters."""
+    model = local_model(job)
     assert not isinstance(model, ResNetModel), "the legality table shards decoders only"
     state = sharded_state(job, rank=0)
-    memory = trace_decoder(job, model, parameters, micro_batch, KeptGradients(), rows)
-    top = find_sharded_peak(job, memory.moments, micro_batches)
+    memory = trace_decoder(job, model, parameters, micro_batch, PersistentGrads(), rows)
+    top = find_fsdp_peak(job, memory.snapshots, micro_batches)
     ranks, away = dense_shard_axis(job.layout).size, offloaded_state(job, state)["parameters"]
     formula = f"rows over {ranks} ranks, padded, x 4 (float32)"
     lines = [
@@ -175,16 +183,16 @@ def _predict_sharded(
         *_optimizer_lines(
             job, state["optimizer"], f"the state of these rows, not padded, over {ranks} ranks"
         ),
-        Line("gradients at the peak", top.gradients, "shards, and whole ones not yet reduced"),
-        Line("gathered at the peak", top.gathered, top.gathered_formula),
+        Line("gradients at peak", top.gradients, "shards, and whole ones not yet reduced"),
+        Line("all-gathered parameters", top.gathered, top.gathered_formula),
         Line(
-            "reduced at the peak",
+            "reduce-scatter inputs",
             top.reduced,
             f"what a reduce-scatter was given, x {WIRE_BYTES[job.compression.kind]}",
         ),
-        Line("activations at the peak", top.activations, top.formula),
-        Line("temporary at the peak", top.temporary, f"largest at: {top.name}"),
-        *memory.always,
+        Line("activations at peak", top.activations, top.formula),
+        Line("temporary buffers at peak", top.temporary, f"largest at: {top.name}"),
+        *memory.buffers,
     ]
     return _add_up(job, lines, state, top.name, memory)
 
@@ -193,14 +201,14 @@ def _add_up(
     job: Job, lines: list[Line], state: dict[str, int], peak_at: str, memory: StepMemory | PipelineMemory
 ) -> Ledger:
     """The ledger of these lines, and of what a GPU's libraries take."""
-    if fuses_update(job):
+    if uses_fused_adamw(job):
         each = UPDATE_CHUNK * 2 * FLOAT32_BYTES  # two moments
         formula = f"{state['optimizer']} / {each} x {UPDATE_CHUNK_BYTES}"
-        lines.append(Line("table of the update", state["optimizer"] // each * UPDATE_CHUNK_BYTES, formula))
+        lines.append(Line("optimizer kernel table", state["optimizer"] // each * UPDATE_CHUNK_BYTES, formula))
     if job.cluster.device == "cuda":
-        lines.append(Line("library workspace", GPU_WORKSPACE_BYTES, "cuBLAS and cuBLASLt, 32 MiB each"))
+        lines.append(Line("cuBLAS workspace", GPU_WORKSPACE_BYTES, "cuBLAS and cuBLASLt, 32 MiB each"))
     peak = sum(line.bytes for line in lines)
-    return Ledger(tuple(lines), state, peak, peak_at, peak, memory.kept_bytes, memory.touched_bytes)
+    return Ledger(tuple(lines), state, peak, peak_at, peak, memory.activation_bytes, memory.touched_bytes)
 
 
 def _optimizer_lines(job: Job, state: int, formula: str, rank: int = 0) -> list[Line]:
@@ -208,9 +216,13 @@ def _optimizer_lines(job: Job, state: int, formula: str, rank: int = 0) -> list[
     if job.layout.offload == "none":
         return [Line("optimizer", state, formula)]
     lines = [Line("optimizer", 0, f"{state} on the host")]
-    if buffers := streaming_bytes(job, rank):
+    if buffers := staging_bytes(job, rank):
         lines.append(
-            Line("streaming buffers", buffers, f"up to {SLOTS} buckets of it: arriving, at work, leaving")
+            Line(
+                "offload buffers",
+                buffers,
+                f"up to {STAGING_BUFFERS} buckets of it: arriving, at work, leaving",
+            )
         )
     return lines
 
@@ -219,19 +231,19 @@ def _trace(
     job: Job,
     parameters: Sequence[Parameter],
     micro_batch: int,
-    sums_kept: KeptGradients,
+    persistent_grads: PersistentGrads,
     rows: Sequence[int] | None,
 ) -> StepMemory:
     """The moments of the job's model."""
-    model = held_model(job)
+    model = local_model(job)
     if isinstance(model, ResNetModel):
-        return trace_resnet(job, model, parameters, micro_batch, sums_kept.dense)
-    memory = trace_decoder(job, model, parameters, micro_batch, sums_kept, rows)
+        return trace_resnet(job, model, parameters, micro_batch, persistent_grads.dense)
+    memory = trace_decoder(job, model, parameters, micro_batch, persistent_grads, rows)
     if is_compiled(job):
-        memory = trace_compiled(job, model, parameters, micro_batch, sums_kept, memory)
-    if not keeps_copies(job):
+        memory = trace_compiled(job, model, parameters, micro_batch, persistent_grads, memory)
+    if not uses_bf16_weight_copies(job):
         return memory
-    return dataclasses.replace(memory, always=(*memory.always, line_of_copies(job, model)))
+    return dataclasses.replace(memory, buffers=(*memory.buffers, weight_copies_line(job, model)))
 
 
 def _second_copy(
@@ -242,12 +254,12 @@ def _second_copy(
     Accumulated gradients are then not views of its buckets, which lie beside them. The first micro-batch
     makes them one by one; middle ones hold both whole; in the last each becomes a view when it is complete.
     """
-    largest = max(moment.bytes + gradients for moment in alone.moments)
-    for moment in kept.moments:
-        waiting = gradients - moment.complete_bytes
-        largest = max(largest, moment.bytes + waiting + _wire_bytes(buckets, moment))
+    largest = max(snapshot.bytes + gradients for snapshot in alone.snapshots)
+    for snapshot in kept.snapshots:
+        waiting = gradients - snapshot.complete_bytes
+        largest = max(largest, snapshot.bytes + waiting + _wire_bytes(buckets, snapshot))
         if micro_batches > 2:
-            largest = max(largest, moment.bytes + gradients)
+            largest = max(largest, snapshot.bytes + gradients)
     return largest
 
 
@@ -269,7 +281,7 @@ def _sent_buckets(job: Job) -> _SentBuckets:
     """
     if job.compression.kind == "none":
         return _SentBuckets()
-    sizes = {p.name: p.count for p in held_parameters(job, place=0)}
+    sizes = {p.name: p.count for p in local_parameters(job, pp_rank=0)}
     complete, total = {}, 0
     for name in reversed(sizes):
         total += sizes[name] * FLOAT32_BYTES
@@ -279,7 +291,7 @@ def _sent_buckets(job: Job) -> _SentBuckets:
             max(complete[name] for name in names),
             sum(sizes[name] for name in names) * WIRE_BYTES[job.compression.kind],
         )
-        for names in held_buckets(job, place=0)
+        for names in local_buckets(job, pp_rank=0)
         if gradient_axis(job, names[0]).size > 1
     )
     together = max if uses_ddp(job) else operator.add
@@ -287,6 +299,6 @@ def _sent_buckets(job: Job) -> _SentBuckets:
     return _SentBuckets(tuple(at for at, _ in buckets), tuple(wires))
 
 
-def _wire_bytes(buckets: _SentBuckets, moment: Moment) -> int:
+def _wire_bytes(buckets: _SentBuckets, snapshot: MemorySnapshot) -> int:
     """The copies in a smaller type that may be there at a moment."""
-    return buckets.wire_bytes[bisect.bisect_right(buckets.complete_bytes, moment.complete_bytes)]
+    return buckets.wire_bytes[bisect.bisect_right(buckets.complete_bytes, snapshot.complete_bytes)]

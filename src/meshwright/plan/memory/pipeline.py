@@ -35,23 +35,23 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.layout.axes import sums_whole_gradients
+from meshwright.layout.axes import reduces_full_grads
 from meshwright.layout.parameters import FLOAT32_BYTES, WIRE_BYTES, list_block, operand_bytes
-from meshwright.layout.stages import Part, held_kinds, held_parts, in_flight_of
+from meshwright.layout.stages import StageSpec, in_flight_of, local_parameter_kinds, local_stages
 from meshwright.plan.memory.decoder import (
-    Sizes,
-    Stack,
+    BlockSizes,
+    StageBlocks,
     embedding_bytes,
-    list_always,
-    loss_temporary,
+    list_buffers,
+    loss_temp_bytes,
     mask_bytes,
-    shard_reach,
-    sum_blocks,
+    prefetch_window,
+    sum_block_grads,
 )
 from meshwright.plan.memory.feed_forward import INT64_BYTES
-from meshwright.plan.memory.fsdp import NORM_TENSORS, Pass, ShardedSizes
-from meshwright.plan.memory.snapshots import KeptGradients, Line, Moment
-from meshwright.plan.memory.split_backward import SplitGradients
+from meshwright.plan.memory.fsdp import NORM_TENSORS, FSDPSizes, MicroBatchPass
+from meshwright.plan.memory.snapshots import Line, MemorySnapshot, PersistentGrads
+from meshwright.plan.memory.split_backward import SplitBackwardGrads
 from meshwright.plan.traffic.ddp import kept_gradients
 from meshwright.schedule.pipeline.actions import Kind
 from meshwright.schedule.pipeline.in_flight import InFlight, RankState, StageState, WeightGrads
@@ -60,7 +60,7 @@ from meshwright.spec.model import DecoderModel
 
 
 @dataclass(frozen=True)
-class PipelineMoment:
+class PipelineSnapshot:
     """A moment of a rank's step, with what lives there beside state and what always lives."""
 
     name: str
@@ -89,22 +89,22 @@ class PipelineMoment:
 class PipelineMemory:
     """A rank's step."""
 
-    top: PipelineMoment
+    top: PipelineSnapshot
     """The fullest moment."""
-    always: tuple[Line, ...]
-    kept_bytes: int
+    buffers: tuple[Line, ...]
+    activation_bytes: int
     """The most that one stage keeps of one micro-batch from forward to backward."""
     touched_bytes: int
     """What one micro-batch makes in all stages of the rank, without recomputation."""
 
 
-def pending_bytes(model: DecoderModel, sizes: Sizes) -> int:
+def deferred_weight_grad_bytes(model: DecoderModel, sizes: BlockSizes) -> int:
     """Inputs and output gradients of a block's linears, which their weight gradients wait for."""
     elements = 2 * model.hidden_size + 2 * (model.query_size + model.kv_size)
     return sizes.tokens * elements * sizes.low + sizes.feed_forward.late
 
 
-def _without_copies(sizes: Sizes, model: DecoderModel, kept: bool) -> Sizes:
+def _without_copies(sizes: BlockSizes, model: DecoderModel, kept: bool) -> BlockSizes:
     """A product that puts off its weight's gradient keeps the weight itself, and no 16-bit copy of it."""
     if not sizes.copies:
         return sizes
@@ -115,7 +115,7 @@ def _without_copies(sizes: Sizes, model: DecoderModel, kept: bool) -> Sizes:
         copies=0,
         block=sizes.block - sizes.copies,
         waiting=waiting,
-        waiting_formula=f"{waiting} a block" if kept else sizes.waiting_formula,
+        saved_formula=f"{waiting} a block" if kept else sizes.saved_formula,
         attention=sizes.attention - half,
         turning=max(0, sizes.turning - half),
     )
@@ -125,7 +125,7 @@ class _Stage:
     """One stage: what it keeps, and the moments of its actions."""
 
     def __init__(
-        self, job: Job, part: Part, micro_batch: int, split: bool, rows: Sequence[int] | None
+        self, job: Job, part: StageSpec, micro_batch: int, split: bool, rows: Sequence[int] | None
     ) -> None:
         """Of one stage.
 
@@ -139,31 +139,31 @@ class _Stage:
         assert isinstance(part.model, DecoderModel), "the legality table cuts decoders only"
         self.job, self.part, self.model, self.split = job, part, part.model, split
         kept = job.layout.recompute == "none"
-        self.stack = Stack.of(job, self.model, part.layers, micro_batch, rows)
+        self.stack = StageBlocks.of(job, self.model, part.layers, micro_batch, rows)
         self.copies = self.stack.copies if split or not kept else 0
         """16-bit copies of weights that live until a forward pass ends, and are not kept."""
         if split:
             self.stack = self.stack.replace(lambda block: _without_copies(block, self.model, kept))
         self.sizes = self.stack.last
-        self.shards = ShardedSizes.of(job, part) if job.layout.zero >= 2 else None
-        self.layers, self.always = len(part.layers), kept_gradients(job)
+        self.shards = FSDPSizes.of(job, part) if job.layout.zero >= 2 else None
+        self.layers, self.persistent_grads = len(part.layers), kept_gradients(job)
         size = sum(p.count for p in part.parameter_kinds) * FLOAT32_BYTES
         self.gradients = self.shards.kept if self.shards else size
         """Of all its parameters."""
-        self.start = self.always.count_bytes(part.parameter_kinds)
+        self.start = self.persistent_grads.count_bytes(part.parameter_kinds)
         """Gradients that are there from the start of the step, in buckets."""
         self.half = self.gradients
         """Those that are there after the first half of a backward pass that is split."""
-        self.split_grads = SplitGradients(self.shards) if self.shards and split else None
+        self.split_grads = SplitBackwardGrads(self.shards) if self.shards and split else None
         self.words = self.model.vocab_size * self.model.hidden_size * FLOAT32_BYTES
         """The head, or the embedding; its gradient too."""
         self.width = self.sizes.tokens * self.model.hidden_size * self.sizes.low
         """What a product along the hidden size gives: T x D x e."""
         self.extra = self._tokens_kept(micro_batch)
         """What it keeps of a micro-batch beside blocks and loss."""
-        self._widest: dict[tuple[Kind, StageState], PipelineMoment] = {}
+        self._widest: dict[tuple[Kind, StageState], PipelineSnapshot] = {}
         if split and self.shards is None:
-            around = 0 if self.always.dense else (part.first + part.last) * self.words
+            around = 0 if self.persistent_grads.dense else (part.first + part.last) * self.words
             self.half = min(self.gradients, self.start + around + sum(self._new_gradients.values()))
         self.kept = self._count_kept()
         """What waits between the passes."""
@@ -187,7 +187,7 @@ class _Stage:
         """Inputs and output gradients of all products of the last blocks; 0 where nothing is split."""
         if not self.split or not count:
             return 0
-        return sum(pending_bytes(self.model, block) for block in self.stack.blocks[-count:])
+        return sum(deferred_weight_grad_bytes(self.model, block) for block in self.stack.blocks[-count:])
 
     @property
     def touched(self) -> int:
@@ -195,7 +195,7 @@ class _Stage:
         logits = self.sizes.tokens * self.model.vocab_size * FLOAT32_BYTES
         return self.stack.touched + (self.sizes.norm + logits if self.part.last else 0)
 
-    def _moment(
+    def _snapshot(
         self,
         name: str,
         activations: int,
@@ -204,7 +204,7 @@ class _Stage:
         formula: str,
         at: tuple[int | None, str] = (None, ""),
         made: int = 0,
-    ) -> PipelineMoment:
+    ) -> PipelineSnapshot:
         """A moment of a forward pass, or of a backward pass or its first half.
 
         Args:
@@ -218,13 +218,16 @@ class _Stage:
         """
         gradients, gathered = self._made(there.grads, made), 0
         if self.shards is not None:
-            moment, run = Moment(name, 0, 0, 0, "", 0, *at), Pass(not there.grads, last=False)
+            snapshot, run = (
+                MemorySnapshot(name, 0, 0, 0, "", 0, *at),
+                MicroBatchPass(not there.grads, last=False),
+            )
             if self.split_grads is not None:
-                gradients, reduced = self.split_grads.input_grads(moment, there)
+                gradients, reduced = self.split_grads.input_grads(snapshot, there)
             else:
-                gradients, reduced = self.shards.gradients(moment, run)
-            gathered = sum(self.shards.gathered(moment, run)) + reduced
-        return PipelineMoment(name, activations + self.extra, temporary, gradients, formula, gathered)
+                gradients, reduced = self.shards.gradients(snapshot, run)
+            gathered = sum(self.shards.gathered(snapshot, run)) + reduced
+        return PipelineSnapshot(name, activations + self.extra, temporary, gradients, formula, gathered)
 
     def _made(self, there: WeightGrads, so_far: int) -> int:
         """Gradients: all that there are from the first backward pass on, in it what it has made so far."""
@@ -232,115 +235,121 @@ class _Stage:
             return self.start + so_far
         return self.half if there is WeightGrads.HALF else self.gradients
 
-    def forward(self, there: StageState) -> list[PipelineMoment]:
+    def forward(self, there: StageState) -> list[PipelineSnapshot]:
         """Of a forward pass; ``there``: what earlier passes have left."""
         sizes, before = self.sizes, self.stack.waiting(self.layers - 1)
         again, copies = self.job.layout.recompute != "none", self.copies
         blocks = f"{self.stack.formula(self.layers - 1)}, and the last one at work"
         at = (self.layers - 1, "")
-        found = [self._moment("forward, attention", before + sizes.turning, copies, there, blocks, at)]
+        found = [self._snapshot("forward, attention", before + sizes.turning, copies, there, blocks, at)]
         if again:
             made = sizes.hidden + self.width + sizes.feed_forward.at_work
             found.append(
-                self._moment(
+                self._snapshot(
                     "forward, feed-forward", before + sizes.waiting, made + copies, there, blocks, at
                 )
             )
         else:
             made = self.width + sizes.hidden + copies
-            found.append(self._moment("forward, output", before + sizes.block, made, there, blocks, at))
+            found.append(self._snapshot("forward, output", before + sizes.block, made, there, blocks, at))
         if self.part.last:
-            temporary = loss_temporary(self.job, self.model, sizes) + copies
+            temporary = loss_temp_bytes(self.job, self.model, sizes) + copies
             formula = f"{self.stack.formula(self.layers)}, + {sizes.norm} (final norm)"
             stack = before + sizes.waiting + sizes.norm
-            found.append(self._moment("loss, forward", stack, temporary, there, formula))
+            found.append(self._snapshot("loss, forward", stack, temporary, there, formula))
         return found
 
-    def backward(self, there: StageState) -> list[PipelineMoment]:
+    def backward(self, there: StageState) -> list[PipelineSnapshot]:
         """Of a backward pass, or of its first half."""
-        made = self.words if self.part.last and not self.always.dense else 0
-        found, each = self._head_moments(there), self._new_gradients
-        listed = self.stack.find_extremes(shard_reach(self.job) if self.shards else 0)
+        made = self.words if self.part.last and not self.persistent_grads.dense else 0
+        found, each = self._head_snapshots(there), self._new_gradients
+        listed = self.stack.find_extremes(prefetch_window(self.job) if self.shards else 0)
         for below in reversed(range(self.layers)):
             if below in listed:
-                found += self._block_moments(below, made, there)
+                found += self._block_snapshots(below, made, there)
             made += each[self.part.layers[below]]
         if self.part.first:
             done = made + self.words if self.split else self.gradients - self.start
             last = 0 if self.shards or not there.grads else self.words  # shards have it among the gradients
             at = (None, "around")
-            found.append(self._moment("embedding, backward", self.pending, last, there, "none", at, done))
+            found.append(self._snapshot("embedding, backward", self.pending, last, there, "none", at, done))
         if self.shards is not None and (self.part.first or self.part.last):
-            found.append(self._moment("ends, reduced", self.pending, 0, there, "none", (None, "reduced")))
+            found.append(self._snapshot("ends, reduced", self.pending, 0, there, "none", (None, "reduced")))
         return found
 
     @functools.cached_property
     def _new_gradients(self) -> Mapping[int, int]:
         """Bytes of gradients that the first backward pass makes, by layer; a split one those of experts."""
-        made = KeptGradients(not self.always.dense and not self.split, not self.always.experts)
-        return sum_blocks(self.job, self.model, self.part.layers, made)
+        made = PersistentGrads(
+            not self.persistent_grads.dense and not self.split, not self.persistent_grads.experts
+        )
+        return sum_block_grads(self.job, self.model, self.part.layers, made)
 
-    def _block_moments(self, below: int, made: int, there: StageState) -> list[PipelineMoment]:
+    def _block_snapshots(self, below: int, made: int, there: StageState) -> list[PipelineSnapshot]:
         """One block on the way back."""
         sizes = self.stack.blocks[below]
         stack = self.stack.waiting(below) + self.late(self.layers - 1 - below)
         waiting = self.stack.formula(below)
-        temporary = sizes.backward(first=not there.grads and not self.always.experts)
+        temporary = sizes.backward(first=not there.grads and not self.persistent_grads.experts)
         if self.split:  # no gradient of a weight is made
             temporary = sizes.hidden + sizes.feed_forward.split_backward
         formula, alive = f"{waiting}, + {sizes.block} (this block)", stack + sizes.block
-        found = [self._moment("backward", alive, temporary, there, formula, (below, "block"), made)]
+        found = [self._snapshot("backward", alive, temporary, there, formula, (below, "block"), made)]
         if self.shards is not None and sizes.feed_forward.after_experts:
             passed, after = sizes.hidden + sizes.feed_forward.passed, stack + sizes.after_experts
             if self.job.layout.recompute != "none":  # they are gathered when they are computed again
                 alive, passed = after + sizes.waiting_products, sizes.hidden
             at = (below, "experts gathered")
-            found.append(self._moment("backward, experts gathered", alive, passed, there, formula, at, made))
+            found.append(
+                self._snapshot("backward, experts gathered", alive, passed, there, formula, at, made)
+            )
             at = (below, "experts")
-            found.append(self._moment("backward, experts", after, sizes.hidden, there, formula, at, made))
+            found.append(self._snapshot("backward, experts", after, sizes.hidden, there, formula, at, made))
         formula, alive = f"{waiting}, + {sizes.attention} (half of this block)", stack + sizes.attention
         passed, at = sizes.hidden + sizes.attention_gradients, (below, "attention")
-        found.append(self._moment("backward, attention", alive, passed, there, formula, at, made))
+        found.append(self._snapshot("backward, attention", alive, passed, there, formula, at, made))
         if self.job.layout.recompute != "none":
             alive, at = stack + sizes.turning + sizes.waiting_products, (below, "again")
-            found.append(self._moment("computed again", alive, sizes.hidden, there, formula, at, made))
+            found.append(self._snapshot("recompute", alive, sizes.hidden, there, formula, at, made))
         if self.shards is not None and below == self.layers - 1:
             at, alive = (below, "gathered"), self.stack.waiting(self.layers)
-            found.append(self._moment("backward, gathered", alive, sizes.hidden, there, waiting, at, made))
+            found.append(self._snapshot("backward, gathered", alive, sizes.hidden, there, waiting, at, made))
         if self.shards is not None and not self.split:
-            found += self._reduced_moments(below, stack, there)
+            found += self._reduced_snapshots(below, stack, there)
         return found
 
-    def _reduced_moments(self, layer: int, stack: int, there: StageState) -> list[PipelineMoment]:
+    def _reduced_snapshots(self, layer: int, stack: int, there: StageState) -> list[PipelineSnapshot]:
         """A cut block's last gradient, its reduction, and the next block's gather."""
         hidden = self.sizes.hidden
         formula = self.stack.formula(layer)
         last = NORM_TENSORS * hidden
         found = [
-            self._moment("backward, last gradient", stack, last, there, formula, (layer, "last")),
-            self._moment("backward, reduced", stack, hidden, there, formula, (layer, "reduced")),
+            self._snapshot("backward, last gradient", stack, last, there, formula, (layer, "last")),
+            self._snapshot("backward, reduced", stack, hidden, there, formula, (layer, "reduced")),
         ]
         if layer and self.job.layout.zero == 3:
             found.append(
-                self._moment("backward, gathered", stack, hidden, there, formula, (layer - 1, "gathered"))
+                self._snapshot("backward, gathered", stack, hidden, there, formula, (layer - 1, "gathered"))
             )
         return found
 
-    def _head_moments(self, there: StageState) -> list[PipelineMoment]:
+    def _head_snapshots(self, there: StageState) -> list[PipelineSnapshot]:
         """The loss's and the final norm's way back."""
         if not self.part.last:
             return []
         stack = self.stack.waiting(self.layers)
         blocks = self.stack.formula(self.layers)
-        found = [self._moment("loss, backward", self.kept - self.extra, 0, there, blocks)]
+        found = [self._snapshot("loss, backward", self.kept - self.extra, 0, there, blocks)]
         if self.model.norm == "rms" and self.job.cluster.device == "cpu":
             inside = NORM_TENSORS * self.sizes.hidden
             if self.shards is not None:  # the head's gradient is not a shard yet
                 inside += self.words
-            found.append(self._moment("final norm, backward", stack, inside, there, blocks, made=self.words))
+            found.append(
+                self._snapshot("final norm, backward", stack, inside, there, blocks, made=self.words)
+            )
         return found
 
-    def weights(self, there: StageState) -> list[PipelineMoment]:
+    def weights(self, there: StageState) -> list[PipelineSnapshot]:
         """Of the second half of a backward pass that is split."""
         largest = max(p.count for p in list_block(self.model, self.part.layers[0]))
         name, formula = "weights, backward", "inputs and output gradients of products"
@@ -351,13 +360,13 @@ class _Stage:
             gradients, reduced = self.split_grads.weight_grads(there)
             idle = self.idle(there)
             return [
-                PipelineMoment(name, self.pending, made, self.split_grads.held(there), formula, idle),
-                PipelineMoment("weights, reduced", 0, 0, gradients, "none", idle + reduced),
+                PipelineSnapshot(name, self.pending, made, self.split_grads.held(there), formula, idle),
+                PipelineSnapshot("weights, reduced", 0, 0, gradients, "none", idle + reduced),
             ]
         made = min(max(self.half, self._made(there.grads, 0)), self.gradients)
         return [
-            PipelineMoment(name, self.pending + self.extra, largest * FLOAT32_BYTES, made, formula),
-            PipelineMoment(name, self.pending // self.layers + self.extra, 0, self.gradients, formula),
+            PipelineSnapshot(name, self.pending + self.extra, largest * FLOAT32_BYTES, made, formula),
+            PipelineSnapshot(name, self.pending // self.layers + self.extra, 0, self.gradients, formula),
         ]
 
     def idle(self, there: StageState, lends: bool = False) -> int:
@@ -376,22 +385,24 @@ class _Stage:
             return self.split_grads.held(there)
         return (self.start, self.half, self.gradients)[self._settle(there).grads]
 
-    def widest(self, kind: Kind, there: StageState) -> PipelineMoment:
+    def widest(self, kind: Kind, there: StageState) -> PipelineSnapshot:
         """The widest moment of an action, of equal ones the first."""
         key = kind, self._settle(there)
         if key not in self._widest:
-            moments = {Kind.FORWARD: self.forward, Kind.BACKWARD: self.backward, Kind.WEIGHT: self.weights}
-            self._widest[key] = max(moments[kind](key[1]), key=lambda moment: moment.bytes)
+            snapshots = {Kind.FORWARD: self.forward, Kind.BACKWARD: self.backward, Kind.WEIGHT: self.weights}
+            self._widest[key] = max(snapshots[kind](key[1]), key=lambda snapshot: snapshot.bytes)
         return self._widest[key]
 
 
 @functools.lru_cache(maxsize=256)
-def _stage_of(job: Job, part: Part, micro_batch: int, split: bool, rows: tuple[int, ...] | None) -> _Stage:
+def _stage_of(
+    job: Job, part: StageSpec, micro_batch: int, split: bool, rows: tuple[int, ...] | None
+) -> _Stage:
     """The stage of a kind; most stages of a pipeline are alike."""
     return _Stage(job, part, micro_batch, split, rows)
 
 
-def _find_peak(in_flight: InFlight, stages: Sequence[_Stage], numbers: Sequence[int]) -> PipelineMoment:
+def _find_peak(in_flight: InFlight, stages: Sequence[_Stage], numbers: Sequence[int]) -> PipelineSnapshot:
     """The fullest moment along a rank's actions; of equal ones the first.
 
     Args:
@@ -424,18 +435,18 @@ def _find_peak(in_flight: InFlight, stages: Sequence[_Stage], numbers: Sequence[
 
 def _list_others(states: Sequence[RankState], stages: Sequence[_Stage]) -> list[tuple[int, int]]:
     """In each state, gradients of the rank's stages that do not work, and what they have gathered."""
-    lent = stages[-1].part.lent  # a tied head is the first stage's embedding
+    shares_embedding = stages[-1].part.shares_embedding  # a tied head is the first stage's embedding
     found = []
     for _, own, there in states:
         others = [(at, stages[at], state) for at, state in enumerate(there) if at != own]
         gradients = sum(stage.grad_bytes(state) for _, stage, state in others)
-        idle = sum(stage.idle(state, lends=lent and at == 0) for at, stage, state in others)
+        idle = sum(stage.idle(state, lends=shares_embedding and at == 0) for at, stage, state in others)
         found.append((gradients, idle))
     return found
 
 
 def trace_pipeline(
-    job: Job, place: int, micro_batch: int, micro_batches: int, rows: Sequence[int] | None = None
+    job: Job, pp_rank: int, micro_batch: int, micro_batches: int, rows: Sequence[int] | None = None
 ) -> PipelineMemory:
     """The fullest moment of a rank at one place of the pipelines.
 
@@ -446,38 +457,38 @@ def trace_pipeline(
         micro_batches: Of a step.
         rows: That experts read in each of the rank's layers with experts; None for an even share of all.
     """
-    in_flight = in_flight_of(job, micro_batches, place)
-    parts, left, stages = held_parts(job, place), iter(rows or ()), []
+    in_flight = in_flight_of(job, micro_batches, pp_rank)
+    parts, left, stages = local_stages(job, pp_rank), iter(rows or ()), []
     for part in parts:
         read = None if rows is None else tuple(itertools.islice(left, part.expert_layers))
         stages.append(_stage_of(job, part.representative, micro_batch, in_flight.split_backward, read))
     top = _find_peak(in_flight, stages, [part.stage for part in parts])
-    if sums_whole_gradients(job) and job.compression.kind != "none":
-        top = max(top, _reduction(job, place), key=lambda moment: moment.bytes)
+    if reduces_full_grads(job) and job.compression.kind != "none":
+        top = max(top, _reduction(job, pp_rank), key=lambda snapshot: snapshot.bytes)
     return PipelineMemory(
         top=top,
-        always=tuple(_list_always(job, stages[0].model, stages[0].sizes, micro_batch, micro_batches)),
-        kept_bytes=max(stage.kept for stage in stages),
+        buffers=tuple(_list_always(job, stages[0].model, stages[0].sizes, micro_batch, micro_batches)),
+        activation_bytes=max(stage.kept for stage in stages),
         touched_bytes=sum(stage.touched for stage in stages),
     )
 
 
 def _list_always(
-    job: Job, model: DecoderModel, sizes: Sizes, micro_batch: int, micro_batches: int
+    job: Job, model: DecoderModel, sizes: BlockSizes, micro_batch: int, micro_batches: int
 ) -> Iterator[Line]:
     """Tables that the stages of a rank share, and the batches, which on CPU lie where the rank computes."""
     batches = micro_batches if job.cluster.device == "cpu" else 1
-    for line in list_always(job, model, sizes, micro_batch):
+    for line in list_buffers(job, model, sizes, micro_batch):
         if line.name == "batch":
             yield Line("batches", batches * line.bytes, f"{batches} micro-batches, {line.formula}")
         elif line.name != "document mask":  # each stage makes its own
             yield line
 
 
-def _reduction(job: Job, place: int) -> PipelineMoment:
+def _reduction(job: Job, pp_rank: int) -> PipelineSnapshot:
     """The end of the step: all gradients, and all buckets as they are sent in a smaller type."""
-    count = sum(p.count for p in held_kinds(job, place))
-    return PipelineMoment(
+    count = sum(p.count for p in local_parameter_kinds(job, pp_rank))
+    return PipelineSnapshot(
         name="last bucket",
         activations=0,
         temporary=count * WIRE_BYTES[job.compression.kind],

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from meshwright.layout.parameters import FLOAT32_BYTES, Parameter, count_statistics, operand_bytes
 from meshwright.layout.resnet_shapes import BlockShape, Conv, NetShape, list_convs
-from meshwright.plan.memory.snapshots import Line, Moment, StepMemory
+from meshwright.plan.memory.snapshots import Line, MemorySnapshot, StepMemory
 from meshwright.spec.job import Job
 from meshwright.spec.model import ResNetModel
 
@@ -34,7 +34,7 @@ INT64_BYTES = 8
 
 
 def trace_resnet(
-    job: Job, model: ResNetModel, parameters: Sequence[Parameter], micro_batch: int, sums_kept: bool
+    job: Job, model: ResNetModel, parameters: Sequence[Parameter], micro_batch: int, persistent_grads: bool
 ) -> StepMemory:
     """The moments of a step.
 
@@ -48,23 +48,23 @@ def trace_resnet(
     sizes = _Sizes.of(job, model, micro_batch)
     all_gradients = sum(p.count for p in parameters) * FLOAT32_BYTES
     net = list_convs(model)
-    walk = _Walk(sizes, net, all_gradients if sums_kept else None)
+    walk = _Walk(sizes, net, all_gradients if persistent_grads else None)
     walk.run()
     left = (walk.activations, walk.temporary, walk.gradients)
     assert left == (0, 0, all_gradients), f"the walk through the backward pass ends with {left}"
     pixels = model.channels * model.image_size**2
     batch = micro_batch * (pixels * FLOAT32_BYTES + INT64_BYTES)
-    always = [Line("batch", batch, f"{micro_batch} x ({pixels} pixels x 4 + 8 (label))")]
-    moments = list(walk.moments)
+    buffers = [Line("batch", batch, f"{micro_batch} x ({pixels} pixels x 4 + 8 (label))")]
+    snapshots = list(walk.snapshots)
     samples = -(-job.train.global_batch // job.layout.data_degree)
     if job.cluster.device == "cpu" and samples > micro_batch:
-        moments.append(Moment("next micro-batch", 0, batch, all_gradients, "none"))
+        snapshots.append(MemorySnapshot("next micro-batch", 0, batch, all_gradients, "none"))
     if statistics := count_statistics(model):
-        always.append(Line("running statistics", statistics * FLOAT32_BYTES, f"{statistics} x 4"))
+        buffers.append(Line("running statistics", statistics * FLOAT32_BYTES, f"{statistics} x 4"))
     return StepMemory(
-        moments=tuple(moments),
-        always=tuple(always),
-        kept_bytes=sizes.kept(net),
+        snapshots=tuple(snapshots),
+        buffers=tuple(buffers),
+        activation_bytes=sizes.kept(net),
         touched_bytes=dataclasses.replace(sizes, recomputed=False).kept(net),
     )
 
@@ -93,15 +93,15 @@ class _Sizes:
 
     def read(self, conv: Conv) -> int:
         """What a convolution reads, as its neighbours hold it."""
-        return self.batch * conv.read * self.wide
+        return self.batch * conv.in_elements * self.wide
 
     def written(self, conv: Conv) -> int:
         """What stands behind a convolution: its output as the norm reads it, the norm's, and ReLU's."""
-        return self.batch * conv.written * self.wide
+        return self.batch * conv.out_elements * self.wide
 
     def statistics(self, conv: Conv) -> int:
         """Mean and deviation that a norm keeps."""
-        return 2 * (self.batch * self.groups or conv.outer) * FLOAT32_BYTES
+        return 2 * (self.batch * self.groups or conv.out_channels) * FLOAT32_BYTES
 
     def weight_copy(self, conv: Conv) -> int:
         """The weight in 16 bits."""
@@ -109,7 +109,7 @@ class _Sizes:
 
     def input_copy(self, conv: Conv, given: int | None = None) -> int:
         """What a convolution reads, cast to 16 bits; nothing where it is that already."""
-        return self.batch * conv.read * self.low if self.low != (given or self.wide) else 0
+        return self.batch * conv.in_elements * self.low if self.low != (given or self.wide) else 0
 
     def conv(self, conv: Conv) -> int:
         """What a convolution and its norm keep for themselves: the norm's input, statistics, copies."""
@@ -128,7 +128,7 @@ class _Sizes:
 
     def pool(self, net: NetShape) -> int:
         """The pooled image and where each of its pixels came from."""
-        pixels = self.batch * net.blocks[0].parts[0].read if net.pooled else 0
+        pixels = self.batch * net.blocks[0].parts[0].in_elements if net.pooled else 0
         return pixels * (self.wide + INT64_BYTES)
 
     def head(self, net: NetShape) -> int:
@@ -154,7 +154,7 @@ class _Walk:
     net: NetShape
     sums: int | None
     """All gradients, where they live through the step; else they come one by one."""
-    moments: list[Moment] = field(default_factory=list)
+    snapshots: list[MemorySnapshot] = field(default_factory=list)
     activations: int = 0
     temporary: int = 0
     gradients: int = 0
@@ -175,7 +175,7 @@ class _Walk:
         for number in reversed(range(len(net.blocks))):
             self._block(number)
         self._stem()
-        self.moments.append(Moment("last bucket", 0, 0, self.gradients, "none", self.done_bytes))
+        self.snapshots.append(MemorySnapshot("last bucket", 0, 0, self.gradients, "none", self.done_bytes))
 
     def _head(self) -> None:
         """Softmax, then the classifier: its weight's gradient beside its input's."""
@@ -196,7 +196,7 @@ class _Walk:
         written, read = sizes.written(block.parts[-1]), sizes.read(block.parts[0])
         if sizes.recomputed:
             self.activations += sizes.inside(block)
-            self._at(f"block {number}, computed again", written)
+            self._at(f"block {number}, recompute", written)
         # Whoever made the block's input holds it still, unless that was a pool or it waits for this block.
         held = (not self.net.pooled) if number == 0 else not sizes.recomputed
         freed = 0 if held else read
@@ -224,7 +224,7 @@ class _Walk:
         sizes, stem, name = self.sizes, self.net.stem, "stem, backward"
         written = sizes.written(stem)
         if self.net.pooled:
-            pixels = sizes.batch * self.net.blocks[0].parts[0].read
+            pixels = sizes.batch * self.net.blocks[0].parts[0].in_elements
             self._make(name, written, pixels * sizes.wide, saved=pixels * INT64_BYTES)
         self._make(name, written, written, saved=written)
         self._norm(name, stem, written)
@@ -237,7 +237,7 @@ class _Walk:
         sizes = self.sizes
         saved = sizes.written(conv) + sizes.statistics(conv)
         self._make(name, sizes.written(conv), read, saved)
-        self._add_gradient(2 * conv.outer)
+        self._add_gradient(2 * conv.out_channels)
 
     def _conv(self, name: str, conv: Conv, freed: int) -> None:
         """A convolution: the gradients of what it read and of its weight."""
@@ -250,8 +250,8 @@ class _Walk:
         """Write down a moment at which ``extra`` bytes live beside what lives anyway."""
         formula = f"{self.activations} of {self.sizes.kept(self.net)} kept"
         temporary = self.temporary + extra
-        self.moments.append(
-            Moment(name, self.activations, temporary, self.gradients, formula, self.done_bytes)
+        self.snapshots.append(
+            MemorySnapshot(name, self.activations, temporary, self.gradients, formula, self.done_bytes)
         )
 
     def _make(self, name: str, made: int, read: int = 0, saved: int = 0) -> None:

@@ -19,7 +19,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class KeptGradients:
+class PersistentGrads:
     """Which gradients live through the whole step: those in buckets, and all where micro-batches add up."""
 
     dense: bool = False
@@ -33,11 +33,11 @@ class KeptGradients:
         )
 
 
-ALL_GRADIENTS = KeptGradients(dense=True, experts=True)
+ALL_GRADS = PersistentGrads(dense=True, experts=True)
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemorySnapshot:
     """A moment of the step and what lives there beside parameters, optimizer state and what always lives."""
 
     name: str
@@ -68,11 +68,11 @@ class Moment:
 class StepMemory:
     """What one micro-batch of a model brings to life in a step."""
 
-    moments: tuple[Moment, ...]
+    snapshots: tuple[MemorySnapshot, ...]
     """In the order of the step."""
-    always: tuple[Line, ...]
+    buffers: tuple[Line, ...]
     """What lives from the first moment to the last: the batch, tables, masks."""
-    kept_bytes: int
+    activation_bytes: int
     """Alive between forward and backward because the backward pass needs it."""
     touched_bytes: int
     """What would be kept without recomputation: a measure of the traffic that is not matrix products."""

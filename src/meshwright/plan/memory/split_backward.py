@@ -17,16 +17,16 @@ import functools
 import itertools
 from dataclasses import dataclass
 
-from meshwright.plan.memory.fsdp import ShardedSizes
-from meshwright.plan.memory.snapshots import Moment
+from meshwright.plan.memory.fsdp import FSDPSizes
+from meshwright.plan.memory.snapshots import MemorySnapshot
 from meshwright.schedule.pipeline.in_flight import StageState, WeightGrads
 
 
 @dataclass(frozen=True)
-class SplitGradients:
+class SplitBackwardGrads:
     """Bytes of gradients, and of the inputs of reduce-scatters."""
 
-    sizes: ShardedSizes
+    sizes: FSDPSizes
 
     @functools.cached_property
     def _early(self) -> tuple[list[int], list[int]]:
@@ -51,21 +51,21 @@ class SplitGradients:
         own = self._own_shards if state.grads is WeightGrads.ALL else 0
         return sizes.around_shard + own + reduced[-1] + (waiting[-1] if state.unreduced else 0)
 
-    def input_grads(self, moment: Moment, state: StageState) -> tuple[int, int]:
+    def input_grads(self, snapshot: MemorySnapshot, state: StageState) -> tuple[int, int]:
         """At a moment of B, or of a forward pass: gradients, and what a reduce-scatter was given."""
-        if not moment.backward:
+        if not snapshot.backward:
             return self.held(state), 0
-        sizes, layer = self.sizes, moment.layer
+        sizes, layer = self.sizes, snapshot.layer
         done = sizes.layers if layer is None else sizes.layers - 1 - layer
         held = self.held(state) + self._made(done, state)
         if layer is None:
-            return self._around(moment, held)
+            return self._around(snapshot, held)
         block, behind = sizes.blocks[layer], sizes.blocks[layer + 1 : layer + 2]
-        if moment.part == "experts":
+        if snapshot.part == "experts":
             held += block.experts.reducing
-        if moment.part in ("experts", "attention"):  # made in the precision of the GEMM
+        if snapshot.part in ("experts", "attention"):  # made in the precision of the GEMM
             held += block.routed if sizes.summed else block.routed // 2
-        sent = block.experts.sent if moment.part in ("experts", "attention") else 0
+        sent = block.experts.sent if snapshot.part in ("experts", "attention") else 0
         sent = sent or (behind[0].experts.sent if behind else 0)
         return held + sizes.around_early, 0 if sizes.deferred else sent
 
@@ -76,10 +76,10 @@ class SplitGradients:
         there = not none if self.sizes.deferred else state.unreduced
         return (reduced if none else 0) + (0 if there else waiting)
 
-    def _around(self, moment: Moment, held: int) -> tuple[int, int]:
+    def _around(self, snapshot: MemorySnapshot, held: int) -> tuple[int, int]:
         """The same for the root group, when the blocks are done."""
         sizes = self.sizes
-        if moment.part == "around":
+        if snapshot.part == "around":
             return held + sizes.around_late, 0 if sizes.deferred else sizes.blocks[0].experts.sent
         whole = max(sizes.kept_around, sizes.around_last + sizes.around_shard)
         return held + whole, sizes.around_sent

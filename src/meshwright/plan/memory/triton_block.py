@@ -25,9 +25,9 @@ from meshwright.layout.parameters import (
     FLOAT32_BYTES,
     FP8_ALIGNED,
     matrix_gradient_bytes,
-    multiplies_in_fp8,
     operand_bytes,
     residual_bytes,
+    runs_in_fp8,
 )
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
@@ -66,8 +66,8 @@ class _Matrix:
     @classmethod
     def of(cls, job: Job, outputs: Sequence[int], inputs: int, tokens: int) -> _Matrix:
         """Of a job's block: of 8 bits if each of those below each other can be."""
-        scaled = all(multiplies_in_fp8(job, rows, inputs) for rows in outputs)
-        exact = job.train.weight_gradients == "bf16" or tokens % FP8_ALIGNED
+        scaled = all(runs_in_fp8(job, rows, inputs) for rows in outputs)
+        exact = not job.train.fp8_weight_grads or tokens % FP8_ALIGNED
         gradient = sum(outputs) * inputs * matrix_gradient_bytes(job)
         return cls(sum(outputs), inputs, scaled, scaled and not exact, tokens, gradient)
 
@@ -83,10 +83,10 @@ class _Matrix:
 
 
 @dataclass(frozen=True)
-class OwnBlock:
+class TritonBlock:
     """Bytes of one micro-batch's tensors in a block of our own kernels."""
 
-    stream: int
+    residual: int
     """What comes back to the embedding: T x D x r; a deterministic run casts it to float32 there."""
     last_norm: int
     """What the last norm keeps."""
@@ -96,17 +96,17 @@ class OwnBlock:
     points: tuple[Point, ...]
 
     @classmethod
-    def of(cls, job: Job, model: DecoderModel, micro_batch: int) -> OwnBlock:
+    def of(cls, job: Job, model: DecoderModel, micro_batch: int) -> TritonBlock:
         """Of a block of the model."""
         tokens, recompute = micro_batch * job.data.seq_len, job.layout.recompute
-        low, stream = operand_bytes(job.train.precision), residual_bytes(job.train)
+        low, residual = operand_bytes(job.train.precision), residual_bytes(job.train)
         width, queries, keys, inner = model.hidden_size, model.query_size, model.kv_size, model.ffn_size
         all_heads, row = queries + 2 * keys, tokens * low
         projection = _Matrix.of(job, (queries, keys, keys), width, tokens)
         out = _Matrix.of(job, (width,), queries, tokens)
         entry = _Matrix.of(job, (inner, inner), width, tokens)
         exit_ = _Matrix.of(job, (width,), inner, tokens)
-        norm = tokens * (stream * width + FLOAT32_BYTES)
+        norm = tokens * (residual * width + FLOAT32_BYTES)
         # What "none" keeps; else the backward pass makes it again.
         kept_normal = row * width if recompute == "none" and not projection.scaled else 0
         kept_inner = row * (width + inner) if recompute == "none" and not entry.scaled else 0
@@ -114,10 +114,10 @@ class OwnBlock:
         first_half = norm + kept_normal + row * all_heads + mixed
         second_half = norm + kept_inner + row * 2 * inner
         whole = first_half + second_half
-        kept = tokens * stream * width if recompute == "full" else whole
+        kept = tokens * residual * width if recompute == "full" else whole
         # The stream's gradient, and as products read it: one tensor where both have the same precision.
-        rounded = row * width if stream != low else 0
-        arriving = tokens * stream * width + rounded
+        rounded = row * width if residual != low else 0
+        arriving = tokens * residual * width + rounded
         leaving = arriving  # a norm's way back makes it anew
         again = 0 if kept_inner else row * inner
         normal = 0 if kept_inner else row * width
@@ -139,9 +139,9 @@ class OwnBlock:
         sums = tokens * (queries + model.num_heads) * FLOAT32_BYTES
         sums += 2 * row * queries if keys < queries else 0
         behind = entry.gradient + exit_.gradient
-        cast = FLOAT32_BYTES if job.train.deterministic and stream != FLOAT32_BYTES else 0
+        cast = FLOAT32_BYTES if job.train.deterministic and residual != FLOAT32_BYTES else 0
         return cls(
-            stream=tokens * width * (stream + cast),
+            residual=tokens * width * (residual + cast),
             last_norm=norm,
             kept=kept,
             formula=f"{tokens} tokens x {kept // tokens}",

@@ -21,63 +21,63 @@ from meshwright.plan.estimate.grid import CONTEXTS, OFFLOADS, RECOMPUTES
 from meshwright.plan.memory.fit import usable_bytes
 from meshwright.plan.predict import (
     Prediction,
+    complete_layout,
     does_fit,
     is_exact,
     predict,
     predict_memory,
-    settle_layout,
-    share_of,
+    samples_per_rank,
 )
-from meshwright.plan.search.enumerate import micro_batch_choices, virtual_stage_choices
-from meshwright.plan.search.find import By, score
-from meshwright.plan.search.runtimes import reach_of
+from meshwright.plan.search.find import Objective, score
+from meshwright.plan.search.runtimes import runtime_support
+from meshwright.plan.search.space import micro_batch_choices, virtual_stage_choices
 from meshwright.spec.job import Job
 from meshwright.spec.layout import AXES, V_SCHEDULES, Layout
 from meshwright.spec.legality.nearest import nearest_legal_layout
 from meshwright.spec.legality.table import find_problems, with_layout
 from meshwright.spec.model import DecoderModel, ResNetModel
 
-SAME = 1e-6
+RELATIVE_TOLERANCE = 1e-6
 """Relative difference below which two steps, or two peaks, are the same."""
-MOST_REMEDIES = 3
+MOST_ALTERNATIVES = 3
 SHORTEST_SEQUENCE = 128
-LEAST_LESS = 0.1
+OOM_MARGIN = 0.1
 """By how much less a change must need where the prediction said that there is room."""
 
 
 # --- The table of changes ---
 
 
-def list_changes(job: Job, layout: Layout) -> list[tuple[str, Layout]]:
+def list_neighbours(job: Job, layout: Layout) -> list[tuple[str, Layout]]:
     """Legal layouts one change away: a degree doubled or halved, or one setting changed. Words, and layout.
 
     A degree takes ranks from data parallelism, or gives them to it. Its micro-batch is left open where the
     present one is not legal any more.
     """
     to_run = is_exact(with_layout(job, layout))
-    seen: set[Layout] = {_consistent(job, layout)}
+    seen: set[Layout] = {_normalize(job, layout)}
     found = []
-    for words, changed in _changes(job, layout):
-        settled = _consistent(job, changed)
+    for words, changed in _list_changes(job, layout):
+        settled = _normalize(job, changed)
         if settled not in seen and not find_problems(with_layout(job, settled), to_run=to_run):
             found.append((words, settled))
         seen.add(settled)
     return found
 
 
-def _changes(job: Job, layout: Layout) -> Iterator[tuple[str, Layout]]:
-    reach = reach_of(job)
+def _list_changes(job: Job, layout: Layout) -> Iterator[tuple[str, Layout]]:
+    support = runtime_support(job)
     for axis in ("tp", "pp", "cp"):
-        if axis in reach.axes:
+        if axis in support.axes:
             yield from _moved_degree(layout, axis)
     yield from _moved_data(layout)
     if layout.pp > 1:
         yield from _other_schedules(job, layout)
     micro = layout.micro_batch or 1
     values: dict[str, Sequence[Any]] = {
-        "ep": (layout.ep * 2, layout.ep // 2) if "ep" in reach.axes else (),
-        "etp": (1, layout.tp) if "etp" in reach.axes else (),
-        "zero": [stage for stage in reach.zeros if stage] if layout.zero else (),
+        "ep": (layout.ep * 2, layout.ep // 2) if "ep" in support.axes else (),
+        "etp": (1, layout.tp) if "etp" in support.axes else (),
+        "zero": [stage for stage in support.zeros if stage] if layout.zero else (),
         "sequence_parallel": (not layout.sequence_parallel,),
         "context": CONTEXTS if layout.cp > 1 else (),
         "recompute": RECOMPUTES,
@@ -87,7 +87,7 @@ def _changes(job: Job, layout: Layout) -> Iterator[tuple[str, Layout]]:
     for key, options in values.items():
         for value in options:
             if value != getattr(layout, key) and (value != 0 or isinstance(value, bool)):
-                yield _words(layout, key, value), dataclasses.replace(layout, **{key: value})
+                yield _describe_change(layout, key, value), dataclasses.replace(layout, **{key: value})
 
 
 def _moved_data(layout: Layout) -> Iterator[tuple[str, Layout]]:
@@ -95,7 +95,7 @@ def _moved_data(layout: Layout) -> Iterator[tuple[str, Layout]]:
     for giver, taker in (("dp_shard", "dp_replicate"), ("dp_replicate", "dp_shard")):
         if getattr(layout, giver) % 2 == 0:
             changes = {giver: getattr(layout, giver) // 2, taker: getattr(layout, taker) * 2}
-            yield _words(layout, taker, changes[taker]), dataclasses.replace(layout, **changes)
+            yield _describe_change(layout, taker, changes[taker]), dataclasses.replace(layout, **changes)
     if layout.dp_replicate > 1:
         for stage in (1, 2, 3):
             sharded = dataclasses.replace(layout, dp_replicate=1, dp_shard=layout.data_degree, zero=stage)
@@ -108,34 +108,34 @@ def _moved_degree(layout: Layout, axis: str) -> Iterator[tuple[str, Layout]]:
     for data in ("dp_shard", "dp_replicate"):
         if getattr(layout, data) % 2 == 0:
             changes = {axis: degree * 2, data: getattr(layout, data) // 2}
-            yield _words(layout, axis, degree * 2), dataclasses.replace(layout, **changes)
+            yield _describe_change(layout, axis, degree * 2), dataclasses.replace(layout, **changes)
             break
     if degree % 2 == 0:
         data = "dp_replicate" if layout.dp_replicate > 1 and layout.dp_shard == 1 else "dp_shard"
         changes = {axis: degree // 2, data: getattr(layout, data) * 2}
-        yield _words(layout, axis, degree // 2), dataclasses.replace(layout, **changes)
+        yield _describe_change(layout, axis, degree // 2), dataclasses.replace(layout, **changes)
 
 
 def _other_schedules(job: Job, layout: Layout) -> Iterator[tuple[str, Layout]]:
-    for name in reach_of(job).schedules:
+    for name in runtime_support(job).schedules:
         if name != layout.schedule:
             stages = 2 if name in V_SCHEDULES or name == "interleaved" else 1
             changes: dict[str, Any] = {"schedule": name, "virtual_stages": stages}
-            yield _words(layout, "schedule", name), dataclasses.replace(layout, **changes)
+            yield _describe_change(layout, "schedule", name), dataclasses.replace(layout, **changes)
     if layout.schedule == "interleaved" and isinstance(job.model, DecoderModel):
         for stages in virtual_stage_choices(job.model.num_layers, layout.pp):
             if stages in (layout.virtual_stages * 2, layout.virtual_stages // 2):
-                words = _words(layout, "virtual_stages", stages)
+                words = _describe_change(layout, "virtual_stages", stages)
                 yield words, dataclasses.replace(layout, virtual_stages=stages)
 
 
-def _words(layout: Layout, key: str, value: Any) -> str:
+def _describe_change(layout: Layout, key: str, value: Any) -> str:
     before = getattr(layout, key)
     shown = str(value).lower() if isinstance(value, bool) else value
     return f"{key}={shown}" if isinstance(before, bool) else f"{key}={shown} instead of {before}"
 
 
-def _consistent(job: Job, layout: Layout) -> Layout:
+def _normalize(job: Job, layout: Layout) -> Layout:
     """Settings that a changed degree leaves without effect get their defaults; shards get a ZeRO stage."""
     changes: dict[str, Any] = {}
     if layout.tp == 1:
@@ -152,52 +152,58 @@ def _consistent(job: Job, layout: Layout) -> Layout:
         changes["prefetch"] = 1
     if layout.zero < 2:
         changes["accumulate"] = "sharded"
-    if layout.micro_batch and layout.micro_batch > share_of(job, layout):
-        changes["micro_batch"] = share_of(job, layout)
+    if layout.micro_batch and layout.micro_batch > samples_per_rank(job, layout):
+        changes["micro_batch"] = samples_per_rank(job, layout)
     return dataclasses.replace(layout, stage_layers=None, **changes)
 
 
 # --- Neighbours of a recommended layout ---
 
 
-def explain_neighbours(best: Prediction, by: By = "time") -> list[str]:
+def explain_neighbours(best: Prediction, objective: Objective = "time") -> list[str]:
     """A sentence for each neighbour that lost, those that do not fit first.
 
     A changed degree may also take the largest micro-batch that fits, so that it loses for what it is and not
     for a micro-batch that suited another.
     """
     told = []
-    for change, layout in list_changes(best.job, best.layout):
+    for change, layout in list_neighbours(best.job, best.layout):
         tries = [predict(best.job, layout)]
         if any(getattr(layout, axis) != getattr(best.layout, axis) for axis in AXES):
-            open_ = settle_layout(best.job, dataclasses.replace(layout, micro_batch=None))
+            open_ = complete_layout(best.job, dataclasses.replace(layout, micro_batch=None))
             if open_.micro_batch != layout.micro_batch:
                 tries.append(predict(best.job, open_))
-        other = min(tries, key=lambda p: (not p.fits, score(by, p) if p.fits else p.needed_bytes))
+        other = min(tries, key=lambda p: (not p.fits, score(objective, p) if p.fits else p.needed_bytes))
         words = change
         if other.layout.micro_batch != best.layout.micro_batch and not change.startswith("micro_batch"):
             words += f" (micro_batch={other.layout.micro_batch})"
-        told.append((other, f"{words}: {compare(best, other, by)}"))
-    told.sort(key=lambda pair: (pair[0].fits, score(by, pair[0])))
+        told.append((other, f"{words}: {compare(best, other, objective)}"))
+    told.sort(key=lambda pair: (pair[0].fits, score(objective, pair[0])))
     return [sentence for _, sentence in told]
 
 
-def compare(best: Prediction, other: Prediction, by: By = "time") -> str:
+def compare(best: Prediction, other: Prediction, objective: Objective = "time") -> str:
     """What is worse with the other one: memory that is not there, or the parts that take longer."""
     if not other.fits:
         return other.shortage
     change, more = other.step_s / best.step_s - 1, other.needed_bytes - best.needed_bytes
-    if abs(more) < SAME * best.needed_bytes and (by == "memory" or abs(change) < SAME):
-        return "the same time and memory" if abs(change) < SAME else f"the same memory, {change:+.1%} time"
-    if by == "memory" and more > 0:
+    if abs(more) < RELATIVE_TOLERANCE * best.needed_bytes and (
+        objective == "memory" or abs(change) < RELATIVE_TOLERANCE
+    ):
+        return (
+            "the same time and memory"
+            if abs(change) < RELATIVE_TOLERANCE
+            else f"the same memory, {change:+.1%} time"
+        )
+    if objective == "memory" and more > 0:
         return f"{format_bytes(more)} more memory"
-    if abs(change) < SAME:
+    if abs(change) < RELATIVE_TOLERANCE:
         return f"the same time, {format_bytes(abs(more))} {'more' if more > 0 else 'less'} memory"
-    if by == "memory":
+    if objective == "memory":
         return f"{format_bytes(-more)} less memory, {change:+.1%} time"
     if change < 0:
         devices = other.layout.world_size / best.layout.world_size
-        if by == "cost" and devices * (1 + change) > 1:
+        if objective == "cost" and devices * (1 + change) > 1:
             return f"{devices * (1 + change) - 1:.1%} more device time"
         return f"{-change:.1%} faster, {format_bytes(other.needed_bytes)} per device, and less simple"
     return f"{change:.1%} slower: {_describe_parts(best, other)}"
@@ -222,7 +228,7 @@ def part_differences(best: Prediction, other: Prediction) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Remedy:
+class Alternative:
     """A change that fits, with its price."""
 
     overrides: str
@@ -237,8 +243,8 @@ class Remedy:
         return f"{format_bytes(self.needed_bytes)} per device, {format_seconds(self.step_s)} per step"
 
 
-def room_to_plan_for(
-    needed_bytes: int, room_bytes: int, asked_bytes: int | None, live_bytes: int | None
+def memory_budget_after_oom(
+    needed_bytes: int, room_bytes: int, requested_bytes: int | None, live_bytes: int | None
 ) -> int:
     """What a change may need, after a rank ran out of memory.
 
@@ -246,13 +252,15 @@ def room_to_plan_for(
     allocator. Where less was predicted than that, something was not predicted: then less than predicted, by
     what was asked for or a tenth.
     """
-    reached = room_bytes if live_bytes is None else min(room_bytes, live_bytes + (asked_bytes or 0))
+    reached = room_bytes if live_bytes is None else min(room_bytes, live_bytes + (requested_bytes or 0))
     if needed_bytes > reached:
         return reached
-    return needed_bytes - max(asked_bytes or 0, int(needed_bytes * LEAST_LESS))
+    return needed_bytes - max(requested_bytes or 0, int(needed_bytes * OOM_MARGIN))
 
 
-def cheapest_changes(job: Job, room_bytes: int | None = None, most: int = MOST_REMEDIES) -> list[Remedy]:
+def find_alternatives(
+    job: Job, room_bytes: int | None = None, most: int = MOST_ALTERNATIVES
+) -> list[Alternative]:
     """Changes of the job's layout that fit; at most three, the fastest first.
 
     Shorter sequences, which change what is trained, only where the layout has fewer than three.
@@ -263,31 +271,31 @@ def cheapest_changes(job: Job, room_bytes: int | None = None, most: int = MOST_R
         most: How many.
     """
     room = usable_bytes(job.cluster) if room_bytes is None else room_bytes
-    found: dict[frozenset[str], Remedy] = {}
-    for changed in _list_lighter(job):
+    found: dict[frozenset[str], Alternative] = {}
+    for changed in _list_candidates(job):
         prediction = _largest_that_fits(job, changed, room)
         if prediction is None:
             continue
         keys = _differences(job.layout, prediction.layout)
-        remedy = _remedy(job.layout, prediction)
-        if keys and (keys not in found or remedy.step_s < found[keys].step_s):
-            found[keys] = remedy
+        alternative = _build_alternative(job.layout, prediction)
+        if keys and (keys not in found or alternative.step_s < found[keys].step_s):
+            found[keys] = alternative
     # A change that contains another one which fits by itself comes behind those that do not.
     order = sorted(found, key=lambda keys: (any(other < keys for other in found), found[keys].step_s))
-    order = [keys for keys in order if not _is_idle(keys, found)]
-    best = sorted((found[keys] for keys in order[:most]), key=lambda remedy: remedy.step_s)
-    return best + _shorter(job, room)[: most - len(best)]
+    order = [keys for keys in order if not _is_redundant(keys, found)]
+    best = sorted((found[keys] for keys in order[:most]), key=lambda alternative: alternative.step_s)
+    return best + _shorter_sequence(job, room)[: most - len(best)]
 
 
-def _is_idle(keys: frozenset[str], found: dict[frozenset[str], Remedy]) -> bool:
+def _is_redundant(keys: frozenset[str], found: dict[frozenset[str], Alternative]) -> bool:
     """Whether a part of a change fits by itself, and is no slower than all of it."""
     return any(other < keys and found[other].step_s <= found[keys].step_s for other in found)
 
 
-def _list_lighter(job: Job) -> Iterator[Layout]:
+def _list_candidates(job: Job) -> Iterator[Layout]:
     """The layout itself, whose micro-batch is open, with one change, or with recomputation beside it."""
     layout = dataclasses.replace(job.layout, stage_layers=None)
-    for changed in (layout, *(changed for _, changed in list_changes(job, layout))):
+    for changed in (layout, *(changed for _, changed in list_neighbours(job, layout))):
         yield changed
         for mode in RECOMPUTES[RECOMPUTES.index(changed.recompute) + 1 :]:
             yield dataclasses.replace(changed, recompute=mode)  # type: ignore[arg-type]
@@ -298,7 +306,7 @@ def _largest_that_fits(job: Job, layout: Layout, room_bytes: int) -> Prediction 
     if layout.world_size > job.cluster.world_size:
         return None  # ranks that share a device share its memory
     to_run = is_exact(job)
-    share = share_of(job, layout)
+    share = samples_per_rank(job, layout)
     most = layout.micro_batch or share
     tries = [
         dataclasses.replace(layout, micro_batch=size) for size in micro_batch_choices(share) if size <= most
@@ -306,7 +314,7 @@ def _largest_that_fits(job: Job, layout: Layout, room_bytes: int) -> Prediction 
     legal = [tried for tried in tries if not find_problems(with_layout(job, tried), to_run=to_run)]
 
     def needed(tried: Layout) -> int:
-        placed = with_layout(job, settle_layout(job, tried))
+        placed = with_layout(job, complete_layout(job, tried))
         return predict_memory(placed, to_run).need.needed_bytes
 
     fitting = bisect.bisect_right(legal, room_bytes, key=needed)
@@ -319,12 +327,12 @@ def _differences(one: Layout, other: Layout) -> frozenset[str]:
     return frozenset(name for name in names if getattr(one, name) != getattr(other, name))
 
 
-def _remedy(before: Layout, prediction: Prediction, also: str = "") -> Remedy:
+def _build_alternative(before: Layout, prediction: Prediction, also: str = "") -> Alternative:
     named = overrides_from(before, prediction.layout) + also
-    return Remedy(named, prediction.needed_bytes, prediction.step_s)
+    return Alternative(named, prediction.needed_bytes, prediction.step_s)
 
 
-def _shorter(job: Job, room_bytes: int) -> list[Remedy]:
+def _shorter_sequence(job: Job, room_bytes: int) -> list[Alternative]:
     """The longest sequence that fits, of those that are halves."""
     if isinstance(job.model, ResNetModel):
         return []
@@ -334,7 +342,7 @@ def _shorter(job: Job, room_bytes: int) -> list[Remedy]:
         if not find_problems(short, to_run=is_exact(job)):
             prediction = predict(short, job.layout)
             if does_fit(short, prediction.memory, room_bytes):
-                return [_remedy(job.layout, prediction, f" data.seq_len={length}")]
+                return [_build_alternative(job.layout, prediction, f" data.seq_len={length}")]
         length //= 2
     return []
 
@@ -348,7 +356,7 @@ def with_seq_len(job: Job, seq_len: int) -> Job:
 
 
 @dataclass(frozen=True)
-class Near:
+class NearestLegal:
     """A legal layout close to the one that was refused, with its price."""
 
     runs: bool
@@ -372,7 +380,7 @@ class Near:
         return {"runs": self.runs, "layout": self.overrides, **price}
 
 
-def find_near(job: Job, problems: Sequence[Problem]) -> list[Near]:
+def find_nearest_legal(job: Job, problems: Sequence[Problem]) -> list[NearestLegal]:
     """The nearest layout that runs, or else the nearest that can be planned; none if the layout is legal.
 
     Args:
@@ -389,7 +397,7 @@ def find_near(job: Job, problems: Sequence[Problem]) -> list[Near]:
     return _priced(job, to_run=False)
 
 
-def _priced(asked: Job, to_run: bool) -> list[Near]:
+def _priced(asked: Job, to_run: bool) -> list[NearestLegal]:
     layout = nearest_legal_layout(asked, to_run)
     job = with_layout(asked, layout)
     if layout == asked.layout:
@@ -397,4 +405,4 @@ def _priced(asked: Job, to_run: bool) -> list[Near]:
     if any(problem.code.startswith(("layout-", "model-")) for problem in find_problems(job, to_run)):
         return []
     prediction = predict(job, layout)
-    return [Near(to_run, overrides_from(asked.layout, prediction.layout), prediction)]
+    return [NearestLegal(to_run, overrides_from(asked.layout, prediction.layout), prediction)]

@@ -13,13 +13,18 @@ from meshwright.layout.parameters import count_parameters
 from meshwright.layout.text import describe_layout
 from meshwright.plan.memory.fit import MemoryNeed, describe_usable, usable_bytes
 from meshwright.plan.predict import Prediction, list_shortages, require_decoder
-from meshwright.plan.search.alternatives import SHORTEST_SEQUENCE, Remedy, cheapest_changes, with_seq_len
-from meshwright.plan.search.find import Found, find_layouts, with_cluster
+from meshwright.plan.search.alternatives import (
+    SHORTEST_SEQUENCE,
+    Alternative,
+    find_alternatives,
+    with_seq_len,
+)
+from meshwright.plan.search.find import SearchResult, find_layouts, with_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
 MOST_DOUBLINGS = 8
-REMEDY_S = 2.5
+SUGGEST_S = 2.5
 """Seconds in which changes of the job are searched for, together."""
 TRY_S = 1.0
 """Of these, for one change."""
@@ -29,8 +34,8 @@ NOT_BUILT = "LoRA and 8-bit or bf16 optimizer state would need less memory; this
 """What people with few devices try first."""
 
 
-def nothing_fits(
-    closest: Prediction, remedies: list[str], stopped_early: bool = False, given: bool = False
+def nothing_fits_error(
+    closest: Prediction, suggestions: list[str], stopped_early: bool = False, given: bool = False
 ) -> UserError:
     """The error for a job that no layout fits, or whose given layout does not."""
     job, need = closest.job, closest.need
@@ -48,20 +53,22 @@ def nothing_fits(
             rule += f"; a steady step needs {format_bytes(steady.needed_bytes)}"
     if stopped_early:
         rule += "; the search ended at its time limit, so that a layout which fits may exist"
-    others = [remedy[0].lower() + remedy[1:] for remedy in remedies[1:]]
-    fix = "; or ".join([*remedies[:1], *others]) or "Use a smaller model, or devices with more memory"
+    others = [suggestion[0].lower() + suggestion[1:] for suggestion in suggestions[1:]]
+    fix = "; or ".join([*suggestions[:1], *others]) or "Use a smaller model, or devices with more memory"
     if isinstance(job.model, DecoderModel):
         fix += f". {NOT_BUILT}"
     return UserError(Problem("plan-nothing-fits", rule, path=job.name, fix=fix))
 
 
-def explain_given(prediction: Prediction) -> UserError:
+def given_layout_error(prediction: Prediction) -> UserError:
     """The error for a given layout that does not fit, with the changes that do."""
     job = prediction.job
-    return nothing_fits(prediction, [*_in_words(cheapest_changes(job)), *_elsewhere(job)], given=True)
+    return nothing_fits_error(
+        prediction, [*_describe_alternatives(find_alternatives(job)), *_suggest_cluster(job)], given=True
+    )
 
 
-def explain_failure(job: Job, pins: dict[str, Any], found: Found) -> UserError:
+def search_error(job: Job, pins: dict[str, Any], found: SearchResult) -> UserError:
     """The error for a search that found nothing: no layout is legal with these keys, or none fits."""
     if found.closest is None:
         keys = " ".join(f"layout.{name}={str(value).lower()}" for name, value in pins.items())
@@ -70,23 +77,23 @@ def explain_failure(job: Job, pins: dict[str, Any], found: Found) -> UserError:
         rule = f"{leave} no legal layout on {devices} device{'s' * (devices > 1)} with {runtime}"
         fix = f"Leave {which} to the planner, or use more devices"
         return UserError(Problem("plan-no-layout", rule, path=keys or "layout", fix=fix))
-    remedies = [*remedies_for_search(job, pins), *_elsewhere(job)]
-    return nothing_fits(found.closest, remedies, found.stopped_early)
+    suggestions = [*suggest_changes(job, pins), *_suggest_cluster(job)]
+    return nothing_fits_error(found.closest, suggestions, found.stopped_early)
 
 
-def _in_words(changes: list[Remedy]) -> list[str]:
+def _describe_alternatives(changes: list[Alternative]) -> list[str]:
     return [f"Use {change.overrides} ({change.price})" for change in changes]
 
 
-def _elsewhere(job: Job) -> list[str]:
+def _suggest_cluster(job: Job) -> list[str]:
     """That a preset of a cluster can be named, where the model does not fit this machine."""
     named = job.cluster.preset == "local" and isinstance(job.model, DecoderModel)
     return ["Plan it for a cluster with, say, --on 8x8xh100-sxm"] if named else []
 
 
-def remedies_for_search(job: Job, pins: dict[str, Any]) -> list[str]:
+def suggest_changes(job: Job, pins: dict[str, Any]) -> list[str]:
     """Changes after which some layout fits: keys let go, more nodes, a shorter sequence."""
-    found, until = [], time.perf_counter() + REMEDY_S
+    found, until = [], time.perf_counter() + SUGGEST_S
     for changes in (_freed_keys(job, pins), _more_nodes(job, pins), _shorter_sequences(job, pins)):
         for words, changed, kept in changes:
             left = until - time.perf_counter()

@@ -27,29 +27,29 @@ from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.memory.fit import usable_bytes
 from meshwright.plan.predict import (
     Prediction,
+    complete_layout,
     does_fit,
     is_exact,
     needed_at_ends,
     predict,
     predict_memory,
-    predict_rest,
-    settle_layout,
+    predict_with_memory,
 )
-from meshwright.plan.search.bound import Ends, PeakBound
-from meshwright.plan.search.enumerate import Chunk, Space, world_sizes
-from meshwright.plan.search.floors import products_s, schedules_floor_s
+from meshwright.plan.search.memory_bound import EndCosts, PeakBound
+from meshwright.plan.search.space import Chunk, LayoutSpace, world_sizes
+from meshwright.plan.search.time_bound import gemm_floor_s, schedule_floor_s
 from meshwright.plan.time.engine import StepEstimate, estimate_step
 from meshwright.plan.time.stages import assign_stages
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality.table import find_problems, with_layout
 
-By = Literal["time", "cost", "memory"]
+Objective = Literal["time", "cost", "memory"]
 ONE_F_ONE_B = SCHEDULES.index("1f1b")
-AWAY = ("optimizer", "all")
+OFFLOADING = ("optimizer", "all")
 OFFLOAD_MARGIN = 0.05
 """By how much offloading must be faster than full activation checkpointing to be taken."""
-SIMPLER = {"cuda": 0.01, "cpu": 0.1}
+SIMPLICITY_MARGIN = {"cuda": 0.01, "cpu": 0.1}
 """Of layouts within this share of the best one the simplest is recommended. Times on CPUs are a guess."""
 CHECKED = 64
 """Layouts that fit exactly before a search ends."""
@@ -57,9 +57,9 @@ SHORTLIST = 2048
 """Layouts that the first stage keeps: many of them may turn out not to fit."""
 BUDGET_S = 8.0
 """Seconds of a whole search."""
-SAME = 1e-6
+TIE_BREAK = 1e-6
 """Weight of what decides between equals."""
-SPARING_EVERY = 8
+LOW_MEMORY_EVERY = 8
 """Checks after which, while nothing fits, the layout with the next smallest memory bound is checked too."""
 PRUNING_SHARE = 0.6
 """Of the budget, for the first stage."""
@@ -72,7 +72,7 @@ def no_progress(done: int, total: int) -> None:
 
 
 @dataclass(frozen=True)
-class Ranked:
+class RankedLayouts:
     """Layouts in their order, with what they were ranked by."""
 
     grid: Grid
@@ -84,17 +84,17 @@ class Ranked:
     def __len__(self) -> int:
         return len(self.grid)
 
-    def take(self, places: np.ndarray) -> Ranked:
+    def take(self, places: np.ndarray) -> RankedLayouts:
         """Some of them."""
-        return Ranked(self.grid.take(places), self.step_s[places], self.needed_bytes[places])
+        return RankedLayouts(self.grid.take(places), self.step_s[places], self.needed_bytes[places])
 
 
 @dataclass
-class Found:
+class SearchResult:
     """What a search saw and kept."""
 
     job: Job
-    by: By = "time"
+    objective: Objective = "time"
     evaluated: int = 0
     """Layouts whose memory bound and time were both computed."""
     pruned: int = 0
@@ -117,7 +117,7 @@ class Found:
     """The shortest step without offloading, where offloading is so much faster that it was taken."""
     rates: list[Floats] = field(default_factory=list)
     """Device seconds per step of all that may fit, for the picture."""
-    shortlist: Ranked | None = None
+    shortlist: RankedLayouts | None = None
     """Of the first stage, best first."""
 
     def counts(self) -> dict[str, Any]:
@@ -138,11 +138,11 @@ def find_layouts(
     job: Job,
     pins: dict[str, Any],
     top: int = CHECKED,
-    by: By = "time",
+    objective: Objective = "time",
     progress: Progress = no_progress,
     worlds: Sequence[int] | None = None,
     budget_s: float = BUDGET_S,
-) -> Found:
+) -> SearchResult:
     """Search all legal layouts, and those that offload where little or nothing else fits.
 
     Args:
@@ -154,19 +154,19 @@ def find_layouts(
         worlds: Numbers of devices to try; even parts of the cluster if left out.
         budget_s: Seconds after which the search ends, whatever is left.
     """
-    search = _Search(job, pins, top, by, progress, worlds or world_sizes(job), budget_s)
+    search = _Search(job, pins, top, objective, progress, worlds or world_sizes(job), budget_s)
     may_offload = "offload" not in pins and job.cluster.device == "cuda"  # on CPUs all state is there already
-    found = search.run(("none", *AWAY) if by == "memory" and may_offload else ("none",))
-    if may_offload and by != "memory":
+    found = search.run(("none", *OFFLOADING) if objective == "memory" and may_offload else ("none",))
+    if may_offload and objective != "memory":
         if not found.best:
-            search.run(AWAY)
+            search.run(OFFLOADING)
         elif found.best[0].layout.recompute == "full":
-            _try_offload(search, found)
+            _compare_offloading(search, found)
     found.seconds = time.perf_counter() - search.started
     return found
 
 
-def _try_offload(search: _Search, found: Found) -> None:
+def _compare_offloading(search: _Search, found: SearchResult) -> None:
     """Take layouts that offload, where the best of them is faster by more than a small margin.
 
     Memory is so short that the best layout recomputes everything. No published run stands behind predictions
@@ -174,18 +174,20 @@ def _try_offload(search: _Search, found: Found) -> None:
     """
     before = found.best[0]
     away = _Search(
-        search.job, search.pins, search.top, search.by, search.progress, search.worlds, search.left_s()
-    ).run(AWAY)
+        search.job, search.pins, search.top, search.objective, search.progress, search.worlds, search.left_s()
+    ).run(OFFLOADING)
     found.evaluated += away.evaluated
     found.pruned += away.pruned
     found.checked += away.checked
     found.unseen += away.unseen
     found.stopped_early |= away.stopped_early
-    if away.best and score(search.by, away.best[0]) < (1 - OFFLOAD_MARGIN) * score(search.by, before):
+    if away.best and score(search.objective, away.best[0]) < (1 - OFFLOAD_MARGIN) * score(
+        search.objective, before
+    ):
         found.without_offload_s = before.step_s
         found.may_fit += away.may_fit
         found.rates += away.rates
-        found.best = order_best(search.by, [*away.best, *found.best])[: search.top]
+        found.best = order_best(search.objective, [*away.best, *found.best])[: search.top]
 
 
 class _Search:
@@ -196,17 +198,17 @@ class _Search:
         job: Job,
         pins: dict[str, Any],
         top: int,
-        by: By,
+        objective: Objective,
         progress: Progress,
         worlds: Sequence[int],
         budget_s: float,
     ) -> None:
-        self.job, self.pins, self.top, self.by = job, pins, top, by
+        self.job, self.pins, self.top, self.objective = job, pins, top, objective
         self.progress, self.worlds, self.budget_s = progress, worlds, budget_s
-        self.order = by
+        self.order = objective
         """What the shortlist is ordered by."""
         self.started = time.perf_counter()
-        self.found = Found(job, by)
+        self.found = SearchResult(job, objective)
         self.workload = Workload.of(job)
         self.usable = usable_bytes(job.cluster)
         plain = with_layout(job, Layout("given"))
@@ -223,38 +225,38 @@ class _Search:
         """Seconds until the search must end."""
         return self.budget_s - (time.perf_counter() - self.started)
 
-    def run(self, offloads: tuple[str, ...]) -> Found:
+    def run(self, offloads: tuple[str, ...]) -> SearchResult:
         """Both stages, for layouts with these values of ``offload``.
 
         Where nothing on the shortlist fits and more than the shortlist may, both run once more, with the
         layouts whose memory bound is smallest.
         """
-        spaces = [Space(self.job, world, self.pins, offloads) for world in self.worlds]
-        self.order, self.found.shortlist = self.by, None
-        self._shorten(spaces)
+        spaces = [LayoutSpace(self.job, world, self.pins, offloads) for world in self.worlds]
+        self.order, self.found.shortlist = self.objective, None
+        self._build_shortlist(spaces)
         self._check()
         if not self.found.best and self.found.may_fit > SHORTLIST and self.order != "memory":
             seen = dataclasses.replace(self.found)
             self.order, self.found.shortlist = "memory", None
-            self._shorten(spaces)
+            self._build_shortlist(spaces)
             self._check()
             for name in ("evaluated", "pruned", "illegal", "may_fit", "unseen", "rates"):  # counted before
                 setattr(self.found, name, getattr(seen, name))
         return self.found
 
-    def _shorten(self, spaces: list[Space]) -> None:
+    def _build_shortlist(self, spaces: list[LayoutSpace]) -> None:
         """The first stage: the shortlist."""
         found, total = self.found, sum(len(space) for space in spaces)
         until = self.started + self.budget_s * PRUNING_SHARE
         done = 0
         for space in spaces:
             found.illegal += space.illegal
-            if products_s(self.workload, space.world_size) > self._limit():
+            if gemm_floor_s(self.workload, space.world_size) > self._limit():
                 found.pruned += len(space)
                 done += len(space)
                 continue
             for chunk in space.chunks():
-                self._shorten_chunk(chunk)
+                self._rank_chunk(chunk)
                 done += int(chunk.sizes.sum())
                 self.progress(done, total)
                 if time.perf_counter() > until:
@@ -268,26 +270,28 @@ class _Search:
             return math.inf
         return float(shortlist.step_s[-1])
 
-    def _shorten_chunk(self, chunk: Chunk) -> None:
+    def _rank_chunk(self, chunk: Chunk) -> None:
         """Price every row with 1F1B, then those of its other schedules that may still be on the shortlist."""
         found, space = self.found, chunk.space
-        plain = chunk.least()
+        plain = chunk.with_1f1b()
         possible = (chunk.sizes > 0) & self._runs(plain)
-        rows = np.flatnonzero((self._least_bytes(plain) <= self.usable) & self._host_holds(plain) & possible)
+        rows = np.flatnonzero(
+            (self._least_bytes(plain) <= self.usable) & self._fits_cpu_memory(plain) & possible
+        )
         found.pruned += int(chunk.sizes.sum()) - int(chunk.sizes[rows].sum())
         if not len(rows):
             self._keep_smallest(plain.take(np.flatnonzero(possible)))
             return
         plain = plain.take(rows)
         step = estimate_step(self.workload, plain)
-        ends = Ends.of(step)
-        if space.has_plain:
+        ends = EndCosts.of(step)
+        if space.has_1f1b:
             self._keep(plain, step, self._needed(plain, ends))
-        grid, source = chunk.grow(rows), np.repeat(np.arange(len(rows)), chunk.sizes[rows])
+        grid, source = chunk.expand_schedules(rows), np.repeat(np.arange(len(rows)), chunk.sizes[rows])
         left = np.ones(len(grid), dtype=np.bool_)
-        if space.has_plain:
+        if space.has_1f1b:
             left = (grid.schedule != ONE_F_ONE_B) | (grid.virtual_stages != 1)
-        hopeless = schedules_floor_s(self.workload, step, grid, source) > self._limit()
+        hopeless = schedule_floor_s(self.workload, step, grid, source) > self._limit()
         found.pruned += int((left & hopeless).sum())
         left &= ~hopeless
         if left.any():
@@ -318,7 +322,7 @@ class _Search:
         problems = find_problems(with_layout(self.job, layout))
         return not any(problem.code.endswith("-not-built") for problem in problems)
 
-    def _host_holds(self, grid: Grid) -> Flags:
+    def _fits_cpu_memory(self, grid: Grid) -> Flags:
         """Whether offloaded state may fit the CPU memory that a device has."""
         room = self.job.cluster.host_memory_bytes
         if room is None or not grid.offload.any():
@@ -333,7 +337,7 @@ class _Search:
             return self.bound.least_bytes(plain)
         return np.zeros(len(plain))
 
-    def _needed(self, grid: Grid, ends: Ends) -> Floats:
+    def _needed(self, grid: Grid, ends: EndCosts) -> Floats:
         """A lower bound of the device memory that a layout needs; the estimate where nothing is exact."""
         if self.exact:
             return self.bound.needed_bytes(grid, ends)
@@ -348,7 +352,7 @@ class _Search:
             self._keep_smallest(grid)
             return
         found.rates.append(step.step_s[fits] * grid.world_size[fits])
-        ranked = Ranked(grid.take(fits), step.step_s[fits], needed[fits])
+        ranked = RankedLayouts(grid.take(fits), step.step_s[fits], needed[fits])
         found.shortlist = _best_of(self.order, *([found.shortlist] if found.shortlist else []), ranked)
 
     def _keep_smallest(self, grid: Grid) -> None:
@@ -356,9 +360,9 @@ class _Search:
         if not len(grid) or self.found.shortlist is not None:
             return
         lean = grid.take(np.flatnonzero(grid.micro_batch == grid.micro_batch.min()))
-        share = self._needed(lean, Ends.of(estimate_step(self.workload, lean))) / self.usable
+        share = self._needed(lean, EndCosts.of(estimate_step(self.workload, lean))) / self.usable
         if (room := self.job.cluster.host_memory_bytes) is not None:
-            share = np.maximum(share, self.bound.host_bytes(lean) / room) + SAME * share
+            share = np.maximum(share, self.bound.host_bytes(lean) / room) + TIE_BREAK * share
         place = int(np.argmin(share))
         if self._smallest is None or share[place] < self._smallest[0]:
             self._smallest = float(share[place]), lean.layout(place)
@@ -374,10 +378,10 @@ class _Search:
                 found.stopped_early = True
                 break
             tries = [layout]
-            if not fitting and number % SPARING_EVERY == SPARING_EVERY - 1:
-                tries += self._list_sparing(number // SPARING_EVERY)
+            if not fitting and number % LOW_MEMORY_EVERY == LOW_MEMORY_EVERY - 1:
+                tries += self._list_low_memory(number // LOW_MEMORY_EVERY)
             fitting += [p for tried in tries if (p := self._predict(tried)) is not None]
-        found.best = order_best(self.by, _without_repeats(fitting))[: self.top]
+        found.best = order_best(self.objective, _without_repeats(fitting))[: self.top]
         if not fitting:
             if self._smallest is not None:
                 self._predict(self._smallest[1])
@@ -392,7 +396,7 @@ class _Search:
             layouts = [grid.layout(place) for place in range(len(grid))]
             yield from assign_stages(self.job, layouts, estimate_step(self.workload, grid))
 
-    def _list_sparing(self, number: int) -> list[Layout]:
+    def _list_low_memory(self, number: int) -> list[Layout]:
         """The layout of the shortlist with the next smallest memory bound: it may be the first that fits."""
         shortlist = self.found.shortlist
         if shortlist is None or number >= len(shortlist):
@@ -401,7 +405,7 @@ class _Search:
 
     def _predict(self, layout: Layout) -> Prediction | None:
         """One layout, if it is legal and fits; memory decides before anything else is predicted."""
-        placed = with_layout(self.job, settle_layout(self.job, layout))
+        placed = with_layout(self.job, complete_layout(self.job, layout))
         exact = is_exact(placed)
         if self.exact and not exact:
             return None
@@ -410,10 +414,12 @@ class _Search:
         if share <= 1:
             memory = predict_memory(placed, exact)
             if does_fit(placed, memory):
-                return predict_rest(placed, memory, exact)
+                return predict_with_memory(placed, memory, exact)
             share = memory.need.needed_bytes / self.usable
             host = memory.host_bytes / (self.job.cluster.host_memory_bytes or math.inf)
-            share = max(share, host) + SAME * share  # of equally short ones the one that needs less memory
+            share = (
+                max(share, host) + TIE_BREAK * share
+            )  # of equally short ones the one that needs less memory
         if self._closest is None or share < self._closest[0]:
             self._closest = share, placed.layout
         return None
@@ -423,40 +429,42 @@ def _without_repeats(found: list[Prediction]) -> list[Prediction]:
     return list({prediction.layout: prediction for prediction in found}.values())
 
 
-def score(by: By, prediction: Prediction) -> float:
+def score(objective: Objective, prediction: Prediction) -> float:
     """What is made small."""
-    if by == "memory":
+    if objective == "memory":
         return float(prediction.needed_bytes)
-    return prediction.step_s * (prediction.layout.world_size if by == "cost" else 1)
+    return prediction.step_s * (prediction.layout.world_size if objective == "cost" else 1)
 
 
-def order_best(by: By, found: list[Prediction]) -> list[Prediction]:
+def order_best(objective: Objective, found: list[Prediction]) -> list[Prediction]:
     """Best first; the simplest of those within a small share of the best one before it."""
-    ranked = sorted(found, key=lambda p: (score(by, p), p.step_s if by == "memory" else p.needed_bytes))
+    ranked = sorted(
+        found, key=lambda p: (score(objective, p), p.step_s if objective == "memory" else p.needed_bytes)
+    )
     if not ranked:
         return []
-    if by == "memory":
+    if objective == "memory":
         return ranked
-    margin = SIMPLER[ranked[0].job.cluster.device]
-    near = [p for p in ranked if score(by, p) <= score(by, ranked[0]) * (1 + margin)]
-    simplest = min(near, key=lambda p: (float(complexity(Grid.of([p.layout]))[0]), score(by, p)))
+    margin = SIMPLICITY_MARGIN[ranked[0].job.cluster.device]
+    near = [p for p in ranked if score(objective, p) <= score(objective, ranked[0]) * (1 + margin)]
+    simplest = min(near, key=lambda p: (float(complexity(Grid.of([p.layout]))[0]), score(objective, p)))
     return [simplest, *(p for p in ranked if p is not simplest)]
 
 
-def _best_of(by: By, *lists: Ranked) -> Ranked:
+def _best_of(objective: Objective, *lists: RankedLayouts) -> RankedLayouts:
     """The best of several lists, in order; what is equal in nine digits is ordered by simplicity."""
-    joined = Ranked(
+    joined = RankedLayouts(
         Grid(
             **{name: np.concatenate([getattr(r.grid, name) for r in lists]) for name in vars(lists[0].grid)}
         ),
         np.concatenate([r.step_s for r in lists]),
         np.concatenate([r.needed_bytes for r in lists]),
     )
-    value = objective(by, joined)
+    value = rank_values(objective, joined)
     if len(joined) > SHORTLIST:  # ties beyond the last are kept here and ordered below
         limit = np.partition(value, SHORTLIST - 1)[SHORTLIST - 1]
         joined = joined.take(np.flatnonzero(value <= limit))
-        value = objective(by, joined)
+        value = rank_values(objective, joined)
     with np.errstate(divide="ignore"):
         digits = 10.0 ** (8 - np.floor(np.log10(np.maximum(value, 1e-300))))
     rounded = np.round(value * digits) / digits
@@ -464,11 +472,11 @@ def _best_of(by: By, *lists: Ranked) -> Ranked:
     return joined.take(order[:SHORTLIST])
 
 
-def objective(by: By, ranked: Ranked) -> Floats:
+def rank_values(objective: Objective, ranked: RankedLayouts) -> Floats:
     """What the first stage makes small."""
-    if by == "memory":
+    if objective == "memory":
         return ranked.needed_bytes
-    return ranked.step_s * ranked.grid.world_size if by == "cost" else ranked.step_s
+    return ranked.step_s * ranked.grid.world_size if objective == "cost" else ranked.step_s
 
 
 def complexity(grid: Grid) -> Floats:

@@ -8,20 +8,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.plan.predict import predict, settle_layout, share_of
-from meshwright.plan.search.alternatives import list_changes
-from meshwright.plan.search.enumerate import pinned_keys
-from meshwright.plan.search.failure import explain_failure, explain_given, nothing_fits
+from meshwright.plan.predict import complete_layout, predict, samples_per_rank
+from meshwright.plan.search.alternatives import list_neighbours
+from meshwright.plan.search.failure import given_layout_error, nothing_fits_error, search_error
 from meshwright.plan.search.find import (
     BUDGET_S,
     CHECKED,
-    By,
-    Found,
+    Objective,
     Progress,
+    SearchResult,
     find_layouts,
     no_progress,
     order_best,
 )
+from meshwright.plan.search.space import pinned_keys
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality.table import find_problems, with_layout
@@ -32,9 +32,9 @@ def search_job(
     job: Job,
     named: Sequence[str] = (),
     top: int = CHECKED,
-    by: By = "time",
+    objective: Objective = "time",
     progress: Progress = no_progress,
-) -> Found:
+) -> SearchResult:
     """The given layout, or the best ones: each predicted exactly, and each fits.
 
     Args:
@@ -52,20 +52,22 @@ def search_job(
     if not isinstance(job.model, DecoderModel):
         return _search_replicas(job)
     pins = pinned_keys(job.layout, named)
-    found = find_layouts(job, pins, top, by, progress)
+    found = find_layouts(job, pins, top, objective, progress)
     if not found.best:
-        raise explain_failure(job, pins, found)
-    return _descend(found, pins, top) if by == "memory" else found
+        raise search_error(job, pins, found)
+    return _descend_memory(found, pins, top) if objective == "memory" else found
 
 
-def _descend(found: Found, pins: dict[str, Any], top: int) -> Found:
+def _descend_memory(found: SearchResult, pins: dict[str, Any], top: int) -> SearchResult:
     """Follow single changes from the layout that needs least memory to one whose neighbours all need more.
 
     Bounds of offloaded layouts are loose, so that the first stage may rank a leaner one too low.
     """
     best, started = found.best[0], time.perf_counter()
     while found.seconds + time.perf_counter() - started < BUDGET_S:
-        layouts = [layout for _, layout in list_changes(best.job, best.layout) if _keeps(layout, pins)]
+        layouts = [
+            layout for _, layout in list_neighbours(best.job, best.layout) if _matches_pins(layout, pins)
+        ]
         near = [prediction for layout in layouts if (prediction := predict(best.job, layout)).fits]
         found.checked += len(layouts)
         leanest = min(near, key=lambda p: (p.needed_bytes, p.step_s), default=best)
@@ -77,34 +79,34 @@ def _descend(found: Found, pins: dict[str, Any], top: int) -> Found:
     return found
 
 
-def _keeps(layout: Layout, pins: dict[str, Any]) -> bool:
+def _matches_pins(layout: Layout, pins: dict[str, Any]) -> bool:
     """Whether a layout has the values that the user named."""
     return all(getattr(layout, name) == value for name, value in pins.items())
 
 
-def _predict_given(job: Job) -> Found:
+def _predict_given(job: Job) -> SearchResult:
     started = time.perf_counter()
-    settled = with_layout(job, settle_layout(job, job.layout))
+    settled = with_layout(job, complete_layout(job, job.layout))
     problems = find_problems(settled, to_run=not find_problems(job))
     if problems:  # the job's rules were checked with the micro-batch left open; here it is settled
         raise UserError(*problems)
     prediction = predict(job, settled.layout)
     if not prediction.fits:
-        raise explain_given(prediction)
+        raise given_layout_error(prediction)
     seconds = time.perf_counter() - started
-    return Found(job, evaluated=1, may_fit=1, checked=1, best=[prediction], seconds=seconds)
+    return SearchResult(job, evaluated=1, may_fit=1, checked=1, best=[prediction], seconds=seconds)
 
 
-def _search_replicas(job: Job) -> Found:
+def _search_replicas(job: Job) -> SearchResult:
     """Every number of replicas that the cluster holds: what a ResNet has."""
-    found, started = Found(job), time.perf_counter()
+    found, started = SearchResult(job), time.perf_counter()
     predictions, refused = [], list[Problem]()
     for count in range(1, min(job.cluster.world_size, job.train.global_batch) + 1):
         layout = dataclasses.replace(job.layout, mode="given", dp_replicate=count)
-        if not _can_share(job, layout):
+        if not _divides_batch(job, layout):
             found.illegal += 1
             continue
-        settled = settle_layout(job, layout)
+        settled = complete_layout(job, layout)
         problems = find_problems(with_layout(job, settled))
         if problems:
             found.illegal += 1
@@ -115,16 +117,16 @@ def _search_replicas(job: Job) -> Found:
         raise UserError(*refused)
     fitting = [prediction for prediction in predictions if prediction.fits]
     if not fitting:
-        raise nothing_fits(min(predictions, key=lambda p: p.needed_bytes), [])
+        raise nothing_fits_error(min(predictions, key=lambda p: p.needed_bytes), [])
     found.evaluated = found.checked = len(predictions)
     found.may_fit, found.best = len(fitting), order_best("time", fitting)
     found.seconds = time.perf_counter() - started
     return found
 
 
-def _can_share(job: Job, layout: Layout) -> bool:
+def _divides_batch(job: Job, layout: Layout) -> bool:
     """Whether the micro-batch, where it is given, suits the share of a rank."""
-    share, micro = share_of(job, layout), layout.micro_batch or 1
+    share, micro = samples_per_rank(job, layout), layout.micro_batch or 1
     if isinstance(job.model, ResNetModel) and job.mixes_samples:  # nothing may be padded
         batch, ranks = job.train.global_batch, layout.dp_replicate
         return batch % (ranks * micro) == 0 and batch // ranks >= job.model.least_micro_batch

@@ -12,9 +12,9 @@ from meshwright.layout.text import describe_layout
 from meshwright.plan.predict import Prediction
 from meshwright.plan.search.alternatives import compare, explain_neighbours
 from meshwright.plan.search.failure import NOT_BUILT
-from meshwright.plan.search.find import SIMPLER, Found, find_layouts, score
+from meshwright.plan.search.find import SIMPLICITY_MARGIN, SearchResult, find_layouts, score
 from meshwright.plan.time.stages import part_costs
-from meshwright.spec.execution import explain_gradients
+from meshwright.spec.execution import explain_block_backend, explain_grad_dtype
 from meshwright.spec.hf_config import notes_on
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
@@ -35,7 +35,7 @@ BEST = {
 }
 
 
-def explain_choice(asked: Job, found: Found, neighbours: bool = False) -> list[str]:
+def explain_choice(asked: Job, found: SearchResult, neighbours: bool = False) -> list[str]:
     """Why the best is best, why others are not, and what follows from it.
 
     Args:
@@ -47,45 +47,47 @@ def explain_choice(asked: Job, found: Found, neighbours: bool = False) -> list[s
     if asked.layout.mode == "given":
         reasons = [f"{describe_layout(best.layout)}: given in the job"]
     else:
-        alone = _one_device(asked, best) if neighbours and found.by != "memory" else []
-        reasons = [_why(asked, found), *alone, *_others(found, neighbours)]
+        alone = _explain_one_device(asked, best) if neighbours and found.objective != "memory" else []
+        reasons = [_explain_best(asked, found), *alone, *_explain_others(found, neighbours)]
     reasons += [*_explain_micro_batch(asked, best), *explain_stages(asked, best)]
-    return [*reasons, *_not_yet(best.job), *_notes(best.job, best.micro_batches)]
+    return [*reasons, *_explain_not_built(best.job), *_explain_job(best.job, best.micro_batches)]
 
 
-def _why(asked: Job, found: Found) -> str:
+def _explain_best(asked: Job, found: SearchResult) -> str:
     best, devices = found.best[0], asked.cluster.world_size
     count = f"{len(found.best):,} layout{'s' * (len(found.best) != 1)} that fit"
-    words = f"{describe_layout(best.layout)}: {BEST[found.by]} of {count}"
-    first = min(found.best, key=lambda p: score(found.by, p))
-    more = score(found.by, best) / score(found.by, first) - 1
+    words = f"{describe_layout(best.layout)}: {BEST[found.objective]} of {count}"
+    first = min(found.best, key=lambda p: score(found.objective, p))
+    more = score(found.objective, best) / score(found.objective, first) - 1
     if more > 1e-4:
-        margin = f"the simplest within {SIMPLER[asked.cluster.device]:.0%} of {BEST[found.by]}"
+        margin = (
+            f"the simplest within {SIMPLICITY_MARGIN[asked.cluster.device]:.0%} of {BEST[found.objective]}"
+        )
         against = f"{more:+.2%} against {describe_layout(first.layout)}"
         words = f"{describe_layout(best.layout)}: {margin} of {count} ({against})"
     if best.layout.world_size == 1 < devices:
         words += "; one device is enough, communication would cost more than it gives"
     elif best.layout.world_size < devices:
         words += f"; the other {devices - best.layout.world_size} devices would not help"
-    if best.layout.offload != "none" and found.by != "memory":
+    if best.layout.offload != "none" and found.objective != "memory":
         without = found.without_offload_s
         slow = "nothing fits" if without is None else f"{format_seconds(without)}, recomputing everything"
         words += f"; without offloading {slow}. {NOT_BUILT}"
     return words
 
 
-def _others(found: Found, neighbours: bool) -> list[str]:
+def _explain_others(found: SearchResult, neighbours: bool) -> list[str]:
     """Neighbours of the best; of a ResNet, which has replicas alone, the next best."""
     best = found.best[0]
     if neighbours and isinstance(best.job.model, DecoderModel):
-        return [f"not {sentence}" for sentence in explain_neighbours(best, found.by)]
+        return [f"not {sentence}" for sentence in explain_neighbours(best, found.objective)]
     return [
-        f"not {describe_layout(other.layout)}: {compare(best, other, found.by)}"
+        f"not {describe_layout(other.layout)}: {compare(best, other, found.objective)}"
         for other in found.best[1 : 1 + MOST_OTHERS]
     ]
 
 
-def _one_device(asked: Job, best: Prediction) -> list[str]:
+def _explain_one_device(asked: Job, best: Prediction) -> list[str]:
     """A line where one device is not much slower than all that the best layout takes."""
     devices = best.layout.world_size
     if devices == 1 or not isinstance(asked.model, DecoderModel):
@@ -144,7 +146,7 @@ def _list_layers(counts: Sequence[int]) -> str:
     return ", ".join(f"{times} x {count}" for count, times in runs)
 
 
-def _not_yet(job: Job) -> list[str]:
+def _explain_not_built(job: Job) -> list[str]:
     """A line where the layout is predicted and cannot be trained."""
     codes = [problem.code for problem in find_problems(job)]
     if not codes:
@@ -152,7 +154,7 @@ def _not_yet(job: Job) -> list[str]:
     return [f"planned only: train does not run it yet ({', '.join(codes)}); memory is estimated, not exact"]
 
 
-def _notes(job: Job, micro_batches: int) -> list[str]:
+def _explain_job(job: Job, micro_batches: int) -> list[str]:
     """What the choice implies for samples, positions, learning rate and precision."""
     notes = []
     padded = job.layout.data_degree * micro_batches * (job.layout.micro_batch or 1)
@@ -166,7 +168,8 @@ def _notes(job: Job, micro_batches: int) -> list[str]:
         *explain_positions(job),
         *explain_lr(job.train),
         *explain_defaults(job.train),
-        *explain_gradients(job),
+        *explain_block_backend(job),
+        *explain_grad_dtype(job),
         *notes_on(job.model),
     ]
 

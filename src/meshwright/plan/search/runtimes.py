@@ -9,7 +9,7 @@ from meshwright.spec.layout import DEGREES
 
 
 @dataclass(frozen=True)
-class Reach:
+class RuntimeSupport:
     """Settings that a framework knows."""
 
     schedules: tuple[str, ...] = ("1f1b", "interleaved", "zb-h1", "zbv")
@@ -21,20 +21,22 @@ class Reach:
 
 
 DATA_AXES = ("dp_replicate", "dp_shard")
-REACHES = {
-    "meshwright": Reach(),
-    "megatron-deepspeed": Reach(("1f1b",), (0, 1), (*DATA_AXES, "pp", "tp", "ep")),
-    "megatron-lm": Reach(("1f1b", "interleaved"), (0, 1), (*DATA_AXES, "pp", "tp")),
-    "megatron": Reach(("1f1b", "interleaved"), (0, 1)),
-    "torchtitan": Reach(zeros=(0, 2, 3)),
-    "composer": Reach((), (0, 2, 3), DATA_AXES),
-    "deepspeed": Reach((), axes=(*DATA_AXES, "cp", "ep")),
+RUNTIME_SUPPORT = {
+    "meshwright": RuntimeSupport(),
+    "megatron-deepspeed": RuntimeSupport(("1f1b",), (0, 1), (*DATA_AXES, "pp", "tp", "ep")),
+    "megatron-lm": RuntimeSupport(("1f1b", "interleaved"), (0, 1), (*DATA_AXES, "pp", "tp")),
+    "megatron": RuntimeSupport(("1f1b", "interleaved"), (0, 1)),
+    "torchtitan": RuntimeSupport(zeros=(0, 2, 3)),
+    "composer": RuntimeSupport((), (0, 2, 3), DATA_AXES),
+    "deepspeed": RuntimeSupport((), axes=(*DATA_AXES, "cp", "ep")),
 }
 """By how a runtime's name begins. Megatron's distributed optimizer is ZeRO-1; FSDP is ZeRO-3, or 2 where it
 keeps gathered weights. Megatron-LM, the one of 2020 to 2022, had neither context nor expert parallelism."""
 
 
-def reach_of(job: Job) -> Reach:
+def runtime_support(job: Job) -> RuntimeSupport:
     """What the job's runtime knows; everything for one that is not listed."""
     runtime = job.train.runtime
-    return next((reach for name, reach in REACHES.items() if runtime.startswith(name)), Reach())
+    return next(
+        (support for name, support in RUNTIME_SUPPORT.items() if runtime.startswith(name)), RuntimeSupport()
+    )

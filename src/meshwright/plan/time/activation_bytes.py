@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.plan.estimate.activations import Kept, Tokens, block_kept, norm_input_bytes
+from meshwright.plan.estimate.activations import SavedBytes, Tokens, block_saved_bytes, norm_input_bytes
 from meshwright.plan.estimate.grid import Floats, Grid
 from meshwright.plan.estimate.state import FLOAT32
 from meshwright.plan.estimate.workload import Workload
@@ -28,15 +28,15 @@ def block_bytes(workload: Workload, grid: Grid) -> Floats:
     total = np.zeros(len(grid))
     for expert, share in ((False, 1 - routed), (True, routed)):
         if share:
-            total = total + share * _sum_bytes(block_kept(workload, expert)[0], tokens, workload, grid)
+            total = total + share * _sum_bytes(block_saved_bytes(workload, expert)[0], tokens, workload, grid)
     return total
 
 
-def _sum_bytes(kept: Kept, tokens: Tokens, workload: Workload, grid: Grid) -> Floats:
+def _sum_bytes(kept: SavedBytes, tokens: Tokens, workload: Workload, grid: Grid) -> Floats:
     """Bytes of all that one kind of block keeps; experts get even shares of the tokens."""
     routed = tokens.split * grid.etp * (workload.model.experts_per_token or 0)
     return (
-        kept.shared * tokens.stream
+        kept.shared * tokens.residual
         + kept.gathered * tokens.gathered
         + kept.split * tokens.split
         + kept.scores * tokens.scores
@@ -49,7 +49,7 @@ def head_bytes(workload: Workload, grid: Grid) -> Floats:
     """The final norm's activations and float32 logits of one micro-batch."""
     model, tokens = workload.model, Tokens.of(workload, grid)
     logits = tokens.split * model.vocab_size * FLOAT32
-    return tokens.stream * norm_input_bytes(workload) + logits
+    return tokens.residual * norm_input_bytes(workload) + logits
 
 
 def touched_bytes(workload: Workload, grid: Grid) -> Floats:

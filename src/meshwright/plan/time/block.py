@@ -14,20 +14,20 @@ from meshwright.spec.model import DecoderModel
 
 ATTENTION_BACKWARD_FLOPS = 2.5
 ATTENTION_BACKWARD_RATE = 0.85
-FULL_RATE_HEAD = 128
+FULL_RATE_HEAD_DIM = 128
 """Head width from which fused attention has its full rate; half of it has three quarters."""
-EXPERT_ROWS = 16
+EXPERT_ROW_MULTIPLE = 16
 """An expert's tokens are padded to a multiple of this."""
 SCORE_BYTES, SCORE_BACKWARD_BYTES = 9.0, 11.0
 """Bytes that softmax, mask and dropout move for each score where attention is not fused."""
 SOFTMAX_BATCH = 4
 """Megatron's softmax kernel takes heads of a micro-batch by fours (`attn_batches % 4`, fused_softmax.py)."""
-SINGLE_BYTES, SINGLE_BACKWARD_BYTES = 32.0, 34.0
+UNFUSED_SOFTMAX_BYTES, UNFUSED_SOFTMAX_BACKWARD_BYTES = 32.0, 34.0
 """Bytes more for each score where it refuses: to float32, scaled, masked, softmax, back to 16 bits."""
-ROW_BYTES = 4.0
+EMBEDDING_OUTPUT_BYTES = 4.0
 """Bytes of an element of the embedding's output."""
 RING = CONTEXTS.index("ring")
-SINGLE_KERNELS = 1.2
+UNFUSED_SOFTMAX_KERNELS = 1.2
 """Kernels of a block then, over those with the fused softmax: nine more of about fifty."""
 
 
@@ -72,10 +72,10 @@ class Passes:
 class BlockTimes:
     """A block, averaged over the model's layers."""
 
-    products: Passes
+    gemms: Passes
     attention: Passes
     elementwise: Passes
-    expert_products: Passes
+    expert_gemms: Passes
     """Routed experts, averaged over all layers."""
     selective: Floats
     """What selective activation checkpointing computes again."""
@@ -83,17 +83,17 @@ class BlockTimes:
     def take(self, places: Ints) -> BlockTimes:
         """Those at some places."""
         return BlockTimes(
-            products=self.products.take(places),
+            gemms=self.gemms.take(places),
             attention=self.attention.take(places),
             elementwise=self.elementwise.take(places),
-            expert_products=self.expert_products.take(places),
+            expert_gemms=self.expert_gemms.take(places),
             selective=self.selective[places],
         )
 
     @property
     def work(self) -> Passes:
         """All of it, without activation checkpointing."""
-        return self.products + self.attention + self.elementwise + self.expert_products
+        return self.gemms + self.attention + self.elementwise + self.expert_gemms
 
 
 class BlockModel:
@@ -111,32 +111,34 @@ class BlockModel:
         self.lanes = np.clip(self.model.num_kv_heads // self.tp, 1, self.rules.ring_lanes)
         """Kernels and messages that ring attention makes of one chunk."""
         batches = grid.micro_batch * self.model.num_heads / self.tp
-        self.single: Flags = np.asarray((batches % SOFTMAX_BATCH != 0) & (not self.rules.flash_attention))
+        self.unfused_softmax: Flags = np.asarray(
+            (batches % SOFTMAX_BATCH != 0) & (not self.rules.flash_attention)
+        )
         """Where scores, mask and softmax are kernels of their own."""
 
     def times(self) -> BlockTimes:
         """All parts of an average block."""
         model = self.model
         dense_share = 1 - model.expert_layers / model.num_layers
-        products = self._attention_products()
+        gemms = self._attention_projections()
         if dense_share:
-            products = products + self._feed_forward(model.ffn_size, self.tp).times(dense_share)
+            gemms = gemms + self._feed_forward(model.ffn_size, self.tp).times(dense_share)
         experts = Passes(*(np.zeros(len(self.grid)),) * 3)
         if model.expert_layers:
             if model.shared_experts:
                 shared = self._feed_forward(model.shared_experts * model.expert_width, self.tp)
-                products = products + shared.times(1 - dense_share)
+                gemms = gemms + shared.times(1 - dense_share)
             experts = self._experts().times(1 - dense_share)
         attention, elementwise = self._attention(), self._elementwise(dense_share)
-        again = self._selective_s(products, attention, elementwise)
-        return BlockTimes(products, attention, elementwise, experts, again)
+        again = self._selective_s(gemms, attention, elementwise)
+        return BlockTimes(gemms, attention, elementwise, experts, again)
 
-    def _selective_s(self, products: Passes, attention: Passes, elementwise: Passes) -> Floats:
+    def _selective_s(self, gemms: Passes, attention: Passes, elementwise: Passes) -> Floats:
         """What selective activation checkpointing computes again."""
         if self.rules.selective == "attention":
             return attention.forward
         if self.rules.selective == "half":
-            return elementwise.forward + 0.5 * products.forward
+            return elementwise.forward + 0.5 * gemms.forward
         return elementwise.forward
 
     def linear(
@@ -154,7 +156,7 @@ class BlockModel:
             + stored,
         )
 
-    def _attention_products(self) -> Passes:
+    def _attention_projections(self) -> Passes:
         """The projections around attention."""
         model, rows, tp = self.model, self.rows, self.tp
         width = model.hidden_size
@@ -167,8 +169,8 @@ class BlockModel:
                 rows, (model.num_heads * head + model.value_size) / tp, latent
             )
             if model.query_latent_size:
-                asked = self.linear(rows, model.query_latent_size, width)
-                return out + made + asked + self.linear(rows, queries, model.query_latent_size)
+                qk_dim = self.linear(rows, model.query_latent_size, width)
+                return out + made + qk_dim + self.linear(rows, queries, model.query_latent_size)
             return out + made + self.linear(rows, queries, width)
         keys = np.maximum(model.kv_size / tp, model.head_size)
         return out + self.linear(rows, model.query_size / tp + 2 * keys, width)
@@ -184,7 +186,7 @@ class BlockModel:
         model, grid = self.model, self.grid
         mine = np.maximum((model.num_experts or 1) / grid.ep, 1.0)
         rows = self.rows / self.tp * (model.experts_per_token or 1) * grid.etp / mine
-        rows = np.ceil(rows / EXPERT_ROWS) * EXPERT_ROWS
+        rows = np.ceil(rows / EXPERT_ROW_MULTIPLE) * EXPERT_ROW_MULTIPLE
         entries = 2 if model.activation == "swiglu" else 1
         inner = model.expert_width / grid.etp
         into = self.linear(rows, entries * inner, model.hidden_size, mine)
@@ -202,23 +204,19 @@ class BlockModel:
             windowed
         )
 
-    def _scores(self, looked_back: int) -> Passes:
+    def _scores(self, span: int) -> Passes:
         model = self.model
-        asked = model.head_size + (model.rope_head_dim or 0 if model.attention == "latent" else 0)
-        given = model.value_head_dim or model.head_size
+        qk_dim = model.head_size + (model.rope_head_dim or 0 if model.attention == "latent" else 0)
+        v_dim = model.value_head_dim or model.head_size
         heads = model.num_heads / self.tp
         if not self.rules.flash_attention:
-            return self._unfused(heads, asked, given)
+            return self._unfused(heads, qk_dim, v_dim)
         # On average a token sees half of the sequence, or its window.
-        context = (
-            looked_back * (1 - looked_back / (2 * self.seq_len))
-            if looked_back < self.seq_len
-            else looked_back / 2
-        )
-        flops = 2.0 * self.rows * heads * context * (asked + given)
-        return self._fused(flops, looked_back, given)
+        context = span * (1 - span / (2 * self.seq_len)) if span < self.seq_len else span / 2
+        flops = 2.0 * self.rows * heads * context * (qk_dim + v_dim)
+        return self._fused(flops, span, v_dim)
 
-    def _fused(self, flops: Floats, looked_back: int, given: int) -> Passes:
+    def _fused(self, flops: Floats, span: int, v_dim: int) -> Passes:
         """Fused attention by the length that a kernel sees.
 
         Ring attention computes cp chunks of seq_len / cp keys, each with its own launch; Ulysses computes
@@ -226,25 +224,26 @@ class BlockModel:
         """
         rates = self.device.rates
         chunks = np.where(self.grid.context == RING, self.grid.cp, 1)
-        length = np.minimum(looked_back, self.seq_len / chunks)
+        length = np.minimum(span, self.seq_len / chunks)
         launches = np.where(chunks > 1, chunks * self.lanes, 1)
-        narrow = min(1.0, 0.5 + 0.5 * given / FULL_RATE_HEAD)
+        narrow = min(1.0, 0.5 + 0.5 * v_dim / FULL_RATE_HEAD_DIM)
         ramp = length / (length + rates.attention_ramp)
         peak = self.device.plain_flops_per_s / rates.matmul
         forward = flops / (peak * rates.attention * narrow * ramp) + launches * rates.launch_s
         backward = forward * (ATTENTION_BACKWARD_FLOPS / ATTENTION_BACKWARD_RATE)
         return Passes(forward, backward, np.zeros_like(forward))
 
-    def _unfused(self, heads: Floats, asked: int, given: int) -> Passes:
+    def _unfused(self, heads: Floats, qk_dim: int, v_dim: int) -> Passes:
         """Two batched products over all scores, and passes over the scores."""
         device, length = self.device, self.seq_len
         count = self.rows / length * heads
-        forward = gemm_s(device, length, length, asked, count, plain=True)
-        forward = forward + gemm_s(device, length, given, length, count, plain=True)
+        forward = gemm_s(device, length, length, qk_dim, count, plain=True)
+        forward = forward + gemm_s(device, length, v_dim, length, count, plain=True)
         scores = count * float(length) ** 2 / device.bytes_per_s
         return Passes(
-            forward + (SCORE_BYTES + SINGLE_BYTES * self.single) * scores,
-            2 * forward + (SCORE_BACKWARD_BYTES + SINGLE_BACKWARD_BYTES * self.single) * scores,
+            forward + (SCORE_BYTES + UNFUSED_SOFTMAX_BYTES * self.unfused_softmax) * scores,
+            2 * forward
+            + (SCORE_BACKWARD_BYTES + UNFUSED_SOFTMAX_BACKWARD_BYTES * self.unfused_softmax) * scores,
             np.zeros_like(forward),
         )
 
@@ -255,7 +254,7 @@ class BlockModel:
         added = 7.0 if self.rules.dropout else 6.0
         forward = (2 * 4.0 + 2 * added) * width / self.token_split
         backward = (2 * 6.0 + 2 * added) * width / self.token_split
-        turned = 4.0 * (model.query_size + model.kv_size) / self.tp
+        rotated = 4.0 * (model.query_size + model.kv_size) / self.tp
         gated = model.activation == "swiglu"
         inner = dense_share * model.ffn_size / self.tp
         if model.expert_layers:
@@ -265,8 +264,8 @@ class BlockModel:
             inner = inner + share * model.shared_experts * model.expert_width / self.tp
             sent = share * routed * width
             forward, backward = forward + 10.0 * sent, backward + 14.0 * sent
-        forward = forward + turned + (6.0 if gated else 4.0) * inner
-        backward = backward + turned + (10.0 if gated else 6.0) * inner
+        forward = forward + rotated + (6.0 if gated else 4.0) * inner
+        backward = backward + rotated + (10.0 if gated else 6.0) * inner
         rates = self.device.rates
         moved = rates.elementwise * (rates.compiled if self.compiled else 1.0)
         scale = self.rows * moved / self.device.bytes_per_s
@@ -278,9 +277,9 @@ class BlockModel:
         columns = np.ceil(model.vocab_size / self.tp / 128) * 128
         product = self.linear(self.rows, columns, model.hidden_size, plain=True)
         loss = self.rules.loss_bytes * self.rows * columns / self.device.bytes_per_s
-        return self._ordered(product + Passes(loss / 2, loss / 2, np.zeros_like(loss)))
+        return self._order_head(product + Passes(loss / 2, loss / 2, np.zeros_like(loss)))
 
-    def _ordered(self, head: Passes) -> Passes:
+    def _order_head(self, head: Passes) -> Passes:
         """The head's passes, all in the forward pass where the loss computes its gradients."""
         if not self.rules.head_in_forward:
             return head
@@ -292,6 +291,6 @@ class BlockModel:
         none = np.zeros(len(self.grid))
         if not self.rules.embedding_bytes:
             return Passes(none, none, none)
-        rows = ROW_BYTES * self.rows / self.token_split * model.hidden_size
+        rows = EMBEDDING_OUTPUT_BYTES * self.rows / self.token_split * model.hidden_size
         table = self.rules.embedding_bytes * model.vocab_size / self.tp * model.hidden_size
         return Passes(rows / self.device.bytes_per_s, table / self.device.bytes_per_s, none)

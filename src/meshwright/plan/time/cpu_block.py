@@ -33,16 +33,16 @@ class CpuBlockModel(BlockModel):
         each = gemm_s(self.device, rows, columns, depth, count, plain)
         return Passes(each, each, each)
 
-    def _fused(self, flops: Floats, looked_back: int, given: int) -> Passes:
+    def _fused(self, flops: Floats, span: int, v_dim: int) -> Passes:
         """Attention at the rate of GEMMs, whatever its length."""
         forward = flops / self.device.plain_flops_per_s
         return Passes(forward, ATTENTION_BACKWARD * forward, np.zeros_like(forward))
 
     def _elementwise(self, dense_share: float) -> Passes:
         """Passes over the activations of an average block, and Python."""
-        return self._passed(block_bytes(self.workload, self.grid))
+        return self._memory_passes(block_bytes(self.workload, self.grid))
 
-    def _selective_s(self, products: Passes, attention: Passes, elementwise: Passes) -> Floats:
+    def _selective_s(self, gemms: Passes, attention: Passes, elementwise: Passes) -> Floats:
         python_s = self.device.rates.host_s
         return (elementwise.forward - python_s) * (SELECTIVE_PASSES / FORWARD_PASSES)
 
@@ -50,9 +50,9 @@ class CpuBlockModel(BlockModel):
         """The GEMM with the vocabulary, passes over the logits and the final norm, and Python."""
         model = self.model
         product = self.linear(self.rows, model.vocab_size / self.tp, model.hidden_size)
-        return self._ordered(product + self._passed(head_bytes(self.workload, self.grid)))
+        return self._order_head(product + self._memory_passes(head_bytes(self.workload, self.grid)))
 
-    def _passed(self, moved: Floats) -> Passes:
+    def _memory_passes(self, moved: Floats) -> Passes:
         scale, python_s = moved / self.device.bytes_per_s, self.device.rates.host_s
         return Passes(
             FORWARD_PASSES * scale + python_s, BACKWARD_PASSES * scale + python_s, np.zeros_like(scale)

@@ -10,7 +10,7 @@ from meshwright.plan.estimate.grid import ACCUMULATES, CONTEXTS, OFFLOADS, Float
 from meshwright.plan.estimate.in_flight import V_SHAPED
 from meshwright.plan.estimate.sizes import Shares, expert_shards, share_parameters
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.time.block import SINGLE_KERNELS, BlockModel, BlockTimes, Passes
+from meshwright.plan.time.block import UNFUSED_SOFTMAX_KERNELS, BlockModel, BlockTimes, Passes
 from meshwright.plan.time.cpu_block import CpuBlockModel
 from meshwright.plan.time.gemm import Device
 from meshwright.plan.time.network import Groups, build_group, build_groups
@@ -88,13 +88,13 @@ class _Step:
         self.head: Passes = blocks.head().take(back)
         self.embedding: Passes = blocks.embedding().take(back)
         self.rows, self.tp, self.lanes = blocks.rows[back], blocks.tp[back], blocks.lanes[back]
-        self.kernels: Floats = np.where(blocks.single, SINGLE_KERNELS, 1.0)[back]
+        self.kernels: Floats = np.where(blocks.unfused_softmax, UNFUSED_SOFTMAX_KERNELS, 1.0)[back]
         """Of a block, over those that the host's time was measured with."""
         self.shares: Shares = share_parameters(self.model, grid)
         self.work: Passes = self._recomputed()
         self.probed: ProbedSteps | None = probe_steps(workload, grid)
         if self.probed is not None:
-            self._take_probed(self.probed)
+            self._apply_probed(self.probed)
 
     def _recomputed(self) -> Passes:
         """An average block with activation checkpointing, without communication."""
@@ -104,7 +104,7 @@ class _Step:
         again = again + np.where(grid.recompute == SELECTIVE, block.selective, 0.0)
         return Passes(work.forward, work.backward_input + again, work.backward_weight)
 
-    def _take_probed(self, probed: ProbedSteps) -> None:
+    def _apply_probed(self, probed: ProbedSteps) -> None:
         """Scale blocks and ends of probed layouts to the compute time that was built of probed times."""
         counted = self.work.total * self.layers + self.head.total + self.embedding.total
         scale = np.where(probed.known, probed.compute_s / self.micro_batches / counted, 1.0)
@@ -114,7 +114,7 @@ class _Step:
     def estimate(self) -> StepEstimate:
         """Add up."""
         passes, exposed = self._block_passes()
-        head, embedding, ends_tp = self._ends()
+        head, embedding, ends_tp = self._head_and_embedding()
         mean = passes.times(self.layers) + (head + embedding).times(1 / self.grid.pp)
         slow_s = self._slowest_s(passes, head, embedding, mean)
         send_s = self._send_s()
@@ -152,10 +152,10 @@ class _Step:
         backward_host = host * np.where(full, 2.0, 1.0)
         back_input = work.backward_input + tp_backward + cp_backward + ep_s + repeated
         back = np.maximum(back_input + work.backward_weight, backward_host)
-        late_forward, late_backward = self._sharded(forward, back)
+        late_forward, late_backward = self._fsdp_s(forward, back)
         # From the host and from other ranks at the same time, on links of their own: the later one counts.
-        late_forward = np.maximum(late_forward, self._streamed(forward))
-        late_backward = np.maximum(late_backward, self._streamed(back))
+        late_forward = np.maximum(late_forward, self._parameter_streaming_s(forward))
+        late_backward = np.maximum(late_backward, self._parameter_streaming_s(back))
         passes = Passes(
             forward + late_forward, back - work.backward_weight + late_backward, work.backward_weight
         )
@@ -174,7 +174,7 @@ class _Step:
         host = (self.rates.host_s + self.rates.expert_host_s * routed) * self.kernels
         return host if self.probed is None else np.where(self.probed.known, 0.0, host)
 
-    def _ends(self) -> tuple[Passes, Passes, Floats]:
+    def _head_and_embedding(self) -> tuple[Passes, Passes, Floats]:
         """Head and embedding with their tensor-parallel collectives, and the time of those."""
         none = np.zeros(len(self.grid))
         if not self.rules.counts_calls:
@@ -194,13 +194,13 @@ class _Step:
         moved = self.rows * model.hidden_size * self.workload.wire_bytes
         one = group.all_reduce_s(moved)
         if self.rules.counts_calls:  # sequence parallelism gathers and scatters, in a call each
-            one = np.where(self.grid.sequence_parallel, 2 * group.gather_s(moved), one)
-        shown = 1 - self.rates.tp_overlap if self.rules.overlap_tp else 1.0
-        shown_s = calls * one * shown
+            one = np.where(self.grid.sequence_parallel, 2 * group.all_gather_s(moved), one)
+        exposed = 1 - self.rates.tp_overlap if self.rules.overlap_tp else 1.0
+        exposed_s = calls * one * exposed
         if not self.rules.hides_tp_backward:
-            return shown_s, shown_s
-        beside = self.rates.overlap * self.block.products.backward_weight
-        return shown_s, np.maximum(shown_s - beside, (1 - self.rates.overlap) * shown_s)
+            return exposed_s, exposed_s
+        beside = self.rates.overlap * self.block.gemms.backward_weight
+        return exposed_s, np.maximum(exposed_s - beside, (1 - self.rates.overlap) * exposed_s)
 
     def _context_parallel(self) -> tuple[Floats, Floats]:
         """Keys and values around the ring, hidden behind attention where it lasts long enough."""
@@ -208,7 +208,7 @@ class _Step:
         wire = self.workload.wire_bytes
         width = model.kv_size if model.attention == "heads" else model.num_heads * model.head_size
         moved = self.rows * 2 * np.maximum(width / self.tp, model.head_size)
-        ring, ring_back = self._rings_s(moved * wire, moved * FLOAT32_BYTES)
+        ring, ring_back = self._ring_attention_s(moved * wire, moved * FLOAT32_BYTES)
         asked = self.rows * (2 * model.query_size + 2 * width) / self.tp * wire
         exchange = self.groups.cp.all_to_all_s(asked, self.rates.all_to_all)
         attention, hide = self.block.attention, self.rates.overlap
@@ -221,10 +221,10 @@ class _Step:
         )
         return forward, backward
 
-    def _rings_s(self, keys: Floats, gradients: Floats) -> tuple[Floats, Floats]:
+    def _ring_attention_s(self, keys: Floats, gradients: Floats) -> tuple[Floats, Floats]:
         """Keys and values once round the ring; and again, with their gradients behind them."""
         group = self.groups.cp
-        ring = group.gather_s(keys * self.grid.cp)
+        ring = group.all_gather_s(keys * self.grid.cp)
         if not self.rules.counts_calls:
             return ring, 2 * ring
         calls = self.lanes * (self.grid.cp - 1)
@@ -240,10 +240,10 @@ class _Step:
         copies = (model.experts_per_token or 1) if self.rules.one_copy_a_node else 1
         once = self.groups.ep.all_to_all_s(sent, self.rates.all_to_all, copies)
         # Ranks that share an expert's matrices gather its tokens before it and scatter the sums after it.
-        once = once + self.groups.etp.gather_s(sent * self.grid.etp)
+        once = once + self.groups.etp.all_gather_s(sent * self.grid.etp)
         return 2 * once * model.expert_layers / model.num_layers
 
-    def _sharded(self, forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
+    def _fsdp_s(self, forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
         """ZeRO-3: each block's parameters are gathered in both directions, its gradients scattered."""
         grid, rules = self.grid, self.rules
         on = grid.zero == 3
@@ -252,26 +252,26 @@ class _Step:
         block, experts = self.shares.block, self.shares.expert_block
         gather = self._shards_s(block, experts, self.workload.wire_bytes)
         scatter = self._shards_s(block, experts, rules.reduce_bytes)
-        wanted_back = gather + scatter + self._across_s(block, experts) / self.micro_batches
-        late_forward, late_backward = self._late_s(gather, forward), self._late_s(wanted_back, backward)
+        wanted_back = gather + scatter + self._replicate_reduce_s(block, experts) / self.micro_batches
+        late_forward, late_backward = self._exposed_s(gather, forward), self._exposed_s(wanted_back, backward)
         return np.where(on, late_forward, 0.0), np.where(on, late_backward, 0.0)
 
-    def _late_s(self, wanted: Floats, passed: Floats) -> Floats:
+    def _exposed_s(self, wanted: Floats, passed: Floats) -> Floats:
         """What a pass does not hide of the communication beside it, and what that slows down."""
         hide, slow = self.rates.overlap, self.rates.contention
         return np.maximum(wanted - hide * passed, (1 - hide) * wanted) + slow * np.minimum(wanted, passed)
 
     def _shards_s(self, dense: Floats, experts: Floats, element_bytes: float) -> Floats:
         """Gathering from, or scattering to, the ranks that share dense state and experts."""
-        shared = self.groups.shard.gather_s(dense * element_bytes)
-        return shared + self.groups.expert_shard.gather_s(experts * element_bytes)
+        shared = self.groups.shard.all_gather_s(dense * element_bytes)
+        return shared + self.groups.expert_shard.all_gather_s(experts * element_bytes)
 
-    def _across_s(self, dense: Floats, experts: Floats) -> Floats:
+    def _replicate_reduce_s(self, dense: Floats, experts: Floats) -> Floats:
         """Gradients that one group of shards has summed, over the groups that hold the same shards."""
         left = dense / (self.grid.dp_shard * self.grid.cp) + experts / expert_shards(self.grid)
         return self.groups.replicate.all_reduce_s(left * self.rules.reduce_bytes)
 
-    def _streamed(self, passed: Floats) -> Floats:
+    def _parameter_streaming_s(self, passed: Floats) -> Floats:
         """Parameters that lie on the host come in once a pass; what the pass does not hide."""
         grid = self.grid
         kept = np.where(grid.zero == 3, grid.dp_shard * grid.cp, 1)
@@ -331,7 +331,7 @@ class _Step:
         )
         scatter = self._shards_s(dense, experts, wire)
         gather = self._shards_s(dense, experts, self.workload.wire_bytes)
-        across = self._across_s(dense, experts)
+        across = self._replicate_reduce_s(dense, experts)
         sharded = (grid.zero == 1) | (grid.zero == 2)
         # ZeRO-2 has no room for whole sums: each micro-batch's gradients are scattered at once.
         times = np.where((grid.zero == 2) & (grid.accumulate == SHARDED), self.micro_batches, 1.0)
@@ -348,10 +348,10 @@ class _Step:
             np.minimum(hide * gather, window_forward) if rules.overlap_param_gather else 0 * gather
         )
         hidden = hidden_reduce + hidden_gather
-        shown = reduce + gather - hidden + self.rates.contention * hidden
-        return shown + self._tied_s(), hidden
+        exposed = reduce + gather - hidden + self.rates.contention * hidden
+        return exposed + self._tied_embedding_s(), hidden
 
-    def _tied_s(self) -> Floats | float:
+    def _tied_embedding_s(self) -> Floats | float:
         """The gradient of a tied embedding, summed over the first and the last stage."""
         if not (self.rules.counts_calls and self.model.tied_embeddings):
             return 0.0

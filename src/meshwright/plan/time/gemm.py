@@ -50,7 +50,7 @@ class Device:
             width = 4.0
         elif workload.precision == "fp8" and peak and cluster.peak_fp8_flops_per_s:
             flops = cluster.bf16_flops_per_s * cluster.peak_fp8_flops_per_s / peak * rates.matmul_fp8
-            flops *= _scaling(workload.recipe, rates)
+            flops *= _scaling_factor(workload.recipe, rates)
             width = 1.0
         elif workload.precision == "fp4" and peak and cluster.peak_fp4_flops_per_s:
             flops = cluster.bf16_flops_per_s * cluster.peak_fp4_flops_per_s / peak * rates.matmul_fp4
@@ -70,7 +70,7 @@ class Device:
 Sizes = Floats | float | int
 
 
-def _scaling(recipe: str, rates: Rates) -> float:
+def _scaling_factor(recipe: str, rates: Rates) -> float:
     """What finer scales leave of the rate."""
     if recipe.startswith("row"):
         return rates.row_scaled
@@ -87,7 +87,9 @@ def gemm_s(
     if not device.multiprocessors:
         return 2 * count * rows * columns * depth / device.flops_per_s
     share = (
-        tile_share(device.multiprocessors, rows, columns, depth, count) * _aligned(columns) * _aligned(depth)
+        tile_share(device.multiprocessors, rows, columns, depth, count)
+        * _alignment_factor(columns)
+        * _alignment_factor(depth)
     )
     rate = share * (device.plain_flops_per_s if plain else device.flops_per_s)
     width = 2.0 if plain else device.operand_width
@@ -109,5 +111,5 @@ def tile_share(multiprocessors: int, rows: Floats, columns: Floats, depth: Float
     return best
 
 
-def _aligned(width: Floats) -> Floats:
+def _alignment_factor(width: Floats) -> Floats:
     return np.where(width % ALIGNMENT == 0, 1.0, UNALIGNED)

@@ -54,7 +54,7 @@ def generation_of(device: str) -> str:
     return next((name for start, name in GENERATIONS.items() if device.startswith(start)), "")
 
 
-def similar_to(workload: Workload) -> list[Key]:
+def similar_groups(workload: Workload) -> list[Key]:
     """Groups of rows that a workload is like, the most alike first; the last one is all rows."""
     kind = "experts" if workload.model.num_experts else "dense"
     profile, device = workload.profile.name, workload.cluster.device_name
@@ -90,7 +90,7 @@ def interval(workload: Workload) -> Interval:
     same framework, else of the same generation of devices, else of all. The prediction is always inside.
     """
     table = _table()
-    key = next(key for key in similar_to(workload) if key in table)
+    key = next(key for key in similar_groups(workload) if key in table)
     rows, low, high = table[key]
     low, high = min(low, 1 - LEAST_SPREAD), max(high, 1 + LEAST_SPREAD)
     return Interval(low, high, f"{rows} held-out published runs{_describe(key)}")

@@ -12,7 +12,7 @@ from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.time.rates import Rates
 from meshwright.spec.cluster import Cluster
 
-HOP = 0.2
+HOP_LATENCY_SHARE = 0.2
 """Latency that each further rank adds to a ring inside a node, of that between two; nccl-tests on A100 with
 NVLink 3, all-reduce less its bytes: 40 us on 2 ranks, 50 on 4, 87 on 8."""
 
@@ -36,7 +36,7 @@ class Group:
         """Every rank ends with the sum."""
         return self._ring_s(2 * moved)
 
-    def gather_s(self, whole: Floats) -> Floats:
+    def all_gather_s(self, whole: Floats) -> Floats:
         """All-gather to, or reduce-scatter from, a tensor of this many bytes."""
         return self._ring_s(whole)
 
@@ -89,7 +89,7 @@ def build_group(cluster: Cluster, rates: Rates, ranks: Ints, stride: Ints) -> Gr
     if cluster.spine_latency_s:
         latency = np.where(between_racks, latency + cluster.spine_latency_s, latency)
     members = np.where(crossing, inside, ranks)
-    hops = HOP * rates.link_latency_s * (members - 1)
+    hops = HOP_LATENCY_SHARE * rates.link_latency_s * (members - 1)
     return Group(ranks.astype(float), bandwidth, latency, hops, members, link, nic_each)
 
 

@@ -129,7 +129,7 @@ def _sum_transfers(schedule: PipelineSchedule, walk: Walk, send_s: float) -> flo
             position -= 1
             continue
         needed = producer_of(schedule.ranks[rank][position], schedule.stages)
-        sent = None if needed is None else _find_sent(schedule, walk, needed, start - send_s, slack)
+        sent = None if needed is None else _find_producer(schedule, walk, needed, start - send_s, slack)
         if needed is None or sent is None:  # it waited for its own send
             total, position = total + start - free, position - 1
             continue
@@ -137,7 +137,7 @@ def _sum_transfers(schedule: PipelineSchedule, walk: Walk, send_s: float) -> flo
     return total
 
 
-def _find_sent(
+def _find_producer(
     schedule: PipelineSchedule, walk: Walk, action: Action, end_s: float, slack: float
 ) -> int | None:
     """The position of an action on its rank if it ended at this time; None if it ended earlier."""

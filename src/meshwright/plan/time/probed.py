@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.layout.gemms import KINDS, Kind, Linear, is_scaled, list_linears
+from meshwright.layout.gemms import KINDS, Kind, Linear, is_fp8_gemm, list_linears
 from meshwright.layout.loss_chunks import loss_chunk
 from meshwright.layout.optimizer_state import predict_optimizer
 from meshwright.layout.parameters import (
@@ -43,19 +43,24 @@ from meshwright.layout.parameters import (
 )
 from meshwright.plan.estimate.grid import Flags, Floats, Grid
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.time import triton_block_bytes as own_traffic
+from meshwright.plan.time import triton_block_bytes
 from meshwright.plan.time.activation_bytes import count_passes, touched_bytes
 from meshwright.plan.time.gemm import tile_share
-from meshwright.spec.execution import keeps_copies, races_products, runs_own_kernels
+from meshwright.spec.execution import (
+    autotunes_gemms,
+    uses_bf16_weight_copies,
+    uses_eager_blocks,
+    uses_triton_blocks,
+)
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
-from meshwright.spec.probed import AttentionTime, Precision, Probed, ProductTime
+from meshwright.spec.probed import AttentionTime, GemmTime, Precision, Probed
 
 BACKWARD_FLOPS = 2.5
 """Of attention's backward pass, over its forward pass: five products for two."""
 NEARNESS = 0.01
 """Squared distance, in doublings of a size, within which a probed shape counts as the same."""
-RACED = 0.98
+AUTOTUNED_TIME = 0.98
 """Time of products whose algorithms raced, over that of those which a library proposes, as probed: in whole
 steps of two models on an H200 0.978 and 0.986 (16 Nov 2026, docs/log.md)."""
 HEAD_SIZE_WEIGHT, HEADS_WEIGHT = 4.0, 0.5
@@ -66,10 +71,10 @@ LEAST_ELEMENTWISE = 0.05
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """What a step consists of, in seconds at probed times."""
 
-    products_s: float
+    gemm_s: float
     attention_s: float
     moved_s: float
     """Bytes of everything else, at the bandwidth of a copy."""
@@ -77,13 +82,13 @@ class Work:
     blocks: int
     """Passes through blocks, forward and backward together."""
     hides_host: bool
-    own: bool = False
+    uses_triton: bool = False
     """Whether our own kernels move those bytes."""
 
     def compute_s(self, probed: Probed) -> float:
         """All but the update."""
-        longer = probed.own_elementwise if self.own else probed.elementwise
-        device_s = self.products_s + self.attention_s + longer * self.moved_s
+        longer = probed.triton_elementwise if self.uses_triton else probed.elementwise
+        device_s = self.gemm_s + self.attention_s + longer * self.moved_s
         host_s = self.blocks * probed.block_s
         return (max(device_s, host_s) if self.hides_host else device_s + host_s) + probed.step_s
 
@@ -92,7 +97,7 @@ class Work:
         return self.compute_s(probed) + self.update_s
 
 
-class Timed(NamedTuple):
+class MeasuredStep(NamedTuple):
     """A real step of a job on one device, with what the ledger knows of it."""
 
     job: Job
@@ -109,15 +114,15 @@ def is_probed(job: Job) -> bool:
     plain = model.num_experts is None and model.attention == "heads" and not model.windowed_layers
     whole = layout.pp * layout.tp * layout.cp == 1 and layout.offload == "none"
     alone = layout.world_size == 1 or job.cluster.device == "cpu"  # GPUs that speak have another estimate
-    same = job.train.runtime == "meshwright" and job.train.compile == probed.compiled
-    if job.train.compile:
+    same = job.train.runtime == "meshwright" and (not uses_eager_blocks(job)) == probed.compiled
+    if not uses_eager_blocks(job):
         same = same and job.train.compile_backend == "inductor"
     same = same and probed.device == job.cluster.device
-    known = {entry.precision for entry in probed.products} & {entry.precision for entry in probed.attention}
+    known = {entry.precision for entry in probed.gemms} & {entry.precision for entry in probed.attention}
     known_products = _precision(job) in known
     if job.train.precision == "fp8":  # as our own blocks cast and multiply
-        scaled = any(entry.precision == "fp8" for entry in probed.products)
-        known_products = known_products and scaled and runs_own_kernels(job)
+        scaled = any(entry.precision == "fp8" for entry in probed.gemms)
+        known_products = known_products and scaled and uses_triton_blocks(job)
     return plain and whole and alone and same and job.data.mask == "causal" and known_products
 
 
@@ -126,7 +131,7 @@ def with_probed(job: Job, probed: Probed) -> Job:
     return dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, probed=probed))
 
 
-def count_work(job: Job, micro_batches: int, touched_bytes: int) -> Work:
+def count_work(job: Job, micro_batches: int, touched_bytes: int) -> StepWork:
     """The work of one rank's step.
 
     Args:
@@ -137,34 +142,34 @@ def count_work(job: Job, micro_batches: int, touched_bytes: int) -> Work:
     model, probed = job.model, job.cluster.probed
     assert isinstance(model, DecoderModel), "decoders are probed"
     assert probed is not None, "only what was probed is counted here"
-    times = _Times.of(probed, _precision(job))
-    scaled = _Times.of(probed, "fp8") if job.train.precision == "fp8" else times
-    full, own = job.layout.recompute == "full", runs_own_kernels(job)
-    raced = RACED if races_products(job) else 1.0
-    products_s = attention_s = 0.0
+    times = _ProbedTimes.of(probed, _precision(job))
+    scaled = _ProbedTimes.of(probed, "fp8") if job.train.precision == "fp8" else times
+    full, uses_triton = job.layout.recompute == "full", uses_triton_blocks(job)
+    autotuned = AUTOTUNED_TIME if autotunes_gemms(job) else 1.0
+    gemm_s = attention_s = 0.0
     for linear in list_linears(job, model, micro_batches):
-        kinds = (*KINDS, "forward") if full and linear.again else KINDS
+        kinds = (*KINDS, "forward") if full and linear.in_block else KINDS
         for kind in kinds:
-            if is_scaled(job, linear, kind):
-                products_s += linear.times * scaled.product_s(kind, linear)
+            if is_fp8_gemm(job, linear, kind):
+                gemm_s += linear.times * scaled.linear_s(kind, linear)
             else:
-                products_s += linear.times * times.product_s(kind, linear) * raced
+                gemm_s += linear.times * times.linear_s(kind, linear) * autotuned
     forward_s, backward_s = times.attention_s(job, model)
     attention_s = micro_batches * model.num_layers * (forward_s * (2 if full else 1) + backward_s)
-    if own:
-        moved = own_traffic.step_bytes(job, model, micro_batches)
-    elif job.train.compile:
+    if uses_triton:
+        moved = triton_block_bytes.step_bytes(job, model, micro_batches)
+    elif not uses_eager_blocks(job):
         moved = _compiled_bytes(job, model, micro_batches)
     else:
         moved = micro_batches * touched_bytes * count_passes(job.layout.recompute)
-    return Work(
-        products_s=products_s,
+    return StepWork(
+        gemm_s=gemm_s,
         attention_s=attention_s,
         moved_s=moved / probed.copy_bytes_per_s,
         update_s=_update_s(job, model, probed),
         blocks=micro_batches * model.num_layers,
         hides_host=job.cluster.device == "cuda",
-        own=own,
+        uses_triton=uses_triton,
     )
 
 
@@ -228,7 +233,7 @@ class _Probe(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Times:
+class _ProbedTimes:
     """Times of any shape, from those that were probed."""
 
     probed: Probed
@@ -241,16 +246,16 @@ class _Times:
     backward: list[_Probe]
 
     @classmethod
-    def of(cls, probed: Probed, precision: Precision) -> _Times:
+    def of(cls, probed: Probed, precision: Precision) -> _ProbedTimes:
         """Products of a precision, and attention, which is not computed in 8 bits."""
         low = {"fp32": 4, "bf16": 2, "fp8": 1}[precision]
-        products = [entry for entry in probed.products if entry.precision == precision]
+        gemms = [entry for entry in probed.gemms if entry.precision == precision]
         beside = "bf16" if precision == "fp8" else precision
         attention = [entry for entry in probed.attention if entry.precision == beside]
-        rate = max(_gemm_rate(entry, kind) for entry in products for kind in KINDS)
+        rate = max(_gemm_rate(entry, kind) for entry in gemms for kind in KINDS)
         attention_rate = max(_attention_flops(entry) / entry.forward_s for entry in attention)
         empty = cls(probed, low, rate, attention_rate, {}, [], [])
-        by_kind = {kind: [empty._compare_product(entry, kind) for entry in products] for kind in KINDS}
+        by_kind = {kind: [empty._compare_gemm(entry, kind) for entry in gemms] for kind in KINDS}
         return dataclasses.replace(
             empty,
             by_kind=by_kind,
@@ -260,10 +265,10 @@ class _Times:
             ],
         )
 
-    def product_s(self, kind: Kind, linear: Linear) -> float:
+    def linear_s(self, kind: Kind, linear: Linear) -> float:
         """One product of a linear layer."""
         sizes = _sizes(kind, linear.rows, linear.columns, linear.depth)
-        return self._count_product(sizes) * _ratio_at(_logs(*sizes), self.by_kind[kind])
+        return self._count_gemm(sizes) * _ratio_at(_logs(*sizes), self.by_kind[kind])
 
     def attention_s(self, job: Job, model: DecoderModel) -> tuple[float, float]:
         """Both passes of one block's attention over a micro-batch."""
@@ -277,7 +282,7 @@ class _Times:
             self._count_attention(entry, BACKWARD_FLOPS) * _ratio_at(place, self.backward),
         )
 
-    def _count_product(self, sizes: tuple[int, int, int]) -> float:
+    def _count_gemm(self, sizes: tuple[int, int, int]) -> float:
         rows, columns, depth = sizes
         share = 1.0
         if self.probed.multiprocessors:
@@ -291,9 +296,9 @@ class _Times:
     def _count_attention(self, entry: AttentionTime, times: float) -> float:
         return times * _attention_flops(entry) / self.attention_rate + self.probed.launch_s
 
-    def _compare_product(self, entry: ProductTime, kind: Kind) -> _Probe:
+    def _compare_gemm(self, entry: GemmTime, kind: Kind) -> _Probe:
         sizes = _sizes(kind, entry.rows, entry.columns, entry.depth)
-        return _Probe(_logs(*sizes), _time_of(entry, kind) / self._count_product(sizes))
+        return _Probe(_logs(*sizes), _time_of(entry, kind) / self._count_gemm(sizes))
 
     def _compare_attention(self, entry: AttentionTime, times: float, took_s: float) -> _Probe:
         return _Probe(_attention_place(entry), took_s / self._count_attention(entry, times))
@@ -301,14 +306,14 @@ class _Times:
 
 def fastest_gemm(probed: Probed) -> float:
     """FLOP/s of the fastest probed GEMM; no predicted one is faster by more than :data:`RACED`."""
-    return max(_gemm_rate(entry, kind) for entry in probed.products for kind in KINDS) / RACED
+    return max(_gemm_rate(entry, kind) for entry in probed.gemms for kind in KINDS) / AUTOTUNED_TIME
 
 
-def _gemm_rate(entry: ProductTime, kind: Kind) -> float:
+def _gemm_rate(entry: GemmTime, kind: Kind) -> float:
     return 2.0 * entry.rows * entry.columns * entry.depth / _time_of(entry, kind)
 
 
-def _time_of(entry: ProductTime, kind: Kind) -> float:
+def _time_of(entry: GemmTime, kind: Kind) -> float:
     return {"forward": entry.forward_s, "input": entry.input_s, "weight": entry.weight_s}[kind]
 
 
@@ -347,17 +352,17 @@ def _compiled_bytes(job: Job, model: DecoderModel, micro_batches: int) -> float:
     low, stream = operand_bytes(job.train.precision), residual_bytes(job.train)
     rows = (job.layout.micro_batch or 1) * job.data.seq_len
     width, inner = model.hidden_size, model.ffn_size
-    turned = 2 * low * (model.query_size + model.kv_size) if model.positions == "rope" else 0
+    rotated = 2 * low * (model.query_size + model.kv_size) if model.positions == "rope" else 0
     gated = model.activation == "swiglu"
     rounded = (stream + low) * width if stream != low else 0  # the stream's gradient, for products
     # A norm reads the stream and hands on what products read; a sum reads both and writes the stream.
     norm, added = (stream + low) * width, (2 * stream + low) * width
-    forward = 2 * norm + 2 * added - stream * width + turned + (3 if gated else 2) * low * inner
+    forward = 2 * norm + 2 * added - stream * width + rotated + (3 if gated else 2) * low * inner
     # Its way back reads what it gave a gradient of, its input and the stream's gradient, and once more the
     # first two for the gradient of its weight.
     norm_back = (2 * low + 4 * stream) * width
-    backward = 2 * (norm_back + rounded) + turned + (5 if gated else 3) * low * inner
-    again = {"none": 0.0, "selective": 2.0 * norm + turned + low * inner, "full": float(forward)}
+    backward = 2 * (norm_back + rounded) + rotated + (5 if gated else 3) * low * inner
+    again = {"none": 0.0, "selective": 2.0 * norm + rotated + low * inner, "full": float(forward)}
     block = rows * (forward + backward + again[job.layout.recompute])
     # Around the blocks: rows of the embedding, the final norm, logits read twice and written once.
     table, words = model.vocab_size * width * FLOAT32_BYTES, model.vocab_size
@@ -366,7 +371,7 @@ def _compiled_bytes(job: Job, model: DecoderModel, micro_batches: int) -> float:
     ends += table + 2 * table * chunks  # the embedding's gradient is cleared; the head's is summed up
     total = micro_batches * (model.num_layers * block + ends)
     parameters = count_parameters(model)
-    if low != FLOAT32_BYTES and not keeps_copies(job):  # cast in both passes, gradients cast back
+    if low != FLOAT32_BYTES and not uses_bf16_weight_copies(job):  # cast in both passes, gradients cast back
         total += micro_batches * 18 * (parameters - model.vocab_size * width)
     total += (micro_batches - 1) * 3 * FLOAT32_BYTES * parameters
     return total + (FLOAT32_BYTES * parameters if job.train.clip else 0)
@@ -376,13 +381,13 @@ def _update_s(job: Job, model: DecoderModel, probed: Probed) -> float:
     """The optimizer's step; each rank of ZeRO moves its rows, which the caller divides by."""
     cost = predict_optimizer(with_gradients(job, list_parameters(model)), job.train)
     written = 0
-    if keeps_copies(job):  # the copies that products read
+    if uses_bf16_weight_copies(job):  # the copies that products read
         written = operand_bytes(job.train.precision) * count_parameters(model)
-    rate = _Times.of(probed, _precision(job)).rate
+    rate = _ProbedTimes.of(probed, _precision(job)).rate
     return (cost.moved_bytes + written) / probed.optimizer_bytes_per_s + cost.flops / rate
 
 
-def fit_steps(probed: Probed, timed: Sequence[Timed]) -> Probed:
+def fit_steps(probed: Probed, timed: Sequence[MeasuredStep]) -> Probed:
     """What real steps say of moved bytes, of the rest, and, on a CPU, of the host's time for a block.
 
     Least squares of relative errors, nothing below zero. What our own kernels moved is known already.
@@ -393,14 +398,15 @@ def fit_steps(probed: Probed, timed: Sequence[Timed]) -> Probed:
     """
     works = [count_work(with_probed(t.job, probed), t.micro_batches, t.touched_bytes) for t in timed]
     scales = np.array([1 / t.step_s for t in timed])
-    known = [w.products_s + w.attention_s + w.update_s for w in works]
+    known = [w.gemm_s + w.attention_s + w.update_s for w in works]
     known = [
-        s + w.moved_s * probed.own_elementwise if w.own else s for s, w in zip(known, works, strict=True)
+        s + w.moved_s * probed.triton_elementwise if w.uses_triton else s
+        for s, w in zip(known, works, strict=True)
     ]
     left = np.array([t.step_s - s for t, s in zip(timed, known, strict=True)])
     columns: dict[str, list[float]] = {"step_s": [1.0] * len(timed)}
-    if not all(w.own for w in works):
-        columns["elementwise"] = [0.0 if w.own else w.moved_s for w in works]
+    if not all(w.uses_triton for w in works):
+        columns["elementwise"] = [0.0 if w.uses_triton else w.moved_s for w in works]
     if not works[0].hides_host:
         columns["block_s"] = [float(w.blocks) for w in works]
     table = {name: np.array(values) * scales for name, values in columns.items()}

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from meshwright.layout.flops import flops_per_token, matmul_rate
 from meshwright.layout.optimizer_state import predict_optimizer
-from meshwright.layout.stages import held_parameters
+from meshwright.layout.stages import local_parameters
 from meshwright.plan.time.activation_bytes import count_passes
-from meshwright.plan.traffic.rows import Traffic
+from meshwright.plan.traffic.collective import CollectiveTraffic
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import ResNetModel
@@ -25,8 +25,8 @@ OVERLAP = {"cpu": 0.5, "cuda": 0.9}
 """Share of the gradient all-reduce that is hidden behind the last backward pass."""
 
 
-def estimate_image_step(
-    job: Job, micro_batches: int, touched_bytes: int, traffic: Sequence[Traffic]
+def estimate_resnet_step(
+    job: Job, micro_batches: int, touched_bytes: int, traffic: Sequence[CollectiveTraffic]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Parts of a ResNet's step, and the communication that is hidden.
 
@@ -39,7 +39,7 @@ def estimate_image_step(
     cluster, device = job.cluster, job.cluster.device
     rate = matmul_rate(cluster, job.train.precision) * CONVOLUTION_EFFICIENCY
     compute_s = _compute_s(job, micro_batches, touched_bytes, rate)
-    cost = predict_optimizer(held_parameters(job, 0), job.train)
+    cost = predict_optimizer(local_parameters(job, 0), job.train)
     reduced_s, control_s = _communication_s(cluster, job.layout.world_size, traffic)
     hidden_s = min(reduced_s * OVERLAP[device], compute_s * 2 / 3 / micro_batches)
     parts = {
@@ -63,7 +63,9 @@ def _compute_s(job: Job, micro_batches: int, touched_bytes: int, rate: float) ->
     return max(device_s, python_s) if device == "cuda" else device_s + python_s
 
 
-def _communication_s(cluster: Cluster, ranks: int, traffic: Sequence[Traffic]) -> tuple[float, float]:
+def _communication_s(
+    cluster: Cluster, ranks: int, traffic: Sequence[CollectiveTraffic]
+) -> tuple[float, float]:
     """Ring all-reduces of a step: those of gradients, and those of control."""
     crossing = ranks > cluster.devices_per_node
     bandwidth = (cluster.nic_bytes_per_s if crossing else None) or cluster.link_bytes_per_s

@@ -15,7 +15,7 @@ import numpy as np
 
 from meshwright.plan.estimate.grid import Floats, Grid
 from meshwright.plan.estimate.in_flight import V_SHAPED
-from meshwright.schedule.pipeline.actions import loop_ranks, vee_ranks
+from meshwright.schedule.pipeline.actions import loop_ranks, v_shaped_ranks
 
 GRAIN = 1 / 8
 """Fraction of a block that the costs of embedding and head are rounded to."""
@@ -23,7 +23,7 @@ SLACK = 1e-9
 """Blocks by which floating-point sums may differ."""
 
 
-def assign_layers(layers: int, homes: Sequence[int], embedding: float, head: float) -> tuple[int, ...]:
+def assign_layers(layers: int, stage_ranks: Sequence[int], embedding: float, head: float) -> tuple[int, ...]:
     """Layers of each stage. Each layer goes to the rank with the least work, and there to its fastest stage.
 
     Of equal stages it goes to the latest: late stages hold the fewest in-flight micro-batches.
@@ -35,20 +35,20 @@ def assign_layers(layers: int, homes: Sequence[int], embedding: float, head: flo
         head: Cost of the head in blocks; it is on the last stage.
     """
     rounded = (round(cost / GRAIN) * GRAIN for cost in (embedding, head))
-    return _assign(layers, tuple(homes), *rounded)
+    return _assign(layers, tuple(stage_ranks), *rounded)
 
 
 @functools.lru_cache(maxsize=65536)
-def _assign(layers: int, homes: tuple[int, ...], embedding: float, head: float) -> tuple[int, ...]:
-    costs = stage_costs([1] * len(homes), embedding, head)
-    stages: list[list[tuple[float, int]]] = [[] for _ in range(max(homes) + 1)]
-    for stage, rank in enumerate(homes):
+def _assign(layers: int, stage_ranks: tuple[int, ...], embedding: float, head: float) -> tuple[int, ...]:
+    costs = stage_costs([1] * len(stage_ranks), embedding, head)
+    stages: list[list[tuple[float, int]]] = [[] for _ in range(max(stage_ranks) + 1)]
+    for stage, rank in enumerate(stage_ranks):
         heapq.heappush(stages[rank], (costs[stage], -stage))
-    loads = rank_costs(costs, homes)
+    loads = rank_costs(costs, stage_ranks)
     ranks = [(loads[rank], *of_rank[0], rank) for rank, of_rank in enumerate(stages)]
     heapq.heapify(ranks)
-    assigned = [1] * len(homes)
-    for _ in range(layers - len(homes)):
+    assigned = [1] * len(stage_ranks)
+    for _ in range(layers - len(stage_ranks)):
         load, cost, stage, rank = ranks[0]
         assigned[-stage] += 1
         heapq.heapreplace(stages[rank], (cost + 1, stage))
@@ -81,9 +81,11 @@ def count_end_layers(
     distinct, places = np.unique(keys, axis=1, return_inverse=True)
     rows = []
     for pp, stages, vee_shaped, first, last in distinct.T.tolist():
-        homes = vee_ranks(pp) if vee_shaped else loop_ranks(pp, stages)
-        split = _assign(layers, homes, first * GRAIN, last * GRAIN)
-        ends = [[n for n, home in zip(split, homes, strict=True) if home == rank] for rank in (0, pp - 1)]
+        stage_ranks = v_shaped_ranks(pp) if vee_shaped else loop_ranks(pp, stages)
+        split = _assign(layers, stage_ranks, first * GRAIN, last * GRAIN)
+        ends = [
+            [n for n, home in zip(split, stage_ranks, strict=True) if home == rank] for rank in (0, pp - 1)
+        ]
         rows.append([number for held in ends for number in (sum(held), min(held))])
     found = np.array(rows, dtype=np.float64).T[:, places.reshape(-1)]
     return HeldLayers(found[0], found[1]), HeldLayers(found[2], found[3])
@@ -97,10 +99,10 @@ def stage_costs(layers: Sequence[int], embedding: float, head: float) -> list[fl
     return costs
 
 
-def rank_costs(stages: Sequence[float], homes: Sequence[int]) -> list[float]:
+def rank_costs(stages: Sequence[float], stage_ranks: Sequence[int]) -> list[float]:
     """Cost of the stages of each pipeline rank."""
-    loads = [0.0] * (max(homes) + 1)
-    for cost, rank in zip(stages, homes, strict=True):
+    loads = [0.0] * (max(stage_ranks) + 1)
+    for cost, rank in zip(stages, stage_ranks, strict=True):
         loads[rank] += cost
     return loads
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.layout.stages import stage_homes
+from meshwright.layout.stages import stage_pp_ranks
 from meshwright.plan.estimate.grid import Floats, Grid
 from meshwright.plan.estimate.profiles import PROFILES
 from meshwright.plan.estimate.workload import Workload
@@ -93,7 +93,7 @@ def split_layers(job: Job, costs: PartCosts | None = None) -> tuple[int, ...] | 
     if job.layout.pp == 1 or not isinstance(job.model, DecoderModel):
         return None
     costs = costs or part_costs(job)
-    return assign_layers(job.model.num_layers, stage_homes(job), costs.embedding_blocks, costs.head_blocks)
+    return assign_layers(job.model.num_layers, stage_pp_ranks(job), costs.embedding_blocks, costs.head_blocks)
 
 
 def assign_stages(job: Job, layouts: Sequence[Layout], step: StepEstimate) -> list[Layout]:
@@ -123,11 +123,11 @@ def stage_times(job: Job, micro_batches: int, step: StepEstimate, place: int) ->
         step: The estimate of a grid of layouts.
         place: That of the job's layout in it.
     """
-    costs, homes = PartCosts.of(step, place), stage_homes(job)
+    costs, stage_ranks = PartCosts.of(step, place), stage_pp_ranks(job)
     if job.layout.stage_layers is None and not PROFILES[job.train.runtime].time.balanced_stages:
         mean = Cost.of(step.passes, place)
         excess = float(step.parts["uneven stages"][place]) / micro_batches / mean.total_s
-        times = np.outer(mean.passes, np.full(len(homes), job.layout.pp / len(homes)))
+        times = np.outer(mean.passes, np.full(len(stage_ranks), job.layout.pp / len(stage_ranks)))
         times[:, -1] += mean.passes * excess
         return StageTimes(*times)
     layers = job.layout.stage_layers or split_layers(job, costs)

@@ -15,9 +15,9 @@ from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.time.engine import StepEstimate, estimate_step
 from meshwright.plan.time.pipeline import PipelineTime, plan_pipeline
-from meshwright.plan.time.resnet import estimate_image_step
+from meshwright.plan.time.resnet import estimate_resnet_step
 from meshwright.plan.time.stages import stage_times
-from meshwright.plan.traffic.rows import Traffic
+from meshwright.plan.traffic.collective import CollectiveTraffic
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -40,7 +40,7 @@ class StepTime:
 
 
 def predict_step(
-    job: Job, micro_batches: int, touched_bytes: int = 0, traffic: Sequence[Traffic] = ()
+    job: Job, micro_batches: int, touched_bytes: int = 0, traffic: Sequence[CollectiveTraffic] = ()
 ) -> StepTime:
     """The step of a rank; of a pipeline's ranks, that of the slowest.
 
@@ -51,7 +51,7 @@ def predict_step(
         traffic: The collectives of the layout. Read for ResNets; the engine counts its own.
     """
     if not isinstance(job.model, DecoderModel):
-        parts, hidden = estimate_image_step(job, micro_batches, touched_bytes, traffic)
+        parts, hidden = estimate_resnet_step(job, micro_batches, touched_bytes, traffic)
         return StepTime(_without_zeros(parts), _without_zeros(hidden))
     layout = job.layout
     samples = micro_batches * (layout.micro_batch or 1) * layout.data_degree

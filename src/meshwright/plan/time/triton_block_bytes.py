@@ -20,9 +20,9 @@ from meshwright.layout.parameters import (
     FLOAT32_BYTES,
     count_gradient_bytes,
     list_parameters,
-    multiplies_in_fp8,
     operand_bytes,
     residual_bytes,
+    runs_in_fp8,
     with_gradients,
 )
 from meshwright.spec.job import Job
@@ -39,14 +39,14 @@ def block_bytes(job: Job, model: DecoderModel) -> int:
     low, stream = operand_bytes(job.train.precision), residual_bytes(job.train)
     width, inner, recompute = model.hidden_size, model.ffn_size, job.layout.recompute
     queries, keys = model.query_size, model.kv_size
-    into_heads = multiplies_in_fp8(job, queries + 2 * keys, width)
-    into_inner = multiplies_in_fp8(job, inner, width)
+    into_heads = runs_in_fp8(job, queries + 2 * keys, width)
+    into_inner = runs_in_fp8(job, inner, width)
     normal = (1 if into_heads else low) + (1 if into_inner else low)
     added = 2 * (2 * stream + low) * width
     added -= (stream + low) * width if recompute == "full" else 0
     forward = added + normal * width + 2 * low * (queries + keys) + 2 * low * inner
     forward += (1 if into_inner else low) * inner
-    forward += (low + 1) * queries if multiplies_in_fp8(job, width, queries) else 0
+    forward += (low + 1) * queries if runs_in_fp8(job, width, queries) else 0
     kept = recompute == "none"
     again = 0 if kept and not into_heads else low * width
     again += 0 if kept and not into_inner else low * (width + inner)

@@ -25,49 +25,54 @@ from __future__ import annotations
 
 from meshwright.layout.micro_batches import count_micro_batches
 from meshwright.layout.parameters import FLOAT32_BYTES, operand_bytes
-from meshwright.layout.ring_lanes import list_lanes
-from meshwright.layout.stages import held_parts
-from meshwright.layout.tensor_parallel import count_tokens, held_model
-from meshwright.plan.traffic.rows import Traffic
+from meshwright.layout.ring_chunks import list_head_chunks
+from meshwright.layout.stages import local_stages
+from meshwright.layout.tensor_parallel import count_tokens, local_model
+from meshwright.plan.traffic.collective import CollectiveTraffic
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
 
-def predict_context(job: Job, place: int) -> list[Traffic]:
+def predict_context(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
     """All that attention moves over ``cp`` on a rank at one place of the pipelines."""
-    blocks = sum(len(part.layers) for part in held_parts(job, place))
+    blocks = sum(len(part.layers) for part in local_stages(job, pp_rank))
     steps = blocks * count_micro_batches(job, job.train.global_batch)
     evaluations = blocks * count_micro_batches(job, job.train.eval_samples)
     if job.layout.context == "ulysses":
         passes = 2 + (job.layout.recompute != "none")
-        return [_exchanges(job, "step", steps * passes), _exchanges(job, "eval", evaluations)]
+        return [
+            _ulysses_all_to_alls(job, "step", steps * passes),
+            _ulysses_all_to_alls(job, "eval", evaluations),
+        ]
     ranks = job.layout.cp
     return [
-        Traffic("cp", "send", "setup", ranks, 1, FLOAT32_BYTES),  # opens the way to the next rank
-        *_turns(job, "step", steps, backward=True),
-        *_turns(job, "eval", evaluations, backward=False),
+        CollectiveTraffic("cp", "send", "setup", ranks, 1, FLOAT32_BYTES),  # opens the way to the next rank
+        *_ring_sends(job, "step", steps, backward=True),
+        *_ring_sends(job, "eval", evaluations, backward=False),
     ]
 
 
-def _turns(job: Job, phase: str, blocks: int, backward: bool) -> list[Traffic]:
+def _ring_sends(job: Job, phase: str, blocks: int, backward: bool) -> list[CollectiveTraffic]:
     """Keys and values round the ring, and their gradients."""
-    model, ranks = held_model(job), job.layout.cp
+    model, ranks = local_model(job), job.layout.cp
     assert isinstance(model, DecoderModel), "the legality table cuts decoders only"
     elements = 2 * count_tokens(job) * model.kv_size
     turns = 1 + backward + (backward and job.layout.recompute == "full")
-    hops, lanes = blocks * (ranks - 1), len(list_lanes(model.num_kv_heads))
+    hops, lanes = blocks * (ranks - 1), len(list_head_chunks(model.num_kv_heads))
     size = turns * elements * operand_bytes(job.train.precision)
-    rows = [Traffic("cp", "send", phase, ranks, hops * turns * lanes, hops * size)]
+    rows = [CollectiveTraffic("cp", "send", phase, ranks, hops * turns * lanes, hops * size)]
     if backward:
-        rows.append(Traffic("cp", "send", phase, ranks, hops * lanes, hops * elements * FLOAT32_BYTES))
+        rows.append(
+            CollectiveTraffic("cp", "send", phase, ranks, hops * lanes, hops * elements * FLOAT32_BYTES)
+        )
     return rows
 
 
-def _exchanges(job: Job, phase: str, passes: int) -> Traffic:
+def _ulysses_all_to_alls(job: Job, phase: str, passes: int) -> CollectiveTraffic:
     """Ulysses: sequences for heads with queries, keys and values, and back with what attention gave."""
-    model, ranks = held_model(job), job.layout.cp
+    model, ranks = local_model(job), job.layout.cp
     assert isinstance(model, DecoderModel), "the legality table cuts decoders only"
     keys = model.head_size * max(model.num_kv_heads, ranks)
     elements = count_tokens(job) * (2 * model.query_size + 2 * keys)
     size = elements * operand_bytes(job.train.precision)
-    return Traffic("cp", "all_to_all", phase, ranks, 2 * passes, passes * size)
+    return CollectiveTraffic("cp", "all_to_all", phase, ranks, 2 * passes, passes * size)

@@ -8,32 +8,32 @@ own buckets (``plan.axes``). One process, and experts that no other rank holds, 
 from __future__ import annotations
 
 from meshwright.layout.axes import (
-    dense_sum_axis,
-    expert_sum_axis,
-    experts_apart,
+    dense_reduce_axis,
+    expert_reduce_axis,
     gradient_axis,
+    has_expert_axes,
     is_expert,
     state_axis,
     uses_ddp,
 )
 from meshwright.layout.fsdp_groups import padded_count
 from meshwright.layout.parameters import FLOAT32_BYTES, WIRE_BYTES, count_statistics
-from meshwright.layout.stages import count_buckets, held_parts, list_kinds
-from meshwright.plan.memory.snapshots import ALL_GRADIENTS, KeptGradients
-from meshwright.plan.traffic.rows import Traffic
+from meshwright.layout.stages import count_buckets, list_parameter_kinds, local_stages
+from meshwright.plan.memory.snapshots import ALL_GRADS, PersistentGrads
+from meshwright.plan.traffic.collective import CollectiveTraffic
 from meshwright.spec.job import Job
 
 INT32_BYTES = 4
 
 
-def predict_buckets(job: Job, place: int) -> list[Traffic]:
+def predict_ddp(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
     """All of them, of a rank at one place of the pipelines, and the statistics of batch norms."""
-    parts, apart = held_parts(job, place), experts_apart(job)
+    parts, apart = local_stages(job, pp_rank), has_expert_axes(job)
     counts = [count_buckets(part.representative, apart, job.layout.bucket_mb) for part in parts]
-    kinds = list_kinds(parts)
+    kinds = list_parameter_kinds(parts)
     rows = []
     if uses_ddp(job):
-        rows.append(_fixed_buckets(job, sum(p.repeats for p in kinds), sum(map(sum, counts))))
+        rows.append(_setup_traffic(job, sum(p.repeats for p in kinds), sum(map(sum, counts))))
     for experts in (False, True):
         buckets = sum(count[experts] for count in counts)
         held = [p for p in kinds if (apart and is_expert(p.name)) is experts]
@@ -42,28 +42,30 @@ def predict_buckets(job: Job, place: int) -> list[Traffic]:
         sums, shards = gradient_axis(job, held[0].name), state_axis(job, held[0].name)
         if sums.size > 1:
             size = sum(p.count for p in held) * WIRE_BYTES[job.compression.kind]
-            rows.append(Traffic(sums.name, "all_reduce", "step", sums.size, buckets, size))
+            rows.append(CollectiveTraffic(sums.name, "all_reduce", "step", sums.size, buckets, size))
         if shards.size > 1:
             size = sum(padded_count(p, shards.size) for p in held) * FLOAT32_BYTES
-            rows.append(Traffic(shards.name, "all_gather", "step", shards.size, buckets, size))
+            rows.append(CollectiveTraffic(shards.name, "all_gather", "step", shards.size, buckets, size))
     if (statistics := count_statistics(job.model)) and job.layout.dp_replicate > 1:
         # Averaged at the end of a step, all in one call.
         size = statistics * FLOAT32_BYTES
-        rows.append(Traffic("dp_replicate", "all_reduce", "step", job.layout.dp_replicate, 1, size))
+        rows.append(CollectiveTraffic("dp_replicate", "all_reduce", "step", job.layout.dp_replicate, 1, size))
     return rows
 
 
-def kept_gradients(job: Job, micro_batches: int = 1) -> KeptGradients:
+def kept_gradients(job: Job, micro_batches: int = 1) -> PersistentGrads:
     """Which gradients live through the whole step where they are not cut."""
     if micro_batches > 1:
-        return ALL_GRADIENTS
+        return ALL_GRADS
     if job.layout.zero >= 2:
-        return KeptGradients()
-    dense = dense_sum_axis(job.layout).size > 1
-    return KeptGradients(dense, expert_sum_axis(job.layout).size > 1 if experts_apart(job) else dense)
+        return PersistentGrads()
+    dense = dense_reduce_axis(job.layout).size > 1
+    return PersistentGrads(dense, expert_reduce_axis(job.layout).size > 1 if has_expert_axes(job) else dense)
 
 
-def _fixed_buckets(job: Job, parameters: int, buckets: int) -> Traffic:
+def _setup_traffic(job: Job, parameters: int, buckets: int) -> CollectiveTraffic:
     """DDP broadcasts its bucket assignment from rank 0: all indices and a count, then the sizes."""
-    axis = dense_sum_axis(job.layout)
-    return Traffic(axis.name, "broadcast", "setup", axis.size, 2, (parameters + 1 + buckets) * INT32_BYTES)
+    axis = dense_reduce_axis(job.layout)
+    return CollectiveTraffic(
+        axis.name, "broadcast", "setup", axis.size, 2, (parameters + 1 + buckets) * INT32_BYTES
+    )

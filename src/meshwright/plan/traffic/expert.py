@@ -25,80 +25,84 @@ from __future__ import annotations
 
 from meshwright.layout.axes import expert_axis, sequence_axis
 from meshwright.layout.micro_batches import count_micro_batches
-from meshwright.layout.optimizer_state import count_states
+from meshwright.layout.optimizer_state import count_state_tensors
 from meshwright.layout.parameters import FLOAT32_BYTES, operand_bytes
-from meshwright.layout.stages import held_parts, saved_kinds
-from meshwright.layout.tensor_parallel import count_tokens, is_dealt
+from meshwright.layout.stages import local_stages, saved_parameter_kinds
+from meshwright.layout.tensor_parallel import count_tokens, is_ep_sharded
 from meshwright.plan.memory.feed_forward import INT64_BYTES
-from meshwright.plan.traffic.rows import Traffic
+from meshwright.plan.traffic.collective import CollectiveTraffic
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.train_defaults import balance_coefficient
 
 
-def predict_experts(job: Job, place: int) -> list[Traffic]:
+def predict_expert(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
     """All that routed experts move on a rank at one place of the pipelines, but for their gradients."""
-    blocks = sum(part.expert_layers for part in held_parts(job, place))
+    blocks = sum(part.expert_layers for part in local_stages(job, pp_rank))
     steps = blocks * count_micro_batches(job, job.train.global_batch)
     evaluations = blocks * count_micro_batches(job, job.train.eval_samples)
     again = 0 if job.layout.recompute == "none" else steps
     followed = again if _model_of(job).shared_experts else 0
     return [
-        *_routed_rows(job, "step", steps + again, backwards=steps),
-        *_routed_rows(job, "eval", evaluations, backwards=0),
-        *_gathered_tokens(job, "step", 2 * steps + followed),
-        *_gathered_tokens(job, "eval", evaluations),
-        *_looks(job, "step", steps + again, learning=True),
-        *_looks(job, "eval", evaluations, learning=False),
-        *_saves(job, place),
+        *_dispatch_and_combine(job, "step", steps + again, backwards=steps),
+        *_dispatch_and_combine(job, "eval", evaluations, backwards=0),
+        *_gather_tokens(job, "step", 2 * steps + followed),
+        *_gather_tokens(job, "eval", evaluations),
+        *_share_routing(job, "step", steps + again, learning=True),
+        *_share_routing(job, "eval", evaluations, learning=False),
+        *_save_traffic(job, pp_rank),
     ]
 
 
-def _routed_rows(job: Job, phase: str, forwards: int, backwards: int) -> list[Traffic]:
+def _dispatch_and_combine(job: Job, phase: str, forwards: int, backwards: int) -> list[CollectiveTraffic]:
     """Split sizes, rows to the experts, rows back; on the way back the rows alone."""
     model, axis = _model_of(job), expert_axis(job.layout)
     if axis.size == 1:
         return []
-    rows = _count_choices(job) * job.layout.etp
+    rows = _count_routed_rows(job) * job.layout.etp
     row_bytes = rows * model.hidden_size * operand_bytes(job.train.precision)
     sizes = (model.num_experts or 0) * job.layout.etp * INT64_BYTES
     calls, size = 3 * forwards + 2 * backwards, forwards * sizes + 2 * (forwards + backwards) * row_bytes
-    return [Traffic(axis.name, "all_to_all", phase, axis.size, calls, size)]
+    return [CollectiveTraffic(axis.name, "all_to_all", phase, axis.size, calls, size)]
 
 
-def _gathered_tokens(job: Job, phase: str, times: int) -> list[Traffic]:
+def _gather_tokens(job: Job, phase: str, times: int) -> list[CollectiveTraffic]:
     """All tokens again from each rank's own run of them: the results, and on the way back the gradients."""
     layout = job.layout
     if layout.tp == 1 or layout.sequence_parallel:
         return []
     size = count_tokens(job) * _model_of(job).hidden_size * operand_bytes(job.train.precision)
-    return [Traffic("tp", "all_gather", phase, layout.tp, times, times * size)]
+    return [CollectiveTraffic("tp", "all_gather", phase, layout.tp, times, times * size)]
 
 
-def _looks(job: Job, phase: str, times: int, learning: bool) -> list[Traffic]:
+def _share_routing(job: Job, phase: str, times: int, learning: bool) -> list[CollectiveTraffic]:
     """What ranks must know of each other's tokens of the same sequences, for places and for balance."""
     model, axis = _model_of(job), sequence_axis(job.layout)
     if axis.size == 1:
         return []
     if model.capacity_factor is not None:
-        size = axis.size * _count_choices(job) * INT64_BYTES
-        return [Traffic(axis.name, "all_gather", phase, axis.size, times, times * size)]
+        size = axis.size * _count_routed_rows(job) * INT64_BYTES
+        return [CollectiveTraffic(axis.name, "all_gather", phase, axis.size, times, times * size)]
     if not learning or not balance_coefficient(job.train):
         return []
     size = (job.layout.micro_batch or 1) * (model.num_experts or 0) * FLOAT32_BYTES
-    return [Traffic(axis.name, "all_reduce", phase, axis.size, times, times * size)]
+    return [CollectiveTraffic(axis.name, "all_reduce", phase, axis.size, times, times * size)]
 
 
-def _saves(job: Job, place: int) -> list[Traffic]:
+def _save_traffic(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
     layout, axis, calls, elements = job.layout, expert_axis(job.layout), 0, 0
-    for parameter in saved_kinds(job, place, held_parts(job, place)):
-        if is_dealt(parameter.name, layout.ep, layout.etp):
-            tensors = 1 + count_states(parameter, job.train)
+    for parameter in saved_parameter_kinds(job, pp_rank, local_stages(job, pp_rank)):
+        if is_ep_sharded(parameter.name, layout.ep, layout.etp):
+            tensors = 1 + count_state_tensors(parameter, job.train)
             calls, elements = calls + tensors * parameter.repeats, elements + tensors * parameter.count
-    return [Traffic(axis.name, "all_gather", "save", axis.size, calls, elements * axis.size * FLOAT32_BYTES)]
+    return [
+        CollectiveTraffic(
+            axis.name, "all_gather", "save", axis.size, calls, elements * axis.size * FLOAT32_BYTES
+        )
+    ]
 
 
-def _count_choices(job: Job) -> int:
+def _count_routed_rows(job: Job) -> int:
     """Rows that a rank sends in one forward pass: one for each expert that one of its tokens chose."""
     return count_tokens(job) // job.layout.tp * (_model_of(job).experts_per_token or 1)
 

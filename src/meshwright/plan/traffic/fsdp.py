@@ -6,39 +6,39 @@ from meshwright.layout.axes import (
     dense_shard_axis,
     state_axis,
 )
-from meshwright.layout.fsdp_groups import Group, group_around, group_axis, group_block, padded_count
+from meshwright.layout.fsdp_groups import FsdpGroup, group_axis, group_block, group_root, padded_count
 from meshwright.layout.micro_batches import count_micro_batches
-from meshwright.layout.optimizer_state import count_states
+from meshwright.layout.optimizer_state import count_state_tensors
 from meshwright.layout.parameters import (
     FLOAT32_BYTES,
     WIRE_BYTES,
 )
 from meshwright.layout.stages import (
-    held_parts,
-    saved_kinds,
+    local_stages,
+    saved_parameter_kinds,
     schedule_of,
 )
-from meshwright.plan.traffic.rows import Traffic
+from meshwright.plan.traffic.collective import CollectiveTraffic
 from meshwright.schedule.pipeline.actions import Kind
 from meshwright.spec.job import Job
 
 
-def predict_groups(job: Job, place: int) -> list[Traffic]:
+def predict_fsdp(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
     """Stages 2 and 3: groups are gathered to be used, their gradients reduced and scattered."""
-    parts = [part.representative for part in held_parts(job, place)]
+    parts = [part.representative for part in local_stages(job, pp_rank)]
     rows = []
     for part in parts:
         for layer, times in part.block_kinds:
             rows += [row for group in group_block(part, layer) for row in _group_traffic(job, group, times)]
-        rows += [row for group in group_around(part) for row in _group_traffic(job, group, 1)]
-    if more := _count_lent_gathers(job, place, count_micro_batches(job, job.train.global_batch)):
-        axis, (around,) = dense_shard_axis(job.layout), group_around(parts[0])
+        rows += [row for group in group_root(part) for row in _group_traffic(job, group, 1)]
+    if more := _count_tied_gathers(job, pp_rank, count_micro_batches(job, job.train.global_batch)):
+        axis, (around,) = dense_shard_axis(job.layout), group_root(parts[0])
         size = around.gathered_bytes(axis.size, job.train.precision)
-        rows.append(Traffic(axis.name, "all_gather", "step", axis.size, more, more * size))
+        rows.append(CollectiveTraffic(axis.name, "all_gather", "step", axis.size, more, more * size))
     return rows
 
 
-def _group_traffic(job: Job, group: Group, groups: int) -> list[Traffic]:
+def _group_traffic(job: Job, group: FsdpGroup, groups: int) -> list[CollectiveTraffic]:
     """What so many alike groups move together."""
     layout, axis = job.layout, group_axis(job, group)
     micro_batches = count_micro_batches(job, job.train.global_batch)
@@ -52,7 +52,7 @@ def _group_traffic(job: Job, group: Group, groups: int) -> list[Traffic]:
     rows = []
     if axis.size > 1:
         rows = [
-            Traffic(axis.name, op, phase, axis.size, groups * times, times * size)
+            CollectiveTraffic(axis.name, op, phase, axis.size, groups * times, times * size)
             for op, phase, times, size in (
                 ("all_gather", "step", gathers, gathered),
                 ("all_gather", "eval", evaluations, gathered),
@@ -63,20 +63,22 @@ def _group_traffic(job: Job, group: Group, groups: int) -> list[Traffic]:
         # Sums of micro-batches wait in float32 for their replicas; 16-bit ones would be rounded, and do not.
         times = 1 if job.compression.kind == "none" else micro_batches
         size = times * reduced // axis.size
-        rows.append(Traffic("dp_replicate", "all_reduce", "step", layout.dp_replicate, groups * times, size))
+        rows.append(
+            CollectiveTraffic("dp_replicate", "all_reduce", "step", layout.dp_replicate, groups * times, size)
+        )
     return rows
 
 
-def _count_lent_gathers(job: Job, place: int, micro_batches: int) -> int:
+def _count_tied_gathers(job: Job, pp_rank: int, micro_batches: int) -> int:
     """How often ZeRO-3 gathers an embedding for the last stage, which uses the first one's.
 
     It stays until the first stage's next backward pass; what is gathered for that one is counted with it.
     """
-    parts = held_parts(job, place)
-    if job.layout.zero < 3 or not parts or not parts[-1].lent:
+    parts = local_stages(job, pp_rank)
+    if job.layout.zero < 3 or not parts or not parts[-1].shares_embedding:
         return 0
     gathered, gathers, last = False, 0, parts[-1].stage
-    for kind, stage, _ in schedule_of(job, micro_batches).ranks[place]:
+    for kind, stage, _ in schedule_of(job, micro_batches).ranks[pp_rank]:
         uses = (kind is Kind.FORWARD and stage in (0, last)) or (kind is Kind.BACKWARD and stage == 0)
         if uses and not gathered:
             gathered, gathers = True, gathers + 1
@@ -85,13 +87,15 @@ def _count_lent_gathers(job: Job, place: int, micro_batches: int) -> int:
     return gathers - micro_batches
 
 
-def predict_row_saves(job: Job, place: int) -> list[Traffic]:
+def predict_shard_saves(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
     """A checkpoint holds whole tensors: each that is cut is gathered, one call a tensor."""
     rows = []
-    for parameter in saved_kinds(job, place, held_parts(job, place)):
+    for parameter in saved_parameter_kinds(job, pp_rank, local_stages(job, pp_rank)):
         axis = state_axis(job, parameter.name)
         if axis.size > 1:
-            tensors = count_states(parameter, job.train) + (job.layout.zero >= 2)
+            tensors = count_state_tensors(parameter, job.train) + (job.layout.zero >= 2)
             size, calls = tensors * padded_count(parameter, axis.size), tensors * parameter.repeats
-            rows.append(Traffic(axis.name, "all_gather", "save", axis.size, calls, size * FLOAT32_BYTES))
+            rows.append(
+                CollectiveTraffic(axis.name, "all_gather", "save", axis.size, calls, size * FLOAT32_BYTES)
+            )
     return rows

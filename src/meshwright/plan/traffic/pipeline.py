@@ -11,26 +11,26 @@ For a checkpoint every other place sends to the first what that does not have, w
 
 from __future__ import annotations
 
-from meshwright.layout.fsdp_groups import held_count
+from meshwright.layout.fsdp_groups import local_count
 from meshwright.layout.micro_batches import count_micro_batches
 from meshwright.layout.optimizer_state import STEP_COUNT, rule_of, state_keys
 from meshwright.layout.parameters import FLOAT32_BYTES, residual_bytes
 from meshwright.layout.stages import (
     TIED_AXIS,
     TIED_NAME,
-    borders_of,
-    find_tied_places,
-    held_kinds,
-    saved_kinds,
-    whole_parts,
+    boundaries_of,
+    find_tied_pp_ranks,
+    local_parameter_kinds,
+    saved_parameter_kinds,
+    unsharded_stages,
 )
 from meshwright.layout.tensor_parallel import count_tokens
-from meshwright.plan.traffic.rows import Traffic
+from meshwright.plan.traffic.collective import CollectiveTraffic
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
 
-def handed_bytes(job: Job) -> int:
+def boundary_bytes(job: Job) -> int:
     """What one stage hands to the next for one micro-batch."""
     assert isinstance(job.model, DecoderModel), "the legality table cuts decoders only"
     layout = job.layout
@@ -39,39 +39,39 @@ def handed_bytes(job: Job) -> int:
     return resident * job.model.hidden_size * residual_bytes(job.train)
 
 
-def predict_pipeline(job: Job, place: int) -> list[Traffic]:
+def predict_pipeline(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
     """All that a rank at a place sends over ``pp``."""
-    forward, backward, targets = borders_of(job, place)
+    forward, backward, targets = boundaries_of(job, pp_rank)
     steps = count_micro_batches(job, job.train.global_batch) * (forward + backward)
     evaluations = count_micro_batches(job, job.train.eval_samples) * forward
-    ranks, size = job.layout.pp, handed_bytes(job)
+    ranks, size = job.layout.pp, boundary_bytes(job)
     return [
         # It begins with one number to each rank that it sends to.
-        Traffic("pp", "send", "setup", ranks, targets, targets * FLOAT32_BYTES),
-        Traffic("pp", "send", "step", ranks, steps, steps * size),
-        Traffic("pp", "send", "eval", ranks, evaluations, evaluations * size),
-        *_tied_traffic(job, place),
-        _save_traffic(job, place),
+        CollectiveTraffic("pp", "send", "setup", ranks, targets, targets * FLOAT32_BYTES),
+        CollectiveTraffic("pp", "send", "step", ranks, steps, steps * size),
+        CollectiveTraffic("pp", "send", "eval", ranks, evaluations, evaluations * size),
+        *_tied_traffic(job, pp_rank),
+        _save_traffic(job, pp_rank),
     ]
 
 
-def _tied_traffic(job: Job, place: int) -> list[Traffic]:
+def _tied_traffic(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
     """The two copies of an embedding, as the ranks of both hold its gradient."""
-    if len(find_tied_places(job)) < 2:
+    if len(find_tied_pp_ranks(job)) < 2:
         return []
     return [
-        Traffic(TIED_AXIS, "all_reduce", "step", 2, 1, held_count(job, p) * FLOAT32_BYTES)
-        for p in held_kinds(job, place)
+        CollectiveTraffic(TIED_AXIS, "all_reduce", "step", 2, 1, local_count(job, p) * FLOAT32_BYTES)
+        for p in local_parameter_kinds(job, pp_rank)
         if p.name == TIED_NAME
     ]
 
 
-def _save_traffic(job: Job, place: int) -> Traffic:
+def _save_traffic(job: Job, pp_rank: int) -> CollectiveTraffic:
     """Parameters and optimizer state of a place that is not the first, not cut by any axis."""
     calls = elements = 0
-    for parameter in saved_kinds(job, place, whole_parts(job, place)) if place else ():
+    for parameter in saved_parameter_kinds(job, pp_rank, unsharded_stages(job, pp_rank)) if pp_rank else ():
         keys = state_keys(rule_of(parameter.name, len(parameter.shape), job.train), job.train)
         calls += parameter.repeats * (1 + len(keys))
         sizes = [parameter.repeats if key == STEP_COUNT else parameter.count for key in keys]
         elements += parameter.count + sum(sizes)
-    return Traffic("pp", "send", "save", job.layout.pp, calls, elements * FLOAT32_BYTES)
+    return CollectiveTraffic("pp", "send", "save", job.layout.pp, calls, elements * FLOAT32_BYTES)

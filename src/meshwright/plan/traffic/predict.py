@@ -5,20 +5,18 @@ from __future__ import annotations
 import functools
 
 from meshwright.layout.axes import has_experts
-from meshwright.layout.stages import first_alike, schedule_version
+from meshwright.layout.stages import representative_pp_rank, schedule_version
+from meshwright.plan.traffic.collective import CollectiveTraffic, merge_rows, predict_control
 from meshwright.plan.traffic.context import predict_context
-from meshwright.plan.traffic.ddp import predict_buckets
-from meshwright.plan.traffic.expert import predict_experts
-from meshwright.plan.traffic.fsdp import predict_groups, predict_row_saves
+from meshwright.plan.traffic.ddp import predict_ddp
+from meshwright.plan.traffic.expert import predict_expert
+from meshwright.plan.traffic.fsdp import predict_fsdp, predict_shard_saves
 from meshwright.plan.traffic.pipeline import predict_pipeline
-from meshwright.plan.traffic.rows import Traffic, join_places, merge, predict_control
 from meshwright.plan.traffic.tensor import predict_tensor
 from meshwright.spec.job import Job
 
-__all__ = ["Traffic", "join_places", "predict_traffic"]
 
-
-def predict_traffic(job: Job, place: int = 0) -> list[Traffic]:
+def predict_traffic(job: Job, pp_rank: int = 0) -> list[CollectiveTraffic]:
     """All collectives of a rank at one place of the pipelines; none for one process.
 
     Args:
@@ -27,22 +25,22 @@ def predict_traffic(job: Job, place: int = 0) -> list[Traffic]:
     """
     if job.layout.world_size == 1:
         return []
-    return list(_predict_alike(job, first_alike(job, place), schedule_version(job)))
+    return list(_predict_cached(job, representative_pp_rank(job, pp_rank), schedule_version(job)))
 
 
 @functools.lru_cache(maxsize=256)
-def _predict_alike(job: Job, place: int, version: int) -> tuple[Traffic, ...]:
+def _predict_cached(job: Job, pp_rank: int, version: int) -> tuple[CollectiveTraffic, ...]:
     """The same at the first of alike places; ``version`` is that of the schedule's file."""
     layout = job.layout
-    rows = predict_groups(job, place) if layout.zero >= 2 else predict_buckets(job, place)
-    rows += predict_row_saves(job, place)
+    rows = predict_fsdp(job, pp_rank) if layout.zero >= 2 else predict_ddp(job, pp_rank)
+    rows += predict_shard_saves(job, pp_rank)
     rows += predict_control(job)
     if layout.cp > 1:
-        rows += predict_context(job, place)
+        rows += predict_context(job, pp_rank)
     if has_experts(job):
-        rows += predict_experts(job, place)
+        rows += predict_expert(job, pp_rank)
     if layout.tp > 1:
-        rows += predict_tensor(job, place)
+        rows += predict_tensor(job, pp_rank)
     if layout.pp > 1:
-        rows += predict_pipeline(job, place)
-    return tuple(merge(rows))
+        rows += predict_pipeline(job, pp_rank)
+    return tuple(merge_rows(rows))

@@ -34,28 +34,28 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from meshwright.layout.fsdp_groups import held_count
+from meshwright.layout.fsdp_groups import local_count
 from meshwright.layout.loss_chunks import loss_chunk
 from meshwright.layout.micro_batches import count_micro_batches
-from meshwright.layout.optimizer_state import count_states
+from meshwright.layout.optimizer_state import count_state_tensors
 from meshwright.layout.parameters import FLOAT32_BYTES, Parameter, operand_bytes
-from meshwright.layout.stages import Part, held_parts, list_kinds, saved_kinds
+from meshwright.layout.stages import StageSpec, list_parameter_kinds, local_stages, saved_parameter_kinds
 from meshwright.layout.tensor_parallel import (
-    COPIES_AXIS,
-    count_copies,
+    KV_REPLICA_AXIS,
+    count_kv_replicas,
     count_tokens,
-    is_copied,
-    is_summed,
-    is_whole,
+    is_kv_projection,
+    is_tp_replicated,
+    needs_tp_grad_sync,
 )
-from meshwright.plan.traffic.rows import Traffic
+from meshwright.plan.traffic.collective import CollectiveTraffic
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
 
-def predict_tensor(job: Job, place: int) -> list[Traffic]:
+def predict_tensor(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
     """All collectives over ``tp`` of a rank at one place of the pipelines."""
-    parts = held_parts(job, place)
+    parts = local_stages(job, pp_rank)
     steps = count_micro_batches(job, job.train.global_batch)
     evaluations = count_micro_batches(job, job.train.eval_samples)
     rows = []
@@ -63,7 +63,11 @@ def predict_tensor(job: Job, place: int) -> list[Traffic]:
         passes = _count_passes(job, part)
         rows += passes.rows("step", steps, backward=True)
         rows += passes.rows("eval", evaluations, backward=False)
-    return [*rows, *_gradient_traffic(job, parts), _save_traffic(job, saved_kinds(job, place, parts))]
+    return [
+        *rows,
+        *_gradient_traffic(job, parts),
+        _save_traffic(job, saved_parameter_kinds(job, pp_rank, parts)),
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +92,7 @@ class _Passes:
     last: bool
     """Whether the head and the loss are."""
 
-    def rows(self, phase: str, times: int, backward: bool) -> list[Traffic]:
+    def rows(self, phase: str, times: int, backward: bool) -> list[CollectiveTraffic]:
         """The rows of ``times`` micro-batches."""
         recompute, passed = self.recompute if backward else "none", self.halves * (1 + backward)
         # Computed again: every entrance, and attention's leave.
@@ -105,16 +109,16 @@ class _Passes:
             ]
         if self.last:
             losses = 3 * self.tokens * FLOAT32_BYTES
-            found.append(Traffic("tp", "all_reduce", phase, self.tp, 2 * self.chunks, losses))
+            found.append(CollectiveTraffic("tp", "all_reduce", phase, self.tp, 2 * self.chunks, losses))
         return [dataclasses.replace(r, calls=r.calls * times, bytes=r.bytes * times) for r in found]
 
-    def _row(self, op: str, phase: str, inner: int, outer: int) -> Traffic:
+    def _row(self, op: str, phase: str, inner: int, outer: int) -> CollectiveTraffic:
         """So many exchanges of blocks or head, and of the embedding."""
         size = inner * self.inner + outer * self.outer
-        return Traffic("tp", op, phase, self.tp, inner + outer, size)
+        return CollectiveTraffic("tp", op, phase, self.tp, inner + outer, size)
 
 
-def _count_passes(job: Job, part: Part) -> _Passes:
+def _count_passes(job: Job, part: StageSpec) -> _Passes:
     model = part.model
     assert isinstance(model, DecoderModel), "the legality table splits decoders only"
     tokens = count_tokens(job)
@@ -134,25 +138,27 @@ def _count_passes(job: Job, part: Part) -> _Passes:
     )
 
 
-def _gradient_traffic(job: Job, parts: tuple[Part, ...]) -> list[Traffic]:
+def _gradient_traffic(job: Job, parts: tuple[StageSpec, ...]) -> list[CollectiveTraffic]:
     """Sums of gradients of which each rank has a part."""
     layout, rows = job.layout, []
     assert isinstance(job.model, DecoderModel), "the legality table splits decoders only"
-    copies = count_copies(job.model, layout.tp)
-    parameters = list_kinds(parts)
-    parted = [p for p in parameters if is_summed(p.name, layout.sequence_parallel)]
-    copied = [p for p in parameters if copies > 1 and is_copied(p.name)]
-    for summed, axis, ranks in ((parted, "tp", layout.tp), (copied, COPIES_AXIS, copies)):
-        size = sum(held_count(job, p) for p in summed) * FLOAT32_BYTES
-        rows.append(Traffic(axis, "all_reduce", "step", ranks, int(bool(summed)), size))
+    copies = count_kv_replicas(job.model, layout.tp)
+    parameters = list_parameter_kinds(parts)
+    parted = [p for p in parameters if needs_tp_grad_sync(p.name, layout.sequence_parallel)]
+    copied = [p for p in parameters if copies > 1 and is_kv_projection(p.name)]
+    for summed, axis, ranks in ((parted, "tp", layout.tp), (copied, KV_REPLICA_AXIS, copies)):
+        size = sum(local_count(job, p) for p in summed) * FLOAT32_BYTES
+        rows.append(CollectiveTraffic(axis, "all_reduce", "step", ranks, int(bool(summed)), size))
     return rows
 
 
-def _save_traffic(job: Job, parameters: Sequence[Parameter]) -> Traffic:
+def _save_traffic(job: Job, parameters: Sequence[Parameter]) -> CollectiveTraffic:
     """A checkpoint holds whole tensors: each that is cut is gathered, one call a tensor."""
     calls = elements = 0
     for parameter in parameters:
-        if not is_whole(parameter.name):
-            tensors = 1 + count_states(parameter, job.train)
+        if not is_tp_replicated(parameter.name):
+            tensors = 1 + count_state_tensors(parameter, job.train)
             calls, elements = calls + tensors * parameter.repeats, elements + tensors * parameter.count
-    return Traffic("tp", "all_gather", "save", job.layout.tp, calls, elements * job.layout.tp * FLOAT32_BYTES)
+    return CollectiveTraffic(
+        "tp", "all_gather", "save", job.layout.tp, calls, elements * job.layout.tp * FLOAT32_BYTES
+    )

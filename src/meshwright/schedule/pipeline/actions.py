@@ -70,7 +70,7 @@ class PipelineSchedule:
         return len(self.stage_ranks)
 
     @functools.cached_property
-    def places(self) -> dict[Action, tuple[int, int]]:
+    def positions(self) -> dict[Action, tuple[int, int]]:
         """The rank of every action, and its position there."""
         return {a: (rank, at) for rank, row in enumerate(self.ranks) for at, a in enumerate(row)}
 
@@ -102,7 +102,7 @@ def loop_ranks(pp: int, virtual_stages: int) -> tuple[int, ...]:
     return tuple(range(pp)) * virtual_stages
 
 
-def vee_ranks(pp: int) -> tuple[int, ...]:
+def v_shaped_ranks(pp: int) -> tuple[int, ...]:
     """Homes of two stages a rank, down the ranks and up again: the first rank also has the last stage."""
     return (*range(pp), *reversed(range(pp)))
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.schedule.pipeline.actions import PipelineSchedule, loop_ranks, vee_ranks
+from meshwright.schedule.pipeline.actions import PipelineSchedule, loop_ranks, v_shaped_ranks
 from meshwright.schedule.pipeline.dualpipe import order_dualpipe_v
 from meshwright.schedule.pipeline.one_f_one_b import order_1f1b, order_gpipe, order_interleaved
 from meshwright.schedule.pipeline.zero_bubble import order_zb_h1, order_zbv
 
 BUILT = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe-v")
 """Schedules that can be generated, by their names in ``layout.schedule``."""
-VEE = ("zbv", "dualpipe-v")
+V_SHAPED = ("zbv", "dualpipe-v")
 """Those with two stages a rank, down the ranks and up again."""
-SPLIT = ("zb-h1", *VEE)
+SPLIT = ("zb-h1", *V_SHAPED)
 """Those with gradients of weights as actions of their own."""
-MOST_ACTIONS = 4_000_000
+MAX_ACTIONS = 4_000_000
 """More would take gigabytes: an action is a tuple of three."""
 
 
@@ -47,7 +47,7 @@ def build_schedule(
             "dualpipe-v": order_dualpipe_v,
         }
         rows = orders[name](pp, micro_batches)
-    homes = vee_ranks(pp) if name in VEE else loop_ranks(pp, stages)
+    homes = v_shaped_ranks(pp) if name in V_SHAPED else loop_ranks(pp, stages)
     return PipelineSchedule(name, micro_batches, homes, rows, split_backward=name in SPLIT)
 
 
@@ -60,7 +60,7 @@ def _check_name(name: str) -> None:
 
 def _settle_virtual_stages(name: str, given: int | None) -> int:
     """What is given, if the schedule takes it."""
-    needed = None if name == "interleaved" else 2 if name in VEE else 1
+    needed = None if name == "interleaved" else 2 if name in V_SHAPED else 1
     found = (needed or 2) if given is None else given
     problem = ""
     if needed is None and found < 2:
@@ -81,9 +81,9 @@ def _check_sizes(name: str, pp: int, micro_batches: int, virtual_stages: int) ->
             rule = "is too few: a pipeline has one or more"
             raise UserError(Problem("schedule-size", rule, path=key, value=value, fix="Use 1 or more"))
     count = pp * virtual_stages * micro_batches * (3 if name in SPLIT else 2)
-    if count > MOST_ACTIONS:
-        rule = f"makes {count:,} actions with stages={pp}; {MOST_ACTIONS:,} at most"
-        fix = f"Use {max(1, micro_batches * MOST_ACTIONS // count)} or fewer"
+    if count > MAX_ACTIONS:
+        rule = f"makes {count:,} actions with stages={pp}; {MAX_ACTIONS:,} at most"
+        fix = f"Use {max(1, micro_batches * MAX_ACTIONS // count)} or fewer"
         raise UserError(Problem("schedule-size", rule, path="micro_batches", value=micro_batches, fix=fix))
     if name == "dualpipe-v" and micro_batches < 2 * pp:
         rule = f"is too few: dualpipe-v fills both stages of all ranks, 2 x stages={pp}, before it alternates"

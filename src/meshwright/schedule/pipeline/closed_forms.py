@@ -68,7 +68,7 @@ def pipeline_time(
     f, b, w, t = (
         np.asarray(a, dtype=np.float64) for a in (forward_s, backward_input_s, backward_weight_s, transfer_s)
     )
-    v = _stages_a_rank(code, v)
+    v = _stages_per_rank(code, v)
     hidden = np.asarray(overlap, dtype=bool)
     forms = (
         _gpipe(p, m, f, b + w, t, hidden),
@@ -98,7 +98,7 @@ def pipeline_bubble(
     total = pipeline_time(
         schedule, pp, virtual_stages, micro_batches, forward_s, backward_input_s, backward_weight_s
     )
-    v = _stages_a_rank(encode(schedule), np.asarray(virtual_stages, dtype=np.int64))
+    v = _stages_per_rank(encode(schedule), np.asarray(virtual_stages, dtype=np.int64))
     stage = np.add(np.add(forward_s, backward_input_s), backward_weight_s)
     return np.asarray(1.0 - np.asarray(micro_batches) * v * stage / total, dtype=np.float64)
 
@@ -153,7 +153,7 @@ def encode(schedule: ArrayLike) -> Ints:
     return np.asarray(codes[inverse].reshape(given.shape), dtype=np.int64)
 
 
-def _stages_a_rank(schedule: Ints, given: Ints) -> Ints:
+def _stages_per_rank(schedule: Ints, given: Ints) -> Ints:
     """What is given for ``interleaved``; the others have their own number."""
     own = np.where((schedule == CODES["zbv"]) | (schedule == CODES["dualpipe-v"]), 2, 1)
     return np.where(schedule == CODES["interleaved"], given, own)

@@ -9,7 +9,7 @@ can be proved. A whole backward pass is B with its W directly behind.
 from __future__ import annotations
 
 from meshwright.schedule.pipeline.actions import Action
-from meshwright.schedule.pipeline.v_shape import VeeRow
+from meshwright.schedule.pipeline.v_shape import VShapedRow
 
 Rows = tuple[tuple[Action, ...], ...]
 
@@ -33,7 +33,7 @@ def order_dualpipe_v(pp: int, micro_batches: int) -> Rows:
 
 
 def _row(rank: int, pp: int, micro_batches: int) -> tuple[Action, ...]:
-    row = VeeRow(rank, pp, micro_batches)
+    row = VShapedRow(rank, pp, micro_batches)
     below = pp - rank - 1
     row.add(("F0",) * (2 * below))
     row.add(("F0", "F1") * (rank + 1))

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from meshwright.core.errors import CheckFailedError, Problem, UserError
 from meshwright.schedule.pipeline.actions import Action, Kind, PipelineSchedule
-from meshwright.schedule.pipeline.build import MOST_ACTIONS
-from meshwright.schedule.pipeline.proof import MOST_VIOLATIONS, prove_schedule
+from meshwright.schedule.pipeline.build import MAX_ACTIONS
+from meshwright.schedule.pipeline.proof import MAX_VIOLATIONS, prove_schedule
 
 _CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
@@ -122,7 +122,7 @@ def _read_rows(path: Path) -> list[_Row]:
                     problems.append(_not_an_action(path, number, cell.strip()))
         rows.append(_Row(number, tuple(cells)))
     if problems:
-        raise UserError(*problems[:MOST_VIOLATIONS])
+        raise UserError(*problems[:MAX_VIOLATIONS])
     if not rows:
         rule, fix = "has no actions", "Write a row for each rank, as 0F0,0F1,0B0,0B1"
         raise UserError(Problem("schedule-file", rule, path=str(path), fix=fix))
@@ -157,7 +157,7 @@ def _find_homes(path: Path, rows: list[_Row]) -> tuple[int, ...]:
         raise UserError(
             *(
                 Problem("schedule-file-stage", rule, path=f"{path}:{line}", fix=fix)
-                for line, rule, fix in problems[:MOST_VIOLATIONS]
+                for line, rule, fix in problems[:MAX_VIOLATIONS]
             )
         )
     return tuple(homes[stage] for stage in range(len(homes)))
@@ -172,8 +172,8 @@ def _count_micro_batches(path: Path, rows: list[_Row], stages: int) -> int:
         rule = f"has micro-batch {count - 1} and no micro-batch {gap}; they count from 0 without gaps"
         fix = f"Add micro-batch {gap}, or count the micro-batches from 0"
         raise UserError(Problem("schedule-file-micro-batches", rule, path=str(path), fix=fix))
-    if count * stages * len(Kind) > MOST_ACTIONS:
-        rule = f"has {stages:,} stages and {count:,} micro-batches: more than {MOST_ACTIONS:,} actions"
+    if count * stages * len(Kind) > MAX_ACTIONS:
+        rule = f"has {stages:,} stages and {count:,} micro-batches: more than {MAX_ACTIONS:,} actions"
         raise UserError(Problem("schedule-size", rule, path=str(path), fix="Use fewer of either"))
     if all(letter == Kind.FORWARD for row in rows for _, letter, _ in row.cells):
         rule, fix = "has forward passes only, and a step of training has both", "Add a B for each F"

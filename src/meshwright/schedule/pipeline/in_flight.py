@@ -92,7 +92,7 @@ class InFlight:
         return replace(self, micro_batch=later)
 
 
-def repeat_from(name: str, pp: int, micro_batches: int) -> int:
+def steady_state_from(name: str, pp: int, micro_batches: int) -> int:
     """The fewest micro-batches with which a schedule has the same rows: its steady state repeats.
 
     Rounds of ``pp`` micro-batches fill the pipeline, repeat, and drain it. GPipe holds all of them.

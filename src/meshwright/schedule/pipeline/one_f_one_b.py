@@ -28,7 +28,7 @@ def order_1f1b(pp: int, micro_batches: int) -> Rows:
     for rank in range(pp):
         forwards = [Action(Kind.FORWARD, rank, m) for m in range(micro_batches)]
         backwards = [Action(Kind.BACKWARD, rank, m) for m in range(micro_batches)]
-        rows.append(_in_turn(forwards, backwards, ahead=pp - 1 - rank))
+        rows.append(_alternate(forwards, backwards, ahead=pp - 1 - rank))
     return tuple(rows)
 
 
@@ -45,7 +45,7 @@ def order_interleaved(pp: int, virtual_stages: int, micro_batches: int) -> Rows:
         last = virtual_stages - 1
         backwards = [Action(Kind.BACKWARD, (last - chunk) * pp + rank, m) for chunk, m in order]
         ahead = 2 * (pp - 1 - rank) + (virtual_stages - 1) * pp
-        rows.append(_in_turn(forwards, backwards, ahead))
+        rows.append(_alternate(forwards, backwards, ahead))
     return tuple(rows)
 
 
@@ -59,7 +59,7 @@ def _grouped(pp: int, virtual_stages: int, micro_batches: int) -> list[tuple[int
     ]
 
 
-def _in_turn(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:
+def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:
     """So many forward passes ahead, then one of each in turn, then the backward passes that are left."""
     ahead = min(ahead, len(forwards))
     row = forwards[:ahead]

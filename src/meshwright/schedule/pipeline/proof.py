@@ -14,11 +14,11 @@ from enum import StrEnum
 
 from meshwright.schedule.pipeline.actions import Action, Kind, PipelineSchedule, producer_of
 
-MOST_VIOLATIONS = 20
+MAX_VIOLATIONS = 20
 """Of each kind; one mistake in a generator breaks every micro-batch."""
 
 
-class Breach(StrEnum):
+class ViolationKind(StrEnum):
     """What can be wrong with a schedule."""
 
     MISSING = "missing"
@@ -37,7 +37,7 @@ class Breach(StrEnum):
 class Violation:
     """One thing that is wrong, with the place."""
 
-    breach: Breach
+    breach: ViolationKind
     rank: int
     action: Action
     says: str
@@ -83,16 +83,16 @@ def _find_miscounted(schedule: PipelineSchedule) -> list[Violation]:
         for action in row:
             seen[action] += 1
             if action not in expected:
-                stray.append(Violation(Breach.STRAY, rank, action, "the schedule has no such action"))
+                stray.append(Violation(ViolationKind.STRAY, rank, action, "the schedule has no such action"))
             elif (home := schedule.rank_of(action.stage)) != rank:
-                stray.append(Violation(Breach.STRAY, rank, action, f"the stage is on rank {home}"))
+                stray.append(Violation(ViolationKind.STRAY, rank, action, f"the stage is on rank {home}"))
             elif seen[action] == 2:
-                doubled.append(Violation(Breach.DOUBLED, rank, action, "is there more than once"))
+                doubled.append(Violation(ViolationKind.DOUBLED, rank, action, "is there more than once"))
     missing = [
-        Violation(Breach.MISSING, schedule.rank_of(action.stage), action, "is not there")
+        Violation(ViolationKind.MISSING, schedule.rank_of(action.stage), action, "is not there")
         for action in sorted(expected - seen.keys(), key=lambda a: (a.micro_batch, a.stage, a.kind))
     ]
-    return [found for kind in (missing, doubled, stray) for found in kind[:MOST_VIOLATIONS]]
+    return [found for kind in (missing, doubled, stray) for found in kind[:MAX_VIOLATIONS]]
 
 
 def _find_stuck(schedule: PipelineSchedule) -> list[Violation]:
@@ -106,10 +106,10 @@ def _find_stuck(schedule: PipelineSchedule) -> list[Violation]:
         action = row[position]
         needed = producer_of(action, schedule.stages)
         assert needed is not None, "an action that needs nothing never waits"
-        breach, says = Breach.DEADLOCK, f"waits for {needed}, "
+        breach, says = ViolationKind.DEADLOCK, f"waits for {needed}, "
         homes = [r for r, other in enumerate(schedule.ranks) if needed in other[positions[r] :]]
         if rank in homes:
-            breach, says = Breach.ORDER, f"comes before {needed}, which it needs"
+            breach, says = ViolationKind.ORDER, f"comes before {needed}, which it needs"
         elif not homes:
             says += "which no rank runs"
         else:

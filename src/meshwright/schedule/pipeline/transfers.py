@@ -27,19 +27,19 @@ def find_releases(schedule: PipelineSchedule, rank: int) -> dict[Action, list[Ac
 
     The receiver has used a send before it made what now comes from it.
     """
-    places = schedule.places
+    positions = schedule.positions
     arrivals: dict[int, list[tuple[int, Action]]] = {}
     for source in list_needed(schedule, rank):
-        at = places[_user(source, schedule)][1]
+        at = positions[_user(source, schedule)][1]
         arrivals.setdefault(schedule.rank_of(source.stage), []).append((at, source))
     releases: dict[Action, list[Action]] = {}
     for at, action in enumerate(schedule.ranks[rank]):
         peer = receiver_of(action, schedule)
         if peer is None:
             continue
-        used, later = places[_user(action, schedule)][1], arrivals.get(peer, [])
+        used, later = positions[_user(action, schedule)][1], arrivals.get(peer, [])
         for _, source in later[bisect.bisect_right(later, at, key=lambda arrival: arrival[0]) :]:
-            if places[source][1] >= used:
+            if positions[source][1] >= used:
                 releases.setdefault(source, []).append(action)
                 break
     return releases

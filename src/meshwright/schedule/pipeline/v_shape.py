@@ -7,14 +7,14 @@ from collections.abc import Iterable
 
 from meshwright.schedule.pipeline.actions import Action, Kind
 
-WHOLE = "G"
+FULL_BACKWARD = "G"
 """The letter of a step that is B with its own W directly behind it."""
 _PASSES = {f"{kind}{arm}": (kind, arm) for kind in (Kind.FORWARD, Kind.BACKWARD) for arm in (0, 1)}
 """The steps that are one pass of the lower (0) or upper (1) stage."""
-_WHOLE_PASSES = {f"{WHOLE}{arm}": f"{Kind.BACKWARD}{arm}" for arm in (0, 1)}
+_FULL_BACKWARDS = {f"{FULL_BACKWARD}{arm}": f"{Kind.BACKWARD}{arm}" for arm in (0, 1)}
 
 
-class VeeRow:
+class VShapedRow:
     """A rank's actions, each kind in the order of the micro-batches; what has run out is passed over."""
 
     def __init__(self, rank: int, pp: int, micro_batches: int) -> None:
@@ -37,8 +37,8 @@ class VeeRow:
         for step in steps:
             if step in _PASSES:
                 self._add_pass(step, self.waiting)
-            elif step in _WHOLE_PASSES:
-                self._add_pass(_WHOLE_PASSES[step], self.actions)
+            elif step in _FULL_BACKWARDS:
+                self._add_pass(_FULL_BACKWARDS[step], self.actions)
             elif self.waiting:
                 self.actions.append(self.waiting.popleft())
 

@@ -120,7 +120,7 @@ class _State:
         self.start_s: list[list[float]] = [[] for _ in schedule.ranks]
         self.end_s: list[list[float]] = [[] for _ in schedule.ranks]
         self._free_s = [0.0] * schedule.pp
-        self._arrived: dict[Key, float] = {}
+        self._h2d_done: dict[Key, float] = {}
         self._waiting: dict[Key, int] = {}
         self._sends = _send_times(schedule, borders)
 
@@ -142,7 +142,7 @@ class _State:
         million actions. A weight gradient waits for nothing: the prover saw it behind its backward pass.
         """
         row, starts, ends = self.schedule.ranks[rank], self.start_s[rank], self.end_s[rank]
-        arrived, waiting, sends, overlap = self._arrived, self._waiting, self._sends, self.overlap
+        arrived, waiting, sends, overlap = self._h2d_done, self._waiting, self._sends, self.overlap
         durations, last = self.durations, self.schedule.stages - 1
         now, called = self._free_s[rank], []
         for position in range(len(ends), len(row)):

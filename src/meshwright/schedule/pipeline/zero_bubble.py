@@ -8,7 +8,7 @@ are our own.
 from __future__ import annotations
 
 from meshwright.schedule.pipeline.actions import Action, Kind
-from meshwright.schedule.pipeline.v_shape import VeeRow
+from meshwright.schedule.pipeline.v_shape import VShapedRow
 
 Rows = tuple[tuple[Action, ...], ...]
 
@@ -52,7 +52,7 @@ def order_zbv(pp: int, micro_batches: int) -> Rows:
 
 
 def _zbv_row(rank: int, pp: int, micro_batches: int) -> tuple[Action, ...]:
-    row = VeeRow(rank, pp, micro_batches)
+    row = VShapedRow(rank, pp, micro_batches)
     row.add("F0" for _ in range(2 * (pp - rank) - 1))
     row.add(step for _ in range(rank) for step in ("F1", "F0"))
     row.add(step for _ in range(pp - rank) for step in ("F1", "B1", "W"))

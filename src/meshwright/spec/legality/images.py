@@ -74,9 +74,10 @@ def check_image_training(job: Job) -> Problem | None:
     """What is for decoders alone."""
     if not isinstance(job.model, ResNetModel):
         return None
-    if job.train.compile:
+    if job.train.block_backend != "eager":
         rule = "is for the equal blocks of a decoder; those of a ResNet differ, and each would be compiled"
-        return Problem("train-not-for-images", rule, path="train.compile", value=True, fix="Leave it out")
+        path, value = "train.block_backend", job.train.block_backend
+        return Problem("train-not-for-images", rule, path=path, value=value, fix="Leave it out")
     if job.train.optimizer == "muon":
         rule = "is for the matrices of a decoder's blocks; a ResNet's are convolutions"
         fix = "Use train.optimizer=sgd or adamw"

@@ -34,15 +34,16 @@ from meshwright.spec.legality.pipeline import (
 )
 from meshwright.spec.legality.training import (
     OPTIONAL_KEYS,
+    check_compile_backend,
     check_decay_room,
     check_fp8,
-    check_gradients,
+    check_gemm_autotune,
+    check_grad_dtype,
     check_muon_whole,
     check_nesterov,
     check_noise_scale,
     check_noise_scale_layout,
-    check_products,
-    check_residual,
+    check_residual_dtype,
     check_unused,
     unused_code,
     unused_statement,
@@ -53,7 +54,7 @@ from meshwright.spec.numbers import divisors, list_choices
 
 SET = object()
 """Stands for any value that a key is set to."""
-UNTIL_SEARCHED = frozenset(
+DEGREE_RULES = frozenset(
     f"layout-{what}"
     for what in (
         "accumulate-zero", "context-cp", "interleaved", "prefetch-zero", "schedule-pp",
@@ -95,7 +96,7 @@ def find_problems(job: Job, to_run: bool = True) -> list[Problem]:
     found: dict[str, Problem] = {}
     for rule in _BUILT_FIRST:
         problem = rule.check(job) if rule.holds_for(to_run) else None
-        if problem is not None and not (searched and problem.code in UNTIL_SEARCHED):
+        if problem is not None and not (searched and problem.code in DEGREE_RULES):
             found.setdefault(problem.path, problem)
     return list(found.values())
 
@@ -414,7 +415,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "train-not-for-images",
-        "A ResNet takes no `compile`, no `muon` and no `decay_embeddings`.",
+        "A ResNet takes no `block_backend`, no `muon` and no `decay_embeddings`.",
         check_image_training,
     ),
     Rule(
@@ -464,32 +465,33 @@ RULES: tuple[Rule, ...] = (
     _only_with(
         "train-loss-scale", Train, "train.loss_scale", "train.precision", "fp16", "the others need no scale"
     ),
-    _only_with(
-        "train-compile-backend", Train, "train.compile_backend", "train.compile", True, "nothing is compiled"
+    Rule(
+        "train-compile-backend",
+        "`compile_backend` needs `block_backend` compile or triton: eager blocks are not compiled.",
+        check_compile_backend,
     ),
     _only_with(
-        "train-weight-gradients",
+        "train-fp8-weight-grads",
         Train,
-        "train.weight_gradients",
+        "train.fp8_weight_grads",
         "train.precision",
         "fp8",
-        "elsewhere all products are of one precision",
-    ),
-    _only_with("train-kernels", Train, "train.kernels", "train.compile", True, "nothing is compiled"),
-    Rule(
-        "train-products",
-        '`products = "raced"` needs `compile = true`, our own `kernels`, and no `deterministic`.',
-        check_products,
+        "elsewhere all GEMMs have one precision",
     ),
     Rule(
-        "train-gradients",
-        '`gradients = "bf16"` needs our own `kernels` in bf16 or fp8, and `adamw` without `grad_noise`.',
-        check_gradients,
+        "train-gemm-autotune",
+        '`gemm_autotune = true` needs `block_backend = "triton"`, and no `deterministic`.',
+        check_gemm_autotune,
     ),
     Rule(
-        "train-residual",
-        '`residual = "bf16"` needs `precision` bf16 or fp8, and `compile = true`.',
-        check_residual,
+        "train-grad-dtype",
+        '`grad_dtype = "bf16"` needs `block_backend = "triton"` in bf16 or fp8, and `adamw` without `grad_noise`.',
+        check_grad_dtype,
+    ),
+    Rule(
+        "train-residual-dtype",
+        '`residual_dtype = "bf16"` needs `precision` bf16 or fp8, and `block_backend` compile or triton.',
+        check_residual_dtype,
     ),
     Rule("train-lr-base-batch", "`lr_scaling` and `lr_base_batch` come together.", _check_lr_base),
     *(Rule(unused_code(key), unused_statement(key), check_unused(key)) for key in OPTIONAL_KEYS),
@@ -516,7 +518,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "train-fp8-not-built",
-        '`precision = "fp8"` without `compile`, of experts or a ResNet, or with `pp` or `tp`.',
+        '`precision = "fp8"` with eager blocks, of experts or a ResNet, or with `pp` or `tp`.',
         check_fp8,
         built=False,
     ),

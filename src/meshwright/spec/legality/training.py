@@ -51,44 +51,58 @@ def check_nesterov(job: Job) -> Problem | None:
     return Problem("train-nesterov-momentum", rule, path="train.nesterov", value=True, fix=fix)
 
 
-def check_residual(job: Job) -> Problem | None:
+def check_compile_backend(job: Job) -> Problem | None:
+    """Only compiled blocks have a backend of torch.compile."""
+    value = job.train.compile_backend
+    if value == "inductor" or job.train.block_backend != "eager":
+        return None
+    rule = "has an effect only with train.block_backend=compile or triton: eager blocks are not compiled"
+    fix = "Set train.block_backend=compile, or leave train.compile_backend out"
+    return Problem("train-compile-backend", rule, path="train.compile_backend", value=value, fix=fix)
+
+
+def check_residual_dtype(job: Job) -> Problem | None:
     """A stream in 16 bits is for products in 16 bits; eager norms would keep it in float32 all the same."""
     train = job.train
-    if train.residual == "fp32" or (train.compile and train.precision in ("bf16", "fp8")):
+    if train.residual_dtype == "fp32" or (
+        train.block_backend != "eager" and train.precision in ("bf16", "fp8")
+    ):
         return None
     rule = "is for compiled blocks in bf16 or fp8: elsewhere each norm keeps a float32 copy of it"
-    fix = "Set train.precision=bf16 and train.compile=true, or leave train.residual out"
-    return Problem("train-residual", rule, path="train.residual", value=train.residual, fix=fix)
+    fix = "Set train.precision=bf16 and train.block_backend=compile or triton, or leave train.residual_dtype out"
+    return Problem(
+        "train-residual-dtype", rule, path="train.residual_dtype", value=train.residual_dtype, fix=fix
+    )
 
 
-def check_gradients(job: Job) -> Problem | None:
+def check_grad_dtype(job: Job) -> Problem | None:
     """Gradients in 16 bits are made by our own kernels and read by our own update."""
     train = job.train
-    if train.gradients == "fp32":
+    if train.grad_dtype == "fp32":
         return None
-    own = train.compile and train.kernels == "own" and train.precision in ("bf16", "fp8")
-    if own and train.optimizer == "adamw" and not train.grad_noise:
+    triton = train.block_backend == "triton" and train.precision in ("bf16", "fp8")
+    if triton and train.optimizer == "adamw" and not train.grad_noise:
         return None
-    rule = "is for compiled blocks of our own kernels in bf16 or fp8, and for AdamW without noise"
-    needs = "train.compile=true, train.precision=bf16 and train.optimizer=adamw"
-    fix = f"Leave train.gradients out, or set {needs}, and leave train.kernels and train.grad_noise out"
-    return Problem("train-gradients", rule, path="train.gradients", value=train.gradients, fix=fix)
+    rule = "is for Triton blocks in bf16 or fp8, and for AdamW without gradient noise"
+    needs = "train.block_backend=triton, train.precision=bf16 and train.optimizer=adamw"
+    fix = f"Leave train.grad_dtype out, or set {needs}, and leave train.grad_noise out"
+    return Problem("train-grad-dtype", rule, path="train.grad_dtype", value=train.grad_dtype, fix=fix)
 
 
-def check_products(job: Job) -> Problem | None:
+def check_gemm_autotune(job: Job) -> Problem | None:
     """A race is for products between our own kernels, and its winner may be another one the next time."""
     train = job.train
-    if train.products == "proposed":
+    if not train.gemm_autotune:
         return None
     if train.deterministic:
         rule = "may choose other algorithms than a run before, and train.deterministic=true promises the same"
-        fix = "Leave train.products or train.deterministic out"
-    elif not train.compile or train.kernels != "own":
-        rule = "is for products between our own kernels, which compiled blocks have"
-        fix = "Set train.compile=true and leave train.kernels out, or leave train.products out"
+        fix = "Leave train.gemm_autotune or train.deterministic out"
+    elif train.block_backend != "triton":
+        rule = "is for the GEMMs of Triton blocks"
+        fix = "Set train.block_backend=triton, or leave train.gemm_autotune out"
     else:
         return None
-    return Problem("train-products", rule, path="train.products", value=train.products, fix=fix)
+    return Problem("train-gemm-autotune", rule, path="train.gemm_autotune", value=True, fix=fix)
 
 
 def check_decay_room(job: Job) -> Problem | None:
@@ -120,12 +134,10 @@ def check_fp8(job: Job) -> Problem | None:
     elif layout.tp > 1:
         rule = f"multiplies whole matrices, and layout.tp={layout.tp} cuts them"
         fix += ", or leave layout.tp out"
-    elif not job.train.compile:
-        rule = (
-            "needs train.compile=true: casts that no compiler joins with what is before them cost more than "
-        )
-        rule += "the products save"
-        fix = "Set train.compile=true, or use train.precision=bf16"
+    elif job.train.block_backend == "eager":
+        rule = "needs train.block_backend=compile or triton: casts that are not fused with the op before them cost "
+        rule += "more than the GEMMs save"
+        fix = "Set train.block_backend=compile, or use train.precision=bf16"
     else:
         return None
     return Problem("train-fp8-not-built", rule, path="train.precision", value="fp8", fix=fix)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from meshwright.train.optimizers.triton_adamw import Table
+    from meshwright.train.optimizers.triton_adamw import ParameterTable
 
 SMALLEST_NORM = 1e-6
 """Added to the norm that clipping divides by, as torch does."""
@@ -30,7 +30,7 @@ def clipping_factor(norm: Tensor, most: float) -> Tensor:
     return (most / (norm + SMALLEST_NORM)).clamp(max=1.0)
 
 
-class Moved(NamedTuple):
+class ParameterUpdate(NamedTuple):
     """What a step of one parameter reads and writes."""
 
     parameter: Tensor
@@ -45,7 +45,7 @@ class Moved(NamedTuple):
     """A copy of the parameter in 16 bits, if there is one."""
 
 
-def update_parameter(moved: Moved, scalars: Tensor, betas: tuple[float, float], eps: float) -> None:
+def update_parameter(moved: ParameterUpdate, scalars: Tensor, betas: tuple[float, float], eps: float) -> None:
     """One parameter's step, in place, by torch's operations.
 
     Args:
@@ -89,11 +89,11 @@ class FusedAdamW(Optimizer):
         self._betas, self._eps = betas, eps
         self._copies = copies or {}
         parameters = {parameter for group in self.param_groups for parameter in group["params"]}
-        self.writes_copies = bool(self._copies) and self._copies.keys() <= parameters
+        self.updates_weight_copies = bool(self._copies) and self._copies.keys() <= parameters
         """Whether all copies are as new as their parameters after a step."""
         self.factor: Tensor | None = None
         """What the gradients of the next step are multiplied by, on their device; whoever clips sets it."""
-        self._table: Table | None = None
+        self._table: ParameterTable | None = None
         """On GPUs."""
 
     @torch.no_grad()
@@ -111,10 +111,12 @@ class FusedAdamW(Optimizer):
         if moved:
             self._move(moved, torch.cat(rows))
 
-    def _gather(self, parameter: nn.Parameter) -> Moved:
+    def _gather(self, parameter: nn.Parameter) -> ParameterUpdate:
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None, "it has one, or it is not moved"
-        return Moved(parameter, gradient, state["exp_avg"], state["exp_avg_sq"], self._copies.get(parameter))
+        return ParameterUpdate(
+            parameter, gradient, state["exp_avg"], state["exp_avg_sq"], self._copies.get(parameter)
+        )
 
     def _list_scalars(self, moved: list[nn.Parameter], lr: float, weight_decay: float) -> Tensor:
         """What an update reads beside its tensors: a row for each parameter, made by a few operations."""
@@ -125,7 +127,7 @@ class FusedAdamW(Optimizer):
         factors = torch.ones_like(steps) if self.factor is None else self.factor.double().expand_as(steps)
         return torch.stack((rates, corrections, kept, factors), dim=1).float()
 
-    def _move(self, moved: list[Moved], scalars: Tensor) -> None:
+    def _move(self, moved: list[ParameterUpdate], scalars: Tensor) -> None:
         if not moved[0].parameter.is_cuda:
             for each, row in zip(moved, scalars, strict=True):
                 update_parameter(each, row, self._betas, self._eps)
@@ -133,5 +135,5 @@ class FusedAdamW(Optimizer):
         from meshwright.train.optimizers import triton_adamw  # noqa: PLC0415
 
         if self._table is None:
-            self._table = triton_adamw.Table()
+            self._table = triton_adamw.ParameterTable()
         triton_adamw.move(self._table, moved, scalars, self._betas, self._eps)

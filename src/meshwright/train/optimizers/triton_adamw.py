@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.layout.optimizer_state import UPDATE_CHUNK
-from meshwright.train.optimizers.adamw import Moved
+from meshwright.train.optimizers.adamw import ParameterUpdate
 
 WARPS = 4
 """How many share a chunk."""
@@ -39,7 +39,7 @@ Place = tuple[tuple[int, ...], torch.dtype, torch.dtype | None]
 """Of a parameter: its row of the table, and what types its gradient and its copy have."""
 
 
-class Table:
+class ParameterTable:
     """Where parameters lie; on the device, and there again only if something has moved."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Table:
         self.chunks: dict[Kind, Tensor]
         """By kind, of each chunk the number of the parameter and its own."""
 
-    def update(self, moved: Sequence[Moved]) -> Tensor:
+    def update(self, moved: Sequence[ParameterUpdate]) -> Tensor:
         """The table of these parameters."""
         places = [_place_of(each) for each in moved]
         if places == self._places:
@@ -64,7 +64,7 @@ class Table:
         return self._on_device
 
 
-def _place_of(moved: Moved) -> Place:
+def _place_of(moved: ParameterUpdate) -> Place:
     row = *(0 if tensor is None else tensor.data_ptr() for tensor in moved), moved.parameter.numel()
     return row, moved.gradient.dtype, None if moved.low is None else moved.low.dtype
 
@@ -136,7 +136,11 @@ def _adamw(
 
 
 def move(
-    table: Table, moved: Sequence[Moved], scalars: Tensor, betas: tuple[float, float], eps: float
+    table: ParameterTable,
+    moved: Sequence[ParameterUpdate],
+    scalars: Tensor,
+    betas: tuple[float, float],
+    eps: float,
 ) -> None:
     """A step of parameters on one device, in place.
 

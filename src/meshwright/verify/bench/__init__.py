@@ -1,1 +1,1 @@
-"""Benchmarks that run the real thing: the launcher's processes, the session, the plan."""
+"""Benchmarks that run the real thing: the launcher's processes, the trainer, the plan."""

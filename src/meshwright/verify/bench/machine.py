@@ -21,29 +21,29 @@ import torch
 from torch import Tensor
 
 from meshwright.core.events import EventWriter
-from meshwright.data.dataset import Rows
+from meshwright.data.dataset import SampleBatch
 from meshwright.launch.assignment import Assignment
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.measure.elapsed import count_calls, elapsed_s
-from meshwright.models.attention import mix_causally, prefer_fast_attention
+from meshwright.models.attention import causal_attention, prefer_fast_attention
 from meshwright.models.decoder import Decoder, build_rope
-from meshwright.models.dtypes import LOW_PRECISION, STREAMS
+from meshwright.models.dtypes import AUTOCAST_DTYPES, RESIDUAL_DTYPES
 from meshwright.models.kernels import fused as kernels
-from meshwright.models.linear import weight_gradient
-from meshwright.models.triton_block import Matrix
-from meshwright.parallel.mesh import join_ranks, leave_ranks
+from meshwright.models.linear import weight_grad
+from meshwright.models.triton_block import LinearGemms
+from meshwright.parallel.mesh import destroy_mesh, init_mesh
 from meshwright.plan.contract import Plan
-from meshwright.spec.execution import fuses_update, keeps_copies
+from meshwright.spec.execution import uses_bf16_weight_copies, uses_fused_adamw
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
-from meshwright.train.loop import Meter, take_step
+from meshwright.train.loop import ThroughputMeter, audited_step
 from meshwright.train.optimizer import build_optimizer
-from meshwright.train.trainer import Session, build_session
-from meshwright.verify.dry_run import BlankDataset
+from meshwright.train.trainer import Trainer, build_trainer
+from meshwright.verify.dry_run import ZeroDataset
 
-FEWEST = 3
+MIN_CALLS = 3
 """Calls of an operation, however long it takes."""
-MOST = 1000
+MAX_CALLS = 1000
 WARM_UP = 2
 WARM_UP_STEPS = 3
 ADAMW_BYTES = 28
@@ -59,15 +59,15 @@ def time_call(device: torch.device, call: Callable[[], object], seconds: float) 
     if device.type != "cuda":
         return _quartile_s(call, seconds)
     torch.cuda.synchronize(device)
-    one_s = elapsed_s(call, FEWEST)
-    return elapsed_s(call, min(MOST, count_calls(seconds, one_s, FEWEST)))
+    one_s = elapsed_s(call, MIN_CALLS)
+    return elapsed_s(call, min(MAX_CALLS, count_calls(seconds, one_s, MIN_CALLS)))
 
 
 def _quartile_s(call: Callable[[], object], seconds: float) -> float:
     """The time that a quarter of the calls stay below: other processes make calls longer, never shorter."""
     times: list[float] = []
     deadline = time.perf_counter() + seconds
-    while len(times) < FEWEST or (time.perf_counter() < deadline and len(times) < MOST):
+    while len(times) < MIN_CALLS or (time.perf_counter() < deadline and len(times) < MAX_CALLS):
         started = time.process_time()
         call()
         times.append(time.process_time() - started)
@@ -89,7 +89,7 @@ def time_linear(
     x = torch.randn(rows, depth, device=device).to(dtype)
     grad = torch.randn(rows, columns, device=device).to(dtype)
     weight = torch.randn(columns, depth, device=device).mul_(depth**-0.5).to(dtype)
-    exact = weight_gradient if dtype != torch.float32 else lambda grad, x: torch.mm(grad.T, x)
+    exact = weight_grad if dtype != torch.float32 else lambda grad, x: torch.mm(grad.T, x)
     return (
         time_call(device, lambda: torch.mm(x, weight.T), seconds),
         time_call(device, lambda: torch.mm(grad, weight), seconds),
@@ -97,7 +97,7 @@ def time_linear(
     )
 
 
-def time_scaled(
+def time_fp8_linear(
     device: torch.device, sizes: tuple[int, int, int], seconds: float
 ) -> tuple[float, float, float]:
     """The same of a product in 8 bits, with the casts that a step does for it; its input is cast already.
@@ -111,20 +111,20 @@ def time_scaled(
     x = torch.randn(rows, depth, device=device).bfloat16()
     grad = torch.randn(rows, columns, device=device).bfloat16()
     weight = torch.randn(columns, depth, device=device).mul_(depth**-0.5).bfloat16()
-    matrix = Matrix(weight, scaled=True, gradient_scaled=True, rows=(columns,))
+    gemms = LinearGemms(weight, uses_fp8=True, uses_fp8_weight_grad=True, rows=(columns,))
     cast = kernels.cast_rows(x)
     return (
-        time_call(device, lambda: matrix.multiply(cast), seconds),
-        time_call(device, lambda: matrix.multiply_back(grad), seconds),
-        time_call(device, lambda: matrix.gradients(grad, x), seconds),
+        time_call(device, lambda: gemms.forward(cast), seconds),
+        time_call(device, lambda: gemms.input_grad(grad), seconds),
+        time_call(device, lambda: gemms.weight_grads(grad, x), seconds),
     )
 
 
-def time_own_kernels(device: torch.device, job: Job, seconds: float) -> float:
+def time_triton_kernels(device: torch.device, job: Job, seconds: float) -> float:
     """What our kernels take for both passes of a job's block, with selective recomputation."""
     model, batch, length = job.model, job.layout.micro_batch or 1, job.data.seq_len
     assert isinstance(model, DecoderModel), "decoders are probed"
-    width, low, stream = model.hidden_size, torch.bfloat16, STREAMS[job.train.residual]
+    width, low, stream = model.hidden_size, torch.bfloat16, RESIDUAL_DTYPES[job.train.residual_dtype]
     parts = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
 
     def draw(*shape: int, dtype: torch.dtype = low) -> Tensor:
@@ -139,13 +139,13 @@ def time_own_kernels(device: torch.device, job: Job, seconds: float) -> float:
 
     def run() -> None:
         for _ in range(2):
-            total, _, inverse = kernels.add_norm(x, delta, weight, model.norm_eps, low)
-        kernels.turn_heads(heads[:, : parts[0] + parts[1]], *rope)
-        kernels.gate(both, low)
-        kernels.gate_backward(both, grad)
+            total, _, inverse = kernels.add_rms_norm(x, delta, weight, model.norm_eps, low)
+        kernels.rotate_heads(heads[:, : parts[0] + parts[1]], *rope)
+        kernels.swiglu(both, low)
+        kernels.swiglu_backward(both, grad)
         for _ in range(2):
-            kernels.norm_backward(delta, total, inverse, weight, x)
-        kernels.turn_back(q, k, v, *rope)
+            kernels.rms_norm_backward(delta, total, inverse, weight, x)
+        kernels.rope_backward(q, k, v, *rope)
 
     return time_call(device, run, seconds)
 
@@ -177,11 +177,11 @@ def time_attention(
     grad = torch.randn(batch, length, asked, size, device=device).to(dtype).transpose(1, 2)
 
     def both() -> object:
-        return torch.autograd.grad(mix_causally(q, k, v, None), (q, k, v), grad)
+        return torch.autograd.grad(causal_attention(q, k, v, None), (q, k, v), grad)
 
     with prefer_fast_attention(device.type):
         with torch.no_grad():
-            forward_s = time_call(device, lambda: mix_causally(q, k, v, None), seconds)
+            forward_s = time_call(device, lambda: causal_attention(q, k, v, None), seconds)
         return forward_s, max(time_call(device, both, seconds) - forward_s, 0.1 * forward_s)
 
 
@@ -197,9 +197,9 @@ def measure_adamw(device: torch.device, job: Job, elements: int, seconds: float)
     moved = torch.nn.Linear(elements // UPDATED_ROWS, UPDATED_ROWS, bias=False, device=device)
     (weight,) = moved.parameters()
     weight.grad = torch.randn_like(weight)
-    low = LOW_PRECISION.get(job.train.precision)
-    copies = {} if low is None or not keeps_copies(job) else {weight: weight.detach().to(low)}
-    optimizer = build_optimizer(moved, job.train, copies, fuses_update(job))
+    low = AUTOCAST_DTYPES.get(job.train.precision)
+    copies = {} if low is None or not uses_bf16_weight_copies(job) else {weight: weight.detach().to(low)}
+    optimizer = build_optimizer(moved, job.train, copies, uses_fused_adamw(job))
     each = ADAMW_BYTES + sum(copy.element_size() for copy in copies.values())
     return each * elements / time_call(device, optimizer.step, seconds)
 
@@ -216,7 +216,7 @@ def count_multiprocessors(device: torch.device) -> int:
 
 
 @dataclass(frozen=True)
-class RealSteps:
+class StepTimings:
     """What a few steps of a small model took."""
 
     step_s: float
@@ -227,54 +227,54 @@ class RealSteps:
     """Host time for both passes of a block, on a GPU, which goes on meanwhile."""
 
 
-def time_steps(plan: Plan) -> RealSteps:
+def time_steps(plan: Plan) -> StepTimings:
     """Take ``train.steps`` steps of a plan for one process in this one; the first three are not counted."""
     try:
         return _time_steps(plan)
     finally:
-        _let_go()
+        _release_memory()
 
 
-def _time_steps(plan: Plan) -> RealSteps:
+def _time_steps(plan: Plan) -> StepTimings:
     counter, events = CollectiveCounter(), EventWriter(Path(os.devnull), 0, 0)
     nowhere = Assignment(os.devnull, os.devnull, os.devnull)
-    ranks = join_ranks(plan.job, counter, rank=0)
+    mesh = init_mesh(plan.job, counter, rank=0)
     try:
-        words = RandomWords(plan.job)
-        session = build_session(plan, nowhere, ranks, counter, events, open_split=lambda _: words)
-        meter, times, device = Meter(session), [], ranks.device
+        words = RandomTokens(plan.job)
+        trainer = build_trainer(plan, nowhere, mesh, counter, events, open_split=lambda _: words)
+        meter, times, device = ThroughputMeter(trainer), [], mesh.device
         on_gpu = device.type == "cuda"
         clock = time.perf_counter if on_gpu else time.process_time
         for number in range(plan.job.train.steps):
             if number == WARM_UP_STEPS and on_gpu:
                 torch.cuda.reset_peak_memory_stats(device)
             started = clock()
-            take_step(session, meter, audited=False)
+            audited_step(trainer, meter, audited=False)
             _wait(device)
             times.append(clock() - started)
         step_s = statistics.median(times[WARM_UP_STEPS:])
         if not on_gpu:
-            return RealSteps(step_s, None, None)
-        return RealSteps(step_s, torch.cuda.max_memory_allocated(device), issue_block_s(session))
+            return StepTimings(step_s, None, None)
+        return StepTimings(step_s, torch.cuda.max_memory_allocated(device), time_block_launch(trainer))
     finally:
-        leave_ranks(ranks)
+        destroy_mesh(mesh)
         events.close()
 
 
-def issue_block_s(session: Session) -> float:
+def time_block_launch(trainer: Trainer) -> float:
     """How long the host is busy with both passes of one block, of all that it queues one behind the other."""
-    model, device, job = session.model, session.ranks.device, session.job
+    model, device, job = trainer.model, trainer.mesh.device, trainer.job
     assert isinstance(model, Decoder), "decoders are probed"
     blocks, length = list(model.list_blocks()), job.data.seq_len
     shape = (job.layout.micro_batch or 1, length, blocks[0].attention.wo.out_features)
-    x = torch.randn(shape, device=device).to(model.stream).requires_grad_()
+    x = torch.randn(shape, device=device).to(model.residual_dtype).requires_grad_()
     rope, times = (model.rope_cos[:length], model.rope_sin[:length]), []
     for _ in range(WARM_UP + 5):
-        session.owned.drop_gradients()  # or they would add up
+        trainer.sharded_state.zero_grads()  # or they would add up
         x.grad = None  # likewise
         _wait(device)
         started = time.perf_counter()
-        with session.precision.products():
+        with trainer.amp.autocast():
             if model.fused is None:
                 out = x
                 for block in blocks:
@@ -293,14 +293,14 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _let_go() -> None:
+def _release_memory() -> None:
     """Give back what the steps held, so that the next ones find room."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-class RandomWords(BlankDataset):
+class RandomTokens(ZeroDataset):
     """As many samples as all steps want, of random words; every position is a target."""
 
     def __init__(self, job: Job) -> None:
@@ -309,11 +309,11 @@ class RandomWords(BlankDataset):
         assert isinstance(job.model, DecoderModel), "decoders are probed"
         self._words = job.model.vocab_size
 
-    def read(self, indices: npt.ArrayLike) -> Rows:
+    def read(self, indices: npt.ArrayLike) -> SampleBatch:
         """Drawn, the same each time."""
         shape = (np.size(indices), self.seq_len)
         drawn = np.random.default_rng(0).integers(0, self._words, shape)
-        return Rows(drawn, drawn, None)
+        return SampleBatch(drawn, drawn, None)
 
     def count_targets(self, indices: npt.ArrayLike) -> int:
         """Every position."""

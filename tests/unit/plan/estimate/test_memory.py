@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshwright.layout.parameters import count_parameters
-from meshwright.plan.estimate.memory import BESIDE, LINES, estimate_memory
+from meshwright.plan.estimate.memory import EXCLUDED_LINES, LINES, estimate_memory
 from meshwright.plan.estimate.profiles import PROFILES
 from meshwright.plan.estimate.state import STATE_LINES
 
@@ -193,7 +193,7 @@ def test_uneven_experts_need_more_and_a_capacity_bounds_them(make_workload, make
 
 def test_ways_of_counting_leave_out_what_they_do_not_see(make_workload, random_grid):
     estimate = estimate_memory(make_workload(), random_grid)
-    counted = {kind: estimate.counted_as(kind) for kind in BESIDE}
+    counted = {kind: estimate.counted_as(kind) for kind in EXCLUDED_LINES}
     assert (counted["formula"] < counted["allocated"]).all()
     assert (counted["allocated"] < counted["reserved"]).all()
     assert (counted["reserved"] < counted["device"]).all()

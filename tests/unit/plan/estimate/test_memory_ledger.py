@@ -14,7 +14,7 @@ from meshwright.plan.estimate.memory import estimate_memory
 from meshwright.plan.estimate.memory_report import estimate_ledgers
 from meshwright.plan.estimate.profiles import PROFILES
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.memory.compiled import count_copied, is_compiled
+from meshwright.plan.memory.compiled import count_copied_weights, is_compiled
 from meshwright.plan.memory.ledger import predict_ledger
 from meshwright.spec.layout import Layout
 from meshwright.spec.load import build_job
@@ -43,10 +43,11 @@ MODELS = {
 
 
 @pytest.mark.parametrize(
-    ("model", "kernels"), [("llama-1b", "own"), ("llama-1b", "compiled"), ("gpt", "own"), ("small", "own")]
+    ("model", "backend"),
+    [("llama-1b", "triton"), ("llama-1b", "compile"), ("gpt", "triton"), ("small", "triton")],
 )
 @pytest.mark.parametrize("residual", ["fp32", "bf16"])
-def test_compiled_steps_have_their_ledger_in_a_search_too(model, kernels, residual):
+def test_compiled_steps_have_their_ledger_in_a_search_too(model, backend, residual):
     """All recomputations, replicas and micro-batches in one grid, beside layouts counted as before."""
     job = build_job(
         {
@@ -54,8 +55,8 @@ def test_compiled_steps_have_their_ledger_in_a_search_too(model, kernels, residu
             "model": MODELS[model],
             "cluster": {"preset": "h200-sxm"},
             "data": {"path": "text", "seq_len": 2048},
-            "train": {"steps": 2, "global_batch": 8, "precision": "bf16", "residual": residual}
-            | {"compile": True, "kernels": kernels},
+            "train": {"steps": 2, "global_batch": 8, "precision": "bf16", "residual_dtype": residual}
+            | {"block_backend": backend},
         }
     )
     layouts = [
@@ -75,17 +76,27 @@ def test_compiled_steps_have_their_ledger_in_a_search_too(model, kernels, residu
             share = 8 // (layout.dp_replicate * layout.dp_shard * layout.micro_batch)
             exact = predict_ledger(placed, layout.micro_batch, share).peak_bytes
             assert allocated == pytest.approx(exact, rel=WITHIN)
-    eager = dataclasses.replace(job, train=dataclasses.replace(job.train, compile=False, residual="fp32"))
+    eager = dataclasses.replace(
+        job, train=dataclasses.replace(job.train, block_backend="eager", residual_dtype="fp32")
+    )
     rest = [place for place, layout in enumerate(layouts) if layout.zero == 3]
     before = estimate_memory(Workload.of(eager), Grid.of([*layouts, split])).counted_as("allocated")
     assert found[rest] == pytest.approx(before[rest])
-    assert found[-1] - before[-1] == pytest.approx(count_copied(job.model) * 2 / 2), "half of the copies"
+    assert found[-1] - before[-1] == pytest.approx(count_copied_weights(job.model) * 2 / 2), (
+        "half of the copies"
+    )
 
 
-@pytest.mark.parametrize("seq_len", [64, 2048], ids=["gradients at the peak", "the loss at the peak"])
+@pytest.mark.parametrize("seq_len", [64, 2048], ids=["gradients at peak", "the loss at the peak"])
 def test_gradients_in_16_bits_are_estimated_as_the_ledger_has_them(seq_len):
     """In one process with one micro-batch; beside it layouts that add up, which keep float32."""
-    train = {"steps": 2, "global_batch": 8, "precision": "bf16", "compile": True, "gradients": "bf16"}
+    train = {
+        "steps": 2,
+        "global_batch": 8,
+        "precision": "bf16",
+        "block_backend": "triton",
+        "grad_dtype": "bf16",
+    }
     job = build_job(
         {
             "name": "narrow",
@@ -107,7 +118,7 @@ def test_gradients_in_16_bits_are_estimated_as_the_ledger_has_them(seq_len):
         assert estimate.between_bytes[number] == pytest.approx(sum(exact.state_bytes.values()), rel=WITHIN)
     assert states[0] < states[1] == states[2] == states[3]
     kept = Grid.of([Layout("given", micro_batch=8, offload="optimizer")])
-    wide = dataclasses.replace(job, train=dataclasses.replace(job.train, gradients="fp32"))
+    wide = dataclasses.replace(job, train=dataclasses.replace(job.train, grad_dtype="fp32"))
     found, wanted = (estimate_memory(Workload.of(which), kept) for which in (job, wide))
     assert (found.peak_bytes, found.between_bytes) == (wanted.peak_bytes, wanted.between_bytes)
 

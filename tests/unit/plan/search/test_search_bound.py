@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshwright.plan.estimate.grid import SCHEDULES, Grid
-from meshwright.plan.search.bound import count_pending
+from meshwright.plan.search.memory_bound import count_pending
 from meshwright.schedule.pipeline.actions import Kind
 from meshwright.schedule.pipeline.build import build_schedule
 from meshwright.spec.layout import Layout

@@ -12,24 +12,27 @@ import pytest
 
 from meshwright.plan.estimate.grid import CONTEXTS, RECOMPUTES
 from meshwright.plan.predict import predict
-from meshwright.plan.search.enumerate import (
-    Space,
+from meshwright.plan.search.find import find_layouts
+from meshwright.plan.search.runtimes import RUNTIME_SUPPORT, RuntimeSupport, runtime_support
+from meshwright.plan.search.space import (
+    LayoutSpace,
     micro_batch_choices,
     pinned_keys,
     virtual_stage_choices,
     world_sizes,
 )
-from meshwright.plan.search.find import find_layouts
-from meshwright.plan.search.runtimes import REACHES, Reach, reach_of
 from meshwright.spec.job import Runtime
 from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.legality.table import find_problems, with_layout
 from meshwright.spec.numbers import divisors
 
 
-def layouts_of(space: Space, size: int = 1 << 14) -> list[Layout]:
+def layouts_of(space: LayoutSpace, size: int = 1 << 14) -> list[Layout]:
     return [
-        grid.layout(n) for chunk in space.chunks(size) for grid in [chunk.grow()] for n in range(len(grid))
+        grid.layout(n)
+        for chunk in space.chunks(size)
+        for grid in [chunk.expand_schedules()]
+        for n in range(len(grid))
     ]
 
 
@@ -48,7 +51,7 @@ def brute_force(job, world: int):
         experts = divisors(dp_shard * cp * tp) if job.model.num_experts else [1]
         schedules = [("1f1b", 1)]
         if pp > 1:
-            schedules = [(name, v) for name in Reach().schedules for v in range(1, layers + 1)]
+            schedules = [(name, v) for name in RuntimeSupport().schedules for v in range(1, layers + 1)]
         for ep, etp, zero, sp, (schedule, stages), context, micro, recompute in itertools.product(
             experts,
             experts,
@@ -77,7 +80,7 @@ def brute_force(job, world: int):
 @pytest.mark.parametrize(("kind", "world"), [("dense", 4), ("dense", 6), ("experts", 2), ("latent", 4)])
 def test_the_space_is_exactly_what_the_table_allows(make_job, kind, world):
     job = make_job(kind, cluster={"devices_per_node": world}, train={"global_batch": 4})
-    found = layouts_of(Space(job, world))
+    found = layouts_of(LayoutSpace(job, world))
     assert len(found) == len(set(found)), "no layout twice"
     assert set(found) == set(brute_force(job, world))
 
@@ -87,9 +90,9 @@ def test_samples_of_large_spaces_are_legal(make_job, kind):
     job = make_job(kind, cluster={"nodes": 12}, data={"seq_len": 2048}, train={"global_batch": 96})
     dice = random.Random(kind)
     for world in (96, 24, 1):
-        chunks = list(itertools.islice(Space(job, world).chunks(), 12))
+        chunks = list(itertools.islice(LayoutSpace(job, world).chunks(), 12))
         for chunk in dice.sample(chunks, min(4, len(chunks))):
-            grid = chunk.grow()
+            grid = chunk.expand_schedules()
             for place in dice.sample(range(len(grid)), min(20, len(grid))):
                 layout = grid.layout(place)
                 assert layout.world_size == world
@@ -97,12 +100,12 @@ def test_samples_of_large_spaces_are_legal(make_job, kind):
 
 
 def test_counts_are_known_before_anything_is_made(make_job):
-    space = Space(make_job("experts", cluster={"nodes": 2}), 16)
+    space = LayoutSpace(make_job("experts", cluster={"nodes": 2}), 16)
     for size in (64, 1 << 14):
         chunks = list(space.chunks(size))
-        assert sum(len(chunk.grow()) for chunk in chunks) == len(space)
-        assert all(chunk.sizes.sum() == len(chunk.grow()) for chunk in chunks)
-        assert all(len(chunk.least()) == len(chunk.sizes) for chunk in chunks)
+        assert sum(len(chunk.expand_schedules()) for chunk in chunks) == len(space)
+        assert all(chunk.sizes.sum() == len(chunk.expand_schedules()) for chunk in chunks)
+        assert all(len(chunk.with_1f1b()) == len(chunk.sizes) for chunk in chunks)
     assert space.illegal > 0
 
 
@@ -125,7 +128,7 @@ def test_counts_are_known_before_anything_is_made(make_job):
 )
 def test_keys_that_were_given_keep_their_value_and_stay_legal(make_job, pins):
     job = make_job("dense")
-    found = layouts_of(Space(job, 8, pins))
+    found = layouts_of(LayoutSpace(job, 8, pins))
     assert found
     for layout in found:
         assert all(getattr(layout, key) == value for key, value in pins.items())
@@ -159,7 +162,7 @@ def test_even_parts_of_the_cluster_are_tried(make_job):
 
 def test_offloading_is_only_in_a_space_that_asks_for_it(make_job):
     job = make_job("dense")
-    plain, away = Space(job, 8), Space(job, 8, offloads=("optimizer", "all"))
+    plain, away = LayoutSpace(job, 8), LayoutSpace(job, 8, offloads=("optimizer", "all"))
     assert {layout.offload for layout in layouts_of(plain)} == {"none"}
     assert {layout.offload for layout in layouts_of(away)} == {"optimizer", "all"}
     assert len(away) == 2 * len(plain)
@@ -168,14 +171,14 @@ def test_offloading_is_only_in_a_space_that_asks_for_it(make_job):
 def test_more_data_ranks_than_samples_are_legal_and_there(make_job):
     """The rest of the ranks run zero-weight samples; it is slow, and not forbidden."""
     job = make_job("dense", train={"global_batch": 2})
-    assert any(layout.data_degree == 8 for layout in layouts_of(Space(job, 8)))
+    assert any(layout.data_degree == 8 for layout in layouts_of(LayoutSpace(job, 8)))
 
 
 def test_columns_survive_the_way_to_layouts_and_back(make_job):
     from meshwright.plan.estimate.grid import Grid
 
-    chunk = next(iter(Space(make_job("experts"), 8).chunks()))
-    grid = chunk.grow()
+    chunk = next(iter(LayoutSpace(make_job("experts"), 8).chunks()))
+    grid = chunk.expand_schedules()
     again = Grid.of([grid.layout(n) for n in range(0, len(grid), 97)])
     for field in dataclasses.fields(grid):
         assert np.array_equal(getattr(grid, field.name)[::97], getattr(again, field.name)), field.name
@@ -184,14 +187,14 @@ def test_columns_survive_the_way_to_layouts_and_back(make_job):
 @pytest.mark.parametrize("runtime", get_args(Runtime))
 def test_the_search_for_a_framework_stays_within_what_it_knows(make_job, runtime):
     job = make_job("dense", train={"runtime": runtime})
-    found = layouts_of(Space(job, 8))
-    reach = reach_of(job)
-    assert any(runtime.startswith(name) for name in REACHES), "every runtime is listed"
+    found = layouts_of(LayoutSpace(job, 8))
+    reach = runtime_support(job)
+    assert any(runtime.startswith(name) for name in RUNTIME_SUPPORT), "every runtime is listed"
     assert {layout.zero for layout in found} == set(reach.zeros)
     assert {layout.schedule for layout in found if layout.pp > 1} == set(reach.schedules)
     used = {axis for layout in found for axis in AXES if getattr(layout, axis) > 1}
     assert used == set(AXES) & set(reach.axes)
-    assert layouts_of(Space(job, 8, {"schedule": "gpipe", "zero": 2, "pp": 2})), (
+    assert layouts_of(LayoutSpace(job, 8, {"schedule": "gpipe", "zero": 2, "pp": 2})), (
         "what is named is not bound by it"
     )
 
@@ -199,9 +202,9 @@ def test_the_search_for_a_framework_stays_within_what_it_knows(make_job, runtime
 @pytest.mark.parametrize("runtime", get_args(Runtime))
 def test_experts_are_spread_where_the_framework_can(make_job, runtime):
     job = make_job("experts", train={"runtime": runtime})
-    found = layouts_of(Space(job, 4))
+    found = layouts_of(LayoutSpace(job, 4))
     assert {axis for layout in found for axis in ("ep", "etp") if getattr(layout, axis) > 1} == {
-        axis for axis in ("ep", "etp") if axis in reach_of(job).axes
+        axis for axis in ("ep", "etp") if axis in runtime_support(job).axes
     }
 
 
@@ -221,7 +224,7 @@ def test_sequence_parallel_is_not_slower_nor_more_needy_than_without(make_job, k
     seq_len = 2048 if kind == "llama3-8b" else 64
     job = make_job(kind, train={"precision": precision, "global_batch": 16}, data={"seq_len": seq_len})
     dice, seen = random.Random(f"{kind} {precision}"), 0
-    layouts = [layout for layout in layouts_of(Space(job, 8)) if layout.sequence_parallel]
+    layouts = [layout for layout in layouts_of(LayoutSpace(job, 8)) if layout.sequence_parallel]
     for layout in dice.sample(layouts, 40):
         if find_problems(with_layout(job, layout)):
             continue
@@ -249,13 +252,13 @@ def test_no_layout_without_sequence_parallel_would_be_recommended(make_job, kind
 
 def test_sequence_parallel_off_is_searched_where_it_is_named(make_job):
     job = make_job("dense")
-    assert all(layout.sequence_parallel for layout in layouts_of(Space(job, 8)) if layout.tp > 1)
-    named = layouts_of(Space(job, 8, {"sequence_parallel": False, "tp": 2}))
+    assert all(layout.sequence_parallel for layout in layouts_of(LayoutSpace(job, 8)) if layout.tp > 1)
+    named = layouts_of(LayoutSpace(job, 8, {"sequence_parallel": False, "tp": 2}))
     assert named
     assert not any(layout.sequence_parallel for layout in named)
 
 
 def test_experts_are_split_as_all_matrices_are_or_as_named(make_job):
     job = make_job("experts")
-    assert {layout.etp for layout in layouts_of(Space(job, 4, {"tp": 4}))} == {1, 4}
-    assert {layout.etp for layout in layouts_of(Space(job, 4, {"tp": 4, "etp": 2}))} == {2}
+    assert {layout.etp for layout in layouts_of(LayoutSpace(job, 4, {"tp": 4}))} == {1, 4}
+    assert {layout.etp for layout in layouts_of(LayoutSpace(job, 4, {"tp": 4, "etp": 2}))} == {2}

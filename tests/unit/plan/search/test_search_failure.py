@@ -10,7 +10,7 @@ import pytest
 from meshwright.core.errors import UserError
 from meshwright.plan.contract import build_plan
 from meshwright.plan.predict import predict
-from meshwright.plan.search.failure import explain_failure, nothing_fits, remedies_for_search
+from meshwright.plan.search.failure import nothing_fits_error, search_error, suggest_changes
 from meshwright.plan.search.find import find_layouts
 from meshwright.plan.search.planner import search_job
 from meshwright.spec.layout import Layout
@@ -69,7 +69,7 @@ def test_keys_that_are_let_go_and_more_nodes_are_tried(make_job):
     job = make_job("llama3-8b", cluster={"memory_bytes": 12 * GB})
     pins = {"micro_batch": 8, "offload": "none"}
     assert find_layouts(job, pins, 1).best == []
-    remedies = remedies_for_search(job, pins)
+    remedies = suggest_changes(job, pins)
     assert remedies
     assert any("to the planner" in remedy or "cluster.nodes=" in remedy for remedy in remedies)
     assert all(re.search(r": [\d.]+ GB per device\)$", remedy) for remedy in remedies)
@@ -80,7 +80,7 @@ def test_a_remedy_of_a_search_is_one(make_job):
     job = make_job(
         "llama3-70b", cluster={"devices_per_node": 8, "host_memory_bytes": GB}, data={"seq_len": 4096}
     )
-    remedies = remedies_for_search(job, {"offload": "none"})
+    remedies = suggest_changes(job, {"offload": "none"})
     assert remedies
     for remedy in remedies:
         words = re.match(r"Use (\S+?=\d+)", remedy)
@@ -92,7 +92,7 @@ def test_a_remedy_of_a_search_is_one(make_job):
 def test_keys_that_leave_no_legal_layout_are_named(make_job):
     job = make_job("dense")
     pins = {"tp": 3, "dp_shard": 2}
-    error = explain_failure(job, pins, find_layouts(job, pins, 1))
+    error = search_error(job, pins, find_layouts(job, pins, 1))
     (problem,) = error.problems
     assert problem.code == "plan-no-layout"
     assert str(problem).startswith("layout.tp=3 layout.dp_shard=2 leave no legal layout on 8 devices")
@@ -103,7 +103,7 @@ def test_a_search_that_ended_at_its_time_limit_says_so(make_job):
     """What fits may not have been seen."""
     job = make_job("llama3-8b", cluster={"memory_bytes": GB})
     closest = predict(job, Layout("given", dp_shard=8, zero=3, micro_batch=1))
-    early, whole = (str(nothing_fits(closest, [], stopped)) for stopped in (True, False))
+    early, whole = (str(nothing_fits_error(closest, [], stopped)) for stopped in (True, False))
     assert "the search ended at its time limit" in early
     assert "time limit" not in whole
 
@@ -112,7 +112,7 @@ def test_host_memory_that_is_missing_is_said_to_be(make_job):
     job = make_job("llama3-8b", cluster={"memory_bytes": 200 * GB, "host_memory_bytes": 10 * GB})
     layout = Layout("given", dp_replicate=2, micro_batch=1, offload="optimizer")
     found = predict(dataclasses.replace(job, layout=layout), layout)
-    (problem,) = nothing_fits(found, []).problems
+    (problem,) = nothing_fits_error(found, []).problems
     assert "offloaded state needs" in str(problem)
     assert "more than cluster.host_memory_bytes" in str(problem)
     assert "more than usable" not in str(problem)

@@ -11,19 +11,19 @@ from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.memory.fit import usable_bytes
 from meshwright.plan.predict import predict
-from meshwright.plan.search.bound import Ends, PeakBound
-from meshwright.plan.search.enumerate import Space, world_sizes
 from meshwright.plan.search.find import (
     SHORTLIST,
-    SIMPLER,
-    Ranked,
+    SIMPLICITY_MARGIN,
+    RankedLayouts,
     complexity,
     find_layouts,
-    objective,
     order_best,
+    rank_values,
     score,
 )
-from meshwright.plan.search.floors import products_s, schedules_floor_s
+from meshwright.plan.search.memory_bound import EndCosts, PeakBound
+from meshwright.plan.search.space import LayoutSpace, world_sizes
+from meshwright.plan.search.time_bound import gemm_floor_s, schedule_floor_s
 from meshwright.plan.time.engine import estimate_step
 from meshwright.plan.time.step import StepTime
 from meshwright.spec.layout import Layout
@@ -47,15 +47,15 @@ def price_everything(job, by):
     scores, count = [], 0
     offloads = ("none", "optimizer", "all") if by == "memory" else ("none",)
     for world in world_sizes(job):
-        for chunk in Space(job, world, offloads=offloads).chunks():
-            grid = chunk.grow()
+        for chunk in LayoutSpace(job, world, offloads=offloads).chunks():
+            grid = chunk.expand_schedules()
             step = estimate_step(workload, grid)
-            needed = bound.needed_bytes(grid, Ends.of(step))
+            needed = bound.needed_bytes(grid, EndCosts.of(step))
             fits = needed <= usable_bytes(job.cluster)
             fits &= bound.host_bytes(grid) <= (job.cluster.host_memory_bytes or np.inf)
             runs = np.array([not find_problems(with_layout(job, grid.layout(n))) for n in range(len(grid))])
             kept = np.flatnonzero(fits & runs)
-            scores.append(objective(by, Ranked(grid.take(kept), step.step_s[kept], needed[kept])))
+            scores.append(rank_values(by, RankedLayouts(grid.take(kept), step.step_s[kept], needed[kept])))
             count += len(grid)
     return np.sort(np.concatenate(scores)), count
 
@@ -65,9 +65,9 @@ def price_everything(job, by):
 def test_the_shortlist_is_that_of_pricing_everything(make_job, kind, by):
     """No bound of time or memory takes a layout away that belongs on it, and every layout is counted once."""
     job = make_job(kind, **LARGE.get(kind, {"cluster": {"devices_per_node": 4}}))
-    found = find_layouts(job, {"offload": "none"} if by != "memory" else {}, top=4, by=by)
+    found = find_layouts(job, {"offload": "none"} if by != "memory" else {}, top=4, objective=by)
     expected, count = price_everything(job, by)
-    kept = objective(by, found.shortlist)
+    kept = rank_values(by, found.shortlist)
     assert len(kept) == min(SHORTLIST, len(expected))
     assert kept == pytest.approx(expected[: len(kept)], rel=1e-8)
     assert found.evaluated + found.pruned == count, "each layout is priced or ruled out"
@@ -81,14 +81,14 @@ def test_the_recommended_layout_is_the_best_of_all_predicted_one_by_one(make_job
     job = make_job(kind, cluster={"devices_per_node": 4})
     steps = []
     for world in world_sizes(job):
-        for chunk in Space(job, world).chunks():
-            grid = chunk.grow()
+        for chunk in LayoutSpace(job, world).chunks():
+            grid = chunk.expand_schedules()
             for place in range(0, len(grid), 7):
                 prediction = predict(job, grid.layout(place))
                 steps += [prediction.step_s] if prediction.fits and prediction.exact else []
     assert len(steps) > 50
     found = find_layouts(job, {})
-    assert found.best[0].step_s <= min(steps) * (1 + SIMPLER["cuda"] + 0.02)
+    assert found.best[0].step_s <= min(steps) * (1 + SIMPLICITY_MARGIN["cuda"] + 0.02)
 
 
 @pytest.mark.parametrize("by", ["time", "cost", "memory"])
@@ -98,7 +98,7 @@ def test_what_is_shown_is_predicted_exactly_fits_and_is_in_order(make_job, by):
     assert all(p.exact and p.fits for p in found.best)
     first, *rest = [score(by, p) for p in found.best]
     assert rest == sorted(rest)
-    assert first <= rest[0] * (1 + (0 if by == "memory" else SIMPLER["cuda"]))
+    assert first <= rest[0] * (1 + (0 if by == "memory" else SIMPLICITY_MARGIN["cuda"]))
     assert {p.layout for p in found.best} == {predict(found.job, p.layout).layout for p in found.best}
 
 
@@ -106,12 +106,12 @@ def test_what_is_shown_is_predicted_exactly_fits_and_is_in_order(make_job, by):
 def test_no_step_is_faster_than_its_bounds(make_job, kind):
     job = make_job(kind, cluster={"nodes": 8}, data={"seq_len": 2048}, train={"global_batch": 64})
     workload = Workload.of(job)
-    for number, chunk in enumerate(Space(job, 64).chunks(1 << 14)):
-        grid, rows = chunk.grow(), np.repeat(np.arange(len(chunk.sizes)), chunk.sizes)
+    for number, chunk in enumerate(LayoutSpace(job, 64).chunks(1 << 14)):
+        grid, rows = chunk.expand_schedules(), np.repeat(np.arange(len(chunk.sizes)), chunk.sizes)
         step_s = estimate_step(workload, grid).step_s
-        plain = estimate_step(workload, chunk.least())
-        assert (schedules_floor_s(workload, plain, grid, rows) <= step_s * (1 + 1e-9)).all()
-        assert (products_s(workload, 64) <= step_s * (1 + 1e-9)).all()
+        plain = estimate_step(workload, chunk.with_1f1b())
+        assert (schedule_floor_s(workload, plain, grid, rows) <= step_s * (1 + 1e-9)).all()
+        assert (gemm_floor_s(workload, 64) <= step_s * (1 + 1e-9)).all()
         if number == 12:
             break
 
@@ -122,7 +122,7 @@ def test_the_counts_hold_for_every_reach(make_job, runtime):
     tables = {**LARGE["llama3-8b"], "train": {"global_batch": 64, "runtime": runtime}}
     job = make_job("llama3-8b", **tables)
     found = find_layouts(job, {"offload": "none"}, 20)
-    assert found.evaluated + found.pruned == sum(len(Space(job, world)) for world in world_sizes(job))
+    assert found.evaluated + found.pruned == sum(len(LayoutSpace(job, world)) for world in world_sizes(job))
     assert found.best
     assert not any(p.exact for p in found.best)
     assert all(p.fits for p in found.best)
@@ -132,7 +132,9 @@ def test_the_counts_hold_for_every_reach(make_job, runtime):
 def test_a_given_schedule_is_the_only_one_that_is_counted_and_kept(make_job, pins):
     job = make_job("llama3-8b", **LARGE["llama3-8b"])
     found = find_layouts(job, {**pins, "offload": "none"}, 20)
-    assert found.evaluated + found.pruned == sum(len(Space(job, world, pins)) for world in world_sizes(job))
+    assert found.evaluated + found.pruned == sum(
+        len(LayoutSpace(job, world, pins)) for world in world_sizes(job)
+    )
     assert found.best
     assert all(getattr(p.layout, key) == value for p in found.best for key, value in pins.items())
 

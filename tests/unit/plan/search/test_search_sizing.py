@@ -12,8 +12,8 @@ from meshwright.plan.search.find import with_cluster
 from meshwright.plan.sizing import (
     CHECKPOINT_BYTES,
     RESTART_S,
-    assumptions_of,
     explain_size,
+    list_assumptions,
     lost_to_failures,
     parse_duration,
     size_cluster,
@@ -91,9 +91,9 @@ def test_a_deadline_that_no_number_of_devices_keeps_is_said_so(make_job):
 
 def test_what_stands_in_for_missing_figures_is_named(make_job):
     bare = with_cluster(make_job("dense"), failure_hours=None, storage_bytes_per_s=None, cost_per_hour=None)
-    told = " ".join(assumptions_of(bare))
+    told = " ".join(list_assumptions(bare))
     assert "failure_hours" in told
     assert "price unknown" in told
     known = with_cluster(bare, failure_hours=1.0, storage_bytes_per_s=1.0, cost_per_hour=1.0)
-    assert "price unknown" not in " ".join(assumptions_of(known))
-    assert "failure_hours" not in " ".join(assumptions_of(known))
+    assert "price unknown" not in " ".join(list_assumptions(known))
+    assert "failure_hours" not in " ".join(list_assumptions(known))

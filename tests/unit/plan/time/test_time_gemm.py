@@ -76,12 +76,12 @@ def test_collectives_have_the_bytes_of_a_ring_and_one_rank_has_none():
     ring, _, _ = group(8, 1)
     moved = np.array([1e9])
     idle = ring.latency_s + ring.hops_s
-    wire = ring.gather_s(moved) - idle
+    wire = ring.all_gather_s(moved) - idle
     assert wire[0] == pytest.approx(1e9 * 7 / 8 / ring.bytes_per_s[0])
     assert ring.all_reduce_s(moved)[0] - idle[0] == pytest.approx(2 * wire[0])
     assert ring.all_reduce_s(np.array([0.0]))[0] == 0, "nothing to move is no call"
     alone, _, _ = group(1, 1)
-    for call in (alone.gather_s, alone.all_reduce_s, alone.send_s):
+    for call in (alone.all_gather_s, alone.all_reduce_s, alone.send_s):
         assert call(moved)[0] == 0
     assert alone.all_to_all_s(moved, 1.0)[0] == 0
 

@@ -54,7 +54,7 @@ def test_a_compiled_job_is_estimated_as_such_a_row(job):
     ("train", "device", "compiled"),
     [
         ({}, "cuda", True),
-        ({"compile": False, "residual": "fp32"}, "cuda", False),
+        ({"block_backend": "eager", "residual_dtype": "fp32"}, "cuda", False),
         ({"runtime": "torchtitan"}, "cuda", False),
         ({}, "cpu", False),
     ],
@@ -74,5 +74,5 @@ def test_gradients_of_weights_in_8_bits_are_faster(job):
         changed = dataclasses.replace(job, train=dataclasses.replace(job.train, **train))
         return predict(changed, changed.layout).time.total_s
 
-    all_three, two = step_s(precision="fp8", weight_gradients="fp8"), step_s(precision="fp8")
+    all_three, two = step_s(precision="fp8", fp8_weight_grads=True), step_s(precision="fp8")
     assert all_three < two < step_s()

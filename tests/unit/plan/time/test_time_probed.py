@@ -12,25 +12,25 @@ from meshwright.layout.gemms import list_linears
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.predict import predict
-from meshwright.plan.probe_runs import PROGRAMMES, list_attention, list_products, list_runs
+from meshwright.plan.probe_runs import PROBE_SUITES, list_attention, list_gemms, list_runs
 from meshwright.plan.time.engine import estimate_step
 from meshwright.plan.time.interval import step_interval
-from meshwright.plan.time.probed import Timed, count_work, fit_steps, is_probed, with_probed
+from meshwright.plan.time.probed import MeasuredStep, count_work, fit_steps, is_probed, with_probed
 from meshwright.plan.time.triton_block_bytes import block_bytes
-from meshwright.spec.probed import AttentionTime, Probed, ProductTime
+from meshwright.spec.probed import AttentionTime, GemmTime, Probed
 
 PROBED_FILE = Path(__file__).parents[3] / "golden" / "h200-probed.toml"
 """What a probe wrote on one NVIDIA H200, torch 2.11, 16 Nov 2026."""
 SMALL = {"num_layers": 16, "hidden_size": 2048, "num_heads": 32}
 LARGE = {"num_layers": 28, "hidden_size": 3072, "num_heads": 24}
-NARROW = {"precision": "fp8", "weight_gradients": "fp8", "products": "raced"}
+NARROW = {"precision": "fp8", "fp8_weight_grads": True, "gemm_autotune": True}
 MEASURED = (
     # Model, sequences of tokens, train, layout, step in seconds, peak in bytes.
-    (SMALL, (8, 4096), {"products": "raced"}, {}, 0.4817, 50993844224),
-    (LARGE, (4, 4096), {"products": "raced"}, {}, 0.6149, 81999692800),
+    (SMALL, (8, 4096), {"gemm_autotune": True}, {}, 0.4817, 50993844224),
+    (LARGE, (4, 4096), {"gemm_autotune": True}, {}, 0.6149, 81999692800),
     (SMALL, (8, 4096), NARROW, {}, 0.3996, 50997448704),
     (LARGE, (4, 4096), NARROW, {}, 0.4863, 82006459392),
-    (SMALL, (1, 32768), {"products": "raced"}, {}, 0.9803, 51008524288),
+    (SMALL, (1, 32768), {"gemm_autotune": True}, {}, 0.9803, 51008524288),
     (SMALL, (1, 131072), {}, {"recompute": "full"}, 13.646, 45548941824),
 )
 """Steps on the same card in the same hour, by ``benchmarks/one_device.py``; probed models are narrower."""
@@ -39,7 +39,7 @@ RATE, ATTENTION_RATE, COPY, UPDATE = 7e14, 4e14, 4.2e12, 3e12
 
 def product(rows, columns, depth, rate=RATE, precision="bf16"):
     seconds = 2.0 * rows * columns * depth / rate
-    return ProductTime(precision, rows, columns, depth, seconds, seconds, seconds)
+    return GemmTime(precision, rows, columns, depth, seconds, seconds, seconds)
 
 
 def attention(batch, heads, kv_heads, head_size, seq_len, rate=ATTENTION_RATE, precision="bf16"):
@@ -49,11 +49,11 @@ def attention(batch, heads, kv_heads, head_size, seq_len, rate=ATTENTION_RATE, p
 
 def lawful(**changes) -> Probed:
     """A device that multiplies, attends, copies and updates at one rate each, whatever the shape."""
-    programme = PROGRAMMES["cuda"]
+    suite = PROBE_SUITES["cuda"]
     probed = Probed(
         device="cuda",
-        products=tuple(product(*sizes) for sizes in programme.products[:-2]),
-        attention=tuple(attention(*heads) for heads in programme.attention),
+        gemms=tuple(product(*sizes) for sizes in suite.gemms[:-2]),
+        attention=tuple(attention(*heads) for heads in suite.attention),
         copy_bytes_per_s=COPY,
         optimizer_bytes_per_s=UPDATE,
         launch_s=1e-9,
@@ -72,8 +72,8 @@ def test_shapes_that_were_not_probed_have_the_rate_of_those_that_were(job):
     work = count_work(with_probed(job, lawful()), 1, 0)
     tokens, model = 4 * 4096, job.model
     seen = 6.0 * model.num_layers * 4096 / 2 * 2 * model.query_size
-    products = flops_per_token(model, 4096) - seen - 6.0 * (2 * model.num_layers + 1) * model.hidden_size
-    assert work.products_s == pytest.approx(tokens * products / RATE, rel=1e-3)
+    gemms = flops_per_token(model, 4096) - seen - 6.0 * (2 * model.num_layers + 1) * model.hidden_size
+    assert work.gemm_s == pytest.approx(tokens * gemms / RATE, rel=1e-3)
     # The backward pass of attention is five products for the two of the forward pass.
     assert work.attention_s == pytest.approx(tokens * seen / 3 * 3.5 / ATTENTION_RATE, rel=1e-3)
     assert work.update_s == pytest.approx(1.2e9 * 30 / UPDATE, rel=0.05)
@@ -83,17 +83,17 @@ def test_a_probed_shape_takes_what_it_took(job):
     """However far that is from its neighbours."""
     linear = next(iter(list_linears(job, job.model, 1)))
     slow = product(linear.rows, linear.columns, linear.depth, RATE / 3)
-    before, after = lawful(), lawful(products=(*lawful().products, slow))
+    before, after = lawful(), lawful(gemms=(*lawful().gemms, slow))
     took = 3 * 2.0 * linear.rows * linear.columns * linear.depth / RATE * linear.times
-    more = count_work(with_probed(job, after), 1, 0).products_s
-    more -= count_work(with_probed(job, before), 1, 0).products_s
+    more = count_work(with_probed(job, after), 1, 0).gemm_s
+    more -= count_work(with_probed(job, before), 1, 0).gemm_s
     assert 1.98 * took < more < 4 * took, "its own time, and a little of its neighbours'"
 
 
 def test_a_joint_product_is_counted_where_a_run_joins(job):
     joined = {linear.columns for linear in list_linears(job, job.model, 1)}
     assert {2048 + 2 * 512, 2 * 8192, 2048, 128256} == joined
-    eager = dataclasses.replace(job, train=dataclasses.replace(job.train, compile=False))
+    eager = dataclasses.replace(job, train=dataclasses.replace(job.train, block_backend="eager"))
     assert {2048, 512, 8192, 128256} == {linear.columns for linear in list_linears(eager, job.model, 1)}
 
 
@@ -110,13 +110,13 @@ def test_recomputation_costs_the_forward_pass_of_blocks_or_what_is_cheap(job):
         return count_work(with_probed(dataclasses.replace(job, layout=layout), lawful()), 1, 0)
 
     none, selective, full = map(work, ("none", "selective", "full"))
-    assert none.products_s == selective.products_s < full.products_s
+    assert none.gemm_s == selective.gemm_s < full.gemm_s
     assert none.moved_s < selective.moved_s < full.moved_s
     assert full.attention_s == pytest.approx(none.attention_s * 4.5 / 3.5)
 
 
 def test_a_stream_in_16_bits_moves_less(job):
-    wide = dataclasses.replace(job, train=dataclasses.replace(job.train, residual="fp32"))
+    wide = dataclasses.replace(job, train=dataclasses.replace(job.train, residual_dtype="fp32"))
     narrow_s, wide_s = (count_work(with_probed(j, lawful()), 1, 0).moved_s for j in (job, wide))
     assert 1.1 < wide_s / narrow_s < 1.6
 
@@ -130,7 +130,7 @@ def test_bytes_of_our_own_kernels_by_hand(job):
     assert block_bytes(job, job.model) == forward + backward
     none = dataclasses.replace(job, layout=dataclasses.replace(job.layout, recompute="none"))
     assert block_bytes(job, job.model) - block_bytes(none, job.model) == 2 * (2 * width + inner)
-    wide = dataclasses.replace(job, train=dataclasses.replace(job.train, residual="fp32"))
+    wide = dataclasses.replace(job, train=dataclasses.replace(job.train, residual_dtype="fp32"))
     assert block_bytes(wide, job.model) - block_bytes(job, job.model) == 2 * (5 * 2 + 2) * width
     fp8 = dataclasses.replace(job, train=dataclasses.replace(job.train, precision="fp8"))
     cast = 3 * 2048 - 2 * width - inner
@@ -141,11 +141,11 @@ def test_bytes_of_our_own_kernels_by_hand(job):
 
 
 def test_whose_kernels_move_them_decides_how_long_that_takes(job):
-    probed = lawful(elementwise=1.6, own_elementwise=1.1)
-    compiled = dataclasses.replace(job, train=dataclasses.replace(job.train, kernels="compiled"))
+    probed = lawful(elementwise=1.6, triton_elementwise=1.1)
+    compiled = dataclasses.replace(job, train=dataclasses.replace(job.train, block_backend="compile"))
     for which, longer in ((job, 1.1), (compiled, 1.6)):
         work = count_work(with_probed(which, probed), 1, 0)
-        left_s = work.compute_s(probed) - work.products_s - work.attention_s
+        left_s = work.compute_s(probed) - work.gemm_s - work.attention_s
         assert left_s == pytest.approx(longer * work.moved_s)
 
 
@@ -153,24 +153,26 @@ def test_products_in_8_bits_have_times_of_their_own(job):
     """Those of blocks; the head's and attention stay in 16 bits. Without such times nothing is promised."""
     fp8 = dataclasses.replace(job, train=dataclasses.replace(job.train, precision="fp8"))
     assert not is_probed(with_probed(fp8, lawful()))
-    twice = tuple(product(*sizes, rate=2 * RATE, precision="fp8") for sizes in PROGRAMMES["cuda"].scaled[:-1])
-    probed = lawful(products=(*lawful().products, *twice))
+    twice = tuple(
+        product(*sizes, rate=2 * RATE, precision="fp8") for sizes in PROBE_SUITES["cuda"].scaled[:-1]
+    )
+    probed = lawful(gemms=(*lawful().gemms, *twice))
     assert is_probed(with_probed(fp8, probed))
-    compiled = dataclasses.replace(fp8, train=dataclasses.replace(fp8.train, kernels="compiled"))
+    compiled = dataclasses.replace(fp8, train=dataclasses.replace(fp8.train, block_backend="compile"))
     assert not is_probed(with_probed(compiled, probed))
-    whole = dataclasses.replace(fp8, train=dataclasses.replace(fp8.train, weight_gradients="fp8"))
+    whole = dataclasses.replace(fp8, train=dataclasses.replace(fp8.train, fp8_weight_grads=True))
     in_16, two, three = (count_work(with_probed(which, probed), 1, 0) for which in (job, fp8, whole))
     head_s = 6.0 * 4 * 4096 * 128256 * 2048 / RATE
-    assert three.products_s - head_s == pytest.approx((in_16.products_s - head_s) / 2, rel=1e-2)
-    assert two.products_s - head_s == pytest.approx((in_16.products_s - head_s) * 2 / 3, rel=1e-2)
+    assert three.gemm_s - head_s == pytest.approx((in_16.gemm_s - head_s) / 2, rel=1e-2)
+    assert two.gemm_s - head_s == pytest.approx((in_16.gemm_s - head_s) * 2 / 3, rel=1e-2)
     assert three.attention_s == in_16.attention_s
 
 
 def test_products_whose_algorithms_raced_take_less(job):
     """All of 16 bits, the head's among them."""
-    raced = dataclasses.replace(job, train=dataclasses.replace(job.train, products="raced"))
+    raced = dataclasses.replace(job, train=dataclasses.replace(job.train, gemm_autotune=True))
     before, after = (count_work(with_probed(which, lawful()), 1, 0) for which in (job, raced))
-    assert after.products_s == pytest.approx(0.98 * before.products_s)
+    assert after.gemm_s == pytest.approx(0.98 * before.gemm_s)
     assert after.attention_s == before.attention_s
 
 
@@ -184,7 +186,13 @@ def test_models_on_an_h200_took_what_was_planned(
         model={"preset": None, **model, "num_kv_heads": 8, "ffn_size": 8192, "vocab_size": 128256},
         cluster={"preset": None, "file": str(PROBED_FILE)},
         data={"seq_len": length},
-        train={"global_batch": sequences, "precision": "bf16", "compile": True, "residual": "bf16", **train},
+        train={
+            "global_batch": sequences,
+            "precision": "bf16",
+            "block_backend": "triton",
+            "residual_dtype": "bf16",
+            **train,
+        },
         layout={"dp_replicate": 1, "micro_batch": sequences, "recompute": "selective", **layout},
     )
     found = predict(job, job.layout)
@@ -230,10 +238,10 @@ def test_probed_steps_are_exactly_those_of_the_engine(job):
 def test_probed_cpus_share_the_engines_communication(make_job):
     """Two replicas: compute as probed, the all-reduce of gradients as counted from the cluster's links."""
     made = lawful()
-    products = tuple(dataclasses.replace(entry, precision="fp32") for entry in made.products)
+    gemms = tuple(dataclasses.replace(entry, precision="fp32") for entry in made.gemms)
     attended = tuple(dataclasses.replace(entry, precision="fp32") for entry in made.attention)
     probed = dataclasses.replace(
-        made, device="cpu", products=products, attention=attended, compiled=False, block_s=2e-3
+        made, device="cpu", gemms=gemms, attention=attended, compiled=False, block_s=2e-3
     )
     job = make_job(cluster={"preset": "local", "device": "cpu", "devices_per_node": 2})
     layout = dataclasses.replace(job.layout, mode="given", dp_replicate=2, micro_batch=2)
@@ -249,8 +257,8 @@ def test_probed_cpus_share_the_engines_communication(make_job):
 @pytest.mark.parametrize(
     ("section", "changes"),
     [
-        ("train", {"compile": False}),
-        ("train", {"precision": "fp32", "residual": "fp32"}),
+        ("train", {"block_backend": "eager"}),
+        ("train", {"precision": "fp32", "residual_dtype": "fp32"}),
         ("train", {"runtime": "torchtitan"}),
         ("train", {"precision": "fp8"}),
         ("train", {"compile_backend": "aot_eager"}),
@@ -272,19 +280,19 @@ def test_what_was_not_probed_is_not_predicted_from_it(job, section, changes):
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_what_is_left_of_real_steps_is_found_again(make_job, device):
     """Steps of the small models, made up of planted figures."""
-    programme, preset = PROGRAMMES[device], {"cuda": "h200-sxm", "cpu": "local"}[device]
+    suite, preset = PROBE_SUITES[device], {"cuda": "h200-sxm", "cpu": "local"}[device]
     cluster = dataclasses.replace(make_job(cluster={"preset": preset}).cluster, device=device)
-    runs = list_runs(programme, dataclasses.replace(cluster, devices_per_node=1))
+    runs = list_runs(suite, dataclasses.replace(cluster, devices_per_node=1))
     jobs = [run.plan.job for run in runs]
-    law = {"precision": programme.precision}
+    law = {"precision": suite.precision}
     plain = Probed(
         device=device,
-        products=tuple(product(*sizes, **law) for sizes in list_products(programme, jobs)),
-        attention=tuple(attention(*heads, **law) for heads in list_attention(programme, jobs)),
+        gemms=tuple(product(*sizes, **law) for sizes in list_gemms(suite, jobs)),
+        attention=tuple(attention(*heads, **law) for heads in list_attention(suite, jobs)),
         copy_bytes_per_s=COPY,
         optimizer_bytes_per_s=UPDATE,
         launch_s=1e-9,
-        compiled=programme.compiled,
+        compiled=suite.compiled,
     )
     planted = dataclasses.replace(
         plain, elementwise=1.3, step_s=2e-3, block_s=2e-3 if device == "cpu" else 0.0
@@ -292,7 +300,7 @@ def test_what_is_left_of_real_steps_is_found_again(make_job, device):
     timed = []
     for run in runs:
         work = count_work(with_probed(run.plan.job, planted), 1, run.touched_bytes)
-        timed.append(run.timed(work.total_s(planted)))
+        timed.append(run.measured_step(work.total_s(planted)))
     found = fit_steps(plain, timed)
     assert found.elementwise == pytest.approx(1.3, rel=1e-2)
     assert (found.step_s, found.block_s) == pytest.approx((planted.step_s, planted.block_s), rel=1e-2)
@@ -300,6 +308,6 @@ def test_what_is_left_of_real_steps_is_found_again(make_job, device):
 
 def test_steps_shorter_than_their_products_leave_nothing_negative(job):
     work = count_work(with_probed(job, lawful()), 1, 0)
-    found = fit_steps(lawful(), [Timed(job, 1, 0, work.products_s / 2)])
+    found = fit_steps(lawful(), [MeasuredStep(job, 1, 0, work.gemm_s / 2)])
     assert found.elementwise > 0
     assert (found.step_s, found.block_s) == (0, 0)

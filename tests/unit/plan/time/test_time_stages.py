@@ -8,16 +8,16 @@ import time
 import numpy as np
 import pytest
 
-from meshwright.layout.stages import schedule_of, stage_homes
+from meshwright.layout.stages import schedule_of, stage_pp_ranks
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.predict import settle_layout
+from meshwright.plan.predict import complete_layout
 from meshwright.plan.time.engine import estimate_step
 from meshwright.plan.time.pipeline import plan_pipeline, walk_pipeline
 from meshwright.plan.time.stage_layers import GRAIN, assign_layers, rank_costs, slowest_load, stage_costs
 from meshwright.plan.time.stages import PartCosts, part_costs, split_layers, stage_times
 from meshwright.plan.time.step import predict_step
-from meshwright.schedule.pipeline.actions import loop_ranks, vee_ranks
+from meshwright.schedule.pipeline.actions import loop_ranks, v_shaped_ranks
 from meshwright.schedule.pipeline.walk import StageTimes, walk_schedule
 from meshwright.spec.layout import Layout
 
@@ -26,7 +26,7 @@ SHAPES += [(4, "interleaved", 2), (8, "interleaved", 3), (4, "zbv", 2)]
 
 
 def homes_of(pp, schedule, stages):
-    return vee_ranks(pp) if schedule == "zbv" else loop_ranks(pp, stages)
+    return v_shaped_ranks(pp) if schedule == "zbv" else loop_ranks(pp, stages)
 
 
 def test_layers_go_where_the_least_work_is():
@@ -76,7 +76,7 @@ def test_stages_are_balanced_by_the_costs_that_the_step_is_predicted_with(make_j
         layout={"pp": 4, "micro_batch": 1},
     )
     costs, layers = part_costs(job), split_layers(job)
-    assert layers == assign_layers(12, stage_homes(job), costs.embedding_blocks, costs.head_blocks)
+    assert layers == assign_layers(12, stage_pp_ranks(job), costs.embedding_blocks, costs.head_blocks)
     step = estimate_step(Workload.of(job), Grid.of([job.layout]))
     assert costs == PartCosts.of(step, 0)
     times = stage_times(job, 8, step, 0)
@@ -93,7 +93,7 @@ def test_bubble_and_transfers_are_those_of_the_walk(make_job):
         cluster={"preset": "local", "device": "cpu", "devices_per_node": 4},
         layout={"pp": 4, "micro_batch": 1},
     )
-    job = dataclasses.replace(job, layout=settle_layout(job, job.layout))
+    job = dataclasses.replace(job, layout=complete_layout(job, job.layout))
     step = predict_step(job, 8)
     planned = step.pipeline
     assert planned is not None

@@ -1,6 +1,6 @@
 """One kind of training step on one device, measured in this process for ``one_device.py``.
 
-The process speaks with the one that started it: a JSON object a line on standard output (phases, then a
+The process reports_loss with the one that started it: a JSON object a line on standard output (phases, then a
 result or a failure), and one line on standard input that lets it take the device. Before that it imports,
 and, where told to, lets its compiler see a model of one layer with the same widths: several processes do
 that at a time, and only the device is not shared while times are taken.
@@ -45,14 +45,14 @@ SMALL = {
 SMALL_BATCHES = {"a": (4, 64), "b": (2, 64)}
 OURS = (
     "train.precision=bf16",
-    "train.compile=true",
-    "train.residual=bf16",
+    "train.block_backend=triton",
+    "train.residual_dtype=bf16",
     "layout.recompute=selective",
 )
 """What our side asks for; ``--set`` goes over it."""
-OWN_KERNELS = ("train.products=raced", "train.gradients=bf16")
+TRITON_KERNELS = ("train.gemm_autotune=true", "train.grad_dtype=bf16")
 """And this, where our own kernels may compute the blocks."""
-OTHER_KERNELS = {"train.kernels=compiled", "train.compile=false"}
+OTHER_KERNELS = {"train.block_backend=compile", "train.block_backend=eager"}
 """Settings with which they do not."""
 WARM_UP = 3
 """Steps that are not timed; ours audits its second one."""
@@ -63,7 +63,7 @@ REASON_LETTERS = 200
 
 
 @dataclass(frozen=True)
-class Order:
+class Task:
     """What a process is asked to measure."""
 
     kind: str
@@ -76,7 +76,7 @@ class Order:
     device: str
     settings: tuple[str, ...] = ()
     """``key=value`` for our job."""
-    rehearse: bool = False
+    precompile: bool = False
     """Whether the compiler sees a model of one layer before the device is taken."""
     profile: bool = False
     threads: int = 1
@@ -91,31 +91,31 @@ class Order:
         return (max(1, batch * length // self.length), self.length) if self.length else (batch, length)
 
 
-def build_shape(order: Order, folder: Path, layers: int | None = None) -> Any:
+def build_shape(task: Task, folder: Path, layers: int | None = None) -> Any:
     """The job of our side; the others take their numbers from it."""
     from meshwright.spec.load import apply_override, build_job  # noqa: PLC0415
 
-    batch, length = order.sequences()
+    batch, length = task.sequences()
     tree: dict[str, Any] = {
-        "model": dict((SMALL if order.small else SHAPES)[order.shape]),
+        "model": dict((SMALL if task.small else SHAPES)[task.shape]),
         "data": {"path": str(folder), "seq_len": length},
         "train": {"steps": 10**6, "global_batch": batch, "lr": 1e-4, "clip": 1.0},
         "layout": {"dp_replicate": 1, "micro_batch": batch},
         "cluster": {
-            "device": order.device,
+            "device": task.device,
             "matmul_flops_per_s": 1e15,
         },  # else a run measures it, a second long
         "checkpoint": {"every_minutes": 0.0},
     }
-    backend = ("train.compile_backend=aot_eager",) if order.device == "cpu" else ()  # no time to write C++
-    own = () if OTHER_KERNELS & set(order.settings) else OWN_KERNELS
-    if any(text.startswith(("train.optimizer=", "train.grad_noise=")) for text in order.settings):
-        own = tuple(text for text in own if not text.startswith("train.gradients="))  # AdamW's alone
-    settings = (*OURS, *own, *backend, *order.settings)
+    backend = ("train.compile_backend=aot_eager",) if task.device == "cpu" else ()  # no time to write C++
+    own = () if OTHER_KERNELS & set(task.settings) else TRITON_KERNELS
+    if any(text.startswith(("train.optimizer=", "train.grad_noise=")) for text in task.settings):
+        own = tuple(text for text in own if not text.startswith("train.grad_dtype="))  # AdamW's alone
+    settings = (*OURS, *own, *backend, *task.settings)
     problems = [problem for text in settings if (problem := apply_override(tree, text))]
     if layers is not None:
         tree["model"]["num_layers"] = layers
-        tree["train"]["products"] = "proposed"  # several rehearse at a time, and no race would be fair
+        tree["train"]["gemm_autotune"] = False  # several rehearse at a time, and no race would be fair
     return build_job(tree, problems)
 
 
@@ -129,7 +129,7 @@ def _seconds_since_start() -> float:
     return max(0.0, uptime_s - ticks / os.sysconf("SC_CLK_TCK"))
 
 
-class Voice:
+class Reporter:
     """Tells the parent what happens, with times and the device's memory."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class Voice:
         os.dup2(2, 1)
         self._last = time.perf_counter() - _seconds_since_start()
 
-    def say(self, **content: Any) -> None:
+    def send(self, **content: Any) -> None:
         """One object; it gets the seconds since the last one, and the memory that is held, if it has none."""
         now = time.perf_counter()
         content.setdefault("seconds", now - self._last)
@@ -172,10 +172,10 @@ class EnoughSteps(Exception):  # noqa: N818  (no error)
 class StepClock:
     """Listens to a run's events, and takes the time from step to step as they come."""
 
-    def __init__(self, warm_up: int, steps: int, order: Order, voice: Voice) -> None:
+    def __init__(self, warm_up: int, steps: int, task: Task, reporter: Reporter) -> None:
         self._first, self._last = warm_up, warm_up + steps
-        self._profile = _Profile(order.device) if order.profile and steps > 1 else None
-        self._voice, self._on_gpu, self._tells = voice, order.device == "cuda", bool(order.text)
+        self._profile = _Profile(task.device) if task.profile and steps > 1 else None
+        self._voice, self._on_gpu, self._tells = reporter, task.device == "cuda", bool(task.text)
         self._ends: list[float] = []
         self.own_step_s: list[float] = []
         """What the run's own events say, of the timed steps."""
@@ -196,9 +196,9 @@ class StepClock:
         self._ends.append(time.perf_counter())
         self.loss = event["loss"]
         if self._tells:
-            self._voice.say(step=step, loss=self.loss)
+            self._voice.send(step=step, loss=self.loss)
         if step == 1:
-            self._voice.say(phase="first step")
+            self._voice.send(phase="first step")
         if step == self._first:
             _reset_peak(self._on_gpu)
         if self._first < step <= self._last:
@@ -207,7 +207,7 @@ class StepClock:
             ends = self._ends[self._first - 1 :]
             times = [b - a for a, b in itertools.pairwise(ends)]
             self.measured = {**_figures(times), **_peaks(self._on_gpu)}
-            self._voice.say(phase="timed", **self.measured)
+            self._voice.send(phase="timed", **self.measured)
             if self._profile is None:
                 raise EnoughSteps
             self._profile.start()
@@ -237,7 +237,7 @@ class _Profile:
 
     def stop(self) -> dict[str, Any]:
         """The profile, or why there is none."""
-        from kernel_kinds import fold_trace  # noqa: PLC0415
+        from kernel_classes import fold_trace  # noqa: PLC0415
 
         if self._failed:
             return {"failed": self._failed}
@@ -289,26 +289,26 @@ def _free(on_gpu: bool) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def run_ours(order: Order, job: Any, voice: Voice, warm_up: int, steps: int) -> dict[str, Any]:
+def run_ours(task: Task, job: Any, reporter: Reporter, warm_up: int, steps: int) -> dict[str, Any]:
     """The training loop of a rank, as ``meshwright train`` runs it, until there are enough steps."""
-    from one_rank import WeightsOfTheDevice, build_rank  # noqa: PLC0415
+    from one_rank import DeviceWeights, build_rank  # noqa: PLC0415
 
     from meshwright.train.loop import train  # noqa: PLC0415
 
-    clock = StepClock(warm_up, steps, order, voice)
+    clock = StepClock(warm_up, steps, task, reporter)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if not order.text:
+        if not task.text:
             write_tokens(folder, job)
-        data = Path(order.text or folder)
-        session = build_rank(job, folder, data, clock.hear, WeightsOfTheDevice(job))
-        voice.say(phase="built")
+        data = Path(task.text or folder)
+        trainer = build_rank(job, folder, data, clock.hear, DeviceWeights(job))
+        reporter.send(phase="built")
         try:
             with suppress(EnoughSteps):
-                train(session)
+                train(trainer)
         finally:
-            session.counter.remove()
-            session.events.close()
+            trainer.counter.remove()
+            trainer.events.close()
         own_s = statistics.median(clock.own_step_s)
         found = {
             **clock.measured,
@@ -345,9 +345,9 @@ def run_steps(step: Callable[[], Any], warm_up: int, steps: int, device: str) ->
     return {**_figures(times), **_peaks(on_gpu), "loss": float(loss)}
 
 
-def run_bare(order: Order, job: Any, voice: Voice, warm_up: int, steps: int) -> dict[str, Any]:
-    """The Llama of ``llama_by_hand``."""
-    from llama_by_hand import Sizes, build_step, fast_attention  # noqa: PLC0415
+def run_bare(task: Task, job: Any, reporter: Reporter, warm_up: int, steps: int) -> dict[str, Any]:
+    """The Llama of ``torch_llama``."""
+    from torch_llama import Sizes, build_step, fast_attention  # noqa: PLC0415
 
     model = job.model
     sizes = Sizes(
@@ -360,23 +360,23 @@ def run_bare(order: Order, job: Any, voice: Voice, warm_up: int, steps: int) -> 
         theta=model.rope_theta,
         length=job.data.seq_len,
     )
-    backend = "aot_eager" if order.device == "cpu" else "inductor"
-    with fast_attention(order.device):
-        step = build_step(sizes, job.train.global_batch, order.device, backend)
-        voice.say(phase="built")
+    backend = "aot_eager" if task.device == "cpu" else "inductor"
+    with fast_attention(task.device):
+        step = build_step(sizes, job.train.global_batch, task.device, backend)
+        reporter.send(phase="built")
         step()
-        voice.say(phase="first step")
-        found = run_steps(step, warm_up - 1, steps, order.device)
-    voice.say(phase="timed", **found)
+        reporter.send(phase="first step")
+        found = run_steps(step, warm_up - 1, steps, task.device)
+    reporter.send(phase="timed", **found)
     return found
 
 
-def run_transformers(order: Order, job: Any, voice: Voice, warm_up: int, steps: int) -> dict[str, Any]:
+def run_transformers(task: Task, job: Any, reporter: Reporter, warm_up: int, steps: int) -> dict[str, Any]:
     """The loop that one writes around transformers' model, the whole of it compiled."""
     import torch  # noqa: PLC0415
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
 
-    model, device = job.model, torch.device(order.device)
+    model, device = job.model, torch.device(task.device)
     config = LlamaConfig(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
@@ -391,10 +391,10 @@ def run_transformers(order: Order, job: Any, voice: Voice, warm_up: int, steps: 
     config._attn_implementation = "sdpa"
     with device:
         network = LlamaForCausalLM(config)
-    called = torch.compile(network, backend="aot_eager" if order.device == "cpu" else "inductor")
+    called = torch.compile(network, backend="aot_eager" if task.device == "cpu" else "inductor")
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
     shape = (job.train.global_batch, job.data.seq_len)
-    voice.say(phase="built")
+    reporter.send(phase="built")
 
     def step() -> torch.Tensor:
         tokens = torch.randint(0, model.vocab_size, shape, device=device)
@@ -407,16 +407,16 @@ def run_transformers(order: Order, job: Any, voice: Voice, warm_up: int, steps: 
         return loss.detach()
 
     step()
-    voice.say(phase="first step")
-    found = run_steps(step, warm_up - 1, steps, order.device)
-    voice.say(phase="timed", **found)
+    reporter.send(phase="first step")
+    found = run_steps(step, warm_up - 1, steps, task.device)
+    reporter.send(phase="timed", **found)
     return found
 
 
 RUNS = {"ours": run_ours, "bare": run_bare, "transformers": run_transformers}
 
 
-def rehearse(order: Order, job: Any, voice: Voice) -> None:
+def precompile(task: Task, job: Any, reporter: Reporter) -> None:
     """Let the compiler see everything once; where that fails, the measurement may still succeed.
 
     Args:
@@ -425,11 +425,11 @@ def rehearse(order: Order, job: Any, voice: Voice) -> None:
         voice: Told how it went.
     """
     try:
-        RUNS[order.kind](replace(order, text=""), job, voice, 1, 1)
+        RUNS[task.kind](replace(task, text=""), job, reporter, 1, 1)
     except Exception:
-        voice.say(phase="rehearsal", failed=last_lines())
-    _free(order.device == "cuda")
-    voice.say(phase="rehearsed")
+        reporter.send(phase="rehearsal", failed=last_lines())
+    _free(task.device == "cuda")
+    reporter.send(phase="rehearsed")
 
 
 def last_lines() -> str:
@@ -445,7 +445,7 @@ def name_failure(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:REASON_LETTERS].rstrip(": ")
 
 
-def measure(order: Order, voice: Voice, wait: Callable[[], None]) -> dict[str, Any]:
+def measure(task: Task, reporter: Reporter, wait: Callable[[], None]) -> dict[str, Any]:
     """All phases of a process.
 
     Args:
@@ -453,34 +453,36 @@ def measure(order: Order, voice: Voice, wait: Callable[[], None]) -> dict[str, A
         voice: Told each phase.
         wait: Returns when the device may be taken.
     """
-    prepare_environment(threads=order.threads)
+    prepare_environment(threads=task.threads)
     import torch  # noqa: PLC0415
 
     from meshwright.layout.flops import flops_per_token  # noqa: PLC0415
     from meshwright.plan.contract import build_plan  # noqa: PLC0415
 
-    on_gpu = order.device == "cuda"
+    on_gpu = task.device == "cuda"
     if on_gpu:
         torch.cuda.init()
         torch.empty(1, device="cuda")
-    voice.say(phase="imported", torch=torch.__version__)
+    reporter.send(phase="imported", torch=torch.__version__)
     with tempfile.TemporaryDirectory() as name:
-        job = build_shape(order, Path(name))
-        if order.rehearse and order.kind != "floor":
-            rehearse(order, build_shape(order, Path(name), layers=1), voice)
+        job = build_shape(task, Path(name))
+        if task.precompile and task.kind != "floor":
+            precompile(task, build_shape(task, Path(name), layers=1), reporter)
     held = torch.cuda.memory_allocated() if on_gpu else 0
-    if order.kind == "ours":
+    if task.kind == "ours":
         plan, _ = build_plan(job)
-        voice.say(phase="planned", planned_step_s=plan.step_s, planned_peak_bytes=plan.ranks[0].peak_bytes)
-    voice.say(phase="ready", ready=True)
+        reporter.send(
+            phase="planned", planned_step_s=plan.step_s, planned_peak_bytes=plan.ranks[0].peak_bytes
+        )
+    reporter.send(phase="ready", ready=True)
     wait()
-    voice.say(phase="waited")
-    if order.kind == "floor":
+    reporter.send(phase="waited")
+    if task.kind == "floor":
         from step_floor import time_floor  # noqa: PLC0415
 
-        found = time_floor(job, voice.say)
+        found = time_floor(job, reporter.send)
     else:
-        found = RUNS[order.kind](order, job, voice, WARM_UP, order.steps)
+        found = RUNS[task.kind](task, job, reporter, WARM_UP, task.steps)
     tokens = job.train.global_batch * job.data.seq_len
     flops = tokens * flops_per_token(job.model, job.data.seq_len)
     step_s = found.get("step_s")
@@ -495,18 +497,18 @@ def measure(order: Order, voice: Voice, wait: Callable[[], None]) -> dict[str, A
 
 def main() -> None:
     """Do what the order on the command line says."""
-    voice = Voice()
+    reporter = Reporter()
     values = json.loads(sys.argv[1])
-    order = Order(**{**values, "settings": tuple(values["settings"])})
+    task = Task(**{**values, "settings": tuple(values["settings"])})
 
     def wait() -> None:
         if not sys.stdin.readline():  # whoever started this is gone
             raise SystemExit(1)
 
     try:
-        voice.say(result=measure(order, voice, wait))
+        reporter.send(result=measure(task, reporter, wait))
     except Exception as error:
-        voice.say(failed=last_lines(), reason=name_failure(error))
+        reporter.send(failed=last_lines(), reason=name_failure(error))
         sys.stdout.flush()
         os._exit(1)  # a broken device may hang in what is left to do
     os._exit(0)  # nothing is left to do, and freeing it all takes seconds

@@ -9,8 +9,8 @@ register behind them (exact). The shape is a 3.2B model's (3072 wide, 24 heads, 
 
 The largest products come first; none is begun after ``--budget`` seconds.
 
-    python benchmarks/fp8_products.py
-    python benchmarks/fp8_products.py --small
+    python benchmarks/fp8_gemms.py
+    python benchmarks/fp8_gemms.py --small
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 from meshwright.models.kernels import fp8
 from meshwright.models.linear import weight_gradient
 
-PRODUCTS = {"gate, up": (16384, 3072), "down": (3072, 8192), "q, k, v": (5120, 3072), "out": (3072, 3072)}
+GEMMS = {"gate, up": (16384, 3072), "down": (3072, 8192), "q, k, v": (5120, 3072), "out": (3072, 3072)}
 """Outputs and inputs of a block's products."""
 TOKENS, LAYERS = 4 * 4096, 28
 WARM_UPS, REPEATS = 3, 10
@@ -40,7 +40,7 @@ WARM_UPS, REPEATS = 3, 10
 class Figure:
     """One pass of one product."""
 
-    product: str
+    gemm: str
     which: str
     """``forward``, ``input`` or ``weight``: gradient of the input, of the weight."""
     flops: float
@@ -96,7 +96,7 @@ def measure_alone(rows: int, columns: int, depth: int, device: torch.device) -> 
     return [measure(lambda fast=fast: run(fast), device.type == "cuda") for fast in (True, False)]
 
 
-def measure_product(name: str, outputs: int, inputs: int, tokens: int, device: torch.device) -> list[Figure]:
+def measure_gemm(name: str, outputs: int, inputs: int, tokens: int, device: torch.device) -> list[Figure]:
     """The three passes of a product."""
     x = torch.randn(tokens, inputs, device=device).bfloat16()
     grad = (torch.randn(tokens, outputs, device=device) * 1e-6).bfloat16()
@@ -128,7 +128,7 @@ def show(figure: Figure) -> None:
     """One line."""
     rates = [figure.flops / s / 1e12 for s in (figure.bf16_s, figure.fp8_s, figure.fast_s, figure.exact_s)]
     print(
-        f"{figure.product:<9} {figure.which:<8} {figure.bf16_s * 1e3:8.3f} {figure.fp8_s * 1e3:8.3f} "
+        f"{figure.gemm:<9} {figure.which:<8} {figure.bf16_s * 1e3:8.3f} {figure.fp8_s * 1e3:8.3f} "
         f"{figure.bf16_s / figure.fp8_s:6.2f} {rates[0]:9.1f} {rates[1]:8.1f} {rates[2]:10.1f} "
         f"{rates[3]:8.1f}",
         flush=True,
@@ -157,11 +157,11 @@ def main() -> None:
     print(f"torch {torch.__version__}, {device.type}, {tokens} tokens")
     print("product   pass      bf16 ms   fp8 ms  ratio  bf16 TF/s fp8 TF/s alone fast    exact")
     started, figures = time.perf_counter(), list[Figure]()
-    for name, (outputs, inputs) in PRODUCTS.items():
+    for name, (outputs, inputs) in GEMMS.items():
         if time.perf_counter() - started > options.budget:
             print(f"{name} and what follows left out: {options.budget:g} s have passed")
             break
-        figures += measure_product(name, outputs // scale, inputs // scale, tokens, device)
+        figures += measure_gemm(name, outputs // scale, inputs // scale, tokens, device)
     sum_up(figures)
     if options.json:
         print(json.dumps([asdict(figure) for figure in figures]))

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.plan.estimate.activations import Kept, Tokens, block_kept, sum_kept
+from meshwright.plan.estimate.activations import SavedBytes, Tokens, block_saved_bytes, sum_saved_bytes
 from meshwright.plan.estimate.grid import Flags, Floats, Grid
 from meshwright.plan.estimate.stages import Stage
 from meshwright.plan.estimate.state import FLOAT32, LOW_BYTES, Sharding
 from meshwright.plan.estimate.terms import Sum, Term
-from meshwright.plan.estimate.weights import Held, Weights
+from meshwright.plan.estimate.weights import LocalWeights, Weights
 from meshwright.plan.estimate.workload import Workload
 
 
@@ -45,8 +45,8 @@ class Facts:
             tokens,
             Sharding.of(workload, grid),
             LOW_BYTES[workload.precision],
-            Blocks.of(block_kept(workload, expert=False), grid, tokens),
-            Blocks.of(block_kept(workload, expert=True), grid, tokens),
+            Blocks.of(block_saved_bytes(workload, expert=False), grid, tokens),
+            Blocks.of(block_saved_bytes(workload, expert=True), grid, tokens),
         )
 
 
@@ -60,13 +60,15 @@ class Blocks:
     """With nothing recomputed."""
 
     @classmethod
-    def of(cls, kinds: tuple[Kept, Kept, Kept], grid: Grid, tokens: Tokens) -> Blocks:
+    def of(cls, kinds: tuple[SavedBytes, SavedBytes, SavedBytes], grid: Grid, tokens: Tokens) -> Blocks:
         """Of each layout."""
-        return cls(sum_kept(kinds, grid, tokens), sum_kept(kinds, grid, tokens, recompute=False))
+        return cls(
+            sum_saved_bytes(kinds, grid, tokens), sum_saved_bytes(kinds, grid, tokens, recompute=False)
+        )
 
 
 @dataclass(frozen=True)
-class Moment:
+class GridSnapshot:
     """Lines of one moment, and the part of the gradients that exists by then."""
 
     name: str
@@ -78,12 +80,12 @@ class Moment:
     possible: Flags | bool = True
 
 
-MOMENT_LINES = ("activations", "logits", "workspace", "gathered")
+SNAPSHOT_LINES = ("activations", "logits", "workspace", "gathered")
 NOTHING = Sum()
 
 
 @dataclass(frozen=True)
-class Stack:
+class StageActivations:
     """Activations of a stage."""
 
     all: Sum
@@ -96,7 +98,7 @@ class Stack:
     """What it keeps until its backward pass begins."""
 
     @classmethod
-    def of(cls, facts: Facts, stage: Stage) -> Stack:
+    def of(cls, facts: Facts, stage: Stage) -> StageActivations:
         """Of each layout."""
         dense, whole = facts.dense.kept, facts.dense.whole
         again = (facts.grid.recompute > 0).astype(np.float64)
@@ -117,15 +119,15 @@ class Stack:
         return cls(all=held.times(stage.in_flight), again=more, block=block, waiting=waiting)
 
 
-def list_moments(facts: Facts, stage: Stage, held: Held) -> list[Moment]:
+def list_snapshots(facts: Facts, stage: Stage, held: LocalWeights) -> list[GridSnapshot]:
     """The moments of a class of ranks, all frameworks but Meshwright."""
-    stack = Stack.of(facts, stage)
+    stack = StageActivations.of(facts, stage)
     gathered = sum_gathered(facts, held)
-    moments = [
-        Moment(name, stack.all, NOTHING, stack.again + work, gathered)
+    snapshots = [
+        GridSnapshot(name, stack.all, NOTHING, stack.again + work, gathered)
         for name, work in _backward_works(facts)
     ]
-    return moments + _head_moments(facts, stage, held, stack) if stage.heads.any() else moments
+    return snapshots + _head_snapshots(facts, stage, held, stack) if stage.heads.any() else snapshots
 
 
 def _backward_works(facts: Facts) -> list[tuple[str, Sum]]:
@@ -138,7 +140,7 @@ def _backward_works(facts: Facts) -> list[tuple[str, Sum]]:
     halves = 2.0 if model.activation == "swiglu" else 1.0
     width, wide = float(model.hidden_size), float(model.ffn_size)
     again = grid.sequence_parallel & (grid.tp > 1)
-    residual = Term("gradient of the residual", (tokens.stream, width, low))
+    residual = Term("gradient of the residual", (tokens.residual, width, low))
     gathered = Term("gathered gradient", (again, tokens.count, width, low))
     inner = Term("gradient of the inner vector", (tokens.split, wide, low))
     both = Term("gradients inside the feed-forward", (halves, tokens.split, wide, low))
@@ -153,7 +155,7 @@ def _backward_works(facts: Facts) -> list[tuple[str, Sum]]:
     return works
 
 
-def sum_gathered(facts: Facts, held: Held) -> Sum:
+def sum_gathered(facts: Facts, held: LocalWeights) -> Sum:
     """Blocks that ZeRO-3 has gathered in 16 bits, and one block's gradients: made, and copied to be reduced.
 
     DeepSpeed gathers matrix by matrix: the largest one, and its gradient.
@@ -175,7 +177,7 @@ def streamed(grid: Grid) -> Flags:
     return np.asarray((grid.zero >= 3) | (grid.offload == 2))
 
 
-def sum_unsharded(facts: Facts, held: Held) -> Sum:
+def sum_unsharded(facts: Facts, held: LocalWeights) -> Sum:
     """Parameters that stay gathered for the whole step."""
     rules, grid = facts.workload.profile.memory, facts.grid
     stays = np.zeros(len(grid), dtype=np.bool_)
@@ -189,7 +191,9 @@ def sum_unsharded(facts: Facts, held: Held) -> Sum:
     return Sum((Term("the stage gathered", (stays, facts.low, held.dense + held.experts)),))
 
 
-def _head_moments(facts: Facts, stage: Stage, held: Held, stack: Stack) -> list[Moment]:
+def _head_snapshots(
+    facts: Facts, stage: Stage, held: LocalWeights, stack: StageActivations
+) -> list[GridSnapshot]:
     """The loss, and the head's backward pass, with the stack as it stands.
 
     The loss holds each logit as often as the profile says. The head's backward pass holds the logits'
@@ -204,7 +208,7 @@ def _head_moments(facts: Facts, stage: Stage, held: Held, stack: Stack) -> list[
     if facts.workload.compiled and rules.compiled_logit_bytes is not None:
         whole = rules.compiled_logit_bytes
     each = np.where(grid.tp > 1, rules.split_logit_bytes, whole)
-    norm = Term("final norm", (2.0, tokens.stream, width, low))
+    norm = Term("final norm", (2.0, tokens.residual, width, low))
     gathered = Term("gathered input", (again, tokens.count, width, low))
     loss = Term("logits", (tokens.count, rows, each))
     head = [
@@ -215,14 +219,14 @@ def _head_moments(facts: Facts, stage: Stage, held: Held, stack: Stack) -> list[
         head.append(Term("tensor like the head", (held.table, low)))
     here = sum_head_gathered(facts, held)
     return [
-        Moment("loss", stack.all, Sum((loss, norm, gathered)), NOTHING, here, possible=stage.heads),
-        Moment(
+        GridSnapshot("loss", stack.all, Sum((loss, norm, gathered)), NOTHING, here, possible=stage.heads),
+        GridSnapshot(
             "head, backward", stack.all, Sum((*head, norm, gathered)), NOTHING, here, possible=stage.heads
         ),
     ]
 
 
-def sum_head_gathered(facts: Facts, held: Held) -> Sum:
+def sum_head_gathered(facts: Facts, held: LocalWeights) -> Sum:
     """Parameters that are gathered at the loss: the head and one block, or the stage."""
     whole = sum_unsharded(facts, held)
     partly = streamed(facts.grid)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class StepWatch(Protocol):
+class StepObserver(Protocol):
     """Told where a step is."""
 
     def before_forward(self, micro_batch: int) -> None:

@@ -21,44 +21,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.parallel.mesh import Ranks
+from meshwright.parallel.mesh import Mesh
 from meshwright.schedule.pipeline.actions import Action, PipelineSchedule
 from meshwright.schedule.pipeline.transfers import find_releases, list_needed, receiver_of
 
-NEW_STEPS = 2
+WARMUP_STEPS = 2
 """Steps after which a GPU has everything that a step needs."""
 
 
-class Exchange:
+class P2PExchange:
     """One rank's side of all transfers of a step."""
 
     def __init__(
-        self, schedule: PipelineSchedule, ranks: Ranks, shape: tuple[int, ...], dtype: torch.dtype
+        self, schedule: PipelineSchedule, mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype
     ) -> None:
         """Read the order of sends and receives off the schedule.
 
         Args:
             schedule: One that is proved.
-            ranks: Of all of them, this one.
+            mesh: Of all of them, this one.
             shape: Of every tensor that is sent.
             dtype: Its type.
         """
-        self._ranks, self._shape, self._dtype = ranks, shape, dtype
-        place = ranks.place
+        self._mesh, self._shape, self._dtype = mesh, shape, dtype
+        pp_rank = mesh.pp_rank
         self._incoming = {
-            peer: [action for action in row if receiver_of(action, schedule) == place]
+            peer: [action for action in row if receiver_of(action, schedule) == pp_rank]
             for peer, row in enumerate(schedule.ranks)
-            if peer != place
+            if peer != pp_rank
         }
         """What each peer sends here, in its order."""
-        self._needed = [(schedule.rank_of(s.stage), s) for s in list_needed(schedule, place)]
+        self._needed = [(schedule.rank_of(s.stage), s) for s in list_needed(schedule, pp_rank)]
         """What this rank's actions wait for, in their order."""
         self._target = {
             action: peer
-            for action in schedule.ranks[place]
+            for action in schedule.ranks[pp_rank]
             if (peer := receiver_of(action, schedule)) is not None
         }
-        self._releases = find_releases(schedule, place)
+        self._releases = find_releases(schedule, pp_rank)
         self._begun = 0
         self._unposted: dict[int, deque[Action]] = {}
         self._ahead: deque[tuple[int, Action]] = deque()
@@ -86,8 +86,8 @@ class Exchange:
 
     def send(self, action: Action, result: Tensor) -> None:
         """Begin to send what an action of this rank made, to whoever needs it."""
-        target, channel = self._target[action], self._ranks.channel
-        group = channel(self._ranks.place, target)
+        target, pp_group = self._target[action], self._mesh.pp_group
+        group = pp_group(self._mesh.pp_rank, target)
         result = result.contiguous()
         work = dist.isend(result, group=group, group_dst=target)
         assert work is not None, "this rank is in the group"
@@ -105,7 +105,7 @@ class Exchange:
 
     def _post_ahead(self) -> None:
         """Post the next receive before it is needed, unless the device is new to this."""
-        if self._ranks.device.type != "cuda" or self._begun > NEW_STEPS:
+        if self._mesh.device.type != "cuda" or self._begun > WARMUP_STEPS:
             self._post_next()
 
     def _post_next(self) -> None:
@@ -115,14 +115,14 @@ class Exchange:
         peer, source = self._ahead[0]
         while source not in self._posted:
             action = self._unposted[peer].popleft()
-            buffer = torch.empty(self._shape, dtype=self._dtype, device=self._ranks.device)
-            group = self._ranks.channel(peer, self._ranks.place)
+            buffer = torch.empty(self._shape, dtype=self._dtype, device=self._mesh.device)
+            group = self._mesh.pp_group(peer, self._mesh.pp_rank)
             work = dist.irecv(buffer, group=group, group_src=peer)
             assert work is not None, "this rank is in the group"
             self._posted[action] = (buffer, work)
 
 
-def open_channels(schedule: PipelineSchedule, ranks: Ranks) -> None:
+def connect_pp_groups(schedule: PipelineSchedule, mesh: Mesh) -> None:
     """Every rank sends one number to each rank that it will send results to, all in one order.
 
     NCCL makes the way between two ranks when they first use it, and each waits there for the other. Receives
@@ -130,13 +130,13 @@ def open_channels(schedule: PipelineSchedule, ranks: Ranks) -> None:
     """
     pairs = {
         (home, peer)
-        for a, (home, _) in schedule.places.items()
+        for a, (home, _) in schedule.positions.items()
         if (peer := receiver_of(a, schedule)) is not None
     }
-    number = torch.zeros(1, device=ranks.device)
+    number = torch.zeros(1, device=mesh.device)
     for source, target in sorted(pairs):
-        group = ranks.channel(source, target)
-        if ranks.place == source:
+        group = mesh.pp_group(source, target)
+        if mesh.pp_rank == source:
             dist.send(number, group=group, group_dst=target)
-        elif ranks.place == target:
+        elif mesh.pp_rank == target:
             dist.recv(number, group=group, group_src=source)

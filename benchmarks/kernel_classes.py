@@ -28,7 +28,7 @@ MOST_GAPS = 10
 SHOWN_GAPS = 4
 
 
-def kind_of(name: str) -> str:
+def class_of(name: str) -> str:
     """The kind of a kernel."""
     return next(kind for kind, pattern in KINDS if re.search(pattern, name.lower()))
 
@@ -54,7 +54,7 @@ def fold_trace(rows: Iterable[dict[str, Any]], steps: int) -> dict[str, Any]:
     kinds: dict[str, float] = defaultdict(float)
     kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for row in work:
-        kinds[kind_of(row["name"])] += row["dur"]
+        kinds[class_of(row["name"])] += row["dur"]
         kernels[row["name"]][0] += 1
         kernels[row["name"]][1] += row["dur"]
     longest = sorted(kernels.items(), key=lambda item: -item[1][1])[:MOST_KERNELS]
@@ -66,7 +66,7 @@ def fold_trace(rows: Iterable[dict[str, Any]], steps: int) -> dict[str, Any]:
         "idle_ms": (span - busy) / scale,
         "gaps": sorted(gaps, key=lambda gap: -gap["ms"])[:MOST_GAPS],
         "kernels": [
-            {"name": name, "kind": kind_of(name), "calls": count / steps, "ms": taken / scale}
+            {"name": name, "kind": class_of(name), "calls": count / steps, "ms": taken / scale}
             for name, (count, taken) in longest
         ],
     }

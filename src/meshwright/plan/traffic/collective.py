@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from meshwright.layout.axes import is_cut
+from meshwright.layout.axes import is_sharded
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -29,7 +29,7 @@ CONTROL_EVAL_VALUES = 2
 
 
 @dataclass(frozen=True)
-class Traffic:
+class CollectiveTraffic:
     """Calls of one operation on one axis in one phase."""
 
     axis: str
@@ -38,7 +38,7 @@ class Traffic:
     ranks: int
     calls: int
     bytes: int
-    place: int | None = None
+    pp_rank: int | None = None
     """Whose promise it is: of the ranks at this place of the pipelines; None for that of every rank."""
 
     def as_dict(self) -> dict[str, Any]:
@@ -46,48 +46,50 @@ class Traffic:
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
-def merge(rows: Iterable[Traffic]) -> list[Traffic]:
+def merge_rows(rows: Iterable[CollectiveTraffic]) -> list[CollectiveTraffic]:
     """One row a kind, in the order in which kinds first come; kinds without a call are left out."""
-    kinds: dict[tuple[str, str, str], list[Traffic]] = {}
+    kinds: dict[tuple[str, str, str], list[CollectiveTraffic]] = {}
     for row in rows:
         kinds.setdefault((row.axis, row.op, row.phase), []).append(row)
     merged = [
-        Traffic(*kind, same[-1].ranks, sum(row.calls for row in same), sum(row.bytes for row in same))
+        CollectiveTraffic(
+            *kind, same[-1].ranks, sum(row.calls for row in same), sum(row.bytes for row in same)
+        )
         for kind, same in kinds.items()
     ]
     return [row for row in merged if row.calls]
 
 
-def join_places(rows: Sequence[Sequence[Traffic]]) -> list[Traffic]:
+def merge_pp_ranks(rows: Sequence[Sequence[CollectiveTraffic]]) -> list[CollectiveTraffic]:
     """The rows of every place of the pipelines as one list: those that all places share once, without one."""
     shared = [row for row in rows[0] if all(row in others for others in rows[1:])]
     own = [
-        replace(row, place=place)
-        for place, of_place in enumerate(rows)
-        for row in of_place
+        replace(row, pp_rank=pp_rank)
+        for pp_rank, of_rank in enumerate(rows)
+        for row in of_rank
         if row not in shared
     ]
     return [*shared, *own]
 
 
-def needs_norm(job: Job) -> bool:
+def needs_grad_norm(job: Job) -> bool:
     """Whether the norm of the gradient is wanted in every step: to clip, or to find fp16's overflows."""
     return job.train.clip > 0 or job.train.precision == "fp16"
 
 
-def predict_control(job: Job) -> list[Traffic]:
+def predict_control(job: Job) -> list[CollectiveTraffic]:
     """The small reductions of loss, wishes, norm and load of experts over all ranks."""
     layout, values, calls = job.layout, CONTROL_STEP_VALUES, 1
     if job.train.noise_scale_every:
         values += CONTROL_NOISE_VALUES
-    if is_cut(job):  # all take part in norms and checkpoints
+    if is_sharded(job):  # all take part in norms and checkpoints
         values += CONTROL_SAVE_VALUES
-        if needs_norm(job):
+        if needs_grad_norm(job):
             values, calls = values + CONTROL_NORM_VALUES, calls + 1
     if isinstance(job.model, DecoderModel) and job.model.load_size:
         values, calls = values + job.model.load_size, calls + 1
     world, evaluation = layout.world_size, CONTROL_EVAL_VALUES * FLOAT64_BYTES
     return [
-        Traffic("control", "all_reduce", "step", world, calls, values * FLOAT64_BYTES),
-        Traffic("control", "all_reduce", "eval", world, 1, evaluation),
+        CollectiveTraffic("control", "all_reduce", "step", world, calls, values * FLOAT64_BYTES),
+        CollectiveTraffic("control", "all_reduce", "eval", world, 1, evaluation),
     ]

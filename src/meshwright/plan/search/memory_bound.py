@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.layout.parameters import FLOAT32_BYTES, operand_bytes
-from meshwright.layout.tensor_parallel import held_model
-from meshwright.plan.estimate.compiled import has_whole_layers, list_fullest
+from meshwright.layout.tensor_parallel import local_model
+from meshwright.plan.estimate.compiled import find_compiled_peak, has_whole_layers
 from meshwright.plan.estimate.grid import (
     ACCUMULATES,
     CONTEXTS,
@@ -34,11 +34,11 @@ from meshwright.plan.estimate.in_flight import V_SHAPED
 from meshwright.plan.estimate.sizes import expert_shards
 from meshwright.plan.estimate.weights import Weights
 from meshwright.plan.estimate.workload import Workload
-from meshwright.plan.memory.decoder import Sizes, loss_temporary
+from meshwright.plan.memory.decoder import BlockSizes, loss_temp_bytes
 from meshwright.plan.memory.feed_forward import FeedForwardSizes, size_experts, size_feed_forward
 from meshwright.plan.memory.fit import overhead
 from meshwright.plan.memory.ledger import GPU_WORKSPACE_BYTES
-from meshwright.plan.memory.pipeline import pending_bytes
+from meshwright.plan.memory.pipeline import deferred_weight_grad_bytes
 from meshwright.plan.predict import require_decoder
 from meshwright.plan.time.engine import StepEstimate
 from meshwright.plan.time.stage_layers import HeldLayers, count_end_layers
@@ -74,20 +74,20 @@ class _Block:
 
 
 @dataclass(frozen=True)
-class Ends:
+class EndCosts:
     """Costs of what lies around the blocks, in blocks, a place for each layout."""
 
     embedding: Floats
     head: Floats
 
     @classmethod
-    def of(cls, step: StepEstimate) -> Ends:
+    def of(cls, step: StepEstimate) -> EndCosts:
         """Of an estimated step; they do not depend on the pipeline schedule."""
         return cls(step.embedding.total / step.block.total, step.head.total / step.block.total)
 
-    def take(self, places: np.ndarray) -> Ends:
+    def take(self, places: np.ndarray) -> EndCosts:
         """Those of some layouts."""
-        return Ends(self.embedding[places], self.head[places])
+        return EndCosts(self.embedding[places], self.head[places])
 
 
 class PeakBound:
@@ -98,7 +98,7 @@ class PeakBound:
         self.weights = Weights.of(self.model)
         self._sizes: dict[tuple[int, ...], tuple[float, ...]] = {}
 
-    def needed_bytes(self, grid: Grid, ends: Ends) -> Floats:
+    def needed_bytes(self, grid: Grid, ends: EndCosts) -> Floats:
         """A lower bound of the device memory that the rank with the largest need takes.
 
         Args:
@@ -108,7 +108,7 @@ class PeakBound:
         reserve, context = overhead(self.job)
         return np.asarray(self.peak_bytes(grid, ends) * (1 + reserve) + context, dtype=np.float64)
 
-    def peak_bytes(self, grid: Grid, ends: Ends) -> Floats:
+    def peak_bytes(self, grid: Grid, ends: EndCosts) -> Floats:
         """A lower bound of live tensors at the peak, on the fullest rank."""
         columns = self._look_up(grid)
         one = grid.pp == 1
@@ -168,24 +168,30 @@ class PeakBound:
             context=CONTEXTS[context], recompute=RECOMPUTES[recompute],  # type: ignore[arg-type]
         )  # fmt: skip
         job = with_layout(self.job, layout)
-        model = held_model(job)
+        model = local_model(job)
         assert isinstance(model, DecoderModel), "the bound is of decoders"
         dense = self._count_block(job, model, size_feed_forward(job, model, micro))
         sizes, *first = dense
         routed = first
         if self.model.expert_layers:
             sizes, *routed = self._count_block(job, model, size_experts(job, model, micro))
-        loss = float(sizes.norm + loss_temporary(job, model, sizes))
+        loss = float(sizes.norm + loss_temp_bytes(job, model, sizes))
         return (*first, *routed, loss)
 
     @staticmethod
     def _count_block(
         job: Job, model: DecoderModel, feed_forward: FeedForwardSizes
-    ) -> tuple[Sizes, float, float, float, float]:
-        sizes = Sizes.of(job, model, job.layout.micro_batch or 1, feed_forward)
+    ) -> tuple[BlockSizes, float, float, float, float]:
+        sizes = BlockSizes.of(job, model, job.layout.micro_batch or 1, feed_forward)
         widest = sizes.block + sizes.hidden + min(feed_forward.backward, feed_forward.first_backward)
         copies = float(sizes.copies) if job.layout.recompute == "none" else 0.0
-        return sizes, float(sizes.waiting), float(widest), float(pending_bytes(model, sizes)), copies
+        return (
+            sizes,
+            float(sizes.waiting),
+            float(widest),
+            float(deferred_weight_grad_bytes(model, sizes)),
+            copies,
+        )
 
     def _without_pipeline(self, grid: Grid, columns: Floats) -> Floats:
         """State, and the largest of the loss, the last block's backward pass and all gradients."""
@@ -215,11 +221,11 @@ class PeakBound:
         whole = has_whole_layers(grid)
         if self.workload.compiled_job is None or not whole.any():
             return eager
-        moment = list_fullest(self.workload.compiled_job, grid, whole, sums)
+        moment = find_compiled_peak(self.workload.compiled_job, grid, whole, sums)
         made = np.asarray(moment.activations.bytes) + np.asarray(moment.workspace.bytes)
         return np.where(whole, made, eager)
 
-    def _with_pipeline(self, grid: Grid, columns: Floats, ends: Ends) -> Floats:
+    def _with_pipeline(self, grid: Grid, columns: Floats, ends: EndCosts) -> Floats:
         """The larger of the first and the last pp rank, with the micro-batches in flight there.
 
         Args:
@@ -327,7 +333,7 @@ class PeakBound:
         each = ADAMW_BYTES if self.job.train.optimizer == "adamw" else 0.0
         optimizer = np.where(grid.offload >= OPTIMIZER_AWAY, 0.0, cut(grid.zero >= 1) * each)
         away = grid.offload == ALL_AWAY
-        if self.job.train.gradients != "fp32":  # some may be kept in 16 bits
+        if self.job.train.grad_dtype != "fp32":  # some may be kept in 16 bits
             gradients = gradients / 2
         return np.where(away, 0.0, whole), np.where(away, 0.0, gradients), optimizer
 

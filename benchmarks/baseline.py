@@ -22,7 +22,7 @@ from torch import nn
 
 from meshwright.spec.job import Train
 from meshwright.spec.train_defaults import setting
-from meshwright.train.trainer import Session
+from meshwright.train.trainer import Trainer
 
 
 def build_adamw(model: nn.Module, train: Train) -> torch.optim.AdamW:
@@ -37,9 +37,9 @@ def build_adamw(model: nn.Module, train: Train) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=train.lr, betas=(0.9, 0.95), fused=True)
 
 
-def open_tokens(session: Session) -> npt.NDArray[np.uint16]:
+def open_tokens(trainer: Trainer) -> npt.NDArray[np.uint16]:
     """The first shard, mapped."""
-    return np.memmap(next(Path(session.assignment.data_dir).glob("train-*.bin")), dtype=np.uint16, mode="r")
+    return np.memmap(next(Path(trainer.assignment.data_dir).glob("train-*.bin")), dtype=np.uint16, mode="r")
 
 
 def time_pairs(

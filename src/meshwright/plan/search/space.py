@@ -35,7 +35,7 @@ from meshwright.plan.estimate.grid import (
     Ints,
 )
 from meshwright.plan.search.columns import Choices, Columns, count_choices, expand, keep
-from meshwright.plan.search.runtimes import reach_of
+from meshwright.plan.search.runtimes import runtime_support
 from meshwright.spec.job import Job
 from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.model import DecoderModel
@@ -100,7 +100,7 @@ def virtual_stage_choices(layers: int, pp: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Space:
+class LayoutSpace:
     """The layouts of a job on one number of devices.
 
     Args:
@@ -133,7 +133,7 @@ class Space:
         columns["dp_replicate"] = columns.pop("rest")
         legal = self._legal_degrees(columns)
         illegal += int((~legal).sum())
-        columns = keep(columns, legal & self._as_pinned(columns, AXES) & self._within_reach(columns))
+        columns = keep(columns, legal & self._as_pinned(columns, AXES) & self._supported_degrees(columns))
         if model.num_experts:
             columns, excluded = self._expand_experts(columns)
             illegal += excluded
@@ -173,11 +173,11 @@ class Space:
                 kept &= columns[name] == self._code(name, self.pins[name])
         return kept
 
-    def _within_reach(self, columns: Columns) -> np.ndarray:
+    def _supported_degrees(self, columns: Columns) -> np.ndarray:
         """Axes that the runtime does not have stay at one, unless they are pinned."""
         kept = np.ones(len(columns["pp"]), dtype=np.bool_)
         for name in AXES:
-            if name not in reach_of(self.job).axes and name not in self.pins:
+            if name not in runtime_support(self.job).axes and name not in self.pins:
                 kept &= columns[name] == 1
         return kept
 
@@ -185,7 +185,7 @@ class Space:
         return _CODES[name].index(value) if name in _CODES else int(value)
 
     def _allowed(self, name: str, values: Sequence[Any]) -> list[Any]:
-        if name in ("ep", "etp") and name not in reach_of(self.job).axes and name not in self.pins:
+        if name in ("ep", "etp") and name not in runtime_support(self.job).axes and name not in self.pins:
             return [1]
         return [v for v in values if name not in self.pins or self.pins[name] == v]
 
@@ -216,11 +216,13 @@ class Space:
     def _zero_choices(self, kind: int) -> Choices:
         """Stage 0 has no shards; the others need some, and cp alone may be them."""
         stages = {NO_SHARDS: (0,), SHARDS_OF_SEQUENCE: (0, 1, 2, 3), SHARDS: (1, 2, 3)}[kind]
-        least = 2 if self.pins.get("accumulate") == "deferred" else 0
-        least = 3 if self.pins.get("prefetch", 1) != 1 else least
-        known = reach_of(self.job).zeros
+        with_1f1b = 2 if self.pins.get("accumulate") == "deferred" else 0
+        with_1f1b = 3 if self.pins.get("prefetch", 1) != 1 else with_1f1b
+        known = runtime_support(self.job).zeros
         return [
-            (s,) for s in self._allowed("zero", stages) if s >= least and (s in known or "zero" in self.pins)
+            (s,)
+            for s in self._allowed("zero", stages)
+            if s >= with_1f1b and (s in known or "zero" in self.pins)
         ]
 
     def _sp_choices(self, pieces: int) -> Choices:
@@ -256,7 +258,7 @@ class Space:
             found = [("1f1b", 1)] if named in (None, "1f1b") else []
         else:
             found = []
-            for name in (named,) if named else reach_of(self.job).schedules:
+            for name in (named,) if named else runtime_support(self.job).schedules:
                 if name != "interleaved":
                     found.append((name, 2 if name in ("zbv", "dualpipe-v") else 1))
                 elif in_groups:
@@ -284,7 +286,7 @@ class Space:
         return -(-self.job.train.global_batch // (columns["dp_replicate"] * columns["dp_shard"]))
 
     @cached_property
-    def _kept_back(self) -> list[tuple[int, int]]:
+    def _memory_choices(self) -> list[tuple[int, int]]:
         """Recomputation and offload, crossed."""
         return [
             (RECOMPUTES.index(mode), OFFLOADS.index(away))
@@ -306,7 +308,7 @@ class Space:
             self._shares * (self.model.num_layers + 1) + columns["pp"], return_inverse=True
         )
         with_schedules = np.array([whole(int(key)) for key in keys], dtype=np.int64)[group]
-        kept_back = len(self._kept_back)
+        kept_back = len(self._memory_choices)
         return count_choices(self._shares, self._micro_choices) * kept_back, with_schedules * kept_back
 
     def __len__(self) -> int:
@@ -318,10 +320,10 @@ class Space:
         return self._degrees[1]
 
     @property
-    def has_plain(self) -> bool:
+    def has_1f1b(self) -> bool:
         """Whether every row of degrees and settings is in it with 1F1B and one stage a rank."""
         plain = self.pins.get("schedule", "1f1b") == "1f1b" and self.pins.get("virtual_stages", 1) == 1
-        return plain and "1f1b" in reach_of(self.job).schedules
+        return plain and "1f1b" in runtime_support(self.job).schedules
 
     def chunks(self, size: int = CHUNK) -> Iterator[Chunk]:
         """The layouts, about so many at a time; their schedules are still open."""
@@ -335,7 +337,7 @@ class Space:
             start = stop
             grown = expand(keep(columns, rows), self._shares[rows], ("micro_batch",), self._micro_choices)
             grown = expand(
-                grown, np.zeros_like(grown["pp"]), ("recompute", "offload"), lambda _: self._kept_back
+                grown, np.zeros_like(grown["pp"]), ("recompute", "offload"), lambda _: self._memory_choices
             )
             if len(grown["pp"]):
                 yield Chunk(self, grown)
@@ -360,7 +362,7 @@ class Space:
 class Chunk:
     """Some layouts of a space, all but their schedules."""
 
-    space: Space
+    space: LayoutSpace
     columns: Columns
 
     @cached_property
@@ -372,14 +374,14 @@ class Chunk:
         """How many schedules each row may have."""
         return count_choices(self._keys, self.space.schedule_choices)
 
-    def least(self) -> Grid:
+    def with_1f1b(self) -> Grid:
         """Each row with the schedule that needs the least memory: 1F1B, one stage a rank."""
         one = np.ones_like(self.columns["pp"])
         return self.space.grid(
             {**self.columns, "schedule": one * SCHEDULES.index("1f1b"), "virtual_stages": one}
         )
 
-    def grow(self, rows: np.ndarray | None = None) -> Grid:
+    def expand_schedules(self, rows: np.ndarray | None = None) -> Grid:
         """Rows crossed with their schedules; all rows if none are named."""
         columns, keys = self.columns, self._keys
         if rows is not None:

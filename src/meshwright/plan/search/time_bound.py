@@ -22,9 +22,9 @@ from meshwright.plan.time.probed import fastest_gemm
 from meshwright.plan.time.rates import rates_of
 
 WITH_BUBBLE = [SCHEDULES.index(name) for name in ("gpipe", "1f1b", "interleaved")]
-OF_THE_SCHEDULE = ("bubble", "uneven stages", "pipeline transfers")
+SCHEDULE_PARTS = ("bubble", "uneven stages", "pipeline transfers")
 """Parts of a step that change with the schedule alone."""
-MATRICES = 0.99
+MATRIX_SHARE = 0.99
 """At least this share of the parameters is matrices; the rest is norms and biases, which multiply nothing."""
 
 
@@ -38,16 +38,16 @@ def highest_rate(workload: Workload) -> float:
     return max(counted * max(1.0, rates.expert_matmul), 0.0 if probed is None else fastest_gemm(probed))
 
 
-def products_s(workload: Workload, devices: int) -> float:
+def gemm_floor_s(workload: Workload, devices: int) -> float:
     """All matrix products of a step but the routers', spread over so many devices at that rate."""
     model = workload.model
     routers = model.expert_layers * model.hidden_size * (model.num_experts or 0)
-    matrices = MATRICES * (count_active_matmul_parameters(model) - routers)
+    matrices = MATRIX_SHARE * (count_active_matmul_parameters(model) - routers)
     flops = 6.0 * matrices * workload.global_batch * workload.seq_len
     return flops / highest_rate(workload) / devices
 
 
-def schedules_floor_s(workload: Workload, plain: StepEstimate, grid: Grid, rows: Ints) -> Floats:
+def schedule_floor_s(workload: Workload, plain: StepEstimate, grid: Grid, rows: Ints) -> Floats:
     """A bound for each layout of a grid.
 
     Args:
@@ -57,7 +57,7 @@ def schedules_floor_s(workload: Workload, plain: StepEstimate, grid: Grid, rows:
         rows: Which of ``plain`` each of them is like.
     """
     none = np.zeros(len(plain.step_s))
-    fixed = plain.step_s - sum((plain.parts[name] for name in OF_THE_SCHEDULE), none)
+    fixed = plain.step_s - sum((plain.parts[name] for name in SCHEDULE_PARTS), none)
     work = sum((plain.parts[name] for name in WORK_PARTS), none)
     waits = (grid.pp - 1) / (grid.virtual_stages * grid.micro_batches(workload.global_batch))
     bubble = np.where(np.isin(grid.schedule, WITH_BUBBLE), waits * work[rows], 0.0)

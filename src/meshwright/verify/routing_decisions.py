@@ -24,25 +24,25 @@ from torch import Tensor
 
 from meshwright.models.moe import MixtureOfExperts
 from meshwright.parallel.full_tensors import canonical_name
-from meshwright.train.batches import cut
-from meshwright.train.trainer import Session
-from meshwright.verify.proof_task import TIE, choices_file
+from meshwright.train.batches import split_into_micro_batches
+from meshwright.train.trainer import Trainer
+from meshwright.verify.proof_task import TIE, routing_file
 
 
-class Choices(ABC):
+class RoutingDecisions(ABC):
     """What the choices of a step belong to."""
 
-    def __init__(self, session: Session, folder: Path) -> None:
-        """Hook every router of the session's model.
+    def __init__(self, trainer: Trainer, folder: Path) -> None:
+        """Hook every router of the trainer's model.
 
         Args:
-            session: Of the rank.
+            trainer: Of the rank.
             folder: Where the reference's choices are, or are to be.
         """
-        self._session, self._folder = session, folder
-        batches = session.train_batches
-        places = np.arange(session.job.train.global_batch)
-        parts = cut(places, batches.rank, batches.ranks, batches.micro_batch)
+        self._trainer, self._folder = trainer, folder
+        batches = trainer.train_batches
+        places = np.arange(trainer.job.train.global_batch)
+        parts = split_into_micro_batches(places, batches.rank, batches.ranks, batches.micro_batch)
         self._parts = [torch.from_numpy(part) for part in parts]
         self.micro_batch = 0
         """The one whose pass is running."""
@@ -58,13 +58,13 @@ class Choices(ABC):
         """The weights are updated."""
 
     def _list_mixtures(self) -> Iterator[tuple[str, MixtureOfExperts]]:
-        for name, module in self._session.model.named_modules():
+        for name, module in self._trainer.model.named_modules():
             if isinstance(module, MixtureOfExperts):
                 yield canonical_name(name), module
 
     def _find(self, module: MixtureOfExperts, chosen_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Which of the rank's tokens are real, and for those the sample's place and the position."""
-        part, batch = self._parts[self.micro_batch], self._session.train_batches.micro_batch
+        part, batch = self._parts[self.micro_batch], self._trainer.train_batches.micro_batch
         own, device = len(chosen_NK), chosen_NK.device
         sequence_N = module.tokens.sequence_of(own, batch, device)
         real_N = sequence_N < len(part)
@@ -72,17 +72,17 @@ class Choices(ABC):
         return real_N, part.to(device)[sequence_N[real_N]], position_N[real_N]
 
 
-class RecordedChoices(Choices):
+class RecordedRouting(RoutingDecisions):
     """Keeps the choices of each step in a file."""
 
-    def __init__(self, session: Session, folder: Path) -> None:
-        super().__init__(session, folder)
+    def __init__(self, trainer: Trainer, folder: Path) -> None:
+        super().__init__(trainer, folder)
         self._tables: dict[str, Tensor] = {}
 
     def choose(self, layer: str, module: MixtureOfExperts, scores_NE: Tensor, chosen_NK: Tensor) -> Tensor:
         """As chosen; written down."""
         if layer not in self._tables:
-            job = self._session.job
+            job = self._trainer.job
             shape = (job.train.global_batch, job.data.seq_len, chosen_NK.shape[1])
             self._tables[layer] = torch.zeros(shape, dtype=torch.int32)
         real_N, place_N, position_N = self._find(module, chosen_NK)
@@ -92,15 +92,15 @@ class RecordedChoices(Choices):
     def end_step(self) -> None:
         """Write the step's."""
         if self._tables:
-            save_file(self._tables, self._folder / choices_file(self._session.step))
+            save_file(self._tables, self._folder / routing_file(self._trainer.step))
             self._tables = {}
 
 
-class ReplayedChoices(Choices):
+class ReplayedRouting(RoutingDecisions):
     """Takes the reference's choice where experts tie."""
 
-    def __init__(self, session: Session, folder: Path) -> None:
-        super().__init__(session, folder)
+    def __init__(self, trainer: Trainer, folder: Path) -> None:
+        super().__init__(trainer, folder)
         self.replayed = 0
         """Tokens of this rank, in all steps and layers, whose choice was the reference's."""
         self._step, self._tables = -1, dict[str, Tensor]()
@@ -119,7 +119,7 @@ class ReplayedChoices(Choices):
         taken_NK[real_N] = self._read(layer)[place_N, position_N].to(chosen_NK)
         theirs_NK = scores_NE.gather(1, taken_NK).sort(dim=-1, descending=True).values
         tied_N &= real_N & ((best[:, :-1] - theirs_NK).amax(-1) < TIE)
-        if module.router.counting:
+        if module.router.is_counting:
             self.replayed += int(tied_N.sum())
         return torch.where(tied_N.unsqueeze(1), taken_NK, chosen_NK)
 
@@ -127,7 +127,7 @@ class ReplayedChoices(Choices):
         """Nothing is kept of it."""
 
     def _read(self, layer: str) -> Tensor:
-        step = self._session.step + 1
+        step = self._trainer.step + 1
         if self._step != step:
-            self._step, self._tables = step, load_file(self._folder / choices_file(step))
+            self._step, self._tables = step, load_file(self._folder / routing_file(step))
         return self._tables[layer]
