@@ -159,7 +159,7 @@ class WorkerPool:
         """Measure everything: one after the other, or all compiling at once.
 
         Args:
-            orders: What to measure, in this order.
+            tasks: What to measure, in this order.
             overlap: Whether all start at once.
             ready_limit_s: How long the device waits for the slowest to be ready.
             evenly: Whether none may use up the time that those after it need.

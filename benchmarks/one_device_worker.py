@@ -1,6 +1,6 @@
 """One kind of training step on one device, measured in this process for ``one_device.py``.
 
-The process reports_loss with the one that started it: a JSON object a line on standard output (phases, then a
+The process talks to the one that started it: a JSON object a line on standard output (phases, then a
 result or a failure), and one line on standard input that lets it take the device. Before that it imports,
 and, where told to, lets its compiler see a model of one layer with the same widths: several processes do
 that at a time, and only the device is not shared while times are taken.
@@ -420,9 +420,9 @@ def precompile(task: Task, job: Any, reporter: Reporter) -> None:
     """Let the compiler see everything once; where that fails, the measurement may still succeed.
 
     Args:
-        order: What will be measured.
+        task: What will be measured.
         job: The same with one layer.
-        voice: Told how it went.
+        reporter: Told how it went.
     """
     try:
         RUNS[task.kind](replace(task, text=""), job, reporter, 1, 1)
@@ -449,8 +449,8 @@ def measure(task: Task, reporter: Reporter, wait: Callable[[], None]) -> dict[st
     """All phases of a process.
 
     Args:
-        order: What to measure.
-        voice: Told each phase.
+        task: What to measure.
+        reporter: Told each phase.
         wait: Returns when the device may be taken.
     """
     prepare_environment(threads=task.threads)

@@ -134,7 +134,7 @@ def time_floor(job: Job, report: Callable[..., None]) -> dict[str, Any]:
 
     Args:
         job: Its model, batch and device.
-        say: Told each part as soon as it is known.
+        report: Told each part as soon as it is known.
     """
     tokens = job.train.global_batch * job.data.seq_len
     timer = Timer(job.cluster.device)
@@ -235,7 +235,7 @@ def _time_attention(job: Job, timer: Timer, flash: bool = False) -> dict[str, fl
 
     Args:
         job: Its model and batch.
-        watch: Takes the time.
+        timer: Takes the time.
         flash: Flash attention's kernel in place of cuDNN's: as fast means that cuDNN has refused.
     """
     import torch  # noqa: PLC0415

@@ -15,8 +15,7 @@ import torch.distributed._functional_collectives as functional
 
 from meshwright.measure.memory_tracker import PeakTracker
 from meshwright.models import decoder_sharding
-from meshwright.train import loop, worker
-from meshwright.train import trainer as trainer
+from meshwright.train import loop, trainer, worker
 from meshwright.train.worker import run_rank, run_with_trainer
 from meshwright.verify.bench import scaling
 

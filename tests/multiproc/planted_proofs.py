@@ -28,8 +28,7 @@ from meshwright.parallel.tensor import RowLinear, VocabularyEmbedding
 from meshwright.parallel.tensor_collectives import TensorParallel
 from meshwright.parallel.zero1 import ShardedState
 from meshwright.schedule.pipeline.actions import Action, Kind
-from meshwright.train import loop
-from meshwright.train import trainer as trainer
+from meshwright.train import loop, trainer
 from meshwright.train.amp import MixedPrecision
 from meshwright.train.batches import Batcher
 from meshwright.train.step_audit import StepAudit

@@ -72,7 +72,8 @@ class ProgressView:
         self._line(f"autotuning {count}: about 2 s each, once per GPU model")
 
     def _show_gemm_autotune(self, event: Event) -> None:
-        what = f"GEMM autotuning: {event['changed']} of {event['tuned'] + event['cached']} shapes use another algorithm"
+        shapes = event["tuned"] + event["cached"]
+        what = f"GEMM autotuning: {event['changed']} of {shapes} shapes use another algorithm"
         self._line(f"{what}, {event['gain']:.1%} less GEMM time ({format_seconds(event['seconds'])})")
 
     def _show_eval(self, event: Event) -> None:

@@ -1,1 +1,1 @@
-"""Errors, units, events: what every other layer reports_loss. Standard library only."""
+"""Errors, units, events: what every other layer uses. Standard library only."""

@@ -160,7 +160,8 @@ def _in_folder(folder: Path) -> Template | None:
 
 def _unknown(name: str, key: str, rule: str) -> Problem:
     near = difflib.get_close_matches(name, BUILTIN, n=1)
-    choices = f"{', '.join(BUILTIN)}, {TOKENIZER_TEMPLATE!r}, or a path to a .jinja file or a {TOKENIZER_CONFIG_FILE}"
+    choices = f"{', '.join(BUILTIN)}, {TOKENIZER_TEMPLATE!r}"
+    choices += f", or a path to a .jinja file or a {TOKENIZER_CONFIG_FILE}"
     fix = f"Did you mean {near[0]}?" if near else f"Use {choices}"
     if near:
         rule += f"; there are {choices}"

@@ -108,7 +108,7 @@ def iter_corpus(
     Args:
         sources: Builtin names, files, folders or globs.
         base: Folder that relative sources start from.
-        reading: How lines of ``.jsonl`` files are read; as text in the field ``text`` if left out.
+        options: How lines of ``.jsonl`` files are read; as text in the field ``text`` if left out.
         exclude: Folders to leave out, such as the one that is being written.
         tally: Where to count; a new one if left out.
 

@@ -2,7 +2,7 @@
 
 A row has tokens and their targets, and for ``mask="document"`` also the number of each position's document
 within the row, so that attention and positions can start anew in each of them. A target that does not count
-in the loss (padding, or a prompt where prompts are masked) is ``IGNORE_INDEX``. The order of reading is left to
+in the loss (padding, or a prompt where prompts are masked) is ``IGNORE_INDEX``. The order is left to
 ``order``.
 """
 

@@ -4,7 +4,7 @@ A position is an input token together with its target, the token that follows it
 same questions: how many rows there are, and which pieces of the shard a row is made of. Both are functions of
 (shard, seq_len) alone, so that appending shards renumbers nothing.
 
-*   :class:`ContiguousPacking`, for attention that crosses documents: row ``i`` is positions ``i * seq_len`` to
+*   :class:`ContiguousPacking`, for attention across documents: row ``i`` is positions ``i * seq_len`` to
     ``(i + 1) * seq_len``. What does not fill a row at the shard's end is dropped.
 *   :class:`DocumentPacking`, for attention within documents: rows are made of whole documents, in order, each
     put into the open row if it fits and into a new one otherwise (next-fit). A document of ``n`` tokens,

@@ -7,7 +7,7 @@
       tokenizer.json
       train-00000.bin       tokens, little-endian uint16 (vocabulary up to 65,536) or uint32
       train-00000.docs.u64  little-endian uint64: the token at which each document starts
-      train-00000.loss_mask.u8  only for instruction data: a byte a token, 1 where it belongs to an answer, else 0
+      train-00000.loss_mask.u8  only for instruction data: a byte per token, 1 in an answer, else 0
       eval-00000.bin ...
 
 Each document is followed by the end-of-document token. A document never spans shards; one that is longer than

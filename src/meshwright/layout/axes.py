@@ -125,7 +125,7 @@ def is_sharded(job: Job) -> bool:
 
 
 def list_group_axes(job: Job) -> list[str]:
-    """The axes that a run reports_loss over: those above one, and those over which FSDP2 cuts the experts.
+    """The axes that a run communicates over: those above one, and those over which FSDP2 cuts the experts.
 
     It wants a group also where a rank is alone.
     """

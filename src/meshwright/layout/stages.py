@@ -447,7 +447,7 @@ def saved_parameter_kinds(job: Job, pp_rank: int, parts: Sequence[StageSpec]) ->
 
     Args:
         job: With its layout settled.
-        place: The rank's index on the axis ``pp``.
+        pp_rank: The rank's index on the axis ``pp``.
         parts: The stages of that place.
     """
     copied = pp_rank in find_tied_pp_ranks(job)[1:]

@@ -107,8 +107,8 @@ class MergedLinear:
         """Join them.
 
         Args:
-            products: In order.
-            low: Copies of their weights, one below the other.
+            linears: In order.
+            weight_copy: Copies of their weights, one below the other.
         """
         self._masters = [linear.weight for linear in linears]
         self.weight_copy = weight_copy

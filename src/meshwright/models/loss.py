@@ -96,7 +96,7 @@ def linear_cross_entropy(
         targets_N: Words to predict.
         chunk: Tokens whose logits are held at once.
         softmax: Makes the loss of logits; another one where a rank has those of some words alone.
-        low_VD: The weight in the precision of the product, where somebody keeps it; else it is made here.
+        weight_copy_VD: The weight in the precision of the GEMM, where a copy is kept; else it is made here.
         fused: Whether a compiled function makes the loss, of logits that stay in the product's precision.
         expected: The gradient of the loss that the backward pass will begin with, if it is known.
     """

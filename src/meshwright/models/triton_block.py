@@ -126,7 +126,7 @@ def embed(table: nn.Embedding, tokens_BT: Tensor, residual_dtype: torch.dtype) -
     Args:
         table: Of all words.
         tokens_BT: Words.
-        stream: Its precision.
+        residual_dtype: Its precision.
     """
     x_BTD: Tensor = _Embedding.apply(tokens_BT, table.weight, residual_dtype)
     return x_BTD

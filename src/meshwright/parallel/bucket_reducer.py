@@ -52,7 +52,7 @@ class BucketReducer:
             module: The model or the stage.
             buckets: Of its parameters those that are summed.
             compression: As ``compression.kind`` says.
-            late: Those whose gradients do not come in a backward pass: who makes them says so.
+            deferred: Those whose gradients do not come in a backward pass: who makes them says so.
         """
         named = dict(module.named_parameters())
         self._comm_dtype = AUTOCAST_DTYPES.get(compression)

@@ -8,7 +8,7 @@ takes part with nothing, and gradients of zeros.
 With ``etp`` several ranks hold columns of the same experts: each gets a copy of every row, and the sender
 adds up what they answer.
 
-Where ranks of ``cp`` or ``tp`` share a sequence, each routes its own tokens (:class:`ShardedTokens`), and they
+Where ranks of ``cp`` or ``tp`` share a sequence, each routes its own tokens (:class:`ShardedTokens`); they
 add up what is counted over the whole of it.
 
 Shape suffixes: B sequences, T tokens of one on this rank of ``cp``, N tokens of this rank, D hidden, E

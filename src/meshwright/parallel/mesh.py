@@ -114,7 +114,7 @@ class Mesh:
     def all_reduce_scalars(
         self, values: Sequence[Tensor | float], beside: Sequence[Tensor] = ()
     ) -> list[float]:
-        """Sum small control values over all ranks, and wait for the sums; see :meth:`start_control_all_reduce`."""
+        """Sum small control values over all ranks and wait; see :meth:`start_control_all_reduce`."""
         return self.start_control_all_reduce(values, beside).wait()
 
     def start_control_all_reduce(

@@ -59,7 +59,7 @@ def calibrate(job: Job, measured: Sequence[MeasuredLayout]) -> Calibration:
 
     Args:
         job: What ran.
-        timed: At least one layout of it.
+        measured: At least one layout of it.
     """
     keys = fitted_keys(job)
     old = np.array([getattr(job.cluster, key) for key in keys])

@@ -143,7 +143,7 @@ def size_cluster(
         tokens: To train on.
         deadline_s: For all of it.
         pins: Keys of the layout that keep their value.
-        told: Called with each number of devices before it is searched.
+        progress: Called with each number of devices before it is searched.
     """
     per_node = job.cluster.devices_per_node
     tried: dict[int, ClusterSize | None] = {}

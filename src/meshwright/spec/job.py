@@ -142,13 +142,13 @@ class Train:
     seed: Natural = 0
     """Decides the initial weights and the order of samples."""
     block_backend: Literal["eager", "compile", "triton"] = "eager"
-    """Backend of the transformer blocks: PyTorch `eager`, torch.`compile`, or `triton` kernels for Llama-shaped
+    """Backend of the blocks: PyTorch `eager`, torch.`compile`, or `triton` kernels for Llama-shaped
     decoders on a GPU with unsharded weights (elsewhere it runs as `compile`). With `compile`, the audit skips
     activations and peak memory."""
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
     """Backend of torch.compile: `inductor` generates fast code; `aot_eager` only traces, for tests."""
     gemm_autotune: Flag = False
-    """Autotune the 16-bit GEMMs of Triton blocks under sustained load: 2 s per shape, once per kind of GPU. Off
+    """Autotune the 16-bit GEMMs of Triton blocks under sustained load: 2 s per shape, once per GPU type. Off
     takes cuBLASLt's first heuristic."""
     eval_every: Natural = 0
     """Steps between evaluations; 0 evaluates at the end only."""

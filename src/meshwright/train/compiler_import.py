@@ -4,7 +4,7 @@ Torch imports ``torch._dynamo``, as much again as torch itself, in order to tell
 something alone: some methods of optimizers and what looks at every operation at their first call, and every
 step of an optimizer. Where nothing is compiled there is nobody to tell. This uses two private habits of torch
 2.11 to 2.13; a version without them loads its compiler as before, and
-``tests/unit/train/test_run_compiler_import.py`` says so.
+``tests/unit/train/test_train_compiler_import.py`` says so.
 """
 
 from __future__ import annotations

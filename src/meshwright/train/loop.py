@@ -125,7 +125,7 @@ def compute_step(
         micro_batches: What it trains on.
         targets: Those of all ranks.
         prefetch: Called when all work of the step is queued, before the host waits for the device.
-        overlap_next_step: Whether another step comes right after: then its update need not be over when this returns.
+        overlap_next_step: Whether another step follows: then its update need not be over when this returns.
     """
     trainer.counter.phase = "step"
     trainer.noise_scale.begin(trainer.step + 1)

@@ -36,7 +36,7 @@ def build_optimizer(
     resumed run would load into nothing.
 
     Args:
-        owned: What it moves.
+        sharded_state: What it moves.
         train: The recipe.
         copies: 16-bit copies of parameters, which a fused update writes with them.
         fused: Whether the update is one pass of our own (``spec.compiled.uses_fused_adamw``).

@@ -57,7 +57,7 @@ def dry_run_step(plan: Plan, rank: int, listener: Listener, report_progress: Pro
         plan: Of a job for CPU, not compiled.
         rank: Which of its ranks.
         listener: Told the events of an audited step: ``state`` and ``collectives``.
-        tell: For progress.
+        report_progress: For progress.
     """
     assert plan.job.cluster.device == "cpu", "fake tensors are those of a CPU here"
     counter, events = CollectiveCounter(), EventWriter(Path(os.devnull), rank, 0, listener)

@@ -100,7 +100,7 @@ def scaled_mm(
 
     Args:
         a: In 8 bits.
-        b_turned: Likewise.
+        b_transposed: Likewise.
         scale_a: Of its rows.
         scale_b: Likewise; None where those have gone into the other operand.
         fast: Whether sums do without the extra float32 register.

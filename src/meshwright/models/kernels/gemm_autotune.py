@@ -198,7 +198,7 @@ def pick_fastest(
     Args:
         own: What is there anyway.
         others: What may take its place.
-        lasts_s: Seconds that one takes, after so many that do not count, over so many that do.
+        sustained_s: Seconds that one takes, after so many that do not count, over so many that do.
     """
     slowest = SCREEN_FACTOR * sustained_s(own, SETTLE_S, MEASURE_S)
     left = [racer for racer in others if sustained_s(racer, 0.0, SCREEN_S) <= slowest]

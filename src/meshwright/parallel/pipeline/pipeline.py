@@ -57,7 +57,7 @@ class Pipeline:
         Args:
             batches: Of this rank's samples.
             divisor: Targets of all ranks' samples.
-            watch: Looks on.
+            observer: Looks on.
         """
         known = list(batches)
         self._work.begin(known, divisor, observer)

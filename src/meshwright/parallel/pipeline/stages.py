@@ -89,7 +89,7 @@ class StageRunner:
         Args:
             batches: Its micro-batches.
             divisor: Targets of the whole step.
-            watch: Looks on.
+            observer: Looks on.
         """
         self._batches, self._divisor, self._observer = batches, divisor, observer
         self.loss_sum = torch.zeros_like(self.loss_sum)

@@ -135,7 +135,7 @@ def trace_compiled(
         model: The job's model.
         parameters: Of the model.
         micro_batch: Samples of one forward pass.
-        sums_kept: Which gradients live through the whole step.
+        persistent_grads: Which gradients live through the whole step.
         eager: The step without a compiler: the batch and tables are alike.
     """
     snapshots = list_compiled_snapshots(job, model, parameters, micro_batch, persistent_grads)

@@ -283,7 +283,7 @@ def trace_decoder(
         model: The job's model.
         parameters: Of the model.
         micro_batch: Samples of one forward pass.
-        sums_kept: Which gradients live through the whole step.
+        persistent_grads: Which gradients live through the whole step.
         rows: That experts read in each layer with experts; None for an even share of all.
     """
     stack = StageBlocks.of(job, model, range(model.num_layers), micro_batch, rows)

@@ -310,7 +310,7 @@ def find_fsdp_peak(job: Job, snapshots: Sequence[MemorySnapshot], micro_batches:
 
     Args:
         job: With its layout settled.
-        moments: Of the model.
+        snapshots: Of the model.
         micro_batches: Of a step.
     """
     sizes, largest, top = FSDPSizes.of(job, list_stages(job)[0]), -1, None

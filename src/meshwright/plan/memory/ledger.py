@@ -73,7 +73,7 @@ def predict_ledger(
         job: With its layout settled.
         micro_batch: Samples of one forward pass.
         micro_batches: Of a step.
-        place: The rank's index on the axis ``pp``.
+        pp_rank: The rank's index on the axis ``pp``.
         rows: That experts read in each of the rank's layers with experts; None for an even share of all.
     """
     if job.layout.pp > 1:

@@ -452,7 +452,7 @@ def trace_pipeline(
 
     Args:
         job: With its layout settled.
-        place: The rank's index on the axis ``pp``.
+        pp_rank: The rank's index on the axis ``pp``.
         micro_batch: Samples of one forward pass.
         micro_batches: Of a step.
         rows: That experts read in each of the rank's layers with experts; None for an even share of all.

@@ -43,7 +43,7 @@ def trace_resnet(
         model: The job's model.
         parameters: Of the model.
         micro_batch: Samples of one forward pass.
-        sums_kept: Whether gradients live through the whole step (DDP's buckets, accumulation).
+        persistent_grads: Whether gradients live through the whole step (DDP's buckets, accumulation).
     """
     sizes = _Sizes.of(job, model, micro_batch)
     all_gradients = sum(p.count for p in parameters) * FLOAT32_BYTES

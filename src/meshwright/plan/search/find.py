@@ -149,7 +149,7 @@ def find_layouts(
         job: For a decoder.
         pins: Keys that keep their value.
         top: How many of the best are predicted exactly.
-        by: What is best: the shortest step, the least device time per step, or the least memory per rank.
+        objective: What is best: shortest step, least device time per step, or least memory per rank.
         progress: Called from time to time.
         worlds: Numbers of devices to try; even parts of the cluster if left out.
         budget_s: Seconds after which the search ends, whatever is left.

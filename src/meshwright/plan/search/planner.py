@@ -41,7 +41,7 @@ def search_job(
         job: Its layout may be open (``layout.mode="auto"``) or given.
         named: Keys of the layout that the user wrote; they keep their value.
         top: How many of the best.
-        by: What is best.
+        objective: What is best.
         progress: Called from time to time.
 
     Raises:

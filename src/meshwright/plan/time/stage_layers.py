@@ -30,7 +30,7 @@ def assign_layers(layers: int, stage_ranks: Sequence[int], embedding: float, hea
 
     Args:
         layers: Of the model; each stage has one at least.
-        homes: The pp_rank of each stage.
+        stage_ranks: The pp_rank of each stage.
         embedding: Cost of the embedding in blocks; it is on the first stage.
         head: Cost of the head in blocks; it is on the last stage.
     """

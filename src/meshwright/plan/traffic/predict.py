@@ -21,7 +21,7 @@ def predict_traffic(job: Job, pp_rank: int = 0) -> list[CollectiveTraffic]:
 
     Args:
         job: With its layout settled.
-        place: The rank's index on the axis ``pp``; 0 is every rank where there is no pipeline.
+        pp_rank: The rank's index on the axis ``pp``; 0 is every rank where there is no pipeline.
     """
     if job.layout.world_size == 1:
         return []

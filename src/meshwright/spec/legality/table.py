@@ -485,7 +485,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "train-grad-dtype",
-        '`grad_dtype = "bf16"` needs `block_backend = "triton"` in bf16 or fp8, and `adamw` without `grad_noise`.',
+        '`grad_dtype = "bf16"` needs `block_backend = "triton"`, bf16 or fp8, `adamw` and no `grad_noise`.',
         check_grad_dtype,
     ),
     Rule(

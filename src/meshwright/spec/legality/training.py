@@ -69,7 +69,7 @@ def check_residual_dtype(job: Job) -> Problem | None:
     ):
         return None
     rule = "is for compiled blocks in bf16 or fp8: elsewhere each norm keeps a float32 copy of it"
-    fix = "Set train.precision=bf16 and train.block_backend=compile or triton, or leave train.residual_dtype out"
+    fix = "Set train.precision=bf16 and train.block_backend=compile or triton, or omit train.residual_dtype"
     return Problem(
         "train-residual-dtype", rule, path="train.residual_dtype", value=train.residual_dtype, fix=fix
     )
@@ -135,7 +135,7 @@ def check_fp8(job: Job) -> Problem | None:
         rule = f"multiplies whole matrices, and layout.tp={layout.tp} cuts them"
         fix += ", or leave layout.tp out"
     elif job.train.block_backend == "eager":
-        rule = "needs train.block_backend=compile or triton: casts that are not fused with the op before them cost "
+        rule = "needs train.block_backend=compile or triton: casts not fused with the op before them cost "
         rule += "more than the GEMMs save"
         fix = "Set train.block_backend=compile, or use train.precision=bf16"
     else:

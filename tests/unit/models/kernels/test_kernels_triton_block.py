@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-CASES = Path(__file__).parents[2] / "kernel_cases.py"
+CASES = Path(__file__).parents[3] / "kernel_cases.py"
 
 
 def test_kernels_compute_what_torchs_operations_compute():

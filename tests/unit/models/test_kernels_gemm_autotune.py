@@ -12,7 +12,7 @@ import random
 
 import pytest
 import torch
-from test_run_fused import build, step
+from test_models_triton_block import build, step
 
 from meshwright.core.errors import UserError
 from meshwright.models.kernels import cublas, gemm, gemm_autotune

@@ -51,7 +51,7 @@ ALONE = Axis("", 1)
 
 
 def joined(job):
-    """The axes that a run reports_loss over and that are none of the dense mesh's own."""
+    """The axes that a run communicates over and that are none of the dense mesh's own."""
     return [name for name in list_group_axes(job) if name not in AXES]
 
 
