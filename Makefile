@@ -29,13 +29,19 @@ demo: setup
 	$(BIN)/meshwright audit $$(ls -td runs/demo-* | head -n 1)
 
 # Two tests at once: those that start ranks wait most of the time. Fault tests have deadlines and run alone.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/multiproc
-	$(BIN)/python -m pytest tests/faults
+	$(PYTEST) -n $(JOBS) --dist loadfile tests/unit tests/multiproc
+	$(PYTEST) tests/faults
 
+# Everything but the GPU tests, in parts if you like: make test-all SHARD=3/8 JOBS=16. A run that was interrupted
+# goes on where it was, as long as no source has changed.
+SHARD ?= 1/1
+PASSED := .cache/test-all-$(subst /,-of-,$(SHARD))
 test-all: setup
-	$(BIN)/python -m pytest -m 'not gpu' -n 2 --dist loadfile tests/unit tests/multiproc
-	$(BIN)/python -m pytest -m 'not gpu' tests/faults
+	$(PYTEST) -m 'not gpu' --shard $(SHARD) --resume-file $(PASSED) -n $(JOBS) --dist worksteal tests/unit tests/multiproc
+	$(PYTEST) -m 'not gpu' --shard $(SHARD) --resume-file $(PASSED)-faults tests/faults
 
 test-gpu:
 	$(PYTHON) -m pytest -m gpu tests/gpu

@@ -13,6 +13,8 @@ from hypothesis import settings
 
 from meshwright.launch.environment import prepare_environment
 
+pytest_plugins = ("sharding",)
+
 prepare_environment(threads=1)  # before anything imports torch
 os.environ["OMP_NUM_THREADS"] = "1"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
 import math
 import random
@@ -73,8 +74,7 @@ SETTINGS: dict[str, Sequence[Any]] = {
 }
 """What is tried beside the degrees and ``zero``; those that are not built yet join when they are."""
 DRAWN = ("recompute", "accumulate", "prefetch", "offload")
-"""Settings of which one is drawn for each layout that deals experts, and `make test-all` does so for those
-that share sequences: else they are too many. In pairs with all others they are tried, too."""
+"""Settings of which one is drawn for each layout with expert parallelism: else they are too many."""
 ROUTING: dict[str, Sequence[Any]] = {
     "model.experts_per_token": (1, 2, 3),
     "model.router": ("softmax", "sigmoid"),
@@ -270,21 +270,6 @@ def _train(work: str, pipelined: bool) -> dict[str, Any]:
     return {**parts["train"], **(parts.get("pipelined", {}) if pipelined else {})}
 
 
-def choose_models(cells: Sequence[Cell]) -> list[Cell]:
-    """Every layout with one decoder of each family; of either in a pipeline, or where something is shared.
-
-    Which one, and its micro-batch, are drawn; where sequences or experts are shared also ``DRAWN``.
-    """
-    drawn = random.Random(SEED)
-    groups: dict[Any, list[Cell]] = {}
-    for cell in cells:
-        shared = cell.sharing or cell.dealing
-        either = cell.pipelined or shared
-        layout = tuple(item for item in cell.layout if not (shared and item[0] in DRAWN))
-        groups.setdefault((layout, "" if either else cell.family), []).append(cell)
-    return [drawn.choice(group) for group in groups.values()]
-
-
 Meetings = Callable[[Cell], Iterable[tuple[Any, ...]]]
 """What of a cell a covering set must have."""
 
@@ -292,6 +277,11 @@ Meetings = Callable[[Cell], Iterable[tuple[Any, ...]]]
 def list_pairs(cell: Cell) -> Iterable[tuple[Any, ...]]:
     """Settings that meet in a cell, two by two; the model is one of them."""
     return itertools.combinations((("work", cell.work), *cell.settings, *cell.routing), 2)
+
+
+def list_triples(cell: Cell) -> Iterable[tuple[Any, ...]]:
+    """Settings that meet in a cell, three by three, and all degrees; the model is one of the settings."""
+    return [*itertools.combinations((("work", cell.work), *cell.settings), 3), ("degrees", cell.degrees)]
 
 
 def list_traits(cell: Cell) -> Iterable[tuple[Any, ...]]:
@@ -312,16 +302,21 @@ def list_traits(cell: Cell) -> Iterable[tuple[Any, ...]]:
 def choose_covering(cells: Sequence[Cell], meetings: Meetings) -> list[Cell]:
     """Few cells in which all that meets in any legal cell does.
 
-    Greedily: always the cell with the most that is new, and of equal ones the cheapest.
+    Greedily: always the cell with the most that is new, and of equal ones the cheapest. What is new in a cell
+    only shrinks, so a cell is counted again only when it comes to the top of the heap.
     """
     numbers: dict[Any, int] = {}
-    tried = [
-        (sum(1 << numbers.setdefault(met, len(numbers)) for met in meetings(cell)), -cell.passes, cell)
-        for cell in random.Random(SEED).sample(cells, len(cells))
-    ]
+    tried = random.Random(SEED).sample(cells, len(cells))
+    masks = [sum(1 << numbers.setdefault(met, len(numbers)) for met in meetings(cell)) for cell in tried]
     left, chosen = (1 << len(numbers)) - 1, []
+    heap = [(-mask.bit_count(), tried[index].passes, index) for index, mask in enumerate(masks)]
+    heapq.heapify(heap)
     while left:
-        met, _, best = max(tried, key=lambda row: ((row[0] & left).bit_count(), row[1]))
-        chosen.append(best)
-        left &= ~met
+        _, passes, index = heapq.heappop(heap)
+        new = (masks[index] & left).bit_count()
+        if heap and (-new, passes, index) > heap[0]:
+            heapq.heappush(heap, (-new, passes, index))
+            continue
+        chosen.append(tried[index])
+        left &= ~masks[index]
     return chosen
