@@ -20,7 +20,7 @@ from unittest import mock
 from meshwright.cli import main
 from meshwright.layout.text import layout_overrides
 from meshwright.plan.contract import Plan, read_plan
-from meshwright.plan.search.find import SIMPLER
+from meshwright.plan.search.find import SIMPLICITY_MARGIN
 from meshwright.spec.layout import Layout
 from planner_matrix import Case, is_built
 
@@ -204,7 +204,7 @@ def _times_do_not_add_up(layouts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     first, *others = (layout["step_s"] for layout in layouts)
     if others != sorted(others):
         yield f"the layouts behind the first are not sorted by their step: {others}"
-    if others and first > others[0] * (1 + SIMPLER["cuda"] + SAME):
+    if others and first > others[0] * (1 + SIMPLICITY_MARGIN["cuda"] + SAME):
         yield f"the layout shown first takes {first} s, and another one {others[0]} s"
 
 

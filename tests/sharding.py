@@ -1,6 +1,6 @@
 """Pytest options to run the long tests in parts: ``--shard K/N`` and ``--resume-file FILE``.
 
-``--shard 3/8`` runs the third of eight parts. A hash of its name says which part a test belongs to, so it is in
+``--shard 3/8`` runs the third of eight parts. A hash of its name decides the part of a test, so a test is in
 exactly one of them. ``--resume-file`` skips the tests that have passed before with the same sources, and
 writes down those that pass now.
 """

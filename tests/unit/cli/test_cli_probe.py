@@ -62,10 +62,10 @@ def test_the_file_is_a_cluster_that_plans_use(cli, quick, on_cores, tmp_path):
     ]
     assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in told["checked"])
     written = tomllib.loads((tmp_path / "mine.toml").read_text())
-    assert written["probed"]["products"] == told["cluster"]["probed"]["products"]
-    shapes = [(entry["rows"], entry["columns"], entry["depth"]) for entry in written["probed"]["products"]]
+    assert written["probed"]["gemms"] == told["cluster"]["probed"]["gemms"]
+    shapes = [(entry["rows"], entry["columns"], entry["depth"]) for entry in written["probed"]["gemms"]]
     assert (32, 64, 32) in shapes
-    assert {"fp32", "fp8"} == {entry["precision"] for entry in written["probed"]["products"]}
+    assert {"fp32", "fp8"} == {entry["precision"] for entry in written["probed"]["gemms"]}
     assert "meshwright probe" in written["basis"]
     assert "meshwright probe" in cli("plan", on_cores, "cluster.file=mine.toml").out
     assert cli("probe", "--cpu", "-o", "mine.toml").status == 0, "its own file is written over"
@@ -118,13 +118,13 @@ def test_a_device_without_products_in_8_bits_is_probed_without(cli, quick, monke
     def fail(device, sizes, seconds):
         raise ValueError("type fp8e4nv not supported in this architecture")
 
-    monkeypatch.setattr(machine, "time_scaled", fail)
+    monkeypatch.setattr(machine, "time_fp8_linear", fail)
     done = cli("probe", "--cpu", "-o", "mine.toml")
     assert done.status == 0
     assert "warning: no products in 8 bits" in done.err
     assert "not supported in this architecture" in done.err
     written = tomllib.loads((tmp_path / "mine.toml").read_text())
-    assert {"fp32"} == {entry["precision"] for entry in written["probed"]["products"]}
+    assert {"fp32"} == {entry["precision"] for entry in written["probed"]["gemms"]}
 
 
 def test_a_file_made_by_hand_is_not_written_over(cli, tmp_path):

@@ -17,7 +17,7 @@ from meshwright.spec.load import load_job
 def test_packed_documents_equal_the_same_documents_alone(positions, tmp_path):
     """Loss and gradients of rows as the dataset packs them, against every document in a row of its own."""
     rng = np.random.default_rng(0)
-    with ShardWriter(tmp_path, ByteTokenizer(), marked=True) as writer:
+    with ShardWriter(tmp_path, ByteTokenizer(), has_loss_mask=True) as writer:
         for size in (5, 3, 20, 1, 9, 12, 2):
             marks = (np.arange(size) >= size // 2).astype(np.uint8)
             writer.add("train", rng.integers(0, 256, size), marks)

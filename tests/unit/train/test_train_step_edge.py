@@ -157,7 +157,7 @@ def test_only_one_gpu_alone_reads_early(job_file, tmp_path):
     gpu = dataclasses.replace(trainer.mesh, device=torch.device("cuda", 0))
     trainer.mesh = gpu
     assert loop.can_read_loss_early(trainer)
-    trainer.streamed = object()
+    trainer.offloaded = object()
     assert not loop.can_read_loss_early(trainer)
-    trainer.streamed, trainer.mesh = None, dataclasses.replace(gpu, control=object())
+    trainer.offloaded, trainer.mesh = None, dataclasses.replace(gpu, control=object())
     assert not loop.can_read_loss_early(trainer)

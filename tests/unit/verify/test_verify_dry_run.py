@@ -78,7 +78,7 @@ def test_the_ledger_of_large_models_is_what_torch_does(dry_run, preset, layout, 
 @pytest.mark.parametrize(("tokens", "etp"), [(1, 1), (3, 1), (8, 2), (21, 2)])
 def test_ranks_agree_on_what_goes_to_which_experts(monkeypatch, tokens, etp):
     """What one knows to arrive is what the others send, and is even: also of fewer tokens than experts."""
-    monkeypatch.setattr(TokenDispatcher, "tell", lambda self, told: None)
+    monkeypatch.setattr(TokenDispatcher, "exchange_counts", lambda self, told: None)
     ranks, experts = 4, 8
     held = experts * etp // ranks
     nowhere, choice = torch.zeros(tokens, experts), torch.zeros(tokens, 2, dtype=torch.int64)

@@ -154,7 +154,7 @@ def test_products_in_8_bits_have_times_of_their_own(job):
     fp8 = dataclasses.replace(job, train=dataclasses.replace(job.train, precision="fp8"))
     assert not is_probed(with_probed(fp8, lawful()))
     twice = tuple(
-        product(*sizes, rate=2 * RATE, precision="fp8") for sizes in PROBE_SUITES["cuda"].scaled[:-1]
+        product(*sizes, rate=2 * RATE, precision="fp8") for sizes in PROBE_SUITES["cuda"].fp8_gemms[:-1]
     )
     probed = lawful(gemms=(*lawful().gemms, *twice))
     assert is_probed(with_probed(fp8, probed))
