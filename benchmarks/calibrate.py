@@ -1,4 +1,4 @@
-"""Fits the rates of ``plan/data/calibration.toml`` to published runs, and reports fit and held-out errors.
+"""Fits the rates of ``plan/time/calibration.toml`` to published runs, and reports fit and held-out errors.
 
 The rates start from the priors below: data-sheet sense, not fitted. Each stage fits a few of them to the rows
 of its stacks that the fixed split (``validation/split.py``) allows; the Korthikanti rows are never among
@@ -30,7 +30,7 @@ from meshwright.validation.published import Case, read_rows
 from meshwright.validation.split import is_held_out
 
 Tables = dict[str, dict[str, float]]
-DATA = Path(__file__).parents[1] / "src/meshwright/plan/data"
+DATA = Path(__file__).parents[1] / "src/meshwright/plan/time"
 TABLES = Path(__file__).parents[1] / "src/meshwright/validation/tables"
 PRIORS: Tables = {
     "default": {

@@ -457,7 +457,7 @@ def measure(task: Task, reporter: Reporter, wait: Callable[[], None]) -> dict[st
     import torch  # noqa: PLC0415
 
     from meshwright.layout.flops import flops_per_token  # noqa: PLC0415
-    from meshwright.plan.contract import build_plan  # noqa: PLC0415
+    from meshwright.plan.build import build_plan  # noqa: PLC0415
 
     on_gpu = task.device == "cuda"
     if on_gpu:

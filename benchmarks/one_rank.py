@@ -16,7 +16,7 @@ from meshwright.layout.parameters import list_parameters
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.models.init import WeightSource, parameter_seed
 from meshwright.parallel.mesh import init_mesh
-from meshwright.plan.contract import build_plan
+from meshwright.plan.build import build_plan
 from meshwright.spec.job import Job
 from meshwright.train.trainer import Trainer, build_trainer
 

@@ -48,7 +48,8 @@ from meshwright.data.prepare import CorpusSpec, prepare_corpus  # noqa: E402
 from meshwright.launch.assignment import Assignment  # noqa: E402
 from meshwright.models.decoder import Decoder  # noqa: E402
 from meshwright.parallel.build import build_model  # noqa: E402
-from meshwright.plan.contract import PLAN_FILE, build_plan, write_plan  # noqa: E402
+from meshwright.plan.build import build_plan  # noqa: E402
+from meshwright.plan.contract import PLAN_FILE, write_plan  # noqa: E402
 from meshwright.spec.layout import Layout  # noqa: E402
 from meshwright.spec.legality.table import with_layout  # noqa: E402
 from meshwright.spec.load import build_job  # noqa: E402

@@ -42,7 +42,8 @@ from meshwright.models.decoder import Stages  # noqa: E402
 from meshwright.parallel.batch import Batch  # noqa: E402
 from meshwright.parallel.build import build_model  # noqa: E402
 from meshwright.parallel.pipeline.pipeline import activation_shape  # noqa: E402
-from meshwright.plan.contract import PLAN_FILE, build_plan, write_plan  # noqa: E402
+from meshwright.plan.build import build_plan  # noqa: E402
+from meshwright.plan.contract import PLAN_FILE, write_plan  # noqa: E402
 from meshwright.spec.load import build_job  # noqa: E402
 from meshwright.train.loop import ThroughputMeter, report_end, train_step  # noqa: E402
 from meshwright.train.trainer import Trainer  # noqa: E402

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.launch.environment import prepare_environment
-from meshwright.plan.contract import plan_from
+from meshwright.plan.build import plan_from
 from meshwright.plan.predict import Prediction, predict
 from meshwright.spec.cluster import count_cores
 from meshwright.spec.job import Job

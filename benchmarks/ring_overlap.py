@@ -53,7 +53,8 @@ from torch import Tensor  # noqa: E402
 from meshwright.data.prepare import CorpusSpec, prepare_corpus  # noqa: E402
 from meshwright.launch.assignment import Assignment  # noqa: E402
 from meshwright.parallel import ring_attention as ring  # noqa: E402
-from meshwright.plan.contract import PLAN_FILE, build_plan, write_plan  # noqa: E402
+from meshwright.plan.build import build_plan  # noqa: E402
+from meshwright.plan.contract import PLAN_FILE, write_plan  # noqa: E402
 from meshwright.spec.load import build_job  # noqa: E402
 from meshwright.train.loop import ThroughputMeter, report_end, train_step  # noqa: E402
 from meshwright.train.trainer import Trainer  # noqa: E402

@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/validation.py          # writes
     .venv/bin/python benchmarks/validation.py --check  # only compares; exits 1 where something is out of date
 
-Three files: ``src/meshwright/plan/data/residuals.toml`` (what intervals rest on),
+Three files: ``src/meshwright/plan/time/residuals.toml`` (what intervals rest on),
 ``tests/golden/validate.json`` (figures of each family) and the table in ``docs/validate.md``. All from the
 rows that come with the package.
 """
@@ -13,23 +13,54 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tomli_w
 
+from meshwright.plan.time.interval import FEWEST_ROWS, similar_groups
 from meshwright.validation.evaluate import Outcome, bundled_table, evaluate_tables
 from meshwright.validation.metrics import errors_of, summarise_families
-from meshwright.validation.residuals import tabulate_residuals
 
 ROOT = Path(__file__).parents[1]
-RESIDUALS = ROOT / "src" / "meshwright" / "plan" / "data" / "residuals.toml"
+RESIDUALS = ROOT / "src" / "meshwright" / "plan" / "time" / "residuals.toml"
 GOLDEN = ROOT / "tests" / "golden" / "validate.json"
 PAGE = ROOT / "docs" / "validate.md"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 DIGITS = 5
 """Digits of a figure that the golden table keeps."""
+LOW, HIGH = 10, 90
+"""Percentiles of measured over predicted step time that an interval spans."""
+
+
+def tabulate_residuals(outcomes: Sequence[Outcome]) -> list[dict[str, str | int | float]]:
+    """One entry for each group of similar rows that is large enough, and one for all of them."""
+    groups: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for outcome in outcomes:
+        case, error = outcome.case, outcome.step_error
+        if case is None or error is None or not (case.gates and outcome.held_out):
+            continue
+        for key in similar_groups(case.workload):
+            groups[key].append(1 / (1 + error))
+    table: list[dict[str, str | int | float]] = []
+    for (kind, profile, device), ratios in sorted(groups.items()):
+        if len(ratios) < FEWEST_ROWS and (kind or profile or device):
+            continue
+        low, high = np.percentile(ratios, [LOW, HIGH])
+        table.append(
+            {
+                "kind": kind,
+                "profile": profile,
+                "device": device,
+                "rows": len(ratios),
+                "low": round(float(low), 3),
+                "high": round(float(high), 3),
+            }
+        )
+    return table
 
 
 def residuals_text(outcomes: Sequence[Outcome]) -> str:

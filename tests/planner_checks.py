@@ -19,6 +19,7 @@ from unittest import mock
 
 from meshwright.cli import main
 from meshwright.layout.text import layout_overrides
+from meshwright.plan.build import summarize_plan
 from meshwright.plan.contract import Plan, read_plan
 from meshwright.plan.search.find import SIMPLICITY_MARGIN
 from meshwright.spec.layout import Layout
@@ -141,7 +142,7 @@ def _refused(case: Case, written: Ran, path: Path) -> Iterator[str]:
 
 def _shown_differs_from_written(best: Mapping[str, Any], plan: Plan) -> Iterator[str]:
     """The first layout in JSON and the plan file: layout, memory, collectives, step."""
-    summary = json.loads(json.dumps(plan.summary()))
+    summary = json.loads(json.dumps(summarize_plan(plan)))
     yield from _compare("layout", best["layout"], summary["layout"])
     yield from _compare("collectives", _traffic(best), _traffic(summary))
     yield from _compare_memory(best["memory_bytes"], summary["memory_bytes"])

@@ -10,7 +10,7 @@ from meshwright.core.events import EVENTS_FILE, EventWriter  # noqa: E402
 from meshwright.launch.assignment import Assignment  # noqa: E402
 from meshwright.measure.collective_counter import CollectiveCounter  # noqa: E402
 from meshwright.parallel.mesh import init_mesh  # noqa: E402
-from meshwright.plan.contract import build_plan  # noqa: E402
+from meshwright.plan.build import build_plan  # noqa: E402
 from meshwright.spec.load import load_job  # noqa: E402
 from meshwright.train import loop  # noqa: E402
 from meshwright.train.trainer import build_trainer  # noqa: E402

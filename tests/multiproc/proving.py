@@ -16,7 +16,8 @@ from meshwright.cli.output import Output
 from meshwright.cli.prove import ENTRY, REFERENCE_ENTRY, run_proof_side
 from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.layout.stages import StageSpec, local_parameters, local_stages, pp_rank_of
-from meshwright.plan.contract import Plan, build_plan
+from meshwright.plan.build import build_plan
+from meshwright.plan.contract import Plan
 from meshwright.spec.cluster import machine_memory_bytes
 from meshwright.spec.job import Job
 from meshwright.spec.load import require_runnable

@@ -28,7 +28,8 @@ from meshwright.layout.parameters import list_parameters
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.parallel.build import build_model
 from meshwright.parallel.mesh import destroy_mesh, init_mesh
-from meshwright.plan.contract import PLAN_FILE, build_plan, read_plan, write_plan
+from meshwright.plan.build import build_plan
+from meshwright.plan.contract import PLAN_FILE, read_plan, write_plan
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality.table import with_layout
 from meshwright.spec.load import build_job, load_job

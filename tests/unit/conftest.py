@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from meshwright.audit.record import RunRecord
-from meshwright.plan.contract import PLAN_FILE, Plan, build_plan, write_plan
+from meshwright.plan.build import build_plan
+from meshwright.plan.contract import PLAN_FILE, Plan, write_plan
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.profiles import PROFILES
 from meshwright.plan.estimate.workload import Workload

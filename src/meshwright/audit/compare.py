@@ -18,9 +18,8 @@ from meshwright.audit.expert_load import describe_load, find_effect
 from meshwright.audit.record import RunRecord
 from meshwright.core.units import format_bytes
 from meshwright.layout.stages import pp_rank_of
-from meshwright.plan.contract import Plan
+from meshwright.plan.contract import CollectiveTraffic, Plan
 from meshwright.plan.memory.compiled import has_exact_peak
-from meshwright.plan.traffic.collective import CollectiveTraffic
 
 PEAK_TOLERANCE = 0.05
 """For what depends on torch's kernels: activations and the peak."""

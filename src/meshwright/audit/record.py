@@ -15,8 +15,7 @@ from pydantic import TypeAdapter
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import EVENTS_FILE, Event, read_events
 from meshwright.core.units import format_plural
-from meshwright.plan.contract import Plan
-from meshwright.plan.traffic.collective import CollectiveTraffic
+from meshwright.plan.contract import CollectiveTraffic, Plan
 
 
 @dataclass(frozen=True)

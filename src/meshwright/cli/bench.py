@@ -17,7 +17,8 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import can_write
 from meshwright.core.units import format_count, format_plural, format_seconds
 from meshwright.launch.environment import prepare_environment
-from meshwright.plan.contract import Plan, build_plan
+from meshwright.plan.build import build_plan
+from meshwright.plan.contract import Plan
 from meshwright.report.plot import Chart, draw_svg
 from meshwright.report.scaling import FEWEST_STEPS, ScalingRow, basis, build_row, scaling_chart
 from meshwright.report.text_plot import draw_text

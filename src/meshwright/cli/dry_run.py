@@ -20,7 +20,8 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.launch.environment import prepare_environment
 from meshwright.layout.text import describe_layout
-from meshwright.plan.contract import Plan, layout_keys, plan_from
+from meshwright.plan.build import plan_from
+from meshwright.plan.contract import Plan, layout_keys
 from meshwright.plan.predict import Prediction, predict
 from meshwright.spec.execution import uses_eager_blocks
 from meshwright.spec.job import Job

@@ -14,7 +14,8 @@ from meshwright.cli.plan_text import describe_plan, describe_ranking
 from meshwright.cli.plan_why import show_why
 from meshwright.cli.search_progress import search_progress
 from meshwright.core.errors import Problem, UserError
-from meshwright.plan.contract import Plan, plan_from, summarize, write_plan
+from meshwright.plan.build import plan_from, summarize, summarize_plan
+from meshwright.plan.contract import Plan, write_plan
 from meshwright.plan.memory.fit import USABLE_MEMORY
 from meshwright.plan.search.alternatives import compare
 from meshwright.plan.search.find import CHECKED, Objective, SearchResult
@@ -88,7 +89,7 @@ def _summary(plan: Plan, found: SearchResult, top: int) -> dict[str, Any]:
     best = found.best[0]
     others = [summarize(p, [compare(best, p, found.objective)]) for p in found.best[1:top]]
     memory = {"usable_bytes": plan.usable_bytes, "usable_share": USABLE_MEMORY}
-    return {**found.counts(), **memory, "layouts": [plan.summary(), *others]}
+    return {**found.counts(), **memory, "layouts": [summarize_plan(plan), *others]}
 
 
 def _write_files(plan: Plan, found: SearchResult, asked: PlanRequest) -> list[str]:

@@ -12,7 +12,7 @@ from meshwright.cli.search_progress import search_progress
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.layout.text import describe_layout
-from meshwright.plan.contract import plan_from, summarize
+from meshwright.plan.build import plan_from, summarize, summarize_plan
 from meshwright.plan.predict import Prediction, predict
 from meshwright.plan.search.alternatives import (
     compare,
@@ -138,7 +138,7 @@ def _explain_legal(output: Output, job: Job, best: Prediction | None, pins: dict
         "problems": [],
         "against_best_s": differences,
         "best_with_degrees": None if full is None else summarize(full) | _slower(best, full),
-        "layouts": [plan.summary()],
+        "layouts": [summarize_plan(plan)],
     }
 
 

@@ -22,7 +22,8 @@ from meshwright.launch.assignment import Assignment
 from meshwright.launch.environment import prepare_environment
 from meshwright.launch.local import LOGS
 from meshwright.layout.text import describe_layout
-from meshwright.plan.contract import PLAN_FILE, Plan, build_plan, layout_keys, write_plan
+from meshwright.plan.build import build_plan
+from meshwright.plan.contract import PLAN_FILE, Plan, layout_keys, write_plan
 from meshwright.plan.search.planner import search_job
 from meshwright.spec.cluster import machine_memory_bytes
 from meshwright.spec.job import Job

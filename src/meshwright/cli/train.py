@@ -38,7 +38,8 @@ from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.diagnose.out_of_memory import describe_oom
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.lock import RunLock
-from meshwright.plan.contract import PLAN_FILE, Plan, build_plan, is_plan, layout_keys, read_plan, write_plan
+from meshwright.plan.build import build_plan
+from meshwright.plan.contract import PLAN_FILE, Plan, is_plan, layout_keys, read_plan, write_plan
 from meshwright.report.pipeline_run import find_pipeline
 from meshwright.report.trackers import RunOutcome
 from meshwright.spec.job import Job

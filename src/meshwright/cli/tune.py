@@ -24,8 +24,9 @@ from meshwright.cli.train import refuse_preset
 from meshwright.core.errors import Problem, RunFailedError, UserError
 from meshwright.core.units import format_bytes, format_count, format_plural, format_seconds
 from meshwright.launch.environment import prepare_environment
+from meshwright.plan.build import plan_from
 from meshwright.plan.calibrate import Calibration, MeasuredLayout, calibrate
-from meshwright.plan.contract import Plan, plan_from
+from meshwright.plan.contract import Plan
 from meshwright.plan.predict import Prediction, predict
 from meshwright.plan.search.planner import search_job
 from meshwright.report.scaling import FEWEST_STEPS, WARM_UP

@@ -1,6 +1,7 @@
-"""The plan as a file: what was decided and what every rank is predicted to hold and move.
+"""The plan as a file: the chosen layout, and what each rank is predicted to hold and to send.
 
-Written before any rank starts, read by the run (what to do) and by the audit (what was promised).
+The planner writes it before any rank starts (``plan.build``). The run reads it to know what to do, the audit
+to know what was predicted. This module holds the data and the file format; it imports nothing of the planner.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import tomllib
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,31 +19,79 @@ from pydantic import TypeAdapter, ValidationError
 from meshwright import __version__
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
-from meshwright.layout.axes import dense_shard_axis, reduces_full_grads
-from meshwright.layout.flops import flops_per_token, peak_rate
-from meshwright.layout.fsdp_groups import shard_ranks, sharded_state
-from meshwright.layout.optimizer_offload import offloaded_state
-from meshwright.layout.parameters import count_parameters
-from meshwright.layout.stages import list_stages, local_buckets, pp_rank_of, schedule_of, stage_pp_ranks
-from meshwright.layout.tensor_parallel import local_model
-from meshwright.plan.memory.feed_forward import balanced_rows, row_bytes
-from meshwright.plan.memory.fit import MemoryNeed, usable_bytes
-from meshwright.plan.memory.ledger import Ledger
-from meshwright.plan.memory.snapshots import Line
-from meshwright.plan.predict import Prediction, name_classes
-from meshwright.plan.search.find import SearchResult
-from meshwright.plan.search.planner import search_job
-from meshwright.plan.search.reasons import explain_choice
-from meshwright.plan.time.interval import step_interval
-from meshwright.plan.time.pipeline import PipelineTime
-from meshwright.plan.traffic.collective import CollectiveTraffic
+from meshwright.layout.flops import peak_rate
+from meshwright.layout.stages import list_stages, pp_rank_of, schedule_of, stage_pp_ranks
 from meshwright.schedule.pipeline.files import write_schedule
+from meshwright.schedule.pipeline.walk import StageTimes
 from meshwright.spec.job import Job
 from meshwright.spec.load import LAYERS_ASSIGNED, PLAN_KEY, build_job, find_schedule, job_tree
-from meshwright.spec.model import DecoderModel
 
 PLAN_VERSION = 1
 PLAN_FILE = "plan.toml"
+ESTIMATED_CLASSES = ("first stage", "middle stages", "last stage")
+"""Classes of pipeline ranks that the estimate distinguishes."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a memory table."""
+
+    name: str
+    bytes: int
+    formula: str
+
+
+@dataclass(frozen=True)
+class CollectiveTraffic:
+    """Calls and bytes of one collective, by axis, operation and phase.
+
+    Counts are for one rank and one occurrence of the phase: ``setup`` (once), ``step`` (each), ``eval``
+    (each) and ``save`` (each checkpoint).
+    """
+
+    axis: str
+    op: str
+    phase: str
+    ranks: int
+    calls: int
+    bytes: int
+    """Of all calls: the larger of the input and output tensor of a call, before backend framing."""
+    pp_rank: int | None = None
+    """The pipeline rank that the row is for; None: all of them."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values, without a ``pp_rank`` of None."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class PipelineTime:
+    """The simulated pipeline schedule of a step, in seconds."""
+
+    bubble: float
+    """Idle share of all pipeline ranks' time, from the first action to the last."""
+    makespan_s: float
+    """From the first action of a step to the last."""
+    work_s: float
+    """Compute of the busiest rank."""
+    send_s: float
+    """One transfer between stages on different ranks."""
+    forward_s: tuple[float, ...]
+    """One micro-batch in each stage."""
+    backward_input_s: tuple[float, ...]
+    backward_weight_s: tuple[float, ...]
+    exposed_send_s: float = 0.0
+    """Transfers on the critical path, as far as the busiest rank waits for them."""
+
+    @property
+    def bubble_s(self) -> float:
+        """How long the busiest rank waits for the compute of other stages."""
+        return self.makespan_s - self.work_s - self.exposed_send_s
+
+    @property
+    def stage_times(self) -> StageTimes:
+        """The times as the schedule simulator takes them."""
+        return StageTimes(self.forward_s, self.backward_input_s, self.backward_weight_s)
 
 
 @dataclass(frozen=True)
@@ -161,152 +209,28 @@ class Plan:
         rate, _ = peak_rate(self.job.cluster, self.job.train.precision)
         return self.tokens_per_step * self.flops_per_token / self.step_s / self.world_size / rate
 
-    def summary(self) -> dict[str, Any]:
-        """The layout for ``--json``, with INTERFACES' keys."""
-        return self.summary_with(self.classes())
 
-    def summary_with(self, ranks: dict[str, RankPrediction]) -> dict[str, Any]:
-        """The same with one rank of each class."""
-        spread = step_interval(self.job)
-        classes = {name: rank.summary() for name, rank in ranks.items()}
-        needed = max(rank["needed"] for rank in classes.values())
-        summary = {
-            "layout": layout_keys(self.job),
-            "step_s": self.step_s,
-            "step_s_low": self.step_s * spread.low,
-            "step_s_high": self.step_s * spread.high,
-            "interval_basis": spread.basis,
-            "tokens_per_s_per_device": self.tokens_per_step / self.step_s / self.world_size,
-            "mfu": self.mfu,
-            "memory_bytes": classes,
-            "needed_bytes": needed,
-            "fits": needed <= self.usable_bytes,
-            "exact": self.exact,
-            "breakdown_s": self.breakdown_s,
-            "hidden_s": self.hidden_s,
-            "collectives": [row.as_dict() for row in self.collectives],
-            "reasons": list(self.reasons),
-        }
-        if self.pipeline is not None:
-            summary["bubble"] = self.pipeline.bubble
-            summary["stages"] = [dataclasses.asdict(row) for row in self.stages()]
-        return summary
+def name_classes(job: Job, exact: bool, count: int) -> dict[str, int]:
+    """Ranks that are alike: those of one pp rank, or of one class of the estimate."""
+    if job.layout.pp == 1:
+        return {"every rank": 0}
+    if not exact:
+        classes = ESTIMATED_CLASSES if count == len(ESTIMATED_CLASSES) else ESTIMATED_CLASSES[::2]
+        return {name: place for place, name in enumerate(classes)}
+    each = job.layout.world_size // job.layout.pp
+    homes, names = stage_pp_ranks(job), dict[str, int]()
+    for pp_rank in range(job.layout.pp):
+        first, last = pp_rank * each, (pp_rank + 1) * each - 1
+        ranks = f"rank {first}" if each == 1 else f"ranks {first} to {last}"
+        stages = [str(part.stage) for part in list_stages(job) if homes[part.stage] == pp_rank]
+        names[f"stage{'s' * (len(stages) > 1)} {', '.join(stages)} ({ranks})"] = pp_rank
+    return names
 
 
 @functools.cache
 def _adapter() -> TypeAdapter[Plan]:
     """Built when a plan is first read: it takes a tenth of a second, which planning does not need."""
     return TypeAdapter(Plan)
-
-
-def build_plan(job: Job, named: Sequence[str] = ()) -> tuple[Plan, SearchResult]:
-    """Search, choose, and write down what the choice promises.
-
-    Args:
-        job: Its layout may be open.
-        named: Keys of the layout that the user wrote; they keep their value.
-    """
-    found = search_job(job, named)
-    return plan_from(found.best[0], explain_choice(job, found), job.layout.stage_layers is None), found
-
-
-def plan_from(prediction: Prediction, reasons: Sequence[str] = (), layers_assigned: bool = True) -> Plan:
-    """The contract for one layout.
-
-    Args:
-        prediction: Of the layout.
-        reasons: Why it was chosen.
-        layers_assigned: Whether the planner, not the user, assigned layers to pipeline stages.
-    """
-    return _write(prediction, reasons, layers_assigned, tuple(_list_ranks(prediction)))
-
-
-def summarize(prediction: Prediction, reasons: Sequence[str] = ()) -> dict[str, Any]:
-    """One layout for ``--json``: the summary of its plan, made without a list of all its ranks."""
-    memory = prediction.memory
-    rank_predictions = [
-        _predict_rank(pp_rank, ledger, need, ledger.state_bytes)
-        for pp_rank, (ledger, need) in enumerate(zip(memory.ledgers, memory.needs, strict=True))
-    ]
-    plan = _write(prediction, reasons, True, ())
-    return plan.summary_with(
-        {name: rank_predictions[pp_rank] for name, pp_rank in prediction.classes.items()}
-    )
-
-
-def _write(
-    prediction: Prediction,
-    reasons: Sequence[str],
-    layers_assigned: bool,
-    ranks: tuple[RankPrediction, ...],
-) -> Plan:
-    job, layout = prediction.job, prediction.layout
-    whole = prediction.exact and reduces_full_grads(job)
-    return Plan(
-        job=job,
-        micro_batches=prediction.micro_batches,
-        step_s=prediction.step_s,
-        breakdown_s=prediction.time.parts,
-        hidden_s=prediction.time.hidden,
-        tokens_per_step=job.train.global_batch * job.data.seq_len,
-        flops_per_token=flops_per_token(job.model, job.data.seq_len),
-        parameters=count_parameters(job.model),
-        ranks=ranks,
-        collectives=prediction.traffic,
-        buckets=tuple(
-            tuple(names) for rank in (range(layout.pp) if whole else ()) for names in local_buckets(job, rank)
-        ),
-        layers_assigned=layout.pp > 1 and layers_assigned,
-        reasons=tuple(reasons),
-        pipeline=prediction.time.pipeline,
-        exact=prediction.exact,
-        usable_bytes=usable_bytes(job.cluster),
-    )
-
-
-def _list_ranks(prediction: Prediction) -> Iterator[RankPrediction]:
-    """What each rank is promised; of a layout that does not run, one rank of each class."""
-    job, memory = prediction.job, prediction.memory
-    if not prediction.exact:
-        for pp_rank, (ledger, need) in enumerate(zip(memory.ledgers, memory.needs, strict=True)):
-            yield _predict_rank(pp_rank, ledger, need, ledger.state_bytes)
-        return
-    sharded = dense_shard_axis(job.layout).size > 1
-    states: dict[tuple[int, tuple[int, int]], dict[str, int]] = {}
-    away: dict[tuple[int, tuple[int, int]], dict[str, int]] = {}
-    rows, each_row = _balanced_routing(job)
-    for rank in range(job.layout.world_size):
-        pp_rank, shards = pp_rank_of(job, rank), shard_ranks(job, rank)
-        ledger = memory.ledgers[pp_rank]
-        if (pp_rank, shards) not in states:
-            state = sharded_state(job, rank) if sharded else ledger.state_bytes
-            states[pp_rank, shards], away[pp_rank, shards] = state, offloaded_state(job, state)
-        predicted = _predict_rank(rank, ledger, memory.needs[pp_rank], states[pp_rank, shards])
-        yield dataclasses.replace(
-            predicted, offloaded_bytes=away[pp_rank, shards], routed_rows=rows, row_bytes=each_row
-        )
-
-
-def _predict_rank(rank: int, ledger: Ledger, need: MemoryNeed, state: dict[str, int]) -> RankPrediction:
-    return RankPrediction(
-        rank=rank,
-        state_bytes=state,
-        peak_bytes=ledger.peak_bytes,
-        peak_at=ledger.peak_at,
-        first_peak_bytes=ledger.first_peak_bytes,
-        activation_bytes=ledger.activation_bytes,
-        lines=ledger.lines,
-        checkpoint_bytes=need.checkpoint,
-        needed_bytes=need.needed_bytes,
-    )
-
-
-def _balanced_routing(job: Job) -> tuple[int, int]:
-    """Rows of a rank's experts in one layer, and what each keeps; nothing for a model without experts."""
-    model = local_model(job)
-    if not isinstance(model, DecoderModel) or not model.expert_layers:
-        return 0, 0
-    return balanced_rows(job, model, job.layout.micro_batch or 1), row_bytes(job, model)
 
 
 def layout_keys(job: Job) -> dict[str, Any]:

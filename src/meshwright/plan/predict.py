@@ -16,7 +16,8 @@ from functools import cached_property
 from meshwright.core.units import format_bytes
 from meshwright.layout.flops import flops_per_token, peak_rate
 from meshwright.layout.optimizer_offload import offloaded_state
-from meshwright.layout.stages import list_stages, read_schedule, schedule_of, stage_pp_ranks
+from meshwright.layout.stages import read_schedule, schedule_of
+from meshwright.plan.contract import CollectiveTraffic, name_classes
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.memory import estimate_memory
 from meshwright.plan.estimate.memory_report import estimate_ledgers
@@ -27,16 +28,12 @@ from meshwright.plan.memory.ledger import Ledger, predict_ledger
 from meshwright.plan.time.interval import Interval, step_interval
 from meshwright.plan.time.stages import split_layers
 from meshwright.plan.time.step import StepTime, predict_step
-from meshwright.plan.traffic.collective import CollectiveTraffic, merge_pp_ranks
-from meshwright.plan.traffic.predict import predict_traffic
+from meshwright.plan.traffic.predict import merge_pp_ranks, predict_traffic
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality.table import find_problems, with_layout
 from meshwright.spec.model import DecoderModel, ResNetModel
 from meshwright.spec.numbers import divisors
-
-ESTIMATED_CLASSES = ("first stage", "middle stages", "last stage")
-"""Classes of pp ranks that the estimate tells apart."""
 
 
 @dataclass(frozen=True)
@@ -219,23 +216,6 @@ def list_shortages(job: Job, memory: Memory) -> list[str]:
         more = f"{format_bytes(memory.host_bytes - room)} more than cluster.host_memory_bytes"
         found.append(f"offloaded state needs {format_bytes(memory.host_bytes)} of CPU memory, {more}")
     return found
-
-
-def name_classes(job: Job, exact: bool, count: int) -> dict[str, int]:
-    """Ranks that are alike: those of one pp rank, or of one class of the estimate."""
-    if job.layout.pp == 1:
-        return {"every rank": 0}
-    if not exact:
-        classes = ESTIMATED_CLASSES if count == len(ESTIMATED_CLASSES) else ESTIMATED_CLASSES[::2]
-        return {name: place for place, name in enumerate(classes)}
-    each = job.layout.world_size // job.layout.pp
-    homes, names = stage_pp_ranks(job), dict[str, int]()
-    for pp_rank in range(job.layout.pp):
-        first, last = pp_rank * each, (pp_rank + 1) * each - 1
-        ranks = f"rank {first}" if each == 1 else f"ranks {first} to {last}"
-        stages = [str(part.stage) for part in list_stages(job) if homes[part.stage] == pp_rank]
-        names[f"stage{'s' * (len(stages) > 1)} {', '.join(stages)} ({ranks})"] = pp_rank
-    return names
 
 
 def samples_per_rank(job: Job, layout: Layout) -> int:

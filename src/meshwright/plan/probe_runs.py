@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from meshwright.layout.gemms import list_linears
-from meshwright.plan.contract import Plan, plan_from
+from meshwright.plan.build import plan_from
+from meshwright.plan.contract import Plan
 from meshwright.plan.predict import predict
 from meshwright.plan.time.probed import MeasuredStep
 from meshwright.plan.time.triton_block_bytes import block_bytes

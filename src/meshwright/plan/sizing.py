@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -253,10 +253,3 @@ def format_days(seconds: float) -> str:
     if seconds < 7200:
         return format_seconds(seconds)
     return f"{seconds / 86_400:.1f} days" if seconds >= 172_800 else f"{seconds / 3600:.1f} hours"
-
-
-def require_sizes(sizing: Sizing, sizes: Sequence[ClusterSize]) -> None:
-    """Refuse where no number of devices held the model at all."""
-    if not sizes:
-        rule = f"fits no number of devices up to {MOST_NODES} nodes"
-        raise UserError(Problem("plan-nothing-fits", rule, path="model"))

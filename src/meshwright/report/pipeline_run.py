@@ -15,8 +15,7 @@ from typing import Any
 from meshwright.audit.record import RecordedTimeline, RunRecord
 from meshwright.core.units import format_seconds
 from meshwright.layout.stages import schedule_of, stage_pp_ranks
-from meshwright.plan.contract import Plan
-from meshwright.plan.time.pipeline import PipelineTime
+from meshwright.plan.contract import PipelineTime, Plan
 from meshwright.plan.time.stage_layers import assign_layers, rank_costs, stage_costs
 from meshwright.plan.time.stages import part_costs
 from meshwright.report.timeline import Timeline, build_timeline, measured_timeline
@@ -121,7 +120,7 @@ def find_pipeline(plan: Plan, record: RunRecord) -> PipelineRun | None:
         return None
     schedule = schedule_of(plan.job, plan.micro_batches)
     spans = tuple(_read(row) for row in found)
-    walk = walk_schedule(schedule, _measured_times(schedule, spans), plan.pipeline.transfer_s)
+    walk = walk_schedule(schedule, _measured_times(schedule, spans), plan.pipeline.send_s)
     better = _find_better(plan, _stage_seconds(schedule, spans))
     return PipelineRun(schedule, spans, found[0].steps, walk, plan.pipeline, layout.stage_layers, better)
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from meshwright.audit.compare import PEAK_TOLERANCE, StateRow, audit_run
-from meshwright.plan.contract import build_plan
+from meshwright.plan.build import build_plan
 from meshwright.spec.load import build_job
 
 EXTRA = {"axis": "dp_replicate", "op": "all_gather", "phase": "step", "ranks": 2, "calls": 1, "bytes": 8}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshwright.audit.compare import audit_run
-from meshwright.plan.contract import Plan, build_plan
+from meshwright.plan.build import build_plan
+from meshwright.plan.contract import Plan
 from meshwright.spec.load import build_job
 
 

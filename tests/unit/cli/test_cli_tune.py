@@ -10,7 +10,7 @@ import pytest
 from meshwright.audit.record import RunRecord
 from meshwright.cli.cluster_file import cluster_text
 from meshwright.cli.tune import shorten
-from meshwright.plan.contract import build_plan
+from meshwright.plan.build import build_plan
 from meshwright.report.scaling import WARM_UP
 from meshwright.report.tuning import TuneRow, sort_rows, summarize_times
 from meshwright.spec.load import build_job, load_job

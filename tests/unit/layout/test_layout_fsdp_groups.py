@@ -11,7 +11,7 @@ from meshwright.layout.fsdp_groups import chunk_rows, list_groups, padded_count,
 from meshwright.layout.optimizer_offload import staging_sizes
 from meshwright.layout.parameters import Parameter, list_parameters
 from meshwright.layout.stages import list_stages
-from meshwright.plan.contract import build_plan
+from meshwright.plan.build import build_plan
 from meshwright.plan.predict import predict
 from meshwright.plan.traffic.predict import predict_traffic
 from meshwright.spec.layout import Layout

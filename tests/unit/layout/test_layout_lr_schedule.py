@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from meshwright.layout.lr_schedule import explain_lr, lr_at, scaled_lr
-from meshwright.plan.contract import build_plan
+from meshwright.plan.build import build_plan
 from meshwright.spec.job import Train
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")

@@ -14,7 +14,7 @@ from meshwright.layout.optimizer_state import (
     state_keys,
 )
 from meshwright.layout.parameters import Parameter, list_parameters
-from meshwright.plan.contract import build_plan
+from meshwright.plan.build import build_plan
 from meshwright.plan.memory.ledger import predict_ledger
 from meshwright.plan.time.step import predict_step
 from meshwright.spec.load import build_job, job_tree

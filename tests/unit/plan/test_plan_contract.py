@@ -11,17 +11,8 @@ import pytest
 import tomli_w
 
 from meshwright.core.errors import UserError
-from meshwright.plan.contract import (
-    PLAN_VERSION,
-    build_plan,
-    is_plan,
-    layout_keys,
-    plan_from,
-    plan_tree,
-    read_plan,
-    summarize,
-    write_plan,
-)
+from meshwright.plan.build import build_plan, plan_from, summarize, summarize_plan
+from meshwright.plan.contract import PLAN_VERSION, is_plan, layout_keys, plan_tree, read_plan, write_plan
 from meshwright.plan.predict import predict
 from meshwright.spec.layout import Layout
 from meshwright.spec.load import load_job
@@ -214,7 +205,7 @@ def test_a_plan_whose_layout_does_not_run_yet_can_be_looked_at(plan, path):
 
 
 def test_the_summary_has_the_keys_of_interfaces(plan):
-    summary = plan.summary()
+    summary = summarize_plan(plan)
     assert set(summary) >= {
         "layout",
         "step_s",
@@ -302,4 +293,4 @@ def test_a_plan_promises_every_rank_what_its_pp_rank_needs(large, path):
 def test_a_summary_without_ranks_is_that_of_the_plan(large):
     """The list of layouts is made without a plan for each."""
     found = predict(*large)
-    assert summarize(found, ["because"]) == plan_from(found, ["because"]).summary()
+    assert summarize(found, ["because"]) == summarize_plan(plan_from(found, ["because"]))

@@ -12,7 +12,8 @@ import json
 import pytest
 
 import planner_checks
-from meshwright.plan.contract import build_plan, write_plan
+from meshwright.plan.build import build_plan, summarize_plan
+from meshwright.plan.contract import write_plan
 from meshwright.spec.load import load_job
 from planner_checks import NOTHING_FITS, Ran, find_contradictions, name_layout, run_command
 from planner_matrix import Case
@@ -27,7 +28,7 @@ class Planner:
     def __init__(self):
         overrides = ("layout.pp=2", "layout.dp_shard=2", "layout.zero=1", "layout.micro_batch=1")
         self.plan, _ = build_plan(load_job(CASE.model, overrides, CASE.on))
-        first = json.loads(json.dumps(self.plan.summary())) | {"fits": True}
+        first = json.loads(json.dumps(summarize_plan(self.plan))) | {"fits": True}
         for name, rank in self.plan.classes().items():
             peaks = {"first_step": rank.first_peak_bytes, "checkpoint": rank.peak_bytes // 2}
             first["memory_bytes"][name] |= {**peaks, "needed": rank.first_peak_bytes + 10**9}

@@ -9,7 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.plan.contract import build_plan, read_plan, write_plan
+from meshwright.plan.build import build_plan
+from meshwright.plan.contract import read_plan, write_plan
 from meshwright.plan.memory.fit import USABLE_MEMORY
 from meshwright.plan.search import planner
 from meshwright.plan.search.find import SIMPLICITY_MARGIN

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from meshwright.core.errors import UserError
 from meshwright.layout.parameters import count_parameters
-from meshwright.plan.contract import build_plan, read_plan, write_plan
+from meshwright.plan.build import build_plan
+from meshwright.plan.contract import read_plan, write_plan
 from meshwright.spec.hf_config import check_config, read_config
 from meshwright.spec.hf_config_reader import IDLE_VALUES, ROPE_KEYS
 from meshwright.spec.load import build_job, load_job

@@ -16,7 +16,7 @@ from meshwright.core.events import EVENTS_FILE, EventWriter
 from meshwright.launch.assignment import Assignment
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.parallel.mesh import ControlAllReduce, Mesh, init_mesh
-from meshwright.plan.contract import build_plan
+from meshwright.plan.build import build_plan
 from meshwright.spec.load import load_job
 from meshwright.train import loop
 from meshwright.train.trainer import Trainer, build_trainer

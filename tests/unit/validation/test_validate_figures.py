@@ -25,7 +25,6 @@ from meshwright.validation.metrics import (
     summarise_families,
     worst_rows,
 )
-from meshwright.validation.residuals import tabulate_residuals
 from meshwright.validation.split import is_held_out
 
 ROOT = Path(__file__).parents[3]
@@ -252,7 +251,7 @@ def test_residuals_are_percentiles_of_held_out_rows_that_gate(read):
     rows = [outcome(read, 1 / (0.9 + 0.02 * place), id=name) for place, name in enumerate(held)]
     rows += [outcome(read, 9.0, id=name) for name in fitted]
     rows += [outcome(read, 9.0, id=name, confidence="digitised") for name in held]
-    table = tabulate_residuals(rows)
+    table = load_script().tabulate_residuals(rows)
     assert {(entry["kind"], entry["profile"], entry["device"]) for entry in table} == set(
         similar_groups(read().case.workload)
     )
@@ -263,7 +262,9 @@ def test_few_rows_are_only_part_of_larger_groups(read):
     held = [f"made-up-{n}" for n in range(200) if is_held_out(f"made-up-{n}")][:9]
     rows = [outcome(read, 1.0, id=name) for name in held[:7]]
     rows += [outcome(read, 1.0, id=name, gpu="H200") for name in held[7:]]
-    table = {(entry["profile"], entry["device"]): entry["rows"] for entry in tabulate_residuals(rows)}
+    table = {
+        (entry["profile"], entry["device"]): entry["rows"] for entry in load_script().tabulate_residuals(rows)
+    }
     assert ("megatron-core", "H100-80GB-SXM") not in table
     assert table["megatron-core", ""] == 9
 

@@ -38,8 +38,9 @@ from meshwright.layout.parameters import (
     operand_bytes,
     residual_bytes,
 )
+from meshwright.plan.contract import Line
 from meshwright.plan.memory.decoder import sum_block_grads
-from meshwright.plan.memory.snapshots import Line, MemorySnapshot, PersistentGrads, StepMemory
+from meshwright.plan.memory.snapshots import MemorySnapshot, PersistentGrads, StepMemory
 from meshwright.plan.memory.triton_block import Point, TritonBlock
 from meshwright.spec.execution import uses_bf16_weight_copies, uses_fused_kernels, uses_triton_blocks
 from meshwright.spec.job import Job

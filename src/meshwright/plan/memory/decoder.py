@@ -44,13 +44,14 @@ from meshwright.layout.parameters import (
     residual_bytes,
     with_gradients,
 )
+from meshwright.plan.contract import Line
 from meshwright.plan.memory.feed_forward import (
     INT64_BYTES,
     FeedForwardSizes,
     size_experts,
     size_feed_forward,
 )
-from meshwright.plan.memory.snapshots import ALL_GRADS, Line, MemorySnapshot, PersistentGrads, StepMemory
+from meshwright.plan.memory.snapshots import ALL_GRADS, MemorySnapshot, PersistentGrads, StepMemory
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 

@@ -30,13 +30,18 @@ from meshwright.layout.stages import (
     schedule_version,
 )
 from meshwright.layout.tensor_parallel import local_model
+from meshwright.plan.contract import Line
 from meshwright.plan.memory.compiled import is_compiled, trace_compiled, weight_copies_line
 from meshwright.plan.memory.decoder import trace_decoder
 from meshwright.plan.memory.fsdp import find_fsdp_peak
 from meshwright.plan.memory.pipeline import PipelineMemory, trace_pipeline
 from meshwright.plan.memory.resnet import trace_resnet
-from meshwright.plan.memory.snapshots import Line, MemorySnapshot, PersistentGrads, StepMemory
-from meshwright.plan.traffic.ddp import kept_gradients
+from meshwright.plan.memory.snapshots import (
+    MemorySnapshot,
+    PersistentGrads,
+    StepMemory,
+    find_persistent_grads,
+)
 from meshwright.spec.execution import uses_bf16_weight_copies, uses_fused_adamw
 from meshwright.spec.job import Job
 from meshwright.spec.model import ResNetModel
@@ -83,7 +88,7 @@ def predict_ledger(
         return _predict_sharded(job, parameters, micro_batch, micro_batches, rows)
     state, optimizer = _predict_state(job, parameters, rank=0)
     count = sum(p.count for p in parameters)
-    persistent_grads = kept_gradients(job, micro_batches)
+    persistent_grads = find_persistent_grads(job, micro_batches)
     memory = _trace(job, parameters, micro_batch, persistent_grads, rows)
     buckets = _sent_buckets(job)
     top = max(memory.snapshots, key=lambda snapshot: snapshot.bytes + _wire_bytes(buckets, snapshot))

@@ -38,6 +38,7 @@ import numpy as np
 from meshwright.layout.axes import reduces_full_grads
 from meshwright.layout.parameters import FLOAT32_BYTES, WIRE_BYTES, list_block, operand_bytes
 from meshwright.layout.stages import StageSpec, in_flight_of, local_parameter_kinds, local_stages
+from meshwright.plan.contract import Line
 from meshwright.plan.memory.decoder import (
     BlockSizes,
     StageBlocks,
@@ -50,9 +51,8 @@ from meshwright.plan.memory.decoder import (
 )
 from meshwright.plan.memory.feed_forward import INT64_BYTES
 from meshwright.plan.memory.fsdp import NORM_TENSORS, FSDPSizes, MicroBatchPass
-from meshwright.plan.memory.snapshots import Line, MemorySnapshot, PersistentGrads
+from meshwright.plan.memory.snapshots import MemorySnapshot, PersistentGrads, find_persistent_grads
 from meshwright.plan.memory.split_backward import SplitBackwardGrads
-from meshwright.plan.traffic.ddp import kept_gradients
 from meshwright.schedule.pipeline.actions import Kind
 from meshwright.schedule.pipeline.in_flight import InFlight, RankState, StageState, WeightGrads
 from meshwright.spec.job import Job
@@ -146,7 +146,7 @@ class _Stage:
             self.stack = self.stack.replace(lambda block: _without_copies(block, self.model, kept))
         self.sizes = self.stack.last
         self.shards = FSDPSizes.of(job, part) if job.layout.zero >= 2 else None
-        self.layers, self.persistent_grads = len(part.layers), kept_gradients(job)
+        self.layers, self.persistent_grads = len(part.layers), find_persistent_grads(job)
         size = sum(p.count for p in part.parameter_kinds) * FLOAT32_BYTES
         self.gradients = self.shards.kept if self.shards else size
         """Of all its parameters."""

@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 
 from meshwright.layout.parameters import FLOAT32_BYTES, Parameter, count_statistics, operand_bytes
 from meshwright.layout.resnet_shapes import BlockShape, Conv, NetShape, list_convs
-from meshwright.plan.memory.snapshots import Line, MemorySnapshot, StepMemory
+from meshwright.plan.contract import Line
+from meshwright.plan.memory.snapshots import MemorySnapshot, StepMemory
 from meshwright.spec.job import Job
 from meshwright.spec.model import ResNetModel
 

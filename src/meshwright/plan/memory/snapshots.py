@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from meshwright.layout.axes import is_expert
-from meshwright.layout.parameters import Parameter, count_gradient_bytes
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of the ledger."""
-
-    name: str
-    bytes: int
-    formula: str
+from meshwright.layout.axes import (
+    dense_reduce_axis,
+    expert_reduce_axis,
+    has_expert_axes,
+    is_expert,
+)
+from meshwright.layout.parameters import (
+    Parameter,
+    count_gradient_bytes,
+)
+from meshwright.plan.contract import Line
+from meshwright.spec.job import Job
 
 
 @dataclass(frozen=True)
@@ -76,3 +77,13 @@ class StepMemory:
     """Alive between forward and backward because the backward pass needs it."""
     touched_bytes: int
     """What would be kept without recomputation: a measure of the traffic that is not matrix products."""
+
+
+def find_persistent_grads(job: Job, micro_batches: int = 1) -> PersistentGrads:
+    """Which gradients live through the whole step where they are not cut."""
+    if micro_batches > 1:
+        return ALL_GRADS
+    if job.layout.zero >= 2:
+        return PersistentGrads()
+    dense = dense_reduce_axis(job.layout).size > 1
+    return PersistentGrads(dense, expert_reduce_axis(job.layout).size > 1 if has_expert_axes(job) else dense)

@@ -1,6 +1,6 @@
 """How far a predicted step time may be off.
 
-Decoders on GPUs: as far as held-out published rows of similar runs were off. ``data/residuals.toml`` is
+Decoders on GPUs: as far as held-out published rows of similar runs were off. ``residuals.toml`` is
 written by ``benchmarks/validation.py``; nothing is predicted here.
 """
 
@@ -16,7 +16,7 @@ from meshwright.plan.time.probed import is_probed
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
-TABLE = "data/residuals.toml"
+TABLE = "residuals.toml"
 LEAST_SPREAD = 0.03
 """An interval reaches at least this far to both sides, whatever a few rows say."""
 FEWEST_ROWS = 8
@@ -76,7 +76,7 @@ def step_interval(job: Job) -> Interval:
 
 @functools.cache
 def _table() -> dict[Key, tuple[int, float, float]]:
-    text = resources.files("meshwright.plan").joinpath(TABLE).read_text(encoding="utf-8")
+    text = resources.files("meshwright.plan.time").joinpath(TABLE).read_text(encoding="utf-8")
     return {
         (entry["kind"], entry["profile"], entry["device"]): (entry["rows"], entry["low"], entry["high"])
         for entry in tomllib.loads(text)["groups"]

@@ -4,72 +4,29 @@ from __future__ import annotations
 
 import bisect
 import functools
-from dataclasses import dataclass
 
 import numpy as np
 
 from meshwright.core.errors import UserError
 from meshwright.layout.stages import built_schedule, schedule_of
+from meshwright.plan.contract import PipelineTime
 from meshwright.plan.estimate.profiles import PROFILES
 from meshwright.schedule.pipeline.actions import Action, PipelineSchedule, producer_of
 from meshwright.schedule.pipeline.walk import StageTimes, Walk, walk_schedule
 from meshwright.spec.job import Job
 
 
-@dataclass(frozen=True)
-class PipelineTime:
-    """What is planned of a pipeline's step; times are of one micro-batch."""
-
-    bubble: float
-    """The idle share of all ranks' time, from the first action to the last."""
-    makespan_s: float
-    """From the first action of a step to the last."""
-    work_s: float
-    """Of the busiest rank."""
-    transfer_s: float
-    """From one stage to the next where they are on different ranks."""
-    forward_s: tuple[float, ...]
-    """Of each stage."""
-    backward_input_s: tuple[float, ...]
-    backward_weight_s: tuple[float, ...]
-
-    @property
-    def stage_times(self) -> StageTimes:
-        """As the walker takes them."""
-        return StageTimes(self.forward_s, self.backward_input_s, self.backward_weight_s)
-
-
-@dataclass(frozen=True)
-class WalkedTime:
-    """Seconds of a walked schedule."""
-
-    makespan_s: float
-    work_s: float
-    """Of the busiest rank."""
-    bubble: float
-    """The idle share of all ranks' time."""
-    transfer_s: float
-    """Transfers between stages on the critical path, as far as the busiest rank waits for them."""
-
-    @property
-    def bubble_s(self) -> float:
-        """How long the busiest rank waits for other stages' work."""
-        return self.makespan_s - self.work_s - self.transfer_s
-
-
 def walk_pipeline(job: Job, micro_batches: int, planned: PipelineTime) -> tuple[PipelineSchedule, Walk]:
-    """The schedule of a step, and when each of its actions is planned."""
+    """The schedule of a step, and the planned time of each action."""
     schedule = schedule_of(job, micro_batches)
-    return schedule, walk_schedule(schedule, planned.stage_times, planned.transfer_s)
+    return schedule, walk_schedule(schedule, planned.stage_times, planned.send_s)
 
 
-def plan_pipeline(
-    job: Job, micro_batches: int, times: StageTimes, send_s: float
-) -> tuple[PipelineTime, WalkedTime] | None:
-    """Walk the schedule of a settled job; None where the schedule is too large to generate.
+def plan_pipeline(job: Job, micro_batches: int, times: StageTimes, send_s: float) -> PipelineTime | None:
+    """Simulate the schedule of a job with a complete layout; None where it is too large to generate.
 
     Args:
-        job: With its layout settled.
+        job: With a complete layout.
         micro_batches: Of a step.
         times: Of the stages.
         send_s: From one stage to the next on another rank.
@@ -80,15 +37,10 @@ def plan_pipeline(
     overlap = PROFILES[job.train.runtime].time.overlap_p2p
     layout, rows = job.layout, (forward, inputs, weights)
     if layout.schedule_file is not None:
-        walked = _walk(schedule_of(job, micro_batches), rows, send_s, overlap)
-    else:
-        sizes = (layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
-        found = _walk_named(*sizes, rows, send_s, overlap)
-        if found is None:
-            return None
-        walked = found
-    planned = PipelineTime(walked.bubble, walked.makespan_s, walked.work_s, send_s, forward, inputs, weights)
-    return planned, walked
+        return _walk(schedule_of(job, micro_batches), rows, send_s, overlap)
+    return _walk_named(
+        layout.schedule, layout.pp, micro_batches, layout.virtual_stages, rows, send_s, overlap
+    )
 
 
 Rows = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
@@ -98,7 +50,7 @@ Rows = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
 @functools.lru_cache(maxsize=1024)
 def _walk_named(
     name: str, pp: int, micro_batches: int, virtual_stages: int, times: Rows, send_s: float, overlap: bool
-) -> WalkedTime | None:
+) -> PipelineTime | None:
     try:
         schedule = built_schedule(name, pp, micro_batches, virtual_stages)
     except UserError:
@@ -106,11 +58,11 @@ def _walk_named(
     return _walk(schedule, times, send_s, overlap)
 
 
-def _walk(schedule: PipelineSchedule, times: Rows, send_s: float, overlap: bool) -> WalkedTime:
+def _walk(schedule: PipelineSchedule, times: Rows, send_s: float, overlap: bool) -> PipelineTime:
     walk = walk_schedule(schedule, StageTimes(*times), send_s, overlap)
     work_s = max(walk.work_s)
-    transfers = min(_sum_transfers(schedule, walk, send_s), walk.makespan_s - work_s)
-    return WalkedTime(walk.makespan_s, work_s, walk.bubble, transfers)
+    exposed_s = min(_sum_transfers(schedule, walk, send_s), walk.makespan_s - work_s)
+    return PipelineTime(walk.bubble, walk.makespan_s, work_s, send_s, *times, exposed_s)
 
 
 def _sum_transfers(schedule: PipelineSchedule, walk: Walk, send_s: float) -> float:

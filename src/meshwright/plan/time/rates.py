@@ -101,6 +101,6 @@ def merge_rates(tables: dict[str, dict[str, float]], stacks: tuple[str, ...], de
 @functools.lru_cache(maxsize=1)
 def load_calibration() -> dict[str, dict[str, float]]:
     """The sections of the calibration, flat."""
-    path = resources.files("meshwright.plan").joinpath("data", CALIBRATION_FILE)
+    path = resources.files("meshwright.plan.time").joinpath(CALIBRATION_FILE)
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
     return {name: values for name, values in tables.items() if isinstance(values, dict)}

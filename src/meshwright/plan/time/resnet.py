@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from meshwright.layout.flops import flops_per_token, matmul_rate
 from meshwright.layout.optimizer_state import predict_optimizer
 from meshwright.layout.stages import local_parameters
+from meshwright.plan.contract import CollectiveTraffic
 from meshwright.plan.time.activation_bytes import count_passes
-from meshwright.plan.traffic.collective import CollectiveTraffic
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import ResNetModel

@@ -11,13 +11,13 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from meshwright.plan.contract import CollectiveTraffic, PipelineTime
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.time.engine import StepEstimate, estimate_step
-from meshwright.plan.time.pipeline import PipelineTime, plan_pipeline
+from meshwright.plan.time.pipeline import plan_pipeline
 from meshwright.plan.time.resnet import estimate_resnet_step
 from meshwright.plan.time.stages import stage_times
-from meshwright.plan.traffic.collective import CollectiveTraffic
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
@@ -70,15 +70,13 @@ def predict_layout(job: Job, micro_batches: int, step: StepEstimate, place: int)
     """
     parts = {name: float(values[place]) for name, values in step.parts.items()}
     hidden = _without_zeros({name: float(values[place]) for name, values in step.hidden.items()})
-    planned = None
+    pipeline = None
     if job.layout.pp > 1:
         times = stage_times(job, micro_batches, step, place)
-        planned = plan_pipeline(job, micro_batches, times, float(step.send_s[place]))
-    if planned is None:
-        return StepTime(_without_zeros(parts), hidden)
-    pipeline, walked = planned
-    parts["uneven stages"] = max(0.0, walked.work_s - micro_batches * float(step.passes.total[place]))
-    parts["bubble"], parts["pipeline transfers"] = walked.bubble_s, walked.transfer_s
+        pipeline = plan_pipeline(job, micro_batches, times, float(step.send_s[place]))
+    if pipeline is not None:
+        parts["uneven stages"] = max(0.0, pipeline.work_s - micro_batches * float(step.passes.total[place]))
+        parts["bubble"], parts["pipeline transfers"] = pipeline.bubble_s, pipeline.exposed_send_s
     return StepTime(_without_zeros(parts), hidden, pipeline)
 
 

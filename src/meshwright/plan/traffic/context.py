@@ -28,7 +28,7 @@ from meshwright.layout.parameters import FLOAT32_BYTES, operand_bytes
 from meshwright.layout.ring_chunks import list_head_chunks
 from meshwright.layout.stages import local_stages
 from meshwright.layout.tensor_parallel import count_tokens, local_model
-from meshwright.plan.traffic.collective import CollectiveTraffic
+from meshwright.plan.contract import CollectiveTraffic
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from meshwright.layout.axes import (
     dense_reduce_axis,
-    expert_reduce_axis,
     gradient_axis,
     has_expert_axes,
     is_expert,
@@ -19,8 +18,7 @@ from meshwright.layout.axes import (
 from meshwright.layout.fsdp_groups import padded_count
 from meshwright.layout.parameters import FLOAT32_BYTES, WIRE_BYTES, count_statistics
 from meshwright.layout.stages import count_buckets, list_parameter_kinds, local_stages
-from meshwright.plan.memory.snapshots import ALL_GRADS, PersistentGrads
-from meshwright.plan.traffic.collective import CollectiveTraffic
+from meshwright.plan.contract import CollectiveTraffic
 from meshwright.spec.job import Job
 
 INT32_BYTES = 4
@@ -51,16 +49,6 @@ def predict_ddp(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
         size = statistics * FLOAT32_BYTES
         rows.append(CollectiveTraffic("dp_replicate", "all_reduce", "step", job.layout.dp_replicate, 1, size))
     return rows
-
-
-def kept_gradients(job: Job, micro_batches: int = 1) -> PersistentGrads:
-    """Which gradients live through the whole step where they are not cut."""
-    if micro_batches > 1:
-        return ALL_GRADS
-    if job.layout.zero >= 2:
-        return PersistentGrads()
-    dense = dense_reduce_axis(job.layout).size > 1
-    return PersistentGrads(dense, expert_reduce_axis(job.layout).size > 1 if has_expert_axes(job) else dense)
 
 
 def _setup_traffic(job: Job, parameters: int, buckets: int) -> CollectiveTraffic:

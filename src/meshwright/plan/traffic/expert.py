@@ -29,8 +29,8 @@ from meshwright.layout.optimizer_state import count_state_tensors
 from meshwright.layout.parameters import FLOAT32_BYTES, operand_bytes
 from meshwright.layout.stages import local_stages, saved_parameter_kinds
 from meshwright.layout.tensor_parallel import count_tokens, is_ep_sharded
+from meshwright.plan.contract import CollectiveTraffic
 from meshwright.plan.memory.feed_forward import INT64_BYTES
-from meshwright.plan.traffic.collective import CollectiveTraffic
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.train_defaults import balance_coefficient

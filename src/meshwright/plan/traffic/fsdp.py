@@ -18,7 +18,7 @@ from meshwright.layout.stages import (
     saved_parameter_kinds,
     schedule_of,
 )
-from meshwright.plan.traffic.collective import CollectiveTraffic
+from meshwright.plan.contract import CollectiveTraffic
 from meshwright.schedule.pipeline.actions import Kind
 from meshwright.spec.job import Job
 

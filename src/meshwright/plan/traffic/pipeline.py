@@ -25,7 +25,7 @@ from meshwright.layout.stages import (
     unsharded_stages,
 )
 from meshwright.layout.tensor_parallel import count_tokens
-from meshwright.plan.traffic.collective import CollectiveTraffic
+from meshwright.plan.contract import CollectiveTraffic
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 

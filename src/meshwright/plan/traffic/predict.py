@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from meshwright.layout.axes import has_experts
 from meshwright.layout.stages import representative_pp_rank, schedule_version
-from meshwright.plan.traffic.collective import CollectiveTraffic, merge_rows, predict_control
+from meshwright.plan.contract import CollectiveTraffic
 from meshwright.plan.traffic.context import predict_context
+from meshwright.plan.traffic.control import predict_control
 from meshwright.plan.traffic.ddp import predict_ddp
 from meshwright.plan.traffic.expert import predict_expert
 from meshwright.plan.traffic.fsdp import predict_fsdp, predict_shard_saves
@@ -44,3 +47,29 @@ def _predict_cached(job: Job, pp_rank: int, version: int) -> tuple[CollectiveTra
     if layout.pp > 1:
         rows += predict_pipeline(job, pp_rank)
     return tuple(merge_rows(rows))
+
+
+def merge_rows(rows: Iterable[CollectiveTraffic]) -> list[CollectiveTraffic]:
+    """One row a kind, in the order in which kinds first come; kinds without a call are left out."""
+    kinds: dict[tuple[str, str, str], list[CollectiveTraffic]] = {}
+    for row in rows:
+        kinds.setdefault((row.axis, row.op, row.phase), []).append(row)
+    merged = [
+        CollectiveTraffic(
+            *kind, same[-1].ranks, sum(row.calls for row in same), sum(row.bytes for row in same)
+        )
+        for kind, same in kinds.items()
+    ]
+    return [row for row in merged if row.calls]
+
+
+def merge_pp_ranks(rows: Sequence[Sequence[CollectiveTraffic]]) -> list[CollectiveTraffic]:
+    """The rows of every place of the pipelines as one list: those that all places share once, without one."""
+    shared = [row for row in rows[0] if all(row in others for others in rows[1:])]
+    own = [
+        replace(row, pp_rank=pp_rank)
+        for pp_rank, of_rank in enumerate(rows)
+        for row in of_rank
+        if row not in shared
+    ]
+    return [*shared, *own]

@@ -48,7 +48,7 @@ from meshwright.layout.tensor_parallel import (
     is_tp_replicated,
     needs_tp_grad_sync,
 )
-from meshwright.plan.traffic.collective import CollectiveTraffic
+from meshwright.plan.contract import CollectiveTraffic
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 

@@ -6,11 +6,10 @@ import pytest
 
 from meshwright.layout.parameters import list_parameters
 from meshwright.layout.tensor_parallel import local_model
-from meshwright.plan.contract import build_plan
+from meshwright.plan.build import build_plan
 from meshwright.plan.memory.feed_forward import balanced_rows, row_bytes, size_experts, size_feed_forward
 from meshwright.plan.memory.ledger import predict_ledger
-from meshwright.plan.memory.snapshots import PersistentGrads
-from meshwright.plan.traffic.ddp import kept_gradients
+from meshwright.plan.memory.snapshots import PersistentGrads, find_persistent_grads
 
 MODEL = {
     "preset": None, "num_layers": 3, "hidden_size": 8, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 16,
@@ -84,10 +83,10 @@ def test_what_a_capacity_drops_is_not_read(kept):
 def test_gradients_of_experts_that_no_other_rank_holds_come_with_the_backward_pass(job_of):
     """One micro-batch, ZeRO-1: what is dense lies in buckets from the start, experts' gradients do not."""
     alone = job_of({"dp_shard": 2, "ep": 2, "zero": 1}, global_batch=4)
-    assert kept_gradients(alone) == PersistentGrads(dense=True, experts=False)
-    assert kept_gradients(alone, micro_batches=2) == PersistentGrads(dense=True, experts=True)
-    assert kept_gradients(job_of({"tp": 2})) == PersistentGrads(dense=False, experts=True)
-    assert kept_gradients(job_of({"dp_shard": 2, "ep": 2, "zero": 3})) == PersistentGrads()
+    assert find_persistent_grads(alone) == PersistentGrads(dense=True, experts=False)
+    assert find_persistent_grads(alone, micro_batches=2) == PersistentGrads(dense=True, experts=True)
+    assert find_persistent_grads(job_of({"tp": 2})) == PersistentGrads(dense=False, experts=True)
+    assert find_persistent_grads(job_of({"dp_shard": 2, "ep": 2, "zero": 3})) == PersistentGrads()
     model, lines = local_model(alone), {line.name: line.bytes for line in predict_ledger(alone, 2, 1).lines}
     experts = 3 * 2 * 8 * 8 * 4
     everything = sum(p.count for p in list_parameters(model)) * 4

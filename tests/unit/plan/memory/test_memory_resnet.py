@@ -10,7 +10,8 @@ from meshwright.core.errors import UserError
 from meshwright.layout.flops import flops_per_token
 from meshwright.layout.parameters import count_parameters, count_statistics, list_parameters
 from meshwright.layout.resnet_shapes import list_convs
-from meshwright.plan.contract import build_plan, read_plan, write_plan
+from meshwright.plan.build import build_plan
+from meshwright.plan.contract import read_plan, write_plan
 from meshwright.plan.memory.ledger import predict_ledger
 from meshwright.plan.predict import samples_per_rank
 from meshwright.plan.search.planner import search_job

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from meshwright.core.errors import UserError
-from meshwright.plan.contract import build_plan
+from meshwright.plan.build import build_plan
 from meshwright.plan.predict import predict
 from meshwright.plan.search.failure import nothing_fits_error, search_error, suggest_changes
 from meshwright.plan.search.find import find_layouts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.layout.fsdp_groups import sharded_state
-from meshwright.plan.contract import build_plan
+from meshwright.plan.build import build_plan
 from meshwright.plan.predict import predict
 from meshwright.plan.traffic.predict import predict_traffic
 

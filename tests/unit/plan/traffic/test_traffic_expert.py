@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.plan.contract import build_plan
+from meshwright.plan.build import build_plan
 from meshwright.plan.traffic.predict import predict_traffic
 
 MODEL = {

@@ -13,7 +13,8 @@ import pytest
 from meshwright.core.errors import UserError
 from meshwright.layout.fsdp_groups import list_groups, sharded_state
 from meshwright.layout.stages import local_stages
-from meshwright.plan.contract import build_plan, plan_from, read_plan, write_plan
+from meshwright.plan.build import build_plan, plan_from, summarize_plan
+from meshwright.plan.contract import read_plan, write_plan
 from meshwright.plan.memory.ledger import predict_ledger
 from meshwright.plan.predict import predict
 from meshwright.plan.search.reasons import explain_stages
@@ -303,7 +304,7 @@ def test_a_plan_keeps_each_places_promise(settled, tmp_path):
         )
     assert {t.pp_rank for t in plan.collectives if t.axis == "control"} == {None}, "all ranks alike"
     assert len(plan.buckets) == 2, "one a place"
-    summary = plan.summary()
+    summary = summarize_plan(plan)
     assert list(summary["memory_bytes"]) == ["stage 0 (ranks 0 to 1)", "stage 1 (ranks 2 to 3)"]
     assert 0 < summary["bubble"] < 1
     assert [row["first_layer"] for row in summary["stages"]] == [0, 2]

@@ -1,0 +1,166 @@
+"""Builds the contract: searches the layouts of a job, predicts the chosen one, writes down its figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from meshwright.layout.axes import dense_shard_axis, reduces_full_grads
+from meshwright.layout.flops import flops_per_token
+from meshwright.layout.fsdp_groups import shard_ranks, sharded_state
+from meshwright.layout.optimizer_offload import offloaded_state
+from meshwright.layout.parameters import count_parameters
+from meshwright.layout.stages import local_buckets, pp_rank_of
+from meshwright.layout.tensor_parallel import local_model
+from meshwright.plan.contract import Plan, RankPrediction, layout_keys
+from meshwright.plan.memory.feed_forward import balanced_rows, row_bytes
+from meshwright.plan.memory.fit import MemoryNeed, usable_bytes
+from meshwright.plan.memory.ledger import Ledger
+from meshwright.plan.predict import Prediction
+from meshwright.plan.search.find import SearchResult
+from meshwright.plan.search.planner import search_job
+from meshwright.plan.search.reasons import explain_choice
+from meshwright.plan.time.interval import step_interval
+from meshwright.spec.job import Job
+from meshwright.spec.model import DecoderModel
+
+
+def build_plan(job: Job, named: Sequence[str] = ()) -> tuple[Plan, SearchResult]:
+    """Search, choose, and write down what the choice promises.
+
+    Args:
+        job: Its layout may be open.
+        named: Keys of the layout that the user wrote; they keep their value.
+    """
+    found = search_job(job, named)
+    return plan_from(found.best[0], explain_choice(job, found), job.layout.stage_layers is None), found
+
+
+def plan_from(prediction: Prediction, reasons: Sequence[str] = (), layers_assigned: bool = True) -> Plan:
+    """The contract for one layout.
+
+    Args:
+        prediction: Of the layout.
+        reasons: Why it was chosen.
+        layers_assigned: Whether the planner, not the user, assigned layers to pipeline stages.
+    """
+    return _build(prediction, reasons, layers_assigned, tuple(_list_ranks(prediction)))
+
+
+def summarize_plan(plan: Plan) -> dict[str, Any]:
+    """A plan for ``--json``."""
+    return _summarize(plan, plan.classes())
+
+
+def summarize(prediction: Prediction, reasons: Sequence[str] = ()) -> dict[str, Any]:
+    """A prediction for ``--json``: the summary of its plan, without a list of all ranks."""
+    memory = prediction.memory
+    ranks = [
+        _predict_rank(pp_rank, ledger, need, ledger.state_bytes)
+        for pp_rank, (ledger, need) in enumerate(zip(memory.ledgers, memory.needs, strict=True))
+    ]
+    plan = _build(prediction, reasons, True, ())
+    return _summarize(plan, {name: ranks[pp_rank] for name, pp_rank in prediction.classes.items()})
+
+
+def _summarize(plan: Plan, ranks: dict[str, RankPrediction]) -> dict[str, Any]:
+    """The layout with the memory of one rank per class."""
+    spread = step_interval(plan.job)
+    needed = max(rank.needed_bytes for rank in ranks.values())
+    summary = {
+        "layout": layout_keys(plan.job),
+        "step_s": plan.step_s,
+        "step_s_low": plan.step_s * spread.low,
+        "step_s_high": plan.step_s * spread.high,
+        "interval_basis": spread.basis,
+        "tokens_per_s_per_device": plan.tokens_per_step / plan.step_s / plan.world_size,
+        "mfu": plan.mfu,
+        "memory_bytes": {name: rank.summary() for name, rank in ranks.items()},
+        "needed_bytes": needed,
+        "fits": needed <= plan.usable_bytes,
+        "exact": plan.exact,
+        "breakdown_s": plan.breakdown_s,
+        "hidden_s": plan.hidden_s,
+        "collectives": [row.as_dict() for row in plan.collectives],
+        "reasons": list(plan.reasons),
+    }
+    if plan.pipeline is not None:
+        summary["bubble"] = plan.pipeline.bubble
+        summary["stages"] = [dataclasses.asdict(row) for row in plan.stages()]
+    return summary
+
+
+def _build(
+    prediction: Prediction,
+    reasons: Sequence[str],
+    layers_assigned: bool,
+    ranks: tuple[RankPrediction, ...],
+) -> Plan:
+    job, layout = prediction.job, prediction.layout
+    whole = prediction.exact and reduces_full_grads(job)
+    return Plan(
+        job=job,
+        micro_batches=prediction.micro_batches,
+        step_s=prediction.step_s,
+        breakdown_s=prediction.time.parts,
+        hidden_s=prediction.time.hidden,
+        tokens_per_step=job.train.global_batch * job.data.seq_len,
+        flops_per_token=flops_per_token(job.model, job.data.seq_len),
+        parameters=count_parameters(job.model),
+        ranks=ranks,
+        collectives=prediction.traffic,
+        buckets=tuple(
+            tuple(names) for rank in (range(layout.pp) if whole else ()) for names in local_buckets(job, rank)
+        ),
+        layers_assigned=layout.pp > 1 and layers_assigned,
+        reasons=tuple(reasons),
+        pipeline=prediction.time.pipeline,
+        exact=prediction.exact,
+        usable_bytes=usable_bytes(job.cluster),
+    )
+
+
+def _list_ranks(prediction: Prediction) -> Iterator[RankPrediction]:
+    """What each rank is promised; of a layout that does not run, one rank of each class."""
+    job, memory = prediction.job, prediction.memory
+    if not prediction.exact:
+        for pp_rank, (ledger, need) in enumerate(zip(memory.ledgers, memory.needs, strict=True)):
+            yield _predict_rank(pp_rank, ledger, need, ledger.state_bytes)
+        return
+    sharded = dense_shard_axis(job.layout).size > 1
+    states: dict[tuple[int, tuple[int, int]], dict[str, int]] = {}
+    away: dict[tuple[int, tuple[int, int]], dict[str, int]] = {}
+    rows, each_row = _balanced_routing(job)
+    for rank in range(job.layout.world_size):
+        pp_rank, shards = pp_rank_of(job, rank), shard_ranks(job, rank)
+        ledger = memory.ledgers[pp_rank]
+        if (pp_rank, shards) not in states:
+            state = sharded_state(job, rank) if sharded else ledger.state_bytes
+            states[pp_rank, shards], away[pp_rank, shards] = state, offloaded_state(job, state)
+        predicted = _predict_rank(rank, ledger, memory.needs[pp_rank], states[pp_rank, shards])
+        yield dataclasses.replace(
+            predicted, offloaded_bytes=away[pp_rank, shards], routed_rows=rows, row_bytes=each_row
+        )
+
+
+def _predict_rank(rank: int, ledger: Ledger, need: MemoryNeed, state: dict[str, int]) -> RankPrediction:
+    return RankPrediction(
+        rank=rank,
+        state_bytes=state,
+        peak_bytes=ledger.peak_bytes,
+        peak_at=ledger.peak_at,
+        first_peak_bytes=ledger.first_peak_bytes,
+        activation_bytes=ledger.activation_bytes,
+        lines=ledger.lines,
+        checkpoint_bytes=need.checkpoint,
+        needed_bytes=need.needed_bytes,
+    )
+
+
+def _balanced_routing(job: Job) -> tuple[int, int]:
+    """Rows of a rank's experts in one layer, and what each keeps; nothing for a model without experts."""
+    model = local_model(job)
+    if not isinstance(model, DecoderModel) or not model.expert_layers:
+        return 0, 0
+    return balanced_rows(job, model, job.layout.micro_batch or 1), row_bytes(job, model)
