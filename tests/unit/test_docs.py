@@ -1,7 +1,7 @@
-"""The documentation says what the program does: keys, rules, codes, events, examples and links.
+"""The documentation matches the code: keys, rules, error codes, events, modules, examples and links.
 
-The tables of ``docs/job-file.md`` and ``docs/legality.md`` are written from the code. After a change, write
-them again with ``python tests/unit/test_docs.py``.
+The tables of ``docs/job-file.md`` and ``docs/legality.md`` are generated from the code. After a change, regenerate
+them with ``python tests/unit/test_docs.py``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,9 +35,9 @@ PAGES = sorted(DOCS.rglob("*.md"))
 ALL_TEXT = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")] + PAGES
 
 CODE = r"[a-z]+(?:-[a-z0-9]+)+"
-REWRITE = "write the tables again: python tests/unit/test_docs.py"
+REWRITE = "regenerate the tables: python tests/unit/test_docs.py"
 PRESET_CODE = "{section}-unknown-preset"
-"""The one code that is put together at run time, beside those of the legality table."""
+"""The only code that is built at run time, apart from those of the legality table."""
 
 
 def id_of(path: Path) -> str:
@@ -49,11 +50,11 @@ def test_every_preset_is_listed() -> None:
     assert missing == []
 
 
-# Tables written from the code
+# Generated tables
 
 
 def generated(name: str) -> str:
-    return {"job-file": job_tables, "legality": legality_tables}[name]()
+    return {"job-file": job_tables, "legality": legality_tables, "architecture": module_tables}[name]()
 
 
 def job_tables() -> str:
@@ -72,13 +73,13 @@ def job_tables() -> str:
 
 
 def kinds_of(facts: dict[str, Any]) -> list[str]:
-    """The kinds of table that a section may be; none for a plain key."""
+    """Kinds of table that a section may be; empty for a plain key."""
     options = [facts, *facts.get("anyOf", ())]
     return [option["$ref"].rpartition("/")[2] for option in options if "$ref" in option]
 
 
 def key_table(prefix: str, properties: dict[str, Any], required: set[str]) -> list[str]:
-    rows = ["| key | type | if left out | meaning |", "|---|---|---|---|"]
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for key, facts in properties.items():
         meaning = facts.get("description", "").replace("|", "\\|").replace("\n", " ")
         rows.append(
@@ -106,21 +107,50 @@ def type_of(facts: dict[str, Any]) -> str:
 
 def default_of(key: str, facts: dict[str, Any], required: set[str]) -> str:
     if key in required:
-        return "an error"
+        return "required"
     if "default" not in facts:
-        return "an error, except for images" if key == "seq_len" else "from the preset"
+        return "required, except for images" if key == "seq_len" else "from the preset"
     value = facts["default"]
     if value is None:
-        return "see the meaning"
+        return "see meaning"
     return f"`{str(value).lower()}`" if isinstance(value, bool) else f"`{value}`"
 
 
 def legality_tables() -> str:
     parts: list[str] = []
-    for built, title in ((True, "## Can never run"), (False, "## Sound, not built yet")):
+    for built, title in ((True, "## Never supported"), (False, "## Not built yet")):
         rows = [f"| `{rule.code}` | {rule.statement} |" for rule in RULES if rule.built is built]
         parts += [title, "", "| code | rule |", "|---|---|", *rows, ""]
     return "\n".join(parts).rstrip()
+
+
+def package_folders() -> list[Path]:
+    """Folders of the package, top-level ones first, each followed by its subpackages."""
+    return sorted({path.parent for path in SOURCE.rglob("*.py")})
+
+
+def module_tables() -> str:
+    parts: list[str] = []
+    for folder in package_folders():
+        name = "meshwright" if folder == SOURCE else folder.relative_to(SOURCE).as_posix()
+        parts += ["", f"### `{name}`", ""]
+        if folder != SOURCE:
+            parts += [purpose_of(folder / "__init__.py"), ""]
+        rows = [
+            f"| `{path.relative_to(SOURCE).as_posix()}` | {purpose_of(path)} |"
+            for path in sorted(folder.glob("*.py"))
+            if path.name != "__init__.py" or folder == SOURCE
+        ]
+        parts += ["| module | purpose |", "|---|---|", *rows] if rows else []
+    return "\n".join(parts).strip()
+
+
+def purpose_of(path: Path) -> str:
+    """The first paragraph of a module's docstring, up to the end of its first sentence."""
+    text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].split())
+    sentence = re.match(r".+?[.?!](?=\s+[A-Z]|$)", text)
+    plain = (sentence[0] if sentence else text).replace("``", "`").replace("|", "\\|")
+    return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", plain)
 
 
 BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end generated -->)", re.DOTALL)
@@ -130,7 +160,10 @@ def rewrite(text: str) -> str:
     return BLOCK.sub(lambda match: f"{match[1]}\n{generated(match[2])}\n\n{match[3]}", text)
 
 
-@pytest.mark.parametrize("name", ["job-file", "legality"])
+GENERATED = ("architecture", "job-file", "legality")
+
+
+@pytest.mark.parametrize("name", GENERATED)
 def test_generated_tables_are_up_to_date(name: str) -> None:
     page = (DOCS / f"{name}.md").read_text()
     assert [match[2] for match in BLOCK.finditer(page)] == [name]
@@ -166,6 +199,49 @@ def test_legality_page_has_every_rule() -> None:
         assert f"| `{rule.code}` | {rule.statement} |" in page, REWRITE
 
 
+# Architecture: packages, modules and paths
+
+
+def test_every_package_and_module_is_in_the_architecture() -> None:
+    page = (DOCS / "architecture.md").read_text()
+    modules = [path for path in SOURCE.rglob("*.py") if path.name != "__init__.py"]
+    assert len(modules) > 200
+    missing = [m for m in modules if f"| `{m.relative_to(SOURCE).as_posix()}` |" not in page]
+    missing += [f for f in package_folders() if f != SOURCE and f"### `{f.relative_to(SOURCE)}`" not in page]
+    assert missing == [], REWRITE
+
+
+def test_layers_are_those_that_are_checked() -> None:
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(c["layers"] for c in contract if c["type"] == "layers" and c["containers"] == ["meshwright"])
+    torchless = next(set(c["source_modules"]) for c in contract if c.get("forbidden_modules") == ["torch"])
+    section = (DOCS / "architecture.md").read_text().partition("## Layers")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([a-z_]+)` \| (?:.*) \| (never|yes|.*) \|$", section, re.MULTILINE)
+    assert [name for name, _ in rows] == layers
+    assert {f"meshwright.{name}" for name, torch in rows if torch == "never"} == torchless
+
+
+def test_each_walk_has_at_most_ten_files() -> None:
+    page = (DOCS / "architecture.md").read_text()
+    walks = [part for part in page.split("\n## ") if "| step | file |" in part]
+    assert len(walks) == 3
+    for walk in walks:
+        steps = re.findall(r"^\| (\d+)\. .* \| `([\w/]+\.py)` \|$", walk, re.MULTILINE)
+        assert 3 <= len(steps) <= 10
+        assert [int(number) for number, _ in steps] == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.parametrize("path", ALL_TEXT, ids=id_of)
+def test_source_files_that_are_named_exist(path: Path) -> None:
+    if path.name == "CHANGELOG.md":
+        return
+    roots = (SOURCE, ROOT, SOURCE / "parallel" / "pipeline", ROOT / "tests" / "multiproc")
+    named = set(re.findall(r"`([\w./-]+\.py)`", path.read_text()))
+    missing = sorted(name for name in named if not any((root / name).is_file() for root in roots))
+    missing = [name for name in missing if "/" in name]
+    assert missing == []
+
+
 # Error codes
 
 
@@ -175,7 +251,7 @@ def source_trees() -> Iterator[tuple[Path, ast.Module]]:
 
 
 def used_codes() -> tuple[set[str], list[str]]:
-    """The codes in the source, and the places where one is built in a way that this test cannot read."""
+    """Codes in the source, and the places that build one in a way this test cannot read."""
     codes = {rule.code for rule in RULES}
     unread: list[str] = []
     for path, tree in source_trees():
@@ -209,7 +285,7 @@ def test_every_error_code_is_documented_and_no_other() -> None:
 
 
 def test_helpers_that_take_a_code_are_given_literals() -> None:
-    """What `is_passed_on` lets through must be visible somewhere: in the table, or as a caller's literal."""
+    """A code that `is_passed_on` accepts must be in the table, or a literal of the caller."""
     codes, _ = used_codes()
     for _, tree in source_trees():
         functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
@@ -230,7 +306,7 @@ def test_exit_statuses_are_documented() -> None:
 
 
 def used_events() -> dict[str, set[str]]:
-    """The fields of each event that a rank writes."""
+    """Fields of each event that a rank writes."""
     fields: defaultdict[str, set[str]] = defaultdict(set)
     for _, tree in source_trees():
         for node in ast.walk(tree):
@@ -304,7 +380,7 @@ def test_internal_links_resolve(path: Path) -> None:
             continue
         name, _, anchor = target.partition("#")
         linked = (path.parent / name).resolve() if name else path
-        assert linked.exists(), f"{target} leads nowhere"
+        assert linked.exists(), f"{target}: no such file"
         if DOCS in path.parents:
             assert DOCS in linked.parents, f"{target} is not part of the site"
         if anchor:
@@ -368,5 +444,5 @@ def test_site_builds_without_warnings(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    for rewritten in (DOCS / "job-file.md", DOCS / "legality.md"):
-        rewritten.write_text(rewrite(rewritten.read_text()))
+    for page in (DOCS / f"{name}.md" for name in GENERATED):
+        page.write_text(rewrite(page.read_text()))
