@@ -236,7 +236,8 @@ def test_source_files_that_are_named_exist(path: Path) -> None:
     if path.name == "CHANGELOG.md":
         return
     roots = (SOURCE, ROOT, SOURCE / "parallel" / "pipeline", ROOT / "tests" / "multiproc")
-    named = set(re.findall(r"`([\w./-]+\.py)`", path.read_text()))
+    text = path.read_text()
+    named = {*re.findall(r"`([\w./-]+\.py)`", text), *re.findall(r"(?:tests|benchmarks)/[\w./-]+\.py", text)}
     missing = sorted(name for name in named if not any((root / name).is_file() for root in roots))
     missing = [name for name in missing if "/" in name]
     assert missing == []
