@@ -213,7 +213,9 @@ def test_every_package_and_module_is_in_the_architecture() -> None:
 
 def test_layers_are_those_that_are_checked() -> None:
     contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    layers = next(c["layers"] for c in contract if c["type"] == "layers" and c["containers"] == ["meshwright"])
+    layers = next(
+        c["layers"] for c in contract if c["type"] == "layers" and c["containers"] == ["meshwright"]
+    )
     torchless = next(set(c["source_modules"]) for c in contract if c.get("forbidden_modules") == ["torch"])
     section = (DOCS / "architecture.md").read_text().partition("## Layers")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `([a-z_]+)` \| (?:.*) \| (never|yes|.*) \|$", section, re.MULTILINE)
