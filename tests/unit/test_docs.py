@@ -1,7 +1,7 @@
 """The documentation matches the code: keys, rules, error codes, events, modules, examples and links.
 
-The tables of ``docs/job-file.md`` and ``docs/legality.md`` are generated from the code. After a change, regenerate
-them with ``python tests/unit/test_docs.py``.
+The tables of ``docs/job-file.md``, ``docs/legality.md`` and ``docs/architecture.md`` are generated from the code.
+After a change, regenerate them with ``python tests/unit/test_docs.py``.
 """
 
 from __future__ import annotations
