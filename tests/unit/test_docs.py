@@ -1,6 +1,6 @@
 """The documentation matches the code: keys, rules, error codes, events, modules, examples and links.
 
-The tables of ``docs/job-file.md``, ``docs/legality.md`` and ``docs/architecture.md`` are generated from the code.
+The tables of the pages `job-file`, `legality` and `architecture` are generated from the code.
 After a change, regenerate them with ``python tests/unit/test_docs.py``.
 """
 
