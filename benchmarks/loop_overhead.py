@@ -32,7 +32,7 @@ from one_rank import build_rank  # noqa: E402
 from meshwright.data.prepare import CorpusSpec, prepare_corpus  # noqa: E402
 from meshwright.parallel.build import build_model  # noqa: E402
 from meshwright.spec.load import build_job  # noqa: E402
-from meshwright.train.loop import ThroughputMeter, train_step  # noqa: E402
+from meshwright.train.loop import start_meter  # noqa: E402
 from meshwright.train.trainer import Trainer  # noqa: E402
 
 
@@ -81,13 +81,13 @@ def measure(pairs: int, micro_batch: int) -> dict[str, Any]:
     """Interleave and compare."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = build_ours(Path(folder), micro_batch)
-        bare, meter = build_bare(trainer), ThroughputMeter(trainer)
+        bare, meter = build_bare(trainer), start_meter(trainer)
         for _ in range(5):
-            train_step(trainer, meter)
+            trainer.train_step(meter)
             bare()
         ours_s, bare_s = [], []
         for pair in range(pairs):
-            order = ((train_step, (trainer, meter), ours_s), (bare, (), bare_s))
+            order = ((trainer.train_step, (meter,), ours_s), (bare, (), bare_s))
             for function, arguments, times in order if pair % 2 else reversed(order):
                 started = time.perf_counter()
                 function(*arguments)

@@ -18,7 +18,8 @@ from meshwright.models.init import WeightSource, parameter_seed
 from meshwright.parallel.mesh import init_mesh
 from meshwright.plan.build import build_plan
 from meshwright.spec.job import Job
-from meshwright.train.trainer import Trainer, build_trainer
+from meshwright.train.build import build_trainer
+from meshwright.train.trainer import RankContext, Trainer
 
 
 class DeviceWeights:
@@ -65,4 +66,4 @@ def build_rank(
     assignment = Assignment(str(folder), str(data_dir), str(folder / "checkpoints"))
     events = EventWriter(folder / EVENTS_FILE, 0, listener=listener)
     mesh = init_mesh(plan.job, counter)
-    return build_trainer(plan, assignment, mesh, counter, events, weights=weights)
+    return build_trainer(RankContext(plan, assignment, mesh, counter, events), weights=weights)

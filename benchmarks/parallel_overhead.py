@@ -53,7 +53,7 @@ from meshwright.plan.contract import PLAN_FILE, write_plan  # noqa: E402
 from meshwright.spec.layout import Layout  # noqa: E402
 from meshwright.spec.legality.table import with_layout  # noqa: E402
 from meshwright.spec.load import build_job  # noqa: E402
-from meshwright.train.loop import ThroughputMeter, report_end, train_step  # noqa: E402
+from meshwright.train.loop import report_end, start_meter  # noqa: E402
 from meshwright.train.trainer import Trainer  # noqa: E402
 from meshwright.train.worker import run_with_trainer  # noqa: E402
 
@@ -157,10 +157,10 @@ def _apply_torch_tp(model: Decoder, mesh: Any, sequence: bool) -> None:
 def compare(trainer: Trainer) -> None:
     """Interleave and time; rank 0 writes down the pairs."""
     task = json.loads(Path(trainer.assignment.run_dir, "task.json").read_text())
-    by_hand, meter = build_torch(trainer, task["kind"]), ThroughputMeter(trainer)
+    by_hand, meter = build_torch(trainer, task["kind"]), start_meter(trainer)
 
     def ours() -> None:
-        train_step(trainer, meter)
+        trainer.train_step(meter)
 
     pairs = list(time_pairs(WARM_UP + task["pairs"], ours, by_hand))
     if trainer.mesh.rank == 0:

@@ -45,7 +45,7 @@ from meshwright.parallel.pipeline.pipeline import activation_shape  # noqa: E402
 from meshwright.plan.build import build_plan  # noqa: E402
 from meshwright.plan.contract import PLAN_FILE, write_plan  # noqa: E402
 from meshwright.spec.load import build_job  # noqa: E402
-from meshwright.train.loop import ThroughputMeter, report_end, train_step  # noqa: E402
+from meshwright.train.loop import report_end, start_meter  # noqa: E402
 from meshwright.train.trainer import Trainer  # noqa: E402
 from meshwright.train.worker import run_with_trainer  # noqa: E402
 
@@ -60,7 +60,7 @@ class TorchPipeline:
 
     def __init__(self, trainer: Trainer) -> None:
         job = trainer.job
-        self._job, self._place, self._order = job, trainer.mesh.pp_rank, trainer.order
+        self._job, self._place, self._order = job, trainer.mesh.pp_rank, trainer.data.order
         model = build_model(job, torch.device("cpu"), parts=local_stages(job, self._place))
         assert isinstance(model, Stages), "a pipeline of two"
         (self.module,) = model
@@ -121,20 +121,20 @@ class Ours:
     """A session's step."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._meter = trainer, ThroughputMeter(trainer)
+        self._trainer, self._meter = trainer, start_meter(trainer)
         assert trainer.pipeline is not None, "a pipeline of two"
         self._pipeline, self._divisor = trainer.pipeline, 1
 
     def step(self) -> None:
         """One step, with everything that a run does in it."""
-        train_step(self._trainer, self._meter)
+        self._trainer.train_step(self._meter)
 
     def read(self) -> list[Batch]:
         """The micro-batches of the first step."""
         trainer = self._trainer
-        samples = trainer.order.samples_at(np.arange(trainer.job.train.global_batch))
-        self._divisor = trainer.train_batches.count_targets(samples)
-        return list(trainer.train_batches.micro_batches(samples))
+        samples = trainer.data.order.samples_at(np.arange(trainer.job.train.global_batch))
+        self._divisor = trainer.data.train.count_targets(samples)
+        return list(trainer.data.train.micro_batches(samples))
 
     def passes(self, batches: list[Batch]) -> None:
         """All forward and backward passes."""

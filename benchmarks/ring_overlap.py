@@ -56,7 +56,7 @@ from meshwright.parallel import ring_attention as ring  # noqa: E402
 from meshwright.plan.build import build_plan  # noqa: E402
 from meshwright.plan.contract import PLAN_FILE, write_plan  # noqa: E402
 from meshwright.spec.load import build_job  # noqa: E402
-from meshwright.train.loop import ThroughputMeter, report_end, train_step  # noqa: E402
+from meshwright.train.loop import report_end, start_meter  # noqa: E402
 from meshwright.train.trainer import Trainer  # noqa: E402
 from meshwright.train.worker import run_with_trainer  # noqa: E402
 
@@ -206,10 +206,10 @@ def compare(trainer: Trainer) -> None:
     """On a rank: attention alone, then whole steps."""
     folder = Path(trainer.assignment.run_dir)
     task, group = json.loads((folder / "task.json").read_text()), trainer.mesh.group("cp")
-    attend, meter, found = attend_once(trainer), ThroughputMeter(trainer), {}
+    attend, meter, found = attend_once(trainer), start_meter(trainer), {}
     for kind in task["kinds"]:
         with mock.patch.object(ring, "AttentionBlock", Waits if kind == "waits" else ring.AttentionBlock):
-            work = (lambda: train_step(trainer, meter)) if kind == "step" else attend
+            work = (lambda: trainer.train_step(meter)) if kind == "step" else attend
             found[kind] = measure(work, group, task["repeats"], SHARES[kind])
     if trainer.mesh.rank == 0:
         (folder / "found.json").write_text(json.dumps(found))

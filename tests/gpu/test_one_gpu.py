@@ -13,7 +13,8 @@ from meshwright.parallel.mesh import init_mesh  # noqa: E402
 from meshwright.plan.build import build_plan  # noqa: E402
 from meshwright.spec.load import load_job  # noqa: E402
 from meshwright.train import loop  # noqa: E402
-from meshwright.train.trainer import build_trainer  # noqa: E402
+from meshwright.train.build import build_trainer  # noqa: E402
+from meshwright.train.trainer import RankContext, Trainer  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -128,8 +129,8 @@ def test_a_step_is_told_while_the_device_updates_if_another_comes_next(job_file,
     plan, _ = build_plan(load_job(str(job_file), [*ON_GPU, "layout.dp_replicate=1", "train.steps=9"]))
     assignment = Assignment(str(tmp_path), plan.job.data.path, str(tmp_path / "checkpoints"))
     counter, events = CollectiveCounter(), EventWriter(tmp_path / EVENTS_FILE, 0)
-    trainer = build_trainer(plan, assignment, init_mesh(plan.job, counter), counter, events)
-    meter, honest = loop.ThroughputMeter(trainer), loop.update
+    trainer = build_trainer(RankContext(plan, assignment, init_mesh(plan.job, counter), counter, events))
+    meter, honest = loop.start_meter(trainer), Trainer.update
 
     def long_update(trainer, lr, *known):
         norm = honest(trainer, lr, *known)
@@ -137,10 +138,10 @@ def test_a_step_is_told_while_the_device_updates_if_another_comes_next(job_file,
         return norm
 
     for _ in range(3):  # a first use of pinned memory and of a kernel may wait for the device
-        loop.train_step(trainer, meter, overlap_next_step=True)
-    monkeypatch.setattr(loop, "update", long_update)
-    loop.train_step(trainer, meter, overlap_next_step=True)
+        trainer.train_step(meter, overlap_next_step=True)
+    monkeypatch.setattr(Trainer, "update", long_update)
+    trainer.train_step(meter, overlap_next_step=True)
     assert not torch.cuda.current_stream().query()
-    loop.train_step(trainer, meter, overlap_next_step=False)
+    trainer.train_step(meter, overlap_next_step=False)
     assert torch.cuda.current_stream().query()
     events.close()

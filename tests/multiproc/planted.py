@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
+from meshwright.checkpoint import saver
 from meshwright.measure.memory_tracker import PeakTracker
 from meshwright.models import decoder_sharding
-from meshwright.train import loop, trainer, worker
+from meshwright.train import build, loop, worker
+from meshwright.train.trainer import Trainer
 from meshwright.train.worker import run_rank, run_with_trainer
 from meshwright.verify.bench import scaling
 
@@ -27,32 +29,32 @@ M_MMAP_THRESHOLD = -3
 
 def extra_all_reduce(run_dir, listener):
     """A rank that reduces something more in every step."""
-    honest = loop.update
+    honest = Trainer.update
 
     def update(trainer, lr):
         dist.all_reduce(torch.zeros(3), group=trainer.mesh.group("dp_replicate"))
         return honest(trainer, lr)
 
-    loop.update = update
+    Trainer.update = update
     return run_rank(run_dir, listener)
 
 
 def extra_broadcast_once(run_dir, listener):
     """A rank that broadcasts once, on a group that no axis owns, in the third step."""
-    honest = loop.update
+    honest = Trainer.update
 
     def update(trainer, lr):
         if trainer.step == 2:
             dist.broadcast(torch.zeros(5, dtype=torch.float64), 0, group=dist.new_group())
         return honest(trainer, lr)
 
-    loop.update = update
+    Trainer.update = update
     return run_rank(run_dir, listener)
 
 
 def hidden_collectives(run_dir, listener):
     """Collectives by ways that leave autograd out: a functional one, and one in inference mode."""
-    honest = loop.update
+    honest = Trainer.update
 
     def update(trainer, lr):
         if trainer.step == 2:
@@ -62,7 +64,7 @@ def hidden_collectives(run_dir, listener):
                 dist.broadcast(torch.zeros(2), 0, group=group)
         return honest(trainer, lr)
 
-    loop.update = update
+    Trainer.update = update
     return run_rank(run_dir, listener)
 
 
@@ -97,39 +99,39 @@ def count_graphs(run_dir, listener):
 
 def state_that_stays(run_dir, listener):
     """A rank that leaves its optimizer's state where it is, whatever the layout says."""
-    trainer.build_offloaded_state = lambda *_: None
+    build.build_offloaded_state = lambda *_: None
     return run_rank(run_dir, listener)
 
 
 def infinite_gradient(run_dir, listener):
     """One gradient overflows in the third step; the loss of that step is still fine."""
-    honest = loop.update
+    honest = Trainer.update
 
     def update(trainer, lr):
         if trainer.step == 2:
             trainer.model.norm.weight.grad[0] = float("inf")
         return honest(trainer, lr)
 
-    loop.update = update
+    Trainer.update = update
     return run_rank(run_dir, listener)
 
 
 def raises_in_step_three(run_dir, listener):
     """Rank 1 meets an exception of its own."""
-    honest = loop.forward_backward
+    honest = Trainer.forward_backward
 
     def forward_backward(trainer, batches, divisor):
         if trainer.step == 2 and trainer.mesh.rank == 1:
             raise RuntimeError("the cat sat on the keyboard")
         return honest(trainer, batches, divisor)
 
-    loop.forward_backward = forward_backward
+    Trainer.forward_backward = forward_backward
     return run_rank(run_dir, listener)
 
 
 def nan_in_step_three(run_dir, listener):
     """One rank's weights turn into NaN."""
-    honest = loop.forward_backward
+    honest = Trainer.forward_backward
 
     def forward_backward(trainer, batches, divisor):
         if trainer.step == 2:
@@ -137,25 +139,25 @@ def nan_in_step_three(run_dir, listener):
                 trainer.model.norm.weight.fill_(float("nan"))
         return honest(trainer, batches, divisor)
 
-    loop.forward_backward = forward_backward
+    Trainer.forward_backward = forward_backward
     return run_rank(run_dir, listener)
 
 
 def not_deterministic(run_dir, listener):
     """An operation that torch cannot promise to repeat."""
-    honest = loop.update
+    honest = Trainer.update
 
     def update(trainer, lr):
         torch.zeros(3).put_(torch.tensor([0]), torch.tensor([1.0]), accumulate=False)
         return honest(trainer, lr)
 
-    loop.update = update
+    Trainer.update = update
     return run_rank(run_dir, listener)
 
 
 def cause_and_consequence(run_dir, listener):
     """Rank 1 fails; rank 0 fails of it, with an error that does not look like a lost peer."""
-    honest = loop.forward_backward
+    honest = Trainer.forward_backward
 
     def forward_backward(trainer, batches, divisor):
         if trainer.step == 2 and trainer.mesh.rank == 1:
@@ -165,13 +167,13 @@ def cause_and_consequence(run_dir, listener):
         except RuntimeError:
             raise ValueError("a consequence") from None
 
-    loop.forward_backward = forward_backward
+    Trainer.forward_backward = forward_backward
     return run_rank(run_dir, listener)
 
 
 def infinite_row(run_dir, listener):
     """A gradient overflows in the third step, in rows that rank 1 alone owns."""
-    honest = loop.update
+    honest = Trainer.update
 
     def update(trainer, lr):
         take = trainer.sharded_state.assign_shard_grads
@@ -186,7 +188,7 @@ def infinite_row(run_dir, listener):
         trainer.sharded_state.assign_shard_grads = take
         return norm
 
-    loop.update = update
+    Trainer.update = update
     return run_rank(run_dir, listener)
 
 
@@ -194,10 +196,10 @@ def watched_start(run_dir, listener):
     """Honest ranks that note what they held at most while they built their session."""
     honest = worker.build_trainer
 
-    def build_trainer(plan, assignment, mesh, counter, events):
+    def build_trainer(context, stop):
         with PeakTracker([]) as tracker:
-            trainer = honest(plan, assignment, mesh, counter, events)
-        note = Path(run_dir, f"start-{mesh.rank}.json")
+            trainer = honest(context, stop)
+        note = Path(run_dir, f"start-{context.mesh.rank}.json")
         note.write_text(json.dumps({"peak": tracker.peak_bytes}))
         return trainer
 
@@ -207,28 +209,28 @@ def watched_start(run_dir, listener):
 
 def watched_saving(run_dir, listener):
     """Honest ranks that note what they held before and at most while a checkpoint was made."""
-    honest = loop.Saver._save
+    honest = saver.CheckpointSaver._save
 
-    def save(saver, eval_loss, best):
-        trainer = saver._trainer
-        moments = [v for state in trainer.optimizer.state.values() for v in state.values()]
-        with PeakTracker([*trainer.sharded_state.local_parameters(), *moments]) as tracker:
+    def save(self, eval_loss, best):
+        state = self._state
+        moments = [v for values in state.optimizer.state.values() for v in values.values()]
+        with PeakTracker([*state.sharded.local_parameters(), *moments]) as tracker:
             before = tracker.live_bytes
-            honest(saver, eval_loss, best)
-        note = Path(run_dir, f"saving-{trainer.mesh.rank}.json")
+            honest(self, eval_loss, best)
+        note = Path(run_dir, f"saving-{self._rank}.json")
         note.write_text(json.dumps({"before": before, "peak": tracker.peak_bytes}))
 
-    loop.Saver._save = save
+    saver.CheckpointSaver._save = save
     return run_rank(run_dir, listener)
 
 
 def killed_while_saving(run_dir, listener):
     """Rank 0 is killed, as by kill -9, when it has gathered half of the tensors of step 4."""
-    honest = loop.take_snapshot
+    honest = saver.take_snapshot
 
-    def take_snapshot(trainer):
-        snapshot = honest(trainer)
-        if trainer.step != 4 or trainer.mesh.rank != 0:
+    def take_snapshot(state, has_checkpoint):
+        snapshot = honest(state, has_checkpoint)
+        if state.counters.step != 4 or os.environ["RANK"] != "0":
             return snapshot
         last = sum(len(header) for header in snapshot.headers().values()) // 2
         tensors = snapshot.tensors()
@@ -242,7 +244,7 @@ def killed_while_saving(run_dir, listener):
         snapshot._tensors = until_half()
         return snapshot
 
-    loop.take_snapshot = take_snapshot
+    saver.take_snapshot = take_snapshot
     return run_rank(run_dir, listener)
 
 

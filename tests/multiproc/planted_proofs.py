@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
@@ -28,11 +26,11 @@ from meshwright.parallel.tensor import RowLinear, VocabularyEmbedding
 from meshwright.parallel.tensor_collectives import TensorParallel
 from meshwright.parallel.zero1 import ShardedState
 from meshwright.schedule.pipeline.actions import Action, Kind
-from meshwright.train import loop, trainer
+from meshwright.train import build
 from meshwright.train.amp import MixedPrecision
 from meshwright.train.batches import Batcher
 from meshwright.train.step_audit import StepAudit
-from meshwright.verify import prove
+from meshwright.train.trainer import Trainer
 from meshwright.verify.prove import run_rank
 
 
@@ -40,13 +38,13 @@ def with_model(change):
     """An entry that changes the model before the layout is applied to it."""
 
     def entry(run_dir, listener):
-        honest = trainer.apply_data_parallel
+        honest = build.apply_data_parallel
 
         def apply_data_parallel(model, job, mesh, weights):
             change(model, mesh)
             return honest(model, job, mesh, weights)
 
-        trainer.apply_data_parallel = apply_data_parallel
+        build.apply_data_parallel = apply_data_parallel
         return run_rank(run_dir, listener)
 
     return entry
@@ -168,8 +166,8 @@ def counted_as_data(axis):
     """An entry that divides the loss as if the ranks of an axis had read other samples each."""
 
     def entry(run_dir, listener):
-        honest = loop.forward_backward
-        loop.forward_backward = lambda trainer, batches, divisor: honest(
+        honest = Trainer.forward_backward
+        Trainer.forward_backward = lambda trainer, batches, divisor: honest(
             trainer, batches, divisor * getattr(trainer.job.layout, axis)
         )
         return run_rank(run_dir, listener)
@@ -353,24 +351,24 @@ def first_stage_speaks(run_dir, listener):
 
 def wrong_divisor(run_dir, listener):
     """The loss is divided by the ranks once more, as a mean of means is."""
-    honest = loop.forward_backward
-    loop.forward_backward = lambda trainer, batches, divisor: honest(trainer, batches, 2 * divisor)
+    honest = Trainer.forward_backward
+    Trainer.forward_backward = lambda trainer, batches, divisor: honest(trainer, batches, 2 * divisor)
     return run_rank(run_dir, listener)
 
 
 def wrong_loss_scale(run_dir, listener):
     """Rank 1 scales its loss and never takes the scale out again."""
     honest = MixedPrecision.backward
-    join = trainer.build_trainer
+    join = build.build_trainer
 
-    def build(plan, assignment, mesh, *others):
-        if mesh.rank == 1:
+    def build_trainer(context, stop):
+        if context.mesh.rank == 1:
             MixedPrecision.backward = lambda self, loss: honest(self, 4 * loss)
-        return join(plan, assignment, mesh, *others)
+        return join(context, stop)
 
     from meshwright.train import worker
 
-    worker.build_trainer = build
+    worker.build_trainer = build_trainer
     return run_rank(run_dir, listener)
 
 
@@ -390,13 +388,13 @@ def wrong_sum(run_dir, listener):
 
 def lost_update(run_dir, listener):
     """One gradient is right and then lost before the optimizer sees it."""
-    honest = loop.update
+    honest = Trainer.update
 
     def update(trainer, lr):
         trainer.model.blocks["0"].ffn.up.weight.grad.zero_()
         return honest(trainer, lr)
 
-    loop.update = update
+    Trainer.update = update
     return run_rank(run_dir, listener)
 
 
@@ -420,7 +418,7 @@ def sharded(average):
                     module.set_force_sum_reduction_for_comms(True)
             return model
 
-        trainer.apply_data_parallel = apply_data_parallel
+        build.apply_data_parallel = apply_data_parallel
         return run_rank(run_dir, listener)
 
     return entry
@@ -432,14 +430,14 @@ averaged_shards = sharded(average=True)
 
 def dies(run_dir, listener):
     """A rank that cannot take its third step."""
-    honest = loop.update
+    honest = Trainer.update
 
     def update(trainer, lr):
         if trainer.step == 2:
             raise RuntimeError("the cat sat on the keyboard")
         return honest(trainer, lr)
 
-    loop.update = update
+    Trainer.update = update
     return run_rank(run_dir, listener)
 
 
@@ -448,15 +446,15 @@ def audited(run_dir, listener):
 
     Where the scores of experts tie, the reference's choice is taken in that step, too.
     """
-    honest = prove.train_step
+    honest = Trainer.train_step
 
-    def train_step(trainer, meter):
+    def train_step(trainer, meter, observer):
         if trainer.step == 1:
-            loop.StepAudit = functools.partial(AuditWithRouting, trainer.audit.routing)
-            return loop.audited_step(trainer, meter, audited=True)
-        return honest(trainer, meter)
+            with AuditWithRouting(observer.routing, trainer) as audit:
+                return honest(trainer, meter, audit)
+        return honest(trainer, meter, observer)
 
-    prove.train_step = train_step
+    Trainer.train_step = train_step
     return run_rank(run_dir, listener)
 
 

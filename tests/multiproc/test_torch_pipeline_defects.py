@@ -34,7 +34,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.legality.table import with_layout
 from meshwright.spec.load import build_job, load_job
 from meshwright.train.batches import Batcher
-from meshwright.train.loop import forward_backward, report_end
+from meshwright.train.loop import report_end
 from meshwright.train.worker import run_with_trainer
 
 WIDTH, MICRO_BATCHES, SAMPLES = 8, 4, 2
@@ -200,12 +200,12 @@ def test_ddp_under_torchs_interleaved_schedule_crashes_in_the_second_step(torch_
 
 def compare_with_one_process(trainer):
     """In a rank: the gradients of two steps, those of the second beside the whole model's."""
-    job, batches = trainer.job, trainer.train_batches
-    first, second = trainer.order.samples_at(range(2 * job.train.global_batch)).reshape(2, -1)
-    forward_backward(trainer, batches.micro_batches(first), batches.count_targets(first))
+    job, batches = trainer.job, trainer.data.train
+    first, second = trainer.data.order.samples_at(range(2 * job.train.global_batch)).reshape(2, -1)
+    trainer.forward_backward(batches.micro_batches(first), batches.count_targets(first))
     trainer.sharded_state.zero_grads()
     divisor = batches.count_targets(second)
-    forward_backward(trainer, batches.micro_batches(second), divisor)
+    trainer.forward_backward(batches.micro_batches(second), divisor)
     trainer.sharded_state.assign_shard_grads()
     whole = build_model(with_layout(job, Layout(mode="given", micro_batch=1)), trainer.mesh.device)
     for batch in Batcher(batches.dataset, 0, 1, 1).micro_batches(second):

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
-from meshwright.spec.job import Data, Train
+from meshwright.spec.job import Data, Job, Train
 from meshwright.spec.model import DEFAULT_NORM_GROUPS, Model
 from meshwright.spec.train_defaults import setting
 
@@ -215,6 +215,24 @@ def check_same_optimizer(manifest: Manifest, train: Train, checkpoint: Path) -> 
         rule = f"does not fit this job: train.momentum is {before} there and {momentum} in the job"
         fix = "Resume with a momentum where there was one, and without where there was none"
         raise UserError(Problem("resume-mismatch", rule, path=str(checkpoint), fix=fix))
+
+
+def describe_sharding(job: Job) -> str:
+    """How the layout shards the state, for the manifest; empty where it is replicated."""
+    layout, parts = job.layout, []
+    if layout.pp > 1:
+        order = "a file" if layout.schedule_file else layout.schedule
+        layers = ",".join(str(count) for count in layout.stage_layers or ())
+        parts.append(f"pp={layout.pp} schedule={order} stage_layers={layers}")
+    if layout.zero:
+        parts.append(f"dp_replicate={layout.dp_replicate} dp_shard={layout.dp_shard} zero={layout.zero}")
+    if layout.cp > 1:
+        parts.append(f"cp={layout.cp} context={layout.context}")
+    if layout.ep * layout.etp > 1:
+        parts.append(f"ep={layout.ep} etp={layout.etp}")
+    if layout.tp > 1:
+        parts.append(f"tp={layout.tp}" + (" sequence_parallel" if layout.sequence_parallel else ""))
+    return " ".join(parts)
 
 
 def _broken(checkpoint: Path, rule: str) -> UserError:

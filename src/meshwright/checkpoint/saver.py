@@ -1,8 +1,7 @@
-"""A plain checkpoint: one rank writes the whole state into a fresh folder, tensor by tensor.
+"""Decides when to save a checkpoint, and writes it: rank 0 writes the full state into a fresh folder.
 
-The folder is filled under another name, flushed and renamed, so it is whole or it is not there. What is in
-it, ``manifest`` says. A header needs names, types and shapes alone, so that the writer holds one tensor
-at a time, however large the state is.
+The folder is filled under a temporary name, flushed and renamed. So a checkpoint is whole or it is not there.
+``manifest`` describes its files. The writer holds one tensor at a time (``snapshot``).
 """
 
 from __future__ import annotations
@@ -12,14 +11,12 @@ import json
 import math
 import os
 import shutil
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from meshwright.checkpoint.manifest import (
@@ -27,74 +24,122 @@ from meshwright.checkpoint.manifest import (
     FileFacts,
     Manifest,
     checkpoint_name,
+    describe_sharding,
     file_sha256,
+    list_checkpoints,
+    mark_best,
+    rotate,
 )
-from meshwright.core.files import sync_path
+from meshwright.checkpoint.snapshot import DTYPES, Snapshot, take_snapshot
+from meshwright.checkpoint.state import CheckpointedState
+from meshwright.core.events import EventWriter
+from meshwright.core.files import folder_bytes, sync_path
 from meshwright.core.tensor_header import TensorInfo, build_tensor_header
-
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """One tensor of a checkpoint."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    whole: Callable[[], Tensor]
-    """Makes it; where it is cut, together with the other ranks."""
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> SavedTensor:
-        """A tensor that is there already."""
-        return cls(tensor.dtype, tuple(tensor.shape), lambda: tensor)
-
-    @property
-    def facts(self) -> TensorInfo:
-        """As the file's header has it."""
-        size = math.prod(self.shape) * self.dtype.itemsize
-        return TensorInfo(_DTYPES[self.dtype], self.shape, size)
+from meshwright.spec.train_defaults import fill_defaults
 
 
-class Snapshot:
-    """What a checkpoint holds: names and shapes at once, the values one tensor at a time, each once.
+class CheckpointSaver:
+    """Saves by steps, by time, on the best evaluation, and at the end.
 
-    All ranks that share the state go through the same tensors in the same order.
+    Replicated state is saved by rank 0 alone; the other ranks wait for it in the next control all-reduce.
+    Sharded state is all-gathered: all ranks must come to the same decision and take part.
     """
 
-    def __init__(self, files: Mapping[str, Mapping[str, SavedTensor]]) -> None:
-        """Nothing is made yet.
+    def __init__(self, root: Path, state: CheckpointedState, rank: int, events: EventWriter) -> None:
+        self._root, self._state, self._rank, self._events = root, state, rank, events
+        self._settings = state.plan.job.checkpoint
+        self.saved_step = -1
+        """Steps done when the last save began."""
+        self._saved_at = time.monotonic()
+        self.saves = 0
+        """Checkpoints that this rank took part in."""
+
+    @property
+    def needs_all_ranks(self) -> bool:
+        """Whether a save is a collective."""
+        return self._state.sharded.is_sharded
+
+    def is_due_by_time(self) -> bool:
+        """Whether ``checkpoint.every_minutes`` have passed since the last save."""
+        return 0 < self._settings.every_minutes <= (time.monotonic() - self._saved_at) / 60
+
+    def is_due_at(self, step: int) -> bool:
+        """Whether ``checkpoint.every_steps`` asks for a save after a step."""
+        return self._settings.every_steps > 0 and step % self._settings.every_steps == 0
+
+    def has_checkpoint(self) -> bool:
+        """Whether there is one to resume from; reads the folder, since only rank 0 knows what it saved."""
+        return bool(list_checkpoints(self._root))
+
+    def after_step(self, last: bool, eval_loss: float | None, save_requested: bool) -> None:
+        """Save if it is due.
 
         Args:
-            files: The tensors of each file, by name.
+            last: Whether the run ends with this step.
+            eval_loss: Of this step, if it was evaluated.
+            save_requested: Where all ranks take part: whether rank 0 found a save due by time.
         """
-        # Wide elements first, then by name: every element is aligned, and the bytes are safetensors' own.
-        self._files = {
-            file: dict(sorted(pieces.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
-            for file, pieces in files.items()
-        }
-        self._tensors = (piece.whole() for pieces in self._files.values() for piece in pieces.values())
+        if self._rank != 0 and not self.needs_all_ranks:
+            return
+        counters = self._state.counters
+        timely = save_requested if self.needs_all_ranks else self.is_due_by_time()
+        best = self._settings.on_best and eval_loss is not None and eval_loss < counters.best_eval_loss
+        if eval_loss is not None:
+            counters.best_eval_loss = min(eval_loss, counters.best_eval_loss)
+        if last or best or timely or self.is_due_at(counters.step):
+            self.saves += 1
+            self._saved_at, self.saved_step = time.monotonic(), counters.step
+            self._save(eval_loss, best)
 
-    def headers(self) -> dict[str, dict[str, TensorInfo]]:
-        """What each file will hold, in order."""
-        return {
-            file: {name: piece.facts for name, piece in pieces.items()}
-            for file, pieces in self._files.items()
-        }
+    def _save(self, eval_loss: float | None, best: bool) -> None:
+        step, started = self._state.counters.step, time.perf_counter()
+        snapshot = take_snapshot(self._state, self.has_checkpoint)
+        if self._rank != 0:
+            snapshot.drain()
+            return
+        tokenizer = self._state.tokenizer
+        try:
+            manifest = build_manifest(self._state, eval_loss)
+            path = save_checkpoint(self._root, manifest, snapshot, () if tokenizer is None else (tokenizer,))
+            if best:
+                mark_best(path.parent, path)
+            rotate(path.parent, self._settings.keep_last, path)
+        except OSError as error:  # a full disk costs a checkpoint, not the run
+            snapshot.drain()
+            self._events.write("checkpoint_failed", step=step, reason=str(error))
+            return
+        seconds, size = time.perf_counter() - started, folder_bytes(path)
+        self._events.write("checkpoint", step=step, path=str(path), bytes=size, seconds=seconds)
 
-    def tensors(self) -> Iterator[Tensor]:
-        """The tensors of all files, from the first that was not taken yet."""
-        return self._tensors
 
-    def drain(self) -> None:
-        """Take part in what is left and keep nothing: the others wait for this rank in every gather."""
-        deque(self._tensors, maxlen=0)
+def build_manifest(state: CheckpointedState, eval_loss: float | None) -> Manifest:
+    """The manifest of a checkpoint of the current step, before its files are written."""
+    plan, job, counters = state.plan, state.plan.job, state.counters
+    return Manifest(
+        step=counters.step,
+        position=counters.position,
+        world_size=plan.world_size,
+        model=asdict(job.model),
+        train=fill_defaults(job.train),
+        seq_len=job.data.seq_len,
+        mask=job.data.mask,
+        prompt_masking=job.data.prompt_masking,
+        data_sha256=state.data_sha256,
+        buckets=[list(names) for names in plan.buckets],
+        micro_batch=job.layout.micro_batch or 0,
+        compression=job.compression.kind,
+        sharding=describe_sharding(job),
+        torch=torch.__version__,
+        loss_scale=state.loss_scaler.state_dict(),
+        eval_loss=eval_loss,
+        best_eval_loss=None if math.isinf(counters.best_eval_loss) else counters.best_eval_loss,
+    )
 
 
 def save_checkpoint(
     root: Path, manifest: Manifest, snapshot: Snapshot, extra_files: tuple[Path, ...] = ()
 ) -> Path:
-    """Write one checkpoint; on any failure the draft is removed and the error passed on."""
+    """Write one checkpoint; on any failure the draft is removed and the error raised."""
     final = root / checkpoint_name(manifest.step)
     draft = root / f".{final.name}.{os.getpid()}.part"
     try:
@@ -124,22 +169,17 @@ def save_checkpoint(
 
 
 def _write_tensors(path: Path, header: Mapping[str, TensorInfo], tensors: Iterator[Tensor]) -> FileFacts:
-    """One file, its checksum taken on the way: it is not read again."""
+    """Write one file and compute its checksum on the way, without reading it again."""
     first = build_tensor_header(header)
     digest = hashlib.sha256(first)
     with path.open("xb") as file:
         file.write(first)
         for name, facts in header.items():
             tensor = next(tensors).detach()
-            there = (_DTYPES.get(tensor.dtype), tuple(tensor.shape))
-            assert there == (facts.dtype, facts.shape), f"{name} is {there}, its header says {facts}"
+            found = (DTYPES.get(tensor.dtype), tuple(tensor.shape))
+            assert found == (facts.dtype, facts.shape), f"{name} is {found}, its header says {facts}"
             values = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             digest.update(values)
             file.write(values)
-            del tensor, values  # before the next one is made
+            del tensor, values  # before the next one is produced
     return FileFacts(len(first) + sum(facts.bytes for facts in header.values()), digest.hexdigest())
-
-
-def open_tensors(checkpoint: Path, name: str) -> Any:
-    """One file as a context that hands out a tensor at a time."""
-    return safe_open(checkpoint / name, framework="pt")

@@ -98,7 +98,7 @@ def _time_operations(
     """Single operations; and the rates of a large product by precision."""
     import torch  # noqa: PLC0415
 
-    from meshwright.train.utilisation import measure_matmul  # noqa: PLC0415
+    from meshwright.train.throughput import measure_matmul  # noqa: PLC0415
     from meshwright.verify.bench import machine  # noqa: PLC0415
 
     tell, seconds, device = output.errors.print, suite.seconds, torch.device(kind)

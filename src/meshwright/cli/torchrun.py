@@ -17,9 +17,10 @@ from meshwright.cli.runs import write_run_page
 from meshwright.cli.train import Resume, prepare_run, report, report_failure
 from meshwright.core.errors import MeshwrightError, Problem, RunFailedError, UserError
 from meshwright.core.events import Event
+from meshwright.diagnose.out_of_memory import explain_oom
 from meshwright.launch.environment import loopback_interface, prepare_environment
 from meshwright.launch.exits import EXIT_OK
-from meshwright.plan.contract import PLAN_FILE, read_plan
+from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
 from meshwright.report.trackers import RunOutcome
 from meshwright.spec.layout import DEGREES
 from meshwright.spec.load import apply_override, read_tree
@@ -55,27 +56,40 @@ def run_as_rank(output: Output, source: str, overrides: list[str], resume: bool)
     folder = Path(run_dir)
     plan = read_plan(folder / PLAN_FILE)
     rank_store = dist.PrefixStore("ranks", store)
+    failures: list[Event] = []
+
+    def keep_failure(event: Event) -> None:
+        if event["event"] == "error":
+            failures.append(event)
+
     if rank != 0:
-        status = run_rank(run_dir, None, rank_store)
+        status = run_rank(run_dir, keep_failure, rank_store)
         store.set(f"done/{rank}", str(status))
+        _suggest_changes(output, plan, failures, rank)
         return status
     listeners = EventListeners(output.errors, plan.job, folder)
-    failures: list[Event] = []
 
     def on_event(event: Event) -> None:
         listeners.on_event(event)
-        if event["event"] == "error":
-            failures.append(event)
+        keep_failure(event)
 
     with listeners.attached():
         status = run_rank(run_dir, on_event, rank_store)
     store.set(f"done/{rank}", str(status))
     if status != EXIT_OK:
-        report_failure(output, RunFailedError(*_problems(failures, rank)), listeners.record, folder)
+        error = RunFailedError(*_problems(failures, rank))
+        report_failure(output, plan, error, listeners.record, folder)
         listeners.close(RunOutcome("failed", page=write_run_page(output, folder, "failed")))
         return status
     store.wait([f"done/{other}" for other in range(world_size)], STORE_TIMEOUT)
     return report(output, plan, read_record(folder), folder, listeners)
+
+
+def _suggest_changes(output: Output, plan: Plan, failures: list[Event], rank: int) -> None:
+    """After a rank other than 0 ran out of memory: its own error has no fix, which needs the planner."""
+    for memory in (failure["memory"] for failure in failures if failure["memory"]):
+        _, error = explain_oom(plan, memory, RunFailedError(*_problems(failures, rank)))
+        output.errors.print(error.problems[0].fix, markup=False)
 
 
 def _problems(failures: list[Event], rank: int) -> list[Problem]:

@@ -35,7 +35,7 @@ from meshwright.cli.runs import write_run_page
 from meshwright.cli.weights import InitialWeights
 from meshwright.core.errors import InterruptedRunError, MeshwrightError, Problem, RunFailedError, UserError
 from meshwright.core.events import EVENTS_FILE, read_events
-from meshwright.diagnose.out_of_memory import describe_oom
+from meshwright.diagnose.out_of_memory import describe_oom, explain_oom
 from meshwright.launch.assignment import Assignment
 from meshwright.launch.lock import RunLock
 from meshwright.plan.build import build_plan
@@ -147,7 +147,7 @@ def run_prepared(output: Output, prepared: Prepared) -> int:
         with listeners.attached():
             interrupted = launch.run()
     except MeshwrightError as error:
-        report_failure(output, error, listeners.record, run_dir)
+        report_failure(output, plan, error, listeners.record, run_dir)
         listeners.close(RunOutcome("failed", page=write_run_page(output, run_dir, "failed")))
         return error.exit_status
     if interrupted and listeners.record.status == "unfinished":
@@ -159,12 +159,16 @@ def run_prepared(output: Output, prepared: Prepared) -> int:
     return report(output, plan, listeners.record, run_dir, listeners)
 
 
-def report_failure(output: Output, error: MeshwrightError, record: RunRecord, run_dir: Path) -> None:
-    """Say why a run failed; of one that ran out of memory, with the ledger and what would fit."""
-    shortage = record.oom_reports.get(str(error))
-    lines = describe_oom(shortage) if shortage else []
-    facts = {"out_of_memory": shortage} if shortage else None
-    output.failure(error, [*lines, f"run folder: {run_dir}"], run_dir, facts)
+def report_failure(
+    output: Output, plan: Plan, error: MeshwrightError, record: RunRecord, run_dir: Path
+) -> None:
+    """Say why a run failed; of one that ran out of memory, with the predicted memory and what would fit."""
+    memory = record.oom_reports.get(str(error))
+    if memory is None:
+        output.failure(error, [f"run folder: {run_dir}"], run_dir)
+        return
+    facts, error = explain_oom(plan, memory, error)
+    output.failure(error, [*describe_oom(facts), f"run folder: {run_dir}"], run_dir, {"out_of_memory": facts})
 
 
 def report(output: Output, plan: Plan, record: RunRecord, run_dir: Path, listeners: EventListeners) -> int:

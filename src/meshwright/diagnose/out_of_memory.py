@@ -1,11 +1,41 @@
-"""The report of a rank that ran out of memory, in lines for people; see ``train/out_of_memory.py``."""
+"""The report of a rank that ran out of memory: its facts (``train.out_of_memory``) and what would fit."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.core.errors import MeshwrightError, RunFailedError
 from meshwright.core.units import format_bytes, format_seconds
+from meshwright.plan.contract import Plan
+from meshwright.plan.search.alternatives import find_alternatives, memory_budget_after_oom
+
+
+def explain_oom(
+    plan: Plan, memory: Mapping[str, Any], error: MeshwrightError
+) -> tuple[dict[str, Any], RunFailedError]:
+    """Add the fastest changes that fit to the facts of a rank, and to its error as the fix.
+
+    Args:
+        plan: Of the run.
+        memory: Field ``memory`` of the rank's ``error`` event.
+        error: Of the rank.
+    """
+    predicted = plan.ranks[memory["rank"]]
+    needed = predicted.needed_bytes or predicted.first_peak_bytes
+    budget = memory_budget_after_oom(
+        needed, memory["free_bytes"], memory["requested_bytes"], memory["live_bytes"]
+    )
+    try:
+        changes = find_alternatives(plan.job, budget)
+    except MemoryError:  # under torchrun this is the process that ran out of memory
+        changes = []
+    tried = [f"{change.overrides} ({change.price})" for change in changes]
+    fix = f"Use {'; or '.join(tried)}" if tried else "Use a smaller model, or devices with more memory"
+    problem = dataclasses.replace(error.problems[0], fix=fix)
+    facts = {**memory, "changes": [dataclasses.asdict(change) for change in changes]}
+    return facts, RunFailedError(problem)
 
 
 def describe_oom(memory: Mapping[str, Any]) -> list[str]:

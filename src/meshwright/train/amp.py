@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.checkpoint.divergence import loss_scale_collapsed_error
 from meshwright.models.attention import prefer_fast_attention
 from meshwright.models.dtypes import AUTOCAST_DTYPES
 from meshwright.parallel.zero1 import ShardedState
 from meshwright.spec.execution import uses_eager_blocks
 from meshwright.spec.job import Job
-from meshwright.train.divergence import loss_scale_collapsed_error
 from meshwright.train.optimizers.adamw import FusedAdamW, clipping_factor
 
 MIN_LOSS_SCALE = 1.0

@@ -52,7 +52,7 @@ class ExpertLoad:
     z_loss: float
     """The same."""
 
-    def figures(self) -> dict[str, float]:
+    def step_fields(self) -> dict[str, float]:
         """One number each, for the step's event."""
         chosen = sum(map(sum, self.counts))
         return {
@@ -62,7 +62,7 @@ class ExpertLoad:
             "z_loss": self.z_loss,
         }
 
-    def rows(self) -> list[dict[str, Any]]:
+    def layer_rows(self) -> list[dict[str, Any]]:
         """Of each layer: how many tokens each expert got and how many found no place."""
         return [
             {

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.hf.weights import require_weights
-from meshwright.checkpoint.manifest import MANIFEST, MODEL_FILE, SELECTION_BIAS, read_manifest
-from meshwright.checkpoint.saver import open_tensors
+from meshwright.checkpoint.manifest import MANIFEST, MODEL_FILE, read_manifest
+from meshwright.checkpoint.resume import load_selection_bias, open_tensors
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.events import EVENTS_FILE, EventWriter, Listener, to_json
 from meshwright.data.chat import Template
@@ -164,12 +164,10 @@ def load_model(task: GenerateTask, mesh: Mesh | None = None) -> Decoder:
 
 def _load_biases(model: Decoder, job: Job, checkpoint: Path) -> None:
     """The biases that experts are chosen by, where the checkpoint has some."""
-    with open_tensors(checkpoint, MODEL_FILE) as saved:
-        if SELECTION_BIAS not in set(saved.keys()):
-            return
-        biases = saved.get_tensor(SELECTION_BIAS).to(next(model.parameters()).device)
-    assert isinstance(job.model, DecoderModel), "a model of text"
-    set_biases(model, biases, job.model.dense_layers)
+    biases = load_selection_bias(checkpoint)
+    if biases is not None:
+        assert isinstance(job.model, DecoderModel), "a model of text"
+        set_biases(model, biases.to(next(model.parameters()).device), job.model.dense_layers)
 
 
 def run_rank(run_dir: str, listener: Listener | None = None) -> int:

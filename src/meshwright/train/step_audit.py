@@ -119,7 +119,7 @@ class StepAudit:
             peak_bytes=peak,
             routed_rows=self._rows.summary(),
             compiled=self._compiled,
-            first_step=trainer.step == trainer.first_step,
+            first_step=trainer.step == trainer.state.first_step,
         )
 
     def live_bytes(self) -> int | None:

@@ -38,9 +38,10 @@ from meshwright.parallel.mesh import destroy_mesh, init_mesh
 from meshwright.plan.contract import Plan
 from meshwright.spec.job import Job
 from meshwright.train.batches import Batcher, Samples
-from meshwright.train.loop import compute_step, report_end
+from meshwright.train.build import build_trainer
+from meshwright.train.loop import report_end
 from meshwright.train.step_audit import StepAudit
-from meshwright.train.trainer import Trainer, build_trainer
+from meshwright.train.trainer import RankContext, Trainer
 
 ProgressCallback = Callable[[str], None]
 """Told what is being done."""
@@ -71,12 +72,12 @@ def dry_run_step(plan: Plan, rank: int, listener: Listener, report_progress: Pro
             nowhere = Assignment(os.devnull, os.devnull, os.devnull)
             blank = ZeroDataset(plan.job)
             with SharedChunks():
-                trainer = build_trainer(plan, nowhere, mesh, counter, events, open_split=lambda _: blank)
+                context = RankContext(plan, nowhere, mesh, counter, events)
+                trainer = build_trainer(context, open_split=lambda _: blank)
             route_evenly(trainer.model)
-            batches = trainer.train_batches
+            batches = trainer.data.train
             assert isinstance(batches, Batcher), "decoders read tokens"
-            trainer.train_batches = FakeBatcher(**vars(batches), fake=fake)
-            _take_step(trainer, report_progress)
+            _run_step(trainer, FakeBatcher(**vars(batches), fake=fake), report_progress)
     finally:
         if mesh is not None:
             destroy_mesh(mesh)
@@ -131,14 +132,13 @@ class EvenTokens(ShardedTokens):
         return experts_NK.repeat(ranks, 1)
 
 
-def _take_step(trainer: Trainer, report_progress: ProgressCallback) -> None:
+def _run_step(trainer: Trainer, batches: FakeBatcher, report_progress: ProgressCallback) -> None:
     """The step, audited as the first of a run is."""
-    batch = trainer.job.train.global_batch
+    samples = trainer.job.train.global_batch
     with ReportedStepAudit(trainer, report_progress) as audit:
-        trainer.audit = audit
-        micro_batches = trainer.train_batches.micro_batches(np.arange(batch))
-        compute_step(trainer, micro_batches, batch * trainer.job.data.seq_len)
-    trainer.step += 1
+        micro_batches = batches.micro_batches(np.arange(samples))
+        trainer.compute_step(micro_batches, samples * trainer.job.data.seq_len, audit)
+    trainer.state.advance(samples)
     report_end(trainer, evaluations=0, stopping=False)
 
 

@@ -27,7 +27,7 @@ from meshwright.parallel.context import gather_full_sequence
 from meshwright.parallel.full_tensors import canonical_name, full_tensor, is_dtensor, named_parameters
 from meshwright.parallel.tensor import gather_full_activation
 from meshwright.train.batches import split_into_micro_batches
-from meshwright.train.loop import ThroughputMeter, report_end, train_step
+from meshwright.train.loop import report_end, start_meter
 from meshwright.train.trainer import Trainer
 from meshwright.train.worker import run_with_trainer
 from meshwright.verify.proof_task import (
@@ -62,11 +62,10 @@ def prove(trainer: Trainer) -> None:
         if task.reference is None
         else ReferenceComparer(trainer, task, folder)
     )
-    meter = ThroughputMeter(trainer)
+    meter = start_meter(trainer)
     stopping = False
     while trainer.step < task.steps and not stopping:
-        trainer.audit = witness
-        stopping = train_step(trainer, meter)
+        stopping = trainer.train_step(meter, witness).stop_requested
         witness.after_step()
     if not stopping:
         witness.finish()
@@ -78,7 +77,7 @@ class ActivationHooks:
 
     def __init__(self, trainer: Trainer, positions: Sequence[int], on_activation: ActivationCallback) -> None:
         batches, self._split, self._context = (
-            trainer.train_batches,
+            trainer.data.train,
             trainer.parallel.tp,
             trainer.parallel.context,
         )

@@ -40,7 +40,7 @@ class RoutingDecisions(ABC):
             folder: Where the reference's choices are, or are to be.
         """
         self._trainer, self._folder = trainer, folder
-        batches = trainer.train_batches
+        batches = trainer.data.train
         places = np.arange(trainer.job.train.global_batch)
         parts = split_into_micro_batches(places, batches.rank, batches.ranks, batches.micro_batch)
         self._parts = [torch.from_numpy(part) for part in parts]
@@ -64,7 +64,7 @@ class RoutingDecisions(ABC):
 
     def _find(self, module: MixtureOfExperts, chosen_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Which of the rank's tokens are real, and for those the sample's place and the position."""
-        part, batch = self._parts[self.micro_batch], self._trainer.train_batches.micro_batch
+        part, batch = self._parts[self.micro_batch], self._trainer.data.train.micro_batch
         own, device = len(chosen_NK), chosen_NK.device
         sequence_N = module.tokens.sequence_of(own, batch, device)
         real_N = sequence_N < len(part)

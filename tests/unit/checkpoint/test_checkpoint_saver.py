@@ -18,7 +18,8 @@ from meshwright.checkpoint.manifest import (
     list_leftovers,
     read_manifest,
 )
-from meshwright.checkpoint.saver import SavedTensor, Snapshot, save_checkpoint
+from meshwright.checkpoint.saver import save_checkpoint
+from meshwright.checkpoint.snapshot import SavedTensor, Snapshot
 
 MODEL = {
     "blocks.10.weight": torch.arange(6.0).reshape(2, 3),

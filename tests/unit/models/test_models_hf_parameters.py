@@ -21,7 +21,8 @@ transformers.utils.logging.disable_progress_bar()
 
 from meshwright.checkpoint.hf.export import export_checkpoint  # noqa: E402
 from meshwright.checkpoint.manifest import MODEL_FILE, OPTIMIZER_FILE, Manifest  # noqa: E402
-from meshwright.checkpoint.saver import SavedTensor, Snapshot, save_checkpoint  # noqa: E402
+from meshwright.checkpoint.saver import save_checkpoint  # noqa: E402
+from meshwright.checkpoint.snapshot import SavedTensor, Snapshot  # noqa: E402
 from meshwright.core.errors import UserError  # noqa: E402
 from meshwright.data.hf_tokenizer import hf_tokenizer_text  # noqa: E402
 from meshwright.data.tokenizer import BpeTokenizer, ByteTokenizer, load_tokenizer  # noqa: E402

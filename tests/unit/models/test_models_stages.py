@@ -18,7 +18,7 @@ from meshwright.plan.memory.ledger import predict_ledger
 from meshwright.spec.load import load_job
 from meshwright.train.batches import Batcher, assign_samples
 from meshwright.train.optimizer import build_optimizer
-from meshwright.train.utilisation import measure_matmul
+from meshwright.train.throughput import measure_matmul
 from model_shapes import gpt_overrides
 
 

@@ -20,7 +20,8 @@ from meshwright.plan.build import build_plan
 from meshwright.spec.load import load_job
 from meshwright.train import loop
 from meshwright.train.batches import Batcher, BatchPrefetcher
-from meshwright.train.trainer import Trainer, build_trainer
+from meshwright.train.build import build_trainer
+from meshwright.train.trainer import RankContext, Trainer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 BATCH, MICRO_BATCH, SEQ_LEN = 6, 2, 16
@@ -91,7 +92,8 @@ def build_rank(job_file: Path, folder: Path, *overrides: str) -> Trainer:
     counter = CollectiveCounter()
     assignment = Assignment(str(folder), plan.job.data.path, str(folder / "checkpoints"))
     mesh = init_mesh(plan.job, counter)
-    return build_trainer(plan, assignment, mesh, counter, EventWriter(folder / EVENTS_FILE, 0))
+    events = EventWriter(folder / EVENTS_FILE, 0)
+    return build_trainer(RankContext(plan, assignment, mesh, counter, events))
 
 
 def losses(folder: Path) -> list[float]:
@@ -106,12 +108,12 @@ def test_the_loop_prepares_before_it_waits_and_not_after_the_last_step(
     usual = build_rank(job_file, tmp_path / "usual")
     loop.train(usual)
     ahead = build_rank(job_file, tmp_path / "ahead")
-    ahead.prefetcher._on_gpu = True
+    ahead.data.prefetcher._on_gpu = True
     waits = []
     honest = ControlAllReduce.wait
 
     def wait(sums):
-        ready = ahead.prefetcher._next
+        ready = ahead.data.prefetcher._next
         waits.append(None if ready is None else ready.position)
         return honest(sums)
 
@@ -145,11 +147,11 @@ def test_a_step_looks_at_no_device_value_before_its_end(job_file, tmp_path, mask
     """When the host prepares the next batch, it has read the counts of its own targets, and nothing else."""
     trainer = build_rank(job_file, tmp_path / "run", f"data.mask={mask}")
     trainer.counter.phase = "step"
-    _, _, targets, micro_batches = trainer.prefetcher.get(0)
+    _, _, targets, micro_batches = trainer.data.prefetcher.get(0)
     batches = list(micro_batches)  # lie on the host
     seen: list[int] = []
     with Reads() as reads:
-        loop.compute_step(trainer, batches, targets, lambda: seen.append(len(reads.looks)))
+        trainer.compute_step(batches, targets, prefetch=lambda: seen.append(len(reads.looks)))
     assert len(reads.looks) == seen[0], "it ends with one look at all values, which is no scalar's"
     assert seen == [len(batches)]
     assert {look.dtype for look in reads.looks} == {torch.int64}

@@ -30,8 +30,8 @@ def test_biases_move_by_the_rate_towards_the_mean():
     load = balancer.end_step(ALONE)
     assert routers[2].selection_bias.tolist() == [-0.25, 0.25, 0, 0]
     assert routers[1].selection_bias.tolist() == [0] * 4
-    assert [row["layer"] for row in load.rows()] == [1, 2]
-    assert load.rows()[1] == {"layer": 2, "load": [7, 1, 4, 4], "dropped": 3, "imbalance": 1.75}
+    assert [row["layer"] for row in load.layer_rows()] == [1, 2]
+    assert load.layer_rows()[1] == {"layer": 2, "load": [7, 1, 4, 4], "dropped": 3, "imbalance": 1.75}
     assert not balancer.sums.any(), "the next step begins with nothing"
     assert routers[1].auxiliary.balance == 0.5
 
@@ -39,7 +39,7 @@ def test_biases_move_by_the_rate_towards_the_mean():
 def test_the_figures_of_a_step():
     load = ExpertLoad(0, [[4.0, 4.0], [6.0, 2.0]], [0.0, 4.0], 1.5, 0.5)
     figures = {"expert_imbalance": 1.5, "expert_dropped": 0.25, "balance_loss": 1.5, "z_loss": 0.5}
-    assert load.figures() == figures
+    assert load.step_fields() == figures
     assert [step for step in range(1, 26) if is_load_report_due(step, 25)] == [1, 10, 20, 25]
 
 
@@ -49,7 +49,7 @@ def replay(tmp_path):
     network = Decoder(MODEL, 2)
     batches = SimpleNamespace(rank=1, ranks=2, micro_batch=1)
     job = SimpleNamespace(train=SimpleNamespace(global_batch=3))
-    trainer = SimpleNamespace(model=network, train_batches=batches, job=job, step=4)
+    trainer = SimpleNamespace(model=network, data=SimpleNamespace(train=batches), job=job, step=4)
     reference = torch.tensor([[[0, 1], [0, 1]], [[0, 1], [0, 1]], [[2, 0], [3, 1]]], dtype=torch.int32)
     save_file({"blocks.1.ffn": reference, "blocks.2.ffn": reference.clone()}, tmp_path / routing_file(5))
     return ReplayedRouting(trainer, tmp_path), dict(list_routers(network))

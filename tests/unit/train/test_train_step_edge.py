@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.core.events import EVENTS_FILE, EventWriter
 from meshwright.launch.assignment import Assignment
 from meshwright.measure.collective_counter import CollectiveCounter
@@ -19,7 +20,8 @@ from meshwright.parallel.mesh import ControlAllReduce, Mesh, init_mesh
 from meshwright.plan.build import build_plan
 from meshwright.spec.load import load_job
 from meshwright.train import loop
-from meshwright.train.trainer import Trainer, build_trainer
+from meshwright.train.build import build_trainer
+from meshwright.train.trainer import RankContext, Trainer
 
 STEPS = 8
 ALONE = (
@@ -42,7 +44,7 @@ def build_rank(job_file: Path, folder: Path, *overrides: str, listener=None) -> 
     counter = CollectiveCounter()
     assignment = Assignment(str(folder), plan.job.data.path, str(folder / "checkpoints"))
     events = EventWriter(folder / EVENTS_FILE, 0, listener=listener)
-    return build_trainer(plan, assignment, init_mesh(plan.job, counter), counter, events)
+    return build_trainer(RankContext(plan, assignment, init_mesh(plan.job, counter), counter, events))
 
 
 def read_log(folder: Path) -> list[dict]:
@@ -57,7 +59,7 @@ def count_updates(trainer: Trainer) -> set[int]:
 @pytest.fixture
 def early(monkeypatch):
     """As on a GPU."""
-    monkeypatch.setattr(loop, "can_read_loss_early", lambda trainer: True)
+    monkeypatch.setattr(Trainer, "can_read_loss_early", lambda trainer: True)
 
 
 def note_order(trainer: Trainer, monkeypatch) -> list[list[str]]:
@@ -76,7 +78,7 @@ def note_order(trainer: Trainer, monkeypatch) -> list[list[str]]:
     wait = ControlAllReduce.wait
     monkeypatch.setattr(ControlAllReduce, "wait", lambda sums: steps.append([]) or wait(sums))
     note(trainer.amp, "step", "update")
-    note(trainer.prefetcher, "prefetch", "batch")
+    note(trainer.data.prefetcher, "prefetch", "batch")
     note(Mesh, "start_control_all_reduce", "numbers")
     return steps
 
@@ -98,7 +100,7 @@ def test_numbers_are_asked_for_before_the_update_where_a_step_comes_next(
 def test_a_checkpoint_that_is_due_by_time_is_waited_for(job_file, tmp_path, monkeypatch):
     trainer = build_rank(job_file, tmp_path / "run")
     assert loop.is_followed_by_step(trainer)
-    monkeypatch.setattr(Trainer, "is_save_due", lambda trainer: True)
+    monkeypatch.setattr(CheckpointSaver, "is_due_by_time", lambda saver: True)
     assert not loop.is_followed_by_step(trainer)
 
 
@@ -108,7 +110,7 @@ def test_events_and_checkpoints_are_the_same(job_file, tmp_path, monkeypatch, mo
     more = (*more, "train.eval_every=3", "checkpoint.every_steps=4")
     usual = build_rank(job_file, tmp_path / "usual", *more)
     loop.train(usual)
-    monkeypatch.setattr(loop, "can_read_loss_early", lambda trainer: True)
+    monkeypatch.setattr(Trainer, "can_read_loss_early", lambda trainer: True)
     ahead = build_rank(job_file, tmp_path / "ahead", *more)
     loop.train(ahead)
     assert read_log(tmp_path / "ahead") == read_log(tmp_path / "usual")
@@ -138,26 +140,26 @@ def test_whoever_listens_ends_the_run_after_the_step_it_hears_of(job_file, tmp_p
 @pytest.mark.parametrize("can_read_loss_early", [False, True])
 def test_a_wish_to_stop_ends_the_run_at_the_same_step(job_file, tmp_path, monkeypatch, can_read_loss_early):
     """It is seen by the next step, which is saved."""
-    monkeypatch.setattr(loop, "can_read_loss_early", lambda trainer: can_read_loss_early)
+    monkeypatch.setattr(Trainer, "can_read_loss_early", lambda trainer: can_read_loss_early)
 
     def hear(event):
         if event["event"] == "step" and event["step"] == 3:
-            trainer.stop_requested = True
+            trainer.stop.requested = True
 
     trainer = build_rank(job_file, tmp_path / "run", listener=hear)
     loop.train(trainer)
-    assert (trainer.step, trainer.saved_step, count_updates(trainer)) == (4, 4, {4})
+    assert (trainer.step, trainer.saver.saved_step, count_updates(trainer)) == (4, 4, {4})
     assert read_log(tmp_path / "run")[-1]["status"] == "interrupted"
 
 
 def test_only_one_gpu_alone_reads_early(job_file, tmp_path):
     """Not a CPU, not one rank of several, not where the optimizer's state lies on the host."""
     trainer = build_rank(job_file, tmp_path / "run")
-    assert not loop.can_read_loss_early(trainer)
+    assert not trainer.can_read_loss_early()
     gpu = dataclasses.replace(trainer.mesh, device=torch.device("cuda", 0))
     trainer.mesh = gpu
-    assert loop.can_read_loss_early(trainer)
+    assert trainer.can_read_loss_early()
     trainer.offloaded = object()
-    assert not loop.can_read_loss_early(trainer)
+    assert not trainer.can_read_loss_early()
     trainer.offloaded, trainer.mesh = None, dataclasses.replace(gpu, control=object())
-    assert not loop.can_read_loss_early(trainer)
+    assert not trainer.can_read_loss_early()

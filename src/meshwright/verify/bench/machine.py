@@ -36,9 +36,10 @@ from meshwright.plan.contract import Plan
 from meshwright.spec.execution import uses_bf16_weight_copies, uses_fused_adamw
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
-from meshwright.train.loop import ThroughputMeter, audited_step
+from meshwright.train.build import build_trainer
+from meshwright.train.loop import run_step, start_meter
 from meshwright.train.optimizer import build_optimizer
-from meshwright.train.trainer import Trainer, build_trainer
+from meshwright.train.trainer import RankContext, Trainer
 from meshwright.verify.dry_run import ZeroDataset
 
 MIN_CALLS = 3
@@ -241,15 +242,16 @@ def _time_steps(plan: Plan) -> StepTimings:
     mesh = init_mesh(plan.job, counter, rank=0)
     try:
         words = RandomTokens(plan.job)
-        trainer = build_trainer(plan, nowhere, mesh, counter, events, open_split=lambda _: words)
-        meter, times, device = ThroughputMeter(trainer), [], mesh.device
+        context = RankContext(plan, nowhere, mesh, counter, events)
+        trainer = build_trainer(context, open_split=lambda _: words)
+        meter, times, device = start_meter(trainer), [], mesh.device
         on_gpu = device.type == "cuda"
         clock = time.perf_counter if on_gpu else time.process_time
         for number in range(plan.job.train.steps):
             if number == WARM_UP_STEPS and on_gpu:
                 torch.cuda.reset_peak_memory_stats(device)
             started = clock()
-            audited_step(trainer, meter, audited=False)
+            run_step(trainer, meter, audited=False)
             _wait(device)
             times.append(clock() - started)
         step_s = statistics.median(times[WARM_UP_STEPS:])

@@ -9,7 +9,7 @@ import torch
 from meshwright.core.events import Listener
 from meshwright.parallel.bucket_times import BucketTimes
 from meshwright.parallel.ddp import FixedBucketDDP
-from meshwright.train.loop import ThroughputMeter, audited_step, report_end
+from meshwright.train.loop import report_end, run_step, start_meter
 from meshwright.train.trainer import Trainer
 from meshwright.train.worker import run_with_trainer
 
@@ -21,7 +21,7 @@ def run_rank(run_dir: str, listener: Listener | None = None) -> int:
 
 def measure(trainer: Trainer) -> None:
     """Time ``train.steps`` steps and report them, with what the audit needs."""
-    meter = ThroughputMeter(trainer)
+    meter = start_meter(trainer)
     moments = BucketTimes(trainer.mesh.device)
     if isinstance(trainer.module, FixedBucketDDP):
         trainer.module.times = moments
@@ -31,7 +31,8 @@ def measure(trainer: Trainer) -> None:
     while trainer.step < trainer.job.train.steps and not stopping:
         moments.begin()
         started = _now(trainer)
-        stopping = audited_step(trainer, meter, audited=trainer.step == 1)  # slower, and in the warm-up
+        done = run_step(trainer, meter, audited=trainer.step == 1)  # slower, and in the warm-up
+        stopping = done.stop_requested
         step_s.append(_now(trainer) - started)
         buckets.append(moments.read())
     if not stopping:

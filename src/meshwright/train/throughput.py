@@ -1,4 +1,4 @@
-"""What this device reaches: the peak for MFU, and how busy it is."""
+"""Throughput of a rank: tokens/s, MFU against the device's peak FLOP/s, and device utilisation."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import torch
 
 from meshwright.layout.flops import peak_rate
 from meshwright.models.dtypes import AUTOCAST_DTYPES
+from meshwright.plan.contract import Plan
 from meshwright.spec.job import Job
 
 PROBE_SECONDS = {"cpu": 0.1, "cuda": 1.0}
-"""How long products are tried. On cores many small ones, as a process that shares them is seldom left alone
-for as long as a large one takes; a GPU needs longer for its clock to rise."""
+"""How long the peak is measured. On a CPU with many small GEMMs, because a process that shares its cores
+rarely runs undisturbed for the time of a large one; a GPU takes longer to raise its clock."""
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """Rate of large matrix products on this device: the best of those that fit into ``seconds``."""
+    """FLOP/s of a large GEMM on this device: the best of those that fit into ``seconds``."""
     size = 8192 if device.type == "cuda" else 64 * round(6 * torch.get_num_threads() ** (1 / 3))
     left = torch.rand((size, size), device=device).to(dtype)
     best = 0.0
@@ -35,28 +36,51 @@ def measure_matmul(device: torch.device, dtype: torch.dtype, seconds: float) -> 
 
 
 def find_peak_flops(job: Job, device: torch.device) -> tuple[float, str]:
-    """FLOP/s that MFU is counted against, and in words what it is."""
+    """The peak FLOP/s that MFU refers to, and a description of it."""
     cluster = job.cluster
     if cluster.preset == "local" and cluster.matmul_flops_per_s is None and cluster.probed is None:
         dtype, seconds = AUTOCAST_DTYPES.get(job.train.precision, torch.float32), PROBE_SECONDS[device.type]
         rate = measure_matmul(device, dtype, seconds)
-        products = "bf16" if job.train.precision == "fp8" else job.train.precision
-        return rate, f"a {seconds:g}-second {products} matmul on this device"
+        precision = "bf16" if job.train.precision == "fp8" else job.train.precision
+        return rate, f"a {seconds:g}-second {precision} matmul on this device"
     return peak_rate(cluster, job.train.precision)
 
 
+class ThroughputMeter:
+    """Computes the throughput fields of the ``step`` event."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        """Measure or look up the peak.
+
+        Args:
+            plan: Counts the FLOPs of a token.
+            device: Of this rank.
+        """
+        self.peak_flops_per_s, self.peak_basis = find_peak_flops(plan.job, device)
+        self._mfu_of_rate = plan.flops_per_token / plan.world_size / self.peak_flops_per_s
+        self._utilisation = Utilisation(device)
+
+    def read(self, tokens_per_s: float) -> dict[str, float | None]:
+        """The fields of a step that has just ended."""
+        return {
+            "tokens_per_s": tokens_per_s,
+            "mfu": tokens_per_s * self._mfu_of_rate,
+            "utilisation": self._utilisation.read(),
+        }
+
+
 class Utilisation:
-    """How busy the device was since the last look: processor time, or what nvidia-smi says."""
+    """How busy the device was since the last read: CPU time, or what nvidia-smi reports."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._wall, self._cpu = time.perf_counter(), _cpu_seconds()
         self._gpu: float | None = None
         if device.type == "cuda":
-            threading.Thread(target=self._watch_gpu, daemon=True).start()
+            threading.Thread(target=self._poll_gpu, daemon=True).start()
 
     def read(self) -> float | None:
-        """A share of the device; None while it is not known."""
+        """Between 0 and 1; None while it is unknown."""
         if self._device.type == "cuda":
             return self._gpu
         wall, cpu = time.perf_counter(), _cpu_seconds()
@@ -64,13 +88,13 @@ class Utilisation:
         self._wall, self._cpu = wall, cpu
         return min(1.0, spent / passed / torch.get_num_threads()) if passed > 0 else None
 
-    def _watch_gpu(self) -> None:
+    def _poll_gpu(self) -> None:
         query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         index = self._device.index or 0
         query += ["-i", visible[index] if index < len(visible) and visible[index] else str(index)]
         while True:
-            time.sleep(2.0)  # nvidia-smi looks back: what it says at once is about the past
+            time.sleep(2.0)  # nvidia-smi reports the past seconds: before the first step they say nothing
             try:
                 answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
                 self._gpu = float(answer.split()[0]) / 100

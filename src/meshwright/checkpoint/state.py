@@ -1,0 +1,98 @@
+"""Everything of one rank that a checkpoint saves and a resumed run restores.
+
+This package is below ``models`` and ``parallel``. It sees their objects through the protocols here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.plan.contract import Plan
+
+
+@dataclass
+class TrainState:
+    """The counters of a run, which change from step to step."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    position: int = 0
+    """Samples consumed."""
+    best_eval_loss: float = math.inf
+    first_step: int = 0
+    """Optimizer steps done when this attempt began."""
+
+    def advance(self, samples: int) -> None:
+        """Count one step."""
+        self.step += 1
+        self.position += samples
+
+
+class ShardedTensors(Protocol):
+    """The parameters that this rank updates (``parallel.sharded_state``)."""
+
+    is_sharded: bool
+    """Whether other ranks hold the rest."""
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """The shards that the optimizer updates, by parameter name."""
+
+    def local_parameters(self) -> list[Tensor]:
+        """The parameters in this rank's memory, in the same order."""
+
+    def full_parameter(self, name: str) -> Tensor:
+        """All-gather a parameter."""
+
+    def full_tensor(self, name: str, own: Tensor) -> Tensor:
+        """All-gather a tensor that is sharded like a parameter."""
+
+    def shard_to(self, name: str, whole: Any, shape: torch.Size) -> Tensor:
+        """This rank's shard of a full tensor."""
+
+
+class LossScaler(Protocol):
+    """The loss scale of fp16 (``train.amp``)."""
+
+    def state_dict(self) -> dict[str, float] | None:
+        """The scale; None in other precisions."""
+
+    def load_state_dict(self, state: dict[str, float] | None) -> None:
+        """Restore it."""
+
+
+class ExpertBiases(Protocol):
+    """The biases of expert selection, the same on every rank (``train.expert_balance``)."""
+
+    bias_LE: Tensor | None  # noqa: N815
+
+    def use_biases(self, network: nn.Module, bias_LE: Tensor) -> None:  # noqa: N803
+        """Select experts with these biases."""
+
+
+GatherToFirstStage = Callable[[int, tuple[int, ...], torch.dtype, Callable[[], Tensor]], Tensor]
+"""Sends a tensor from the pipeline rank that holds it to pipeline rank 0: holder, shape, dtype, producer."""
+
+
+@dataclass(frozen=True)
+class CheckpointedState:
+    """The tensors and counters of one rank."""
+
+    plan: Plan
+    counters: TrainState
+    model: nn.Module
+    sharded: ShardedTensors
+    optimizer: torch.optim.Optimizer
+    loss_scaler: LossScaler
+    expert_biases: ExpertBiases | None
+    gather_to_first_stage: GatherToFirstStage
+    data_sha256: str
+    """Identity of the data that the position counts in."""
+    tokenizer: Path | None
+    """Tokenizer file that is copied into the checkpoint."""

@@ -1,0 +1,74 @@
+"""The data of one rank: batches to train and evaluate on, in the order of the samples."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.data.dataset import TokenDataset
+from meshwright.data.order import SampleOrder
+from meshwright.data.shards import ShardFolder
+from meshwright.data.tokenizer import TOKENIZER_FILE
+from meshwright.parallel.context import ContextParallel
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec.job import Job
+from meshwright.spec.model import ResNetModel
+from meshwright.train.batches import Batcher, BatchPrefetcher
+from meshwright.train.image_batches import ImageBatcher, open_image_batches
+
+OpenSplit = Callable[[str], TokenDataset]
+"""Opens the samples of ``train`` or ``eval``."""
+
+
+@dataclass(frozen=True)
+class TrainData:
+    """What one rank trains and evaluates on."""
+
+    train: Batcher | ImageBatcher
+    eval: Batcher | ImageBatcher
+    order: SampleOrder
+    prefetcher: BatchPrefetcher
+    sha256: str
+    """Of the index, which holds the checksums of the shards; of images, see ``data.images``."""
+    tokenizer: Path | None
+    """The tokenizer file; None for images and for data that come from elsewhere."""
+
+
+def open_data(
+    job: Job, folder: Path, mesh: Mesh, context: ContextParallel | None, open_split: OpenSplit | None
+) -> TrainData:
+    """Open the data of a rank.
+
+    Args:
+        job: The settled job.
+        folder: Of the prepared data.
+        mesh: Of the rank.
+        context: The positions that this rank reads, with ``layout.cp > 1``.
+        open_split: Replaces the data in the folder.
+    """
+    train, held_out, sha256 = _open_batchers(job, folder, mesh, context, open_split)
+    order = SampleOrder(train.dataset.shard_sample_counts, job.train.seed)
+    prefetcher = BatchPrefetcher(order, train, job.train.global_batch, mesh.device)
+    is_text = isinstance(train, Batcher) and open_split is None
+    tokenizer = folder / TOKENIZER_FILE if is_text else None
+    return TrainData(train, held_out, order, prefetcher, sha256, tokenizer)
+
+
+def _open_batchers(
+    job: Job, folder: Path, mesh: Mesh, context: ContextParallel | None, open_split: OpenSplit | None
+) -> tuple[Batcher, Batcher, str] | tuple[ImageBatcher, ImageBatcher, str]:
+    if isinstance(job.model, ResNetModel):
+        return open_image_batches(job, job.model, folder, mesh.dp_rank)
+    assert job.layout.micro_batch is not None, "a plan settles the micro-batch"
+    rows = (job.data.seq_len, job.data.mask, job.data.prompt_masking)
+    sample_weight = 1 / job.train.global_batch if job.model.num_experts else None
+
+    def batcher(split: str) -> Batcher:
+        dataset = open_split(split) if open_split else TokenDataset.open(folder, split, *rows)
+        degree, micro_batch = job.layout.data_degree, job.layout.micro_batch or 1
+        return Batcher(dataset, mesh.dp_rank, degree, micro_batch, context, sample_weight)
+
+    sha256 = "" if open_split else hashlib.sha256(ShardFolder.open(folder).index.to_bytes()).hexdigest()
+    return batcher("train"), batcher("eval"), sha256
