@@ -37,10 +37,10 @@ from meshwright.cli.ranks import build_launch  # noqa: E402
 from meshwright.core.events import EVENTS_FILE  # noqa: E402
 from meshwright.data.prepare import CorpusSpec, prepare_corpus  # noqa: E402
 from meshwright.launch.assignment import Assignment  # noqa: E402
-from meshwright.layout.stages import local_stages  # noqa: E402
 from meshwright.models.decoder import Stages  # noqa: E402
+from meshwright.models.init import find_weight_source  # noqa: E402
 from meshwright.parallel.batch import Batch  # noqa: E402
-from meshwright.parallel.build import build_model  # noqa: E402
+from meshwright.parallel.build import build_local_model, init_weights  # noqa: E402
 from meshwright.parallel.pipeline.pipeline import activation_shape  # noqa: E402
 from meshwright.plan.build import build_plan  # noqa: E402
 from meshwright.plan.contract import PLAN_FILE, write_plan  # noqa: E402
@@ -61,7 +61,8 @@ class TorchPipeline:
     def __init__(self, trainer: Trainer) -> None:
         job = trainer.job
         self._job, self._place, self._order = job, trainer.mesh.pp_rank, trainer.data.order
-        model = build_model(job, torch.device("cpu"), parts=local_stages(job, self._place))
+        model = build_local_model(job, trainer.mesh)
+        init_weights(model, job, find_weight_source(job, from_hf=False), trainer.mesh)
         assert isinstance(model, Stages), "a pipeline of two"
         (self.module,) = model
         self._optimizer, self._tokens = build_adamw(self.module, job.train), open_tokens(trainer)

@@ -153,7 +153,7 @@ def time_floor(job: Job, report: Callable[..., None]) -> dict[str, Any]:
             return
         parts.update(counted)
         beside.update(shown)
-        report(phase=name, seconds=time.perf_counter() - started, parts=counted, beside=shown)
+        report(phase=name, seconds=time.perf_counter() - started, parts=counted, local_values=shown)
 
     attempt("products", lambda: _time_gemms(job, tokens, timer))
     attempt("attention", lambda: (_time_attention(job, timer), {}))

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from meshwright.parallel import tensor_collectives as split
-from meshwright.parallel.pipeline import collect
-from meshwright.parallel.pipeline import p2p as exchange
+from meshwright.parallel import tensor_collectives
+from meshwright.parallel.pipeline import p2p
 from meshwright.train import worker
 
 
@@ -48,8 +47,8 @@ class _Arriving:
         self._target.copy_(self._host)
 
 
-class _HostCollect:
-    """In place of ``torch.distributed`` for checkpoints: gloo sends CPU tensors alone."""
+class _HostTransfers:
+    """In place of ``torch.distributed`` for a pipeline: gloo sends CPU tensors alone."""
 
     @staticmethod
     def send(tensor, **where):
@@ -60,10 +59,6 @@ class _HostCollect:
         host = torch.empty(tensor.shape, dtype=tensor.dtype)
         dist.recv(host, **where)
         tensor.copy_(host)
-
-
-class _HostTransfers(_HostCollect):
-    """The same for a pipeline."""
 
     @staticmethod
     def isend(tensor, **where):
@@ -80,9 +75,10 @@ def through_gloo(run_dir, listener):
 
     Its functional collectives read a GPU's memory from the host, and die of it; the plain ones do not.
     """
-    split.all_gather_rows, split._reduce_scatter = _all_gather, _reduce_scatter
+    tensor_collectives.all_gather_rows = _all_gather
+    tensor_collectives.reduce_scatter_rows = _reduce_scatter
     dist.reduce_scatter_tensor = _reduce_scatter_on_host  # as FSDP2 calls it
-    exchange.dist, collect.dist = _HostTransfers, _HostCollect
+    p2p.dist = _HostTransfers
     worker.init_mesh = functools.partial(worker.init_mesh, backend="gloo")
     return worker.run_rank(run_dir, listener)
 

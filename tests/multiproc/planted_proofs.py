@@ -12,19 +12,18 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwright.layout.axes import Axis, is_expert
 from meshwright.models.moe import ExpertLinear
 from meshwright.models.routing import Router, Tokens
-from meshwright.parallel import apply, context
+from meshwright.parallel import apply, bucket_reducer, tensor_collectives, ulysses
 from meshwright.parallel import expert as experts
 from meshwright.parallel import ring_attention as ring
-from meshwright.parallel import tensor_collectives as split
 from meshwright.parallel.bucket_reducer import BucketReducer
-from meshwright.parallel.context import RingContextParallel
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline import stages
 from meshwright.parallel.pipeline.p2p import P2PExchange
 from meshwright.parallel.pipeline.stages import StageRunner
-from meshwright.parallel.tensor import RowLinear, VocabularyEmbedding
+from meshwright.parallel.ring_attention import RingContextParallel
+from meshwright.parallel.sharded_state import ShardedState
+from meshwright.parallel.tensor import RowParallelLinear, VocabParallelEmbedding
 from meshwright.parallel.tensor_collectives import TensorParallel
-from meshwright.parallel.zero1 import ShardedState
 from meshwright.schedule.pipeline.actions import Action, Kind
 from meshwright.train import build
 from meshwright.train.amp import MixedPrecision
@@ -38,13 +37,13 @@ def with_model(change):
     """An entry that changes the model before the layout is applied to it."""
 
     def entry(run_dir, listener):
-        honest = build.apply_data_parallel
+        honest = apply.apply_data_parallel
 
         def apply_data_parallel(model, job, mesh, weights):
             change(model, mesh)
             return honest(model, job, mesh, weights)
 
-        build.apply_data_parallel = apply_data_parallel
+        apply.apply_data_parallel = apply_data_parallel
         return run_rank(run_dir, listener)
 
     return entry
@@ -124,24 +123,26 @@ unsummed_norms = with_method(TensorParallel, "all_reduce_grads", lambda honest, 
 
 
 def _without_copies(honest, self, *arguments):
-    copies, self.copies = self.copies, 1
+    replicas, self.kv_replicas = self.kv_replicas, 1
     honest(self, *arguments)
-    self.copies = copies
+    self.kv_replicas = replicas
 
 
 unsummed_keys = with_method(TensorParallel, "all_reduce_grads", _without_copies)
 """Several ranks hold the same key head, and each keeps what its own queries add."""
 bias_on_every_rank = with_method(
-    RowLinear, "forward", lambda honest, self, x: self._tp.reduce_output(F.linear(x, self.weight, self.bias))
+    RowParallelLinear,
+    "forward",
+    lambda honest, self, x: self._tp.reduce_output(F.linear(x, self.weight, self.bias)),
 )
 """The bias is added before the sum, once by every rank."""
 
 
 def _other_words(honest, self, tokens):
-    return honest(self, (tokens + self.num_embeddings) % (self._split.size * self.num_embeddings))
+    return honest(self, (tokens + self.num_embeddings) % (self._tp.size * self.num_embeddings))
 
 
-other_words = with_method(VocabularyEmbedding, "forward", _other_words)
+other_words = with_method(VocabParallelEmbedding, "forward", _other_words)
 """Every rank takes its rows for those of the words of the next one."""
 
 
@@ -220,15 +221,15 @@ def _own_documents(honest, self, q, kv, round_):
 
 far_documents = with_method(ring._Ring, "blocks", _own_documents)
 """Far rounds do not look where documents end."""
-lost_sums = with_method(ring._HeadGroup, "wait_grads", lambda honest, self: 0 * honest(self))
+lost_sums = with_method(ring._HeadChunk, "wait_grads", lambda honest, self: 0 * honest(self))
 """What other ranks' queries add to the gradients of keys and values does not come home."""
 swapped_heads = with_function(
-    context, "all_to_all", lambda honest, *arguments: honest(*arguments).roll(1, dims=0)
+    ulysses, "all_to_all", lambda honest, *arguments: honest(*arguments).roll(1, dims=0)
 )
 """Ulysses takes what one rank sent for what another did."""
 
 
-unsummed_router = with_function(split, "needs_tp_grad_sync", lambda honest, *arguments: False)
+unsummed_router = with_function(tensor_collectives, "needs_tp_grad_sync", lambda honest, *arguments: False)
 """Each rank of tp keeps what its own tokens add to the router's gradient."""
 
 
@@ -236,12 +237,12 @@ def experts_summed_over(axis):
     """An entry whose experts' gradients are summed over the ranks of another axis, or of none."""
 
     def entry(run_dir, listener):
-        honest = apply.gradient_axis
+        honest = bucket_reducer.gradient_axis
 
         def gradient_axis(job, name):
             return axis if is_expert(name) else honest(job, name)
 
-        apply.gradient_axis = gradient_axis
+        bucket_reducer.gradient_axis = gradient_axis
         return run_rank(run_dir, listener)
 
     return entry
@@ -256,7 +257,7 @@ def _turn_answers(honest, self, answers, blocks):
     return torch.cat(honest(self, answers, blocks).split(list(blocks))[::-1])
 
 
-turned_answers = with_method(experts.TokenDispatcher, "_add_copies", _turn_answers)
+turned_answers = with_method(experts.TokenDispatcher, "_sum_etp", _turn_answers)
 """What the ranks of ep answer is put together in the wrong order of ranks."""
 
 
@@ -284,7 +285,7 @@ untied_sum = with_method(ShardedState, "_all_reduce_tied_embedding", lambda hone
 def _forget_last(honest, self, stage, micro_batch):
     if self._stages[stage].weight_left > 1:
         return honest(self, stage, micro_batch)
-    return self._stages[stage].waiting.clear()
+    return self._stages[stage].deferred.clear()
 
 
 forgotten_weights = with_method(StageRunner, "weight", _forget_last)
@@ -376,8 +377,8 @@ def wrong_sum(run_dir, listener):
     """The ranks' losses are averaged: gradients are right, what is reported is not."""
     honest = Mesh.start_control_all_reduce
 
-    def start_control_all_reduce(self, values, beside=()):
-        sums = honest(self, values, beside)
+    def start_control_all_reduce(self, values, local_values=()):
+        sums = honest(self, values, local_values)
         if isinstance(values[0], torch.Tensor):  # a loss
             sums.values[0] /= self.world_size
         return sums
@@ -418,7 +419,7 @@ def sharded(average):
                     module.set_force_sum_reduction_for_comms(True)
             return model
 
-        build.apply_data_parallel = apply_data_parallel
+        apply.apply_data_parallel = apply_data_parallel
         return run_rank(run_dir, listener)
 
     return entry

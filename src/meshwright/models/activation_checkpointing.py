@@ -44,6 +44,13 @@ REDUCTION_OPS = frozenset(
 """What a split product becomes: the sum over the ranks."""
 
 
+def apply_activation_checkpointing(model: nn.Module, recompute: Recompute) -> None:
+    """Set the mode (``layout.recompute``) of every block of a model."""
+    for module in model.modules():
+        if hasattr(module, "recompute"):
+            cast(Any, module).recompute = recompute
+
+
 def checkpoint_block(
     compute: Callable[..., Tensor],
     recompute: Recompute,

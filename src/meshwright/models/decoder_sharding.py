@@ -7,25 +7,25 @@ from __future__ import annotations
 
 from typing import Literal
 
-Style = Literal["enter", "column", "keys", "row", "vocabulary", "positions"]
+Style = Literal["prepare_input", "colwise", "colwise_kv", "rowwise", "vocab", "positions"]
 
 SHARDING: dict[str, Style] = {
-    "embed": "vocabulary",
+    "embed": "vocab",
     "positions": "positions",
-    "blocks.*.attention": "enter",
-    "blocks.*.attention.wq": "column",
-    "blocks.*.attention.wk": "keys",
-    "blocks.*.attention.wv": "keys",
-    "blocks.*.attention.wo": "row",
-    "blocks.*.ffn": "enter",
-    "blocks.*.ffn.gate": "column",
-    "blocks.*.ffn.up": "column",
-    "blocks.*.ffn.down": "row",
-    "blocks.*.ffn.shared": "enter",
-    "blocks.*.ffn.shared.gate": "column",
-    "blocks.*.ffn.shared.up": "column",
-    "blocks.*.ffn.shared.down": "row",
-    "head": "vocabulary",
+    "blocks.*.attention": "prepare_input",
+    "blocks.*.attention.wq": "colwise",
+    "blocks.*.attention.wk": "colwise_kv",
+    "blocks.*.attention.wv": "colwise_kv",
+    "blocks.*.attention.wo": "rowwise",
+    "blocks.*.ffn": "prepare_input",
+    "blocks.*.ffn.gate": "colwise",
+    "blocks.*.ffn.up": "colwise",
+    "blocks.*.ffn.down": "rowwise",
+    "blocks.*.ffn.shared": "prepare_input",
+    "blocks.*.ffn.shared.gate": "colwise",
+    "blocks.*.ffn.shared.up": "colwise",
+    "blocks.*.ffn.shared.down": "rowwise",
+    "head": "vocab",
 }
 """Modules by name; ``*`` stands for the number of a block."""
 

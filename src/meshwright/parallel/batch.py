@@ -14,20 +14,19 @@ class Batch(NamedTuple):
     """A micro-batch: a model's arguments, in its order."""
 
     inputs: Tensor
-    """Tokens, (micro_batch, seq_len), or the rank's positions of them where ranks share sequences; or images.
-    """
+    """Images, or tokens (micro_batch, seq_len). Under context parallelism this rank's positions of them."""
     targets: Tensor
     """The next tokens, as many, or labels."""
     segments: Tensor | None = None
-    """The number of each token's document, (micro_batch, seq_len), with ``data.mask=document``."""
+    """The document of each token, (micro_batch, seq_len), with ``data.mask=document``."""
     weights: Tensor | None = None
     """Each sample's share of the global batch, (micro_batch,), for a model with experts."""
 
     def to_device(self, device: torch.device) -> list[Tensor | None]:
-        """The arguments on a device; those at the end that are none are left out."""
+        """The arguments on a device, without the trailing ones that are None."""
         last = max(index for index, tensor in enumerate(self) if tensor is not None)
         return [to_device(tensor, device) for tensor in self[: last + 1]]
 
     def pin_memory(self) -> Batch:
-        """The same in memory that a GPU copies from without the host waiting."""
+        """The batch in pinned memory, from which a GPU copies asynchronously."""
         return Batch._make(None if tensor is None else tensor.pin_memory() for tensor in self)

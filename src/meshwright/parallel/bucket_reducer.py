@@ -1,10 +1,12 @@
-"""Sums of gradients where torch's DDP cannot make them: by buckets, as soon as the last backward pass allows.
+"""All-reduces gradients in buckets where torch's DDP cannot.
 
-DDP expects a forward pass, its backward pass, and the next forward pass; with several stages of a pipeline on
-a rank, or a backward pass in two parts, it fails in the second step. And it sums all parameters over the same
-ranks, which are not those of experts. Here whoever calls the backward pass says which is its last one of the
-step. Gradients are views of flat buckets (``plan.buckets``) from the start; a bucket is summed, every rank
-sending its own and getting the sum, when the last of its parameters is complete.
+DDP expects a forward pass, its backward pass, then the next forward pass. With several pipeline stages on a
+rank, or a split backward pass, it fails in the second step. It also reduces all parameters over one group,
+and experts have another group than the dense parameters. Here the caller says which backward pass is the
+last one of the step.
+
+Gradients are views of flat buckets (``layout.ddp_buckets``) from the start. A bucket is all-reduced when the
+last of its gradients is complete: every rank sends its bucket and gets the sum.
 """
 
 from __future__ import annotations
@@ -16,14 +18,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.layout.axes import gradient_axis
 from meshwright.models.dtypes import AUTOCAST_DTYPES
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec.job import Job
 
 Buckets = Sequence[tuple[Sequence[str], dist.ProcessGroup]]
-"""Names of parameters, each once, and the ranks over which they are summed."""
+"""The parameter names of each bucket and the group that reduces it. A name appears once."""
+
+
+def find_bucket_groups(job: Job, mesh: Mesh, buckets: Sequence[Sequence[str]]) -> Buckets:
+    """The group that reduces each bucket. Buckets that are on no other rank are left out."""
+    axes = [gradient_axis(job, names[0]) for names in buckets]
+    return [(n, mesh.group(axis.name)) for n, axis in zip(buckets, axes, strict=True) if axis.size > 1]
 
 
 class _Bucket:
-    """Gradients that travel together."""
+    """Gradients that one all-reduce sums."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self.group = group
@@ -37,7 +48,7 @@ class _Bucket:
 
 
 class BucketReducer:
-    """The buckets of a model, or of one stage."""
+    """The gradient buckets of a model or of one pipeline stage."""
 
     def __init__(
         self,
@@ -46,13 +57,14 @@ class BucketReducer:
         compression: str,
         deferred: Collection[nn.Parameter] = (),
     ) -> None:
-        """Give parameters gradients in buckets.
+        """Make the gradients views of the buckets.
 
         Args:
             module: The model or the stage.
-            buckets: Of its parameters those that are summed.
-            compression: As ``compression.kind`` says.
-            deferred: Those whose gradients do not come in a backward pass: who makes them says so.
+            buckets: The parameters to reduce.
+            compression: ``compression.kind``: the dtype on the wire.
+            deferred: Parameters whose gradients a split backward pass computes later. The caller marks them
+                ready.
         """
         named = dict(module.named_parameters())
         self._comm_dtype = AUTOCAST_DTYPES.get(compression)
@@ -61,16 +73,20 @@ class BucketReducer:
         self._bucket_of = {named[name]: bucket for bucket, (names, _) in pairs for name in names}
         self._is_last_backward = False
         for parameter in self._bucket_of.keys() - set(deferred):
-            parameter.register_post_accumulate_grad_hook(self._accumulated)
+            parameter.register_post_accumulate_grad_hook(self._after_accumulate)
 
     def begin(self, last: bool) -> None:
-        """A backward pass begins; after the last one nothing is added to what it completes."""
+        """Start a backward pass.
+
+        Args:
+            last: Whether it is the last one of the step. Its gradients are then complete.
+        """
         self._is_last_backward = last
 
     def mark_ready(self, parameter: nn.Parameter) -> None:
-        """A parameter has its gradient of the whole step."""
+        """Note that a gradient is complete. The last one of a bucket starts its all-reduce."""
         bucket = self._bucket_of.get(parameter)
-        if bucket is None:  # nobody else's, or shared with a stage that runs backward later
+        if bucket is None:  # not reduced, or shared with a stage whose backward pass comes later
             return
         bucket.missing -= 1
         if not bucket.missing:
@@ -78,17 +94,15 @@ class BucketReducer:
             bucket.work = dist.all_reduce(bucket.comm_buffer, group=bucket.group, async_op=True)
 
     def finish(self) -> None:
-        """Wait until every bucket is summed."""
-        self._is_last_backward = (
-            False  # another stage may share a parameter, and its backward pass comes first
-        )
+        """Wait for all all-reduces."""
+        self._is_last_backward = False  # another stage may share a parameter and run its backward pass first
         for bucket in self._buckets:
-            assert bucket.work is not None, f"{bucket.missing} gradients of a bucket did not come"
+            assert bucket.work is not None, f"{bucket.missing} gradients of a bucket are missing"
             bucket.work.wait()
             if bucket.comm_buffer is not None and bucket.comm_buffer is not bucket.flat:
                 bucket.flat.copy_(bucket.comm_buffer)
             bucket.missing, bucket.work, bucket.comm_buffer = bucket.size, None, None
 
-    def _accumulated(self, parameter: Any) -> None:
+    def _after_accumulate(self, parameter: Any) -> None:
         if self._is_last_backward:
             self.mark_ready(parameter)

@@ -1,4 +1,4 @@
-"""When each bucket of gradients is ready and when its sum is there: what a benchmark needs to see overlap."""
+"""Times of each gradient bucket: when it is ready and when its all-reduce is done. Benchmarks see overlap."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 class BucketTimes:
-    """The moments of one backward pass, bucket by bucket, on the clock that the machine's processes share.
+    """The times of one backward pass, by bucket, on the clock that all processes of the machine share.
 
-    On a GPU the host only queues: moments are events in the streams, read once the step is over.
+    On a GPU they are CUDA events, read after the step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,7 +23,7 @@ class BucketTimes:
         self._origin_s = 0.0
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start a step."""
         self._ready, self._reduced = {}, {}
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
@@ -31,18 +31,20 @@ class BucketTimes:
             self._origin = self._mark()
 
     def ready(self, bucket: int) -> None:
-        """The bucket's gradients are complete on this rank and it is sent."""
+        """Note that this rank's gradients are complete and the all-reduce starts."""
         self._ready[bucket] = self._mark()
 
     def reduced(self, bucket: int) -> None:
-        """Its sum is here."""
+        """Note that the all-reduce is done."""
         self._reduced[bucket] = self._mark()
 
     def read(self) -> list[tuple[float, float]]:
-        """Ready and reduced of each bucket in order, in seconds; waits for the device."""
+        """Ready and reduced times of the buckets in order, in seconds. Synchronizes the device."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
-        assert self._ready.keys() == self._reduced.keys(), "a bucket was sent and never came back"
+        assert self._ready.keys() == self._reduced.keys(), (
+            "a bucket's all-reduce was started and not finished"
+        )
         return [(self._seconds(self._ready[b]), self._seconds(self._reduced[b])) for b in sorted(self._ready)]
 
     def _mark(self) -> Any:

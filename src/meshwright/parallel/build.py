@@ -1,114 +1,91 @@
-"""Builds the part of the model that this rank holds: stages, positions, shards and experts."""
+"""Builds this rank's part of the model on the meta device, and gives it its initial weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.layout.loss_chunks import loss_chunk
-from meshwright.layout.stages import StageSpec
-from meshwright.layout.tensor_parallel import local_model
+from meshwright.layout.stages import StageSpec, local_stages
 from meshwright.models.decoder import Decoder, Stages, build_rope
 from meshwright.models.init import WeightSource, fill, find_weight_source, tie_weights
 from meshwright.models.resnet import ResNet
-from meshwright.parallel.expert import apply_expert_parallel
 from meshwright.parallel.local_shards import LocalShards
-from meshwright.parallel.parallel_context import ParallelContext
-from meshwright.parallel.tensor import apply_tensor_parallel
+from meshwright.parallel.mesh import Mesh
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel, ResNetModel
 
+LocalModel = Decoder | ResNet | Stages
+"""This rank's part of the model: all of it, or its pipeline stages."""
+
 
 class ShardedWeights:
-    """This rank's pieces of the first values."""
+    """This rank's tp and ep shards of the initial weights."""
 
     def __init__(self, weights: WeightSource, local_shards: LocalShards) -> None:
         self._weights, self._local_shards = weights, local_shards
 
     def whole(self, name: str) -> Tensor:
-        """All of a parameter that the rank holds."""
+        """The shard of a parameter."""
         return self._local_shards.shard(name, self._weights.whole(name))
 
 
-def build_model(
-    job: Job,
-    device: torch.device,
-    weights: WeightSource | None = None,
-    parallel: ParallelContext | None = None,
-    parts: Sequence[StageSpec] = (),
-) -> Decoder | ResNet | Stages:
-    """The job's model with its initial weights, on its device; without any where it will be cut.
-
-    Args:
-        job: The settled job.
-        device: Where the weights lie.
-        weights: Its first values, cut as it is; None draws them.
-        parallel: What the rank has of matrices, positions and experts; None for all.
-        parts: The stages that the rank holds, in a pipeline.
-    """
-    model = job.model
-    weights = weights or find_weight_source(job, from_hf=False)
-    network: Decoder | ResNet
-    if job.layout.pp > 1:
-        return _build_stages(job, device, weights, parallel, parts)
-    if parallel is not None and isinstance(model, DecoderModel):
-        return _build_decoder(job, device, weights, parallel)
+def build_model(job: Job, device: torch.device, weights: WeightSource | None = None) -> Decoder | ResNet:
+    """The whole model of one process with its initial weights; None draws them."""
+    model: Decoder | ResNet
     with torch.device(device):
-        if isinstance(model, ResNetModel):
-            network = ResNet(model, job.layout.recompute)
+        if isinstance(job.model, ResNetModel):
+            model = ResNet(job.model, job.layout.recompute)
         else:
-            network = Decoder(model, job.data.seq_len, loss_chunk(job, model), job.layout.recompute)
-    names = [name for name, _ in network.named_parameters()]
-    fill(network, names, weights, device)
-    return network
+            chunk = loss_chunk(job, job.model)
+            model = Decoder(job.model, job.data.seq_len, chunk, job.layout.recompute)
+    names = [name for name, _ in model.named_parameters()]
+    fill(model, names, weights or find_weight_source(job, from_hf=False), device)
+    return model
 
 
-def _build_stages(
-    job: Job,
-    device: torch.device,
-    weights: WeightSource,
-    parallel: ParallelContext | None,
-    parts: Sequence[StageSpec],
-) -> Stages:
-    """The stages of a rank; they share the tables of rotations, and an embedding that is the head, too."""
-    stages = [_build_decoder(job, device, weights, parallel, part) for part in parts]
-    first = stages[0]
-    for stage, part in list(zip(stages, parts, strict=True))[1:]:
-        if first.uses_rope:
-            stage.rope_cos, stage.rope_sin = first.rope_cos, first.rope_sin
-        if part.shares_embedding:
-            stage.head.tied_embedding = (first.embed,)
-    return Stages(stages)
+def build_local_model(job: Job, mesh: Mesh) -> LocalModel:
+    """The pipeline stages of this pp rank, or the whole model, with the shapes of its tp and ep shards.
 
-
-def _build_decoder(
-    job: Job,
-    device: torch.device,
-    weights: WeightSource,
-    parallel: ParallelContext | None,
-    part: StageSpec | None = None,
-) -> Decoder:
-    """A decoder, or a stage of one, with this rank's part of every matrix; its tables are on the device.
-
-    Where it will be cut over the ranks of data, its parameters lie nowhere yet.
+    Parameters are on the meta device, except those of a ResNet, which no axis shards.
     """
-    model = local_model(job)
-    assert isinstance(model, DecoderModel), "the legality table shards decoders only"
+    if isinstance(job.model, ResNetModel):
+        with torch.device(mesh.device):
+            return ResNet(job.model)
     with torch.device("meta"):
-        chunk, length = loss_chunk(job, model), job.data.seq_len // job.layout.cp
-        context = None if parallel is None else parallel.context
-        network = Decoder(model, length, chunk, job.layout.recompute, part, context)
-    if network.uses_rope:
-        positions = network.context.local_positions(network.seq_len, device)
-        network.rope_cos, network.rope_sin = build_rope(model, positions)
-    if parallel is not None and parallel.tp is not None:
-        apply_tensor_parallel(network, parallel.tp)
-        tie_weights(network, job)
-    if parallel is not None:
-        apply_expert_parallel(network, job, parallel.mesh, parallel.tp, parallel.context)
-    if job.layout.zero < 2:
-        fill(network, [name for name, _ in network.named_parameters()], weights, device)
-        tie_weights(network, job)
-    return network
+        stages = [_build_stage(job, stage) for stage in local_stages(job, mesh.pp_rank)]
+    return Stages(stages) if job.layout.pp > 1 else stages[0]
+
+
+def _build_stage(job: Job, stage: StageSpec) -> Decoder:
+    assert isinstance(stage.model, DecoderModel), "the legality table shards decoders only"
+    length = job.data.seq_len // job.layout.cp
+    return Decoder(stage.model, length, loss_chunk(job, stage.model), part=stage)
+
+
+def list_decoders(model: nn.Module) -> list[Decoder]:
+    """The decoders of a local model: itself, its pipeline stages, or none."""
+    return [module for module in model.modules() if isinstance(module, Decoder)]
+
+
+def init_weights(model: LocalModel, job: Job, weights: WeightSource, mesh: Mesh) -> None:
+    """Give a local model its RoPE tables and initial weights. Under ZeRO-2 and 3 FSDP gives the weights.
+
+    The stages of a rank share the RoPE tables. A tied head on the first stage's rank uses its embedding.
+    """
+    if isinstance(model, ResNet):
+        fill(model, [name for name, _ in model.named_parameters()], weights, mesh.device)
+        return
+    decoders = list_decoders(model)
+    first = decoders[0]
+    assert isinstance(job.model, DecoderModel), "the model of a decoder"
+    if first.uses_rope:
+        tables = build_rope(job.model, first.context.local_positions(first.seq_len, mesh.device))
+    for decoder, stage in zip(decoders, local_stages(job, mesh.pp_rank), strict=True):
+        if decoder.uses_rope:
+            decoder.rope_cos, decoder.rope_sin = tables
+        if stage.shares_embedding:
+            decoder.head.tied_embedding = (first.embed,)
+        if job.layout.zero < 2:
+            fill(decoder, [name for name, _ in decoder.named_parameters()], weights, mesh.device)
+            tie_weights(decoder, job)

@@ -1,8 +1,8 @@
-"""Replicated data parallelism: torch's DDP, with its buckets fixed before the first step.
+"""Replicated data parallelism: torch's DDP with buckets that are fixed before the first step.
 
 Every rank holds the whole model and reads other samples. In the backward pass each bucket of gradients is
-summed over ``dp_replicate``: every rank sends its bucket and receives the sum. The loss is already divided
-by the global number of target tokens, so the sum is the gradient; DDP's own mean is not used.
+all-reduced over ``dp_replicate``: every rank sends its bucket and gets the sum. The loss is already divided
+by the global number of target tokens, so the sum is the gradient. DDP's mean is not used.
 
 No ``from __future__ import annotations`` here: DDP compares a hook's annotations with the classes.
 """
@@ -20,26 +20,28 @@ from meshwright.parallel.bucket_times import BucketTimes
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.job import Job
 
+Hook = Callable[[dist.ProcessGroup, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
 SYNC_BUFFERS = "broadcast_buffers"
-"""Keyword for whether buffers are broadcast in every forward; torch 2.13 has a new name for it."""
+"""Keyword that turns off the broadcast of buffers in every forward pass. Renamed in torch 2.13."""
 if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
     SYNC_BUFFERS = "forward_sync_buffers"
 
 
 class LocalGradNorm:
-    """Squared norm of this rank's own gradients, taken bucket by bucket before they are summed."""
+    """Squared norm of this rank's gradient, bucket by bucket, before the all-reduce."""
 
     def __init__(self) -> None:
-        self._wanted = False
+        self._is_enabled = False
         self.total: torch.Tensor | float = 0.0
 
-    def begin(self, wanted: bool) -> None:
-        """A step begins; only a step that wants the norm pays for it."""
-        self._wanted, self.total = wanted, 0.0
+    def begin(self, enabled: bool) -> None:
+        """Start a step. The norm is computed only where ``enabled``."""
+        self._is_enabled, self.total = enabled, 0.0
 
     def add_bucket(self, bucket: torch.Tensor) -> None:
-        """Add one bucket."""
-        if self._wanted:
+        """Add the squared norm of one bucket."""
+        if self._is_enabled:
             self.total = self.total + torch.linalg.vector_norm(bucket).double().square()
 
 
@@ -47,34 +49,34 @@ class FixedBucketDDP(DistributedDataParallel):
     """DDP whose buckets hold parameters in reverse registration order and never change.
 
     Uses three private parts of torch: ``_build_params_for_reducer``, and the reducer's
-    ``_push_all_rebuilt_params`` and ``_rebuild_buckets``. Tried on 2.11 and 2.13;
+    ``_push_all_rebuilt_params`` and ``_rebuild_buckets``. Tried on 2.11 and 2.13.
     ``tests/multiproc/test_ddp_buckets.py`` fails if a version changes them.
     """
 
     local_grad_norm: LocalGradNorm
     times: BucketTimes | None = None
-    """Told when buckets are ready and reduced, where somebody wants to know."""
+    """Records when buckets are ready and reduced, in a benchmark."""
 
     def _build_params_for_reducer(self) -> Any:
         parameters, expect_sparse = super()._build_params_for_reducer()
         return list(reversed(parameters)), list(reversed(expect_sparse))
 
     def fix_buckets(self) -> None:
-        """Rebuild the buckets now, in the order given above; costs two small broadcasts from rank 0."""
+        """Rebuild the buckets now, in reverse registration order. Costs two small broadcasts from rank 0."""
         self.reducer._push_all_rebuilt_params()
         rebuilt = self.reducer._rebuild_buckets()
         assert rebuilt, "DDP did not rebuild its buckets; this torch version keeps them elsewhere"
 
 
 def all_reduce_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Sum a bucket over the replicas, in float32."""
+    """All-reduce a bucket in float32: every rank sends its bucket and gets the sum."""
     full = bucket.buffer()
     work = dist.all_reduce(full, group=group, async_op=True)
     return work.get_future().then(lambda _: full)
 
 
-def compressed_hook(dtype: torch.dtype) -> Callable[..., torch.futures.Future[torch.Tensor]]:
-    """Sum a bucket over the replicas in a smaller type: half the bytes, rounded sums."""
+def build_compressed_hook(dtype: torch.dtype) -> Hook:
+    """A hook that all-reduces a bucket in a 16-bit dtype: half the bytes, rounded sums."""
 
     def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         full = bucket.buffer()
@@ -85,52 +87,36 @@ def compressed_hook(dtype: torch.dtype) -> Callable[..., torch.futures.Future[to
     return hook
 
 
-HOOKS = {
+HOOKS: dict[str, Hook] = {
     "none": all_reduce_hook,
-    "bf16": compressed_hook(torch.bfloat16),
-    "fp16": compressed_hook(torch.float16),
+    "bf16": build_compressed_hook(torch.bfloat16),
+    "fp16": build_compressed_hook(torch.float16),
 }
 
 
-def instrument_hook(
-    hook: Callable[..., torch.futures.Future[torch.Tensor]], replicated: FixedBucketDDP
-) -> Callable[..., Any]:
-    """The hook, with a look at each bucket before it is sent, and at the clock."""
+def instrument_hook(hook: Hook, ddp: FixedBucketDDP) -> Hook:
+    """A hook that also adds up the local gradient norm and records times."""
 
-    def look(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        replicated.local_grad_norm.add_bucket(bucket.buffer())
-        times, index = replicated.times, bucket.index()
+    def instrumented(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        ddp.local_grad_norm.add_bucket(bucket.buffer())
+        times, index = ddp.times, bucket.index()
         if times is None:
             return hook(group, bucket)
 
-        def arrived(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        def record_reduced(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             times.reduced(index)
             return done.value()
 
         times.ready(index)
-        return hook(group, bucket).then(arrived)
+        return hook(group, bucket).then(record_reduced)
 
-    return look
-
-
-@torch.no_grad()
-def average_batch_norm_stats(module: nn.Module, mesh: Mesh) -> None:
-    """Running statistics become their mean over the replicas: every rank sends its own and gets the sum.
-
-    So evaluation and checkpoints do not depend on the rank. All travel in one call.
-    """
-    buffers = list(module.buffers())
-    flat = torch.cat([buffer.flatten() for buffer in buffers])
-    dist.all_reduce(flat, group=mesh.group("dp_replicate"))
-    flat /= mesh.world_size
-    for buffer, mean in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
-        buffer.copy_(mean.view_as(buffer))
+    return instrumented
 
 
 def apply_ddp(module: nn.Module, job: Job, mesh: Mesh, axis: str) -> FixedBucketDDP:
-    """Wrap a module whose weights are already equal on all ranks of the axis: nothing is broadcast."""
+    """Wrap a module whose weights are already equal on all ranks of the axis. Nothing is broadcast."""
     group = mesh.group(axis)
-    replicated = FixedBucketDDP(
+    ddp = FixedBucketDDP(
         module,
         process_group=group,
         bucket_cap_mb=job.layout.bucket_mb,
@@ -138,7 +124,24 @@ def apply_ddp(module: nn.Module, job: Job, mesh: Mesh, axis: str) -> FixedBucket
         init_sync=False,
         **cast(Any, {SYNC_BUFFERS: False}),
     )
-    replicated.local_grad_norm = LocalGradNorm()
-    replicated.register_comm_hook(group, instrument_hook(HOOKS[job.compression.kind], replicated))
-    replicated.fix_buckets()
-    return replicated
+    ddp.local_grad_norm = LocalGradNorm()
+    ddp.register_comm_hook(group, instrument_hook(HOOKS[job.compression.kind], ddp))
+    ddp.fix_buckets()
+    return ddp
+
+
+@torch.no_grad()
+def sync_batch_norm_stats(module: nn.Module, job: Job, mesh: Mesh) -> None:
+    """Average the running statistics of batch norms over the replicas, after a step, in one all-reduce.
+
+    Every rank sends its statistics and gets the sum. Evaluation and checkpoints then do not depend on the
+    rank. Models without batch norm have nothing to average.
+    """
+    if not job.mixes_samples or job.layout.dp_replicate == 1:
+        return
+    buffers = list(module.buffers())
+    flat = torch.cat([buffer.flatten() for buffer in buffers])
+    dist.all_reduce(flat, group=mesh.group("dp_replicate"))
+    flat /= mesh.world_size
+    for buffer, mean in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+        buffer.copy_(mean.view_as(buffer))

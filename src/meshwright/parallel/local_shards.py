@@ -1,8 +1,8 @@
-"""Which piece of each whole parameter a rank holds, before data parallelism cuts its rows.
+"""The shard of each full parameter on this rank, before data parallelism shards its rows.
 
-Dense matrices are sharded over ``tp`` (``run.parallel.tp``), routed experts over ``ep``: a rank has some of
-them, and with ``etp`` some columns of the inner width of each. Initial weights, checkpoints and proofs ask
-here, and need not know which.
+Dense parameters are sharded over ``tp`` (``tensor_collectives``), routed experts over ``ep``: a rank holds
+some experts and, with ``etp``, some columns of the inner width of each. Initial weights, checkpoints and
+proofs use this interface for both.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from torch import Tensor
 
 from meshwright.layout.axes import EXPERT_AXIS, is_expert
 from meshwright.layout.parameters import list_parameters
+from meshwright.parallel.collectives import all_gather_rows
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.tensor_collectives import TensorParallel, all_gather_rows
+from meshwright.parallel.tensor_collectives import TensorParallel
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
 
 class ExpertShards:
-    """A rank's experts, and its columns of them.
+    """This rank's experts, and its columns of them.
 
-    Of a parameter's rows, those of one expert lie together: (experts, rows of one, columns).
+    The rows of one expert are contiguous: (experts, rows of one, columns).
     """
 
     def __init__(self, job: Job, mesh: Mesh) -> None:
@@ -31,38 +32,37 @@ class ExpertShards:
         group = mesh.group(EXPERT_AXIS)
         self.size, self._name = group.size(), group.group_name
         self._experts, self._ep, self._etp = job.model.num_experts or 0, job.layout.ep, job.layout.etp
-        self.index, self.inner = divmod(group.rank(), self._etp)
-        """Its place among the ranks of whole experts, and among those that share each."""
+        self._ep_rank, self._etp_rank = divmod(group.rank(), self._etp)
 
     def num_shards(self, name: str) -> int:
-        """How many pieces a parameter has."""
+        """How many shards a parameter has."""
         return self._ep if self._dim(name) is None else self.size
 
-    def shard(self, name: str, whole: Any) -> Tensor:
-        """The rank's piece of a parameter, or of what has its shape, in memory of its own."""
-        rows = (whole.shape if isinstance(whole, Tensor) else whole.get_shape())[0] // self._ep
-        mine = whole[self.index * rows : (self.index + 1) * rows]
+    def shard(self, name: str, full: Any) -> Tensor:
+        """This rank's shard of a parameter, or of a tensor of its shape, in memory of its own."""
+        rows = (full.shape if isinstance(full, Tensor) else full.get_shape())[0] // self._ep
+        mine = full[self._ep_rank * rows : (self._ep_rank + 1) * rows]
         dim = self._dim(name)
         if dim is None or self._etp == 1:
             return mine.clone()
         by_expert = mine.unflatten(0, (self._experts // self._ep, -1))
-        return by_expert.chunk(self._etp, dim)[self.inner].flatten(0, 1).clone()
+        return by_expert.chunk(self._etp, dim)[self._etp_rank].flatten(0, 1).clone()
 
     @torch.no_grad()
     def all_gather(self, name: str, own: Tensor) -> Tensor:
-        """The whole of what each rank holds a piece of: every rank sends its own and gets all of them."""
-        if self.num_shards(name) == 1:  # a bias that all hold
+        """Every rank sends its shard and gets the full tensor."""
+        if self.num_shards(name) == 1:  # a bias that all ranks hold
             return own
         parts = all_gather_rows(own, self.size, self._name).unflatten(0, (self._ep, self._etp, -1))
         dim = self._dim(name)
         if dim is None:
-            return parts[:, self.inner].flatten(0, 1)
+            return parts[:, self._etp_rank].flatten(0, 1)
         by_expert = parts.unflatten(2, (self._experts // self._ep, -1))  # ep, etp, experts, rows, columns
         return by_expert.movedim(1, dim + 1).flatten(dim + 1, dim + 2).flatten(0, 2)
 
     @staticmethod
     def _dim(name: str) -> int | None:
-        """The dim of (experts, rows, columns) along which one expert is tp; None where it is not."""
+        """The dim of (experts, rows, columns) that ``etp`` shards; None where it shards none."""
         *_, module, leaf = name.split(".")
         if module != "down":
             return 1
@@ -70,38 +70,38 @@ class ExpertShards:
 
 
 class LocalShards:
-    """All of it: of dense matrices and of experts."""
+    """This rank's shards of dense parameters and of experts."""
 
     def __init__(self, job: Job, mesh: Mesh, tp: TensorParallel | None) -> None:
-        """Know what the rank holds.
+        """Find the shards of a rank.
 
         Args:
             job: The settled job.
-            mesh: This rank's place.
-            tp: Its place among the ranks that share each dense matrix; None if it has all.
+            mesh: This rank's groups.
+            tp: Shards dense parameters; None if they are full.
         """
         self.tp = tp
         self._experts = ExpertShards(job, mesh) if EXPERT_AXIS in mesh.groups else None
         self._shapes = {p.name: p.shape for p in list_parameters(job.model)}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a whole parameter."""
+        """The shape of a full parameter."""
         return self._shapes[name]
 
     def num_shards(self, name: str) -> int:
-        """How many different pieces there are of a parameter."""
+        """How many different shards a parameter has."""
         if is_expert(name):
             return 1 if self._experts is None else self._experts.num_shards(name)
         return 1 if self.tp is None else self.tp.size // self.tp.replicas_of(name)
 
-    def shard(self, name: str, whole: Any) -> Any:
-        """The rank's piece of a parameter, or of what has its shape; the whole itself if it has all."""
+    def shard(self, name: str, full: Any) -> Any:
+        """This rank's shard of a parameter or of a tensor of its shape. Replicated ones stay as they are."""
         if is_expert(name):
-            return whole if self._experts is None else self._experts.shard(name, whole)
-        return whole if self.tp is None else self.tp.shard(name, whole)
+            return full if self._experts is None else self._experts.shard(name, full)
+        return full if self.tp is None else self.tp.shard(name, full)
 
     def all_gather(self, name: str, own: Tensor) -> Tensor:
-        """The whole of what each rank holds a piece of; all of them call it."""
+        """The full tensor of which each rank has a shard. All ranks of the group call it."""
         if is_expert(name):
             return own if self._experts is None else self._experts.all_gather(name, own)
         return own if self.tp is None else self.tp.all_gather(name, own)

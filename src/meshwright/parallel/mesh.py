@@ -1,4 +1,7 @@
-"""Joins the ranks: process group, axes, device. Groups are passed on from here, never kept in a global."""
+"""The mesh: process groups by axis, this rank's coordinates, its device.
+
+Groups are passed on from here. No module keeps one in a global.
+"""
 
 from __future__ import annotations
 
@@ -23,119 +26,119 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.model import DecoderModel
 
 PP_UPSTREAM = "pp_up"
-"""A second group of the ranks of a pipeline, for what goes to lower ones; it counts as ``pp``."""
+"""A second group of the pp ranks, for sends to lower ranks. Its traffic counts as ``pp``."""
 
 
 class ControlAllReduce:
-    """Values of the device on their way to the host, in the order of the device's work."""
+    """Handle of the control all-reduce: its result on the way from the device to the CPU."""
 
     def __init__(self, values: Tensor) -> None:
-        """Ask for them; on a GPU the host goes on, and what is queued later is not waited for.
+        """Start the copy to the CPU. On a GPU it is asynchronous.
 
         Args:
-            values: Float64, in one row.
+            values: Float64, one dim.
         """
         self.values = values
-        self._h2d_done: torch.cuda.Event | None = None
+        self._copied: torch.cuda.Event | None = None
         if values.is_cuda:
             self.values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self.values.copy_(values, non_blocking=True)
-            self._h2d_done = torch.cuda.Event()
-            self._h2d_done.record()
+            self._copied = torch.cuda.Event()
+            self._copied.record()
 
     def wait(self) -> list[float]:
-        """The values, once they are there."""
-        if self._h2d_done is not None:
-            self._h2d_done.synchronize()
+        """The values. Waits for the copy, not for work that was queued after it."""
+        if self._copied is not None:
+            self._copied.synchronize()
         return self.values.tolist()
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place, and the groups it reports_loss in."""
+    """This rank's coordinates and its process groups."""
 
     rank: int
     world_size: int
     device: torch.device
     control: dist.ProcessGroup | None = None
+    """All ranks, for small control values; None for one process."""
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
-    """Those that it reports_loss in, by axis."""
+    """This rank's groups, by axis."""
     layout: Layout = field(default_factory=Layout)
     loss_pp_rank: int = 0
-    """The place in the pipeline that has the last stage."""
+    """The pp rank with the last stage, which computes the loss."""
 
     @property
     def pp(self) -> int:
-        """Ranks of a pipeline, which read the same samples: the outermost axis."""
+        """Size of the pp axis, the outermost one. Its ranks read the same samples."""
         return self.layout.pp
 
     @property
     def pp_rank(self) -> int:
-        """Its place in its pipeline."""
+        """Rank on the pp axis."""
         return self.rank // (self.world_size // self.pp)
 
     @property
     def dp_rank(self) -> int:
-        """Its place among the ranks that read different samples: those of ``cp`` and ``tp`` share theirs."""
+        """Rank among those that read different samples. Ranks of ``cp`` and ``tp`` share samples."""
         return self.rank % (self.world_size // self.pp) // (self.layout.cp * self.layout.tp)
 
     @property
     def reports_loss(self) -> bool:
-        """Whether it is the one of the ranks with the same tokens whose loss is counted."""
+        """Whether this rank's loss is counted: one of the ranks that compute the loss of the same tokens."""
         return self.rank % self.layout.tp == 0 and self.pp_rank == self.loss_pp_rank
 
     def fsdp_mesh(self, shard_axis: str) -> DeviceMesh:
-        """The ranks of data as FSDP2 wants them: those that share a copy of the state, and its replicas."""
+        """The device mesh for FSDP2: the shard axis, after ``dp_replicate`` for hybrid sharding (HSDP)."""
         shards = self.group(shard_axis)
         if self.layout.dp_replicate == 1:
             return DeviceMesh.from_group(shards, self.device.type, mesh_dim_names=(shard_axis,))
         replicas = self.group("dp_replicate")
-        # Replicas lie equally far apart: rank r of a copy is r's neighbour in all others.
-        first = [r - self.rank for r in dist.get_process_group_ranks(replicas)]
-        ranks = [[r + more for r in dist.get_process_group_ranks(shards)] for more in first]
+        # Replicas have a constant stride in global ranks.
+        offsets = [r - self.rank for r in dist.get_process_group_ranks(replicas)]
+        ranks = [[r + offset for r in dist.get_process_group_ranks(shards)] for offset in offsets]
         names = ("dp_replicate", shard_axis)
         return DeviceMesh.from_group(
             [replicas, shards], self.device.type, mesh=torch.tensor(ranks), mesh_dim_names=names
         )
 
     def pp_group(self, source: int, target: int) -> dist.ProcessGroup:
-        """The group through which one place of the pipeline sends to another.
+        """The group in which pp rank ``source`` sends to pp rank ``target``.
 
-        Up and down the ranks have a group each: between two ranks every message of a group then goes the same
-        way, and arrives in the order of the sends. NCCL would wait for ever where both sent first.
+        Each direction has its own group. Between two ranks all messages of a group then go one way and arrive
+        in the order of the sends. With one group NCCL would deadlock where both ranks send first.
         """
         return self.group("pp" if source < target else PP_UPSTREAM)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of an axis, or of axes joined by ``+``."""
-        assert axis in self.groups, f"no group for {axis or 'nothing'}: there are {list(self.groups)}"
+        assert axis in self.groups, f"no group for {axis or 'no axis'}: there are {list(self.groups)}"
         return self.groups[axis]
 
     def all_reduce_scalars(
-        self, values: Sequence[Tensor | float], beside: Sequence[Tensor] = ()
+        self, values: Sequence[Tensor | float], local_values: Sequence[Tensor] = ()
     ) -> list[float]:
-        """Sum small control values over all ranks and wait; see :meth:`start_control_all_reduce`."""
-        return self.start_control_all_reduce(values, beside).wait()
+        """Run the control all-reduce and wait for it; see :meth:`start_control_all_reduce`."""
+        return self.start_control_all_reduce(values, local_values).wait()
 
     def start_control_all_reduce(
-        self, values: Sequence[Tensor | float], beside: Sequence[Tensor] = ()
+        self, values: Sequence[Tensor | float], local_values: Sequence[Tensor] = ()
     ) -> ControlAllReduce:
-        """Sum small control values over all ranks: every rank sends its own and gets the sums.
+        """All-reduce small control values: every rank sends its values and gets the sums.
 
-        One process gets its own values back and calls nothing. The host waits for a GPU once, when it asks
-        for the sums: its own values are filled in there, as a copy of each would wait, too.
+        One process gets its own values back, without a collective. The CPU waits for a GPU once, in ``wait``.
 
         Args:
-            values: Those to sum.
-            beside: Values of the device to read at the same time; they are not summed, and come last.
+            values: Scalars to sum. Python numbers are written on the device, as a copy would synchronize.
+            local_values: Device scalars to read back in the same copy. They are not summed and come last.
         """
         with torch.no_grad():
             scalars = [v if isinstance(v, Tensor) else self._fill(v) for v in values]
             summed = torch.stack([scalar.to(self.device, torch.float64) for scalar in scalars])
             if self.control is not None:
                 dist.all_reduce(summed, group=self.control)
-            own = [scalar.to(self.device, torch.float64).view(1) for scalar in beside]
-            return ControlAllReduce(torch.cat((summed, *own)) if own else summed)
+            local = [scalar.to(self.device, torch.float64).view(1) for scalar in local_values]
+            return ControlAllReduce(torch.cat((summed, *local)) if local else summed)
 
     def _fill(self, value: float) -> Tensor:
         return torch.full((), value, dtype=torch.float64, device=self.device)
@@ -148,14 +151,14 @@ def init_mesh(
     rank: int | None = None,
     backend: str | None = None,
 ) -> Mesh:
-    """Meet the other ranks and name the axes; one process meets nobody.
+    """Create the process groups of a job. One process creates none.
 
     Args:
         job: The settled job.
-        counter: Learns which group is which axis.
-        store: Where the ranks meet; by default the supervisor's, under this attempt's generation.
-        rank: Who this process is; by default what the launcher says.
-        backend: Of the groups, if not the device's own.
+        counter: Is told the axis of every group.
+        store: For the rendezvous; by default the supervisor's store, under this attempt's generation.
+        rank: This process; by default ``RANK`` of the environment.
+        backend: Of the groups; by default NCCL on GPUs and gloo on CPUs.
     """
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     world_size = job.layout.world_size
@@ -166,15 +169,13 @@ def init_mesh(
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     store = store or _supervisor_store(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    assert dist.get_world_size() == world_size, (
-        f"{dist.get_world_size()} ranks came, {world_size} were planned"
-    )
+    assert dist.get_world_size() == world_size, f"{dist.get_world_size()} ranks, planned {world_size}"
     layout = job.layout
     control = dist.new_group(timeout=timeout)
     counter.name_axis(control, "control")
     groups = {}
     for axis, members in _list_groups(job):
-        if (group := _group_of(rank, members, timeout)) is not None:
+        if (group := _new_group(rank, members, timeout)) is not None:
             groups[axis] = group
             counter.name_axis(group, "pp" if axis == PP_UPSTREAM else axis)
     loss_pp_rank = stage_pp_ranks(job)[-1] if layout.pp > 1 else 0
@@ -182,25 +183,25 @@ def init_mesh(
 
 
 def _list_groups(job: Job) -> Iterator[tuple[str, list[list[int]]]]:
-    """The groups that a run of the job reports_loss in: an axis, and all ranks by group."""
-    layout, everybody = job.layout, range(job.layout.world_size)
+    """The axes that a run communicates over, and all ranks by group of each."""
+    layout, world = job.layout, range(job.layout.world_size)
     for axis in list_group_axes(job):
         yield axis, list_rank_groups(layout, axis)
-    copies = count_kv_replicas(job.model, layout.tp) if isinstance(job.model, DecoderModel) else 1
-    if copies > 1:
-        yield KV_REPLICA_AXIS, [list(everybody[first : first + copies]) for first in everybody[::copies]]
+    replicas = count_kv_replicas(job.model, layout.tp) if isinstance(job.model, DecoderModel) else 1
+    if replicas > 1:
+        yield KV_REPLICA_AXIS, [list(world[first : first + replicas]) for first in world[::replicas]]
     if layout.pp > 1:
-        lines = list_rank_groups(layout, "pp")
-        yield PP_UPSTREAM, lines
+        pipelines = list_rank_groups(layout, "pp")
+        yield PP_UPSTREAM, pipelines
         ends = find_tied_pp_ranks(job)
         if len(ends) > 1:
-            yield TIED_AXIS, [[line[pp_rank] for pp_rank in ends] for line in lines]
+            yield TIED_AXIS, [[pipeline[pp_rank] for pp_rank in ends] for pipeline in pipelines]
 
 
-def _group_of(rank: int, members: Iterable[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
-    """This rank's group, if it is in one; every rank takes part in making all of them."""
-    made = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in members]
-    return next((group for ranks, group in made if rank in ranks), None)
+def _new_group(rank: int, members: Iterable[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
+    """Create all groups of an axis, on every rank. Returns the one that this rank is in, if any."""
+    created = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in members]
+    return next((group for ranks, group in created if rank in ranks), None)
 
 
 def _supervisor_store(timeout: timedelta) -> dist.Store:
@@ -210,20 +211,20 @@ def _supervisor_store(timeout: timedelta) -> dist.Store:
 
 
 def destroy_mesh(mesh: Mesh) -> None:
-    """Close the groups."""
+    """Destroy the process groups."""
     if mesh.control is not None:
         dist.destroy_process_group()
 
 
 @overload
-def to_device(array: Tensor, device: torch.device) -> Tensor: ...
+def to_device(tensor: Tensor, device: torch.device) -> Tensor: ...
 @overload
-def to_device(array: Tensor | None, device: torch.device) -> Tensor | None: ...
-def to_device(array: Tensor | None, device: torch.device) -> Tensor | None:
-    """A part of a batch to the device, without waiting where the memory is pinned; None stays None."""
-    if array is not None and device.type == "cuda":
-        return array.pin_memory().to(device, non_blocking=True)
-    return array
+def to_device(tensor: Tensor | None, device: torch.device) -> Tensor | None: ...
+def to_device(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    """Copy a tensor of a batch to the device, asynchronously on a GPU. None stays None."""
+    if tensor is not None and device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor
 
 
 def _device(job: Job, local_rank: int) -> torch.device:

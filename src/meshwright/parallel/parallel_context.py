@@ -1,33 +1,41 @@
-"""What a rank has of the model and of its samples, before data parallelism: the inner axes, together."""
+"""This rank's context, tensor and expert parallelism: all axes inside data parallelism."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from meshwright.layout.axes import EXPERT_AXIS
-from meshwright.parallel.context import ContextParallel, build_context_parallel
+from meshwright.parallel.context import ContextParallel
 from meshwright.parallel.local_shards import LocalShards
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.ring_attention import RingContextParallel
 from meshwright.parallel.tensor_collectives import TensorParallel
+from meshwright.parallel.ulysses import UlyssesContextParallel
 from meshwright.spec.job import Job
+
+CONTEXT_METHODS: dict[str, type[ContextParallel]] = {
+    "ring": RingContextParallel,
+    "ulysses": UlyssesContextParallel,
+}
+"""By ``layout.context``."""
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """A rank's place on the axes that share a sequence, a matrix, or the experts of a layer."""
+    """The groups that share sequences, dense weights and experts, and this rank's shards."""
 
     mesh: Mesh
-    context: ContextParallel | None
-    """Which positions it has; None for all."""
+    cp: ContextParallel | None
+    """The positions of this rank; None without context parallelism."""
     tp: TensorParallel | None
-    """Which part of each dense matrix it has; None for all."""
+    """The ``tp`` group; None without tensor parallelism."""
     local_shards: LocalShards | None
-    """Which piece of each parameter it has, of experts too; None for all of every parameter."""
+    """The tp and ep shard of each parameter; None if parameters are full."""
 
     @classmethod
-    def of(cls, job: Job, mesh: Mesh) -> ParallelContext:
-        """The rank's; all ranks ask together."""
-        context = build_context_parallel(job, mesh)
+    def build(cls, job: Job, mesh: Mesh) -> ParallelContext:
+        """Build this rank's. All ranks call it together."""
+        cp = CONTEXT_METHODS[job.layout.context](job, mesh) if job.layout.cp > 1 else None
         tp = TensorParallel(job, mesh) if job.layout.tp > 1 else None
-        has_local_shards = tp is not None or EXPERT_AXIS in mesh.groups
-        return cls(mesh, context, tp, LocalShards(job, mesh, tp) if has_local_shards else None)
+        shards = tp is not None or EXPERT_AXIS in mesh.groups
+        return cls(mesh, cp, tp, LocalShards(job, mesh, tp) if shards else None)

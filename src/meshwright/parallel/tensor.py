@@ -1,24 +1,27 @@
-"""Tensor and sequence parallelism: ranks of ``tp`` share each matrix, and the tokens between the blocks.
+"""Tensor and sequence parallelism: ranks of ``tp`` shard each weight matrix, and the tokens between blocks.
 
-The model is built with the matrices that a rank holds (``plan.tensor.narrow``), and the modules of the table
-beside it (``run.models.decoder_sharding``) are given a style:
+The model is built with the shapes of a shard (``layout.tensor_parallel.shard_decoder``). The table beside it
+(``models.decoder_sharding``) gives modules a style:
 
-``enter``       its input is the same on all ranks. Plain: it is already, and the parts of its gradient are
-                summed in the backward pass. Sequence parallel: ranks send their tokens and get all of them.
-``column``      a product with the rank's rows of the weight. Below ``enter`` the input is ready; elsewhere
-                the product enters by itself, which is as right, and one collective more.
-``keys``        the same for keys and values: where there are fewer heads than ranks, several hold one head.
-``row``         a product with the rank's columns, which is a part of a sum: it **leaves**, every rank sending
-                its part and getting the sum (sequence parallel: the sum of its own tokens). A bias is added
-                behind the sum.
-``vocabulary``  rows of the words. The embedding looks up the rank's own words and leaves. The head gives the
-                logits of the rank's own words, of which the loss needs two small sums over the ranks.
-``positions``   whole; a rank looks up the positions of its own tokens.
+``prepare_input``  The input becomes the full (B, T, D) on every rank (``TensorParallel.prepare_input``).
+``colwise``        A linear with this rank's rows of the weight: it computes this rank's output columns. Below
+                   a ``prepare_input`` module the input is ready. Elsewhere the linear prepares it itself, at
+                   the cost of one more collective.
+``colwise_kv``     The same for keys and values. With fewer heads than ranks, several ranks hold one head.
+``rowwise``        A linear with this rank's columns of the weight: it computes a partial sum. Every rank
+                   sends its partial sum and gets the sum (sequence parallel: of its tokens). The bias is
+                   added after the sum.
+``vocab``          Rows of the vocabulary. The embedding looks up this rank's tokens and reduces the output.
+                   The head computes the logits of this rank's vocabulary; the loss needs two small
+                   all-reduces.
+``positions``      Replicated. A rank looks up the positions of its tokens.
 
-Shape suffixes: B batch, T tokens of a sequence, D hidden, V the rank's words, N = B x T, C a chunk of N.
+Shape suffixes: B batch, T tokens of a sequence, D hidden, V this rank's vocabulary, N = B x T, C chunk of N.
 """
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
@@ -33,47 +36,52 @@ from meshwright.models.moe import MixtureOfExperts
 from meshwright.parallel.tensor_collectives import TensorParallel
 
 
-class ColumnLinear(Linear):
-    """A product with the rank's rows of the weight."""
+class ColumnParallelLinear(Linear):
+    """A linear with this rank's rows of the weight."""
 
-    def __init__(self, linear: nn.Linear, tp: TensorParallel) -> None:
-        nn.Module.__init__(self)
-        _take_over(self, linear)
-        self._tp = tp
-        self.prepared = False
-        """Whether a module around it has entered already."""
+    def __init__(self, linear: nn.Linear, tp: TensorParallel, input_prepared: bool) -> None:
+        """Take the parameters of the linear that it replaces.
+
+        Args:
+            linear: With the shapes of a shard.
+            tp: The group.
+            input_prepared: Whether a module around it prepares the input.
+        """
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        self._tp, self._input_prepared = tp, input_prepared
 
     def forward(self, x: Tensor) -> Tensor:
-        """The rank's columns of the result."""
-        return super().forward(x if self.prepared else self._tp.prepare_input(x))
+        """This rank's columns of the output."""
+        return super().forward(x if self._input_prepared else self._tp.prepare_input(x))
 
 
-class RowLinear(Linear):
-    """A product with the rank's columns of the weight; the bias comes behind the sum."""
+class RowParallelLinear(Linear):
+    """A linear with this rank's columns of the weight. The bias is added after the sum over the ranks."""
 
     adds_bias = False
 
     def __init__(self, linear: nn.Linear, tp: TensorParallel) -> None:
-        nn.Module.__init__(self)
-        _take_over(self, linear)
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
         self._tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
-        """The whole result."""
+        """The full output."""
         summed = self._tp.reduce_output(self.matmul(x, bias=None))
         return summed if self.bias is None else summed + self.bias.to(summed.dtype)
 
 
-class VocabularyEmbedding(nn.Embedding):
-    """Looks up the words whose rows the rank holds; the others are zero, and other ranks have them."""
+class VocabParallelEmbedding(nn.Embedding):
+    """Looks up the tokens of this rank's vocabulary. The others are zero here and come from other ranks."""
 
     def __init__(self, embedding: nn.Embedding, tp: TensorParallel) -> None:
-        nn.Module.__init__(self)
-        _take_over(self, embedding)
+        super().__init__(embedding.num_embeddings, embedding.embedding_dim, _weight=embedding.weight)
+        self.weight = embedding.weight
         self._tp = tp
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """The residual stream of the first block."""
+        """The residual stream before the first block."""
         self._tp.batch = (tokens_BT.shape[0], tokens_BT.shape[1])
         own_BT = tokens_BT - self._tp.rank * self.num_embeddings
         elsewhere_BT = (own_BT < 0) | (own_BT >= self.num_embeddings)
@@ -81,21 +89,23 @@ class VocabularyEmbedding(nn.Embedding):
         return self._tp.reduce_output(found_BTD.masked_fill(elsewhere_BT.unsqueeze(-1), 0.0))
 
 
-class VocabularyHead(Head):
-    """The logits of the rank's own words, and a loss of all."""
+class VocabParallelHead(Head):
+    """The logits of this rank's vocabulary, and the loss over the whole vocabulary."""
 
     def __init__(self, head: nn.Linear, tp: TensorParallel) -> None:
-        nn.Module.__init__(self)
-        _take_over(self, head)
+        super().__init__(head.in_features, head.out_features, bias=False, device="meta")
+        self.register_parameter(
+            "weight", cast("nn.Parameter | None", head.weight)
+        )  # None where it is another stage's embedding
         self._tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
         """All logits (B, T, V), on every rank."""
         own_BTV = F.linear(self._tp.prepare_input(x), self.get_weight())
-        return self._tp.all_gather_columns(own_BTV)[..., : self._tp.words]
+        return self._tp.all_gather_columns(own_BTV)[..., : self._tp.vocab_size]
 
     def loss(self, x: Tensor, targets_BT: Tensor, chunk: int) -> Tensor:
-        """Summed over the targets; every rank has it."""
+        """The loss summed over the targets, on every rank."""
         x_ND = self._tp.prepare_input(x).flatten(0, 1)
         targets_N = targets_BT.flatten()
         return linear_cross_entropy(
@@ -103,12 +113,12 @@ class VocabularyHead(Head):
         )
 
     def _softmax(self, logits_CV: Tensor, targets_C: Tensor, wanted: bool) -> tuple[Tensor, Tensor | None]:
-        """The summed loss of a chunk, and its gradient by the rank's logits, which it overwrites.
+        """The summed loss of a chunk and its gradient by this rank's logits, which it overwrites.
 
-        Ranks agree on the largest logit, then on the sum of exponentials and the target's logit.
+        Two all-reduces: the largest logit; then the sum of exponentials together with the target's logit.
         """
         first = self._tp.rank * self.out_features
-        logits_CV[:, max(0, self._tp.words - first) :] = float("-inf")  # rows that are no word
+        logits_CV[:, max(0, self._tp.vocab_size - first) :] = float("-inf")  # padding of the vocabulary
         own_C = targets_C - first
         mine_C = (own_C >= 0) & (own_C < self.out_features)
         own_C = own_C.clamp_(0, self.out_features - 1)
@@ -125,66 +135,63 @@ class VocabularyHead(Head):
         return loss, grad_CV.mul_(counted_C.unsqueeze(1))
 
 
-@torch.no_grad()
-def gather_full_activation(tp: TensorParallel, module: str, what: str, tensor: Tensor) -> Tensor:
-    """What a module would have read or put out in one process; all ranks ask for the same at the same time.
-
-    Args:
-        tp: The rank's place.
-        module: Its name.
-        what: ``input`` or ``output``.
-        tensor: What it really put out, or was called with, before its style made something of it.
-    """
-    style, output = style_of(module), what == "output"
-    if (style in ("column", "keys") and output) or (style == "row" and not output):
-        return tp.all_gather_columns(tensor, tp.copies if style == "keys" else 1)
-    floating = tensor.is_floating_point() and tensor.ndim == 2  # tokens and their loss are no streams
-    return tp.all_gather_tokens(tensor) if floating else tensor
-
-
-def _take_over(module: nn.Module, old: nn.Module) -> None:
-    """Parameters and sizes of the module that is replaced."""
-    state = {
-        key: value for key, value in old.__dict__.items() if not key.startswith("_") or key == "_parameters"
-    }
-    module.__dict__.update(state)
-    module.training = old.training
-
-
-def apply_tensor_parallel(network: Decoder, tp: TensorParallel) -> None:
-    """Give the modules of the table their styles, in place; the parameters may lie nowhere yet."""
-    _keep_sums(network)
-    for name, module in list(network.named_modules()):
-        style = style_of(name)
-        owner_name, _, leaf = name.rpartition(".")
-        owner = network.get_submodule(owner_name)
-        if isinstance(module, MixtureOfExperts):  # routes what a rank has, and shares the rest out itself
+def apply_tensor_parallel(decoder: Decoder, tp: TensorParallel | None) -> None:
+    """Replace the modules of the sharding table by tensor-parallel ones. Parameters may be on meta."""
+    if tp is None:
+        return
+    _set_saved_activations(decoder)
+    for name, module in list(decoder.named_modules()):
+        if isinstance(module, MixtureOfExperts):  # routes local tokens; see ``parallel.expert``
             continue
-        if style == "enter":
+        style = style_of(name)
+        if style == "prepare_input":
             module.register_forward_pre_hook(
                 lambda _, inputs: (tp.prepare_input(inputs[0]), *inputs[1:]), prepend=True
             )
         elif style == "positions":
             module.register_forward_pre_hook(lambda _, inputs: (tp.local_tokens(inputs[0]),))
-        elif isinstance(module, nn.Embedding) and style == "vocabulary":
-            setattr(owner, leaf, VocabularyEmbedding(module, tp))
-        elif isinstance(module, nn.Linear):
-            if style == "vocabulary":
-                setattr(owner, leaf, VocabularyHead(module, tp))
-            elif style == "row":
-                setattr(owner, leaf, RowLinear(module, tp))
-            elif style in ("column", "keys"):
-                column = ColumnLinear(module, tp)
-                column.prepared = style_of(owner_name) == "enter"
-                setattr(owner, leaf, column)
+        elif style is not None:
+            parent, _, leaf = name.rpartition(".")
+            prepared = style_of(parent) == "prepare_input"
+            setattr(decoder.get_submodule(parent), leaf, _parallelize_module(module, style, tp, prepared))
 
 
-def _keep_sums(network: Decoder) -> None:
-    """Recomputation keeps the sum that a product becomes; not a block's last one, which nobody reads."""
-    for number, block in network.blocks.items():
+def _parallelize_module(module: nn.Module, style: str, tp: TensorParallel, prepared: bool) -> nn.Module:
+    """The tensor-parallel module that replaces another one, with its parameters."""
+    if isinstance(module, nn.Embedding):
+        return VocabParallelEmbedding(module, tp)
+    assert isinstance(module, nn.Linear), f"{type(module).__name__} has no style {style}"
+    if style == "vocab":
+        return VocabParallelHead(module, tp)
+    return RowParallelLinear(module, tp) if style == "rowwise" else ColumnParallelLinear(module, tp, prepared)
+
+
+def _set_saved_activations(decoder: Decoder) -> None:
+    """Selective activation checkpointing saves the reduced output of a row-parallel linear.
+
+    It does not save a partial sum, nor the block's last output, which no backward pass reads.
+    """
+    for number, block in decoder.blocks.items():
         assert isinstance(block, Block), "a decoder's blocks"
-        products = list(block.list_gemm_modules())
-        rows = [style_of(f"blocks.{number}.{name}") == "row" for name, _ in products]
-        last = len(products) - 1 if isinstance(products[-1][1], Linear) else None
-        block.saved_gemms = [not row for row in rows]
-        block.saved_reductions = [index != last for index, row in enumerate(rows) if row]
+        gemms = list(block.list_gemm_modules())
+        rowwise = [style_of(f"blocks.{number}.{name}") == "rowwise" for name, _ in gemms]
+        last = len(gemms) - 1 if isinstance(gemms[-1][1], Linear) else None
+        block.saved_gemms = [not row for row in rowwise]
+        block.saved_reductions = [index != last for index, row in enumerate(rowwise) if row]
+
+
+@torch.no_grad()
+def gather_full_activation(tp: TensorParallel, module: str, what: str, tensor: Tensor) -> Tensor:
+    """The input or output that a module has in one process. All ranks call it for the same module together.
+
+    Args:
+        tp: The group.
+        module: Its name.
+        what: ``input`` or ``output``.
+        tensor: The local output, or the local input before ``prepare_input``.
+    """
+    style, is_output = style_of(module), what == "output"
+    if (style in ("colwise", "colwise_kv") and is_output) or (style == "rowwise" and not is_output):
+        return tp.all_gather_columns(tensor, tp.kv_replicas if style == "colwise_kv" else 1)
+    is_residual = tensor.is_floating_point() and tensor.ndim == 2  # neither tokens nor a loss
+    return tp.all_gather_tokens(tensor) if is_residual else tensor

@@ -1,8 +1,8 @@
-"""A rank's place among those that share each matrix: the collectives over ``tp``, and who holds what.
+"""The ``tp`` group: its collectives with their gradients, and the shards of dense parameters.
 
-They are torch's functional collectives, which its compiler and its fake tensors understand. Sequence
-parallelism cuts the tokens of the whole micro-batch into equal runs, not those of each sample: what is
-gathered then lies in order, and nothing is copied.
+The collectives are functional: torch.compile and fake tensors can trace them. Sequence parallelism shards
+the tokens of the whole micro-batch into equal runs, not those of each sample. Gathered tokens are then in
+order without a copy.
 """
 
 from __future__ import annotations
@@ -24,42 +24,26 @@ from meshwright.layout.tensor_parallel import (
     needs_tp_grad_sync,
 )
 from meshwright.models.decoder_sharding import style_of
+from meshwright.parallel.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
-_functional = torch.ops._c10d_functional
 
-
-def _all_reduce(x: Tensor, group: str, operation: str = "sum") -> Tensor:
-    """Every rank sends a tensor and gets the sum."""
-    return _functional.wait_tensor(_functional.all_reduce(x.contiguous(), operation, group))
-
-
-def all_gather_rows(x: Tensor, size: int, group: str) -> Tensor:
-    """Every rank sends its rows and gets all rows."""
-    return _functional.wait_tensor(_functional.all_gather_into_tensor(x.contiguous(), size, group))
-
-
-def _reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
-    """Every rank sends all rows and gets the sum of its own."""
-    return _functional.wait_tensor(_functional.reduce_scatter_tensor(x.contiguous(), "sum", size, group))
-
-
-class _Sum(torch.autograd.Function):
-    """Forward: the sum. Backward: nothing, as every rank has the whole gradient."""
+class _AllReduceForward(torch.autograd.Function):
+    """Forward: all-reduce. Backward: identity, as every rank has the full gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        return _all_reduce(x, group)
+        return all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
-class _SumGradient(torch.autograd.Function):
-    """Forward: nothing, as every rank has the whole input. Backward: the sum."""
+class _AllReduceBackward(torch.autograd.Function):
+    """Forward: identity, as every rank has the full input. Backward: all-reduce."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -68,142 +52,159 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grad, ctx.group), None
+        return all_reduce(grad, ctx.group), None
 
 
-class _Gather(torch.autograd.Function):
-    """Forward: all ranks' rows. Backward: the sum, each rank's own rows of it."""
+class _AllGather(torch.autograd.Function):
+    """Forward: all-gather of rows. Backward: reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, group: str) -> Tensor:
-        ctx.place = (size, group)
+        ctx.group = (size, group)
         return all_gather_rows(x, size, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _reduce_scatter(grad, *ctx.place), None, None
+        return reduce_scatter_rows(grad, *ctx.group), None, None
 
 
-class _Scatter(torch.autograd.Function):
-    """Forward: the sum, each rank's own rows of it. Backward: all ranks' rows."""
+class _ReduceScatter(torch.autograd.Function):
+    """Forward: reduce-scatter of rows. Backward: all-gather."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, group: str) -> Tensor:
-        ctx.place = (size, group)
-        return _reduce_scatter(x, size, group)
+        ctx.group = (size, group)
+        return reduce_scatter_rows(x, size, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather_rows(grad, *ctx.place), None, None
+        return all_gather_rows(grad, *ctx.group), None, None
 
 
 class TensorParallel:
-    """A rank's place among those that share each matrix, and what of each parameter it holds."""
+    """This rank in its ``tp`` group, and its shard of every dense parameter."""
 
     def __init__(self, job: Job, mesh: Mesh) -> None:
         assert isinstance(job.model, DecoderModel), "the legality table splits decoders only"
         self._mesh = mesh
         group = mesh.group("tp")
         self.size, self.rank, self.name = group.size(), group.rank(), group.group_name
-        self.sequence = job.layout.sequence_parallel
-        self.copies = count_kv_replicas(job.model, self.size)
-        self.words = job.model.vocab_size
+        self.sequence_parallel = job.layout.sequence_parallel
+        self.kv_replicas = count_kv_replicas(job.model, self.size)
+        self.vocab_size = job.model.vocab_size
         self.batch = (job.layout.micro_batch or 1, job.data.seq_len // job.layout.cp)
-        """Samples and tokens a sample of the micro-batch that is in work."""
+        """Samples of the current micro-batch, and tokens per sample."""
         self._shapes = {p.name: p.shape for p in list_parameters(job.model)}
 
     def prepare_input(self, x: Tensor) -> Tensor:
-        """To (B, T, D) on every rank, from what the residual stream holds."""
-        if not self.sequence:
-            return _SumGradient.apply(x, self.name)
-        return _Gather.apply(x, self.size, self.name).view(*self.batch, -1)
+        """The residual stream as (B, T, D) on every rank, before column-parallel linears.
 
-    def reduce_output(self, part: Tensor) -> Tensor:
-        """The sum of the ranks' parts, as the residual stream holds it."""
-        if not self.sequence:
-            return _Sum.apply(part, self.name)
-        return _Scatter.apply(part.flatten(0, 1), self.size, self.name)
+        Plain: identity, and every rank sends its part of the gradient and gets the sum. Sequence parallel:
+        every rank sends its tokens and gets all tokens, and the gradient is reduce-scattered.
+        """
+        if not self.sequence_parallel:
+            return _AllReduceBackward.apply(x, self.name)
+        return _AllGather.apply(x, self.size, self.name).view(*self.batch, -1)
+
+    def reduce_output(self, partial: Tensor) -> Tensor:
+        """The sum of the ranks' partial outputs, after a row-parallel linear.
+
+        Plain: every rank sends its partial output and gets the sum. Sequence parallel: it gets the sum of its
+        tokens.
+        """
+        if not self.sequence_parallel:
+            return _AllReduceForward.apply(partial, self.name)
+        return _ReduceScatter.apply(partial.flatten(0, 1), self.size, self.name)
 
     def local_tokens(self, index: Tensor) -> Tensor:
-        """Of one number a token, those of the tokens that the rank holds between the blocks."""
-        if not self.sequence:
+        """Of one value per token, those of this rank's tokens of the residual stream."""
+        if not self.sequence_parallel:
             return index
         return index.expand(self.batch).flatten().chunk(self.size)[self.rank]
 
-    def all_gather_columns(self, x: Tensor, copies: int = 1) -> Tensor:
-        """All ranks' columns of what a split product gave; of copies a rank takes its own."""
+    def all_gather_columns(self, x: Tensor, replicas: int = 1) -> Tensor:
+        """Every rank sends the columns that a column-parallel linear gave, and gets all columns.
+
+        Args:
+            x: This rank's columns.
+            replicas: Ranks with the same columns. A rank takes those of its own replica.
+        """
         parts = all_gather_rows(x, self.size, self.name).chunk(self.size)
-        return torch.cat(parts[self.rank % copies :: copies], dim=-1)
+        return torch.cat(parts[self.rank % replicas :: replicas], dim=-1)
 
     def all_gather_tokens(self, x: Tensor) -> Tensor:
-        """All ranks' tokens of what the residual stream holds, by sample."""
-        return all_gather_rows(x, self.size, self.name).unflatten(0, self.batch) if self.sequence else x
+        """Every rank sends its tokens of the residual stream and gets all tokens, by sample."""
+        if not self.sequence_parallel:
+            return x
+        return all_gather_rows(x, self.size, self.name).unflatten(0, self.batch)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, outside the backward pass."""
-        return _all_reduce(x, self.name)
+        """Every rank sends a tensor and gets the sum. Without a gradient."""
+        return all_reduce(x, self.name)
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
-        """The largest over the ranks."""
-        return _all_reduce(x, self.name, "max")
+        """Every rank sends a tensor and gets the elementwise maximum."""
+        return all_reduce(x, self.name, "max")
 
     def replicas_of(self, name: str) -> int:
         """How many ranks hold the same elements of a parameter."""
         if is_tp_replicated(name):
             return self.size
-        return self.copies if is_kv_projection(name) else 1
+        return self.kv_replicas if is_kv_projection(name) else 1
 
-    def shard(self, name: str, whole: Tensor) -> Tensor:
-        """The rank's part of a parameter, or of what has its shape, in memory of its own.
+    def shard(self, name: str, full: Tensor) -> Tensor:
+        """This rank's shard of a parameter, or of a tensor of its shape, in memory of its own.
 
-        Words are filled up with zeros.
+        A vocabulary that does not divide is padded with zeros.
         """
         if is_tp_replicated(name):
-            return whole
-        dim, copies = self._dim(name), self.replicas_of(name)
-        pieces, index = self.size // copies, self.rank // copies
-        everything = self._shapes[name][dim]
-        length = -(-everything // pieces)
-        own = slice(min(index * length, everything), min((index + 1) * length, everything))
-        part = whole[own] if dim == 0 else whole[:, own]  # of a mapped file no more is read
+            return full
+        dim, replicas = self._shard_dim(name), self.replicas_of(name)
+        shards, index = self.size // replicas, self.rank // replicas
+        total = self._shapes[name][dim]
+        length = -(-total // shards)
+        own = slice(min(index * length, total), min((index + 1) * length, total))
+        part = full[own] if dim == 0 else full[:, own]  # of a memory-mapped file only this is read
         missing = length - part.shape[dim]
         return F.pad(part, (0, 0) * (part.ndim - 1 - dim) + (0, missing)) if missing else part.clone()
 
     @torch.no_grad()
     def all_gather(self, name: str, own: Tensor) -> Tensor:
-        """The whole of what each rank holds a part of: every rank sends its part and gets all of them.
+        """Every rank sends its shard of a tensor and gets the full tensor.
 
-        Of copies a rank takes its own, so that copies which disagree are seen.
+        A rank takes the shards of its own replica, so that replicas which differ are seen.
         """
         if is_tp_replicated(name):
             return own
-        copies = self.replicas_of(name)
-        parts = all_gather_rows(own, self.size, self.name).chunk(self.size)[self.rank % copies :: copies]
-        dim = self._dim(name)
+        replicas, dim = self.replicas_of(name), self._shard_dim(name)
+        parts = all_gather_rows(own, self.size, self.name).chunk(self.size)[self.rank % replicas :: replicas]
         return torch.cat(parts, dim).narrow(dim, 0, self._shapes[name][dim])
 
-    def _dim(self, name: str) -> int:
-        owner, _, leaf = name.rpartition(".")
-        return 1 if style_of(owner) == "row" and leaf == "weight" else 0
+    def _shard_dim(self, name: str) -> int:
+        module, _, leaf = name.rpartition(".")
+        return 1 if style_of(module) == "rowwise" and leaf == "weight" else 0
 
     @torch.no_grad()
     def all_reduce_grads(self, gradients: dict[str, Tensor | None], counts: dict[str, int]) -> None:
-        """Add up, in place, what each rank has a part of: one call for copies of keys, one for whole tensors.
+        """All-reduce, in place, gradients of which each rank has a part of the sum.
+
+        One call for replicated key and value heads, over their replicas. One call for replicated parameters,
+        over ``tp``. Every rank sends its gradients and gets the sums.
 
         Args:
             gradients: By parameter, as this rank holds them.
-            counts: Elements that the fullest rank holds of each.
+            counts: Elements of each on the rank that has the most.
         """
-        summed = [name for name in gradients if needs_tp_grad_sync(name, self.sequence)]
-        copied = [name for name in gradients if self.copies > 1 and is_kv_projection(name)]
-        for names, axis in ((summed, "tp"), (copied, KV_REPLICA_AXIS)):
+        replicated = [name for name in gradients if needs_tp_grad_sync(name, self.sequence_parallel)]
+        kv = [name for name in gradients if self.kv_replicas > 1 and is_kv_projection(name)]
+        for names, axis in ((replicated, "tp"), (kv, KV_REPLICA_AXIS)):
             found = [(g, counts[name]) for name in names if (g := gradients[name]) is not None]
             if found:
-                self._sum(found, self._mesh.group(axis))
+                self._all_reduce_flat(found, self._mesh.group(axis))
 
-    def _sum(self, gradients: Sequence[tuple[Tensor, int]], group: dist.ProcessGroup) -> None:
-        filled = [F.pad(g.flatten(), (0, count - g.numel())) for g, count in gradients]
-        flat = torch.cat(filled).to(self._mesh.device)  # from the host, where gradients are offloaded
+    def _all_reduce_flat(self, gradients: Sequence[tuple[Tensor, int]], group: dist.ProcessGroup) -> None:
+        padded = [F.pad(g.flatten(), (0, count - g.numel())) for g, count in gradients]
+        flat = torch.cat(padded).to(self._mesh.device)  # from CPU memory, where gradients are offloaded
         dist.all_reduce(flat, group=group)
-        for (gradient, _), summed in zip(gradients, flat.split([len(f) for f in filled]), strict=True):
+        for (gradient, _), summed in zip(gradients, flat.split([len(p) for p in padded]), strict=True):
             gradient.copy_(summed[: gradient.numel()].view_as(gradient))

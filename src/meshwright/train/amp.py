@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from meshwright.checkpoint.divergence import loss_scale_collapsed_error
 from meshwright.models.attention import prefer_fast_attention
 from meshwright.models.dtypes import AUTOCAST_DTYPES
-from meshwright.parallel.zero1 import ShardedState
+from meshwright.parallel.sharded_state import ShardedState
 from meshwright.spec.execution import uses_eager_blocks
 from meshwright.spec.job import Job
 from meshwright.train.optimizers.adamw import FusedAdamW, clipping_factor

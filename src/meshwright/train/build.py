@@ -7,34 +7,18 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from meshwright.checkpoint.resume import resume
 from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import CheckpointedState, TrainState
-from meshwright.layout.stages import local_stages
-from meshwright.models.bf16_weights import WeightCopies
-from meshwright.models.decoder import Decoder, Stages, compile_blocks, fuse_blocks
-from meshwright.models.dtypes import AUTOCAST_DTYPES, RESIDUAL_DTYPES
+from meshwright.models.decoder import Decoder, Stages
 from meshwright.models.init import WeightSource, find_weight_source
 from meshwright.models.kernels.gemm_autotune import autotune_gemms
-from meshwright.models.linear import convert_linears_to_fp8
-from meshwright.parallel.apply import (
-    apply_data_parallel,
-    build_bucket_reducer,
-    build_pipeline,
-    build_sharded_state,
-)
-from meshwright.parallel.build import ShardedWeights, build_model
-from meshwright.parallel.parallel_context import ParallelContext
-from meshwright.parallel.pipeline.collect import gather_to_first_stage
-from meshwright.spec.execution import (
-    keeps_bf16_grads,
-    uses_bf16_weight_copies,
-    uses_eager_blocks,
-    uses_fused_adamw,
-    uses_triton_blocks,
-)
+from meshwright.parallel.apply import parallelize
+from meshwright.parallel.data_parallel import build_bucket_reducer, build_sharded_state
+from meshwright.parallel.pipeline.build import build_pipeline
+from meshwright.parallel.pipeline.p2p import gather_to_first_stage
+from meshwright.spec.execution import uses_fused_adamw
 from meshwright.spec.job import Job
 from meshwright.train.amp import MixedPrecision
 from meshwright.train.data import OpenSplit, open_data
@@ -67,7 +51,7 @@ def build_trainer(
     optimizer = build_optimizer(model.sharded_state, job.train, copies, uses_fused_adamw(job))
     offloaded = build_offloaded_state(optimizer, model.sharded_state, job, mesh)
     balancer = build_expert_balancer(model.model, job, mesh.device, amp)
-    data = open_data(job, Path(assignment.data_dir), mesh, model.parallel.context, open_split)
+    data = open_data(job, Path(assignment.data_dir), mesh, model.parallel.cp, open_split)
     state = CheckpointedState(
         plan=context.plan,
         counters=TrainState(),
@@ -101,35 +85,15 @@ def _set_determinism(job: Job) -> None:
 
 
 def _parallelize(context: RankContext, amp: MixedPrecision, weights: WeightSource) -> ParallelModel:
-    """Build the rank's part of the model and apply all axes; ``parallel.apply`` explains their order."""
+    """Build the rank's part of the model with all axes applied, its pipeline and its optimizer shard."""
     plan, job, mesh = context.plan, context.plan.job, context.mesh
-    parallel = ParallelContext.of(job, mesh)
-    if parallel.local_shards is not None:
-        weights = ShardedWeights(weights, parallel.local_shards)
-    model = build_model(job, mesh.device, weights, parallel, local_stages(job, mesh.pp_rank))
-    weight_copies = _compile(model, job) if not uses_eager_blocks(job) else None
+    model, module, parallel = parallelize(job, mesh, weights)
     autotune_gemms(job, mesh.device, context.events)
-    module = apply_data_parallel(model, job, mesh, weights)
     pipeline, reducer = None, None
     if isinstance(model, Stages):
         pipeline = build_pipeline(model, job, plan.micro_batches, mesh, amp)
     else:
         reducer = build_bucket_reducer(model, job, mesh)
     sharded_state = build_sharded_state(model, job, mesh, parallel.local_shards)
+    weight_copies = model.weight_copies if isinstance(model, Decoder) else None
     return ParallelModel(model, module, pipeline, reducer, parallel, sharded_state, weight_copies)
-
-
-def _compile(model: nn.Module, job: Job) -> WeightCopies | None:
-    """Set up blocks that are not eager, as the job says; returns the bf16 weight copies."""
-    for decoder in model if isinstance(model, Stages) else (model,):
-        assert isinstance(decoder, Decoder), "the legality table compiles decoders only"
-        decoder.residual_dtype = RESIDUAL_DTYPES[job.train.residual_dtype]
-        if job.train.precision == "fp8":
-            convert_linears_to_fp8(decoder, gradients=job.train.fp8_weight_grads)
-        if uses_bf16_weight_copies(job):
-            decoder.weight_copies = WeightCopies(decoder, AUTOCAST_DTYPES[job.train.precision])
-        if uses_triton_blocks(job):
-            fuse_blocks(decoder, torch.bfloat16 if keeps_bf16_grads(job) else torch.float32)
-        else:
-            compile_blocks(decoder, backend=job.train.compile_backend)
-    return model.weight_copies if isinstance(model, Decoder) else None

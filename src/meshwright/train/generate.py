@@ -26,9 +26,8 @@ from meshwright.launch.exits import EXIT_OK
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.models.decoder import Decoder
 from meshwright.models.init import WeightSource, find_weight_source
-from meshwright.parallel.build import ShardedWeights, build_model
+from meshwright.parallel.apply import parallelize
 from meshwright.parallel.mesh import Mesh, destroy_mesh, init_mesh
-from meshwright.parallel.parallel_context import ParallelContext
 from meshwright.spec.hf_config import read_config
 from meshwright.spec.job import Job
 from meshwright.spec.load import SpecError, build_job
@@ -123,7 +122,7 @@ class GenerateTask:
         tables = {
             "model": model,
             "data": {"path": "builtin:python-stdlib", "tokenizer": "byte", "seq_len": length},
-            "train": {"steps": 1, "global_batch": 1},
+            "train": {"steps": 1, "global_batch": 1, "block_backend": "eager"},
             "layout": {"tp": self.tp, "micro_batch": 1},
             "cluster": cluster,
         }
@@ -152,10 +151,7 @@ def load_model(task: GenerateTask, mesh: Mesh | None = None) -> Decoder:
     weights: WeightSource = _CheckpointWeights(folder)
     if not (folder / MANIFEST).is_file():
         weights = find_weight_source(job, from_hf=True)
-    parallel = ParallelContext.of(job, mesh)
-    if parallel.local_shards is not None:
-        weights = ShardedWeights(weights, parallel.local_shards)
-    model = build_model(job, mesh.device, weights, parallel)
+    model, _, _ = parallelize(job, mesh, weights)
     assert isinstance(model, Decoder), "a model of text"
     if (folder / MANIFEST).is_file():
         _load_biases(model, job, folder)

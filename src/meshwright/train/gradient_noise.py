@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from meshwright.models.init import parameter_seed
 from meshwright.parallel.ddp import FixedBucketDDP
-from meshwright.parallel.zero1 import ShardedState
+from meshwright.parallel.sharded_state import ShardedState
 from meshwright.spec.job import Train
 
 ANNEALING = 0.55

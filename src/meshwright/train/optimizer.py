@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from meshwright.layout.lr_schedule import scaled_lr
 from meshwright.layout.optimizer_state import STEP_COUNT, decays, rule_of, state_keys
-from meshwright.parallel.zero1 import ShardedState
+from meshwright.parallel.sharded_state import ShardedState
 from meshwright.spec.job import Train
 from meshwright.spec.train_defaults import setting
 from meshwright.train.optimizers.adamw import FusedAdamW

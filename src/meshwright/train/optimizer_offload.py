@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from meshwright.layout.optimizer_offload import STAGING_BUFFERS, list_state_buckets, staging_sizes
 from meshwright.measure.memory_tracker import unique_bytes
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.zero1 import ShardedState
+from meshwright.parallel.sharded_state import ShardedState
 from meshwright.spec.job import Job
 
 State = dict[str, Tensor]

@@ -26,13 +26,14 @@ from meshwright.measure.step_observer import StepObserver
 from meshwright.models.bf16_weights import WeightCopies
 from meshwright.models.decoder import Decoder, Stages
 from meshwright.models.resnet import ResNet
-from meshwright.parallel.apply import gradient_sync, sync_batch_norm_stats
 from meshwright.parallel.batch import Batch
 from meshwright.parallel.bucket_reducer import BucketReducer
+from meshwright.parallel.data_parallel import gradient_sync
+from meshwright.parallel.ddp import sync_batch_norm_stats
 from meshwright.parallel.mesh import ControlAllReduce, Mesh
 from meshwright.parallel.parallel_context import ParallelContext
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.parallel.zero1 import ShardedState
+from meshwright.parallel.sharded_state import ShardedState
 from meshwright.plan.contract import Plan
 from meshwright.spec.job import Job
 from meshwright.train.amp import MixedPrecision
@@ -259,7 +260,7 @@ class Trainer:
             flags.append(float(self.mesh.rank == 0 and self.saver.is_due_by_time()))
         own = [own_loss, own_targets] if self.mesh.reports_loss else [0.0, 0.0]
         norms = [] if grad_norm is None else [grad_norm]
-        return self.mesh.start_control_all_reduce([*own, *flags, *noise], beside=norms)
+        return self.mesh.start_control_all_reduce([*own, *flags, *noise], local_values=norms)
 
     def forward_backward(self, batches: Iterable[Batch], divisor: int) -> tuple[Tensor, int]:
         """Accumulate the gradients of one step.

@@ -91,7 +91,7 @@ def route_evenly(model: nn.Module) -> None:
         if isinstance(layer, MixtureOfExperts):
             place = 0
             if isinstance(layer.dispatch, TokenDispatcher):
-                place = layer.dispatch.place
+                place = layer.dispatch.rank
                 layer.dispatch = EvenExchange(layer.dispatch)
             layer.router.choose = functools.partial(choose_round_robin, place)
             if isinstance(layer.tokens, ShardedTokens):
@@ -116,7 +116,7 @@ class EvenExchange(TokenDispatcher):
         ranks, held = told_XH.shape
         sent = int(told_XH.sum()) // self._etp
         begins = torch.arange(ranks).unsqueeze(1) * sent
-        own = torch.arange(held) + self.place // self._etp * held
+        own = torch.arange(held) + self.rank // self._etp * held
         return (sent - (own - begins) % self._experts + self._experts - 1) // self._experts
 
 

@@ -79,7 +79,7 @@ class ActivationHooks:
         batches, self._split, self._context = (
             trainer.data.train,
             trainer.parallel.tp,
-            trainer.parallel.context,
+            trainer.parallel.cp,
         )
         self._counter = trainer.counter
         places = np.arange(trainer.job.train.global_batch)

@@ -16,7 +16,7 @@ from meshwright.layout.parameters import count_statistics, list_parameters
 from meshwright.measure.memory_tracker import PeakTracker, state_bytes
 from meshwright.models.resnet import BatchNorm, ResNet
 from meshwright.parallel.build import build_model
-from meshwright.parallel.zero1 import ShardedState
+from meshwright.parallel.sharded_state import ShardedState
 from meshwright.plan.memory.ledger import predict_ledger
 from meshwright.spec.job import SYNTHETIC_IMAGES, Job
 from meshwright.spec.load import build_job

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meshwright.data.dataset import IGNORE_INDEX, SampleBatch
 from meshwright.measure.memory_tracker import PeakTracker, state_bytes, unique_bytes
 from meshwright.parallel.build import build_model
-from meshwright.parallel.zero1 import ShardedState
+from meshwright.parallel.sharded_state import ShardedState
 from meshwright.plan.memory.ledger import predict_ledger
 from meshwright.spec.load import load_job
 from meshwright.train.batches import Batcher, assign_samples

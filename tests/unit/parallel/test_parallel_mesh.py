@@ -17,8 +17,14 @@ def test_values_beside_the_sums_come_last_and_as_they_are():
     norm = torch.tensor(2.5, dtype=torch.bfloat16, requires_grad=True)
     values = [1, torch.tensor(0.5), torch.tensor(4, dtype=torch.int64)]
     assert ALONE.all_reduce_scalars(values) == [1.0, 0.5, 4.0]
-    assert ALONE.all_reduce_scalars(values, beside=[norm, torch.tensor([7.0])]) == [1.0, 0.5, 4.0, 2.5, 7.0]
-    *_, last = ALONE.all_reduce_scalars(values, beside=[torch.tensor(float("nan"))])
+    assert ALONE.all_reduce_scalars(values, local_values=[norm, torch.tensor([7.0])]) == [
+        1.0,
+        0.5,
+        4.0,
+        2.5,
+        7.0,
+    ]
+    *_, last = ALONE.all_reduce_scalars(values, local_values=[torch.tensor(float("nan"))])
     assert math.isnan(last)
 
 
@@ -28,5 +34,9 @@ def test_sums_and_what_is_beside_them_are_read_together(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: read.append(tensor) or tolist(tensor))
     for name in ("item", "__float__"):
         monkeypatch.setattr(torch.Tensor, name, lambda tensor: pytest.fail("another one was read"))
-    assert ALONE.all_reduce_scalars([1.0, torch.tensor(2.0)], beside=[torch.tensor(3.0)]) == [1.0, 2.0, 3.0]
+    assert ALONE.all_reduce_scalars([1.0, torch.tensor(2.0)], local_values=[torch.tensor(3.0)]) == [
+        1.0,
+        2.0,
+        3.0,
+    ]
     assert len(read) == 1

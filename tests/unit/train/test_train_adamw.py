@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.parallel.build import build_model
-from meshwright.parallel.zero1 import ShardedState
+from meshwright.parallel.sharded_state import ShardedState
 from meshwright.spec.execution import uses_fused_adamw
 from meshwright.spec.load import load_job
 from meshwright.train.amp import MixedPrecision

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from meshwright.core.errors import RunFailedError
-from meshwright.parallel.zero1 import ShardedState
+from meshwright.parallel.sharded_state import ShardedState
 from meshwright.spec.load import load_job
 from meshwright.train.amp import MixedPrecision
 

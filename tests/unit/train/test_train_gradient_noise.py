@@ -8,7 +8,7 @@ import torch
 
 from meshwright.data.dataset import IGNORE_INDEX
 from meshwright.parallel.build import build_model
-from meshwright.parallel.zero1 import ShardedState
+from meshwright.parallel.sharded_state import ShardedState
 from meshwright.spec.job import Train
 from meshwright.spec.load import load_job
 from meshwright.train.gradient_noise import EMA_DECAY, NoiseScale, add_noise, estimate_noise, noise_std

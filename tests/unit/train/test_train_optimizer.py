@@ -11,7 +11,7 @@ from meshwright.layout.optimizer_state import predict_optimizer
 from meshwright.layout.parameters import list_parameters
 from meshwright.measure.memory_tracker import state_bytes
 from meshwright.parallel.build import build_model
-from meshwright.parallel.zero1 import ShardedState
+from meshwright.parallel.sharded_state import ShardedState
 from meshwright.spec.load import load_job
 from meshwright.train.optimizer import build_optimizer, set_lr
 from meshwright.train.optimizers.muon import orthogonalise

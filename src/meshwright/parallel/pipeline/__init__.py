@@ -1,1 +1,1 @@
-"""Pipelines: a schedule's actions, run as they are written."""
+"""Pipeline parallelism: runs the actions of a schedule as they are written."""

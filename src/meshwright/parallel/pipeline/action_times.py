@@ -1,8 +1,8 @@
-"""When each action of a rank began and ended, as the mean over the steps that count.
+"""Mean start and end time of each action of a rank, over the steps that are timed.
 
-Times are those of the rank since its step began: ranks begin a step together, as the last thing in a step is
-a reduction over all of them. Waiting for another rank's result is not a part of any action. On a GPU the host
-only queues: the moments are events in its stream, read once the step is over.
+Times count from the start of the rank's step. Ranks start a step together: the last thing of a step is the
+control all-reduce. Waiting for another rank's result is not part of an action. On a GPU the times are CUDA
+events, read after the step.
 """
 
 from __future__ import annotations
@@ -16,43 +16,43 @@ import torch
 from meshwright.schedule.pipeline.actions import Action
 
 MAX_TIMED_STEPS = 50
-"""Steps that are timed: enough for a mean, and a GPU is not asked to wait in all the others."""
+"""Steps that are timed: enough for a mean. Every timed step synchronizes the GPU."""
 
 
 class ActionTimes:
-    """The moments of one rank's actions."""
+    """The times of one rank's actions."""
 
     def __init__(self, actions: Sequence[Action], device: torch.device) -> None:
         self._actions, self._gpu = actions, device.type == "cuda"
-        self._moments: list[Any] = []
+        self._timestamps: list[Any] = []
         self._sums = [0.0] * (2 * len(actions))
         self.steps = 0
-        """Steps that the mean is over."""
+        """Steps in the mean."""
         self.counts = True
-        """Whether the step at hand is one of them."""
+        """Whether the current step is timed."""
 
     def begin(self) -> None:
-        """A step begins."""
-        self._moments = [self._now()]
+        """Start a step."""
+        self._timestamps = [self._now()]
 
     def start(self) -> None:
-        """An action begins: what it needs is there."""
-        self._moments.append(self._now())
+        """Start an action: its input has arrived."""
+        self._timestamps.append(self._now())
 
     def end(self) -> None:
-        """It ends."""
-        self._moments.append(self._now())
+        """End an action."""
+        self._timestamps.append(self._now())
 
     def finish(self) -> None:
-        """The step's last action has ended."""
+        """End a step."""
         if not self.counts or self.steps == MAX_TIMED_STEPS:
             return
-        origin, *moments = self._moments
+        origin, *timestamps = self._timestamps
         if self._gpu:
             torch.cuda.synchronize()
-            passed = [origin.elapsed_time(moment) / 1e3 for moment in moments]
+            passed = [origin.elapsed_time(timestamp) / 1e3 for timestamp in timestamps]
         else:
-            passed = [moment - origin for moment in moments]
+            passed = [timestamp - origin for timestamp in timestamps]
         self._sums = [before + now for before, now in zip(self._sums, passed, strict=True)]
         self.steps += 1
 

@@ -1,8 +1,7 @@
-"""Runs a schedule: this rank's actions, one after the other, exactly as they are written.
+"""Runs a schedule: the actions of this rank, one after the other, exactly as they are written.
 
-What an action needs comes from another rank, from the rank's action before, or from the batch; what it makes
-goes on to whoever needs it. What the actions compute is the worker's business: a stage of a model, or, in a
-benchmark, a wait.
+The input of an action comes from another rank, from an earlier action of this rank or from the batch. Its
+output goes to the action that needs it. An action runner computes: pipeline stages or, in a benchmark, waits.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from meshwright.schedule.pipeline.actions import Action, Kind, PipelineSchedule,
 
 
 class ActionRunner(Protocol):
-    """Computes what actions are about."""
+    """Computes the actions of a schedule."""
 
     def forward(self, stage: int, micro_batch: int, x: Tensor | None) -> Tensor | None:
-        """A stage's forward pass; gets what the stage before made, gives what the one behind needs."""
+        """Forward pass of a stage: from the output of the previous stage to the input of the next one."""
 
     def backward(self, stage: int, micro_batch: int, grad: Tensor | None) -> Tensor | None:
-        """Its backward pass; gets the gradient of what it gave, gives that of what it got."""
+        """Backward pass of a stage: from the gradient of its output to that of its input."""
 
     def weight(self, stage: int, micro_batch: int) -> None:
-        """The part of a split backward pass that nobody waits for."""
+        """The weight gradients of a split backward pass."""
 
 
 class Interpreter:
@@ -39,48 +38,48 @@ class Interpreter:
         exchange: P2PExchange,
         times: ActionTimes | None = None,
     ) -> None:
-        self._row, self._stages = schedule.ranks[pp_rank], schedule.stages
+        self._actions, self._stages = schedule.ranks[pp_rank], schedule.stages
         self._exchange, self._times = exchange, times
-        self._homes = {stage: schedule.rank_of(stage) == pp_rank for stage in range(schedule.stages)}
+        self._is_local = {stage: schedule.rank_of(stage) == pp_rank for stage in range(schedule.stages)}
 
-    def run(self, worker: ActionRunner) -> None:
-        """Do every action once."""
-        exchange, times, handed = self._exchange, self._times, dict[Action, Tensor]()
+    def run(self, runner: ActionRunner) -> None:
+        """Run every action once."""
+        exchange, times, local_outputs = self._exchange, self._times, dict[Action, Tensor]()
         exchange.begin()
         if times is not None:
             times.begin()
-        for action in self._row:
-            given = self._take(action, handed)
+        for action in self._actions:
+            given = self._get_input(action, local_outputs)
             if times is not None:
                 times.start()
-            made = _compute(worker, action, given)
+            output = _compute(runner, action, given)
             del given
             if times is not None:
                 times.end()
-            if made is None:
+            if output is None:
                 continue
             if exchange.sends(action):
-                exchange.send(action, made)
+                exchange.send(action, output)
             else:
-                handed[action] = made
-            del made
+                local_outputs[action] = output
+            del output
         exchange.finish()
         if times is not None:
             times.finish()
 
-    def _take(self, action: Action, handed: dict[Action, Tensor]) -> Tensor | None:
-        """What an action works on, once it is there."""
+    def _get_input(self, action: Action, local_outputs: dict[Action, Tensor]) -> Tensor | None:
+        """The input of an action. Waits for it where another rank sends it."""
         source = producer_of(action, self._stages)
         if source is None or consumer_of(source, self._stages) != action:
-            return None  # the batch, or what the stage itself has kept
-        return handed.pop(source) if self._homes[source.stage] else self._exchange.receive(source)
+            return None  # the batch, or what the stage itself keeps
+        return local_outputs.pop(source) if self._is_local[source.stage] else self._exchange.receive(source)
 
 
-def _compute(worker: ActionRunner, action: Action, given: Tensor | None) -> Tensor | None:
+def _compute(runner: ActionRunner, action: Action, given: Tensor | None) -> Tensor | None:
     kind, stage, micro_batch = action
     if kind is Kind.FORWARD:
-        return worker.forward(stage, micro_batch, given)
+        return runner.forward(stage, micro_batch, given)
     if kind is Kind.BACKWARD:
-        return worker.backward(stage, micro_batch, given)
-    worker.weight(stage, micro_batch)
+        return runner.backward(stage, micro_batch, given)
+    runner.weight(stage, micro_batch)
     return None

@@ -1,4 +1,4 @@
-"""What a pipeline needs of mixed precision; ``train.amp`` implements it."""
+"""What a pipeline needs of mixed precision. ``train.amp`` implements it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class MixedPrecision(Protocol):
-    """Autocast around a forward pass, and the scaled backward pass."""
+    """Autocast for the forward pass and loss scaling for the backward pass."""
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Around a forward pass."""
+        """Context of a forward pass."""
 
     def backward(self, loss: Tensor) -> None:
-        """The backward pass of a loss, scaled where the precision needs it."""
+        """Run the backward pass of a loss, scaled where the precision needs it."""

@@ -1,21 +1,23 @@
-"""What the ranks of a pipeline send each other, in an order that follows from the schedule alone.
+"""Point-to-point transfers between the ranks of a pipeline, in an order that the schedule fixes.
 
-Between two ranks, results arrive in the order in which the sender makes them (``Ranks.channel``). A rank
-knows the whole schedule, so it posts its receives in that order, one ahead of what it is about to do: the
-next result travels while the rank computes. Nobody waits to send. What was sent is kept until the rank gets
-something that the receiver made after it had used it: then the transfer is over for certain, and waiting for
+Between two ranks, results arrive in the order in which the sender computes them (``Mesh.pp_group``). A rank
+knows the whole schedule. It posts its receives in that order, one ahead of the action that it runs: the next
+result is transferred while the rank computes. Sends are asynchronous. A sent tensor is kept until the rank
+receives something that the receiver computed after using it. Then the transfer is complete, and waiting for
 it takes no time.
 
-On a GPU the first steps post no receive ahead. A receive is a kernel that waits on the device; whatever is
-new there, a kernel that is loaded, a library's handle, waits for it to end, and the other rank for this one.
+On a GPU the first steps post no receive ahead. A receive is a kernel that waits on the device. Whatever is
+initialized for the first time (a kernel that is loaded, a library handle) waits for it to end, and the other
+rank waits for this one.
 
-Sends and receives are single calls, not batches: batched ones of a group share one queue under NCCL, where a
-receive that is posted ahead would hold up the rank's own sends.
+Sends and receives are single calls, not batched. NCCL runs batched calls of a group in one queue, where a
+receive that is posted ahead would block the rank's own sends.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -26,22 +28,22 @@ from meshwright.schedule.pipeline.actions import Action, PipelineSchedule
 from meshwright.schedule.pipeline.transfers import find_releases, list_needed, receiver_of
 
 WARMUP_STEPS = 2
-"""Steps after which a GPU has everything that a step needs."""
+"""Steps after which a GPU has initialized everything that a step needs."""
 
 
 class P2PExchange:
-    """One rank's side of all transfers of a step."""
+    """One rank's sends and receives of a step."""
 
     def __init__(
         self, schedule: PipelineSchedule, mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype
     ) -> None:
-        """Read the order of sends and receives off the schedule.
+        """Find the order of sends and receives in the schedule.
 
         Args:
-            schedule: One that is proved.
-            mesh: Of all of them, this one.
+            schedule: A proved one.
+            mesh: This rank's groups.
             shape: Of every tensor that is sent.
-            dtype: Its type.
+            dtype: Of every tensor that is sent.
         """
         self._mesh, self._shape, self._dtype = mesh, shape, dtype
         pp_rank = mesh.pp_rank
@@ -50,69 +52,69 @@ class P2PExchange:
             for peer, row in enumerate(schedule.ranks)
             if peer != pp_rank
         }
-        """What each peer sends here, in its order."""
+        """The actions whose results each peer sends to this rank, in the peer's order."""
         self._needed = [(schedule.rank_of(s.stage), s) for s in list_needed(schedule, pp_rank)]
-        """What this rank's actions wait for, in their order."""
+        """The results that this rank's actions wait for, in their order."""
         self._target = {
             action: peer
             for action in schedule.ranks[pp_rank]
             if (peer := receiver_of(action, schedule)) is not None
         }
         self._releases = find_releases(schedule, pp_rank)
-        self._begun = 0
+        self._steps = 0
         self._unposted: dict[int, deque[Action]] = {}
-        self._ahead: deque[tuple[int, Action]] = deque()
+        self._to_receive: deque[tuple[int, Action]] = deque()
         self._posted: dict[Action, tuple[Tensor, dist.Work]] = {}
         self._sent: dict[Action, tuple[Tensor, dist.Work]] = {}
 
     def begin(self) -> None:
-        """A step begins: the first receive is posted."""
-        self._begun += 1
+        """Start a step: post the first receive."""
+        self._steps += 1
         self._unposted = {peer: deque(actions) for peer, actions in self._incoming.items()}
-        self._ahead = deque(self._needed)
-        self._post_ahead()
+        self._to_receive = deque(self._needed)
+        self._prefetch()
 
     def receive(self, source: Action) -> Tensor:
-        """What another rank's action made; waits for it."""
+        """Wait for the result of another rank's action."""
         if source not in self._posted:
             self._post_next()
         buffer, work = self._posted.pop(source)
-        self._ahead.popleft()
+        self._to_receive.popleft()
         work.wait()
         for action in self._releases.get(source, ()):
             self._sent.pop(action)[1].wait()
-        self._post_ahead()
+        self._prefetch()
         return buffer
 
     def send(self, action: Action, result: Tensor) -> None:
-        """Begin to send what an action of this rank made, to whoever needs it."""
-        target, pp_group = self._target[action], self._mesh.pp_group
-        group = pp_group(self._mesh.pp_rank, target)
+        """Start to send the result of an action to the rank that needs it."""
+        target = self._target[action]
+        group = self._mesh.pp_group(self._mesh.pp_rank, target)
         result = result.contiguous()
         work = dist.isend(result, group=group, group_dst=target)
         assert work is not None, "this rank is in the group"
         self._sent[action] = (result, work)
 
     def sends(self, action: Action) -> bool:
-        """Whether what an action makes goes to another rank."""
+        """Whether the result of an action goes to another rank."""
         return action in self._target
 
     def finish(self) -> None:
-        """Wait for what is still on its way."""
+        """End a step: wait for all sends."""
         for _, work in self._sent.values():
             work.wait()
         self._sent = {}
 
-    def _post_ahead(self) -> None:
-        """Post the next receive before it is needed, unless the device is new to this."""
-        if self._mesh.device.type != "cuda" or self._begun > WARMUP_STEPS:
+    def _prefetch(self) -> None:
+        """Post the next receive before it is needed, except in the warm-up steps of a GPU."""
+        if self._mesh.device.type != "cuda" or self._steps > WARMUP_STEPS:
             self._post_next()
 
     def _post_next(self) -> None:
-        """Post the next receive, and those that come before it on the same way."""
-        if not self._ahead:
+        """Post the next receive, after those that precede it from the same peer."""
+        if not self._to_receive:
             return
-        peer, source = self._ahead[0]
+        peer, source = self._to_receive[0]
         while source not in self._posted:
             action = self._unposted[peer].popleft()
             buffer = torch.empty(self._shape, dtype=self._dtype, device=self._mesh.device)
@@ -125,13 +127,13 @@ class P2PExchange:
 def connect_pp_groups(schedule: PipelineSchedule, mesh: Mesh) -> None:
     """Every rank sends one number to each rank that it will send results to, all in one order.
 
-    NCCL makes the way between two ranks when they first use it, and each waits there for the other. Receives
-    that are posted ahead would wait on different ways, for ever.
+    NCCL connects two ranks at their first transfer, and each waits there for the other. Receives that are
+    posted ahead would wait on different connections, for ever.
     """
     pairs = {
-        (home, peer)
-        for a, (home, _) in schedule.positions.items()
-        if (peer := receiver_of(a, schedule)) is not None
+        (source, target)
+        for action, (source, _) in schedule.positions.items()
+        if (target := receiver_of(action, schedule)) is not None
     }
     number = torch.zeros(1, device=mesh.device)
     for source, target in sorted(pairs):
@@ -140,3 +142,32 @@ def connect_pp_groups(schedule: PipelineSchedule, mesh: Mesh) -> None:
             dist.send(number, group=group, group_dst=target)
         elif mesh.pp_rank == target:
             dist.recv(number, group=group, group_src=source)
+
+
+@torch.no_grad()
+def gather_to_first_stage(
+    mesh: Mesh, holder: int, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]
+) -> Tensor:
+    """Send a tensor from one pp rank to pp rank 0, which writes checkpoints. All pp ranks call it.
+
+    Args:
+        mesh: This rank's groups.
+        holder: The pp rank that has the tensor.
+        shape: Of the tensor.
+        dtype: Of the tensor.
+        make: Computes it, on the holder.
+
+    Returns:
+        The tensor on pp rank 0 and on the holder; an empty tensor elsewhere.
+    """
+    if mesh.pp_rank == holder:
+        tensor = make()
+        if holder:
+            sent = tensor.to(mesh.device).contiguous()
+            dist.send(sent, group=mesh.pp_group(holder, 0), group_dst=0)
+        return tensor
+    if mesh.pp_rank == 0:
+        tensor = torch.empty(shape, dtype=dtype, device=mesh.device)
+        dist.recv(tensor, group=mesh.pp_group(holder, 0), group_src=holder)
+        return tensor
+    return torch.empty(0, dtype=dtype, device=mesh.device)

@@ -1,4 +1,4 @@
-"""A rank's pipeline: its stages, the schedule that they follow, and what was recorded of it."""
+"""The pipeline of a rank: its stages, their schedule, and the times of its actions."""
 
 from __future__ import annotations
 
@@ -26,60 +26,64 @@ from meshwright.spec.model import DecoderModel
 
 
 class Pipeline:
-    """One rank of it."""
+    """One rank of a pipeline."""
 
     def __init__(
         self, stages: dict[int, Stage], job: Job, micro_batches: int, mesh: Mesh, precision: MixedPrecision
     ) -> None:
-        """Be ready to follow the job's schedule.
+        """Connect the pp ranks and prepare the job's schedule.
 
         Args:
             stages: Of this rank, by number.
             job: The settled job.
             micro_batches: Of a step.
-            mesh: All of them.
-            precision: Of the products.
+            mesh: This rank's groups.
+            precision: Autocast and loss scaling.
         """
         self._mesh, self._shape = mesh, activation_shape(job)
         self._dtype = RESIDUAL_DTYPES[job.train.residual_dtype]
         self._schedule = schedule_of(job, micro_batches)
         connect_pp_groups(self._schedule, mesh)
-        self._work = StageRunner(stages, job, precision, mesh.device)
+        self._runner = StageRunner(stages, job, precision, mesh.device)
         self.times = ActionTimes(self._schedule.ranks[mesh.pp_rank], mesh.device)
-        self._step = self._interpret(self._schedule, self.times)
-        self._forward: dict[int, Interpreter] = {}
+        self._train_step = self._build_interpreter(self._schedule, self.times)
+        self._eval_steps: dict[int, Interpreter] = {}
 
     def train(
-        self, batches: Iterable[Batch], divisor: int, observer: StepObserver | None
+        self, batches: Iterable[Batch], num_targets: int, observer: StepObserver | None
     ) -> tuple[Tensor, int]:
-        """Gradients of one step; returns the summed loss, zero without the last stage, and the targets.
+        """Compute the gradients of one step.
 
         Args:
-            batches: Of this rank's samples.
-            divisor: Targets of all ranks' samples.
-            observer: Looks on.
+            batches: The micro-batches of this rank's samples.
+            num_targets: Target tokens of the global batch.
+            observer: Is told where the step is.
+
+        Returns:
+            The summed loss, zero without the last stage; and the target tokens of this rank's samples.
         """
-        known = list(batches)
-        self._work.begin(known, divisor, observer)
-        self._step.run(self._work)
-        self._work.finish()
-        return self._work.loss_sum, _count_targets(known)
+        micro_batches = list(batches)
+        self._runner.begin(micro_batches, num_targets, observer)
+        self._train_step.run(self._runner)
+        self._runner.finish()
+        return self._runner.loss_sum, _count_targets(micro_batches)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
-        """Forward passes alone; returns the same."""
-        known = list(batches)
-        if len(known) not in self._forward:
-            self._forward[len(known)] = self._interpret(order_forward(self._schedule, len(known)))
-        self._work.begin(known, 1, None)
-        self._forward[len(known)].run(self._work)
-        return float(self._work.loss_sum), _count_targets(known)
+        """Run forward passes only. Returns the same as :meth:`train`."""
+        micro_batches = list(batches)
+        count = len(micro_batches)
+        if count not in self._eval_steps:
+            self._eval_steps[count] = self._build_interpreter(order_forward(self._schedule, count))
+        self._runner.begin(micro_batches, 1, None)
+        self._eval_steps[count].run(self._runner)
+        return float(self._runner.loss_sum), _count_targets(micro_batches)
 
     def record(self) -> dict[str, Any]:
-        """What ran when, for the rank's events."""
+        """The times of the actions, for the rank's events."""
         return {"pp_rank": self._mesh.pp_rank, "steps": self.times.steps, "actions": self.times.rows()}
 
-    def _interpret(self, schedule: PipelineSchedule, times: ActionTimes | None = None) -> Interpreter:
+    def _build_interpreter(self, schedule: PipelineSchedule, times: ActionTimes | None = None) -> Interpreter:
         proof = prove_schedule(schedule)
         assert proof.proved, f"a schedule that cannot run: {proof.violations}"
         exchange = P2PExchange(schedule, self._mesh, self._shape, self._dtype)
@@ -87,8 +91,8 @@ class Pipeline:
 
 
 def activation_shape(job: Job) -> tuple[int, ...]:
-    """Of what goes from stage to stage: a micro-batch's residual stream, or the rank's tokens of it."""
-    assert isinstance(job.model, DecoderModel), "the legality table cuts decoders only"
+    """Shape of the residual stream that stages send: a micro-batch, or this rank's tokens of it."""
+    assert isinstance(job.model, DecoderModel), "the legality table splits decoders only"
     samples, width = job.layout.micro_batch or 1, job.model.hidden_size
     length = job.data.seq_len // job.layout.cp
     if job.layout.sequence_parallel:

@@ -1,0 +1,67 @@
+"""Data parallelism: which implementation a layout uses, and what the training loop asks of it.
+
+``ddp``: replicas. ``bucket_reducer``: replicas of pipeline stages and experts. ``zero1``: ZeRO-1. ``fsdp``:
+ZeRO-2, ZeRO-3 and hybrid sharding (HSDP).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+
+from meshwright.layout.axes import dense_reduce_axis, has_expert_axes, uses_ddp
+from meshwright.layout.stages import local_buckets, local_stages
+from meshwright.models.init import WeightSource
+from meshwright.parallel.bucket_reducer import BucketReducer, find_bucket_groups
+from meshwright.parallel.build import LocalModel, list_decoders
+from meshwright.parallel.ddp import FixedBucketDDP, apply_ddp
+from meshwright.parallel.fsdp import FsdpState, apply_fsdp, set_gradient_sync
+from meshwright.parallel.full_tensors import is_sharded
+from meshwright.parallel.local_shards import LocalShards
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.sharded_state import ShardedState, list_all_reduced
+from meshwright.parallel.zero1 import Zero1State
+from meshwright.spec.job import Job
+
+
+def apply_data_parallel(model: LocalModel, job: Job, mesh: Mesh, weights: WeightSource) -> nn.Module:
+    """Shard a model with FSDP or wrap it with DDP. Pipeline stages are sharded one by one.
+
+    Pipeline stages and models with experts are not wrapped: a :class:`BucketReducer` reduces their gradients.
+    """
+    if job.layout.zero >= 2:
+        for decoder, stage in zip(list_decoders(model), local_stages(job, mesh.pp_rank), strict=True):
+            apply_fsdp(decoder, stage, job, mesh, weights)
+        return model
+    return apply_ddp(model, job, mesh, dense_reduce_axis(job.layout).name) if uses_ddp(job) else model
+
+
+def build_bucket_reducer(model: nn.Module, job: Job, mesh: Mesh) -> BucketReducer | None:
+    """Reduces the gradients of a model with experts, whose group is not that of the dense parameters."""
+    if job.layout.zero >= 2 or not has_expert_axes(job):
+        return None
+    buckets = find_bucket_groups(job, mesh, local_buckets(job, mesh.pp_rank))
+    return BucketReducer(model, buckets, job.compression.kind) if buckets else None
+
+
+def build_sharded_state(
+    model: nn.Module, job: Job, mesh: Mesh, local_shards: LocalShards | None
+) -> ShardedState:
+    """The optimizer shard of this rank."""
+    if job.layout.zero >= 2:
+        return FsdpState(model, job, mesh, local_shards)
+    if job.layout.zero == 1:
+        return Zero1State(model, job, mesh, local_buckets(job, mesh.pp_rank), local_shards)
+    # All-reduced gradients are views of buckets: a dropped one would be allocated again beside its bucket.
+    reduced = list_all_reduced(job, (name for name, _ in model.named_parameters()))
+    return ShardedState(model, mesh, local_shards, keep_gradients=reduced)
+
+
+def gradient_sync(module: nn.Module, job: Job, last: bool) -> AbstractContextManager[None]:
+    """Around a micro-batch of gradient accumulation: only the last one reduces everything."""
+    if is_sharded(module):
+        set_gradient_sync(module, job, last)
+    if isinstance(module, FixedBucketDDP) and not last:
+        return module.no_sync()
+    return nullcontext()
