@@ -294,9 +294,9 @@ def check_scale(device: str, dtype: torch.dtype) -> None:
 def check_adamw(device: str) -> None:
     """Parameters of all kinds move as by torch's operations; also after one lies elsewhere."""
     from meshwright.train.optimizers import triton_adamw
-    from meshwright.train.optimizers.adamw import ParameterUpdate, update_parameter
+    from meshwright.train.optimizers.parameter_update import ParameterUpdate, update_parameter
 
-    shapes, table = [(50, 96), (33,), (7, 3), (100, 100), (16,)], triton_adamw.Table()
+    shapes, table = [(50, 96), (33,), (7, 3), (100, 100), (16,)], triton_adamw.ParameterTable()
     scalars = draw(device, len(shapes), 4, dtype=EXACT, seed=9).abs()
 
     def build(number: int) -> ParameterUpdate:
@@ -306,15 +306,15 @@ def check_adamw(device: str) -> None:
 
     ours, theirs = ([build(number) for number in range(len(shapes))] for _ in range(2))
     for _ in range(2):
-        triton_adamw.move(table, ours, scalars, (0.9, 0.95), 1e-8)
-        for moved, row in zip(theirs, scalars, strict=True):
-            update_parameter(moved, row, (0.9, 0.95), 1e-8)
+        triton_adamw.adamw_step(table, ours, scalars, (0.9, 0.95), 1e-8)
+        for update, row in zip(theirs, scalars, strict=True):
+            update_parameter(update, row, (0.9, 0.95), 1e-8)
         for own, other in zip(ours, theirs, strict=True):
             for found, wanted in zip(own, other, strict=True):
                 assert (found is None) == (wanted is None)
                 if found is not None:
                     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-        ours[0] = ours[0]._replace(gradient=ours[0].gradient.clone())
+        ours[0] = ours[0]._replace(grad=ours[0].grad.clone())
 
 
 def check_interpreted() -> None:

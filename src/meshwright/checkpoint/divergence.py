@@ -1,4 +1,4 @@
-"""The errors of a run whose numbers are not finite any more: what happened, and the way on."""
+"""Errors of a diverged run: a value that is not finite, or a collapsed loss scale; with how to continue."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from meshwright.core.errors import Problem, RunFailedError
 
 
 def non_finite_error(what: str, value: float, step: int, saved: bool) -> RunFailedError:
-    """A loss, a gradient norm or a weight is infinite or no number.
+    """A loss, a gradient norm or a weight is infinite or NaN.
 
     Args:
-        what: Which of them.
-        value: What it is.
+        what: Which one.
+        value: Its value.
         step: Steps done.
-        saved: Whether there is a checkpoint to go on from.
+        saved: Whether there is a checkpoint to resume from.
     """
     rule = f"is {value} at step {step}; {_kept(saved)}"
     fix = "Lower train.lr or lengthen train.warmup"
@@ -22,13 +22,13 @@ def non_finite_error(what: str, value: float, step: int, saved: bool) -> RunFail
 
 
 def loss_scale_collapsed_error(step: int, scale: float, skipped: int, saved: bool) -> RunFailedError:
-    """The loss scale of fp16 fell so far that it is of no use.
+    """The loss scale of fp16 fell below one.
 
     Args:
         step: Steps done.
-        scale: What is left of it.
-        skipped: Steps in a row that overflowed.
-        saved: Whether there is a checkpoint to go on from.
+        scale: The loss scale.
+        skipped: Consecutive steps that overflowed.
+        saved: Whether there is a checkpoint to resume from.
     """
     rule = (
         f"collapsed at step {step}: it fell to {scale:g} because the gradients of the last {skipped} steps, "

@@ -1,7 +1,7 @@
-"""The cluster: the devices and links that a job runs on.
+"""The cluster: on what the model is trained.
 
-The figures of devices and links are data files under ``presets/clusters``. ``local`` is this machine: its
-devices are its GPUs if it has any, otherwise its CPU cores with one rank and one thread per core.
+Figures of devices and links are data files under ``presets/clusters``. ``local`` is this machine: its
+devices are its GPUs if it has any, else its cores, one rank and one thread to a core.
 """
 
 from __future__ import annotations
@@ -21,75 +21,75 @@ from meshwright.spec.probed import Probed
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices with their memory and rates, and the links between them."""
+    """Devices, their memory and rates, and the links between them."""
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
     device: Literal["cpu", "cuda"]
-    """Device type."""
+    """Kind of device."""
     devices_per_node: Count
-    """GPUs, or CPU cores, per node."""
+    """GPUs, or cores, in one machine."""
     memory_bytes: Count
-    """Memory per device."""
+    """Memory of one device."""
     memory_bytes_per_s: Positive
     """Bandwidth of a device's memory."""
     fp32_flops_per_s: Positive
-    """Rate of a large float32 GEMM."""
+    """Rate of a large float32 matrix product."""
     bf16_flops_per_s: Positive
-    """Achieved rate of a large bf16 GEMM, not the peak of the data sheet."""
+    """Rate of a large bf16 matrix product: what is reached, not the peak in a data sheet."""
     link_bytes_per_s: Positive
-    """Bandwidth per device to the others of its node, one direction."""
+    """Bandwidth of one device's link to others in its node, one direction."""
     link_latency_s: Positive
-    """Latency of a collective within a node."""
+    """Time of a collective call that moves almost nothing, inside a node."""
     preset: str | None = None
     """Name of a cluster preset; `local` is this machine."""
     file: str | None = None
-    """A TOML file with these fields, instead of a preset."""
+    """A TOML file with these fields, in place of a preset."""
     nodes: Count = 1
-    """Number of nodes."""
+    """Machines."""
     device_name: str = ""
-    """Name of the device that the figures are for."""
+    """What the figures belong to."""
     peak_bf16_flops_per_s: Positive | None = None
-    """Dense bf16 peak of the data sheet; MFU is relative to it if it is set."""
+    """Peak in the data sheet; MFU is counted against it where it is known."""
     nic_bytes_per_s: Positive | None = None
-    """Network bandwidth between nodes, per device."""
+    """Bandwidth of one device's share of the network between nodes."""
     nic_latency_s: Positive | None = None
-    """Latency of a collective between nodes."""
+    """Time of a collective call that moves almost nothing, between nodes."""
     peak_fp8_flops_per_s: Positive | None = None
-    """Dense fp8 peak of the data sheet."""
+    """Dense fp8 peak in the data sheet."""
     peak_fp4_flops_per_s: Positive | None = None
-    """Dense fp4 peak of the data sheet."""
+    """Dense fp4 peak in the data sheet."""
     nodes_per_rack: Count | None = None
-    """Nodes per full-bandwidth switch; all nodes if left out."""
+    """Nodes behind one switch of full bandwidth; all of them if left out."""
     spine_oversubscription: Annotated[float, Field(ge=1, strict=True)] = 1.0
-    """Oversubscription of the links between racks."""
+    """How many times narrower the way between racks is than the links into it."""
     spine_latency_s: Positive | None = None
-    """Latency of a collective between racks; nic_latency_s if left out."""
+    """Time of a collective call that moves almost nothing, between racks; nic_latency_s if left out."""
     host_bytes_per_s: Positive = 2.5e10
-    """Bandwidth between a device and CPU memory, one direction."""
+    """Bandwidth between one device and its host's memory, one direction."""
     host_memory_bytes: Count | None = None
-    """CPU memory per device for offloaded state; unlimited if left out."""
+    """Host memory that one device can use for what is offloaded; not limited if left out."""
     storage_bytes_per_s: Positive | None = None
-    """Bandwidth of the cluster to its checkpoint storage."""
+    """Bandwidth of the whole cluster to its checkpoint storage."""
     failure_hours: Positive | None = None
-    """Mean hours between failures per device, with its share of node and links."""
+    """Mean hours between failures of one device, its share of host and links included."""
     cost_per_hour: Positive | None = None
-    """Price per device and hour, in any currency."""
+    """Price of one device for an hour, in any currency."""
     matmul_flops_per_s: Positive | None = None
-    """Reference rate of MFU; measured at the start if left out on `local` without a probe."""
+    """Peak that MFU is counted against; on `local`, unless probed, measured at the start if left out."""
     basis: str = ""
-    """Source of the figures."""
+    """Where the figures come from."""
     probed: Probed | None = None
-    """Measurements of `meshwright probe`; steps of the probed kind are predicted from them."""
+    """What `meshwright probe` measured on a device; steps of its kind are then predicted from that."""
 
     @property
     def world_size(self) -> int:
-        """Number of devices."""
+        """Devices in the whole cluster."""
         return self.nodes * self.devices_per_node
 
 
 def count_cores() -> int:
-    """CPU cores that this process may use: its affinity, capped by the cgroup quota."""
+    """Cores that this process may use: its affinity, within the limit of its container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = _cgroup("cpu.max").partition(" ")
     if quota.isdigit() and period.strip().isdigit():
@@ -98,7 +98,7 @@ def count_cores() -> int:
 
 
 def _cgroup(name: str) -> str:
-    """A cgroup v2 limit of this process, or an empty string."""
+    """A limit of the container that this process runs in, if there is one (cgroup v2)."""
     try:
         return Path("/sys/fs/cgroup", name).read_text().strip()
     except OSError:
@@ -124,7 +124,7 @@ def find_gpus() -> list[tuple[str, int]]:
 
 
 def machine_memory_bytes() -> int:
-    """Available memory of this machine, capped by the cgroup limit."""
+    """Memory that processes of this machine may still take."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

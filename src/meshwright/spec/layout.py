@@ -1,4 +1,4 @@
-"""The layout: how a job is parallelised over the ranks."""
+"""The layout: how the model is spread over the cluster."""
 
 from __future__ import annotations
 
@@ -13,63 +13,62 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first; `ep` divides dp_shard x cp x tp and adds no ranks."""
 DEGREES = (*AXES, "ep", "etp")
 V_SCHEDULES = ("zbv", "dualpipe-v")
-"""V-shaped pipeline schedules, with two stages per rank: rank 0 holds the first and the last stage."""
+"""Pipeline schedules with two stages a rank, laid out in a V: the first rank holds the first and the last."""
 Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of the mesh axes, and how a step runs on them."""
+    """Degrees of the mesh axes and how a step is cut up."""
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
     mode: Literal["auto", "given"] = "auto"
-    """`auto`: the planner chooses. Setting any degree makes it `given`."""
+    """`auto` lets the planner choose; naming any degree makes it `given`."""
     pp: Count = 1
-    """Pipeline parallel degree."""
+    """Pipeline stages."""
     dp_replicate: Count = 1
-    """Replicated data parallel degree (DDP); with dp_shard above 1, hybrid sharding (HSDP)."""
+    """Replicas that each hold the whole state (DDP)."""
     dp_shard: Count = 1
-    """Sharded data parallel degree (ZeRO, FSDP)."""
+    """Ranks that share one copy of the state (ZeRO)."""
     cp: Count = 1
-    """Context parallel degree: ranks that split each sequence."""
+    """Ranks that share one sequence."""
     tp: Count = 1
-    """Tensor parallel degree: ranks that split each linear layer."""
+    """Ranks that share each matrix."""
     ep: Count = 1
-    """Expert parallel degree: ranks that split the experts of a layer."""
+    """Ranks that share the experts."""
     etp: Count = 1
-    """Expert tensor parallel degree: ranks that split each expert."""
+    """Ranks that share one expert's matrices."""
     zero: Annotated[int, Field(ge=0, le=3, strict=True)] = 0
-    """ZeRO stage over dp_shard x cp: 1 shards the optimizer state, 2 also gradients, 3 also parameters."""
+    """ZeRO stage over dp_shard x cp: 1 optimizer, 2 + gradients, 3 + parameters."""
     accumulate: Literal["sharded", "deferred"] = "sharded"
-    """Gradient accumulation under ZeRO-2 and 3: reduce-scatter per micro-batch (`sharded`), or once per step
-    (`deferred`; keeps full gradients)."""
+    """When gradients of micro-batches are reduced under ZeRO."""
     sequence_parallel: Flag = False
-    """Shard norms and residual stream along the sequence over tp."""
+    """Shard norms and residual along the sequence within tp."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe-v"] = "1f1b"
     """Pipeline schedule."""
     virtual_stages: Count = 1
-    """Pipeline stages per rank; 2 for `zbv` and `dualpipe-v`."""
+    """Stages a pipeline rank holds; `zbv` and `dualpipe-v` have 2, also if left out."""
     stage_layers: tuple[Count, ...] | None = None
-    """Layers of each pipeline stage, first to last; balanced by predicted cost if left out."""
+    """Layers of each pipeline stage, first to last; by their predicted cost if left out."""
     schedule_file: Location | None = None
-    """File with a custom schedule, instead of `schedule`: see `meshwright schedule pipeline --file`."""
+    """A schedule of your own in place of `schedule`: see `meshwright schedule pipeline --file`."""
     context: Literal["ring", "ulysses"] = "ring"
-    """Context parallel method: ring attention, or Ulysses (all-to-all over heads)."""
+    """How cp exchanges keys and values."""
     micro_batch: Count | None = None
-    """Samples per rank in one forward pass; the largest size that fits if left out."""
+    """Samples in one forward pass on a rank; the largest that fits if left out."""
     recompute: Recompute = "none"
-    """Activation checkpointing: recompute norms and activation functions (`selective`), or blocks."""
+    """What is computed again in the backward pass: norms and activations (selective), or whole blocks."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """What is kept in CPU memory between uses: the optimizer state, or all state."""
+    """What leaves the device between uses."""
     prefetch: Natural = 1
-    """Layers that ZeRO-3 all-gathers ahead."""
+    """Layers gathered ahead under ZeRO-3."""
     bucket_mb: Annotated[float, Field(gt=0, le=65536, strict=True)] = 25.0
-    """Size of a DDP gradient bucket, in MiB."""
+    """Size of one gradient all-reduce of DDP, in MiB."""
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Ranks that the layout needs."""
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property

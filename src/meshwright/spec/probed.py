@@ -1,7 +1,7 @@
 """What ``meshwright probe`` measured on one device: the table ``probed`` of a cluster file.
 
-It has the times of single operations as a run calls them; ``plan.time.probed`` adds them up to a step.
-Without the table a step is predicted from the cluster's rates.
+Times are those of single operations as a run calls them; ``plan.time.probed`` builds a step of them. Without
+the table a step is predicted from the cluster's rates alone.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ Precision = Literal["fp32", "bf16", "fp8"]
 
 @dataclass(frozen=True)
 class GemmTime:
-    """The three GEMMs of a linear layer with a weight of columns x depth."""
+    """A linear layer's three matrix products: a weight (columns x depth) applied to rows."""
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
     precision: Precision
-    """Precision of the operands; fp8 includes the casts of weight and gradient."""
+    """Of what the products read; in fp8 with the casts of weight and gradient, as a step does them."""
     rows: Count
     """Tokens."""
     columns: Count
-    """Output features."""
+    """Width of the output."""
     depth: Count
-    """Input features."""
+    """Width of the input."""
     forward_s: Positive
-    """Time of the forward GEMM."""
+    """Time of the product."""
     input_s: Positive
-    """Time of the input-gradient GEMM."""
+    """Time of the product that makes the gradient of the input."""
     weight_s: Positive
-    """Time of the weight-gradient GEMM, with float32 output."""
+    """Time of the one that makes the gradient of the weight, in float32."""
 
 
 @dataclass(frozen=True)
 class AttentionTime:
-    """Causal attention."""
+    """Causal attention of some sequences."""
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
     precision: Literal["fp32", "bf16"]
-    """Precision of queries, keys and values."""
+    """Of queries, keys and values."""
     batch: Count
     """Sequences."""
     heads: Count
@@ -53,9 +53,9 @@ class AttentionTime:
     kv_heads: Count
     """Key heads."""
     head_size: Count
-    """Size of a head."""
+    """Width of a head."""
     seq_len: Count
-    """Sequence length."""
+    """Tokens of a sequence."""
     forward_s: Positive
     """Time of the forward pass."""
     backward_s: Positive
@@ -64,14 +64,14 @@ class AttentionTime:
 
 @dataclass(frozen=True)
 class Probed:
-    """Times of single operations and of a few training steps on one device."""
+    """What single operations and a few real steps took on one device."""
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
     device: Literal["cpu", "cuda"]
-    """Device type; steps on another type are predicted from the cluster's rates."""
+    """Kind of device; another one's steps are predicted from the cluster's rates."""
     gemms: tuple[GemmTime, ...]
-    """GEMMs of several shapes."""
+    """Matrix products of several shapes."""
     attention: tuple[AttentionTime, ...]
     """Attention of several lengths and head sizes."""
     copy_bytes_per_s: Positive
@@ -79,16 +79,16 @@ class Probed:
     optimizer_bytes_per_s: Positive
     """Bandwidth of an AdamW step as a run takes it, read and written bytes together."""
     launch_s: Positive
-    """Time of an operation on a tiny tensor."""
+    """Time of an operation on almost nothing."""
     elementwise: Positive = 1.0
-    """Time of elementwise kernels relative to their bytes at the copy bandwidth; fitted to training steps."""
+    """Time of what is neither product nor attention, over its bytes at a copy's rate; of real steps."""
     triton_elementwise: Positive = 1.08
-    """The same for the Triton kernels, timed alone; the default is that of an H200 (November 2026)."""
+    """The same of our own kernels, timed alone; left out, what it is on an H200 (November 2026)."""
     block_s: NonNegative = 0.0
-    """CPU time to launch forward and backward of a block; hidden where the GPU takes longer."""
+    """Time that the host takes for both passes of a block; beside a GPU's own time it is hidden."""
     step_s: NonNegative = 0.0
-    """Fixed time per step."""
+    """Time of a step that is in no block and no byte."""
     compiled: bool = False
-    """Whether the steps had compiled or Triton blocks; others are predicted from the cluster's rates."""
+    """Whether the real steps were compiled; other steps are predicted from the cluster's rates."""
     multiprocessors: Natural = 0
-    """Streaming multiprocessors of the GPU; 0 on a CPU."""
+    """Of a GPU; 0 where products are not dealt to some."""

@@ -1,11 +1,12 @@
-"""The precision of the matrix products, and the loss scale that fp16 needs.
+"""Automatic mixed precision (AMP): autocast, and the loss scaling that fp16 needs.
 
-Weights, reductions and optimizer state are float32 in every mode, and so are gradients, but for those that
-``train.grad_dtype`` keeps in 16 bits. bf16 and fp16 are what the products read (autocast); under fp8 the
-blocks' products cast what they read once more, row by row (``models/kernels/fp8.py``), and the rest runs in
-bf16. fp16 has a small range: the loss is multiplied by a scale before the backward pass and the gradients
-divided by it after; a step whose gradients overflow is skipped and halves the scale, 2,000 good ones double
-it (torch's ``GradScaler``). Gradients are reduced before anyone looks, so all ranks skip the same steps.
+Weights, reductions and optimizer state are float32 in every mode. Gradients are float32, unless
+``train.grad_dtype`` keeps them in bf16. With bf16 and fp16, GEMMs read autocast inputs. With fp8 the linears
+of blocks cast their inputs once more, row by row (``models/kernels/fp8.py``), and the rest runs in bf16.
+
+fp16 has a small range. The loss is multiplied by a scale before the backward pass, and the gradients are
+divided by it afterwards. A step whose gradients overflow is skipped and halves the scale; 2,000 good steps
+double it (torch's ``GradScaler``). Gradients are reduced before the check, so all ranks skip the same steps.
 """
 
 from __future__ import annotations
@@ -27,24 +28,22 @@ from meshwright.spec.job import Job
 from meshwright.train.optimizers.adamw import FusedAdamW, clipping_factor
 
 MIN_LOSS_SCALE = 1.0
-"""Below this the scale divides instead of multiplying: what overflows then is not the scale's doing."""
+"""Below this the scale divides instead of multiplying, so it is not the cause of an overflow."""
 
 
 class MixedPrecision:
-    """How a rank computes; one object for a whole run."""
+    """Autocast, loss scaling and clipping of a rank; one object per run."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
         self._device = device.type
-        torch.backends.cudnn.allow_tf32 = (
-            False  # fp32 means it: left alone, convolutions on GPUs round to TF32
-        )
+        torch.backends.cudnn.allow_tf32 = False  # by default convolutions on GPUs round fp32 to TF32
         self._low = AUTOCAST_DTYPES.get(job.train.precision)
         self._compiled = not uses_eager_blocks(job)
         self._scaled = job.train.precision == "fp16"
         self._scaler = torch.amp.GradScaler(
             self._device, init_scale=job.train.loss_scale, enabled=self._scaled
         )
-        # Makes its scale now: in a pipeline most ranks never see a loss.
+        # Creates the scale tensor now: in a pipeline most ranks never compute a loss.
         self._scaler.scale(torch.zeros((), device=device))
         self.skipped = False
         """Whether the last step was skipped."""
@@ -52,53 +51,53 @@ class MixedPrecision:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Around a forward pass."""
+        """Context of a forward pass."""
         low = self._low or torch.bfloat16
         fastest = prefer_fast_attention(self._device) if self._compiled else nullcontext()
         with torch.autocast(self._device, low, enabled=self._low is not None), fastest:
             yield
 
     def backward(self, loss: Tensor) -> None:
-        """The backward pass of a loss, scaled where the precision needs it."""
+        """Run the backward pass of a loss, scaled in fp16."""
         self._scaler.scale(loss).backward()
 
     def clip_gradients(
-        self, sharded_state: ShardedState, optimizer: torch.optim.Optimizer, most: float
+        self, sharded_state: ShardedState, optimizer: torch.optim.Optimizer, max_norm: float
     ) -> Tensor | None:
-        """Take the scale out of the gradients and clip them; returns their norm where it was needed.
+        """Unscale the gradients and clip them; returns their norm where it was needed.
 
-        An optimizer that multiplies gradients itself is told the factor instead.
+        FusedAdamW gets the clipping factor instead and applies it itself.
         """
         norm = None
         if (
             self._scaled and sharded_state.is_sharded
-        ):  # an overflow in another rank's rows is an overflow here too
+        ):  # an overflow in the shard of another rank must be seen here too
             norm = sharded_state.grad_norm()
             for _, parameter in sharded_state.named_parameters():
                 assert parameter.grad is not None, "a parameter without gradient"
-                parameter.grad += norm * 0  # nothing, or NaN
+                parameter.grad += norm * 0  # adds zero, or NaN
             norm = norm / self._scaler.get_scale()
         self._scaler.unscale_(optimizer)
-        if not most and not self._scaled:
+        if not max_norm and not self._scaled:
             return None
         norm = sharded_state.grad_norm() if norm is None else norm
         if isinstance(optimizer, FusedAdamW):
-            optimizer.factor = clipping_factor(norm, most)
+            optimizer.factor = clipping_factor(norm, max_norm)
             return norm
         parameters = [parameter for _, parameter in sharded_state.named_parameters()]
-        nn.utils.clip_grads_with_norm_(parameters, most or float("inf"), norm)
+        nn.utils.clip_grads_with_norm_(parameters, max_norm or float("inf"), norm)
         return norm
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the optimizer's step, unless a gradient overflowed."""
+        """Step the optimizer, unless a gradient overflowed."""
         self._scaler.step(optimizer)
         self._scaler.update()
 
     def step_fields(self, loss: float | None, grad_norm: float | None) -> dict[str, Any]:
-        """What the step's event says of the scale, once its values may be looked at.
+        """The loss scale fields of the ``step`` event; call it when loss and norm are on the CPU.
 
         Args:
-            loss: Of the step; None if it had no targets.
+            loss: Of the step; None without targets.
             grad_norm: Before clipping.
         """
         if not self._scaled:
@@ -109,34 +108,34 @@ class MixedPrecision:
         return {"loss_scale": self.loss_scale(), "skipped": self.skipped}
 
     def check_loss_scale(self, step: int, saved: Callable[[], bool]) -> None:
-        """Give up where the scale is of no use any more.
+        """Stop the run if the loss scale has collapsed.
 
         Args:
             step: Steps done.
-            saved: Asked, then, whether there is a checkpoint to go on from.
+            saved: Whether there is a checkpoint to resume from; only called for the error message.
 
         Raises:
-            RunFailedError: So many steps in a row overflowed that the scale fell below one.
+            RunFailedError: Consecutive overflows have reduced the scale below one.
         """
         if self.skipped and (scale := self.loss_scale()) < MIN_LOSS_SCALE:
             raise loss_scale_collapsed_error(step, scale, self._skipped_in_a_row, saved())
 
     def loss_scale_tensor(self) -> Tensor | None:
-        """The same where nobody waits for it; None where there is no scale."""
+        """The scale on the device, without a sync; None without loss scaling."""
         return self._scaler._scale if self._scaled else None
 
     def loss_scale(self) -> float:
-        """What the gradients of this step are multiplied by."""
+        """The factor of the loss in this step."""
         return float(self._scaler.get_scale()) if self._scaled else 1.0
 
     def state_dict(self) -> dict[str, float] | None:
-        """What a checkpoint keeps."""
+        """The scaler state of a checkpoint."""
         if not self._scaled:
             return None
         return {key: float(value) for key, value in self._scaler.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, float] | None) -> None:
-        """Go on from a checkpoint; one of another precision has nothing to say."""
+        """Restore it; a checkpoint of another precision has none."""
         if self._scaled and state is not None:
             counts = {"growth_interval", "_growth_tracker"}
             self._scaler.load_state_dict({k: int(v) if k in counts else v for k, v in state.items()})

@@ -1,8 +1,8 @@
-"""Which rank trains on which samples, in micro-batches of one size.
+"""Assigns samples to ranks and splits them into micro-batches of one size.
 
-Samples of a step are a function of the position alone. They are dealt to the data ranks as evenly as
-possible; a rank with fewer fills up with zero-weight samples, whose targets are all ignored, so that every
-rank runs the same number of micro-batches of the same shape and no global batch is illegal.
+The samples of a step depend on the position only. They are split over the data ranks as evenly as possible.
+A rank with fewer samples is padded with zero-weight samples, whose targets are ignored. So every rank runs
+the same number of micro-batches of the same shape, and every global batch is legal.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from meshwright.parallel.batch import Batch
 from meshwright.parallel.context import ContextParallel
 
 Samples = npt.NDArray[np.int64]
-"""Numbers of samples."""
+"""Sample indices."""
 
 
 def assign_samples(count: int, rank: int, ranks: int) -> range:
-    """The part of ``count`` samples that falls to a rank: contiguous, sizes differ by at most one."""
+    """The contiguous range of ``count`` samples of one rank; sizes differ by at most one."""
     base, extra = divmod(count, ranks)
     start = rank * base + min(rank, extra)
     return range(start, start + base + (rank < extra))
@@ -35,9 +35,9 @@ def assign_samples(count: int, rank: int, ranks: int) -> range:
 def split_into_micro_batches(
     samples: Samples, rank: int, ranks: int, micro_batch: int, min_samples: int = 0
 ) -> Iterator[Samples]:
-    """A rank's samples, a micro-batch at a time; as many as the fullest rank needs, the last ones short.
+    """The samples of a rank, one micro-batch at a time; the last ones may be short or empty.
 
-    With ``least``, as many as that number of samples would need.
+    All ranks get as many micro-batches as the rank with most samples, or as ``min_samples`` would need.
     """
     mine = samples[list(assign_samples(len(samples), rank, ranks))]
     fullest = len(assign_samples(max(len(samples), min_samples), 0, ranks))
@@ -47,28 +47,28 @@ def split_into_micro_batches(
 
 @dataclass(frozen=True)
 class Batcher:
-    """Cuts lists of samples into this rank's micro-batches."""
+    """Splits samples of tokens into the micro-batches of this rank."""
 
     dataset: TokenDataset
     rank: int
     ranks: int
     micro_batch: int
     context: ContextParallel | None = None
-    """Which positions of its samples this rank has; None for all."""
+    """The positions of each sample that this rank reads; None for all."""
     sample_weight: float | None = None
-    """Of one sample in the global batch, where the model wants to know it; a zero-weight one has none."""
+    """Weight of a real sample, 1 / global batch, for models whose auxiliary losses need it; padding has 0."""
 
     def micro_batches(self, samples: Samples, min_samples: int = 0) -> Iterator[Batch]:
-        """The model's arguments; as many micro-batches as the fullest rank needs."""
+        """The arguments of the model, micro-batch by micro-batch."""
         for part in split_into_micro_batches(samples, self.rank, self.ranks, self.micro_batch, min_samples):
             yield self._pad(self.dataset.read(part))
 
     def count_targets(self, samples: Samples) -> int:
-        """Targets of all ranks together: every rank knows the divisor of the loss without asking."""
+        """Target tokens of all ranks: every rank computes the divisor of the loss without a collective."""
         return self.dataset.count_targets(samples)
 
     def _pad(self, rows: SampleBatch) -> Batch:
-        """Fill up with zero-weight samples: zeros, one document, no target."""
+        """Pad with zero-weight samples: zeros, one document, no target."""
         count = len(rows.tokens)
         tokens, targets, segments = rows.tokens, rows.targets, rows.segments
         if count < self.micro_batch:
@@ -88,35 +88,34 @@ class Batcher:
 
 
 class Source(Protocol):
-    """What micro-batches are cut by: of tokens or of images."""
+    """Gives micro-batches of tokens or of images."""
 
     def micro_batches(self, samples: Samples, min_samples: int = 0) -> Iterator[Batch]:
-        """This rank's, in order."""
+        """Those of this rank, in order."""
 
     def count_targets(self, samples: Samples) -> int:
-        """Of all ranks together."""
+        """Targets of all ranks."""
 
 
 class StepBatch(NamedTuple):
-    """What a step trains on."""
+    """The batch of one step."""
 
     position: int
-    """Samples consumed before it."""
+    """Samples consumed before this step."""
     samples: Samples
-    """Those of all ranks."""
+    """Sample indices of all ranks."""
     targets: int
-    """That count in the loss, on all ranks."""
+    """Target tokens of all ranks."""
     micro_batches: Iterator[Batch]
-    """Those of this rank, each read when it is asked for."""
+    """Those of this rank, read lazily."""
 
 
 class BatchPrefetcher:
-    """Gives every step its batch; on a GPU the next one's is prepared while the device computes this one.
+    """Gives each step its batch; on a GPU the next batch is prefetched while the device computes.
 
-    Then its samples are chosen, its targets counted, and its first micro-batch lies in pinned memory when the
-    step begins; the others are read while the device is at work on those before them. One micro-batch is
-    ahead, on the host: the device's memory holds what it held. On a CPU host and device are one, and
-    nothing is gained: a batch is made when its step begins.
+    Prefetching chooses the samples, counts the targets, and reads the first micro-batch into pinned memory.
+    The other micro-batches are read while the device computes the ones before them. Only one micro-batch is
+    ahead, in host memory, so device memory does not grow. On a CPU prefetching gains nothing and is skipped.
     """
 
     def __init__(self, order: SampleOrder, source: Source, global_batch: int, device: torch.device) -> None:
@@ -125,7 +124,7 @@ class BatchPrefetcher:
         self._next: StepBatch | None = None
 
     def get(self, position: int) -> StepBatch:
-        """The batch of the step that begins at a position."""
+        """The batch of the step at a position."""
         ready, self._next = self._next, None
         if ready is not None and ready.position == position:
             return ready
@@ -135,7 +134,7 @@ class BatchPrefetcher:
         return StepBatch(position, samples, targets, self._source.micro_batches(samples))
 
     def prefetch(self, position: int) -> None:
-        """Make the batch at a position ready, where that saves time."""
+        """Prefetch the batch at a position, on a GPU."""
         if self._on_gpu:
             batch = self.get(position)
             first = [micro_batch.pin_memory() for micro_batch in islice(batch.micro_batches, 1)]

@@ -1,10 +1,9 @@
-"""Keeps torch's compiler out of ranks that compile nothing.
+"""Avoids the import of torch's compiler in ranks that compile nothing.
 
-Torch imports ``torch._dynamo``, as much again as torch itself, in order to tell the compiler to leave
-something alone: some methods of optimizers and what looks at every operation at their first call, and every
-step of an optimizer. Where nothing is compiled there is nobody to tell. This uses two private habits of torch
-2.11 to 2.13; a version without them loads its compiler as before, and
-``tests/unit/train/test_train_compiler_import.py`` says so.
+Torch imports ``torch._dynamo``, which takes as long as torch itself, only to exclude functions from
+compilation: some optimizer methods and dispatch modes at their first call, and every optimizer step. A rank
+that compiles nothing does not need that. This relies on two private details of torch 2.11 to 2.13. A version
+without them imports the compiler as before, and ``tests/unit/train/test_train_compiler_import.py`` says so.
 """
 
 from __future__ import annotations
@@ -24,29 +23,29 @@ DISABLED_METHODS = (
     Optimizer.zero_grad,
     PeakTracker.__torch_dispatch__,
 )
-"""Methods that torch hides from its compiler at their first call."""
+"""Methods that torch excludes from compilation at their first call."""
 DISABLE_ATTRIBUTE = "__dynamo_disable"
-"""Where the wrapper of such a method keeps what the compiler made of it, and looks for it."""
+"""Attribute in which the wrapper of such a method caches the excluded function."""
 
 
 def skip_compiler_import() -> None:
-    """From now on this process does not load the compiler for a step; what it computes stays as it is.
+    """Keep this process from importing ``torch._dynamo`` during training; results do not change.
 
-    For a process that will never compile: what is hidden from nobody would be compiled.
+    Only for a process that never compiles: the excluded methods are no longer excluded.
     """
     for method in DISABLED_METHODS:
         if (plain := _unwrapped(method)) is not None:
             vars(plain).setdefault(DISABLE_ATTRIBUTE, plain)
     for rule in (AdamW, SGD):
         if (plain := _unwrapped(rule.step)) is not None and not _is_built(rule):
-            rule.step = torch.no_grad()(plain)  # type: ignore[method-assign]  # all that the wrapper did beside
+            rule.step = torch.no_grad()(plain)  # type: ignore[method-assign]  # the rest of what the wrapper did
 
 
 def _is_built(rule: type[Optimizer]) -> bool:
-    """Whether an optimizer of the kind was built: torch then has wrapped its step once more, for hooks."""
+    """Whether such an optimizer was built before: torch has then wrapped its step again, for hooks."""
     return getattr(rule.step, "hooked", False)
 
 
 def _unwrapped(method: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The function that torch has wrapped, if it has."""
+    """The function inside torch's wrapper, if there is one."""
     return getattr(method, "__wrapped__", None)

@@ -1,9 +1,9 @@
-"""How evenly experts are used: counted in every step, told to people, and, if the job wants it, corrected.
+"""Expert load: counted in every step, reported, and balanced by biases if the job asks for it.
 
-Every rank counts the tokens that it routes itself. At the end of a step the counts of all layers and ranks
-are added up in one call, so that every rank knows the same: what the event says, and how the biases move by
-which experts are chosen (Wang et al. 2024, "Auxiliary-loss-free load balancing"): a step lifts the bias of
-an expert that got fewer tokens than the mean by ``train.balance_rate``, and lowers the others' by as much.
+Each rank counts the tokens that it routes. At the end of a step one all-reduce sums the counts of all layers
+over all ranks. The ``step`` event reports them. They also update the biases of expert selection (Wang et al.
+2024, "Auxiliary-loss-free load balancing"): a step raises the bias of an expert that got fewer tokens than
+the mean by ``train.balance_rate``, and lowers the bias of an expert that got more by as much.
 
 Shape suffixes: L layers with experts, E experts.
 """
@@ -28,32 +28,32 @@ from meshwright.spec.train_defaults import balance_coefficient
 from meshwright.train.amp import MixedPrecision
 
 LOAD_REPORT_INTERVAL = 10
-"""Steps between two events with the load of every expert; the first and the last step have one, too."""
+"""Steps between two ``experts`` events; the first and the last step have one, too."""
 _ROUTER = re.compile(r"blocks\.(\d+)\.ffn\.router")
 
 
 def is_load_report_due(step: int, steps: int) -> bool:
-    """Whether the load of every expert is told after a step."""
+    """Whether an ``experts`` event follows a step."""
     return step in (1, steps) or step % LOAD_REPORT_INTERVAL == 0
 
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """What the experts of all layers had to do in one step, over all ranks."""
+    """Load of all experts in one step, summed over all ranks."""
 
     first_layer: int
     """The first layer with experts."""
     counts: list[list[float]]
-    """Tokens that chose each expert, of each layer."""
+    """Tokens routed to each expert, by layer."""
     dropped: list[float]
-    """Choices without a place, of each layer."""
+    """Assignments dropped for lack of capacity, by layer."""
     balance_loss: float
-    """Mean over layers, without its coefficient; 0 where it is off."""
+    """Auxiliary balance loss: mean over layers, without its coefficient; 0 if off."""
     z_loss: float
-    """The same."""
+    """Router z-loss, likewise."""
 
     def step_fields(self) -> dict[str, float]:
-        """One number each, for the step's event."""
+        """The fields of the ``step`` event."""
         chosen = sum(map(sum, self.counts))
         return {
             "expert_imbalance": max(map(_imbalance, self.counts)),
@@ -63,7 +63,7 @@ class ExpertLoad:
         }
 
     def layer_rows(self) -> list[dict[str, Any]]:
-        """Of each layer: how many tokens each expert got and how many found no place."""
+        """The rows of the ``experts`` event, one per layer."""
         return [
             {
                 "layer": self.first_layer + index,
@@ -76,35 +76,35 @@ class ExpertLoad:
 
 
 def _imbalance(counts: list[float]) -> float:
-    """The busiest expert's tokens over the mean; 1 is even, and so are none at all."""
+    """Tokens of the busiest expert over the mean; 1 if even, or without tokens."""
     return max(counts) * len(counts) / sum(counts) if any(counts) else 1.0
 
 
 def list_routers(network: nn.Module) -> Iterator[tuple[int, Router]]:
-    """The routers of a network, or of a rank's stages of it, with their layers."""
+    """The routers of a network, or of the stages of a rank, with their layer index."""
     for name, module in network.named_modules():
         if isinstance(module, Router):
             match = _ROUTER.fullmatch(canonical_name(name))
-            assert match is not None, f"a router that is no block's: {name}"
+            assert match is not None, f"a router outside of a block: {name}"
             yield int(match[1]), module
 
 
 def set_biases(network: nn.Module, bias_LE: Tensor, first_layer: int) -> None:
-    """Give each router of a network its biases: rows from the first layer with experts on."""
+    """Set the selection biases of each router; row 0 is the first layer with experts."""
     for layer, router in list_routers(network):
         router.selection_bias = bias_LE[layer - first_layer]
 
 
 class ExpertBalancer:
-    """The sums of a step and the biases of all layers; a rank counts the layers and tokens that it has."""
+    """Token counts of a step and selection biases of all layers; a rank counts what it routes itself."""
 
     def __init__(self, model: DecoderModel, rate: float, device: torch.device) -> None:
-        """Nothing is counted yet, and nobody is favoured.
+        """Start with zero counts and zero biases.
 
         Args:
-            model: Which has experts.
-            rate: Of the biases; 0 for none.
-            device: Where routers count.
+            model: A model with experts.
+            rate: Update rate of the biases; 0 for no biases.
+            device: Of the counts.
         """
         assert model.num_experts is not None, "there are experts to balance"
         self._first, self._experts, self._rate = model.dense_layers, model.num_experts, rate
@@ -113,22 +113,22 @@ class ExpertBalancer:
         self.bias_LE = torch.zeros((layers, model.num_experts), device=device) if rate else None
 
     def attach(self, network: nn.Module, auxiliary: AuxiliaryLosses) -> None:
-        """Give each router of a network its row."""
+        """Give each router of a network its row of the counts and its biases."""
         for layer, router in list_routers(network):
             router.load, router.auxiliary = self.sums[layer - self._first], auxiliary
         if self.bias_LE is not None:
             self.use_biases(network, self.bias_LE)
 
     def use_biases(self, network: nn.Module, bias_LE: Tensor) -> None:
-        """Choose by these biases from now on; without a rate they stay as they are."""
+        """Select experts with these biases; with rate 0 they stay fixed."""
         self.bias_LE = bias_LE.to(self.sums.device)
         set_biases(network, self.bias_LE, self._first)
 
     @torch.no_grad()
     def end_step(self, mesh: Mesh) -> ExpertLoad:
-        """Add up what all ranks have counted, move the biases, and begin again.
+        """All-reduce the counts over all ranks, update the biases, reset the counts.
 
-        Every rank sends its sums, most of them zero in a pipeline, and gets those of all.
+        With a pipeline most counts of a rank are zero: it has few of the layers.
         """
         if mesh.control is not None:
             dist.all_reduce(self.sums, group=mesh.control)
@@ -146,7 +146,7 @@ class ExpertBalancer:
 def build_expert_balancer(
     network: nn.Module, job: Job, device: torch.device, amp: MixedPrecision
 ) -> ExpertBalancer | None:
-    """The balancer of a network's routers; None for a model without."""
+    """The balancer of a network with experts; None for other models."""
     model, train = job.model, job.train
     if not isinstance(model, DecoderModel) or not model.num_experts:
         return None

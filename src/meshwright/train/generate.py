@@ -1,4 +1,4 @@
-"""Writes text with a checkpoint's model, in one process or over ranks that share its matrices."""
+"""Generates text from a checkpoint, in one process or with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -36,56 +36,56 @@ from meshwright.train.expert_balance import set_biases
 from meshwright.train.worker import report_error
 
 MAX_CONTEXT = 4096
-"""Tokens that a model of a Hugging Face folder looks back; many know more positions than fit in memory."""
+"""Longest context of a Hugging Face model; many allow more positions than fit in memory."""
 TASK_FILE = "generate.json"
 ENTRY = "meshwright.train.generate:run_rank"
 
 
 @dataclass(frozen=True)
 class GenerateTask:
-    """What is written, with what."""
+    """What to generate, from which checkpoint."""
 
     checkpoint: str
     """Folder of a checkpoint, or a Hugging Face folder with weights and tokenizer.json."""
     prompt: str = ""
-    """Text to go on from; empty starts a new document."""
+    """Text to continue; empty starts a new document."""
     tokens: int = 200
-    """To write at most."""
+    """Maximum number of tokens."""
     temperature: float = 0.8
-    """0 takes the likeliest token every time."""
+    """Sampling temperature; 0 is greedy decoding."""
     top_k: int = 40
-    """Choose among this many; 0 for all."""
+    """Sample from the k likeliest tokens; 0 for all."""
     seed: int = 0
-    """The same seed writes the same text."""
+    """The same seed gives the same text."""
     template: str | None = None
-    """Makes the prompt a user's message; None takes it as it is."""
+    """Chat template that wraps the prompt as a user message; None uses the prompt as it is."""
     tp: int = 1
-    """Ranks that share each matrix."""
+    """Tensor-parallel degree."""
 
     def write(self, folder: Path) -> None:
-        """Leave it for the ranks."""
+        """Write it for the ranks."""
         (folder / TASK_FILE).write_text(to_json(dataclasses.asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> GenerateTask:
-        """Read what was left."""
+        """Read it in a rank."""
         return cls(**json.loads((folder / TASK_FILE).read_text(encoding="utf-8")))
 
     def chat(self) -> Template | None:
-        """The template, read."""
+        """The loaded chat template."""
         if self.template is None:
             return None
         tokenizer = str(Path(self.checkpoint).absolute() / TOKENIZER_FILE)
         return load_template(self.template, Path.cwd(), tokenizer, key="--template")
 
     def check(self) -> Job:
-        """Find what is wrong with the task before anything starts; returns its job.
+        """Check the task before anything starts; returns its job.
 
         Raises:
-            UserError: The template, the tokenizer or the weights are missing or do not suit the model.
+            UserError: The template, the tokenizer or the weights are missing or do not fit the model.
         """
         job, folder = self.job(), Path(self.checkpoint)
-        assert isinstance(job.model, DecoderModel), "a model of text"
+        assert isinstance(job.model, DecoderModel), "a language model"
         self.chat()
         tokens, words = load_tokenizer(folder).vocab_size, job.model.vocab_size
         if tokens > words:
@@ -97,16 +97,16 @@ class GenerateTask:
         return job
 
     def job(self) -> Job:
-        """The model as a job, whose layout the legality table has checked.
+        """The model as a job with a legal layout.
 
         Raises:
-            UserError: It is no model of text, or cannot be shared by so many ranks.
+            UserError: It is not a language model, or the tensor-parallel degree is illegal.
         """
         folder = Path(self.checkpoint)
         if (folder / MANIFEST).is_file():
-            manifest = read_manifest(folder, verify=False)  # whoever named it has verified it
+            manifest = read_manifest(folder, verify=False)  # the caller has verified it
             if manifest.model.get("architecture") == "resnet":
-                rule, fix = "is a model of images: it writes no text", "Give a checkpoint of a decoder"
+                rule, fix = "is an image model and generates no text", "Give a checkpoint of a decoder"
                 raise UserError(Problem("generate-not-text", rule, path=str(folder), fix=fix))
             model = {k: v for k, v in manifest.model.items() if v is not None and k not in ("hf", "preset")}
             length = manifest.seq_len
@@ -115,10 +115,10 @@ class GenerateTask:
             model = {"hf": str(folder.absolute())}
             known = (config.fields.get("max_positions"), config.sliding_window, MAX_CONTEXT)
             length = min(value for value in known if value is not None)
-        length = max(self.tp, length - length % self.tp)  # ranks route equal parts of what they look back on
+        length = max(self.tp, length - length % self.tp)  # each rank routes an equal part of the context
         cluster: dict[str, Any] = {"preset": "local"}
         if not torch.cuda.is_available():
-            cluster |= {"device": "cpu", "devices_per_node": self.tp}  # ranks may share cores
+            cluster |= {"device": "cpu", "devices_per_node": self.tp}  # ranks may share CPU cores
         tables = {
             "model": model,
             "data": {"path": "builtin:python-stdlib", "tokenizer": "byte", "seq_len": length},
@@ -128,46 +128,46 @@ class GenerateTask:
         }
         try:
             return build_job(tables)
-        except SpecError as error:  # a layout to train with would be no answer
+        except SpecError as error:  # without the suggested training layouts
             raise UserError(*error.problems) from None
 
 
 class _CheckpointWeights:
-    """Those of a checkpoint, one at a time."""
+    """Reads the weights of a checkpoint, one at a time."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._checkpoint = checkpoint
 
     def whole(self, name: str) -> Tensor:
-        """A parameter."""
+        """A full parameter."""
         with open_tensors(self._checkpoint, MODEL_FILE) as saved:
             return saved.get_tensor(name)
 
 
 def load_model(task: GenerateTask, mesh: Mesh | None = None) -> Decoder:
-    """The model of a checkpoint, or this rank's part of it; None for one process."""
+    """The model of a checkpoint, or the shard of this rank; without a mesh for one process."""
     folder, job = Path(task.checkpoint), task.job()
     mesh = mesh or Mesh(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     weights: WeightSource = _CheckpointWeights(folder)
     if not (folder / MANIFEST).is_file():
         weights = find_weight_source(job, from_hf=True)
     model, _, _ = parallelize(job, mesh, weights)
-    assert isinstance(model, Decoder), "a model of text"
+    assert isinstance(model, Decoder), "a language model"
     if (folder / MANIFEST).is_file():
         _load_biases(model, job, folder)
     return model.eval()
 
 
 def _load_biases(model: Decoder, job: Job, checkpoint: Path) -> None:
-    """The biases that experts are chosen by, where the checkpoint has some."""
+    """Load the biases of expert selection, if the checkpoint has them."""
     biases = load_selection_bias(checkpoint)
     if biases is not None:
-        assert isinstance(job.model, DecoderModel), "a model of text"
+        assert isinstance(job.model, DecoderModel), "a language model"
         set_biases(model, biases.to(next(model.parameters()).device), job.model.dense_layers)
 
 
 def run_rank(run_dir: str, listener: Listener | None = None) -> int:
-    """Write text as one of the ranks that share the model; the first tells what. Returns the exit status."""
+    """Generate as one tensor-parallel rank; rank 0 writes the events. Returns the exit status."""
     folder, rank = Path(run_dir), int(os.environ["RANK"])
     events = EventWriter(folder / EVENTS_FILE, rank, 0, listener)
     try:
@@ -193,36 +193,36 @@ def run_rank(run_dir: str, listener: Listener | None = None) -> int:
 def generate_text(
     task: GenerateTask, mesh: Mesh | None = None, on_token: Callable[[int], None] | None = None
 ) -> str:
-    """Go on from a prompt; ends early at the end of a document or of an answer.
+    """Continue a prompt; ends early at the end of a document or of an answer.
 
     Args:
-        task: What to write.
-        mesh: Those that share the model; None for one process.
-        on_token: Called with how many tokens are written.
+        task: What to generate.
+        mesh: Of the tensor-parallel ranks; None for one process.
+        on_token: Called with the number of tokens so far.
     """
     model, tokenizer = load_model(task, mesh), load_tokenizer(Path(task.checkpoint))
     device = model.embed.weight.device
     generator = torch.Generator().manual_seed(task.seed)
-    question = encode_prompt(tokenizer, task.prompt, task.chat())
-    ids = list(question.tokens)
-    written: list[int] = []
+    prompt = encode_prompt(tokenizer, task.prompt, task.chat())
+    ids = list(prompt.tokens)
+    generated: list[int] = []
     for count in range(task.tokens):
         window = torch.tensor([ids[-model.seq_len :]], device=device)
         logits = model(window)[0, -1].float().cpu()[: tokenizer.vocab_size]
-        chosen = _choose(logits, task.temperature, task.top_k, generator)
-        if chosen in question.ends:
+        chosen = _sample_token(logits, task.temperature, task.top_k, generator)
+        if chosen in prompt.ends:
             break
         ids.append(chosen)
-        written.append(chosen)
+        generated.append(chosen)
         if on_token is not None:
             on_token(count + 1)
-    return tokenizer.decode(written)
+    return tokenizer.decode(generated)
 
 
-def _choose(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    if temperature < 1e-4:  # dividing by less would leave the range of float32
+def _sample_token(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    if temperature < 1e-4:  # dividing by less overflows float32
         return int(logits.argmax())
     if top_k:
-        least = logits.topk(min(top_k, len(logits))).values[-1]
-        logits = logits.masked_fill(logits < least, float("-inf"))
+        threshold = logits.topk(min(top_k, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < threshold, float("-inf"))
     return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))

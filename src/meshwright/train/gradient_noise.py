@@ -1,22 +1,22 @@
-"""Two things called gradient noise: Gaussian noise that is added, and the noise scale that is measured.
+"""Gradient noise: Gaussian noise that is added, and the gradient noise scale that is measured.
 
-**Added** (Neelakantan et al., 2015, arXiv 1511.06807): each element gets noise of the variance
-``eta / (1 + step) ** 0.55``, a function of (seed, step, parameter name) alone.
+**Added** (Neelakantan et al., 2015, arXiv 1511.06807): each element gets noise of variance
+``eta / (1 + step) ** 0.55``, which depends on (seed, step, parameter name) only.
 
 **Measured** (McCandlish et al., 2018, arXiv 1812.06162, appendix A.1): B_simple = tr(Sigma) / |G|^2, the
-batch at which the noise of the gradient is as large as the gradient. With N targets in the batch, g the sum
-of the gradients of a part with n of them and T the noise of one target::
+batch size at which the noise of the gradient equals the gradient. Let the batch have N targets, let g be the
+summed gradient of a part with n targets, and T the noise of one target::
 
-    E |g / n|^2   = |G|^2 + T / n             the part, as if it were the whole
+    E |g / n|^2   = |G|^2 + T / n             a part, taken as a batch
     E |whole|^2   = |G|^2 + T / N
 
-Parts of unequal size are averaged with the weights n / N. Over k parts, ``part = sum n / N |g / n|^2`` has
-the mean ``|G|^2 + T k / N``; one part alone is the same with ``k = N / n``. Hence the unbiased::
+Parts of different size are averaged with weights n / N. Over k parts, ``part = sum n / N |g / n|^2`` has
+the mean ``|G|^2 + T k / N``; a single part is the case ``k = N / n``. Hence the unbiased estimates::
 
     |G|^2 = (k whole - part) / (k - 1)        T / N = (part - whole) / (k - 1)
 
-This assumes that the noise of a sum grows with its number of targets; it is exact where all samples have
-equally many. The result counts samples, like ``train.global_batch``.
+This assumes that the noise of a sum grows with its number of targets; it is exact if all samples have
+the same number. The result is in samples, like ``train.global_batch``.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from meshwright.parallel.sharded_state import ShardedState
 from meshwright.spec.job import Train
 
 ANNEALING = 0.55
-"""Power of the step by which the added variance falls (Neelakantan et al.)."""
+"""Exponent of the decay of the added variance (Neelakantan et al.)."""
 EMA_DECAY = 0.9
-"""Weight of the past in the averages of |G|^2 and T: a single measurement is as noisy as the gradient."""
+"""Of the running averages of |G|^2 and T: a single measurement is as noisy as the gradient."""
 
 
 def noise_std(step: int, train: Train) -> float:
-    """Standard deviation of the noise added in a step; the annealing is that of the variance."""
+    """Standard deviation of the noise added in a step."""
     return math.sqrt(train.grad_noise / (1 + step) ** ANNEALING)
 
 
 @torch.no_grad()
 def add_noise(sharded_state: ShardedState, train: Train, step: int) -> None:
-    """Add this step's noise to every gradient, the same on every rank; nothing if the job wants none.
+    """Add the noise of a step to every gradient, the same in every layout; nothing with ``grad_noise=0``.
 
-    Drawn on the CPU whatever the device, as initial weights are.
+    It is drawn on the CPU for every device, like initial weights.
     """
     std = noise_std(step, train)
     if std == 0:
@@ -61,15 +61,15 @@ def add_noise(sharded_state: ShardedState, train: Train, step: int) -> None:
 
 
 def estimate_noise(part: float, whole: float, k: float) -> tuple[float, float]:
-    """|G|^2 and T / N of the formulas above."""
+    """|G|^2 and T / N by the formulas above."""
     return (k * whole - part) / (k - 1), (part - whole) / (k - 1)
 
 
 class NoiseScale:
-    """Measures the gradient noise scale in every so many steps, and averages.
+    """Measures the gradient noise scale every few steps and averages it.
 
-    With replicas the parts are the ranks, each of which sees its own gradient before it is summed. In one
-    process there is one part, the first micro-batch.
+    With data-parallel replicas the parts are the ranks: each measures its gradient before the all-reduce. In
+    one process there is one part, the first micro-batch.
     """
 
     def __init__(self, module: nn.Module, every: int) -> None:
@@ -77,31 +77,31 @@ class NoiseScale:
         self._every = every
         self._measuring = False
         self._part: Tensor | None = None
-        """Squared norm of the part's gradient, which is divided by the targets of the whole batch."""
+        """Squared norm of the gradient of the part, divided by the targets of the whole batch."""
         self._part_targets = 0
         self._whole: Tensor | float = 0.0
         self._mean_square = 0.0
         self._mean_noise = 0.0
 
     def begin(self, step: int) -> None:
-        """A step begins, the first being 1."""
+        """A step begins; the first is 1."""
         self._measuring = self._every > 0 and step % self._every == 0
         self._part, self._part_targets = None, 0
         if isinstance(self._module, FixedBucketDDP):
             self._module.local_grad_norm.begin(self._measuring)
 
     def after_micro_batch(self, targets_seen: int) -> None:
-        """The gradients hold the micro-batches so far, the last of which has just been added."""
+        """The gradient of a micro-batch was accumulated."""
         if not self._measuring or isinstance(self._module, FixedBucketDDP) or self._part is not None:
             return
         self._part, self._part_targets = _square(self._module), targets_seen
 
     def parts(self, divisor: int, own_targets: int) -> list[Tensor | float]:
-        """What is added up over the ranks: the weighted squared norm of this part, and k.
+        """The terms to sum over the ranks: the weighted squared norm of this part, and k.
 
         Args:
             divisor: Targets of the whole batch, by which the gradients are divided.
-            own_targets: Those of this rank.
+            own_targets: Targets of this rank.
         """
         if self._every == 0:
             return []
@@ -120,23 +120,23 @@ class NoiseScale:
         return [self._part * share**2, share]
 
     def estimate(self, summed: list[float], samples: int, loss_scale: float) -> float | None:
-        """The noise scale in samples, or None where this step does not tell it.
+        """The noise scale in samples; None if this step does not give one.
 
         Args:
-            summed: ``parts`` of all ranks, added up.
+            summed: ``parts``, summed over all ranks.
             samples: Of the whole batch.
-            loss_scale: By which the gradients were multiplied when they were looked at.
+            loss_scale: Factor of the gradients when they were measured.
         """
         if not self._measuring:
             return None
         part, k = summed[0] / loss_scale**2, summed[1]
         whole = float(self._whole) / loss_scale**2
-        if k <= 1 or not math.isfinite(part + whole):  # one part had everything; or an overflow of fp16
+        if k <= 1 or not math.isfinite(part + whole):  # one part had all targets, or fp16 overflowed
             return None
         square, noise = estimate_noise(part, whole, k)
         self._mean_square = EMA_DECAY * self._mean_square + (1 - EMA_DECAY) * square
         self._mean_noise = EMA_DECAY * self._mean_noise + (1 - EMA_DECAY) * noise
-        if self._mean_square <= 0 or self._mean_noise < 0:  # the estimates are still too rough to tell
+        if self._mean_square <= 0 or self._mean_noise < 0:  # the estimates are still too noisy
             return None
         return samples * self._mean_noise / self._mean_square
 

@@ -1,4 +1,4 @@
-"""Images and labels in micro-batches of one size; beside ``batches``, by whose rule samples are dealt."""
+"""Images and labels in micro-batches of one size; samples are assigned to ranks as in ``batches``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.train.batches import Samples, split_into_micro_batches
 
 @dataclass(frozen=True)
 class ImageBatcher:
-    """Cuts lists of samples into this rank's micro-batches."""
+    """Splits samples of images into the micro-batches of this rank."""
 
     dataset: ImageDataset
     rank: int
@@ -26,9 +26,9 @@ class ImageBatcher:
     micro_batch: int
 
     def micro_batches(self, samples: Samples, min_samples: int = 0) -> Iterator[Batch]:
-        """Images (micro_batch, C, H, W) and labels (micro_batch); as many as the fullest rank needs.
+        """Images (micro_batch, C, H, W) and labels (micro_batch).
 
-        A rank with fewer fills up with black images whose labels are ignored.
+        A rank with fewer samples is padded with black images, whose labels are ignored.
         """
         shape = self.dataset.shape
         for part in split_into_micro_batches(samples, self.rank, self.ranks, self.micro_batch, min_samples):
@@ -41,14 +41,14 @@ class ImageBatcher:
             yield Batch(images, labels)
 
     def count_targets(self, samples: Samples) -> int:
-        """Labels of all ranks together: every rank knows the divisor of the loss without asking."""
+        """Labels of all ranks: every rank computes the divisor of the loss without a collective."""
         return self.dataset.count_targets(samples)
 
 
 def open_image_batches(
     job: Job, model: ResNetModel, folder: Path, rank: int
 ) -> tuple[ImageBatcher, ImageBatcher, str]:
-    """A rank's images to train on and to evaluate with, and the identity of the data."""
+    """The images of a rank to train and evaluate on, and the checksum of the data."""
     shape = ImageShape(model.channels, model.image_size, model.num_classes)
     path = job.data.path if job.data.path == SYNTHETIC_IMAGES else str(folder)
 

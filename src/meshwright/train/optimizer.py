@@ -1,6 +1,7 @@
-"""The optimizer and its parameter groups, both by parameter name.
+"""Builds the optimizer and its parameter groups.
 
-Which rule moves a parameter, whether it decays and what is kept for it is the table of ``plan.optimizer``.
+``layout.optimizer_state`` says by parameter name which update rule applies, whether the parameter decays, and
+what state it has.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ def build_optimizer(
     copies: Mapping[nn.Parameter, Tensor] | None = None,
     fused: bool = False,
 ) -> Optimizer:
-    """The job's optimizer, with its state made at once.
+    """Build the optimizer of a job and allocate its state.
 
-    Torch makes the state in the first step; then the first step would hold less than the others and a
-    resumed run would load into nothing.
+    Torch allocates the state in the first step. Then the first step would use less memory than the others,
+    and a resumed run would have nothing to load into.
 
     Args:
-        sharded_state: What it moves.
-        train: The recipe.
-        copies: 16-bit copies of parameters, which a fused update writes with them.
-        fused: Whether the update is one pass of our own (``spec.compiled.uses_fused_adamw``).
+        sharded_state: The parameters to update.
+        train: The settings.
+        copies: 16-bit copies of parameters, which FusedAdamW writes with them.
+        fused: Whether to use FusedAdamW (``spec.execution.uses_fused_adamw``).
     """
     named = [(name, p) for name, p in sharded_state.named_parameters() if p.requires_grad]
     if fused:
@@ -49,34 +50,34 @@ def build_optimizer(
     for name, parameter in named:
         keys = state_keys(rule_of(name, parameter.ndim, train), train)
         if keys:
-            optimizer.state[parameter] = {key: _blank(key, parameter) for key in keys}
+            optimizer.state[parameter] = {key: _initial_state(key, parameter) for key in keys}
     return optimizer
 
 
 def updates_weight_copies(optimizer: Optimizer) -> bool:
-    """Whether its step leaves all 16-bit copies of parameters as new as the parameters."""
+    """Whether its step also updates all 16-bit weight copies."""
     return isinstance(optimizer, FusedAdamW) and optimizer.updates_weight_copies
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Set the rate of every group."""
+    """Set the learning rate of every group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 def build_groups(train: Train, named: list[tuple[str, nn.Parameter]], rule: str) -> list[Group]:
-    """The parameters of one rule: those that decay, then those that do not."""
+    """The groups of one update rule: with weight decay, then without."""
     mine = [(name, p) for name, p in named if rule_of(name, p.ndim, train) == rule]
     decayed = [p for name, p in mine if decays(name, p.ndim, train)]
-    plain = [p for name, p in mine if not decays(name, p.ndim, train)]
+    others = [p for name, p in mine if not decays(name, p.ndim, train)]
     groups = (
         {"params": decayed, "weight_decay": setting(train, "weight_decay")},
-        {"params": plain, "weight_decay": 0.0},
+        {"params": others, "weight_decay": 0.0},
     )
     return [group for group in groups if group["params"]]
 
 
-def _blank(key: str, parameter: Tensor) -> Tensor:
+def _initial_state(key: str, parameter: Tensor) -> Tensor:
     if key == STEP_COUNT:
         return torch.zeros((), dtype=torch.float32, device=parameter.device)
     return torch.zeros_like(parameter)

@@ -1,11 +1,11 @@
-"""Optimizer state that lies on the host and is streamed through the device in the update.
+"""Optimizer offload: the state is in host memory and is copied through the device during the update.
 
-The state of a bucket of parameters is one flat buffer, in pinned memory where there is a GPU. In the update a
-bucket is copied to a slot on the device, the rule updates its parameters with the slot's state, and the slot
-is copied back. Copies run on two streams of their own: while a bucket is at work, the next one arrives and
-the last one leaves. A rule works element by element, or matrix by matrix, so buckets change no number.
+The state of a bucket of parameters is one flat buffer, pinned with a GPU. In the update a bucket is copied to
+a staging buffer on the device, the optimizer updates its parameters with that state, and the buffer is copied
+back. Two CUDA streams overlap the copies: while one bucket is updated, the next one is copied in and the last
+one out. Optimizers work element by element or matrix by matrix, so buckets do not change the result.
 
-On CPU the host is the device: the same steps run, one after the other, and nothing is saved by them.
+On a CPU the same steps run one after the other; nothing is gained.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ State = dict[str, Tensor]
 
 @dataclass
 class _Bucket:
-    """Parameters whose state travels together."""
+    """Parameters whose state is copied together."""
 
     host: Tensor
-    """All of it, flat."""
+    """Their state in host memory, flat."""
     shapes: dict[nn.Parameter, dict[str, torch.Size]]
 
     def views(self, flat: Tensor) -> dict[nn.Parameter, State]:
-        """The state as its parameters know it, in a buffer that holds it."""
+        """The state of each parameter, as views of a flat buffer."""
         found: dict[nn.Parameter, State] = {}
         start = 0
         for parameter, shapes in self.shapes.items():
@@ -48,7 +48,7 @@ class _Bucket:
 
 
 class OffloadedOptimizerState:
-    """Moves an optimizer's state to the host, and its step behind a stream of buckets."""
+    """Moves the state of an optimizer to host memory, and makes its ``step`` work bucket by bucket."""
 
     def __init__(
         self, optimizer: Optimizer, buckets: Sequence[Sequence[nn.Parameter]], device: torch.device
@@ -56,30 +56,30 @@ class OffloadedOptimizerState:
         """Take over the optimizer's state and its ``step``.
 
         Args:
-            optimizer: With its state made.
+            optimizer: With its state allocated.
             buckets: Every parameter once.
-            device: Where the parameters lie.
+            device: Of the parameters.
         """
         self._optimizer, self._optimizer_step = optimizer, optimizer.step
         self._gpu = device.type == "cuda"
-        self._buckets = [self._move(parameters) for parameters in buckets]
+        self._buckets = [self._move_to_host(parameters) for parameters in buckets]
         sizes = staging_sizes([bucket.host.numel() for bucket in self._buckets])
-        self.slots = [torch.empty(size, device=device) for size in sizes]
-        """What is streamed lies here while it is on the device; kept, so that no update has to allocate."""
+        self.staging = [torch.empty(size, device=device) for size in sizes]
+        """Device buffers for the buckets in flight; kept, so that an update allocates nothing."""
         if self._gpu:
             self._h2d_stream, self._d2h_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
-            self._h2d_done = [torch.cuda.Event() for _ in self.slots]
-            self._d2h_done = [torch.cuda.Event() for _ in self.slots]
+            self._h2d_done = [torch.cuda.Event() for _ in self.staging]
+            self._d2h_done = [torch.cuda.Event() for _ in self.staging]
         optimizer.step = self.step  # type: ignore[method-assign,assignment]
 
     @property
     def host_buffers(self) -> list[Tensor]:
-        """Everything that lies on the host."""
+        """All state in host memory."""
         return [bucket.host for bucket in self._buckets]
 
     @torch.no_grad()
     def step(self) -> None:
-        """The optimizer's step, bucket by bucket; the host has the new state when it returns."""
+        """Step the optimizer bucket by bucket; host memory holds the new state when it returns."""
         if self._gpu:
             self._h2d_stream.wait_stream(torch.cuda.current_stream())
         self._copy_to_device(0)
@@ -91,7 +91,7 @@ class OffloadedOptimizerState:
         if self._gpu:
             self._d2h_stream.synchronize()
 
-    def _move(self, parameters: Sequence[nn.Parameter]) -> _Bucket:
+    def _move_to_host(self, parameters: Sequence[nn.Parameter]) -> _Bucket:
         state = {p: dict(self._optimizer.state.get(p, {})) for p in parameters}
         parts = [value.reshape(-1) for values in state.values() for value in values.values()]
         host = torch.cat(parts).cpu() if parts else torch.empty(0)
@@ -103,42 +103,42 @@ class OffloadedOptimizerState:
         return bucket
 
     def _copy_to_device(self, index: int) -> None:
-        """Begin to copy a bucket to its slot, once what was in it has left."""
+        """Start copying a bucket to its staging buffer, once the previous content was copied back."""
         if index >= len(self._buckets):
             return
-        place, host = index % STAGING_BUFFERS, self._buckets[index].host
+        buffer, host = index % STAGING_BUFFERS, self._buckets[index].host
         with torch.cuda.stream(self._h2d_stream if self._gpu else None):
             if self._gpu and index >= STAGING_BUFFERS:
-                self._h2d_stream.wait_event(self._d2h_done[place])
-            self.slots[place][: host.numel()].copy_(host, non_blocking=True)
+                self._h2d_stream.wait_event(self._d2h_done[buffer])
+            self.staging[buffer][: host.numel()].copy_(host, non_blocking=True)
             if self._gpu:
-                self._h2d_done[place].record()
+                self._h2d_done[buffer].record()
 
     @contextmanager
     def _state_on_device(self, index: int, bucket: _Bucket) -> Iterator[None]:
-        """The optimizer knows the bucket's parameters alone, and finds their state in the slot."""
+        """Limit the optimizer to the parameters of a bucket, with their state in a staging buffer."""
         if self._gpu:
             torch.cuda.current_stream().wait_event(self._h2d_done[index % STAGING_BUFFERS])
         groups = self._optimizer.param_groups
-        everything = [group["params"] for group in groups]
+        all_parameters = [group["params"] for group in groups]
         for group in groups:
             group["params"] = [p for p in group["params"] if p in bucket.shapes]
-        self._set_state(bucket.views(self.slots[index % STAGING_BUFFERS]))
+        self._set_state(bucket.views(self.staging[index % STAGING_BUFFERS]))
         try:
             yield
         finally:
             self._set_state(bucket.views(bucket.host))
-            for group, parameters in zip(groups, everything, strict=True):
+            for group, parameters in zip(groups, all_parameters, strict=True):
                 group["params"] = parameters
 
     def _copy_to_host(self, index: int) -> None:
-        place, host = index % STAGING_BUFFERS, self._buckets[index].host
+        buffer, host = index % STAGING_BUFFERS, self._buckets[index].host
         if self._gpu:
             self._d2h_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._d2h_stream if self._gpu else None):
-            host.copy_(self.slots[place][: host.numel()], non_blocking=True)
+            host.copy_(self.staging[buffer][: host.numel()], non_blocking=True)
             if self._gpu:
-                self._d2h_done[place].record()
+                self._d2h_done[buffer].record()
 
     def _set_state(self, state: dict[nn.Parameter, State]) -> None:
         for parameter, values in state.items():
@@ -149,7 +149,7 @@ class OffloadedOptimizerState:
 def build_offloaded_state(
     optimizer: Optimizer, sharded_state: ShardedState, job: Job, mesh: Mesh
 ) -> OffloadedOptimizerState | None:
-    """Stream the optimizer's state where the layout says so, and there is any."""
+    """Offload the optimizer state with ``layout.offload = "optimizer"``, if there is any state."""
     if job.layout.offload != "optimizer" or not optimizer.state:
         return None
     named = dict(sharded_state.named_parameters())
@@ -164,9 +164,10 @@ def offloaded_bytes(
     job: Job,
     device: torch.device,
 ) -> dict[str, int]:
-    """What of a rank's state lies on the host, by kind, to the byte.
+    """Bytes of the state in host memory, by kind.
 
-    On CPU all of it does: there, what is streamed counts, and with ``offload = "all"`` everything.
+    On a CPU all state is in host memory. There the offloaded buffers count, or everything with
+    ``offload = "all"``.
     """
     moments = [value for state in optimizer.state.values() for value in state.values()]
     kinds = {

@@ -1,4 +1,4 @@
-"""Measures one step: the state, the activations that wait for the backward pass, and the peak."""
+"""Measures the memory of one step: state, activations kept for the backward pass, and peak."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from meshwright.train.trainer import Trainer
 
 
 class ExpertRowCounter:
-    """How many rows this rank's experts read in each layer: what they keep depends on it."""
+    """Counts the rows that the experts of this rank read in each layer; their activations depend on it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = [module for module in model.modules() if isinstance(module, Experts)]
         self._found: list[list[int]] = [[] for _ in self._layers]
 
     def begin(self) -> None:
-        """A forward pass begins; a backward pass may have computed some layers again."""
+        """A forward pass begins; recomputation in a backward pass may have left counts."""
         for layer in self._layers:
             layer.rows_read = None
 
     def end(self) -> None:
-        """It is done, in the layers of its stage."""
+        """The forward pass has ended, in the layers of its stage."""
         for layer, found in zip(self._layers, self._found, strict=True):
             if layer.rows_read is not None:
                 found.append(layer.rows_read)
 
     def summary(self) -> dict[str, list[int]] | None:
-        """Of each layer, in the micro-batch in which all of them read most, and in the mean; None without."""
+        """Rows by layer: in the micro-batch with most rows, and on average; None without experts."""
         if not self._layers:
             return None
         by_micro_batch = list(zip(*self._found, strict=True))
@@ -43,10 +43,11 @@ class ExpertRowCounter:
 
 
 class StepAudit:
-    """Watches one step from its start to before the update; a context around the step.
+    """Measures a step from its start until before the update; a context around the step.
 
-    On CPU every operation is looked at, which makes this one step slower; on GPUs the allocator knows. What
-    compiled code makes and frees inside cannot be looked at on CPU: then only the state is measured.
+    On a CPU a dispatch mode tracks every operation, which slows down this step. On a GPU the allocator's
+    statistics are used. On a CPU allocations inside compiled code cannot be tracked: then only the state is
+    measured.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -58,15 +59,15 @@ class StepAudit:
             "gradients": gradients,
             "optimizer": [v for values in trainer.optimizer.state.values() for v in values.values()],
         }
-        away = OFFLOADED[trainer.job.layout.offload]
-        alive = [tensor for kind, tensors in state.items() if kind not in away for tensor in tensors]
-        alive += [*trainer.model.buffers(), *(trainer.offloaded.slots if trainer.offloaded else ())]
+        offloaded = OFFLOADED[trainer.job.layout.offload]
+        alive = [tensor for kind, tensors in state.items() if kind not in offloaded for tensor in tensors]
+        alive += [*trainer.model.buffers(), *(trainer.offloaded.staging if trainer.offloaded else ())]
         self._compiled = not uses_eager_blocks(trainer.job)
         self._on_gpu = self._device.type == "cuda"
         self._tracker = None
         if not self._on_gpu and not self._compiled:
             self._tracker = PeakTracker(alive, trainer.sharded_state.list_all_gather_outputs)
-        # DDP has its buckets from construction on; they can only be seen once a step has filled them.
+        # DDP allocates its buckets at construction, but they become visible in the first step.
         self._unseen_buckets = trainer.module is not trainer.model and not gradients
         self._before_forward = 0
         self._activations = 0
@@ -91,16 +92,16 @@ class StepAudit:
         self._before_forward = self._own_bytes()
 
     def after_forward(self, border_bytes: int = 0) -> None:
-        """What came to life in the forward pass and still lives is what the backward pass waits for."""
+        """Tensors allocated in the forward pass that are still alive are kept for the backward pass."""
         kept = self._own_bytes() - self._before_forward + border_bytes
         self._activations = max(self._activations, kept)
         self._rows.end()
 
     def before_backward(self, micro_batch: int) -> None:
-        """Nothing is new: the peak is looked at all the time."""
+        """Nothing to do: the peak is tracked all the time."""
 
     def after_backward(self) -> None:
-        """The moment at which the state is defined: write down everything."""
+        """Write the ``state`` event: the state is defined at this point of the step."""
         trainer = self._trainer
         state = state_bytes(trainer.sharded_state, trainer.optimizer)
         peak = None
@@ -123,13 +124,13 @@ class StepAudit:
         )
 
     def live_bytes(self) -> int | None:
-        """Bytes of all live tensors now; None where compiled code hides them."""
+        """Bytes of all live tensors; None where compiled code hides them."""
         if self._tracker is not None:
             return self._tracker.live_bytes
         return torch.cuda.memory_allocated(self._device) if self._on_gpu else None
 
     def _own_bytes(self) -> int:
-        """The same without what is gathered: parameters, not activations."""
+        """The same without all-gathered parameters."""
         if self._tracker is not None:
             gathered = self._tracker.gathered_bytes
         else:

@@ -1,1 +1,1 @@
-"""Which settings can be combined, by axis and section; and the nearest legal layout."""
+"""The legality table: which settings can be combined, why not, and the nearest legal layout."""

@@ -1,4 +1,4 @@
-"""Presets of models and clusters: one TOML file per preset."""
+"""Models and clusters as data files: one TOML a preset, found by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def preset_names(kind: Kind) -> list[str]:
 
 
 def read_preset(kind: Kind, name: str) -> dict[str, Any] | Problem:
-    """The fields of a preset, or the problem with its name."""
+    """A preset's fields, or what is wrong with the name."""
     names = preset_names(kind)
     section = kind.removesuffix("s")
     if name not in names:

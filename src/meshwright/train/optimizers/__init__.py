@@ -1,1 +1,1 @@
-"""Update rules that torch does not have in the form that the contracts need."""
+"""Optimizers that torch lacks, or has in a form that breaks the contracts."""

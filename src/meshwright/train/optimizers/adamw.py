@@ -1,72 +1,39 @@
-"""AdamW in one pass over each parameter: clipping and the 16-bit copy come along.
+"""Fused AdamW: clipping, the update and the 16-bit weight copy in one pass over each parameter.
 
-Torch's fused AdamW reads and writes each parameter once as well, but clipping has scaled the gradients in a
-pass of its own before, and whoever keeps 16-bit copies of parameters makes them in another one after. Here a
-parameter, its gradient and its two moments are read once; the parameter, the moments and the copy are written
-once. What changes from step to step lies on the device: the host waits for nothing.
+Torch's fused AdamW also reads and writes each parameter once. But clipping scales the gradients in a pass
+before it, and 16-bit weight copies need a pass after it. Here the parameter, its gradient and its moments are
+read once; the parameter, the moments and the copy are written once. Values that change from step to step stay
+on the device, so the CPU never waits.
 
-On a GPU it is a kernel of our own that moves all parameters in a few launches (``triton_adamw``). Elsewhere
-torch's operations compute the same: what the kernel is compared with.
+On a GPU one Triton kernel updates all parameters in a few launches (``triton_adamw``). On a CPU torch
+operations do the same (``parameter_update``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwright.train.optimizers.parameter_update import ParameterUpdate, update_parameter
+
 if TYPE_CHECKING:
     from meshwright.train.optimizers.triton_adamw import ParameterTable
 
-SMALLEST_NORM = 1e-6
+CLIPPING_EPS = 1e-6
 """Added to the norm that clipping divides by, as torch does."""
 
 
-def clipping_factor(norm: Tensor, most: float) -> Tensor:
-    """What gradients of a norm are multiplied by so that it is ``most`` at most."""
-    return (most / (norm + SMALLEST_NORM)).clamp(max=1.0)
-
-
-class ParameterUpdate(NamedTuple):
-    """What a step of one parameter reads and writes."""
-
-    parameter: Tensor
-    """Moved, and rounded into ``low``."""
-    gradient: Tensor
-    """As the backward pass left it."""
-    mean: Tensor
-    """Of gradients."""
-    square: Tensor
-    """The mean of their squares."""
-    low: Tensor | None
-    """A copy of the parameter in 16 bits, if there is one."""
-
-
-def update_parameter(moved: ParameterUpdate, scalars: Tensor, betas: tuple[float, float], eps: float) -> None:
-    """One parameter's step, in place, by torch's operations.
-
-    Args:
-        moved: The parameter, and what belongs to it.
-        scalars: Of this step, four on the device: the rate over the mean's correction, one over the root of
-            the square's correction, what decay leaves of the parameter, what clipping leaves of the gradient.
-        betas: Weights of the past in mean and square.
-        eps: Added to the root.
-    """
-    rate, correction, kept, factor = scalars.unbind()
-    parameter, gradient, mean, square, low = moved
-    clipped = gradient.float() * factor
-    mean.lerp_(clipped, 1 - betas[0])
-    square.mul_(betas[1]).addcmul_(clipped, clipped, value=1 - betas[1])
-    parameter.mul_(kept).sub_(rate * mean / (square.sqrt() * correction + eps))
-    if low is not None:
-        low.copy_(parameter)
+def clipping_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """The factor that brings gradients of a norm to at most ``max_norm``."""
+    return (max_norm / (norm + CLIPPING_EPS)).clamp(max=1.0)
 
 
 class FusedAdamW(Optimizer):
-    """AdamW as torch has it, with a factor for the gradients and copies in 16 bits."""
+    """AdamW with a factor for the gradients and 16-bit copies of the parameters."""
 
     def __init__(
         self,
@@ -76,64 +43,63 @@ class FusedAdamW(Optimizer):
         eps: float,
         copies: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
-        """Build it; whoever does makes its state: ``step``, ``exp_avg``, ``exp_avg_sq``.
+        """Set it up; the caller fills in its state: ``step``, ``exp_avg``, ``exp_avg_sq``.
 
         Args:
             groups: Parameters, with their ``weight_decay``.
-            lr: The first rate.
-            betas: Weights of the past in both means.
-            eps: Added to the root of the second.
-            copies: Copies of parameters in 16 bits, to be written with them.
+            lr: Initial learning rate.
+            betas: Decay of the two moments.
+            eps: Added to the denominator.
+            copies: 16-bit copies of parameters, written with them.
         """
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
         self._betas, self._eps = betas, eps
         self._copies = copies or {}
         parameters = {parameter for group in self.param_groups for parameter in group["params"]}
         self.updates_weight_copies = bool(self._copies) and self._copies.keys() <= parameters
-        """Whether all copies are as new as their parameters after a step."""
+        """Whether a step brings all copies up to date."""
         self.factor: Tensor | None = None
-        """What the gradients of the next step are multiplied by, on their device; whoever clips sets it."""
+        """Multiplies the gradients of the next step; set by gradient clipping, on the device."""
         self._table: ParameterTable | None = None
-        """On GPUs."""
+        """Only on a GPU."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Move every parameter that has a gradient; its state is there since construction."""
+        """Update every parameter that has a gradient."""
         assert closure is None, "the loss is computed by the training loop"
-        rows, moved = [], []
+        rows, updates = [], []
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if parameters:
                 torch._foreach_add_([self.state[parameter]["step"] for parameter in parameters], 1)
                 rows.append(self._list_scalars(parameters, group["lr"], group["weight_decay"]))
-                moved += [self._gather(parameter) for parameter in parameters]
+                updates += [self._list_tensors(parameter) for parameter in parameters]
         self.factor = None
-        if moved:
-            self._move(moved, torch.cat(rows))
+        if updates:
+            self._update(updates, torch.cat(rows))
 
-    def _gather(self, parameter: nn.Parameter) -> ParameterUpdate:
-        state, gradient = self.state[parameter], parameter.grad
-        assert gradient is not None, "it has one, or it is not moved"
-        return ParameterUpdate(
-            parameter, gradient, state["exp_avg"], state["exp_avg_sq"], self._copies.get(parameter)
-        )
+    def _list_tensors(self, parameter: nn.Parameter) -> ParameterUpdate:
+        state, grad, copy = self.state[parameter], parameter.grad, self._copies.get(parameter)
+        assert grad is not None, "only parameters with a gradient are updated"
+        return ParameterUpdate(parameter, grad, state["exp_avg"], state["exp_avg_sq"], copy)
 
-    def _list_scalars(self, moved: list[nn.Parameter], lr: float, weight_decay: float) -> Tensor:
-        """What an update reads beside its tensors: a row for each parameter, made by a few operations."""
-        steps = torch.stack([self.state[p]["step"] for p in moved]).double()  # of numbers near one, powers
+    def _list_scalars(self, parameters: list[nn.Parameter], lr: float, weight_decay: float) -> Tensor:
+        """The scalars of :func:`update_parameter`, one row per parameter, in a few operations."""
+        # Float64: powers of numbers close to one.
+        steps = torch.stack([self.state[parameter]["step"] for parameter in parameters]).double()
         beta1, beta2 = self._betas
         rates, corrections = lr / (1 - beta1**steps), (1 - beta2**steps).rsqrt()
-        kept = torch.full_like(steps, 1 - lr * weight_decay)
+        decay = torch.full_like(steps, 1 - lr * weight_decay)
         factors = torch.ones_like(steps) if self.factor is None else self.factor.double().expand_as(steps)
-        return torch.stack((rates, corrections, kept, factors), dim=1).float()
+        return torch.stack((rates, corrections, decay, factors), dim=1).float()
 
-    def _move(self, moved: list[ParameterUpdate], scalars: Tensor) -> None:
-        if not moved[0].parameter.is_cuda:
-            for each, row in zip(moved, scalars, strict=True):
-                update_parameter(each, row, self._betas, self._eps)
+    def _update(self, updates: list[ParameterUpdate], scalars: Tensor) -> None:
+        if not updates[0].parameter.is_cuda:
+            for update, row in zip(updates, scalars, strict=True):
+                update_parameter(update, row, self._betas, self._eps)
             return
         from meshwright.train.optimizers import triton_adamw  # noqa: PLC0415
 
         if self._table is None:
             self._table = triton_adamw.ParameterTable()
-        triton_adamw.move(self._table, moved, scalars, self._betas, self._eps)
+        triton_adamw.adamw_step(self._table, updates, scalars, self._betas, self._eps)

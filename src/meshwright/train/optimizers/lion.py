@@ -1,4 +1,4 @@
-"""Lion: steps along the sign of an interpolated momentum.
+"""The Lion optimizer: steps along the sign of an interpolated momentum.
 
 Chen et al., 2023, "Symbolic Discovery of Optimization Algorithms", arXiv 2302.06675, program 1.
 """
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 
 class Lion(Optimizer):
-    """One momentum ``m`` a parameter; every element moves by the learning rate, or not at all.
+    """One momentum ``m`` per parameter; every element changes by the learning rate or not at all.
 
     With g the gradient and w the parameter::
 
@@ -26,7 +26,7 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Move every parameter that has a gradient; its state is there since construction."""
+        """Update every parameter that has a gradient; ``build_optimizer`` has made its state."""
         assert closure is None, "the loss is computed by the training loop"
         for group in self.param_groups:
             beta1, beta2 = group["betas"]

@@ -1,7 +1,7 @@
-"""AdamW of many parameters in one kernel, in Triton: imported where there is a GPU, only then.
+"""AdamW of many parameters in one Triton kernel; imported on a GPU only.
 
-A table on the device says where each parameter lies, with its gradient, its moments and its copy; a program
-moves one chunk of one of them. So a step is a few launches however many parameters there are.
+A table on the device holds the addresses of each parameter, its gradient, moments and copy. One program
+updates one chunk of one parameter. So a step takes a few launches, however many parameters there are.
 """
 
 from __future__ import annotations
@@ -15,72 +15,76 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.layout.optimizer_state import UPDATE_CHUNK
-from meshwright.train.optimizers.adamw import ParameterUpdate
+from meshwright.train.optimizers.parameter_update import ParameterUpdate
 
 WARPS = 4
-"""How many share a chunk."""
+"""Per chunk."""
 ALIGNED_BYTES = ALIGNED_ELEMENTS = 16
-"""How what is read in long words lies, and ends."""
+"""Alignment of addresses and sizes that allows vectorised loads."""
 COLUMNS = 6
 """Of the table: five addresses and the number of elements."""
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-class Kind(NamedTuple):
-    """Parameters that one launch moves together."""
+class LaunchGroup(NamedTuple):
+    """Properties of the parameters that one launch updates."""
 
-    gradient: torch.dtype
-    low: torch.dtype | None
+    grad: torch.dtype
+    copy: torch.dtype | None
     aligned: bool
-    """Whether their memory can be read in long words."""
+    """Whether vectorised loads are possible."""
 
 
-Place = tuple[tuple[int, ...], torch.dtype, torch.dtype | None]
-"""Of a parameter: its row of the table, and what types its gradient and its copy have."""
+Location = tuple[tuple[int, ...], torch.dtype, torch.dtype | None]
+"""Of a parameter: its row of the table, and the dtypes of its gradient and its copy."""
 
 
 class ParameterTable:
-    """Where parameters lie; on the device, and there again only if something has moved."""
+    """The table on the device; copied again only if an address has changed."""
 
     def __init__(self) -> None:
-        self._places: list[Place] = []
-        self._sizes: list[tuple[Kind, int]] = []
+        self._locations: list[Location] = []
+        self._sizes: list[tuple[LaunchGroup, int]] = []
         self._on_device: Tensor
-        self.chunks: dict[Kind, Tensor]
-        """By kind, of each chunk the number of the parameter and its own."""
+        self.chunks: dict[LaunchGroup, Tensor]
+        """Per launch: of each chunk the index of its parameter, and its own index in the parameter."""
 
-    def update(self, moved: Sequence[ParameterUpdate]) -> Tensor:
+    def refresh(self, updates: Sequence[ParameterUpdate]) -> Tensor:
         """The table of these parameters."""
-        places = [_place_of(each) for each in moved]
-        if places == self._places:
+        locations = [_locate(update) for update in updates]
+        if locations == self._locations:
             return self._on_device
-        assert all(t is None or t.is_contiguous() for each in moved for t in each), "strides are not read"
-        device, sizes = moved[0].parameter.device, [_size_of(place) for place in places]
+        assert all(t is None or t.is_contiguous() for update in updates for t in update), (
+            "the kernel reads no strides"
+        )
+        device, sizes = updates[0].parameter.device, [_measure(location) for location in locations]
         if sizes != self._sizes:
-            self.chunks = _cut(sizes, device)
-        self._places, self._sizes = places, sizes
-        rows = torch.tensor([row for row, _, _ in places])  # the host does not wait for what follows
+            self.chunks = _split_into_chunks(sizes, device)
+        self._locations, self._sizes = locations, sizes
+        rows = torch.tensor([row for row, _, _ in locations])  # pinned, so that the CPU does not wait
         self._on_device = rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
         return self._on_device
 
 
-def _place_of(moved: ParameterUpdate) -> Place:
-    row = *(0 if tensor is None else tensor.data_ptr() for tensor in moved), moved.parameter.numel()
-    return row, moved.gradient.dtype, None if moved.low is None else moved.low.dtype
+def _locate(update: ParameterUpdate) -> Location:
+    row = *(0 if tensor is None else tensor.data_ptr() for tensor in update), update.parameter.numel()
+    return row, update.grad.dtype, None if update.copy is None else update.copy.dtype
 
 
-def _size_of(place: Place) -> tuple[Kind, int]:
-    (*addresses, count), gradient, low = place
+def _measure(location: Location) -> tuple[LaunchGroup, int]:
+    (*addresses, count), grad, copy = location
     aligned = all(address % ALIGNED_BYTES == 0 for address in addresses) and count % ALIGNED_ELEMENTS == 0
-    return Kind(gradient, low, aligned), count
+    return LaunchGroup(grad, copy, aligned), count
 
 
-def _cut(sizes: Sequence[tuple[Kind, int]], device: torch.device) -> dict[Kind, Tensor]:
-    cut: dict[Kind, list[Tensor]] = {}
-    for number, (kind, count) in enumerate(sizes):
-        chunks = torch.arange(triton.cdiv(count, UPDATE_CHUNK), dtype=torch.int32)
-        cut.setdefault(kind, []).append(torch.stack((torch.full_like(chunks, number), chunks), dim=1))
-    return {kind: torch.cat(parts).to(device) for kind, parts in cut.items()}
+def _split_into_chunks(
+    sizes: Sequence[tuple[LaunchGroup, int]], device: torch.device
+) -> dict[LaunchGroup, Tensor]:
+    chunks: dict[LaunchGroup, list[Tensor]] = {}
+    for number, (group, count) in enumerate(sizes):
+        own = torch.arange(triton.cdiv(count, UPDATE_CHUNK), dtype=torch.int32)
+        chunks.setdefault(group, []).append(torch.stack((torch.full_like(own, number), own), dim=1))
+    return {group: torch.cat(parts).to(device) for group, parts in chunks.items()}
 
 
 @triton.jit
@@ -94,13 +98,13 @@ def _adamw(
     table_ptr,
     chunks_ptr,
     scalars_ptr,
-    new_in_mean,
-    old_in_square,
-    new_in_square,
+    new_in_first,
+    old_in_second,
+    new_in_second,
     eps,
     COLUMNS: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    LOW: tl.constexpr,
+    GRAD: tl.constexpr,
+    COPY: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -109,50 +113,50 @@ def _adamw(
     at = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row_ptr = table_ptr + number * COLUMNS
     parameter_ptr = _at(row_ptr, 0, tl.float32, ALIGNED)
-    gradient_ptr = _at(row_ptr, 1, GRADIENT, ALIGNED)
-    mean_ptr = _at(row_ptr, 2, tl.float32, ALIGNED)
-    square_ptr = _at(row_ptr, 3, tl.float32, ALIGNED)
+    grad_ptr = _at(row_ptr, 1, GRAD, ALIGNED)
+    first_ptr = _at(row_ptr, 2, tl.float32, ALIGNED)
+    second_ptr = _at(row_ptr, 3, tl.float32, ALIGNED)
     count = tl.load(row_ptr + 5)
     if ALIGNED:
         count = tl.multiple_of(count, 16)
-    there = at < count
+    inside = at < count
     rate = tl.load(scalars_ptr + 4 * number)
     correction = tl.load(scalars_ptr + 4 * number + 1)
-    kept = tl.load(scalars_ptr + 4 * number + 2)
-    factor = tl.load(scalars_ptr + 4 * number + 3)
-    gradient = tl.load(gradient_ptr + at, mask=there, other=0.0).to(tl.float32) * factor
-    mean = tl.load(mean_ptr + at, mask=there, other=0.0)
-    square = tl.load(square_ptr + at, mask=there, other=0.0)
-    parameter = tl.load(parameter_ptr + at, mask=there, other=0.0)
-    mean += (gradient - mean) * new_in_mean
-    square = square * old_in_square + gradient * gradient * new_in_square
-    parameter = parameter * kept - tl.div_rn(rate * mean, tl.sqrt_rn(square) * correction + eps)
-    tl.store(mean_ptr + at, mean, mask=there)
-    tl.store(square_ptr + at, square, mask=there)
-    tl.store(parameter_ptr + at, parameter, mask=there)
-    if LOW is not None:
-        low_ptr = _at(row_ptr, 4, LOW, ALIGNED)
-        tl.store(low_ptr + at, parameter.to(LOW), mask=there)
+    decay = tl.load(scalars_ptr + 4 * number + 2)
+    clipping = tl.load(scalars_ptr + 4 * number + 3)
+    grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32) * clipping
+    first = tl.load(first_ptr + at, mask=inside, other=0.0)
+    second = tl.load(second_ptr + at, mask=inside, other=0.0)
+    parameter = tl.load(parameter_ptr + at, mask=inside, other=0.0)
+    first += (grad - first) * new_in_first
+    second = second * old_in_second + grad * grad * new_in_second
+    parameter = parameter * decay - tl.div_rn(rate * first, tl.sqrt_rn(second) * correction + eps)
+    tl.store(first_ptr + at, first, mask=inside)
+    tl.store(second_ptr + at, second, mask=inside)
+    tl.store(parameter_ptr + at, parameter, mask=inside)
+    if COPY is not None:
+        copy_ptr = _at(row_ptr, 4, COPY, ALIGNED)
+        tl.store(copy_ptr + at, parameter.to(COPY), mask=inside)
 
 
-def move(
+def adamw_step(
     table: ParameterTable,
-    moved: Sequence[ParameterUpdate],
+    updates: Sequence[ParameterUpdate],
     scalars: Tensor,
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """A step of parameters on one device, in place.
+    """Update parameters of one device in place.
 
     Args:
         table: Of the optimizer.
-        moved: Float32 masters in memory of their own order.
-        scalars: A row for each, as ``adamw.update_parameter`` reads them.
-        betas: Weights of the past in both means.
-        eps: Added to the root.
+        updates: Contiguous float32 master weights, with their tensors.
+        scalars: One row per parameter, see ``update_parameter``.
+        betas: Decay of the two moments.
+        eps: Added to the denominator.
     """
-    rows = table.update(moved)
-    for kind, chunks in table.chunks.items():
+    rows = table.refresh(updates)
+    for group, chunks in table.chunks.items():
         _adamw[(len(chunks),)](
             rows,
             chunks,
@@ -162,9 +166,9 @@ def move(
             1 - betas[1],
             eps,
             COLUMNS=COLUMNS,
-            GRADIENT=TYPES[kind.gradient],
-            LOW=None if kind.low is None else TYPES[kind.low],
-            ALIGNED=kind.aligned,
+            GRAD=TYPES[group.grad],
+            COPY=None if group.copy is None else TYPES[group.copy],
+            ALIGNED=group.aligned,
             BLOCK=UPDATE_CHUNK,
             num_warps=WARPS,
         )
