@@ -62,7 +62,7 @@ OFFLINE_PYTHON ?= 3.12
 offline-site: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target .offline-site --upgrade \
 	  --python-version $(OFFLINE_PYTHON) --only-binary=:all: --constraint constraints.txt \
-	  pydantic typer rich tomli-w pytest pytest-timeout hypothesis
+	  pydantic typer rich tomli-w jinja2 pytest pytest-timeout pytest-xdist hypothesis
 
 docs: setup
 	$(BIN)/zensical build --clean
