@@ -1,7 +1,6 @@
 """The cases of the planner's matrix: every model preset on every cluster preset, on four numbers of devices.
 
-``make test`` runs a sample, ``make test-all`` runs all cases in shards. A finished case is recorded, and a
-rerun with the same sources skips it.
+``make test`` runs a sample; ``make test-all`` runs every model on every cluster, each with one size.
 """
 
 from __future__ import annotations
@@ -9,14 +8,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import meshwright
 from meshwright.layout.parameters import count_parameters
 from meshwright.spec.job import Job
 from meshwright.spec.legality.table import find_problems
@@ -27,15 +23,13 @@ from meshwright.spec.presets import preset_names, read_preset
 SIZES = (1, 8, 64, 512)
 """Devices; 8 stands for one whole node, whatever its size."""
 SAMPLE = 40
-"""Cases in ``make test``."""
+"""Cases that have every model, cluster and size."""
+QUICK = 20
+"""Of those, cases in ``make test``."""
 TOO_LARGE = 6
 """Of those, cases whose model is too large for the cluster."""
-SHARDS = 24
 STATE_BYTES = 16
 """Bytes per parameter of mixed-precision training with Adam: weights, gradients, two moments."""
-SOURCE = Path(meshwright.__file__).parent
-HASHED = ("plan/**/*.py", "spec/**/*.py", "schedule/**/*.py", "spec/presets/**/*.toml", "cli/plan*.py")
-"""Sources that decide what is planned and shown."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +116,13 @@ def list_cases() -> tuple[Case, ...]:
     return tuple(sorted(cases, key=lambda case: case.digest))
 
 
+def list_model_cluster_pairs() -> list[Case]:
+    """Every model on every cluster, with sizes in turn: any two of model, cluster and size occur together."""
+    clusters = [name for name in preset_names("clusters") if name != "local"]
+    pairs = itertools.product(enumerate(preset_names("models")), enumerate(clusters))
+    return [Case(model, cluster, SIZES[(row + column) % 4]) for (row, model), (column, cluster) in pairs]
+
+
 def choose_sample() -> list[Case]:
     """A covering sample: every model, cluster and size, then as many pairs of them as the rows can hold."""
     cases = list_cases()
@@ -160,44 +161,3 @@ def values_of(case: Case) -> set[tuple[str, Any]]:
 def pairs_of(case: Case) -> set[tuple[Any, ...]]:
     """Two of model, cluster and size."""
     return set(itertools.combinations(sorted(values_of(case)), 2))
-
-
-def list_shard(shard: int) -> list[Case]:
-    """The cases of one shard; models, clusters and sizes are mixed, so that shards take alike."""
-    return list(list_cases()[shard::SHARDS])
-
-
-@functools.cache
-def source_digest() -> str:
-    """Changes with the planner's sources, the presets and the checks themselves."""
-    digest = hashlib.sha256()
-    here = Path(__file__).parent
-    files = {path for pattern in HASHED for path in SOURCE.glob(pattern)}
-    for path in [*sorted(files), here / "planner_checks.py", here / "planner_matrix.py"]:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
-
-
-@dataclass(frozen=True)
-class Results:
-    """Finished cases of one shard, a JSON line each; written as each case ends."""
-
-    path: Path
-
-    def passed(self) -> set[str]:
-        """Cases that need not run again."""
-        return {row["case"] for row in self.rows() if not row["contradictions"]}
-
-    def rows(self) -> list[dict[str, Any]]:
-        """All lines; one that was cut short by a kill is left out."""
-        if not self.path.exists():
-            return []
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("}\n")]
-
-    def add(self, case: Case, contradictions: Sequence[str], seconds: float) -> None:
-        """Record one case."""
-        row = {"case": str(case), "contradictions": list(contradictions), "seconds": round(seconds, 3)}
-        cut = self.path.exists() and not self.path.read_bytes().endswith(b"\n")
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("\n" * cut + json.dumps(row) + "\n")

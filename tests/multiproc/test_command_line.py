@@ -114,7 +114,14 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("spoil", "code"), BAD, ids=[code for _, code in BAD])
+QUICK = {"job-unknown-key", "data-path-missing", "run-not-writable", "run-exists", "layout-tp-heads"}
+"""Mistakes of each kind that ``make test`` makes; the unit tests of ``spec`` and ``data`` have all codes."""
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code"),
+    [pytest.param(*row, id=row[1], marks=() if row[1] in QUICK else pytest.mark.slow) for row in BAD],
+)
 def test_bad_input_is_one_clear_error_and_nothing_is_written(job_file, tmp_path, spoil, code):
     overrides = spoil(tmp_path)
     before = sorted(p for p in tmp_path.rglob("*"))

@@ -245,15 +245,15 @@ def test_why_on_this_machine_says_what_plan_says(cli, good):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("zero", 1),
+        pytest.param("zero", 1, marks=pytest.mark.slow),
         ("zero", 3),
-        ("schedule", "zb-h1"),
+        pytest.param("schedule", "zb-h1", marks=pytest.mark.slow),
         ("schedule", "interleaved"),
-        ("virtual_stages", 4),
+        pytest.param("virtual_stages", 4, marks=pytest.mark.slow),
         ("sequence_parallel", True),
-        ("context", "ulysses"),
-        ("accumulate", "deferred"),
-        ("prefetch", 2),
+        pytest.param("context", "ulysses", marks=pytest.mark.slow),
+        pytest.param("accumulate", "deferred", marks=pytest.mark.slow),
+        pytest.param("prefetch", 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_setting_that_needs_a_degree_is_kept_in_the_search(cli, key, value):

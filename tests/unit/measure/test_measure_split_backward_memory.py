@@ -32,7 +32,20 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "layout", "more"), [(*case, ())[:3] for case in CASES])
+QUICK = (
+    "schedule=zbv zero=2",
+    "schedule=zb-h1 zero=2 recompute=selective tp=2",
+    "schedule=dualpipe-v zero=2",
+)
+
+
+def as_parameters() -> list:
+    """A dense layout, one with tensor parallelism and one with experts in ``make test``."""
+    marks = {True: (), False: pytest.mark.slow}
+    return [pytest.param(*(*case, ())[:3], marks=marks[case[1] in QUICK]) for case in CASES]
+
+
+@pytest.mark.parametrize(("model", "layout", "more"), as_parameters())
 def test_the_peak_of_every_pp_rank_is_predicted(capfd, model, layout, more):
     """Gathered groups of idle stages, whole gradients and reduce-scatter inputs of W are counted."""
     preset, *shape = model

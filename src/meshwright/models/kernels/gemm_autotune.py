@@ -54,7 +54,7 @@ MIN_GAIN = 0.005
 MAX_ERROR = 5e-3
 """Of a product, over its size: operands are of 16 bits, and sums are in another order."""
 FILE_VERSION = 3
-SKIPPED_REASON = "only 16-bit products between our own kernels race, on a GPU (docs/one-gpu.md)"
+SKIPPED_REASON = "only 16-bit products between our own kernels race, on a GPU (docs/single-gpu.md)"
 
 Candidate = TypeVar("Candidate")
 

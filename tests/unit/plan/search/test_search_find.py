@@ -61,7 +61,9 @@ def price_everything(job, by):
 
 
 @pytest.mark.parametrize("by", ["time", "cost", "memory"])
-@pytest.mark.parametrize("kind", ["dense", "experts", *LARGE])
+@pytest.mark.parametrize(
+    "kind", ["dense", "experts", *(pytest.param(k, marks=pytest.mark.slow) for k in LARGE)]
+)
 def test_the_shortlist_is_that_of_pricing_everything(make_job, kind, by):
     """No bound of time or memory takes a layout away that belongs on it, and every layout is counted once."""
     job = make_job(kind, **LARGE.get(kind, {"cluster": {"devices_per_node": 4}}))
