@@ -30,7 +30,7 @@ def built(cell: str, micro_batches: int):
     return schedule, StageTimes(*[1 / schedule.virtual_stages] * 3)
 
 
-@pytest.mark.parametrize("row", rows("In numbers"), ids=lambda row: row[0])
+@pytest.mark.parametrize("row", rows("Numbers"), ids=lambda row: row[0])
 def test_times_bubbles_and_peaks_of_the_table(row):
     for micro_batches, time, bubble in ((8, row[1], row[2]), (32, row[3], row[4])):
         schedule, times = built(row[0], micro_batches)
@@ -52,7 +52,7 @@ def test_times_with_transfers_of_the_table(row):
 
 
 def test_both_tables_were_read():
-    assert (len(rows("In numbers")), len(rows("Times and transfers"))) == (7, 6)
+    assert (len(rows("Numbers")), len(rows("Times and transfers"))) == (7, 6)
 
 
 def test_the_snippet_runs(capsys):
