@@ -1,13 +1,13 @@
 """Counts every collective that reaches a process group, by axis, operation and phase.
 
-Each collective of torch, whoever calls it (DDP's C++ reducer, a hook, functional collectives as DTensor
-uses them, user code in inference mode), goes through torch's dispatcher as an operator of the ``c10d``
-namespace. We put a kernel just above the devices' kernels (the key ``BackendSelect``, which no mode leaves
-out): it counts and passes on. That costs microseconds a collective and nothing for other operations, so it
-is always on; a dispatch mode would tax every operation of every step.
+Every collective of torch is dispatched as an operator of the ``c10d`` namespace, whoever calls it: DDP's C++
+reducer, a hook, functional collectives (DTensor), user code in inference mode. The counter registers a kernel
+just above the device kernels (dispatch key ``BackendSelect``, which no mode excludes). It counts and
+redispatches. That costs microseconds per collective and nothing for other operators, so it is always on. A
+dispatch mode would slow down every operator of every step.
 
-Passing on must release Python's global lock: gloo's threads take it while they hold the lock that enqueuing
-needs. ``redispatch`` does; calling what ``torch.library.get_kernel`` gives does not, and hangs now and then.
+The redispatch must release Python's GIL: gloo's threads take the GIL while they hold the lock that enqueuing
+needs. ``redispatch`` releases it. A kernel from ``torch.library.get_kernel`` does not, and hangs sometimes.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ OPERATIONS = {
     "barrier": "barrier",
     "monitored_barrier_": "barrier",
 }
-"""Operators of the ``c10d`` namespace and the names that the audit uses; receives count at the sender."""
+"""Operators of the ``c10d`` namespace and their names in the audit. Point-to-point counts at the sender."""
 
 DEVICE_KEYS = {
     device: torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device.upper()))
     for device in ("cpu", "cuda")
 }
-DEVICE_KEYS["meta"] = DEVICE_KEYS["cpu"]  # what torch shows a kernel of a fake tensor, in a dry run
-"""Where a call goes on, by the device of its tensors."""
+DEVICE_KEYS["meta"] = DEVICE_KEYS["cpu"]  # the device that a kernel sees of a fake tensor, in a dry run
+"""The dispatch key of the device kernel, by the device of the tensors."""
 
 
 _declared: ContextVar[int | None] = ContextVar("declared", default=None)
@@ -58,9 +58,9 @@ _declared: ContextVar[int | None] = ContextVar("declared", default=None)
 
 @contextlib.contextmanager
 def declare_bytes(size: int) -> Iterator[None]:
-    """Calls inside count as so many bytes each, where what is sent depends on the data.
+    """Count every call inside as ``size`` bytes, where the bytes sent depend on the data.
 
-    What the dispatch of tokens to experts counts is a definition: all that leaves a rank if none is dropped.
+    Expert dispatch counts, by definition, all routed rows of a rank, as if none was dropped.
     """
     token = _declared.set(size)
     try:
@@ -71,14 +71,14 @@ def declare_bytes(size: int) -> Iterator[None]:
 
 @dataclass
 class Tally:
-    """Calls and bytes of one kind."""
+    """Calls and bytes of one axis, operation and phase."""
 
     calls: int = 0
     bytes: int = 0
 
 
 class CollectiveCounter:
-    """Counts from ``install`` until ``remove``; ``phase`` says what the process is doing."""
+    """Counts collectives from ``install`` until ``remove``, under the current ``phase``."""
 
     def __init__(self) -> None:
         self.phase = "setup"
@@ -101,7 +101,7 @@ class CollectiveCounter:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Count what is called inside for another phase."""
+        """Count the calls inside under another phase."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -109,11 +109,11 @@ class CollectiveCounter:
             self.phase = before
 
     def name_axis(self, group: dist.ProcessGroup, axis: str) -> None:
-        """Calls on ``group`` count for ``axis``; groups without a name count under their own."""
+        """Count calls on ``group`` under ``axis``. A group without an axis counts under its own name."""
         self._axes[group.group_name] = (axis, group.size())
 
     def rows(self) -> list[dict[str, Any]]:
-        """The counts, as the audit reads them."""
+        """The counts, in the audit's format."""
         return [
             {"axis": axis, "op": op, "phase": phase, "ranks": ranks, "calls": t.calls, "bytes": t.bytes}
             for (axis, op, phase, ranks), t in sorted(self._tallies.items())
@@ -122,12 +122,12 @@ class CollectiveCounter:
     def _kernel(self, operator: str, name: str) -> Callable[..., Any]:
         overload = getattr(torch.ops.c10d, operator).default
 
-        def count_and_pass(*args: Any, **kwargs: Any) -> Any:
+        def count_and_redispatch(*args: Any, **kwargs: Any) -> Any:
             self._count(name, args)
             device = next(_tensors(args)).device.type
             return overload.redispatch(DEVICE_KEYS[device], *args, **kwargs)
 
-        return count_and_pass
+        return count_and_redispatch
 
     def _count(self, op: str, args: tuple[Any, ...]) -> None:
         group = next(a for a in args if isinstance(a, torch.ScriptObject))

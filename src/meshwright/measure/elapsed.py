@@ -1,4 +1,4 @@
-"""How long work takes on a GPU, by its own clock."""
+"""GPU time of a function, by CUDA events."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 import torch
 
-SHORTEST_S = 1e-6
-"""No call takes less."""
+MIN_CALL_S = 1e-6
+"""Lower bound of one call's time."""
 
 
-def count_calls(seconds: float, one_s: float, fewest: int) -> int:
-    """How many calls take so many seconds, at least some."""
-    return max(fewest, round(seconds / max(one_s, SHORTEST_S)))
+def count_calls(seconds: float, call_s: float, min_calls: int) -> int:
+    """The number of calls that take about ``seconds``, at least ``min_calls``."""
+    return max(min_calls, round(seconds / max(call_s, MIN_CALL_S)))
 
 
 def elapsed_s(call: Callable[[], object], count: int) -> float:
-    """Seconds of one of so many calls, one behind the other on the current GPU."""
+    """Mean seconds of ``count`` back-to-back calls on the current GPU."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(count):

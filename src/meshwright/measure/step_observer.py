@@ -1,4 +1,4 @@
-"""Whoever looks on during one step: the audit, or a proof."""
+"""Interface of what observes one step: the audit or a proof."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from typing import Protocol
 
 
 class StepObserver(Protocol):
-    """Told where a step is."""
+    """Is called at fixed points of a step."""
 
     def before_forward(self, micro_batch: int) -> None:
-        """A forward pass of a micro-batch begins, of the whole model or of a stage."""
+        """Before the forward pass of a micro-batch, of the whole model or of a pipeline stage."""
 
     def after_forward(self, border_bytes: int = 0) -> None:
-        """It is over.
+        """After it.
 
         Args:
-            border_bytes: Of a stage: what it was given and keeps, less what it has made and hands on.
+            border_bytes: Of a pipeline stage: bytes of its input, which it keeps, less those of its output,
+                which it sends.
         """
 
     def before_backward(self, micro_batch: int) -> None:
-        """The backward pass of a micro-batch begins; what it computes again is that micro-batch's, too."""
+        """Before the backward pass of a micro-batch, which includes its activation checkpointing."""
 
     def after_backward(self) -> None:
-        """The gradients of the step are complete, and nothing is clipped or updated yet."""
+        """After the last backward pass: gradients are complete, not yet clipped or applied."""
