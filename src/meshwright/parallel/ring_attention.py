@@ -174,6 +174,8 @@ def ring_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries to all ranks' keys. Every rank of the group calls it.
 
+    In each step every rank sends the keys and values that it has to the next rank of the ring.
+
     Args:
         q: Queries (B, H, T, E).
         k: Keys (B, K, T, E) of the same positions; K divides H.
@@ -188,13 +190,13 @@ def ring_attention(
     """
     ring = _Ring(segments, q.shape[2], causal, group, scale)
     out, lse = torch.empty_like(q, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
-    head_chunks = ring.send_head_chunks(q, k, v)
+    chunks = ring.send_head_chunks(q, k, v)
     for step in range(ring.ranks):
-        for head_chunk in head_chunks:
-            for block in ring.blocks(q[:, head_chunk.queries], head_chunk.next_kv(step), step):
+        for chunk in chunks:
+            for block in ring.blocks(q[:, chunk.queries], chunk.next_kv(step), step):
                 part, part_lse = block.forward()
                 seen = block.view.queries
-                chunk_out, chunk_lse = out[:, head_chunk.queries, seen], lse[:, head_chunk.queries, seen]
+                chunk_out, chunk_lse = out[:, chunk.queries, seen], lse[:, chunk.queries, seen]
                 if step == 0:  # this rank's keys come first, and every query sees itself
                     chunk_out.copy_(part)
                     chunk_lse.copy_(part_lse)
@@ -235,30 +237,31 @@ def ring_attention_backward(
     group: str,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the queries, and of keys and values in one tensor. Every rank of the group calls it."""
+    """Gradients of the queries, and of keys and values in one tensor. Every rank of the group calls it.
+
+    In each step every rank sends keys and values, and the float32 sums of their gradients, to the next rank.
+    """
     ring = _Ring(segments, q.shape[2], causal, group, scale)
-    head_chunks = ring.send_head_chunks(q, k, v)
+    chunks = ring.send_head_chunks(q, k, v)
     grad_q = torch.zeros_like(q, dtype=torch.float32)
     own_2BKTE = k.new_empty((2, *k.shape), dtype=torch.float32)
     for step in range(ring.ranks):
-        for head_chunk in head_chunks:
+        for chunk in chunks:
             kv_grads: list[Tensor] = []
-            for block in ring.blocks(q[:, head_chunk.queries], head_chunk.next_kv(step), step):
-                parts = (whole[:, head_chunk.queries] for whole in (grad, out, lse))
+            for block in ring.blocks(q[:, chunk.queries], chunk.next_kv(step), step):
+                parts = (whole[:, chunk.queries] for whole in (grad, out, lse))
                 of_q, *of_kv = block.backward(*parts)
-                grad_q[:, head_chunk.queries, block.view.queries] += of_q
-                kv_grads, keys = (
-                    _accumulate(kv_grads, of_kv),
-                    block.view.keys,
-                )  # the same for all blocks of a step > 0
+                grad_q[:, chunk.queries, block.view.queries] += of_q
+                kv_grads = _accumulate(kv_grads, of_kv)
+                keys = block.view.keys  # the same for all blocks of a step > 0
                 del of_q, of_kv, block
             if step == 0:
-                own_2BKTE[0, :, head_chunk.keys], own_2BKTE[1, :, head_chunk.keys] = kv_grads
+                own_2BKTE[0, :, chunk.keys], own_2BKTE[1, :, chunk.keys] = kv_grads
             else:
-                head_chunk.send_grads(keys, *kv_grads)
+                chunk.send_grads(keys, *kv_grads)
             del kv_grads
-    for head_chunk in head_chunks:
-        own_2BKTE[:, :, head_chunk.keys] += head_chunk.wait_grads()
+    for chunk in chunks:
+        own_2BKTE[:, :, chunk.keys] += chunk.wait_grads()
     return grad_q.to(q.dtype), own_2BKTE.to(k.dtype)
 
 
@@ -280,8 +283,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, segments, out, lse = ctx.saved_tensors
-    way = (ctx.causal, ctx.group, ctx.scale)
-    of_q, of_kv = ring_attention_backward(grad, q, k, v, segments, out, lse, *way)
+    how = (ctx.causal, ctx.group, ctx.scale)
+    of_q, of_kv = ring_attention_backward(grad, q, k, v, segments, out, lse, *how)
     return of_q, of_kv[0], of_kv[1], None, None, None, None
 
 
