@@ -24,7 +24,8 @@ from meshwright.cli.output import Output
 from meshwright.cli.train import run_training
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.events import EVENTS_FILE, read_events
-from meshwright.layout.stages import local_stages, schedule_of
+from meshwright.layout.pipeline_schedules import schedule_of
+from meshwright.layout.stages import local_stages
 from meshwright.plan.contract import PLAN_FILE, read_plan
 
 COMMON = (

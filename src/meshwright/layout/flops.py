@@ -1,4 +1,4 @@
-"""FLOPs of a token or an image by definition, and the rates that MFU is counted against."""
+"""Model FLOPs per token or image, and the reference rates of MFU."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from meshwright.spec.model import Model, ResNetModel
 
 
 def flops_per_token(model: Model, seq_len: int) -> float:
-    """Forward and backward FLOPs of one token, or of one image.
+    """Forward and backward FLOPs per token, or per image.
 
-    Of a token: 6 for each parameter that multiplies it (the head and the chosen experts included, the input
-    embedding not), plus attention over the positions that it sees on average: half of the sequence, or of a
-    window all but what the start lacks; 2 FLOPs for the scores and 2 for their use, times 3.
-    Of an image: see ``image_flops``.
+    Per token: 6 per parameter of a linear (head and active experts included, input embedding not), plus
+    attention over the positions that a token sees on average (half of the sequence; less with a sliding
+    window): 2 FLOPs for the scores and 2 for the weighted sum, times 3 for forward and backward.
+    Per image: see ``image_flops``.
     """
     if isinstance(model, ResNetModel):
         return float(image_flops(model))
@@ -32,14 +32,14 @@ def matmul_rate(cluster: Cluster, precision: str) -> float:
 
 
 def peak_rate(cluster: Cluster, precision: str) -> tuple[float, str]:
-    """What MFU is counted against before a run, and its name."""
+    """The reference rate of MFU before a run, and its name."""
     if cluster.matmul_flops_per_s is not None:
         return cluster.matmul_flops_per_s, "cluster.matmul_flops_per_s"
     peaks = {"fp8": cluster.peak_fp8_flops_per_s, "fp4": cluster.peak_fp4_flops_per_s}
-    narrow = peaks.get(precision)
-    if narrow is not None:
-        return narrow, f"the data sheet's dense {precision} peak"
+    low_precision = peaks.get(precision)
+    if low_precision is not None:
+        return low_precision, f"the data sheet's dense {precision} peak"
     if precision != "fp32" and cluster.peak_bf16_flops_per_s is not None:
         return cluster.peak_bf16_flops_per_s, "the data sheet's dense 16-bit peak"
     whose = "the cluster's" if cluster.probed is None else "the probed"
-    return matmul_rate(cluster, precision), f"{whose} large-product rate"
+    return matmul_rate(cluster, precision), f"{whose} large-GEMM rate"

@@ -1,30 +1,28 @@
-"""What sharded data parallelism (ZeRO) holds and moves, rank by rank, written down without torch.
+"""Sharded data parallelism (ZeRO): the parameter groups of FSDP2, and the shards of each rank.
 
-Every tensor is cut along its first dim, as torch.chunk does: R rows over N ranks are chunks of ceil(R / N)
-rows, the last ranks' shorter or empty. Stages 2 and 3 are torch's FSDP2, which gathers and reduces a
-**group** of parameters in one call, and pads every chunk to ceil(R / N) rows: in the buffers that travel,
-and in the memory of parameters and gradients. Optimizer state is not padded. With P the padded elements of a
-group, L blocks, m micro-batches and e bytes of a product's operand (2 under bf16 and fp16, else 4):
+Every tensor is sharded along dim 0, as torch.chunk does: R rows over N ranks are chunks of ceil(R / N) rows;
+the last ones are shorter or empty. Stages 2 and 3 are torch's FSDP2. It gathers and reduces a **group** of
+parameters in one call, and pads every chunk to ceil(R / N) rows, in communication buffers and in the memory
+of parameters and gradients. Optimizer state is not padded. With P the padded elements of a group, m
+micro-batches and e bytes per GEMM operand (2 under bf16 and fp16, else 4):
 
 =====  ==========================  ============================================  ============================
-stage  a rank keeps                a step moves, over the N ranks                in the blocks' gathers
+stage  state per rank              communication of a step over N ranks          all-gathers of blocks
 =====  ==========================  ============================================  ============================
-1      P, G, O / N                 all-reduce of G (buckets), all-gather of P    4 bytes an element
+1      P, G, O / N                 all-reduce of G (buckets), all-gather of P    4 bytes per element
 2      (P + G + O) / N, P in step  all-gather of P; m reduce-scatters of G       e bytes
 3      (P + G + O) / N             m x (2 all-gathers of P, reduce-scatter of G)  e bytes
 =====  ==========================  ============================================  ============================
 
-The N ranks are those of ``dp_shard`` x ``cp``; routed experts that have axes of their own are groups of their
-own, each before its block, and are cut over ``ep_shard`` (``plan.axes``). Over one rank nothing is called.
+The N ranks are those of ``dp_shard`` x ``cp``. Routed experts with separate axes are groups of their own,
+each before its block, sharded over ``ep_shard`` (``layout.axes``). A single rank makes no calls.
 
-The group around the blocks (embedding, positions, final norm, head) is gathered once a micro-batch, in
-float32, and kept from forward to backward. With replicas of the shards (``dp_replicate``), stage 1 reduces
-over all ranks at once (``plan.bucket_traffic``); stages 2 and 3 all-reduce each rank's shard over its
-replicas, once a step. With
-``accumulate = "deferred"`` gradients are reduced and scattered in the last micro-batch alone: 1 for m.
+The root group (embeddings, final norm, head) is gathered once per micro-batch, in float32, and kept from
+forward to backward. With hybrid sharding (``dp_replicate``), stage 1 reduces over all ranks at once
+(``plan.traffic.ddp``); stages 2 and 3 all-reduce each shard over its replicas, once per step. With
+``accumulate = "deferred"`` gradients are reduce-scattered in the last micro-batch only: 1 instead of m.
 
-In a pipeline a rank shards the stages that it holds, each with its own blocks and, at the ends, what lies
-around them.
+In a pipeline each stage has its own groups, and the root group has what the stage has of it.
 """
 
 from __future__ import annotations
@@ -66,26 +64,26 @@ class FsdpGroup:
     name: str
     parameters: tuple[Parameter, ...]
     block: bool
-    """Whether it is one of the blocks, or its experts; the other is what lies around them."""
+    """Whether it is a block or its experts; the other one is the root group."""
     experts: bool = False
-    """Whether it is a block's routed experts, which have axes of their own."""
+    """Whether it is the routed experts of a block, with separate axes."""
 
     def padded(self, ranks: int) -> int:
-        """Elements of all ranks' chunks."""
+        """Elements of all chunks, with padding."""
         return sum(padded_count(p, ranks) for p in self.parameters)
 
     def gathered_bytes(self, ranks: int, precision: str) -> int:
-        """What one gather gives."""
+        """Bytes of one all-gather."""
         return self.padded(ranks) * (operand_bytes(precision) if self.block else FLOAT32_BYTES)
 
 
 def list_groups(part: StageSpec) -> tuple[FsdpGroup, ...]:
-    """The groups of a stage: each block, its experts before it, then what lies around, if anything does."""
+    """The groups of a stage: each block after its experts, then the root group."""
     return (*(group for layer in part.layers for group in group_block(part, layer)), *group_root(part))
 
 
 def group_block(part: StageSpec, layer: int) -> list[FsdpGroup]:
-    """The groups of a block: its experts if they have axes of their own, and the rest of it."""
+    """The groups of a block: its experts if they have separate axes, and the rest."""
     assert isinstance(part.model, DecoderModel), "the legality table shards decoders only"
     name, parameters = f"{BLOCK_PREFIX}{layer}", list_block(part.model, layer)
     routed = [p for p in parameters if is_expert(p.name) and isinstance(part.model, LocalDecoder)]
@@ -96,43 +94,43 @@ def group_block(part: StageSpec, layer: int) -> list[FsdpGroup]:
 
 
 def group_root(part: StageSpec) -> list[FsdpGroup]:
-    """The group around the blocks of a stage, if anything lies there."""
+    """The root group of a stage, if it has parameters outside its blocks."""
     around = tuple(p for p in part.parameter_kinds if not p.name.startswith(BLOCK_PREFIX))
     return [FsdpGroup("around the blocks", around, block=False)] if around else []
 
 
 def group_axis(job: Job, group: FsdpGroup) -> Axis:
-    """Over which a group is gathered, and its gradients are reduced and scattered."""
+    """The axis of a group's all-gathers and reduce-scatters."""
     return expert_shard_axis(job.layout) if group.experts else dense_shard_axis(job.layout)
 
 
 def chunk_rows(rows: int, ranks: int, rank: int) -> range:
-    """The rows that a rank keeps."""
+    """The rows of a rank's shard."""
     size = -(-rows // ranks)
     return range(min(rank * size, rows), min((rank + 1) * size, rows))
 
 
 def padded_count(parameter: Parameter, ranks: int) -> int:
-    """Elements of a tensor whose chunks are filled up to the first one's rows."""
+    """Elements of a tensor whose chunks are padded to the size of the first."""
     rows = parameter.shape[0]
     return parameter.count // rows * -(-rows // ranks) * ranks
 
 
 def shard_ranks(job: Job, rank: int) -> tuple[int, int]:
-    """Which shard a rank holds: of dense parameters, and of experts that have axes of their own."""
+    """A rank's shard index: of dense parameters, and of experts with separate axes."""
     layout = job.layout
     dense = axis_rank(layout, rank, dense_shard_axis(layout).name)
     return dense, axis_rank(layout, rank, expert_shard_axis(layout).name) if has_expert_axes(job) else dense
 
 
 def count_sharded(job: Job, parameter: Parameter, rank: int) -> int:
-    """Elements of a parameter whose optimizer state a rank has."""
+    """Elements of a parameter in a rank's optimizer shard."""
     axis, rows = state_axis(job, parameter.name), parameter.shape[0]
     return parameter.count // rows * len(chunk_rows(rows, axis.size, axis_rank(job.layout, rank, axis.name)))
 
 
 def local_count(job: Job, parameter: Parameter) -> int:
-    """Elements of a parameter, or of its gradient, on a rank: rows of it under ZeRO-2 and 3, filled up."""
+    """Elements of a parameter or its gradient on a rank: a padded shard under ZeRO-2 and 3."""
     ranks = state_axis(job, parameter.name).size if job.layout.zero >= 2 else 1
     return padded_count(parameter, ranks) // ranks
 
@@ -141,7 +139,7 @@ def sharded_state(job: Job, rank: int) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state of one rank, after the backward pass."""
     parameters = local_parameter_kinds(job, pp_rank_of(job, rank))
     count = gradients = sum(local_count(job, p) for p in parameters)
-    if offloads_gradients(job):  # row by row, without the padding of what they arrived in
+    if offloads_gradients(job):  # copied to the CPU without padding
         gradients = sum(count_sharded(job, p, rank) for p in parameters)
     return {
         "parameters": count * FLOAT32_BYTES,
@@ -151,7 +149,7 @@ def sharded_state(job: Job, rank: int) -> dict[str, int]:
 
 
 def offloads_gradients(job: Job) -> bool:
-    """Whether shards of gradients leave the device when they are reduced; a core's are on the host."""
+    """Whether gradient shards are copied to CPU memory after the reduction."""
     return job.layout.offload == "all" and job.cluster.device == "cuda"
 
 

@@ -20,25 +20,25 @@ KINDS: tuple[Kind, ...] = ("forward", "input", "weight")
 
 
 class Linear(NamedTuple):
-    """A weight (columns x depth) that is applied to rows, so many times in a step."""
+    """A linear layer with a weight of columns x depth, and how often a step applies it."""
 
     rows: int
     columns: int
     depth: int
     times: int
     in_block: bool = False
-    """Whether it is a block's: then full recomputation runs it once more, and 8 bits may do."""
+    """Whether it is in a block: full activation checkpointing recomputes it, and fp8 may apply."""
 
 
 def list_linears(job: Job, model: DecoderModel, micro_batches: int) -> Iterator[Linear]:
-    """The linear layers of a step; those that read the same input are one where a run joins them."""
+    """The linear layers of a step; with bf16 weight copies, layers that share an input are merged."""
     rows, layers = (job.layout.micro_batch or 1) * job.data.seq_len, micro_batches * model.num_layers
     width, inner = model.hidden_size, model.ffn_size
-    joined = uses_bf16_weight_copies(job)
-    asked = [model.query_size, model.kv_size, model.kv_size]
-    entered = [inner, inner] if model.activation == "swiglu" else [inner]
-    for widths, bias in ((asked, model.attention_bias), (entered, model.ffn_bias)):
-        for columns in [sum(widths)] if joined and not bias else widths:
+    merged = uses_bf16_weight_copies(job)
+    qkv = [model.query_size, model.kv_size, model.kv_size]
+    gate_up = [inner, inner] if model.activation == "swiglu" else [inner]
+    for widths, bias in ((qkv, model.attention_bias), (gate_up, model.ffn_bias)):
+        for columns in [sum(widths)] if merged and not bias else widths:
             yield Linear(rows, columns, width, layers, in_block=True)
     yield Linear(rows, width, model.query_size, layers, in_block=True)
     yield Linear(rows, width, inner, layers, in_block=True)
@@ -50,6 +50,6 @@ def list_linears(job: Job, model: DecoderModel, micro_batches: int) -> Iterator[
 
 
 def is_fp8_gemm(job: Job, linear: Linear, kind: Kind) -> bool:
-    """Whether one of a linear layer's products is computed in 8 bits."""
+    """Whether a GEMM of a linear layer runs in fp8."""
     in_fp8 = linear.in_block and runs_in_fp8(job, linear.columns, linear.depth)
     return in_fp8 and (kind != "weight" or job.train.fp8_weight_grads)

@@ -1,4 +1,4 @@
-"""The learning rate of every step: a pure function of the step, so a resumed run continues it exactly."""
+"""The learning rate schedule: a pure function of the step, so a resumed run continues it exactly."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from meshwright.spec.train_defaults import count_decay_steps, setting
 
 
 def scaled_lr(train: Train) -> float:
-    """The peak learning rate after the job's scaling rule; ``none`` leaves it alone."""
+    """The peak learning rate after batch size scaling."""
     return setting(train, "lr") * scaling_factor(train)
 
 
 def scaling_factor(train: Train) -> float:
-    """What the scaling rule multiplies the rate by: the batch over its base, or the root of that."""
+    """The factor of batch size scaling: batch / base batch (linear), or its square root."""
     if train.lr_scaling == "none" or train.lr_base_batch is None:
         return 1.0
     ratio = train.global_batch / train.lr_base_batch
@@ -22,14 +22,13 @@ def scaling_factor(train: Train) -> float:
 
 
 def lr_at(step: int, train: Train) -> float:
-    """Linear warm-up to the peak, then as the schedule says.
+    """The learning rate of a step: linear warm-up to the peak, then the schedule.
 
-    The fall ends where the run does: it would reach its floor, ``min_lr_ratio`` of the peak, at
-    ``train.steps``, one step after the last.
+    The decay would reach its floor, ``min_lr_ratio`` of the peak, one step after the last.
 
     Args:
-        step: Optimizer steps done before this one.
-        train: The section with schedule and rate.
+        step: Number of optimizer steps before this one.
+        train: The section ``[train]``.
     """
     peak = scaled_lr(train)
     if step < train.warmup:
@@ -44,7 +43,7 @@ def lr_at(step: int, train: Train) -> float:
 
 
 def explain_lr(train: Train) -> list[str]:
-    """What lr scaling made of the rate, and a warning where that is known to diverge."""
+    """The scaled learning rate, and a warning where it is known to diverge."""
     if train.lr_scaling == "none":
         return []
     rule = "linear rule" if train.lr_scaling == "linear" else "square-root rule"
@@ -52,7 +51,7 @@ def explain_lr(train: Train) -> list[str]:
     reasons = [f"{made}: {rule}, global batch {train.global_batch} over {train.lr_base_batch}"]
     if train.lr_scaling == "linear" and scaling_factor(train) > 1 and train.warmup == 0:
         reasons.append(
-            "warning: linear lr scaling without warm-up (train.warmup=0): the first steps are the ones that "
-            "a scaled rate makes diverge"
+            "warning: linear lr scaling without warm-up (train.warmup=0): the first steps "
+            "are likely to diverge"
         )
     return reasons

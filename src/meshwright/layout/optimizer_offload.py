@@ -1,8 +1,9 @@
-"""What leaves the device: which state lies on the host, and the buffers through which it is streamed.
+"""CPU offload: which state is in CPU memory, and the staging buffers on the device.
 
-``offload = "optimizer"``: moments lie on the host. In the update they come to the device bucket by bucket,
-are updated there and go back: a slot for what comes, one at work, one for what goes. ``"all"`` (ZeRO-2 and
-3): parameters, gradients and moments lie on the host, which takes the update too; nothing is streamed for it.
+``offload = "optimizer"``: the optimizer state is in pinned CPU memory. The optimizer step streams it
+through the device bucket by bucket, with three staging buffers: one copies in, one is updated, one copies
+out. ``"all"`` (ZeRO-2 and 3): parameters, gradients and optimizer state are in CPU memory, and the CPU runs
+the optimizer step.
 """
 
 from __future__ import annotations
@@ -10,38 +11,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshwright.layout.axes import has_expert_axes
+from meshwright.layout.ddp_buckets import bucket_kinds, local_buckets
 from meshwright.layout.fsdp_groups import optimizer_bytes
-from meshwright.layout.stages import bucket_kinds, local_buckets, local_stages, pp_rank_of
+from meshwright.layout.stages import local_stages, pp_rank_of
 from meshwright.spec.job import Job
 
 STAGING_BUFFERS = 3
-"""Buckets of state on the device at once: arriving, at work, leaving."""
+"""Buckets of state on the device at once: copying in, updating, copying out."""
 OFFLOADED = {
     "none": (),
     "optimizer": ("optimizer",),
     "all": ("parameters", "gradients", "optimizer"),
 }
-"""Kinds of state that lie on the host."""
+"""Kinds of state in CPU memory."""
 
 
 def offloaded_state(job: Job, state: dict[str, int]) -> dict[str, int]:
-    """The part of a rank's state that lies on the host, by kind."""
+    """The bytes of a rank's state in CPU memory, by kind."""
     away = OFFLOADED[job.layout.offload]
     return {kind: size if kind in away else 0 for kind, size in state.items()}
 
 
 def list_state_buckets(job: Job, rank: int = 0) -> list[list[str]]:
-    """Names of parameters whose state is streamed together: those of a bucket of gradients."""
+    """Names of parameters whose state is streamed together: the gradient buckets."""
     return local_buckets(job, pp_rank_of(job, rank))
 
 
 def staging_sizes(buckets: Sequence[int]) -> list[int]:
-    """Buckets take the slots in turn; each slot is as large as the largest of its own."""
-    return [max(buckets[place::STAGING_BUFFERS]) for place in range(min(STAGING_BUFFERS, len(buckets)))]
+    """Sizes of the staging buffers. Buckets use them round-robin; each has the size of its largest bucket."""
+    return [max(buckets[index::STAGING_BUFFERS]) for index in range(min(STAGING_BUFFERS, len(buckets)))]
 
 
 def staging_bytes(job: Job, rank: int = 0) -> int:
-    """Device memory for what is streamed; none where nothing is, or the host takes the update."""
+    """Device memory of the staging buffers; 0 without a streamed optimizer state."""
     if job.layout.offload != "optimizer":
         return 0
     buckets: list[int] = []

@@ -1,6 +1,6 @@
-"""What an optimizer keeps and costs, by parameter name: state to the byte, passes over memory, FLOPs.
+"""The optimizer's state in bytes, its memory traffic and its FLOPs, by parameter.
 
-``run.optimizer`` builds its groups and its state from the same table; what it then holds is measured.
+``train.optimizer`` builds its parameter groups and state from the same table.
 
 =========  ======================================  ===========================  ========================
 optimizer  parameters                              rule                         state of each parameter
@@ -12,8 +12,8 @@ muon       2-D and named ``blocks.*``, not routed  muon                         
 muon       embedding, head, norms, biases, routed  adamw                        two moments, step count
 =========  ======================================  ===========================  ========================
 
-A matrix of routed experts is many matrices, one below the other, and a rank may hold some of them only:
-Muon, which makes a matrix orthogonal as a whole, does not take it.
+A weight of routed experts is a concatenation of matrices, and a rank may have only some of them. Muon
+orthogonalises whole matrices, so AdamW updates experts.
 """
 
 from __future__ import annotations
@@ -32,28 +32,27 @@ from meshwright.spec.job import Train
 from meshwright.spec.train_defaults import setting
 
 EMBEDDINGS = ("embed.weight", "positions.weight")
-"""Tables of which a step reads some rows only."""
+"""Embeddings, of which a step reads only some rows."""
 STEP_COUNT = "step"
-"""The one state that is a single number."""
+"""The state that is a scalar."""
 STATE_KEYS = {
     "adamw": (STEP_COUNT, "exp_avg", "exp_avg_sq"),
     "sgd": ("momentum_buffer",),
     "lion": ("exp_avg",),
     "muon": ("momentum_buffer",),
 }
-"""Tensors that a rule keeps for a parameter; each of the parameter's shape, but for the step count."""
+"""State tensors per parameter; each has the parameter's shape, except the step count."""
 STATE_NAMES = {"adamw": "moments", "sgd": "momentum", "lion": "momentum", "muon": "momentum of matrices"}
 UPDATE_PASSES = {"adamw": 7, "sgd": 5, "lion": 13, "muon": 11}
-"""Reads and writes of a float32 array as large as the parameter in one step, counted from the code; one of
-them reads the gradient."""
+"""Float32 reads and writes per element in one step, counted from the code; one of them reads the gradient."""
 UPDATE_PASSES_WITHOUT_MOMENTUM = 3
 NEWTON_SCHULZ_STEPS = 5
 UPDATE_CHUNK, UPDATE_CHUNK_BYTES = 1024, 8
-"""Elements that a program of our own AdamW moves, and what says where they are."""
+"""Elements per program of the fused AdamW kernel, and the bytes of its index entry."""
 
 
 def rule_of(name: str, dims: int, train: Train) -> str:
-    """The rule that moves a parameter."""
+    """The update rule of a parameter."""
     if train.optimizer != "muon":
         return train.optimizer
     is_matrix = dims == 2 and name.startswith(BLOCK_PREFIX) and EXPERTS_PREFIX not in name
@@ -61,38 +60,38 @@ def rule_of(name: str, dims: int, train: Train) -> str:
 
 
 def decays(name: str, dims: int, train: Train) -> bool:
-    """Whether a parameter has weight decay: norms and biases never have."""
+    """Whether a parameter has weight decay: norms and biases have none."""
     return dims >= 2 and (train.decay_embeddings or name not in EMBEDDINGS)
 
 
 def state_keys(rule: str, train: Train) -> tuple[str, ...]:
-    """The tensors that a rule keeps for each parameter."""
+    """The state tensors of an update rule."""
     if rule == "sgd" and setting(train, "momentum") == 0:
         return ()
     return STATE_KEYS[rule]
 
 
 def count_state_tensors(parameter: Parameter, train: Train) -> int:
-    """Tensors of a parameter's own shape that are kept for it."""
+    """State tensors with the shape of the parameter."""
     keys = state_keys(rule_of(parameter.name, len(parameter.shape), train), train)
     return sum(key != STEP_COUNT for key in keys)
 
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """One rank's optimizer, for parameters that it holds whole."""
+    """The optimizer of one rank with unsharded state."""
 
     state_bytes: int
     formula: str
-    """The bytes as a sum that can be checked."""
+    """The state bytes as a formula."""
     moved_bytes: int
-    """What one step reads and writes."""
+    """Bytes that one step reads and writes."""
     flops: int
-    """Matrix products of one step: Muon's Newton-Schulz iterations."""
+    """FLOPs of one step: Muon's Newton-Schulz iterations."""
 
 
 def predict_optimizer(parameters: Sequence[Parameter], train: Train) -> OptimizerCost:
-    """State and work of the optimizer."""
+    """State and cost of the optimizer."""
     by_rule: dict[str, list[Parameter]] = {}
     for parameter in parameters:
         by_rule.setdefault(rule_of(parameter.name, len(parameter.shape), train), []).append(parameter)

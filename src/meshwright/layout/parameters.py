@@ -1,7 +1,7 @@
-"""Every parameter of a model by name and shape, in the order in which the model registers them.
+"""The parameters of a model by name and shape, in registration order.
 
-The same table as ``run.models`` builds, written down without torch: what a run is audited against must not
-come from the run. Latent attention, not built in ``run.models`` yet, is listed for plans.
+``models`` builds the same parameters. They are listed here without torch, because a run is audited against
+figures that do not come from the run. Latent attention is listed for plans; ``models`` does not have it yet.
 """
 
 from __future__ import annotations
@@ -19,59 +19,59 @@ from meshwright.spec.model import DecoderModel, Model, ResNetModel
 
 FLOAT32_BYTES = 4
 LOW_BYTES = dict.fromkeys(LOW_PRECISIONS, 2)
-"""Bytes of an operand of matrix products in 16 bits; 4 in float32. What is cast to fp8 is kept in 16 bits."""
+"""Bytes per element of a low-precision GEMM operand. Tensors that are cast to fp8 are stored in 16 bits."""
 FP8_ALIGNED = 16
-"""Both dims of a matrix that 8-bit products take are multiples of this."""
+"""fp8 GEMMs need both dims of a weight to be multiples of this."""
 BLOCK_PREFIX = "blocks."
-"""Names of the parameters of hidden layers begin with this."""
+"""Prefix of the parameter names of transformer blocks."""
 EXPERTS_PREFIX = "ffn.experts"
-"""Names of the parameters of routed experts have this in them."""
+"""Part of the parameter names of routed experts."""
 
 
 def operand_bytes(precision: str) -> int:
-    """Bytes of an element that matrix products read."""
+    """Bytes per element of a GEMM operand."""
     return LOW_BYTES.get(precision, FLOAT32_BYTES)
 
 
 def residual_bytes(train: Train) -> int:
-    """Bytes of an element of the residual stream."""
+    """Bytes per element of the residual stream."""
     return LOW_BYTES.get(train.residual_dtype, FLOAT32_BYTES)
 
 
 def runs_in_fp8(job: Job, outputs: int, inputs: int) -> bool:
-    """Whether a matrix's products are computed in 8 bits; that of its gradient where the job says so."""
+    """Whether the GEMMs of a linear run in fp8; its weight-gradient GEMM only with fp8_weight_grads."""
     return job.train.precision == "fp8" and outputs % FP8_ALIGNED == 0 and inputs % FP8_ALIGNED == 0
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One trained tensor, or in a list by kind all alike ones."""
+    """A parameter, or in a list by kind all identical ones."""
 
     name: str
     shape: tuple[int, ...]
     gradient_bytes: int = FLOAT32_BYTES
-    """Of an element of its gradient."""
+    """Bytes per element of its gradient."""
     repeats: int = 1
-    """Tensors that the entry stands for: in a list by kind, one in each of the alike blocks."""
+    """Number of tensors of the entry: in a list by kind, one per identical block."""
 
     @functools.cached_property
     def count(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape) * self.repeats
 
 
 def count_gradient_bytes(parameters: Iterable[Parameter]) -> int:
-    """Of all gradients."""
+    """Bytes of all gradients."""
     return sum(p.count * p.gradient_bytes for p in parameters)
 
 
 def matrix_gradient_bytes(job: Job) -> int:
-    """Of an element of the gradient of a block's matrix, as it is kept."""
+    """Bytes per element of the gradient of a block's linear."""
     return LOW_BYTES[job.train.grad_dtype] if keeps_bf16_grads(job) else FLOAT32_BYTES
 
 
 def with_gradients(job: Job, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
-    """A job's parameters with gradients as they are kept: those of blocks' matrices may be of 16 bits."""
+    """The parameters with the gradient dtype of the job; bf16 for linears of blocks under grad_dtype."""
     each = matrix_gradient_bytes(job)
     if each == FLOAT32_BYTES:
         return parameters
@@ -102,7 +102,7 @@ def list_embeddings(model: DecoderModel) -> list[Parameter]:
 
 
 def list_head(model: DecoderModel) -> list[Parameter]:
-    """The parameters behind the last block; a tied head is the embedding and is not listed again."""
+    """The parameters after the last block; a tied head is the embedding and is not listed again."""
     tied = model.tied_embeddings
     head = [] if tied else [Parameter("head.weight", (model.vocab_size, model.hidden_size))]
     return [*_list_norm(model, "norm"), *head]
@@ -126,32 +126,32 @@ def _list_resnet(model: ResNetModel) -> list[Parameter]:
 
 
 def count_statistics(model: Model) -> int:
-    """Elements of the running means and variances of batch norms, which are state but not trained."""
+    """Elements of the running means and variances of batch norms (buffers)."""
     if not isinstance(model, ResNetModel) or model.norm != "batch":
         return 0
     return sum(2 * conv.out_channels for conv in list_convs(model).convs)
 
 
 def is_routed(model: DecoderModel, layer: int) -> bool:
-    """Whether a block routes its tokens to experts."""
+    """Whether a block has experts."""
     return model.num_experts is not None and layer >= model.dense_layers
 
 
 @functools.lru_cache(maxsize=4096)
 def list_block(model: DecoderModel, layer: int, repeats: int = 1) -> tuple[Parameter, ...]:
-    """The parameters of one block, or of so many alike ones by the first one's names."""
+    """The parameters of one block, or of ``repeats`` identical ones with the names of the first."""
     kind = _list_block_kind(model, is_routed(model, layer))
     return tuple(Parameter(f"{BLOCK_PREFIX}{layer}.{p.name}", p.shape, repeats=repeats) for p in kind)
 
 
 def name_in_block(name: str) -> str:
-    """A parameter's name without the number of its block."""
+    """A parameter's name without the index of its block."""
     return name.split(".", 2)[2] if name.startswith(BLOCK_PREFIX) else name
 
 
 @functools.lru_cache(maxsize=256)
 def _list_block_kind(model: DecoderModel, routed: bool) -> tuple[Parameter, ...]:
-    """The parameters of a dense block, or of one with experts, by their names inside it."""
+    """The parameters of a dense block or of one with experts, with their names inside the block."""
     return (
         *_list_norm(model, "attention_norm"),
         *(_list_latent_attention(model) if model.attention == "latent" else _list_attention(model)),
@@ -161,16 +161,16 @@ def _list_block_kind(model: DecoderModel, routed: bool) -> tuple[Parameter, ...]
 
 
 def _list_attention(model: DecoderModel) -> list[Parameter]:
-    """Queries, keys, values and the way back."""
+    """The q, k, v and output projections."""
     width, queries, keys = model.hidden_size, model.query_size, model.kv_size
     parts = (("wq", queries, width), ("wk", keys, width), ("wv", keys, width), ("wo", width, queries))
     return [p for part in parts for p in _list_linear("attention", *part, bias=model.attention_bias)]
 
 
 def _list_latent_attention(model: DecoderModel) -> list[Parameter]:
-    """DeepSeek-V2's (Liu et al. 2024, section 2.1): down to the latent vectors, their norms, up to the heads.
+    """MLA (DeepSeek-V2, Liu et al. 2024, section 2.1): down projections, norms, up projections.
 
-    The rotated part of the keys, one for all heads, comes beside the latent vector and is not normalised.
+    The RoPE part of the keys, shared by all heads, comes from the same down projection and is not normalised.
     """
     width, heads = model.hidden_size, model.num_heads
     latent, rotated, bias = model.latent_size or 0, model.rope_head_dim or 0, model.attention_bias
@@ -194,7 +194,7 @@ def _list_latent_attention(model: DecoderModel) -> list[Parameter]:
 
 
 def _list_ffn(model: DecoderModel, owner: str, ffn: int, experts: int = 1) -> list[Parameter]:
-    """A feed-forward, or so many of them, one below the other in each matrix."""
+    """A feed-forward, or several with concatenated weights."""
     width = model.hidden_size
     parts = [("up", experts * ffn, width), ("down", experts * width, ffn)]
     if model.activation == "swiglu":
@@ -203,7 +203,7 @@ def _list_ffn(model: DecoderModel, owner: str, ffn: int, experts: int = 1) -> li
 
 
 def _list_experts(model: DecoderModel) -> list[Parameter]:
-    """The router, the routed experts one below the other in each matrix, the shared ones as one block."""
+    """Router, routed experts with concatenated weights, and shared experts as one feed-forward."""
     return [
         Parameter("ffn.router.weight", (model.num_experts or 0, model.hidden_size)),
         *_list_ffn(model, EXPERTS_PREFIX, model.local_expert_width, model.local_experts),
@@ -223,12 +223,12 @@ def _list_linear(owner: str, name: str, rows: int, columns: int, bias: bool) -> 
 
 @functools.lru_cache(maxsize=64)
 def count_parameters(model: Model) -> int:
-    """Trained elements."""
+    """Number of parameters."""
     return sum(p.count for p in list_parameters(model))
 
 
 def count_matmul_parameters(model: DecoderModel) -> int:
-    """Elements that multiply activations: all but the input embeddings, the head included."""
+    """Parameters of linears: all but the input embeddings; the head is included."""
     embedding = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
     if model.positions == "learned":
         embedding += (model.max_positions or 0) * model.hidden_size
@@ -237,7 +237,7 @@ def count_matmul_parameters(model: DecoderModel) -> int:
 
 @functools.lru_cache(maxsize=64)
 def count_active_parameters(model: Model) -> int:
-    """Elements that one token meets: of the routed experts only those that it is sent to."""
+    """Active parameters per token: of the routed experts only the top-k."""
     if not isinstance(model, DecoderModel) or not model.num_experts:
         return count_parameters(model)
     routed = sum(p.count for p in list_parameters(model) if EXPERTS_PREFIX in p.name)
@@ -246,12 +246,12 @@ def count_active_parameters(model: Model) -> int:
 
 
 def count_active_matmul_parameters(model: DecoderModel) -> int:
-    """Elements that multiply one token's activations: as above, without the input embeddings.
+    """Active parameters of linears per token: as above, without the input embeddings.
 
-    The base of a token's FLOPs. Equal to :func:`count_matmul_parameters` for a dense model.
+    The base of the FLOPs per token. Equal to :func:`count_matmul_parameters` for a dense model.
     """
     return count_matmul_parameters(model) - count_parameters(model) + count_active_parameters(model)
 
 
 WIRE_BYTES = {"none": 4, "bf16": 2, "fp16": 2}
-"""Bytes of a gradient element on the wire, by compression."""
+"""Bytes per gradient element in communication, by compression."""

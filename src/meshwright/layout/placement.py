@@ -1,4 +1,4 @@
-"""How far the ranks of an axis lie apart on the cluster: within a node, a rack, or across the spine."""
+"""The network tier of an axis: within a node, within a rack, or across the spine."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from meshwright.layout.tensor_parallel import KV_REPLICA_AXIS
 from meshwright.spec.job import Job
 
 CONTAINING = {KV_REPLICA_AXIS: "tp", TIED_AXIS: "pp"}
-"""Axes whose ranks are some of another axis's."""
+"""Axes that are subsets of another axis."""
 
 
 def tier_of(job: Job, axis: str) -> str:
-    """The farthest that the first group of an axis reaches: ``node``, ``rack`` or ``spine``."""
+    """The tier of the first group of an axis: ``node``, ``rack`` or ``spine``."""
     layout, cluster = job.layout, job.cluster
     last = layout.world_size - 1
     if axis != "control":

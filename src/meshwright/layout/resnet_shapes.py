@@ -1,4 +1,4 @@
-"""Every convolution of a ResNet with its image sizes: parameters, FLOPs and memory are counted from them."""
+"""The convolutions of a ResNet with their sizes, for parameters, FLOPs and memory."""
 
 from __future__ import annotations
 
@@ -10,50 +10,50 @@ from meshwright.spec.model import BOTTLENECK_GROWTH, ResNetModel
 
 @dataclass(frozen=True)
 class Conv:
-    """A square convolution without bias, and the norm behind it."""
+    """A square convolution without bias, and the norm after it."""
 
     name: str
     in_channels: int
-    """Channels that it reads."""
+    """Input channels."""
     out_channels: int
-    """Channels that it writes."""
+    """Output channels."""
     kernel: int
     in_size: int
-    """Height and width of what it reads."""
+    """Height and width of the input."""
     out_size: int
-    """Height and width of what it writes."""
+    """Height and width of the output."""
 
     @property
     def weights(self) -> int:
-        """Elements of its weight."""
+        """Elements of the weight."""
         return self.out_channels * self.in_channels * self.kernel**2
 
     @property
     def in_elements(self) -> int:
-        """Elements that it reads of one sample."""
+        """Input elements per sample."""
         return self.in_channels * self.in_size**2
 
     @property
     def out_elements(self) -> int:
-        """Elements that it writes of one sample."""
+        """Output elements per sample."""
         return self.out_channels * self.out_size**2
 
     @property
     def forward_flops(self) -> int:
-        """Of one sample: a multiplication and an addition for each weight at each pixel."""
+        """Forward FLOPs per sample: 2 per weight and output pixel."""
         return 2 * self.weights * self.out_size**2
 
 
 @dataclass(frozen=True)
 class BlockShape:
-    """The convolutions of a residual block, and the one beside them where the shape changes."""
+    """The convolutions of a residual block, and its shortcut convolution where the shape changes."""
 
     parts: tuple[Conv, ...]
     shortcut: Conv | None
 
     @property
     def convs(self) -> tuple[Conv, ...]:
-        """All of them, in the order in which the model registers them."""
+        """All convolutions, in registration order."""
         return self.parts if self.shortcut is None else (*self.parts, self.shortcut)
 
 
@@ -63,22 +63,22 @@ class NetShape:
 
     stem: Conv
     pooled: bool
-    """Whether a max-pool halves the image behind the stem."""
+    """Whether a max-pool halves the image after the stem."""
     blocks: tuple[BlockShape, ...]
 
     @property
     def features(self) -> int:
-        """Channels that the classifier reads."""
+        """Input features of the classifier."""
         return self.blocks[-1].parts[-1].out_channels
 
     @property
     def convs(self) -> tuple[Conv, ...]:
-        """All convolutions, in the order in which the model registers them."""
+        """All convolutions, in registration order."""
         return (self.stem, *(conv for block in self.blocks for conv in block.convs))
 
 
 def halve(out_size: int) -> int:
-    """What stride 2 leaves of a side: odd ones are rounded up, as the padding is half a kernel."""
+    """Output size of stride 2: rounded up, as the padding is half a kernel."""
     return -(-out_size // 2)
 
 
@@ -118,7 +118,7 @@ def _block(
             Conv(f"{name}.parts.0", in_channels, width, 3, out_size, after),
             Conv(f"{name}.parts.1", width, width, 3, after, after),
         )
-    # A block with a stride also doubles the width: the channels alone tell that the shape changes.
+    # A block with a stride also changes the channels, so comparing channels is enough.
     shortcut = (
         Conv(f"{name}.shortcut", in_channels, out_channels, 1, out_size, after)
         if in_channels != out_channels
@@ -128,10 +128,10 @@ def _block(
 
 
 def image_flops(model: ResNetModel) -> int:
-    """Forward and backward FLOPs of one image: the convolutions and the classifier, nothing else.
+    """Forward and backward FLOPs per image, of the convolutions and the classifier.
 
-    The backward pass costs a product for the weight's gradient and one for the input's, each as large as the
-    forward pass. Nobody asks for the gradient of the images, so the stem has no second one.
+    The backward pass computes the weight gradient and the input gradient, each as expensive as the forward
+    pass. The stem needs no input gradient.
     """
     shape = list_convs(model)
     head = 2 * shape.features * model.num_classes

@@ -1,14 +1,14 @@
-"""How ring attention splits the key-value heads into lanes that are sent one after the other."""
+"""How ring attention splits the key and value heads into chunks that are sent one after the other."""
 
 from __future__ import annotations
 
 HEAD_CHUNKS = 8
-"""Parts of the key heads that go round a ring one after the other. With more, less is left that nothing
-hides, one part in 2 x lanes where two ranks compute as long as they send; but kernels and messages get small.
+"""Chunks of the key heads. With more chunks, less communication is exposed (1 / (2 x chunks) of it with two
+ranks and equal compute and send times), but kernels and messages get smaller.
 """
 
 
 def list_head_chunks(key_heads: int) -> list[tuple[int, int]]:
-    """The first key head of each lane, and the one behind its last."""
+    """The first key head of each chunk, and the end (exclusive)."""
     width = -(-key_heads // HEAD_CHUNKS)
     return [(first, min(first + width, key_heads)) for first in range(0, key_heads, width)]

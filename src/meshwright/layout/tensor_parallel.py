@@ -1,13 +1,13 @@
-"""What a rank of tensor, sequence and expert parallelism holds, written down without torch.
+"""The local shapes of tensor, sequence and expert parallelism.
 
-A rank of ``tp`` holds a **narrower model**: its heads, its part of the feed-forward, its rows of the
-vocabulary (filled up to the same number on every rank); norms, positions and the biases behind a sum are
-whole on all. Where key heads are fewer than ranks, each lies on several of them.
+A tp rank has a **local model** with fewer heads, a narrower feed-forward and a part of the vocabulary (padded
+to the same size on every rank). Norms, positions and the biases of row-parallel linears are replicated. With
+fewer key heads than ranks, each key head is replicated on several ranks.
 
-Routed experts are not split over ``tp``: a rank holds some of them (``ep``), of each some columns (``etp``).
-The router is whole on all ranks, the shared experts are split over ``tp`` as a dense feed-forward is.
+Routed experts are not split over ``tp``: a rank has some of them (``ep``), and of each a part of the columns
+(``etp``). The router is replicated. Shared experts are split over ``tp`` like a dense feed-forward.
 
-``plan.tensor_traffic`` and ``plan.expert_traffic`` count what that moves.
+``plan.traffic.tensor`` and ``plan.traffic.expert`` count the communication.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel, Model
 
 KV_REPLICA_AXIS = "tp_kv"
-"""The ranks that hold copies of the same key heads."""
+"""The tp ranks with copies of the same key heads."""
 ROUTER = "router"
-_WHOLE = ("attention_norm", "ffn_norm", "norm", "positions", ROUTER)
-"""Modules that no rank cuts."""
+_REPLICATED = ("attention_norm", "ffn_norm", "norm", "positions", ROUTER)
+"""Modules that are replicated over tp."""
 
 
 @dataclass(frozen=True)
 class LocalDecoder(DecoderModel):
-    """A rank's part of a decoder whose routed experts have axes of their own (``axes.has_expert_axes``)."""
+    """The local model of a rank where routed experts have separate axes (``axes.has_expert_axes``)."""
 
     sharded_experts: int = 0
-    """Routed experts of a layer."""
+    """Routed experts per layer."""
     sharded_expert_width: int = 0
-    """Of each of them."""
+    """Intermediate size of each."""
     sharded_shared_width: int = 0
-    """Of the shared experts together."""
+    """Intermediate size of all shared experts."""
 
     @property
     def local_experts(self) -> int:
-        """Routed experts of a layer that are held here."""
+        """Routed experts per layer on this rank."""
         return self.sharded_experts
 
     @property
     def local_expert_width(self) -> int:
-        """Inner width of a routed expert as it is held here."""
+        """Intermediate size of a routed expert on this rank."""
         return self.sharded_expert_width
 
     @property
     def shared_width(self) -> int:
-        """Inner width of the shared experts together, as it is held here."""
+        """Intermediate size of all shared experts on this rank."""
         return self.sharded_shared_width
 
 
 def local_model(job: Job) -> Model:
-    """The model as the matrices of one rank make it."""
+    """The model with the shapes of one rank."""
     layout = job.layout
     if not isinstance(job.model, DecoderModel):
         return job.model
@@ -64,7 +64,7 @@ def local_model(job: Job) -> Model:
 
 @functools.lru_cache(maxsize=64)
 def shard_decoder(model: DecoderModel, tp: int, ep: int = 1, etp: int = 1) -> DecoderModel:
-    """What a rank holds of a decoder whose matrices ``tp`` share, and whose experts ``ep`` x ``etp``."""
+    """A decoder with the shapes of one rank of tp, ep and etp."""
     if tp * ep * etp == 1:
         return model
     held = dataclasses.replace(
@@ -86,26 +86,27 @@ def shard_decoder(model: DecoderModel, tp: int, ep: int = 1, etp: int = 1) -> De
 
 
 def count_tokens(job: Job) -> int:
-    """Tokens of a micro-batch that a rank works on: of each sample its part, where ``cp`` share one."""
+    """Tokens of a micro-batch on one rank; cp splits each sequence."""
     return (job.layout.micro_batch or 1) * job.data.seq_len // job.layout.cp
 
 
 def count_kv_replicas(model: DecoderModel, tp: int) -> int:
-    """Ranks that hold the same key heads."""
+    """Ranks with a copy of the same key heads."""
     return max(1, tp // model.num_kv_heads)
 
 
 def is_tp_replicated(name: str) -> bool:
-    """Whether ``tp`` leaves a parameter whole; routed experts, which other axes cut, are so."""
+    """Whether tp does not shard a parameter. Routed experts are sharded by other axes."""
     owner, _, leaf = name.rpartition(".")
     module = owner.rpartition(".")[2]
-    return module in _WHOLE or is_expert(name) or (leaf == "bias" and module in ("wo", "down"))
+    return module in _REPLICATED or is_expert(name) or (leaf == "bias" and module in ("wo", "down"))
 
 
 def needs_tp_grad_sync(name: str, sequence_parallel: bool) -> bool:
-    """Whether each rank of ``tp`` has a part of a parameter's gradient, that of its own tokens.
+    """Whether the gradient of a replicated parameter is all-reduced over tp.
 
-    A router sees a rank's own tokens alone in any case, what is whole beside it with sequence parallelism.
+    Each rank has the gradient of its own tokens only: always for the router, with sequence parallelism for
+    all replicated parameters.
     """
     if is_expert(name):
         return False
@@ -113,13 +114,13 @@ def needs_tp_grad_sync(name: str, sequence_parallel: bool) -> bool:
 
 
 def is_ep_sharded(name: str, ep: int, etp: int) -> bool:
-    """Whether ranks of ``ep`` hold different parts of a parameter of routed experts.
+    """Whether ep x etp shards a parameter of routed experts.
 
-    The bias behind an expert's sum is whole on all ranks that share the expert.
+    The bias of an expert's down projection is replicated over etp.
     """
     return is_expert(name) and (ep > 1 or (etp > 1 and not name.endswith("down.bias")))
 
 
 def is_kv_projection(name: str) -> bool:
-    """Whether a parameter makes keys or values."""
+    """Whether a parameter is a key or value projection."""
     return name.split(".")[-2] in ("wk", "wv")

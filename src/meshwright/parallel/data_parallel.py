@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import nn
 
 from meshwright.layout.axes import dense_reduce_axis, has_expert_axes, uses_ddp
-from meshwright.layout.stages import local_buckets, local_stages
+from meshwright.layout.ddp_buckets import local_buckets
+from meshwright.layout.stages import local_stages
 from meshwright.models.init import WeightSource
 from meshwright.parallel.bucket_reducer import BucketReducer, find_bucket_groups
 from meshwright.parallel.build import LocalModel, list_decoders

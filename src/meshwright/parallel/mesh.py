@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.launch.environment import GENERATION_VARIABLE, STORE_VARIABLE
 from meshwright.layout.axes import list_group_axes, list_rank_groups
-from meshwright.layout.stages import TIED_AXIS, find_tied_pp_ranks, stage_pp_ranks
+from meshwright.layout.pipeline_schedules import stage_pp_ranks
+from meshwright.layout.stages import TIED_AXIS, find_tied_pp_ranks
 from meshwright.layout.tensor_parallel import KV_REPLICA_AXIS, count_kv_replicas
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.spec.job import Job

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshwright.layout.axes import dense_shard_axis, reduces_full_grads
+from meshwright.layout.ddp_buckets import local_buckets
 from meshwright.layout.flops import flops_per_token
 from meshwright.layout.fsdp_groups import shard_ranks, sharded_state
 from meshwright.layout.optimizer_offload import offloaded_state
 from meshwright.layout.parameters import count_parameters
-from meshwright.layout.stages import local_buckets, pp_rank_of
+from meshwright.layout.stages import pp_rank_of
 from meshwright.layout.tensor_parallel import local_model
 from meshwright.plan.contract import Plan, RankPrediction, layout_keys
 from meshwright.plan.memory.feed_forward import balanced_rows, row_bytes

@@ -20,7 +20,8 @@ from meshwright import __version__
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
 from meshwright.layout.flops import peak_rate
-from meshwright.layout.stages import list_stages, pp_rank_of, schedule_of, stage_pp_ranks
+from meshwright.layout.pipeline_schedules import schedule_of, stage_pp_ranks
+from meshwright.layout.stages import list_stages, pp_rank_of
 from meshwright.schedule.pipeline.files import write_schedule
 from meshwright.schedule.pipeline.walk import StageTimes
 from meshwright.spec.job import Job

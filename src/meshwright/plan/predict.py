@@ -16,7 +16,7 @@ from functools import cached_property
 from meshwright.core.units import format_bytes
 from meshwright.layout.flops import flops_per_token, peak_rate
 from meshwright.layout.optimizer_offload import offloaded_state
-from meshwright.layout.stages import read_schedule, schedule_of
+from meshwright.layout.pipeline_schedules import read_schedule, schedule_of
 from meshwright.plan.contract import CollectiveTraffic, name_classes
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.memory import estimate_memory

@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright.audit.record import RecordedTimeline, RunRecord
 from meshwright.core.units import format_seconds
-from meshwright.layout.stages import schedule_of, stage_pp_ranks
+from meshwright.layout.pipeline_schedules import schedule_of, stage_pp_ranks
 from meshwright.plan.contract import PipelineTime, Plan
 from meshwright.plan.time.stage_layers import assign_layers, rank_costs, stage_costs
 from meshwright.plan.time.stages import part_costs

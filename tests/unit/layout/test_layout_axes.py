@@ -27,9 +27,10 @@ from meshwright.layout.axes import (
     sequence_axis,
     state_axis,
 )
+from meshwright.layout.ddp_buckets import local_buckets
 from meshwright.layout.fsdp_groups import chunk_rows, count_sharded, list_groups, sharded_state
 from meshwright.layout.parameters import list_parameters
-from meshwright.layout.stages import list_stages, local_buckets, local_parameters, pp_rank_of
+from meshwright.layout.stages import list_stages, local_parameters, pp_rank_of
 from meshwright.layout.tensor_parallel import (
     LocalDecoder,
     count_kv_replicas,

@@ -307,7 +307,7 @@ def test_more_ranks_show_more_communication_and_hide_more(make_job):
 
 def test_mfu_counts_against_what_it_says(make_job):
     fp32, bf16 = (make_job(train={"precision": p}).cluster for p in ("fp32", "bf16"))
-    assert peak_rate(fp32, "fp32") == (6.7e13, "the cluster's large-product rate")
+    assert peak_rate(fp32, "fp32") == (6.7e13, "the cluster's large-GEMM rate")
     assert peak_rate(bf16, "bf16") == (9.89e14, "the data sheet's dense 16-bit peak")
     measured = make_job(cluster={"matmul_flops_per_s": 1e12}).cluster
     assert peak_rate(measured, "bf16") == (1e12, "cluster.matmul_flops_per_s")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from meshwright.layout.stages import local_stages, schedule_of, stage_buckets
+from meshwright.layout.ddp_buckets import stage_buckets
+from meshwright.layout.pipeline_schedules import schedule_of
+from meshwright.layout.stages import local_stages
 from meshwright.models.decoder import Stages
 from meshwright.models.linear import deferrable_parameters
 from meshwright.parallel.bucket_reducer import BucketReducer, find_bucket_groups

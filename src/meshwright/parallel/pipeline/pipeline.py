@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.layout.stages import schedule_of
+from meshwright.layout.pipeline_schedules import schedule_of
 from meshwright.measure.step_observer import StepObserver
 from meshwright.models.dtypes import RESIDUAL_DTYPES
 from meshwright.parallel.batch import Batch

@@ -18,17 +18,13 @@ from dataclasses import dataclass
 
 from meshwright.core.units import MIB
 from meshwright.layout.axes import dense_shard_axis, gradient_axis, uses_ddp
+from meshwright.layout.ddp_buckets import local_buckets
 from meshwright.layout.fsdp_groups import sharded_state
 from meshwright.layout.optimizer_offload import STAGING_BUFFERS, offloaded_state, staging_bytes
 from meshwright.layout.optimizer_state import UPDATE_CHUNK, UPDATE_CHUNK_BYTES, predict_optimizer
 from meshwright.layout.parameters import FLOAT32_BYTES, WIRE_BYTES, Parameter, count_gradient_bytes
-from meshwright.layout.stages import (
-    local_buckets,
-    local_parameter_kinds,
-    local_parameters,
-    representative_pp_rank,
-    schedule_version,
-)
+from meshwright.layout.pipeline_schedules import schedule_version
+from meshwright.layout.stages import local_parameter_kinds, local_parameters, representative_pp_rank
 from meshwright.layout.tensor_parallel import local_model
 from meshwright.plan.contract import Line
 from meshwright.plan.memory.compiled import is_compiled, trace_compiled, weight_copies_line

@@ -37,7 +37,8 @@ import numpy as np
 
 from meshwright.layout.axes import reduces_full_grads
 from meshwright.layout.parameters import FLOAT32_BYTES, WIRE_BYTES, list_block, operand_bytes
-from meshwright.layout.stages import StageSpec, in_flight_of, local_parameter_kinds, local_stages
+from meshwright.layout.pipeline_schedules import in_flight_of
+from meshwright.layout.stages import StageSpec, local_parameter_kinds, local_stages
 from meshwright.plan.contract import Line
 from meshwright.plan.memory.decoder import (
     BlockSizes,

@@ -8,7 +8,7 @@ import functools
 import numpy as np
 
 from meshwright.core.errors import UserError
-from meshwright.layout.stages import built_schedule, schedule_of
+from meshwright.layout.pipeline_schedules import built_schedule, schedule_of
 from meshwright.plan.contract import PipelineTime
 from meshwright.plan.estimate.profiles import PROFILES
 from meshwright.schedule.pipeline.actions import Action, PipelineSchedule, producer_of

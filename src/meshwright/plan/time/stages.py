@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.layout.stages import stage_pp_ranks
+from meshwright.layout.pipeline_schedules import stage_pp_ranks
 from meshwright.plan.estimate.grid import Floats, Grid
 from meshwright.plan.estimate.profiles import PROFILES
 from meshwright.plan.estimate.workload import Workload

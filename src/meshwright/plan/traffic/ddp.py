@@ -15,9 +15,10 @@ from meshwright.layout.axes import (
     state_axis,
     uses_ddp,
 )
+from meshwright.layout.ddp_buckets import count_buckets
 from meshwright.layout.fsdp_groups import padded_count
 from meshwright.layout.parameters import FLOAT32_BYTES, WIRE_BYTES, count_statistics
-from meshwright.layout.stages import count_buckets, list_parameter_kinds, local_stages
+from meshwright.layout.stages import list_parameter_kinds, local_stages
 from meshwright.plan.contract import CollectiveTraffic
 from meshwright.spec.job import Job
 

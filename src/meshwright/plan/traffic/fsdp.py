@@ -13,11 +13,8 @@ from meshwright.layout.parameters import (
     FLOAT32_BYTES,
     WIRE_BYTES,
 )
-from meshwright.layout.stages import (
-    local_stages,
-    saved_parameter_kinds,
-    schedule_of,
-)
+from meshwright.layout.pipeline_schedules import schedule_of
+from meshwright.layout.stages import local_stages, saved_parameter_kinds
 from meshwright.plan.contract import CollectiveTraffic
 from meshwright.schedule.pipeline.actions import Kind
 from meshwright.spec.job import Job

@@ -15,10 +15,10 @@ from meshwright.layout.fsdp_groups import local_count
 from meshwright.layout.micro_batches import count_micro_batches
 from meshwright.layout.optimizer_state import STEP_COUNT, rule_of, state_keys
 from meshwright.layout.parameters import FLOAT32_BYTES, residual_bytes
+from meshwright.layout.pipeline_schedules import boundaries_of
 from meshwright.layout.stages import (
     TIED_AXIS,
     TIED_NAME,
-    boundaries_of,
     find_tied_pp_ranks,
     local_parameter_kinds,
     saved_parameter_kinds,

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from meshwright.layout.axes import has_experts
-from meshwright.layout.stages import representative_pp_rank, schedule_version
+from meshwright.layout.pipeline_schedules import schedule_version
+from meshwright.layout.stages import representative_pp_rank
 from meshwright.plan.contract import CollectiveTraffic
 from meshwright.plan.traffic.context import predict_context
 from meshwright.plan.traffic.control import predict_control

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from meshwright.layout.stages import schedule_of, stage_pp_ranks
+from meshwright.layout.pipeline_schedules import schedule_of, stage_pp_ranks
 from meshwright.plan.estimate.grid import Grid
 from meshwright.plan.estimate.workload import Workload
 from meshwright.plan.predict import complete_layout
