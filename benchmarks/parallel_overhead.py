@@ -43,13 +43,13 @@ from torch.distributed.tensor.parallel import (  # noqa: E402
 )
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from meshwright.cli.ranks import build_launch  # noqa: E402
 from meshwright.data.prepare import CorpusSpec, prepare_corpus  # noqa: E402
 from meshwright.launch.assignment import Assignment  # noqa: E402
 from meshwright.models.decoder import Decoder  # noqa: E402
 from meshwright.parallel.build import build_model  # noqa: E402
 from meshwright.plan.build import build_plan  # noqa: E402
 from meshwright.plan.contract import PLAN_FILE, write_plan  # noqa: E402
+from meshwright.runs.ranks import build_launch  # noqa: E402
 from meshwright.spec.layout import Layout  # noqa: E402
 from meshwright.spec.legality.table import with_layout  # noqa: E402
 from meshwright.spec.load import build_job  # noqa: E402

@@ -138,7 +138,7 @@ def time_imports(source: Path) -> dict[str, float]:
         "python": "pass",
         "command line": "import meshwright.cli",
         "job": "import meshwright.cli, meshwright.spec.load",
-        "planner": "import meshwright.cli, meshwright.cli.train",
+        "planner": "import meshwright.cli, meshwright.runs.train",
         "torch": "import torch",
         "rank": "import meshwright.train.worker",
     }

@@ -1,3 +1,51 @@
-"""Meshwright plans, runs, survives and explains distributed training."""
+"""Meshwright plans, runs and audits distributed training.
 
-__version__ = "0.1.0"
+The public API is in :mod:`meshwright.api`; its names are imported here when they are first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from meshwright.core.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from meshwright.api import Job, Plan, Reporter, Run, generate, list_runs, load_job, load_run
+    from meshwright.core.errors import (
+        CheckFailedError,
+        InterruptedRunError,
+        MeshwrightError,
+        RunFailedError,
+        UserError,
+    )
+
+__all__ = [
+    "CheckFailedError",
+    "InterruptedRunError",
+    "Job",
+    "MeshwrightError",
+    "Plan",
+    "Reporter",
+    "Run",
+    "RunFailedError",
+    "UserError",
+    "generate",
+    "list_runs",
+    "load_job",
+    "load_run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module  # noqa: PLC0415
+
+    return getattr(
+        import_module("meshwright.core.errors" if name.endswith("Error") else "meshwright.api"), name
+    )
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -77,7 +77,7 @@ def test_kill_minus_nine_of_a_stage_ends_the_pipeline_and_it_goes_on_from_its_ch
 
 def test_a_rank_that_raises_is_named_not_its_victims(train, monkeypatch):
     """Rank 1's own exception is the story; rank 0, which lost its peer, is not."""
-    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:raises_in_step_three")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:raises_in_step_three")
     failed = train("layout.dp_replicate=3", expect=4)
     (error,) = failed.result["errors"]
     assert error["code"] == "run-rank-died"
@@ -86,7 +86,7 @@ def test_a_rank_that_raises_is_named_not_its_victims(train, monkeypatch):
 
 
 def test_the_first_to_fail_is_named_even_if_the_next_does_not_look_like_a_victim(train, monkeypatch):
-    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:cause_and_consequence")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:cause_and_consequence")
     failed = train("layout.dp_replicate=2", expect=4)
     assert "rank 1 of 2" in failed.result["errors"][0]["message"]
     assert "the cause" in failed.result["errors"][0]["message"]
@@ -115,7 +115,7 @@ def test_a_hang_up_stops_a_run_unless_nohup(command, job_file, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(train, monkeypatch):
-    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:nan_in_step_three")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:nan_in_step_three")
     failed = train("layout.dp_replicate=2", expect=4)
     assert failed.result["errors"][0]["code"] == "train-not-finite"
     assert "at step 3; no checkpoint was written before" in failed.result["errors"][0]["message"]
@@ -125,7 +125,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(train, monkeypatch):
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 def test_weights_that_are_not_finite_never_replace_a_good_checkpoint(train, monkeypatch, clip):
     """The loss of the step is fine, its gradient is not: the run stops, the checkpoint before it stays."""
-    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:infinite_gradient")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:infinite_gradient")
     options = ["checkpoint.every_steps=1", "checkpoint.keep_last=1", f"train.clip={clip}", "run_dir=run"]
     failed = train("layout.dp_replicate=2", *options, expect=4)
     assert failed.result["errors"][0]["code"] == "train-not-finite"

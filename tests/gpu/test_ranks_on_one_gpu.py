@@ -32,17 +32,17 @@ WIDE = (
 @pytest.fixture
 def together(train, monkeypatch):
     """Train with the ranks of a layout on one GPU."""
-    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted_on_gpu:through_gloo")
-    monkeypatch.setattr("meshwright.cli.ranks.find_gpus", lambda: [None, None])
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted_on_gpu:through_gloo")
+    monkeypatch.setattr("meshwright.runs.ranks.find_gpus", lambda: [None, None])
     return train
 
 
 def hold_through_nccl(train, monkeypatch, settings, *model):
     """Hold ranks that share a GPU and speak through NCCL to one rank, and to their plan."""
-    monkeypatch.setattr("meshwright.cli.ranks.find_gpus", lambda: [None] * 4)
+    monkeypatch.setattr("meshwright.runs.ranks.find_gpus", lambda: [None] * 4)
     given = (*WIDE, *model, "cluster.devices_per_node=4", "train.precision=bf16", "layout.micro_batch=1")
     alone = train(*given, "layout.dp_replicate=1", "run_dir=alone")
-    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted_on_gpu:through_nccl")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted_on_gpu:through_nccl")
     shared = train(*given, *(f"layout.{key}" for key in settings.split()), "run_dir=shared")
     assert shared.losses == pytest.approx(alone.losses, rel=1e-2)
     assert shared.result["audit_ok"], shared.result["differences"]
@@ -95,7 +95,7 @@ def test_shards_on_one_gpu(together, settings):
 )
 def test_pipelines_on_one_gpu(together, monkeypatch, settings):
     """Stages with CUDA's streams: losses of one rank, bytes and state as predicted, and what ran when."""
-    monkeypatch.setattr("meshwright.cli.ranks.find_gpus", lambda: [None] * 4)
+    monkeypatch.setattr("meshwright.runs.ranks.find_gpus", lambda: [None] * 4)
     given = (*WIDE, "cluster.devices_per_node=4", "train.precision=bf16", "layout.micro_batch=1")
     alone = together(*given, "layout.dp_replicate=1", "run_dir=alone")
     asked = tuple(f"layout.{key}" for key in settings.split())

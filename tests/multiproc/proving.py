@@ -12,12 +12,12 @@ import pytest
 
 from meshwright.audit.compare import audit_run
 from meshwright.audit.record import RunRecord, read_record
-from meshwright.cli.output import Output
-from meshwright.cli.prove import ENTRY, REFERENCE_ENTRY, run_proof_side
 from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.layout.stages import StageSpec, local_parameters, local_stages, pp_rank_of
 from meshwright.plan.build import build_plan
 from meshwright.plan.contract import Plan
+from meshwright.runs.prove import ENTRY, REFERENCE_ENTRY, run_proof_side
+from meshwright.runs.reporter import SILENT
 from meshwright.spec.cluster import machine_memory_bytes
 from meshwright.spec.job import Job
 from meshwright.spec.load import require_runnable
@@ -71,7 +71,6 @@ class Prover:
             reference: Entry of the one process.
         """
         self._folder, self._data_dir, self._entry = folder, data_dir, reference
-        self._output = Output(as_json=True)
         self._number = itertools.count()
         self._references: dict[object, tuple[Path, list[float | None]]] = {}
 
@@ -89,7 +88,7 @@ class Prover:
         require_runnable(here)
         plan, place = build_plan(here)[0], self._place()
         task = ProofTask(self._positions(here), str(home))
-        found = run_proof_side(self._output, entry, plan, place, task, self._data_dir)
+        found = run_proof_side(entry, plan, place, task, self._data_dir, SILENT)
         findings = [RankFindings.read(place, rank) for rank in range(plan.world_size)]
         notes = ReferenceRecord.read(home)
         verdict = judge(notes, findings, found, losses)
@@ -113,7 +112,7 @@ class Prover:
         if key not in self._references:
             plan, place = build_plan(one)[0], self._place()
             task = ProofTask(self._positions(one))
-            losses = run_proof_side(self._output, self._entry, plan, place, task, self._data_dir)
+            losses = run_proof_side(self._entry, plan, place, task, self._data_dir, SILENT)
             self._references[key] = place, losses
         return self._references[key]
 

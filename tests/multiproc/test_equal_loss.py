@@ -103,7 +103,7 @@ def test_deterministic_mode_repeats_to_the_last_bit_and_refuses_what_would_not(t
     first = train("layout.dp_replicate=2", "train.deterministic=true")
     second = train("layout.dp_replicate=2", "train.deterministic=true")
     assert first.losses == second.losses
-    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:not_deterministic")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:not_deterministic")
     assert train("layout.dp_replicate=2").result["status"] == "complete"
     refused = train("layout.dp_replicate=2", "train.deterministic=true", expect=4)
     assert "deterministic" in refused.result["errors"][0]["message"]

@@ -13,7 +13,7 @@ LAYOUT = ("layout.dp_replicate=2", "layout.micro_batch=128")
 
 def test_the_ledger_is_told_and_the_cheapest_change_runs_in_the_same_room(train, monkeypatch):
     """Rank 1 gets less than what is predicted. Its error is the run's; the other rank is a victim."""
-    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:little_memory")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:little_memory")
     failed = train(*LARGE, *LAYOUT, expect=4)
     (error,) = failed.result["errors"]
     assert error["code"] == "run-out-of-memory"

@@ -100,7 +100,7 @@ def test_seventy_billion_parameters_on_many_ranks_are_proved_in_small(prove, tp,
 
 def test_a_rank_that_dies_is_a_failed_run(prove, monkeypatch):
     """Exit status 4, with the place of the ranks' output, and no advice to resume."""
-    monkeypatch.setattr(command, "ENTRY", "planted_proofs:dies")
+    monkeypatch.setattr("meshwright.runs.prove.ENTRY", "planted_proofs:dies")
     with pytest.raises(MeshwrightError) as caught:
         prove("layout.dp_replicate=2")
     assert caught.value.exit_status == 4
@@ -111,7 +111,7 @@ def test_a_rank_that_dies_is_a_failed_run(prove, monkeypatch):
 
 
 def test_a_wrong_layout_ends_with_status_3_and_the_module_in_words(prove, monkeypatch):
-    monkeypatch.setattr(command, "ENTRY", "planted_proofs:missing_reduce")
+    monkeypatch.setattr("meshwright.runs.prove.ENTRY", "planted_proofs:missing_reduce")
     found = prove("layout.dp_replicate=2", expect=3)
     assert not found["equal"]
     assert found["max_grad_diff"] > 0.01
@@ -123,7 +123,7 @@ def test_a_wrong_layout_ends_with_status_3_and_the_module_in_words(prove, monkey
 
 def test_a_layout_that_is_not_finite_is_not_equal(prove, monkeypatch):
     """One process has a loss and the layout has none: a verdict with its module, not a failed run."""
-    monkeypatch.setattr(command, "ENTRY", "planted_proofs:not_finite")
+    monkeypatch.setattr("meshwright.runs.prove.ENTRY", "planted_proofs:not_finite")
     found = prove("layout.dp_replicate=2", expect=3)
     assert found["max_rel_diff"] is None
     assert found["losses"] == [None]
@@ -160,11 +160,11 @@ def test_a_batch_norm_promises_nothing_that_could_be_proved(tmp_path, monkeypatc
 
 def test_shards_are_gathered_before_they_are_compared(prove, monkeypatch):
     """FSDP2's sharded parameters and gradients (DTensor) go through the same comparison, right and wrong."""
-    monkeypatch.setattr(command, "ENTRY", "planted_proofs:shards")
+    monkeypatch.setattr("meshwright.runs.prove.ENTRY", "planted_proofs:shards")
     right = prove("layout.dp_replicate=2", "train.clip=0")
     assert right["equal"]
     assert right["max_grad_diff"] < 1e-5
-    monkeypatch.setattr(command, "ENTRY", "planted_proofs:averaged_shards")
+    monkeypatch.setattr("meshwright.runs.prove.ENTRY", "planted_proofs:averaged_shards")
     wrong = prove("layout.dp_replicate=2", "train.clip=0", expect=3)
     assert "all gradients are 0.5 times" in wrong["first_divergence"]["note"]
 

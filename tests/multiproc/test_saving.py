@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 
 from meshwright.checkpoint.manifest import find_newest, list_checkpoints, list_leftovers
-from meshwright.cli.train import ENTRY
+from meshwright.runs.train import ENTRY
 
 
 @pytest.mark.parametrize(("zero", "cut"), [(3, 3), (1, 2)])
@@ -17,7 +17,7 @@ def test_a_rank_holds_its_state_and_a_few_tensors_while_it_saves(train, monkeypa
 
     ``cut`` is how many whole tensors each parameter has that must be gathered: the weight, and two moments.
     """
-    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:watched_saving")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:watched_saving")
     trained = train("layout.dp_shard=4", f"layout.zero={zero}", "train.steps=2", "model.num_layers=6")
     assert trained.result["audit_ok"], trained.result["differences"]
     newest, refused = find_newest(trained.run_dir / "checkpoints")
@@ -35,14 +35,14 @@ def test_a_kill_in_the_middle_of_a_checkpoint_leaves_the_one_before(train, monke
     """Half of the tensors are written: that is no checkpoint. The run goes on from the one before it."""
     common = ("layout.dp_shard=2", "checkpoint.every_steps=2", "run_dir=run", "train.steps=6")
     straight = train(*common, "run_dir=straight")
-    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:killed_while_saving")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:killed_while_saving")
     failed = train(*common, expect=4)
     assert "rank 0 of 2" in failed.result["errors"][0]["message"]
     root = failed.run_dir / "checkpoints"
     assert [path.name for path in list_checkpoints(root)] == ["step-00000002"]
     (draft,) = list_leftovers(root)
     assert (draft / "model.safetensors").stat().st_size > 0, "it was killed while it wrote"
-    monkeypatch.setattr("meshwright.cli.train.ENTRY", ENTRY)
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", ENTRY)
     again = train(*common, resume=True)
     assert again.losses == straight.losses[2:]
     assert not list_leftovers(root)

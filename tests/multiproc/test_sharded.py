@@ -104,7 +104,7 @@ def test_gradients_in_16_bits_halve_the_reduce_scatters(train, layout, kind):
 )
 def test_compiled_blocks_under_zero(train, monkeypatch, zero):
     """Blocks whose parameters come and go: the same losses, equal bytes, as many graphs as without ZeRO."""
-    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:count_graphs")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:count_graphs")
     given = (
         "train.block_backend=compile",
         "train.compile_backend=aot_eager",
@@ -123,7 +123,7 @@ def test_compiled_blocks_under_zero(train, monkeypatch, zero):
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_gathers_go_ahead_by_the_prefetch_depth(train, monkeypatch, depth):
     """When a block begins to compute, its own gather and those of the next ones were asked for: no more."""
-    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:note_gathers")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:note_gathers")
     given = (f"layout.prefetch={depth}", "layout.micro_batch=6", "train.steps=1")
     trained = train("layout.dp_shard=2", "model.num_layers=4", *given)
     lines = [json.loads(line) for line in (trained.run_dir / "events.jsonl").read_text().splitlines()]
@@ -136,7 +136,7 @@ def test_gathers_go_ahead_by_the_prefetch_depth(train, monkeypatch, depth):
 
 def test_an_overflow_in_one_ranks_rows_skips_the_step_on_all(train, monkeypatch):
     """fp16: the others' rows are fine, but a step that one rank alone skips would tear the model apart."""
-    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:infinite_row")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:infinite_row")
     trained = train("layout.dp_shard=2", "train.precision=fp16")
     lines = [json.loads(line) for line in (trained.run_dir / "events.jsonl").read_text().splitlines()]
     skipped = [(e["rank"], e["step"]) for e in lines if e["event"] == "step" and e["skipped"]]

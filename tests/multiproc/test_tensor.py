@@ -60,7 +60,7 @@ def test_four_all_reduces_a_block(train):
 
 def test_an_input_that_is_not_prepared_is_a_collective_too_many(train, monkeypatch):
     """Each column product then sums its own gradient: right, and more than promised; the audit says so."""
-    monkeypatch.setattr("meshwright.cli.train.ENTRY", "planted:unprepared_inputs")
+    monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:unprepared_inputs")
     trained = train("layout.tp=2", *TEN, expect=3)
     assert relative(trained.losses, reference(train)) < 1e-5
     [said] = [line for line in trained.result["differences"] if "tp" in line]

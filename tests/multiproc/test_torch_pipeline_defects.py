@@ -22,7 +22,6 @@ from torch.distributed.pipelining import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.cli.ranks import build_launch
 from meshwright.launch.assignment import Assignment
 from meshwright.layout.parameters import list_parameters
 from meshwright.measure.collective_counter import CollectiveCounter
@@ -30,6 +29,7 @@ from meshwright.parallel.build import build_model
 from meshwright.parallel.mesh import destroy_mesh, init_mesh
 from meshwright.plan.build import build_plan
 from meshwright.plan.contract import PLAN_FILE, read_plan, write_plan
+from meshwright.runs.ranks import build_launch
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality.table import with_layout
 from meshwright.spec.load import build_job, load_job

@@ -15,7 +15,7 @@ from meshwright.spec.load import load_job
 def test_layouts_are_tried_and_the_file_makes_the_plan_closer(job_file, tmp_path, monkeypatch, capfd):
     """Replicas run, on two ranks, and are audited; shards raise, and do not end the tuning."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("meshwright.cli.measure.ENTRY", "planted:scaling_of_replicas_alone")
+    monkeypatch.setattr("meshwright.runs.measure.ENTRY", "planted:scaling_of_replicas_alone")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     status = tune_job(Output(as_json=True), str(job_file), [], top=3, steps=6, out=Path("cluster.toml"))
     out, err = capfd.readouterr()

@@ -239,13 +239,6 @@ class RunRecord:
             self.status = event["status"]
 
 
-def format_loss(loss: float | None) -> str:
-    """The loss of a step for people; None is that of a step without targets."""
-    if loss is None:
-        return "none (no target tokens)"
-    return f"{loss:.4f}" if math.isfinite(loss) else "not finite"
-
-
 @contextlib.contextmanager
 def reading_events(run_dir: Path) -> Iterator[None]:
     """Around the reading of a run's events: says what is wrong with the folder, if anything is."""

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright import __version__
 from meshwright.cli.output import Output
 from meshwright.core.errors import MeshwrightError, Problem, UserError
+from meshwright.core.version import __version__
 
 if TYPE_CHECKING:
     from meshwright.plan.search.alternatives import NearestLegal
@@ -147,7 +147,7 @@ def plan(  # noqa: PLR0913, PLR0917  (the options of a command are what it can b
     from meshwright.cli.plan import PlanRequest, show_plan  # noqa: PLC0415
 
     output = Output(as_json)
-    asked = PlanRequest(
+    request = PlanRequest(
         source=job,
         overrides=tuple(overrides or ()),
         on=on,
@@ -159,7 +159,7 @@ def plan(  # noqa: PLR0913, PLR0917  (the options of a command are what it can b
         picture=picture,
         out=out,
     )
-    guarded(output, lambda: show_plan(output, asked))
+    guarded(output, lambda: show_plan(output, request))
 
 
 @app.command()
@@ -188,10 +188,10 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Plan if needed, train, and audit the run against the plan."""
-    from meshwright.cli.start import start_training  # noqa: PLC0415
+    from meshwright.cli.train import run_training  # noqa: PLC0415
 
     output = Output(as_json)
-    guarded(output, lambda: start_training(output, job, overrides or [], resume))
+    guarded(output, lambda: run_training(output, job, overrides or [], resume))
 
 
 @app.command()
@@ -473,23 +473,3 @@ def schema(as_json: Json = False) -> None:
     from meshwright.spec.validation_errors import job_schema  # noqa: PLC0415
 
     typer.echo(json.dumps(job_schema(), indent=None if as_json else 2))
-
-
-def require_packages(*packages: tuple[str, str], needed_for: str) -> None:
-    """Refuse early, naming the extra, where a package is missing.
-
-    Args:
-        packages: Pairs of package and extra.
-        needed_for: What needs it, in words.
-    """
-    from importlib.util import find_spec  # noqa: PLC0415
-
-    from meshwright.core.errors import missing_package  # noqa: PLC0415
-
-    for package, extra in packages:
-        try:
-            found = find_spec(package) is not None
-        except ImportError:
-            found = False
-        if not found:
-            raise missing_package(package, extra, needed_for)

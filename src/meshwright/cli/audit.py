@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.audit.compare import Audit, StateRow, audit_run, describe_match
-from meshwright.audit.record import RunRecord, read_record
+from meshwright.api import Run, load_run
+from meshwright.audit.compare import Audit, StateRow, describe_match
 from meshwright.cli.output import Output
-from meshwright.cli.timeline_file import write_timelines
 from meshwright.core.errors import CheckFailedError, Problem, UserError
 from meshwright.core.units import format_rate, format_seconds
-from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
-from meshwright.report.pipeline_run import PipelineRun, find_pipeline
+from meshwright.report.timeline_file import write_timelines
 from meshwright.spec.model import BATCH_NORM_NOTE
 
 CHECK_FAILED = CheckFailedError.exit_status
@@ -25,24 +23,23 @@ def audit_folder(output: Output, run_dir: Path, picture: Path | None = None) -> 
         run_dir: Of the run.
         picture: Where the pipeline's simulated and measured timelines go.
     """
-    record = read_record(run_dir)
-    plan = read_plan(run_dir / PLAN_FILE)
-    verdict, pipeline = audit_run(plan, record), find_pipeline(plan, record)
-    describe_audit(output, plan, record, verdict, pipeline)
+    run = load_run(run_dir)
+    audit = run.audit()
+    describe_audit(output, run)
     if picture is not None:
-        _draw_pipeline(output, run_dir, pipeline, picture)
-    told = {} if pipeline is None else {"pipeline": pipeline.as_dict()}
-    output.result({"run_dir": str(run_dir), "status": record.outcome, **verdict.as_dict(), **told})
-    return 0 if verdict.ok else CHECK_FAILED
+        _draw_pipeline(output, run, picture)
+    pipeline = {} if run.pipeline is None else {"pipeline": run.pipeline.as_dict()}
+    output.result({"run_dir": str(run_dir), "status": run.status, **audit.as_dict(), **pipeline})
+    return 0 if audit.ok else CHECK_FAILED
 
 
-def _draw_pipeline(output: Output, run_dir: Path, pipeline: PipelineRun | None, picture: Path) -> None:
-    """The two timelines, one above the other."""
-    if pipeline is None:
-        rule = "recorded no pipeline: it has none, or did not come to its end"
-        fix = "Leave out -o, or name a run with layout.pp above 1"
-        raise UserError(Problem("audit-no-pipeline", rule, path=str(run_dir), fix=fix))
-    write_timelines(picture, *pipeline.timelines())
+def _draw_pipeline(output: Output, run: Run, picture: Path) -> None:
+    """The simulated timeline above the measured one."""
+    if run.pipeline is None:
+        rule = "recorded no pipeline: it has no pipeline parallelism, or did not finish"
+        fix = "Leave out -o, or choose a run with layout.pp above 1"
+        raise UserError(Problem("audit-no-pipeline", rule, path=str(run.run_dir), fix=fix))
+    write_timelines(picture, *run.pipeline.timelines())
     output.print(f"picture: {picture}")
 
 
@@ -86,10 +83,9 @@ def show_collectives(output: Output, verdict: Audit, title: str) -> None:
     output.table(title, columns, moved)
 
 
-def describe_audit(
-    output: Output, plan: Plan, record: RunRecord, verdict: Audit, pipeline: PipelineRun | None
-) -> None:
-    """Predicted and measured side by side, then the verdict in words."""
+def describe_audit(output: Output, run: Run) -> None:
+    """Predicted and measured side by side, then the verdict."""
+    plan, record, verdict = run.plan, run.record, run.audit()
     if verdict.measured:
         show_state(output, verdict)
     else:
@@ -102,7 +98,7 @@ def describe_audit(
     else:
         output.print("Collectives: none predicted, none measured")
     output.print()
-    _describe_times(output, plan, record, pipeline)
+    _describe_times(output, run)
     if plan.job.mixes_samples:
         output.print(f"Note: {BATCH_NORM_NOTE}")
     for note in (*record.notes, *verdict.load):
@@ -114,8 +110,9 @@ def describe_audit(
         output.print(f"Audit: {difference} [audit-differs]")
 
 
-def _describe_times(output: Output, plan: Plan, record: RunRecord, pipeline: PipelineRun | None) -> None:
-    """What is shown and not judged: the step, and a pipeline's bubble."""
+def _describe_times(output: Output, run: Run) -> None:
+    """Step time and pipeline bubble: shown, not judged."""
+    plan, record = run.plan, run.record
     if record.tokens_per_s:
         measured_s = record.tokens_per_step / record.tokens_per_s
         rate = format_rate(record.tokens_per_s, plan.job.unit)
@@ -125,6 +122,6 @@ def _describe_times(output: Output, plan: Plan, record: RunRecord, pipeline: Pip
             f"Step: predicted {format_seconds(plan.step_s)}, measured {format_seconds(measured_s)} "
             f"({rate}); shown, not judged"
         )
-    if pipeline is not None:
-        for sentence in pipeline.sentences():
+    if run.pipeline is not None:
+        for sentence in run.pipeline.sentences():
             output.print(sentence)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from meshwright.checkpoint.inventory import StoredCheckpoint, find_root, list_stored, prune
-from meshwright.cli.app import require_packages
-from meshwright.cli.audit import CHECK_FAILED
-from meshwright.cli.generate import find_checkpoint
+from meshwright.api import export_checkpoint, find_checkpoint, list_checkpoints, prune_checkpoints
 from meshwright.cli.output import Output
-from meshwright.core.errors import Problem, UserError
-from meshwright.core.events import EVENTS_FILE
+from meshwright.core.errors import CheckFailedError
 from meshwright.core.units import format_bytes, format_plural
-from meshwright.launch.environment import prepare_environment
-from meshwright.launch.lock import RunLock
-from meshwright.spec.cluster import count_cores
+
+if TYPE_CHECKING:
+    from meshwright.checkpoint.inventory import StoredCheckpoint
 
 BYTES_PER_GB = 10**9
 COLUMNS = ("step", "size", "held-out loss", "state", "")
@@ -25,7 +20,7 @@ COLUMNS = ("step", "size", "held-out loss", "state", "")
 
 def list_folder(output: Output, path: Path) -> int:
     """Show the checkpoints that a path means; files are looked at, not read."""
-    found = list_stored(path, verify=False)
+    found = list_checkpoints(path)
     _describe(output, path, [(stored, stored.reason or "complete") for stored in found])
     output.result({"dir": str(path), "checkpoints": [_facts(stored) for stored in found]})
     return 0
@@ -33,22 +28,19 @@ def list_folder(output: Output, path: Path) -> int:
 
 def verify_folder(output: Output, path: Path) -> int:
     """Read every file and compare its checksum; status 3 if a checkpoint is not what its manifest says."""
-    found = list_stored(path, verify=True)
+    found = list_checkpoints(path, verify=True)
     _describe(output, path, [(stored, "verified" if stored.complete else "BROKEN") for stored in found])
     broken = [stored for stored in found if not stored.complete]
     for stored in broken:
         output.print(f"{stored.path} {stored.reason} [checkpoint-broken]")
     facts = [_facts(stored) for stored in found]
     output.result({"dir": str(path), "ok": not broken, "checkpoints": facts})
-    return CHECK_FAILED if broken else 0
+    return CheckFailedError.exit_status if broken else 0
 
 
 def prune_folder(output: Output, path: Path, keep: int) -> int:
-    """Remove old checkpoints; a run that goes on in the folder has to end first."""
-    root = find_root(path)
-    runs = [folder for folder in (root, root.absolute().parent) if (folder / EVENTS_FILE).exists()]
-    with _lock_run(runs[0]) if runs else contextlib.nullcontext():
-        done = prune(root, keep, sweep=bool(runs))  # elsewhere nobody knows who is writing
+    """Delete old checkpoints; fails while a run writes to the folder."""
+    done = prune_checkpoints(path, keep)
     for stored in done.broken:
         output.warn(f"left alone: {stored.path} {stored.reason} [checkpoint-broken]")
     for stored in done.removed:
@@ -60,7 +52,7 @@ def prune_folder(output: Output, path: Path, keep: int) -> int:
     )
     output.result(
         {
-            "dir": str(root),
+            "dir": str(done.kept[0].path.parent),
             "kept": [_facts(stored) for stored in done.kept],
             "removed": [_facts(stored) for stored in done.removed],
             "broken": [_facts(stored) for stored in done.broken],
@@ -69,14 +61,6 @@ def prune_folder(output: Output, path: Path, keep: int) -> int:
         }
     )
     return 0
-
-
-def _lock_run(run_dir: Path) -> RunLock:
-    try:
-        return RunLock.take(run_dir)
-    except OSError as error:
-        rule, fix = f"cannot be locked: {error.strerror or error}", "Use an account that may write there"
-        raise UserError(Problem("checkpoint-not-removed", rule, path=str(run_dir), fix=fix)) from None
 
 
 def _describe(output: Output, path: Path, found: list[tuple[StoredCheckpoint, str]]) -> None:
@@ -98,14 +82,12 @@ def _facts(stored: StoredCheckpoint) -> dict[str, Any]:
     return {**dataclasses.asdict(stored), "path": str(stored.path), "complete": stored.complete}
 
 
-def export_folder(output: Output, path: Path, out: Path, dtype: str, shard_gb: float) -> int:
+def export_folder(
+    output: Output, path: Path, out: Path, dtype: Literal["float32", "bfloat16", "float16"], shard_gb: float
+) -> int:
     """Write the checkpoint that a path means as a Hugging Face folder."""
-    require_packages(("torch", "run"), ("safetensors", "run"), needed_for="exporting a checkpoint")
     checkpoint = find_checkpoint(path)
-    prepare_environment(threads=count_cores())
-    from meshwright.checkpoint.hf.export import export_checkpoint  # noqa: PLC0415
-
-    done = export_checkpoint(checkpoint, out, dtype, max(1, int(shard_gb * BYTES_PER_GB)))
+    done = export_checkpoint(checkpoint, out, dtype, int(shard_gb * BYTES_PER_GB))
     output.print(f"{checkpoint}, step {done.step}, as {done.architecture} in {out}")
     output.print(f"{format_bytes(done.bytes)} of {dtype}; files: {', '.join(done.files)}")
     facts = dataclasses.asdict(done)

@@ -1,35 +1,37 @@
-"""``meshwright plan``: search, show, write."""
+"""``meshwright plan``."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from meshwright.api import Job, Plan, load_job
 from meshwright.cli.output import Output
-from meshwright.cli.plan_picture import check_picture, draw_picture, gather_picture
-from meshwright.cli.plan_sizing import show_sizing
 from meshwright.cli.plan_text import describe_plan, describe_ranking
-from meshwright.cli.plan_why import show_why
-from meshwright.cli.search_progress import search_progress
+from meshwright.cli.plan_why import describe_explanation
+from meshwright.cli.reporter import ConsoleReporter
 from meshwright.core.errors import Problem, UserError
-from meshwright.plan.build import plan_from, summarize, summarize_plan
-from meshwright.plan.contract import Plan, write_plan
-from meshwright.plan.memory.fit import USABLE_MEMORY
-from meshwright.plan.search.alternatives import compare
-from meshwright.plan.search.find import CHECKED, Objective, SearchResult
-from meshwright.plan.search.planner import search_job
-from meshwright.plan.search.reasons import explain_choice
-from meshwright.plan.search.space import pinned_keys
-from meshwright.plan.sizing import parse_duration
-from meshwright.spec.load import load_job, named_layout_keys, require_runnable
-from meshwright.spec.model import DecoderModel
+from meshwright.core.units import format_seconds
+from meshwright.layout.text import describe_layout
+from meshwright.plan.sizing import (
+    ClusterSize,
+    Sizing,
+    explain_size,
+    format_cost,
+    format_days,
+    parse_duration,
+)
+from meshwright.report.plan_picture import check_picture
+
+if TYPE_CHECKING:
+    from meshwright.plan.search.find import Objective
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What was asked on the command line."""
+    """The arguments of the command."""
 
     source: str
     overrides: tuple[str, ...] = ()
@@ -43,84 +45,111 @@ class PlanRequest:
     out: Path | None = None
 
 
-def show_plan(output: Output, asked: PlanRequest) -> int:
-    """Rank the layouts and show the best one whole, or explain one, or size the cluster."""
-    if asked.picture is not None:
-        check_picture(asked.picture)
-    deadline_s = _sizing_deadline(asked)
-    if asked.why:
-        _refuse_with_why(asked)
-        return show_why(output, asked.source, [*asked.overrides], [*asked.why], asked.on)
-    job = load_job(asked.source, asked.overrides, asked.on, to_run=False)
-    named = named_layout_keys(asked.source, asked.overrides)
+def show_plan(output: Output, request: PlanRequest) -> int:
+    """Rank the layouts and print the best one, or explain one, or size the cluster."""
+    if request.picture is not None:
+        check_picture(request.picture)
+    deadline_s = _sizing_deadline(request)
+    reporter = ConsoleReporter(output)
+    if request.why:
+        _refuse_with_why(request)
+        job = _load_without_layout(request)
+        explanation = job.explain(*request.why, *_layout_overrides(request), reporter=reporter)
+        describe_explanation(output, explanation)
+        output.result(explanation.as_dict())
+        return 0
+    job = load_job(request.source, *request.overrides, on=request.on)
     sizing = None
-    if asked.tokens is not None:
-        job, sizing = show_sizing(output, job, asked.tokens, deadline_s, pinned_keys(job.layout, named))
-    if not isinstance(job.model, DecoderModel):
-        require_runnable(job)
-        if asked.by != "time":
-            rule = "ranks layouts of decoders; a ResNet has replicas alone"
-            raise UserError(
-                Problem("plan-by-not-here", rule, path="--by", value=asked.by, fix="Leave it out")
-            )
-    with search_progress(output) as progress:
-        found = search_job(job, named, max(asked.top, CHECKED), asked.by, progress)
-    reasons = explain_choice(job, found, neighbours=True)
-    plan = plan_from(found.best[0], reasons, job.layout.stage_layers is None)
-    written = _write_files(plan, found, asked)
-    describe_plan(output, plan)
-    describe_ranking(output, found, asked.top)
+    if request.tokens is not None:
+        sized = job.size_cluster(request.tokens, deadline_s, reporter=reporter)
+        job, sizing = Job(sized.job), sized.sizing
+        _describe_sizing(output, sizing, job.spec.cluster.device_name or "device")
+    plan = job.plan(by=request.by, top=request.top, reporter=reporter)
+    written = _write_files(plan, request)
+    describe_plan(output, plan.contract)
+    describe_ranking(output, plan.search, request.top)
     for sentence in written:
         output.print(sentence)
-    output.result(_summary(plan, found, asked.top) | ({} if sizing is None else {"sizing": sizing.summary()}))
+    output.result(plan.as_dict(request.top) | ({} if sizing is None else {"sizing": sizing.summary()}))
     return 0
 
 
-def _refuse_with_why(asked: PlanRequest) -> None:
-    """Refuse options that ``--why`` has no use for."""
-    given = {"-o": asked.out is not None, "--picture": asked.picture is not None, "--by": asked.by != "time"}
+def _layout_overrides(request: PlanRequest) -> list[str]:
+    """Layout keys among the overrides; behind ``--why`` they belong to the layout that is explained."""
+    return [text for text in request.overrides if text.startswith("layout.")]
+
+
+def _load_without_layout(request: PlanRequest) -> Job:
+    """The job without layout overrides: the layout to explain may be illegal."""
+    others = [text for text in request.overrides if not text.startswith("layout.")]
+    return load_job(request.source, *others, on=request.on)
+
+
+def _refuse_with_why(request: PlanRequest) -> None:
+    """Refuse options that have no effect with ``--why``."""
+    given = {
+        "-o": request.out is not None,
+        "--picture": request.picture is not None,
+        "--by": request.by != "time",
+    }
     for option in (name for name, used in given.items() if used):
         rule = "has no effect with --why, which explains one layout and writes nothing"
         raise UserError(Problem("plan-why-alone", rule, path=option, fix=f"Leave out {option}, or --why"))
 
 
-def _summary(plan: Plan, found: SearchResult, top: int) -> dict[str, Any]:
-    """For programs."""
-    best = found.best[0]
-    others = [summarize(p, [compare(best, p, found.objective)]) for p in found.best[1:top]]
-    memory = {"usable_bytes": plan.usable_bytes, "usable_share": USABLE_MEMORY}
-    return {**found.counts(), **memory, "layouts": [summarize_plan(plan), *others]}
-
-
-def _write_files(plan: Plan, found: SearchResult, asked: PlanRequest) -> list[str]:
-    """Write before anything is shown: `| head` reads no further."""
+def _write_files(plan: Plan, request: PlanRequest) -> list[str]:
+    """Write before anything is printed: a reader such as `head` may end the command early."""
     written = []
-    if asked.out is not None:
-        write_plan(plan, asked.out)
-        written.append(f"\nwritten to {asked.out}")
-    if asked.picture is not None:
-        draw_picture(gather_picture(plan, found), asked.picture)
-        written.append(f"picture: {asked.picture}")
+    if request.out is not None:
+        plan.write(request.out)
+        written.append(f"\nplan: {request.out}")
+    if request.picture is not None:
+        plan.draw(request.picture)
+        written.append(f"picture: {request.picture}")
     return written
 
 
-def _sizing_deadline(asked: PlanRequest) -> float:
-    """Seconds of the deadline; 0 where none is asked for."""
-    if (asked.tokens is None) != (asked.deadline is None):
+def _sizing_deadline(request: PlanRequest) -> float:
+    """Seconds of the deadline; 0 if there is none."""
+    if (request.tokens is None) != (request.deadline is None):
         given, missing = (
-            ("--tokens", "--deadline") if asked.tokens is not None else ("--deadline", "--tokens")
+            ("--tokens", "--deadline") if request.tokens is not None else ("--deadline", "--tokens")
         )
-        fix = "Write, say, --tokens 15e12 --deadline 90d"
-        raise UserError(Problem("plan-sizing-half", f"needs {missing} beside it", path=given, fix=fix))
-    if asked.tokens is None or asked.deadline is None:
+        fix = "Write, for example, --tokens 15e12 --deadline 90d"
+        raise UserError(Problem("plan-sizing-half", f"needs {missing} too", path=given, fix=fix))
+    if request.tokens is None or request.deadline is None:
         return 0.0
-    if not asked.tokens > 0 or math.isinf(asked.tokens):
-        rule, fix = "is not a number of tokens", "Write, say, --tokens 15e12"
-        raise UserError(Problem("plan-bad-tokens", rule, path="--tokens", value=asked.tokens, fix=fix))
-    if asked.why:
-        rule, fix = (
-            "explains one layout; it cannot size a cluster too",
-            "Leave out --why, or --tokens and --deadline",
-        )
+    if not request.tokens > 0 or math.isinf(request.tokens):
+        rule, fix = "is not a number of tokens", "Write, for example, --tokens 15e12"
+        raise UserError(Problem("plan-bad-tokens", rule, path="--tokens", value=request.tokens, fix=fix))
+    if request.why:
+        rule = "explains one layout; it cannot also size a cluster"
+        fix = "Leave out --why, or --tokens and --deadline"
         raise UserError(Problem("plan-why-sizing", rule, path="--why", fix=fix))
-    return parse_duration(asked.deadline)
+    return parse_duration(request.deadline)
+
+
+def _describe_sizing(output: Output, sizing: Sizing, device_name: str) -> None:
+    """The sizes that were tried, and the answer."""
+    for sentence in explain_size(sizing, device_name):
+        output.print(sentence)
+    columns = ("devices", "step", "MFU", "whole run", "lost", "cost", "best layout")
+    output.print()
+    output.table(
+        "Sizes tried", columns, [_cells(size) for size in sizing.tried], spare=("best layout", "lost")
+    )
+    output.print("assumed: " + "; ".join(sizing.assumptions))
+    output.print()
+
+
+def _cells(size: ClusterSize) -> tuple[str, ...]:
+    best = size.prediction
+    return (
+        str(size.devices),
+        format_seconds(best.step_s),
+        f"{best.mfu:.1%}",
+        format_days(size.wall_s),
+        f"{size.lost_share:.1%}",
+        "unknown" if size.cost is None else format_cost(size.cost),
+        describe_layout(best.layout),
+    )

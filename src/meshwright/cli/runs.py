@@ -5,35 +5,26 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from meshwright.audit.record import format_loss
+from meshwright.api import list_runs, load_run
 from meshwright.cli.output import Output
-from meshwright.core.errors import Problem, UserError
-from meshwright.core.units import format_bytes, format_rate
-from meshwright.report.html import write_page
-from meshwright.report.run_list import RunSummary, list_runs
-from meshwright.report.run_report import PAGE_FILE, RunReport, read_report
+from meshwright.core.units import format_bytes, format_throughput
+from meshwright.report.event_text import format_loss
+from meshwright.report.run_list import RunSummary
+from meshwright.report.run_report import RunReport
 from meshwright.report.text_plot import draw_text
 
 COLUMNS = ("name", "status", "steps", "ranks", "loss", "held-out", "speed", "audit", "began", "size")
 SPARE = ("size", "ranks", "began", "speed")
-"""Columns that a narrow terminal does without, the first ones first."""
+"""Columns that a narrow terminal leaves out, in this order."""
 
 
 def show_runs(output: Output, folder: Path) -> int:
-    """List what is in a folder of runs."""
-    if not folder.is_dir():
-        rule = "is not a folder"
-        fix = "Name the folder that holds the runs; train makes runs/ where it is started"
-        raise UserError(Problem("runs-missing", rule, path=str(folder), fix=fix))
-    try:
-        found = list_runs(folder)
-    except OSError as error:
-        rule = f"cannot be read: {error.strerror or error}"
-        raise UserError(Problem("run-unreadable", rule, path=str(folder))) from None
+    """List the runs of a folder."""
+    found = list_runs(folder)
     if found:
         output.table(f"Runs in {folder}", COLUMNS, [_row(run) for run in found], spare=SPARE)
         for run in found:
-            if run.reason:  # a sentence is too long for a column
+            if run.reason:  # too long for a column
                 output.print(f"{run.name}: {' '.join(run.reason.split())}")
     else:
         output.print(f"no runs in {folder}")
@@ -50,7 +41,7 @@ def _row(run: RunSummary) -> tuple[str, ...]:
         "-" if run.ranks is None else str(run.ranks),
         "-" if run.loss is None else format_loss(run.loss),
         "-" if run.eval_loss is None else format_loss(run.eval_loss),
-        format_rate(run.tokens_per_s, run.unit) if run.tokens_per_s else "-",
+        format_throughput(run.tokens_per_s, run.unit) if run.tokens_per_s else "-",
         "not measured" if run.measured is False else {True: "ok", False: "differs", None: "-"}[run.audit_ok],
         began,
         format_bytes(run.size_bytes),
@@ -59,9 +50,8 @@ def _row(run: RunSummary) -> tuple[str, ...]:
 
 def show_report(output: Output, run_dir: Path, out: Path | None) -> int:
     """Print a run's report and write its page."""
-    report = read_report(run_dir)
-    page = out or run_dir / PAGE_FILE
-    write_page(report, page)
+    run = load_run(run_dir)
+    report, page = run.report(), run.write_page(out)
     describe_report(output, report)
     output.print(f"\npage: {page}")
     output.result({**report.as_dict(), "page": str(page)})
@@ -89,16 +79,3 @@ def describe_report(output: Output, report: RunReport) -> None:
         output.print(f"Note: {note}")
     for warning in report.warnings():
         output.print(f"Warning: {warning}")
-
-
-def write_run_page(output: Output, run_dir: Path, status: str | None = None) -> Path | None:
-    """Write the page of a run that has just ended; what goes wrong is a warning and never the run's fate."""
-    page = run_dir / PAGE_FILE
-    try:
-        report = read_report(run_dir, status)
-        write_page(report, page)
-    except Exception as error:
-        output.warn(f"the report was not written: {error}")
-        return None
-    output.print(f"report: {page}")
-    return page

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright.api import validate
 from meshwright.cli.output import Output
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.units import format_seconds
 from meshwright.report.scatter import Scatter, draw_scatter
-from meshwright.validation.evaluate import Outcome, bundled_table, evaluate_tables
+from meshwright.validation.evaluate import Outcome
 from meshwright.validation.metrics import errors_of, summarise_families, worst_rows
 
 COLUMNS = (
@@ -24,7 +25,7 @@ WORST_SHOWN = 8
 
 def show_validation(output: Output, runs: Sequence[Path], picture: Path | None) -> int:
     """Predict every row of some tables, and show the errors of each family."""
-    outcomes = evaluate_tables(runs or [bundled_table()])
+    outcomes = validate(runs)
     families = summarise_families(outcomes)
     counted = [outcome for outcome in outcomes if outcome.case and outcome.case.gates]
     totals = {

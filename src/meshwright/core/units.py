@@ -25,6 +25,12 @@ def format_rate(per_second: float, unit: str) -> str:
     return f"{_scaled(per_second)}{unit}/s"
 
 
+def format_throughput(per_second: float, unit: str) -> str:
+    """Throughput of training: ``38.7k tok/s``, ``1.2k img/s``."""
+    short = {"tokens": "tok", "images": "img"}.get(unit, unit)
+    return f"{_scaled(per_second).replace(' ', '')} {short}/s"
+
+
 def format_seconds(seconds: float) -> str:
     """A duration: ``820 us``, ``41.3 ms``, ``2.50 s``, ``3 min 20 s``, ``5 h 12 min``."""
     if 0 < seconds < 1e-3:

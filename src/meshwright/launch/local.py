@@ -17,13 +17,14 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection, forkserver, resource_tracker, util
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 from meshwright.core.errors import Problem, RunFailedError
@@ -115,7 +116,8 @@ class LocalLaunch:
         log = self.run_dir / LOGS / f"rank-{rank}.log"
         arguments = (self.entry, str(self.run_dir), environment, str(log), sender)
         process = context.Process(target=_enter_rank, args=arguments, name=f"rank-{rank}", daemon=False)
-        process.start()
+        with _without_main():
+            process.start()
         sender.close()
         return _Rank(rank, process, receiver)
 
@@ -233,6 +235,21 @@ def _end_with_parent() -> None:
     assert parent is not None, "a rank is a child of the supervisor"
     connection.wait([parent.sentinel])
     os._exit(EXIT_PEER_LOST)
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Keep multiprocessing from importing the caller's main module in the ranks.
+
+    Ranks are started by the name of a function. A script without ``if __name__ == "__main__"`` would start
+    ranks in every rank.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 @contextlib.contextmanager

@@ -16,9 +16,9 @@ from typing import Any
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
-from meshwright import __version__
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
+from meshwright.core.version import __version__
 from meshwright.layout.flops import peak_rate
 from meshwright.layout.pipeline_schedules import schedule_of, stage_pp_ranks
 from meshwright.layout.stages import list_stages, pp_rank_of

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from meshwright import __version__
 from meshwright.audit.compare import CollectiveRow, StateRow
 from meshwright.core.errors import Problem, UserError
 from meshwright.core.files import replace_text
 from meshwright.core.units import format_bytes
+from meshwright.core.version import __version__
 from meshwright.report.plot import STYLE, Chart, draw_svg
 from meshwright.report.run_report import RunReport
 from meshwright.report.stage_table import STAGE_COLUMNS, stage_cells

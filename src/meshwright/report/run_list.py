@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.audit.compare import audit_run
 from meshwright.audit.event_scan import LastAttempt
-from meshwright.core.errors import MeshwrightError
+from meshwright.core.errors import MeshwrightError, Problem, UserError
 from meshwright.core.events import EVENTS_FILE
 from meshwright.core.files import folder_bytes
 from meshwright.launch.lock import is_held
@@ -50,7 +50,25 @@ class RunSummary:
 
 
 def list_runs(folder: Path) -> list[RunSummary]:
-    """The runs in a folder, or the one that it is, newest first."""
+    """The runs in a folder, or the run that it is, newest first.
+
+    Raises:
+        UserError: It is not a folder, or cannot be read.
+    """
+    if not folder.is_dir():
+        rule, fix = (
+            "is not a folder",
+            "Give the folder that holds the runs; train creates runs/ where it is started",
+        )
+        raise UserError(Problem("runs-missing", rule, path=str(folder), fix=fix))
+    try:
+        return _list_folder(folder)
+    except OSError as error:
+        rule = f"cannot be read: {error.strerror or error}"
+        raise UserError(Problem("run-unreadable", rule, path=str(folder))) from None
+
+
+def _list_folder(folder: Path) -> list[RunSummary]:
     if _is_run(folder):
         return [summarise_run(folder)]
     found = [summarise_run(path) for path in folder.iterdir() if path.is_dir() and _is_run(path)]

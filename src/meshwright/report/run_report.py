@@ -14,9 +14,9 @@ from typing import Any
 import tomli_w
 
 from meshwright.audit.compare import Audit, audit_run, describe_match
-from meshwright.audit.record import format_loss
 from meshwright.core.units import format_count, format_plural, format_rate, format_seconds
 from meshwright.plan.contract import PLAN_FILE, Plan, read_plan
+from meshwright.report.event_text import format_loss
 from meshwright.report.history import History, read_history
 from meshwright.report.pipeline_run import PipelineRun, find_pipeline
 from meshwright.report.plot import Chart, Series

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.data import prepare_data
-from meshwright.cli.output import Output
 from meshwright.core.errors import UserError
 from meshwright.data.dataset import TokenDataset
 from meshwright.data.hf_tokenizer import hf_tokenizer_text
 from meshwright.data.tokenizer import BpeTokenizer, ByteTokenizer
 from meshwright.launch.lock import RunLock
+from meshwright.runs.data import prepare_data
+from meshwright.runs.reporter import SILENT
 from meshwright.spec.load import build_job
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint-v1"
@@ -105,11 +105,11 @@ def test_the_folders_tokenizer_is_the_default_one(tmp_path, corpus):
     """Left out, data.tokenizer is the folder's; a folder without one, or another choice, is respected."""
     folder = tmp_path / "hf"
     job = hf_job(folder, corpus)
-    named = {TokenDataset.open(prepare_data(Output(False), job), "train", 32).load_tokenizer().name}
+    named = {TokenDataset.open(prepare_data(job, SILENT), "train", 32).load_tokenizer().name}
     (folder / "tokenizer.json").write_text(hf_tokenizer_text(ByteTokenizer()), encoding="utf-8")
-    prepared = TokenDataset.open(prepare_data(Output(False), job), "train", 32).load_tokenizer()
+    prepared = TokenDataset.open(prepare_data(job, SILENT), "train", 32).load_tokenizer()
     assert (named, prepared.name, prepared.vocab_size) == ({"byte"}, "bpe", 257)
-    chosen = prepare_data(Output(False), hf_job(folder, corpus, tokenizer="byte"))
+    chosen = prepare_data(hf_job(folder, corpus, tokenizer="byte"), SILENT)
     assert TokenDataset.open(chosen, "train", 32).load_tokenizer().name == "byte"
 
 
@@ -118,7 +118,7 @@ def test_a_tokenizer_that_does_not_fit_the_vocabulary_is_refused(tmp_path, corpu
     job = hf_job(folder, corpus)
     BpeTokenizer.train((p.read_text() for p in sorted(corpus.iterdir())), 320).save(folder)
     with pytest.raises(UserError) as caught:
-        prepare_data(Output(False), job)
+        prepare_data(job, SILENT)
     problem = caught.value.problems[0]
     assert (problem.code, problem.value) == ("model-vocab-small", 300)
     assert "data.tokenizer" in problem.fix

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.data import prepare_data
 from meshwright.cli.output import Output
+from meshwright.cli.reporter import ConsoleReporter
 from meshwright.core.errors import UserError
 from meshwright.data.dataset import TokenDataset
 from meshwright.data.prepare import CorpusSpec, prepare_corpus
 from meshwright.data.tokenizer import BpeTokenizer
+from meshwright.runs.data import prepare_data
 from meshwright.spec.load import load_job
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "instruct.toml"
@@ -30,7 +31,7 @@ def settle(tmp_path, monkeypatch):
         job = load_job("tiny", [f"model.vocab_size={vocab_size}", "data.path=qa.jsonl", "data.seq_len=64"])
         asked = {"template": "chatml", "mask": "document", "prompt_masking": True, **data}
         job = dataclasses.replace(job, data=dataclasses.replace(job.data, **asked))
-        return prepare_data(Output(as_json=True), job)
+        return prepare_data(job, ConsoleReporter(Output(as_json=True)))
 
     return run
 

@@ -126,7 +126,7 @@ def test_top_limits_the_layouts(cli, good):
 def test_a_plan_written_with_o_can_be_read_and_planned_again(cli, good, tmp_path):
     ran = cli("plan", good, "-o", "plan.toml", "layout.dp_replicate=2")
     assert ran.status == 0
-    assert "written to plan.toml" in ran.out
+    assert "plan: plan.toml" in ran.out
     assert read_plan(tmp_path / "plan.toml").world_size == 2
     again = cli("plan", "plan.toml", "--json")
     assert again.status == 0

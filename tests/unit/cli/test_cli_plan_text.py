@@ -8,8 +8,7 @@ import pytest
 
 from meshwright.cli.output import Output
 from meshwright.cli.plan_text import FORMULA_WIDTH, count_search, shorten_formula
-from meshwright.cli.search_progress import search_progress
-from meshwright.plan.search.find import no_progress
+from meshwright.cli.reporter import ConsoleReporter
 from meshwright.plan.search.planner import search_job
 from meshwright.spec.load import load_job
 
@@ -38,6 +37,7 @@ def test_long_formulas_are_cut_and_short_ones_are_whole():
     assert cut.endswith(" ...")
 
 
-def test_without_a_terminal_there_is_no_progress_bar():
-    with search_progress(Output(as_json=True)) as progress:
-        assert progress is no_progress
+def test_without_a_terminal_there_is_no_progress_bar(capfd):
+    with ConsoleReporter(Output(as_json=True)).search() as progress:
+        assert progress(10**6, 10**7) is None
+    assert capfd.readouterr() == ("", "")

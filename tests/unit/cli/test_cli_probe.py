@@ -7,8 +7,8 @@ import tomllib
 
 import pytest
 
-from meshwright.cli.probe import choose_block_s
 from meshwright.plan.probe_runs import PROBE_SUITES, AttentionShape, GemmShape
+from meshwright.runs.probe import choose_block_s
 
 TINY = {
     "num_layers": 1,
@@ -55,7 +55,7 @@ def on_cores(tmp_path):
 def test_the_file_is_a_cluster_that_plans_use(cli, quick, on_cores, tmp_path):
     done = cli("probe", "--cpu", "-o", "mine.toml", "--json")
     assert done.status == 0, done.err
-    assert "products of 32 x 64 x 32" in done.err, "it says what it does"
+    assert "linear layer of 32 x 64 x 32" in done.err, "it says what it does"
     told = done.json
     assert [(row["layers"], row["block_backend"]) for row in told["checked"]] == [
         (n, "eager") for n in (1, 2, 2)
@@ -121,7 +121,7 @@ def test_a_device_without_products_in_8_bits_is_probed_without(cli, quick, monke
     monkeypatch.setattr(machine, "time_fp8_linear", fail)
     done = cli("probe", "--cpu", "-o", "mine.toml")
     assert done.status == 0
-    assert "warning: no products in 8 bits" in done.err
+    assert "warning: no FP8 GEMMs" in done.err
     assert "not supported in this architecture" in done.err
     written = tomllib.loads((tmp_path / "mine.toml").read_text())
     assert {"fp32"} == {entry["precision"] for entry in written["probed"]["gemms"]}
@@ -138,7 +138,7 @@ def test_a_gpu_that_torch_does_not_see_is_refused(cli, monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for module in ("spec.load", "cli.ranks"):
+    for module in ("spec.load", "runs.ranks"):
         monkeypatch.setattr(f"meshwright.{module}.find_gpus", lambda: [("NVIDIA H200", 150_754_820_096)])
     done = cli("probe")
     assert (done.status, done.codes) == (2, ["cluster-not-here"]), done.err
@@ -146,7 +146,7 @@ def test_a_gpu_that_torch_does_not_see_is_refused(cli, monkeypatch):
 
 
 def test_tune_fits_rates_and_leaves_out_what_was_probed(cli, quick, on_cores):
-    from meshwright.cli.tune import shorten
+    from meshwright.runs.tune import shorten
     from meshwright.spec.load import load_job
 
     assert cli("probe", "--cpu", "-o", "mine.toml").status == 0

@@ -32,7 +32,7 @@ def shown(good):
 @pytest.mark.parametrize(
     ("loss", "tokens", "says"),
     [
-        (2.5, 64, "loss 2.5000 "),
+        (2.5, 64, "loss 2.500 "),
         (None, 64, "loss not finite "),
         (float("nan"), 64, "loss not finite "),
         (None, 0, "loss none (no target tokens) "),
@@ -45,7 +45,7 @@ def test_a_loss_that_is_no_number_is_told_by_its_reason(shown, loss, tokens, say
 
 def test_an_evaluation_that_is_not_finite_says_so(shown):
     (line,) = shown({"event": "eval", "rank": 0, "step": 2, "loss": None, "samples": 1})
-    assert line == "step 2: evaluation loss not finite on 1 sample"
+    assert line == "step 2: held-out loss not finite on 1 sample"
 
 
 def test_a_race_is_told_when_it_begins_and_what_it_gave(shown):

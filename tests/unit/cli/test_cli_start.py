@@ -8,24 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.ranks import PRELOAD, list_preload
+from meshwright.runs.ranks import PRELOAD, list_preload
 from meshwright.spec.load import load_job
 
 WATCHED = """
 import json, os, sys
-from meshwright.cli import start
-from meshwright.cli.output import Output
+from meshwright.api import load_job
+from meshwright.runs import start
 from meshwright.core.errors import UserError
 from multiprocessing import forkserver
 
 begun = []
 def watch(preload):
-    planner = [name for name in sys.modules if name.startswith(("meshwright.plan", "meshwright.explain"))]
+    planner = [name for name in sys.modules if name.startswith(("meshwright.plan", "meshwright.audit"))]
     begun.append({"preload": preload, "planner": planner, "threads": os.environ.get("OMP_NUM_THREADS")})
     real(preload)
 real, start.start_server = start.start_server, watch
 try:
-    start.start_training(Output(as_json=True), sys.argv[1], sys.argv[2:], False)
+    load_job(sys.argv[1], *sys.argv[2:]).train()
 except UserError as error:
     refused = error.problems[0].code
 print(json.dumps({"begun": begun, "refused": refused, "server": forkserver._forkserver._forkserver_pid}))

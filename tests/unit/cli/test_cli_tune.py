@@ -8,11 +8,11 @@ import tomllib
 import pytest
 
 from meshwright.audit.record import RunRecord
-from meshwright.cli.cluster_file import cluster_text
-from meshwright.cli.tune import shorten
 from meshwright.plan.build import build_plan
 from meshwright.report.scaling import WARM_UP
 from meshwright.report.tuning import TuneRow, sort_rows, summarize_times
+from meshwright.runs.cluster_file import cluster_text
+from meshwright.runs.tune import shorten
 from meshwright.spec.load import build_job, load_job
 
 

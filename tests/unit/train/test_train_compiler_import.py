@@ -14,13 +14,14 @@ from meshwright.train.compiler_import import DISABLE_ATTRIBUTE, DISABLED_METHODS
 
 TRAINED = """
 import json, sys
-from meshwright.cli.output import Output
-from meshwright.cli.train import prepare_run
+from meshwright.runs.loaded_job import LoadedJob
+from meshwright.runs.prepare import prepare_run
+from meshwright.runs.reporter import SILENT
 from meshwright.train.worker import run_rank
 
 HEAVY = ("sympy", "torch._dynamo", "torch._inductor", "torch.distributed.tensor")
 source, *overrides = sys.argv[1:]
-prepared = prepare_run(Output(as_json=True), source, overrides, "no")
+prepared = prepare_run(LoadedJob.load(source, tuple(overrides)), "no", SILENT)
 loaded = {}
 def hear(event):
     loaded[event["event"]] = [name for name in HEAVY if name in sys.modules]

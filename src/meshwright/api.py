@@ -1,0 +1,521 @@
+"""The public API: load a job, plan it, train it, check it.
+
+Calls return objects and print nothing; pass a :class:`Reporter` to follow a long one. Planning needs no
+torch. Training starts one process per rank on this machine; under ``torchrun`` the calling process is a rank.
+
+    import meshwright as mw
+
+    job = mw.load_job("job.toml", "train.steps=20")
+    plan = job.plan()
+    run = job.train()
+    assert run.audit().ok
+
+Modules are imported when a function needs them: loading a job is fast, and training starts loading torch for
+the ranks before this process loads the planner.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from meshwright.runs.loaded_job import LoadedJob
+from meshwright.runs.reporter import SILENT, Reporter
+from meshwright.spec.job import Job as JobSpec
+from meshwright.spec.layout import Layout
+
+if TYPE_CHECKING:
+    from meshwright.audit.compare import Audit
+    from meshwright.audit.record import RunRecord
+    from meshwright.checkpoint.hf.export import Exported
+    from meshwright.checkpoint.inventory import PruneResult, StoredCheckpoint
+    from meshwright.data.prepare import PrepareReport
+    from meshwright.plan.contract import CollectiveTraffic, RankPrediction
+    from meshwright.plan.contract import Plan as Contract
+    from meshwright.plan.search.find import Objective, SearchResult
+    from meshwright.report.pipeline_run import PipelineRun
+    from meshwright.report.run_list import RunSummary
+    from meshwright.report.run_report import RunReport
+    from meshwright.runs.dry_run import DryRun
+    from meshwright.runs.explain import LayoutExplanation
+    from meshwright.runs.probe import ProbeResult
+    from meshwright.runs.prove import Proof
+    from meshwright.runs.scaling import ScalingResult
+    from meshwright.runs.size import SizedCluster
+    from meshwright.runs.tune import TuneResult
+    from meshwright.validation.evaluate import Outcome
+
+__all__ = [
+    "Job",
+    "Plan",
+    "Reporter",
+    "Run",
+    "export_checkpoint",
+    "generate",
+    "list_checkpoints",
+    "list_runs",
+    "load_job",
+    "load_run",
+    "prepare_corpus",
+    "probe",
+    "prune_checkpoints",
+    "validate",
+]
+
+
+def load_job(source: str | Path, *overrides: str, on: str | None = None, to_run: bool = False) -> Job:
+    """Read and check a job.
+
+    Args:
+        source: Path of a job file or a plan file, or the name of a model preset.
+        overrides: ``key.path=value`` texts over the file's keys; the last one wins.
+        on: A cluster such as ``8x8xh100-sxm`` (nodes x devices x preset) in place of the job's.
+        to_run: Also check now that this version can run the job. Training checks it in any case.
+
+    Raises:
+        UserError: The job has mistakes; the error lists all of them.
+    """
+    return Job(LoadedJob.load(str(source), overrides, on, to_run=to_run))
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked job. Make one with :func:`load_job`."""
+
+    loaded: LoadedJob
+
+    @property
+    def spec(self) -> JobSpec:
+        """The settings: model, cluster, data, train, layout, checkpoint."""
+        return self.loaded.spec
+
+    @property
+    def name(self) -> str:
+        """Name of the job; run folders are called after it."""
+        return self.spec.name
+
+    def plan(
+        self, *, by: Objective = "time", top: int = 50, explain: bool = True, reporter: Reporter = SILENT
+    ) -> Plan:
+        """Search the layouts, or predict the one that the job gives. Needs no torch.
+
+        Args:
+            by: What the best layout minimises: ``time`` of a step, ``cost`` in device time, or ``memory``.
+            top: Number of layouts that are predicted exactly and returned as alternatives.
+            explain: Whether the reasons compare the choice with its neighbours.
+            reporter: Receives the progress of a long search.
+
+        Raises:
+            UserError: No layout fits; the error names changes that would.
+        """
+        from meshwright.runs.planning import plan_job  # noqa: PLC0415
+
+        return Plan(*plan_job(self.loaded, by, top, explain, reporter))
+
+    def explain(self, *layout: str, reporter: Reporter = SILENT) -> LayoutExplanation:
+        """Explain one layout, legal or not: why it is illegal or slower than the best.
+
+        Args:
+            layout: Its keys, such as ``layout.tp=4``.
+            reporter: Receives the progress of the search for the best layout.
+        """
+        from meshwright.runs.explain import explain_layout  # noqa: PLC0415
+
+        return explain_layout(self.loaded, layout, reporter)
+
+    def size_cluster(self, tokens: float, deadline_s: float, *, reporter: Reporter = SILENT) -> SizedCluster:
+        """Find the smallest cluster that trains on so many tokens before a deadline.
+
+        Raises:
+            UserError: The model is not a decoder, the cluster has no GPUs, or the layout is given.
+        """
+        from meshwright.runs.size import size_job  # noqa: PLC0415
+
+        return size_job(self.loaded, tokens, deadline_s, reporter)
+
+    def train(self, *, resume: bool = False, reporter: Reporter = SILENT) -> Run:
+        """Plan if needed, train, audit, and write the run's report page.
+
+        Starts one process per rank on this machine. Under torchrun this process is one of the ranks: rank 0
+        plans for all. A plain script needs no ``if __name__ == "__main__"``.
+
+        Args:
+            resume: Continue from the newest checkpoint.
+            reporter: Receives messages, progress and the events of the ranks.
+
+        Raises:
+            UserError: The job cannot run here. Nothing has been written.
+            RunFailedError: A rank died; ``error.run_dir`` is the folder of the run.
+            InterruptedRunError: The run was stopped at once, without a checkpoint.
+        """
+        from meshwright.runs.start import start_training  # noqa: PLC0415
+
+        trained = start_training(self.loaded, resume, reporter)
+        return Run(trained.run_dir, trained.plan, trained.record, trained.audit, trained.page, trained.rank)
+
+    def prove(self, *, reporter: Reporter = SILENT) -> Proof:
+        """Show that the layout computes what one process computes: losses, gradients, updates.
+
+        Raises:
+            UserError: The job cannot run, or its loss depends on the layout (batch norm).
+            RunFailedError: A rank died.
+        """
+        from meshwright.runs.prove import prove_job  # noqa: PLC0415
+
+        return prove_job(self.loaded, reporter)
+
+    def dry_run(self, rank: int = 0, *, reporter: Reporter = SILENT) -> DryRun:
+        """Build one rank with fake tensors, run one step, and compare it with the plan. Needs no devices.
+
+        Raises:
+            UserError: The layout does not run, has no such rank, or the model is not a decoder.
+        """
+        from meshwright.runs.dry_run import dry_run_job  # noqa: PLC0415
+
+        return dry_run_job(self.loaded, rank, reporter)
+
+    def tune(self, out: Path, *, top: int = 3, steps: int = 8, reporter: Reporter = SILENT) -> TuneResult:
+        """Run the planner's best layouts for a few steps each, and fit the cluster's rates to them.
+
+        Args:
+            out: Where the recalibrated cluster file goes.
+            top: Layouts to run.
+            steps: Steps of each; the first three are warm-up.
+            reporter: Receives the progress.
+        """
+        from meshwright.runs.tune import tune_job  # noqa: PLC0415
+
+        return tune_job(self.loaded, out, top, steps, reporter)
+
+    def bench_scaling(
+        self,
+        *,
+        ranks: Sequence[int] | None = None,
+        steps: int = 12,
+        weak: bool = False,
+        reporter: Reporter = SILENT,
+    ) -> ScalingResult:
+        """Measure speed-up, efficiency and overlap on 1 to N data-parallel ranks.
+
+        Args:
+            ranks: Numbers of ranks; powers of two up to all devices if left out.
+            steps: Steps of each; the first three are warm-up.
+            weak: Whether the global batch grows with the ranks.
+            reporter: Receives the progress.
+        """
+        from meshwright.runs.scaling import bench_scaling  # noqa: PLC0415
+
+        return bench_scaling(self.loaded, ranks, steps, weak, reporter)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A chosen layout with its predictions, and the alternatives. Made by :meth:`Job.plan`."""
+
+    contract: Contract
+    """The plan as it is written to ``plan.toml`` and audited."""
+    search: SearchResult
+    """All predicted layouts, best first, and how many were searched."""
+
+    @property
+    def layout(self) -> Layout:
+        """The chosen layout."""
+        return self.contract.job.layout
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.contract.world_size
+
+    @property
+    def memory(self) -> dict[str, RankPrediction]:
+        """Predicted memory by rank class; ranks of one pipeline stage are alike."""
+        return self.contract.classes()
+
+    @property
+    def collectives(self) -> tuple[CollectiveTraffic, ...]:
+        """Predicted calls and bytes per rank of each collective, by axis and phase."""
+        return self.contract.collectives
+
+    @property
+    def step_s(self) -> float:
+        """Predicted time of a step."""
+        return self.contract.step_s
+
+    @property
+    def mfu(self) -> float:
+        """Predicted model FLOP utilisation."""
+        return self.contract.mfu
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why this layout was chosen."""
+        return self.contract.reasons
+
+    def write(self, path: str | Path) -> None:
+        """Write the plan as a file that ``meshwright train`` and :func:`load_job` read."""
+        from meshwright.plan.contract import write_plan  # noqa: PLC0415
+
+        write_plan(self.contract, Path(path))
+
+    def draw(self, path: str | Path) -> None:
+        """Draw the plan into an SVG, PNG or PDF file. Needs the extra ``plots``."""
+        from meshwright.report.plan_picture import draw_picture, gather_picture  # noqa: PLC0415
+
+        draw_picture(gather_picture(self.contract, self.search), Path(path))
+
+    def as_dict(self, top: int = 50) -> dict[str, Any]:
+        """The object of ``meshwright plan --json``."""
+        from meshwright.runs.planning import summarize_search  # noqa: PLC0415
+
+        return summarize_search(self.contract, self.search, top)
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({self.layout.named_degrees() or 'one rank'}, step_s={self.step_s:.4g}, mfu={self.mfu:.3f})"
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder: what was planned and what was measured. Made by :meth:`Job.train` or :func:`load_run`."""
+
+    run_dir: Path
+    plan: Contract
+    record: RunRecord
+    """What the ranks of the newest attempt reported."""
+    _audit: Audit
+    page: Path | None = None
+    """The report page, if it was written."""
+    rank: int = 0
+    """This process's rank under torchrun; 0 otherwise."""
+
+    @property
+    def status(self) -> str:
+        """``complete``, ``interrupted``, ``failed`` or ``unfinished``."""
+        return self.record.outcome
+
+    @property
+    def losses(self) -> list[float | None]:
+        """Training loss of each step; None for a step without target tokens."""
+        return self.record.losses
+
+    @property
+    def eval_loss(self) -> float | None:
+        """Newest loss on held-out data."""
+        return self.record.eval_loss
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Throughput of all ranks, by the median step."""
+        return self.record.tokens_per_s
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOP utilisation, by the median step."""
+        return self.record.mfu
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest checkpoint."""
+        return None if self.record.checkpoint is None else Path(self.record.checkpoint)
+
+    def audit(self) -> Audit:
+        """Memory and collectives, predicted and measured. ``ok`` is True if all match."""
+        return self._audit
+
+    @functools.cached_property
+    def pipeline(self) -> PipelineRun | None:
+        """Planned, simulated and measured pipeline bubble; None without pipeline parallelism."""
+        from meshwright.report.pipeline_run import find_pipeline  # noqa: PLC0415
+
+        return find_pipeline(self.plan, self.record)
+
+    def report(self) -> RunReport:
+        """Curves, memory and audit over all attempts in the folder."""
+        from meshwright.report.run_report import read_report  # noqa: PLC0415
+
+        return read_report(self.run_dir)
+
+    def write_page(self, path: str | Path | None = None) -> Path:
+        """Write the report as one HTML page, ``report.html`` in the run folder if no path is given."""
+        from meshwright.report.html import write_page  # noqa: PLC0415
+        from meshwright.report.run_report import PAGE_FILE  # noqa: PLC0415
+
+        page = self.run_dir / PAGE_FILE if path is None else Path(path)
+        write_page(self.report(), page)
+        return page
+
+    def as_dict(self) -> dict[str, Any]:
+        """The object of ``meshwright train --json``."""
+        from meshwright.runs.summary import summarize_run  # noqa: PLC0415
+
+        return summarize_run(self.plan, self.record, self._audit, self.run_dir)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.run_dir)!r}, status={self.status!r}, steps={len(self.losses)})"
+
+
+def load_run(run_dir: str | Path) -> Run:
+    """Read the folder of a run, finished or not.
+
+    Raises:
+        UserError: It is not a run folder.
+    """
+    from meshwright.audit.compare import audit_run  # noqa: PLC0415
+    from meshwright.audit.record import read_record  # noqa: PLC0415
+    from meshwright.plan.contract import PLAN_FILE, read_plan  # noqa: PLC0415
+
+    folder = Path(run_dir)
+    record = read_record(folder)
+    plan = read_plan(folder / PLAN_FILE)
+    return Run(folder, plan, record, audit_run(plan, record))
+
+
+def list_runs(folder: str | Path = "runs") -> list[RunSummary]:
+    """The runs in a folder, newest first.
+
+    Raises:
+        UserError: It is not a folder, or cannot be read.
+    """
+    from meshwright.report.run_list import list_runs as list_folder  # noqa: PLC0415
+
+    return list_folder(Path(folder))
+
+
+def generate(
+    checkpoint: str | Path,
+    prompt: str = "",
+    *,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    seed: int = 0,
+    template: str | None = None,
+    tp: int = 1,
+    on_token: Callable[[int], None] = lambda count: None,
+) -> str:
+    """Sample text from a trained model.
+
+    Args:
+        checkpoint: A checkpoint, a folder of checkpoints, a run, or a Hugging Face folder.
+        prompt: Text to continue.
+        tokens: Tokens to generate.
+        temperature: 0 always takes the most likely token.
+        top_k: Sample among this many tokens; 0 for all.
+        seed: Seed of the sampling.
+        template: Chat template; the prompt is then a user message.
+        tp: Tensor-parallel ranks.
+        on_token: Called with the number of tokens generated so far.
+    """
+    from meshwright.runs.generate import generate_from  # noqa: PLC0415
+
+    settings = {
+        "prompt": prompt,
+        "tokens": tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "seed": seed,
+        "template": template,
+        "tp": tp,
+    }
+    return generate_from(find_model(checkpoint), settings, on_token)
+
+
+def find_model(path: str | Path) -> Path:
+    """The model that a path means: a Hugging Face folder, or what :func:`find_checkpoint` finds."""
+    from meshwright.runs.generate import find_model as find  # noqa: PLC0415
+
+    return find(Path(path))
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The checkpoint that a path means: itself, or the newest of a folder or a run.
+
+    Raises:
+        UserError: There is none.
+    """
+    from meshwright.runs.checkpoints import find_checkpoint as find  # noqa: PLC0415
+
+    return find(Path(path))
+
+
+def list_checkpoints(path: str | Path, *, verify: bool = False) -> list[StoredCheckpoint]:
+    """The checkpoints of a folder or a run.
+
+    Args:
+        path: A checkpoint, a folder of checkpoints, or a run.
+        verify: Whether to read every file and compare its checksum.
+    """
+    from meshwright.checkpoint.inventory import list_stored  # noqa: PLC0415
+
+    return list_stored(Path(path), verify)
+
+
+def prune_checkpoints(path: str | Path, keep: int) -> PruneResult:
+    """Delete old checkpoints; the newest ``keep``, the newest complete one and the best one stay.
+
+    Raises:
+        UserError: A run is writing into the folder.
+    """
+    from meshwright.runs.checkpoints import prune_folder  # noqa: PLC0415
+
+    return prune_folder(Path(path), keep)
+
+
+def export_checkpoint(
+    path: str | Path,
+    out: str | Path,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    shard_bytes: int = 5 * 10**9,
+) -> Exported:
+    """Write a checkpoint as a Hugging Face folder.
+
+    Args:
+        path: A checkpoint, a folder of checkpoints, or a run.
+        out: New or empty folder.
+        dtype: Type of the weights.
+        shard_bytes: Largest file of weights.
+    """
+    from meshwright.runs.checkpoints import export_to  # noqa: PLC0415
+
+    return export_to(find_checkpoint(path), Path(out), dtype, shard_bytes)
+
+
+def describe_preparation(report: PrepareReport) -> str:
+    """What was prepared, in a few lines."""
+    from meshwright.runs.data import describe_preparation as describe  # noqa: PLC0415
+
+    return describe(report)
+
+
+def prepare_corpus(corpus: str | Path, *, reporter: Reporter = SILENT) -> PrepareReport:
+    """Tokenize the text that a CORPUS.toml describes into shards."""
+    from meshwright.data.corpus_spec import load_corpus_spec  # noqa: PLC0415
+    from meshwright.runs.data import prepare_with_progress  # noqa: PLC0415
+
+    path = Path(corpus)
+    return prepare_with_progress(load_corpus_spec(path), path.parent, reporter)
+
+
+def probe(out: str | Path = "probed.toml", *, cpu: bool = False, reporter: Reporter = SILENT) -> ProbeResult:
+    """Measure GEMMs, attention, memory bandwidth and real steps on this machine.
+
+    Args:
+        out: Where the cluster file goes; use it with ``cluster.file``.
+        cpu: Probe the CPU even if there is a GPU.
+        reporter: Receives the progress.
+    """
+    from meshwright.runs.probe import probe_machine  # noqa: PLC0415
+
+    return probe_machine(Path(out), cpu, reporter)
+
+
+def validate(tables: Sequence[str | Path] = ()) -> list[Outcome]:
+    """Predict published runs; the package's own table if none is given."""
+    from meshwright.validation.evaluate import bundled_table, evaluate_tables  # noqa: PLC0415
+
+    return evaluate_tables([Path(table) for table in tables] or [bundled_table()])

@@ -1,0 +1,112 @@
+"""Events of a run as lines of text, for logs and progress bars."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from meshwright.core.events import Event
+from meshwright.core.units import format_bytes, format_plural, format_seconds, format_throughput
+from meshwright.spec.execution import uses_torch_compile
+from meshwright.spec.job import Job
+
+FROM_EVERY_RANK = frozenset({"checkpoint", "checkpoint_failed", "events_lost", "stopping"})
+"""Events that are shown whichever rank wrote them; of all others only rank 0's."""
+LOG_LINES = 20
+"""About this many step lines in a log, whatever the number of steps."""
+
+
+def format_loss(loss: float | None, digits: int = 4) -> str:
+    """A loss; None is that of a step without target tokens."""
+    if loss is None:
+        return "none (no target tokens)"
+    return f"{loss:.{digits}f}" if math.isfinite(loss) else "not finite"
+
+
+class EventText:
+    """Turns the events of one run into lines; keeps what the remaining time is computed from."""
+
+    def __init__(self, job: Job) -> None:
+        self._unit = job.unit
+        self.steps = job.train.steps
+        self._compiler = job.train.compile_backend if uses_torch_compile(job) else None
+        self._first = 0
+        self._started = time.monotonic()
+
+    def describe(self, event: Event) -> str | None:
+        """The event in one line; None for an event that is not shown."""
+        if event["rank"] != 0 and event["event"] not in FROM_EVERY_RANK:
+            return None
+        describe = getattr(self, f"_describe_{event['event']}", None)
+        return None if describe is None else describe(event)
+
+    def is_due(self, event: Event) -> bool:
+        """Whether a log shows this event: of many steps only some."""
+        if event["event"] != "step":
+            return True
+        step = event["step"]
+        return step in (self._first + 1, self.steps) or step % max(1, self.steps // LOG_LINES) == 0
+
+    def _describe_ready(self, event: Event) -> str | None:
+        self._first, self._started = event["step"], time.monotonic()
+        if self._compiler is None:
+            return None
+        return f"compiling with {self._compiler}: the first step takes longer"
+
+    def _describe_gemm_autotune_started(self, event: Event) -> str:
+        shapes = format_plural(event["shapes"], "GEMM shape")
+        return f"autotuning {shapes}: about 2 s each, once per GPU model"
+
+    def _describe_gemm_autotune(self, event: Event) -> str:
+        shapes = f"{event['changed']} of {event['tuned'] + event['cached']} shapes use another algorithm"
+        gain = f"{event['gain']:.1%} less GEMM time ({format_seconds(event['seconds'])})"
+        return f"GEMM autotuning: {shapes}, {gain}"
+
+    def _describe_eval(self, event: Event) -> str:
+        samples = format_plural(event["samples"], "sample")
+        return f"step {event['step']}: held-out loss {_event_loss(event)} on {samples}"
+
+    def _describe_checkpoint(self, event: Event) -> str:
+        cost = f"{format_bytes(event['bytes'])}, {format_seconds(event['seconds'])}"
+        return f"step {event['step']}: checkpoint {event['path']} ({cost})"
+
+    def _describe_checkpoint_failed(self, event: Event) -> str:
+        return f"warning: step {event['step']}: no checkpoint: {event['reason']}; training continues"
+
+    def _describe_events_lost(self, event: Event) -> str | None:
+        if "reason" not in event:
+            return None
+        what = f"rank {event['rank']} cannot write its events ({event['reason']})"
+        return f"warning: {what}; lines are lost, training continues"
+
+    def _describe_stopping(self, event: Event) -> str:
+        return "stopping after this step, with a checkpoint; press Ctrl-C again to stop at once"
+
+    def _describe_resumed(self, event: Event) -> str:
+        return f"resumed from {event['checkpoint']} at step {event['step']}"
+
+    def _describe_step(self, event: Event) -> str:
+        step, skipped = event["step"], " (skipped: fp16 overflow)" if event.get("skipped") else ""
+        done, passed = step - self._first, time.monotonic() - self._started
+        seconds = round(passed / done * (self.steps - step)) if done else 0
+        parts = [f"step {step}/{self.steps}", f"loss {_event_loss(event, 3)}{skipped}"]
+        if event.get("lr") is not None:
+            parts.append(f"lr {_format_power(event['lr'])}")
+        if event.get("grad_norm") is not None:
+            parts.append(f"grad norm {event['grad_norm']:.3g}")
+        parts += [format_throughput(event["tokens_per_s"], self._unit), f"MFU {event['mfu']:.1%}"]
+        eta = f"{seconds}s" if seconds < 120 else format_seconds(seconds)
+        return "  ".join([*parts, f"ETA {eta}"])
+
+
+def _format_power(value: float) -> str:
+    """``3.0e-4``."""
+    mantissa, _, exponent = f"{value:.1e}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if value else "0"
+
+
+def _event_loss(event: Event, digits: int = 4) -> str:
+    """The loss of a step or an evaluation; JSON writes a loss that is not finite as null."""
+    if event["loss"] is None and event.get("tokens") != 0:
+        return format_loss(math.nan)
+    return format_loss(event["loss"], digits)

@@ -1,0 +1,110 @@
+"""The public API: names, planning without torch, and objects instead of output."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import meshwright as mw
+from meshwright.api import load_job
+
+JOB = """
+name = "small"
+[model]
+preset = "tiny"
+[cluster]
+preset = "h100-sxm"
+[data]
+path = "text"
+seq_len = 32
+[train]
+steps = 4
+global_batch = 8
+"""
+
+
+@pytest.fixture
+def job_path(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    return path
+
+
+def test_every_public_name_is_there_and_nothing_else():
+    for name in mw.__all__:
+        assert getattr(mw, name).__name__ == name
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = mw.no_such_name
+    assert set(mw.__all__) <= set(dir(mw))
+
+
+def test_a_plan_has_layout_memory_and_collectives(job_path, capfd):
+    plan = mw.load_job(job_path, "layout.dp_replicate=2").plan()
+    assert (plan.layout.dp_replicate, plan.world_size) == (2, 2)
+    (memory,) = plan.memory.values()
+    assert 0 < memory.state_bytes["parameters"] < memory.needed_bytes
+    assert {row.axis for row in plan.collectives} == {"dp_replicate", "control"}
+    assert plan.step_s > 0
+    assert plan.reasons
+    assert capfd.readouterr() == ("", ""), "the API prints nothing"
+
+
+def test_a_written_plan_is_a_job(job_path, tmp_path):
+    plan = mw.load_job(job_path, "layout.dp_replicate=2").plan()
+    plan.write(tmp_path / "plan.toml")
+    assert mw.load_job(tmp_path / "plan.toml").plan().layout == plan.layout
+
+
+def test_mistakes_are_errors_with_every_problem(job_path):
+    with pytest.raises(mw.UserError) as caught:
+        mw.load_job(job_path, "train.stepz=3", "train.steps=soon")
+    assert {p.code for p in caught.value.problems} >= {"job-unknown-key", "job-wrong-type"}
+
+
+def test_a_preset_can_be_planned_on_a_cluster():
+    plan = mw.load_job("llama3-8b", on="8xh100-sxm").plan(top=4)
+    assert plan.world_size == 8
+    assert len(plan.search.best) >= 4
+    assert plan.as_dict(2)["layouts"][0]["step_s"] == plan.step_s
+
+
+def test_a_layout_is_explained(job_path):
+    found = load_job(job_path).explain("layout.tp=3")
+    assert not found.legal
+    assert found.problems[0].code == "layout-tp-heads"
+    assert found.nearest
+    legal = load_job(job_path).explain("layout.tp=2")
+    assert legal.legal
+    assert legal.plan is not None
+
+
+def test_the_reporter_gets_lines_of_text(job_path):
+    lines: list[str] = []
+    reporter = mw.Reporter(log=lines.append)
+    reporter.warning("look")
+    assert lines == ["warning: look"]
+    mw.load_job(job_path).plan(reporter=reporter)
+
+
+def test_planning_loads_no_torch_and_loading_a_job_no_planner(job_path):
+    code = (
+        "import json, sys, meshwright as mw\n"
+        "job = mw.load_job(sys.argv[1])\n"
+        "early = sorted(n for n in sys.modules if n.startswith('meshwright.plan'))\n"
+        "job.plan()\n"
+        "print(json.dumps([early, 'torch' in sys.modules, 'matplotlib' in sys.modules]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(job_path)], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == [[], False, False]
+
+
+def test_a_folder_without_runs_and_one_that_is_no_run(tmp_path):
+    assert mw.list_runs(tmp_path) == []
+    with pytest.raises(mw.UserError) as caught:
+        mw.load_run(tmp_path)
+    assert caught.value.problems[0].code == "run-missing"
