@@ -61,7 +61,7 @@ def test_a_resumed_run_is_bit_identical(train, tmp_path, norm):
     common = ["layout.dp_replicate=2", f"model.norm={norm}", "checkpoint.every_steps=3", "train.eval_every=3"]
     straight = train(*common)
     assert straight.result["audit_ok"]
-    assert ("mixes the samples" in straight.messages) == (norm == "batch")
+    assert ("model.norm=batch" in straight.messages) == (norm == "batch")
     rescued = tmp_path / "rescued"
     shutil.copytree(straight.run_dir / "checkpoints" / "step-00000003", rescued / "step-00000003")
     resumed = train(*common, f"checkpoint.dir={rescued}", resume=True)

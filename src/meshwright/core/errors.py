@@ -1,15 +1,15 @@
-"""Every error that a user can meet, with its exit status.
+"""The error classes, with their exit statuses.
 
 The tree::
 
     MeshwrightError
     ├── UserError         exit 2: the user's mistake; a list of problems, each with a code
     ├── CheckFailedError  exit 3: a contract did not hold (audit, prove, validate, faults)
-    ├── RunFailedError    exit 4: a rank died or the run could not go on
+    ├── RunFailedError    exit 4: a rank died or the run could not continue
     └── InterruptedRunError  exit 130: Ctrl-C, SIGTERM or SIGHUP
 
-A problem says what (dotted key and value), the rule with its numbers, the nearest fix, and a code in
-brackets. The codes are documented in ``docs/errors.md``; a test holds the two together.
+A problem has a dotted key and value, the rule with its numbers, the nearest fix, and a code in brackets.
+``docs/errors.md`` documents the codes; a test checks that it has all of them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, in a form that people and programs can read."""
+    """One problem, readable by people and by programs."""
 
     code: str
     """Stable code, ``area-what``."""
     rule: str
-    """What is wrong and the rule that says so, with its numbers."""
+    """What is wrong and the rule, with its numbers. It follows the key, or is a sentence that names it."""
     path: str = ""
     """Dotted key in the job file, a file path, or empty."""
     value: Any = None
     """The offending value, if there is one to show."""
     fix: str = ""
-    """The nearest thing that would work, as an instruction."""
+    """The nearest fix, as an instruction."""
 
     def __str__(self) -> str:
         """One line, ending in the code."""
@@ -40,7 +40,8 @@ class Problem:
             what = (
                 f"{self.path}={self.value!r}" if isinstance(self.value, str) else f"{self.path}={self.value}"
             )
-        sentence = f"{what} {self.rule}".strip().rstrip(".")
+        whole = self.rule[:1].isupper() and self.path in self.rule
+        sentence = self.rule if whole else f"{what} {self.rule}".strip().rstrip(".")
         fix = self.fix.rstrip(".")
         fix += "" if not fix or fix.endswith("?") else "."
         sentence += "" if sentence.endswith("?") else "."
@@ -48,7 +49,7 @@ class Problem:
 
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> Problem:
-        """A problem that another process wrote down with :meth:`as_dict`."""
+        """A problem that another process wrote with :meth:`as_dict`."""
         return cls(facts["code"], facts["rule"], facts["path"], facts["value"], facts["fix"])
 
     def as_dict(self) -> dict[str, Any]:
@@ -85,13 +86,13 @@ class UserError(MeshwrightError):
 
 
 class CheckFailedError(MeshwrightError):
-    """A contract did not hold."""
+    """A check failed: audit, prove, validate or faults."""
 
     exit_status = 3
 
 
 class RunFailedError(MeshwrightError):
-    """The run could not go on: a rank died, a device was lost."""
+    """The run could not continue: a rank died, a device was lost."""
 
     exit_status = 4
 
@@ -103,7 +104,7 @@ class InterruptedRunError(MeshwrightError):
 
 
 def missing_package(package: str, extra: str, needed_for: str) -> UserError:
-    """The error for a package that belongs to an extra which is not installed."""
+    """The error for a missing package of an optional extra."""
     return UserError(
         Problem(
             code="install-missing-extra",

@@ -32,6 +32,7 @@ from meshwright.plan.traffic.predict import merge_pp_ranks, predict_traffic
 from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality.table import find_problems, with_layout
+from meshwright.spec.micro_batches import count_micro_batches
 from meshwright.spec.model import DecoderModel, ResNetModel
 from meshwright.spec.numbers import divisors
 
@@ -221,11 +222,6 @@ def list_shortages(job: Job, memory: Memory) -> list[str]:
 def samples_per_rank(job: Job, layout: Layout) -> int:
     """Samples of a step on the rank with most of them."""
     return -(-job.train.global_batch // layout.data_degree)
-
-
-def count_micro_batches(job: Job) -> int:
-    """Micro-batches of a step of a settled job."""
-    return -(-samples_per_rank(job, job.layout) // (job.layout.micro_batch or 1))
 
 
 def complete_layout(job: Job, layout: Layout) -> Layout:

@@ -1,7 +1,7 @@
-"""The cluster: on what the model is trained.
+"""The cluster: the devices and links that a job runs on.
 
-Figures of devices and links are data files under ``presets/clusters``. ``local`` is this machine: its
-devices are its GPUs if it has any, else its cores, one rank and one thread to a core.
+The figures of devices and links are data files under ``presets/clusters``. ``local`` is this machine: its
+devices are its GPUs if it has any, otherwise its CPU cores with one rank and one thread per core.
 """
 
 from __future__ import annotations
@@ -21,75 +21,75 @@ from meshwright.spec.probed import Probed
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices, their memory and rates, and the links between them."""
+    """Devices with their memory and rates, and the links between them."""
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
     device: Literal["cpu", "cuda"]
-    """Kind of device."""
+    """Device type."""
     devices_per_node: Count
-    """GPUs, or cores, in one machine."""
+    """GPUs, or CPU cores, per node."""
     memory_bytes: Count
-    """Memory of one device."""
+    """Memory per device."""
     memory_bytes_per_s: Positive
     """Bandwidth of a device's memory."""
     fp32_flops_per_s: Positive
-    """Rate of a large float32 matrix product."""
+    """Rate of a large float32 GEMM."""
     bf16_flops_per_s: Positive
-    """Rate of a large bf16 matrix product: what is reached, not the peak in a data sheet."""
+    """Achieved rate of a large bf16 GEMM, not the peak of the data sheet."""
     link_bytes_per_s: Positive
-    """Bandwidth of one device's link to others in its node, one direction."""
+    """Bandwidth per device to the others of its node, one direction."""
     link_latency_s: Positive
-    """Time of a collective call that moves almost nothing, inside a node."""
+    """Latency of a collective within a node."""
     preset: str | None = None
     """Name of a cluster preset; `local` is this machine."""
     file: str | None = None
-    """A TOML file with these fields, in place of a preset."""
+    """A TOML file with these fields, instead of a preset."""
     nodes: Count = 1
-    """Machines."""
+    """Number of nodes."""
     device_name: str = ""
-    """What the figures belong to."""
+    """Name of the device that the figures are for."""
     peak_bf16_flops_per_s: Positive | None = None
-    """Peak in the data sheet; MFU is counted against it where it is known."""
+    """Dense bf16 peak of the data sheet; MFU is relative to it if it is set."""
     nic_bytes_per_s: Positive | None = None
-    """Bandwidth of one device's share of the network between nodes."""
+    """Network bandwidth between nodes, per device."""
     nic_latency_s: Positive | None = None
-    """Time of a collective call that moves almost nothing, between nodes."""
+    """Latency of a collective between nodes."""
     peak_fp8_flops_per_s: Positive | None = None
-    """Dense fp8 peak in the data sheet."""
+    """Dense fp8 peak of the data sheet."""
     peak_fp4_flops_per_s: Positive | None = None
-    """Dense fp4 peak in the data sheet."""
+    """Dense fp4 peak of the data sheet."""
     nodes_per_rack: Count | None = None
-    """Nodes behind one switch of full bandwidth; all of them if left out."""
+    """Nodes per full-bandwidth switch; all nodes if left out."""
     spine_oversubscription: Annotated[float, Field(ge=1, strict=True)] = 1.0
-    """How many times narrower the way between racks is than the links into it."""
+    """Oversubscription of the links between racks."""
     spine_latency_s: Positive | None = None
-    """Time of a collective call that moves almost nothing, between racks; nic_latency_s if left out."""
+    """Latency of a collective between racks; nic_latency_s if left out."""
     host_bytes_per_s: Positive = 2.5e10
-    """Bandwidth between one device and its host's memory, one direction."""
+    """Bandwidth between a device and CPU memory, one direction."""
     host_memory_bytes: Count | None = None
-    """Host memory that one device can use for what is offloaded; not limited if left out."""
+    """CPU memory per device for offloaded state; unlimited if left out."""
     storage_bytes_per_s: Positive | None = None
-    """Bandwidth of the whole cluster to its checkpoint storage."""
+    """Bandwidth of the cluster to its checkpoint storage."""
     failure_hours: Positive | None = None
-    """Mean hours between failures of one device, its share of host and links included."""
+    """Mean hours between failures per device, with its share of node and links."""
     cost_per_hour: Positive | None = None
-    """Price of one device for an hour, in any currency."""
+    """Price per device and hour, in any currency."""
     matmul_flops_per_s: Positive | None = None
-    """Peak that MFU is counted against; on `local`, unless probed, measured at the start if left out."""
+    """Reference rate of MFU; measured at the start if left out on `local` without a probe."""
     basis: str = ""
-    """Where the figures come from."""
+    """Source of the figures."""
     probed: Probed | None = None
-    """What `meshwright probe` measured on a device; steps of its kind are then predicted from that."""
+    """Measurements of `meshwright probe`; steps of the probed kind are predicted from them."""
 
     @property
     def world_size(self) -> int:
-        """Devices in the whole cluster."""
+        """Number of devices."""
         return self.nodes * self.devices_per_node
 
 
 def count_cores() -> int:
-    """Cores that this process may use: its affinity, within the limit of its container."""
+    """CPU cores that this process may use: its affinity, capped by the cgroup quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = _cgroup("cpu.max").partition(" ")
     if quota.isdigit() and period.strip().isdigit():
@@ -98,7 +98,7 @@ def count_cores() -> int:
 
 
 def _cgroup(name: str) -> str:
-    """A limit of the container that this process runs in, if there is one (cgroup v2)."""
+    """A cgroup v2 limit of this process, or an empty string."""
     try:
         return Path("/sys/fs/cgroup", name).read_text().strip()
     except OSError:
@@ -124,7 +124,7 @@ def find_gpus() -> list[tuple[str, int]]:
 
 
 def machine_memory_bytes() -> int:
-    """Memory that processes of this machine may still take."""
+    """Available memory of this machine, capped by the cgroup limit."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

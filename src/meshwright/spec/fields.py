@@ -1,7 +1,7 @@
 """Constrained field types shared by the sections of a job.
 
-A section is a plain frozen dataclass. Pydantic reads it from TOML, so that all mistakes are reported at
-once; the attribute docstring under each field feeds the JSON Schema and the documentation.
+A section is a plain frozen dataclass. Pydantic reads it from TOML and reports all mistakes at once. The
+attribute docstring under each field feeds the JSON Schema and the documentation.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ NonNegative = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, strict=True)]
 OpenFraction = Annotated[float, Field(ge=0, lt=1, strict=True)]
 Share = Annotated[float, Field(gt=0, le=1, strict=True)]
-"""A part of something, not nothing."""
+"""A fraction above 0."""
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=100)]
-"""Letters, digits, dots and dashes: names a folder, so it cannot leave its place."""
+"""Letters, digits, dots and dashes: it names a folder."""
 Location = Annotated[str, Field(min_length=1)]
-"""A path; empty is not one."""
+"""A path, not empty."""
 Flag = Annotated[bool, Field(strict=True)]

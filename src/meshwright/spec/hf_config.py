@@ -1,7 +1,6 @@
-"""From a Hugging Face ``config.json`` to the fields of a decoder; neither weights nor torch are read.
+"""Translates a Hugging Face ``config.json`` to the fields of a decoder, without torch and weights.
 
-What a config says is taken, refused by name, or told: a key that changes the mathematics and is not built
-here is an error, dropout and keys that mean nothing to these architectures are notes.
+A key that changes the mathematics and is not supported is an error. Dropout and unknown keys become notes.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from meshwright.spec.hf_config_reader import CONFIG_FILE, IDLE_VALUES, ROPE_KEYS
 from meshwright.spec.model import DecoderModel, Model
 
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-"""GPT-2's names for an activation and ours."""
+"""GPT-2's names of activation functions, and ours."""
 FREE_BESIDE_HF = frozenset({"hf", "init_std", "preset"})
-"""Keys that may differ from the config: the weights fit all the same."""
+"""Keys that may differ from the config without changing the shapes of the weights."""
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -30,26 +29,28 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True)
 class HfConfig:
-    """What a config.json says, in our words."""
+    """The contents of a config.json, translated."""
 
     architecture: str
     fields: Tree
-    """Of a :class:`DecoderModel`; one that is not there has its default."""
+    """Fields of a :class:`DecoderModel`; the others have their defaults."""
     sliding_window: int | None
-    """Attention reaches no further back; None for all the way."""
+    """Sliding window in tokens; None for full attention."""
     notes: tuple[str, ...]
 
 
 def merge_hf_config(model: Tree, seq_len: Any) -> tuple[Tree, list[Problem]]:
-    """The model's table with the folder's config laid under it, and what is wrong.
+    """The model's table with the fields of the folder's config, and the problems.
 
     Args:
         model: The table ``[model]`` with the key ``hf``; the path becomes absolute.
-        seq_len: ``data.seq_len``, which a sliding window must not be shorter than.
+        seq_len: ``data.seq_len``; it must fit into the sliding window.
     """
     if model.get("preset") is not None:
-        rule = "cannot stand beside model.preset: both say what the model is"
-        return model, [Problem("model-hf-preset", rule, path="model.hf", value=model["hf"], fix="Drop one")]
+        rule = "cannot be combined with model.preset: both define the model"
+        return model, [
+            Problem("model-hf-preset", rule, path="model.hf", value=model["hf"], fix="Leave one out")
+        ]
     folder = Path(os.path.abspath(model["hf"]))  # noqa: PTH100  (links stay: caches are full of them)
     try:
         config = read_config(folder)
@@ -58,33 +59,34 @@ def merge_hf_config(model: Tree, seq_len: Any) -> tuple[Tree, list[Problem]]:
     problems = _find_conflicts(folder, config.fields, model)
     weights, drawn_with = find_weights_file(folder), config.fields["init_std"]
     if weights is not None and (std := model.get("init_std", drawn_with)) != drawn_with:
-        rule = f"has no effect: nothing is drawn, as {folder} holds weights ({weights.name})"
-        fix = "Leave model.init_std out, or use a folder with the config alone"
+        rule = f"has no effect: the initial weights are loaded from {folder} ({weights.name})"
+        fix = "Leave model.init_std out, or use a folder with only the config"
         problems.append(Problem("model-hf-init-std", rule, path="model.init_std", value=std, fix=fix))
     window = config.sliding_window
     if window is not None and isinstance(seq_len, int) and seq_len > window:
-        rule = f"is more than sliding_window={window} in {folder / CONFIG_FILE}, and windows are not built"
+        where = folder / CONFIG_FILE
+        rule = f"is more than sliding_window={window} in {where}, and sliding windows are not implemented"
         fix = f"Use {window} or less"
         problems.append(Problem("model-hf-unsupported", rule, path="data.seq_len", value=seq_len, fix=fix))
     return {**config.fields, **model, "hf": str(folder)}, problems
 
 
 def is_settled(model: Any) -> bool:
-    """Whether a table holds every field, as in a plan: then the folder need not be there any more."""
+    """Whether a table has every field, as in a plan; the folder is then not read."""
     always = {f.name for f in dataclasses.fields(DecoderModel) if f.default is not None}
     return isinstance(model, dict) and always <= model.keys()
 
 
 def find_weights_file(folder: Path) -> Path | None:
-    """Where a folder's weights begin: the one file, which wins as in transformers, or the index of shards.
+    """The weights of a folder: the single file, which wins as in transformers, or the index of shards.
 
-    None for a folder that holds only a config.
+    None for a folder with only a config.
     """
     return next((folder / name for name in (WEIGHTS_FILE, INDEX_FILE) if (folder / name).exists()), None)
 
 
 def check_config(model: DecoderModel, seq_len: int) -> None:
-    """Read the config again, before its weights are used: it must still say what the job says."""
+    """Check that the config still agrees with the job, before its weights are loaded."""
     assert model.hf is not None, "called for models with a folder"
     given = dataclasses.asdict(model)
     _, problems = merge_hf_config(given, seq_len)
@@ -93,7 +95,7 @@ def check_config(model: DecoderModel, seq_len: int) -> None:
 
 
 def notes_on(model: Model) -> list[str]:
-    """What a reader of the plan should know of the model's config; nothing if the folder is gone."""
+    """Notes on the model's config for the plan; empty if the folder is gone."""
     if not isinstance(model, DecoderModel) or model.hf is None:
         return []
     try:
@@ -107,7 +109,7 @@ def read_config(folder: Path) -> HfConfig:
     """Read and translate a folder's config.json.
 
     Raises:
-        UserError: With everything in it that cannot be taken.
+        UserError: With everything in it that is not supported.
     """
     content = _read_json(folder)
     architecture = _find_architecture(folder, content)
@@ -132,25 +134,25 @@ def _read_json(folder: Path) -> Tree:
             bad_config(folder, f"has a {CONFIG_FILE} that cannot be read as JSON: {reason}")
         ) from None
     if not isinstance(content, dict):
-        raise UserError(bad_config(folder, f"has a {CONFIG_FILE} that holds no JSON object"))
+        raise UserError(bad_config(folder, f"has a {CONFIG_FILE} that is not a JSON object"))
     return content
 
 
 def _missing(folder: Path) -> Problem:
     fix = "Give the folder of a downloaded model; nothing is fetched from the Hub"
     if not folder.exists():
-        rule = "is not there"
+        rule = "does not exist"
     elif not folder.is_dir():
         rule = "is not a folder"
     else:
         names = sorted(os.listdir(folder)) if os.access(folder, os.R_OK) else []  # noqa: PTH208
         shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-        rule = f"has no {CONFIG_FILE}; it holds {shown or 'nothing'}"
+        rule = f"has no {CONFIG_FILE}; it has {shown or 'no files'}"
     return Problem("model-hf-missing", rule, path="model.hf", value=str(folder), fix=fix)
 
 
 def _find_architecture(folder: Path, content: Tree) -> str:
-    """The architecture's class name; `model_type` must agree, and stands in where no class is named."""
+    """The class name of the architecture; `model_type` must agree, and decides if there is no class name."""
     named, kind = content.get("architectures"), content.get("model_type")
     by_kind = {model_type: name for name, (model_type, _) in _ARCHITECTURES.items()}
     name = named[0] if isinstance(named, list) and len(named) == 1 else named
@@ -159,24 +161,24 @@ def _find_architecture(folder: Path, content: Tree) -> str:
     if isinstance(name, str) and name in _ARCHITECTURES and kind in (None, _ARCHITECTURES[name][0]):
         return name
     said = f"architectures={named}, model_type={kind}"
-    rule = f"is of an architecture that is not built: {CONFIG_FILE} says {said}"
-    fix = f"Built are {', '.join(_ARCHITECTURES)}"
+    rule = f"has an unsupported architecture: {CONFIG_FILE} has {said}"
+    fix = f"Supported: {', '.join(_ARCHITECTURES)}"
     raise UserError(Problem("model-hf-architecture", rule, path="model.hf", value=str(folder), fix=fix))
 
 
 def _find_conflicts(folder: Path, fields: Tree, model: Tree) -> list[Problem]:
-    """Keys of the job that say something else than the config."""
+    """Keys of the job that contradict the config."""
     defaults = {f.name: f.default for f in dataclasses.fields(DecoderModel)}
     problems = []
     for key, value in model.items():
         if key in FREE_BESIDE_HF or key not in defaults:
             continue
         there = fields.get(key, defaults[key])
-        if key == "head_dim":  # left out of the fields where it is what it would be anyway
+        if key == "head_dim":  # left out of the fields where it is the default
             there = there or fields["hidden_size"] // fields["num_heads"]
             value = value or there  # noqa: PLW2901
         if value != there:
-            rule = f"contradicts {folder / CONFIG_FILE}, which makes it {there}; the weights would not fit"
+            rule = f"contradicts {folder / CONFIG_FILE}, which has {there}; the weights would not fit"
             fix = f"Leave model.{key} out"
             problems.append(Problem("model-hf-conflict", rule, path=f"model.{key}", value=value, fix=fix))
     return problems
@@ -212,7 +214,7 @@ def _read_llama(reader: ConfigReader) -> Tree:
 
 
 def _read_mistral(reader: ConfigReader) -> Tree:
-    """Llama with a window; its class knows no biases, whatever the config says."""
+    """Llama with a sliding window; the class has no biases, whatever the config says."""
     if "num_key_value_heads" not in reader.content:
         reader.count("num_key_value_heads")  # missing: transformers' own default is 8, not the heads
     fields = _read_llama(reader)
@@ -223,7 +225,7 @@ def _read_mistral(reader: ConfigReader) -> Tree:
 
 
 def _read_mixtral(reader: ConfigReader) -> Tree:
-    """Mistral with experts in every layer; dropped tokens and jitter are not its own."""
+    """Mistral with experts in every layer, without capacity limits and jitter."""
     if reader.content.get("router_jitter_noise"):
         reader.refuse("router_jitter_noise", reader.content["router_jitter_noise"], "supported: 0.0")
     reader.taken |= {"router_jitter_noise", "router_aux_loss_coef", "output_router_logits"}
@@ -236,7 +238,7 @@ def _read_mixtral(reader: ConfigReader) -> Tree:
 
 
 def _read_rope(reader: ConfigReader, max_positions: int) -> Tree:
-    """Rotary positions in both forms: `rope_theta` with `rope_scaling`, or all of it in `rope_parameters`."""
+    """RoPE in both forms: `rope_theta` with `rope_scaling`, or all in `rope_parameters`."""
     content = reader.content
     reader.taken |= {"rope_scaling", "rope_parameters", "original_max_position_embeddings"}
     old, new = content.get("rope_scaling") or {}, content.get("rope_parameters") or {}
@@ -246,10 +248,10 @@ def _read_rope(reader: ConfigReader, max_positions: int) -> Tree:
         reader.refuse(key, given, "it must be a table")
         given = {}
     if old and new and old != new:
-        reader.refuse("rope_scaling", old, f"rope_parameters={json.dumps(new)} says something else")
+        reader.refuse("rope_scaling", old, f"rope_parameters={json.dumps(new)} contradicts it")
     kind = given.get("rope_type") or given.get("type") or "default"
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
-        reader.refuse(f"{key}.rope_type", kind, f"built: {', '.join(ROPE_KEYS)}")
+        reader.refuse(f"{key}.rope_type", kind, f"supported: {', '.join(ROPE_KEYS)}")
         return {}
     for unknown in sorted(given.keys() - ROPE_KEYS[kind]):
         if given[unknown] is not None and given[unknown] not in IDLE_VALUES.get(unknown, ()):

@@ -1,4 +1,4 @@
-"""Takes the keys of a Hugging Face ``config.json``, and judges those that are not fields of a model."""
+"""Reads keys of a Hugging Face ``config.json``, and checks those that are not fields of a model."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
-"""About tokens, text generation, labels or how the same numbers are computed: not told."""
+"""Keys about tokens, generation, labels or implementation, which do not change the model: ignored."""
 
 IDLE_VALUES: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
@@ -98,7 +98,7 @@ IDLE_VALUES: dict[str, tuple[Any, ...]] = {
     "use_parallel_residual": (False,),
     "use_qk_norm": (False,),
 }
-"""Keys that change the mathematics, and the values (beside null) with which they do not."""
+"""Keys that change the mathematics, with the values (besides null) that have no effect."""
 
 ROPE_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset({"rope_type", "type", "rope_theta"}),
@@ -114,16 +114,16 @@ ROPE_KEYS: dict[str, frozenset[str]] = {
         }
     ),
 }
-"""Kinds of rotary positions that are built, and the keys of each."""
+"""Supported kinds of RoPE, and their keys."""
 
 
 def bad_config(folder: Path, rule: str, fix: str = "") -> Problem:
-    """A config that says nothing usable."""
+    """The problem of a config that cannot be used."""
     return Problem("model-hf-config", rule, path="model.hf", value=str(folder), fix=fix)
 
 
 class ConfigReader:
-    """Takes keys out of a config, each once; what is left over at the end is judged too."""
+    """Reads keys of a config, and checks at the end those that were not read."""
 
     def __init__(self, folder: Path, content: dict[str, Any]) -> None:
         self.folder, self.content = folder, content
@@ -132,7 +132,7 @@ class ConfigReader:
         self.taken: set[str] = set()
 
     def count(self, key: str, *default: int | None) -> Any:
-        """A whole number, at least 1; without a default the key must be there."""
+        """A whole number, at least 1; required without a default."""
         return self._take(key, default, lambda v: type(v) is int and v >= 1, "a whole number, at least 1")
 
     def number(self, key: str, *default: float) -> Any:
@@ -145,27 +145,27 @@ class ConfigReader:
         return self._take(key, (default,), lambda v: isinstance(v, bool), "true or false")
 
     def choice(self, key: str, choices: tuple[str, ...], default: str) -> str:
-        """One of the texts that are built; another one is refused by name."""
+        """One of the supported strings."""
         self.taken.add(key)
         value = self.content.get(key)
         if value is not None and value not in choices:
-            self.refuse(key, value, f"built: {', '.join(choices)}")
+            self.refuse(key, value, f"supported: {', '.join(choices)}")
         return value if value in choices else default
 
     def dropout(self, *keys: str) -> None:
-        """Shares of values to drop in training, which is not done here."""
+        """Dropout probabilities, which are not applied."""
         said = [f"{key}={self.content[key]}" for key in keys if self.content.get(key)]
         self.taken.update(keys)
         if said:
             self.notes.append(f"dropout is not applied: {CONFIG_FILE} says {', '.join(said)}")
 
     def refuse(self, key: str, value: Any, why: str) -> None:
-        """A key's value is not built."""
+        """Record that a value is not supported."""
         rule = f"has a {CONFIG_FILE} with {key}={json.dumps(value)}, which is not supported; {why}"
         self.problems.append(Problem("model-hf-unsupported", rule, path="model.hf", value=str(self.folder)))
 
     def finish(self) -> None:
-        """Judge the keys that were not asked for."""
+        """Check the keys that were not read."""
         unread = []
         for key in sorted(self.content.keys() - self.taken - HARMLESS):
             value = self.content[key]
@@ -176,7 +176,7 @@ class ConfigReader:
             elif value is not None and not key.startswith("_"):
                 unread.append(key)
         if unread:
-            self.notes.append(f"keys of {CONFIG_FILE} without a meaning here, not read: {', '.join(unread)}")
+            self.notes.append(f"keys of {CONFIG_FILE} that are ignored: {', '.join(unread)}")
 
     def _take(self, key: str, default: tuple[Any, ...], good: Callable[[Any], bool], expected: str) -> Any:
         self.taken.add(key)
@@ -192,7 +192,7 @@ class ConfigReader:
             self.problems.append(bad_config(self.folder, rule))
         else:
             return value
-        return 1  # goes nowhere: there is a problem
+        return 1  # not used: there is a problem
 
 
 def _is_positive(value: Any) -> bool:

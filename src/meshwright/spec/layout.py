@@ -1,4 +1,4 @@
-"""The layout: how the model is spread over the cluster."""
+"""The layout: how a job is parallelised over the ranks."""
 
 from __future__ import annotations
 
@@ -13,62 +13,63 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first; `ep` divides dp_shard x cp x tp and adds no ranks."""
 DEGREES = (*AXES, "ep", "etp")
 V_SCHEDULES = ("zbv", "dualpipe-v")
-"""Pipeline schedules with two stages a rank, laid out in a V: the first rank holds the first and the last."""
+"""V-shaped pipeline schedules, with two stages per rank: rank 0 holds the first and the last stage."""
 Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of the mesh axes and how a step is cut up."""
+    """Degrees of the mesh axes, and how a step runs on them."""
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
     mode: Literal["auto", "given"] = "auto"
-    """`auto` lets the planner choose; naming any degree makes it `given`."""
+    """`auto`: the planner chooses. Setting any degree makes it `given`."""
     pp: Count = 1
-    """Pipeline stages."""
+    """Pipeline parallel degree."""
     dp_replicate: Count = 1
-    """Replicas that each hold the whole state (DDP)."""
+    """Replicated data parallel degree (DDP); with dp_shard above 1, hybrid sharding (HSDP)."""
     dp_shard: Count = 1
-    """Ranks that share one copy of the state (ZeRO)."""
+    """Sharded data parallel degree (ZeRO, FSDP)."""
     cp: Count = 1
-    """Ranks that share one sequence."""
+    """Context parallel degree: ranks that split each sequence."""
     tp: Count = 1
-    """Ranks that share each matrix."""
+    """Tensor parallel degree: ranks that split each linear layer."""
     ep: Count = 1
-    """Ranks that share the experts."""
+    """Expert parallel degree: ranks that split the experts of a layer."""
     etp: Count = 1
-    """Ranks that share one expert's matrices."""
+    """Expert tensor parallel degree: ranks that split each expert."""
     zero: Annotated[int, Field(ge=0, le=3, strict=True)] = 0
-    """ZeRO stage over dp_shard x cp: 1 optimizer, 2 + gradients, 3 + parameters."""
+    """ZeRO stage over dp_shard x cp: 1 shards the optimizer state, 2 also gradients, 3 also parameters."""
     accumulate: Literal["sharded", "deferred"] = "sharded"
-    """When gradients of micro-batches are reduced under ZeRO."""
+    """Gradient accumulation under ZeRO-2 and 3: reduce-scatter per micro-batch (`sharded`), or once per step
+    (`deferred`; keeps full gradients)."""
     sequence_parallel: Flag = False
-    """Shard norms and residual along the sequence within tp."""
+    """Shard norms and residual stream along the sequence over tp."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe-v"] = "1f1b"
     """Pipeline schedule."""
     virtual_stages: Count = 1
-    """Stages a pipeline rank holds; `zbv` and `dualpipe-v` have 2, also if left out."""
+    """Pipeline stages per rank; 2 for `zbv` and `dualpipe-v`."""
     stage_layers: tuple[Count, ...] | None = None
-    """Layers of each pipeline stage, first to last; by their predicted cost if left out."""
+    """Layers of each pipeline stage, first to last; balanced by predicted cost if left out."""
     schedule_file: Location | None = None
-    """A schedule of your own in place of `schedule`: see `meshwright schedule pipeline --file`."""
+    """File with a custom schedule, instead of `schedule`: see `meshwright schedule pipeline --file`."""
     context: Literal["ring", "ulysses"] = "ring"
-    """How cp exchanges keys and values."""
+    """Context parallel method: ring attention, or Ulysses (all-to-all over heads)."""
     micro_batch: Count | None = None
-    """Samples in one forward pass on a rank; the largest that fits if left out."""
+    """Samples per rank in one forward pass; the largest size that fits if left out."""
     recompute: Recompute = "none"
-    """What is computed again in the backward pass: norms and activations (selective), or whole blocks."""
+    """Activation checkpointing: recompute norms and activation functions (`selective`), or blocks."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """What leaves the device between uses."""
+    """What is kept in CPU memory between uses: the optimizer state, or all state."""
     prefetch: Natural = 1
-    """Layers gathered ahead under ZeRO-3."""
+    """Layers that ZeRO-3 all-gathers ahead."""
     bucket_mb: Annotated[float, Field(gt=0, le=65536, strict=True)] = 25.0
-    """Size of one gradient all-reduce of DDP, in MiB."""
+    """Size of a DDP gradient bucket, in MiB."""
 
     @property
     def world_size(self) -> int:
-        """Ranks that the layout needs."""
+        """Number of ranks."""
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property

@@ -1,7 +1,7 @@
-"""From a TOML file and ``key.path=value`` overrides to a checked ``Job``.
+"""Loads a ``Job`` from a TOML file and ``key.path=value`` overrides.
 
-The order matters: overrides are laid over the file, presets under both, defaults fill the rest, and only
-then is anything validated. Every mistake found on the way is reported in one error.
+Overrides win over the file, the file over presets, presets over defaults. Validation comes last, and one
+error reports all mistakes.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from meshwright.spec.validation_errors import JOB, takes_text, translate_errors
 Tree = dict[str, Any]
 
 PLAN_KEY = "meshwright_plan"
+"""A file with this key is a plan; it has the job under ``job``."""
 LAYERS_ASSIGNED = "layers_assigned"
-"""In a plan's predictions: whether the layers of its stages are the planner's."""
-"""A file with this key is a plan; its job lies under ``job``."""
+"""In a plan's predictions: whether the planner assigned the layers to stages."""
 
 PRESET_IMAGE_DATA: Tree = {"data": {"path": SYNTHETIC_IMAGES}}
 HF_CHECKED = ("model.", "data.seq_len")
-"""Overrides of a plan that must be held against the model's Hugging Face folder again."""
+"""Overrides of a plan after which the Hugging Face config is checked again."""
 
 PRESET_JOB: Tree = {
     "data": {"path": "builtin:python-stdlib", "seq_len": 4096},
     "train": {"steps": 1000, "global_batch": 512, "precision": "bf16"},
 }
-"""What a bare preset name means to ``plan``."""
+"""The job of a bare model preset, for ``plan``."""
 
 DECODER_PLACEHOLDERS: Tree = {
     "num_layers": 2**20,
@@ -69,12 +69,12 @@ PLACEHOLDERS: Tree = {
 }
 """Values for required keys that are missing or wrong, so that the other rules can still be checked.
 
-What a rule then says about one of these values is not reported: the user never wrote it.
+Problems with these values are not reported.
 """
 
 
 class SpecError(UserError):
-    """A job that cannot run; carries the job if only rules forbid it, to price the nearest legal one."""
+    """A job that cannot run. It has the job if only legality rules forbid it."""
 
     def __init__(self, job: Job | None, *problems: Problem) -> None:
         super().__init__(*problems)
@@ -92,11 +92,11 @@ def load_job(
     Args:
         source: Path of a TOML file, or the name of a model preset.
         overrides: ``key.path=value`` texts, the last one wins.
-        on: A cluster such as ``8x8xh100-sxm`` (nodes x devices x preset) in place of the job's.
-        to_run: False for a job that is only planned: what is sound but not built yet is let through.
+        on: A cluster such as ``8x8xh100-sxm`` (nodes x devices x preset) instead of the job's.
+        to_run: False for a job that is only planned: combinations that are not implemented yet are allowed.
 
     Raises:
-        UserError: With every problem that was found.
+        UserError: With all problems.
     """
     tree = read_tree(source)
     settled = is_settled(tree.get("model")) and not any(t.startswith(HF_CHECKED) for t in overrides)
@@ -110,11 +110,11 @@ def load_job(
 def build_job(
     tree: Tree, problems: Sequence[Problem] = (), settled: bool = False, *, to_run: bool = True
 ) -> Job:
-    """Fill presets and defaults, then check everything.
+    """Fill in presets and defaults, then validate.
 
     Args:
         tree: The raw tables.
-        problems: Found earlier; they are reported along.
+        problems: Found earlier, to be reported too.
         settled: The model comes from a plan: its Hugging Face folder is not read again.
         to_run: False for a job that is only planned.
     """
@@ -129,7 +129,7 @@ def build_job(
         if found:
             raise SpecError(job, *found)
         return job
-    # Something is wrong already: look further without the offending keys, to report everything at once.
+    # Validate again without the wrong keys, to report all problems at once.
     unsure = {p.path for p in found}
     unsure |= {path.rpartition(".")[0] for path in unsure if path.endswith((".preset", ".hf"))}
     unsure |= {"cluster" for path in unsure if path == "cluster.file"}
@@ -142,22 +142,22 @@ def build_job(
 
 
 def require_runnable(job: Job) -> None:
-    """Refuse a job that was loaded to be planned and that this version does not run.
+    """Refuse a job that was loaded for planning and cannot run.
 
     Raises:
-        SpecError: With what is not built, and the job, so that the nearest layout that runs can be named.
+        SpecError: With the problems, and the job to find the nearest layout that runs.
     """
     if found := find_problems(job):
         raise SpecError(job, *found)
 
 
 def _is_about(problem: Problem, path: str) -> bool:
-    """Whether a problem is about a key, or about a value in a table, that is itself in doubt."""
+    """Whether a problem is about a key, or about a value in its table."""
     return re.search(rf"(?<![\w.]){re.escape(path)}(\.\w+)*=", str(problem)) is not None
 
 
 def named_layout_keys(source: str, overrides: Sequence[str]) -> list[str]:
-    """Keys of the layout that the user wrote, in the file or as overrides."""
+    """Keys of the layout that the user set, in the file or as overrides."""
     table = read_tree(source).get("layout")
     named = list(table) if isinstance(table, dict) else []
     return [
@@ -189,12 +189,10 @@ def read_tree(source: str) -> Tree:
         raise UserError(Problem("job-bad-toml", f"is not TOML: {error}", path=source)) from None
     if PLAN_KEY in tree:
         if not isinstance(tree.get("job"), dict):
-            raise UserError(Problem("plan-unreadable", "is not a whole plan: it has no job", path=source))
+            raise UserError(Problem("plan-unreadable", "is not a complete plan: it has no job", path=source))
         job = copy.deepcopy(tree["job"])
         find_schedule(job, path)
-        if tree.get("predicted", {}).get(
-            LAYERS_ASSIGNED
-        ):  # they are dealt again: something may be overridden
+        if tree.get("predicted", {}).get(LAYERS_ASSIGNED):  # assigned again, as overrides may change the cost
             job.get("layout", {}).pop("stage_layers", None)
         return dict(job)
     tree.setdefault("name", re.sub(r"[^\w.-]", "-", path.stem).lstrip(".-") or "job")
@@ -202,21 +200,21 @@ def read_tree(source: str) -> Tree:
 
 
 def find_schedule(job: Tree, plan: Path) -> None:
-    """A plan names its schedule's file as one beside it."""
+    """Resolve the schedule file of a plan, which is relative to the plan."""
     layout = job.get("layout")
     if isinstance(layout, dict) and isinstance(layout.get("schedule_file"), str):
         layout["schedule_file"] = str(plan.parent / layout["schedule_file"])
 
 
 def apply_override(tree: Tree, text: str) -> Problem | None:
-    """Lay one ``key.path=value`` over the tables; returns what is wrong with it, if anything."""
+    """Apply one ``key.path=value`` to the tables; returns the problem, if any."""
     key, separator, value = text.partition("=")
     if not separator or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key):
         return Problem(
             "job-bad-override",
             "is not of the form key.path=value",
             path=text,
-            fix="Write, say, train.lr=3e-4",
+            fix="For example train.lr=3e-4",
         )
     table = tree
     *parents, leaf = key.split(".")
@@ -229,7 +227,7 @@ def apply_override(tree: Tree, text: str) -> Problem | None:
 
 
 def _parse_value(text: str) -> Any:
-    """A TOML value where it is one, else the text itself, so that ``bf16`` needs no quotes."""
+    """A TOML value, or the text itself, so that ``bf16`` needs no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -253,7 +251,7 @@ def _apply_on(tree: Tree, on: str) -> Problem | None:
 
 
 def _spread(preset: str, count: str | None) -> tuple[str | None, str | None]:
-    """Nodes and devices of one: more devices than a node has are spread over whole nodes."""
+    """Nodes and devices per node for a device count; counts above one node must fill whole nodes."""
     fields = read_preset("clusters", preset)
     if count is None or isinstance(fields, Problem) or preset == "local":
         return None, count
@@ -262,7 +260,7 @@ def _spread(preset: str, count: str | None) -> tuple[str | None, str | None]:
 
 
 def _fill_presets(tree: Tree, settled: bool) -> list[Problem]:
-    """Lay the named presets, or a Hugging Face config, under the model and the cluster."""
+    """Fill in model and cluster from presets or a Hugging Face config."""
     problems: list[Problem] = []
     model = tree.get("model")
     if isinstance(model, dict) and isinstance(model.get("hf"), str) and model["hf"] and not settled:
@@ -279,7 +277,7 @@ def _fill_presets(tree: Tree, settled: bool) -> list[Problem]:
         data.setdefault("seq_len", 1)  # a sample is one image with one target
     cluster = tree.setdefault("cluster", {})
     if not isinstance(cluster, dict) or PLACEHOLDERS["cluster"].keys() - {"preset"} <= cluster.keys():
-        return problems  # a plan's cluster is complete: neither file nor machine is asked again
+        return problems  # complete, as in a plan
     if "file" in cluster:
         base = _read_cluster_file(str(cluster["file"]))
     else:
@@ -294,7 +292,7 @@ def _fill_presets(tree: Tree, settled: bool) -> list[Problem]:
 
 
 def _merge_preset(preset: Tree, model: Tree) -> Tree:
-    """The model over its preset, without those of the preset's keys that the model's choices leave unread."""
+    """The model's keys over its preset, without preset keys that have no effect with them."""
     unread = {key for key, (other, needed) in READ_WITH.items() if model.get(other, needed) != needed}
     own = {key: value for key, value in model.items() if key not in unread or value != preset.get(key)}
     return {key: value for key, value in preset.items() if key not in unread} | own
@@ -306,7 +304,7 @@ def _table(tree: Tree, name: str) -> Tree:
 
 
 def _read_cluster_file(name: str) -> Tree | Problem:
-    """A file's figures, over those of the preset that it names, if it names one."""
+    """The fields of a cluster file, over those of the preset that it names, if any."""
     try:
         fields = tomllib.loads(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -318,7 +316,7 @@ def _read_cluster_file(name: str) -> Tree | Problem:
 
 
 def _this_machine(device: str) -> Tree:
-    """Devices and memory of this machine, over the assumed rates of ``local``."""
+    """Devices and memory of this machine, and the rates of a known GPU."""
     gpus = find_gpus() if device != "cpu" else []
     if gpus:
         name, memory_bytes = gpus[0]
@@ -334,7 +332,7 @@ def _this_machine(device: str) -> Tree:
 
 
 def _figures_of(gpu: str, memory_bytes: int) -> Tree:
-    """The figures of the preset with this GPU's model name and the nearest memory; none if it is unknown."""
+    """The preset with this GPU's name and the nearest memory size; empty if there is none."""
     words = set(re.split(r"[^A-Z0-9]+", gpu.upper()))
     presets = [read_preset("clusters", name) for name in preset_names("clusters")]
     known = [p for p in presets if isinstance(p, dict) and str(p["device_name"]).split("-")[0] in words]
@@ -342,7 +340,7 @@ def _figures_of(gpu: str, memory_bytes: int) -> Tree:
 
 
 def _settle_layout(tree: Tree) -> list[Problem]:
-    """Naming any degree makes the layout given; dp_shard without zero means ZeRO-3; a V has two stages."""
+    """Any degree makes the layout given; dp_shard without zero means ZeRO-3; V schedules have two stages."""
     layout = tree.get("layout")
     if not isinstance(layout, dict):
         return []

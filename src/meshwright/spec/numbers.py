@@ -1,4 +1,4 @@
-"""Numbers and choices as error messages name them."""
+"""Divisors, and choices as error messages list them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def divisors(number: int) -> list[int]:
 
 
 def near_divisors(number: int, wanted: int) -> list[int]:
-    """The largest few divisors that are at most twice what was wanted."""
+    """The four largest divisors that are at most twice the wanted number."""
     return [d for d in range(1, min(number, 2 * wanted) + 1) if number % d == 0][-4:]
 
 
@@ -24,7 +24,7 @@ def list_choices(choices: Iterable[int | str]) -> str:
 
 
 def split_ranks(world: int, axes: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write a number of ranks as a product of so many degrees, in order."""
+    """Every factorisation of a number of ranks into so many degrees, in order."""
     if axes == 1:
         yield (world,)
         return

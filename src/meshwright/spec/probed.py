@@ -1,7 +1,7 @@
 """What ``meshwright probe`` measured on one device: the table ``probed`` of a cluster file.
 
-Times are those of single operations as a run calls them; ``plan.time.probed`` builds a step of them. Without
-the table a step is predicted from the cluster's rates alone.
+It has the times of single operations as a run calls them; ``plan.time.probed`` adds them up to a step.
+Without the table a step is predicted from the cluster's rates.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ Precision = Literal["fp32", "bf16", "fp8"]
 
 @dataclass(frozen=True)
 class GemmTime:
-    """A linear layer's three matrix products: a weight (columns x depth) applied to rows."""
+    """The three GEMMs of a linear layer with a weight of columns x depth."""
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
     precision: Precision
-    """Of what the products read; in fp8 with the casts of weight and gradient, as a step does them."""
+    """Precision of the operands; fp8 includes the casts of weight and gradient."""
     rows: Count
     """Tokens."""
     columns: Count
-    """Width of the output."""
+    """Output features."""
     depth: Count
-    """Width of the input."""
+    """Input features."""
     forward_s: Positive
-    """Time of the product."""
+    """Time of the forward GEMM."""
     input_s: Positive
-    """Time of the product that makes the gradient of the input."""
+    """Time of the input-gradient GEMM."""
     weight_s: Positive
-    """Time of the one that makes the gradient of the weight, in float32."""
+    """Time of the weight-gradient GEMM, with float32 output."""
 
 
 @dataclass(frozen=True)
 class AttentionTime:
-    """Causal attention of some sequences."""
+    """Causal attention."""
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
     precision: Literal["fp32", "bf16"]
-    """Of queries, keys and values."""
+    """Precision of queries, keys and values."""
     batch: Count
     """Sequences."""
     heads: Count
@@ -53,9 +53,9 @@ class AttentionTime:
     kv_heads: Count
     """Key heads."""
     head_size: Count
-    """Width of a head."""
+    """Size of a head."""
     seq_len: Count
-    """Tokens of a sequence."""
+    """Sequence length."""
     forward_s: Positive
     """Time of the forward pass."""
     backward_s: Positive
@@ -64,14 +64,14 @@ class AttentionTime:
 
 @dataclass(frozen=True)
 class Probed:
-    """What single operations and a few real steps took on one device."""
+    """Times of single operations and of a few training steps on one device."""
 
     __pydantic_config__: ClassVar[ConfigDict] = SECTION_CONFIG
 
     device: Literal["cpu", "cuda"]
-    """Kind of device; another one's steps are predicted from the cluster's rates."""
+    """Device type; steps on another type are predicted from the cluster's rates."""
     gemms: tuple[GemmTime, ...]
-    """Matrix products of several shapes."""
+    """GEMMs of several shapes."""
     attention: tuple[AttentionTime, ...]
     """Attention of several lengths and head sizes."""
     copy_bytes_per_s: Positive
@@ -79,16 +79,16 @@ class Probed:
     optimizer_bytes_per_s: Positive
     """Bandwidth of an AdamW step as a run takes it, read and written bytes together."""
     launch_s: Positive
-    """Time of an operation on almost nothing."""
+    """Time of an operation on a tiny tensor."""
     elementwise: Positive = 1.0
-    """Time of what is neither product nor attention, over its bytes at a copy's rate; of real steps."""
+    """Time of elementwise kernels relative to their bytes at the copy bandwidth; fitted to training steps."""
     triton_elementwise: Positive = 1.08
-    """The same of our own kernels, timed alone; left out, what it is on an H200 (November 2026)."""
+    """The same for the Triton kernels, timed alone; the default is that of an H200 (November 2026)."""
     block_s: NonNegative = 0.0
-    """Time that the host takes for both passes of a block; beside a GPU's own time it is hidden."""
+    """CPU time to launch forward and backward of a block; hidden where the GPU takes longer."""
     step_s: NonNegative = 0.0
-    """Time of a step that is in no block and no byte."""
+    """Fixed time per step."""
     compiled: bool = False
-    """Whether the real steps were compiled; other steps are predicted from the cluster's rates."""
+    """Whether the steps had compiled or Triton blocks; others are predicted from the cluster's rates."""
     multiprocessors: Natural = 0
-    """Of a GPU; 0 where products are not dealt to some."""
+    """Streaming multiprocessors of the GPU; 0 on a CPU."""

@@ -1,8 +1,7 @@
-"""Which keys of ``[train]`` each optimizer and schedule reads, and what they are if left out.
+"""The keys of ``[train]`` that each optimizer and schedule reads, with their defaults.
 
-A key that is not in the row of the chosen optimizer or schedule has no effect and is refused by the
-legality table, so one table decides both. Keys stay ``None`` in the job when they are left out: a plan laid
-over with another optimizer takes that one's defaults, not those of the first.
+The legality table refuses a key that the chosen optimizer or schedule does not read. A key that is left out
+stays ``None`` in the job, so that a plan with another optimizer takes the defaults of that one.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
         "eps": 1e-8,
     },
 }
-"""Keys that an optimizer reads, with its defaults. Muon's betas and ``eps`` are those of its AdamW part."""
+"""Keys of each optimizer, with defaults. Muon's betas and ``eps`` are those of its AdamW part."""
 
 SCHEDULES: dict[str, dict[str, float]] = {
     "constant": {},
@@ -34,12 +33,12 @@ SCHEDULES: dict[str, dict[str, float]] = {
     "cosine": {"min_lr_ratio": 0.1},
     "wsd": {"min_lr_ratio": 0.1, "decay_fraction": 0.2},
 }
-"""Keys that a schedule reads, with its defaults."""
+"""Keys of each learning rate schedule, with defaults."""
 
 BALANCE_LOSS = 0.01
-"""Coefficient of the balance loss if nothing else balances experts (Fedus et al. 2021)."""
+"""Default coefficient of the load-balancing loss (Fedus et al. 2021)."""
 
-COMPILED_KEYS = (
+BLOCK_BACKEND_KEYS = (
     "block_backend",
     "compile_backend",
     "fp8_weight_grads",
@@ -47,15 +46,15 @@ COMPILED_KEYS = (
     "grad_dtype",
     "residual_dtype",
 )
-"""What compiled blocks alone read."""
+"""Keys that have an effect with compiled or Triton blocks only."""
 
 DEFAULT_REASONS = {
-    "sgd": "nothing scales its steps, so its rate is hundreds of times that of AdamW, and its decay smaller",
-    "lion": "every element moves by the whole rate, so that is 3 times lower, and the decay 3 times higher, "
-    "than for AdamW",
-    "muon": "its steps on matrices are scaled to AdamW's size, so both parts share AdamW's rate and decay",
+    "sgd": "its steps are not normalised, so lr is hundreds of times AdamW's, and weight decay smaller",
+    "lion": "every element moves by the full lr, so lr is 3 times lower, "
+    "and weight decay 3 times higher, than AdamW's",
+    "muon": "its matrix updates are scaled to AdamW's size, so both parts use AdamW's lr and weight decay",
 }
-"""Why the defaults are not those of AdamW, for the plan's reasons."""
+"""Why the defaults differ from AdamW's, for the plan's reasons."""
 
 
 def defaults(train: Train) -> dict[str, float]:
@@ -64,27 +63,27 @@ def defaults(train: Train) -> dict[str, float]:
 
 
 def setting(train: Train, key: str) -> float:
-    """The value in force of a key: as given, else the default of the optimizer or schedule that reads it."""
+    """The value of a key: as given, or the default of the optimizer or schedule."""
     given: float | None = getattr(train, key)
     return defaults(train)[key] if given is None else given
 
 
 def balance_coefficient(train: Train) -> float:
-    """Of the balance loss, for a model with experts: as given, else none beside bias-based balancing."""
+    """Coefficient of the load-balancing loss: as given, or the default; 0 with bias-based balancing."""
     if train.balance_loss is not None:
         return train.balance_loss
     return 0.0 if train.balance_rate else BALANCE_LOSS
 
 
 def fill_defaults(train: Train) -> dict[str, Any]:
-    """The whole section with every default in place; a key that nothing reads stays None."""
+    """The section with all defaults; a key that nothing reads stays None."""
     return dataclasses.asdict(train) | {key: setting(train, key) for key in defaults(train)}
 
 
 def with_eager_blocks(train: Train) -> Train:
-    """The same without compiled blocks: what those alone read is as if nobody had set it."""
+    """The section with eager blocks, and defaults for the keys of other block backends."""
     first = {field.name: field.default for field in dataclasses.fields(train)}
-    return dataclasses.replace(train, **{key: first[key] for key in COMPILED_KEYS})  # type: ignore[arg-type]
+    return dataclasses.replace(train, **{key: first[key] for key in BLOCK_BACKEND_KEYS})  # type: ignore[arg-type]
 
 
 def readers(key: str) -> list[str]:
@@ -93,12 +92,12 @@ def readers(key: str) -> list[str]:
 
 
 def count_decay_steps(train: Train) -> int:
-    """Steps of the fall at the end of a ``wsd`` schedule, at least one."""
+    """Steps of the final decay of a ``wsd`` schedule, at least one."""
     return max(1, round(setting(train, "decay_fraction") * train.steps))
 
 
 def explain_defaults(train: Train) -> list[str]:
-    """The defaults that an optimizer other than AdamW brings, and why."""
+    """The defaults of an optimizer other than AdamW, with their reason."""
     if train.optimizer not in DEFAULT_REASONS:
         return []
     taken = {key: value for key, value in OPTIMIZERS[train.optimizer].items() if getattr(train, key) is None}

@@ -22,7 +22,7 @@ _RANGE = {
     "less_than_equal": ("at most", "le"),
     "less_than": ("less than", "lt"),
 }
-_EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "a text"}
+_EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "a string"}
 
 
 def translate_errors(error: ValidationError) -> list[Problem]:
@@ -35,7 +35,7 @@ def translate_errors(error: ValidationError) -> list[Problem]:
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:
-    """The key's path as the user writes it: pydantic names the kind of model too."""
+    """The key's path as the user writes it, without the tag that pydantic adds for the kind of model."""
     parts = [str(part) for part in location]
     if parts[:1] == ["model"] and parts[1:2] and parts[1] in MODEL_TAGS:
         del parts[1]
@@ -88,8 +88,9 @@ def _unknown_key(path: str, owner: Any = None) -> Problem:
     keys = [f.name for f in dataclasses.fields(owner)] if owner else []
     near = difflib.get_close_matches(leaf, keys, n=1, cutoff=0.5)
     table = f"[{'.'.join(parents)}]" if parents else "a job"
-    fix = f"Did you mean {near[0]}?" if near else f"{table} has {', '.join(keys)}"
-    return Problem("job-unknown-key", "is not a key that is known", path=path, fix=fix)
+    meant = ".".join((*parents, near[0])) if near else ""
+    fix = f"Did you mean {meant}?" if near else f"{table} has {', '.join(keys)}"
+    return Problem("job-unknown-key", f"Unknown key {path}", path=path, fix=fix)
 
 
 def _missing_key(path: str) -> Problem:
@@ -100,7 +101,7 @@ def _missing_key(path: str) -> Problem:
 
 
 def section_type(path: list[str]) -> Any:
-    """The dataclass at a dotted path of the job, the first of several kinds; or None."""
+    """The dataclass at a dotted path of the job, the first one of a union; or None."""
     owner: Any = Job
     for part in path:
         if part.isdigit():  # a row of a list of tables
@@ -117,7 +118,7 @@ def section_type(path: list[str]) -> Any:
 
 
 def takes_text(path: list[str]) -> bool:
-    """Whether a key holds a text, so that an override needs no quotes even where it looks like a number."""
+    """Whether a key is a string, so that an override needs no quotes even if it looks like a number."""
     owner = section_type(path[:-1])
     if owner is None:
         return False
@@ -128,8 +129,8 @@ def takes_text(path: list[str]) -> bool:
 def job_schema() -> dict[str, Any]:
     """JSON Schema of the job file.
 
-    What a preset fills in is not required of the file, so `required` is dropped from those sections; so is
-    the length of a sample, which only text has.
+    A preset may fill in the model and the cluster, so their keys are not required. Neither is the sequence
+    length, which images do not have.
     """
     schema = JOB.json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"

@@ -83,8 +83,12 @@ def test_a_plan_keeps_what_was_probed(cli, quick, on_cores, tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "code", "hint"),
     [
-        ("elementwis = 1.0", "job-unknown-key", "Did you mean elementwise?"),
-        ('[[probed.gemms]]\nprecision = "bf16"\nrow = 3', "job-unknown-key", "Did you mean rows?"),
+        ("elementwis = 1.0", "job-unknown-key", "Did you mean cluster.probed.elementwise?"),
+        (
+            '[[probed.gemms]]\nprecision = "bf16"\nrow = 3',
+            "job-unknown-key",
+            "Did you mean cluster.probed.gemms.0.rows?",
+        ),
         ("copy_bytes_per_s = 0.0", "job-out-of-range", "more than 0"),
     ],
 )

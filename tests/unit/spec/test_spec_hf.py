@@ -297,8 +297,8 @@ def test_a_folder_without_config_says_what_is_in_it(refused, tmp_path):
     (tmp_path / "other.txt").write_text("")
     found = refused(model={"preset": None, "hf": str(tmp_path)})
     assert [p.code for p in found] == ["model-hf-missing"]
-    assert "it holds other.txt" in found[0].rule
-    assert "is not there" in refused(model={"preset": None, "hf": str(tmp_path / "nix")})[0].rule
+    assert "it has other.txt" in found[0].rule
+    assert "does not exist" in refused(model={"preset": None, "hf": str(tmp_path / "nix")})[0].rule
     assert "is not a folder" in refused(model={"preset": None, "hf": str(tmp_path / "other.txt")})[0].rule
 
 

@@ -197,10 +197,10 @@ def test_gradients_in_16_bits_that_nobody_would_make_or_read_are_refused(tree, r
     ("tables", "reason"),
     [
         ({}, "needs train.block_backend=compile"),
-        ({"train": {"block_backend": "compile"}, "model": EXPERTS}, "not yet those of model.num_experts"),
-        ({"train": {"block_backend": "compile"}, "layout": {"pp": 2}}, "layout.pp=2 may ask for them later"),
-        ({"train": {"block_backend": "compile"}, "layout": {"tp": 2}}, "layout.tp=2 cuts them"),
-        ({"model": RESNET}, "torch has no such convolution"),
+        ({"train": {"block_backend": "compile"}, "model": EXPERTS}, "model.num_experts=4"),
+        ({"train": {"block_backend": "compile"}, "layout": {"pp": 2}}, "layout.pp=2"),
+        ({"train": {"block_backend": "compile"}, "layout": {"tp": 2}}, "layout.tp=2"),
+        ({"model": RESNET}, "convolution"),
     ],
 )
 def test_fp8_that_is_not_built_says_why_and_what_to_use(refused, tables, reason):
@@ -400,7 +400,6 @@ def test_a_group_of_a_norm_has_more_than_one_value(tree, model, legal):
     with pytest.raises(SpecError) as caught:
         build_job(made)
     assert [p.code for p in caught.value.problems] == ["model-norm-groups"]
-    assert "one value has no variance" in str(caught.value)
 
 
 def test_divisors_are_exact():

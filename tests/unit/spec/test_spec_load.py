@@ -241,7 +241,7 @@ def test_a_cluster_file_gives_the_figures_and_the_job_may_change_them(tree, tmp_
 @pytest.mark.parametrize(
     ("tables", "code", "path", "says"),
     [
-        ({"train": {"step": 4}}, "job-unknown-key", "train.step", "Did you mean steps?"),
+        ({"train": {"step": 4}}, "job-unknown-key", "train.step", "Did you mean train.steps?"),
         ({"lyout": {"tp": 2}}, "job-unknown-key", "lyout", "Did you mean layout?"),
         ({"train": {"zzz": 4}}, "job-unknown-key", "train.zzz", "[train] has steps, global_batch"),
         ({"train": {"steps": "4"}}, "job-wrong-type", "train.steps", "whole number. Write it without quotes"),
@@ -250,8 +250,8 @@ def test_a_cluster_file_gives_the_figures_and_the_job_may_change_them(tree, tmp_
         ({"train": {"lr": "fast"}}, "job-wrong-type", "train.lr", "must be a number"),
         ({"train": {"lr": [1]}}, "job-wrong-type", "train.lr", "must be a number"),
         ({"train": {"deterministic": 1}}, "job-wrong-type", "train.deterministic", "must be true or false"),
-        ({"data": {"path": 7}}, "job-wrong-type", "data.path", "must be a text"),
-        ({"name": 5}, "job-wrong-type", "name", "must be a text"),
+        ({"data": {"path": 7}}, "job-wrong-type", "data.path", "must be a string"),
+        ({"name": 5}, "job-wrong-type", "name", "must be a string"),
         ({"model": 5}, "job-wrong-type", "model", "must be a table. Write [model] and its keys below"),
         ({"layout": 5}, "job-wrong-type", "layout", "must be a table. Write [layout]"),
         ({"cluster": 5}, "job-wrong-type", "cluster", "must be a table. Write [cluster]"),

@@ -141,8 +141,7 @@ def test_a_job_cannot_be_changed_in_place(tree):
 INTERFACES = {
     Data: "path tokenizer seq_len mask prompt_masking",
     Train: "steps global_batch optimizer lr warmup lr_scaling weight_decay clip precision seed block_backend "
-    "grad_dtype residual_dtype gemm_autotune "
-    "eval_every deterministic",
+    "grad_dtype residual_dtype gemm_autotune eval_every deterministic",
     Checkpoint: "dir every_steps every_minutes keep_last on_best",
     Layout: "mode pp dp_replicate dp_shard cp tp ep etp zero accumulate sequence_parallel schedule "
     "virtual_stages context micro_batch recompute offload prefetch bucket_mb",

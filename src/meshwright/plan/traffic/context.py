@@ -23,20 +23,20 @@ gave, and makes Ulysses' exchanges again.
 
 from __future__ import annotations
 
-from meshwright.layout.micro_batches import count_micro_batches
 from meshwright.layout.parameters import FLOAT32_BYTES, operand_bytes
 from meshwright.layout.ring_chunks import list_head_chunks
 from meshwright.layout.stages import local_stages
 from meshwright.layout.tensor_parallel import count_tokens, local_model
 from meshwright.plan.contract import CollectiveTraffic
 from meshwright.spec.job import Job
+from meshwright.spec.micro_batches import count_micro_batches
 from meshwright.spec.model import DecoderModel
 
 
 def predict_context(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
     """All that attention moves over ``cp`` on a rank at one place of the pipelines."""
     blocks = sum(len(part.layers) for part in local_stages(job, pp_rank))
-    steps = blocks * count_micro_batches(job, job.train.global_batch)
+    steps = blocks * count_micro_batches(job)
     evaluations = blocks * count_micro_batches(job, job.train.eval_samples)
     if job.layout.context == "ulysses":
         passes = 2 + (job.layout.recompute != "none")

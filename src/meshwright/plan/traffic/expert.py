@@ -24,7 +24,6 @@ experts that is dealt over ``ep`` is gathered, one call a tensor.
 from __future__ import annotations
 
 from meshwright.layout.axes import expert_axis, sequence_axis
-from meshwright.layout.micro_batches import count_micro_batches
 from meshwright.layout.optimizer_state import count_state_tensors
 from meshwright.layout.parameters import FLOAT32_BYTES, operand_bytes
 from meshwright.layout.stages import local_stages, saved_parameter_kinds
@@ -32,6 +31,7 @@ from meshwright.layout.tensor_parallel import count_tokens, is_ep_sharded
 from meshwright.plan.contract import CollectiveTraffic
 from meshwright.plan.memory.feed_forward import INT64_BYTES
 from meshwright.spec.job import Job
+from meshwright.spec.micro_batches import count_micro_batches
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.train_defaults import balance_coefficient
 
@@ -39,7 +39,7 @@ from meshwright.spec.train_defaults import balance_coefficient
 def predict_expert(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
     """All that routed experts move on a rank at one place of the pipelines, but for their gradients."""
     blocks = sum(part.expert_layers for part in local_stages(job, pp_rank))
-    steps = blocks * count_micro_batches(job, job.train.global_batch)
+    steps = blocks * count_micro_batches(job)
     evaluations = blocks * count_micro_batches(job, job.train.eval_samples)
     again = 0 if job.layout.recompute == "none" else steps
     followed = again if _model_of(job).shared_experts else 0

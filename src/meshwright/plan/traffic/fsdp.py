@@ -7,7 +7,6 @@ from meshwright.layout.axes import (
     state_axis,
 )
 from meshwright.layout.fsdp_groups import FsdpGroup, group_axis, group_block, group_root, padded_count
-from meshwright.layout.micro_batches import count_micro_batches
 from meshwright.layout.optimizer_state import count_state_tensors
 from meshwright.layout.parameters import (
     FLOAT32_BYTES,
@@ -18,6 +17,7 @@ from meshwright.layout.stages import local_stages, saved_parameter_kinds
 from meshwright.plan.contract import CollectiveTraffic
 from meshwright.schedule.pipeline.actions import Kind
 from meshwright.spec.job import Job
+from meshwright.spec.micro_batches import count_micro_batches
 
 
 def predict_fsdp(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
@@ -28,7 +28,7 @@ def predict_fsdp(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
         for layer, times in part.block_kinds:
             rows += [row for group in group_block(part, layer) for row in _group_traffic(job, group, times)]
         rows += [row for group in group_root(part) for row in _group_traffic(job, group, 1)]
-    if more := _count_tied_gathers(job, pp_rank, count_micro_batches(job, job.train.global_batch)):
+    if more := _count_tied_gathers(job, pp_rank, count_micro_batches(job)):
         axis, (around,) = dense_shard_axis(job.layout), group_root(parts[0])
         size = around.gathered_bytes(axis.size, job.train.precision)
         rows.append(CollectiveTraffic(axis.name, "all_gather", "step", axis.size, more, more * size))
@@ -38,7 +38,7 @@ def predict_fsdp(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
 def _group_traffic(job: Job, group: FsdpGroup, groups: int) -> list[CollectiveTraffic]:
     """What so many alike groups move together."""
     layout, axis = job.layout, group_axis(job, group)
-    micro_batches = count_micro_batches(job, job.train.global_batch)
+    micro_batches = count_micro_batches(job)
     evaluations = count_micro_batches(job, job.train.eval_samples) if group.block else 1
     gathers = micro_batches * (2 if group.block else 1)
     if layout.zero == 2:  # gathered until the last backward pass, or until the evaluation ends

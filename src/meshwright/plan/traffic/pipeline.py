@@ -12,7 +12,6 @@ For a checkpoint every other place sends to the first what that does not have, w
 from __future__ import annotations
 
 from meshwright.layout.fsdp_groups import local_count
-from meshwright.layout.micro_batches import count_micro_batches
 from meshwright.layout.optimizer_state import STEP_COUNT, rule_of, state_keys
 from meshwright.layout.parameters import FLOAT32_BYTES, residual_bytes
 from meshwright.layout.pipeline_schedules import boundaries_of
@@ -27,6 +26,7 @@ from meshwright.layout.stages import (
 from meshwright.layout.tensor_parallel import count_tokens
 from meshwright.plan.contract import CollectiveTraffic
 from meshwright.spec.job import Job
+from meshwright.spec.micro_batches import count_micro_batches
 from meshwright.spec.model import DecoderModel
 
 
@@ -42,7 +42,7 @@ def boundary_bytes(job: Job) -> int:
 def predict_pipeline(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
     """All that a rank at a place sends over ``pp``."""
     forward, backward, targets = boundaries_of(job, pp_rank)
-    steps = count_micro_batches(job, job.train.global_batch) * (forward + backward)
+    steps = count_micro_batches(job) * (forward + backward)
     evaluations = count_micro_batches(job, job.train.eval_samples) * forward
     ranks, size = job.layout.pp, boundary_bytes(job)
     return [

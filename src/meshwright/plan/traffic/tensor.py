@@ -36,7 +36,6 @@ from collections.abc import Sequence
 
 from meshwright.layout.fsdp_groups import local_count
 from meshwright.layout.loss_chunks import loss_chunk
-from meshwright.layout.micro_batches import count_micro_batches
 from meshwright.layout.optimizer_state import count_state_tensors
 from meshwright.layout.parameters import FLOAT32_BYTES, Parameter, operand_bytes
 from meshwright.layout.stages import StageSpec, list_parameter_kinds, local_stages, saved_parameter_kinds
@@ -50,13 +49,14 @@ from meshwright.layout.tensor_parallel import (
 )
 from meshwright.plan.contract import CollectiveTraffic
 from meshwright.spec.job import Job
+from meshwright.spec.micro_batches import count_micro_batches
 from meshwright.spec.model import DecoderModel
 
 
 def predict_tensor(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
     """All collectives over ``tp`` of a rank at one place of the pipelines."""
     parts = local_stages(job, pp_rank)
-    steps = count_micro_batches(job, job.train.global_batch)
+    steps = count_micro_batches(job)
     evaluations = count_micro_batches(job, job.train.eval_samples)
     rows = []
     for part in parts:

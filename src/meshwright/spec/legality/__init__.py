@@ -1,1 +1,1 @@
-"""The legality table: which settings can be combined, why not, and the nearest legal layout."""
+"""Which settings can be combined, by axis and section; and the nearest legal layout."""

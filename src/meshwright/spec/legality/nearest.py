@@ -1,7 +1,7 @@
-"""The legal layout closest to one that a rule refuses: the same number of ranks, and few changes.
+"""The legal layout nearest to an illegal one: the same number of ranks if possible, and few changes.
 
-Only the legality table says what is legal. Degrees count by
-their doublings, a changed setting by a tenth of one. Prices are the planner's business.
+The distance is in doublings of degrees; a changed setting counts a tenth of a doubling. The planner predicts
+the cost of the result.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from meshwright.spec.legality.table import find_problems, with_layout
 from meshwright.spec.numbers import divisors, split_ranks
 
 SETTING_COST = 0.1
-"""Of a setting that is changed, in doublings of a degree."""
+"""Distance of a changed setting, in doublings of a degree."""
 MICRO_COST = 0.05
-"""Of a doubling or halving of the micro-batch."""
-MOST_SHARED = 16
-"""Ranks that share a core before fewer of them are nearer to what was meant."""
+"""Distance of a doubling or halving of the micro-batch."""
+MAX_RANKS_PER_CORE = 16
+"""Ranks per CPU core up to which the number of ranks is kept."""
 STAGE_SETTINGS: dict[str, Any] = {"accumulate": "sharded", "prefetch": 1, "offload": "none"}
-"""Settings that some ZeRO stages alone take, as every stage takes them."""
-MOST_FOLLOWED = 2
-"""Changes of settings that are followed at once."""
+"""Settings of some ZeRO stages, with values that every stage allows."""
+BEAM_WIDTH = 2
+"""Candidates that are kept after each change."""
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "zero": (3, 2, 1, 0),
     "accumulate": ("sharded",),
@@ -41,16 +41,16 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "offload": ("none",),
     "prefetch": (1,),
 }
-"""What a setting may become where the asked value is refused; of equally good ones the first."""
+"""Replacement values of a setting, in order of preference."""
 
 
 def nearest_legal_layout(job: Job, to_run: bool = True) -> Layout:
-    """The layout closest to the asked one that no rule refuses; the asked one itself if none does.
+    """The legal layout nearest to the job's; its own if that is legal.
 
-    Rules that no layout can mend (of the model, say) are left aside.
+    Problems that no layout can fix (of the model, for example) are ignored.
 
     Args:
-        job: With the layout that was asked for.
+        job: With the requested layout.
         to_run: False for a job that is only planned.
     """
     search = _Search(job, to_run)
@@ -64,7 +64,7 @@ def nearest_legal_layout(job: Job, to_run: bool = True) -> Layout:
 
 
 def layout_distance(asked: Layout, other: Layout) -> float:
-    """How far two layouts are apart: doublings of degrees, and a little for each setting."""
+    """Distance of two layouts: doublings of degrees, plus a little for each changed setting."""
     return _degree_distance(asked, other) + _setting_distance(asked, other)
 
 
@@ -75,7 +75,7 @@ def _degree_distance(asked: Layout, other: Layout) -> float:
 def _setting_distance(asked: Layout, other: Layout) -> float:
     changed = {name for name in SETTINGS if getattr(asked, name) != getattr(other, name)}
     if asked.schedule == other.schedule == "interleaved" and asked.virtual_stages == 1:
-        changed.discard("virtual_stages")  # none were asked for
+        changed.discard("virtual_stages")  # none were requested
     cost = SETTING_COST * len(changed)
     if asked.micro_batch == other.micro_batch:
         return cost
@@ -86,44 +86,44 @@ def _setting_distance(asked: Layout, other: Layout) -> float:
 
 @dataclass
 class _Search:
-    """The search for one job, with what it has learned on the way."""
+    """The search for one job."""
 
     job: Job
     to_run: bool
 
     def __post_init__(self) -> None:
         plain = self._find(Layout(mode="given"))
-        self._beyond = {p.code for p in plain if not p.path.startswith("layout")}
+        self._unfixable = {p.code for p in plain if not p.path.startswith("layout")}
 
     def _find(self, layout: Layout) -> list[Problem]:
         return find_problems(with_layout(self.job, layout), self.to_run)
 
     def problems(self, layout: Layout) -> list[Problem]:
-        """What is wrong with a layout, without what is wrong with every one."""
-        return [p for p in self._find(layout) if p.code not in self._beyond]
+        """The problems of a layout, without those of every layout."""
+        return [p for p in self._find(layout) if p.code not in self._unfixable]
 
     def worlds(self) -> Iterator[int]:
-        """The ranks asked for, as far as there are devices, then fewer."""
+        """World sizes to try: the requested one, capped by the devices, then smaller ones."""
         cluster, world = self.job.cluster, self.job.layout.world_size
-        shared = cluster.device == "cpu" and cluster.preset == "local"  # cores may be, GPUs not
-        if not shared or world > MOST_SHARED * cluster.world_size:
+        shared = cluster.device == "cpu" and cluster.preset == "local"  # CPU cores can be shared, GPUs not
+        if not shared or world > MAX_RANKS_PER_CORE * cluster.world_size:
             world = min(world, cluster.world_size)
         yield from range(world, 0, -1)
 
     def closest(self, world: int) -> Layout | None:
-        """The nearest legal layout with so many ranks."""
+        """The nearest legal layout of a world size."""
         asked = self.job.layout
         tries = [dataclasses.replace(asked, mode="given", **degrees) for degrees in self._degrees(world)]
-        # Of equally near ones, replicas are the simplest.
+        # At equal distance prefer replicas, which are the simplest.
         tries.sort(key=lambda t: (round(_degree_distance(asked, t), 9), t.pp, t.cp, t.tp, t.dp_shard))
         best: tuple[float, Layout] | None = None
         for tried in tries:
             away = _degree_distance(asked, tried)
             if best is not None and away >= best[0]:
                 break
-            mended = self._mend(tried)
-            if mended is not None and (best is None or layout_distance(asked, mended) < best[0]):
-                best = layout_distance(asked, mended), mended
+            fixed = self._fix(tried)
+            if fixed is not None and (best is None or layout_distance(asked, fixed) < best[0]):
+                best = layout_distance(asked, fixed), fixed
         return best[1] if best else None
 
     def _degrees(self, world: int) -> Iterator[dict[str, Any]]:
@@ -133,10 +133,10 @@ class _Search:
                 for etp in divisors(asked.etp):
                     yield {**dict(zip(AXES, degrees, strict=True)), "ep": ep, "etp": etp}
 
-    def _mend(self, layout: Layout) -> Layout | None:
-        """Change settings, one after the other, as long as each change leaves fewer problems.
+    def _fix(self, layout: Layout) -> Layout | None:
+        """Change one setting at a time, as long as each change leaves fewer problems.
 
-        Of changes that leave equally few all are followed: one of them may lead nowhere.
+        It keeps the best candidates of each round, as one of them may be a dead end.
         """
         tries, left = [layout], len(self.problems(layout))
         while left:
@@ -147,7 +147,7 @@ class _Search:
             if fewest >= left:
                 return None
             left, tries = fewest, [new for new, count in changed.items() if count == fewest]
-            tries = sorted(tries, key=lambda one: _setting_distance(self.job.layout, one))[:MOST_FOLLOWED]
+            tries = sorted(tries, key=lambda one: _setting_distance(self.job.layout, one))[:BEAM_WIDTH]
         return tries[0]
 
     def _changed(self, layout: Layout) -> Iterator[Layout]:
@@ -157,7 +157,7 @@ class _Search:
                 if value != getattr(layout, name):
                     change: dict[str, Any] = {name: value}
                     yield dataclasses.replace(layout, **change)
-                    if name == "zero":  # what only the old stage had a use for goes with it
+                    if name == "zero":  # settings of the old stage are reset with it
                         yield dataclasses.replace(layout, zero=value, **STAGE_SETTINGS)
         if layout.micro_batch is None:
             return

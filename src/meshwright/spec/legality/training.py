@@ -1,58 +1,60 @@
-"""Checks of the ``[train]`` keys that belong together; the rows are in the legality table."""
+"""Rules of ``[train]``: optimizer, learning rate, precision and block backend."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from meshwright.core.errors import Problem
-from meshwright.spec.job import Job
+from meshwright.spec.job import Job, Train
+from meshwright.spec.legality.rule import Rule, name_unused, needs_setting, not_built
 from meshwright.spec.model import DecoderModel
 from meshwright.spec.numbers import list_choices
 from meshwright.spec.train_defaults import OPTIMIZERS, count_decay_steps, defaults, readers, setting
 
 OPTIONAL_KEYS = ("beta1", "beta2", "eps", "momentum", "nesterov", "min_lr_ratio", "decay_fraction")
-"""Keys that not every optimizer or schedule reads."""
+"""Keys that only some optimizers or schedules read."""
 
 
-def unused_code(key: str) -> str:
-    """The code of the rule that refuses a key which nothing reads."""
-    return f"train-{key.replace('_', '-')}-unused"
-
-
-def unused_statement(key: str) -> str:
-    """The rule in words."""
-    return f"`train.{key}` is read by the {_chooser(key)} {list_choices(readers(key))} alone."
-
-
-def check_unused(key: str) -> Callable[[Job], Problem | None]:
-    """Refuse a key that the chosen optimizer or schedule does not read."""
+def _needs_reader(key: str) -> Rule:
+    """A key has an effect with the optimizers or schedules that read it."""
+    path, code = f"train.{key}", name_unused(f"train.{key}")
+    chooser = "optimizer" if any(key in keys for keys in OPTIMIZERS.values()) else "schedule"
 
     def check(job: Job) -> Problem | None:
         value = getattr(job.train, key)
         if value is None or key in defaults(job.train):
             return None
-        chooser = _chooser(key)
-        code, rule = unused_code(key), f"has no effect with train.{chooser}={getattr(job.train, chooser)}"
+        rule = f"has no effect with train.{chooser}={getattr(job.train, chooser)}"
         fix = f"Leave it out, or use train.{chooser}={list_choices(readers(key))}"
-        return Problem(code, rule, path=f"train.{key}", value=value, fix=fix)
+        return Problem(code, rule, path=path, value=value, fix=fix)
 
-    return check
+    return Rule(code, f"Only the {chooser} {list_choices(readers(key))} reads `{path}`.", check)
+
+
+def check_lr_scaling(job: Job) -> Problem | None:
+    """The learning rate scales relative to a base batch."""
+    train = job.train
+    if (train.lr_scaling == "none") == (train.lr_base_batch is None):
+        return None
+    code = "train-lr-base-batch"
+    if train.lr_base_batch is None:
+        rule = "needs the batch that train.lr was tuned for"
+        fix = "Set train.lr_base_batch, or train.lr_scaling=none"
+        return Problem(code, rule, path="train.lr_scaling", value=train.lr_scaling, fix=fix)
+    rule, path = "has no effect with train.lr_scaling=none", "train.lr_base_batch"
+    fix = "Set train.lr_scaling to linear or sqrt, or leave it out"
+    return Problem(code, rule, path=path, value=train.lr_base_batch, fix=fix)
 
 
 def check_nesterov(job: Job) -> Problem | None:
-    """Looking ahead along the momentum needs one."""
+    """Nesterov momentum needs a momentum."""
     train = job.train
     if not train.nesterov or "momentum" not in defaults(train) or setting(train, "momentum") > 0:
         return None
-    rule, fix = (
-        "looks ahead along the momentum, and train.momentum=0",
-        "Raise train.momentum, or leave it out",
-    )
+    rule, fix = "needs a momentum, and train.momentum=0", "Raise train.momentum, or leave it out"
     return Problem("train-nesterov-momentum", rule, path="train.nesterov", value=True, fix=fix)
 
 
 def check_compile_backend(job: Job) -> Problem | None:
-    """Only compiled blocks have a backend of torch.compile."""
+    """Eager blocks do not go through torch.compile."""
     value = job.train.compile_backend
     if value == "inductor" or job.train.block_backend != "eager":
         return None
@@ -62,13 +64,12 @@ def check_compile_backend(job: Job) -> Problem | None:
 
 
 def check_residual_dtype(job: Job) -> Problem | None:
-    """A stream in 16 bits is for products in 16 bits; eager norms would keep it in float32 all the same."""
+    """A bf16 residual stream goes with bf16 or fp8 GEMMs; eager norms would keep a float32 copy of it."""
     train = job.train
-    if train.residual_dtype == "fp32" or (
-        train.block_backend != "eager" and train.precision in ("bf16", "fp8")
-    ):
+    fused = train.block_backend != "eager" and train.precision in ("bf16", "fp8")
+    if train.residual_dtype == "fp32" or fused:
         return None
-    rule = "is for compiled blocks in bf16 or fp8: elsewhere each norm keeps a float32 copy of it"
+    rule = "needs compiled or Triton blocks in bf16 or fp8: eager norms keep a float32 copy of it"
     fix = "Set train.precision=bf16 and train.block_backend=compile or triton, or omit train.residual_dtype"
     return Problem(
         "train-residual-dtype", rule, path="train.residual_dtype", value=train.residual_dtype, fix=fix
@@ -76,63 +77,63 @@ def check_residual_dtype(job: Job) -> Problem | None:
 
 
 def check_grad_dtype(job: Job) -> Problem | None:
-    """Gradients in 16 bits are made by our own kernels and read by our own update."""
+    """Triton blocks write bf16 gradients, and the fused AdamW reads them."""
     train = job.train
     if train.grad_dtype == "fp32":
         return None
     triton = train.block_backend == "triton" and train.precision in ("bf16", "fp8")
     if triton and train.optimizer == "adamw" and not train.grad_noise:
         return None
-    rule = "is for Triton blocks in bf16 or fp8, and for AdamW without gradient noise"
+    rule = "needs Triton blocks in bf16 or fp8, and AdamW without gradient noise"
     needs = "train.block_backend=triton, train.precision=bf16 and train.optimizer=adamw"
     fix = f"Leave train.grad_dtype out, or set {needs}, and leave train.grad_noise out"
     return Problem("train-grad-dtype", rule, path="train.grad_dtype", value=train.grad_dtype, fix=fix)
 
 
 def check_gemm_autotune(job: Job) -> Problem | None:
-    """A race is for products between our own kernels, and its winner may be another one the next time."""
+    """Autotuning covers the GEMMs of Triton blocks, and may choose other algorithms in the next run."""
     train = job.train
     if not train.gemm_autotune:
         return None
     if train.deterministic:
-        rule = "may choose other algorithms than a run before, and train.deterministic=true promises the same"
+        rule = "may choose other algorithms in each run, and train.deterministic=true promises the same bits"
         fix = "Leave train.gemm_autotune or train.deterministic out"
     elif train.block_backend != "triton":
-        rule = "is for the GEMMs of Triton blocks"
+        rule = "tunes the GEMMs of Triton blocks"
         fix = "Set train.block_backend=triton, or leave train.gemm_autotune out"
     else:
         return None
     return Problem("train-gemm-autotune", rule, path="train.gemm_autotune", value=True, fix=fix)
 
 
-def check_decay_room(job: Job) -> Problem | None:
-    """Warm-up and the fall at the end of ``wsd`` fit into the run."""
+def check_decay_steps(job: Job) -> Problem | None:
+    """Warm-up and final decay of ``wsd`` fit into the run."""
     train = job.train
     if train.schedule != "wsd":
         return None
-    fall, room = count_decay_steps(train), train.steps - train.warmup
-    if fall <= room:
+    decay = count_decay_steps(train)
+    if decay <= train.steps - train.warmup:
         return None
-    rule = f"and the {fall} steps of the fall at the end are more than train.steps={train.steps}"
-    fix = f"Use a warm-up of {train.steps - fall} steps or less, or a smaller train.decay_fraction"
+    rule = f"plus {decay} steps of final decay are more than train.steps={train.steps}"
+    fix = f"Use a warm-up of {train.steps - decay} steps or less, or a smaller train.decay_fraction"
     return Problem("train-wsd-room", rule, path="train.warmup", value=train.warmup, fix=fix)
 
 
 def check_fp8(job: Job) -> Problem | None:
-    """Products in 8 bits are those of compiled blocks of a dense decoder, with whole matrices."""
+    """fp8 GEMMs are implemented for compiled or Triton blocks of a dense decoder with unsharded matrices."""
     if job.train.precision != "fp8":
         return None
     model, layout = job.model, job.layout
     fix = "Use train.precision=bf16"
     if not isinstance(model, DecoderModel):
-        rule = "multiplies matrices in 8 bits, and torch has no such convolution"
+        rule = "is for GEMMs, and torch has no fp8 convolution"
     elif model.num_experts is not None:
-        rule = f"multiplies plain matrices, not yet those of model.num_experts={model.num_experts}"
+        rule = f"is not implemented for the experts of model.num_experts={model.num_experts} yet"
     elif layout.pp > 1:
-        rule = f"makes the gradients of weights at once, and layout.pp={layout.pp} may ask for them later"
+        rule = f"computes weight gradients at once, and a schedule of layout.pp={layout.pp} may defer them"
         fix += ", or leave layout.pp out"
     elif layout.tp > 1:
-        rule = f"multiplies whole matrices, and layout.tp={layout.tp} cuts them"
+        rule = f"needs unsharded matrices, and layout.tp={layout.tp} shards them"
         fix += ", or leave layout.tp out"
     elif job.train.block_backend == "eager":
         rule = "needs train.block_backend=compile or triton: casts not fused with the op before them cost "
@@ -143,46 +144,108 @@ def check_fp8(job: Job) -> Problem | None:
     return Problem("train-fp8-not-built", rule, path="train.precision", value="fp8", fix=fix)
 
 
-def check_muon_whole(job: Job) -> Problem | None:
-    """Newton-Schulz multiplies whole matrices; a shard of one is not enough. Experts are AdamW's."""
+def check_muon_unsharded(job: Job) -> Problem | None:
+    """Newton-Schulz needs whole matrices, not shards. AdamW updates experts."""
     layout = job.layout
-    cutting = ("dp_shard", "tp", "cp") if layout.zero else ("tp",)
-    cut = [name for name in cutting if getattr(layout, name) > 1]
-    if job.train.optimizer != "muon" or not cut:
+    sharding = ("dp_shard", "tp", "cp") if layout.zero else ("tp",)
+    axes = [name for name in sharding if getattr(layout, name) > 1]
+    if job.train.optimizer != "muon" or not axes:
         return None
-    rule = f"needs whole matrices, and layout.{cut[0]}={getattr(layout, cut[0])} cuts them"
+    rule = f"needs whole matrices, and layout.{axes[0]}={getattr(layout, axes[0])} shards them"
     fix = "Use layout.dp_replicate, or train.optimizer=adamw"
     return Problem("train-muon-not-built", rule, path="train.optimizer", value="muon", fix=fix)
 
 
 def check_noise_scale(job: Job) -> Problem | None:
-    """The gradient noise scale compares the gradient of a part of the batch with that of the whole."""
+    """The gradient noise scale compares the gradient of a part of the batch with that of the whole batch."""
     train, layout = job.train, job.layout
     one_part = layout.data_degree == 1 and (layout.micro_batch or 1) >= train.global_batch
     if not train.noise_scale_every or (train.global_batch > 1 and not one_part):
         return None
     rule = "compares a part of the batch with the whole, and one rank with one micro-batch has no part"
     fix = "Use a smaller layout.micro_batch, two ranks or more, or leave it out"
-    return Problem(
-        "train-noise-scale-parts",
-        rule,
-        path="train.noise_scale_every",
-        value=train.noise_scale_every,
-        fix=fix,
-    )
+    path, value = "train.noise_scale_every", train.noise_scale_every
+    return Problem("train-noise-scale-parts", rule, path=path, value=value, fix=fix)
 
 
 def check_noise_scale_layout(job: Job) -> Problem | None:
-    """Only replicas see their own gradient before it is summed."""
+    """Only plain replicas hold their own gradient before the all-reduce."""
     layout = job.layout
-    cut = [name for name in ("dp_shard", "tp", "pp", "cp") if getattr(layout, name) > 1]
-    if not job.train.noise_scale_every or not cut:
+    axes = [name for name in ("dp_shard", "tp", "pp", "cp") if getattr(layout, name) > 1]
+    if not job.train.noise_scale_every or not axes:
         return None
-    rule = f"is measured by replicas alone, and layout.{cut[0]}={getattr(layout, cut[0])}"
+    rule = f"is measured with layout.dp_replicate only, and layout.{axes[0]}={getattr(layout, axes[0])}"
     fix = "Use layout.dp_replicate, or leave it out"
     value = job.train.noise_scale_every
     return Problem("train-noise-scale-not-built", rule, path="train.noise_scale_every", value=value, fix=fix)
 
 
-def _chooser(key: str) -> str:
-    return "optimizer" if any(key in keys for keys in OPTIMIZERS.values()) else "schedule"
+RULES: tuple[Rule, ...] = (
+    needs_setting(
+        Train,
+        "train.loss_scale",
+        "train.precision",
+        "fp16",
+        "other precisions need no loss scaling",
+        "train-loss-scale",
+    ),
+    Rule(
+        "train-compile-backend",
+        "`compile_backend` needs `block_backend` compile or triton: eager blocks are not compiled.",
+        check_compile_backend,
+    ),
+    needs_setting(
+        Train,
+        "train.fp8_weight_grads",
+        "train.precision",
+        "fp8",
+        "other precisions have no fp8 GEMMs",
+        "train-fp8-weight-grads",
+    ),
+    Rule(
+        "train-gemm-autotune",
+        '`gemm_autotune = true` needs `block_backend = "triton"`, and excludes `deterministic`.',
+        check_gemm_autotune,
+    ),
+    Rule(
+        "train-grad-dtype",
+        '`grad_dtype = "bf16"` needs `block_backend = "triton"` in bf16 or fp8, and `adamw` without noise.',
+        check_grad_dtype,
+    ),
+    Rule(
+        "train-residual-dtype",
+        '`residual_dtype = "bf16"` needs `precision` bf16 or fp8, and `block_backend` compile or triton.',
+        check_residual_dtype,
+    ),
+    Rule("train-lr-base-batch", "`lr_scaling` and `lr_base_batch` need each other.", check_lr_scaling),
+    *(_needs_reader(key) for key in OPTIONAL_KEYS),
+    Rule("train-nesterov-momentum", "`nesterov` needs a `momentum` above 0.", check_nesterov),
+    Rule("train-wsd-room", "With `wsd`, warm-up and final decay fit into `train.steps`.", check_decay_steps),
+    Rule(
+        "train-noise-scale-parts",
+        "`noise_scale_every` needs two ranks or two micro-batches: it compares a part of the batch with all.",
+        check_noise_scale,
+    ),
+    Rule(
+        "train-fp8-not-built",
+        '`precision = "fp8"` with eager blocks, with experts, a ResNet, `pp` or `tp`.',
+        check_fp8,
+        built=False,
+    ),
+    not_built("train.precision", ("fp32", "bf16", "fp16", "fp8"), "fp4 training"),
+    not_built("train.runtime", ("meshwright",), "a run by another framework"),
+    Rule(
+        "train-muon-not-built",
+        "Muon on sharded matrices (`tp`, or ZeRO over `dp_shard` or `cp`).",
+        check_muon_unsharded,
+        built=False,
+    ),
+    Rule(
+        "train-noise-scale-not-built",
+        "The gradient noise scale in layouts other than `dp_replicate` (`noise_scale_every`).",
+        check_noise_scale_layout,
+        built=False,
+    ),
+    not_built("consistency.mode", ("synchronous",), "relaxed consistency", planned=False),
+    not_built("compression.kind", ("none", "bf16", "fp16"), "this compression", planned=False),
+)

@@ -1,4 +1,4 @@
-"""Models and clusters as data files: one TOML a preset, found by name."""
+"""Presets of models and clusters: one TOML file per preset."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def preset_names(kind: Kind) -> list[str]:
 
 
 def read_preset(kind: Kind, name: str) -> dict[str, Any] | Problem:
-    """A preset's fields, or what is wrong with the name."""
+    """The fields of a preset, or the problem with its name."""
     names = preset_names(kind)
     section = kind.removesuffix("s")
     if name not in names:

@@ -107,7 +107,7 @@ def test_batch_norm_is_dealt_evenly_and_says_what_it_is():
     for found in search.best:
         assert samples_per_rank(job, found.layout) % found.layout.micro_batch == 0
     reasons = "\n".join(explain_choice(job, search))
-    assert "promise of equal losses does not hold" in reasons
+    assert "equal-loss contract does not hold" in reasons
     assert "padding" not in reasons
     assert "promise" not in "\n".join(explain_choice(make(), search_job(make())))
 
