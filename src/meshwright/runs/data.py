@@ -1,0 +1,223 @@
+"""Finds or prepares the data of a job."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from meshwright.core.errors import Problem, UserError
+from meshwright.data.chat_templates import load_template
+from meshwright.core.units import format_bytes, format_count, format_rate
+from meshwright.data.corpus_spec import CorpusSpec, parse_corpus_spec
+from meshwright.data.dataset import TokenDataset, no_prompts
+from meshwright.data.images import ImageShape, check_images, looks_like_images, open_images
+from meshwright.data.prepare import PrepareReport, prepare_corpus
+from meshwright.data.shards import SPLITS, looks_prepared
+from meshwright.data.sources import STDLIB, iter_files, locate, source_problem
+from meshwright.data.tokenizer import TOKENIZER_FILE, load_tokenizer, parse_tokenizer_name
+from meshwright.runs.reporter import Reporter
+from meshwright.spec.hf_config import find_weights_file
+from meshwright.spec.job import SYNTHETIC_IMAGES, Data, Job
+from meshwright.spec.model import DecoderModel, ResNetModel
+
+
+MOST_NAMED = 5
+"""Unreadable documents that are named; ``--json`` has all."""
+
+
+def prepare_data(job: Job, reporter: Reporter) -> Path:
+    """The prepared folder that the job trains on; prepares it if the path is text.
+
+    Raises:
+        UserError: No text, too little of it, or more tokens than the model's vocabulary; images that the
+            model cannot read.
+    """
+    if isinstance(job.model, ResNetModel):
+        return _check_image_data(job, job.model, reporter)
+    folder = Path(job.data.path)
+    if looks_like_images(folder):
+        rule, fix = "holds images; this model reads text", "Name text, or a ResNet"
+        raise UserError(Problem("data-not-for-text", rule, path="data.path", value=job.data.path, fix=fix))
+    if looks_prepared(folder):
+        _refuse_preparing(job.data)
+    else:
+        name = _tokenizer_name(job)
+        if name is not None and parse_tokenizer_name(name).kind == "file":  # known before hours of reading
+            _require_vocabulary(job.model, load_tokenizer(locate(name, Path.cwd())).vocab_size)
+        folder = _prepare_cached(dataclasses.replace(job.data, tokenizer=name), reporter)
+    dataset, _ = (
+        TokenDataset.open(folder, split, job.data.seq_len, job.data.mask, job.data.prompt_masking)
+        for split in SPLITS
+    )
+    dataset.load_tokenizer()  # that it is the one which made the shards
+    _require_vocabulary(job.model, dataset.vocab_size)
+    if job.data.mask == "document":
+        share = dataset.padding / (len(dataset) * job.data.seq_len)
+        reporter.message(
+            f"data: {len(dataset)} samples of whole documents, {job.data.seq_len} tokens each, in {folder}; "
+            f"{share:.1%} of them is padding"
+        )
+    elif dataset.dropped_tokens:
+        reporter.message(
+            f"data: {len(dataset)} samples of {job.data.seq_len} tokens in {folder}; "
+            f"{dataset.dropped_tokens} tokens at the shards' ends fill no sample and are dropped"
+        )
+    _report_epochs(reporter, job, len(dataset))
+    return folder
+
+
+def _check_image_data(job: Job, model: ResNetModel, reporter: Reporter) -> Path:
+    """The folder of images, looked through; synthetic ones have none."""
+    folder = Path(job.data.path)
+    shape = ImageShape(model.channels, model.image_size, model.num_classes)
+    if job.data.path != SYNTHETIC_IMAGES:
+        if looks_prepared(folder) or folder.is_file():
+            rule = "is text; this model reads images"
+            fix = f"Use {SYNTHETIC_IMAGES}, or a folder with images.npy and labels.npy"
+            problem = Problem("data-not-for-images", rule, path="data.path", value=job.data.path, fix=fix)
+            raise UserError(problem)
+        check_images(folder, shape, job.data.eval_fraction)
+    _report_epochs(reporter, job, len(open_images(job.data.path, "train", shape, job.data.eval_fraction)))
+    return folder
+
+
+def _report_epochs(reporter: Reporter, job: Job, available: int) -> None:
+    samples = job.train.steps * job.train.global_batch
+    if samples > available:
+        reporter.message(
+            f"data: {samples} samples are asked for, so all are read {samples / available:.1f} times"
+        )
+
+
+def _require_vocabulary(model: DecoderModel, tokens: int) -> None:
+    """Every token must have a row in the embedding."""
+    if tokens <= model.vocab_size:
+        return
+    fix = f"Use {-(-tokens // 64) * 64} (a multiple of 64) or more, or fewer tokens"
+    if model.hf:
+        fix = "Set data.tokenizer to the one that the model was trained with"
+    rule = f"is smaller than the tokenizer's vocabulary of {tokens}"
+    value = model.vocab_size
+    raise UserError(Problem("model-vocab-small", rule, path="model.vocab_size", value=value, fix=fix))
+
+
+def _tokenizer_name(job: Job) -> str | None:
+    """The tokenizer asked for; else that of the model's Hugging Face folder, which one with weights needs."""
+    hf = job.model.hf if isinstance(job.model, DecoderModel) else None
+    if job.data.tokenizer is not None or hf is None:
+        return job.data.tokenizer
+    folder = Path(hf)
+    if (folder / TOKENIZER_FILE).is_file():
+        return str(folder / TOKENIZER_FILE)
+    if find_weights_file(folder) is not None:
+        rule = f"has weights but no {TOKENIZER_FILE}: their tokens would mean something else here"
+        fix = "Set data.tokenizer to the one that the model was trained with; byte if that was bytes"
+        raise UserError(Problem("model-hf-tokenizer", rule, path="model.hf", value=hf, fix=fix))
+    return None
+
+
+def _refuse_preparing(data: Data) -> None:
+    """What was decided when the folder was prepared cannot be set again."""
+    for key in ("tokenizer", "eval_fraction", "template"):
+        value = getattr(data, key)
+        if value is not None:
+            rule = f"has no effect: data.path={data.path} is already prepared"
+            raise UserError(
+                Problem(
+                    "data-already-prepared",
+                    rule,
+                    path=f"data.{key}",
+                    value=value,
+                    fix=f"Leave data.{key} out",
+                )
+            )
+
+
+def _prepare_cached(data: Data, reporter: Reporter) -> Path:
+    """Prepare text once; the folder's name stands for the text and how it was prepared."""
+    base = Path.cwd()
+    if problem := source_problem(data.path, base):
+        raise UserError(problem)
+    tokenizer = data.tokenizer or "byte"
+    parse_tokenizer_name(tokenizer)
+    if data.prompt_masking and data.template is None:  # said before the text is prepared, which may take long
+        raise UserError(no_prompts("no data.template is given"))
+    template = data.template and load_template(data.template, base, tokenizer)
+    settings: dict[str, Any] = {"sources": [data.path], "tokenizer": tokenizer}
+    for key in ("eval_fraction", "template", "prompt_field", "answer_field"):
+        if getattr(data, key) is not None:
+            settings[key] = getattr(data, key)
+    folder = Path(data.cache) / _fingerprint(settings, base, template.identity if template else "")
+    if looks_prepared(folder):
+        return folder
+    spec = parse_corpus_spec({**settings, "out": str(folder)})
+    try:
+        report = prepare_with_progress(spec, base, reporter)
+    except UserError as error:
+        if error.problems[0].code not in ("data-not-writable", "data-out-exists"):
+            raise
+        problems = [
+            dataclasses.replace(p, fix="Set data.cache to a folder that can be") for p in error.problems
+        ]
+        raise UserError(*problems) from None
+    reporter.message(describe_preparation(report))
+    return folder
+
+
+def _fingerprint(settings: dict[str, Any], base: Path, template: str) -> str:
+    """A name that changes when the text, the tokenizer, the template or the split may have changed."""
+    source, choice = settings["sources"][0], parse_tokenizer_name(settings["tokenizer"])
+    facts: list[object] = [settings]
+    if source == STDLIB:
+        facts.append(sys.version)
+    else:
+        files = iter_files(source, base, frozenset(), lambda *_: None)
+        facts.append([(name, *_size_and_time(path)) for name, path in files])
+    if choice.kind == "file":
+        facts.append(load_tokenizer(locate(choice.path, base)).fingerprint())
+    if template:
+        facts.append(template)
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    stem = "".join(c if c.isalnum() else "-" for c in Path(source.removeprefix("builtin:")).stem) or "corpus"
+    return f"{stem}-{choice.kind}{choice.vocab_size or ''}-{digest}"
+
+
+def _size_and_time(path: Path) -> tuple[int, int]:
+    """What changes with a file's content; a file that cannot be looked at is quarantined later."""
+    try:
+        facts = path.stat()
+    except OSError:
+        return 0, 0
+    return facts.st_size, facts.st_mtime_ns
+
+
+def prepare_with_progress(spec: CorpusSpec, base: Path, reporter: Reporter) -> PrepareReport:
+    """Prepare a corpus and report how far it is."""
+    names = ", ".join(spec.sources)
+    with reporter.activity(f"preparing {names}") as update:
+
+        def on_progress(documents: int, read_bytes: int) -> None:
+            update(f"preparing {names}: {documents} documents, {format_bytes(read_bytes)}")
+
+        return prepare_corpus(spec, base, on_progress)
+
+
+def describe_preparation(report: PrepareReport) -> str:
+    """What was done, in one line, and a line for each of the first few documents that could not be read."""
+    prompts = f"({format_count(report.prompt_tokens)} of prompts) " if report.prompt_tokens else ""
+    done = (
+        f"prepared {report.documents_out} documents ({report.train_documents} to train on, "
+        f"{report.eval_documents} held out; {report.duplicates} duplicates, {report.quarantined} unreadable "
+        f"left out) as {format_count(report.tokens)} tokens "
+        f"{prompts}in {report.out}, "
+        f"{format_rate(report.bytes_per_s, 'B')}"
+    )
+    named = report.quarantined_names[:MOST_NAMED]
+    lines = [done, *(f"  left out: {name}" for name in named)]
+    if report.quarantined > len(named):
+        lines.append(f"  and {report.quarantined - len(named)} more")
+    return "\n".join(lines)

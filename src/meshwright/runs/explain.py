@@ -1,0 +1,208 @@
+"""Explains one layout, legal or not: which rules forbid it, or why another is better."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.core.errors import Problem, UserError
+from meshwright.core.units import format_bytes, format_seconds
+from meshwright.layout.text import describe_layout
+from meshwright.plan.build import plan_from, summarize, summarize_plan
+from meshwright.plan.contract import Plan
+from meshwright.plan.predict import Prediction, predict
+from meshwright.plan.search.alternatives import (
+    NearestLegal,
+    compare,
+    find_alternatives,
+    find_nearest_legal,
+    part_differences,
+)
+from meshwright.plan.search.failure import search_error
+from meshwright.plan.search.find import SearchResult, find_layouts
+from meshwright.runs.loaded_job import LoadedJob
+from meshwright.runs.reporter import Reporter
+from meshwright.spec.job import Job
+from meshwright.spec.layout import DEGREES, Layout
+from meshwright.spec.load import SpecError, load_job, read_tree
+from meshwright.spec.model import DecoderModel
+
+DATA_KEYS = ("dp_replicate", "dp_shard", "zero")
+"""Keys that are freed first if a layout is to fill all devices."""
+FEWEST_CHECKED, WHY_BUDGET_S = 8, 3.0
+"""Layouts and seconds of the search for the best layout with some keys given."""
+
+
+@dataclass(frozen=True)
+class LayoutExplanation:
+    """What there is to know about one layout."""
+
+    job: Job
+    """With that layout."""
+    problems: tuple[Problem, ...]
+    """Rules that forbid it; none if it is legal."""
+    nearest: tuple[NearestLegal, ...]
+    """The nearest legal layouts, if it is not."""
+    plan: Plan | None
+    """Its predictions, if it is legal; the reasons compare it with the best layout."""
+    asked: Prediction | None
+    best: Prediction | None
+    """The best layout of all; None if none fits."""
+    filled: Prediction | None
+    """The best layout on all devices that has its keys."""
+    search: SearchResult
+
+    @property
+    def legal(self) -> bool:
+        """Whether no rule forbids it."""
+        return not self.problems
+
+    def as_dict(self) -> dict[str, Any]:
+        """The object of ``meshwright plan --why --json``."""
+        why: dict[str, Any] = {"legal": self.legal, "problems": [p.as_dict() for p in self.problems]}
+        if self.asked is None or self.plan is None:
+            why["nearest_layouts"] = [one.as_dict() for one in self.nearest]
+            layouts = [summarize(one.prediction) for one in self.nearest]
+        else:
+            best, filled = self.best, self.filled
+            slower = None if best is None or filled is None else filled.step_s / best.step_s - 1
+            why["against_best_s"] = {} if best is None else part_differences(best, self.asked)
+            why["best_with_degrees"] = (
+                None if filled is None else summarize(filled) | {"against_best": slower}
+            )
+            layouts = [summarize_plan(self.plan)]
+        why["best"] = None if self.best is None else summarize(self.best)
+        return self.search.counts() | {"layouts": layouts, "why": why}
+
+
+def explain_layout(job: LoadedJob, keys: Sequence[str], reporter: Reporter) -> LayoutExplanation:
+    """Explain the layout that these keys and the job's own layout overrides give.
+
+    Raises:
+        UserError: A key is not a layout key, or the model is not a decoder.
+    """
+    layout_keys = [*keys, *(text for text in job.overrides if text.startswith("layout."))]
+    stray = [text for text in keys if not text.startswith("layout.")]
+    if stray:
+        rule, fix = "is not a layout key", "Write, for example, --why layout.tp=4 layout.pp=8"
+        raise UserError(Problem("plan-why-key", rule, path="--why", value=stray[0], fix=fix))
+    others = [text for text in job.overrides if not text.startswith("layout.")]
+    spec, problems = _load(job.source, [*others, *layout_keys], job.on)
+    if not isinstance(spec.model, DecoderModel):
+        rule = "explains layouts of decoders; a ResNet only has replicas, and plan shows all of its layouts"
+        raise UserError(Problem("plan-why-images", rule, path="--why", fix="Leave it out"))
+    with reporter.search() as progress:
+        found = find_layouts(dataclasses.replace(spec, layout=Layout()), {}, progress=progress)
+    best = found.best[0] if found.best else None
+    if problems:
+        nearest = tuple(find_nearest_legal(spec, problems))
+        return LayoutExplanation(spec, problems, nearest, None, None, best, None, found)
+    named = [text.partition("=")[0].removeprefix("layout.") for text in layout_keys]
+    pins = _named_values(spec, [*_in_file(job.source), *named])
+    filled = _best_with(spec, pins)
+    asked, reasons = _explain_legal(spec, best, filled, pins)
+    return LayoutExplanation(spec, (), (), plan_from(asked, reasons), asked, best, filled, found)
+
+
+def _load(source: str, overrides: Sequence[str], on: str | None) -> tuple[Job, tuple[Problem, ...]]:
+    """The job with the layout to explain, and the rules that forbid it."""
+    try:
+        return load_job(source, overrides, on, to_run=False), ()
+    except SpecError as error:
+        about_layout = [p.code.startswith("layout-") for p in error.problems]
+        if error.job is None or not all(about_layout):
+            raise
+        return error.job, error.problems
+
+
+def _in_file(source: str) -> list[str]:
+    """Layout keys in the job file."""
+    table = read_tree(source).get("layout")
+    return list(table) if isinstance(table, dict) else []
+
+
+def _named_values(job: Job, named: Sequence[str]) -> dict[str, Any]:
+    """The keys that were given, without derived ones: a ZeRO stage that was not named may change."""
+    unsearched = ("mode", "bucket_mb")
+    return {name: getattr(job.layout, name) for name in named if name not in unsearched}
+
+
+def _explain_legal(
+    job: Job, best: Prediction | None, filled: Prediction | None, pins: dict[str, Any]
+) -> tuple[Prediction, list[str]]:
+    """The prediction of the layout as written, and sentences that compare it.
+
+    Without a degree among the keys there is only the best layout with them.
+    """
+    if job.layout.mode == "auto":
+        if filled is None:
+            raise search_error(job, pins, find_layouts(job, pins, 1))
+        asked, what = filled, "the best with " + _describe_keys(pins)
+    else:
+        asked, what = predict(job, job.layout), "asked for"
+    reasons = [f"{describe_layout(asked.layout)}: {what}"]
+    if not asked.fits:
+        reasons.append(asked.shortage)
+        reasons += [f"it would fit with {r.overrides} ({r.price})" for r in find_alternatives(asked.job)]
+    elif best is not None:
+        reasons.append(_against(best, asked))
+    if asked is not filled:
+        reasons += _explain_filled(job, asked, filled, best, pins)
+    return asked, reasons
+
+
+def _against(best: Prediction, asked: Prediction) -> str:
+    if asked.layout == best.layout:
+        return "it is the best layout"
+    verdict = compare(best, asked)
+    devices = asked.layout.world_size, best.layout.world_size
+    on = f", on {devices[0]} of {devices[1]} devices" if devices[0] != devices[1] else ""
+    return f"against the best, {describe_layout(best.layout)}: {verdict}{on}"
+
+
+def _best_with(job: Job, pins: Mapping[str, Any]) -> Prediction | None:
+    """The best layout on all devices with these keys; if none fits, with their degrees.
+
+    Data parallelism fills the devices that the other degrees leave, so its keys are freed last.
+    """
+    degrees = {key: value for key, value in pins.items() if key in DEGREES}
+    unfilled = [{k: v for k, v in keys.items() if k not in DATA_KEYS} for keys in (pins, degrees)]
+    open_ = dataclasses.replace(job, layout=Layout())
+    tried: list[dict[str, Any]] = []
+    # Without a degree only the keys themselves are asked for.
+    for keys in (dict(pins), degrees, *unfilled) if degrees else (dict(pins),):
+        if keys in tried or not set(keys) & set(pins):
+            continue
+        tried.append(keys)
+        found = find_layouts(
+            open_, keys, FEWEST_CHECKED, worlds=[job.cluster.world_size], budget_s=WHY_BUDGET_S
+        )
+        if found.best:
+            return found.best[0]
+    return None
+
+
+def _explain_filled(
+    job: Job, asked: Prediction, filled: Prediction | None, best: Prediction | None, pins: Mapping[str, Any]
+) -> list[str]:
+    """What the given degrees could do with every device and the best settings."""
+    devices, reasons = job.cluster.world_size, []
+    if asked.layout.world_size < devices:
+        reasons.append(f"it leaves {devices - asked.layout.world_size:,} of {devices:,} devices idle")
+    if filled is None:
+        return [*reasons, f"no layout with {_describe_keys(pins)} on all {devices:,} devices fits"]
+    if filled.layout == asked.layout:
+        return reasons
+    kept = _describe_keys({key: value for key, value in pins.items() if getattr(filled.layout, key) == value})
+    slower = "" if best is None else f", {filled.step_s / best.step_s - 1:+.1%} against the best"
+    price = f"{format_seconds(filled.step_s)} per step, {format_bytes(filled.needed_bytes)} per device"
+    what = f"{describe_layout(filled.layout)}, {price}{slower}"
+    return [*reasons, f"the best with {kept} on all {devices:,} devices: {what}"]
+
+
+def _describe_keys(pins: Mapping[str, Any]) -> str:
+    """Keys and values, degrees first."""
+    names = sorted(pins, key=lambda name: DEGREES.index(name) if name in DEGREES else len(DEGREES))
+    return " ".join(f"{name}={str(pins[name]).lower()}" for name in names)

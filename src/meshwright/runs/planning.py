@@ -1,0 +1,57 @@
+"""Plans a loaded job: searches its layouts and explains the choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.core.errors import Problem, UserError
+from meshwright.plan.build import plan_from, summarize, summarize_plan
+from meshwright.plan.contract import Plan
+from meshwright.plan.memory.fit import USABLE_MEMORY
+from meshwright.plan.search.alternatives import compare
+from meshwright.plan.search.find import CHECKED, Objective, SearchResult
+from meshwright.plan.search.planner import search_job
+from meshwright.plan.search.reasons import explain_choice
+from meshwright.runs.loaded_job import LoadedJob
+from meshwright.runs.reporter import Reporter
+from meshwright.spec.job import Job
+from meshwright.spec.legality.table import with_layout
+from meshwright.spec.load import require_runnable
+from meshwright.spec.model import DecoderModel
+
+
+def plan_job(
+    job: LoadedJob, by: Objective, top: int, explain: bool, reporter: Reporter
+) -> tuple[Plan, SearchResult]:
+    """Search the layouts of a job and predict the best one.
+
+    Raises:
+        UserError: No layout fits, or the model has no other objective than time.
+    """
+    spec = job.spec
+    if not isinstance(spec.model, DecoderModel):
+        require_runnable(spec)
+        if by != "time":
+            rule, fix = "ranks layouts of decoders; a ResNet only has replicas", "Leave it out"
+            raise UserError(Problem("plan-by-not-here", rule, path="--by", value=by, fix=fix))
+    with reporter.search() as progress:
+        found = search_job(spec, job.named_layout_keys(), max(top, CHECKED), by, progress)
+    reasons = explain_choice(spec, found, neighbours=explain)
+    return plan_from(found.best[0], reasons, spec.layout.stage_layers is None), found
+
+
+def summarize_search(plan: Plan, found: SearchResult, top: int) -> dict[str, Any]:
+    """The plan and its alternatives as plain values."""
+    best = found.best[0]
+    others = [summarize(p, [compare(best, p, found.objective)]) for p in found.best[1:top]]
+    memory = {"usable_bytes": plan.usable_bytes, "usable_share": USABLE_MEMORY}
+    return {**found.counts(), **memory, "layouts": [summarize_plan(plan), *others]}
+
+
+def resolve_layout(job: LoadedJob, reporter: Reporter) -> Job:
+    """The job with the layout that it gives, or that the planner chooses for its cluster."""
+    if job.spec.layout.mode == "given":
+        return job.spec
+    with reporter.search() as progress:
+        found = search_job(job.spec, job.named_layout_keys(), progress=progress)
+    return with_layout(job.spec, found.best[0].layout)

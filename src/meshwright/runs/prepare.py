@@ -1,0 +1,216 @@
+"""Prepares a run: checks everything, plans, and writes the run folder. Nothing is written before all checks."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from meshwright.checkpoint.manifest import (
+    check_same_job,
+    check_same_optimizer,
+    find_newest,
+    list_checkpoints,
+    read_manifest,
+)
+from meshwright.core.errors import Problem, UserError
+from meshwright.core.events import EVENTS_FILE, read_events
+from meshwright.core.packages import require_packages
+from meshwright.launch.assignment import Assignment
+from meshwright.launch.lock import RunLock
+from meshwright.plan.build import build_plan
+from meshwright.plan.contract import PLAN_FILE, Plan, is_plan, read_plan, write_plan
+from meshwright.runs.data import prepare_data
+from meshwright.runs.loaded_job import LoadedJob
+from meshwright.runs.ranks import require_compiler, require_devices
+from meshwright.runs.reporter import Reporter
+from meshwright.runs.weights import InitialWeights
+from meshwright.spec.job import Job
+from meshwright.spec.model import BATCH_NORM_NOTE
+
+ResumeMode = Literal["no", "must", "may"]
+"""Whether to continue from a checkpoint; "may" starts from the beginning if there is none."""
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run that is ready to start."""
+
+    plan: Plan
+    assignment: Assignment
+    lock: RunLock
+    """Held during the run: no second process writes into its folder."""
+
+
+def prepare_run(
+    job: LoadedJob, resume: ResumeMode, reporter: Reporter, started: int | None = None
+) -> PreparedRun:
+    """Check everything, plan, and write the run folder.
+
+    Args:
+        job: The job, or a plan.
+        resume: Whether to continue from a checkpoint.
+        reporter: Receives messages and the plan.
+        started: Ranks that a launcher has already started, if one has.
+    """
+    path, spec = Path(job.source), job.spec
+    given = read_plan(path) if not job.overrides and job.on is None and is_plan(path) else None
+    spec = given.job if given else spec
+    _require_trackers(spec)
+    require_compiler(spec)
+    plan = given or build_plan(spec, job.named_layout_keys())[0]
+    if started is not None and plan.world_size != started:
+        rule = f"needs {plan.world_size} ranks; the launcher started {started}"
+        fix = "Start as many ranks as the layout has"
+        raise UserError(Problem("launch-world-size", rule, path="layout", fix=fix))
+    if started is None:
+        require_devices(spec, plan.world_size)
+    weights = InitialWeights(spec)
+    if resume == "no":
+        _ = weights.found  # errors come before data are prepared, which may take long
+    data_dir = prepare_data(spec, reporter)
+    reporter.planned(plan)
+    if spec.mixes_samples:
+        reporter.warning(BATCH_NORM_NOTE)
+    devices = spec.cluster.world_size
+    if plan.world_size > devices:
+        what = f"{plan.world_size} ranks share {devices} {spec.cluster.device_name}s"
+        reporter.warning(f"{what}: this works, but is slower")
+    return _write_run(plan, data_dir, resume, weights, reporter)
+
+
+def _require_trackers(job: Job) -> None:
+    """Check that the packages of the trackers that the job asks for are installed."""
+    if job.train.tensorboard:
+        require_packages(("tensorboard", "tensorboard"), needed_for="train.tensorboard")
+    if job.train.wandb is not None:
+        require_packages(("wandb", "wandb"), needed_for="train.wandb")
+    if job.train.mlflow is not None:
+        require_packages(
+            ("mlflow", "mlflow"), ("sqlalchemy", "mlflow"), ("alembic", "mlflow"), needed_for="train.mlflow"
+        )
+
+
+def _write_run(
+    plan: Plan, data_dir: Path, resume: ResumeMode, weights: InitialWeights, reporter: Reporter
+) -> PreparedRun:
+    """Choose the run folder and the checkpoint to resume from; lock the folder; write plan and assignment."""
+    job = plan.job
+    run_dir = _run_dir(job, resume)
+    checkpoints = Path(job.checkpoint.dir) if job.checkpoint.dir else run_dir / "checkpoints"
+    try:
+        resume_from = _choose_checkpoint(job, checkpoints, resume, reporter)
+        hf_weights = resume_from is None and weights.announce(reporter)
+    except UserError:
+        if job.run_dir is None:  # a numbered folder that was just created is still empty
+            with contextlib.suppress(OSError):
+                run_dir.rmdir()
+        raise
+    fresh = not (run_dir / EVENTS_FILE).exists()
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = RunLock.take(run_dir)
+        generation = _next_generation(run_dir)
+        assignment = Assignment(
+            run_dir=str(run_dir),
+            data_dir=str(data_dir.resolve()),
+            checkpoint_dir=str(checkpoints),
+            resume_from=str(resume_from) if resume_from else None,
+            hf_weights=hf_weights,
+            generation=generation,
+        )
+        write_plan(plan, run_dir / PLAN_FILE)
+        assignment.write()
+        (run_dir / EVENTS_FILE).touch()
+        checkpoints.mkdir(parents=True, exist_ok=True)
+    except (OSError, UserError) as error:
+        if fresh and not (isinstance(error, UserError) and error.problems[0].code == "run-busy"):
+            shutil.rmtree(run_dir, ignore_errors=True)
+        if isinstance(error, UserError):
+            raise
+        where = str(error.filename or run_dir)
+        rule = f"cannot be written: {error.strerror or error}"
+        fix = "Set run_dir or checkpoint.dir elsewhere"
+        raise UserError(Problem("run-not-writable", rule, path=where, fix=fix)) from None
+    return PreparedRun(plan, assignment, lock)
+
+
+def _run_dir(job: Job, resume: ResumeMode) -> Path:
+    """The folder that the job names; else a new numbered one, or the newest with checkpoints to resume from."""
+    if job.run_dir is not None:
+        given = Path(job.run_dir)
+        if resume == "no" and (given / EVENTS_FILE).exists():
+            rule, fix = "holds a run already", "Add --resume to continue it, or use another folder"
+            raise UserError(Problem("run-exists", rule, path="run_dir", value=job.run_dir, fix=fix))
+        if not (given / EVENTS_FILE).exists() and given.is_dir() and any(given.iterdir()):
+            rule, fix = "is a folder with other files in it", "Use a new folder"
+            raise UserError(Problem("run-exists", rule, path="run_dir", value=job.run_dir, fix=fix))
+        return given
+    runs = Path("runs")
+    found = [(path.name.removeprefix(f"{job.name}-"), path) for path in runs.glob(f"{job.name}-*")]
+    numbered = sorted((int(number), path) for number, path in found if number.isdigit())
+    if resume == "may" and numbered:  # the run of an earlier attempt of this launch
+        return numbered[-1][1]
+    if resume == "must" and job.checkpoint.dir is None:
+        with_checkpoints = [path for _, path in numbered if list_checkpoints(path / "checkpoints")]
+        if not with_checkpoints:
+            rule = f"has no run with a checkpoint under {runs}"
+            raise UserError(Problem("resume-nothing", rule, path=job.name, fix="Leave out --resume"))
+        return with_checkpoints[-1]
+    return _make_numbered(runs, job.name, numbered[-1][0] + 1 if numbered else 1)
+
+
+def _make_numbered(runs: Path, name: str, number: int) -> Path:
+    """Create the next free folder; two processes at once get different ones."""
+    while True:
+        folder = runs / f"{name}-{number}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            rule = f"cannot be created: {error.strerror or error}"
+            fix = "Set run_dir elsewhere"
+            raise UserError(Problem("run-not-writable", rule, path=str(folder), fix=fix)) from None
+        else:
+            return folder
+
+
+def _choose_checkpoint(
+    job: Job, checkpoints: Path, resume: ResumeMode, reporter: Reporter
+) -> Path | None:
+    """The checkpoint to resume from; None for a run that starts at the beginning."""
+    if resume == "no" and list_checkpoints(checkpoints):
+        rule = "holds checkpoints of another run"
+        fix = "Add --resume to continue from them, or use another folder"
+        raise UserError(Problem("checkpoint-dir-used", rule, path=str(checkpoints), fix=fix))
+    if resume == "no":
+        return None
+    found = find_newest(checkpoints)
+    if found is None and resume == "may":
+        return None
+    if found is None:
+        rule = "holds no checkpoint"
+        raise UserError(Problem("resume-nothing", rule, path=str(checkpoints), fix="Leave out --resume"))
+    checkpoint, refused = found
+    for sentence in refused:
+        reporter.warning(f"skipped: {sentence}")
+    manifest = read_manifest(checkpoint, verify=False)
+    check_same_job(manifest, job.model, job.data, checkpoint)
+    check_same_optimizer(manifest, job.train, checkpoint)
+    if manifest.step >= job.train.steps:
+        rule = f"is at step {manifest.step} already, and train.steps={job.train.steps}"
+        raise UserError(
+            Problem("resume-complete", rule, path=str(checkpoint), fix="Raise train.steps to continue")
+        )
+    return checkpoint
+
+
+def _next_generation(run_dir: Path) -> int:
+    events = run_dir / EVENTS_FILE
+    if not events.exists():
+        return 0
+    log = read_events(events)
+    return log.last_generation + 1 if log.events else 0

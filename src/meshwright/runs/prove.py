@@ -1,0 +1,225 @@
+"""Proves that a layout computes what one process computes: ten steps of both, and every gradient compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.core.errors import InterruptedRunError, Problem, RunFailedError, UserError
+from meshwright.core.events import EVENTS_FILE, Event
+from meshwright.core.packages import require_packages
+from meshwright.core.units import format_plural
+from meshwright.launch.assignment import Assignment
+from meshwright.launch.environment import prepare_environment
+from meshwright.launch.local import LOGS
+from meshwright.layout.text import describe_layout
+from meshwright.plan.build import build_plan
+from meshwright.plan.contract import PLAN_FILE, Plan, layout_keys, write_plan
+from meshwright.runs.data import prepare_data
+from meshwright.runs.loaded_job import LoadedJob
+from meshwright.runs.planning import resolve_layout
+from meshwright.runs.ranks import build_launch
+from meshwright.runs.reporter import Reporter
+from meshwright.spec.cluster import machine_memory_bytes
+from meshwright.spec.load import require_runnable
+from meshwright.verify.proof_task import (
+    STEPS,
+    ProofTask,
+    RankFindings,
+    ReferenceRecord,
+    explain_settings,
+    proof_job,
+    reference_job,
+    select_sample_positions,
+)
+from meshwright.verify.shrink import ShrunkJob, shrink_to_fit
+from meshwright.verify.verdict import TOLERANCE, Verdict, judge
+
+ENTRY = "meshwright.verify.prove:run_rank"
+REFERENCE_ENTRY = ENTRY
+"""Apart from ``ENTRY``, so that tests can plant defects in the layout alone."""
+NOT_FINITE = "train-not-finite"
+
+
+@dataclass(frozen=True)
+class ProofRuns:
+    """The two runs of a proof, ready to start."""
+
+    plan: Plan
+    reference: Plan
+    data_dir: Path
+    shrunk: ShrunkJob
+    settings: list[str]
+    """What differs from the job's settings."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Both runs compared."""
+
+    runs: ProofRuns
+    verdict: Verdict
+    findings: list[RankFindings]
+    """What each rank of the layout compared."""
+    losses: list[float | None]
+    reference_losses: list[float | None]
+
+    @property
+    def equal(self) -> bool:
+        """Whether the layout computes what one process computes, within the tolerances."""
+        return self.verdict.equal
+
+    @property
+    def layout_name(self) -> str:
+        """The proved layout and its number of ranks."""
+        return name_layout(self.runs.plan)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The object of ``meshwright prove --json``."""
+        return {
+            **self.verdict.as_dict(),
+            "losses": self.losses,
+            "reference_losses": self.reference_losses,
+            "replayed_ties": sum(one.replayed_ties for one in self.findings),
+            "tolerance": TOLERANCE,
+            "layout": layout_keys(self.runs.plan.job),
+            "world_size": self.runs.plan.world_size,
+            "shrunk": self.runs.shrunk.as_dict(),
+            "settings": self.runs.settings,
+        }
+
+
+@dataclass
+class LossRecorder:
+    """The losses that rank 0 reports."""
+
+    values: list[float | None] = field(default_factory=list)
+
+    def feed(self, event: Event) -> None:
+        """Take in one event."""
+        if event["event"] == "step" and event["rank"] == 0:
+            self.values.append(event["loss"])
+
+
+def prove_job(job: LoadedJob, reporter: Reporter) -> Proof:
+    """Run the reference and the layout, and compare them."""
+    require_packages(("torch", "run"), ("safetensors", "run"), needed_for="a proof")
+    runs = prepare_proof(job, reporter)
+    prepare_environment(threads=1)
+    folder = _make_folder()
+    spec = runs.plan.job
+    positions = select_sample_positions(spec.train.global_batch, spec.layout.data_degree)
+    home = folder / "reference"
+    reference_losses = run_proof_side(
+        REFERENCE_ENTRY, runs.reference, home, ProofTask(positions), runs.data_dir, reporter
+    )
+    task = ProofTask(positions, str(home))
+    losses = run_proof_side(ENTRY, runs.plan, folder / "layout", task, runs.data_dir, reporter)
+    found = [RankFindings.read(folder / "layout", rank) for rank in range(runs.plan.world_size)]
+    verdict = judge(ReferenceRecord.read(home), found, losses, reference_losses)
+    shutil.rmtree(folder, ignore_errors=True)
+    return Proof(runs, verdict, found, losses, reference_losses)
+
+
+def _make_folder() -> Path:
+    """A folder for both runs; the reference writes three times the weights there."""
+    try:
+        return Path(tempfile.mkdtemp(prefix="meshwright-prove-"))
+    except OSError as error:
+        where, rule = tempfile.gettempdir(), f"cannot be written: {error.strerror or error}"
+        raise UserError(Problem("run-not-writable", rule, path=where, fix="Set TMPDIR elsewhere")) from None
+
+
+def prepare_proof(job: LoadedJob, reporter: Reporter) -> ProofRuns:
+    """Choose the layout, shrink the job if it is too large, and plan both runs. Starts nothing.
+
+    Raises:
+        UserError: The job cannot run, or its loss depends on the layout.
+    """
+    job.require_not_preset()
+    if job.spec.mixes_samples:
+        rule = "mixes the samples of a micro-batch: the loss depends on the layout, so there is nothing to prove"
+        fix = "Use model.norm=group"
+        raise UserError(Problem("prove-batch-norm", rule, path="model.norm", value="batch", fix=fix))
+    memory = machine_memory_bytes()
+    asked = resolve_layout(job, reporter)
+    here = proof_job(asked, memory)
+    shrunk = shrink_to_fit(here, STEPS, memory, here.cluster.fp32_flops_per_s)
+    require_runnable(shrunk.job)
+    plan = build_plan(shrunk.job)[0]
+    reference = build_plan(reference_job(plan.job))[0]
+    # The tokenizer may be that of the model's folder, which a smaller model does not have.
+    whole = dataclasses.replace(plan.job, model=asked.model) if shrunk.reasons else plan.job
+    data_dir = prepare_data(whole, reporter)
+    runs = ProofRuns(plan, reference, data_dir, shrunk, explain_settings(asked))
+    _announce(runs, reporter)
+    return runs
+
+
+def run_proof_side(
+    entry: str, plan: Plan, folder: Path, task: ProofTask, data_dir: Path, reporter: Reporter
+) -> list[float | None]:
+    """Run the reference or the layout; returns its losses, fewer if those of the layout stop being finite.
+
+    Raises:
+        RunFailedError: A rank died; its log is kept.
+    """
+    folder.mkdir()
+    write_plan(plan, folder / PLAN_FILE)
+    Assignment(str(folder), str(data_dir.resolve()), str(folder / "checkpoints")).write()
+    task.write(folder)
+    (folder / EVENTS_FILE).touch()
+    losses = LossRecorder()
+    name = "the reference, one process" if task.reference is None else name_layout(plan)
+    reporter.progress(f"{name}: {task.steps} steps")
+    try:
+        with reporter.activity(f"{name}: starting") as update:
+
+            def listen(event: Event) -> None:
+                losses.feed(event)
+                if event["event"] == "step" and event["rank"] == 0:
+                    update(f"{name}: {len(losses.values)} of {task.steps} steps")
+
+            interrupted = build_launch(entry, plan.job, folder, listen).run()
+    except RunFailedError as error:
+        if task.reference is not None and error.problems[0].code == NOT_FINITE:
+            return losses.values  # one process had finite ones: a difference, not a failure
+        kept = [_with_log(problem, folder) for problem in error.problems]
+        raise RunFailedError(*kept) from None
+    if interrupted:
+        shutil.rmtree(folder.parent, ignore_errors=True)
+        raise InterruptedRunError(Problem("prove-interrupted", f"interrupted while running {name}"))
+    return losses.values
+
+
+def _with_log(problem: Problem, folder: Path) -> Problem:
+    """A proof has no checkpoint to resume from: only the log helps."""
+    if problem.code != "run-rank-died":
+        return problem
+    return dataclasses.replace(problem, fix=f"The output of the ranks is in {folder / LOGS}")
+
+
+def name_layout(plan: Plan) -> str:
+    """The layout and its number of ranks."""
+    if plan.world_size == 1:
+        return "one process"
+    return f"{describe_layout(plan.job.layout)} ({format_plural(plan.world_size, 'rank')})"
+
+
+def _announce(runs: ProofRuns, reporter: Reporter) -> None:
+    """What is run, and what was changed for it."""
+    reporter.message(
+        f"Proof: {name_layout(runs.plan)} against one process, {STEPS} steps in float32 on this machine's CPU"
+    )
+    if runs.plan.world_size == 1:
+        reporter.message("The layout is one process: this only shows that the run is deterministic")
+    for sentence in runs.settings:
+        reporter.message(f"Proved with {sentence}")
+    if runs.shrunk.reasons:
+        reporter.message(f"Shrunk: the job has {'; '.join(runs.shrunk.reasons)}")
+        for change in runs.shrunk.changes:
+            reporter.message(f"  {change.key}: {change.before} -> {change.after}")

@@ -1,0 +1,99 @@
+"""Starts the ranks of a job on this machine, and checks first that it can run them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from meshwright.core.errors import Problem, UserError
+from meshwright.core.events import Event
+from meshwright.launch.environment import prepare_environment
+from meshwright.launch.local import LocalLaunch
+from meshwright.runs.reporter import Reporter
+from meshwright.spec.cluster import find_gpus
+from meshwright.spec.execution import uses_eager_blocks
+from meshwright.spec.job import Job
+
+PRELOAD = (
+    "meshwright.launch.forkserver_preload",
+    "torch",
+    "torch.distributed",
+    "meshwright.train.worker",
+)
+"""Modules that the fork server imports before it forks ranks."""
+PRELOAD_SHARED = ("torch._dynamo", "torch.distributed.fsdp")
+"""Also for several ranks: DDP imports torch's compiler, sharded layouts import FSDP2; one rank needs neither."""
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+"""Ranks on CPU do not initialise the GPUs of the machine."""
+
+
+def build_launch(
+    entry: str,
+    job: Job,
+    run_dir: Path,
+    listener: Callable[[Event], None],
+    generation: int = 0,
+    preload: Sequence[str] = (*PRELOAD, *PRELOAD_SHARED),
+) -> LocalLaunch:
+    """The ranks of a job's layout on this machine, ready to run.
+
+    Args:
+        entry: ``module:function`` of a rank.
+        job: With its layout chosen.
+        run_dir: Folder with the plan and the assignment.
+        listener: Called with every event.
+        generation: Which attempt this is.
+        preload: Modules that the fork server imports.
+    """
+    return LocalLaunch(
+        entry=entry,
+        run_dir=run_dir,
+        world_size=job.layout.world_size,
+        generation=generation,
+        stop_grace_s=job.elastic.stop_grace_s,
+        listener=listener,
+        environment=NO_GPU if job.cluster.device == "cpu" else {},
+        preload=preload,
+    )
+
+
+def list_preload(job: Job) -> tuple[str, ...]:
+    """Modules to preload for a training run; for an open layout, those that any number of ranks may need."""
+    ranks = job.layout.world_size if job.layout.mode == "given" else job.cluster.world_size
+    return PRELOAD if ranks == 1 else (*PRELOAD, *PRELOAD_SHARED)
+
+
+def apply_environment(job: Job, reporter: Reporter) -> None:
+    """Set the variables that torch reads on import, and report those that concern this job."""
+    for notice in prepare_environment(threads=1):
+        if job.train.precision != "fp32":
+            reporter.message(notice)
+
+
+def require_devices(job: Job, world_size: int) -> None:
+    """Check that the devices of the job's cluster are on this machine."""
+    cluster = job.cluster
+    if cluster.nodes > 1:
+        rule = f"needs a launcher: {cluster.nodes} nodes cannot be started from one"
+        fix = "Use torchrun on every node, or cluster.nodes=1"
+        raise UserError(Problem("cluster-not-here", rule, path="cluster.nodes", value=cluster.nodes, fix=fix))
+    if cluster.device == "cuda" and (found := len(find_gpus())) < world_size:
+        rule = f"needs {world_size} GPUs on this machine, which has {found}"
+        fix = "Use cluster.preset=local, or cluster.device=cpu"
+        raise UserError(Problem("cluster-not-here", rule, path="cluster.device", value="cuda", fix=fix))
+
+
+def require_compiler(job: Job) -> None:
+    """Check that there is a C++ compiler: inductor and Triton call one in the first step."""
+    if uses_eager_blocks(job) or job.train.compile_backend != "inductor":
+        return
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        rule = f"needs a C++ compiler; {compiler} was not found"
+        fix = (
+            "Install one (Debian and Ubuntu: apt-get install g++), set CXX, or leave train.block_backend out"
+        )
+        path, value = "train.block_backend", job.train.block_backend
+        raise UserError(Problem("train-compile-no-compiler", rule, path=path, value=value, fix=fix))

@@ -1,0 +1,42 @@
+"""The figures of a run as plain values: the object of ``meshwright train --json``, and what trackers get."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from meshwright.audit.compare import Audit
+from meshwright.audit.record import RunRecord
+from meshwright.plan.contract import Plan, layout_keys
+
+
+def summarize_run(plan: Plan, record: RunRecord, audit: Audit, run_dir: Path) -> dict[str, Any]:
+    """Status, losses, rates, memory and collectives."""
+    kinds = list(plan.ranks[0].state_bytes)
+    found = [record.state.get(rank) for rank in range(plan.world_size)]
+    return {
+        "status": record.status,
+        "run_dir": str(run_dir),
+        "layout": layout_keys(plan.job),
+        "world_size": plan.world_size,
+        "losses": record.losses,
+        "eval_loss": record.eval_loss,
+        "tokens_per_s": record.tokens_per_s,
+        "flops_per_s": record.flops_per_s(plan),
+        "mfu": record.mfu,
+        "mfu_basis": record.peak_basis,
+        "peak_memory_bytes": [measured.peak_bytes if measured else None for measured in found],
+        "predicted_peak_memory_bytes": [row.predicted for row in audit.state if row.kind == "peak"],
+        "state_bytes": {kind: [m.state_bytes.get(kind) if m else None for m in found] for kind in kinds},
+        "predicted_state_bytes": {kind: [r.state_bytes[kind] for r in plan.ranks] for kind in kinds},
+        "offloaded_bytes": {
+            kind: [m.offloaded_bytes.get(kind) if m else None for m in found] for kind in kinds
+        },
+        "predicted_offloaded_bytes": {
+            kind: [r.offloaded_bytes.get(kind, 0) for r in plan.ranks] for kind in kinds
+        },
+        "collectives": [row.as_dict() for row in audit.collectives],
+        "checkpoint": record.checkpoint,
+        "audit_ok": audit.ok,
+        "differences": list(audit.differences),
+    }

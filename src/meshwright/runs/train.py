@@ -1,0 +1,160 @@
+"""Trains a prepared run on this machine: starts the ranks, follows their events, audits at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.audit.compare import Audit, audit_run
+from meshwright.audit.record import RunRecord
+from meshwright.core.errors import InterruptedRunError, Problem, RunFailedError
+from meshwright.core.events import Event
+from meshwright.diagnose.out_of_memory import explain_oom
+from meshwright.plan.contract import Plan
+from meshwright.report.html import write_page
+from meshwright.report.run_report import PAGE_FILE, read_report
+from meshwright.report.tensorboard import TensorBoardSink
+from meshwright.report.trackers import RunOutcome, build_trackers
+from meshwright.runs.loaded_job import LoadedJob
+from meshwright.runs.prepare import PreparedRun, prepare_run
+from meshwright.runs.ranks import build_launch, list_preload
+from meshwright.runs.reporter import Reporter
+from meshwright.runs.summary import summarize_run
+from meshwright.spec.job import Job
+
+ENTRY = "meshwright.train.worker:run_rank"
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run that ended as it should, or was interrupted with a checkpoint."""
+
+    plan: Plan
+    record: RunRecord
+    run_dir: Path
+    audit: Audit
+    page: Path | None = None
+    """The report page, if it could be written."""
+    rank: int = 0
+    """This process's rank under torchrun; 0 otherwise."""
+
+
+class _UnfinishedRun:
+    """What the two errors below carry beside their problems."""
+
+    run_dir: Path = Path()
+    page: Path | None = None
+    """The report page, if it could be written."""
+    out_of_memory: dict[str, Any] | None = None
+    """The memory report of the rank that ran out of memory, if one did."""
+
+
+class TrainingFailedError(_UnfinishedRun, RunFailedError):
+    """A rank died; carries the run folder."""
+
+
+class TrainingInterruptedError(_UnfinishedRun, InterruptedRunError):
+    """The run was stopped at once, before a checkpoint was written; carries the run folder."""
+
+
+class EventListeners:
+    """Passes the events of a run to its record, the reporter, TensorBoard and the trackers."""
+
+    def __init__(self, job: Job, run_dir: Path, reporter: Reporter) -> None:
+        self.record = RunRecord()
+        self._job, self._reporter = job, reporter
+        self._tensorboard = TensorBoardSink(run_dir) if job.train.tensorboard else None
+        self._trackers = build_trackers(job, run_dir, reporter.warning)
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Around the run; flushes TensorBoard at the end."""
+        try:
+            with self._reporter.training(self._job):
+                yield
+        finally:
+            if self._tensorboard is not None:
+                self._tensorboard.close()
+
+    def on_event(self, event: Event) -> None:
+        """Pass one event to all."""
+        self.record.feed(event)
+        self._reporter.event(event)
+        if self._tensorboard is not None:
+            self._tensorboard.feed(event)
+        for tracker in self._trackers:
+            tracker.feed(event)
+
+    def close(self, outcome: RunOutcome) -> None:
+        """Tell the trackers how the run ended."""
+        for tracker in self._trackers:
+            tracker.close(outcome)
+
+
+def train_locally(job: LoadedJob, resume: bool, reporter: Reporter) -> TrainedRun:
+    """Prepare the run and train it in processes of this machine."""
+    prepared = prepare_run(job, "must" if resume else "no", reporter)
+    with prepared.lock:
+        return _train_prepared(prepared, reporter)
+
+
+def _train_prepared(prepared: PreparedRun, reporter: Reporter) -> TrainedRun:
+    plan, assignment = prepared.plan, prepared.assignment
+    job, run_dir = plan.job, Path(assignment.run_dir)
+    listeners = EventListeners(job, run_dir, reporter)
+    launch = build_launch(
+        ENTRY, job, run_dir, listeners.on_event, assignment.generation, list_preload(job)
+    )
+    try:
+        with listeners.attached():
+            interrupted = launch.run()
+    except RunFailedError as error:
+        raise fail_run(plan, error, listeners, run_dir, reporter) from None
+    if interrupted and listeners.record.status == "unfinished":
+        rule = "was stopped at once, before the step was finished and saved"
+        stopped = TrainingInterruptedError(Problem("run-ended-at-once", rule, path=str(run_dir)))
+        stopped.run_dir, stopped.page = run_dir, write_run_page(run_dir, "unfinished", reporter)
+        listeners.close(RunOutcome("unfinished", page=stopped.page))
+        raise stopped
+    return finish_run(plan, listeners.record, run_dir, listeners, reporter)
+
+
+def fail_run(
+    plan: Plan, error: RunFailedError, listeners: EventListeners, run_dir: Path, reporter: Reporter
+) -> TrainingFailedError:
+    """Write the page of a failed run and close its trackers; returns the error to raise.
+
+    After an out-of-memory error, the fix is a change that the planner predicts to fit.
+    """
+    memory = listeners.record.oom_reports.get(str(error))
+    if memory is not None:
+        memory, error = explain_oom(plan, memory, error)
+    failed = TrainingFailedError(*error.problems)
+    failed.out_of_memory = memory
+    failed.run_dir, failed.page = run_dir, write_run_page(run_dir, "failed", reporter)
+    listeners.close(RunOutcome("failed", page=failed.page))
+    return failed
+
+
+def finish_run(
+    plan: Plan, record: RunRecord, run_dir: Path, listeners: EventListeners, reporter: Reporter
+) -> TrainedRun:
+    """Audit a run that ended, write its page, close its trackers."""
+    audit = audit_run(plan, record)
+    page = write_run_page(run_dir, record.status, reporter)
+    listeners.close(RunOutcome(record.status, summarize_run(plan, record, audit, run_dir), page))
+    return TrainedRun(plan, record, run_dir, audit, page)
+
+
+def write_run_page(run_dir: Path, status: str, reporter: Reporter) -> Path | None:
+    """Write the page of a run that has just ended; an error is a warning, it does not fail the run."""
+    page = run_dir / PAGE_FILE
+    try:
+        write_page(read_report(run_dir, status), page)
+    except Exception as error:
+        reporter.warning(f"the report was not written: {error}")
+        return None
+    return page
