@@ -178,9 +178,7 @@ def _make_numbered(runs: Path, name: str, number: int) -> Path:
             return folder
 
 
-def _choose_checkpoint(
-    job: Job, checkpoints: Path, resume: ResumeMode, reporter: Reporter
-) -> Path | None:
+def _choose_checkpoint(job: Job, checkpoints: Path, resume: ResumeMode, reporter: Reporter) -> Path | None:
     """The checkpoint to resume from; None for a run that starts at the beginning."""
     if resume == "no" and list_checkpoints(checkpoints):
         rule = "holds checkpoints of another run"

@@ -180,9 +180,7 @@ def _time_fp8_gemms(
         try:
             times = machine.time_fp8_linear(device, sizes, suite.seconds)
         except Exception as error:
-            reporter.warning(
-                f"no FP8 GEMMs, so steps in fp8 are not predicted: {_first_line(error)}"
-            )
+            reporter.warning(f"no FP8 GEMMs, so steps in fp8 are not predicted: {_first_line(error)}")
             return []
         found.append(GemmTime("fp8", *sizes, *map(_round, times)))
         reporter.progress(f"  FP8 linear layer of {_describe(sizes, times)}, casts included")
@@ -195,7 +193,9 @@ def _describe(sizes: GemmShape, times: Sequence[float]) -> str:
     return f"{sizes.rows} x {sizes.columns} x {sizes.depth}: {rate / TERA:.3g} TFLOP/s"
 
 
-def _fit_to_steps(runs: Sequence[ProbeRun], probed: Probed, reporter: Reporter) -> tuple[Probed, list[StepCheck]]:
+def _fit_to_steps(
+    runs: Sequence[ProbeRun], probed: Probed, reporter: Reporter
+) -> tuple[Probed, list[StepCheck]]:
     """Run real steps of small models and fit what single operations do not explain; without them fit nothing."""
     from meshwright.verify.bench import machine  # noqa: PLC0415
 

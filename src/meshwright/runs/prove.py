@@ -142,7 +142,9 @@ def prepare_proof(job: LoadedJob, reporter: Reporter) -> ProofRuns:
     """
     job.require_not_preset()
     if job.spec.mixes_samples:
-        rule = "mixes the samples of a micro-batch: the loss depends on the layout, so there is nothing to prove"
+        rule = (
+            "mixes the samples of a micro-batch: the loss depends on the layout, so there is nothing to prove"
+        )
         fix = "Use model.norm=group"
         raise UserError(Problem("prove-batch-norm", rule, path="model.norm", value="batch", fix=fix))
     memory = machine_memory_bytes()

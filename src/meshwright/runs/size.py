@@ -31,7 +31,11 @@ def size_job(job: LoadedJob, tokens: float, deadline_s: float, reporter: Reporte
         UserError: The job is not a decoder on GPUs with an open layout, or no cluster holds the model.
     """
     spec = job.spec
-    if not isinstance(spec.model, DecoderModel) or spec.cluster.device != "cuda" or spec.layout.mode != "auto":
+    if (
+        not isinstance(spec.model, DecoderModel)
+        or spec.cluster.device != "cuda"
+        or spec.layout.mode != "auto"
+    ):
         rule = "sizes clusters of GPUs for decoders; the layout must be left to the planner"
         fix = "Give a cluster, such as --on 8x8xh100-sxm, and no degrees of the layout"
         raise UserError(Problem("plan-sizing-not-here", rule, path="--tokens", fix=fix))
@@ -43,4 +47,6 @@ def size_job(job: LoadedJob, tokens: float, deadline_s: float, reporter: Reporte
     if not sizing.tried:
         raise search_error(spec, pins, find_layouts(spec, pins, 1))
     answer = (sizing.answer or sizing.fastest).prediction.job
-    return SizedCluster(sizing, dataclasses.replace(job, spec=dataclasses.replace(answer, layout=spec.layout)))
+    return SizedCluster(
+        sizing, dataclasses.replace(job, spec=dataclasses.replace(answer, layout=spec.layout))
+    )

@@ -105,9 +105,7 @@ def _train_prepared(prepared: PreparedRun, reporter: Reporter) -> TrainedRun:
     plan, assignment = prepared.plan, prepared.assignment
     job, run_dir = plan.job, Path(assignment.run_dir)
     listeners = EventListeners(job, run_dir, reporter)
-    launch = build_launch(
-        ENTRY, job, run_dir, listeners.on_event, assignment.generation, list_preload(job)
-    )
+    launch = build_launch(ENTRY, job, run_dir, listeners.on_event, assignment.generation, list_preload(job))
     try:
         with listeners.attached():
             interrupted = launch.run()

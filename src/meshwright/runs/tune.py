@@ -139,9 +139,7 @@ def _require_auto_layout(job: Job) -> None:
         raise UserError(Problem("tune-layout-given", rule, path="layout", fix=fix))
 
 
-def _measure_all(
-    plans: Sequence[Plan], data_dir: Path, reporter: Reporter
-) -> tuple[list[TuneRow], Attempt]:
+def _measure_all(plans: Sequence[Plan], data_dir: Path, reporter: Reporter) -> tuple[list[TuneRow], Attempt]:
     """Run each plan; one that fails is a row with its reason."""
     rows: list[TuneRow] = []
     attempt = Attempt(0)
