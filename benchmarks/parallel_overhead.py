@@ -30,7 +30,6 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
 from baseline import build_adamw, open_tokens, report, time_pairs  # noqa: E402
-from meshwright.runs.ranks import build_launch  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: E402
@@ -50,6 +49,7 @@ from meshwright.models.decoder import Decoder  # noqa: E402
 from meshwright.parallel.build import build_model  # noqa: E402
 from meshwright.plan.build import build_plan  # noqa: E402
 from meshwright.plan.contract import PLAN_FILE, write_plan  # noqa: E402
+from meshwright.runs.ranks import build_launch  # noqa: E402
 from meshwright.spec.layout import Layout  # noqa: E402
 from meshwright.spec.legality.table import with_layout  # noqa: E402
 from meshwright.spec.load import build_job  # noqa: E402

@@ -33,7 +33,6 @@ prepare_environment(threads=1)
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from meshwright.runs.ranks import build_launch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from meshwright.measure.collective_counter import CollectiveCounter  # noqa: E402
@@ -44,6 +43,7 @@ from meshwright.parallel.pipeline.p2p import P2PExchange  # noqa: E402
 from meshwright.plan.build import build_plan  # noqa: E402
 from meshwright.plan.contract import PLAN_FILE, read_plan, write_plan  # noqa: E402
 from meshwright.report.timeline import build_timeline, draw_pair_svg, measured_timeline  # noqa: E402
+from meshwright.runs.ranks import build_launch  # noqa: E402
 from meshwright.schedule.pipeline.actions import Action, Kind, PipelineSchedule  # noqa: E402
 from meshwright.schedule.pipeline.build import BUILT, build_schedule  # noqa: E402
 from meshwright.schedule.pipeline.walk import StageTimes, Walk, walk_schedule  # noqa: E402

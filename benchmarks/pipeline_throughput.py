@@ -30,7 +30,6 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from baseline import build_adamw, open_tokens, report, time_pairs  # noqa: E402
-from meshwright.runs.ranks import build_launch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # noqa: E402
 
@@ -44,6 +43,7 @@ from meshwright.parallel.build import build_local_model, init_weights  # noqa: E
 from meshwright.parallel.pipeline.pipeline import activation_shape  # noqa: E402
 from meshwright.plan.build import build_plan  # noqa: E402
 from meshwright.plan.contract import PLAN_FILE, write_plan  # noqa: E402
+from meshwright.runs.ranks import build_launch  # noqa: E402
 from meshwright.spec.load import build_job  # noqa: E402
 from meshwright.train.loop import report_end, start_meter  # noqa: E402
 from meshwright.train.trainer import Trainer  # noqa: E402

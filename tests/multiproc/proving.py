@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from meshwright.runs.prove import ENTRY, REFERENCE_ENTRY, run_proof_side
-from meshwright.runs.reporter import SILENT
 
 from meshwright.audit.compare import audit_run
 from meshwright.audit.record import RunRecord, read_record
@@ -18,6 +16,8 @@ from meshwright.core.events import EVENTS_FILE, read_events
 from meshwright.layout.stages import StageSpec, local_parameters, local_stages, pp_rank_of
 from meshwright.plan.build import build_plan
 from meshwright.plan.contract import Plan
+from meshwright.runs.prove import ENTRY, REFERENCE_ENTRY, run_proof_side
+from meshwright.runs.reporter import SILENT
 from meshwright.spec.cluster import machine_memory_bytes
 from meshwright.spec.job import Job
 from meshwright.spec.load import require_runnable

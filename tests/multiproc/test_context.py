@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from curves import TEN, Resumed, phases_of, reference, relative
-from meshwright.runs.ranks import build_launch
 
 from meshwright.audit.record import read_record
 from meshwright.layout.ring_chunks import HEAD_CHUNKS, list_head_chunks
@@ -16,6 +15,7 @@ from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.parallel import ring_attention as ring
 from meshwright.parallel.mesh import destroy_mesh, init_mesh
 from meshwright.parallel.ring_attention import ring_attention, zigzag_positions
+from meshwright.runs.ranks import build_launch
 from meshwright.spec.load import load_job
 
 HEADS = ((4, 4), (6, 3), (3, 1), (9, 9))

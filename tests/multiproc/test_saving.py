@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from meshwright.runs.train import ENTRY
 from safetensors import safe_open
 
 from meshwright.checkpoint.manifest import find_newest, list_checkpoints, list_leftovers
+from meshwright.runs.train import ENTRY
 
 
 @pytest.mark.parametrize(("zero", "cut"), [(3, 3), (1, 2)])

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from meshwright.runs.ranks import build_launch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -30,6 +29,7 @@ from meshwright.parallel.build import build_model
 from meshwright.parallel.mesh import destroy_mesh, init_mesh
 from meshwright.plan.build import build_plan
 from meshwright.plan.contract import PLAN_FILE, read_plan, write_plan
+from meshwright.runs.ranks import build_launch
 from meshwright.spec.layout import Layout
 from meshwright.spec.legality.table import with_layout
 from meshwright.spec.load import build_job, load_job

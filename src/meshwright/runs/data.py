@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.data.chat_templates import load_template
 from meshwright.core.units import format_bytes, format_count, format_rate
+from meshwright.data.chat_templates import load_template
 from meshwright.data.corpus_spec import CorpusSpec, parse_corpus_spec
 from meshwright.data.dataset import TokenDataset, no_prompts
 from meshwright.data.images import ImageShape, check_images, looks_like_images, open_images
@@ -23,7 +23,6 @@ from meshwright.runs.reporter import Reporter
 from meshwright.spec.hf_config import find_weights_file
 from meshwright.spec.job import SYNTHETIC_IMAGES, Data, Job
 from meshwright.spec.model import DecoderModel, ResNetModel
-
 
 MOST_NAMED = 5
 """Unreadable documents that are named; ``--json`` has all."""

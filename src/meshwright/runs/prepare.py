@@ -1,4 +1,4 @@
-"""Prepares a run: checks everything, plans, and writes the run folder. Nothing is written before all checks."""
+"""Prepares a run: checks everything, plans, and writes the run folder. Checks come before writes."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _write_run(
 
 
 def _run_dir(job: Job, resume: ResumeMode) -> Path:
-    """The folder that the job names; else a new numbered one, or the newest with checkpoints to resume from."""
+    """The folder that the job names; else a new numbered one, or the newest with checkpoints."""
     if job.run_dir is not None:
         given = Path(job.run_dir)
         if resume == "no" and (given / EVENTS_FILE).exists():

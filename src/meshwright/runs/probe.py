@@ -196,7 +196,7 @@ def _describe(sizes: GemmShape, times: Sequence[float]) -> str:
 def _fit_to_steps(
     runs: Sequence[ProbeRun], probed: Probed, reporter: Reporter
 ) -> tuple[Probed, list[StepCheck]]:
-    """Run real steps of small models and fit what single operations do not explain; without them fit nothing."""
+    """Run real steps of small models and fit what single operations do not explain."""
     from meshwright.verify.bench import machine  # noqa: PLC0415
 
     found = []

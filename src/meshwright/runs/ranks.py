@@ -24,7 +24,7 @@ PRELOAD = (
 )
 """Modules that the fork server imports before it forks ranks."""
 PRELOAD_SHARED = ("torch._dynamo", "torch.distributed.fsdp")
-"""Also for several ranks: DDP imports torch's compiler, sharded layouts import FSDP2; one rank needs neither."""
+"""Also for several ranks: DDP imports torch's compiler, sharded layouts import FSDP2."""
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """Ranks on CPU do not initialise the GPUs of the machine."""
 

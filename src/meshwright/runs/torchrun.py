@@ -42,7 +42,7 @@ class RankFailedError(RunFailedError):
         return error
 
 
-def train_as_rank(job: LoadedJob, resume: bool, reporter: Reporter) -> TrainedRun:
+def train_as_rank(job: LoadedJob, resume: bool, reporter: Reporter) -> TrainedRun:  # noqa: C901
     """Train as the rank that the launcher's variables name.
 
     Raises:

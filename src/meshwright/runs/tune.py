@@ -16,8 +16,8 @@ from meshwright.core.errors import Problem, RunFailedError, UserError
 from meshwright.core.packages import require_packages
 from meshwright.core.units import format_plural
 from meshwright.launch.environment import prepare_environment
-from meshwright.plan.calibrate import Calibration, MeasuredLayout, calibrate
 from meshwright.plan.build import plan_from
+from meshwright.plan.calibrate import Calibration, MeasuredLayout, calibrate
 from meshwright.plan.contract import Plan
 from meshwright.plan.predict import predict
 from meshwright.plan.search.planner import search_job

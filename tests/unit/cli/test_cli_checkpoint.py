@@ -7,14 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from meshwright.runs.data import prepare_data
-from meshwright.runs.reporter import SILENT
 
 from meshwright.core.errors import UserError
 from meshwright.data.dataset import TokenDataset
 from meshwright.data.hf_tokenizer import hf_tokenizer_text
 from meshwright.data.tokenizer import BpeTokenizer, ByteTokenizer
 from meshwright.launch.lock import RunLock
+from meshwright.runs.data import prepare_data
+from meshwright.runs.reporter import SILENT
 from meshwright.spec.load import build_job
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint-v1"

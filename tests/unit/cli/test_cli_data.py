@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-from meshwright.runs.data import prepare_data
 
 from meshwright.cli.output import Output
 from meshwright.cli.reporter import ConsoleReporter
@@ -15,6 +14,7 @@ from meshwright.core.errors import UserError
 from meshwright.data.dataset import TokenDataset
 from meshwright.data.prepare import CorpusSpec, prepare_corpus
 from meshwright.data.tokenizer import BpeTokenizer
+from meshwright.runs.data import prepare_data
 from meshwright.spec.load import load_job
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "instruct.toml"

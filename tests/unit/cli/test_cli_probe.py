@@ -6,9 +6,9 @@ import dataclasses
 import tomllib
 
 import pytest
-from meshwright.runs.probe import choose_block_s
 
 from meshwright.plan.probe_runs import PROBE_SUITES, AttentionShape, GemmShape
+from meshwright.runs.probe import choose_block_s
 
 TINY = {
     "num_layers": 1,
@@ -151,7 +151,6 @@ def test_a_gpu_that_torch_does_not_see_is_refused(cli, monkeypatch):
 
 def test_tune_fits_rates_and_leaves_out_what_was_probed(cli, quick, on_cores):
     from meshwright.runs.tune import shorten
-
     from meshwright.spec.load import load_job
 
     assert cli("probe", "--cpu", "-o", "mine.toml").status == 0

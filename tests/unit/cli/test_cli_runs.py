@@ -146,9 +146,8 @@ def test_bench_scaling_needs_a_job_not_a_preset(cli):
     ],
 )
 def test_ranks_are_powers_of_two_and_all_devices(devices, asked, chosen):
-    from meshwright.runs.scaling import default_ranks
-
     from meshwright.cli.bench import parse_ranks
+    from meshwright.runs.scaling import default_ranks
 
     assert (parse_ranks(asked) if asked else default_ranks(devices)) == chosen
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from meshwright.runs.ranks import PRELOAD, list_preload
 
+from meshwright.runs.ranks import PRELOAD, list_preload
 from meshwright.spec.load import load_job
 
 WATCHED = """

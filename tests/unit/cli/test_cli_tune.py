@@ -6,13 +6,13 @@ import json
 import tomllib
 
 import pytest
-from meshwright.runs.cluster_file import cluster_text
-from meshwright.runs.tune import shorten
 
 from meshwright.audit.record import RunRecord
 from meshwright.plan.build import build_plan
 from meshwright.report.scaling import WARM_UP
 from meshwright.report.tuning import TuneRow, sort_rows, summarize_times
+from meshwright.runs.cluster_file import cluster_text
+from meshwright.runs.tune import shorten
 from meshwright.spec.load import build_job, load_job
 
 
