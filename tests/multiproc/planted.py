@@ -1,4 +1,4 @@
-"""Entries for ranks that misbehave on purpose; named by module and function, imported in the rank."""
+"""Entry points of ranks with a planted fault. Tests name them as module:function; ranks import them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ M_MMAP_THRESHOLD = -3
 
 
 def extra_all_reduce(run_dir, listener):
-    """A rank that reduces something more in every step."""
+    """Every step has one more all-reduce."""
     honest = Trainer.update
 
     def update(trainer, lr):
@@ -40,7 +40,7 @@ def extra_all_reduce(run_dir, listener):
 
 
 def extra_broadcast_once(run_dir, listener):
-    """A rank that broadcasts once, on a group that no axis owns, in the third step."""
+    """The third step has a broadcast on a group without an axis."""
     honest = Trainer.update
 
     def update(trainer, lr):
@@ -53,7 +53,7 @@ def extra_broadcast_once(run_dir, listener):
 
 
 def hidden_collectives(run_dir, listener):
-    """Collectives by ways that leave autograd out: a functional one, and one in inference mode."""
+    """Collectives outside autograd: a functional one, and one in inference mode."""
     honest = Trainer.update
 
     def update(trainer, lr):
@@ -69,7 +69,7 @@ def hidden_collectives(run_dir, listener):
 
 
 def note_gathers(run_dir, listener):
-    """A rank that says, when a block computes forward or backward, how many gathers were asked for."""
+    """Reports, when a block starts a forward or backward pass, how many all-gathers were issued."""
     honest = loop.train
 
     def note(trainer):
@@ -87,7 +87,7 @@ def note_gathers(run_dir, listener):
 
 
 def count_graphs(run_dir, listener):
-    """A rank that says how many graphs torch's compiler made."""
+    """Reports how many graphs torch.compile built."""
     honest = loop.train
 
     def counted(trainer):
@@ -98,13 +98,13 @@ def count_graphs(run_dir, listener):
 
 
 def state_that_stays(run_dir, listener):
-    """A rank that leaves its optimizer's state where it is, whatever the layout says."""
+    """The optimizer state is not offloaded, whatever the layout says."""
     build.build_offloaded_state = lambda *_: None
     return run_rank(run_dir, listener)
 
 
 def infinite_gradient(run_dir, listener):
-    """One gradient overflows in the third step; the loss of that step is still fine."""
+    """One gradient overflows in the third step; the loss is finite."""
     honest = Trainer.update
 
     def update(trainer, lr):
@@ -117,7 +117,7 @@ def infinite_gradient(run_dir, listener):
 
 
 def raises_in_step_three(run_dir, listener):
-    """Rank 1 meets an exception of its own."""
+    """Rank 1 raises an exception."""
     honest = Trainer.forward_backward
 
     def forward_backward(trainer, batches, divisor):
@@ -144,7 +144,7 @@ def nan_in_step_three(run_dir, listener):
 
 
 def not_deterministic(run_dir, listener):
-    """An operation that torch cannot promise to repeat."""
+    """An operator that torch does not run deterministically."""
     honest = Trainer.update
 
     def update(trainer, lr):
@@ -156,7 +156,7 @@ def not_deterministic(run_dir, listener):
 
 
 def cause_and_consequence(run_dir, listener):
-    """Rank 1 fails; rank 0 fails of it, with an error that does not look like a lost peer."""
+    """Rank 1 fails; rank 0 then fails with an error that does not look like a lost peer."""
     honest = Trainer.forward_backward
 
     def forward_backward(trainer, batches, divisor):
@@ -172,7 +172,7 @@ def cause_and_consequence(run_dir, listener):
 
 
 def infinite_row(run_dir, listener):
-    """A gradient overflows in the third step, in rows that rank 1 alone owns."""
+    """A gradient overflows in the third step, in rows of rank 1's shard."""
     honest = Trainer.update
 
     def update(trainer, lr):
@@ -193,7 +193,7 @@ def infinite_row(run_dir, listener):
 
 
 def watched_start(run_dir, listener):
-    """Honest ranks that note what they held at most while they built their session."""
+    """No fault: ranks write their peak memory while they build the trainer."""
     honest = worker.build_trainer
 
     def build_trainer(context, stop):
@@ -208,7 +208,7 @@ def watched_start(run_dir, listener):
 
 
 def watched_saving(run_dir, listener):
-    """Honest ranks that note what they held before and at most while a checkpoint was made."""
+    """No fault: ranks write their memory before a checkpoint and its peak during the save."""
     honest = saver.CheckpointSaver._save
 
     def save(self, eval_loss, best):
@@ -225,7 +225,7 @@ def watched_saving(run_dir, listener):
 
 
 def killed_while_saving(run_dir, listener):
-    """Rank 0 is killed, as by kill -9, when it has gathered half of the tensors of step 4."""
+    """Rank 0 is killed (SIGKILL) when it has gathered half of the tensors of step 4."""
     honest = saver.take_snapshot
 
     def take_snapshot(state, has_checkpoint):
@@ -249,14 +249,14 @@ def killed_while_saving(run_dir, listener):
 
 
 def unprepared_inputs(run_dir, listener):
-    """Attention and feed-forward do not enter: every product below them does by itself."""
+    """Attention and feed-forward do not prepare their input: every column-parallel linear does."""
     for module in ("blocks.*.attention", "blocks.*.ffn"):
         del decoder_sharding.SHARDING[module]
     return run_rank(run_dir, listener)
 
 
 def scaling_of_replicas_alone(run_dir, listener):
-    """A benchmark's rank that can stand replicas alone."""
+    """A benchmark rank that fails for layouts other than replicas."""
 
     def measure(trainer):
         if trainer.job.layout.data_degree > trainer.job.layout.dp_replicate:
@@ -267,7 +267,7 @@ def scaling_of_replicas_alone(run_dir, listener):
 
 
 def little_memory(run_dir, listener):
-    """Rank 1 may take no more than ``ROOM`` bytes beyond what it has when it starts.
+    """Rank 1 may allocate at most ``ROOM`` bytes beyond what it has at the start.
 
     glibc maps its large blocks one by one, so that what is freed is free: its heap would keep holes.
     """

@@ -1,4 +1,4 @@
-"""Entries for ranks whose layout is wrong on purpose: what `prove` must find, and where."""
+"""Entry points of ranks with a planted defect, which `prove` must find and locate."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from meshwright.verify.prove import run_rank
 
 
 def with_model(change):
-    """An entry that changes the model before the layout is applied to it."""
+    """An entry that changes the model before data parallelism is applied."""
 
     def entry(run_dir, listener):
         honest = apply.apply_data_parallel
@@ -50,7 +50,7 @@ def with_model(change):
 
 
 def unreduced(*names):
-    """An entry whose replicas keep their own gradient of one parameter, by all its names."""
+    """An entry whose replicas do not reduce the gradient of one parameter, given by all its names."""
 
     def leave_out(model, mesh):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
@@ -70,7 +70,7 @@ no_gradient = with_model(_freeze)
 
 
 def _restart_positions(model, mesh):
-    """Rank 1 counts the second half of the sequence from zero again, as a wrong offset does."""
+    """Rank 1 uses positions from zero for the second half of the sequence, like a wrong offset."""
     if mesh.rank == 1:
         half = len(model.rope_cos) // 2
         model.rope_cos[half:] = model.rope_cos[:half].clone()
@@ -108,7 +108,7 @@ not_finite = with_model(_spoil)
 
 
 def with_method(owner, name, change, run=run_rank):
-    """An entry in whose ranks a method is another: ``change(honest, self, *arguments)``."""
+    """An entry that replaces a method by ``change(honest, self, *arguments)``."""
     honest = getattr(owner, name)  # now: a name that is gone fails before any rank starts
 
     def entry(run_dir, listener):
@@ -119,7 +119,7 @@ def with_method(owner, name, change, run=run_rank):
 
 
 unsummed_norms = with_method(TensorParallel, "all_reduce_grads", lambda honest, self, *arguments: None)
-"""Sequence parallel: each rank keeps what its own tokens add to the gradients of what is whole."""
+"""Sequence parallel: gradients of replicated parameters are not reduced."""
 
 
 def _without_copies(honest, self, *arguments):
@@ -129,21 +129,21 @@ def _without_copies(honest, self, *arguments):
 
 
 unsummed_keys = with_method(TensorParallel, "all_reduce_grads", _without_copies)
-"""Several ranks hold the same key head, and each keeps what its own queries add."""
+"""Gradients of replicated key heads are not reduced."""
 bias_on_every_rank = with_method(
     RowParallelLinear,
     "forward",
     lambda honest, self, x: self._tp.reduce_output(F.linear(x, self.weight, self.bias)),
 )
-"""The bias is added before the sum, once by every rank."""
+"""The bias is added before the reduction, once per rank."""
 
 
-def _other_words(honest, self, tokens):
+def _other_vocabulary(honest, self, tokens):
     return honest(self, (tokens + self.num_embeddings) % (self._tp.size * self.num_embeddings))
 
 
-other_words = with_method(VocabParallelEmbedding, "forward", _other_words)
-"""Every rank takes its rows for those of the words of the next one."""
+other_words = with_method(VocabParallelEmbedding, "forward", _other_vocabulary)
+"""Every rank uses its rows for the vocabulary of the next rank."""
 
 
 def _first_tokens(honest, self, index):
@@ -160,11 +160,11 @@ first_positions = with_method(TensorParallel, "local_tokens", _first_tokens)
 shifted_tokens = with_method(
     TensorParallel, "prepare_input", lambda honest, self, x: honest(self, x).roll(1, dims=1)
 )
-"""The ranks' tokens are put together in a wrong order."""
+"""Gathered tokens are in a wrong order."""
 
 
 def counted_as_data(axis):
-    """An entry that divides the loss as if the ranks of an axis had read other samples each."""
+    """An entry that divides the loss as if the ranks of an axis read different samples."""
 
     def entry(run_dir, listener):
         honest = Trainer.forward_backward
@@ -182,7 +182,7 @@ pp_counted_as_data = counted_as_data("pp")
 
 
 def with_function(owner, name, change):
-    """An entry in whose ranks a function of a module is another: ``change(honest, *arguments)``."""
+    """An entry that replaces a function of a module by ``change(honest, *arguments)``."""
     honest = getattr(owner, name)  # now: a name that is gone fails before any rank starts
 
     def entry(run_dir, listener):
@@ -197,9 +197,9 @@ def _run_of_positions(honest, self, length, device):
 
 
 contiguous_positions = with_method(RingContextParallel, "local_positions", _run_of_positions)
-"""A ring turns queries and keys as if its tokens were one run, and not a zig-zag."""
+"""RoPE positions of a ring are contiguous instead of zig-zag."""
 skipped_round = with_function(ring, "_merge", lambda honest, *arguments: None)
-"""What far keys give is left out."""
+"""The output of all ring steps but the first is lost."""
 
 
 def _average(honest, out, lse, part, part_lse):
@@ -207,7 +207,7 @@ def _average(honest, out, lse, part, part_lse):
 
 
 averaged_rounds = with_function(ring, "_merge", _average)
-"""Every round counts the same, however much of the scores it has."""
+"""Ring steps are averaged instead of merged by log-sum-exp."""
 
 
 def _own_documents(honest, self, q, kv, round_):
@@ -220,21 +220,21 @@ def _own_documents(honest, self, q, kv, round_):
 
 
 far_documents = with_method(ring._Ring, "blocks", _own_documents)
-"""Far rounds do not look where documents end."""
+"""Only the first ring step masks documents."""
 lost_sums = with_method(ring._HeadChunk, "wait_grads", lambda honest, self: 0 * honest(self))
-"""What other ranks' queries add to the gradients of keys and values does not come home."""
+"""Key and value gradients from other ranks' queries are lost."""
 swapped_heads = with_function(
     ulysses, "all_to_all", lambda honest, *arguments: honest(*arguments).roll(1, dims=0)
 )
-"""Ulysses takes what one rank sent for what another did."""
+"""Ulysses confuses the parts of two ranks."""
 
 
 unsummed_router = with_function(tensor_collectives, "needs_tp_grad_sync", lambda honest, *arguments: False)
-"""Each rank of tp keeps what its own tokens add to the router's gradient."""
+"""The router's gradient is not reduced over tp."""
 
 
 def experts_summed_over(axis):
-    """An entry whose experts' gradients are summed over the ranks of another axis, or of none."""
+    """An entry whose expert gradients are reduced over a wrong axis, or over none."""
 
     def entry(run_dir, listener):
         honest = bucket_reducer.gradient_axis
@@ -252,13 +252,13 @@ unsummed_experts = experts_summed_over(Axis("", 1))
 experts_as_dense = experts_summed_over(Axis("cp", 2))
 
 
-def _turn_answers(honest, self, answers, blocks):
-    """The first block of answers is taken for the last."""
+def _reverse_blocks(honest, self, answers, blocks):
+    """The blocks of expert outputs are in reverse order."""
     return torch.cat(honest(self, answers, blocks).split(list(blocks))[::-1])
 
 
-turned_answers = with_method(experts.TokenDispatcher, "_sum_etp", _turn_answers)
-"""What the ranks of ep answer is put together in the wrong order of ranks."""
+turned_answers = with_method(experts.TokenDispatcher, "_sum_etp", _reverse_blocks)
+"""Outputs of the ep ranks are combined in the wrong order."""
 
 
 def _whole_bias(honest, self, *arguments):
@@ -267,19 +267,19 @@ def _whole_bias(honest, self, *arguments):
 
 
 bias_of_every_part = with_method(ExpertLinear, "forward", _whole_bias)
-"""Every rank of etp adds all of an expert's last bias."""
+"""Every etp rank adds the full bias of an expert's `down`."""
 own_queues = with_method(
     experts.ShardedTokens,
     "expert_queue_positions",
     lambda honest, self, *arguments: Tokens.expert_queue_positions(self, *arguments),
 )
-"""A capacity is counted over the tokens of a rank, and not of the sequence."""
+"""Capacity is counted per rank instead of per sequence."""
 own_counts = with_method(experts.ShardedTokens, "all_reduce_counts", lambda honest, self, counts: counts)
-"""The balance loss looks at a rank's own tokens alone."""
+"""The balance loss counts local tokens only."""
 
 
 untied_sum = with_method(ShardedState, "_all_reduce_tied_embedding", lambda honest, self: None)
-"""The first and the last stage each keep their own part of a tied embedding's gradient."""
+"""The tied embedding's gradient is not reduced between first and last stage."""
 
 
 def _forget_last(honest, self, stage, micro_batch):
@@ -289,28 +289,28 @@ def _forget_last(honest, self, stage, micro_batch):
 
 
 forgotten_weights = with_method(StageRunner, "weight", _forget_last)
-"""The gradients of weights are never made of a stage's last micro-batch."""
+"""Deferred weight gradients of a stage's last micro-batch are dropped."""
 
 
-def _arm_early(honest, self, last):
-    """One backward pass before the last; nothing of what follows is summed."""
+def _reduce_early(honest, self, last):
+    """Reduces one backward pass before the last one."""
     self.passes = getattr(self, "passes", 0) + 1
     honest(self, self.passes % MICRO_BATCHES == MICRO_BATCHES - 1)
 
 
 MICRO_BATCHES = 2
-"""Of a step of those that are armed too early."""
-armed_early = with_method(BucketReducer, "begin", _arm_early)
+"""Micro-batches per step of ``armed_early``."""
+armed_early = with_method(BucketReducer, "begin", _reduce_early)
 own_stage_norm = with_method(
     ShardedState,
     "_global_norm",
     lambda honest, self, gradients: torch.nn.utils.get_total_norm(list(gradients.values())),
 )
-"""Every rank clips by the norm of its own stages."""
+"""Every rank clips by the gradient norm of its own stages."""
 
 
 def _swap_first_two(honest, self, action, result):
-    """What micro-batch 0 made travels as micro-batch 1's, and the other way round."""
+    """The results of micro-batches 0 and 1 are swapped."""
     if action == Action(Kind.FORWARD, 0, 0):
         self.kept = result
     elif action == Action(Kind.FORWARD, 0, 1):
@@ -324,7 +324,7 @@ swapped_micro_batches = with_method(P2PExchange, "send", _swap_first_two)
 
 
 def bf16_borders(run_dir, listener):
-    """What goes from stage to stage, and its gradient on the way back, travels in 16 bits."""
+    """Activations and gradients between stages are sent in bf16."""
     build, send, receive = P2PExchange.__init__, P2PExchange.send, P2PExchange.receive
     P2PExchange.__init__ = lambda self, *how: build(self, *how[:-1], torch.bfloat16)
     P2PExchange.send = lambda self, action, result: send(self, action, result.bfloat16())
@@ -333,7 +333,7 @@ def bf16_borders(run_dir, listener):
 
 
 def unreleased_weights(run_dir, listener):
-    """What a stage has gathered is never let go: its gradients are where nobody looks for them."""
+    """A stage never reshards: its gradients stay unsharded."""
     honest = stages.set_gradient_sync
 
     def begin(module, job, last):
@@ -344,21 +344,21 @@ def unreleased_weights(run_dir, listener):
     return run_rank(run_dir, listener)
 
 
-def first_stage_speaks(run_dir, listener):
-    """The loss is counted where the first stage is, which has none."""
+def first_stage_reports_loss(run_dir, listener):
+    """The loss is counted on the first stage, which has none."""
     Mesh.reports_loss = property(lambda self: self.pp_rank == 0)
     return run_rank(run_dir, listener)
 
 
 def wrong_divisor(run_dir, listener):
-    """The loss is divided by the ranks once more, as a mean of means is."""
+    """The loss is divided by the number of ranks once more: a mean of means."""
     honest = Trainer.forward_backward
     Trainer.forward_backward = lambda trainer, batches, divisor: honest(trainer, batches, 2 * divisor)
     return run_rank(run_dir, listener)
 
 
 def wrong_loss_scale(run_dir, listener):
-    """Rank 1 scales its loss and never takes the scale out again."""
+    """Rank 1 scales its loss and does not unscale the gradients."""
     honest = MixedPrecision.backward
     join = build.build_trainer
 
@@ -374,7 +374,7 @@ def wrong_loss_scale(run_dir, listener):
 
 
 def wrong_sum(run_dir, listener):
-    """The ranks' losses are averaged: gradients are right, what is reported is not."""
+    """Losses are averaged over ranks: gradients are right, the reported loss is not."""
     honest = Mesh.start_control_all_reduce
 
     def start_control_all_reduce(self, values, local_values=()):
@@ -388,7 +388,7 @@ def wrong_sum(run_dir, listener):
 
 
 def lost_update(run_dir, listener):
-    """One gradient is right and then lost before the optimizer sees it."""
+    """One gradient is zeroed before the optimizer step."""
     honest = Trainer.update
 
     def update(trainer, lr):
@@ -407,7 +407,7 @@ def wrong_samples(run_dir, listener):
 
 
 def sharded(average):
-    """An entry whose ranks hold shards (FSDP2) in place of replicas; averaging them is the defect."""
+    """An entry with FSDP2 instead of DDP; the defect is to average gradients."""
 
     def entry(run_dir, listener):
         def apply_data_parallel(model, job, mesh, weights):
@@ -430,7 +430,7 @@ averaged_shards = sharded(average=True)
 
 
 def dies(run_dir, listener):
-    """A rank that cannot take its third step."""
+    """Every rank raises in its third step."""
     honest = Trainer.update
 
     def update(trainer, lr):
@@ -443,9 +443,9 @@ def dies(run_dir, listener):
 
 
 def audited(run_dir, listener):
-    """No defect: the second step, of which the proof itself looks at nothing, is audited as `train` does.
+    """No defect: the second step, which the proof does not check, is audited like a step of `train`.
 
-    Where the scores of experts tie, the reference's choice is taken in that step, too.
+    Where router scores tie, the reference's choice is replayed in that step, too.
     """
     honest = Trainer.train_step
 
@@ -460,7 +460,7 @@ def audited(run_dir, listener):
 
 
 class AuditWithRouting(StepAudit):
-    """Tells those who know the reference's choices which micro-batch is running."""
+    """Audits a step and sets the micro-batch whose routing is replayed."""
 
     def __init__(self, choices, trainer):
         super().__init__(trainer)
@@ -480,4 +480,4 @@ def _falling_scores(honest, self, scores):
 
 
 first_experts_alone = with_method(Router, "_choose", _falling_scores, run=audited)
-"""No defect: all tokens choose the same experts, and others none."""
+"""No defect: all tokens are routed to the same experts."""

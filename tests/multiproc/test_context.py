@@ -1,4 +1,4 @@
-"""Context parallelism on real ranks: attention of one process, less memory a rank, every byte foretold."""
+"""Context parallelism on real ranks: one-process attention, less memory per rank, all bytes as predicted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.runs.ranks import build_launch
 from meshwright.spec.load import load_job
 
 HEADS = ((4, 4), (6, 3), (3, 1), (9, 9))
-"""Of queries and keys: as many, in groups, one for all, and more than there are lanes."""
+"""Query and key heads: equal, grouped, one key head, and more heads than head chunks."""
 CASES = list(itertools.product((True, False), (True, False), HEADS))
 """Causal or not, with documents or not."""
 RINGS = (2, 3, 4)
@@ -27,7 +27,7 @@ RING = ("layout.cp=4",)
 
 
 def attend_plainly(q, k, v, segments, causal):
-    """Attention as its definition has it, with the whole matrix of scores."""
+    """Attention by its definition, with the full score matrix."""
     groups, length = q.shape[1] // k.shape[1], q.shape[2]
     k, v = (part.repeat_interleave(groups, dim=1) for part in (k, v))
     seen = torch.ones(length, length, dtype=torch.bool)
@@ -39,7 +39,7 @@ def attend_plainly(q, k, v, segments, causal):
 
 
 def largest_differences(group, causal, documents, heads):
-    """Of a rank's part of the output and each gradient to that of one process, as a share of the largest."""
+    """Largest relative differences of a rank's output and gradients to those of one process."""
     rank, size = group.rank(), group.size()
     torch.manual_seed(7)
     length = 12 * size
@@ -57,7 +57,7 @@ def largest_differences(group, causal, documents, heads):
 
 
 def attend(run_dir, listener):
-    """In one of four ranks: every case in rings of two, three and four; in the last, masks in pieces."""
+    """One of four ranks: every case in rings of 2, 3 and 4 ranks; with 4 the mask is built in parts."""
     counter = CollectiveCounter()
     counter.install()
     job = load_job(f"{run_dir}/job.toml", RING)
@@ -65,7 +65,7 @@ def attend(run_dir, listener):
     rings = [dist.new_group(range(size)) for size in RINGS]
     found = {}
     for group in rings:
-        if isinstance(group, dist.ProcessGroup):  # else it is not in it
+        if isinstance(group, dist.ProcessGroup):  # this rank is in the group
             ring.MASK_ELEMENTS = 100 if group.size() == RINGS[-1] else ring.MASK_ELEMENTS
             found[str(group.size())] = [largest_differences(group, *case) for case in CASES]
     listener({"event": "compared", "rank": mesh.rank, "differences": found})
@@ -74,7 +74,7 @@ def attend(run_dir, listener):
 
 
 def test_ring_attention_is_that_of_one_process(job_file, tmp_path):
-    """Output and gradients of queries, keys and values, on every rank, whatever is seen."""
+    """Output and gradients of queries, keys and values on every rank, for every mask."""
     heard = []
     build_launch(f"{__name__}:attend", load_job(str(job_file), RING), tmp_path, heard.append).run()
     by_rank = {event["rank"]: event["differences"] for event in heard if event["event"] == "compared"}
@@ -87,24 +87,24 @@ def test_ring_attention_is_that_of_one_process(job_file, tmp_path):
                 assert max(differences) < 1e-5, said
 
 
-def test_lanes_have_every_key_head_once():
+def test_head_chunks_have_every_key_head_once():
     for heads in range(1, 4 * HEAD_CHUNKS):
-        lanes = list_head_chunks(heads)
-        assert len(lanes) <= HEAD_CHUNKS
-        assert [head for first, end in lanes for head in range(first, end)] == list(range(heads))
+        chunks = list_head_chunks(heads)
+        assert len(chunks) <= HEAD_CHUNKS
+        assert [head for first, end in chunks for head in range(first, end)] == list(range(heads))
 
 
 def activation_bytes(trained):
-    """What every rank kept between forward and backward; they must agree."""
+    """Activation bytes between forward and backward, equal on all ranks."""
     [kept] = {state.activation_bytes for state in read_record(trained.run_dir).state.values()}
     return kept
 
 
 @pytest.mark.parametrize("context", ["ring", pytest.param("ulysses", marks=pytest.mark.slow)])
 def test_activations_fall_with_the_ranks_that_share_a_sequence(train, context):
-    """Less the head's gradient and the loss, which every rank has whole: half on two, a quarter on four.
+    """1/2 on two ranks, 1/4 on four, without the head's gradient and the loss, which all ranks hold in full.
 
-    Ulysses keeps what attention gave once more than one process does: there four ranks are compared with two.
+    Ulysses saves the attention output once more than one process does, so it compares four ranks with two.
     """
     whole = 320 * 64 * 4 + 4
     job = ("data.seq_len=256", "layout.micro_batch=2", "train.steps=3", "train.global_batch=4")
@@ -152,7 +152,7 @@ def test_losses_and_contract(train, layout, job, tolerance):
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["ring", "ulysses"])
 def test_compiled_blocks_are_equal_too(train, context):
-    """The compiler does not look into the ring, and what it sends is still counted."""
+    """torch.compile does not trace into the ring, and its transfers are still counted."""
     compiled = ("train.block_backend=compile", "train.compile_backend=aot_eager")
     split = train("layout.cp=2", f"layout.context={context}", *TEN, *compiled)
     assert relative(split.losses, reference(train)) < 1e-5
@@ -161,7 +161,7 @@ def test_compiled_blocks_are_equal_too(train, context):
 
 @pytest.mark.slow
 def test_checkpoints_go_from_any_layout_to_any(train, tmp_path):
-    """From ranks that share sequences to one process and to shards, and back; and on, bit by bit."""
+    """From context parallel to one process and to FSDP, and back; the same layout resumes bit-identically."""
     runs = Resumed(train, tmp_path)
     shared = ("layout.cp=2", "layout.zero=1")
     runs.require_the_same_bits(shared)

@@ -1,4 +1,4 @@
-"""Counting stands in the way of nothing: many collectives with Python futures, on two groups at once."""
+"""The counter does not block: many collectives with Python futures, on two groups at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROUNDS = 2000
 
 
 def hammer(run_dir, listener):
-    """In a rank: asynchronous reductions whose futures run Python, beside synchronous ones."""
+    """One rank: asynchronous all-reduces whose futures run Python, between synchronous ones."""
     counter = CollectiveCounter()
     counter.install()
     mesh = init_mesh(load_job(run_dir + "/job.toml", ["layout.dp_replicate=2"]), counter)
@@ -31,7 +31,7 @@ def hammer(run_dir, listener):
 
 
 def test_counting_never_blocks_the_threads_that_communicate(job_file, tmp_path):
-    """A counter that kept Python's lock while passing on hung here within seconds."""
+    """A counter that kept the GIL during the redispatch hung here within seconds."""
     heard = []
     LocalLaunch(f"{__name__}:hammer", tmp_path, 2, 0, 10.0, heard.append).run()
     (event,) = [e for e in heard if e["event"] == "counted"]

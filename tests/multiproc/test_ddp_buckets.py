@@ -1,4 +1,4 @@
-"""Buckets are fixed before the first step, as planned; torch's own are not."""
+"""DDP's buckets are the planned ones from the first step; those of stock DDP are not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _calls_by_step(module, job, counter):
 
 
 def inspect_buckets(run_dir, listener):
-    """In a rank: bucket contents as the hook sees them, and calls a step, ours and torch's."""
+    """One rank: bucket contents in the hook, and collective calls per step, ours and stock DDP's."""
     job = load_job(run_dir + "/job.toml", OVERRIDES)
     counter = CollectiveCounter()
     counter.install()

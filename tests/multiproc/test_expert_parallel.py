@@ -1,4 +1,4 @@
-"""Experts on different ranks: equal to one process and to the plan, whoever holds them and who is idle."""
+"""Expert parallelism: equal to one process and to the plan, also where experts get no token."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from meshwright.spec.load import apply_override, build_job
 DECODER = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 264}
 MIXTURE = {**DECODER, "ffn_size": 64, "num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 24}
 BUSY = {**MIXTURE, "capacity_factor": 1.0, "shared_experts": 1, "ffn_bias": True, "activation": "gelu"}
-"""Tokens are dropped, and every expert has biases: those of `down` lie on all ranks of `etp`."""
+"""Tokens are dropped, and experts have biases; `down.bias` is replicated over `etp`."""
 BALANCED = {"balance_loss": 0.05, "z_loss": 0.01, "balance_rate": 0.01}
 
 
 def slow(layout):
-    """A case for which `make test` has no time."""
+    """A case of `make test-all`."""
     return pytest.param(layout, marks=pytest.mark.slow)
 
 
 def job_of(layout, model, data, train=()):
-    """A small job; its layout as one would write it on the command line."""
+    """A small job with a layout in command-line form."""
     tree = {
         "name": "experts",
         "model": model,
@@ -68,19 +68,19 @@ def prover(tmp_path_factory, prepared):
     ],
 )
 def test_experts_on_other_ranks_are_those_of_one_process(prover, prepared, layout):
-    """Losses, every gradient, every call and byte of every axis, every rank's state, and the same load.
+    """Losses, gradients, calls and bytes per axis, state per rank, and the load of every expert.
 
-    Capacity and balance are counted over whole sequences, wherever their tokens are.
+    Capacity and balance are counted over whole sequences, however their tokens are sharded.
     """
     proof = hold(prover, job_of(layout, BUSY, prepared, BALANCED))
     steps = [[layer["dropped"] for layer in step] for step in proof.loads]
     assert len(steps) == 2
-    assert all(sum(step) > 0 for step in steps), "some tokens found no place"
+    assert all(sum(step) > 0 for step in steps), "some tokens are dropped"
 
 
 @pytest.fixture(scope="module")
 def crowded(tmp_path_factory, prepared):
-    """Both sides send every token to the first two experts."""
+    """Reference and layout route every token to the first two experts."""
     folder = tmp_path_factory.mktemp("crowded")
     return Prover(folder, prepared, "planted_proofs:first_experts_alone")
 
@@ -102,7 +102,7 @@ def crowded(tmp_path_factory, prepared):
     ],
 )
 def test_an_expert_that_nobody_chooses_keeps_nobody_waiting(crowded, prepared, layout):
-    """The rank that holds idle experts alone takes part in everything, with nothing: gradients are zeros."""
+    """A rank with idle experts only takes part in all collectives without rows; its gradients are zero."""
     proof = hold(crowded, job_of(layout, MIXTURE, prepared), "planted_proofs:first_experts_alone")
     assert {tuple(expert > 0 for expert in layer["load"]) for step in proof.loads for layer in step} == {
         (True, True, False, False)
@@ -129,20 +129,20 @@ SHARDS = ("layout.dp_shard=2", "layout.ep=2", "layout.zero=3")
     ],
     ids=" ".join,
 )
-def test_a_checkpoint_of_dealt_experts_goes_on_in_any_layout(train, tmp_path, layout):
-    """Optimizer state and biases included: the curve is the one of the run that never stopped."""
+def test_a_checkpoint_of_sharded_experts_resumes_in_any_layout(train, tmp_path, layout):
+    """With optimizer state and biases: the loss curve of an uninterrupted run."""
     Resumed(train, tmp_path, *TRAINED).require_the_same_curve(SHARDS, layout)
 
 
-def test_a_bias_that_all_hold_is_saved_without_a_call(train):
-    """Two ranks share every expert: its columns are gathered, the bias behind its sum is on both."""
+def test_a_replicated_bias_is_saved_without_a_collective(train):
+    """With etp=2 the columns of an expert are all-gathered; the bias of `down` is on both ranks."""
     settings = (*as_overrides(MIXTURE, "model"), "model.ffn_bias=true", "layout.cp=2", "layout.etp=2")
     result = train(*settings, "train.steps=2").result
     assert result["audit_ok"], result["differences"]
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_dealt_experts_goes_on_to_the_bit(train, tmp_path):
+def test_a_checkpoint_of_sharded_experts_resumes_bit_identically(train, tmp_path):
     Resumed(train, tmp_path, *TRAINED).require_the_same_bits(SHARDS)
 
 
@@ -156,17 +156,17 @@ def test_a_checkpoint_of_dealt_experts_goes_on_to_the_bit(train, tmp_path):
     ],
     ids=" ".join,
 )
-def test_sixteen_bits_travel_to_experts(train, settings):
-    """Half the bytes, as promised; auxiliary losses are scaled as the loss is; and the curve of float32."""
+def test_dispatch_in_16_bits(train, settings):
+    """Half the bytes, as predicted; auxiliary losses are scaled like the loss; the curve follows float32."""
     training = [word for word in settings if word.startswith("train.") and "precision" not in word]
     exact = reference(train, *as_overrides(MIXTURE, "model"), *training)
     assert relative(train(*TEN, *as_overrides(MIXTURE, "model"), *settings).losses, exact) < 1e-2
 
 
-def test_dealt_experts_write_text_and_go_to_hugging_face(train, tmp_path, capfd):
-    """Text is that of one process; what is exported after training apart is what one process has learned."""
+def test_sharded_experts_generate_and_export(train, tmp_path, capfd):
+    """Generated text and exported weights equal those of one process."""
     settings = [*as_overrides(MIXTURE, "model"), "train.steps=3", "model.tied_embeddings=false"]
-    settings.append("data.seq_len=31")  # two ranks cannot look back on equal halves of it
+    settings.append("data.seq_len=31")  # odd: two ranks cannot have equal halves
     exported = []
     for number, layout in enumerate((("layout.dp_shard=2", "layout.ep=2"), ("layout.dp_replicate=1",))):
         checkpoint = Path(train(*settings, *layout).result["checkpoint"])

@@ -1,4 +1,4 @@
-"""Mixtures of experts in real processes: equal to one, resumed to the bit, exported, and visible."""
+"""MoE models on real ranks: equal to one process, resumed bit-identically, exported and reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BALANCED = (*EXPERTS, "train.balance_loss=0.05", "train.z_loss=0.01", "train.bal
 @pytest.mark.parametrize(
     "overrides",
     [
-        # Seven samples: the last micro-batch of a replica is filled up with samples that must count nowhere.
+        # Seven samples: the last micro-batch of a replica is padded with samples of zero weight.
         (
             "layout.dp_replicate=2",
             "train.global_batch=7",
@@ -38,7 +38,7 @@ BALANCED = (*EXPERTS, "train.balance_loss=0.05", "train.z_loss=0.01", "train.bal
     ids=["replicas", "shards", "stages"],
 )
 def test_layouts_are_equal_to_one_process(job_file, prepared, tmp_path, overrides):
-    """Losses, every gradient, the load of every expert, and the biases that move by it."""
+    """Losses, gradients, the load of every expert, and the selection biases."""
     job = load_job(str(job_file), [*BALANCED, *overrides])
     proof = Prover(tmp_path, prepared).prove(job)
     assert proof.verdict.equal, proof.verdict.first_divergence
@@ -52,7 +52,7 @@ def test_layouts_are_equal_to_one_process(job_file, prepared, tmp_path, override
 
 
 def test_a_run_is_audited_resumed_to_the_bit_and_shown(train, tmp_path):
-    """Biases are part of the checkpoint: without them the curve would go on differently."""
+    """Selection biases are part of the checkpoint: without them the curve would change."""
     common = [
         *BALANCED,
         "layout.dp_replicate=1",
@@ -67,19 +67,19 @@ def test_a_run_is_audited_resumed_to_the_bit_and_shown(train, tmp_path):
     assert resumed.losses == straight.losses[4:]
     first, last = (load_file(rescued / f"step-{n:08d}" / "model.safetensors") for n in (4, 8))
     assert (first[SELECTION_BIAS].abs() > 0).any()
-    assert (first[SELECTION_BIAS].abs() <= 4 * 0.01 + 1e-6).all(), "at most the rate a step"
+    assert (first[SELECTION_BIAS].abs() <= 4 * 0.01 + 1e-6).all(), "at most the rate per step"
     assert not torch.equal(first[SELECTION_BIAS], last[SELECTION_BIAS])
     frozen = [word for word in common if "balance_rate" not in word]
     again = tmp_path / "again"
     shutil.copytree(rescued / "step-00000004", again / "step-00000004")
     train(*frozen, "train.steps=5", f"checkpoint.dir={again}", resume=True)
     kept = load_file(again / "step-00000005" / "model.safetensors")[SELECTION_BIAS]
-    assert torch.equal(kept, first[SELECTION_BIAS]), "without a rate they stay, and choose"
+    assert torch.equal(kept, first[SELECTION_BIAS]), "without a rate the biases stay and still select"
     checkpoint = Path(straight.result["checkpoint"])
     model = load_model(GenerateTask(str(checkpoint)))
     for row, block in enumerate(model.list_blocks()):
         assert torch.equal(block.ffn.router.selection_bias, last[SELECTION_BIAS][row]), (
-            "generate chooses by it"
+            "generation selects by it"
         )
     with pytest.raises(UserError) as caught:
         export_checkpoint(checkpoint, tmp_path / "out", "float32", 10**9)
@@ -92,7 +92,7 @@ def test_a_run_is_audited_resumed_to_the_bit_and_shown(train, tmp_path):
 
 
 def test_a_trained_mixture_goes_to_hugging_face(train, tmp_path):
-    """Without biases; its logits there are ours."""
+    """Without selection biases; logits equal those of transformers."""
     transformers = pytest.importorskip("transformers")
     trained = train(*EXPERTS, "layout.dp_replicate=1", "train.steps=2", "model.tied_embeddings=false")
     checkpoint, out = Path(trained.result["checkpoint"]), tmp_path / "out"

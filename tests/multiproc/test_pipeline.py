@@ -1,6 +1,6 @@
-"""Pipelines as a user meets them: trained, evaluated, saved, resumed, in orders and stages of one's own.
+"""Pipeline parallelism through the command: train, evaluate, save, resume, custom schedules and stages.
 
-All runs have one model and one batch, so that one process's losses serve them all.
+All runs have the same model and batch, so that one reference run serves all.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DEADLOCK = """
 
 @dataclass(frozen=True)
 class Run:
-    """One that was started by its command, and its events."""
+    """A run of the command, and its events."""
 
     run_dir: Path
     result: dict[str, Any]
@@ -56,7 +56,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def straight(job_text, tmp_path_factory):
-    """Six steps by one process, and by a pipeline of two ranks that the command itself starts."""
+    """Six steps of one process, and of a pipeline of two ranks started by the command."""
     folder = tmp_path_factory.mktemp("pipeline")
     job_file, one, two = folder / "job.toml", folder / "one", folder / "two"
     job_file.write_text(job_text)
@@ -72,7 +72,7 @@ def straight(job_text, tmp_path_factory):
 
 
 def test_a_pipeline_trains_and_evaluates_as_one_process(straight):
-    """Equal losses, told by every rank and not by the last stage alone; and the plan held."""
+    """Equal losses, reported by every rank; the audit passes."""
     one, two = straight
     assert relative(two.result["losses"], one.result["losses"]) < 1e-5
     assert two.result["eval_loss"] == pytest.approx(one.result["eval_loss"], rel=1e-5)
@@ -86,7 +86,7 @@ def test_a_pipeline_trains_and_evaluates_as_one_process(straight):
 
 
 def test_what_ran_when_is_the_schedule(straight):
-    """Each rank says of every action of its row, once and in order, when it began and ended."""
+    """Each rank records start and end of every action of its row, once and in order."""
     run = straight[1]
     job = read_plan(run.run_dir / PLAN_FILE).job
     for rank, row in enumerate(schedule_of(job, micro_batches=4).ranks):
@@ -97,13 +97,13 @@ def test_what_ran_when_is_the_schedule(straight):
         ]
         times = [moment for action in timeline["actions"] for moment in action[3:]]
         assert times == sorted(times)
-        uncounted = 3  # the first step, the audited one, and the one behind a checkpoint
+        uncounted = 3  # the first step, the audited one, and the one after a checkpoint
         assert timeline["steps"] == 6 - uncounted
 
 
 @pytest.fixture
 def resume(straight, train, tmp_path):
-    """Go on from the third step of a run that had none; returns what came of it."""
+    """Resume a run from its checkpoint of step 3."""
 
     def again(source: Run, *layout: str):
         folder = tmp_path / "resumed"
@@ -120,7 +120,7 @@ SHARDED = ("layout.pp=2", "layout.schedule=zb-h1", "layout.dp_shard=2", "layout.
 
 @pytest.mark.parametrize(("source", "layout"), [(0, BY_HAND), (1, ONE), (1, SHARDED)])
 def test_a_checkpoint_goes_on_with_or_without_a_pipeline(straight, resume, source, layout):
-    """From one process and back, with other stages, another schedule and cut weights: the same curve."""
+    """From one process and back, with other stages, another schedule and FSDP: the same curve."""
     resumed = resume(straight[source], *layout)
     assert relative(resumed.losses, straight[source].result["losses"][3:]) < 1e-5
     assert resumed.result["eval_loss"] == pytest.approx(straight[0].result["eval_loss"], rel=1e-5)
@@ -131,7 +131,7 @@ def test_a_checkpoint_goes_on_with_or_without_a_pipeline(straight, resume, sourc
 
 
 def test_text_and_a_folder_come_out_of_a_pipeline(straight, train, job_file, tmp_path, capfd):
-    """A checkpoint of stages is a whole model: it writes text, and a pipeline starts from its export."""
+    """A pipeline's checkpoint is a whole model: it generates text, and a pipeline starts from its export."""
     run = straight[1]
     settings = {"prompt": "the ", "tokens": 8, "temperature": 0.0, "top_k": 0, "seed": 0, "tp": 1}
     texts = []
@@ -148,13 +148,13 @@ def test_text_and_a_folder_come_out_of_a_pipeline(straight, train, job_file, tmp
 
 
 def test_fewer_micro_batches_than_stages(straight, train):
-    """Four stages, two micro-batches: most of it waits, and it is right."""
+    """Four stages, two micro-batches: mostly bubble, and the losses are right."""
     trained = train(*COMMON, "layout.pp=4", "layout.micro_batch=2", "train.steps=2")
     assert relative(trained.losses, straight[0].result["losses"][:2]) < 1e-5
 
 
 def refuse(job_file, *overrides):
-    """The problems for which `train` refuses a job; nothing was started or written."""
+    """The error with which `train` refuses a job. Nothing was started or written."""
     with pytest.raises(MeshwrightError) as caught:
         run_training(Output(as_json=True), str(job_file), [*COMMON, *overrides], False)
     assert not list(Path().glob("runs/*"))
@@ -179,7 +179,7 @@ def test_too_few_micro_batches_are_refused_with_the_number_to_use(
 
 
 def test_an_order_of_ones_own_runs_as_it_is_written(straight, train, tmp_path):
-    """Three stages on two ranks, the middle one the largest; equal losses, and that order in the events."""
+    """Three stages on two ranks, the middle one the largest: equal losses, and that order in the events."""
     file = tmp_path / "three.csv"
     file.write_text(THREE_STAGES)
     own = ("layout.pp=2", f"layout.schedule_file={file}")

@@ -348,7 +348,7 @@ SHARDS = {"pp": 2, "dp_shard": 2}
         ),
         slow("untied_sum", {**SHARDS, "zero": 2}, "gradient", "embed", "it is also head.weight"),
         slow("pp_counted_as_data", PIPELINE, "gradient", "norm", "all gradients are 0.5 times"),
-        slow("first_stage_speaks", PIPELINE, "loss", "loss", "added up"),
+        slow("first_stage_reports_loss", PIPELINE, "loss", "loss", "added up"),
         slow("armed_early", {"pp": 2, "dp_replicate": 2}, "gradient", "norm", ""),
         slow("swapped_micro_batches", {**PIPELINE, "schedule": "gpipe"}, "activation", "model", ""),
         slow("unreleased_weights", {**SHARDS, "zero": 2}, "gradient", "norm", "missing"),

@@ -31,7 +31,7 @@ from meshwright.plan.contract import PLAN_FILE, read_plan
 def test_losses_and_contract(train, layout, job):
     """Ten losses within 1e-5 of one process; state and collectives equal to the byte, the peak within 5%.
 
-    Three ranks cut 64, 128 and 320 rows unevenly: padding is in the buffers and in the promise.
+    Three ranks shard 64, 128 and 320 rows unevenly: the buffers and the prediction include padding.
     """
     asked = tuple(job.split())
     sharded = train(*(f"layout.{key}" for key in layout.split()), *TEN, *asked)
@@ -41,7 +41,7 @@ def test_losses_and_contract(train, layout, job):
     assert result["state_bytes"] == result["predicted_state_bytes"]
     phases = {row["phase"] for row in result["collectives"] if row["axis"] == "dp_shard"}
     assert {"step", "save"} <= phases
-    assert all(row["calls"] > 0 for row in result["collectives"]), "a promise about nothing"
+    assert all(row["calls"] > 0 for row in result["collectives"]), "a prediction without a call"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_settings_keep_losses_bytes_and_peak(train, layout, job):
 
 
 def require_contract(sharded, peak=0.02):
-    """State and collectives of every rank equal to the plan's; the peak as near as asked."""
+    """State and collectives of every rank equal the plan; the peak is within a tolerance."""
     result, plan = sharded.result, read_plan(sharded.run_dir / PLAN_FILE)
     assert result["audit_ok"], result["differences"]
     assert result["state_bytes"] == result["predicted_state_bytes"]
@@ -103,7 +103,7 @@ def test_gradients_in_16_bits_halve_the_reduce_scatters(train, layout, kind):
     "zero", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
 )
 def test_compiled_blocks_under_zero(train, monkeypatch, zero):
-    """Blocks whose parameters come and go: the same losses, equal bytes, as many graphs as without ZeRO."""
+    """Blocks with gathered parameters: equal losses and bytes, as many graphs as without ZeRO."""
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:count_graphs")
     given = (
         "train.block_backend=compile",
@@ -117,12 +117,12 @@ def test_compiled_blocks_under_zero(train, monkeypatch, zero):
     assert compiled.result["peak_memory_bytes"] == [None, None]
     lines = [json.loads(line) for line in (compiled.run_dir / "events.jsonl").read_text().splitlines()]
     graphs = [e["graphs"] for e in lines if e["event"] == "graphs"]
-    assert graphs == [4, 4], "a pass with gradients, and one without: of all blocks, and of the last norm"
+    assert graphs == [4, 4], "with and without gradients: the blocks, and the final norm"
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_gathers_go_ahead_by_the_prefetch_depth(train, monkeypatch, depth):
-    """When a block begins to compute, its own gather and those of the next ones were asked for: no more."""
+    """When a block starts, the all-gathers of itself and of the next `prefetch` blocks have been issued."""
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:note_gathers")
     given = (f"layout.prefetch={depth}", "layout.micro_batch=6", "train.steps=1")
     trained = train("layout.dp_shard=2", "model.num_layers=4", *given)
@@ -135,7 +135,7 @@ def test_gathers_go_ahead_by_the_prefetch_depth(train, monkeypatch, depth):
 
 
 def test_an_overflow_in_one_ranks_rows_skips_the_step_on_all(train, monkeypatch):
-    """fp16: the others' rows are fine, but a step that one rank alone skips would tear the model apart."""
+    """fp16: other ranks' rows are finite, but a step that only one rank skips would break the model."""
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:infinite_row")
     trained = train("layout.dp_shard=2", "train.precision=fp16")
     lines = [json.loads(line) for line in (trained.run_dir / "events.jsonl").read_text().splitlines()]
@@ -145,7 +145,7 @@ def test_an_overflow_in_one_ranks_rows_skips_the_step_on_all(train, monkeypatch)
 
 
 def test_checkpoints_go_from_any_layout_to_any(train, tmp_path):
-    """Shards resume bit by bit; replicas go on from them up to rounding, and the other way."""
+    """Shards resume bit-identically; replicas resume from them up to rounding, and the other way."""
     runs, cut, whole = Resumed(train, tmp_path), ("layout.dp_shard=3",), ("layout.dp_replicate=2",)
     runs.require_the_same_bits(cut)
     runs.require_the_same_curve(cut, whole)

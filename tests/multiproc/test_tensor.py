@@ -44,7 +44,7 @@ UNTIED = "model.tied_embeddings=false train.optimizer=lion train.grad_noise=0.01
 def test_losses_and_contract(train, layout, job, tolerance):
     """Ten losses as in one process; state and collectives equal to the byte, activations and peak within 5%.
 
-    321 words over 2 and 4 ranks are filled up; one key head on 4 ranks is held by all of them.
+    A vocabulary of 321 is padded on 2 and 4 ranks; one key head is replicated on 4 ranks.
     """
     assert phases_of(train, "tp", layout, job, tolerance) == {"step", "eval", "save"}
 
@@ -59,7 +59,7 @@ def test_four_all_reduces_a_block(train):
 
 
 def test_an_input_that_is_not_prepared_is_a_collective_too_many(train, monkeypatch):
-    """Each column product then sums its own gradient: right, and more than promised; the audit says so."""
+    """Every column-parallel linear then reduces its own gradient: right, but more calls than planned."""
     monkeypatch.setattr("meshwright.runs.train.ENTRY", "planted:unprepared_inputs")
     trained = train("layout.tp=2", *TEN, expect=3)
     assert relative(trained.losses, reference(train)) < 1e-5
@@ -69,7 +69,7 @@ def test_an_input_that_is_not_prepared_is_a_collective_too_many(train, monkeypat
 
 @pytest.mark.slow
 def test_compiled_blocks_are_equal_too(train):
-    """The collectives are inside the compiled graphs, forward and backward, and are still counted."""
+    """Collectives inside compiled graphs are still counted, forward and backward."""
     compiled = ("train.block_backend=compile", "train.compile_backend=aot_eager")
     for layout in ("layout.recompute=selective", "layout.sequence_parallel=true"):
         split = train("layout.tp=2", layout, *TEN, *compiled)
@@ -79,7 +79,7 @@ def test_compiled_blocks_are_equal_too(train):
 
 @pytest.mark.slow
 def test_checkpoints_go_from_any_layout_to_any(train, tmp_path):
-    """Split matrices resume bit by bit; others go on from them up to rounding, and the other way."""
+    """Tensor parallel resumes bit-identically; other layouts up to rounding, and the other way."""
     runs, whole = Resumed(train, tmp_path, *GPT.split()), ("layout.dp_replicate=2",)
     split = ("layout.tp=2", "layout.dp_shard=2", "layout.sequence_parallel=true")
     runs.require_the_same_bits(split)
@@ -88,8 +88,8 @@ def test_checkpoints_go_from_any_layout_to_any(train, tmp_path):
     runs.require_the_same_curve(whole, (*split, "layout.zero=1"))
 
 
-def test_text_is_written_by_ranks_that_share_the_model(train, capfd):
-    """The same text as one process writes, also where the last rank has fewer words; else an error."""
+def test_generation_with_tensor_parallelism(train, capfd):
+    """The text of one process, also with a padded vocabulary; errors reach the caller."""
     checkpoint = Path(train("layout.tp=2", "model.vocab_size=321").result["checkpoint"])
 
     def written(tp):
