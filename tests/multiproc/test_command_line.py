@@ -166,4 +166,4 @@ def test_more_ranks_than_cores_is_a_warning(job_file, tmp_path):
 def test_illegal_layout_gets_the_nearest_one_with_its_price(job_file, tmp_path):
     refused = run("train", job_file, "layout.pp=2", "layout.virtual_stages=2", cwd=tmp_path)
     assert "nearest layout that runs: layout.pp=2 layout.micro_batch=" in refused.stderr
-    assert "per step" in refused.stderr
+    assert "/step" in refused.stderr

@@ -28,11 +28,11 @@ from meshwright.spec.model import DecoderModel
 
 
 def build_plan(job: Job, named: Sequence[str] = ()) -> tuple[Plan, SearchResult]:
-    """Search, choose, and write down what the choice promises.
+    """Search the layouts of a job and build the contract of the best one.
 
     Args:
         job: Its layout may be open.
-        named: Keys of the layout that the user wrote; they keep their value.
+        named: Layout keys that the user wrote; they keep their value.
     """
     found = search_job(job, named)
     return plan_from(found.best[0], explain_choice(job, found), job.layout.stage_layers is None), found
@@ -42,8 +42,8 @@ def plan_from(prediction: Prediction, reasons: Sequence[str] = (), layers_assign
     """The contract for one layout.
 
     Args:
-        prediction: Of the layout.
-        reasons: Why it was chosen.
+        prediction: The layout's prediction.
+        reasons: Why the layout was chosen.
         layers_assigned: Whether the planner, not the user, assigned layers to pipeline stages.
     """
     return _build(prediction, reasons, layers_assigned, tuple(_list_ranks(prediction)))
@@ -123,7 +123,7 @@ def _build(
 
 
 def _list_ranks(prediction: Prediction) -> Iterator[RankPrediction]:
-    """What each rank is promised; of a layout that does not run, one rank of each class."""
+    """The prediction of each rank; for a plan-only layout, one rank per class."""
     job, memory = prediction.job, prediction.memory
     if not prediction.exact:
         for pp_rank, (ledger, need) in enumerate(zip(memory.ledgers, memory.needs, strict=True)):
@@ -131,17 +131,17 @@ def _list_ranks(prediction: Prediction) -> Iterator[RankPrediction]:
         return
     sharded = dense_shard_axis(job.layout).size > 1
     states: dict[tuple[int, tuple[int, int]], dict[str, int]] = {}
-    away: dict[tuple[int, tuple[int, int]], dict[str, int]] = {}
+    offloaded: dict[tuple[int, tuple[int, int]], dict[str, int]] = {}
     rows, each_row = _balanced_routing(job)
     for rank in range(job.layout.world_size):
         pp_rank, shards = pp_rank_of(job, rank), shard_ranks(job, rank)
         ledger = memory.ledgers[pp_rank]
         if (pp_rank, shards) not in states:
             state = sharded_state(job, rank) if sharded else ledger.state_bytes
-            states[pp_rank, shards], away[pp_rank, shards] = state, offloaded_state(job, state)
+            states[pp_rank, shards], offloaded[pp_rank, shards] = state, offloaded_state(job, state)
         predicted = _predict_rank(rank, ledger, memory.needs[pp_rank], states[pp_rank, shards])
         yield dataclasses.replace(
-            predicted, offloaded_bytes=away[pp_rank, shards], routed_rows=rows, row_bytes=each_row
+            predicted, offloaded_bytes=offloaded[pp_rank, shards], routed_rows=rows, row_bytes=each_row
         )
 
 
@@ -160,7 +160,7 @@ def _predict_rank(rank: int, ledger: Ledger, need: MemoryNeed, state: dict[str, 
 
 
 def _balanced_routing(job: Job) -> tuple[int, int]:
-    """Rows of a rank's experts in one layer, and what each keeps; nothing for a model without experts."""
+    """Rows of a rank's experts in one layer, and activation bytes per row; 0 without experts."""
     model = local_model(job)
     if not isinstance(model, DecoderModel) or not model.expert_layers:
         return 0, 0

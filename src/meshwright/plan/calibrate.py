@@ -1,9 +1,9 @@
-"""Fits a cluster's rates to steps that were measured, so that the next prediction is closer.
+"""Fits a cluster's rates to measured steps (``meshwright tune``).
 
-The least change that explains the measurements: with r the logarithm of predicted over measured time and x
-the logarithms of new over old rates, r² + RIDGE x² is made small by Gauss-Newton steps. A rate that no
-measured step depends on stays what it was. The formulas are not touched: what they leave out (the time that
-Python takes for a block, say) ends up in the rates, which are then this job's on this machine.
+Regularised least squares: with r = log(predicted / measured time) and x = log(new / old rate), Gauss-Newton
+steps minimize r² + RIDGE x². A rate that no measured step depends on does not change. The formulas stay:
+costs that they leave out (such as Python time per block) end up in the rates, which then hold for this job
+on this machine.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from meshwright.spec.job import Job
 from meshwright.spec.layout import Layout
 
 RIDGE = 0.02
-"""What a change of a rate by a factor e costs, of a prediction that is off by as much."""
+"""Cost of changing a rate by a factor e, over the cost of an error by that factor."""
 ROUNDS = 25
 SMALL = 1e-4
-"""Step of the numerical derivative, in logarithms."""
+"""Step of the numerical derivative, in log space."""
 HALVINGS = 12
-"""How often a step is halved before there is nothing better that way."""
+"""How often a step is halved before the search stops."""
 MOST_CHANGE = math.log(1000.0)
-"""A rate that would have to change by more is not what is wrong."""
+"""Limit on the change of a rate, in log space."""
 
 
 @dataclass(frozen=True)
 class MeasuredLayout:
-    """A layout, its micro-batch settled, and the seconds that its step took."""
+    """A complete layout and the measured time of its step."""
 
     layout: Layout
     step_s: float
@@ -43,23 +43,23 @@ class MeasuredLayout:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The cluster with new rates, and what they are worth."""
+    """The cluster with new rates, and the errors before and after."""
 
     cluster: Cluster
     before: dict[str, float]
     after: dict[str, float]
-    """The rates that were open to the fit."""
+    """The fitted rates."""
     error_before: float
     error_after: float
     """See :func:`mean_error`."""
 
 
 def calibrate(job: Job, measured: Sequence[MeasuredLayout]) -> Calibration:
-    """Fit the job's cluster to what was measured on it.
+    """Fit the rates of the job's cluster to measured steps.
 
     Args:
         job: What ran.
-        measured: At least one layout of it.
+        measured: At least one of its layouts.
     """
     keys = fitted_keys(job)
     old = np.array([getattr(job.cluster, key) for key in keys])
@@ -67,7 +67,7 @@ def calibrate(job: Job, measured: Sequence[MeasuredLayout]) -> Calibration:
     def log_errors(x: Floats) -> Floats:
         return _log_errors(_with_rates(job, keys, old * np.exp(x)), measured)
 
-    # Four digits: what the file shows is what was fitted, and no measurement is better.
+    # Four digits, as in the file; no measurement is more precise.
     new = [float(f"{rate:.4g}") for rate in old * np.exp(_least_squares(log_errors, len(keys)))]
     cluster = _with_rates(job, keys, new).cluster
     return Calibration(
@@ -80,13 +80,13 @@ def calibrate(job: Job, measured: Sequence[MeasuredLayout]) -> Calibration:
 
 
 def fitted_keys(job: Job) -> tuple[str, ...]:
-    """Rates of the cluster that a step on one machine may depend on."""
-    products = "fp32_flops_per_s" if job.train.precision == "fp32" else "bf16_flops_per_s"
-    return (products, "memory_bytes_per_s", "link_bytes_per_s", "link_latency_s")
+    """Cluster rates that a step on one machine depends on."""
+    gemm_rate = "fp32_flops_per_s" if job.train.precision == "fp32" else "bf16_flops_per_s"
+    return (gemm_rate, "memory_bytes_per_s", "link_bytes_per_s", "link_latency_s")
 
 
 def mean_error(job: Job, measured: Sequence[MeasuredLayout]) -> float:
-    """How far the predictions for measured layouts are off: 0.5 is half more, or a third less, on average."""
+    """Mean error of the predictions as a factor minus 1: 0.5 is 50% too long, or a third too short."""
     return math.expm1(float(np.abs(_log_errors(job, measured)).mean()))
 
 
@@ -96,13 +96,13 @@ def _with_rates(job: Job, keys: Sequence[str], values: Iterable[float]) -> Job:
 
 
 def _log_errors(job: Job, measured: Sequence[MeasuredLayout]) -> Floats:
-    """The logarithm of predicted over measured, a layout each."""
+    """log(predicted / measured) of each layout."""
     predicted = [predict(job, t.layout).step_s for t in measured]
     return np.asarray(np.log(predicted) - np.log([t.step_s for t in measured]), dtype=np.float64)
 
 
 def _least_squares(log_errors: Callable[[Floats], Floats], unknowns: int) -> Floats:
-    """The changes that make misses² + RIDGE changes² small; never worse than no change."""
+    """The changes x that minimize errors² + RIDGE x²; never worse than no change."""
 
     def cost(x: Floats) -> float:
         return float((log_errors(x) ** 2).sum() + RIDGE * (x**2).sum())

@@ -97,31 +97,31 @@ class PipelineTime:
 
 @dataclass(frozen=True)
 class RankPrediction:
-    """What one rank is predicted to hold."""
+    """Predicted memory of one rank."""
 
     rank: int
     state_bytes: dict[str, int]
     peak_bytes: int
-    """Largest sum of live tensors in a steady step."""
+    """Peak of live tensors in a steady step."""
     peak_at: str
     first_peak_bytes: int
     """The same in the first step."""
     activation_bytes: int
-    """What one micro-batch keeps from forward to backward."""
+    """Activations that one micro-batch saves for the backward pass."""
     lines: tuple[Line, ...]
     offloaded_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
-    """The part of the state that lies on the host, by kind; empty in plans from before there was any."""
+    """State offloaded to the CPU, by kind; empty in older plans."""
     routed_rows: int = 0
-    """Rows that the rank's experts read in one layer and micro-batch if all experts are equally busy."""
+    """Rows of the rank's experts in one layer and micro-batch, if routing is balanced."""
     row_bytes: int = 0
-    """What one of them keeps there from forward to backward."""
+    """Activation bytes that one such row saves for the backward pass."""
     checkpoint_bytes: int = 0
-    """Live tensors while a checkpoint is written; 0 in plans from before it was predicted."""
+    """Peak of live tensors while a checkpoint is written; 0 in older plans."""
     needed_bytes: int = 0
-    """Device memory that it needs: the largest of the three, allocator and context; 0 in older plans."""
+    """Device memory: the largest of the three peaks, plus allocator and context; 0 in older plans."""
 
     def summary(self) -> dict[str, Any]:
-        """Its memory for ``--json``, with INTERFACES' keys."""
+        """The memory for ``--json``."""
         return {
             "peak": self.peak_bytes,
             "peak_at": self.peak_at,
@@ -134,11 +134,10 @@ class RankPrediction:
 
 @dataclass(frozen=True)
 class StageRow:
-    """What one stage of a pipeline has."""
+    """One pipeline stage: its rank, layers, and whether it has the embedding or the head."""
 
     stage: int
     pp_rank: int
-    """Which ranks of a pipeline hold it."""
     first_layer: int
     last_layer: int
     embedding: bool
@@ -147,7 +146,7 @@ class StageRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """A job with its layout settled, and the predictions."""
+    """A job with a complete layout, and the predictions."""
 
     job: Job
     micro_batches: int
@@ -161,34 +160,34 @@ class Plan:
     buckets: tuple[tuple[str, ...], ...]
     reasons: tuple[str, ...]
     usable_bytes: int = 0
-    """Device memory that a rank may need; 0 in older plans."""
+    """Usable memory of a device; 0 in older plans."""
     hidden_s: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Communication that computation hides, by axis; not in the step."""
+    """Communication overlapped with compute, by axis; not part of the step."""
     exact: bool = True
-    """False: this version does not run the layout. `ranks` has one rank per class, with estimated memory."""
+    """False: plan-only layout. `ranks` has one rank per class, with estimated memory."""
     pipeline: PipelineTime | None = None
-    """The schedule as planned; None without a pipeline, and where the layout does not run yet."""
+    """The simulated schedule; None without a pipeline, and if it is too large to simulate."""
     layers_assigned: bool = False
-    """Whether the layers of the stages are the planner's; another job deals them again."""
+    """Whether the planner assigned layers to stages; another job assigns them anew."""
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run."""
+        """Number of ranks."""
         return self.job.layout.world_size
 
     def collectives_of(self, rank: int) -> list[CollectiveTraffic]:
-        """What one rank is promised to move."""
+        """Predicted collectives of one rank."""
         pp_rank = pp_rank_of(self.job, rank)
         return [row for row in self.collectives if row.pp_rank in (None, pp_rank)]
 
     def classes(self) -> dict[str, RankPrediction]:
-        """One rank of each kind: those of one pp rank are alike."""
+        """One rank of each class; ranks with the same pp_rank are alike."""
         each = self.world_size // self.job.layout.pp if self.exact else 1
         names = name_classes(self.job, self.exact, len(self.ranks) // each)
         return {name: self.ranks[pp_rank * each] for name, pp_rank in names.items()}
 
     def stages(self) -> list[StageRow]:
-        """The stages of the pipeline, first to last; none without one."""
+        """The pipeline stages, first to last; empty without a pipeline."""
         if not self.exact or self.job.layout.pp == 1:
             return []
         homes = stage_pp_ranks(self.job)
@@ -206,18 +205,18 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Predicted share of the peak rate."""
+        """Predicted model FLOPs utilization."""
         rate, _ = peak_rate(self.job.cluster, self.job.train.precision)
         return self.tokens_per_step * self.flops_per_token / self.step_s / self.world_size / rate
 
 
 def name_classes(job: Job, exact: bool, count: int) -> dict[str, int]:
-    """Ranks that are alike: those of one pp rank, or of one class of the estimate."""
+    """Classes of ranks with equal memory, by name, and their index: one per pipeline rank, or estimated."""
     if job.layout.pp == 1:
         return {"every rank": 0}
     if not exact:
         classes = ESTIMATED_CLASSES if count == len(ESTIMATED_CLASSES) else ESTIMATED_CLASSES[::2]
-        return {name: place for place, name in enumerate(classes)}
+        return {name: index for index, name in enumerate(classes)}
     each = job.layout.world_size // job.layout.pp
     homes, names = stage_pp_ranks(job), dict[str, int]()
     for pp_rank in range(job.layout.pp):
@@ -230,17 +229,17 @@ def name_classes(job: Job, exact: bool, count: int) -> dict[str, int]:
 
 @functools.cache
 def _adapter() -> TypeAdapter[Plan]:
-    """Built when a plan is first read: it takes a tenth of a second, which planning does not need."""
+    """Built when a plan is first read: it takes 0.1 s, and planning does not need it."""
     return TypeAdapter(Plan)
 
 
 def layout_keys(job: Job) -> dict[str, Any]:
-    """The layout as plain keys, without what is None."""
+    """The layout as plain keys, without those that are None."""
     return {k: v for k, v in dataclasses.asdict(job.layout).items() if v is not None}
 
 
 def plan_tree(plan: Plan) -> dict[str, Any]:
-    """The plan as plain tables."""
+    """The plan as TOML tables."""
     tree: dict[str, Any] = {
         PLAN_KEY: PLAN_VERSION,
         "written_by": f"meshwright {__version__}",
@@ -270,7 +269,7 @@ def plan_tree(plan: Plan) -> dict[str, Any]:
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Write the plan; a reader never sees half of one. A schedule of one's own comes beside it."""
+    """Write the plan atomically. A custom schedule file is copied beside it."""
     tree = plan_tree(plan)
     try:
         if plan.job.layout.schedule_file is not None:
@@ -295,12 +294,12 @@ def read_plan(path: Path, *, to_run: bool = True) -> Plan:
 
     Args:
         path: The file.
-        to_run: False for a plan that is only looked at: its layout need not be one that runs yet.
+        to_run: False for a plan that is only displayed: its layout may be plan-only.
     """
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(Problem("plan-missing", "is not there", path=str(path))) from None
+        raise UserError(Problem("plan-missing", "does not exist", path=str(path))) from None
     except (OSError, ValueError) as error:
         raise UserError(Problem("plan-unreadable", f"cannot be read: {error}", path=str(path))) from None
     if tree.get(PLAN_KEY) != PLAN_VERSION:
@@ -308,7 +307,7 @@ def read_plan(path: Path, *, to_run: bool = True) -> Plan:
         raise UserError(Problem("plan-version", rule, path=str(path), fix="Plan the job again"))
     predicted, job = tree.get("predicted"), tree.get("job")
     if not isinstance(job, dict) or not isinstance(predicted, dict):
-        rule = "is not a whole plan: it has no job or no predictions"
+        rule = "is not a complete plan: it has no job or no predictions"
         raise UserError(Problem("plan-unreadable", rule, path=str(path)))
     find_schedule(job, path)
     content = {
@@ -321,5 +320,5 @@ def read_plan(path: Path, *, to_run: bool = True) -> Plan:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        rule = f"is not a whole plan: {where}: {first['msg']}"
+        rule = f"is not a complete plan: {where}: {first['msg']}"
         raise UserError(Problem("plan-unreadable", rule, path=str(path))) from None

@@ -1,8 +1,8 @@
-"""All that is predicted of one layout: memory of every pp rank, collectives, time. The one answer.
+"""The prediction of one layout: memory of every pipeline rank, collectives, step time.
 
-Where this version runs the layout, memory and collectives are exact: the ledger and the rows that a run is
-audited against. Elsewhere (a model that is not built yet, another framework's runtime) memory is the estimate
-that ``estimate.memory_report`` writes down, and the prediction says that it is not exact.
+Where this version trains the layout, memory and collectives are exact: a run is audited against them. For
+plan-only jobs (a model that is not implemented, another framework) memory is estimated
+(``estimate.memory_report``), and the prediction is marked as not exact.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshwright.core.units import format_bytes
+from meshwright.core.units import format_bytes, format_seconds
 from meshwright.layout.flops import flops_per_token, peak_rate
 from meshwright.layout.optimizer_offload import offloaded_state
 from meshwright.layout.pipeline_schedules import read_schedule, schedule_of
@@ -42,37 +42,37 @@ class Memory:
     """Memory of a layout's ranks."""
 
     ledgers: tuple[Ledger, ...]
-    """Of the first rank of each pp rank, which holds most; where estimated, of each class of pp ranks."""
+    """One per pipeline rank, of its rank that holds most; where estimated, one per class of them."""
     needs: tuple[MemoryNeed, ...]
-    """Of the same ranks."""
+    """Needs of the same ranks."""
     host_bytes: int = 0
     """CPU memory that a rank keeps offloaded state in."""
 
     @property
     def need(self) -> MemoryNeed:
-        """Of the rank that needs most."""
+        """The need of the rank that needs most."""
         return max(self.needs, key=lambda need: need.needed_bytes)
 
     @property
     def ledger(self) -> Ledger:
-        """Of the same rank."""
+        """The ledger of the same rank."""
         return self.ledgers[self.needs.index(self.need)]
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One layout with everything that was predicted of it."""
+    """One layout with its predicted memory, collectives and time."""
 
     job: Job
-    """With this layout, micro-batch and stages settled."""
+    """With this layout, complete."""
     micro_batches: int
-    """Of a step, on the rank with most samples."""
+    """Per step, on the rank with most samples."""
     memory: Memory
     traffic: tuple[CollectiveTraffic, ...]
-    """Collectives of every rank; rows of single pp ranks carry their number. Empty for other runtimes."""
+    """Collectives of every rank; rows of one pipeline rank carry ``pp_rank``. Empty for other runtimes."""
     time: StepTime
     exact: bool
-    """Whether this version runs the layout: memory and collectives are what a run is audited against."""
+    """Whether this version trains the layout: a run is audited against memory and collectives."""
 
     @property
     def layout(self) -> Layout:
@@ -91,7 +91,7 @@ class Prediction:
 
     @property
     def needed_bytes(self) -> int:
-        """Device memory that this rank needs, allocator and context included."""
+        """Device memory of that rank, allocator and context included."""
         return self.need.needed_bytes
 
     @property
@@ -101,54 +101,64 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has what it needs."""
+        """Whether every rank fits."""
         return does_fit(self.job, self.memory)
 
     @property
     def shortage(self) -> str:
-        """What is missing where it does not fit, with the peak that needs it."""
+        """Why it does not fit: which peak exceeds the memory, and by how much."""
         return f"does not fit: {'; '.join(list_shortages(self.job, self.memory))}"
 
     @property
+    def price(self) -> str:
+        """Step time and memory as text."""
+        return format_price(self.step_s, self.needed_bytes)
+
+    @property
     def classes(self) -> dict[str, int]:
-        """Ranks that are alike, by name, and their place among the ledgers."""
+        """Classes of ranks with equal memory, by name, and their index in the ledgers."""
         return name_classes(self.job, self.exact, len(self.memory.ledgers))
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole run; images for a ResNet."""
+        """Tokens per second of all ranks; images for a ResNet."""
         return self.job.train.global_batch * self.job.data.seq_len / self.step_s
 
     @cached_property
     def interval(self) -> Interval:
-        """Factors between which the measured step is expected, and what that rests on."""
+        """Factors between which the measured step is expected, and their basis."""
         return step_interval(self.job)
 
     @property
     def mfu(self) -> float:
-        """Share of the peak rate, by the FLOPs that the definition counts."""
+        """Model FLOPs utilization: share of the peak rate, without recomputed FLOPs."""
         flops = flops_per_token(self.job.model, self.job.data.seq_len)
         rate, _ = peak_rate(self.job.cluster, self.job.train.precision)
         return self.tokens_per_s * flops / self.layout.world_size / rate
 
 
+def format_price(step_s: float, needed_bytes: int) -> str:
+    """Step time and memory of a layout as text."""
+    return f"{format_seconds(step_s)}/step, {format_bytes(needed_bytes)} per rank"
+
+
 def is_exact(job: Job) -> bool:
-    """Whether this version runs the job, so that its ledger is exact."""
+    """Whether this version trains the job, so that its memory is exact."""
     return not find_problems(job)
 
 
 def predict(job: Job, layout: Layout) -> Prediction:
-    """Memory, collectives and time of one layout; what it leaves open is settled."""
+    """Memory, collectives and time of one layout, which is completed first."""
     placed = with_layout(job, complete_layout(job, layout))
     exact = is_exact(placed)
     return predict_with_memory(placed, predict_memory(placed, exact), exact)
 
 
 def predict_with_memory(placed: Job, memory: Memory, exact: bool) -> Prediction:
-    """The same of a settled job whose memory is known."""
+    """The prediction of a job with a complete layout and known memory."""
     micro_batches = count_micro_batches(placed)
     traffic: tuple[CollectiveTraffic, ...] = ()
-    if placed.train.runtime == "meshwright":  # of models that are not built, what they would send
+    if placed.train.runtime == "meshwright":  # for plan-only models: what they would send
         rows = [predict_traffic(placed, pp_rank) for pp_rank in range(placed.layout.pp)]
         traffic = tuple(merge_pp_ranks(rows))
     touched = sum(ledger.touched_bytes for ledger in memory.ledgers)
@@ -157,7 +167,7 @@ def predict_with_memory(placed: Job, memory: Memory, exact: bool) -> Prediction:
 
 
 def predict_memory(job: Job, exact: bool) -> Memory:
-    """Memory of every pp rank of a settled job; the estimate's classes of them where it is not exact."""
+    """Memory of every pipeline rank of a job with a complete layout; if not exact, of each class of them."""
     micro, micro_batches = job.layout.micro_batch or 1, count_micro_batches(job)
     if not exact:
         return _estimate_memory(job)
@@ -168,13 +178,13 @@ def predict_memory(job: Job, exact: bool) -> Memory:
 
 
 def _need_of(job: Job, pp_rank: int, ledger: Ledger) -> MemoryNeed:
-    away = sum(offloaded_state(job, ledger.state_bytes).values())
-    checkpoint = predict_checkpoint(job, pp_rank, sum(ledger.state_bytes.values()) - away)
+    offloaded = sum(offloaded_state(job, ledger.state_bytes).values())
+    checkpoint = predict_checkpoint(job, pp_rank, sum(ledger.state_bytes.values()) - offloaded)
     return MemoryNeed.of(job, ledger.peak_bytes, ledger.first_peak_bytes, checkpoint)
 
 
 def needed_at_ends(job: Job) -> int:
-    """What the first and the last pp rank of a settled job need; quicker than asking all of them."""
+    """Memory of the first and the last pipeline rank; quicker than that of all."""
     micro, micro_batches = job.layout.micro_batch or 1, count_micro_batches(job)
     ranks = {0, job.layout.pp - 1}
     needs = [_need_of(job, rank, predict_ledger(job, micro, micro_batches, rank)) for rank in ranks]
@@ -193,12 +203,12 @@ def _estimate_memory(job: Job) -> Memory:
 
 
 def does_fit(job: Job, memory: Memory, room_bytes: int | None = None) -> bool:
-    """Whether what the ranks need is within a device, and what they offload within its CPU memory.
+    """Whether the ranks fit their devices, and offloaded state the CPU memory.
 
     Args:
         job: For its cluster.
         memory: Of a layout.
-        room_bytes: What a rank may need; the usable memory of a device if left out.
+        room_bytes: Memory that a rank may need; the usable memory of a device by default.
     """
     room = usable_bytes(job.cluster) if room_bytes is None else room_bytes
     within_host = memory.host_bytes <= (job.cluster.host_memory_bytes or memory.host_bytes)
@@ -206,7 +216,7 @@ def does_fit(job: Job, memory: Memory, room_bytes: int | None = None) -> bool:
 
 
 def list_shortages(job: Job, memory: Memory) -> list[str]:
-    """What is missing: device memory, and for which peak; CPU memory for offloaded state."""
+    """Missing device memory, with the peak that exceeds it, and missing CPU memory for offloaded state."""
     need, cluster, found = memory.need, job.cluster, []
     over = need.needed_bytes - usable_bytes(cluster)
     if over > 0:
@@ -220,12 +230,12 @@ def list_shortages(job: Job, memory: Memory) -> list[str]:
 
 
 def samples_per_rank(job: Job, layout: Layout) -> int:
-    """Samples of a step on the rank with most of them."""
+    """Samples per step on the rank with most of them."""
     return -(-job.train.global_batch // layout.data_degree)
 
 
 def complete_layout(job: Job, layout: Layout) -> Layout:
-    """The layout with what it leaves open: the micro-batch, then the layers of a pipeline's stages."""
+    """The layout with its open keys chosen: the micro-batch, then the layers of each pipeline stage."""
     micro = layout.micro_batch or _largest_micro_batch(job, layout)
     return _with_micro_batch(job, layout, micro)
 
@@ -239,16 +249,16 @@ def _with_micro_batch(job: Job, layout: Layout, micro: int) -> Layout:
 
 
 def _needed_bytes(job: Job, layout: Layout, micro: int, exact: bool) -> int:
-    """Of the rank that needs most with this micro-batch."""
+    """Memory of the rank that needs most with this micro-batch."""
     placed = with_layout(job, _with_micro_batch(job, layout, micro))
     return predict_memory(placed, exact).need.needed_bytes
 
 
 def _largest_micro_batch(job: Job, layout: Layout) -> int:
-    """The largest that fits and leaves at least 2 x pp micro-batches, evened out; 1 if none does."""
+    """The largest size that fits with at least 2 x pp micro-batches; the smallest if none does."""
     share = samples_per_rank(job, layout)
     sizes = _micro_batch_sizes(job, layout, share)
-    if len(sizes) == 1:  # perhaps one that the schedule does not take: the rules say so
+    if len(sizes) == 1:  # the schedule may not allow it: the legality rules report that
         return sizes[0]
     exact = is_exact(with_layout(job, dataclasses.replace(layout, micro_batch=sizes[0])))
     usable = usable_bytes(job.cluster)
@@ -257,7 +267,7 @@ def _largest_micro_batch(job: Job, layout: Layout) -> int:
 
 
 def _micro_batch_sizes(job: Job, layout: Layout, share: int) -> Sequence[int]:
-    """Sizes that may be taken, smallest first."""
+    """Possible sizes, smallest first."""
     if isinstance(job.model, ResNetModel) and job.mixes_samples:
         least, most = job.model.least_micro_batch, -(-share // min(share, 2))
         return [d for d in divisors(share) if least <= d <= max(least, most)] or [share]
@@ -267,9 +277,9 @@ def _micro_batch_sizes(job: Job, layout: Layout, share: int) -> Sequence[int]:
 
 
 def _pipeline_sizes(layout: Layout, share: int) -> list[int]:
-    """Micro-batches, smallest first, of which there are enough, and as many as the schedule takes.
+    """Sizes, smallest first, with at least 2 x pp micro-batches and a number that the schedule allows.
 
-    Where no number of them is enough, any that the schedule takes; where it takes none, 1.
+    If there are none, the smallest size that the schedule allows, else 1.
     """
     counts = {-(-share // count): -(-share // -(-share // count)) for count in range(1, share + 1)}
     if layout.schedule_file is not None:
@@ -282,6 +292,6 @@ def _pipeline_sizes(layout: Layout, share: int) -> list[int]:
 
 
 def require_decoder(job: Job) -> DecoderModel:
-    """The job's model, where only decoders are asked about."""
+    """The job's model, which must be a decoder."""
     assert isinstance(job.model, DecoderModel), "layouts are searched for decoders"
     return job.model

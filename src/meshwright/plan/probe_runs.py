@@ -1,7 +1,7 @@
-"""What ``meshwright probe`` measures: shapes of products and attention, and small models for real steps.
+"""What ``meshwright probe`` measures: GEMM and attention shapes, and small models for real steps.
 
-The shapes are those of the small models, so that what is left of their steps is not products, and some
-around them, so that shapes of other models have a neighbour.
+The shapes are those of the small models, so that the rest of their steps can be fitted, and some others, so
+that shapes of other models have a neighbour.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshwright.spec.model import DecoderModel
 
 
 class GemmShape(NamedTuple):
-    """Rows, width of the output and of the input of a linear layer."""
+    """A linear layer's GEMM: rows, output width, input width."""
 
     rows: int
     columns: int
@@ -32,7 +32,7 @@ class GemmShape(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """Attention: sequences, query and key heads, their width, the length of a sequence."""
+    """Attention: sequences, query and key heads, head width, sequence length."""
 
     batch: int
     heads: int
@@ -43,27 +43,27 @@ class AttentionShape(NamedTuple):
 
 @dataclass(frozen=True)
 class ProbeSuite:
-    """What is measured on a kind of device."""
+    """What is measured on one kind of device."""
 
     precision: Literal["fp32", "bf16"]
-    """Of the products of shapes, attention and steps; of the other one a large product is measured."""
+    """Of GEMMs, attention and steps; the other one is measured on a large GEMM only."""
     compiled: bool
     gemms: tuple[GemmShape, ...]
-    """Beside those of the small models."""
+    """Beside the shapes of the small models."""
     fp8_gemms: tuple[GemmShape, ...]
-    """Likewise, in 8 bits."""
+    """The same in fp8."""
     attention: tuple[AttentionShape, ...]
     large_gemm_size: int
-    """Sides of the large product."""
+    """Size of the large square GEMM."""
     copy_elements: int
-    """Elements of a copy."""
+    """Elements of the large copy."""
     optimizer_elements: int
-    """Elements that an optimizer moves."""
+    """Elements of the optimizer step."""
     seconds: float
-    """For each operation."""
+    """Measuring time per operation."""
     steps: int
     models: tuple[dict[str, Any], ...]
-    """Tables of jobs: model, data and train."""
+    """The small models: model table, sequence length, batch, block backend."""
 
 
 def _small(layers: int, width: int, heads: tuple[int, int], ffn: int, vocab_size: int) -> dict[str, Any]:
@@ -158,14 +158,14 @@ PROBE_SUITES = {
 
 @dataclass(frozen=True)
 class ProbeRun:
-    """A small model in one process, in one micro-batch a step."""
+    """A small model in one process, with one micro-batch per step."""
 
     plan: Plan
     touched_bytes: int
 
     @property
     def layers(self) -> int:
-        """Of the model."""
+        """Layers of the model."""
         return _decoder(self.plan.job).num_layers
 
     @property
@@ -174,18 +174,18 @@ class ProbeRun:
         return resolve_block_backend(self.plan.job)
 
     def measured_step(self, step_s: float) -> MeasuredStep:
-        """With what its step took."""
+        """The measured step, with its job."""
         return MeasuredStep(self.plan.job, self.plan.micro_batches, self.touched_bytes, step_s)
 
 
 def find_cluster(cpu_only: bool) -> Cluster:
-    """This machine, as the preset ``local`` finds it; or its cores, also where it has GPUs."""
+    """This machine, as the preset ``local`` detects it; or only its CPU, if it has GPUs."""
     table = {"preset": "local"} | ({"device": "cpu"} if cpu_only else {})
     return _build_job(PROBE_SUITES["cpu"], PROBE_SUITES["cpu"].models[0], table).cluster
 
 
 def list_runs(suite: ProbeSuite, cluster: Cluster) -> list[ProbeRun]:
-    """The small models."""
+    """The small models, planned."""
     table = {k: v for k, v in dataclasses.asdict(cluster).items() if v is not None}
     runs = []
     for model in suite.models:
@@ -214,13 +214,13 @@ def _build_job(suite: ProbeSuite, small: dict[str, Any], cluster: dict[str, Any]
 
 
 def list_gemms(suite: ProbeSuite, jobs: list[Job]) -> list[GemmShape]:
-    """Shapes of products: of the small models, then the others."""
+    """GEMM shapes: those of the small models, then the others."""
     found = [GemmShape(*linear[:3]) for job in jobs for linear in list_linears(job, _decoder(job), 1)]
     return list(dict.fromkeys([*found, *suite.gemms]))
 
 
 def list_fp8_gemms(suite: ProbeSuite, jobs: list[Job]) -> list[GemmShape]:
-    """Likewise, in 8 bits: of blocks, not of heads."""
+    """GEMM shapes in fp8: those of blocks, not of the head."""
     if not suite.fp8_gemms:
         return []
     linears = [linear for job in jobs for linear in list_linears(job, _decoder(job), 1) if linear.in_block]
@@ -228,7 +228,7 @@ def list_fp8_gemms(suite: ProbeSuite, jobs: list[Job]) -> list[GemmShape]:
 
 
 def list_attention(suite: ProbeSuite, jobs: list[Job]) -> list[AttentionShape]:
-    """Shapes of attention, likewise."""
+    """Attention shapes: those of the small models, then the others."""
     found = [
         AttentionShape(
             job.layout.micro_batch or 1,
@@ -244,7 +244,7 @@ def list_attention(suite: ProbeSuite, jobs: list[Job]) -> list[AttentionShape]:
 
 
 def count_block_bytes(job: Job) -> int:
-    """What our own kernels move for a block of a job."""
+    """Bytes that the Triton kernels move for one block of a job."""
     return (job.layout.micro_batch or 1) * job.data.seq_len * block_bytes(job, _decoder(job))
 
 

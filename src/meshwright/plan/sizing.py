@@ -1,8 +1,8 @@
-"""How many devices a deadline needs, what they cost, and what failures take.
+"""How many devices a deadline needs, their cost, and the time lost to failures.
 
-Failures are counted roughly: a cluster fails as often as its devices together; a checkpoint stops the run
-while it is written; Young's interval between checkpoints, sqrt(2 x write time x time between failures), keeps
-writing and lost work small together (Young 1974; Daly 2006 refines it where failures are frequent).
+The failure model is simple. The failure rate of a cluster is the sum over its devices. A checkpoint stops the
+run while it is written. Young's interval between checkpoints, sqrt(2 x write time x time between failures),
+minimizes writing plus lost work (Young 1974; Daly 2006 refines it for frequent failures).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from meshwright.spec.model import DecoderModel
 from meshwright.spec.numbers import divisors
 
 ASSUMED_FAILURE_HOURS = 50_000.0
-"""Of one device: Llama 3's 419 unexpected interruptions in 54 days on 16,384 GPUs (Meta 2024)."""
+"""Per device: Llama 3 had 419 unexpected interruptions in 54 days on 16,384 GPUs (Meta 2024)."""
 ASSUMED_STORAGE_BYTES_PER_S = 1e9
-"""For each node, where the cluster does not say."""
+"""Per node, if the cluster does not define it."""
 RESTART_S = 600.0
-"""From a failure to the first step after it: noticing, starting, reading the checkpoint."""
+"""From a failure to the next step: detection, restart, reading the checkpoint."""
 CHECKPOINT_BYTES = 12
-"""Of one parameter: float32 weights and two moments."""
+"""Per parameter: float32 weight and two Adam moments."""
 MOST_NODES = 16_384
 FEWEST_CHECKED = 4
-"""Layouts that are predicted exactly on one number of devices."""
+"""Layouts that are predicted exactly per number of devices."""
 SIZE_S = 3.0
-"""Seconds of the search on one number of devices."""
+"""Search time per number of devices, in seconds."""
 _UNITS = {"h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 
 
@@ -49,33 +49,33 @@ def parse_duration(text: str) -> float:
 
 @dataclass(frozen=True)
 class ClusterSize:
-    """One number of devices with the best layout on them."""
+    """One number of devices with its best layout."""
 
     devices: int
     nodes: int
     prediction: Prediction
     wall_s: float
-    """The whole training, failures included."""
+    """Time of the whole training, failures included."""
     lost_share: float
-    """Of that, what checkpoints, lost work and restarts take."""
+    """Share of it lost to checkpoints, repeated work and restarts."""
     cost: float | None
 
 
 @dataclass(frozen=True)
 class Sizing:
-    """Everything that was tried, and the answer."""
+    """All cluster sizes tried, and the answer."""
 
     tokens: float
     deadline_s: float
     tried: tuple[ClusterSize, ...]
-    """By number of devices."""
+    """Ordered by number of devices."""
     answer: ClusterSize | None
-    """The fewest devices that keep the deadline."""
+    """The fewest devices that meet the deadline."""
     assumptions: tuple[str, ...]
 
     @property
     def fastest(self) -> ClusterSize:
-        """The shortest, whether it keeps the deadline or not; of equal ones the smallest."""
+        """The fastest size, whether it meets the deadline or not; ties: the smallest."""
         return min(self.tried, key=lambda size: (size.wall_s, size.devices))
 
     def summary(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Sizing:
 
 
 def lost_to_failures(job: Job, devices: int, nodes: int) -> float:
-    """Share of the time that checkpoints, work done twice and restarts take; 1 where nothing gets done."""
+    """Share of time lost to checkpoints, repeated work and restarts; 1 where no progress is possible."""
     assert isinstance(job.model, DecoderModel), "sizing is for decoders"
     cluster = job.cluster
     between_s = (cluster.failure_hours or ASSUMED_FAILURE_HOURS) * 3600 / devices
@@ -115,15 +115,15 @@ def lost_to_failures(job: Job, devices: int, nodes: int) -> float:
 
 
 def list_assumptions(job: Job) -> tuple[str, ...]:
-    """What the cluster does not say and what stood in for it."""
+    """Values assumed for what the cluster does not define."""
     cluster, found = job.cluster, []
     if cluster.failure_hours is None:
-        hours = f"cluster.failure_hours={ASSUMED_FAILURE_HOURS:g} for one device"
-        found.append(f"{hours} (as Llama 3 met on 16,384 GPUs)")
+        hours = f"cluster.failure_hours={ASSUMED_FAILURE_HOURS:g} per device"
+        found.append(f"{hours} (as for Llama 3 on 16,384 GPUs)")
     if cluster.storage_bytes_per_s is None:
-        found.append(f"checkpoints written at {format_bytes(ASSUMED_STORAGE_BYTES_PER_S)}/s by each node")
+        found.append(f"checkpoints written at {format_bytes(ASSUMED_STORAGE_BYTES_PER_S)}/s per node")
     found.append(f"{format_seconds(RESTART_S)} from a failure to the next step")
-    found.append(f"{CHECKPOINT_BYTES} bytes of checkpoint a parameter, written while the run waits")
+    found.append(f"checkpoints of {CHECKPOINT_BYTES} bytes per parameter, written synchronously")
     if cluster.cost_per_hour is None:
         found.append("price unknown: set cluster.cost_per_hour")
     return tuple(found)
@@ -136,14 +136,14 @@ def size_cluster(
     pins: dict[str, Any],
     progress: Callable[[int], None] = lambda devices: None,
 ) -> Sizing:
-    """Double the devices until the deadline is kept or nothing is gained, then go back as far as it holds.
+    """Double the devices until the deadline is met or nothing is gained, then bisect down.
 
     Args:
-        job: For a decoder; its number of nodes does not matter.
-        tokens: To train on.
-        deadline_s: For all of it.
-        pins: Keys of the layout that keep their value.
-        progress: Called with each number of devices before it is searched.
+        job: With a decoder; its number of nodes is ignored.
+        tokens: Number of tokens to train on.
+        deadline_s: For the whole training.
+        pins: Layout keys that keep their value.
+        progress: Called with each number of devices before its search.
     """
     per_node = job.cluster.devices_per_node
     tried: dict[int, ClusterSize | None] = {}
@@ -173,14 +173,14 @@ def size_cluster(
 
 
 class _Gains:
-    """Notices when more devices no longer help: three doublings in a row without a shorter run."""
+    """Detects when more devices no longer help: three doublings without a shorter run."""
 
     def __init__(self) -> None:
         self._best, self._idle = math.inf, 0
 
     def ended(self, size: ClusterSize | None) -> bool:
         if size is None:
-            return False  # nothing fits yet
+            return False  # does not fit yet
         if size.wall_s < self._best * 0.99:
             self._best, self._idle = size.wall_s, 0
         else:
@@ -191,7 +191,7 @@ class _Gains:
 def _refine(
     answer: ClusterSize, attempt: Callable[[int], ClusterSize | None], deadline_s: float, per_node: int
 ) -> ClusterSize:
-    """Fewer nodes, in steps of a sixteenth: layouts need numbers with divisors, so not every one is tried."""
+    """Bisect to fewer nodes, in steps of a sixteenth, so that node counts keep divisors."""
     high = answer.devices // per_node
     low, step = high // 2, max(1, high // 16)
     while high - low > step:
@@ -223,14 +223,14 @@ def _best_on(job: Job, devices: int, tokens: float, pins: dict[str, Any]) -> Clu
 
 
 def explain_size(sizing: Sizing, kind: str) -> list[str]:
-    """The answer in sentences."""
+    """The answer as text."""
     tokens, deadline = f"{sizing.tokens:.3g} tokens", format_days(sizing.deadline_s)
     answer = sizing.answer
     if answer is None:
         fastest = sizing.fastest
-        short = f"no number of {kind} trains {tokens} in {deadline}: the shortest is "
-        short += f"{format_days(fastest.wall_s)} on {fastest.devices}; more do not help, because "
-        return [short + "train.global_batch is fixed"]
+        short = f"no number of {kind} trains {tokens} in {deadline}: the fastest is "
+        short += f"{format_days(fastest.wall_s)} on {fastest.devices}; more devices do not help "
+        return [short + "with this train.global_batch"]
     cost = "price unknown" if answer.cost is None else f"cost {format_cost(answer.cost)}"
     lost = f"{answer.lost_share:.1%} lost to checkpoints and failures"
     if answer.devices == 1:
@@ -242,14 +242,14 @@ def explain_size(sizing: Sizing, kind: str) -> list[str]:
 
 
 def format_cost(cost: float) -> str:
-    """Whole units of the cluster's currency, with two places below a hundred of them."""
+    """The cost in whole units of currency, with two decimals below 100."""
     return f"{cost:,.0f}" if cost >= 100 else f"{cost:.2f}"
 
 
 def format_days(seconds: float) -> str:
-    """Days, hours below two of them, or less below two hours."""
+    """Days; hours below two days; smaller units below two hours."""
     if math.isinf(seconds):
-        return "for ever"
+        return "forever"
     if seconds < 7200:
         return format_seconds(seconds)
     return f"{seconds / 86_400:.1f} days" if seconds >= 172_800 else f"{seconds / 3600:.1f} hours"

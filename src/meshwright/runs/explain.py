@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.core.errors import Problem, UserError
-from meshwright.core.units import format_bytes, format_seconds
 from meshwright.layout.text import describe_layout
 from meshwright.plan.build import plan_from, summarize, summarize_plan
 from meshwright.plan.contract import Plan
@@ -197,8 +196,7 @@ def _explain_filled(
         return reasons
     kept = _describe_keys({key: value for key, value in pins.items() if getattr(filled.layout, key) == value})
     slower = "" if best is None else f", {filled.step_s / best.step_s - 1:+.1%} against the best"
-    price = f"{format_seconds(filled.step_s)} per step, {format_bytes(filled.needed_bytes)} per device"
-    what = f"{describe_layout(filled.layout)}, {price}{slower}"
+    what = f"{describe_layout(filled.layout)}, {filled.price}{slower}"
     return [*reasons, f"the best with {kept} on all {devices:,} devices: {what}"]
 
 

@@ -1,4 +1,4 @@
-"""The cells of one row of a table of runs, read by kind; every blank that is filled is written down."""
+"""Typed access to the cells of one published run; every default for a blank cell is recorded."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 from collections.abc import Mapping
 
 LARGEST = 10**8
-"""The largest count that a cell may hold; a longer number is a slip."""
+"""Largest count that a cell may hold; larger numbers are typing errors."""
 MAY_BE_ZERO = ("zero_stage", "shared_experts", "dense_layers")
 YES, NO = ("y", "yes", "true", "1", "on"), ("n", "no", "false", "0", "off")
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")
 
 
 class NotExpressedError(Exception):
-    """A row leaves out what no default can stand for, or says what cannot be; the message is the reason."""
+    """A row lacks a value without a default, or is inconsistent; the message is the reason."""
 
 
 class Cells:
@@ -24,16 +24,16 @@ class Cells:
         self.filled: list[str] = []
 
     def text(self, name: str) -> str:
-        """A cell without the spaces around it; empty where there is none."""
+        """A cell as stripped text; empty if missing."""
         value = self.cells.get(name)
         return value.strip() if isinstance(value, str) else ""
 
     def cell_error(self, name: str, rule: str) -> NotExpressedError:
-        """What is said of a cell that cannot be read."""
+        """The error for a cell that cannot be read."""
         return NotExpressedError(f"bad cell in line {self.number}, column {name}: {self.text(name)!r} {rule}")
 
     def number_of(self, name: str) -> float | None:
-        """A cell that holds a positive number, or nothing."""
+        """A cell with a positive number; None if blank."""
         text = self.text(name)
         if not text:
             return None
@@ -50,7 +50,7 @@ class Cells:
         return value
 
     def optional(self, name: str) -> int | None:
-        """A cell that holds a whole number, or nothing."""
+        """A cell with an integer; None if blank."""
         value = self.number_of(name)
         if value is not None and value != int(value):
             raise self.cell_error(name, "is not a whole number")
@@ -59,14 +59,14 @@ class Cells:
         return None if value is None else int(value)
 
     def count(self, name: str) -> int:
-        """A cell that holds a whole number and that nothing can stand for."""
+        """A cell with an integer that has no default."""
         value = self.optional(name)
         if value is None:
             raise NotExpressedError(f"{name} not published")
         return value
 
     def count_or(self, name: str, default: int, why: str = "") -> int:
-        """A cell that holds a whole number, or what stands for it."""
+        """A cell with an integer, or its default."""
         value = self.optional(name)
         if value is None:
             self.fill(name, default, why)
@@ -74,18 +74,18 @@ class Cells:
         return value
 
     def flag(self, name: str) -> bool | None:
-        """A cell that says yes or no, or nothing."""
+        """A cell with yes or no; None if blank."""
         text = self.text(name).lower()
         if text not in ("", *YES, *NO):
             raise self.cell_error(name, "is neither y nor n")
         return None if not text else text in YES
 
     def fill(self, name: str, value: object, why: str = "") -> None:
-        """Write down what a blank was taken for."""
+        """Record the default of a blank cell."""
         self.filled.append(f"{name} taken as {value}" + (f" ({why})" if why else ""))
 
     def remark(self, text: str) -> None:
-        """Write down how something was read."""
+        """Record how something was interpreted."""
         self.filled.append(text)
 
     @property

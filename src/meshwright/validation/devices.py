@@ -1,4 +1,4 @@
-"""The cluster of a published run: the device by its many names, the machine's size, and the network."""
+"""The cluster of a published run: device name, devices per node, network."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ ALIASES: tuple[tuple[str, str], ...] = (
     (r"L40S", "L40S-48GB"),
     (r"4090", "4090-24GB-PCIe"),
 )
-"""Ways to write a device, first match wins, and the name that its preset has."""
+"""Patterns of device names (first match wins), and the preset's name."""
 OMNI_PATH_OF, OMNI_PATH = "A100-80GB-SXM", "A100-80GB-OmniPath"
-"""A machine with fewer links between its devices than others of its kind."""
+"""A machine with fewer NVLinks between its devices than others with the same GPU."""
 OMNI_PATH_GBYTES_PER_S = 6.25
-"""Its share of four Omni-Path links for each of 8 devices, in GB/s; no other machine of A100-80GB has it."""
+"""Four Omni-Path links shared by 8 devices, in GB/s per device; no other A100-80GB machine has this value."""
 _NETWORK = re.compile(r"(\d+)\s*x\s*(?:[A-Za-z-]+ )?(\d+)\s*Gb(?:ps|/s|it/s)?(?![A-Za-z])[^;,(]*per node")
-"""Adapters of a machine, such as `4x200Gb IB per node`; Gb are gigabits, GB are not matched."""
+"""Network adapters of a node, such as `4x200Gb IB per node`; Gb means gigabit, GB does not match."""
 _MACHINE = re.compile(
     r"(\d+) (?:gpus?|devices|cards) (?:per|a|in a|/) ?(?:node|machine|server)", re.IGNORECASE
 )
@@ -58,7 +58,7 @@ def known_devices() -> dict[str, Cluster]:
 
 
 def device_name(text: str) -> str | None:
-    """The preset's name of a device that may be written in another way."""
+    """The preset name of a device; None if unknown."""
     known = known_devices()
     if text in known:
         return text
@@ -71,7 +71,7 @@ def build_cluster(cells: Cells, devices: int) -> Cluster:
     """The devices of a row.
 
     Raises:
-        NotExpressedError: There are no figures for the device.
+        NotExpressedError: There is no preset for the device.
     """
     text = cells.text("gpu")
     name = device_name(text)
@@ -82,7 +82,7 @@ def build_cluster(cells: Cells, devices: int) -> Cluster:
     narrow = cells.number_of("nic_gbytes_per_s_per_gpu") == OMNI_PATH_GBYTES_PER_S
     if name == OMNI_PATH_OF and (narrow or "omni-path" in cells.note):
         name = OMNI_PATH
-        cells.remark(f"gpu taken as {name}: four NVLinks a device, as in that machine")
+        cells.remark(f"gpu taken as {name}: four NVLinks per device")
     cluster = known_devices()[name]
     whole = _machine_size(cells, cluster)
     per_node = _devices_used(devices, whole)
@@ -97,13 +97,13 @@ def build_cluster(cells: Cells, devices: int) -> Cluster:
 def _machine_size(cells: Cells, cluster: Cluster) -> int:
     found = _MACHINE.search(cells.text("note"))
     if found and int(found[1]) > 0:
-        cells.remark(f"{found[1]} devices a node, as the note says")
+        cells.remark(f"{found[1]} devices per node, from the note")
         return int(found[1])
     return cluster.devices_per_node
 
 
 def _devices_used(devices: int, whole: int) -> int:
-    """Devices of one machine that a job uses: all of them, but of a rack of 72 an even share, such as 64."""
+    """Devices per node that a job uses: all, or in a rack of 72 a divisor of the job, such as 64."""
     if devices <= whole:
         return devices
     if whole <= 16:
@@ -112,7 +112,7 @@ def _devices_used(devices: int, whole: int) -> int:
 
 
 def _network(cells: Cells, per_node: int) -> float | None:
-    """Bytes a second of one device's share of the network, where the row or its note says so."""
+    """Network bandwidth per device in bytes/s, if the row or its note has it."""
     given = cells.number_of("nic_gbytes_per_s_per_gpu")
     if given:
         return given * 1e9
@@ -120,5 +120,5 @@ def _network(cells: Cells, per_node: int) -> float | None:
     if not found:
         return None
     share = int(found[1]) * int(found[2]) / 8 / per_node
-    cells.remark(f"network {share:g} GB/s a device, from the note")
+    cells.remark(f"network {share:g} GB/s per device, from the note")
     return share * 1e9

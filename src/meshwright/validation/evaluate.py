@@ -1,4 +1,4 @@
-"""Predictions for rows that were read: each from model, cluster, framework and layout alone."""
+"""Predicts published runs from model, cluster, framework and layout alone."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from meshwright.validation.published import Case, Row, read_rows
 from meshwright.validation.split import is_held_out
 
 TABLE = "tables/published_runs.csv"
-"""The published rows that come with the package, with their sources."""
+"""The published runs in the package, with their sources."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A row beside its prediction."""
+    """A row with its prediction."""
 
     row: Row
     reason: str
-    """Blanks and what they were taken for, or why there is no prediction."""
+    """Defaults of blank cells, or why there is no prediction."""
     predicted_step_s: float | None = None
     predicted_memory_bytes: float | None = None
 
     @property
     def case(self) -> Case | None:
-        """What was predicted; none where nothing was."""
+        """The predicted case; None if there is no prediction."""
         return self.row.case if self.predicted_step_s is not None else None
 
     @property
     def held_out(self) -> bool:
-        """Whether nothing was fitted to the row."""
+        """Whether the row was excluded from fitting."""
         return is_held_out(self.row.id)
 
     @property
@@ -75,12 +75,12 @@ def _gigabytes(value: float | None) -> float | None:
 
 
 def bundled_table() -> Path:
-    """The table that comes with the package."""
+    """The table in the package."""
     return Path(str(resources.files("meshwright.validation").joinpath(TABLE)))
 
 
 def evaluate_tables(paths: Iterable[Path]) -> list[Outcome]:
-    """Every row of some tables beside its prediction, in their order.
+    """Every row of some tables with its prediction, in order.
 
     Raises:
         UserError: A file is not a table of runs.
@@ -89,32 +89,32 @@ def evaluate_tables(paths: Iterable[Path]) -> list[Outcome]:
 
 
 def evaluate(rows: Sequence[Row]) -> list[Outcome]:
-    """Rows beside their predictions, in their order; those of one workload are predicted together."""
+    """Rows with predictions, in order; rows of one workload are predicted together."""
     groups: dict[Workload, list[int]] = defaultdict(list)
     outcomes: dict[int, Outcome] = {}
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         if row.case is None:
-            outcomes[place] = Outcome(row, row.reason)
+            outcomes[index] = Outcome(row, row.reason)
         else:
-            groups[row.case.workload].append(place)
+            groups[row.case.workload].append(index)
     for workload, places in groups.items():
-        cases = [case for place in places if (case := rows[place].case)]
-        for place, predicted in zip(places, _predict(workload, cases), strict=True):
-            row = rows[place]
+        cases = [case for index in places if (case := rows[index].case)]
+        for index, predicted in zip(places, _predict(workload, cases), strict=True):
+            row = rows[index]
             if isinstance(predicted, str):
-                outcomes[place] = Outcome(row, predicted)
+                outcomes[index] = Outcome(row, predicted)
             else:
-                outcomes[place] = Outcome(row, row.reason, *predicted)
-    return [outcomes[place] for place in range(len(rows))]
+                outcomes[index] = Outcome(row, row.reason, *predicted)
+    return [outcomes[index] for index in range(len(rows))]
 
 
 def _predict(workload: Workload, cases: Sequence[Case]) -> list[tuple[float, float] | str]:
-    """Step seconds and memory bytes of each case, or why there are none."""
+    """Step seconds and memory bytes of each case, or the reason why there are none."""
     grid = Grid.of([case.layout for case in cases])
     step, memory = estimate_step(workload, grid), estimate_memory(workload, grid)
     found: list[tuple[float, float] | str] = []
-    for place, case in enumerate(cases):
-        values = float(step.step_s[place]), float(memory.counted_as(case.memory_kind)[place])
+    for index, case in enumerate(cases):
+        values = float(step.step_s[index]), float(memory.counted_as(case.memory_kind)[index])
         usable = all(math.isfinite(value) and value > 0 for value in values)
         found.append(values if usable else "the estimate gives no finite figure")
     return found

@@ -1,4 +1,4 @@
-"""The software of a published run: its profile, how low precision was scaled, what the note says was on."""
+"""The software of a published run: framework profile, fp8 recipe, options from the note."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from meshwright.validation.cells import Cells
 from meshwright.validation.devices import device_name
 
 OLD_DEVICES = ("A100", "A800", "V100")
-"""Devices of the years in which Megatron had no fused attention."""
+"""Devices of the years before Megatron had fused attention."""
 FASTER_MOE_RELEASE = (26, 6)
-"""Year and month of the release of Megatron Bridge that made layers of experts faster."""
+"""Year and month of the Megatron Bridge release with faster MoE layers."""
 FUSED_GRAD_ACCUMULATION_SINCE = 2205
-"""Year and month of the first papers whose Megatron summed gradients inside products."""
+"""Year and month of the first papers whose Megatron fused gradient accumulation into GEMMs."""
 FLASH_ATTENTION_SINCE = 2306
 """Year and month of the first papers whose Megatron had fused attention."""
 PROFILE_PATTERNS: tuple[tuple[str, str], ...] = (
@@ -27,9 +27,9 @@ PROFILE_PATTERNS: tuple[tuple[str, str], ...] = (
     (r"bridge|nemo", "megatron-bridge"),
     (r"megatron-?core|mcore|megascale|nanotron|pai-", "megatron-core"),
 )
-"""Frameworks and the nearest profile, first match wins; plain `megatron` is decided by its years."""
+"""Framework names and the nearest profile (first match wins); plain `megatron` is decided by date."""
 HAS_PROFILE = re.compile(r"megatron|deepspeed|composer|foundry|titan|meshwright", re.IGNORECASE)
-"""Frameworks that have a profile of their own; the others are taken for the nearest."""
+"""Frameworks with their own profile; others use the nearest."""
 RECIPES: tuple[tuple[str, str], ...] = (
     (r"nvfp4", "nvfp4"),
     (r"mxfp8|fp8[-_ ]?mx|mx[-_ ]?fp8", "mxfp8"),
@@ -38,20 +38,20 @@ RECIPES: tuple[tuple[str, str], ...] = (
     (r"fp8[-_ ]?ds|delayed", "delayed"),
     (r"fp8[-_ ]?cs|tensorwise|tensor-wise|current scal|per-tensor", "current"),
 )
-"""Ways to name how low precision is scaled; the one that comes first in the text wins."""
+"""Names of fp8 and fp4 scaling recipes; the first in the text wins."""
 
 
 def choose_profile(framework: str, gpu: str, source: str = "", zero: int | None = None) -> Profile:
-    """The nearest profile of a framework's name; plain Megatron's by the years of its source or device.
+    """The profile nearest to a framework's name; for plain Megatron, by date of its source or device.
 
     Args:
         framework: As published.
-        gpu: Its device.
-        source: Where the row was published; an arXiv number dates it.
-        zero: The ZeRO stage, if published: old Megatron had none; ZeRO-3 in its tables is DeepSpeed's.
+        gpu: The device.
+        source: Where the row was published; an arXiv number gives the date.
+        zero: The ZeRO stage, if published. Old Megatron had none: ZeRO-3 in its tables is DeepSpeed's.
 
-    DeepSpeed's profile is that of 2021, which gathered one parameter after the other, without fused
-    attention; for newer devices and papers FSDP's is nearer.
+    The DeepSpeed profile is that of 2021, which gathered parameters one by one, without fused attention;
+    newer devices and papers use the FSDP profile.
     """
     name = framework.lower()
     found = next((profile for pattern, profile in PROFILE_PATTERNS if re.search(pattern, name)), None)
@@ -87,7 +87,7 @@ def choose_profile(framework: str, gpu: str, source: str = "", zero: int | None 
 
 
 def read_profile(cells: Cells) -> Profile:
-    """The profile of a row, with what its note says was switched on or off."""
+    """The profile of a row, with options from its note."""
     framework = cells.text("framework")
     profile = choose_profile(framework, cells.text("gpu"), cells.text("source"), cells.optional("zero_stage"))
     if not framework:
@@ -109,7 +109,7 @@ def _apply_note(profile: Profile, cells: Cells) -> Profile:
     elif re.search(r"vanilla tp|no tp[-_ ]comm[-_ ]overlap", note):
         overlaps = False
     elif re.search(r"megatron-lm (core_)?v?\d", note):
-        overlaps = False  # --tp-comm-overlap is off unless asked for; NeMo's recipes ask for it
+        overlaps = False  # --tp-comm-overlap is off by default; NeMo's recipes turn it on
     if overlaps is None or overlaps == profile.time.overlap_tp or (cells.optional("tp") or 1) == 1:
         return profile
     cells.remark(f"tensor-parallel overlap {'on' if overlaps else 'off'}, from the note")
@@ -117,10 +117,10 @@ def _apply_note(profile: Profile, cells: Cells) -> Profile:
 
 
 def read_precision(cells: Cells) -> str:
-    """The precision of the matrix products.
+    """The GEMM precision.
 
     Raises:
-        NotExpressedError: The cell names none that is known.
+        NotExpressedError: The cell names an unknown precision.
     """
     text = cells.text("precision").lower()
     if not text:
@@ -144,7 +144,7 @@ def read_precision(cells: Cells) -> str:
 
 
 def read_recipe(cells: Cells, precision: str, profile: Profile) -> str:
-    """How fp8 or fp4 was scaled: what the note or the cell names, else the framework's default."""
+    """The fp8 or fp4 recipe: from the cell or the note, else the framework's default."""
     if precision not in ("fp8", "fp4"):
         return ""
     text = f"{cells.text('precision')} {cells.note}".lower()
@@ -164,13 +164,13 @@ def read_recipe(cells: Cells, precision: str, profile: Profile) -> str:
 
 
 def read_compiled(cells: Cells, precision: str, profile: Profile) -> bool:
-    """Whether blocks were compiled: the note's word; torchtitan compiles for float8 and asynchronous TP."""
+    """Whether blocks were compiled: from the note; torchtitan compiles for float8 and async TP."""
     if re.search(r"(no|without|not) compiled?\b|eager", cells.note):
         return False
     if "compile" in cells.note:
         return True
     about = f"{cells.note} {cells.text('source').lower()}"
     if profile.name.startswith("torchtitan") and (precision == "fp8" or re.search(r"async[- ]?tp", about)):
-        cells.remark("compiled, as float8 and asynchronous TP are")
+        cells.remark("compiled, as always with float8 or async TP")
         return True
     return False

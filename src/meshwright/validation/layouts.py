@@ -1,4 +1,4 @@
-"""The layout of a published run: degrees that multiply out, and the framework's defaults for blanks."""
+"""The layout of a published run: its degrees, and the framework's defaults for blank cells."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from meshwright.spec.layout import Layout
 from meshwright.validation.cells import NO, YES, Cells, NotExpressedError
 
 SHARDING_PROFILES = ("torchtitan", "torchtitan-2025", "composer-fsdp")
-"""Profiles whose data axis shards parameters unless a row says otherwise."""
+"""Profiles that use ZeRO-3 (FSDP) by default."""
 DISTRIBUTED_OPTIMIZER_PROFILES = ("megatron-core", "megatron-bridge")
 """Profiles of Megatron with a distributed optimizer."""
 LEAST_MICRO_BATCHES_PER_STAGE = 2
-"""Micro-batches for each pipeline stage that a micro-batch of our choosing leaves."""
+"""Least micro-batches per pipeline stage with a micro-batch that we choose."""
 
 
 def count_devices(cells: Cells) -> int:
-    """Devices of a row, as published or as its degrees multiply out.
+    """Number of devices of a row: as published, or the product of its degrees.
 
     Raises:
         NotExpressedError: Neither is published.
@@ -43,10 +43,10 @@ def count_devices(cells: Cells) -> int:
 
 
 def build_layout(cells: Cells, profile: Profile, cluster: Cluster, devices: int) -> Layout:
-    """The layout of a row; its micro-batch is left out where the row leaves it out.
+    """The layout of a row; its micro-batch may be open.
 
     Raises:
-        NotExpressedError: Degrees are not published or do not multiply out.
+        NotExpressedError: Degrees are not published, or their product is not the number of devices.
     """
     tp, pp, cp, dp = _degrees(cells, profile, devices)
     zero = _zero_stage(cells, profile) if dp * cp > 1 else 0
@@ -79,16 +79,16 @@ def build_layout(cells: Cells, profile: Profile, cluster: Cluster, devices: int)
 
 
 def _micro_batch(cells: Cells, dp: int) -> int | None:
-    """As published, but no more than a rank's share of the batch; none where the row leaves it out."""
+    """As published, at most the samples per rank; None if blank."""
     given, batch = cells.optional("micro_batch"), cells.optional("global_batch")
     if given is None or batch is None or given <= -(-batch // dp):
         return given
-    cells.remark(f"micro_batch={given} taken as {-(-batch // dp)}, a rank's share of the batch")
+    cells.remark(f"micro_batch={given} taken as {-(-batch // dp)}, the samples per rank")
     return -(-batch // dp)
 
 
 def _context(cells: Cells) -> Any:
-    """How keys and values are exchanged: as the note says; SimuMax's scripts ask Megatron for all-to-all."""
+    """Context parallel method: from the note; SimuMax's scripts use Megatron's all-to-all."""
     if "ulysses" in cells.note or "simumax" in cells.text("source").lower():
         return "ulysses"
     return "ring"
@@ -112,12 +112,12 @@ def _degrees(cells: Cells, profile: Profile, devices: int) -> tuple[int, int, in
     dp = given["dp"]
     if dp is None:
         dp = max(devices // (tp * pp * cp), 1)
-        cells.fill("dp", dp, "what the other degrees leave")
+        cells.fill("dp", dp, "devices over the other degrees")
     elif cp > 1 and tp * pp * dp == devices and dp % cp == 0:
-        cells.remark(f"dp={dp} counts cp={cp} too, taken as {dp // cp}")
+        cells.remark(f"dp={dp} includes cp={cp}, taken as {dp // cp}")
         dp //= cp
     if tp * pp * cp * dp != devices:
-        raise NotExpressedError(f"degrees multiply to {tp * pp * cp * dp}, not to {devices} devices")
+        raise NotExpressedError(f"the product of the degrees is {tp * pp * cp * dp}, not {devices} devices")
     return tp, pp, cp, dp
 
 
@@ -135,7 +135,7 @@ def _zero_stage(cells: Cells, profile: Profile) -> int:
 
 
 def _sharding(cells: Cells, zero: int, dp: int, tp: int, cluster: Cluster) -> tuple[int, int]:
-    """Ranks that share a copy of the state, and copies."""
+    """dp_shard and dp_replicate."""
     if zero == 0:
         return 1, dp
     shard = dp
@@ -224,7 +224,7 @@ def _offload(cells: Cells) -> Any:
 
 
 def read_global_batch(cells: Cells, layout: Layout, seq_len: int) -> int:
-    """Samples of a step: as published, or from what the note says of a rank's share or of tokens."""
+    """Global batch: as published, or from the note's local batch, accumulation or tokens per batch."""
     given = cells.optional("global_batch")
     if given is not None:
         return given
@@ -240,20 +240,20 @@ def read_global_batch(cells: Cells, layout: Layout, seq_len: int) -> int:
         return share * layout.data_degree
     if found := re.search(r"([\d.]+)\s?m[ -]tokens?(?: per)? batch", cells.note):
         batch = max(1, round(float(found[1]) * 2**20 / seq_len))
-        cells.fill("global_batch", batch, "from tokens a batch")
+        cells.fill("global_batch", batch, "from tokens per batch")
         return batch
     raise NotExpressedError("global_batch not published")
 
 
 def choose_micro_batch(cells: Cells, workload: Workload, layout: Layout) -> int:
-    """The micro-batch where a row has none: by its accumulation, the framework's default, or our rule."""
+    """The micro-batch of a row without one: from its accumulation, the framework's default, or our rule."""
     share = max(1, workload.global_batch // layout.data_degree)
     if found := re.search(r"grad_?\s?accum\w*\s?=?\s?(\d+)", cells.note):
         micro_batch = max(1, share // max(1, int(found[1])))
         cells.fill("micro_batch", micro_batch, "from the accumulation")
         return micro_batch
     if workload.profile.name.startswith("torchtitan"):
-        # As many micro-batches as stages unless a job says otherwise; without a pipeline, one.
+        # By default as many micro-batches as stages; one without a pipeline.
         micro_batch = max(1, share // layout.pp)
         cells.fill("micro_batch", micro_batch, "as many micro-batches as stages, default of torchtitan")
         return micro_batch
@@ -267,13 +267,13 @@ def choose_micro_batch(cells: Cells, workload: Workload, layout: Layout) -> int:
     columns = {**vars(grid), "micro_batch": np.array(options, dtype=np.int64)}
     fits = estimate_memory(workload, Grid(**columns)).fits(workload)
     micro_batch = max((n for n, fit in zip(options, fits, strict=True) if fit), default=1)
-    left = f" and leaves {rounds} micro-batches" if rounds > 1 else ""
-    cells.fill("micro_batch", micro_batch, f"the largest that fits{left}")
+    left = f" with at least {rounds} micro-batches" if rounds > 1 else ""
+    cells.fill("micro_batch", micro_batch, f"largest size that fits{left}")
     return micro_batch
 
 
 def _fused_softmax_micro_batch(workload: Workload, layout: Layout, share: int) -> int:
-    """One sample, or as many as the fused softmax of Megatron's older kernels needs."""
+    """One sample, or as many as Megatron's old fused softmax needs."""
     heads = workload.model.num_heads / layout.tp
     if workload.profile.time.flash_attention:
         return 1
@@ -281,6 +281,6 @@ def _fused_softmax_micro_batch(workload: Workload, layout: Layout, share: int) -
 
 
 def _divisors(number: int) -> list[int]:
-    """All of them, smallest first."""
+    """All divisors, smallest first."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})

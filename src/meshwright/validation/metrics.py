@@ -1,4 +1,4 @@
-"""Errors of predictions: sizes, order, and whether the predicted best is among the best."""
+"""Prediction errors: size, ranking (Kendall's tau), and whether the predicted best is among the best."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from meshwright.plan.estimate.grid import Floats
 from meshwright.validation.evaluate import Outcome
 
 NEAR_ERROR = 0.10
-"""Error within which a prediction counts as near."""
+"""Error of the metric ``within_10pct``."""
 BEST_WITHIN = 0.05
-"""How far below the measured best the predicted best may be."""
+"""How much slower than the measured best the predicted best may be."""
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors of some rows, predicted over measured less one; fractions, none where there are no rows."""
+    """Relative errors (predicted / measured - 1) of some rows; None where there are no rows."""
 
     rows: int
     mape: float | None = None
-    """Mean size."""
+    """Mean absolute error."""
     median: float | None = None
-    """Median size."""
+    """Median absolute error."""
     bias: float | None = None
-    """Mean with sign; above zero where predictions are too large."""
+    """Mean signed error; positive where predictions are too large."""
     worst: float | None = None
-    """Largest size."""
+    """Largest absolute error."""
     within_10pct: float | None = None
-    """Part of the rows whose error is at most 10%."""
+    """Share of rows with an absolute error of at most 10%."""
 
     @classmethod
     def of(cls, errors: Sequence[float]) -> Errors:
@@ -52,7 +52,7 @@ class Errors:
 
 
 def kendall_pairs(predicted: Floats, measured: Floats) -> tuple[int, int, int]:
-    """Concordant less discordant pairs, pairs not tied in the first, pairs not tied in the second."""
+    """Concordant minus discordant pairs, pairs not tied in the first, pairs not tied in the second."""
     upper = np.triu_indices(len(predicted), 1)
     first = np.sign(predicted[upper[0]] - predicted[upper[1]])
     second = np.sign(measured[upper[0]] - measured[upper[1]])
@@ -60,7 +60,7 @@ def kendall_pairs(predicted: Floats, measured: Floats) -> tuple[int, int, int]:
 
 
 def kendall_tau(groups: Sequence[tuple[Floats, Floats]]) -> float | None:
-    """Kendall's tau-b over all pairs within groups; none where no pair differs.
+    """Kendall's tau-b over all pairs within groups; None where no pair differs.
 
     Source: Kendall 1945, The treatment of ties in ranking problems. Pairs across groups are not compared.
     """
@@ -70,9 +70,9 @@ def kendall_tau(groups: Sequence[tuple[Floats, Floats]]) -> float | None:
 
 
 def comparable_groups(outcomes: Sequence[Outcome]) -> list[tuple[Floats, Floats]]:
-    """Predicted and measured tokens a second of rows with one model, sequence, device and number of devices.
+    """Predicted and measured tokens/s, grouped by model, sequence length, device and number of devices.
 
-    Rows of one layout and workload are a measurement taken again: nothing ranks them, their mean counts.
+    Rows with equal layout and workload are repeated measurements: their mean counts.
     """
     groups: dict[tuple[object, ...], dict[tuple[object, ...], list[tuple[float, float]]]]
     groups = defaultdict(lambda: defaultdict(list))
@@ -91,14 +91,14 @@ def comparable_groups(outcomes: Sequence[Outcome]) -> list[tuple[Floats, Floats]
 
 
 def best_found(predicted: Floats, measured: Floats) -> bool:
-    """Whether the row that is predicted fastest runs within 5% of the one that was."""
+    """Whether the row predicted fastest ran within 5% of the fastest."""
     return bool(measured[np.argmax(predicted)] >= (1 - BEST_WITHIN) * measured.max())
 
 
 def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Figures of one family: how much was expressed, and the errors of what was.
+    """Figures of one family: rows that could be predicted, and their errors.
 
-    Errors are of the rows that gate; of all rows in a family that has none that does (`gates` says which).
+    Errors count gating rows; all rows in a family without any (`gates` says which).
     """
     expressed = [outcome for outcome in outcomes if outcome.case]
     gating = [outcome for outcome in expressed if outcome.case and outcome.case.gates]
@@ -131,7 +131,7 @@ def errors_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def summarise_families(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
-    """Figures of each family, in the order in which they first come."""
+    """Figures of each family, in order of first occurrence."""
     families: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         families[outcome.row.family].append(outcome)
@@ -139,7 +139,7 @@ def summarise_families(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]
 
 
 def worst_rows(outcomes: Sequence[Outcome], count: int) -> list[Outcome]:
-    """Rows that gate and whose time is predicted worst, the worst first."""
+    """Gating rows with the largest error of time, worst first."""
     known = [outcome for outcome in outcomes if outcome.step_error is not None]
     gating = [outcome for outcome in known if outcome.case and outcome.case.gates]
     return sorted(gating or known, key=lambda outcome: -abs(outcome.step_error or 0.0))[:count]

@@ -1,4 +1,4 @@
-"""The model of a published run: its widths from the row, its parts by parameter count or by name."""
+"""The model of a published run: widths from the row, architecture by parameter count or name."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ GATED_MODELS = re.compile(
     r"grok|dbrx|skywork|ernie|minimax|hunyuan|vicuna|tulu|granite|smollm|moonlight",
     re.IGNORECASE,
 )
-"""Models whose feed-forward is gated."""
+"""Models with a gated feed-forward (SwiGLU)."""
 UNGATED_MODELS = re.compile(
     r"gpt-?(?!.*oss)|opt-|bloom|mpt|megatron|turing|mt-nlg|nemotron|falcon|pythia|starcoder|neox|bert|t-nlg",
     re.IGNORECASE,
 )
-"""Models whose feed-forward has two matrices."""
+"""Models with an ungated feed-forward (two matrices)."""
 NOT_ATTENTION = re.compile(
     r"mamba|hybrid|nemotron[-_ ]?(?:h(?![a-z])|nano|3[-_ ](?:nano|super|ultra))|jamba|zamba|rwkv|linear|"
     r"qwen3.?next|deltanet|retnet",
     re.IGNORECASE,
 )
-"""Models with layers that are neither attention nor feed-forward."""
+"""Models with layers other than attention and feed-forward."""
 NOT_DECODERS = re.compile(
     r"\bbert|\bt5\b|\bvit\b|resnet|diffusion|dlrm|swin|wan.?2|flux|clip\b|whisper", re.IGNORECASE
 )
@@ -44,19 +44,19 @@ LATENT = {"attention": "latent", "latent_size": 512, "query_latent_size": 1536, 
           "head_dim": 128, "value_head_dim": 128}  # fmt: skip
 """Sizes of multi-head latent attention in DeepSeek V2 and V3 and in Kimi K2."""
 UNTIED_UNGATED = re.compile(r"nemotron|pythia|neox|falcon", re.IGNORECASE)
-"""Plain models that do not share the embedding with the head."""
+"""Ungated models with untied embeddings."""
 NO_LEARNED_POSITIONS = re.compile(r"nemotron|pythia|neox|falcon|bloom|starcoder2", re.IGNORECASE)
-"""Plain models without a learned table of positions (BLOOM's ALiBi has no parameters either)."""
+"""Ungated models without learned positions (RoPE, or BLOOM's ALiBi, which has no parameters)."""
 NO_BIAS = re.compile(r"mpt|nemotron|falcon", re.IGNORECASE)
 LABEL_ERROR = 0.002
-"""Part of a parameter count by which published labels are off beside their rounding."""
+"""Relative error of published parameter counts, beyond rounding."""
 
 
 def build_model(cells: Cells, tp: int | None) -> DecoderModel:
     """The model of a row.
 
     Raises:
-        NotExpressedError: It is not a decoder of attention and feed-forward, or a width is missing.
+        NotExpressedError: It is not a transformer decoder, or a width is missing.
     """
     name = cells.text("model_name")
     attention = cells.text("attention").lower()
@@ -125,7 +125,7 @@ def _named_preset(name: str) -> dict[str, Any] | None:
 
 
 def _guess_gated(cells: Cells, name: str, width: int, experts: int | None) -> bool:
-    """Whether the feed-forward is gated: by the name, else by its width."""
+    """Whether the feed-forward is gated: by name, else by width."""
     if GATED_MODELS.search(name):
         return True
     if UNGATED_MODELS.search(name):
@@ -141,7 +141,7 @@ GPT3_WIDTH, GPT3_HEADS = 12288, 96
 
 
 def _guess_heads(cells: Cells, width: int, tp: int) -> int:
-    """GPT-3's 96 around its width; else heads of 128 where they divide over tp, or the nearest number."""
+    """96 heads near GPT-3's width; else the number divisible by tp with a head dim closest to 128."""
     options = [n for n in range(tp, width // 32 + 1, tp) if width % n == 0]
     heads = min(options, key=lambda n: abs(width / n - 128)) if options else tp
     if GPT3_WIDTH <= width <= 1.25 * GPT3_WIDTH and GPT3_HEADS in options:
@@ -191,7 +191,7 @@ def _expert_fields(cells: Cells, name: str, experts: int, ffn: int) -> dict[str,
     if "truncated" in name.lower() and fields["dense_layers"] > 1:
         # SimuMax's DeepSeek-V3 of 4 layers: its 112 GB are those of one dense layer, three would be 65 GB.
         fields["dense_layers"] = 1
-        cells.remark("of the model that was cut to a few layers, one dense layer taken")
+        cells.remark("truncated model: one dense layer taken")
     if re.search(r"token.?drop|capacity factor 1\b", f"{name} {cells.note}".lower()):
         fields["capacity_factor"] = 1.0
         cells.remark("dropped tokens read as a capacity factor of 1")
@@ -199,10 +199,10 @@ def _expert_fields(cells: Cells, name: str, experts: int, ffn: int) -> dict[str,
 
 
 def _has_mtp(cells: Cells, name: str) -> bool:
-    """Whether the run trained DeepSeek's extra layer for the token after next.
+    """Whether the run trained DeepSeek's multi-token prediction layer.
 
-    Megatron-Bridge's DeepSeek rows do unless they say otherwise: their published FLOPs per token are 4% above
-    those of the rows named `w/o MTP`.
+    Megatron Bridge's DeepSeek rows do by default: their published FLOPs per token are 4% above those of rows
+    named `w/o MTP`.
     """
     text = f"{name} {cells.note}".lower()
     if re.search(r"(w/o|without|no) mtp", text):
@@ -213,7 +213,7 @@ def _has_mtp(cells: Cells, name: str) -> bool:
 
 
 def choose_architecture(fields: dict[str, Any], name: str, gated: bool, cells: Cells) -> DecoderModel:
-    """GPT or Llama parts, tied or not: by the published parameter count where it decides, else by name."""
+    """GPT or Llama architecture, tied or untied: by published parameter count if decisive, else by name."""
     tied = not gated and not UNTIED_UNGATED.search(name) and not fields.get("num_experts")
     positions = cells.count("seq_len")
     first = _with_architecture(fields, name, gated, tied, positions)
@@ -229,9 +229,9 @@ def choose_architecture(fields: dict[str, Any], name: str, gated: bool, cells: C
     if error[0] <= 0.5 * 10.0**-digits + LABEL_ERROR * published or error[best] > 0.5 * error[0]:
         return first
     model = others[best]
-    told = "two matrices" if model.activation != "swiglu" else "three matrices (gated)"
+    told = "ungated" if model.activation != "swiglu" else "gated"
     tying = "tied" if model.tied_embeddings else "untied"
-    cells.remark(f"by params_b={text}: feed-forward of {told}, {tying} embeddings")
+    cells.remark(f"from params_b={text}: {told} feed-forward, {tying} embeddings")
     return model
 
 

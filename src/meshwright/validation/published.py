@@ -1,7 +1,7 @@
-"""Published measured runs: a CSV row as a workload and a layout, with every blank that had to be filled.
+"""Published measured runs: reads a CSV row as a workload and a layout, and records defaults of blank cells.
 
-What a row says is read in ``validate/``: the device, the model, the software and the layout. Here they come
-together. A row says more than its columns: notes name recipes, overlap and sharding.
+Other modules of this package read device, model, software and layout; this one combines them. Besides the
+columns, the notes of a row name recipes, overlap and sharding.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ COLUMNS = (
     "id", "model_name", "layers", "hidden", "heads", "seq_len", "gpu", "num_gpus", "tp", "pp", "dp",
     "micro_batch", "global_batch", "step_time_s",
 )  # fmt: skip
-"""Columns that a table must have; others are read where they are there."""
+"""Required columns; others are optional."""
 GATING = "found"
-"""Confidence of rows that count in a verdict; the others inform."""
+"""Confidence of rows that count in the figures; other rows are informative."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Case:
     memory_bytes: float | None
     confidence: str
     filled: tuple[str, ...]
-    """Blanks and what they were taken for, and how notes were read."""
+    """Defaults of blank cells, and how notes were read."""
     model_name: str = ""
     memory_kind: str = "reserved"
-    """What the published memory counts: `allocated` (live tensors), `reserved` (with what the allocator
-    holds), `device` (with the context too, as nvidia-smi says), or `formula` (a sum, not a measurement)."""
+    """What the published memory is: `allocated` (live tensors), `reserved` (by the allocator), `device` (with
+    the context, as in nvidia-smi), or `formula` (calculated, not measured)."""
 
     @property
     def family(self) -> str:
@@ -61,13 +61,13 @@ class Case:
 
     @property
     def gates(self) -> bool:
-        """Whether the row counts in a verdict; the others inform."""
+        """Whether the row counts in the figures; other rows are informative."""
         return self.confidence == GATING
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row as it was read: a case, or the reason why there is none."""
+    """A row as read: a case, or the reason why there is none."""
 
     id: str
     case: Case | None
@@ -88,7 +88,7 @@ def family_of(row_id: str) -> str:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Every row of a table; a bad cell costs its row, not the table.
+    """Every row of a table; a bad cell excludes its row only.
 
     Raises:
         UserError: The file is not a table of runs.
@@ -97,7 +97,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def read_table(path: Path, columns: Sequence[str], page: str) -> list[tuple[int, dict[str, str]]]:
-    """The cells of each row of a table, with the number of its last line.
+    """The cells of each row of a table, with its line number.
 
     Raises:
         UserError: The file cannot be read, or lacks one of the columns that ``page`` lists.
@@ -115,7 +115,7 @@ def read_table(path: Path, columns: Sequence[str], page: str) -> list[tuple[int,
 
 
 def read_row(number: int, raw: Mapping[str, object]) -> Row:
-    """One row, whose last line in the file is that number."""
+    """One row, with its line number in the file."""
     cells = Cells(number, raw)
     row_id = cells.text("id") or f"line {number}"
     step_s = memory = None

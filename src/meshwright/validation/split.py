@@ -1,6 +1,6 @@
-"""The fixed split of published rows: those that rates may be fitted to, and those that are held out.
+"""The fixed split of published rows into fitted and held-out ones.
 
-By a hash of the row's id, so that the split depends on nothing else and rows that come later do not move it.
+It depends only on a hash of the row's id, so that new rows do not change it.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 
 HELD_OUT_THIRDS = 1
-"""Of three rows, how many are held out on average."""
+"""Thirds of the rows that are held out."""
 NEVER_FITTED = ("korthikanti22",)
-"""Families of which no row is ever fitted to."""
+"""Families that are always held out."""
 
 
 def is_held_out(row_id: str) -> bool:
-    """Whether nothing may be fitted to a row."""
+    """Whether a row is excluded from fitting."""
     if row_id.startswith(NEVER_FITTED):
         return True
     return int.from_bytes(hashlib.sha256(row_id.encode()).digest()[:8], "big") % 3 < HELD_OUT_THIRDS

@@ -53,7 +53,7 @@ def test_the_parameter_count_decides_the_parts(case, cells, activation, tied):
 
 def test_a_choice_against_the_name_is_named(case):
     told = [text for text in case(params_b="3.76").filled if "params_b" in text]
-    assert told == ["by params_b=3.76: feed-forward of two matrices, untied embeddings"]
+    assert told == ["from params_b=3.76: ungated feed-forward, untied embeddings"]
     assert case().filled == ()
 
 

@@ -270,8 +270,8 @@ def test_a_layout_that_is_not_published_is_not_made_up(read):
 
 
 def test_degrees_must_multiply_out(read, case):
-    assert read(dp="16").reason == "degrees multiply to 32, not to 64 devices"
-    assert case(dp="").filled == ("dp taken as 32 (what the other degrees leave)",)
+    assert read(dp="16").reason == "the product of the degrees is 32, not 64 devices"
+    assert case(dp="").filled == ("dp taken as 32 (devices over the other degrees)",)
     assert case(num_gpus="").workload.cluster.world_size == 64
     assert case(cp="4").layout.dp_shard == 8, "a dp that counts cp too is divided by it"
 
@@ -279,7 +279,7 @@ def test_degrees_must_multiply_out(read, case):
 def test_a_micro_batch_is_at_most_a_ranks_share(case):
     found = case(global_batch="64", micro_batch="8", dp="32")
     assert found.layout.micro_batch == 2
-    assert "micro_batch=8 taken as 2, a rank's share of the batch" in found.filled
+    assert "micro_batch=8 taken as 2, the samples per rank" in found.filled
 
 
 def test_experts_that_do_not_spread_evenly_are_named(case):

@@ -1,1 +1,1 @@
-"""The search over layouts: every legal one as columns, its price, the best, and why the others lost."""
+"""The search over layouts: enumerates the legal ones, predicts and ranks them, explains the choice."""

@@ -1,9 +1,8 @@
-"""What is near a layout: one table of changes, each priced by the exact prediction.
+"""Alternatives to a layout: layouts one change away, each predicted exactly.
 
-Three questions have their answer here. A rule refuses the layout: which legal one is nearest
-(``spec.nearest`` names it), and what does it cost? The layout does not fit: which changes fit? It is
-recommended: what did each neighbour lose by? Changes that this version does not run are left out, unless the
-layout itself is one that can only be planned.
+Used in three cases. A rule rejects the layout: the nearest legal one (``spec.legality.nearest``) and its
+price. The layout does not fit: the changes that fit. The layout is recommended: why each neighbour was
+rejected. Layouts that this version cannot train are left out, unless the layout itself is plan-only.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from meshwright.plan.predict import (
     Prediction,
     complete_layout,
     does_fit,
+    format_price,
     is_exact,
     predict,
     predict_memory,
@@ -38,21 +38,21 @@ from meshwright.spec.legality.table import find_problems, with_layout
 from meshwright.spec.model import DecoderModel, ResNetModel
 
 RELATIVE_TOLERANCE = 1e-6
-"""Relative difference below which two steps, or two peaks, are the same."""
+"""Relative difference below which two times, or two peaks, count as equal."""
 MOST_ALTERNATIVES = 3
 SHORTEST_SEQUENCE = 128
 OOM_MARGIN = 0.1
-"""By how much less a change must need where the prediction said that there is room."""
+"""Share by which a change must need less memory after an OOM that was not predicted."""
 
 
-# --- The table of changes ---
+# --- Layouts one change away ---
 
 
 def list_neighbours(job: Job, layout: Layout) -> list[tuple[str, Layout]]:
-    """Legal layouts one change away: a degree doubled or halved, or one setting changed. Words, and layout.
+    """Legal layouts one change away, each with a description: a degree doubled or halved, or one setting.
 
-    A degree takes ranks from data parallelism, or gives them to it. Its micro-batch is left open where the
-    present one is not legal any more.
+    Ranks of a changed degree come from, or go to, data parallelism. The micro-batch is capped at the samples
+    per rank.
     """
     to_run = is_exact(with_layout(job, layout))
     seen: set[Layout] = {_normalize(job, layout)}
@@ -91,7 +91,7 @@ def _list_changes(job: Job, layout: Layout) -> Iterator[tuple[str, Layout]]:
 
 
 def _moved_data(layout: Layout) -> Iterator[tuple[str, Layout]]:
-    """Half the shards for twice the replicas, and the other way; all replicas as shards."""
+    """Half of dp_shard moved to dp_replicate, and back; all of dp_replicate moved to dp_shard."""
     for giver, taker in (("dp_shard", "dp_replicate"), ("dp_replicate", "dp_shard")):
         if getattr(layout, giver) % 2 == 0:
             changes = {giver: getattr(layout, giver) // 2, taker: getattr(layout, taker) * 2}
@@ -99,11 +99,11 @@ def _moved_data(layout: Layout) -> Iterator[tuple[str, Layout]]:
     if layout.dp_replicate > 1:
         for stage in (1, 2, 3):
             sharded = dataclasses.replace(layout, dp_replicate=1, dp_shard=layout.data_degree, zero=stage)
-            yield f"dp_shard={sharded.dp_shard} zero={stage} instead of replicas", sharded
+            yield f"dp_shard={sharded.dp_shard} zero={stage} (instead of dp_replicate)", sharded
 
 
 def _moved_degree(layout: Layout, axis: str) -> Iterator[tuple[str, Layout]]:
-    """An axis doubled at the cost of data parallelism, and halved in favour of it."""
+    """A degree doubled, with half the data parallelism; and halved, with twice of it."""
     degree = getattr(layout, axis)
     for data in ("dp_shard", "dp_replicate"):
         if getattr(layout, data) % 2 == 0:
@@ -132,11 +132,11 @@ def _other_schedules(job: Job, layout: Layout) -> Iterator[tuple[str, Layout]]:
 def _describe_change(layout: Layout, key: str, value: Any) -> str:
     before = getattr(layout, key)
     shown = str(value).lower() if isinstance(value, bool) else value
-    return f"{key}={shown}" if isinstance(before, bool) else f"{key}={shown} instead of {before}"
+    return f"{key}={shown}" if isinstance(before, bool) else f"{key}={shown} (instead of {before})"
 
 
 def _normalize(job: Job, layout: Layout) -> Layout:
-    """Settings that a changed degree leaves without effect get their defaults; shards get a ZeRO stage."""
+    """Reset settings that have no effect with these degrees; choose a ZeRO stage where there are shards."""
     changes: dict[str, Any] = {}
     if layout.tp == 1:
         changes["sequence_parallel"] = False
@@ -161,10 +161,10 @@ def _normalize(job: Job, layout: Layout) -> Layout:
 
 
 def explain_neighbours(best: Prediction, objective: Objective = "time") -> list[str]:
-    """A sentence for each neighbour that lost, those that do not fit first.
+    """Why each neighbour was rejected; those that do not fit come first.
 
-    A changed degree may also take the largest micro-batch that fits, so that it loses for what it is and not
-    for a micro-batch that suited another.
+    A changed degree is also tried with the largest micro-batch that fits: the present one suits another
+    degree.
     """
     told = []
     for change, layout in list_neighbours(best.job, best.layout):
@@ -183,7 +183,7 @@ def explain_neighbours(best: Prediction, objective: Objective = "time") -> list[
 
 
 def compare(best: Prediction, other: Prediction, objective: Objective = "time") -> str:
-    """What is worse with the other one: memory that is not there, or the parts that take longer."""
+    """Why the other layout is worse: it does not fit, or which parts of the step take longer."""
     if not other.fits:
         return other.shortage
     change, more = other.step_s / best.step_s - 1, other.needed_bytes - best.needed_bytes
@@ -191,34 +191,32 @@ def compare(best: Prediction, other: Prediction, objective: Objective = "time") 
         objective == "memory" or abs(change) < RELATIVE_TOLERANCE
     ):
         return (
-            "the same time and memory"
-            if abs(change) < RELATIVE_TOLERANCE
-            else f"the same memory, {change:+.1%} time"
+            "same time and memory" if abs(change) < RELATIVE_TOLERANCE else f"same memory, {change:+.1%} time"
         )
     if objective == "memory" and more > 0:
         return f"{format_bytes(more)} more memory"
     if abs(change) < RELATIVE_TOLERANCE:
-        return f"the same time, {format_bytes(abs(more))} {'more' if more > 0 else 'less'} memory"
+        return f"same time, {format_bytes(abs(more))} {'more' if more > 0 else 'less'} memory"
     if objective == "memory":
         return f"{format_bytes(-more)} less memory, {change:+.1%} time"
     if change < 0:
         devices = other.layout.world_size / best.layout.world_size
         if objective == "cost" and devices * (1 + change) > 1:
             return f"{devices * (1 + change) - 1:.1%} more device time"
-        return f"{-change:.1%} faster, {format_bytes(other.needed_bytes)} per device, and less simple"
+        return f"{-change:.1%} faster, {format_bytes(other.needed_bytes)} per rank, but more complex"
     return f"{change:.1%} slower: {_describe_parts(best, other)}"
 
 
 def _describe_parts(best: Prediction, other: Prediction, most: int = 2) -> str:
-    """The parts that differ most, longer ones first."""
+    """The parts that grow most, longest first."""
     differences = part_differences(best, other)
     large = sorted(differences.items(), key=lambda item: -item[1])
     shown = [(name, value) for name, value in large if value > 0.02 * abs(large[0][1])][:most]
-    return ", ".join(f"{format_seconds(value)} more {name}" for name, value in shown)
+    return ", ".join(f"{name} +{format_seconds(value)}" for name, value in shown)
 
 
 def part_differences(best: Prediction, other: Prediction) -> dict[str, float]:
-    """Seconds that each part of the other step takes beyond the best one's."""
+    """Seconds that each part takes in the other step, less those in the best one."""
     here, there = best.time.parts, other.time.parts
     names = [*here, *(name for name in there if name not in here)]
     return {name: there.get(name, 0.0) - here.get(name, 0.0) for name in names}
@@ -229,28 +227,28 @@ def part_differences(best: Prediction, other: Prediction) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A change that fits, with its price."""
+    """A changed layout that fits, with its predicted memory and time."""
 
     overrides: str
-    """To be pasted behind the job; they name the whole layout, so that nothing else is chosen again."""
+    """Command-line overrides; they name the whole layout, so that nothing else is chosen anew."""
     needed_bytes: int
     """Device memory, allocator and context included."""
     step_s: float
 
     @property
     def price(self) -> str:
-        """In words."""
-        return f"{format_bytes(self.needed_bytes)} per device, {format_seconds(self.step_s)} per step"
+        """As text."""
+        return format_price(self.step_s, self.needed_bytes)
 
 
 def memory_budget_after_oom(
     needed_bytes: int, room_bytes: int, requested_bytes: int | None, live_bytes: int | None
 ) -> int:
-    """What a change may need, after a rank ran out of memory.
+    """Memory that an alternative may need, after a rank ran out of memory.
 
-    What was there, or what the live tensors and the one asked for in vain came to: the rest was lost to the
-    allocator. Where less was predicted than that, something was not predicted: then less than predicted, by
-    what was asked for or a tenth.
+    At most the free memory, and at most live tensors plus the failed request: the allocator lost the rest.
+    Where the prediction was below that, it missed something: then the prediction less the failed request, or
+    less a tenth.
     """
     reached = room_bytes if live_bytes is None else min(room_bytes, live_bytes + (requested_bytes or 0))
     if needed_bytes > reached:
@@ -261,14 +259,14 @@ def memory_budget_after_oom(
 def find_alternatives(
     job: Job, room_bytes: int | None = None, most: int = MOST_ALTERNATIVES
 ) -> list[Alternative]:
-    """Changes of the job's layout that fit; at most three, the fastest first.
+    """Changed layouts that fit, fastest first.
 
-    Shorter sequences, which change what is trained, only where the layout has fewer than three.
+    Shorter sequences change what is trained: they fill up the list only where few layouts fit.
 
     Args:
-        job: With its layout settled, micro-batch included.
-        room_bytes: What a rank may need; the usable memory of the cluster's devices if left out.
-        most: How many.
+        job: With a complete layout.
+        room_bytes: Memory that a rank may need; the usable memory of the cluster's devices if left out.
+        most: Length of the list.
     """
     room = usable_bytes(job.cluster) if room_bytes is None else room_bytes
     found: dict[frozenset[str], Alternative] = {}
@@ -280,7 +278,7 @@ def find_alternatives(
         alternative = _build_alternative(job.layout, prediction)
         if keys and (keys not in found or alternative.step_s < found[keys].step_s):
             found[keys] = alternative
-    # A change that contains another one which fits by itself comes behind those that do not.
+    # A change that contains another one which fits by itself comes last.
     order = sorted(found, key=lambda keys: (any(other < keys for other in found), found[keys].step_s))
     order = [keys for keys in order if not _is_redundant(keys, found)]
     best = sorted((found[keys] for keys in order[:most]), key=lambda alternative: alternative.step_s)
@@ -288,12 +286,12 @@ def find_alternatives(
 
 
 def _is_redundant(keys: frozenset[str], found: dict[frozenset[str], Alternative]) -> bool:
-    """Whether a part of a change fits by itself, and is no slower than all of it."""
+    """Whether a part of the change fits by itself and is no slower."""
     return any(other < keys and found[other].step_s <= found[keys].step_s for other in found)
 
 
 def _list_candidates(job: Job) -> Iterator[Layout]:
-    """The layout itself, whose micro-batch is open, with one change, or with recomputation beside it."""
+    """The layout and its neighbours, each also with more activation checkpointing."""
     layout = dataclasses.replace(job.layout, stage_layers=None)
     for changed in (layout, *(changed for _, changed in list_neighbours(job, layout))):
         yield changed
@@ -302,9 +300,9 @@ def _list_candidates(job: Job) -> Iterator[Layout]:
 
 
 def _largest_that_fits(job: Job, layout: Layout, room_bytes: int) -> Prediction | None:
-    """With the largest micro-batch, up to the present one, with which it is legal and fits."""
+    """The layout with the largest legal micro-batch that fits, up to its present one."""
     if layout.world_size > job.cluster.world_size:
-        return None  # ranks that share a device share its memory
+        return None  # ranks on one device share its memory
     to_run = is_exact(job)
     share = samples_per_rank(job, layout)
     most = layout.micro_batch or share
@@ -333,7 +331,7 @@ def _build_alternative(before: Layout, prediction: Prediction, also: str = "") -
 
 
 def _shorter_sequence(job: Job, room_bytes: int) -> list[Alternative]:
-    """The longest sequence that fits, of those that are halves."""
+    """The longest sequence that fits: half, a quarter, and so on."""
     if isinstance(job.model, ResNetModel):
         return []
     length = job.data.seq_len // 2
@@ -348,7 +346,7 @@ def _shorter_sequence(job: Job, room_bytes: int) -> list[Alternative]:
 
 
 def with_seq_len(job: Job, seq_len: int) -> Job:
-    """The job with shorter sequences."""
+    """The job with another sequence length."""
     return dataclasses.replace(job, data=dataclasses.replace(job.data, seq_len=seq_len))
 
 
@@ -357,34 +355,32 @@ def with_seq_len(job: Job, seq_len: int) -> Job:
 
 @dataclass(frozen=True)
 class NearestLegal:
-    """A legal layout close to the one that was refused, with its price."""
+    """The legal layout nearest to one that a rule rejects, with its prediction."""
 
     runs: bool
-    """False: it can be planned only."""
+    """False: plan-only."""
     overrides: str
     prediction: Prediction
 
     @property
     def line(self) -> str:
-        """For people."""
+        """As text."""
         kind = "nearest layout that runs" if self.runs else "nearest legal layout"
-        found = self.prediction
-        price = f"{format_seconds(found.step_s)} per step, {format_bytes(found.needed_bytes)} per device"
-        fits = "" if found.fits else f"; {found.shortage}"
-        return f"{kind}: {self.overrides} (predicted {price}{fits})"
+        fits = "" if self.prediction.fits else f"; {self.prediction.shortage}"
+        return f"{kind}: {self.overrides} (predicted {self.prediction.price}{fits})"
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """For ``--json``."""
         found = self.prediction
         price = {"step_s": found.step_s, "needed_bytes": found.needed_bytes, "fits": found.fits}
         return {"runs": self.runs, "layout": self.overrides, **price}
 
 
 def find_nearest_legal(job: Job, problems: Sequence[Problem]) -> list[NearestLegal]:
-    """The nearest layout that runs, or else the nearest that can be planned; none if the layout is legal.
+    """The nearest layout that runs, else the nearest plan-only one; none if the layout is legal.
 
     Args:
-        job: With the layout that was refused.
+        job: With the rejected layout.
         problems: The rules that it breaks.
     """
     runs = _priced(job, to_run=True)
@@ -393,7 +389,7 @@ def find_nearest_legal(job: Job, problems: Sequence[Problem]) -> list[NearestLeg
     codes = [problem.code for problem in problems if not problem.path.startswith("model.")]
     never = codes and all(code.startswith("layout-") and not code.endswith("-not-built") for code in codes)
     if not never or any(p.path.startswith("model.") for p in find_problems(job, to_run=False)):
-        return []  # such a model cannot even be planned
+        return []  # the model cannot be planned
     return _priced(job, to_run=False)
 
 
@@ -401,7 +397,7 @@ def _priced(asked: Job, to_run: bool) -> list[NearestLegal]:
     layout = nearest_legal_layout(asked, to_run)
     job = with_layout(asked, layout)
     if layout == asked.layout:
-        return []  # it is not the layout that is refused
+        return []  # the layout is not what the rules reject
     if any(problem.code.startswith(("layout-", "model-")) for problem in find_problems(job, to_run)):
         return []
     prediction = predict(job, layout)

@@ -1,4 +1,4 @@
-"""Ragged products of columns: each row repeated for every choice that its key allows, without a loop."""
+"""Vectorised cross product: repeats each row of a table for every choice that its key allows."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def expand(columns: Columns, key: Ints, names: Sequence[str], choices: Callable[
     """Cross every row with the choices of its key.
 
     Args:
-        columns: Rows so far.
-        key: A number for each row; rows with the same number have the same choices.
+        columns: The table.
+        key: A number for each row; rows with equal numbers have the same choices.
         names: The columns that a choice fills.
-        choices: Called once for each number that occurs, and so a few dozen times at most.
+        choices: Called once for each distinct number, a few dozen times at most.
     """
     numbers, group = np.unique(key, return_inverse=True)
     tables = [choices(int(number)) for number in numbers]
@@ -37,12 +37,12 @@ def expand(columns: Columns, key: Ints, names: Sequence[str], choices: Callable[
 
 
 def count_choices(key: Ints, choices: Callable[[int], Choices]) -> Ints:
-    """How many choices each row has, without making them."""
+    """The number of choices of each row."""
     numbers, group = np.unique(key, return_inverse=True)
     lengths = np.array([len(choices(int(number))) for number in numbers], dtype=np.int64)
     return lengths[group]
 
 
 def keep(columns: Columns, rows: np.ndarray) -> Columns:
-    """Some of the rows."""
+    """The table with some of its rows."""
     return {name: column[rows] for name, column in columns.items()}

@@ -1,4 +1,4 @@
-"""The error of a search that found nothing: what is closest, and which changes of the job would fit."""
+"""Errors of a search without a result: the closest layout, and changes of the job that would fit."""
 
 from __future__ import annotations
 
@@ -25,34 +25,36 @@ from meshwright.spec.model import DecoderModel
 
 MOST_DOUBLINGS = 8
 SUGGEST_S = 2.5
-"""Seconds in which changes of the job are searched for, together."""
+"""Seconds to search for changes of the job, in all."""
 TRY_S = 1.0
-"""Of these, for one change."""
+"""Seconds for one change."""
 LEAST_STATE_BYTES, LEAST_WEIGHT_BYTES = 14, 2
-"""Of a parameter: weights, gradient and AdamW's state in the leanest runtime; 16-bit weights alone."""
-NOT_BUILT = "LoRA and 8-bit or bf16 optimizer state would need less memory; this version has neither yet"
-"""What people with few devices try first."""
+"""Bytes per parameter: weights, gradient and AdamW state in the leanest runtime; 16-bit weights only."""
+NOT_BUILT = (
+    "LoRA and 8-bit or bf16 optimizer state would need less memory; this version does not have them yet"
+)
+"""Common ways to save memory that are not available."""
 
 
 def nothing_fits_error(
     closest: Prediction, suggestions: list[str], stopped_early: bool = False, given: bool = False
 ) -> UserError:
-    """The error for a job that no layout fits, or whose given layout does not."""
+    """The error for a job without a layout that fits, or whose given layout does not fit."""
     job, need = closest.job, closest.need
     layout, short = describe_layout(closest.layout), "; ".join(list_shortages(job, closest.memory))
     if need.needed_bytes > usable_bytes(job.cluster):
         short += f" ({describe_usable(job.cluster)})"
     rule = f"does not fit: {short}, with {layout}"
     if not given:
-        rule = f"does not fit: no layout does. The closest is {layout}: {short}"
+        rule = f"does not fit with any layout. The closest is {layout}: {short}"
     if need.needed_bytes > usable_bytes(job.cluster):
         largest = max(closest.ledger.lines, key=lambda line: line.bytes)
-        rule += f"; the largest line is {largest.name} with {format_bytes(largest.bytes)}"
+        rule += f"; largest part: {largest.name}, {format_bytes(largest.bytes)}"
         if need.limited_by == "first step":
             steady = MemoryNeed.of(job, need.steady_step, need.steady_step, need.checkpoint)
             rule += f"; a steady step needs {format_bytes(steady.needed_bytes)}"
     if stopped_early:
-        rule += "; the search ended at its time limit, so that a layout which fits may exist"
+        rule += "; the search reached its time limit, so a layout that fits may exist"
     others = [suggestion[0].lower() + suggestion[1:] for suggestion in suggestions[1:]]
     fix = "; or ".join([*suggestions[:1], *others]) or "Use a smaller model, or devices with more memory"
     if isinstance(job.model, DecoderModel):
@@ -69,13 +71,13 @@ def given_layout_error(prediction: Prediction) -> UserError:
 
 
 def search_error(job: Job, pins: dict[str, Any], found: SearchResult) -> UserError:
-    """The error for a search that found nothing: no layout is legal with these keys, or none fits."""
+    """The error for a search without a result: no layout is legal with these keys, or none fits."""
     if found.closest is None:
         keys = " ".join(f"layout.{name}={str(value).lower()}" for name, value in pins.items())
         devices, runtime = job.cluster.world_size, job.train.runtime
         leave, which = ("leaves", "it") if len(pins) == 1 else ("leave", "one of them")
         rule = f"{leave} no legal layout on {devices} device{'s' * (devices > 1)} with {runtime}"
-        fix = f"Leave {which} to the planner, or use more devices"
+        fix = f"Leave {which} out, or use more devices"
         return UserError(Problem("plan-no-layout", rule, path=keys or "layout", fix=fix))
     suggestions = [*suggest_changes(job, pins), *_suggest_cluster(job)]
     return nothing_fits_error(found.closest, suggestions, found.stopped_early)
@@ -86,25 +88,25 @@ def _describe_alternatives(changes: list[Alternative]) -> list[str]:
 
 
 def _suggest_cluster(job: Job) -> list[str]:
-    """That a preset of a cluster can be named, where the model does not fit this machine."""
+    """A hint to plan for a cluster preset, where the model does not fit this machine."""
     named = job.cluster.preset == "local" and isinstance(job.model, DecoderModel)
-    return ["Plan it for a cluster with, say, --on 8x8xh100-sxm"] if named else []
+    return ["Plan it for a cluster, such as --on 8x8xh100-sxm"] if named else []
 
 
 def suggest_changes(job: Job, pins: dict[str, Any]) -> list[str]:
-    """Changes after which some layout fits: keys let go, more nodes, a shorter sequence."""
+    """Changes with which some layout fits: fewer fixed keys, more nodes, a shorter sequence."""
     found, until = [], time.perf_counter() + SUGGEST_S
     for changes in (_freed_keys(job, pins), _more_nodes(job, pins), _shorter_sequences(job, pins)):
         for words, changed, kept in changes:
             left = until - time.perf_counter()
             if left <= 0:
                 break
-            more = changed.cluster.nodes > job.cluster.nodes  # fewer devices were tried before
+            more = changed.cluster.nodes > job.cluster.nodes  # fewer devices were searched before
             worlds = [changed.cluster.world_size] if more else None
             search = find_layouts(changed, kept, 1, worlds=worlds, budget_s=min(left, TRY_S))
             if search.best:
                 best = search.best[0]
-                figures = f"{describe_layout(best.layout)}: {format_bytes(best.needed_bytes)} per device"
+                figures = f"{describe_layout(best.layout)}: {format_bytes(best.needed_bytes)} per rank"
                 found.append(f"{words} ({figures})")
                 break
     return found
@@ -132,7 +134,7 @@ def _more_nodes(job: Job, pins: dict[str, Any]) -> Iterator[tuple[str, Job, dict
 
 
 def _may_hold(job: Job, devices: int) -> bool:
-    """Whether so many devices and their hosts could hold the state alone, before anything is searched."""
+    """Whether the devices and their CPUs could hold the model state; checked before a search."""
     room = job.cluster.memory_bytes + (job.cluster.host_memory_bytes or math.inf)
     each = LEAST_STATE_BYTES if job.train.optimizer == "adamw" else LEAST_WEIGHT_BYTES
     return each * count_parameters(require_decoder(job)) <= room * devices

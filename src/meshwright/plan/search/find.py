@@ -1,13 +1,14 @@
-"""Searches the layouts of a job: a vectorised stage prunes and orders, the exact prediction decides.
+"""Searches the layouts of a job: a vectorised stage prunes and ranks, the exact prediction decides.
 
-1. **Prune and order.** Every layout of the space is priced on columns: a lower bound of its peak memory
-   (``bound.py``) and its estimated step time. What the bound proves not to fit is left out, and what is
-   slower than the shortlist by a bound of time (``floors.py``). The fastest of the rest are the shortlist.
-2. **Check.** The shortlist is predicted exactly, fastest first (``plan.predict``: ledger, collectives, time),
-   until enough layouts fit. Only these are shown, written and enforced.
+1. **Prune and rank.** Every layout of the space gets a lower bound of its peak memory (``memory_bound.py``)
+and
+   an estimated step time, vectorised. Layouts whose memory bound does not fit are pruned, and those whose
+   time bound (``time_bound.py``) is above the shortlist. The fastest of the rest are the shortlist.
+2. **Check.** The shortlist is predicted exactly, fastest first (``plan.predict``: memory, collectives, time),
+   until enough layouts fit. Only these are shown and written.
 
-A search ends within its time budget. It then says that it stopped early, and how much of the space it saw.
-Layouts that this version does not run have no exact prediction: their memory is the estimate, in both stages.
+A search ends within its time budget; it then reports that it stopped early and how much it did not see.
+Layouts that this version cannot train have no exact prediction: both stages use the memory estimate.
 """
 
 from __future__ import annotations
@@ -48,80 +49,80 @@ Objective = Literal["time", "cost", "memory"]
 ONE_F_ONE_B = SCHEDULES.index("1f1b")
 OFFLOADING = ("optimizer", "all")
 OFFLOAD_MARGIN = 0.05
-"""By how much offloading must be faster than full activation checkpointing to be taken."""
+"""Speed-up over full activation checkpointing from which offloading is chosen."""
 SIMPLICITY_MARGIN = {"cuda": 0.01, "cpu": 0.1}
-"""Of layouts within this share of the best one the simplest is recommended. Times on CPUs are a guess."""
+"""The simplest layout within this share of the best is recommended. Times on CPUs are a guess."""
 CHECKED = 64
-"""Layouts that fit exactly before a search ends."""
+"""Number of layouts that fit exactly after which a search ends."""
 SHORTLIST = 2048
-"""Layouts that the first stage keeps: many of them may turn out not to fit."""
+"""Layouts that the first stage keeps; many of them may not fit exactly."""
 BUDGET_S = 8.0
 """Seconds of a whole search."""
 TIE_BREAK = 1e-6
-"""Weight of what decides between equals."""
+"""Weight of the tie break."""
 LOW_MEMORY_EVERY = 8
-"""Checks after which, while nothing fits, the layout with the next smallest memory bound is checked too."""
+"""While nothing fits, every so many checks the layout with the next smallest memory bound is checked, too."""
 PRUNING_SHARE = 0.6
-"""Of the budget, for the first stage."""
+"""Share of the time budget for the first stage."""
 Progress = Callable[[int, int], None]
-"""Called with the layouts done and the layouts in all."""
+"""Called with the layouts done and the total."""
 
 
 def no_progress(done: int, total: int) -> None:
-    """For searches that nobody watches."""
+    """No progress output."""
 
 
 @dataclass(frozen=True)
 class RankedLayouts:
-    """Layouts in their order, with what they were ranked by."""
+    """Layouts in order, with the values that they are ranked by."""
 
     grid: Grid
     step_s: Floats
-    """Estimated, with the closed form of a pipeline's bubble."""
+    """Estimated, with the closed form of the pipeline bubble."""
     needed_bytes: Floats
-    """A lower bound; the estimate where there is no exact ledger."""
+    """A lower bound; the estimate where there is no exact prediction."""
 
     def __len__(self) -> int:
         return len(self.grid)
 
-    def take(self, places: np.ndarray) -> RankedLayouts:
-        """Some of them."""
-        return RankedLayouts(self.grid.take(places), self.step_s[places], self.needed_bytes[places])
+    def take(self, indices: np.ndarray) -> RankedLayouts:
+        """Some of the layouts."""
+        return RankedLayouts(self.grid.take(indices), self.step_s[indices], self.needed_bytes[indices])
 
 
 @dataclass
 class SearchResult:
-    """What a search saw and kept."""
+    """The layouts that a search kept, and how many it saw."""
 
     job: Job
     objective: Objective = "time"
     evaluated: int = 0
     """Layouts whose memory bound and time were both computed."""
     pruned: int = 0
-    """Layouts that a bound ruled out."""
+    """Layouts that a bound excluded."""
     illegal: int = 0
     may_fit: int = 0
-    """Of the evaluated ones those that the bound does not rule out."""
+    """Evaluated layouts that the memory bound does not exclude."""
     checked: int = 0
     """Layouts that were predicted exactly."""
     seconds: float = 0.0
     stopped_early: bool = False
     """Whether the time budget ended the search."""
     unseen: int = 0
-    """Layouts that were not looked at because of it."""
+    """Layouts that were not evaluated because of it."""
     best: list[Prediction] = field(default_factory=list)
-    """Those that fit, best first; the first is recommended."""
+    """Layouts that fit, best first; the first is recommended."""
     closest: Prediction | None = None
-    """Where nothing fits, the layout that needs least memory of those that were checked."""
+    """If nothing fits: the checked layout that is closest to fitting."""
     without_offload_s: float | None = None
-    """The shortest step without offloading, where offloading is so much faster that it was taken."""
+    """The shortest step without offload, where offload was chosen because it is much faster."""
     rates: list[Floats] = field(default_factory=list)
-    """Device seconds per step of all that may fit, for the picture."""
+    """Device seconds per step of all layouts that may fit, for the plot."""
     shortlist: RankedLayouts | None = None
-    """Of the first stage, best first."""
+    """Result of the first stage, best first."""
 
     def counts(self) -> dict[str, Any]:
-        """How much was looked at, for programs."""
+        """The counts for ``--json``."""
         return {
             "evaluated": self.evaluated,
             "pruned": self.pruned,
@@ -143,16 +144,16 @@ def find_layouts(
     worlds: Sequence[int] | None = None,
     budget_s: float = BUDGET_S,
 ) -> SearchResult:
-    """Search all legal layouts, and those that offload where little or nothing else fits.
+    """Search all legal layouts; with offload only where little or nothing else fits.
 
     Args:
-        job: For a decoder.
+        job: With a decoder.
         pins: Keys that keep their value.
-        top: How many of the best are predicted exactly.
-        objective: What is best: shortest step, least device time per step, or least memory per rank.
+        top: Number of layouts to find.
+        objective: What to minimize: step time, device time per step (cost), or memory per rank.
         progress: Called from time to time.
-        worlds: Numbers of devices to try; even parts of the cluster if left out.
-        budget_s: Seconds after which the search ends, whatever is left.
+        worlds: World sizes to try; divisors of the cluster by default.
+        budget_s: Seconds after which the search ends.
     """
     search = _Search(job, pins, top, objective, progress, worlds or world_sizes(job), budget_s)
     may_offload = "offload" not in pins and job.cluster.device == "cuda"  # on CPUs all state is there already
@@ -167,10 +168,9 @@ def find_layouts(
 
 
 def _compare_offloading(search: _Search, found: SearchResult) -> None:
-    """Take layouts that offload, where the best of them is faster by more than a small margin.
+    """Choose offload where it is faster than full activation checkpointing by more than a margin.
 
-    Memory is so short that the best layout recomputes everything. No published run stands behind predictions
-    of offloading, so a few percent do not make it the answer.
+    No published run backs the predictions of offloading, so a few percent do not decide.
     """
     before = found.best[0]
     away = _Search(
@@ -191,7 +191,7 @@ def _compare_offloading(search: _Search, found: SearchResult) -> None:
 
 
 class _Search:
-    """One search: its two stages, and its clock."""
+    """One search: its two stages and its time budget."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class _Search:
         self.job, self.pins, self.top, self.objective = job, pins, top, objective
         self.progress, self.worlds, self.budget_s = progress, worlds, budget_s
         self.order = objective
-        """What the shortlist is ordered by."""
+        """Objective of the shortlist."""
         self.started = time.perf_counter()
         self.found = SearchResult(job, objective)
         self.workload = Workload.of(job)
@@ -215,11 +215,11 @@ class _Search:
         rules = [p for p in find_problems(plain) if not p.path.startswith("layout")]
         self.bound = PeakBound(job)
         self.exact = not rules
-        """Whether this version runs such jobs, so that layouts have an exact ledger."""
+        """Whether this version trains such jobs, so that memory is exact."""
         self._closest: tuple[float, Layout] | None = None
-        """Of the checked layouts that do not fit the closest: its need over what there is, and itself."""
+        """The checked layout closest to fitting: needed over usable memory, and the layout."""
         self._smallest: tuple[float, Layout] | None = None
-        """The same of those that the bound rules out."""
+        """The same among layouts that the bound excludes."""
 
     def left_s(self) -> float:
         """Seconds until the search must end."""
@@ -228,8 +228,7 @@ class _Search:
     def run(self, offloads: tuple[str, ...]) -> SearchResult:
         """Both stages, for layouts with these values of ``offload``.
 
-        Where nothing on the shortlist fits and more than the shortlist may, both run once more, with the
-        layouts whose memory bound is smallest.
+        If nothing on the shortlist fits but other layouts may, both stages run again, ranked by memory bound.
         """
         spaces = [LayoutSpace(self.job, world, self.pins, offloads) for world in self.worlds]
         self.order, self.found.shortlist = self.objective, None
@@ -264,14 +263,14 @@ class _Search:
                     return
 
     def _limit(self) -> float:
-        """The step that a layout must beat to be on the shortlist; bounds are of time alone."""
+        """The step time that a layout must beat to enter a full shortlist; infinite for other objectives."""
         shortlist = self.found.shortlist
         if self.order != "time" or shortlist is None or len(shortlist) < SHORTLIST:
             return math.inf
         return float(shortlist.step_s[-1])
 
     def _rank_chunk(self, chunk: Chunk) -> None:
-        """Price every row with 1F1B, then those of its other schedules that may still be on the shortlist."""
+        """Estimate every row with 1F1B, then its other schedules that may still enter the shortlist."""
         found, space = self.found, chunk.space
         plain = chunk.with_1f1b()
         possible = (chunk.sizes > 0) & self._runs(plain)
@@ -304,17 +303,17 @@ class _Search:
                 self._keep(grid, estimate_step(self.workload, grid), needed[fits])
 
     def _runs(self, grid: Grid) -> Flags:
-        """Which layouts this version runs, where it runs such jobs at all; else all of them are planned."""
+        """Which layouts this version trains; all of them if the job is plan-only."""
         if not self.exact:
             return np.ones(len(grid), dtype=np.bool_)
         several = [axis > 1 for axis in (grid.pp, grid.dp_shard, grid.cp, grid.tp)]
         keys = np.stack((*several, grid.zero, grid.offload)).astype(np.int64)
-        distinct, places = np.unique(keys, axis=1, return_inverse=True)
+        distinct, indices = np.unique(keys, axis=1, return_inverse=True)
         built = [self._is_built(*(int(number) for number in key)) for key in distinct.T]
-        return np.array(built, dtype=np.bool_)[places.reshape(-1)]
+        return np.array(built, dtype=np.bool_)[indices.reshape(-1)]
 
     def _is_built(self, pp: int, dp_shard: int, cp: int, tp: int, zero: int, offload: int) -> bool:
-        """Whether no rule says that such layouts are not built; axes are 0 where they are not used."""
+        """Whether such layouts are implemented; an axis is 0 if it is not used."""
         layout = Layout(
             "given", pp=1 + pp, dp_shard=1 + dp_shard, cp=1 + cp, tp=1 + tp, zero=zero,
             offload=OFFLOADS[offload], micro_batch=1,  # type: ignore[arg-type]
@@ -323,7 +322,7 @@ class _Search:
         return not any(problem.code.endswith("-not-built") for problem in problems)
 
     def _fits_cpu_memory(self, grid: Grid) -> Flags:
-        """Whether offloaded state may fit the CPU memory that a device has."""
+        """Whether offloaded state may fit the CPU memory per device."""
         room = self.job.cluster.host_memory_bytes
         if room is None or not grid.offload.any():
             return np.ones(len(grid), dtype=np.bool_)
@@ -332,13 +331,13 @@ class _Search:
         return estimate_memory(self.workload, grid).host_bytes <= room
 
     def _least_bytes(self, plain: Grid) -> Floats:
-        """What a layout needs with any schedule, at least."""
+        """Least memory that a layout needs with any schedule."""
         if self.job.train.runtime == "meshwright":  # the estimate of its state is the same
             return self.bound.least_bytes(plain)
         return np.zeros(len(plain))
 
     def _needed(self, grid: Grid, ends: EndCosts) -> Floats:
-        """A lower bound of the device memory that a layout needs; the estimate where nothing is exact."""
+        """A lower bound of the device memory that a layout needs; the estimate for plan-only jobs."""
         if self.exact:
             return self.bound.needed_bytes(grid, ends)
         return estimate_memory(self.workload, grid).peak_bytes
@@ -356,19 +355,19 @@ class _Search:
         found.shortlist = _best_of(self.order, *([found.shortlist] if found.shortlist else []), ranked)
 
     def _keep_smallest(self, grid: Grid) -> None:
-        """Remember which of some layouts that do not fit is closest to it, while none is on the shortlist."""
+        """Remember the layout closest to fitting, while the shortlist is empty."""
         if not len(grid) or self.found.shortlist is not None:
             return
         lean = grid.take(np.flatnonzero(grid.micro_batch == grid.micro_batch.min()))
         share = self._needed(lean, EndCosts.of(estimate_step(self.workload, lean))) / self.usable
         if (room := self.job.cluster.host_memory_bytes) is not None:
             share = np.maximum(share, self.bound.host_bytes(lean) / room) + TIE_BREAK * share
-        place = int(np.argmin(share))
-        if self._smallest is None or share[place] < self._smallest[0]:
-            self._smallest = float(share[place]), lean.layout(place)
+        index = int(np.argmin(share))
+        if self._smallest is None or share[index] < self._smallest[0]:
+            self._smallest = float(share[index]), lean.layout(index)
 
     def _check(self) -> None:
-        """The second stage: predict exactly, best first, until enough fit or the time is over."""
+        """The second stage: predict exactly, best first, until enough fit or the time is up."""
         found = self.found
         fitting: list[Prediction] = []
         for number, layout in enumerate(self._list_shortlist()):
@@ -393,18 +392,18 @@ class _Search:
         for start in range(0, 0 if shortlist is None else len(shortlist), CHECKED):
             assert shortlist is not None, "has a length"
             grid = shortlist.grid.take(np.arange(start, min(start + CHECKED, len(shortlist))))
-            layouts = [grid.layout(place) for place in range(len(grid))]
+            layouts = [grid.layout(index) for index in range(len(grid))]
             yield from assign_stages(self.job, layouts, estimate_step(self.workload, grid))
 
     def _list_low_memory(self, number: int) -> list[Layout]:
-        """The layout of the shortlist with the next smallest memory bound: it may be the first that fits."""
+        """The layout of the shortlist with the next smallest memory bound."""
         shortlist = self.found.shortlist
         if shortlist is None or number >= len(shortlist):
             return []
         return [shortlist.grid.layout(int(np.argsort(shortlist.needed_bytes, kind="stable")[number]))]
 
     def _predict(self, layout: Layout) -> Prediction | None:
-        """One layout, if it is legal and fits; memory decides before anything else is predicted."""
+        """Predict one layout; None if it is illegal or does not fit. Memory is predicted first."""
         placed = with_layout(self.job, complete_layout(self.job, layout))
         exact = is_exact(placed)
         if self.exact and not exact:
@@ -417,9 +416,7 @@ class _Search:
                 return predict_with_memory(placed, memory, exact)
             share = memory.need.needed_bytes / self.usable
             host = memory.host_bytes / (self.job.cluster.host_memory_bytes or math.inf)
-            share = (
-                max(share, host) + TIE_BREAK * share
-            )  # of equally short ones the one that needs less memory
+            share = max(share, host) + TIE_BREAK * share  # ties: the one that needs less device memory
         if self._closest is None or share < self._closest[0]:
             self._closest = share, placed.layout
         return None
@@ -430,14 +427,14 @@ def _without_repeats(found: list[Prediction]) -> list[Prediction]:
 
 
 def score(objective: Objective, prediction: Prediction) -> float:
-    """What is made small."""
+    """The value to minimize."""
     if objective == "memory":
         return float(prediction.needed_bytes)
     return prediction.step_s * (prediction.layout.world_size if objective == "cost" else 1)
 
 
 def order_best(objective: Objective, found: list[Prediction]) -> list[Prediction]:
-    """Best first; the simplest of those within a small share of the best one before it."""
+    """Best first, except that the simplest layout within a small margin comes first."""
     ranked = sorted(
         found, key=lambda p: (score(objective, p), p.step_s if objective == "memory" else p.needed_bytes)
     )
@@ -452,7 +449,7 @@ def order_best(objective: Objective, found: list[Prediction]) -> list[Prediction
 
 
 def _best_of(objective: Objective, *lists: RankedLayouts) -> RankedLayouts:
-    """The best of several lists, in order; what is equal in nine digits is ordered by simplicity."""
+    """The best of several lists, in order; values equal in nine digits are ordered by simplicity."""
     joined = RankedLayouts(
         Grid(
             **{name: np.concatenate([getattr(r.grid, name) for r in lists]) for name in vars(lists[0].grid)}
@@ -461,7 +458,7 @@ def _best_of(objective: Objective, *lists: RankedLayouts) -> RankedLayouts:
         np.concatenate([r.needed_bytes for r in lists]),
     )
     value = rank_values(objective, joined)
-    if len(joined) > SHORTLIST:  # ties beyond the last are kept here and ordered below
+    if len(joined) > SHORTLIST:  # keeps ties with the last, ordered below
         limit = np.partition(value, SHORTLIST - 1)[SHORTLIST - 1]
         joined = joined.take(np.flatnonzero(value <= limit))
         value = rank_values(objective, joined)
@@ -473,14 +470,14 @@ def _best_of(objective: Objective, *lists: RankedLayouts) -> RankedLayouts:
 
 
 def rank_values(objective: Objective, ranked: RankedLayouts) -> Floats:
-    """What the first stage makes small."""
+    """The values that the first stage minimizes."""
     if objective == "memory":
         return ranked.needed_bytes
     return ranked.step_s * ranked.grid.world_size if objective == "cost" else ranked.step_s
 
 
 def complexity(grid: Grid) -> Floats:
-    """How much there is to go wrong: axes in use, settings away from their default, large degrees."""
+    """Complexity of a layout: axes in use, settings other than their default, large degrees."""
     axes = [grid.pp, grid.cp, grid.tp, grid.ep, grid.etp, grid.dp_shard, grid.dp_replicate]
     weights = [8, 6, 4, 4, 4, 2, 1]
     used = sum(((axis > 1) * weight for axis, weight in zip(axes, weights, strict=True)), np.zeros(len(grid)))
@@ -496,5 +493,5 @@ def complexity(grid: Grid) -> Floats:
 
 
 def with_cluster(job: Job, **changes: Any) -> Job:
-    """The job on a changed cluster."""
+    """The job with changed cluster fields."""
     return replace(job, cluster=replace(job.cluster, **changes))

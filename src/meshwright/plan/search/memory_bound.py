@@ -1,12 +1,13 @@
-"""A lower bound of the exact ledger's peak, for every layout of a grid: what search prunes memory by.
+"""A lower bound of the peak memory, for every layout of a grid; the search prunes by it.
 
-The ledger walks every moment of a step on every pp rank. Here a few of these moments are counted, with a
-part of what lives there, from the same sizes (``decoder_memory.Sizes``). Nothing is counted that the ledger
-does not count, so a layout whose bound does not fit cannot fit. Tests hold the bound below the ledger.
+The exact ledger walks every point of a step on every pipeline rank. The bound counts a few of these points,
+and part of what is live there, from the same sizes (``plan.memory.decoder``). It counts nothing that the
+ledger does not count, so a layout whose bound does not fit cannot fit. Tests check that the bound stays below
+the ledger.
 
-Counted are a rank's sharded state and, without a pipeline, the largest of: the loss, the last block's
-backward pass, all gradients. With one, on the first and on the last pp rank, micro-batches in flight: those
-that wait for their backward pass or, where it is split, those that wait for their weight gradients.
+The bound adds to a rank's sharded state, without a pipeline, the largest of: the loss, the last block's
+backward pass, all gradients. With a pipeline it adds the in-flight micro-batches of the first and the last
+pipeline rank: their activations or, with a split backward pass, their deferred weight gradients.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from meshwright.spec.legality.table import with_layout
 from meshwright.spec.model import DecoderModel
 
 ADAMW_BYTES = 8.0
-"""Optimizer state of an element under AdamW; other optimizers are counted as if they had none."""
-DEFERRED, OPTIMIZER_AWAY, ALL_AWAY = (
+"""Optimizer state per element with AdamW; other optimizers count as none."""
+DEFERRED, OFFLOAD_OPTIMIZER, OFFLOAD_ALL = (
     ACCUMULATES.index("deferred"),
     OFFLOADS.index("optimizer"),
     OFFLOADS.index("all"),
@@ -61,37 +62,37 @@ SPLIT_BACKWARD = (CODES["zb-h1"], *V_SHAPED)
 
 @dataclass(frozen=True)
 class _Block:
-    """Bytes of one micro-batch in one block on a rank, a place for each layout."""
+    """Bytes of one micro-batch in one block on a rank, one value per layout."""
 
-    waiting: Floats
-    """Kept until its backward pass begins."""
-    widest: Floats
-    """Alive at the widest point of its backward pass."""
-    pending: Floats
-    """Kept between the input-gradient and the weight-gradient pass, where the backward pass is split."""
+    saved: Floats
+    """Activations saved for the backward pass."""
+    backward_peak: Floats
+    """Live at the peak of the backward pass."""
+    deferred_grads: Floats
+    """Kept from the input-gradient to the weight-gradient pass of a split backward pass."""
     copies: Floats
-    """16-bit weight copies among what is kept; a split backward pass keeps none."""
+    """bf16 weight copies among the saved activations; a split backward pass keeps none."""
 
 
 @dataclass(frozen=True)
 class EndCosts:
-    """Costs of what lies around the blocks, in blocks, a place for each layout."""
+    """Cost of embedding and head, in blocks, one value per layout."""
 
     embedding: Floats
     head: Floats
 
     @classmethod
     def of(cls, step: StepEstimate) -> EndCosts:
-        """Of an estimated step; they do not depend on the pipeline schedule."""
+        """From an estimated step; the costs do not depend on the pipeline schedule."""
         return cls(step.embedding.total / step.block.total, step.head.total / step.block.total)
 
-    def take(self, places: np.ndarray) -> EndCosts:
-        """Those of some layouts."""
-        return EndCosts(self.embedding[places], self.head[places])
+    def take(self, indices: np.ndarray) -> EndCosts:
+        """The costs of some layouts."""
+        return EndCosts(self.embedding[indices], self.head[indices])
 
 
 class PeakBound:
-    """Bounds of one job's layouts. Sizes of a block are looked up once for all layouts that share them."""
+    """Memory bounds of one job's layouts. Layouts with equal blocks share their sizes."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.model, self.workload = job, require_decoder(job), Workload.of(job)
@@ -99,17 +100,17 @@ class PeakBound:
         self._sizes: dict[tuple[int, ...], tuple[float, ...]] = {}
 
     def needed_bytes(self, grid: Grid, ends: EndCosts) -> Floats:
-        """A lower bound of the device memory that the rank with the largest need takes.
+        """A lower bound of the device memory of the rank that needs most.
 
         Args:
             grid: The layouts.
-            ends: Costs of their embedding and head, which decide how many layers a pipeline stage gets.
+            ends: Cost of embedding and head; it decides how many layers a pipeline stage gets.
         """
         reserve, context = overhead(self.job)
         return np.asarray(self.peak_bytes(grid, ends) * (1 + reserve) + context, dtype=np.float64)
 
     def peak_bytes(self, grid: Grid, ends: EndCosts) -> Floats:
-        """A lower bound of live tensors at the peak, on the fullest rank."""
+        """A lower bound of peak live tensors, on the rank that needs most."""
         columns = self._look_up(grid)
         one = grid.pp == 1
         peaks = np.zeros(len(grid))
@@ -121,7 +122,7 @@ class PeakBound:
         return peaks + workspace
 
     def least_bytes(self, grid: Grid) -> Floats:
-        """The same of the state alone, which holds for any schedule of a layout."""
+        """A lower bound from the model state alone; it holds for any schedule."""
         layers = np.where(
             grid.pp == 1, self.model.num_layers, np.maximum(self.model.num_layers // grid.pp - 1, 1)
         )
@@ -134,25 +135,27 @@ class PeakBound:
         return np.asarray((parameters + gradients + optimizer) * (1 + reserve) + context, dtype=np.float64)
 
     def host_bytes(self, grid: Grid) -> Floats:
-        """A lower bound of the CPU memory that offloaded state takes, on a rank of average size."""
+        """A lower bound of the CPU memory for offloaded state, on an average rank."""
         layers, experts = self.model.num_layers / grid.pp, self.model.expert_layers / grid.pp
         none = np.zeros(len(grid), dtype=np.bool_)
         kept = dataclasses.replace(grid, offload=np.zeros_like(grid.offload))
         parameters, _, optimizer = self._state(kept, *self._elements(kept, layers, experts, none, none))
-        away = np.where(grid.offload >= OPTIMIZER_AWAY, optimizer, 0.0)
-        return np.asarray(away + np.where(grid.offload == ALL_AWAY, parameters, 0.0), dtype=np.float64)
+        offloaded = np.where(grid.offload >= OFFLOAD_OPTIMIZER, optimizer, 0.0)
+        return np.asarray(
+            offloaded + np.where(grid.offload == OFFLOAD_ALL, parameters, 0.0), dtype=np.float64
+        )
 
     def _look_up(self, grid: Grid) -> Floats:
-        """Sizes of each layout's blocks and loss, as rows of columns; distinct ones are computed once."""
+        """Sizes of each layout's blocks and loss, one column per layout; distinct ones are computed once."""
         keys = np.stack(
             (
                 grid.tp, grid.cp, grid.context, grid.sequence_parallel.astype(np.int64), grid.zero >= 2,
                 grid.micro_batch, grid.recompute, grid.ep, grid.etp,
             )
         )  # fmt: skip
-        distinct, places = np.unique(keys, axis=1, return_inverse=True)
+        distinct, indices = np.unique(keys, axis=1, return_inverse=True)
         rows = [self._sizes_of(tuple(int(value) for value in key)) for key in distinct.T]
-        return np.array(rows, dtype=np.float64).T[:, places.reshape(-1)]
+        return np.array(rows, dtype=np.float64).T[:, indices.reshape(-1)]
 
     def _sizes_of(self, key: tuple[int, ...]) -> tuple[float, ...]:
         if key not in self._sizes:
@@ -160,11 +163,11 @@ class PeakBound:
         return self._sizes[key]
 
     def _count_sizes(self, key: tuple[int, ...]) -> tuple[float, ...]:
-        """The ledger's own sizes of a dense and of an expert block, and of the loss."""
-        tp, cp, context, sequence, cut, micro, recompute, ep, etp = key
+        """Sizes of a dense block, of an expert block and of the loss, as in the ledger."""
+        tp, cp, context, sequence, sharded, micro, recompute, ep, etp = key
         layout = Layout(
             "given", tp=tp, cp=cp, ep=ep, etp=etp, micro_batch=micro, sequence_parallel=bool(sequence),
-            dp_shard=max(1, ep * etp // (tp * cp)), zero=2 if cut else 0,
+            dp_shard=max(1, ep * etp // (tp * cp)), zero=2 if sharded else 0,
             context=CONTEXTS[context], recompute=RECOMPUTES[recompute],  # type: ignore[arg-type]
         )  # fmt: skip
         job = with_layout(self.job, layout)
@@ -183,41 +186,41 @@ class PeakBound:
         job: Job, model: DecoderModel, feed_forward: FeedForwardSizes
     ) -> tuple[BlockSizes, float, float, float, float]:
         sizes = BlockSizes.of(job, model, job.layout.micro_batch or 1, feed_forward)
-        widest = sizes.block + sizes.hidden + min(feed_forward.backward, feed_forward.first_backward)
+        backward_peak = sizes.block + sizes.hidden + min(feed_forward.backward, feed_forward.first_backward)
         copies = float(sizes.copies) if job.layout.recompute == "none" else 0.0
         return (
             sizes,
             float(sizes.waiting),
-            float(widest),
+            float(backward_peak),
             float(deferred_weight_grad_bytes(model, sizes)),
             copies,
         )
 
     def _without_pipeline(self, grid: Grid, columns: Floats) -> Floats:
-        """State, and the largest of the loss, the last block's backward pass and all gradients."""
+        """State plus the largest of: loss, last block's backward pass, all gradients."""
         dense, routed, loss = _Block(*columns[:4]), _Block(*columns[4:8]), columns[8]
         experts = float(self.model.expert_layers)
         last = routed if experts else dense
-        stack = (self.model.num_layers - experts) * dense.waiting + experts * routed.waiting
+        stack = (self.model.num_layers - experts) * dense.saved + experts * routed.saved
         held = self._elements(grid, float(self.model.num_layers), experts, True, True)
         parameters, gradients, optimizer = self._state(grid, *held)
         several = grid.micro_batches(self.job.train.global_batch) > 1
-        kept = np.where(several & (grid.offload != ALL_AWAY), gradients, 0.0)
+        kept = np.where(several & (grid.offload != OFFLOAD_ALL), gradients, 0.0)
         gathered = self._gathered(grid, float(self.model.num_layers), experts)
         head = self.weights.table / grid.tp * FLOAT32_BYTES * (1.0 - 1.0 * several)
-        moments = (
+        candidates = (
             stack + loss + kept + gathered,
-            stack - last.waiting + last.widest + kept + gathered + np.minimum(head, gradients),
-            stack - last.waiting + kept + self._reducing(grid, True),
+            stack - last.saved + last.backward_peak + kept + gathered + np.minimum(head, gradients),
+            stack - last.saved + kept + self._reducing(grid, True),
             gradients,
         )
-        peaks = np.maximum.reduce(np.broadcast_arrays(*moments, gradients + self._checkpointed(grid)))
+        peaks = np.maximum.reduce(np.broadcast_arrays(*candidates, gradients + self._checkpointed(grid)))
         peaks = self._compiled(grid, peaks, kept > 0)
         copies = np.where(grid.zero < 2, self.workload.copy_bytes / grid.tp, 0.0)
         return np.asarray(parameters + optimizer + peaks + copies, dtype=np.float64)
 
     def _compiled(self, grid: Grid, eager: Floats, sums: Flags) -> Floats:
-        """The ledger's own peak where blocks are compiled, or Triton's, and layers are not split."""
+        """The ledger's exact peak for compiled or Triton blocks whose layers are not split."""
         whole = has_whole_layers(grid)
         if self.workload.compiled_job is None or not whole.any():
             return eager
@@ -226,28 +229,28 @@ class PeakBound:
         return np.where(whole, made, eager)
 
     def _with_pipeline(self, grid: Grid, columns: Floats, ends: EndCosts) -> Floats:
-        """The larger of the first and the last pp rank, with the micro-batches in flight there.
+        """The larger of the first and the last pipeline rank, with their in-flight micro-batches.
 
         Args:
             grid: The layouts, all with a pipeline.
-            columns: Of :meth:`_look_up`.
-            ends: Costs of embedding and head.
+            columns: Result of :meth:`_look_up`.
+            ends: Cost of embedding and head.
         """
         held = count_end_layers(grid, self.model.num_layers, ends.embedding, ends.head)
         ranks = (np.zeros_like(grid.pp), grid.pp - 1)
         return np.maximum(*(self._of_rank(grid, columns, r, h) for r, h in zip(ranks, held, strict=True)))
 
     def _of_rank(self, grid: Grid, columns: Floats, rank: Ints, held: HeldLayers) -> Floats:
-        """State of a pp rank and its micro-batches in flight."""
+        """State of a pipeline rank plus its in-flight micro-batches."""
         layers, fewest = held.layers, held.fewest
         dense, routed = _Block(*columns[:4]), _Block(*columns[4:8])
         micro_batches = grid.micro_batches(self.job.train.global_batch)
         split = np.isin(grid.schedule, SPLIT_BACKWARD)
-        waiting = self._least(dense.waiting - split * dense.copies, routed.waiting - split * routed.copies)
-        pending = self._least(dense.pending, routed.pending)
+        saved = self._least(dense.saved - split * dense.copies, routed.saved - split * routed.copies)
+        deferred_grads = self._least(dense.deferred_grads, routed.deferred_grads)
         in_flight = peak_in_flight(grid.schedule, rank, grid.pp, grid.virtual_stages, micro_batches)
-        forward = in_flight * fewest * waiting
-        late = count_pending(grid, rank, micro_batches) * fewest * pending
+        forward = in_flight * fewest * saved
+        deferred = count_pending(grid, rank, micro_batches) * fewest * deferred_grads
         embeds, heads = self._ends(grid, rank)
         experts = np.where(layers > 0, np.maximum(0.0, layers - self._dense_layers), 0.0)
         elements = self._elements(grid, layers, experts, embeds, heads)
@@ -256,16 +259,16 @@ class PeakBound:
         steady = (micro_batches >= 2 * in_flight + 1) & ~split
         kept = np.where(summed | steady, gradients, 0.0)
         gathered = np.where(grid.zero == 2, self._gathered(grid, layers, experts, embeds, heads), 0.0)
-        rest = np.maximum(in_flight * fewest - 1, 0) * waiting + self._reducing(grid, heads)
+        rest = np.maximum(in_flight * fewest - 1, 0) * saved + self._reducing(grid, heads)
         whole = np.where(split & (grid.zero >= 2), fewest * self._block(grid) * FLOAT32_BYTES, 0.0)
-        # Weight gradients may wait until everything gathered is let go.
-        flight = np.maximum.reduce((forward + gathered, late, np.where(split, 0.0, rest))) + kept
+        # Weight gradients may be deferred until all gathered parameters are freed.
+        flight = np.maximum.reduce((forward + gathered, deferred, np.where(split, 0.0, rest))) + kept
         flight = np.maximum(flight, whole)
         saving = gradients + np.where(embeds, self._checkpointed(grid), 0.0)
         return np.asarray(parameters + optimizer + np.maximum(flight, saving), dtype=np.float64)
 
     def _block(self, grid: Grid) -> Floats:
-        """Parameters of a block of a rank without routed experts, of the smaller kind that there is."""
+        """Parameters of a block on a rank, without routed experts; of the smaller kind of block."""
         weights = self.weights
         always = weights.attention / grid.tp + weights.latents + weights.norms
         kinds = [weights.ffn / grid.tp] * (self._dense_layers > 0)
@@ -273,13 +276,13 @@ class PeakBound:
         return np.asarray(always + np.minimum.reduce(kinds), dtype=np.float64)
 
     def _reducing(self, grid: Grid, heads: Flags | bool) -> Floats:
-        """ZeRO-2 and 3: a gathered block with its gradients, and what the head has gathered and made."""
+        """ZeRO-2 and 3: a gathered block and its gradients, and those of the head."""
         low = operand_bytes(self.job.train.precision)
         head = np.where(heads, self.weights.table / grid.tp * (FLOAT32_BYTES + low), 0.0)
         return np.where(grid.zero >= 2, 2 * self._block(grid) * low + head, 0.0)
 
     def _checkpointed(self, grid: Grid) -> Floats:
-        """What bringing the embedding together for a checkpoint holds (``checkpoint_memory``), at least."""
+        """Least memory to gather the embedding for a checkpoint (``plan.memory.checkpoint``)."""
         table = self.weights.table
         rows = np.where((grid.zero > 0) & (grid.dp_shard * grid.cp > 1), table / grid.tp * FLOAT32_BYTES, 0.0)
         joined = np.where(grid.tp > 1, 2 * table * FLOAT32_BYTES, 0.0)
@@ -290,14 +293,14 @@ class PeakBound:
         return float(self.model.num_layers - self.model.expert_layers)
 
     def _least(self, dense: Floats, routed: Floats) -> Floats:
-        """Of a block of a kind that every stage may have."""
+        """The smaller value over the kinds of blocks that the model has."""
         if not self.model.expert_layers:
             return dense
         return routed if not self._dense_layers else np.minimum(dense, routed)
 
     @staticmethod
     def _ends(grid: Grid, rank: Ints) -> tuple[Flags, Flags]:
-        """Whether the embedding, and whether the head are on a pp rank."""
+        """Whether the embedding, and whether the head, are on a pipeline rank."""
         v_shaped = np.isin(grid.schedule, V_SHAPED)
         return rank == 0, np.where(v_shaped, rank == 0, rank == grid.pp - 1)
 
@@ -309,7 +312,7 @@ class PeakBound:
         embeds: Flags | bool,
         heads: Flags | bool,
     ) -> tuple[Floats, Floats]:
-        """Parameters of a rank before sharding: all but routed experts, and these."""
+        """Parameters of a rank before sharding: dense ones, and routed experts."""
         weights, tied = self.weights, self.model.tied_embeddings
         always = weights.attention / grid.tp + weights.latents + weights.norms
         block = layers * always + (layers - experts) * weights.ffn / grid.tp
@@ -321,21 +324,21 @@ class PeakBound:
         return np.broadcast_to(dense, (len(grid),)), np.broadcast_to(np.asarray(routed), (len(grid),))
 
     def _state(self, grid: Grid, dense: Floats, experts: Floats) -> tuple[Floats, Floats, Floats]:
-        """Bytes of parameters, gradients and optimizer state on the device, after ZeRO and offloading."""
+        """Bytes of parameters, gradients and optimizer state on the device, after ZeRO and offload."""
         shards, expert_ranks = (grid.dp_shard * grid.cp).astype(float), expert_shards(grid).astype(float)
 
-        def cut(where: Flags) -> Floats:
+        def shard(where: Flags) -> Floats:
             return dense / np.where(where, shards, 1.0) + experts / np.where(where, expert_ranks, 1.0)
 
-        whole = cut(grid.zero >= 2) * FLOAT32_BYTES
+        whole = shard(grid.zero >= 2) * FLOAT32_BYTES
         deferred = (grid.accumulate == DEFERRED) & (grid.micro_batches(self.job.train.global_batch) > 1)
-        gradients = cut((grid.zero >= 2) & ~deferred) * FLOAT32_BYTES
+        gradients = shard((grid.zero >= 2) & ~deferred) * FLOAT32_BYTES
         each = ADAMW_BYTES if self.job.train.optimizer == "adamw" else 0.0
-        optimizer = np.where(grid.offload >= OPTIMIZER_AWAY, 0.0, cut(grid.zero >= 1) * each)
-        away = grid.offload == ALL_AWAY
+        optimizer = np.where(grid.offload >= OFFLOAD_OPTIMIZER, 0.0, shard(grid.zero >= 1) * each)
+        offloaded = grid.offload == OFFLOAD_ALL
         if self.job.train.grad_dtype != "fp32":  # some may be kept in 16 bits
             gradients = gradients / 2
-        return np.where(away, 0.0, whole), np.where(away, 0.0, gradients), optimizer
+        return np.where(offloaded, 0.0, whole), np.where(offloaded, 0.0, gradients), optimizer
 
     def _gathered(
         self,
@@ -345,7 +348,7 @@ class PeakBound:
         embeds: Flags | bool = True,
         heads: Flags | bool = True,
     ) -> Floats:
-        """Gathered parameters: what lies around the blocks under ZeRO-3; under ZeRO-2 the blocks too."""
+        """Gathered parameters: embedding, head and final norm with ZeRO-3; with ZeRO-2 the blocks too."""
         low = operand_bytes(self.job.train.precision)
         dense, routed = self._elements(grid, layers, experts, embeds, heads)
         around, _ = self._elements(grid, 0.0, 0.0, embeds, heads)
@@ -354,10 +357,11 @@ class PeakBound:
 
 
 def count_pending(grid: Grid, rank: Ints, micro_batches: Ints) -> Floats:
-    """Micro-batches of a stage that wait for their weight gradients at once, on the last pp rank.
+    """Micro-batches with deferred weight gradients at the same time, per stage of the last pipeline rank.
 
-    Closed forms that tests hold at or below the walked schedules: ZB-H1 delays ``pp`` of them there, ZBV
-    twice as many (two stages), DualPipe-V ``pp``. 0 elsewhere, and where the backward pass is not split.
+    Closed forms; tests check that they do not exceed the simulated schedules. ZB-H1 defers ``pp``
+    micro-batches there, ZBV twice as many (two stages), DualPipe-V ``pp``. 0 on other ranks and without a
+    split backward.
     """
     zb_h1, zbv, dual = (grid.schedule == SCHEDULES.index(name) for name in ("zb-h1", "zbv", "dualpipe-v"))
     few = np.minimum(micro_batches, grid.pp)

@@ -1,4 +1,4 @@
-"""The planner: from a job to the layout that is shown, written and enforced."""
+"""The planner: finds the layouts of a job, best first."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def search_job(
     objective: Objective = "time",
     progress: Progress = no_progress,
 ) -> SearchResult:
-    """The given layout, or the best ones: each predicted exactly, and each fits.
+    """The given layout, or the best ones. Each is predicted exactly and fits.
 
     Args:
         job: Its layout may be open (``layout.mode="auto"``) or given.
-        named: Keys of the layout that the user wrote; they keep their value.
-        top: How many of the best.
-        objective: What is best.
+        named: Layout keys that the user wrote; they keep their value.
+        top: Number of layouts to return.
+        objective: What to minimize.
         progress: Called from time to time.
 
     Raises:
-        UserError: Nothing fits, or the rules forbid every layout; it names changes that would fit.
+        UserError: No layout fits, or none is legal; the error names changes that would fit.
     """
     if job.layout.mode == "given":
         return _predict_given(job)
@@ -59,9 +59,9 @@ def search_job(
 
 
 def _descend_memory(found: SearchResult, pins: dict[str, Any], top: int) -> SearchResult:
-    """Follow single changes from the layout that needs least memory to one whose neighbours all need more.
+    """Local search: move to the neighbour with the least memory until no neighbour needs less.
 
-    Bounds of offloaded layouts are loose, so that the first stage may rank a leaner one too low.
+    Memory bounds of layouts with offload are loose, so the first stage may rank a better one too low.
     """
     best, started = found.best[0], time.perf_counter()
     while found.seconds + time.perf_counter() - started < BUDGET_S:
@@ -80,7 +80,7 @@ def _descend_memory(found: SearchResult, pins: dict[str, Any], top: int) -> Sear
 
 
 def _matches_pins(layout: Layout, pins: dict[str, Any]) -> bool:
-    """Whether a layout has the values that the user named."""
+    """Whether a layout has the pinned values."""
     return all(getattr(layout, name) == value for name, value in pins.items())
 
 
@@ -88,7 +88,7 @@ def _predict_given(job: Job) -> SearchResult:
     started = time.perf_counter()
     settled = with_layout(job, complete_layout(job, job.layout))
     problems = find_problems(settled, to_run=not find_problems(job))
-    if problems:  # the job's rules were checked with the micro-batch left open; here it is settled
+    if problems:  # earlier checks had no micro-batch
         raise UserError(*problems)
     prediction = predict(job, settled.layout)
     if not prediction.fits:
@@ -98,7 +98,7 @@ def _predict_given(job: Job) -> SearchResult:
 
 
 def _search_replicas(job: Job) -> SearchResult:
-    """Every number of replicas that the cluster holds: what a ResNet has."""
+    """Every dp_replicate degree that the cluster holds; a ResNet has no other axis."""
     found, started = SearchResult(job), time.perf_counter()
     predictions, refused = [], list[Problem]()
     for count in range(1, min(job.cluster.world_size, job.train.global_batch) + 1):
@@ -125,9 +125,9 @@ def _search_replicas(job: Job) -> SearchResult:
 
 
 def _divides_batch(job: Job, layout: Layout) -> bool:
-    """Whether the micro-batch, where it is given, suits the share of a rank."""
+    """Whether the given micro-batch suits the samples per rank."""
     share, micro = samples_per_rank(job, layout), layout.micro_batch or 1
-    if isinstance(job.model, ResNetModel) and job.mixes_samples:  # nothing may be padded
+    if isinstance(job.model, ResNetModel) and job.mixes_samples:  # batch norm: no padding
         batch, ranks = job.train.global_batch, layout.dp_replicate
         return batch % (ranks * micro) == 0 and batch // ranks >= job.model.least_micro_batch
     return micro <= share

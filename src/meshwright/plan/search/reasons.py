@@ -1,4 +1,4 @@
-"""Why a layout was chosen, in sentences: every automatic choice carries its reason."""
+"""Reasons of a plan: every automatic choice is printed with why it was made."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from meshwright.spec.model import BATCH_NORM_NOTE, DecoderModel
 from meshwright.spec.train_defaults import explain_defaults
 
 MOST_LISTED = 12
-"""Stages whose layers are listed one by one."""
+"""Stages up to which layers are listed one by one."""
 MOST_OTHERS = 3
-"""Layouts of a short search that are compared one by one."""
+"""Next best layouts that are compared with the chosen one."""
 WORTH_IT, NO_GAIN = 0.5, 1.05
-"""Speed-up per device below which one device is worth a thought; speed-up below which there is none."""
+"""Speed-up per device below which one device is suggested; speed-up that counts as none."""
 BEST = {
-    "time": "the shortest predicted step",
-    "cost": "the least device time per step",
-    "memory": "the least memory per rank",
+    "time": "shortest predicted step",
+    "cost": "least device time per step",
+    "memory": "least memory per rank",
 }
 
 
 def explain_choice(asked: Job, found: SearchResult, neighbours: bool = False) -> list[str]:
-    """Why the best is best, why others are not, and what follows from it.
+    """Reasons for the best layout, against the others, and notes on what it implies.
 
     Args:
-        asked: The job as it was given, its layout perhaps open.
-        found: With at least one layout that fits.
-        neighbours: Whether layouts one change away are predicted and compared; else the next best are.
+        asked: The job as given; its layout may be open.
+        found: The search, with at least one layout that fits.
+        neighbours: Predict and compare layouts one change away; else compare the next best.
     """
     best = found.best[0]
     if asked.layout.mode == "given":
@@ -56,39 +56,37 @@ def explain_choice(asked: Job, found: SearchResult, neighbours: bool = False) ->
 def _explain_best(asked: Job, found: SearchResult) -> str:
     best, devices = found.best[0], asked.cluster.world_size
     count = f"{len(found.best):,} layout{'s' * (len(found.best) != 1)} that fit"
-    words = f"{describe_layout(best.layout)}: {BEST[found.objective]} of {count}"
+    words = f"{describe_layout(best.layout)}: {BEST[found.objective]} among {count}"
     first = min(found.best, key=lambda p: score(found.objective, p))
     more = score(found.objective, best) / score(found.objective, first) - 1
     if more > 1e-4:
-        margin = (
-            f"the simplest within {SIMPLICITY_MARGIN[asked.cluster.device]:.0%} of {BEST[found.objective]}"
-        )
-        against = f"{more:+.2%} against {describe_layout(first.layout)}"
-        words = f"{describe_layout(best.layout)}: {margin} of {count} ({against})"
+        margin = f"{SIMPLICITY_MARGIN[asked.cluster.device]:.0%} of the {BEST[found.objective]}"
+        against = f"{more:+.2%} over {describe_layout(first.layout)}"
+        words = f"{describe_layout(best.layout)}: simplest within {margin} among {count} ({against})"
     if best.layout.world_size == 1 < devices:
-        words += "; one device is enough, communication would cost more than it gives"
+        words += "; one device is enough: communication would cost more than it saves"
     elif best.layout.world_size < devices:
-        words += f"; the other {devices - best.layout.world_size} devices would not help"
+        words += f"; the other {devices - best.layout.world_size} devices would not speed it up"
     if best.layout.offload != "none" and found.objective != "memory":
         without = found.without_offload_s
-        slow = "nothing fits" if without is None else f"{format_seconds(without)}, recomputing everything"
-        words += f"; without offloading {slow}. {NOT_BUILT}"
+        slow = "nothing fits" if without is None else f"{format_seconds(without)} with recompute=full"
+        words += f"; without offload {slow}. {NOT_BUILT}"
     return words
 
 
 def _explain_others(found: SearchResult, neighbours: bool) -> list[str]:
-    """Neighbours of the best; of a ResNet, which has replicas alone, the next best."""
+    """Neighbours of the best layout, or the next best ones (ResNets have only dp_replicate)."""
     best = found.best[0]
     if neighbours and isinstance(best.job.model, DecoderModel):
-        return [f"not {sentence}" for sentence in explain_neighbours(best, found.objective)]
+        return [f"rejected {sentence}" for sentence in explain_neighbours(best, found.objective)]
     return [
-        f"not {describe_layout(other.layout)}: {compare(best, other, found.objective)}"
+        f"rejected {describe_layout(other.layout)}: {compare(best, other, found.objective)}"
         for other in found.best[1 : 1 + MOST_OTHERS]
     ]
 
 
 def _explain_one_device(asked: Job, best: Prediction) -> list[str]:
-    """A line where one device is not much slower than all that the best layout takes."""
+    """A line where one device is not much slower than the best layout."""
     devices = best.layout.world_size
     if devices == 1 or not isinstance(asked.model, DecoderModel):
         return []
@@ -100,26 +98,26 @@ def _explain_one_device(asked: Job, best: Prediction) -> list[str]:
     if times > max(WORTH_IT * devices, NO_GAIN):
         return []
     advice = "use one device" if times < NO_GAIN else "consider one device"
-    words = f"{describe_layout(alone.best[0].layout)} takes {format_seconds(alone.best[0].step_s)} per step"
-    return [f"{advice}: {words}; {devices} devices are {times:.2f} times as fast"]
+    words = f"{describe_layout(alone.best[0].layout)} takes {format_seconds(alone.best[0].step_s)}/step"
+    return [f"{advice}: {words}; {devices} devices are {times:.2f}x as fast"]
 
 
 def _explain_micro_batch(asked: Job, best: Prediction) -> list[str]:
-    """The rule by which a micro-batch that a given layout leaves open was chosen."""
+    """The rule that chose the micro-batch of a given layout."""
     if asked.layout.mode != "given" or asked.layout.micro_batch is not None:
         return []
     rule = "largest size that fits with at least 2 micro-batches"
     rule += " per stage" if best.layout.pp > 1 else ""
     if best.micro_batches < 2 * best.layout.pp:
-        rule = "smallest size that leaves as many micro-batches as there can be"
+        rule = "smallest size: the batch is too small for 2 micro-batches per stage"
     if best.layout.schedule == "interleaved":
-        rule += ", in a multiple of layout.pp"
-    rule += " and divides a rank's share of the batch" if asked.mixes_samples else ""
+        rule += ", a multiple of layout.pp of them"
+    rule += " and divides the samples per rank" if asked.mixes_samples else ""
     return [f"micro_batch={best.layout.micro_batch}: {rule}"]
 
 
 def explain_stages(asked: Job, best: Prediction) -> list[str]:
-    """Why a pipeline's stages have the layers that they have, and its bubble."""
+    """Why each pipeline stage has its number of layers, and the bubble."""
     layout, planned = best.layout, best.time.pipeline
     if planned is None:
         return []
@@ -129,17 +127,17 @@ def explain_stages(asked: Job, best: Prediction) -> list[str]:
     else:
         costs = part_costs(best.job)
         head, embedding = costs.head_blocks, costs.embedding_blocks
-        why = f"the head costs as much as {head:.1f} layers"
-        why += f", the embedding as {embedding:.1f}" if embedding >= 0.1 else ""
+        why = f"head costs {head:.1f} layers"
+        why += f", embedding {embedding:.1f}" if embedding >= 0.1 else ""
     name = layout.schedule_file or layout.schedule
     return [
-        f"stages of {layers} layers: {why}",
-        f"{name} with {best.micro_batches} micro-batches: pp ranks are idle {planned.bubble:.1%} of the time",
+        f"layers per stage {layers}: {why}",
+        f"{name} with {best.micro_batches} micro-batches: pipeline bubble {planned.bubble:.1%}",
     ]
 
 
 def _list_layers(counts: Sequence[int]) -> str:
-    """The layers of each stage; runs of equal ones together where there are many."""
+    """Layers of each stage; equal neighbours are grouped where there are many."""
     if len(counts) <= MOST_LISTED:
         return ", ".join(map(str, counts))
     runs = [(count, len(list(run))) for count, run in itertools.groupby(counts)]
@@ -147,20 +145,20 @@ def _list_layers(counts: Sequence[int]) -> str:
 
 
 def _explain_not_built(job: Job) -> list[str]:
-    """A line where the layout is predicted and cannot be trained."""
+    """A line where the layout can be planned but not trained."""
     codes = [problem.code for problem in find_problems(job)]
     if not codes:
         return []
-    return [f"planned only: train does not run it yet ({', '.join(codes)}); memory is estimated, not exact"]
+    return [f"plan only: train does not support it yet ({', '.join(codes)}); memory is estimated, not exact"]
 
 
 def _explain_job(job: Job, micro_batches: int) -> list[str]:
-    """What the choice implies for samples, positions, learning rate and precision."""
+    """Notes on padding, positions, learning rate and precision."""
     notes = []
     padded = job.layout.data_degree * micro_batches * (job.layout.micro_batch or 1)
     if padded > job.train.global_batch:
         empty = padded - job.train.global_batch
-        notes.append(f"{empty} of {padded} samples per step are zero-weight padding: all ranks run alike")
+        notes.append(f"{empty} of {padded} samples per step are zero-weight padding, so that ranks run alike")
     if job.mixes_samples:
         notes.append(BATCH_NORM_NOTE)
     return [
@@ -175,10 +173,10 @@ def _explain_job(job: Job, micro_batches: int) -> list[str]:
 
 
 def explain_positions(job: Job) -> list[str]:
-    """A warning where sequences are longer than what a model with rotary positions was made for."""
+    """A warning where sequences are longer than the model's RoPE positions."""
     model, length = job.model, job.data.seq_len
     if not isinstance(model, DecoderModel) or model.max_positions is None or length <= model.max_positions:
         return []
-    known = f"model.max_positions={model.max_positions}, the longest sequence that the model knows"
-    unseen = "weights that were trained before have never seen the positions behind it"
-    return [f"warning: data.seq_len={length} is more than {known}: {unseen}"]
+    limit = f"model.max_positions={model.max_positions}"
+    unseen = "pretrained weights have never seen the positions beyond it"
+    return [f"warning: data.seq_len={length} is more than {limit}: {unseen}"]

@@ -1,4 +1,4 @@
-"""What each framework has to choose from: a search for it stays within; a layout that is given does not."""
+"""What each framework supports. A search stays within it; a given layout need not."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from meshwright.spec.layout import DEGREES
 
 @dataclass(frozen=True)
 class RuntimeSupport:
-    """Settings that a framework knows."""
+    """Settings that a framework supports."""
 
     schedules: tuple[str, ...] = ("1f1b", "interleaved", "zb-h1", "zbv")
-    """Pipeline schedules; none: it has no pipelines."""
+    """Pipeline schedules; empty: no pipeline parallelism."""
     zeros: tuple[int, ...] = (0, 1, 2, 3)
     """ZeRO stages."""
     axes: tuple[str, ...] = DEGREES
-    """Degrees that may be above one."""
+    """Axes that may have a degree above 1."""
 
 
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -30,12 +30,13 @@ RUNTIME_SUPPORT = {
     "composer": RuntimeSupport((), (0, 2, 3), DATA_AXES),
     "deepspeed": RuntimeSupport((), axes=(*DATA_AXES, "cp", "ep")),
 }
-"""By how a runtime's name begins. Megatron's distributed optimizer is ZeRO-1; FSDP is ZeRO-3, or 2 where it
-keeps gathered weights. Megatron-LM, the one of 2020 to 2022, had neither context nor expert parallelism."""
+"""By prefix of the runtime's name. Megatron's distributed optimizer is ZeRO-1. FSDP is ZeRO-3, or ZeRO-2 if
+it does not reshard after the forward pass. Megatron-LM of 2020 to 2022 had no context or expert
+parallelism."""
 
 
 def runtime_support(job: Job) -> RuntimeSupport:
-    """What the job's runtime knows; everything for one that is not listed."""
+    """What the job's runtime supports; everything for a runtime that is not listed."""
     runtime = job.train.runtime
     return next(
         (support for name, support in RUNTIME_SUPPORT.items() if runtime.startswith(name)), RuntimeSupport()

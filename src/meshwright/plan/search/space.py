@@ -1,18 +1,18 @@
-"""All legal layouts of a job, as columns.
+"""All legal layouts of a job, as numpy columns.
 
-Degrees come from the divisors of the number of devices, settings are crossed with them in numpy; there is no
-loop over layouts. The rules are those of ``spec/legality/table.py``, for columns; a test holds both together.
+Degrees are divisors of the number of devices; settings are crossed with them without a loop over layouts. The
+rules are those of ``spec/legality/table.py`` in vectorised form; a test checks that both agree.
 
-What is in the space, beside the rules:
+The space is limited further:
 
-- Settings that change nothing are not repeated: one schedule with ``pp=1``, one context method with ``cp=1``.
-- ``micro_batch`` divides the share of a rank, or is a power of two evened out to what does it in as many
-  micro-batches. ``virtual_stages`` are the fewest for each number of layers in a stage, at most 8.
+- Settings without effect are not repeated: one schedule with ``pp=1``, one context method with ``cp=1``.
+- ``micro_batch`` divides the samples per rank, or is the smallest size with as many micro-batches as a power
+  of two. ``virtual_stages`` is the smallest for each number of layers per stage, at most 8.
 - ``sequence_parallel`` is on wherever ``tp`` allows it: the best with it is within 1% of the best without.
-- ``etp`` is 1 or ``tp``: experts are split as far as all other matrices are, or not at all.
-- Schedules, ZeRO stages and axes are those that the job's runtime has (``runtimes.py``).
-- ``gpipe`` and ``dualpipe-v`` only where they are named: 1F1B takes as long as GPipe and never holds more.
-- ``offload`` only where it is asked for: see ``find.py``. ``prefetch`` and ``accumulate`` stay.
+- ``etp`` is 1 or ``tp``: expert matrices are split like all others, or not at all.
+- Schedules, ZeRO stages and axes are those that the job's runtime supports (``runtimes.py``).
+- ``gpipe`` and ``dualpipe-v`` only if named: 1F1B takes as long as GPipe and never needs more memory.
+- ``offload`` only on request: see ``find.py``. ``prefetch`` and ``accumulate`` keep their value.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from meshwright.spec.model import DecoderModel
 from meshwright.spec.numbers import divisors
 
 CHUNK = 1 << 16
-"""Layouts that are priced at once: their columns stay in a core's cache."""
+"""Layouts that are estimated at once, so that the columns stay in the CPU cache."""
 MOST_VIRTUAL_STAGES = 8
-"""Stages per rank that an interleaved schedule is searched with; more are taken where they are named."""
+"""Most virtual stages in a search; more are possible if named."""
 NO_SHARDS, SHARDS_OF_SEQUENCE, SHARDS = range(3)
-"""What ZeRO finds: nothing, ranks of cp alone, or ranks of dp_shard."""
+"""What ZeRO can shard over: nothing, only cp, or dp_shard."""
 _CODES: dict[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
     "recompute": RECOMPUTES,
@@ -57,11 +57,11 @@ _CODES: dict[str, tuple[str, ...]] = {
 
 
 def pinned_keys(layout: Layout, named: Sequence[str] = ()) -> dict[str, Any]:
-    """The keys of a layout that the search must leave alone.
+    """The layout keys that the search must not change.
 
     Args:
         layout: The job's.
-        named: Keys that the user wrote; those that differ from their default were written by someone, too.
+        named: Keys that the user wrote; keys that differ from their default are pinned, too.
     """
     found = {}
     for field in dataclasses.fields(layout):
@@ -72,27 +72,27 @@ def pinned_keys(layout: Layout, named: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def world_sizes(job: Job) -> list[int]:
-    """Numbers of devices that are tried, most first: even parts of the nodes, and of one node."""
+    """World sizes to try, largest first: divisors of the nodes, and of one node."""
     per_node = job.cluster.devices_per_node
     whole = [nodes * per_node for nodes in divisors(job.cluster.nodes)]
     return sorted({*whole, *divisors(per_node)}, reverse=True)
 
 
 def _evenly(count: int, ranks: Ints) -> np.ndarray:
-    """Whether so many heads split evenly over ranks, or are repeated evenly where there are fewer."""
+    """Whether heads split evenly over ranks, or are replicated evenly where there are fewer heads."""
     return np.asarray((count % ranks == 0) | (ranks % count == 0))
 
 
 @cache
 def micro_batch_choices(share: int) -> tuple[int, ...]:
-    """Micro-batches of a rank's share that waste nothing, or as little as their count allows."""
+    """Micro-batch sizes of the samples per rank, with no padding or as little as possible."""
     evened = {-(-share // -(-share // 2**power)) for power in range(share.bit_length())}
     return tuple(sorted({*divisors(share), *evened}))
 
 
 @cache
 def virtual_stage_choices(layers: int, pp: int) -> tuple[int, ...]:
-    """Stages per rank, from 2 to 8: the fewest for each number of layers in the largest stage."""
+    """Virtual stages from 2 to 8: the smallest for each number of layers in the largest stage."""
     fewest: dict[int, int] = {}
     for stages in range(2, min(layers // pp, MOST_VIRTUAL_STAGES) + 1):
         fewest.setdefault(-(-layers // (pp * stages)), stages)
@@ -104,10 +104,10 @@ class LayoutSpace:
     """The layouts of a job on one number of devices.
 
     Args:
-        job: What is planned; its layout's own values do not matter, ``pins`` do.
-        world_size: Devices that every layout uses.
-        pins: Keys with the one value that they may have.
-        offloads: What may leave the device.
+        job: What is planned; only ``pins`` constrain its layout.
+        world_size: Number of devices of every layout.
+        pins: Keys with a fixed value.
+        offloads: Values of ``offload`` to try.
     """
 
     job: Job
@@ -117,13 +117,13 @@ class LayoutSpace:
 
     @property
     def model(self) -> DecoderModel:
-        """The job's, which is a decoder."""
+        """The job's decoder."""
         assert isinstance(self.job.model, DecoderModel), "only decoders have a space of layouts"
         return self.job.model
 
     @cached_property
     def _degrees(self) -> tuple[Columns, int]:
-        """Mesh degrees with the settings that hang on them alone, and how many a rule excluded."""
+        """Mesh degrees with the settings that depend only on them, and the number of illegal ones."""
         model, illegal = self.model, 0
         columns: Columns = {"rest": np.array([self.world_size], dtype=np.int64)}
         for axis in AXES[:-1]:  # dp_replicate takes what the others leave
@@ -148,7 +148,7 @@ class LayoutSpace:
         pieces = np.where(columns["tp"] > 1, columns["tp"] * columns["cp"], 1)
         columns = expand(columns, pieces, ("sequence_parallel",), self._sp_choices)
         columns = self._expand_context(columns)
-        # In any order, so that a search which stops early has seen layouts of every kind.
+        # Shuffled, so that a search that stops early has seen all kinds of layouts.
         order = np.random.default_rng(0).permutation(len(columns["pp"]))
         return keep(columns, order), illegal
 
@@ -174,7 +174,7 @@ class LayoutSpace:
         return kept
 
     def _supported_degrees(self, columns: Columns) -> np.ndarray:
-        """Axes that the runtime does not have stay at one, unless they are pinned."""
+        """Axes that the runtime does not support stay at 1, unless pinned."""
         kept = np.ones(len(columns["pp"]), dtype=np.bool_)
         for name in AXES:
             if name not in runtime_support(self.job).axes and name not in self.pins:
@@ -214,7 +214,7 @@ class LayoutSpace:
         return grown, int(count_choices(key, all_choices).sum()) - len(grown["pp"])
 
     def _zero_choices(self, kind: int) -> Choices:
-        """Stage 0 has no shards; the others need some, and cp alone may be them."""
+        """ZeRO-0 has no shards; the other stages need dp_shard or cp."""
         stages = {NO_SHARDS: (0,), SHARDS_OF_SEQUENCE: (0, 1, 2, 3), SHARDS: (1, 2, 3)}[kind]
         with_1f1b = 2 if self.pins.get("accumulate") == "deferred" else 0
         with_1f1b = 3 if self.pins.get("prefetch", 1) != 1 else with_1f1b
@@ -226,7 +226,7 @@ class LayoutSpace:
         ]
 
     def _sp_choices(self, pieces: int) -> Choices:
-        """``pieces`` that a sequence is cut into; 1 where there is no tp."""
+        """Whether sequence parallelism may be on; ``pieces`` are the shards of a sequence, 1 without tp."""
         able = pieces > 1 and self.job.data.seq_len % pieces == 0
         return [(int(flag),) for flag in self._allowed("sequence_parallel", self._sp_values(able))]
 
@@ -234,7 +234,7 @@ class LayoutSpace:
         return (False,) if not able else (True, False) if "sequence_parallel" in self.pins else (True,)
 
     def _expand_context(self, columns: Columns) -> Columns:
-        """A ring, or where each rank of tp x cp gets whole heads, Ulysses; one choice without cp."""
+        """Ring attention, or Ulysses where tp x cp divides the heads; one choice without cp."""
         model, base = self.model, self.world_size + 1
 
         def choices(key: int) -> Choices:
@@ -251,7 +251,7 @@ class LayoutSpace:
         return expand(columns, columns["tp"] * base + columns["cp"], ("context",), choices)
 
     def schedule_choices(self, key: int) -> Choices:
-        """Schedules and virtual stages; ``key`` is 2 x pp, one more where pp divides the micro-batches."""
+        """Schedules and virtual stages; ``key`` is 2 x pp, plus 1 if pp divides the micro-batches."""
         pp, in_groups = divmod(key, 2)
         named = self.pins.get("schedule")
         if pp == 1:
@@ -281,13 +281,13 @@ class LayoutSpace:
 
     @cached_property
     def _shares(self) -> Ints:
-        """Samples of the fullest rank, for each row of degrees."""
+        """Samples per rank, for each row of degrees."""
         columns, _ = self._degrees
         return -(-self.job.train.global_batch // (columns["dp_replicate"] * columns["dp_shard"]))
 
     @cached_property
     def _memory_choices(self) -> list[tuple[int, int]]:
-        """Recomputation and offload, crossed."""
+        """Choices of ``recompute`` and ``offload``."""
         return [
             (RECOMPUTES.index(mode), OFFLOADS.index(away))
             for mode in self._allowed("recompute", RECOMPUTES)
@@ -296,7 +296,7 @@ class LayoutSpace:
 
     @cached_property
     def _counts(self) -> tuple[Ints, Ints]:
-        """Layouts of each row of degrees, without and with their schedules."""
+        """Number of layouts of each row of degrees, without and with schedules."""
         columns, _ = self._degrees
 
         def whole(key: int) -> int:
@@ -316,17 +316,17 @@ class LayoutSpace:
 
     @property
     def illegal(self) -> int:
-        """Combinations that a rule excludes, each counted where the rule first meets it."""
+        """Number of combinations that a rule excludes."""
         return self._degrees[1]
 
     @property
     def has_1f1b(self) -> bool:
-        """Whether every row of degrees and settings is in it with 1F1B and one stage a rank."""
+        """Whether the space has 1F1B with one stage per rank."""
         plain = self.pins.get("schedule", "1f1b") == "1f1b" and self.pins.get("virtual_stages", 1) == 1
         return plain and "1f1b" in runtime_support(self.job).schedules
 
     def chunks(self, size: int = CHUNK) -> Iterator[Chunk]:
-        """The layouts, about so many at a time; their schedules are still open."""
+        """The layouts in chunks of about ``size``; their schedules are still open."""
         columns, _ = self._degrees
         ends = np.cumsum(self._counts[1])
         start = 0
@@ -343,13 +343,13 @@ class LayoutSpace:
                 yield Chunk(self, grown)
 
     def schedule_keys(self, columns: Columns) -> Ints:
-        """What decides which schedules a row may have."""
+        """The key of :meth:`schedule_choices` for each row."""
         share = -(-self.job.train.global_batch // (columns["dp_replicate"] * columns["dp_shard"]))
         in_groups = -(-share // columns["micro_batch"]) % columns["pp"] == 0
         return np.asarray(2 * columns["pp"] + in_groups, dtype=np.int64)
 
     def grid(self, columns: Columns) -> Grid:
-        """Finished columns, with what the whole job shares."""
+        """The columns as a grid, with the settings that all layouts share."""
         columns, count = dict(columns), len(columns["pp"])
         for name in ("accumulate", "prefetch"):
             value = self.pins.get(name, getattr(self.job.layout, name))
@@ -360,7 +360,7 @@ class LayoutSpace:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some layouts of a space, all but their schedules."""
+    """Some layouts of a space, without schedules."""
 
     space: LayoutSpace
     columns: Columns
@@ -371,18 +371,18 @@ class Chunk:
 
     @property
     def sizes(self) -> Ints:
-        """How many schedules each row may have."""
+        """Number of schedules of each row."""
         return count_choices(self._keys, self.space.schedule_choices)
 
     def with_1f1b(self) -> Grid:
-        """Each row with the schedule that needs the least memory: 1F1B, one stage a rank."""
+        """Each row with 1F1B and one stage per rank, the schedule that needs least memory."""
         one = np.ones_like(self.columns["pp"])
         return self.space.grid(
             {**self.columns, "schedule": one * SCHEDULES.index("1f1b"), "virtual_stages": one}
         )
 
     def expand_schedules(self, rows: np.ndarray | None = None) -> Grid:
-        """Rows crossed with their schedules; all rows if none are named."""
+        """Rows crossed with their schedules; all rows by default."""
         columns, keys = self.columns, self._keys
         if rows is not None:
             columns, keys = keep(columns, rows), keys[rows]

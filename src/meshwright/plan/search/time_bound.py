@@ -1,12 +1,12 @@
-"""What no step can be faster than: on so many devices, and with any schedule if it is priced with 1F1B.
+"""Lower bounds of the step time: for a number of devices, and for a layout with any pipeline schedule.
 
-The estimate adds launches, tiles that are not full, attention, passes over memory, communication and waiting
-to the matrix products; none of it is negative. So the products alone, at the highest rate that the estimate
-gives any product, bound every layout on so many devices.
+The estimate adds launches, partial tiles, attention, memory traffic, communication and idle time to the
+GEMMs; none of it is negative. So the GEMMs alone, at the highest GEMM rate of the estimate, bound every
+layout on a number of devices.
 
-Of one layout's step only the bubble, uneven stages and transfers depend on the schedule. Without them, a step
-with 1F1B bounds the same step with any schedule; those that do not split the backward pass also wait
-(pp - 1) / virtual_stages micro-batches of work. Tests hold both bounds below the estimate.
+Only the bubble, uneven stages and transfers of a step depend on the schedule. Without them, the step with
+1F1B bounds the same step with any schedule. Schedules that do not split the backward pass also idle for (pp
+- 1) / virtual_stages micro-batches of work. Tests check that both bounds stay below the estimate.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from meshwright.plan.time.rates import rates_of
 
 WITH_BUBBLE = [SCHEDULES.index(name) for name in ("gpipe", "1f1b", "interleaved")]
 SCHEDULE_PARTS = ("bubble", "uneven stages", "pipeline transfers")
-"""Parts of a step that change with the schedule alone."""
+"""Parts of a step that depend on the schedule."""
 MATRIX_SHARE = 0.99
-"""At least this share of the parameters is matrices; the rest is norms and biases, which multiply nothing."""
+"""Least share of the parameters in matrices; the rest are norms and biases, which have no GEMM."""
 
 
 def highest_rate(workload: Workload) -> float:
-    """FLOP/s that no product of the estimate exceeds."""
+    """FLOP/s that no GEMM of the estimate exceeds."""
     rates = rates_of(workload)
     device = Device.of(workload, rates)
     tile = max(rate for *_, rate in TILES)
@@ -39,7 +39,7 @@ def highest_rate(workload: Workload) -> float:
 
 
 def gemm_floor_s(workload: Workload, devices: int) -> float:
-    """All matrix products of a step but the routers', spread over so many devices at that rate."""
+    """Time of a step's GEMMs, without the routers', on a number of devices at that rate."""
     model = workload.model
     routers = model.expert_layers * model.hidden_size * (model.num_experts or 0)
     matrices = MATRIX_SHARE * (count_active_matmul_parameters(model) - routers)
@@ -48,13 +48,13 @@ def gemm_floor_s(workload: Workload, devices: int) -> float:
 
 
 def schedule_floor_s(workload: Workload, plain: StepEstimate, grid: Grid, rows: Ints) -> Floats:
-    """A bound for each layout of a grid.
+    """A lower bound for each layout of a grid.
 
     Args:
         workload: What is estimated.
-        plain: Of the same layouts with 1F1B and one stage a rank, each once.
+        plain: Estimates of the same layouts with 1F1B and one stage per rank.
         grid: Layouts with other schedules.
-        rows: Which of ``plain`` each of them is like.
+        rows: For each of them, its index in ``plain``.
     """
     none = np.zeros(len(plain.step_s))
     fixed = plain.step_s - sum((plain.parts[name] for name in SCHEDULE_PARTS), none)

@@ -1,1 +1,1 @@
-"""The time model: how long a training step takes, part by part, on any device and with any layout."""
+"""The time model: the parts of a training step in seconds, for any layout and device."""

@@ -1,4 +1,4 @@
-"""Activations that eager steps make, in bytes: what their passes over memory are counted with."""
+"""Activation bytes of eager steps; memory traffic of elementwise work is a multiple of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def count_passes(recompute: str) -> int:
 
 
 def block_bytes(workload: Workload, grid: Grid) -> Floats:
-    """Activations that an average block of an eager step makes of one micro-batch."""
+    """Activation bytes of one micro-batch in an average block of an eager step."""
     model, tokens = workload.model, Tokens.of(workload, grid)
     routed = model.expert_layers / model.num_layers
     total = np.zeros(len(grid))
@@ -33,7 +33,7 @@ def block_bytes(workload: Workload, grid: Grid) -> Floats:
 
 
 def _sum_bytes(kept: SavedBytes, tokens: Tokens, workload: Workload, grid: Grid) -> Floats:
-    """Bytes of all that one kind of block keeps; experts get even shares of the tokens."""
+    """Saved activation bytes of one kind of block; routing is balanced."""
     routed = tokens.split * grid.etp * (workload.model.experts_per_token or 0)
     return (
         kept.shared * tokens.residual
@@ -53,5 +53,5 @@ def head_bytes(workload: Workload, grid: Grid) -> Floats:
 
 
 def touched_bytes(workload: Workload, grid: Grid) -> Floats:
-    """Activations that an eager step makes of one micro-batch, in all layers; without a pipeline."""
+    """Activation bytes of one micro-batch in all layers of an eager step, without a pipeline."""
     return workload.model.num_layers * block_bytes(workload, grid) + head_bytes(workload, grid)

@@ -1,4 +1,4 @@
-"""Time of one block, of the head and of the embedding, for one micro-batch on one rank of a GPU cluster."""
+"""Time of one block, of the head and of the embedding on a GPU, for one micro-batch on one rank."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from meshwright.spec.model import DecoderModel
 ATTENTION_BACKWARD_FLOPS = 2.5
 ATTENTION_BACKWARD_RATE = 0.85
 FULL_RATE_HEAD_DIM = 128
-"""Head width from which fused attention has its full rate; half of it has three quarters."""
+"""Head width from which fused attention reaches its full rate; half the width reaches 75%."""
 EXPERT_ROW_MULTIPLE = 16
 """An expert's tokens are padded to a multiple of this."""
 SCORE_BYTES, SCORE_BACKWARD_BYTES = 9.0, 11.0
-"""Bytes that softmax, mask and dropout move for each score where attention is not fused."""
+"""Bytes per attention score that softmax, mask and dropout move where attention is not fused."""
 SOFTMAX_BATCH = 4
-"""Megatron's softmax kernel takes heads of a micro-batch by fours (`attn_batches % 4`, fused_softmax.py)."""
+"""Megatron's fused softmax needs a multiple of 4 heads x sequences (`attn_batches % 4`, fused_softmax.py)."""
 UNFUSED_SOFTMAX_BYTES, UNFUSED_SOFTMAX_BACKWARD_BYTES = 32.0, 34.0
-"""Bytes more for each score where it refuses: to float32, scaled, masked, softmax, back to 16 bits."""
+"""Extra bytes per score without the fused softmax: cast to float32, scale, mask, softmax, cast back."""
 EMBEDDING_OUTPUT_BYTES = 4.0
-"""Bytes of an element of the embedding's output."""
+"""Bytes per element of the embedding's output."""
 RING = CONTEXTS.index("ring")
 UNFUSED_SOFTMAX_KERNELS = 1.2
-"""Kernels of a block then, over those with the fused softmax: nine more of about fifty."""
+"""Kernels of a block without the fused softmax, over those with it: nine more on about fifty."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,20 @@ class Passes:
         )
 
     def times(self, factor: Floats | float) -> Passes:
-        """So many of them."""
+        """Scaled by a factor."""
         return Passes(self.forward * factor, self.backward_input * factor, self.backward_weight * factor)
 
     def where(self, wanted: Flags, other: Passes) -> Passes:
-        """These where wanted, else the others."""
+        """These where ``wanted``, else those of ``other``."""
         return Passes(
             np.where(wanted, self.forward, other.forward),
             np.where(wanted, self.backward_input, other.backward_input),
             np.where(wanted, self.backward_weight, other.backward_weight),
         )
 
-    def take(self, places: Ints) -> Passes:
-        """Those at some places."""
-        return Passes(self.forward[places], self.backward_input[places], self.backward_weight[places])
+    def take(self, indices: Ints) -> Passes:
+        """The passes of some layouts."""
+        return Passes(self.forward[indices], self.backward_input[indices], self.backward_weight[indices])
 
     @property
     def total(self) -> Floats:
@@ -70,34 +70,34 @@ class Passes:
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """A block, averaged over the model's layers."""
+    """Times of a block, averaged over the model's layers."""
 
     gemms: Passes
     attention: Passes
     elementwise: Passes
     expert_gemms: Passes
-    """Routed experts, averaged over all layers."""
+    """GEMMs of routed experts, averaged over all layers."""
     selective: Floats
-    """What selective activation checkpointing computes again."""
+    """Recompute time of selective activation checkpointing."""
 
-    def take(self, places: Ints) -> BlockTimes:
-        """Those at some places."""
+    def take(self, indices: Ints) -> BlockTimes:
+        """The times of some layouts."""
         return BlockTimes(
-            gemms=self.gemms.take(places),
-            attention=self.attention.take(places),
-            elementwise=self.elementwise.take(places),
-            expert_gemms=self.expert_gemms.take(places),
-            selective=self.selective[places],
+            gemms=self.gemms.take(indices),
+            attention=self.attention.take(indices),
+            elementwise=self.elementwise.take(indices),
+            expert_gemms=self.expert_gemms.take(indices),
+            selective=self.selective[indices],
         )
 
     @property
     def work(self) -> Passes:
-        """All of it, without activation checkpointing."""
+        """The sum of all parts, without activation checkpointing."""
         return self.gemms + self.attention + self.elementwise + self.expert_gemms
 
 
 class BlockModel:
-    """Counts a block of a workload on a device for a grid of layouts."""
+    """Estimates a block of a workload on a GPU, for a grid of layouts."""
 
     def __init__(self, workload: Workload, device: Device, grid: Grid) -> None:
         self.model: DecoderModel = workload.model
@@ -105,19 +105,19 @@ class BlockModel:
         self.workload, self.device, self.grid = workload, device, grid
         self.seq_len, self.compiled = workload.seq_len, workload.compiled
         self.rows = grid.micro_batch * workload.seq_len / grid.cp
-        """Tokens of a micro-batch on a rank, gathered over tp."""
+        """Tokens of a micro-batch on a rank, before any split over tp."""
         self.tp = grid.tp.astype(float)
         self.token_split = np.where(grid.sequence_parallel, self.tp, 1.0)
         self.lanes = np.clip(self.model.num_kv_heads // self.tp, 1, self.rules.ring_lanes)
-        """Kernels and messages that ring attention makes of one chunk."""
+        """Kernels and messages per chunk of ring attention."""
         batches = grid.micro_batch * self.model.num_heads / self.tp
         self.unfused_softmax: Flags = np.asarray(
             (batches % SOFTMAX_BATCH != 0) & (not self.rules.flash_attention)
         )
-        """Where scores, mask and softmax are kernels of their own."""
+        """Layouts whose attention runs without the fused softmax."""
 
     def times(self) -> BlockTimes:
-        """All parts of an average block."""
+        """The parts of an average block."""
         model = self.model
         dense_share = 1 - model.expert_layers / model.num_layers
         gemms = self._attention_projections()
@@ -134,7 +134,7 @@ class BlockModel:
         return BlockTimes(gemms, attention, elementwise, experts, again)
 
     def _selective_s(self, gemms: Passes, attention: Passes, elementwise: Passes) -> Floats:
-        """What selective activation checkpointing computes again."""
+        """Recompute time of selective activation checkpointing."""
         if self.rules.selective == "attention":
             return attention.forward
         if self.rules.selective == "half":
@@ -144,7 +144,7 @@ class BlockModel:
     def linear(
         self, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, plain: bool = False
     ) -> Passes:
-        """A weight (columns x depth) applied to rows: its product, and the two of its backward pass."""
+        """The three GEMMs of a linear layer: forward, input gradient, weight gradient."""
         device = self.device
         stored = (
             self.rules.gradient_sum_bytes * np.asarray(columns, float) * depth * count / device.bytes_per_s
@@ -182,7 +182,7 @@ class BlockModel:
         return into + self.linear(self.rows, model.hidden_size, inner / split)
 
     def _experts(self) -> Passes:
-        """Grouped products of the experts that a rank holds; tokens spread evenly."""
+        """Grouped GEMMs of a rank's experts; routing is balanced."""
         model, grid = self.model, self.grid
         mine = np.maximum((model.num_experts or 1) / grid.ep, 1.0)
         rows = self.rows / self.tp * (model.experts_per_token or 1) * grid.etp / mine
@@ -194,7 +194,7 @@ class BlockModel:
         return both.times(1 / self.device.rates.expert_matmul)
 
     def _attention(self) -> Passes:
-        """Scores and their use, averaged over full and windowed layers."""
+        """Attention, averaged over full and sliding-window layers."""
         model = self.model
         windowed = model.windowed_layers / model.num_layers
         full = self._scores(self.seq_len)
@@ -211,16 +211,16 @@ class BlockModel:
         heads = model.num_heads / self.tp
         if not self.rules.flash_attention:
             return self._unfused(heads, qk_dim, v_dim)
-        # On average a token sees half of the sequence, or its window.
+        # On average a token attends to half of the sequence, or to its window.
         context = span * (1 - span / (2 * self.seq_len)) if span < self.seq_len else span / 2
         flops = 2.0 * self.rows * heads * context * (qk_dim + v_dim)
         return self._fused(flops, span, v_dim)
 
     def _fused(self, flops: Floats, span: int, v_dim: int) -> Passes:
-        """Fused attention by the length that a kernel sees.
+        """Fused attention, by the sequence length per kernel.
 
-        Ring attention computes cp chunks of seq_len / cp keys, each with its own launch; Ulysses computes
-        whole sequences of fewer heads.
+        Ring attention computes cp chunks of seq_len / cp keys, each in its own launch. Ulysses computes full
+        sequences with fewer heads.
         """
         rates = self.device.rates
         chunks = np.where(self.grid.context == RING, self.grid.cp, 1)
@@ -234,7 +234,7 @@ class BlockModel:
         return Passes(forward, backward, np.zeros_like(forward))
 
     def _unfused(self, heads: Floats, qk_dim: int, v_dim: int) -> Passes:
-        """Two batched products over all scores, and passes over the scores."""
+        """Unfused attention: two batched GEMMs, and passes over the scores."""
         device, length = self.device, self.seq_len
         count = self.rows / length * heads
         forward = gemm_s(device, length, length, qk_dim, count, plain=True)
@@ -248,7 +248,7 @@ class BlockModel:
         )
 
     def _elementwise(self, dense_share: float) -> Passes:
-        """Norms, residual sums, rotations, activations: bytes over the memory bus."""
+        """Norms, residual additions, RoPE and activation functions: memory traffic."""
         model, grid = self.model, self.grid
         width = model.hidden_size
         added = 7.0 if self.rules.dropout else 6.0
@@ -260,7 +260,7 @@ class BlockModel:
         if model.expert_layers:
             routed = (model.experts_per_token or 1) / self.tp
             share = 1 - dense_share
-            inner = inner + share * routed * model.expert_width  # etp: as many tokens more as columns less
+            inner = inner + share * routed * model.expert_width  # etp: more tokens, as many fewer columns
             inner = inner + share * model.shared_experts * model.expert_width / self.tp
             sent = share * routed * width
             forward, backward = forward + 10.0 * sent, backward + 14.0 * sent
@@ -272,21 +272,21 @@ class BlockModel:
         return Passes(forward * scale, backward * scale, np.zeros(len(grid)))
 
     def head(self) -> Passes:
-        """The product with the vocabulary and the loss."""
+        """The head's GEMM and the loss."""
         model = self.model
         columns = np.ceil(model.vocab_size / self.tp / 128) * 128
-        product = self.linear(self.rows, columns, model.hidden_size, plain=True)
+        gemm = self.linear(self.rows, columns, model.hidden_size, plain=True)
         loss = self.rules.loss_bytes * self.rows * columns / self.device.bytes_per_s
-        return self._order_head(product + Passes(loss / 2, loss / 2, np.zeros_like(loss)))
+        return self._order_head(gemm + Passes(loss / 2, loss / 2, np.zeros_like(loss)))
 
     def _order_head(self, head: Passes) -> Passes:
-        """The head's passes, all in the forward pass where the loss computes its gradients."""
+        """The head's passes; all in the forward pass if the loss computes its gradients there."""
         if not self.rules.head_in_forward:
             return head
         return Passes(head.total, np.zeros_like(head.forward), np.zeros_like(head.forward))
 
     def embedding(self) -> Passes:
-        """Rows of the table, and its dense gradient."""
+        """Lookup of the rows, and the dense gradient of the table."""
         model = self.model
         none = np.zeros(len(self.grid))
         if not self.rules.embedding_bytes:

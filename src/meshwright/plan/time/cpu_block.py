@@ -1,7 +1,7 @@
 """Time of one block, of the head and of the embedding on CPUs.
 
-A pass through a block takes its GEMMs and attention by their FLOPs, a number of passes over its activations
-at the memory bandwidth, and the time of eager Python, which no device hides.
+A block takes the time of its GEMMs and attention by FLOPs, of several passes over its activations at the
+memory bandwidth, and of eager Python, which is not overlapped on a CPU.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ ATTENTION_BACKWARD = 2.0
 
 
 class CpuBlockModel(BlockModel):
-    """Counts a block of a workload on CPUs for a grid of layouts."""
+    """Estimates a block of a workload on CPUs, for a grid of layouts."""
 
     def linear(
         self, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, plain: bool = False
     ) -> Passes:
-        """Three GEMMs of equal FLOPs; sums of gradients are among the passes over the activations."""
+        """Three GEMMs of equal FLOPs; gradient accumulation is part of the passes over activations."""
         each = gemm_s(self.device, rows, columns, depth, count, plain)
         return Passes(each, each, each)
 
     def _fused(self, flops: Floats, span: int, v_dim: int) -> Passes:
-        """Attention at the rate of GEMMs, whatever its length."""
+        """Attention at the GEMM rate, for any sequence length."""
         forward = flops / self.device.plain_flops_per_s
         return Passes(forward, ATTENTION_BACKWARD * forward, np.zeros_like(forward))
 
     def _elementwise(self, dense_share: float) -> Passes:
-        """Passes over the activations of an average block, and Python."""
+        """Passes over the activations of an average block, plus Python time."""
         return self._memory_passes(block_bytes(self.workload, self.grid))
 
     def _selective_s(self, gemms: Passes, attention: Passes, elementwise: Passes) -> Floats:
@@ -47,10 +47,10 @@ class CpuBlockModel(BlockModel):
         return (elementwise.forward - python_s) * (SELECTIVE_PASSES / FORWARD_PASSES)
 
     def head(self) -> Passes:
-        """The GEMM with the vocabulary, passes over the logits and the final norm, and Python."""
+        """The head's GEMM, passes over logits and final norm, plus Python time."""
         model = self.model
-        product = self.linear(self.rows, model.vocab_size / self.tp, model.hidden_size)
-        return self._order_head(product + self._memory_passes(head_bytes(self.workload, self.grid)))
+        gemm = self.linear(self.rows, model.vocab_size / self.tp, model.hidden_size)
+        return self._order_head(gemm + self._memory_passes(head_bytes(self.workload, self.grid)))
 
     def _memory_passes(self, moved: Floats) -> Passes:
         scale, python_s = moved / self.device.bytes_per_s, self.device.rates.host_s

@@ -1,4 +1,4 @@
-"""Time of a step, part by part, for every layout of a grid."""
+"""Estimates the parts of a step in seconds, for every layout of a grid."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FULL, SELECTIVE = 2, 1
 SHARDED = ACCUMULATES.index("sharded")
 OFFLOAD_ALL = OFFLOADS.index("all")
 WEIGHT_BYTES = 2.0
-"""Bytes of a weight that is gathered or streamed."""
+"""Bytes per weight that is streamed from the CPU."""
 FLOAT32_BYTES = 4.0
 ULYSSES = CONTEXTS.index("ulysses")
 WORK_PARTS = (
@@ -33,7 +33,7 @@ WORK_PARTS = (
     "expert parallel",
     "sharded data parallel",
 )
-"""Parts of a step that every micro-batch repeats."""
+"""Parts of a step that occur in every micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -42,31 +42,31 @@ class StepEstimate:
 
     step_s: Floats
     parts: dict[str, Floats]
-    """What the step consists of; the parts add up to it. Hidden communication is not in here."""
+    """The parts add up to the step; overlapped communication is not included."""
     hidden: dict[str, Floats]
-    """Communication that computation hides."""
+    """Communication overlapped with compute."""
     passes: Passes
-    """Of one micro-batch through an average rank, with everything that delays it."""
+    """One micro-batch on an average rank, with exposed communication."""
     block: Passes
-    """Of one micro-batch through an average block, with everything that delays it."""
+    """One micro-batch in an average block, with exposed communication."""
     head: Passes
     embedding: Passes
     send_s: Floats
-    """From one pipeline stage to the next."""
+    """One transfer between pipeline stages."""
 
 
 def estimate_step(workload: Workload, grid: Grid, rates: Rates | None = None) -> StepEstimate:
-    """The step of every layout; ``rates`` other than the calibrated ones are for calibration."""
+    """Estimate the step of every layout; ``rates`` replace the calibrated ones during calibration."""
     return _Step(workload, grid, rates or rates_of(workload)).estimate()
 
 
 def _distinct(grid: Grid) -> tuple[Ints, Ints]:
-    """Places of layouts that differ in what a block sees, and for every layout which of them is its like."""
+    """Indices of layouts with distinct blocks, and for every layout its index among them."""
     key = grid.sequence_parallel.astype(np.int64) * len(CONTEXTS) + grid.context
     for column in (grid.tp, grid.cp, grid.ep, grid.etp, grid.micro_batch):
         key = key * (int(column.max(initial=1)) + 1) + column
-    _, places, back = np.unique(key, return_index=True, return_inverse=True)
-    return places, back
+    _, indices, back = np.unique(key, return_index=True, return_inverse=True)
+    return indices, back
 
 
 class _Step:
@@ -80,16 +80,16 @@ class _Step:
         self.micro_batches = grid.micro_batches(workload.global_batch).astype(float)
         self.layers = self.model.num_layers / grid.pp
         """Layers of an average rank."""
-        # Few layouts differ in what a block sees of them: those are counted, then spread over the grid.
-        places, back = _distinct(grid)
+        # Few layouts have distinct blocks: estimate those, then copy to all layouts.
+        indices, back = _distinct(grid)
         kind = BlockModel if self.device.multiprocessors else CpuBlockModel
-        blocks = kind(workload, self.device, grid.take(places))
+        blocks = kind(workload, self.device, grid.take(indices))
         self.block: BlockTimes = blocks.times().take(back)
         self.head: Passes = blocks.head().take(back)
         self.embedding: Passes = blocks.embedding().take(back)
         self.rows, self.tp, self.lanes = blocks.rows[back], blocks.tp[back], blocks.lanes[back]
         self.kernels: Floats = np.where(blocks.unfused_softmax, UNFUSED_SOFTMAX_KERNELS, 1.0)[back]
-        """Of a block, over those that the host's time was measured with."""
+        """Kernels per block, relative to the blocks that the host time was calibrated with."""
         self.shares: Shares = share_parameters(self.model, grid)
         self.work: Passes = self._recomputed()
         self.probed: ProbedSteps | None = probe_steps(workload, grid)
@@ -105,7 +105,7 @@ class _Step:
         return Passes(work.forward, work.backward_input + again, work.backward_weight)
 
     def _apply_probed(self, probed: ProbedSteps) -> None:
-        """Scale blocks and ends of probed layouts to the compute time that was built of probed times."""
+        """Scale blocks, head and embedding of probed layouts to the compute time from probed operations."""
         counted = self.work.total * self.layers + self.head.total + self.embedding.total
         scale = np.where(probed.known, probed.compute_s / self.micro_batches / counted, 1.0)
         self.work = self.work.times(scale)
@@ -141,7 +141,7 @@ class _Step:
         return StepEstimate(total, parts, {"data parallel": hidden_s}, mean, passes, head, embedding, send_s)
 
     def _block_passes(self) -> tuple[Passes, dict[str, Floats]]:
-        """An average block with everything that delays it, and what each axis adds to it."""
+        """An average block with exposed communication, and the exposed time of each axis."""
         work, full = self.work, self.grid.recompute == FULL
         tp_forward, tp_backward = self._tensor_parallel()
         cp_forward, cp_backward = self._context_parallel()
@@ -153,7 +153,7 @@ class _Step:
         back_input = work.backward_input + tp_backward + cp_backward + ep_s + repeated
         back = np.maximum(back_input + work.backward_weight, backward_host)
         late_forward, late_backward = self._fsdp_s(forward, back)
-        # From the host and from other ranks at the same time, on links of their own: the later one counts.
+        # Offload and all-gather use different links at the same time: the slower one counts.
         late_forward = np.maximum(late_forward, self._parameter_streaming_s(forward))
         late_backward = np.maximum(late_backward, self._parameter_streaming_s(back))
         passes = Passes(
@@ -167,7 +167,7 @@ class _Step:
         }
 
     def _host_s(self) -> Floats:
-        """Time of Python for a pass through a block; on CPUs, and in probed times, the pass has it."""
+        """Host (Python) time per pass through a block; 0 where the pass already includes it (CPU, probed)."""
         if not self.device.multiprocessors:
             return np.zeros(len(self.grid))
         routed = self.model.expert_layers / self.model.num_layers
@@ -175,7 +175,7 @@ class _Step:
         return host if self.probed is None else np.where(self.probed.known, 0.0, host)
 
     def _head_and_embedding(self) -> tuple[Passes, Passes, Floats]:
-        """Head and embedding with their tensor-parallel collectives, and the time of those."""
+        """Head and embedding with their tensor-parallel collectives, and the time of the collectives."""
         none = np.zeros(len(self.grid))
         if not self.rules.counts_calls:
             return self.head, self.embedding, none
@@ -187,13 +187,13 @@ class _Step:
         return head, self.embedding + Passes(given, none, none), taken + given
 
     def _tensor_parallel(self) -> tuple[Floats, Floats]:
-        """Two reductions in each direction; in layers of experts only attention's."""
+        """Two all-reduces in each direction; in expert layers only that of attention."""
         model, group = self.model, self.groups.tp
         routed = model.expert_layers / model.num_layers
         calls = 1 + (1 - routed) + bool(model.shared_experts) * routed
         moved = self.rows * model.hidden_size * self.workload.wire_bytes
         one = group.all_reduce_s(moved)
-        if self.rules.counts_calls:  # sequence parallelism gathers and scatters, in a call each
+        if self.rules.counts_calls:  # sequence parallelism: an all-gather and a reduce-scatter
             one = np.where(self.grid.sequence_parallel, 2 * group.all_gather_s(moved), one)
         exposed = 1 - self.rates.tp_overlap if self.rules.overlap_tp else 1.0
         exposed_s = calls * one * exposed
@@ -203,7 +203,7 @@ class _Step:
         return exposed_s, np.maximum(exposed_s - beside, (1 - self.rates.overlap) * exposed_s)
 
     def _context_parallel(self) -> tuple[Floats, Floats]:
-        """Keys and values around the ring, hidden behind attention where it lasts long enough."""
+        """Ring attention's sends, overlapped with attention; or the all-to-alls of Ulysses."""
         model, grid = self.model, self.grid
         wire = self.workload.wire_bytes
         width = model.kv_size if model.attention == "heads" else model.num_heads * model.head_size
@@ -222,7 +222,7 @@ class _Step:
         return forward, backward
 
     def _ring_attention_s(self, keys: Floats, gradients: Floats) -> tuple[Floats, Floats]:
-        """Keys and values once round the ring; and again, with their gradients behind them."""
+        """Ring sends: keys and values forward; the same and their gradients backward."""
         group = self.groups.cp
         ring = group.all_gather_s(keys * self.grid.cp)
         if not self.rules.counts_calls:
@@ -231,7 +231,7 @@ class _Step:
         return group.sends_s(keys, calls), group.sends_s(keys, calls) + group.sends_s(gradients, calls)
 
     def _expert_parallel(self) -> Floats:
-        """Dispatch and combine of one direction, averaged over all layers."""
+        """Dispatch and combine in one direction, averaged over all layers."""
         model = self.model
         if not model.expert_layers:
             return np.zeros(len(self.grid))
@@ -239,12 +239,12 @@ class _Step:
         sent = sent * self.workload.wire_bytes
         copies = (model.experts_per_token or 1) if self.rules.one_copy_a_node else 1
         once = self.groups.ep.all_to_all_s(sent, self.rates.all_to_all, copies)
-        # Ranks that share an expert's matrices gather its tokens before it and scatter the sums after it.
+        # etp ranks all-gather the tokens of an expert before it and reduce-scatter its outputs.
         once = once + self.groups.etp.all_gather_s(sent * self.grid.etp)
         return 2 * once * model.expert_layers / model.num_layers
 
     def _fsdp_s(self, forward: Floats, backward: Floats) -> tuple[Floats, Floats]:
-        """ZeRO-3: each block's parameters are gathered in both directions, its gradients scattered."""
+        """ZeRO-3: exposed time of parameter all-gathers in both directions and gradient reduce-scatters."""
         grid, rules = self.grid, self.rules
         on = grid.zero == 3
         if not on.any():
@@ -257,22 +257,22 @@ class _Step:
         return np.where(on, late_forward, 0.0), np.where(on, late_backward, 0.0)
 
     def _exposed_s(self, wanted: Floats, passed: Floats) -> Floats:
-        """What a pass does not hide of the communication beside it, and what that slows down."""
+        """Exposed part of communication that overlaps with a pass, plus the slow-down by contention."""
         hide, slow = self.rates.overlap, self.rates.contention
         return np.maximum(wanted - hide * passed, (1 - hide) * wanted) + slow * np.minimum(wanted, passed)
 
     def _shards_s(self, dense: Floats, experts: Floats, element_bytes: float) -> Floats:
-        """Gathering from, or scattering to, the ranks that share dense state and experts."""
+        """All-gather or reduce-scatter over the shards of dense and expert parameters."""
         shared = self.groups.shard.all_gather_s(dense * element_bytes)
         return shared + self.groups.expert_shard.all_gather_s(experts * element_bytes)
 
     def _replicate_reduce_s(self, dense: Floats, experts: Floats) -> Floats:
-        """Gradients that one group of shards has summed, over the groups that hold the same shards."""
+        """Hybrid sharding: all-reduce of gradient shards over dp_replicate."""
         left = dense / (self.grid.dp_shard * self.grid.cp) + experts / expert_shards(self.grid)
         return self.groups.replicate.all_reduce_s(left * self.rules.reduce_bytes)
 
     def _parameter_streaming_s(self, passed: Floats) -> Floats:
-        """Parameters that lie on the host come in once a pass; what the pass does not hide."""
+        """Offloaded parameters are copied to the device once per pass: the exposed time."""
         grid = self.grid
         kept = np.where(grid.zero == 3, grid.dp_shard * grid.cp, 1)
         moved = (self.shares.block + self.shares.expert_block) / kept * WEIGHT_BYTES
@@ -287,7 +287,7 @@ class _Step:
         if self.rules.balanced_stages:
             units = slowest_load(grid, layers, embedding.total / block.total, head.total / block.total)
             return np.where(grid.pp == 1, mean.total, np.maximum(units * block.total, mean.total))
-        # The last one has the head, unless it has fewer layers.
+        # The last rank has the head; it may have fewer layers.
         even = layers % (grid.pp * grid.virtual_stages) == 0
         slow = np.ceil(layers / (grid.pp * grid.virtual_stages)) * grid.virtual_stages
         left = layers - slow * (grid.pp - 1.0)
@@ -295,13 +295,13 @@ class _Step:
         return np.where(grid.pp == 1, mean.total, np.maximum(last, block.total * slow))
 
     def _send_s(self) -> Floats:
-        """One activation to the next stage."""
+        """One transfer to the next stage."""
         moved = self.rows * self.model.hidden_size * self.workload.residual_bytes
         split = self.tp if self.rules.splits_sends else np.where(self.grid.sequence_parallel, self.tp, 1.0)
         return self.groups.pp.send_s(moved / split)
 
     def _pipeline(self, mean: Passes, slow_s: Floats, send_s: Floats) -> tuple[Floats, Floats]:
-        """The bubble, and the transfers between stages that nothing hides."""
+        """The bubble, and the exposed transfers between stages."""
         grid, staged = self.grid, self.grid.pp > 1
         if not staged.any():
             return np.zeros(len(grid)), np.zeros(len(grid))
@@ -319,11 +319,11 @@ class _Step:
         return bubble, np.where(staged, makespan(send_s) - still, 0.0)
 
     def _data_parallel(self, block: Passes) -> tuple[Floats, Floats]:
-        """Reduction of gradients at the end of a step, and gathering under ZeRO-1 and 2: shown and hidden."""
+        """Gradient reduction at the end of a step, and the all-gather of ZeRO-1 and 2: exposed and hidden."""
         grid, rules, groups = self.grid, self.rules, self.groups
         dense, experts = self.shares.rank, self.shares.expert_rank
         wire = rules.reduce_bytes
-        # Also where nothing is sharded: experts are spread over ranks that share all else.
+        # Expert parallelism without ZeRO: experts have fewer replicas than dense parameters.
         replicated = (
             groups.shard.all_reduce_s(dense * wire)
             + groups.expert_shard.all_reduce_s(experts * wire)
@@ -333,7 +333,7 @@ class _Step:
         gather = self._shards_s(dense, experts, self.workload.wire_bytes)
         across = self._replicate_reduce_s(dense, experts)
         sharded = (grid.zero == 1) | (grid.zero == 2)
-        # ZeRO-2 has no room for whole sums: each micro-batch's gradients are scattered at once.
+        # ZeRO-2 keeps no full gradients: each micro-batch is reduce-scattered.
         times = np.where((grid.zero == 2) & (grid.accumulate == SHARDED), self.micro_batches, 1.0)
         reduce = np.where(sharded, scatter * times + across, np.where(grid.zero == 0, replicated, 0.0))
         gather = np.where(sharded, gather, 0.0)
@@ -352,7 +352,7 @@ class _Step:
         return exposed + self._tied_embedding_s(), hidden
 
     def _tied_embedding_s(self) -> Floats | float:
-        """The gradient of a tied embedding, summed over the first and the last stage."""
+        """All-reduce of a tied embedding's gradient over the first and the last stage."""
         if not (self.rules.counts_calls and self.model.tied_embeddings):
             return 0.0
         apart = (self.grid.pp > 1) & ~np.isin(self.grid.schedule, V_SHAPED)
@@ -360,13 +360,13 @@ class _Step:
         return np.where(apart, self.groups.pp.send_s(moved), 0.0)
 
     def _optimizer_s(self) -> Floats:
-        """The update: bytes over the memory bus, and Muon's GEMMs."""
+        """The optimizer step: memory traffic, and Muon's GEMMs."""
         mine, rate = self.shares.updated(self.grid), self.workload.optimizer
         moved = mine * (self.rules.optimizer_bytes if rate is None else rate.moved_bytes)
         on_device = moved / self.device.bytes_per_s
         if rate is not None and rate.flops:
             on_device = on_device + mine * rate.flops / self.device.plain_flops_per_s
-        # On the host the update is ruled by a device's share of host memory, about as fast as its link there.
+        # A CPU optimizer step is limited by memory bandwidth per device, about that of the host link.
         on_host = moved / self.workload.cluster.host_bytes_per_s
         seconds = np.where(self.grid.offload > 0, on_host, on_device)
         if self.probed is None:
@@ -375,7 +375,7 @@ class _Step:
         return np.where(self.probed.known, self.probed.update_s / over, seconds)
 
     def _overhead_s(self) -> Floats:
-        """Time of a step that is in no block: data, logging, clipping, control."""
+        """Step overhead outside the blocks: data, logging, clipping, control all-reduce."""
         seconds: Floats = np.full(len(self.grid), self.rates.step_s)
         if self.probed is not None:
             seconds = np.where(self.probed.known, self.probed.step_s, seconds)

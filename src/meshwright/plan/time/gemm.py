@@ -1,4 +1,4 @@
-"""Time of GEMMs by their shape: tiles, waves, operand traffic, alignment; on CPUs their FLOPs alone."""
+"""GEMM time by shape: tiles, waves, operand traffic, alignment; on CPUs by FLOPs."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from meshwright.plan.time.rates import Rates, calibrated_device
 MULTIPROCESSORS = {"V100": 80, "A100": 108, "H100": 132, "B200": 148, "B300": 148}
 DEFAULT_MULTIPROCESSORS = 132
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.80), (64, 64, 0.60))
-"""Rows and columns of a tile of the result and the rate that products cut into such tiles reach."""
+"""Rows and columns of an output tile, and the relative rate of GEMMs with such tiles."""
 SPLIT_K_AT = 4096
-"""Depth from which a product with too few tiles is cut along its depth as well."""
+"""Depth (K) from which a GEMM with too few tiles uses split-K."""
 ALIGNMENT = 8
-"""Elements that the rows of an operand must be a multiple of."""
+"""Row lengths of operands must be a multiple of this."""
 UNALIGNED = 0.14
-"""What is left of the rate where they are not: 0.13 on an H200 for odd rows; heads of 108 and 150 cost
+"""Relative rate of unaligned GEMMs: 0.13 on an H200 for odd row lengths; head dims of 108 and 150 cost
 BLOOM's tuning runs 40% of their speed."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device as the formulas see it: what it reaches, not what is printed."""
+    """Achievable rates of one device."""
 
     flops_per_s: float
-    """Of the workload's products."""
+    """GEMM rate in the workload's precision."""
     plain_flops_per_s: float
-    """Of 16-bit products: attention, and what fp8 recipes leave in 16 bits."""
+    """GEMM rate without fp8 or fp4: for attention, and for what fp8 recipes keep in 16 bits."""
     bytes_per_s: float
     multiprocessors: int
-    """Of a GPU; 0 of a CPU, where GEMMs have no waves of tiles."""
+    """0 for a CPU, whose GEMMs have no tile waves."""
     rates: Rates
     operand_width: float
-    """Bytes of an operand's element."""
+    """Bytes per operand element."""
 
     @classmethod
     def of(cls, workload: Workload, rates: Rates) -> Device:
@@ -71,7 +71,7 @@ Sizes = Floats | float | int
 
 
 def _scaling_factor(recipe: str, rates: Rates) -> float:
-    """What finer scales leave of the rate."""
+    """Relative rate of an fp8 scaling recipe."""
     if recipe.startswith("row"):
         return rates.row_scaled
     return rates.block_scaled if "mx" in recipe else 1.0
@@ -80,7 +80,7 @@ def _scaling_factor(recipe: str, rates: Rates) -> float:
 def gemm_s(
     device: Device, rows: Sizes, columns: Sizes, depth: Sizes, count: Sizes = 1, plain: bool = False
 ) -> Floats:
-    """Seconds of ``count`` GEMMs (rows x depth) (depth x columns) that run as one kernel."""
+    """Seconds of ``count`` GEMMs (rows x depth) @ (depth x columns) in one kernel."""
     rows, columns, depth, count = np.broadcast_arrays(
         *(np.asarray(x, float) for x in (rows, columns, depth, count))
     )
@@ -100,7 +100,7 @@ def gemm_s(
 
 
 def tile_share(multiprocessors: int, rows: Floats, columns: Floats, depth: Floats, count: Floats) -> Floats:
-    """Share of the rate that is left after the last, partly filled wave of tiles; the best tile is taken."""
+    """Relative rate after wave quantization (the last, partly filled wave of tiles), with the best tile."""
     best = np.zeros_like(rows)
     for height, width, rate in TILES:
         tiles = np.ceil(rows / height) * np.ceil(columns / width) * count

@@ -1,7 +1,7 @@
-"""How far a predicted step time may be off.
+"""Uncertainty of a predicted step time.
 
-Decoders on GPUs: as far as held-out published rows of similar runs were off. ``residuals.toml`` is
-written by ``benchmarks/validation.py``; nothing is predicted here.
+For decoders on GPUs it comes from the errors on held-out published rows of similar runs. The table
+``residuals.toml`` is written by ``benchmarks/validation.py``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from meshwright.spec.model import DecoderModel
 
 TABLE = "residuals.toml"
 LEAST_SPREAD = 0.03
-"""An interval reaches at least this far to both sides, whatever a few rows say."""
+"""Least half-width of an interval."""
 FEWEST_ROWS = 8
-"""Rows that a group needs for its own percentiles."""
+"""Rows that a group needs to have its own percentiles."""
 GENERATIONS = {
     "V100": "Volta",
     "A100": "Ampere", "A800": "Ampere",
@@ -28,11 +28,11 @@ GENERATIONS = {
     "H100": "Hopper", "H200": "Hopper", "H800": "Hopper", "H20": "Hopper",
     "B200": "Blackwell", "B300": "Blackwell", "GB200": "Blackwell", "GB300": "Blackwell",
 }  # fmt: skip
-"""Devices by the beginning of their names."""
+"""By prefix of the device name."""
 
 
 class Interval(NamedTuple):
-    """Factors on a predicted time, and what they rest on."""
+    """Factors on a predicted time, and their basis."""
 
     low: float
     high: float
@@ -44,18 +44,18 @@ PROBED = {
     "cpu": Interval(0.7, 1.4, "what meshwright probe measured; cores that others use are slower"),
     "cuda": Interval(0.93, 1.07, "what meshwright probe measured on the device"),
 }
-"""Of steps that are built of probed times; a guess."""
+"""For steps predicted from probed operations; a guess."""
 Key = tuple[str, str, str]
-"""Kind of model, profile, device or generation; empty where any will do."""
+"""Kind of model, profile, device or generation; empty for any."""
 
 
 def generation_of(device: str) -> str:
-    """The generation of a device; empty where it is not known."""
+    """The generation of a device; empty if unknown."""
     return next((name for start, name in GENERATIONS.items() if device.startswith(start)), "")
 
 
 def similar_groups(workload: Workload) -> list[Key]:
-    """Groups of rows that a workload is like, the most alike first; the last one is all rows."""
+    """Groups of published rows similar to a workload, most similar first; the last is all rows."""
     kind = "experts" if workload.model.num_experts else "dense"
     profile, device = workload.profile.name, workload.cluster.device_name
     generation = generation_of(device)
@@ -66,7 +66,7 @@ def similar_groups(workload: Workload) -> list[Key]:
 
 
 def step_interval(job: Job) -> Interval:
-    """How far the predicted time of a job's step may be off, and what that rests on."""
+    """The uncertainty of a job's predicted step, and its basis."""
     if is_probed(job):
         return PROBED[job.cluster.device]
     if job.cluster.device == "cuda" and isinstance(job.model, DecoderModel):
@@ -86,8 +86,8 @@ def _table() -> dict[Key, tuple[int, float, float]]:
 def interval(workload: Workload) -> Interval:
     """Factors on a predicted step time: the 10th and 90th percentile of measured over predicted.
 
-    Of held-out rows with the same kind of model, framework and device if there are 8 or more, else of the
-    same framework, else of the same generation of devices, else of all. The prediction is always inside.
+    Over held-out rows with the same kind of model, framework and device if there are 8 or more, else with the
+    same framework, else with the same device generation, else over all. The interval contains the prediction.
     """
     table = _table()
     key = next(key for key in similar_groups(workload) if key in table)

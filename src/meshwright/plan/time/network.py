@@ -1,4 +1,4 @@
-"""Time of collectives: which links a group crosses, how fast they are, and what a call costs."""
+"""Time of collectives: the links that a group crosses, their bandwidth and latency."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from meshwright.plan.time.rates import Rates
 from meshwright.spec.cluster import Cluster
 
 HOP_LATENCY_SHARE = 0.2
-"""Latency that each further rank adds to a ring inside a node, of that between two; nccl-tests on A100 with
-NVLink 3, all-reduce less its bytes: 40 us on 2 ranks, 50 on 4, 87 on 8."""
+"""Latency that each further rank adds to a ring inside a node, relative to that of 2 ranks. From nccl-tests
+on A100 with NVLink 3, all-reduce latency without bytes: 40 us on 2 ranks, 50 on 4, 87 on 8."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """One communication group of every layout: its size, and the links that a ring through it crosses."""
+    """One process group of every layout: its size, and the links of a ring over its ranks."""
 
     ranks: Floats
     bytes_per_s: Floats
-    """Of the narrowest place of a ring, for one rank."""
+    """Per rank, over the slowest link of the ring."""
     latency_s: Floats
     hops_s: Floats
-    """What the ranks in a node beyond the first add to the latency of a ring."""
+    """Ring latency added by further ranks in a node."""
     inside: Floats
-    """Members in one node."""
+    """Ranks in one node."""
     link_bytes_per_s: float
     nic_bytes_per_s: Floats
 
     def all_reduce_s(self, moved: Floats) -> Floats:
-        """Every rank ends with the sum."""
+        """All-reduce of a tensor of this many bytes."""
         return self._ring_s(2 * moved)
 
     def all_gather_s(self, whole: Floats) -> Floats:
@@ -41,39 +41,39 @@ class Group:
         return self._ring_s(whole)
 
     def all_to_all_s(self, moved: Floats, share: float, copies: int = 1) -> Floats:
-        """Every rank sends an equal part of its bytes to every other; nodes are crossed by what is not local.
+        """All-to-all with equal splits; only the remote part crosses nodes.
 
         Args:
-            moved: Bytes that a rank sends in all.
-            share: Of the bandwidth of a ring.
-            copies: Of each token in ``moved``, of which those to one node cross to it as one.
+            moved: Bytes that a rank sends in total.
+            share: Bandwidth relative to that of a ring.
+            copies: Copies of each token in ``moved``; copies to the same node are sent once.
         """
         nodes = self.ranks / self.inside
         local = moved * (self.inside - 1) / self.ranks
         seen = 1 - (1 - 1 / nodes) ** copies
-        """Chance that a token goes to a node."""
+        """Probability that a token goes to a given node."""
         remote = moved * (nodes - 1) * seen / copies
         wire = np.maximum(local / self.link_bytes_per_s, remote / self.nic_bytes_per_s) / share
         return np.where(self.ranks > 1, wire + self.latency_s, 0.0)
 
     def send_s(self, moved: Floats) -> Floats:
-        """One message to the next member."""
+        """One message to the next rank."""
         bandwidth = np.where(self.inside >= self.ranks, self.link_bytes_per_s, self.nic_bytes_per_s)
         return np.where(self.ranks > 1, moved / bandwidth + self.latency_s, 0.0)
 
     def sends_s(self, moved: Floats, calls: Floats) -> Floats:
-        """So many messages along a ring, each rank to the next; ``moved`` bytes to each of the others."""
+        """``calls`` messages along a ring; ``moved`` bytes per hop."""
         wire = moved * (self.ranks - 1) / self.bytes_per_s
         return np.where(self.ranks > 1, wire + calls * self.latency_s, 0.0)
 
     def _ring_s(self, moved: Floats) -> Floats:
         wire = moved * (self.ranks - 1) / self.ranks / self.bytes_per_s
-        # Nothing to move is no call: a model without experts never waits for the groups of experts.
+        # No bytes means no call: a model without experts has no expert collectives.
         return np.where((self.ranks > 1) & (moved > 0), wire + self.latency_s + self.hops_s, 0.0)
 
 
 def build_group(cluster: Cluster, rates: Rates, ranks: Ints, stride: Ints) -> Group:
-    """The group of ``ranks`` members that lie ``stride`` devices apart."""
+    """The group of ``ranks`` that are ``stride`` devices apart."""
     per_node = cluster.devices_per_node
     inside = np.clip(per_node // np.maximum(stride, 1), 1, ranks).astype(float)
     nodes = np.ceil(ranks * stride / per_node)
@@ -95,23 +95,23 @@ def build_group(cluster: Cluster, rates: Rates, ranks: Ints, stride: Ints) -> Gr
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a layout: tp innermost, then cp, dp_shard, dp_replicate, pp; ep lies inside dp_shard."""
+    """The process groups of a layout: tp innermost, then cp, dp_shard (with ep), dp_replicate, pp."""
 
     tp: Group
     cp: Group
     shard: Group
-    """dp_shard x cp: what ZeRO shards over."""
+    """dp_shard x cp: the group that ZeRO shards over."""
     replicate: Group
     pp: Group
     ep: Group
     etp: Group
     """Ranks that share an expert's matrices."""
     expert_shard: Group
-    """What ep leaves of the shard group: over it, experts are sharded."""
+    """The part of the shard group outside ep: the group that experts are sharded over."""
 
 
 def build_groups(workload: Workload, rates: Rates, grid: Grid) -> Groups:
-    """Place the axes on the cluster, the chattiest on the fastest links."""
+    """Map the axes to the cluster; axes with most traffic get the fastest links."""
 
     def group(ranks: Ints, stride: Ints) -> Group:
         return build_group(workload.cluster, rates, ranks, stride)

@@ -1,4 +1,4 @@
-"""When the stages of a pipeline work and when they wait: the schedule walked with predicted times."""
+"""Simulates the pipeline schedule of a step with predicted stage times."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def _walk(schedule: PipelineSchedule, times: Rows, send_s: float, overlap: bool)
 
 
 def _sum_transfers(schedule: PipelineSchedule, walk: Walk, send_s: float) -> float:
-    """Seconds of transfers on the critical path: back from the last action to the first.
+    """Seconds of transfers on the critical path, traced back from the last action.
 
-    An action begins when its rank is free or when its input has arrived, whichever is later.
+    An action starts when its rank is free and its input has arrived.
     """
     if not send_s:
         return 0.0
@@ -82,7 +82,7 @@ def _sum_transfers(schedule: PipelineSchedule, walk: Walk, send_s: float) -> flo
             continue
         needed = producer_of(schedule.ranks[rank][position], schedule.stages)
         sent = None if needed is None else _find_producer(schedule, walk, needed, start - send_s, slack)
-        if needed is None or sent is None:  # it waited for its own send
+        if needed is None or sent is None:  # waited for its own send
             total, position = total + start - free, position - 1
             continue
         total, rank, position = total + send_s, schedule.stage_ranks[needed.stage], sent
@@ -92,7 +92,7 @@ def _sum_transfers(schedule: PipelineSchedule, walk: Walk, send_s: float) -> flo
 def _find_producer(
     schedule: PipelineSchedule, walk: Walk, action: Action, end_s: float, slack: float
 ) -> int | None:
-    """The position of an action on its rank if it ended at this time; None if it ended earlier."""
+    """The position of an action on its rank if it ended at this time, else None."""
     rank = schedule.stage_ranks[action.stage]
     for position in range(bisect.bisect_left(walk.end_s[rank], end_s - slack), len(walk.end_s[rank])):
         if walk.end_s[rank][position] > end_s + slack:

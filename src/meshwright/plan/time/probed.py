@@ -1,22 +1,21 @@
-"""A step built of what single operations took when the device was probed (``meshwright probe``).
+"""Step time from operations that ``meshwright probe`` measured on the device.
 
-Time of a step of a dense decoder whose layers are whole on a rank::
+The step of a dense decoder without tensor, context or pipeline parallelism::
 
-    products + attention + elementwise x moved bytes / copy bandwidth + blocks x host + update + rest
+    GEMMs + attention + elementwise x moved bytes / copy bandwidth + blocks x host + update + rest
 
-**Products.** Each by its shape, forward, gradient of the input, gradient of the weight; products that read
-the same input are one where a run joins them. A probed shape took what it took; another one is counted (FLOPs
-at the best probed rate, the last wave of tiles, operands over the memory bus), times how far off that count
-was for the probed shapes nearest to it. **Attention** likewise, by head size, length and number of heads.
-**Moved bytes** are those of what is left: norms, rotations, activations, sums, the loss, the gradient norm.
-How much longer they take than a plain copy is measured of our own kernels (``plan.own_traffic``), and fitted
-to a few real steps where others move them, as are the host's time and the rest (:func:`fit_steps`). On a GPU
-the host's time is hidden unless it is the longer one.
+**GEMMs** by shape: forward, input gradient, weight gradient; merged linears (q, k, v; gate, up) are one
+GEMM. A probed shape takes its measured time. Another shape is estimated (FLOPs at the best probed rate,
+wave quantization, operand traffic) and corrected by the error of that estimate at the nearest probed
+shapes. **Attention** likewise, by head size, sequence length and number of heads. **Moved bytes** are those
+of all other work: norms, RoPE, activation functions, additions, the loss, the gradient norm. Their time
+relative to a copy is measured for Triton blocks (``triton_block_bytes``). For other backends it is fitted
+to a few real steps, like the host time and the rest (:func:`fit_steps`). A GPU hides the host time unless
+that is longer.
 
-A GPU under load keeps to its power. Alone, each operation has the clock that it can afford; in a step all
-have one in between, so that products take less than alone and attention more, but not their sum: on an H200
-(16 Nov 2026) -4.5% and +9% of 356 and 87 ms, the sum -1.8%. So sums of times are predicted well, their parts
-less so.
+A GPU under load is power-limited. Each operation alone runs at its own clock; in a step all run at a clock in
+between. So in a step GEMMs take less than alone and attention more, but the sum hardly changes: on an H200
+(16 Nov 2026) -4.5% and +9% of 356 and 87 ms, the sum -1.8%. Sums are predicted well, parts less so.
 """
 
 from __future__ import annotations
@@ -57,48 +56,48 @@ from meshwright.spec.model import DecoderModel
 from meshwright.spec.probed import AttentionTime, GemmTime, Precision, Probed
 
 BACKWARD_FLOPS = 2.5
-"""Of attention's backward pass, over its forward pass: five products for two."""
+"""FLOPs of attention's backward pass, over the forward pass: five matmuls over two."""
 NEARNESS = 0.01
-"""Squared distance, in doublings of a size, within which a probed shape counts as the same."""
+"""Squared distance (in log2 of the sizes) within which a probed shape counts as equal."""
 AUTOTUNED_TIME = 0.98
-"""Time of products whose algorithms raced, over that of those which a library proposes, as probed: in whole
-steps of two models on an H200 0.978 and 0.986 (16 Nov 2026, docs/log.md)."""
+"""Time of autotuned GEMMs, over the library's heuristic choice, which is probed: 0.978 and 0.986 in full
+steps of two models on an H200 (16 Nov 2026, docs/log.md)."""
 HEAD_SIZE_WEIGHT, HEADS_WEIGHT = 4.0, 0.5
-"""How far a doubling is, in doublings of the length: attention of another head size is another kernel, and
-with as many heads as fill the device, twice as many take twice the time."""
+"""Weight of a doubling, relative to a doubling of the sequence length. Another head size is another kernel.
+Twice the heads take twice the time once they fill the device."""
 LEAST_ELEMENTWISE = 0.05
-"""Where real steps leave nothing for moved bytes."""
+"""Least value, where real steps leave no time for moved bytes."""
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a step consists of, in seconds at probed times."""
+    """Parts of a step in seconds, from probed times."""
 
     gemm_s: float
     attention_s: float
     moved_s: float
-    """Bytes of everything else, at the bandwidth of a copy."""
+    """All other memory traffic, at the bandwidth of a copy."""
     update_s: float
     blocks: int
     """Passes through blocks, forward and backward together."""
     hides_host: bool
     uses_triton: bool = False
-    """Whether our own kernels move those bytes."""
+    """Whether the Triton kernels move those bytes."""
 
     def compute_s(self, probed: Probed) -> float:
-        """All but the update."""
+        """All parts but the optimizer step."""
         longer = probed.triton_elementwise if self.uses_triton else probed.elementwise
         device_s = self.gemm_s + self.attention_s + longer * self.moved_s
         host_s = self.blocks * probed.block_s
         return (max(device_s, host_s) if self.hides_host else device_s + host_s) + probed.step_s
 
     def total_s(self, probed: Probed) -> float:
-        """The whole step of one process."""
+        """The whole step."""
         return self.compute_s(probed) + self.update_s
 
 
 class MeasuredStep(NamedTuple):
-    """A real step of a job on one device, with what the ledger knows of it."""
+    """A measured step of a job on one device, with its activation bytes."""
 
     job: Job
     micro_batches: int
@@ -107,37 +106,37 @@ class MeasuredStep(NamedTuple):
 
 
 def is_probed(job: Job) -> bool:
-    """Whether what was probed tells the time of this job's step."""
+    """Whether this job's step is predicted from probed operations."""
     probed, model, layout = job.cluster.probed, job.model, job.layout
     if probed is None or not isinstance(model, DecoderModel):
         return False
     plain = model.num_experts is None and model.attention == "heads" and not model.windowed_layers
     whole = layout.pp * layout.tp * layout.cp == 1 and layout.offload == "none"
-    alone = layout.world_size == 1 or job.cluster.device == "cpu"  # GPUs that speak have another estimate
+    alone = layout.world_size == 1 or job.cluster.device == "cpu"  # several GPUs use the engine's estimate
     same = job.train.runtime == "meshwright" and (not uses_eager_blocks(job)) == probed.compiled
     if not uses_eager_blocks(job):
         same = same and job.train.compile_backend == "inductor"
     same = same and probed.device == job.cluster.device
     known = {entry.precision for entry in probed.gemms} & {entry.precision for entry in probed.attention}
     known_products = _precision(job) in known
-    if job.train.precision == "fp8":  # as our own blocks cast and multiply
+    if job.train.precision == "fp8":  # probed as the Triton blocks cast and multiply
         scaled = any(entry.precision == "fp8" for entry in probed.gemms)
         known_products = known_products and scaled and uses_triton_blocks(job)
     return plain and whole and alone and same and job.data.mask == "causal" and known_products
 
 
 def with_probed(job: Job, probed: Probed) -> Job:
-    """The job on a device of which this was probed."""
+    """The job on a cluster with these probed times."""
     return dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, probed=probed))
 
 
 def count_work(job: Job, micro_batches: int, touched_bytes: int) -> StepWork:
-    """The work of one rank's step.
+    """The parts of one rank's step.
 
     Args:
-        job: One that :func:`is_probed`, with its layout settled.
+        job: For which :func:`is_probed` holds, with a complete layout.
         micro_batches: Of the step.
-        touched_bytes: Activations that one micro-batch makes in an eager step.
+        touched_bytes: Activation bytes of one micro-batch in an eager step.
     """
     model, probed = job.model, job.cluster.probed
     assert isinstance(model, DecoderModel), "decoders are probed"
@@ -175,20 +174,20 @@ def count_work(job: Job, micro_batches: int, touched_bytes: int) -> StepWork:
 
 @dataclass(frozen=True)
 class ProbedSteps:
-    """What a grid's steps take by probed times, an element per layout."""
+    """Steps of a grid from probed times, one value per layout."""
 
     known: Flags
-    """Layouts whose steps are built of probed times; elsewhere all is zero."""
+    """Layouts predicted from probed times; 0 elsewhere."""
     compute_s: Floats
-    """Blocks, embedding and head of a step, with the host's time where nothing hides it."""
+    """Blocks, embedding and head of a step, with exposed host time."""
     update_s: Floats
-    """The optimizer's step as if a rank updated all parameters."""
+    """Optimizer step over all parameters."""
     step_s: float
-    """Time of a step that is in no block."""
+    """Step overhead outside the blocks."""
 
 
 def probe_steps(workload: Workload, grid: Grid) -> ProbedSteps | None:
-    """Steps of the layouts that were probed; None where there are none."""
+    """Steps of the layouts that probed times predict; None if there are none."""
     job = workload.probed_job
     if job is None or job.cluster.probed is None:
         return None
@@ -202,14 +201,14 @@ def probe_steps(workload: Workload, grid: Grid) -> ProbedSteps | None:
     touched = touched_bytes(workload, grid)
     found: dict[tuple[int, ...], tuple[float, float] | None] = {}
     columns = (grid.micro_batch, micro_batches, grid.recompute, grid.zero, grid.world_size)
-    for place in np.flatnonzero(whole):
-        key = tuple(int(column[place]) for column in columns)
+    for index in np.flatnonzero(whole):
+        key = tuple(int(column[index]) for column in columns)
         if key not in found:
-            placed = dataclasses.replace(job, layout=grid.layout(int(place)))
-            found[key] = _probe_step(placed, probed, key[1], float(touched[place]))
+            placed = dataclasses.replace(job, layout=grid.layout(int(index)))
+            found[key] = _probe_step(placed, probed, key[1], float(touched[index]))
         seconds = found[key]
         if seconds is not None:
-            known[place], (compute_s[place], update_s[place]) = True, seconds
+            known[index], (compute_s[index], update_s[index]) = True, seconds
     return ProbedSteps(known, compute_s, update_s, probed.step_s) if known.any() else None
 
 
@@ -221,25 +220,25 @@ def _probe_step(job: Job, probed: Probed, micro_batches: int, touched: float) ->
 
 
 def _precision(job: Job) -> Precision:
-    """Whose times a job's attention and products have, but for blocks' products in 8 bits."""
+    """The probed precision of a job's attention and GEMMs, except fp8 GEMMs of blocks."""
     return "fp32" if job.train.precision == "fp32" else "bf16"
 
 
 class _Probe(NamedTuple):
-    """A probed size, as its place among others and how far off its count was."""
+    """A probed shape: its coordinates in log space, and measured over estimated time."""
 
-    place: tuple[float, ...]
+    coordinates: tuple[float, ...]
     ratio: float
 
 
 @dataclass(frozen=True)
 class _ProbedTimes:
-    """Times of any shape, from those that were probed."""
+    """Times of any shape, interpolated from the probed ones."""
 
     probed: Probed
     low: int
     rate: float
-    """Best of the probed products."""
+    """Best FLOP/s of the probed GEMMs."""
     attention_rate: float
     by_kind: dict[Kind, list[_Probe]]
     forward: list[_Probe]
@@ -247,7 +246,7 @@ class _ProbedTimes:
 
     @classmethod
     def of(cls, probed: Probed, precision: Precision) -> _ProbedTimes:
-        """Products of a precision, and attention, which is not computed in 8 bits."""
+        """GEMMs of a precision, and attention, which is never fp8."""
         low = {"fp32": 4, "bf16": 2, "fp8": 1}[precision]
         gemms = [entry for entry in probed.gemms if entry.precision == precision]
         beside = "bf16" if precision == "fp8" else precision
@@ -266,20 +265,20 @@ class _ProbedTimes:
         )
 
     def linear_s(self, kind: Kind, linear: Linear) -> float:
-        """One product of a linear layer."""
+        """One GEMM of a linear layer."""
         sizes = _sizes(kind, linear.rows, linear.columns, linear.depth)
         return self._count_gemm(sizes) * _ratio_at(_logs(*sizes), self.by_kind[kind])
 
     def attention_s(self, job: Job, model: DecoderModel) -> tuple[float, float]:
-        """Both passes of one block's attention over a micro-batch."""
+        """Forward and backward attention of one block and micro-batch."""
         batch = job.layout.micro_batch or 1
         entry = AttentionTime(
             "fp32", batch, model.num_heads, model.num_kv_heads, model.head_size, job.data.seq_len, 1.0, 1.0
         )
-        place = _attention_place(entry)
+        coordinates = _attention_coordinates(entry)
         return (
-            self._count_attention(entry, 1.0) * _ratio_at(place, self.forward),
-            self._count_attention(entry, BACKWARD_FLOPS) * _ratio_at(place, self.backward),
+            self._count_attention(entry, 1.0) * _ratio_at(coordinates, self.forward),
+            self._count_attention(entry, BACKWARD_FLOPS) * _ratio_at(coordinates, self.backward),
         )
 
     def _count_gemm(self, sizes: tuple[int, int, int]) -> float:
@@ -287,7 +286,7 @@ class _ProbedTimes:
         share = 1.0
         if self.probed.multiprocessors:
             arrays = (np.array([float(size)]) for size in (rows, columns, depth, 1))
-            # Libraries choose tiles so that the last wave is fuller than with those that are counted.
+            # Libraries choose better tiles than those assumed, so that the last wave is fuller.
             share = math.sqrt(float(tile_share(self.probed.multiprocessors, *arrays)[0]))
         arithmetic = 2.0 * rows * columns * depth / (self.rate * share)
         moved = self.low * (rows * columns + depth * (rows + columns))
@@ -301,11 +300,11 @@ class _ProbedTimes:
         return _Probe(_logs(*sizes), _time_of(entry, kind) / self._count_gemm(sizes))
 
     def _compare_attention(self, entry: AttentionTime, times: float, took_s: float) -> _Probe:
-        return _Probe(_attention_place(entry), took_s / self._count_attention(entry, times))
+        return _Probe(_attention_coordinates(entry), took_s / self._count_attention(entry, times))
 
 
 def fastest_gemm(probed: Probed) -> float:
-    """FLOP/s of the fastest probed GEMM; no predicted one is faster by more than :data:`RACED`."""
+    """Highest predicted GEMM rate: the fastest probed one, autotuned."""
     return max(_gemm_rate(entry, kind) for entry in probed.gemms for kind in KINDS) / AUTOTUNED_TIME
 
 
@@ -318,7 +317,7 @@ def _time_of(entry: GemmTime, kind: Kind) -> float:
 
 
 def _sizes(kind: Kind, rows: int, columns: int, depth: int) -> tuple[int, int, int]:
-    """Rows and columns of what a product gives, and how many numbers each is the sum of."""
+    """M, N and K of one of the three GEMMs."""
     return {
         "forward": (rows, columns, depth),
         "input": (rows, depth, columns),
@@ -327,11 +326,11 @@ def _sizes(kind: Kind, rows: int, columns: int, depth: int) -> tuple[int, int, i
 
 
 def _attention_flops(entry: AttentionTime) -> float:
-    """Of the forward pass: two products, of which a causal mask leaves half."""
+    """FLOPs of the forward pass: two matmuls, halved by the causal mask."""
     return 2.0 * entry.batch * entry.heads * entry.seq_len**2 * entry.head_size
 
 
-def _attention_place(entry: AttentionTime) -> tuple[float, ...]:
+def _attention_coordinates(entry: AttentionTime) -> tuple[float, ...]:
     length, size, heads = _logs(entry.seq_len, entry.head_size, entry.batch * entry.heads)
     return length, HEAD_SIZE_WEIGHT * size, HEADS_WEIGHT * heads
 
@@ -340,61 +339,64 @@ def _logs(*sizes: float) -> tuple[float, ...]:
     return tuple(math.log2(size) for size in sizes)
 
 
-def _ratio_at(place: tuple[float, ...], probes: Sequence[_Probe]) -> float:
-    """How far off a count is: the nearer a probed size, the more it says (inverse distances)."""
-    weights = [1 / (NEARNESS + math.dist(place, probe.place) ** 2) ** 2 for probe in probes]
+def _ratio_at(coordinates: tuple[float, ...], probes: Sequence[_Probe]) -> float:
+    """Measured over estimated time, interpolated by inverse distance to the probed shapes."""
+    weights = [1 / (NEARNESS + math.dist(coordinates, probe.coordinates) ** 2) ** 2 for probe in probes]
     total = sum(w * math.log(probe.ratio) for w, probe in zip(weights, probes, strict=True))
     return math.exp(total / sum(weights))
 
 
 def _compiled_bytes(job: Job, model: DecoderModel, micro_batches: int) -> float:
-    """What a compiled step moves beside products, attention and the update: each fused loop once."""
-    low, stream = operand_bytes(job.train.precision), residual_bytes(job.train)
+    """Memory traffic of a compiled step besides GEMMs, attention and the update; each fused loop once."""
+    low, residual = operand_bytes(job.train.precision), residual_bytes(job.train)
     rows = (job.layout.micro_batch or 1) * job.data.seq_len
     width, inner = model.hidden_size, model.ffn_size
     rotated = 2 * low * (model.query_size + model.kv_size) if model.positions == "rope" else 0
     gated = model.activation == "swiglu"
-    rounded = (stream + low) * width if stream != low else 0  # the stream's gradient, for products
-    # A norm reads the stream and hands on what products read; a sum reads both and writes the stream.
-    norm, added = (stream + low) * width, (2 * stream + low) * width
-    forward = 2 * norm + 2 * added - stream * width + rotated + (3 if gated else 2) * low * inner
-    # Its way back reads what it gave a gradient of, its input and the stream's gradient, and once more the
-    # first two for the gradient of its weight.
-    norm_back = (2 * low + 4 * stream) * width
+    rounded = (residual + low) * width if residual != low else 0  # cast of the residual gradient for GEMMs
+    # A norm reads the residual and writes GEMM inputs; an addition reads both and writes the residual.
+    norm, added = (residual + low) * width, (2 * residual + low) * width
+    forward = 2 * norm + 2 * added - residual * width + rotated + (3 if gated else 2) * low * inner
+    # The norm's backward reads its output gradient, its input and the residual gradient; the weight gradient
+    # reads the first two again.
+    norm_back = (2 * low + 4 * residual) * width
     backward = 2 * (norm_back + rounded) + rotated + (5 if gated else 3) * low * inner
     again = {"none": 0.0, "selective": 2.0 * norm + rotated + low * inner, "full": float(forward)}
     block = rows * (forward + backward + again[job.layout.recompute])
-    # Around the blocks: rows of the embedding, the final norm, logits read twice and written once.
-    table, words = model.vocab_size * width * FLOAT32_BYTES, model.vocab_size
-    ends = rows * (3 * FLOAT32_BYTES * width + 2 * stream * width + norm + norm_back + 3 * low * words)
+    # Embedding rows, final norm, logits read twice and written once.
+    table, vocab = model.vocab_size * width * FLOAT32_BYTES, model.vocab_size
+    ends = rows * (3 * FLOAT32_BYTES * width + 2 * residual * width + norm + norm_back + 3 * low * vocab)
     chunks = math.ceil(rows / loss_chunk(job, model))
-    ends += table + 2 * table * chunks  # the embedding's gradient is cleared; the head's is summed up
+    ends += table + 2 * table * chunks  # zeroing the embedding gradient; accumulating the head's
     total = micro_batches * (model.num_layers * block + ends)
     parameters = count_parameters(model)
-    if low != FLOAT32_BYTES and not uses_bf16_weight_copies(job):  # cast in both passes, gradients cast back
+    if low != FLOAT32_BYTES and not uses_bf16_weight_copies(
+        job
+    ):  # weights cast in both passes, gradients cast back
         total += micro_batches * 18 * (parameters - model.vocab_size * width)
     total += (micro_batches - 1) * 3 * FLOAT32_BYTES * parameters
     return total + (FLOAT32_BYTES * parameters if job.train.clip else 0)
 
 
 def _update_s(job: Job, model: DecoderModel, probed: Probed) -> float:
-    """The optimizer's step; each rank of ZeRO moves its rows, which the caller divides by."""
+    """The optimizer step over all parameters; the caller divides by the ZeRO shards."""
     cost = predict_optimizer(with_gradients(job, list_parameters(model)), job.train)
     written = 0
-    if uses_bf16_weight_copies(job):  # the copies that products read
+    if uses_bf16_weight_copies(job):  # bf16 weight copies
         written = operand_bytes(job.train.precision) * count_parameters(model)
     rate = _ProbedTimes.of(probed, _precision(job)).rate
     return (cost.moved_bytes + written) / probed.optimizer_bytes_per_s + cost.flops / rate
 
 
 def fit_steps(probed: Probed, timed: Sequence[MeasuredStep]) -> Probed:
-    """What real steps say of moved bytes, of the rest, and, on a CPU, of the host's time for a block.
+    """Fit the elementwise factor, the step overhead and, on a CPU, the host time per block to real steps.
 
-    Least squares of relative errors, nothing below zero. What our own kernels moved is known already.
+    Least squares of relative errors, without negative values. Triton blocks have a measured elementwise
+    factor.
 
     Args:
-        probed: With the times of single operations; on a GPU also with the host's time.
-        timed: At least one.
+        probed: With the times of single operations; on a GPU also with the host time.
+        timed: Measured steps, at least one.
     """
     works = [count_work(with_probed(t.job, probed), t.micro_batches, t.touched_bytes) for t in timed]
     scales = np.array([1 / t.step_s for t in timed])
@@ -418,7 +420,7 @@ def fit_steps(probed: Probed, timed: Sequence[MeasuredStep]) -> Probed:
 
 
 def _least_squares(columns: dict[str, np.ndarray], wanted: np.ndarray) -> dict[str, float]:
-    """The best of all choices of columns whose factors are not negative; few columns, so all are tried."""
+    """Non-negative least squares by trying all subsets of the few columns."""
 
     def solve(names: Sequence[str]) -> tuple[float, dict[str, float]]:
         matrix = np.stack([columns[name] for name in names], axis=1)

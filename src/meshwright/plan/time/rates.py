@@ -1,7 +1,6 @@
-"""Rates that a device and a software stack reach: the fitted part of the estimate, kept as data.
+"""Fitted rates of a device and a software stack; everything else in the estimate is counted.
 
-``calibration.toml`` has defaults, then what differs by device generation, by stack (a profile), and by both.
-Everything else in the estimate is counted, not fitted.
+``calibration.toml`` has defaults, then overrides by device generation, by stack (a profile), and by both.
 """
 
 from __future__ import annotations
@@ -16,71 +15,71 @@ from meshwright.plan.estimate.workload import Workload
 
 CALIBRATION_FILE = "calibration.toml"
 CPU = "cpu"
-"""What calibrations of all CPUs go by."""
+"""Calibration name of all CPUs."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What the formulas multiply with."""
+    """The fitted rates."""
 
     matmul: float
-    """Share of the rate of one large 16-bit product that large products reach inside a step."""
+    """Rate of large GEMMs in a step, over that of one large 16-bit GEMM."""
     matmul_fp8: float
-    """The same of the fp8 rate (as much higher as the data sheet's peak is), with scaling and casting."""
+    """The same for fp8, over the 16-bit rate scaled by the peaks; includes scaling and casts."""
     matmul_fp4: float
-    """The same of the fp4 rate."""
+    """The same for fp4."""
     block_scaled: float
-    """Rate of fp8 with a scale for each block (mxfp8), of fp8 with one for each tensor."""
+    """Rate of fp8 with block scales (mxfp8), over fp8 with tensor scales."""
     row_scaled: float
-    """Rate of fp8 with a scale for each row, of the same."""
+    """Rate of fp8 with row scales, over fp8 with tensor scales."""
     expert_matmul: float
-    """Rate of grouped products of experts, of that of one product with as many rows."""
+    """Rate of grouped expert GEMMs, over one GEMM with as many rows."""
     attention: float
-    """Share of that 16-bit rate that fused attention reaches, forward, over long sequences."""
+    """Rate of fused attention (forward, long sequences), over one large 16-bit GEMM."""
     attention_ramp: float
-    """Tokens of a sequence at which fused attention reaches half of that."""
+    """Sequence length at which fused attention reaches half of its rate."""
     memory: float
-    """Share of the memory bandwidth that passes over activations reach."""
+    """Share of the memory bandwidth that elementwise kernels reach."""
     elementwise: float
-    """Bytes that a block's norms, activations and sums move, over those of a stack that fuses each once."""
+    """Bytes that norms, activation functions and additions of a block move, over fully fused kernels."""
     compiled: float
-    """Bytes of those that are left where blocks are compiled."""
+    """Share of those bytes that remain in compiled blocks."""
     operand_bytes: float
-    """Share of a product's operand and result traffic that its arithmetic does not hide."""
+    """Share of a GEMM's operand and result traffic that does not overlap with its arithmetic."""
     launch_s: float
-    """Time of one product or fused kernel, however small."""
+    """Least time of a GEMM or fused kernel."""
     host_s: float
-    """Time of Python for one pass through one block. A GPU that is faster waits for it; a CPU adds it."""
+    """Python time for one pass through one block: hidden by a GPU unless longer, added on a CPU."""
     expert_host_s: float
-    """The same that a layer of experts adds."""
+    """Extra Python time of an expert layer."""
     link: float
-    """Share of the link bandwidth inside a node that collectives reach."""
+    """Share of the intra-node link bandwidth that collectives reach."""
     link_latency_s: float
-    """Time of a collective on two ranks inside a node that moves nothing."""
+    """Latency of a collective on two ranks in a node."""
     nic: float
-    """Share of the network bandwidth between nodes that collectives reach."""
+    """Share of the network bandwidth that collectives reach."""
     nic_latency_s: float
-    """Time of a collective between nodes that moves nothing, for each doubling of the nodes."""
+    """Latency of a collective between nodes, per doubling of the nodes."""
     overlap: float
-    """Share of overlappable communication that is hidden while there is computation to hide it."""
+    """Share of overlappable communication that compute hides."""
     tp_overlap: float
-    """Share of tensor-parallel collectives that is hidden where the stack cuts them up."""
+    """Share of tensor-parallel collectives that are hidden where the stack overlaps them with GEMMs."""
     all_to_all: float
-    """Share of the bandwidth that expert dispatch reaches, of what rings reach."""
+    """Bandwidth of expert dispatch, over that of rings."""
     contention: float
-    """Slow-down of computation while it shares the device with communication."""
+    """Slow-down of compute during communication."""
     step_s: float
-    """Time of a step that is in no block: data, logging, clipping."""
+    """Step overhead outside the blocks: data, logging, clipping."""
 
 
 def calibrated_device(device_name: str) -> str:
-    """The name that calibrations of a device go by: `A100`, `H100`, ... ; memory size and form left out."""
+    """The calibration name of a device: `A100`, `H100`, ...; without memory size and form factor."""
     head = device_name.split("-", maxsplit=1)[0]
     return {"H200": "H100", "H800": "H100", "A800": "A100", "GB200": "B200", "GB300": "B300"}.get(head, head)
 
 
 def rates_of(workload: Workload) -> Rates:
-    """The rates of a workload's device and stack; CPUs have one set, with the cluster's own latencies."""
+    """The rates of a workload's device and stack; all CPUs share one set, with the cluster's latencies."""
     cluster = workload.cluster
     if cluster.device != "cpu":
         device = calibrated_device(cluster.device_name)
@@ -90,7 +89,7 @@ def rates_of(workload: Workload) -> Rates:
 
 
 def merge_rates(tables: dict[str, dict[str, float]], stacks: tuple[str, ...], device: str) -> Rates:
-    """Defaults, then the device's, then each stack's, then those of a stack on this device."""
+    """Merge defaults, the device's rates, each stack's, and those of a stack on this device."""
     merged: dict[str, float] = dict(tables["default"])
     own = [name for stack in stacks for name in (f"stack.{stack}", f"stack.{stack}.{device}")]
     for section in (f"device.{device}", *own):
@@ -100,7 +99,7 @@ def merge_rates(tables: dict[str, dict[str, float]], stacks: tuple[str, ...], de
 
 @functools.lru_cache(maxsize=1)
 def load_calibration() -> dict[str, dict[str, float]]:
-    """The sections of the calibration, flat."""
+    """The sections of the calibration file."""
     path = resources.files("meshwright.plan.time").joinpath(CALIBRATION_FILE)
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
     return {name: values for name, values in tables.items() if isinstance(values, dict)}

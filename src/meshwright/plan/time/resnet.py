@@ -1,7 +1,7 @@
 """Time of a ResNet's step: convolutions at the cluster's rates, ring all-reduces of the gradients.
 
-Replicas only. The constants were set by hand on five small models on a 2-core Xeon virtual machine
-(November 2026) and on no GPU.
+Data parallelism only. The constants were set by hand on five small models on a 2-core Xeon virtual machine
+(November 2026), on no GPU.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import ResNetModel
 
 CONVOLUTION_EFFICIENCY = 0.4
-"""Rate of convolutions over that of a large GEMM: five ResNets on one core, within 1.8 times."""
+"""Rate of convolutions, over a large GEMM: five ResNets on one core, within a factor of 1.8."""
 PYTHON_S = {"cpu": 1.0e-3, "cuda": 2.0e-3}
-"""Time of eager Python for one block of one micro-batch."""
+"""Python time per block and micro-batch."""
 OVERLAP = {"cpu": 0.5, "cuda": 0.9}
-"""Share of the gradient all-reduce that is hidden behind the last backward pass."""
+"""Share of the gradient all-reduce that overlaps with the last backward pass."""
 
 
 def estimate_resnet_step(
     job: Job, micro_batches: int, touched_bytes: int, traffic: Sequence[CollectiveTraffic]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Parts of a ResNet's step, and the communication that is hidden.
+    """Parts of a ResNet's step, and the overlapped communication.
 
     Args:
-        job: With its layout settled.
+        job: With a complete layout.
         micro_batches: Of one step.
-        touched_bytes: Activations that one micro-batch makes.
+        touched_bytes: Activation bytes of one micro-batch.
         traffic: The collectives of the layout.
     """
     cluster, device = job.cluster, job.cluster.device
@@ -52,7 +52,7 @@ def estimate_resnet_step(
 
 
 def _compute_s(job: Job, micro_batches: int, touched_bytes: int, rate: float) -> float:
-    """Convolutions, passes over the activations, and Python, which a GPU hides."""
+    """Convolutions, passes over the activations, and Python time, which a GPU hides."""
     model, device = job.model, job.cluster.device
     assert isinstance(model, ResNetModel), "decoders are priced by the engine"
     images = micro_batches * (job.layout.micro_batch or 1)
@@ -66,7 +66,7 @@ def _compute_s(job: Job, micro_batches: int, touched_bytes: int, rate: float) ->
 def _communication_s(
     cluster: Cluster, ranks: int, traffic: Sequence[CollectiveTraffic]
 ) -> tuple[float, float]:
-    """Ring all-reduces of a step: those of gradients, and those of control."""
+    """Ring all-reduces of a step: gradients, and control."""
     crossing = ranks > cluster.devices_per_node
     bandwidth = (cluster.nic_bytes_per_s if crossing else None) or cluster.link_bytes_per_s
     latency = (cluster.nic_latency_s if crossing else None) or cluster.link_latency_s

@@ -1,7 +1,7 @@
-"""Which layers a pipeline stage gets: as many as make the slowest rank as fast as it can be.
+"""Assigns layers to pipeline stages so that the slowest rank is as fast as possible.
 
-The unit of cost is one block. The embedding costs so many blocks on the first stage, the head on the last;
-both are rounded to :data:`GRAIN`, so that few distinct splits exist.
+The unit of cost is one block. The costs of the embedding (first stage) and the head (last stage) are
+rounded to :data:`GRAIN`, so that there are few distinct splits.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from meshwright.plan.estimate.in_flight import V_SHAPED
 from meshwright.schedule.pipeline.actions import loop_ranks, v_shaped_ranks
 
 GRAIN = 1 / 8
-"""Fraction of a block that the costs of embedding and head are rounded to."""
+"""Rounding of the costs of embedding and head, in blocks."""
 SLACK = 1e-9
-"""Blocks by which floating-point sums may differ."""
+"""Tolerance of floating-point sums, in blocks."""
 
 
 def assign_layers(layers: int, stage_ranks: Sequence[int], embedding: float, head: float) -> tuple[int, ...]:
     """Layers of each stage. Each layer goes to the rank with the least work, and there to its fastest stage.
 
-    Of equal stages it goes to the latest: late stages hold the fewest in-flight micro-batches.
+    Ties go to the latest stage: late stages hold the fewest in-flight micro-batches.
 
     Args:
-        layers: Of the model; each stage has one at least.
+        layers: Layers of the model; each stage has at least one.
         stage_ranks: The pp_rank of each stage.
         embedding: Cost of the embedding in blocks; it is on the first stage.
         head: Cost of the head in blocks; it is on the last stage.
@@ -57,28 +57,28 @@ def _assign(layers: int, stage_ranks: tuple[int, ...], embedding: float, head: f
 
 
 class HeldLayers(NamedTuple):
-    """Layers of one pp rank, a place for each layout."""
+    """Layers of one pipeline rank, one value per layout."""
 
     layers: Floats
     fewest: Floats
-    """Of its stage with the fewest."""
+    """Layers of its smallest stage."""
 
 
 def count_end_layers(
     grid: Grid, layers: int, embedding: Floats, head: Floats
 ) -> tuple[HeldLayers, HeldLayers]:
-    """What :func:`assign_layers` gives the first and the last pp rank; distinct splits are made once.
+    """Layers that :func:`assign_layers` gives the first and the last pipeline rank.
 
     Args:
-        grid: Layouts with pipelines.
-        layers: Of the model.
+        grid: Layouts with a pipeline.
+        layers: Layers of the model.
         embedding: Cost of the embedding in blocks.
         head: Cost of the head in blocks.
     """
     vee = np.isin(grid.schedule, V_SHAPED)
     grains = [np.round(cost / GRAIN).astype(np.int64) for cost in (embedding, head)]
     keys = np.stack((grid.pp, np.where(vee, 2, grid.virtual_stages), vee.astype(np.int64), *grains))
-    distinct, places = np.unique(keys, axis=1, return_inverse=True)
+    distinct, indices = np.unique(keys, axis=1, return_inverse=True)
     rows = []
     for pp, stages, vee_shaped, first, last in distinct.T.tolist():
         stage_ranks = v_shaped_ranks(pp) if vee_shaped else loop_ranks(pp, stages)
@@ -87,7 +87,7 @@ def count_end_layers(
             [n for n, home in zip(split, stage_ranks, strict=True) if home == rank] for rank in (0, pp - 1)
         ]
         rows.append([number for held in ends for number in (sum(held), min(held))])
-    found = np.array(rows, dtype=np.float64).T[:, places.reshape(-1)]
+    found = np.array(rows, dtype=np.float64).T[:, indices.reshape(-1)]
     return HeldLayers(found[0], found[1]), HeldLayers(found[2], found[3])
 
 
@@ -108,15 +108,15 @@ def rank_costs(stages: Sequence[float], stage_ranks: Sequence[int]) -> list[floa
 
 
 def slowest_load(grid: Grid, layers: int, embedding: Floats, head: Floats) -> Floats:
-    """Cost of the slowest rank in blocks, with the layers that :func:`assign_layers` gives each.
+    """Cost of the slowest rank in blocks, with the layers of :func:`assign_layers`.
 
-    The least load L for which the ranks have room for all layers: floor(L) on a rank without an end,
-    floor(L - embedding) on the first rank, floor(L - head) on the last, and one layer per stage at least.
-    L is a whole number, or a whole number plus the cost of an end. Costs are not rounded here.
+    The least load L for which all layers fit: floor(L) layers on an inner rank, floor(L - embedding) on the
+    first, floor(L - head) on the last, and at least one per stage. L is an integer, or an integer plus the
+    cost of the embedding or the head. Costs are not rounded here.
     """
     folded = np.isin(grid.schedule, V_SHAPED)
     stages = np.where(folded, 2, grid.virtual_stages)
-    # Both ends of a V-shaped pipeline are on the first rank.
+    # In a V-shaped pipeline the first rank has both embedding and head.
     first, last = np.where(folded, embedding + head, embedding), np.where(folded, 0.0, head)
     least = np.maximum(stages + np.maximum(first, last), (layers + first + last) / grid.pp)
 

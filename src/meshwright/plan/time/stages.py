@@ -1,7 +1,7 @@
-"""How long each stage of a pipeline works on a micro-batch, and which layers it gets because of it.
+"""Time of each pipeline stage per micro-batch, and the layers of each stage.
 
-All costs are the engine's (``plan.time.engine``): an average block with the communication that delays it, the
-embedding, and the head with the loss.
+All costs come from ``plan.time.engine``: an average block with its exposed communication, the embedding,
+and the head with the loss.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from meshwright.spec.model import DecoderModel
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of one micro-batch."""
+    """Seconds per micro-batch."""
 
     forward_s: float
     backward_input_s: float
     backward_weight_s: float
 
     @classmethod
-    def of(cls, passes: Passes, place: int) -> Cost:
-        """That of one layout."""
+    def of(cls, passes: Passes, index: int) -> Cost:
+        """The cost of one layout."""
         return cls(
-            float(passes.forward[place]),
-            float(passes.backward_input[place]),
-            float(passes.backward_weight[place]),
+            float(passes.forward[index]),
+            float(passes.backward_input[index]),
+            float(passes.backward_weight[index]),
         )
 
     @property
     def total_s(self) -> float:
-        """Of the whole micro-batch."""
+        """Forward and backward."""
         return self.forward_s + self.backward_input_s + self.backward_weight_s
 
     @property
@@ -56,16 +56,16 @@ class Cost:
 
 @dataclass(frozen=True)
 class PartCosts:
-    """Of the three kinds of work in a stage, on one rank."""
+    """Costs of a block, the embedding and the head on one rank."""
 
     block: Cost
     embedding: Cost
     head: Cost
 
     @classmethod
-    def of(cls, step: StepEstimate, place: int) -> PartCosts:
-        """Those of one layout of an estimate."""
-        return cls(*(Cost.of(passes, place) for passes in (step.block, step.embedding, step.head)))
+    def of(cls, step: StepEstimate, index: int) -> PartCosts:
+        """The costs of one layout of an estimate."""
+        return cls(*(Cost.of(passes, index) for passes in (step.block, step.embedding, step.head)))
 
     @property
     def embedding_blocks(self) -> float:
@@ -79,16 +79,16 @@ class PartCosts:
 
 
 def part_costs(job: Job) -> PartCosts:
-    """What blocks and ends cost on one rank of a job whose micro-batch is settled."""
+    """Costs of block, embedding and head on one rank of a job with a micro-batch."""
     return PartCosts.of(estimate_step(Workload.of(job), Grid.of([job.layout])), 0)
 
 
 def split_layers(job: Job, costs: PartCosts | None = None) -> tuple[int, ...] | None:
-    """Layers of each stage, so that the slowest rank is as fast as it can be; None without a pipeline.
+    """Layers of each stage, so that the slowest rank is as fast as possible; None without a pipeline.
 
     Args:
-        job: With its micro-batch settled.
-        costs: Where they are known already.
+        job: With a micro-batch.
+        costs: If known already.
     """
     if job.layout.pp == 1 or not isinstance(job.model, DecoderModel):
         return None
@@ -97,36 +97,36 @@ def split_layers(job: Job, costs: PartCosts | None = None) -> tuple[int, ...] | 
 
 
 def assign_stages(job: Job, layouts: Sequence[Layout], step: StepEstimate) -> list[Layout]:
-    """Layouts with the layers of their pipeline stages, as :func:`split_layers` assigns them.
+    """The layouts with ``stage_layers`` of :func:`split_layers`.
 
     Args:
-        job: Of a decoder.
-        layouts: With their micro-batches settled.
+        job: With a decoder.
+        layouts: With micro-batches.
         step: Their estimate.
     """
     found = []
-    for place, layout in enumerate(layouts):
-        layers = split_layers(with_layout(job, layout), PartCosts.of(step, place))
+    for index, layout in enumerate(layouts):
+        layers = split_layers(with_layout(job, layout), PartCosts.of(step, index))
         found.append(dataclasses.replace(layout, stage_layers=layers))
     return found
 
 
-def stage_times(job: Job, micro_batches: int, step: StepEstimate, place: int) -> StageTimes:
+def stage_times(job: Job, micro_batches: int, step: StepEstimate, index: int) -> StageTimes:
     """Seconds of one micro-batch in each stage.
 
-    Stages have the layers of the layout, else those that :func:`split_layers` assigns. Other runtimes do not
-    balance their stages: there all stages are alike, and the last one is slower by its excess.
+    Stages have the layers of the layout, else those of :func:`split_layers`. Other runtimes do not balance
+    their stages: there all stages are equal, except for the extra cost of the last one.
 
     Args:
-        job: With its layout settled; its stages' layers may be open.
+        job: With a complete layout; ``stage_layers`` may be open.
         micro_batches: Of one step.
         step: The estimate of a grid of layouts.
-        place: That of the job's layout in it.
+        index: Index of the job's layout in the grid.
     """
-    costs, stage_ranks = PartCosts.of(step, place), stage_pp_ranks(job)
+    costs, stage_ranks = PartCosts.of(step, index), stage_pp_ranks(job)
     if job.layout.stage_layers is None and not PROFILES[job.train.runtime].time.balanced_stages:
-        mean = Cost.of(step.passes, place)
-        excess = float(step.parts["uneven stages"][place]) / micro_batches / mean.total_s
+        mean = Cost.of(step.passes, index)
+        excess = float(step.parts["uneven stages"][index]) / micro_batches / mean.total_s
         times = np.outer(mean.passes, np.full(len(stage_ranks), job.layout.pp / len(stage_ranks)))
         times[:, -1] += mean.passes * excess
         return StageTimes(*times)

@@ -1,8 +1,7 @@
-"""The predicted step of one settled job, part by part.
+"""The predicted step of one job with a complete layout, by parts.
 
-Decoders have the engine's estimate of their layout (``plan.time.engine``) on every device; only the bubble,
-uneven stages and transfers of a pipeline come from its walked schedule. ResNets have a formula of their own
-(``plan.time.resnet``).
+Decoders use the estimate of ``plan.time.engine``; the bubble, uneven stages and transfers of a pipeline
+come from its simulated schedule. ResNets have their own formula (``plan.time.resnet``).
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ class StepTime:
     """Seconds of one step on the slowest rank."""
 
     parts: dict[str, float]
-    """What the step consists of, in seconds that add up to it; parts that are zero are left out."""
+    """The parts add up to the step; zeros are left out."""
     hidden: dict[str, float] = field(default_factory=dict)
-    """Communication that is hidden behind compute."""
+    """Communication overlapped with compute."""
     pipeline: PipelineTime | None = None
-    """The walked schedule; None without a pipeline, and where the schedule is too large to generate."""
+    """The simulated schedule; None without a pipeline, and if the schedule is too large to generate."""
 
     @property
     def total_s(self) -> float:
@@ -42,13 +41,13 @@ class StepTime:
 def predict_step(
     job: Job, micro_batches: int, touched_bytes: int = 0, traffic: Sequence[CollectiveTraffic] = ()
 ) -> StepTime:
-    """The step of a rank; of a pipeline's ranks, that of the slowest.
+    """The step of the slowest rank.
 
     Args:
-        job: With the layout settled, its micro-batch included.
+        job: With a complete layout.
         micro_batches: Of one step.
-        touched_bytes: Activations that one micro-batch makes. Read for ResNets; the engine counts its own.
-        traffic: The collectives of the layout. Read for ResNets; the engine counts its own.
+        touched_bytes: Activation bytes of one micro-batch; used for ResNets only.
+        traffic: The collectives of the layout; used for ResNets only.
     """
     if not isinstance(job.model, DecoderModel):
         parts, hidden = estimate_resnet_step(job, micro_batches, touched_bytes, traffic)
@@ -59,23 +58,23 @@ def predict_step(
     return predict_layout(job, micro_batches, estimate_step(workload, Grid.of([layout])), 0)
 
 
-def predict_layout(job: Job, micro_batches: int, step: StepEstimate, place: int) -> StepTime:
-    """The step of one layout of an estimate; the schedule of a pipeline is walked.
+def predict_layout(job: Job, micro_batches: int, step: StepEstimate, index: int) -> StepTime:
+    """The step of one layout of an estimate, with a simulated pipeline schedule.
 
     Args:
         job: With this layout.
         micro_batches: Of one step.
         step: The estimate of a grid of layouts.
-        place: That of the layout in it.
+        index: Index of the layout in the grid.
     """
-    parts = {name: float(values[place]) for name, values in step.parts.items()}
-    hidden = _without_zeros({name: float(values[place]) for name, values in step.hidden.items()})
+    parts = {name: float(values[index]) for name, values in step.parts.items()}
+    hidden = _without_zeros({name: float(values[index]) for name, values in step.hidden.items()})
     pipeline = None
     if job.layout.pp > 1:
-        times = stage_times(job, micro_batches, step, place)
-        pipeline = plan_pipeline(job, micro_batches, times, float(step.send_s[place]))
+        times = stage_times(job, micro_batches, step, index)
+        pipeline = plan_pipeline(job, micro_batches, times, float(step.send_s[index]))
     if pipeline is not None:
-        parts["uneven stages"] = max(0.0, pipeline.work_s - micro_batches * float(step.passes.total[place]))
+        parts["uneven stages"] = max(0.0, pipeline.work_s - micro_batches * float(step.passes.total[index]))
         parts["bubble"], parts["pipeline transfers"] = pipeline.bubble_s, pipeline.exposed_send_s
     return StepTime(_without_zeros(parts), hidden, pipeline)
 

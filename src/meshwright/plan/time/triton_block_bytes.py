@@ -1,17 +1,15 @@
-"""Bytes that our own kernels move beside products and attention: every pass reads and writes each value once.
+"""Memory traffic of Triton blocks besides GEMMs and attention; each kernel reads and writes each value once.
 
-For a token, with the letters of ``own_memory``, a block of ``run.models.fused`` moves::
+For a token, with the letters of ``plan.memory.triton_block``, a block moves::
 
-    add and norm, twice  r D + D e read, r D + D e written
-    rotation             (Q + K) e read and written
-    gate                 2 F e read, F e written
-    its way back         3 F e read, 2 F e written, and F e where down's input is made again
-    norm's, twice        D e + 2 r D read, r D (and D e if r is not e) written, and D e for its output again
-    rotation's           (Q + 2 K) e read and written
+    add and norm, twice  r D + D e read, r D + D e written rotation             (Q + K) e read and written
+    gate                 2 F e read, F e written gate backward        3 F e read, 2 F e written, and F e
+    where down's input is recomputed norm backward, twice D e + 2 r D read, r D (and D e if r is not e)
+    written, and D e to recompute the output rotation backward    (Q + 2 K) e read and written
 
-In 8 bits the first and the third write one byte, and what comes out of attention is cast in a pass of its
-own. The other casts are of a product's operands, and in its time. Full recomputation adds what the last block
-gave in a pass, so that norms read the stream alone, and runs the forward passes twice.
+In fp8 the first and the third write one byte, and the output of attention is cast by a separate kernel. The
+other casts are part of the GEMM time. Full activation checkpointing adds the previous block's output in a
+separate pass, so that norms read only the residual, and runs the forward kernels twice.
 """
 
 from __future__ import annotations
@@ -29,43 +27,43 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import DecoderModel
 
 LOSS_PASSES = 3
-"""Of logits: read for largest and sum, read again where caches do not reach, written as gradient."""
+"""Passes over the logits: read for maximum and sum, read again from memory, written as gradient."""
 TABLE_PASSES = 3
-"""Of float32 rows of the embedding: read forward; of its gradient read and written on the way back."""
+"""Passes over float32 embedding rows: read in the forward pass; gradient read and written in the backward."""
 
 
 def block_bytes(job: Job, model: DecoderModel) -> int:
-    """What a block moves for each token, forward and backward."""
-    low, stream = operand_bytes(job.train.precision), residual_bytes(job.train)
+    """Bytes per token that a block moves, forward and backward."""
+    low, residual = operand_bytes(job.train.precision), residual_bytes(job.train)
     width, inner, recompute = model.hidden_size, model.ffn_size, job.layout.recompute
     queries, keys = model.query_size, model.kv_size
     into_heads = runs_in_fp8(job, queries + 2 * keys, width)
     into_inner = runs_in_fp8(job, inner, width)
     normal = (1 if into_heads else low) + (1 if into_inner else low)
-    added = 2 * (2 * stream + low) * width
-    added -= (stream + low) * width if recompute == "full" else 0
+    added = 2 * (2 * residual + low) * width
+    added -= (residual + low) * width if recompute == "full" else 0
     forward = added + normal * width + 2 * low * (queries + keys) + 2 * low * inner
     forward += (1 if into_inner else low) * inner
     forward += (low + 1) * queries if runs_in_fp8(job, width, queries) else 0
     kept = recompute == "none"
     again = 0 if kept and not into_heads else low * width
     again += 0 if kept and not into_inner else low * (width + inner)
-    rounded = low if stream != low else 0
-    backward = 5 * low * inner + 2 * (low + 3 * stream + rounded) * width + again
+    rounded = low if residual != low else 0
+    backward = 5 * low * inner + 2 * (low + 3 * residual + rounded) * width + again
     backward += 2 * low * (queries + 2 * keys)
     if recompute == "full":
-        return 2 * forward + (2 * stream + low) * width + backward
+        return 2 * forward + (2 * residual + low) * width + backward
     return forward + backward
 
 
 def step_bytes(job: Job, model: DecoderModel, micro_batches: int) -> float:
-    """What a step moves beside products, attention and the update: blocks, what is around them, gradients."""
-    low, stream = operand_bytes(job.train.precision), residual_bytes(job.train)
+    """Bytes that a step moves besides GEMMs, attention and the update: blocks, embedding, head, gradients."""
+    low, residual = operand_bytes(job.train.precision), residual_bytes(job.train)
     rows, width = (job.layout.micro_batch or 1) * job.data.seq_len, model.hidden_size
-    embedding = TABLE_PASSES * FLOAT32_BYTES + 2 * stream
-    norm = 2 * (stream + low) + low + 2 * stream + (low if stream != low else 0)
+    embedding = TABLE_PASSES * FLOAT32_BYTES + 2 * residual
+    norm = 2 * (residual + low) + low + 2 * residual + (low if residual != low else 0)
     ends = rows * ((embedding + norm) * width + LOSS_PASSES * low * model.vocab_size)
-    ends += model.vocab_size * width * FLOAT32_BYTES  # the embedding's gradient is cleared
+    ends += model.vocab_size * width * FLOAT32_BYTES  # zeroing the embedding gradient
     total = micro_batches * (rows * model.num_layers * block_bytes(job, model) + ends)
     gradients = count_gradient_bytes(with_gradients(job, list_parameters(model)))
     return total + (micro_batches - 1) * 3 * gradients + (gradients if job.train.clip else 0)

@@ -1,4 +1,4 @@
-"""What ranks that share sequences (``cp``) send each other in attention, written down without torch.
+"""Traffic of context parallelism (``cp``): ring attention and Ulysses.
 
 With N tokens of a micro-batch on a rank, Q and K the widths of its query and key heads, e bytes of an operand
 (2 under bf16 and fp16, else 4), a block moves:
@@ -12,13 +12,13 @@ ulysses  2 all-to-alls: of N (Q + 2 K') e, of    the same two
          N Q e
 =======  ======================================  =======================================================
 
-A block's keys and values go once round the ring; their gradients travel behind them, in float32, from the
-first rank that is not their own to the last, and home. Each of these sends is one for every lane: a ring
-sends heads in up to eight parts, so that attention can begin with what has arrived. Ulysses repeats key heads
-where there are fewer than ranks: K' is then the width of ``cp`` heads, else K.
+Keys and values of a block pass once around the ring. Their float32 gradients follow one hop behind, and end
+at the owner. Each send is split into up to eight lanes of heads, so that attention can begin with the first
+lane; each lane is one call. Ulysses repeats key heads where there are fewer heads than ranks: K' is then
+the width of ``cp`` heads, else K.
 
-What recomputation repeats: ``full`` all of the forward pass; ``selective`` keeps what the ring's attention
-gave, and makes Ulysses' exchanges again.
+Activation checkpointing: ``full`` repeats the forward sends; ``selective`` saves the output of ring
+attention, and repeats the all-to-alls of Ulysses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from meshwright.spec.model import DecoderModel
 
 
 def predict_context(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
-    """All that attention moves over ``cp`` on a rank at one place of the pipelines."""
+    """The ``cp`` traffic of attention on a rank."""
     blocks = sum(len(part.layers) for part in local_stages(job, pp_rank))
     steps = blocks * count_micro_batches(job)
     evaluations = blocks * count_micro_batches(job, job.train.eval_samples)
@@ -46,16 +46,16 @@ def predict_context(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
         ]
     ranks = job.layout.cp
     return [
-        CollectiveTraffic("cp", "send", "setup", ranks, 1, FLOAT32_BYTES),  # opens the way to the next rank
+        CollectiveTraffic("cp", "send", "setup", ranks, 1, FLOAT32_BYTES),  # opens the connection
         *_ring_sends(job, "step", steps, backward=True),
         *_ring_sends(job, "eval", evaluations, backward=False),
     ]
 
 
 def _ring_sends(job: Job, phase: str, blocks: int, backward: bool) -> list[CollectiveTraffic]:
-    """Keys and values round the ring, and their gradients."""
+    """Ring attention: sends of keys and values, and of their gradients."""
     model, ranks = local_model(job), job.layout.cp
-    assert isinstance(model, DecoderModel), "the legality table cuts decoders only"
+    assert isinstance(model, DecoderModel), "the legality rules allow it for decoders only"
     elements = 2 * count_tokens(job) * model.kv_size
     turns = 1 + backward + (backward and job.layout.recompute == "full")
     hops, lanes = blocks * (ranks - 1), len(list_head_chunks(model.num_kv_heads))
@@ -69,9 +69,9 @@ def _ring_sends(job: Job, phase: str, blocks: int, backward: bool) -> list[Colle
 
 
 def _ulysses_all_to_alls(job: Job, phase: str, passes: int) -> CollectiveTraffic:
-    """Ulysses: sequences for heads with queries, keys and values, and back with what attention gave."""
+    """Ulysses: all-to-all of queries, keys and values (sequence to heads), and of the output (back)."""
     model, ranks = local_model(job), job.layout.cp
-    assert isinstance(model, DecoderModel), "the legality table cuts decoders only"
+    assert isinstance(model, DecoderModel), "the legality rules allow it for decoders only"
     keys = model.head_size * max(model.num_kv_heads, ranks)
     elements = count_tokens(job) * (2 * model.query_size + 2 * keys)
     size = elements * operand_bytes(job.train.precision)

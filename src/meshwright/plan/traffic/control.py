@@ -9,28 +9,28 @@ from meshwright.spec.model import DecoderModel
 
 FLOAT64_BYTES = 8
 CONTROL_STEP_VALUES = 3
-"""Loss sum, target tokens, wish to stop: reduced once a step."""
+"""Loss sum, target tokens, stop request: reduced once per step."""
 CONTROL_NOISE_VALUES = 2
-"""Squared norm and number of parts for the gradient noise scale: in every step of a job that measures it."""
+"""Squared norm and number of shards, for the gradient noise scale; only in jobs that measure it."""
 CONTROL_SAVE_VALUES = 1
-"""Rank 0's wish to save, where all ranks must take part."""
+"""Save request of rank 0, where all ranks take part in a checkpoint."""
 CONTROL_NORM_VALUES = 1
-"""Squared norm of a rank's shard of the gradient, where that is cut: a reduction of its own."""
+"""Squared norm of a rank's gradient shard: a separate all-reduce."""
 CONTROL_EVAL_VALUES = 2
 """Loss sum and target tokens of an evaluation."""
 
 
 def needs_grad_norm(job: Job) -> bool:
-    """Whether the norm of the gradient is wanted in every step: to clip, or to find fp16's overflows."""
+    """Whether every step computes the gradient norm: to clip, or to detect fp16 overflows."""
     return job.train.clip > 0 or job.train.precision == "fp16"
 
 
 def predict_control(job: Job) -> list[CollectiveTraffic]:
-    """The small reductions of loss, wishes, norm and load of experts over all ranks."""
+    """The control all-reduces over all ranks: loss, requests, gradient norm, expert load."""
     layout, values, calls = job.layout, CONTROL_STEP_VALUES, 1
     if job.train.noise_scale_every:
         values += CONTROL_NOISE_VALUES
-    if is_sharded(job):  # all take part in norms and checkpoints
+    if is_sharded(job):  # all ranks take part in norms and checkpoints
         values += CONTROL_SAVE_VALUES
         if needs_grad_norm(job):
             values, calls = values + CONTROL_NORM_VALUES, calls + 1

@@ -1,8 +1,8 @@
-"""Sums of whole gradients (ZeRO-0 and 1), bucket by bucket, and what ZeRO-1 then hands round.
+"""Traffic of DDP and ZeRO-1: gradient buckets, and the all-gather of updated parameters.
 
-Every bucket is all-reduced once a step over the ranks that hold the same parameters; ZeRO-1 gathers what each
-of them has updated, a call a bucket, rows filled up. Routed experts that have axes of their own have their
-own buckets (``plan.axes``). One process, and experts that no other rank holds, call nothing.
+Every bucket is all-reduced once per step over the ranks that hold the same parameters. ZeRO-1 then
+all-gathers the updated parameters, one call per bucket, rows padded. Routed experts with their own axes
+have their own buckets (``layout.axes``). A single process, and experts without replicas, have no calls.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INT32_BYTES = 4
 
 
 def predict_ddp(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
-    """All of them, of a rank at one place of the pipelines, and the statistics of batch norms."""
+    """Bucket traffic of a rank, and the batch norm statistics."""
     parts, apart = local_stages(job, pp_rank), has_expert_axes(job)
     counts = [count_buckets(part.representative, apart, job.layout.bucket_mb) for part in parts]
     kinds = list_parameter_kinds(parts)
@@ -46,14 +46,14 @@ def predict_ddp(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
             size = sum(padded_count(p, shards.size) for p in held) * FLOAT32_BYTES
             rows.append(CollectiveTraffic(shards.name, "all_gather", "step", shards.size, buckets, size))
     if (statistics := count_statistics(job.model)) and job.layout.dp_replicate > 1:
-        # Averaged at the end of a step, all in one call.
+        # Averaged at the end of a step, in one call.
         size = statistics * FLOAT32_BYTES
         rows.append(CollectiveTraffic("dp_replicate", "all_reduce", "step", job.layout.dp_replicate, 1, size))
     return rows
 
 
 def _setup_traffic(job: Job, parameters: int, buckets: int) -> CollectiveTraffic:
-    """DDP broadcasts its bucket assignment from rank 0: all indices and a count, then the sizes."""
+    """DDP broadcasts its buckets from rank 0: parameter indices and a count, then the sizes."""
     axis = dense_reduce_axis(job.layout)
     return CollectiveTraffic(
         axis.name, "broadcast", "setup", axis.size, 2, (parameters + 1 + buckets) * INT32_BYTES

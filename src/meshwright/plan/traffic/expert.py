@@ -1,7 +1,7 @@
-"""What routed experts move: tokens to them and back, the counts that balance them, whole tensors for a save.
+"""Traffic of expert parallelism: dispatch, combine, balance counts, and gathers for a checkpoint.
 
-With N tokens of a micro-batch on a rank, of which it routes n (its own run of N / tp), D hidden, E experts, k
-of them a token, B sequences, e bytes of an operand (2 under bf16 and fp16, else 4), a block moves:
+With N tokens of a micro-batch on a rank, of which it routes n = N / tp, D hidden, E experts, k experts per
+token, B sequences, e bytes of an operand (2 under bf16 and fp16, else 4), a block moves:
 
 ==========  =======================================================  =====================================
 axis        forward                                                  backward
@@ -13,12 +13,12 @@ axis        forward                                                  backward
             instead 1 all-gather of cp tp n k 8, the choices
 ==========  =======================================================  =====================================
 
-Bytes are those of tokens that are all sent, as many as a rank sends itself: what really arrives is the
-router's choice. Each of the ``etp`` ranks that share an expert gets a row whole.
+Bytes are those that a rank sends; the number of rows that arrive depends on the router. Each of the ``etp``
+ranks that share an expert gets the full row.
 
-Recomputation repeats all of the forward pass but a gather over ``tp`` that no shared experts follow: that is
-the last thing. An evaluation is a forward pass without the balance loss. For a checkpoint each tensor of
-experts that is dealt over ``ep`` is gathered, one call a tensor.
+Activation checkpointing repeats the forward pass, except a final all-gather over ``tp`` that no shared expert
+follows. An evaluation is a forward pass without the balance loss. For a checkpoint each expert tensor that is
+sharded over ``ep`` is gathered, one call per tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from meshwright.spec.train_defaults import balance_coefficient
 
 
 def predict_expert(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
-    """All that routed experts move on a rank at one place of the pipelines, but for their gradients."""
+    """Traffic of routed experts on a rank, without their gradients."""
     blocks = sum(part.expert_layers for part in local_stages(job, pp_rank))
     steps = blocks * count_micro_batches(job)
     evaluations = blocks * count_micro_batches(job, job.train.eval_samples)
@@ -55,7 +55,7 @@ def predict_expert(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
 
 
 def _dispatch_and_combine(job: Job, phase: str, forwards: int, backwards: int) -> list[CollectiveTraffic]:
-    """Split sizes, rows to the experts, rows back; on the way back the rows alone."""
+    """All-to-alls over ``ep``. Forward: split sizes, dispatch, combine. Backward: rows only."""
     model, axis = _model_of(job), expert_axis(job.layout)
     if axis.size == 1:
         return []
@@ -67,7 +67,7 @@ def _dispatch_and_combine(job: Job, phase: str, forwards: int, backwards: int) -
 
 
 def _gather_tokens(job: Job, phase: str, times: int) -> list[CollectiveTraffic]:
-    """All tokens again from each rank's own run of them: the results, and on the way back the gradients."""
+    """All-gathers over ``tp``, as each rank routes N / tp tokens: outputs forward, gradients backward."""
     layout = job.layout
     if layout.tp == 1 or layout.sequence_parallel:
         return []
@@ -76,7 +76,7 @@ def _gather_tokens(job: Job, phase: str, times: int) -> list[CollectiveTraffic]:
 
 
 def _share_routing(job: Job, phase: str, times: int, learning: bool) -> list[CollectiveTraffic]:
-    """What ranks must know of each other's tokens of the same sequences, for places and for balance."""
+    """Routing data that the ranks of one sequence share: choices (capacity) or counts (balance loss)."""
     model, axis = _model_of(job), sequence_axis(job.layout)
     if axis.size == 1:
         return []
@@ -103,7 +103,7 @@ def _save_traffic(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
 
 
 def _count_routed_rows(job: Job) -> int:
-    """Rows that a rank sends in one forward pass: one for each expert that one of its tokens chose."""
+    """Rows that a rank sends in one forward pass: one per token and chosen expert."""
     return count_tokens(job) // job.layout.tp * (_model_of(job).experts_per_token or 1)
 
 

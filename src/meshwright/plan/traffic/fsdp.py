@@ -21,7 +21,7 @@ from meshwright.spec.micro_batches import count_micro_batches
 
 
 def predict_fsdp(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
-    """Stages 2 and 3: groups are gathered to be used, their gradients reduced and scattered."""
+    """ZeRO-2 and 3: all-gathers of parameter groups, reduce-scatters of their gradients."""
     parts = [part.representative for part in local_stages(job, pp_rank)]
     rows = []
     for part in parts:
@@ -36,12 +36,12 @@ def predict_fsdp(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
 
 
 def _group_traffic(job: Job, group: FsdpGroup, groups: int) -> list[CollectiveTraffic]:
-    """What so many alike groups move together."""
+    """Traffic of a number of equal groups."""
     layout, axis = job.layout, group_axis(job, group)
     micro_batches = count_micro_batches(job)
     evaluations = count_micro_batches(job, job.train.eval_samples) if group.block else 1
     gathers = micro_batches * (2 if group.block else 1)
-    if layout.zero == 2:  # gathered until the last backward pass, or until the evaluation ends
+    if layout.zero == 2:  # stays gathered until the last backward pass, or the end of the evaluation
         gathers = evaluations = 1
     reductions = 1 if layout.accumulate == "deferred" else micro_batches
     gathered = groups * group.gathered_bytes(axis.size, job.train.precision)
@@ -57,7 +57,8 @@ def _group_traffic(job: Job, group: FsdpGroup, groups: int) -> list[CollectiveTr
             )
         ]
     if layout.dp_replicate > 1:
-        # Sums of micro-batches wait in float32 for their replicas; 16-bit ones would be rounded, and do not.
+        # Float32 gradients accumulate before the all-reduce over replicas. Compressed ones are reduced per
+        # micro-batch: accumulating them in 16 bits would round.
         times = 1 if job.compression.kind == "none" else micro_batches
         size = times * reduced // axis.size
         rows.append(
@@ -67,9 +68,10 @@ def _group_traffic(job: Job, group: FsdpGroup, groups: int) -> list[CollectiveTr
 
 
 def _count_tied_gathers(job: Job, pp_rank: int, micro_batches: int) -> int:
-    """How often ZeRO-3 gathers an embedding for the last stage, which uses the first one's.
+    """Extra all-gathers of a tied embedding under ZeRO-3, where first and last stage share a rank.
 
-    It stays until the first stage's next backward pass; what is gathered for that one is counted with it.
+    The embedding stays gathered until the first stage's next backward pass. The gathers of the first stage
+    itself are counted with its group.
     """
     parts = local_stages(job, pp_rank)
     if job.layout.zero < 3 or not parts or not parts[-1].shares_embedding:
@@ -85,7 +87,7 @@ def _count_tied_gathers(job: Job, pp_rank: int, micro_batches: int) -> int:
 
 
 def predict_shard_saves(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
-    """A checkpoint holds whole tensors: each that is cut is gathered, one call a tensor."""
+    """A checkpoint holds full tensors: sharded state is all-gathered, one call per tensor."""
     rows = []
     for parameter in saved_parameter_kinds(job, pp_rank, local_stages(job, pp_rank)):
         axis = state_axis(job, parameter.name)

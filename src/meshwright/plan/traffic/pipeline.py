@@ -1,12 +1,12 @@
-"""What a pipeline sends between its stages, written down without torch.
+"""Traffic of pipeline parallelism: sends between stages.
 
-With N tokens of a micro-batch on a rank (N / tp with sequence parallelism) and D hidden, a stage hands
-N x D x 4 bytes of the residual stream to the stage behind it in every forward pass, and as many of its
-gradient to the stage before it in every backward pass. Stages on the same rank hand over without a call.
-Sends are counted, on the rank that sends; receives are not.
+With N tokens of a micro-batch on a rank (N / tp with sequence parallelism) and D hidden, a stage sends N x D
+elements of the residual stream to the next stage in every forward pass, and as many of its gradient to the
+previous stage in every backward pass. Stages on the same rank need no send. Sends are counted at the sender;
+receives are not counted.
 
-A tied head on another rank than the embedding has a copy: the gradients of both are added up once a step.
-For a checkpoint every other place sends to the first what that does not have, whole, one call a tensor.
+A tied head on another rank than the embedding is a copy: their gradients are all-reduced once per step. For a
+checkpoint every pipeline rank sends its full tensors to the first, one call per tensor.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from meshwright.spec.model import DecoderModel
 
 
 def boundary_bytes(job: Job) -> int:
-    """What one stage hands to the next for one micro-batch."""
-    assert isinstance(job.model, DecoderModel), "the legality table cuts decoders only"
+    """Bytes sent from one stage to the next for one micro-batch."""
+    assert isinstance(job.model, DecoderModel), "the legality rules allow it for decoders only"
     layout = job.layout
     tokens = count_tokens(job)
     resident = tokens // layout.tp if layout.sequence_parallel else tokens
@@ -40,13 +40,13 @@ def boundary_bytes(job: Job) -> int:
 
 
 def predict_pipeline(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
-    """All that a rank at a place sends over ``pp``."""
+    """Sends of a rank over ``pp``."""
     forward, backward, targets = boundaries_of(job, pp_rank)
     steps = count_micro_batches(job) * (forward + backward)
     evaluations = count_micro_batches(job, job.train.eval_samples) * forward
     ranks, size = job.layout.pp, boundary_bytes(job)
     return [
-        # It begins with one number to each rank that it sends to.
+        # One number opens the connection to each target rank.
         CollectiveTraffic("pp", "send", "setup", ranks, targets, targets * FLOAT32_BYTES),
         CollectiveTraffic("pp", "send", "step", ranks, steps, steps * size),
         CollectiveTraffic("pp", "send", "eval", ranks, evaluations, evaluations * size),
@@ -56,7 +56,7 @@ def predict_pipeline(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
 
 
 def _tied_traffic(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
-    """The two copies of an embedding, as the ranks of both hold its gradient."""
+    """The gradient all-reduce of a tied embedding that two pipeline ranks hold."""
     if len(find_tied_pp_ranks(job)) < 2:
         return []
     return [
@@ -67,7 +67,7 @@ def _tied_traffic(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
 
 
 def _save_traffic(job: Job, pp_rank: int) -> CollectiveTraffic:
-    """Parameters and optimizer state of a place that is not the first, not cut by any axis."""
+    """Parameters and optimizer state of a pipeline rank other than the first, as full tensors."""
     calls = elements = 0
     for parameter in saved_parameter_kinds(job, pp_rank, unsharded_stages(job, pp_rank)) if pp_rank else ():
         keys = state_keys(rule_of(parameter.name, len(parameter.shape), job.train), job.train)

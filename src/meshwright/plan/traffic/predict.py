@@ -1,4 +1,4 @@
-"""Every collective that a layout causes, predicted: axis, operation, phase, calls and bytes on one rank."""
+"""Predicts all collectives of a layout: axis, operation, phase, calls and bytes on one rank."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from meshwright.spec.job import Job
 
 
 def predict_traffic(job: Job, pp_rank: int = 0) -> list[CollectiveTraffic]:
-    """All collectives of a rank at one place of the pipelines; none for one process.
+    """All collectives of a rank; empty for a world size of 1.
 
     Args:
-        job: With its layout settled.
-        pp_rank: The rank's index on the axis ``pp``; 0 is every rank where there is no pipeline.
+        job: With a complete layout.
+        pp_rank: The rank's index on the axis ``pp``; 0 without a pipeline.
     """
     if job.layout.world_size == 1:
         return []
@@ -34,7 +34,7 @@ def predict_traffic(job: Job, pp_rank: int = 0) -> list[CollectiveTraffic]:
 
 @functools.lru_cache(maxsize=256)
 def _predict_cached(job: Job, pp_rank: int, version: int) -> tuple[CollectiveTraffic, ...]:
-    """The same at the first of alike places; ``version`` is that of the schedule's file."""
+    """The same for one of several alike pipeline ranks; ``version`` is that of the schedule file."""
     layout = job.layout
     rows = predict_fsdp(job, pp_rank) if layout.zero >= 2 else predict_ddp(job, pp_rank)
     rows += predict_shard_saves(job, pp_rank)
@@ -51,7 +51,7 @@ def _predict_cached(job: Job, pp_rank: int, version: int) -> tuple[CollectiveTra
 
 
 def merge_rows(rows: Iterable[CollectiveTraffic]) -> list[CollectiveTraffic]:
-    """One row a kind, in the order in which kinds first come; kinds without a call are left out."""
+    """One row per axis, operation and phase, in order of first occurrence; rows without calls are dropped."""
     kinds: dict[tuple[str, str, str], list[CollectiveTraffic]] = {}
     for row in rows:
         kinds.setdefault((row.axis, row.op, row.phase), []).append(row)
@@ -65,7 +65,7 @@ def merge_rows(rows: Iterable[CollectiveTraffic]) -> list[CollectiveTraffic]:
 
 
 def merge_pp_ranks(rows: Sequence[Sequence[CollectiveTraffic]]) -> list[CollectiveTraffic]:
-    """The rows of every place of the pipelines as one list: those that all places share once, without one."""
+    """The rows of all pipeline ranks as one list; rows equal on all ranks come once, without ``pp_rank``."""
     shared = [row for row in rows[0] if all(row in others for others in rows[1:])]
     own = [
         replace(row, pp_rank=pp_rank)

@@ -1,7 +1,8 @@
-"""What tensor and sequence parallelism move, written down without torch.
+"""Traffic of tensor and sequence parallelism.
 
-Attention and feed-forward each **enter** with an input that all ranks have and **leave** with a sum over
-them. With N tokens in a micro-batch, D hidden, e bytes of an operand (2 under bf16 and fp16, else 4):
+Attention and feed-forward each start from an input that all ranks have (column-parallel) and end in a sum
+over ranks (row-parallel). With N tokens in a micro-batch, D hidden, e bytes of an operand (2 under bf16 and
+fp16, else 4):
 
 =====================  ======================================  ==============================================
 a micro-batch moves    tensor parallel                         with sequence parallel
@@ -13,20 +14,20 @@ head                   1 all-reduce of N D e in the backward   1 all-gather; 1 r
 loss, a chunk of C     2 all-reduces: C 4 and 2 C 4            the same
 =====================  ======================================  ==============================================
 
-With sequence parallelism a rank keeps N / tp tokens of the residual stream, so that what it adds to the
-gradients of the norms, of positions and of biases behind a sum is a part: they are summed over ``tp`` once a
-step, in one call. Copies of a key head see other queries each: their gradients are summed over the ranks that
-hold it (``tp_kv``), once a step.
+With sequence parallelism a rank has N / tp tokens of the residual stream, so its gradients of norms,
+positions and row-parallel biases are partial: they are all-reduced over ``tp`` once per step, in one call.
+Replicated key heads see different queries: their gradients are all-reduced over the ranks that hold them
+(``tp_kv``), once per step.
 
-What recomputation repeats: ``full`` all that a block receives before its last product; ``selective`` keeps
-what sums gave, and gathers again.
+Activation checkpointing: ``full`` repeats all forward collectives of a block before its last GEMM;
+``selective`` saves the reduced outputs and repeats the all-gathers.
 
-A block with experts enters and leaves for its shared experts alone, and without any for attention alone: each
-rank routes its own run of N / tp tokens (``plan.expert_traffic``). What it adds to the router's gradient is a
-part, too, which is summed with the others, or alone without sequence parallelism.
+In an expert block only attention and shared experts have these collectives: each rank routes its own N / tp
+tokens (``plan.traffic.expert``). The router's gradient is partial, too; it is reduced in the same call, or
+alone without sequence parallelism.
 
-In a pipeline each stage moves what its own blocks do, the first the embedding's too, the last the head's and
-the loss's; sums of gradients are one call for all stages of a rank.
+In a pipeline each stage has the traffic of its own blocks; the first also that of the embedding, the last
+that of head and loss. Gradients are reduced in one call for all stages of a rank.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from meshwright.spec.model import DecoderModel
 
 
 def predict_tensor(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
-    """All collectives over ``tp`` of a rank at one place of the pipelines."""
+    """All collectives of a rank over ``tp``."""
     parts = local_stages(job, pp_rank)
     steps = count_micro_batches(job)
     evaluations = count_micro_batches(job, job.train.eval_samples)
@@ -72,37 +73,37 @@ def predict_tensor(job: Job, pp_rank: int) -> list[CollectiveTraffic]:
 
 @dataclasses.dataclass(frozen=True)
 class _Passes:
-    """Collectives of one micro-batch: sizes of the tensors, and how many."""
+    """Collectives of one micro-batch: tensor sizes and counts."""
 
     tp: int
     sequence: bool
     layers: int
-    halves: int
-    """Attentions and feed-forwards, which enter and leave: two a block, one with no shared experts."""
+    parallel_pairs: int
+    """Column-parallel / row-parallel pairs: two per block, one in an expert block without shared experts."""
     recompute: str
     inner: int
-    """Bytes of what blocks and head exchange: N D e."""
+    """Bytes of an input or output of a block or the head: N D e."""
     outer: int
-    """Bytes of what the embedding gives: N D 4."""
+    """Bytes of the embedding's output: N D 4."""
     chunks: int
-    """Of the loss."""
+    """Chunks of the loss."""
     tokens: int
     first: bool
     """Whether the embedding is here."""
     last: bool
-    """Whether the head and the loss are."""
+    """Whether the head and the loss are here."""
 
     def rows(self, phase: str, times: int, backward: bool) -> list[CollectiveTraffic]:
-        """The rows of ``times`` micro-batches."""
-        recompute, passed = self.recompute if backward else "none", self.halves * (1 + backward)
-        # Computed again: every entrance, and attention's leave.
-        entered = 0 if recompute == "none" else self.halves
-        left = self.layers if recompute == "full" else 0
+        """Traffic of ``times`` micro-batches."""
+        recompute, passed = self.recompute if backward else "none", self.parallel_pairs * (1 + backward)
+        # Activation checkpointing repeats every input gather, and the reduction after attention.
+        repeated_gathers = 0 if recompute == "none" else self.parallel_pairs
+        repeated_reductions = self.layers if recompute == "full" else 0
         if not self.sequence:
-            inner = passed + left + self.last * backward
+            inner = passed + repeated_reductions + self.last * backward
             found = [self._row("all_reduce", phase, inner, self.first)]
         else:
-            gathers, scatters = passed + entered, passed + left
+            gathers, scatters = passed + repeated_gathers, passed + repeated_reductions
             found = [
                 self._row("all_gather", phase, gathers + self.last, self.first * backward),
                 self._row("reduce_scatter", phase, scatters + self.last * backward, self.first),
@@ -113,21 +114,21 @@ class _Passes:
         return [dataclasses.replace(r, calls=r.calls * times, bytes=r.bytes * times) for r in found]
 
     def _row(self, op: str, phase: str, inner: int, outer: int) -> CollectiveTraffic:
-        """So many exchanges of blocks or head, and of the embedding."""
+        """Calls of one operation: of blocks and head (``inner``), and of the embedding (``outer``)."""
         size = inner * self.inner + outer * self.outer
         return CollectiveTraffic("tp", op, phase, self.tp, inner + outer, size)
 
 
 def _count_passes(job: Job, part: StageSpec) -> _Passes:
     model = part.model
-    assert isinstance(model, DecoderModel), "the legality table splits decoders only"
+    assert isinstance(model, DecoderModel), "the legality rules allow it for decoders only"
     tokens = count_tokens(job)
     low = operand_bytes(job.train.precision)
     return _Passes(
         tp=job.layout.tp,
         sequence=job.layout.sequence_parallel,
         layers=len(part.layers),
-        halves=2 * len(part.layers) - (0 if model.shared_experts else part.expert_layers),
+        parallel_pairs=2 * len(part.layers) - (0 if model.shared_experts else part.expert_layers),
         recompute=job.layout.recompute,
         inner=tokens * model.hidden_size * low,
         outer=tokens * model.hidden_size * FLOAT32_BYTES,
@@ -139,9 +140,9 @@ def _count_passes(job: Job, part: StageSpec) -> _Passes:
 
 
 def _gradient_traffic(job: Job, parts: tuple[StageSpec, ...]) -> list[CollectiveTraffic]:
-    """Sums of gradients of which each rank has a part."""
+    """All-reduces of partial gradients."""
     layout, rows = job.layout, []
-    assert isinstance(job.model, DecoderModel), "the legality table splits decoders only"
+    assert isinstance(job.model, DecoderModel), "the legality rules allow it for decoders only"
     copies = count_kv_replicas(job.model, layout.tp)
     parameters = list_parameter_kinds(parts)
     parted = [p for p in parameters if needs_tp_grad_sync(p.name, layout.sequence_parallel)]
@@ -153,7 +154,7 @@ def _gradient_traffic(job: Job, parts: tuple[StageSpec, ...]) -> list[Collective
 
 
 def _save_traffic(job: Job, parameters: Sequence[Parameter]) -> CollectiveTraffic:
-    """A checkpoint holds whole tensors: each that is cut is gathered, one call a tensor."""
+    """A checkpoint holds full tensors: sharded ones are all-gathered, one call per tensor."""
     calls = elements = 0
     for parameter in parameters:
         if not is_tp_replicated(parameter.name):

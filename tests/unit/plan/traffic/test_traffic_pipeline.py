@@ -247,8 +247,8 @@ def test_layers_are_dealt_by_cost_and_the_reason_says_so(make_job):
     assert sum(found.layout.stage_layers) == 8
     assert found.layout.stage_layers[-1] == 1, "the head is worth more than its share of layers"
     why, bubble = explain_stages(wide, found)
-    assert "the head costs as much as" in why
-    assert f"stages of {', '.join(map(str, found.layout.stage_layers))} layers" in why
+    assert "head costs " in why
+    assert f"layers per stage {', '.join(map(str, found.layout.stage_layers))}: " in why
     assert "8 micro-batches" in bubble
     given = dataclasses.replace(wide, layout=dataclasses.replace(wide.layout, stage_layers=(2, 2, 2, 2)))
     chosen = predict(given, given.layout)
