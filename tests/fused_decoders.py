@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from meshwright.models.bf16_weights import WeightCopies
-from meshwright.models.decoder import Decoder, fuse_blocks
+from meshwright.models.block_backend import convert_to_triton
+from meshwright.models.decoder import Decoder
+from meshwright.models.kernels.gemm import TORCH_GEMMS, Gemms
 from meshwright.models.linear import convert_linears_to_fp8
 
 
@@ -21,15 +23,16 @@ def make_ready(
     copies: bool,
     scaled: bool,
     gradients: torch.dtype = torch.float32,
+    gemms: Gemms = TORCH_GEMMS,
 ) -> None:
     """As a session does for a compiled job in bf16 or, where ``scaled``, in fp8; without copies it stays."""
     if scaled:
-        convert_linears_to_fp8(net, gradients=True)
+        convert_linears_to_fp8(net, weight_grads=True)
     if copies:
         net.residual_dtype = stream
         net.weight_copies = WeightCopies(net, torch.bfloat16)
     if own:
-        fuse_blocks(net, gradients)
+        convert_to_triton(net, gradients, gemms)
 
 
 @contextmanager

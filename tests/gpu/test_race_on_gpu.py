@@ -7,8 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from meshwright.core.events import EVENTS_FILE, read_events  # noqa: E402
-from meshwright.models.kernels import gemm  # noqa: E402
 from meshwright.models.kernels.cublas import CublasLtGemm, GemmShape  # noqa: E402
+from meshwright.models.kernels.gemm import Gemms  # noqa: E402
 from meshwright.models.kernels.gemm_autotune import find_cache_file, read_cache  # noqa: E402
 
 pytestmark = [
@@ -45,13 +45,12 @@ def test_every_proposal_is_the_product(kind, narrow, dtype):
 
 def test_what_was_chosen_is_used_on_its_device():
     shape, calls = GemmShape("forward", torch.bfloat16, 64, 32, 96), []
-    gemm.use_algorithms({shape: lambda *args: calls.append(args)}, torch.device("cuda", 0))
+    gemms = Gemms({shape: lambda *args: calls.append(args)}, torch.device("cuda", 0))
     x, weight = (torch.ones(size, dtype=shape.dtype, device=DEVICE) for size in (shape.left, shape.right))
-    gemm.forward(x, weight)
+    gemms.forward(x, weight)
     assert len(calls) == 1
-    gemm.forward(x.cpu(), weight.cpu())
+    gemms.forward(x.cpu(), weight.cpu())
     assert len(calls) == 1
-    gemm.use_algorithms({}, torch.device("cuda", 0))
 
 
 AUTOTUNED_TIME = (

@@ -38,6 +38,8 @@ SIGNAL_HINTS = {
     "do with AMX: set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment, or train.precision=fp32. ",
 }
 """What to try where a signal says what happened."""
+CALLER_VARIABLES = ("HOME", "XDG_CACHE_HOME")
+"""Passed to the ranks explicitly: the environment of the fork server is fixed when it starts."""
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What a terminal or a scheduler sends to all processes at once."""
 
@@ -103,6 +105,7 @@ class LocalLaunch:
     def _start(self, context: Any, rank: int, store: socket.socket | None) -> _Rank:
         receiver, sender = context.Pipe(duplex=False)
         environment = {
+            **{name: os.environ[name] for name in CALLER_VARIABLES if name in os.environ},
             **self.environment,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),

@@ -1,10 +1,10 @@
-"""Recomputation: what a block keeps for its backward pass, and what it computes again there.
+"""Activation checkpointing (``layout.recompute``): what a block saves for its backward pass.
 
-``none`` keeps everything, ``full`` only the block's input. ``selective`` keeps the outputs of the matrix
-products and of attention, which are dear, and computes norms, rotations and activations again, which are
-cheap; the last product of a block is not kept, as nothing in the block's backward pass reads its output.
-Where ranks share matrices, a product whose sum over the ranks is wanted is not kept, but the sum is; what
-was gathered is gathered again.
+``none`` saves everything, ``full`` only the block's input. ``selective`` saves the outputs of GEMMs and of
+attention, which are expensive to recompute, and recomputes norms, RoPE and activation functions, which are
+cheap. The output of a block's last GEMM is not saved: nothing in the block's backward pass reads it. With
+tensor parallelism the reduced output of a row-parallel GEMM is saved instead of the partial one; gathered
+inputs are gathered again.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -35,106 +36,128 @@ ATTENTION_OPS = frozenset(
         _aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-"""Kernels that attention may become: on CPU, and the three of CUDA."""
+"""Backends of scaled dot-product attention: one on CPUs, three on CUDA."""
 RING_ATTENTION = "meshwright.ring_attention.default"
-"""Ring attention is registered by ``parallel.ring_attention``, which is a layer above: known by its name."""
+"""Registered by ``parallel.ring_attention``, a layer above: known here by name only."""
 REDUCTION_OPS = frozenset(
     {torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.reduce_scatter_tensor.default}
 )
-"""What a split product becomes: the sum over the ranks."""
+"""Reductions that follow a row-parallel GEMM."""
+
+
+class _HookPause:
+    """Whether selective checkpointing ignores operations at the moment: inside excluded hooks."""
+
+    active = False
+
+
+class ActivationCheckpointing:
+    """Activation checkpointing of one block."""
+
+    def __init__(self, mode: Recompute, saved_gemms: Sequence[bool] = ()) -> None:
+        """Save what a mode says.
+
+        Args:
+            mode: ``layout.recompute``.
+            saved_gemms: For each GEMM of the block, in order, whether ``selective`` saves its output.
+        """
+        self.mode = mode
+        self.saved_gemms = list(saved_gemms)
+        self.saved_reductions: list[bool] = []
+        """The same for the reductions of row-parallel GEMMs."""
+        self._hook_pause: _HookPause | None = None
+
+    def run(self, compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """Call a block's computation; save for its backward pass what the mode says."""
+        if self.mode == "none" or not torch.is_grad_enabled():
+            return compute(*inputs)
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # no random numbers
+        if self.mode == "selective":
+            options["context_fn"] = functools.partial(
+                _selective_contexts, self.saved_gemms, self.saved_reductions, self._hook_pause
+            )
+        return checkpoint(compute, *inputs, **options)
+
+    def exclude_hooks(self, module: nn.Module) -> None:
+        """Hide the forward hooks of a module inside the block from selective checkpointing.
+
+        Selective checkpointing needs the same operations in the same order in the forward pass and in the
+        recomputation. FSDP hooks that gather parameters run more operations in one than in the other. Call
+        this after the hooks are registered.
+        """
+        pause = self._hook_pause = self._hook_pause or _HookPause()
+
+        def begin(*_: Any) -> None:
+            pause.active = True
+
+        def end(*_: Any) -> None:
+            pause.active = False
+
+        module.register_forward_pre_hook(begin, prepend=True)
+        module.register_forward_pre_hook(end)
+        module.register_forward_hook(begin, prepend=True)
+        module.register_forward_hook(end)
 
 
 def apply_activation_checkpointing(model: nn.Module, recompute: Recompute) -> None:
     """Set the mode (``layout.recompute``) of every block of a model."""
     for module in model.modules():
-        if hasattr(module, "recompute"):
-            cast(Any, module).recompute = recompute
+        checkpointing = getattr(module, "checkpointing", None)
+        if isinstance(checkpointing, ActivationCheckpointing):
+            checkpointing.mode = recompute
 
 
-def checkpoint_block(
-    compute: Callable[..., Tensor],
-    recompute: Recompute,
-    products: Sequence[bool],
-    sums: Sequence[bool],
-    *inputs: Any,
-) -> Tensor:
-    """Call a block's computation so that it keeps what the mode says.
+class _PausableMode(TorchDispatchMode):
+    """A mode of selective checkpointing that ignores operations inside excluded hooks."""
 
-    Args:
-        compute: The block.
-        recompute: The mode.
-        products: For each matrix product of the block, in order, whether it is kept.
-        sums: For each of those that become a sum over ranks, in order, whether the sum is kept.
-        inputs: Of the block.
-    """
-    if recompute == "none" or not torch.is_grad_enabled():
-        return compute(*inputs)
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn
-    if recompute == "selective":
-        options["context_fn"] = functools.partial(_selective_contexts, products, sums)
-    return checkpoint(compute, *inputs, **options)
-
-
-def exclude_hooks(module: nn.Module) -> None:
-    """Selective recomputation shall not look at the hooks of a module inside a block.
-
-    It wants the same operations in the same order in both passes. Those that gather a module's parameters
-    have more to do in one than in the other. Call it when the module has the hooks.
-    """
-    module.register_forward_pre_hook(_Pausable.pause, prepend=True)
-    module.register_forward_pre_hook(_Pausable.go_on)
-    module.register_forward_hook(_Pausable.pause, prepend=True)
-    module.register_forward_hook(_Pausable.go_on)
-
-
-class _Pausable:
-    """A mode of selective recomputation that can be told to look away."""
-
-    paused = False
+    def __init__(self, mode: Any, pause: _HookPause) -> None:
+        super().__init__()
+        self._mode, self._pause = mode, pause
 
     @classmethod
-    def pause(cls, *_: Any) -> None:
-        """A hook."""
-        _Pausable.paused = True
+    def ignore_compile_internals(cls) -> bool:
+        """As the modes of selective checkpointing do."""
+        return True
 
-    @classmethod
-    def go_on(cls, *_: Any) -> None:
-        """A hook."""
-        _Pausable.paused = False
+    @property
+    def ac_graph_id(self) -> Any:
+        """Set by torch.compile (2.13) on the mode of the forward pass."""
+        return self._mode.ac_graph_id
+
+    @ac_graph_id.setter
+    def ac_graph_id(self, number: Any) -> None:
+        self._mode.ac_graph_id = number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and look at it unless told otherwise."""
-        if _Pausable.paused:
+        """Run an operation: through the mode, or as it is while paused."""
+        if self._pause.active:
             return func(*args, **(kwargs or {}))
-        return cast(Any, super()).__torch_dispatch__(func, types, args, kwargs or {})
+        return self._mode.__torch_dispatch__(func, types, args, kwargs or {})
 
 
-def _selective_contexts(products: Sequence[bool], sums: Sequence[bool]) -> Any:
-    modes = create_selective_checkpoint_contexts(functools.partial(_policy, products, sums, Counter()))
-    for mode in modes:
-        kind = type(mode)
-        mode.__class__ = type(kind.__name__, (_Pausable, kind), {})
-    return modes
+def _selective_contexts(
+    saved_gemms: Sequence[bool], saved_reductions: Sequence[bool], pause: _HookPause | None
+) -> Any:
+    policy = functools.partial(_policy, saved_gemms, saved_reductions, Counter())
+    modes = create_selective_checkpoint_contexts(policy)
+    return modes if pause is None else tuple(_PausableMode(mode, pause) for mode in modes)
 
 
 def _policy(
-    products: Sequence[bool],
-    sums: Sequence[bool],
+    saved_gemms: Sequence[bool],
+    saved_reductions: Sequence[bool],
     seen: Counter[tuple[str, bool]],
     context: Any,
     operation: Any,
     *_: Any,
     **__: Any,
 ) -> CheckpointPolicy:
-    """Keep attention and the products that are said to be kept, or the sums that they become.
-
-    Forward pass and recomputation count alike.
-    """
-    kind = "product" if operation in GEMM_OPS else "sum" if operation in REDUCTION_OPS else ""
+    """Save attention, and GEMMs and reductions by their number; forward and recomputation count alike."""
+    kind = "gemm" if operation in GEMM_OPS else "reduction" if operation in REDUCTION_OPS else ""
     if kind:
         number = seen[kind, context.is_recompute]
         seen[kind, context.is_recompute] += 1
-        kept = (products if kind == "product" else sums)[number]
+        saved = (saved_gemms if kind == "gemm" else saved_reductions)[number]
     else:
-        kept = operation in ATTENTION_OPS or str(operation) == RING_ATTENTION
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        saved = operation in ATTENTION_OPS or str(operation) == RING_ATTENTION
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -55,13 +55,6 @@ def document_positions(segments_BT: Tensor) -> Tensor:
     return index_BT - torch.where(begins_BT, index_BT, 0).cummax(dim=1).values
 
 
-def apply_rope(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Turn each pair (i, i + E/2) by its position's angle."""
-    first, second = x_BHTE.chunk(2, dim=-1)
-    rotated = torch.cat((-second, first), dim=-1)
-    return (x_BHTE * cos_TE + rotated * sin_TE).to(x_BHTE.dtype)
-
-
 def causal_attention(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None) -> Tensor:
     """Position t sees positions up to t, of its own document with a mask; heads may share key heads."""
     groups = q_BHTE.shape[1] // k_BKTE.shape[1]

@@ -1,67 +1,68 @@
-"""Copies of matrices in 16 bits that live from step to step: what compiled products read.
+"""bf16 weight copies: 16-bit copies of the weights that persist across steps; GEMMs read them.
 
-The parameters stay the float32 masters that the optimizer moves and checkpoints keep. Whoever changes them
-says so, and the next forward pass begins with new copies. (Torch's count of a tensor's changes is no help:
-fused optimizers do not count theirs.)
+The parameters stay float32 master weights, which the optimizer updates and checkpoints store. Code that
+changes them sets :attr:`WeightCopies.is_stale`, and the next forward pass starts with new copies. (Torch's
+version counters do not help: fused optimizers do not bump them.) With ``train.precision = "fp16"`` the copies
+are float16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.models.decoder import Block, Decoder
 from meshwright.models.feed_forward import GatedFeedForward
 from meshwright.models.linear import Linear, MergedLinear
 
-if TYPE_CHECKING:  # they import this
-    from meshwright.models.decoder import Block, Decoder
-
 
 class WeightCopies:
-    """Those of a decoder's products, its head included; embeddings and norms are read as they are."""
+    """Copies for all linears of a decoder and its head; embeddings and norms have none."""
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype) -> None:
-        """Make room for the copies, and tell the products.
+        """Allocate the copies, give them to the linears, and refresh them before each forward pass.
 
         Args:
-            decoder: Whose weights are whole on this rank.
-            dtype: Of its products.
+            decoder: Its weights are not sharded on this rank.
+            dtype: Of its GEMMs.
         """
         self._dtype = dtype
         self.copies: dict[nn.Parameter, Tensor] = {}
-        """By master; of products that are one, views of what it reads."""
+        """By master weight; those of merged linears are views of one tensor."""
         self.is_stale = True
-        """Whether masters have changed since the copies were made."""
+        """Whether the masters have changed since the last refresh."""
         for block in decoder.list_blocks():
             attention, feed_forward = block.attention, block.ffn
-            attention.qkv = self._join(block, [attention.wq, attention.wk, attention.wv])
+            attention.qkv = self._merge(block, [attention.wq, attention.wk, attention.wv])
             if isinstance(feed_forward, GatedFeedForward):
-                feed_forward.gate_up = self._join(block, [feed_forward.gate, feed_forward.up])
+                feed_forward.gate_up = self._merge(block, [feed_forward.gate, feed_forward.up])
             for linear in block.modules():
                 if isinstance(linear, Linear) and linear.weight not in self.copies:
-                    linear.weight_copy = self._make([linear])
+                    linear.weight_copy = self._allocate([linear])
         if decoder.last:
-            decoder.head.weight_copy = self._make([decoder.head])
+            decoder.head.weight_copy = self._allocate([decoder.head])
+        decoder.register_forward_pre_hook(lambda *_: self.refresh())
 
-    def _join(self, block: Block, linears: Sequence[Linear]) -> MergedLinear | None:
-        """One product of several; not where each asks other ranks, or adds a bias."""
+    def _merge(self, block: Block, linears: Sequence[Linear]) -> MergedLinear | None:
+        """Merge linears; None for tensor-parallel ones and for ones with a bias."""
         if any(type(linear) is not Linear or linear.bias is not None for linear in linears):
             return None
-        del block.saved_gemms[1 : len(linears)]  # of so many one is left, which is kept as they were
-        return MergedLinear(linears, self._make(linears))
+        # One GEMM is left of so many; activation checkpointing saves it as it saved them.
+        del block.checkpointing.saved_gemms[1 : len(linears)]
+        return MergedLinear(linears, self._allocate(linears))
 
-    def _make(self, linears: Sequence[nn.Linear]) -> Tensor:
+    def _allocate(self, linears: Sequence[nn.Linear]) -> Tensor:
         masters = [cast(nn.Parameter, linear.weight) for linear in linears]
         rows = [len(master) for master in masters]
-        whole = torch.empty(sum(rows), masters[0].shape[1], dtype=self._dtype, device=masters[0].device)
-        self.copies |= dict(zip(masters, whole.split(rows), strict=True))
-        return whole
+        merged = torch.empty(sum(rows), masters[0].shape[1], dtype=self._dtype, device=masters[0].device)
+        self.copies |= dict(zip(masters, merged.split(rows), strict=True))
+        return merged
 
     def refresh(self) -> None:
-        """Copy the masters if they have changed; before a forward pass."""
+        """Copy the master weights if they have changed."""
         if self.is_stale:
             with torch.no_grad():
                 torch._foreach_copy_(list(self.copies.values()), [master.detach() for master in self.copies])

@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor, nn
 
 from meshwright.data.dataset import IGNORE_INDEX
-from meshwright.models.activation_checkpointing import checkpoint_block
+from meshwright.models.activation_checkpointing import ActivationCheckpointing
 from meshwright.spec.layout import Recompute
 from meshwright.spec.model import BOTTLENECK_GROWTH, ResNetModel
 
@@ -92,7 +92,7 @@ class Block(nn.Module):
         self, model: ResNetModel, inner: int, width: int, stride: int, recompute: Recompute = "none"
     ) -> None:
         super().__init__()
-        self.recompute: Recompute = recompute
+        self.checkpointing = ActivationCheckpointing(recompute)
         if model.bottleneck:
             outer = width * BOTTLENECK_GROWTH
             parts = [
@@ -109,7 +109,7 @@ class Block(nn.Module):
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """One block, keeping for the backward pass what the layout says."""
-        return checkpoint_block(self._compute, self.recompute, (), (), x_BCHW)
+        return self.checkpointing.run(self._compute, x_BCHW)
 
     def _compute(self, x_BCHW: Tensor) -> Tensor:
         residual = x_BCHW if self.shortcut is None else self.shortcut(x_BCHW)

@@ -1,117 +1,114 @@
-"""A Llama-shaped block as few passes over memory: products, attention, and our kernels between them.
+"""Triton blocks: a Llama-shaped block as GEMMs, attention and fused Triton kernels between them.
 
-The residual stream comes in two parts, what it was and what the last product adds to it, so that each norm
-adds first and no pass does only that::
+The residual stream passes between blocks as a pair, (residual, delta): the stream before a block's last
+linear and the output of that linear. So each norm kernel also does the residual add in front of it::
 
-    x = embed(tokens)                         rows of a table, in the precision of the stream
-    total, q, k, v = project(x, delta)        add, norm, one product, rotation
+    x = embed(tokens)                         embedding lookup, in the residual dtype
+    total, q, k, v = norm_qkv_rope(x, delta)      add, norm, one GEMM, RoPE
     delta = linear(attention(q, k, v))
-    total, delta = feed_forward(total, delta)     add, norm, one product, silu x up, one product
+    total, delta = feed_forward(total, delta)     add, norm, one GEMM, SwiGLU, one GEMM
 
-Each of them has its backward pass written out. With selective recomputation they keep the stream at
-both norms, queries, keys and values as attention reads them, what comes out of attention, and gate and up;
-the norms' outputs and what ``down`` reads are written once more by the pass that has their parts at hand,
-which costs one write of each. Without recomputation those are kept, too. No block is compiled.
+Each has an explicit backward pass. With selective activation checkpointing they save the residual stream at
+both norms, the inputs and outputs of attention, and gate and up. The backward pass recomputes the norms'
+outputs and the input of ``down`` in kernels that read their inputs anyway, which costs one write of each.
+Without checkpointing those are saved too. No block is compiled.
 
 Shape suffixes: N tokens, D hidden, W columns of all heads, B batch, T tokens of a sequence, H query heads,
-K key heads, E head size, F feed-forward, G = 2 F, O and I outputs and inputs of a product, V words.
+K key heads, E head size, F feed-forward, G = 2 F, O and I outputs and inputs of a linear, V vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
+from meshwright.models.attention import prefer_fast_attention
+from meshwright.models.decoder import Block, Residual
 from meshwright.models.feed_forward import GatedFeedForward
-from meshwright.models.kernels import fp8, gemm
+from meshwright.models.kernels import fp8
 from meshwright.models.kernels import fused as kernels
-from meshwright.models.kernels.fused import GemmOperand
+from meshwright.models.kernels.fp8 import GemmOperand
+from meshwright.models.kernels.gemm import TORCH_GEMMS, Gemms
 from meshwright.models.linear import Linear, MergedLinear
 from meshwright.models.norms import RMSNorm
-
-if TYPE_CHECKING:  # it imports this
-    from meshwright.models.decoder import Block
 
 
 @dataclass
 class LinearGemms:
-    """What products read of one matrix, or of several with the same input, one below the other."""
+    """The three GEMMs of a linear layer, or of several merged ones."""
 
     weight_OI: Tensor
-    """In 16 bits."""
+    """The 16-bit copy; of merged linears concatenated."""
     uses_fp8: bool
-    """Whether its products are computed in 8 bits."""
     uses_fp8_weight_grad: bool
-    """Whether that of the gradient of the weight is, too."""
     rows: tuple[int, ...]
-    """Of each matrix."""
+    """Outputs of each merged linear."""
     grad_dtype: torch.dtype = torch.float32
-    """In which the gradient of the weight is kept."""
+    """Of the weight gradient."""
+    gemms: Gemms = TORCH_GEMMS
+    """Compute the 16-bit GEMMs."""
     scale_O1: Tensor | None = None
-    """Of its rows in 8 bits, as the last forward product found them: the backward pass reads the same."""
+    """FP8 scales of the weight's rows from the last forward pass; the backward pass uses the same."""
 
     @property
     def operand_dtype(self) -> torch.dtype:
-        """Precision of what its forward product reads."""
+        """Of the input of the forward GEMM."""
         return fp8.E4M3 if self.uses_fp8 else self.weight_OI.dtype
 
     def forward(self, x: GemmOperand) -> Tensor:
         """``x W'``."""
         if x.scale is None:
-            return gemm.forward(x.values, self.weight_OI)
+            return self.gemms.forward(x.values, self.weight_OI)
         weight = kernels.cast_rows(self.weight_OI)
         self.scale_O1 = weight.scale
-        return fp8.scaled_mm(x.values, weight.values, x.scale, weight.scale, fast=True)
+        return fp8.forward(x, weight)
 
     def input_grad(self, grad_NO: Tensor) -> Tensor:
-        """Gradient of what it multiplied."""
+        """``grad W``."""
         if not self.uses_fp8:
-            return gemm.input_grad(grad_NO, self.weight_OI)
-        assert self.scale_O1 is not None, "a forward pass went before"
+            return self.gemms.input_grad(grad_NO, self.weight_OI)
+        assert self.scale_O1 is not None, "a forward pass came before"
         grad = kernels.cast_rows(grad_NO, by=self.scale_O1)
-        assert grad.scale is not None, "it is of 8 bits"
-        weight_IO = kernels.cast_transposed(self.weight_OI, self.scale_O1)
-        return fp8.scaled_mm(grad.values, weight_IO, grad.scale, None, fast=fp8.BACKWARD_FAST_ACCUM)
+        return fp8.input_grad(grad, kernels.cast_transposed(self.weight_OI, self.scale_O1))
 
     def uses_fp8_weight_grad_for(self, tokens: int) -> bool:
-        """Whether the gradient of the weight, too, is a product in 8 bits, over so many tokens."""
+        """Whether the weight gradient over so many tokens is an FP8 GEMM."""
         return self.uses_fp8_weight_grad and tokens % fp8.ALIGNMENT == 0
 
     def weight_grads(
         self, grad_NO: Tensor, x_NI: Tensor, grad_amax_O: Tensor | None = None, x_amax_I: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Of each matrix.
+        """``grad' x``, split into the weight gradients of the merged linears.
 
         Args:
-            grad_NO: Of the product.
-            x_NI: What it read.
-            grad_amax_O: The largest of each column, where it is known.
+            grad_NO: Output gradient.
+            x_NI: Input.
+            grad_amax_O: Largest magnitude of each column, if known.
             x_amax_I: Likewise.
         """
         if not self.uses_fp8_weight_grad_for(len(grad_NO)):
-            return gemm.weight_grad(grad_NO, x_NI, self.grad_dtype).split(self.rows)
-        grad, x = kernels.cast_columns(grad_NO, grad_amax_O), kernels.cast_columns(x_NI, x_amax_I)
-        assert grad.scale is not None, "it is of 8 bits"
-        exact = self.grad_dtype == torch.float32
-        whole_OI = fp8.scaled_mm(grad.values, x.values, grad.scale, x.scale, fp8.BACKWARD_FAST_ACCUM, exact)
-        return whole_OI.split(self.rows)
+            return self.gemms.weight_grad(grad_NO, x_NI, self.grad_dtype).split(self.rows)
+        grad_ON, x_IN = kernels.cast_columns(grad_NO, grad_amax_O), kernels.cast_columns(x_NI, x_amax_I)
+        return fp8.weight_grad(grad_ON, x_IN, exact=self.grad_dtype == torch.float32).split(self.rows)
 
 
 class _Embedding(torch.autograd.Function):
-    """Rows of a table, as the stream has them."""
+    """Embedding lookup into the residual dtype."""
 
     @staticmethod
     def forward(ctx: Any, tokens_BT: Tensor, weight_VD: Tensor, residual_dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(tokens_BT)
         ctx.vocab_size = len(weight_VD)
-        return kernels.embedding_lookup(weight_VD, tokens_BT.flatten(), residual_dtype).unflatten(
-            0, tokens_BT.shape
-        )
+        x_ND = kernels.embedding_lookup(weight_VD, tokens_BT.flatten(), residual_dtype)
+        return x_ND.unflatten(0, tokens_BT.shape)
 
     @staticmethod
     @once_differentiable
@@ -120,20 +117,8 @@ class _Embedding(torch.autograd.Function):
         return None, kernels.embedding_grad(grad_BTD.flatten(0, 1), tokens_BT.flatten(), ctx.vocab_size), None
 
 
-def embed(table: nn.Embedding, tokens_BT: Tensor, residual_dtype: torch.dtype) -> Tensor:
-    """The residual stream of the first block.
-
-    Args:
-        table: Of all words.
-        tokens_BT: Words.
-        residual_dtype: Its precision.
-    """
-    x_BTD: Tensor = _Embedding.apply(tokens_BT, table.weight, residual_dtype)
-    return x_BTD
-
-
 class _NormQkvRope(torch.autograd.Function):
-    """Norm of the stream and what is added to it, the product of queries, keys and values, their rotation."""
+    """Residual add, norm, the merged QKV GEMM and RoPE."""
 
     @staticmethod
     def forward(
@@ -153,8 +138,8 @@ class _NormQkvRope(torch.autograd.Function):
         heads_BHTE = block.qkv.forward(normal).view(batch, length, -1, block.head_size).transpose(1, 2)
         queries, keys = (rows // block.head_size for rows in block.qkv.rows[:2])
         kernels.rotate_heads(heads_BHTE[:, : queries + keys], *rope)
-        kept = (normal.values,) if block.keeps_gemm_inputs and normal.scale is None else ()
-        ctx.save_for_backward(total_ND, inverse_N, weight_D, *rope, *kept)
+        saved = (normal.values,) if block.saves_gemm_inputs and normal.scale is None else ()
+        ctx.save_for_backward(total_ND, inverse_N, weight_D, *rope, *saved)
         ctx.block, ctx.added = block, delta_BTD is not None
         total_BTD = x_BTD if delta_BTD is None else total_ND.view(batch, length, width)
         return total_BTD, *heads_BHTE.split((queries, keys, keys), dim=1)
@@ -162,7 +147,7 @@ class _NormQkvRope(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BTD: Tensor, *head_grads: Tensor) -> tuple[Tensor | None, ...]:
-        total_ND, inverse_N, weight_D, cos_TE, sin_TE, *kept = ctx.saved_tensors
+        total_ND, inverse_N, weight_D, cos_TE, sin_TE, *saved = ctx.saved_tensors
         gemms = ctx.block.qkv
         q, k, v = head_grads
         grad_NW = kernels.rope_backward(q, k, v, cos_TE, sin_TE)
@@ -172,16 +157,16 @@ class _NormQkvRope(torch.autograd.Function):
             inverse_N,
             weight_D,
             grad_BTD.flatten(0, 1),
-            normal=not kept,
+            normal=not saved,
         )
-        (normal_ND,) = kept or (grads.normal_ND,)
+        (normal_ND,) = saved or (grads.normal_ND,)
         masters = gemms.weight_grads(grad_NW, normal_ND)
         delta_BTD = grads.delta_ND.view_as(grad_BTD) if ctx.added else None
         return grads.residual_ND.view_as(grad_BTD), delta_BTD, grads.weight_D, None, None, *masters
 
 
 class _Linear(torch.autograd.Function):
-    """A product whose input lies in memory."""
+    """A linear with nothing fused to it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gemms: LinearGemms, master_OI: Tensor) -> Tensor:
@@ -201,7 +186,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _FeedForward(torch.autograd.Function):
-    """Norm of the stream and what is added to it, gate and up as one product, ``silu(gate) * up``, down."""
+    """Residual add, norm, the merged gate and up GEMM, SwiGLU, and the down GEMM."""
 
     @staticmethod
     def forward(
@@ -212,12 +197,12 @@ class _FeedForward(torch.autograd.Function):
         )
         both_NG = block.gate_up.forward(normal)
         inner = kernels.swiglu(both_NG, block.down.operand_dtype)
-        kept = (
+        saved = (
             (normal.values, inner.values)
-            if block.keeps_gemm_inputs and normal.scale is inner.scale is None
+            if block.saves_gemm_inputs and normal.scale is inner.scale is None
             else ()
         )
-        ctx.save_for_backward(total_ND, inverse_N, weight_D, both_NG, *kept)
+        ctx.save_for_backward(total_ND, inverse_N, weight_D, both_NG, *saved)
         del normal
         out_ND = block.down.forward(inner)
         ctx.block = block
@@ -226,20 +211,19 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BTD: Tensor, grad_out_BTD: Tensor) -> tuple[Tensor | None, ...]:
-        total_ND, inverse_N, weight_D, both_NG, *kept = ctx.saved_tensors
+        total_ND, inverse_N, weight_D, both_NG, *saved = ctx.saved_tensors
         block, grad_out_ND = ctx.block, grad_out_BTD.flatten(0, 1)
         grad_NF = block.down.input_grad(grad_out_ND)
         inner_NF: Tensor | None
         grad_amax_G = inner_amax_F = None
-        if block.gate_up.uses_fp8_weight_grad_for(len(both_NG)) and block.down.uses_fp8_weight_grad_for(
-            len(both_NG)
-        ):
+        linears = (block.gate_up, block.down)
+        if all(linear.uses_fp8_weight_grad_for(len(both_NG)) for linear in linears):
             grad_NG, inner_NF, grad_amax_G, inner_amax_F = kernels.swiglu_backward_amax(both_NG, grad_NF)
         else:
-            grad_NG, inner_NF = kernels.swiglu_backward(both_NG, grad_NF, inner=not kept)
+            grad_NG, inner_NF = kernels.swiglu_backward(both_NG, grad_NF, inner=not saved)
         del grad_NF
-        if kept:
-            normal_ND, inner_NF = kept
+        if saved:
+            normal_ND, inner_NF = saved
         down = block.down.weight_grads(grad_out_ND, inner_NF, x_amax_I=inner_amax_F)
         del inner_NF
         grads = kernels.rms_norm_backward(
@@ -248,23 +232,27 @@ class _FeedForward(torch.autograd.Function):
             inverse_N,
             weight_D,
             grad_BTD.flatten(0, 1),
-            normal=not kept,
+            normal=not saved,
         )
-        normal_ND = normal_ND if kept else grads.normal_ND
+        normal_ND = normal_ND if saved else grads.normal_ND
         both = block.gate_up.weight_grads(grad_NG, normal_ND, grad_amax_O=grad_amax_G)
         grad_residual, grad_delta = grads.residual_ND.view_as(grad_BTD), grads.delta_ND.view_as(grad_BTD)
         return grad_residual, grad_delta, grads.weight_D, None, *both, *down
 
 
 class _FinalNorm(torch.autograd.Function):
-    """Norm of the stream and what is added to it."""
+    """Residual add and norm; without a delta, the norm alone."""
 
     @staticmethod
-    def forward(ctx: Any, x_BTD: Tensor, delta_BTD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    def forward(
+        ctx: Any, x_BTD: Tensor, delta_BTD: Tensor | None, weight_D: Tensor, eps: float, dtype: torch.dtype
+    ) -> Tensor:
+        delta_ND = None if delta_BTD is None else delta_BTD.flatten(0, 1)
         total_ND, normal, inverse_N = kernels.add_rms_norm(
-            x_BTD.flatten(0, 1), delta_BTD.flatten(0, 1), weight_D, eps, delta_BTD.dtype
+            x_BTD.flatten(0, 1), delta_ND, weight_D, eps, dtype
         )
         ctx.save_for_backward(total_ND, inverse_N, weight_D)
+        ctx.added = delta_BTD is not None
         return normal.values.view_as(x_BTD)
 
     @staticmethod
@@ -274,72 +262,141 @@ class _FinalNorm(torch.autograd.Function):
         grads = kernels.rms_norm_backward(
             grad_BTD.flatten(0, 1), total_ND, inverse_N, weight_D, None, normal=False
         )
-        return grads.residual_ND.view_as(grad_BTD), grads.delta_ND.view_as(grad_BTD), grads.weight_D, None
+        grad_delta_BTD = grads.delta_ND.view_as(grad_BTD) if ctx.added else None
+        return grads.residual_ND.view_as(grad_BTD), grad_delta_BTD, grads.weight_D, None, None
 
 
-def final_norm(norm: RMSNorm, x_BTD: Tensor, delta_BTD: Tensor) -> Tensor:
-    """What the head reads.
+class TritonEmbedding(nn.Embedding):
+    """An embedding by Triton kernels."""
 
-    Args:
-        norm: The last one.
-        x_BTD: The residual stream.
-        delta_BTD: What the last block adds to it.
-    """
-    normal: Tensor = _FinalNorm.apply(x_BTD, delta_BTD, norm.weight, norm.eps)
-    return normal
-
-
-class TritonBlock:
-    """A block of a decoder that is computed so; its parameters stay where they are."""
-
-    def __init__(self, block: Block, gradients: torch.dtype) -> None:
-        """Of a block whose products have copies in 16 bits.
+    def __init__(self, embedding: nn.Embedding, residual_dtype: torch.dtype) -> None:
+        """Take over an embedding's weight.
 
         Args:
-            block: With RMS norms, rotations and SwiGLU, and without biases.
-            gradients: Precision in which those of its matrices are kept.
+            embedding: The one that this replaces.
+            residual_dtype: Of the output.
         """
-        attention, ffn = block.attention, block.ffn
-        assert isinstance(ffn, GatedFeedForward), "the spec's uses_triton_blocks says which blocks are"
-        self._attention, self._ffn = attention, ffn
-        self._norms = (block.attention_norm, block.ffn_norm)
-        self.attention_eps, self.ffn_eps = (norm.eps for norm in self._norms)
-        self.head_size = attention.head_size
-        self.keeps_gemm_inputs = block.recompute == "none"
-        """Whether what products read is kept, too; in 8 bits it would not serve the gradients of weights."""
-        self.qkv = _linear_gemms(attention.qkv, (attention.wq, attention.wk, attention.wv), gradients)
-        self.wo = _linear_gemms(attention.wo, (attention.wo,), gradients)
-        self.gate_up = _linear_gemms(ffn.gate_up, (ffn.gate, ffn.up), gradients)
-        self.down = _linear_gemms(ffn.down, (ffn.down,), gradients)
+        rows, width = embedding.weight.shape
+        super().__init__(rows, width, _weight=torch.empty(rows, width, device="meta"))
+        self.weight = embedding.weight
+        self.residual_dtype = residual_dtype
 
-    def __call__(
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """The residual stream of the first block."""
+        x_BTD: Tensor = _Embedding.apply(tokens_BT, self.weight, self.residual_dtype)
+        return x_BTD
+
+
+class TritonRMSNorm(RMSNorm):
+    """The final norm, fused with the last residual add."""
+
+    def __init__(self, norm: RMSNorm, dtype: torch.dtype) -> None:
+        """Take over a norm's weight.
+
+        Args:
+            norm: The one that this replaces.
+            dtype: Of the output, which the head reads.
+        """
+        super().__init__(0, norm.eps)
+        self.weight, self.dtype = norm.weight, dtype
+
+    def forward(self, x: Residual) -> Tensor:
+        """Add and normalise."""
+        x_BTD, delta_BTD = x if isinstance(x, tuple) else (x, None)
+        normal_BTD: Tensor = _FinalNorm.apply(x_BTD, delta_BTD, self.weight, self.eps, self.dtype)
+        return normal_BTD
+
+
+class TritonBlock(Block):
+    """A block by Triton kernels; it takes over the modules of a :class:`Block`, so parameter names stay."""
+
+    def __init__(self, block: Block, grad_dtype: torch.dtype, gemms: Gemms = TORCH_GEMMS) -> None:
+        """Replace a block whose linears have bf16 weight copies.
+
+        Args:
+            block: With RMS norms, RoPE and SwiGLU, and without biases.
+            grad_dtype: Of its weight gradients.
+            gemms: Compute its 16-bit GEMMs.
+        """
+        nn.Module.__init__(self)
+        self.attention_norm, self.attention = block.attention_norm, block.attention
+        self.ffn_norm, self.ffn = block.ffn_norm, block.ffn
+        self.checkpointing, self.is_moe = block.checkpointing, block.is_moe
+        attention, ffn = self.attention, self.ffn
+        assert isinstance(ffn, GatedFeedForward), "spec.execution.uses_triton_blocks requires SwiGLU"
+        self.attention_eps, self.ffn_eps = block.attention_norm.eps, block.ffn_norm.eps
+        self.head_size = attention.head_size
+        self.saves_gemm_inputs = block.checkpointing.mode == "none"
+        """Whether GEMM inputs are saved, too; not in FP8, which would not serve the weight gradients."""
+        projections = (attention.wq, attention.wk, attention.wv)
+        self.qkv = _build_gemms(attention.qkv, projections, grad_dtype, gemms)
+        self.wo = _build_gemms(attention.wo, (attention.wo,), grad_dtype, gemms)
+        self.gate_up = _build_gemms(ffn.gate_up, (ffn.gate, ffn.up), grad_dtype, gemms)
+        self.down = _build_gemms(ffn.down, (ffn.down,), grad_dtype, gemms)
+
+    def forward(
+        self,
+        x: Residual,
+        rope: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
+        weights_B: Tensor | None = None,
+    ) -> Residual:
+        """The residual stream after this block, as a pair; with full checkpointing as one tensor.
+
+        Args:
+            x: The residual stream.
+            rope: Cosine and sine of the positions.
+            mask: Added to attention scores.
+            weights_B: For experts; not read.
+        """
+        assert rope is not None, "spec.execution.uses_triton_blocks requires RoPE"
+        x_BTD, delta_BTD = x if isinstance(x, tuple) else (x, None)
+        if self.checkpointing.mode != "full" or not torch.is_grad_enabled():
+            return self._compute_pair(x_BTD, delta_BTD, rope, mask)
+        x_BTD, delta_BTD = checkpoint(
+            self._compute_pair,
+            x_BTD,
+            delta_BTD,
+            rope,
+            mask,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=functools.partial(_same_attention_backend, x_BTD.device.type),
+        )
+        return x_BTD + delta_BTD  # the one tensor that the next block saves
+
+    def _compute_pair(
         self, x_BTD: Tensor, delta_BTD: Tensor | None, rope: tuple[Tensor, Tensor], mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The stream before the feed-forward, and what that adds.
-
-        Args:
-            x_BTD: The residual stream.
-            delta_BTD: What is still to be added to it.
-            rope: Tables of rotations.
-            mask: Added to the scores of attention.
-        """
-        attention, ffn = self._attention, self._ffn
-        weight, other_weight = (norm.weight for norm in self._norms)
+        """The residual stream before the feed-forward, and the feed-forward's output."""
+        attention, ffn = self.attention, self.ffn
+        assert isinstance(ffn, GatedFeedForward), "checked when it was built"
         masters = [linear.weight for linear in (attention.wq, attention.wk, attention.wv)]
-        x_BTD, q, k, v = _NormQkvRope.apply(x_BTD, delta_BTD, weight, rope, self, *masters)
-        mixed_BTW = attention.context.attend(q, k, v, mask).transpose(1, 2).flatten(2)
-        delta_BTD = _Linear.apply(mixed_BTW, self.wo, attention.wo.weight)
+        x_BTD, q, k, v = _NormQkvRope.apply(
+            x_BTD, delta_BTD, self.attention_norm.weight, rope, self, *masters
+        )
+        out_BTW = attention.context.attend(q, k, v, mask).transpose(1, 2).flatten(2)
+        delta_BTD = _Linear.apply(out_BTW, self.wo, attention.wo.weight)
         masters = [linear.weight for linear in (ffn.gate, ffn.up, ffn.down)]
-        x_BTD, delta_BTD = _FeedForward.apply(x_BTD, delta_BTD, other_weight, self, *masters)
+        x_BTD, delta_BTD = _FeedForward.apply(x_BTD, delta_BTD, self.ffn_norm.weight, self, *masters)
         return x_BTD, delta_BTD
 
 
-def _linear_gemms(
-    whole: MergedLinear | Linear | None, linears: Sequence[Linear], gradients: torch.dtype
+def _same_attention_backend(
+    device: str,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of the forward pass and of the recomputation, which must prefer the same attention kernel."""
+    return nullcontext(), prefer_fast_attention(device)
+
+
+def _build_gemms(
+    merged: MergedLinear | Linear | None, linears: Sequence[Linear], grad_dtype: torch.dtype, gemms: Gemms
 ) -> LinearGemms:
-    assert whole is not None, "products that read the same input are one"
-    assert whole.weight_copy is not None, "it has a copy"
+    assert merged is not None, "linears that share an input are merged"
+    assert merged.weight_copy is not None, "it has a bf16 weight copy"
     for linear in linears:
-        linear.weight.grad_dtype = gradients  # else autograd casts to the master's
+        linear.weight.grad_dtype = grad_dtype  # else autograd casts to the master's dtype
     rows = tuple(linear.out_features for linear in linears)
-    return LinearGemms(whole.weight_copy, whole.uses_fp8, whole.uses_fp8_weight_grad, rows, gradients)
+    return LinearGemms(
+        merged.weight_copy, merged.uses_fp8, merged.uses_fp8_weight_grad, rows, grad_dtype, gemms
+    )

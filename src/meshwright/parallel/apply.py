@@ -8,8 +8,10 @@ from __future__ import annotations
 from torch import nn
 
 from meshwright.models.activation_checkpointing import apply_activation_checkpointing
+from meshwright.models.bf16_weights import WeightCopies
 from meshwright.models.block_backend import apply_block_backend
 from meshwright.models.init import WeightSource
+from meshwright.models.kernels.gemm import TORCH_GEMMS, Gemms
 from meshwright.parallel.build import (
     LocalModel,
     ShardedWeights,
@@ -26,17 +28,20 @@ from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.spec.job import Job
 
 
-def parallelize(job: Job, mesh: Mesh, weights: WeightSource) -> tuple[LocalModel, nn.Module, ParallelContext]:
+def parallelize(
+    job: Job, mesh: Mesh, weights: WeightSource, gemms: Gemms = TORCH_GEMMS
+) -> tuple[LocalModel, nn.Module, ParallelContext, WeightCopies | None]:
     """Build this rank's part of the model and apply every axis of the layout.
 
     Args:
         job: The settled job.
         mesh: This rank's groups.
         weights: The initial weights, full.
+        gemms: Autotuned GEMMs of Triton blocks.
 
     Returns:
-        This rank's part of the model; the same as data parallelism wraps it, which a step calls; and this
-        rank's cp and tp groups and shards.
+        This rank's part of the model; the same as data parallelism wraps it, which a step calls; this rank's
+        cp and tp groups and shards; and its bf16 weight copies, if there are any.
     """
     parallel = ParallelContext.build(job, mesh)
     if parallel.local_shards is not None:
@@ -49,6 +54,6 @@ def parallelize(job: Job, mesh: Mesh, weights: WeightSource) -> tuple[LocalModel
         apply_expert_parallel(decoder, job, parallel)  # ep: its experts
     init_weights(model, job, weights, mesh)
     apply_activation_checkpointing(model, job.layout.recompute)
-    apply_block_backend(model, job)  # eager, torch.compile or Triton: blocks as the axes above left them
+    weight_copies = apply_block_backend(model, job, gemms)  # eager, torch.compile or Triton
     module = apply_data_parallel(model, job, mesh, weights)  # dp: DDP, ZeRO-1 or FSDP over what is left
-    return model, module, parallel
+    return model, module, parallel, weight_copies

@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from meshwright.layout.loss_chunks import loss_chunk
 from meshwright.layout.stages import StageSpec, local_stages
-from meshwright.models.decoder import Decoder, Stages, build_rope
+from meshwright.models.decoder import Decoder, Stages
 from meshwright.models.init import WeightSource, fill, find_weight_source, tie_weights
 from meshwright.models.resnet import ResNet
+from meshwright.models.rope import build_rope
 from meshwright.parallel.local_shards import LocalShards
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.job import Job
@@ -60,7 +61,7 @@ def build_local_model(job: Job, mesh: Mesh) -> LocalModel:
 def _build_stage(job: Job, stage: StageSpec) -> Decoder:
     assert isinstance(stage.model, DecoderModel), "the legality table shards decoders only"
     length = job.data.seq_len // job.layout.cp
-    return Decoder(stage.model, length, loss_chunk(job, stage.model), part=stage)
+    return Decoder(stage.model, length, loss_chunk(job, stage.model), stage=stage)
 
 
 def list_decoders(model: nn.Module) -> list[Decoder]:

@@ -31,7 +31,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.layout.axes import EXPERT_SHARD_AXIS, dense_shard_axis, has_expert_axes
 from meshwright.layout.fsdp_groups import list_groups
 from meshwright.layout.stages import StageSpec
-from meshwright.models.activation_checkpointing import exclude_hooks
 from meshwright.models.decoder import Decoder
 from meshwright.models.dtypes import AUTOCAST_DTYPES
 from meshwright.models.init import WeightSource, fill, tie_weights
@@ -68,7 +67,7 @@ def apply_fsdp(decoder: Decoder, stage: StageSpec, job: Job, mesh: Mesh, weights
         reshard_after_forward = group.block and job.layout.zero == 3
         _shard_group(module, meshes[group.experts], policy, offload, reshard_after_forward)
         if group.experts:
-            exclude_hooks(module)
+            decoder.find_block(group.name).checkpointing.exclude_hooks(module)
     if not is_sharded(decoder):  # a stage of blocks alone still needs a root
         _shard_group(decoder, meshes[False], policy, offload, reshard_after_forward=False)
     _set_prefetch(decoder, job.layout.prefetch)

@@ -176,8 +176,8 @@ def _set_saved_activations(decoder: Decoder) -> None:
         gemms = list(block.list_gemm_modules())
         rowwise = [style_of(f"blocks.{number}.{name}") == "rowwise" for name, _ in gemms]
         last = len(gemms) - 1 if isinstance(gemms[-1][1], Linear) else None
-        block.saved_gemms = [not row for row in rowwise]
-        block.saved_reductions = [index != last for index, row in enumerate(rowwise) if row]
+        block.checkpointing.saved_gemms = [not row for row in rowwise]
+        block.checkpointing.saved_reductions = [index != last for index, row in enumerate(rowwise) if row]
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import torch
 from meshwright.checkpoint.resume import resume
 from meshwright.checkpoint.saver import CheckpointSaver
 from meshwright.checkpoint.state import CheckpointedState, TrainState
-from meshwright.models.decoder import Decoder, Stages
+from meshwright.models.decoder import Stages
 from meshwright.models.init import WeightSource, find_weight_source
 from meshwright.models.kernels.gemm_autotune import autotune_gemms
 from meshwright.parallel.apply import parallelize
@@ -87,13 +87,12 @@ def _set_determinism(job: Job) -> None:
 def _parallelize(context: RankContext, amp: MixedPrecision, weights: WeightSource) -> ParallelModel:
     """Build the rank's part of the model with all axes applied, its pipeline and its optimizer shard."""
     plan, job, mesh = context.plan, context.plan.job, context.mesh
-    model, module, parallel = parallelize(job, mesh, weights)
-    autotune_gemms(job, mesh.device, context.events)
+    gemms = autotune_gemms(job, mesh.device, context.events)
+    model, module, parallel, weight_copies = parallelize(job, mesh, weights, gemms)
     pipeline, reducer = None, None
     if isinstance(model, Stages):
         pipeline = build_pipeline(model, job, plan.micro_batches, mesh, amp)
     else:
         reducer = build_bucket_reducer(model, job, mesh)
     sharded_state = build_sharded_state(model, job, mesh, parallel.local_shards)
-    weight_copies = model.weight_copies if isinstance(model, Decoder) else None
     return ParallelModel(model, module, pipeline, reducer, parallel, sharded_state, weight_copies)

@@ -17,6 +17,7 @@ from test_models_triton_block import build, step
 from meshwright.core.errors import UserError
 from meshwright.models.kernels import cublas, gemm, gemm_autotune
 from meshwright.models.kernels.cublas import CublasError, GemmShape, library_version
+from meshwright.models.kernels.gemm import Gemms
 from meshwright.models.kernels.gemm_autotune import (
     SKIPPED_REASON,
     TunedAlgorithm,
@@ -34,12 +35,6 @@ LOW = torch.bfloat16
 CPU = torch.device("cpu")
 FORWARD = GemmShape("forward", LOW, 64, 32, 96)
 ALGORITHM = bytes(range(64))
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_chosen_afterwards():
-    yield
-    gemm.use_algorithms({}, CPU)
 
 
 def race(own: float, others: dict[str, tuple[float, float]]):
@@ -239,7 +234,7 @@ def a_race(monkeypatch, tmp_path):
     monkeypatch.setattr(gemm_autotune, "find_cache_file", lambda: tmp_path / "gemms.json")
     monkeypatch.setattr(gemm_autotune, "_warm_up", lambda shape: None)
     monkeypatch.setattr(gemm_autotune, "_autotune_shape", win)
-    monkeypatch.setattr(gemm_autotune, "_by", by)
+    monkeypatch.setattr(gemm_autotune, "_bind", by)
     monkeypatch.setattr(gemm_autotune, "_is_still_correct", lambda shape, winner: shape.outputs != 2 * 8192)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     return raced
@@ -265,16 +260,16 @@ def test_a_race_is_run_once_goes_on_where_it_was_and_looks_again(job, a_race, tm
     }
     assert len(a_race) == 13
     a_race.clear()
-    autotune_gemms(job, CPU, told)
+    gemms = autotune_gemms(job, CPU, told)
     assert {shape.outputs for shape in a_race} == {2 * 8192}, "what is no longer right races again"
-    assert gemm._tuned.keys() == {(CPU, shape) for shape in count_gemm_shapes(job)}
+    assert gemms._algorithms.keys() == count_gemm_shapes(job).keys()
 
 
 def test_without_room_for_a_race_torchs_own_stays_for_this_run(job, a_race, tmp_path):
     job = dataclasses.replace(job, train=dataclasses.replace(job.train, gemm_autotune=True))
     a_race.append("full")
-    autotune_gemms(job, CPU, told := Told())
-    assert (told[-1]["changed"], told[-1]["gain"], gemm._tuned) == (0, 0.0, {})
+    gemms = autotune_gemms(job, CPU, told := Told())
+    assert (told[-1]["changed"], told[-1]["gain"], gemms._algorithms) == (0, 0.0, {})
     assert read_cache(tmp_path / "gemms.json") == {}, "there may be room the next time"
 
 
@@ -285,18 +280,16 @@ def test_a_winner_that_was_kept_is_compared_with_torch_again(monkeypatch, kind):
     sizes = (shape.left, shape.right)
     drawn = (*(torch.randn(size).to(LOW) for size in sizes), torch.empty(shape.out, dtype=LOW))
     monkeypatch.setattr(gemm_autotune, "_random_operands", lambda shape: drawn)
-    monkeypatch.setattr(gemm_autotune, "_by", lambda shape, algorithm: StandIn(shape))
+    monkeypatch.setattr(gemm_autotune, "_bind", lambda shape, algorithm: StandIn(shape))
     assert gemm_autotune._is_still_correct(shape, TunedAlgorithm(ALGORITHM, 0.1))
     assert gemm_autotune._is_still_correct(shape, TunedAlgorithm(None, 0.0)), "torch's own"
-    monkeypatch.setattr(gemm_autotune, "_by", lambda shape, algorithm: lambda left, right, out, add: None)
+    monkeypatch.setattr(gemm_autotune, "_bind", lambda shape, algorithm: lambda left, right, out, add: None)
     assert not gemm_autotune._is_still_correct(shape, TunedAlgorithm(ALGORITHM, 0.1))
 
 
-def test_a_job_that_does_not_race_forgets_what_another_chose_and_says_why(job):
-    gemm.use_algorithms({FORWARD: StandIn(FORWARD)}, CPU)
+def test_a_job_without_autotuning_uses_torch_and_says_why(job):
     told = Told()
-    autotune_gemms(job, CPU, told)
-    assert (gemm._tuned, told) == ({}, [])
+    assert (autotune_gemms(job, CPU, told), told) == (gemm.TORCH_GEMMS, [])
     eager = dataclasses.replace(job.train, gemm_autotune=True, block_backend="eager")
     autotune_gemms(dataclasses.replace(job, train=eager), CPU, told)
     assert told == [{"event": "gemm_autotune_skipped", "reason": SKIPPED_REASON}]
@@ -327,7 +320,7 @@ class StandIn:
         out.copy_(out + product if add else product)
 
 
-def choose_for_all(monkeypatch, *, narrow: bool = False) -> dict[GemmShape, StandIn]:
+def tune_all(monkeypatch, *, narrow: bool = False) -> tuple[Gemms, dict[GemmShape, StandIn]]:
     """Stand-ins for every product of the small model, whose loss has chunks of 24, 24 and 16 tokens."""
     monkeypatch.setattr(gemm, "ALIGNED_BYTES", 1)
     linears = [(64, 32, 64), (64, 32, 32), (64, 32, 192), (64, 96, 32), (24, 32, 128), (16, 32, 128)]
@@ -337,8 +330,7 @@ def choose_for_all(monkeypatch, *, narrow: bool = False) -> dict[GemmShape, Stan
         for sizes in linears
     ]
     stands = {shape: StandIn(shape) for shape in shapes}
-    gemm.use_algorithms(stands, CPU)
-    return stands
+    return Gemms(stands, CPU), stands
 
 
 @pytest.mark.parametrize("kept", [torch.float32, LOW], ids=["fp32", "bf16"])
@@ -346,8 +338,8 @@ def choose_for_all(monkeypatch, *, narrow: bool = False) -> dict[GemmShape, Stan
 def test_every_product_of_a_block_asks_what_was_chosen(monkeypatch, recompute, kept):
     """And with the same arithmetic gives the same step, bit for bit, whatever gradients are kept in."""
     expected = step(build(recompute=recompute, gradients=kept))
-    stands = choose_for_all(monkeypatch, narrow=kept == LOW)
-    loss, gradients = step(build(recompute=recompute, gradients=kept))
+    gemms, stands = tune_all(monkeypatch, narrow=kept == LOW)
+    loss, gradients = step(build(recompute=recompute, gradients=kept, gemms=gemms))
     assert loss == expected[0]
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[1][name], rtol=0, atol=0, msg=name)
@@ -359,33 +351,33 @@ def test_every_product_of_a_block_asks_what_was_chosen(monkeypatch, recompute, k
 
 def test_sums_of_the_head_begin_and_go_on(monkeypatch):
     """On a CPU the loss adds up by itself: what a GPU calls is called here."""
-    stands = choose_for_all(monkeypatch)
+    gemms, stands = tune_all(monkeypatch)
     grad, x, total = torch.ones(24, 128, dtype=LOW), torch.ones(24, 32, dtype=LOW), torch.full((128, 32), 7.0)
     for expected, first in ((24.0, True), (48.0, False)):
-        gemm.accumulate_weight_grad(total, grad, x, first)
+        gemms.accumulate_weight_grad(total, grad, x, first)
         assert total.unique().tolist() == [expected]
     assert stands[GemmShape("weight", LOW, 24, 32, 128)].calls == 2
 
 
 def test_operands_that_do_not_lie_plainly_are_torchs(monkeypatch):
-    stands = choose_for_all(monkeypatch)
+    gemms, stands = tune_all(monkeypatch)
     x, weight = torch.randn(32, 24).to(LOW).T, torch.randn(128, 32).to(LOW)
-    torch.testing.assert_close(gemm.forward(x, weight), x @ weight.T)
+    torch.testing.assert_close(gemms.forward(x, weight), x @ weight.T)
     assert not any(stand.calls for stand in stands.values())
-    gemm.forward(x.contiguous(), weight)
+    gemms.forward(x.contiguous(), weight)
     assert stands[GemmShape("forward", LOW, 24, 32, 128)].calls == 1
-    gemm.forward(x.contiguous().half(), weight.half())
+    gemms.forward(x.contiguous().half(), weight.half())
     assert stands[GemmShape("forward", LOW, 24, 32, 128)].calls == 1, "of another precision"
 
 
 def test_what_torch_refuses_is_refused(monkeypatch):
     """An algorithm would read past the end of what it is given."""
-    stands = choose_for_all(monkeypatch)
+    gemms, stands = tune_all(monkeypatch)
     x, weight = torch.ones(24, 32, dtype=LOW), torch.ones(128, 32, dtype=LOW)
     with pytest.raises(RuntimeError):
-        gemm.forward(x, weight.float())
+        gemms.forward(x, weight.float())
     with pytest.raises(RuntimeError):
-        gemm.forward(x, weight[:, :16].contiguous())
+        gemms.forward(x, weight[:, :16].contiguous())
     with pytest.raises(RuntimeError):
-        gemm.input_grad(torch.ones(24, 128, dtype=LOW), weight, out=torch.empty(24, 32))
+        gemms.input_grad(torch.ones(24, 128, dtype=LOW), weight, out=torch.empty(24, 32))
     assert not any(stand.calls for stand in stands.values())

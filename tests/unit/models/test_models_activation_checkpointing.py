@@ -9,7 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.measure.memory_tracker import PeakTracker
-from meshwright.models.decoder import Decoder, compile_blocks
+from meshwright.models.block_backend import compile_blocks
+from meshwright.models.decoder import Decoder
 from meshwright.models.init import RandomWeights, fill
 from meshwright.spec.model import DecoderModel
 from model_shapes import GPT_PARTS

@@ -10,7 +10,8 @@ from torch import nn
 
 from fused_decoders import note_kept
 from meshwright.models.bf16_weights import WeightCopies
-from meshwright.models.decoder import Decoder, compile_blocks
+from meshwright.models.block_backend import compile_blocks
+from meshwright.models.decoder import Decoder
 from meshwright.models.init import RandomWeights, fill
 from meshwright.models.linear import Linear, MergedLinear, low_precision_linear
 from meshwright.spec.model import DecoderModel

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from meshwright.data.dataset import IGNORE_INDEX
 from meshwright.layout.parameters import list_parameters
-from meshwright.models.decoder import Decoder, apply_rope, build_rope, scale_rope_frequencies
+from meshwright.models.decoder import Decoder
 from meshwright.models.init import RandomWeights, fill, parameter_seed
+from meshwright.models.rope import apply_rope, build_rope, scale_rope_frequencies
 from meshwright.spec.model import DecoderModel
 from model_shapes import GPT_PARTS
 

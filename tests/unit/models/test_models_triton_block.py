@@ -18,12 +18,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fused_decoders import make_ready, note_kept
 from meshwright.data.dataset import IGNORE_INDEX
 from meshwright.layout.stages import StageSpec
-from meshwright.models import decoder
 from meshwright.models import loss as losses
-from meshwright.models import triton_block as fused
-from meshwright.models.decoder import Decoder, apply_rope
+from meshwright.models import triton_block
+from meshwright.models.decoder import Decoder
 from meshwright.models.kernels import fp8
 from meshwright.models.kernels import fused as kernels
+from meshwright.models.kernels.gemm import TORCH_GEMMS, Gemms
+from meshwright.models.rope import apply_rope
 from meshwright.spec.model import DecoderModel
 
 SHAPE = DecoderModel(num_layers=3, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=96, vocab_size=128)
@@ -44,6 +45,7 @@ def build(
     recompute: str = "selective",
     scaled: bool = False,
     gradients: torch.dtype = EXACT,
+    gemms: Gemms = TORCH_GEMMS,
 ) -> Decoder:
     """The same weights in every one; without copies it is the float32 reference."""
     net = Decoder(model, LENGTH, 24, recompute)  # chunks of the loss: two of 24 tokens, one of 16
@@ -52,8 +54,8 @@ def build(
         for parameter in net.parameters():
             drawn = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + drawn / 10 if parameter.dim() == 1 else drawn / 8)
-    make_ready(net, stream, own=own, copies=copies, scaled=scaled, gradients=gradients)
-    net.head.fused = False  # else the loss is compiled
+    make_ready(net, stream, own=own, copies=copies, scaled=scaled, gradients=gradients, gemms=gemms)
+    net.head.uses_fused_loss = False  # else the loss is compiled
     return net
 
 
@@ -123,7 +125,7 @@ def test_what_is_kept_changes_no_bit_and_evaluation_gives_the_same_loss(stream, 
 def test_a_block_that_is_computed_again_asks_for_the_same_kernel_of_attention(monkeypatch):
     """What is preferred around the forward pass is not around the backward pass; others keep others."""
     preferred = functools.partial(sdpa_kernel, [SDPBackend.MATH])
-    monkeypatch.setattr(decoder, "prefer_fast_attention", lambda device: preferred())
+    monkeypatch.setattr(triton_block, "prefer_fast_attention", lambda device: preferred())
     net, (tokens, targets, _) = build(recompute="full"), batch()
     with torch.autocast("cpu", LOW), preferred():
         loss = net(tokens, targets)
@@ -166,10 +168,19 @@ def test_gradients_in_16_bits_are_those_of_float32_rounded(scaled, recompute):
         assert torch.equal(gradient, wide[name].to(gradient.dtype)), name
 
 
-def test_logits_are_those_that_the_loss_is_made_of_and_no_block_is_called():
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_triton_modules_keep_parameter_names_and_run_hooks(recompute):
+    plain, net, called = build(own=False, copies=False), build(recompute=recompute), []
+    assert list(net.state_dict()) == list(plain.state_dict())
+    for name, module in net.named_modules():
+        if name in ("embed", "norm", "blocks.0", "blocks.1", "blocks.2"):
+            module.register_forward_hook(lambda *_, name=name: called.append(name))
+    step(net)
+    assert called == ["embed", "blocks.0", "blocks.1", "blocks.2", "norm"]
+
+
+def test_logits_are_those_that_the_loss_is_made_of():
     net = build()
-    for block in net.list_blocks():
-        block.forward = None
     tokens, targets, _ = batch()
     with torch.no_grad(), torch.autocast("cpu", LOW):
         logits, loss = net(tokens).float().flatten(0, 1), net(tokens, targets)
@@ -186,7 +197,7 @@ def test_a_block_keeps_what_is_said_to_the_byte(recompute, stream):
     x = torch.randn(SAMPLES, LENGTH, width).to(stream).requires_grad_()
     delta = torch.randn(SAMPLES, LENGTH, width).to(LOW).requires_grad_()
     with note_kept(net) as kept, torch.autocast("cpu", LOW):
-        parts = net.fused[0](x, delta, (net.rope_cos, net.rope_sin), None)
+        parts = net.blocks["0"]((x, delta), (net.rope_cos, net.rope_sin), None)
     streams, attention = 2 * (width * stream.itemsize + 4), 2 * SHAPE.query_size + 4 * SHAPE.num_heads
     expected = streams + 2 * (SHAPE.query_size + 2 * SHAPE.kv_size) + attention + 2 * 2 * inner
     if recompute == "none":
@@ -270,7 +281,7 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 def test_tokens_that_fill_no_16_rows_get_their_weight_gradient_in_16_bits():
     """8-bit operands want multiples of 16 in both dims."""
-    matrix = fused.LinearGemms(draw(32, 48).to(LOW), True, True, (16, 16))
+    matrix = triton_block.LinearGemms(draw(32, 48).to(LOW), True, True, (16, 16))
     for tokens, least, most in ((24, 0.0, 0.005), (32, 0.01, 0.06)):
         grad, x = draw(tokens, 32, seed=1).to(LOW), draw(tokens, 48, seed=2).to(LOW)
         parts, exact = matrix.weight_grads(grad, x), grad.float().T @ x.float()
@@ -417,7 +428,9 @@ def test_gradients_made_with_an_expected_factor_are_the_same_whatever_it_is(expe
 
     x, weight = draw(40, 16).requires_grad_(), draw(50, 16, seed=1).requires_grad_()
     targets = torch.randint(0, 50, (40,), generator=torch.Generator().manual_seed(2))
-    own = losses._LinearCrossEntropy.apply(x, weight, weight.detach(), targets, 16, in_place, False, expected)
+    own = losses._LinearCrossEntropy.apply(
+        x, weight, weight.detach(), targets, 16, in_place, False, expected, TORCH_GEMMS
+    )
     plain = F.cross_entropy(x @ weight.T, targets, reduction="sum")
     wanted = torch.autograd.grad(plain / 7, (x, weight))
     for ours, theirs in zip(torch.autograd.grad(own / 7, (x, weight)), wanted, strict=True):
@@ -433,6 +446,6 @@ def test_an_expected_gradient_changes_none_on_a_cpu(expected):
     _, gradients = step(net)
     for name, gradient in step(build())[1].items():
         assert torch.equal(gradient, gradients[name]), name
-    first = Decoder(SHAPE, LENGTH, part=StageSpec(SHAPE, 0, range(1), first=True, last=False))
+    first = Decoder(SHAPE, LENGTH, stage=StageSpec(SHAPE, 0, range(1), first=True, last=False))
     first.set_expected_loss_grad(expected)
     assert not hasattr(first, "head")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright.models.bf16_weights import WeightCopies
-from meshwright.models.decoder import fuse_blocks
+from meshwright.models.block_backend import convert_to_triton
 from meshwright.plan.probe_runs import PROBE_SUITES, find_cluster, list_runs
 from meshwright.verify.bench import machine
 
@@ -50,7 +50,7 @@ def test_steps_are_those_of_a_run_and_its_blocks_can_be_called_alone(monkeypatch
     gradients = [p.grad for block in blocks for p in block.parameters()]
     assert all(gradient is not None for gradient in gradients), "both passes of every block ran"
     trainer.model.weight_copies = WeightCopies(trainer.model, torch.bfloat16)
-    fuse_blocks(trainer.model)
+    convert_to_triton(trainer.model)
     assert machine.time_block_launch(trainer) > 0, "our own kernels' blocks hand on two tensors"
 
 

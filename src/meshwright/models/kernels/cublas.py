@@ -1,9 +1,8 @@
-"""cuBLASLt, asked directly: every algorithm that it proposes for a product, and the product by one of them.
+"""cuBLASLt through its C interface: lists the algorithms that it proposes for a GEMM, and runs one of them.
 
-Torch takes the first proposal. Which one is the fastest on a GPU at the limit of its power, the library does
-not say; ``run.race`` finds out. The library is the one that torch has loaded, called through its C interface;
-of its structures only those are known here that its documentation lays open. An algorithm is 64 bytes that
-may be kept and used again with the same version of the library.
+Torch uses the first proposal. The library does not say which one is fastest on a power-limited GPU;
+``gemm_autotune`` measures it. The library is the one that torch has loaded. Only its documented structures
+are used. An algorithm is 64 opaque bytes that may be stored and used again with the same library version.
 
 Shape suffixes: N tokens, I and O inputs and outputs of a linear layer.
 """
@@ -22,19 +21,19 @@ from meshwright.core.errors import Problem, UserError
 from meshwright.layout.gemms import Kind
 
 PROPOSALS = 8
-"""How many are asked for; a library has seldom more."""
+"""Number of algorithms to query; the library seldom has more."""
 ALIGNED_BYTES = 256
-"""How operands lie for what is proposed."""
+"""Alignment that the heuristic assumes for operands."""
 ALGORITHM_BYTES = 64
 COMPUTE_FLOAT32 = 68
 PRECISIONS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
-"""The library's names of them."""
+"""cudaDataType values."""
 TRANSPOSE_A, TRANSPOSE_B = 3, 4
-"""Attributes of a product: whether an operand is transposed."""
+"""cublasLtMatmulDescAttributes: whether an operand is transposed."""
 
 
 class GemmShape(NamedTuple):
-    """One of a linear layer's three products."""
+    """Shape and dtypes of one of a linear layer's three GEMMs."""
 
     kind: Kind
     dtype: torch.dtype
@@ -43,7 +42,7 @@ class GemmShape(NamedTuple):
     inputs: int
     outputs: int
     same_dtype_out: bool = False
-    """Whether the gradient of a weight is as its operands are; else it is float32."""
+    """Whether a weight gradient has the operands' dtype; else it is float32."""
 
     @classmethod
     def of(cls, kind: Kind, left: Tensor, right: Tensor, out_dtype: torch.dtype) -> GemmShape:
@@ -56,17 +55,17 @@ class GemmShape(NamedTuple):
 
     @property
     def left(self) -> tuple[int, int]:
-        """What has a row for each token."""
+        """Shape of the operand with one row per token."""
         return self.tokens, self.inputs if self.kind == "forward" else self.outputs
 
     @property
     def right(self) -> tuple[int, int]:
-        """The weight, or what it read."""
+        """Shape of the weight, or of the layer's input for a weight gradient."""
         return self.tokens if self.kind == "weight" else self.outputs, self.inputs
 
     @property
     def out(self) -> tuple[int, int]:
-        """What comes out."""
+        """Shape of the output."""
         return {
             "forward": (self.tokens, self.outputs),
             "input": (self.tokens, self.inputs),
@@ -75,12 +74,12 @@ class GemmShape(NamedTuple):
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """Of what comes out."""
+        """Of the output."""
         return torch.float32 if self.kind == "weight" and not self.same_dtype_out else self.dtype
 
 
 class CublasError(RuntimeError):
-    """The library has refused."""
+    """cuBLASLt returned an error status."""
 
 
 class _Algorithm(ctypes.Structure):
@@ -99,7 +98,7 @@ class _Proposal(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """The one that torch has loaded."""
+    """The library that torch has loaded."""
     try:
         return ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}")
     except OSError as error:
@@ -111,7 +110,7 @@ def _library() -> ctypes.CDLL:
 
 
 def library_version() -> int:
-    """For which algorithms may be kept."""
+    """Cached algorithms are valid for one version."""
     version = _library().cublasLtGetVersion
     version.restype = c_size_t
     return int(version())
@@ -119,7 +118,7 @@ def library_version() -> int:
 
 @functools.cache
 def _handle(device: int) -> c_void_p:
-    """Of a device, which is the current one."""
+    """A handle of the current device."""
     handle = c_void_p()
     _check(_library().cublasLtCreate(byref(handle)))
     return handle
@@ -127,22 +126,22 @@ def _handle(device: int) -> c_void_p:
 
 def _check(status: int) -> None:
     if status:
-        raise CublasError(f"cuBLASLt says {status}")
+        raise CublasError(f"cuBLASLt returned status {status}")
 
 
 class CublasLtGemm:
-    """The products of one shape on the current device."""
+    """GEMMs of one shape on the current device."""
 
     def __init__(self, shape: GemmShape) -> None:
-        """Describe it to the library, for which rows are columns: it computes ``out' = right' left'``.
+        """Create descriptors. The library is column-major, so it computes ``out' = right' left'``.
 
         Args:
-            shape: With operands of 16 bits.
+            shape: With 16-bit operands.
         """
         self._library, self._handle = _library(), _handle(torch.cuda.current_device())
-        self._product, operand = c_void_p(), PRECISIONS[shape.dtype]
+        self._matmul, operand = c_void_p(), PRECISIONS[shape.dtype]
         float32 = PRECISIONS[torch.float32]
-        _check(self._library.cublasLtMatmulDescCreate(byref(self._product), COMPUTE_FLOAT32, float32))
+        _check(self._library.cublasLtMatmulDescCreate(byref(self._matmul), COMPUTE_FLOAT32, float32))
         for attribute, transposed in (
             (TRANSPOSE_A, shape.kind == "forward"),
             (TRANSPOSE_B, shape.kind == "weight"),
@@ -150,18 +149,16 @@ class CublasLtGemm:
             value = c_int(transposed)
             _check(
                 self._library.cublasLtMatmulDescSetAttribute(
-                    self._product, attribute, byref(value), c_size_t(ctypes.sizeof(value))
+                    self._matmul, attribute, byref(value), c_size_t(ctypes.sizeof(value))
                 )
             )
-        self._right, self._left = (
-            self._matrix_layout(operand, shape.right),
-            self._matrix_layout(operand, shape.left),
-        )
+        self._right = self._matrix_layout(operand, shape.right)
+        self._left = self._matrix_layout(operand, shape.left)
         self._out = self._matrix_layout(PRECISIONS[shape.out_dtype], shape.out)
         self._one, self._zero = c_float(1.0), c_float(0.0)
 
     def _matrix_layout(self, precision: int, shape: tuple[int, int]) -> c_void_p:
-        """A matrix whose rows lie one behind the other."""
+        """Layout of a contiguous row-major matrix."""
         rows, columns = shape
         layout = c_void_p()
         sizes = c_uint64(columns), c_uint64(rows), c_int64(columns)
@@ -169,13 +166,13 @@ class CublasLtGemm:
         return layout
 
     def query_algorithms(self) -> list[bytes]:
-        """Algorithms that need no memory of their own, the one that the library likes best first."""
+        """Algorithms that need no workspace, the library's preferred one first."""
         preference, found, count = c_void_p(), (_Proposal * PROPOSALS)(), c_int()
         _check(self._library.cublasLtMatmulPreferenceCreate(byref(preference)))
         try:
             status = self._library.cublasLtMatmulAlgoGetHeuristic(
                 self._handle,
-                self._product,
+                self._matmul,
                 self._right,
                 self._left,
                 self._out,
@@ -187,23 +184,23 @@ class CublasLtGemm:
             )
         finally:
             _check(self._library.cublasLtMatmulPreferenceDestroy(preference))
-        if status:  # it has none for such a shape
+        if status:  # no algorithm for this shape
             return []
         return [bytes(proposal.algorithm) for proposal in found[: count.value] if not proposal.status]
 
     def run(self, algorithm: bytes, left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> None:
-        """Multiply, or add the product to what is there.
+        """Run the GEMM.
 
         Args:
             algorithm: One that was proposed for this shape.
-            left: As :class:`Shape` names them.
+            left: As :class:`GemmShape` names them.
             right: Likewise.
-            out: Where the product goes.
-            add: Whether it is added.
+            out: Written, or added to.
+            add: Whether the result is added to ``out``.
         """
         status = self._library.cublasLtMatmul(
             self._handle,
-            self._product,
+            self._matmul,
             byref(self._one),
             c_void_p(right.data_ptr()),
             self._right,

@@ -1,19 +1,21 @@
-"""Matrix products in 8 bits: ``torch._scaled_mm`` on e4m3 values with one scale for each row.
+"""FP8 GEMMs: ``torch._scaled_mm`` on e4m3 values with one scale per row.
 
-Four bits of mantissa leave each value within 6% of what it was, down to 1/28,672 of the largest of its row. A
-product wants each scale to belong to a row of its operand: what is summed over must share one. So the values
-of a layer are cast once, by the rows that the forward pass sums over; in the backward pass the gradient,
-which is cast for each of its two products anyway, takes in the scale that would be in the way::
+e4m3 has four bits of precision: a value is within 6% of the original, down to 1/28,672 of its row's largest.
+Row scales must not lie along the dim that a GEMM reduces. Linear layers of torch modules (``linear``) cast x
+and W once, along the dim that the forward GEMM reduces. Their backward pass folds the scale that lies along
+the reduced dim into the gradient, which is cast for each of its two GEMMs anyway::
 
     y  = s_x s_w (X W')          x = s_x X by tokens, w = s_w W by outputs
     dx = s_g (G W)               grad s_w = s_g G by tokens
     dw = s_h (H' X)              grad s_x = s_h H by outputs
 
-The backward pass thus differentiates the product that was computed, and neither input nor weight is looked
-through a second time for the largest value of its other dim. Tensor cores read 8-bit operands along the dim
-that is summed over, hence the transposed copies. All of it is plain torch without a wait for the device: the
-compiler joins casts with the norm or activation before them. Blocks of our own kernels (``fused``) do the
-same but for dw: there both operands are cast by columns from 16 bits, each with scales of its own.
+So the backward pass differentiates the GEMM that ran, and x and W need no second search for their largest
+values. Triton blocks (``triton_block``) do the same except for dw: they cast both operands by columns from 16
+bits, each with its own scales.
+
+Tensor cores read FP8 operands along the reduced dim; this is why transposed copies exist. The casts here are
+plain torch operations without a device sync: torch.compile fuses them with the norm or activation before
+them. ``fused`` has the same casts as Triton kernels.
 
 Shape suffixes: N tokens, I inputs, O outputs.
 """
@@ -22,36 +24,46 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
-"""Of e4m3."""
 MIN_AMAX = 2.0**-100
-"""Rows of zeros get a scale too; far below any gradient, far above the least float32."""
+"""Rows of zeros get a scale too; far below any gradient, far above the smallest float32."""
 ALIGNMENT = 16
-"""Both dims of a matrix that is read in 8 bits are multiples of this many bytes."""
+"""Both dims of an FP8 operand are multiples of this many bytes."""
 BACKWARD_FAST_ACCUM = False
-"""Whether the backward pass, too, sums without the extra float32 register."""
+"""Whether the backward GEMMs accumulate without the extra float32 register."""
 
 
-def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Values in 8 bits and the scale of each row, float32."""
+class GemmOperand(NamedTuple):
+    """An operand that a GEMM reads along its rows."""
+
+    values: Tensor
+    scale: Tensor | None = None
+    """Of each row, (N, 1), for FP8 values; None for 16 bits, or if the other operand includes it."""
+
+
+def cast_rows(x: Tensor, by: Tensor | None = None) -> GemmOperand:
+    """FP8 values and the float32 scale of each row; of the values times one factor per column, if given."""
+    if by is not None:
+        x = x.float() * by.view(1, -1)
     scale = _scales(x.abs().amax(1, keepdim=True))
-    return cast(x, scale), scale
+    return GemmOperand(cast(x, scale), scale)
 
 
-def cast_columns(x: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The same by columns, and transposed: each column becomes a row with its scale.
+def cast_columns(x: Tensor, amax: Tensor | None = None) -> GemmOperand:
+    """FP8 values by columns, transposed: each column becomes a row with its scale.
 
     Args:
         x: The values.
-        amax: The largest of each column, where it is known.
+        amax: Largest magnitude of each column, if known.
     """
     scale = _scales(x.abs().amax(0) if amax is None else amax)
-    return _transpose(cast(x, scale)), scale.view(-1, 1)
+    return GemmOperand(_transpose(cast(x, scale)), scale.view(-1, 1))
 
 
 def _scales(amax: Tensor) -> Tensor:
@@ -59,16 +71,16 @@ def _scales(amax: Tensor) -> Tensor:
 
 
 def cast(x: Tensor, scale: Tensor) -> Tensor:
-    """Values in 8 bits, by scales that are known."""
+    """FP8 values for known scales."""
     return (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 @torch.library.custom_op("meshwright::transpose", mutates_args=())
 def transpose(cast: Tensor) -> Tensor:
-    """Transposed, by a kernel of its own.
+    """The transpose, as a kernel of its own.
 
-    The compiler would join it with the search for the largest of each row, and then write byte by byte to
-    places far apart. It does not look into this: what is cast lies in memory by rows before it is turned.
+    torch.compile would fuse it with the row-wise amax and then write single bytes far apart. A custom op is
+    opaque to it: the cast values are in memory, row by row, before they are transposed.
     """
     return (_compiled_transpose() if cast.is_cuda else _transpose)(cast)
 
@@ -84,70 +96,62 @@ def _transpose(x: Tensor) -> Tensor:
 
 @functools.cache
 def _compiled_transpose() -> Callable[[Tensor], Tensor]:
-    """Torch's own copy reads or writes with gaps; the compiler's goes tile by tile. One for all shapes."""
+    """Torch's copy reads or writes with gaps; the compiled one works in tiles. One for all shapes."""
     return torch.compile(_transpose, dynamic=True)
 
 
 def is_fp8_shape(outputs: int, inputs: int) -> bool:
-    """Whether a weight has a shape that 8-bit products take."""
+    """Whether FP8 GEMMs support a weight's shape."""
     return outputs % ALIGNMENT == 0 and inputs % ALIGNMENT == 0
 
 
-def scaled_mm(
-    a: Tensor, b_transposed: Tensor, scale_a: Tensor, scale_b: Tensor | None, fast: bool, exact: bool = False
-) -> Tensor:
-    """``a b``; both are read along their rows, so ``b`` is given transposed.
+def forward(x: GemmOperand, weight: GemmOperand) -> Tensor:
+    """``x W'``, in bfloat16."""
+    return scaled_mm(x, weight, fast=True)
+
+
+def input_grad(grad: GemmOperand, weight_IO: Tensor) -> Tensor:
+    """``grad W``, in bfloat16.
 
     Args:
-        a: In 8 bits.
-        b_transposed: Likewise.
-        scale_a: Of its rows.
-        scale_b: Likewise; None where those have gone into the other operand.
-        fast: Whether sums do without the extra float32 register.
-        exact: Whether what comes out is float32, not bfloat16: on GPUs, as CPUs round.
+        grad: Output gradient by rows, with the weight's scales folded in.
+        weight_IO: FP8 values of the weight, transposed.
     """
+    return scaled_mm(grad, GemmOperand(weight_IO), BACKWARD_FAST_ACCUM)
+
+
+def weight_grad(grad_ON: GemmOperand, x_IN: GemmOperand, exact: bool = True) -> Tensor:
+    """``grad' x``, in float32 if exact, else in bfloat16.
+
+    Args:
+        grad_ON: Output gradient by columns.
+        x_IN: Input by columns; without a scale if the gradient includes it.
+        exact: Whether the result is float32.
+    """
+    return scaled_mm(grad_ON, x_IN, BACKWARD_FAST_ACCUM, exact)
+
+
+def scaled_mm(a: GemmOperand, b_transposed: GemmOperand, fast: bool, exact: bool = False) -> Tensor:
+    """``a b``; both operands are read along their rows, so ``b`` is given transposed.
+
+    Args:
+        a: With scales.
+        b_transposed: Its scales are one where it has none.
+        fast: Whether to accumulate without the extra float32 register.
+        exact: Whether the result is float32, not bfloat16: unrounded on GPUs, CPUs round.
+    """
+    scale_a, scale_b = a.scale, b_transposed.scale
+    assert scale_a is not None, "the left operand has scales"
     if scale_b is None:
-        scale_b = torch.ones(b_transposed.shape[0], dtype=torch.float32, device=b_transposed.device)
-    dtype = torch.float32 if exact and a.is_cuda else torch.bfloat16
+        values = b_transposed.values
+        scale_b = torch.ones(values.shape[0], dtype=torch.float32, device=values.device)
+    dtype = torch.float32 if exact and a.values.is_cuda else torch.bfloat16
     out = torch._scaled_mm(
-        a, b_transposed.t(), scale_a, scale_b.view(1, -1), out_dtype=dtype, use_fast_accum=fast
+        a.values,
+        b_transposed.values.t(),
+        scale_a,
+        scale_b.view(1, -1),
+        out_dtype=dtype,
+        use_fast_accum=fast,
     )
     return out.float() if exact else out
-
-
-def forward(x_NI: Tensor, scale_N1: Tensor, weight_OI: Tensor) -> Tensor:
-    """``x W'``.
-
-    Args:
-        x_NI: In 8 bits.
-        scale_N1: Of its rows.
-        weight_OI: In 16 bits or more.
-    """
-    cast_OI, scale_O1 = cast_rows(weight_OI)
-    return scaled_mm(x_NI, cast_OI, scale_N1, scale_O1, fast=True)
-
-
-def input_grad(grad_NO: Tensor, weight_OI: Tensor) -> Tensor:
-    """Gradient of a product's input.
-
-    Args:
-        grad_NO: Of its output.
-        weight_OI: As the forward product read it.
-    """
-    cast_OI, scale_O1 = cast_rows(weight_OI)
-    cast_NO, scale_N1 = cast_rows(grad_NO.float() * scale_O1.view(1, -1))
-    weight_IO = transpose(cast_OI)
-    return scaled_mm(cast_NO, weight_IO, scale_N1, None, BACKWARD_FAST_ACCUM)
-
-
-def weight_grad(grad_NO: Tensor, x_NI: Tensor, scale_N1: Tensor) -> Tensor:
-    """Gradient of a product's weight.
-
-    Args:
-        grad_NO: Of its output.
-        x_NI: Its input, in 8 bits.
-        scale_N1: Of the rows of that.
-    """
-    cast_ON, scale_O1 = cast_columns(grad_NO.float() * scale_N1)
-    x_IN = transpose(x_NI)
-    return scaled_mm(cast_ON, x_IN, scale_O1, None, BACKWARD_FAST_ACCUM, exact=True)

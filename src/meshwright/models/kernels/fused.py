@@ -1,15 +1,15 @@
-"""What a Llama-shaped block does between its matrix products, one pass over memory for each step.
+"""Fused operations of a Llama-shaped block between its GEMMs: each is one pass over memory.
 
-A compiler fuses what it is shown, but not across what it cannot look into: it reads the residual stream once
-to add and once more to normalise, computes both halves of a gradient for each half that it writes, and makes
-again in a pass of its own what another pass has in its registers. Here every value crosses memory once.
-These functions know nothing of gradients; ``run.models.fused`` puts them together.
+torch.compile fuses what it sees, but not across opaque operations. It reads the residual stream once to add
+and again to normalise, computes both halves of a gradient for each half that it writes, and recomputes in an
+extra pass what another pass has in registers. Here every value crosses memory once. These functions have no
+autograd; ``models.triton_block`` composes them.
 
-On GPUs they are Triton's (``triton_kernels``). Elsewhere torch's operations compute the same: what the
-kernels are compared with.
+GPUs run Triton kernels (``triton_block``, ``triton_loss``). Elsewhere torch operations compute the same; the
+tests compare the kernels with them.
 
 Shape suffixes: N tokens, D hidden, W columns of several heads, B batch, T tokens of a sequence, H query
-heads, K key heads, E head size, F feed-forward, G = 2 F, C tokens of a chunk, V words.
+heads, K key heads, E head size, F feed-forward, G = 2 F, C tokens of a chunk, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,28 +20,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.models.attention import apply_rope
 from meshwright.models.kernels import fp8
-
-
-class GemmOperand(NamedTuple):
-    """What a product reads along its rows."""
-
-    values: Tensor
-    scale: Tensor | None = None
-    """Of each row, (N, 1), where the values are of 8 bits."""
+from meshwright.models.kernels.fp8 import GemmOperand
+from meshwright.models.rope import apply_rope
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether a kernel works on it."""
+    """Whether the Triton kernels run on a tensor."""
     return x.is_cuda
 
 
 def _triton() -> ModuleType:
-    """Triton is a part of torch for GPUs, and of no other."""
-    from meshwright.models.kernels import triton_block as triton_kernels  # noqa: PLC0415
+    """Imported late: only torch builds for GPUs include Triton."""
+    from meshwright.models.kernels import triton_block  # noqa: PLC0415
 
-    return triton_kernels
+    return triton_block
 
 
 def _triton_loss() -> ModuleType:
@@ -55,7 +48,7 @@ def _scales(x: Tensor) -> Tensor:
 
 
 def embedding_lookup(table_VD: Tensor, tokens_N: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of an embedding, in the precision of the stream; on GPUs a word that it has not is no number."""
+    """Rows of an embedding table, in the residual dtype; on GPUs a token outside the table gives NaN."""
     if not on_gpu(table_VD):
         return table_VD[tokens_N].to(dtype)
     out_ND = torch.empty(len(tokens_N), table_VD.shape[1], dtype=dtype, device=table_VD.device)
@@ -64,9 +57,9 @@ def embedding_lookup(table_VD: Tensor, tokens_N: Tensor, dtype: torch.dtype) -> 
 
 
 def embedding_grad(grad_ND: Tensor, tokens_N: Tensor, vocab_size: int) -> Tensor:
-    """Gradient of an embedding, float32: of each word the sum over its tokens, in any order.
+    """Gradient of an embedding table, float32: per row the sum over its tokens, in any order.
 
-    Torch sorts the tokens first and sums in the same order every time, which a deterministic run wants.
+    Deterministic runs use torch's, which sorts the tokens and sums in a fixed order.
     """
     if not on_gpu(grad_ND) or torch.are_deterministic_algorithms_enabled():
         found: Tensor = torch.ops.aten.embedding_dense_backward(
@@ -81,14 +74,14 @@ def embedding_grad(grad_ND: Tensor, tokens_N: Tensor, vocab_size: int) -> Tensor
 def add_rms_norm(
     x_ND: Tensor, delta_ND: Tensor | None, weight_D: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, GemmOperand, Tensor]:
-    """Add to the residual stream and normalise it: the new stream, what the product reads, inverse norms.
+    """Residual add and RMS norm: the new residual stream, the norm's output, and inverse RMS values.
 
     Args:
-        x_ND: The stream.
-        delta_ND: What is added; None for nothing, and the stream is returned as it is.
+        x_ND: The residual stream.
+        delta_ND: Added to it; None adds nothing and returns the stream unchanged.
         weight_D: Of the norm.
         eps: Of the norm.
-        dtype: Of what the product reads.
+        dtype: Of the norm's output, which the next GEMM reads.
     """
     if on_gpu(x_ND):
         total_ND = x_ND if delta_ND is None else torch.empty_like(x_ND)
@@ -103,19 +96,19 @@ def add_rms_norm(
     exact_ND = total_ND.float()
     inverse_N = (exact_ND.square().mean(-1) + eps).rsqrt()
     exact_ND = exact_ND * inverse_N.unsqueeze(1) * weight_D.float()
-    normal = GemmOperand(*fp8.cast_rows(exact_ND)) if dtype == fp8.E4M3 else GemmOperand(exact_ND.to(dtype))
+    normal = fp8.cast_rows(exact_ND) if dtype == fp8.E4M3 else GemmOperand(exact_ND.to(dtype))
     return total_ND, normal, inverse_N
 
 
 class NormGrads(NamedTuple):
-    """What comes back through a norm."""
+    """Gradients of a residual add and norm."""
 
     residual_ND: Tensor
     delta_ND: Tensor
-    """The same in the precision of products."""
+    """The same in the compute dtype."""
     weight_D: Tensor
     normal_ND: Tensor | None
-    """The norm's output, made again."""
+    """The norm's output, recomputed."""
 
 
 def rms_norm_backward(
@@ -126,15 +119,15 @@ def rms_norm_backward(
     beside_ND: Tensor | None,
     normal: bool = True,
 ) -> NormGrads:
-    """Gradients of a norm's input and weight, with what comes to the input beside the norm.
+    """Gradients of a norm's input and weight; the residual branch's gradient is added to the input's.
 
     Args:
-        grad_ND: Of the norm's output, in the precision of products.
+        grad_ND: Of the norm's output, in the compute dtype.
         total_ND: Its input.
-        inverse_N: As :func:`add_rms_norm` gave it.
+        inverse_N: From :func:`add_rms_norm`.
         weight_D: Of the norm.
-        beside_ND: A further gradient of its input.
-        normal: Whether the norm's output is wanted again.
+        beside_ND: Gradient of its input through the residual branch.
+        normal: Whether to recompute the norm's output.
     """
     if on_gpu(grad_ND):
         out_ND = torch.empty_like(total_ND)
@@ -165,11 +158,11 @@ def rms_norm_backward(
 
 
 def rotate_heads(heads_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> None:
-    """Turn each pair (i, i + E/2) of each head by its position's angle, in place.
+    """RoPE in place.
 
     Args:
-        heads_BHTE: A view of some heads of rows that hold more.
-        cos_TE: Of every position and pair.
+        heads_BHTE: A view of some of the heads of each row.
+        cos_TE: From ``build_rope``.
         sin_TE: Likewise.
     """
     if on_gpu(heads_BHTE):
@@ -181,7 +174,7 @@ def rotate_heads(heads_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> None:
 
 
 def rope_backward(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Gradients of queries and keys before they were turned, and of values, beside each other: (N, W)."""
+    """Gradients of the queries and keys before RoPE, and of the values, concatenated: (N, W)."""
     batch, _, length, size = q_BHTE.shape
     parts = ((q_BHTE, -1), (k_BKTE, -1), (v_BKTE, 0))
     out_NW = q_BHTE.new_empty(batch * length, sum(part.shape[1] for part, _ in parts) * size)
@@ -189,7 +182,7 @@ def rope_backward(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, cos_TE: Tensor
     for part_BHTE, sign in parts:
         width = part_BHTE.shape[1] * size
         if on_gpu(out_NW):
-            # Some of attention's kernels give the gradient of keys with its last two dims changed over.
+            # Some attention kernels return the key gradient with its last two dims transposed.
             lying = part_BHTE if part_BHTE.stride(-1) == 1 else part_BHTE.contiguous()
             _triton().rotate(lying, out_NW, column, cos_TE, sin_TE, sign)
         else:
@@ -200,12 +193,12 @@ def rope_backward(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, cos_TE: Tensor
 
 
 def swiglu(both_NG: Tensor, dtype: torch.dtype) -> GemmOperand:
-    """``silu(gate) * up`` of the two beside each other, in the precision that the product reads."""
+    """SwiGLU, ``silu(gate) * up``, of concatenated gate and up, in the dtype that the next GEMM reads."""
     rows, width = both_NG.shape[0], both_NG.shape[1] // 2
     if not on_gpu(both_NG):
         gate_NF, up_NF = both_NG.float().chunk(2, dim=-1)
         inner_NF = gate_NF * torch.sigmoid(gate_NF) * up_NF
-        return GemmOperand(*fp8.cast_rows(inner_NF)) if dtype == fp8.E4M3 else GemmOperand(inner_NF.to(dtype))
+        return fp8.cast_rows(inner_NF) if dtype == fp8.E4M3 else GemmOperand(inner_NF.to(dtype))
     out_NF = torch.empty(rows, width, dtype=dtype, device=both_NG.device)
     if dtype == fp8.E4M3:
         scale_N1 = _scales(out_NF)
@@ -216,7 +209,7 @@ def swiglu(both_NG: Tensor, dtype: torch.dtype) -> GemmOperand:
 
 
 def swiglu_backward(both_NG: Tensor, grad_NF: Tensor, inner: bool = True) -> tuple[Tensor, Tensor | None]:
-    """Gradients of gate and up beside each other; where ``inner``, what came out of :func:`swiglu`, too."""
+    """Gradients of gate and up, concatenated; with ``inner`` also the recomputed output of :func:`swiglu`."""
     if not on_gpu(both_NG):
         gate_NF, up_NF = both_NG.float().chunk(2, dim=-1)
         exact_NF, share_NF = grad_NF.float(), torch.sigmoid(gate_NF)
@@ -230,10 +223,10 @@ def swiglu_backward(both_NG: Tensor, grad_NF: Tensor, inner: bool = True) -> tup
 
 
 def swiglu_backward_amax(both_NG: Tensor, grad_NF: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same, and the largest of each column of both."""
+    """The same, and the largest magnitude of each column of both."""
     if not on_gpu(both_NG):
         out_NG, inner_NF = swiglu_backward(both_NG, grad_NF)
-        assert inner_NF is not None, "it was wanted"
+        assert inner_NF is not None, "inner is true by default"
         return out_NG, inner_NF, column_amax(out_NG), column_amax(inner_NF)
     out_NG, inner_NF = torch.empty_like(both_NG), torch.empty_like(grad_NF)
     widths = (both_NG.shape[1], grad_NF.shape[1])
@@ -246,14 +239,14 @@ def swiglu_backward_amax(both_NG: Tensor, grad_NF: Tensor) -> tuple[Tensor, Tens
 def cross_entropy(
     logits_CV: Tensor, targets_C: Tensor, factor: float, ignored: int, gradient: bool
 ) -> Tensor:
-    """Losses of tokens, float32; on GPUs.
+    """Cross-entropy of each token, float32; on GPUs only.
 
     Args:
-        logits_CV: Where it is wanted, the gradient of the losses' sum takes their place.
-        targets_C: Words.
-        factor: What the gradient is multiplied by.
+        logits_CV: Overwritten with the gradient of the summed loss if ``gradient``.
+        targets_C: Token ids.
+        factor: Multiplies the gradient.
         ignored: A target without loss.
-        gradient: Whether it is wanted.
+        gradient: Whether to compute the gradient.
     """
     losses_C = torch.empty(len(targets_C), dtype=torch.float32, device=logits_CV.device)
     _triton_loss().cross_entropy(logits_CV, targets_C, losses_C, factor, ignored, gradient)
@@ -261,7 +254,7 @@ def cross_entropy(
 
 
 def scale(x: Tensor, factor: Tensor) -> None:
-    """Multiply in place by a number on the device; where that is 1, a GPU does not pass over the values."""
+    """Multiply in place by a scalar on the device; a GPU skips the pass if the scalar is 1."""
     if on_gpu(x):
         _triton_loss().scale(x, factor)
     else:
@@ -269,16 +262,16 @@ def scale(x: Tensor, factor: Tensor) -> None:
 
 
 def cast_rows(x: Tensor, by: Tensor | None = None) -> GemmOperand:
-    """Values in 8 bits and the scale of each row; of the values times one factor a column, where given."""
+    """As :func:`fp8.cast_rows`."""
     if not on_gpu(x):
-        return GemmOperand(*fp8.cast_rows(x if by is None else x.float() * by.view(1, -1)))
+        return fp8.cast_rows(x, by)
     cast, scale = torch.empty(x.shape, dtype=fp8.E4M3, device=x.device), _scales(x)
     _triton().cast_rows(x, by, cast, scale)
     return GemmOperand(cast, scale)
 
 
 def column_amax(x: Tensor) -> Tensor:
-    """The largest of each column, float32."""
+    """Largest magnitude of each column, float32."""
     if not on_gpu(x):
         return x.abs().amax(0).float()
     amax = torch.zeros(x.shape[1], dtype=torch.float32, device=x.device)
@@ -287,14 +280,9 @@ def column_amax(x: Tensor) -> Tensor:
 
 
 def cast_columns(x: Tensor, amax: Tensor | None = None) -> GemmOperand:
-    """Values in 8 bits by columns, and transposed: each column becomes a row with its scale.
-
-    Args:
-        x: The values.
-        amax: The largest of each column, where it is known.
-    """
+    """As :func:`fp8.cast_columns`."""
     if not on_gpu(x):
-        return GemmOperand(*fp8.cast_columns(x, amax))
+        return fp8.cast_columns(x, amax)
     amax = column_amax(x) if amax is None else amax
     cast = torch.empty(x.shape[1], x.shape[0], dtype=fp8.E4M3, device=x.device)
     scales = _scales(cast)
@@ -303,7 +291,7 @@ def cast_columns(x: Tensor, amax: Tensor | None = None) -> GemmOperand:
 
 
 def cast_transposed(x: Tensor, scale: Tensor) -> Tensor:
-    """What :func:`cast_rows` made of the same values with this scale, transposed."""
+    """The values that :func:`cast_rows` gives for these scales, transposed."""
     if not on_gpu(x):
         return fp8.cast(x, scale).t().contiguous()
     out = torch.empty(x.shape[1], x.shape[0], dtype=fp8.E4M3, device=x.device)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +27,11 @@ from meshwright.launch.assignment import Assignment
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.measure.elapsed import count_calls, elapsed_s
 from meshwright.models.attention import causal_attention, prefer_fast_attention
-from meshwright.models.decoder import Decoder, build_rope
+from meshwright.models.decoder import Decoder
 from meshwright.models.dtypes import AUTOCAST_DTYPES, RESIDUAL_DTYPES
 from meshwright.models.kernels import fused as kernels
 from meshwright.models.linear import weight_grad
+from meshwright.models.rope import build_rope
 from meshwright.models.triton_block import LinearGemms
 from meshwright.parallel.mesh import destroy_mesh, init_mesh
 from meshwright.plan.contract import Plan
@@ -277,13 +279,10 @@ def time_block_launch(trainer: Trainer) -> float:
         _wait(device)
         started = time.perf_counter()
         with trainer.amp.autocast():
-            if model.fused is None:
-                out = x
-                for block in blocks:
-                    out = block(out, rope, None, None)
-                outputs: tuple[Tensor, ...] = (out,)
-            else:
-                outputs = model.run_fused(x, rope, None)
+            out: Any = x
+            for block in blocks:
+                out = block(out, rope, None, None)
+        outputs = out if isinstance(out, tuple) else (out,)
         torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])
         times.append(time.perf_counter() - started)
     return statistics.median(times[WARM_UP:]) / len(blocks)

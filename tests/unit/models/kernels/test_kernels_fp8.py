@@ -10,7 +10,8 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 
 from meshwright.models.bf16_weights import WeightCopies
-from meshwright.models.decoder import Decoder, compile_blocks
+from meshwright.models.block_backend import compile_blocks
+from meshwright.models.decoder import Decoder
 from meshwright.models.init import RandomWeights, fill
 from meshwright.models.kernels import fp8
 from meshwright.models.linear import Linear, MergedLinear, convert_linears_to_fp8, fp8_linear
@@ -38,8 +39,8 @@ def passes(multiply, x, weight, grad):
     return out.detach(), x.grad, weight.grad
 
 
-def scaled(x, weight, uses_fp8_weight_grad=True):
-    return fp8_linear(x, weight.detach().bfloat16(), weight, uses_fp8_weight_grad=uses_fp8_weight_grad)
+def scaled(x, weight, fp8_weight_grad=True):
+    return fp8_linear(x, weight.detach().bfloat16(), weight, fp8_weight_grad=fp8_weight_grad)
 
 
 @pytest.mark.parametrize("weight_gradient", [True, False], ids=["all three", "weight gradient in bf16"])
@@ -96,7 +97,7 @@ def test_tokens_that_fill_no_16_rows_get_their_weight_gradient_in_16_bits():
 def test_shapes_that_are_no_multiples_of_16_stay_in_16_bits():
     odd, even = Linear(32, 24, bias=False), Linear(32, 48, bias=False)
     for product in (odd, even):
-        convert_linears_to_fp8(product, gradients=True)
+        convert_linears_to_fp8(product, weight_grads=True)
     assert (odd.uses_fp8, even.uses_fp8) == (False, True)
     low, x = draw(72, 32).bfloat16(), draw(8, 32, seed=1).bfloat16()
     together = torch.cat(MergedLinear([odd, even], low).matmul(x), dim=-1)
@@ -107,7 +108,7 @@ def test_products_that_are_one_give_what_each_gives():
     """Scales belong to rows, and the rows of joined weights are those of the weights."""
     products = [Linear(32, width, bias=False) for width in (48, 16)]
     for product in products:
-        convert_linears_to_fp8(product, gradients=True)
+        convert_linears_to_fp8(product, weight_grads=True)
         product.weight_copy = product.weight.detach().bfloat16()
     joint = MergedLinear(products, torch.cat([product.weight_copy for product in products]))
     x = draw(2, 8, 32)
@@ -121,7 +122,7 @@ def test_compiled_blocks_recompute_no_8_bit_product_and_keep_nothing_else_of_one
     net = Decoder(dataclasses.replace(SHAPE, num_layers=1), 16, 8, "selective")
     names = [name for name, _ in net.named_parameters()]
     fill(net, names, RandomWeights(SHAPE, 0), torch.device("cpu"))
-    convert_linears_to_fp8(net, gradients=True)
+    convert_linears_to_fp8(net, weight_grads=True)
     net.weight_copies = WeightCopies(net, torch.bfloat16)
     graphs = []
 

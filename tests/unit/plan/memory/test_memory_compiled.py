@@ -201,7 +201,8 @@ def test_other_steps_have_their_own_ledgers(job, section, changes):
 def test_the_compilers_partitioner_keeps_that_to_the_byte(make_job, recompute, residual):
     torch = pytest.importorskip("torch")
     from meshwright.models.bf16_weights import WeightCopies
-    from meshwright.models.decoder import Decoder, compile_blocks
+    from meshwright.models.block_backend import compile_blocks
+    from meshwright.models.decoder import Decoder
 
     torch._dynamo.reset()
     job = make_job(
@@ -230,9 +231,9 @@ def test_our_own_blocks_keep_that_to_the_byte(make_job, recompute, residual, pre
     """With torch's operations in the place of the kernels: what is kept is the same."""
     torch = pytest.importorskip("torch")
     from meshwright.models.bf16_weights import WeightCopies
-    from meshwright.models.decoder import Decoder, fuse_blocks
+    from meshwright.models.block_backend import convert_to_triton
+    from meshwright.models.decoder import Decoder
     from meshwright.models.linear import convert_linears_to_fp8
-    from meshwright.models.triton_block import final_norm
 
     job = make_job(
         model={"preset": None, **SMALL, "tied_embeddings": False},
@@ -243,12 +244,14 @@ def test_our_own_blocks_keep_that_to_the_byte(make_job, recompute, residual, pre
     decoder = Decoder(job.model, 32, recompute=recompute)
     decoder.residual_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[residual]
     if precision == "fp8":
-        convert_linears_to_fp8(decoder, gradients=True)
+        convert_linears_to_fp8(decoder, weight_grads=True)
     decoder.weight_copies = WeightCopies(decoder, torch.bfloat16)
-    fuse_blocks(decoder)
+    convert_to_triton(decoder)
 
     def run(x, rope):
-        final_norm(decoder.norm, *decoder.run_fused(x, rope, None))
+        for block in decoder.list_blocks():
+            x = block(x, rope, None)
+        decoder.norm(x)
 
     block = TritonBlock.of(job, job.model, 4)
     assert sum_saved_bytes(job, decoder, run) == 2 * block.kept + block.last_norm
@@ -337,8 +340,8 @@ def kernels_that_only_allocate(monkeypatch):
     monkeypatch.setattr(
         fp8,
         "scaled_mm",
-        lambda a, b, scale_a, scale_b, fast, exact=False: torch.empty(
-            len(a), len(b), dtype=torch.float32 if exact else torch.bfloat16
+        lambda a, b, fast, exact=False: torch.empty(
+            len(a.values), len(b.values), dtype=torch.float32 if exact else torch.bfloat16
         ),
     )
     monkeypatch.setattr(attention.Context, "attend", lambda self, q, k, v, mask: Attention.apply(q, k, v))
@@ -369,7 +372,8 @@ def test_a_whole_step_holds_what_is_counted(
     torch = pytest.importorskip("torch")
     from meshwright.measure.memory_tracker import PeakTracker
     from meshwright.models.bf16_weights import WeightCopies
-    from meshwright.models.decoder import Decoder, fuse_blocks
+    from meshwright.models.block_backend import convert_to_triton
+    from meshwright.models.decoder import Decoder
     from meshwright.models.linear import convert_linears_to_fp8
 
     all_fp8 = precision == "all fp8"
@@ -383,10 +387,10 @@ def test_a_whole_step_holds_what_is_counted(
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     decoder.residual_dtype = dtypes[residual]
     if precision != "bf16":
-        convert_linears_to_fp8(decoder, gradients=all_fp8)
+        convert_linears_to_fp8(decoder, weight_grads=all_fp8)
     decoder.weight_copies = WeightCopies(decoder, torch.bfloat16)
-    fuse_blocks(decoder, dtypes[kept])
-    decoder.head.fused = False
+    convert_to_triton(decoder, dtypes[kept])
+    decoder.head.uses_fused_loss = False
     words = torch.zeros(2, 8, 64, dtype=torch.int64)
     lasting = [
         *decoder.parameters(),
