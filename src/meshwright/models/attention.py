@@ -1,8 +1,7 @@
-"""Attention as a block of a decoder calls it: along sequences of which this process has every position.
+"""Causal attention of a process that has whole sequences, and document masks.
 
-Where ranks share a sequence (``layout.cp``), ``run.parallel.context`` has the same with other ranks' keys and
-values. What is alike is the interface: where the own tokens stand, what is hidden from them, and how queries
-mix.
+With context parallelism (``layout.cp``) ``parallel.context`` overrides :class:`Context`: the positions of the
+local tokens, the mask, and attention to other ranks' keys and values.
 
 Shape suffixes: B batch, T tokens of a sequence, H query heads, K key heads, E head size.
 """
@@ -22,32 +21,32 @@ COMPILED_ATTENTION = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""In the order in which they are asked."""
+"""In order of preference."""
 
 
 def prefer_fast_attention(device: str) -> AbstractContextManager[None]:
-    """Of the kernels that can compute it, the one that compiled blocks take: on Hopper, cuDNN's."""
+    """Prefer the attention backend of compiled and Triton blocks: cuDNN's on Hopper."""
     return sdpa_kernel(COMPILED_ATTENTION, set_priority=True) if device == "cuda" else nullcontext()
 
 
 def document_mask(segments_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores, (B, 1, T, T): 0 for earlier positions of the same document and itself.
+    """The additive mask, (B, 1, T, T): 0 for the own and earlier positions of the same document, else -inf.
 
-    Made once for all blocks, in the precision of the scores: attention would turn a mask of truth values into
-    this form in every block, and keep it there.
+    Built once for all blocks, in the dtype of the scores: attention would convert a boolean mask into this
+    form in every block, and save it there.
     """
     seen_BTT = (segments_BT.unsqueeze(2) == segments_BT.unsqueeze(1)).tril_()
     return additive_mask(seen_BTT, dtype)
 
 
 def additive_mask(seen_BTT: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores of all heads: 0 where something is seen, else minus infinity."""
+    """An additive mask for all heads: 0 where a position is visible, else -inf."""
     hidden = torch.full(seen_BTT.shape, float("-inf"), dtype=dtype, device=seen_BTT.device)
     return hidden.masked_fill_(seen_BTT, 0.0).unsqueeze(1)
 
 
 def document_positions(segments_BT: Tensor) -> Tensor:
-    """Positions that begin again with every document."""
+    """Positions that restart with every document."""
     length = segments_BT.shape[1]
     index_BT = torch.arange(length, device=segments_BT.device).expand_as(segments_BT)
     begins_BT = torch.ones_like(segments_BT, dtype=torch.bool)
@@ -56,12 +55,12 @@ def document_positions(segments_BT: Tensor) -> Tensor:
 
 
 def causal_attention(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None) -> Tensor:
-    """Position t sees positions up to t, of its own document with a mask; heads may share key heads."""
+    """Causal grouped-query attention; a mask replaces the causal one."""
     groups = q_BHTE.shape[1] // k_BKTE.shape[1]
     grouped = groups > 1
     if grouped and q_BHTE.is_cuda and (q_BHTE.dtype == torch.float32 or mask is not None):
-        # No fused GPU kernel takes grouped heads in float32, or with a mask: torch would build the whole
-        # score matrix.
+        # No fused GPU kernel supports grouped heads in float32 or with a mask: torch would materialise the
+        # whole score matrix.
         k_BKTE = k_BKTE.repeat_interleave(groups, dim=1)
         v_BKTE = v_BKTE.repeat_interleave(groups, dim=1)
         grouped = False
@@ -71,30 +70,30 @@ def causal_attention(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tenso
 
 
 class Context:
-    """Where this process's tokens stand in their sequences: all of them are here."""
+    """The positions of this rank's tokens: without context parallelism, all of them."""
 
     def local_positions(self, length: int, device: torch.device) -> Tensor:
-        """The positions of the own tokens, in the order in which they lie here.
+        """The positions of the local tokens, in their local order.
 
         Args:
-            length: Tokens of a sequence that lie here.
-            device: Where the result is wanted.
+            length: Local tokens of a sequence.
+            device: Of the result.
         """
         return torch.arange(length, device=device)
 
     def local_columns(self, whole_BT: Tensor) -> Tensor:
-        """Of one number a token of whole sequences, those of the own tokens."""
+        """Select the local tokens from a tensor over whole sequences."""
         return whole_BT
 
     def build_mask(self, segments_BT: Tensor, dtype: torch.dtype) -> Tensor:
-        """What ``mix`` wants to know of documents, made once for all blocks.
+        """The document mask that :meth:`attend` takes, built once for all blocks.
 
         Args:
-            segments_BT: The document of each token, of whole sequences.
+            segments_BT: The document index of each token of whole sequences.
             dtype: Of the scores.
         """
         return document_mask(segments_BT, dtype)
 
     def attend(self, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, hidden: Tensor | None) -> Tensor:
-        """Attention of the own queries to all positions that they may see."""
+        """Attention of the local queries to all positions that are visible to them."""
         return causal_attention(q_BHTE, k_BKTE, v_BKTE, hidden)

@@ -1,6 +1,6 @@
-"""Which module of a decoder is split how over the ranks that share its matrices (``layout.tp``).
+"""The tensor-parallel table of a decoder (``layout.tp``): module name to sharding style.
 
-``parallel/tensor.py`` says what each style does. A module that is not here is whole on every rank.
+``parallel/tensor.py`` explains the styles. A module that is not in the table is replicated.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ SHARDING: dict[str, Style] = {
     "blocks.*.ffn.shared.down": "rowwise",
     "head": "vocab",
 }
-"""Modules by name; ``*`` stands for the number of a block."""
+"""By module name; ``*`` is the index of a block."""
 
 
 def style_of(module: str) -> Style | None:
-    """The style of a module; None if it is whole."""
+    """The style of a module; None if it is replicated."""
     parts = ["*" if part.isdigit() else part for part in module.split(".")]
     return SHARDING.get(".".join(parts))

@@ -1,4 +1,4 @@
-"""Feed-forwards: what each position goes through on its own. Of a block, or of the experts that all visit."""
+"""Feed-forward layers of blocks and of shared experts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class GatedFeedForward(nn.Module):
         self.up = Linear(model.hidden_size, width, bias=model.ffn_bias)
         self.down = Linear(width, model.hidden_size, bias=model.ffn_bias)
         self.gate_up: MergedLinear | None = None
-        """The first two as one, where they are."""
+        """Gate and up as one GEMM, if bf16 weight copies are merged."""
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Each position on its own."""
+        """The output for each position."""
         if self.gate_up is None:
             return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
         gate_BTF, up_BTF = self.gate_up.matmul(x_BTD)
@@ -29,7 +29,7 @@ class GatedFeedForward(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two matrices around GELU: ``down(gelu(up(x)))``."""
+    """A GELU feed-forward: ``down(gelu(up(x)))``."""
 
     def __init__(self, model: DecoderModel, width: int) -> None:
         super().__init__()
@@ -38,15 +38,15 @@ class FeedForward(nn.Module):
         self.down = Linear(width, model.hidden_size, bias=model.ffn_bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Each position on its own."""
+        """The output for each position."""
         return self.down(F.gelu(self.up(x_BTD), approximate=self.approximate))
 
 
 def gelu_form(model: DecoderModel) -> str:
-    """Torch's name for the model's form of GELU."""
+    """The ``approximate`` argument of torch's GELU."""
     return "tanh" if model.activation == "gelu_tanh" else "none"
 
 
 def build_feed_forward(model: DecoderModel, width: int) -> GatedFeedForward | FeedForward:
-    """The feed-forward that the model names, so wide inside."""
+    """The model's kind of feed-forward with an inner width."""
     return (GatedFeedForward if model.activation == "swiglu" else FeedForward)(model, width)

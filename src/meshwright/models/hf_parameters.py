@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face folder under our names, one tensor at a time."""
+"""Initial weights from a Hugging Face folder, by our parameter names, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from meshwright.spec.model import DecoderModel
 
 
 class HfWeightSource:
-    """First values as a folder holds them; its files are mapped, not read."""
+    """Initial weights of a folder; its files are memory-mapped."""
 
     def __init__(self, weights: HfWeights, model: DecoderModel) -> None:
         self._weights = weights
         self._places = list_hf_locations(model)
 
     def whole(self, name: str) -> Tensor:
-        """One of our parameters, as a float32 tensor on the CPU; beyond it, nothing takes memory."""
+        """A parameter as a float32 tensor on the CPU; nothing else is allocated."""
         place = self._places[name]
         parts = [self._read(piece, place.columns) for piece in place.names]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-        # In our order of elements: updates and shards want parameters that lie row by row.
+        # Contiguous: optimizers and shards need row-major parameters.
         return (tensor.T if place.transposed else tensor).float().contiguous()
 
     def _read(self, name: str, columns: slice | None) -> Tensor:

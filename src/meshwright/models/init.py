@@ -1,6 +1,6 @@
-"""Initial weights: a function of (seed, parameter name), or of a Hugging Face folder; of nothing else.
+"""Initial weights: a function of (seed, parameter name), or of a Hugging Face folder, and of nothing else.
 
-Not of rank, order, device or layout: whatever a rank keeps of a parameter, it is cut from the same whole.
+They do not depend on rank, order, device or layout: each rank takes its shard of the same full parameter.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ from meshwright.spec.model import DecoderModel, Model
 
 
 def parameter_seed(seed: int, name: str) -> int:
-    """The seed of one parameter's generator: 63 bits of a hash."""
+    """The seed of a parameter's generator: 63 bits of a hash."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class WeightSource(Protocol):
-    """Where first values come from."""
+    """A source of initial weights."""
 
     def whole(self, name: str) -> Tensor:
-        """The first values of one parameter, all of them, in float32 on the CPU."""
+        """The full initial values of a parameter, in float32 on the CPU."""
 
 
 class RandomWeights:
-    """Norms are one, biases zero, the rest is drawn, each parameter from a generator of its own.
+    """Norms are one, biases zero; other parameters are random, each from its own generator.
 
-    Convolutions, which have four dims, are drawn as He et al. (2015) say, by the values that leave them.
-
-    Numbers are drawn on the CPU whatever the device, so that a run on GPUs starts from the same weights.
+    Convolutions, which have four dims, are initialised after He et al. (2015) with their fan-out. Random
+    numbers are drawn on the CPU for every device, so that a run on GPUs starts from the same weights.
     """
 
     def __init__(self, model: Model, seed: int) -> None:
@@ -47,12 +46,12 @@ class RandomWeights:
         self._seed, self._std = seed, model.init_std
 
     def whole(self, name: str) -> Tensor:
-        """A parameter's first values."""
+        """The full initial values of a parameter."""
         return draw(name, self._shapes[name], self._seed, self._std)
 
 
 def find_weight_source(job: Job, from_hf: bool) -> WeightSource:
-    """Those of the folder ``model.hf``, which must have some, or drawn ones."""
+    """The weights of the folder ``model.hf``, which must have some, or random ones."""
     if not from_hf:
         return RandomWeights(job.model, job.train.seed)
     assert isinstance(job.model, DecoderModel), "only decoders come from Hugging Face"
@@ -61,7 +60,7 @@ def find_weight_source(job: Job, from_hf: bool) -> WeightSource:
 
 @torch.no_grad()
 def fill(network: nn.Module, names: Iterable[str], weights: WeightSource, device: torch.device) -> None:
-    """Give parameters their first values; those that lie nowhere yet get their memory, too."""
+    """Initialise parameters; those on the meta device are allocated."""
     for name in names:
         values = weights.whole(name)
         if network.get_parameter(name).is_meta:
@@ -72,7 +71,7 @@ def fill(network: nn.Module, names: Iterable[str], weights: WeightSource, device
 
 
 def draw(name: str, shape: Sequence[int], seed: int, std: float) -> Tensor:
-    """The initial values of one parameter, whole, on the CPU."""
+    """The full initial values of one parameter, on the CPU."""
     if len(shape) == 1:
         return torch.full(tuple(shape), 0.0 if name.endswith(".bias") else 1.0)
     fan_out = shape[0] * math.prod(shape[2:])
@@ -82,7 +81,7 @@ def draw(name: str, shape: Sequence[int], seed: int, std: float) -> Tensor:
 
 
 def tie_weights(network: Decoder, job: Job) -> None:
-    """A tied head is the embedding, also where the embedding has just come to lie somewhere."""
+    """Tie the head's weight to the embedding's, which may just have been allocated."""
     tied = isinstance(job.model, DecoderModel) and job.model.tied_embeddings
     if tied and network.last and hasattr(network, "embed"):
         network.head.weight = network.embed.weight

@@ -1,13 +1,13 @@
-"""A mixture of experts: a router sends each token to some of many feed-forwards and adds up their answers.
+"""Mixture of experts (MoE): a router sends each token to its top-k experts and sums their weighted outputs.
 
-Tokens are sorted by expert, go through all experts in one grouped product a matrix, and come back weighed.
-Nothing is padded, and nothing is dropped unless the model has a capacity. The host learns one thing a layer:
-how many tokens each expert got.
+Tokens are permuted into expert order, pass through all experts in one grouped GEMM per weight, and are
+unpermuted. Nothing is padded, and nothing is dropped unless the model has a capacity factor. The CPU waits
+for one thing per layer: the number of tokens of each expert.
 
-How tokens get to their experts is :attr:`MixtureOfExperts.dispatch`; here all experts are in this process.
+:attr:`MixtureOfExperts.dispatch` brings tokens to their experts; here all experts are in this process.
 
-Shape suffixes: B sequences, T tokens of one, N tokens of this rank, D hidden, F inner width, E experts,
-K experts of a token, R rows that experts read (at most N x K).
+Shape suffixes: B sequences, T tokens of a sequence, N tokens of this rank, D hidden, F inner width, E
+experts, K experts per token, R rows that experts read (at most N x K).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from meshwright.spec.model import DecoderModel
 
 
 class ExpertLinear(nn.Module):
-    """One matrix of every expert that is held here, one below the other."""
+    """One linear layer of every local expert, their weights concatenated."""
 
     bias_ranks = 1
-    """Ranks that hold the same bias, and whose results are added up."""
+    """Ranks that hold the same bias and whose outputs are summed."""
 
     def __init__(self, experts: int, inner: int, outer: int, bias: bool) -> None:
         super().__init__()
@@ -40,23 +40,23 @@ class ExpertLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(experts * outer)) if bias else None
 
     def forward(self, x_RI: Tensor, sizes: list[int]) -> Tensor:
-        """Each expert's rows times its matrix."""
+        """Each expert's rows times its weight."""
         dtype = compute_dtype(x_RI)
         bias = None if self.bias is None else _BiasShare.apply(self.bias, self.bias_ranks).to(dtype)
         return grouped_gemm(x_RI.to(dtype), self.weight.to(dtype), bias, sizes)
 
 
 class Experts(nn.Module):
-    """The routed experts of a layer that are held here; each is a feed-forward as the model names it."""
+    """The local routed experts of a layer; each is the model's kind of feed-forward."""
 
     gate: ExpertLinear
     rows_read: int | None = None
-    """Rows of the newest forward pass, for whoever sets it to None before."""
+    """Rows of the latest forward pass; the step audit resets it to None."""
 
     def __init__(self, model: DecoderModel) -> None:
         super().__init__()
         experts, width, inner = model.local_experts, model.hidden_size, model.local_expert_width
-        self.held = experts
+        self.num_local = experts
         self.gated, self.approximate = model.activation == "swiglu", gelu_form(model)
         if self.gated:
             self.gate = ExpertLinear(experts, width, inner, model.ffn_bias)
@@ -64,11 +64,11 @@ class Experts(nn.Module):
         self.down = ExpertLinear(experts, inner, width, model.ffn_bias)
 
     def forward(self, x_RD: Tensor, sizes: list[int]) -> Tensor:
-        """Each row through its expert.
+        """The output of each row's expert.
 
         Args:
             x_RD: Rows, sorted by expert.
-            sizes: Rows of each held expert.
+            sizes: Rows of each local expert.
         """
         self.rows_read = len(x_RD)
         if self.gated:
@@ -79,64 +79,64 @@ class Experts(nn.Module):
 
 
 Dispatch = Callable[[Tensor, Routing, Experts], Tensor]
-"""Brings tokens (N, D) to the experts of a choice, and what these answer back, weighed, (N, D)."""
+"""Sends tokens (N, D) to their experts and returns the weighted sums of the outputs, (N, D)."""
 
 
 @dataclass(frozen=True)
 class TokenPermutation:
-    """A choice in the order of experts: the dropped ones, which go nowhere, come last."""
+    """The permutation of (token, slot) pairs into expert order; dropped ones come last."""
 
     order_S: Tensor
-    """For each row of that order, which choice it is: token x K + slot; S = N x K."""
+    """For each row in expert order, its pair as token x K + slot; S = N x K."""
     place_S: Tensor
-    """The other way round: where each choice has come to lie."""
+    """The inverse: for each pair, its row in expert order."""
     sizes_E: Tensor
     """Rows of each expert, int64."""
     per_token: int
-    """Experts of a token: K."""
+    """Experts per token: K."""
 
     @classmethod
-    def of(cls, choice: Routing, num_experts: int) -> TokenPermutation:
-        """Sort it; of one expert the rows stay in the order of tokens."""
-        expert_S = choice.experts_NK
-        if choice.kept_NK is not None:
-            expert_S = torch.where(choice.kept_NK, expert_S, num_experts)
+    def of(cls, routing: Routing, num_experts: int) -> TokenPermutation:
+        """Sort stably: rows of one expert stay in token order."""
+        expert_S = routing.experts_NK
+        if routing.kept_NK is not None:
+            expert_S = torch.where(routing.kept_NK, expert_S, num_experts)
         expert_S = expert_S.flatten()
         order_S, place_S = stable_argsort(expert_S)
         sizes = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert_S.device)
         sizes.scatter_add_(0, expert_S, torch.ones_like(expert_S))
-        return cls(order_S, place_S, sizes[:num_experts], choice.experts_NK.shape[1])
+        return cls(order_S, place_S, sizes[:num_experts], routing.experts_NK.shape[1])
 
 
 def stable_argsort(numbers_S: Tensor) -> tuple[Tensor, Tensor]:
-    """The order that sorts them, and the other way round: where each comes to lie."""
+    """The permutation that sorts the numbers, and its inverse."""
     order_S = numbers_S.argsort(stable=True)
     index_S = torch.arange(len(order_S), dtype=torch.int64, device=order_S.device)
     return order_S, torch.empty_like(order_S).scatter_(0, order_S, index_S)
 
 
 def permute_tokens(x_ND: Tensor, by_expert: TokenPermutation, rows: int) -> Tensor:
-    """The first ``rows`` rows in the order of experts, a token once for each of its experts, (R, D)."""
+    """The first ``rows`` rows in expert order, each token once per expert, (R, D)."""
     return _Permute.apply(x_ND, by_expert.order_S[:rows], by_expert.place_S, by_expert.per_token)
 
 
 def unpermute_tokens(y_RD: Tensor, by_expert: TokenPermutation, weights_NK: Tensor) -> Tensor:
-    """The answers in the order of experts back to their tokens, weighed and added up, (N, D)."""
+    """Experts' outputs back in token order, weighted and summed, (N, D)."""
     y_SD = _Unpermute.apply(y_RD, by_expert.order_S, by_expert.place_S)
     y_NKD = y_SD.view(*weights_NK.shape, -1)
     return torch.bmm(weights_NK.to(y_NKD.dtype).unsqueeze(1), y_NKD).squeeze(1)
 
 
-def dispatch_local(x_ND: Tensor, choice: Routing, experts: Experts) -> Tensor:
-    """Where this process holds all experts: sort, compute, bring back; nothing is sent."""
-    by_expert = TokenPermutation.of(choice, experts.held)
-    sizes = by_expert.sizes_E.tolist()  # the one thing that the host waits for
+def dispatch_local(x_ND: Tensor, routing: Routing, experts: Experts) -> Tensor:
+    """Dispatch if this process holds all experts: permute, compute, unpermute; nothing is sent."""
+    by_expert = TokenPermutation.of(routing, experts.num_local)
+    sizes = by_expert.sizes_E.tolist()  # the only device sync
     y_RD = experts(permute_tokens(x_ND, by_expert, sum(sizes)), sizes)
-    return unpermute_tokens(y_RD, by_expert, choice.weights_NK)
+    return unpermute_tokens(y_RD, by_expert, routing.weights_NK)
 
 
 class MixtureOfExperts(nn.Module):
-    """The feed-forward of a block with experts."""
+    """The feed-forward of an MoE block."""
 
     def __init__(self, model: DecoderModel) -> None:
         super().__init__()
@@ -147,20 +147,20 @@ class MixtureOfExperts(nn.Module):
         self.dispatch: Dispatch = dispatch_local
 
     def forward(self, x: Tensor, weights_B: Tensor | None = None) -> Tensor:
-        """Each token through its experts, and through the shared ones.
+        """The outputs of each token's routed and shared experts.
 
         Args:
-            x: The stream.
+            x: Hidden states.
             weights_B: Each sequence's share of the batch; see :class:`Router`.
         """
         x_ND = self.tokens.own(x)
-        choice = self.router(x_ND, weights_B, self.tokens)
-        out = self.tokens.back(self.dispatch(x_ND, choice, self.experts), x)
+        routing = self.router(x_ND, weights_B, self.tokens)
+        out = self.tokens.back(self.dispatch(x_ND, routing, self.experts), x)
         return out if self.shared is None else out + self.shared(x)
 
 
 class _BiasShare(torch.autograd.Function):
-    """A rank's portion of what several add up; all of them see the whole gradient."""
+    """A rank's share of a bias that several ranks add; the gradient is not divided."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, ranks: int) -> Tensor:
@@ -172,7 +172,7 @@ class _BiasShare(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
-    """Copies each token to the rows of its experts; on the way back they are gathered, in a fixed order."""
+    """Copies each token to the rows of its experts; the backward pass sums them in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, order_R: Tensor, place_S: Tensor, per_token: int) -> Tensor:
@@ -189,7 +189,7 @@ class _Permute(torch.autograd.Function):
 
 
 class _Unpermute(torch.autograd.Function):
-    """Rows back to the order of choices; those of dropped ones are zero."""
+    """Rows back to (token, slot) order; dropped ones are zero."""
 
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, order_S: Tensor, place_S: Tensor) -> Tensor:
@@ -205,5 +205,5 @@ class _Unpermute(torch.autograd.Function):
 
 
 def _fill(rows_RD: Tensor, rows: int) -> Tensor:
-    """So many rows; zeros below those that are there."""
+    """Pad with rows of zeros."""
     return rows_RD if len(rows_RD) == rows else F.pad(rows_RD, (0, 0, 0, rows - len(rows_RD)))

@@ -1,4 +1,4 @@
-"""Norms that compute in float32 and hand on what the next product reads."""
+"""Norms that compute in float32 and return the compute dtype (mixed precision)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshwright.spec.model import DecoderModel
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation of the last dim."""
+    """RMS norm of the last dim."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Mean and variance normalisation of the last dim."""
+    """Layer norm of the last dim."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -40,21 +40,21 @@ class LayerNorm(nn.Module):
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The precision of the matrix products that read ``x``."""
+    """The dtype of GEMMs that read ``x``: autocast's, or its own."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def cast_to_compute_dtype(normal: Tensor, x: Tensor) -> Tensor:
-    """A norm's output in the precision of the products that read it.
+    """A norm's output in the dtype of the GEMMs that read it.
 
-    Under autocast it is cast here, once: left to autocast, each product that reads it would cast, and keep,
-    a copy of its own (three for attention, two for the feed-forward).
+    Cast here, once: autocast would cast and save one copy per GEMM (three for attention, two for the
+    feed-forward).
     """
     return normal.to(compute_dtype(x))
 
 
 def build_norm(model: DecoderModel) -> RMSNorm | LayerNorm:
-    """The norm that the model names."""
+    """The model's kind of norm."""
     kind = RMSNorm if model.norm == "rms" else LayerNorm
     return kind(model.hidden_size, model.norm_eps)

@@ -1,7 +1,7 @@
 """A residual network for images (He et al. 2015), the stride in a bottleneck's 3x3 convolution.
 
-Images come normalised (``prepare.images`` maps bytes to -1..1), as float32. ReLU and the residual's sum work
-in place: a norm keeps its input and not its output, so the backward pass misses nothing.
+Images are normalised float32 (``data.images`` maps bytes to -1..1). ReLU and the residual add work in place:
+a norm saves its input and not its output, so the backward pass loses nothing.
 
 Shape suffixes: B samples, C channels, H height, W width, K classes.
 """
@@ -19,7 +19,7 @@ from meshwright.spec.model import BOTTLENECK_GROWTH, ResNetModel
 
 
 class GroupNorm(nn.Module):
-    """Mean and variance of groups of channels, each sample on its own."""
+    """Group norm."""
 
     def __init__(self, channels: int, groups: int, eps: float) -> None:
         super().__init__()
@@ -33,10 +33,10 @@ class GroupNorm(nn.Module):
 
 
 class BatchNorm(nn.Module):
-    """Mean and variance of a channel over the micro-batch; their running means where nothing is trained.
+    """Batch norm over the micro-batch; with running statistics in evaluation.
 
-    Torch's own also counts batches, which only a momentum of None needs: without the count, all buffers are
-    float32 and travel together.
+    Torch's also counts batches, which only a momentum of None needs. Without the count all buffers are
+    float32 and share one collective.
     """
 
     MOMENTUM = 0.1
@@ -66,14 +66,14 @@ class BatchNorm(nn.Module):
 
 
 def build_norm(model: ResNetModel, channels: int) -> GroupNorm | BatchNorm:
-    """The norm that the model names."""
+    """The model's kind of norm."""
     if model.norm == "batch":
         return BatchNorm(channels, model.norm_eps)
     return GroupNorm(channels, model.groups, model.norm_eps)
 
 
 class ConvNorm(nn.Module):
-    """A convolution without bias, then a norm; the image keeps its size, or is divided by the stride."""
+    """A convolution without bias, then a norm; the image's size is divided by the stride."""
 
     def __init__(self, model: ResNetModel, inner: int, outer: int, size: int, stride: int = 1) -> None:
         super().__init__()
@@ -81,12 +81,12 @@ class ConvNorm(nn.Module):
         self.norm = build_norm(model, outer)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Filter, then normalise."""
+        """Convolve, then normalise."""
         return self.norm(self.conv(x_BCHW))
 
 
 class Block(nn.Module):
-    """Two or three convolutions beside a residual."""
+    """A residual block of two or three convolutions."""
 
     def __init__(
         self, model: ResNetModel, inner: int, width: int, stride: int, recompute: Recompute = "none"
@@ -108,7 +108,7 @@ class Block(nn.Module):
         self.shortcut = ConvNorm(model, inner, outer, 1, stride) if inner != outer else None
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """One block, keeping for the backward pass what the layout says."""
+        """The block, with activation checkpointing."""
         return self.checkpointing.run(self._compute, x_BCHW)
 
     def _compute(self, x_BCHW: Tensor) -> Tensor:
@@ -121,14 +121,14 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images in; logits, or the summed loss where labels are given, out."""
+    """Images in; logits, or the summed loss if labels are given, out."""
 
     def __init__(self, model: ResNetModel, recompute: Recompute = "none") -> None:
         """Build it with uninitialised weights.
 
         Args:
             model: Its shape.
-            recompute: What each block computes again in the backward pass: nothing, or everything (``full``).
+            recompute: Activation checkpointing of each block: ``none`` or ``full``.
         """
         super().__init__()
         imagenet = model.stem == "imagenet"
@@ -148,7 +148,7 @@ class ResNet(nn.Module):
     def forward(self, images_BCHW: Tensor, labels_B: Tensor | None = None) -> Tensor:
         """Logits (B, K), or the loss **summed** over the labels that are not ``IGNORE_INDEX``.
 
-        The caller divides by the number of labels in the whole global batch.
+        The caller divides by the number of labels in the global batch.
         """
         x_BCHW = F.relu_(self.stem(images_BCHW))
         if self.pooled:

@@ -1,14 +1,13 @@
-"""Which experts a token goes to, with what weight, and what keeps the experts evenly busy.
+"""The MoE router: top-k experts and weights of each token, capacity, load-balancing loss and z-loss.
 
-The choice is a function of a token and of its own sequence, never of the micro-batch or the rank: capacity
-and the balance loss are counted over one sequence, and what a rank knows of the sequences that its tokens
-are part of is asked of :class:`Tokens`.
+Routing is a function of a token and its sequence, never of the micro-batch or the rank: capacity and the
+balance loss are counted per sequence. :class:`Tokens` says what a rank knows of its tokens' sequences.
 
-The balance loss and the z-loss have no graph of their own. Their gradients are known in closed form and are
-added to those of the router's logits on the way back: the loss that is reported is cross-entropy alone, and
-a stage of a pipeline that never sees a loss needs nothing special.
+The balance loss and the z-loss have no autograd graph. Their gradients have a closed form and are added to
+the gradient of the router's logits in the backward pass. So the reported loss is cross-entropy only, and
+pipeline stages without a loss need nothing special.
 
-Shape suffixes: B sequences, N tokens of this rank, D hidden, E experts, K experts of a token.
+Shape suffixes: B sequences, N tokens of this rank, D hidden, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -26,56 +25,56 @@ from torch.autograd.function import once_differentiable
 from meshwright.spec.model import DecoderModel
 
 Choose = Callable[[Tensor, Tensor], Tensor]
-"""Of scores (N, E), as they are chosen by, and the experts (N, K) that they choose: the experts to take."""
+"""From scores (N, E) and their top-k experts (N, K): the experts to use instead."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Where tokens go."""
+    """The experts of each token."""
 
     experts_NK: Tensor
-    """Numbers of experts, int64."""
+    """Expert indices, int64."""
     weights_NK: Tensor
-    """Of each expert's answer, float32; those of a token add up to one. They have a gradient."""
+    """Weights of the experts' outputs, float32; they sum to one per token and have a gradient."""
     kept_NK: Tensor | None = None
-    """False where the expert had no place left; None where nothing is dropped."""
+    """False if the expert was over capacity; None if nothing is dropped."""
 
 
 class Tokens:
-    """What a rank knows of the sequences that its tokens are part of: here, all of them, whole."""
+    """What a rank knows of its tokens' sequences: here it has whole sequences."""
 
     def own(self, x: Tensor) -> Tensor:
-        """The rank's own tokens of the stream, (N, D)."""
+        """The tokens that this rank routes, (N, D)."""
         return x.flatten(0, -2)
 
     def back(self, out_ND: Tensor, like: Tensor) -> Tensor:
-        """What became of the own tokens, in the shape of the stream."""
+        """The outputs of the local tokens, in the shape of the hidden states."""
         return out_ND.view_as(like)
 
     def length(self, own: int, batch: int) -> int:
-        """Tokens of one whole sequence, of which this rank has ``own`` over ``batch`` sequences."""
+        """Tokens of one whole sequence, if this rank has ``own`` tokens of ``batch`` sequences."""
         return own // batch
 
     def sequence_of(self, own: int, batch: int, device: torch.device) -> Tensor:
-        """The sequence that each own token is part of, (N,)."""
+        """The sequence index of each local token, (N,)."""
         return torch.arange(own, dtype=torch.int64, device=device) // (own // batch)
 
     def position_of(self, own: int, batch: int, device: torch.device) -> Tensor:
-        """The place of each own token in its sequence, (N,)."""
+        """The position of each local token in its sequence, (N,)."""
         return torch.arange(own, dtype=torch.int64, device=device) % (own // batch)
 
     def all_reduce_counts(self, counts_BE: Tensor) -> Tensor:
-        """Counts over whole sequences, of those over the own tokens; float32."""
+        """Counts over whole sequences from counts over local tokens, float32."""
         return counts_BE
 
     def expert_queue_positions(
         self, experts_NK: Tensor, batch: int, num_experts: int
     ) -> tuple[Tensor, Tensor]:
-        """Where each choice stands in its expert's queue, and how long the queues are.
+        """The queue position of each (token, slot) pair at its expert, and the queue lengths.
 
         Returns:
-            For each token and slot, how many earlier ones of its sequence (in the order of tokens, then of
-            slots) chose the same expert, (N, K); and the counts over whole sequences, (B, E), float32.
+            For each pair the number of earlier pairs of its sequence (by token, then slot) at the same
+            expert, (N, K); and the counts over whole sequences, (B, E), float32.
         """
         sequence_N = self.sequence_of(len(experts_NK), batch, experts_NK.device)
         places_NK = queue_positions(sequence_N, experts_NK, num_experts)
@@ -83,7 +82,7 @@ class Tokens:
 
 
 def queue_positions(sequence_N: Tensor, experts_NK: Tensor, num_experts: int) -> Tensor:
-    """For each token and slot, how many earlier ones of the same sequence chose the same expert."""
+    """For each (token, slot) pair, the number of earlier pairs of its sequence at the same expert."""
     queue = (sequence_N.unsqueeze(1) * num_experts + experts_NK).flatten()
     in_order, order = queue.sort(stable=True)
     index = torch.arange(len(queue), dtype=torch.int64, device=queue.device)
@@ -94,7 +93,7 @@ def queue_positions(sequence_N: Tensor, experts_NK: Tensor, num_experts: int) ->
 
 
 def count_choices(sequence_N: Tensor, experts_NK: Tensor, batch: int, num_experts: int) -> Tensor:
-    """How often each sequence chose each expert, (B, E), float32."""
+    """Tokens of each sequence at each expert, (B, E), float32."""
     queue = (sequence_N.unsqueeze(1) * num_experts + experts_NK).flatten()
     counts = torch.zeros(batch * num_experts, dtype=torch.int64, device=queue.device)
     return counts.scatter_add_(0, queue, torch.ones_like(queue)).view(batch, num_experts).float()
@@ -102,18 +101,18 @@ def count_choices(sequence_N: Tensor, experts_NK: Tensor, batch: int, num_expert
 
 @dataclass(frozen=True)
 class AuxiliaryLosses:
-    """What is added to the loss so that experts are evenly busy and logits stay small."""
+    """Coefficients of the load-balancing loss and the z-loss."""
 
     balance: float = 0.0
     """Coefficient of the balance loss."""
     z: float = 0.0
     """Coefficient of the z-loss."""
     scale: Callable[[], Tensor | None] = lambda: None
-    """What gradients are multiplied by (fp16's loss scale), on the device; None for nothing."""
+    """fp16's loss scale, on the device; None without one."""
 
 
 class Router(nn.Module):
-    """Scores every expert for every token and takes the best; always in float32."""
+    """Scores every expert for every token and takes the top k; always in float32."""
 
     def __init__(self, model: DecoderModel) -> None:
         super().__init__()
@@ -124,22 +123,22 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(model.num_experts, model.hidden_size))
         self.auxiliary = AuxiliaryLosses()
         self.choose: Choose | None = None
-        """Takes the place of the choice, where somebody has another one in mind."""
+        """Overrides the top-k choice; ``verify`` replays the choices of another run."""
         self.selection_bias: Tensor | None = None
-        """(E,), added to the scores for choosing alone; the weights do not know of it."""
+        """(E,), added to the scores for the top-k choice only, not for the weights."""
         self.load: Tensor | None = None
-        """Where the step's sums go: tokens of each expert, dropped ones, both losses; float64, (E + 3,)."""
+        """The step's sums: tokens per expert, dropped tokens, both losses; float64, (E + 3,)."""
         self.is_counting = False
-        """Whether what goes through is counted: in a forward pass, not when it is computed again."""
+        """Whether tokens are counted: in the forward pass, not in recomputation."""
 
     def forward(self, x_ND: Tensor, weights_B: Tensor | None, tokens: Tokens) -> Routing:
-        """Choose for this rank's tokens.
+        """Route this rank's tokens.
 
         Args:
             x_ND: The tokens.
-            weights_B: Each sequence's share of the batch, 0 for one that fills up; None where text is
-                written: then there is no capacity.
-            tokens: What is known of the sequences.
+            weights_B: Each sequence's share of the batch, 0 for padding; None in generation, which has no
+                capacity.
+            tokens: Of the sequences.
         """
         learning = weights_B is not None and torch.is_grad_enabled()
         with torch.autocast(x_ND.device.type, enabled=False):
@@ -149,12 +148,12 @@ class Router(nn.Module):
                 experts_NK = self._choose(scores_NE)
                 kept_NK = extra_NE = None
                 if weights_B is not None:
-                    seen = _RouterOutputs(logits_NE, scores_NE, experts_NK, weights_B, tokens)
-                    kept_NK, extra_NE = self._look(seen, learning)
+                    outputs = _RouterOutputs(logits_NE, scores_NE, experts_NK, weights_B, tokens)
+                    kept_NK, extra_NE = self._apply_capacity_and_losses(outputs, learning)
             if extra_NE is not None:
                 logits_NE = _AddGradient.apply(logits_NE, extra_NE)
             best_NK = logits_NE.gather(1, experts_NK)
-            if self.kind == "softmax":  # of the chosen alone: that of all experts, made to add up to one
+            if self.kind == "softmax":  # over the top k: the softmax over all experts, renormalised
                 weights_NK = best_NK.softmax(-1)
             else:
                 chosen_NK = best_NK.sigmoid()
@@ -166,12 +165,14 @@ class Router(nn.Module):
         experts_NK = wanted_NE.topk(self.per_token, dim=-1).indices
         return experts_NK if self.choose is None else self.choose(wanted_NE, experts_NK)
 
-    def _look(self, seen: _RouterOutputs, learning: bool) -> tuple[Tensor | None, Tensor | None]:
-        """At whole sequences: who finds a place, and what the auxiliary losses add to the logits' gradient.
+    def _apply_capacity_and_losses(
+        self, outputs: _RouterOutputs, learning: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Which pairs are within capacity, and the auxiliary losses' gradient of the logits.
 
-        What is learned from is counted on the way.
+        In training it also adds to :attr:`load`.
         """
-        tokens, experts_NK, weights_B = seen.tokens, seen.experts_NK, seen.weights_B
+        tokens, experts_NK, weights_B = outputs.tokens, outputs.experts_NK, outputs.weights_B
         own, batch, experts = len(experts_NK), len(weights_B), self.num_experts
         length, sequence_N = tokens.length(own, batch), tokens.sequence_of(own, batch, experts_NK.device)
         kept_NK = counts_BE = extra_NE = None
@@ -186,9 +187,9 @@ class Router(nn.Module):
         if self.auxiliary.balance:
             counts_BE = tokens.all_reduce_counts(own_BE) if counts_BE is None else counts_BE
             frequency_NE = (counts_BE * (experts / (length * self.per_token)))[sequence_N]
-            values[0], extra_NE = self._balance(seen, frequency_NE, share_N1)
+            values[0], extra_NE = self._balance(outputs, frequency_NE, share_N1)
         if self.auxiliary.z:
-            values[1], gradient_NE = self._z(seen, share_N1)
+            values[1], gradient_NE = self._z(outputs, share_N1)
             extra_NE = gradient_NE if extra_NE is None else extra_NE.add_(gradient_NE)
         if self.is_counting and self.load is not None:
             real_B1 = (weights_B > 0).unsqueeze(1)
@@ -199,18 +200,20 @@ class Router(nn.Module):
         scale = self.auxiliary.scale()
         return kept_NK, extra_NE if extra_NE is None or scale is None else extra_NE * scale
 
-    def _balance(self, seen: _RouterOutputs, frequency_NE: Tensor, share_N1: Tensor) -> tuple[Tensor, Tensor]:
-        """The balance loss of the own tokens, and its gradient with its coefficient.
+    def _balance(
+        self, outputs: _RouterOutputs, frequency_NE: Tensor, share_N1: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The balance loss of the local tokens, and its gradient times its coefficient.
 
-        Of a sequence it is E sum_e f_e P_e (Fedus et al. 2021, equations 4 to 6): f_e the share of its
-        choices that fell on expert e, which has no gradient, P_e the mean of its tokens' probabilities.
+        For a sequence it is E sum_e f_e P_e (Fedus et al. 2021, equations 4 to 6): f_e is the share of its
+        (token, slot) pairs at expert e, without a gradient; P_e is its mean router probability of e.
 
         Args:
-            seen: The router's numbers.
+            outputs: Of the router.
             frequency_NE: E f_e of each token's sequence.
             share_N1: Each token's share of the batch.
         """
-        scores_NE = seen.scores_NE
+        scores_NE = outputs.scores_NE
         probabilities_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
         mean_N1 = (frequency_NE * probabilities_NE).sum(-1, keepdim=True)
         gradient_NE = probabilities_NE * (frequency_NE - mean_N1)
@@ -218,16 +221,16 @@ class Router(nn.Module):
             gradient_NE *= 1 - scores_NE
         return (share_N1 * mean_N1).sum(), gradient_NE * (share_N1 * self.auxiliary.balance)
 
-    def _z(self, seen: _RouterOutputs, share_N1: Tensor) -> tuple[Tensor, Tensor]:
-        """The z-loss of the own tokens, log(sum_e exp(logit_e))^2 (Zoph et al. 2022), and its gradient."""
-        total_N1 = seen.logits_NE.logsumexp(-1, keepdim=True)
-        gradient_NE = seen.logits_NE.softmax(-1) * (2 * self.auxiliary.z * share_N1 * total_N1)
+    def _z(self, outputs: _RouterOutputs, share_N1: Tensor) -> tuple[Tensor, Tensor]:
+        """The z-loss of the local tokens, log(sum_e exp(logit_e))^2 (Zoph et al. 2022), and its gradient."""
+        total_N1 = outputs.logits_NE.logsumexp(-1, keepdim=True)
+        gradient_NE = outputs.logits_NE.softmax(-1) * (2 * self.auxiliary.z * share_N1 * total_N1)
         return (share_N1 * total_N1.square()).sum(), gradient_NE
 
 
 @dataclass(frozen=True)
 class _RouterOutputs:
-    """What a router found for its tokens; nothing of it has a gradient."""
+    """A router's outputs for its tokens, without gradients."""
 
     logits_NE: Tensor
     scores_NE: Tensor
@@ -237,7 +240,7 @@ class _RouterOutputs:
 
 
 class _AddGradient(torch.autograd.Function):
-    """Nothing on the way forward; on the way back a gradient that is known already comes in."""
+    """Identity in the forward pass; the backward pass adds a precomputed gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, extra: Tensor) -> Tensor:

@@ -61,8 +61,8 @@ class TokenDispatcher:
             by_expert.sizes_E.view(self._ep, -1).repeat_interleave(self._etp, 0)
         )
         counts = torch.cat((by_expert.sizes_E, incoming_XH.flatten())).tolist()  # the CPU waits here
-        outgoing, incoming = counts[: self._experts], _fold(counts[self._experts :], experts.held)
-        blocks = [sum(rows) for rows in _fold(outgoing, experts.held)]
+        outgoing, incoming = counts[: self._experts], _fold(counts[self._experts :], experts.num_local)
+        blocks = [sum(rows) for rows in _fold(outgoing, experts.num_local)]
         sent = [rows for rows in blocks for _ in range(self._etp)]
         received = [sum(rows) for rows in incoming]
         declared_bytes = self._etp * choice.experts_NK.numel() * x_ND.shape[1] * x_ND.element_size()

@@ -1,13 +1,12 @@
-"""One product for many matrices: rows in runs, each run through the matrix of its own expert.
+"""Grouped GEMM of experts: rows are sorted by expert, and each group is multiplied by its expert's weight.
 
-Two operations of their own, ``meshwright::grouped_gemm`` and its backward: recomputation names the first
-as one product, a dry run knows its shape without computing, and whoever looks on sees one tensor made, not
-one an expert. A matrix whose run is empty gets a gradient of zeros, never none.
+Two custom ops, ``meshwright::grouped_gemm`` and its backward: activation checkpointing treats the first as
+one GEMM, a dry run knows its shape without computing, and memory tracking sees one output, not one per
+expert. The weight gradient of an expert without rows is zero, never None.
 
-On GPUs in bf16 it is torch's grouped kernel, where rows are whole multiples of 16 bytes; elsewhere a product
-for each run.
+On GPUs in bf16 it is torch's grouped GEMM if rows are multiples of 16 bytes; elsewhere one GEMM per group.
 
-Shape suffixes: R rows, I and O the widths of what goes in and comes out, E experts.
+Shape suffixes: R rows, I and O input and output width, E experts.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ import torch
 from torch import Tensor
 
 ALIGNMENT_BYTES = 16
-"""Rows that torch's grouped kernel reads are a multiple of this."""
+"""Torch's grouped GEMM needs rows of a multiple of this."""
 
 
 @torch.library.custom_op("meshwright::grouped_gemm", mutates_args=())
 def grouped_gemm(x_RI: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> Tensor:
-    """Rows times matrices, (R, O).
+    """Rows times their experts' weights, (R, O).
 
     Args:
         x_RI: Rows, sorted by expert.
-        weight: (E x O, I), one matrix below the other, in the precision of the rows.
-        bias: (E x O,), or none.
-        sizes: Rows of each expert; together R.
+        weight: (E x O, I), the experts' weights concatenated, in the rows' dtype.
+        bias: (E x O,), or None.
+        sizes: Rows of each expert; they sum to R.
     """
     weight_EOI = weight.view(len(sizes), -1, x_RI.shape[1])
     with torch.autocast(x_RI.device.type, enabled=False):
@@ -55,7 +54,7 @@ def _(x_RI: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -
 def grouped_gemm_backward(
     grad_RO: Tensor, x_RI: Tensor, weight: Tensor, sizes: Sequence[int], with_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the rows, of the matrices and, where there are some, of the biases (else empty)."""
+    """Gradients of the rows, the weights and the biases (empty without biases)."""
     weight_EOI = weight.view(len(sizes), -1, x_RI.shape[1])
     grad_RO = grad_RO.contiguous()
     with torch.autocast(x_RI.device.type, enabled=False):
@@ -99,11 +98,11 @@ def _backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, ...]:
 
 grouped_gemm.register_autograd(_backward, setup_context=_keep_inputs)
 GROUPED_GEMM = torch.ops.meshwright.grouped_gemm.default
-"""As whoever looks at single operations sees it."""
+"""The op as dispatch modes see it."""
 
 
 def _runs(sizes: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """Each expert that has rows, and which."""
+    """Each expert that has rows, and its rows."""
     start = 0
     for expert, size in enumerate(sizes):
         if size:
@@ -112,12 +111,12 @@ def _runs(sizes: Sequence[int]) -> Iterator[tuple[int, slice]]:
 
 
 def _ends(sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Where each expert's rows end, as torch's kernel wants it."""
+    """Where each expert's rows end, for torch's grouped GEMM."""
     return torch.tensor(sizes).cumsum(0).to(device, torch.int32, non_blocking=True)
 
 
 def _is_fused(x_RI: Tensor, weight_EOI: Tensor) -> bool:
-    """Whether torch's grouped kernel takes it."""
+    """Whether torch's grouped GEMM supports the operands."""
     if not x_RI.is_cuda or x_RI.dtype != torch.bfloat16 or not len(x_RI):
         return False
     return all(width * x_RI.element_size() % ALIGNMENT_BYTES == 0 for width in weight_EOI.shape[1:])

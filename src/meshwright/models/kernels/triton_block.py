@@ -1,8 +1,8 @@
-"""The kernels of :mod:`meshwright.models.kernels.fused`, in Triton: imported where there is a GPU, only then.
+"""Triton kernels of :mod:`meshwright.models.kernels.fused`; imported only on GPUs.
 
-Each is bound by memory, so each reads what it needs once, a row (or a tile) of a matrix to a program,
-computes in float32 and writes what comes out. How many warps share a row follows from its width: those of
-``benchmarks/one_device.py`` move at 3 to 4.2 TB/s on an H200, whose copies reach 4.3.
+All are memory-bound: each program reads a row or a tile once, computes in float32 and writes the result. The
+number of warps per row follows from its width. The shapes of ``benchmarks/one_device.py`` reach 3 to 4.2 TB/s
+on an H200, whose copies reach 4.3.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from meshwright.models.kernels import fp8
 
 E4M3_MAX, MIN_AMAX = tl.constexpr(fp8.E4M3_MAX), tl.constexpr(fp8.MIN_AMAX)
 WARP_ELEMENTS = 256
-"""Of a row, what a warp works on."""
+"""Elements of a row per warp."""
 THREADS = 1024
-"""Of a multiprocessor, where programs stay and go from row to row."""
+"""Threads per multiprocessor of persistent programs, which loop over rows."""
 AHEAD_BLOCK = 4096
-"""Of rows that fill such a block a norm's way back loads the next one ahead, with half the warps: 126 us for
-146 with 3072 columns on an H200, but 167 for 161 with 2048. Two wider rows would not fit into registers."""
+"""For rows of this block size a norm's backward pass prefetches the next row, with half the warps: 126 us
+instead of 146 with 3072 columns on an H200, but 167 instead of 161 with 2048. Two wider rows would not fit
+into registers."""
 SWIGLU_BLOCK, SWIGLU_BACKWARD_BLOCK = 2048, 8192
 AMAX_ROWS, AMAX_COLUMNS, AMAX_STEPS = 32, 128, 16
-"""What a program looks through for the largest of each column: so many tiles, one below the other."""
+"""Tiles of a program of the column amax: so many rows and columns, so many tiles below each other."""
 WIDE_ROWS, WIDE_COLUMNS, WIDE_STEPS = 4, 512, 32
-"""The same of a pass that writes as well."""
+"""The same for a kernel that writes as well."""
 TILE_ROWS, TILE_COLUMNS = 64, 128
-"""Of a matrix that is turned."""
+"""Tile of a transposed matrix."""
 
 
 def _warps(block: int, most: int = 16) -> int:
@@ -44,14 +45,14 @@ def _multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def _clamp(x):
-    """Into the range of e4m3; what is no number stays none, for somebody to see."""
+    """Clamp to the range of e4m3; NaN stays NaN."""
     x = tl.maximum(x, -E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(x, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _store_row(values, row, cast_ptr, scale_ptr, at, there):
-    """Cast a whole row, and keep its scale."""
+    """Cast a whole row, and store its scale."""
     scale = tl.maximum(tl.max(tl.abs(values), 0), MIN_AMAX) / E4M3_MAX
     tl.store(scale_ptr + row, scale)
     tl.store(cast_ptr + at, _clamp(values / scale).to(cast_ptr.dtype.element_ty), mask=there)
@@ -59,14 +60,14 @@ def _store_row(values, row, cast_ptr, scale_ptr, at, there):
 
 @triton.jit
 def _load_both(both_ptr, at, width, there):
-    """Gate and up, which lie beside each other."""
+    """Gate and up, which are concatenated."""
     gate = tl.load(both_ptr + at, mask=there, other=0.0).to(tl.float32)
     return gate, tl.load(both_ptr + at + width, mask=there, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _swiglu_gradients(gate, up, grad):
-    """What the gate gave, and the gradients of gate and up."""
+    """The SwiGLU output, and the gradients of gate and up."""
     share = tl.sigmoid(gate)
     swish = gate * share
     return swish * up, grad * up * (share + swish * (1 - share)), grad * swish
@@ -139,7 +140,7 @@ def add_rms_norm(
 
 @triton.jit
 def _load_row(grad_ptr, total_ptr, beside_ptr, inverse_ptr, row, rows, at, there, BESIDE: tl.constexpr):
-    """What a row of a norm's way back reads; nothing behind the last one."""
+    """Load a row for a norm's backward pass; zeros behind the last one."""
     there = there & (row < rows)
     grad = tl.load(grad_ptr + at, mask=there, other=0.0)
     x = tl.load(total_ptr + at, mask=there, other=0.0)
@@ -177,7 +178,7 @@ def _rms_norm_backward(
         next_grad, next_x, next_beside, next_inverse = _load_row(
             grad_ptr, total_ptr, beside_ptr, inverse_ptr, program, rows, at, there, BESIDE
         )
-    for row in range(program, rows, programs):  # all is loaded before the sum over the row is waited for
+    for row in range(program, rows, programs):  # all loads come before the reduction over the row
         if AHEAD:
             grad, x, beside, inverse = next_grad, next_x, next_beside, next_inverse
             next_grad, next_x, next_beside, next_inverse = _load_row(
@@ -254,7 +255,7 @@ def _embedding_lookup(table_ptr, tokens_ptr, out_ptr, vocab_size, width, BLOCK: 
 
 
 def embedding_lookup(table: Tensor, tokens: Tensor, out: Tensor) -> None:
-    """See ``kernels.embedding_lookup``; a word that is not in the table has no number."""
+    """See ``kernels.embedding_lookup``; a token outside the table gives NaN."""
     rows, width = out.shape
     block = triton.next_power_of_2(width)
     warps = _warps(block, most=8)
@@ -272,7 +273,7 @@ def _embedding_grad(grad_ptr, tokens_ptr, table_ptr, vocab_size, width, BLOCK: t
 
 
 def embedding_grad(grad: Tensor, tokens: Tensor, table: Tensor) -> None:
-    """See ``kernels.embedding_grad``; the table begins as zeros."""
+    """See ``kernels.embedding_grad``; the table starts as zeros."""
     rows, width = grad.shape
     block = triton.next_power_of_2(width)
     warps = _warps(block, most=8)
@@ -315,15 +316,15 @@ def _rotate(
 
 
 def rotate(heads_BHTE: Tensor, out_NW: Tensor, column: int, cos: Tensor, sin: Tensor, sign: int) -> None:
-    """Write heads, turned, beside each other into columns of a matrix of tokens; they may lie there already.
+    """RoPE of heads into columns of a (tokens, columns) matrix, which may be their own memory.
 
     Args:
-        heads_BHTE: Of any strides whose last is 1.
-        out_NW: Of rows one behind the other.
-        column: Where the first head goes.
+        heads_BHTE: With a last stride of 1.
+        out_NW: Contiguous.
+        column: Of the first head.
         cos: Of every position and pair, (T, E).
         sin: Likewise.
-        sign: 1 forward, -1 back, 0 leaves them as they are.
+        sign: 1 forward, -1 backward, 0 copies.
     """
     batch, heads, length, size = heads_BHTE.shape
     block = triton.next_power_of_2(heads)
@@ -448,7 +449,7 @@ def _swiglu_backward_amax(
 def swiglu_backward_amax(
     both: Tensor, grad: Tensor, out: Tensor, inner: Tensor, out_amax: Tensor, inner_amax: Tensor
 ) -> None:
-    """See ``kernels.swiglu_backward_amax``; the largest begin as zeros."""
+    """See ``kernels.swiglu_backward_amax``; amax starts as zeros."""
     rows, width = grad.shape
     grid = (triton.cdiv(rows, WIDE_ROWS * WIDE_STEPS), triton.cdiv(width, WIDE_COLUMNS))
     _swiglu_backward_amax[grid](
@@ -520,7 +521,7 @@ def _cast_columns(
 
 
 def column_amax(x: Tensor, amax: Tensor) -> None:
-    """See ``kernels.column_amax``; the largest begin as zeros."""
+    """See ``kernels.column_amax``; amax starts as zeros."""
     rows, width = x.shape
     grid = (triton.cdiv(rows, AMAX_ROWS * AMAX_STEPS), triton.cdiv(width, AMAX_COLUMNS))
     _column_amax[grid](

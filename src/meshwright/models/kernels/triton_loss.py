@@ -1,4 +1,4 @@
-"""The loss's kernels, in Triton: imported where there is a GPU, only then. See ``triton_kernels``."""
+"""Triton kernels of the loss; imported only on GPUs. See ``triton_block``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
-"""Below every logit; minus infinity less itself would be no number."""
+"""Below every logit; -inf minus -inf would be NaN."""
 LOSS_BLOCK, LOSS_BLOCKS = 8192, 4
 SCALE_BLOCK = 8192
 
@@ -32,7 +32,7 @@ def _cross_entropy(
     of_target = tl.load(logits_ptr + tl.where(counted, target, 0)).to(tl.float32)  # before it is overwritten
     largest = tl.full((BLOCK,), LOWEST, tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
-    # Of several blocks first the largest, then the sum: what was summed before is scaled once for all.
+    # Maximum of several blocks first, then their sum: the earlier sum is rescaled once for all of them.
     for start in range(0, vocab_size, BLOCKS * BLOCK):
         larger = largest
         for number in tl.static_range(BLOCKS):
