@@ -1,1 +1,1 @@
-"""Schedules as data: pipeline schedules today. No torch."""
+"""Schedules as data: pipeline schedules. No torch."""

@@ -154,7 +154,7 @@ def test_a_number_gives_a_number():
 def test_a_schedule_without_a_form_is_refused():
     with pytest.raises(ValueError, match="no closed form for dapple"):
         encode("dapple")
-    with pytest.raises(ValueError, match="not among 0 to 5"):
+    with pytest.raises(ValueError, match="not in 0 to 5"):
         pipeline_time(np.array([0, 6]), 4, 1, 8, 1, 1, 1)
 
 

@@ -121,12 +121,12 @@ LARGE = "\n".join(f"{n}F{n},{n}B{n}" for n in range(1200))
         ("0F0,0F,0B0\n", "schedule-file-cell", "'0F'"),
         ("0F0,-1F0,0B0\n", "schedule-file-cell", "'-1F0'"),
         ("(0F0;0Q0)OVERLAP_F_B\n", "schedule-file-cell", "'(0F0;0Q0)OVERLAP_F_B'"),
-        ("0F0,0B0\n\n0F1,0B1\n", "schedule-file-stage", "my.csv:3 has stage 0, which is on line 1 too"),
+        ("0F0,0B0\n\n0F1,0B1\n", "schedule-file-stage", "my.csv:3 has stage 0, which is also on line 1"),
         ("0F0,0B0\n2F0,2B0\n", "schedule-file-stage", "my.csv:2 has stage 2 and no stage 1"),
         ("0F0,0B0\n,,\n", "schedule-file-stage", "my.csv:2 has no actions"),
         ("0F1,0B1\n", "schedule-file-micro-batches", "has micro-batch 1 and no micro-batch 0"),
         ("0F0,0B0,0F999999999\n", "schedule-file-micro-batches", "no micro-batch 1;"),
-        ("0F0,0F1\n", "schedule-file-backward", "forward passes only"),
+        ("0F0,0F1\n", "schedule-file-backward", "only forward passes"),
         (LARGE, "schedule-size", "1,200 stages and 1,200 micro-batches"),
     ],
 )
@@ -146,10 +146,10 @@ def test_every_cell_that_is_no_action_is_named_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("text", "line", "says"),
     [
-        ("0F0,0F1,0B0,0B1\n1F0,1B0\n", 2, "rank 1, F(stage 1, micro-batch 1): is not there"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0\n", 2, "rank 1, F(stage 1, micro-batch 1): is missing"),
         ("0F0,0B0\n# second\n1B0,1F0\n", 3, "rank 1, B(stage 1, micro-batch 0): comes before F(stage 1"),
-        ("0F0,0F0,0B0\n", 1, "rank 0, F(stage 0, micro-batch 0): is there more than once"),
-        ("0F0,0F1,0I0,0W0,0I1\n", 1, "rank 0, W(stage 0, micro-batch 1): is not there"),
+        ("0F0,0F0,0B0\n", 1, "rank 0, F(stage 0, micro-batch 0): occurs more than once"),
+        ("0F0,0F1,0I0,0W0,0I1\n", 1, "rank 0, W(stage 0, micro-batch 1): is missing"),
         ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", 2, "rank 1, F(stage 1, micro-batch 1): waits for F(stage 0"),
     ],
 )

@@ -48,7 +48,7 @@ def test_a_forward_pass_that_is_missing_or_a_backward_pass_that_is_there_is_name
     order = order_forward(build_schedule("1f1b", 2, 2))
     short = replace(order, ranks=(order.ranks[0], order.ranks[1][:-1]))
     (missing,) = prove_schedule(short).violations
-    assert (missing.breach, missing.action) == (ViolationKind.MISSING, Action(Kind.FORWARD, 1, 1))
+    assert (missing.kind, missing.action) == (ViolationKind.MISSING, Action(Kind.FORWARD, 1, 1))
     longer = replace(order, ranks=(order.ranks[0], (*order.ranks[1], Action(Kind.BACKWARD, 1, 0))))
     (stray,) = prove_schedule(longer).violations
-    assert (stray.breach, stray.rank) == (ViolationKind.STRAY, 1)
+    assert (stray.kind, stray.rank) == (ViolationKind.STRAY, 1)

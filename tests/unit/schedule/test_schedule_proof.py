@@ -26,7 +26,7 @@ def with_row(schedule: PipelineSchedule, rank: int, row: list[Action]) -> Pipeli
 def found(schedule: PipelineSchedule) -> dict[ViolationKind, list[tuple[int, Action]]]:
     named: dict[ViolationKind, list[tuple[int, Action]]] = {}
     for violation in prove_schedule(schedule).violations:
-        named.setdefault(violation.breach, []).append((violation.rank, violation.action))
+        named.setdefault(violation.kind, []).append((violation.rank, violation.action))
     return named
 
 
@@ -37,7 +37,7 @@ def test_a_missing_action_is_named_with_the_ranks_that_wait_for_it():
     named = found(broken)
     assert named[ViolationKind.MISSING] == [(1, gone)]
     assert (2, Action(Kind.FORWARD, 2, 2)) in named[ViolationKind.DEADLOCK]
-    says = [v.says for v in prove_schedule(broken).violations if v.rank == 2]
+    says = [v.message for v in prove_schedule(broken).violations if v.rank == 2]
     assert says == ["waits for F(stage 1, micro-batch 2), which no rank runs"]
 
 
@@ -105,7 +105,7 @@ def test_ranks_that_wait_for_each_other_are_a_deadlock_of_both():
     assert found(broken) == {ViolationKind.DEADLOCK: [(0, Action(b, 0, 0)), (1, Action(f, 1, 1))]}
     assert str(proof.violations[0]) == (
         "rank 0, B(stage 0, micro-batch 0): waits for B(stage 1, micro-batch 0), which rank 1 does not "
-        "reach: it stands before F(stage 1, micro-batch 1)"
+        "reach: it is blocked at F(stage 1, micro-batch 1)"
     )
 
 
@@ -146,7 +146,7 @@ def test_a_rank_that_needs_its_own_later_result_is_found_whatever_the_order(name
     rank = data.draw(st.integers(0, pp - 1))
     broken = with_row(good, rank, data.draw(st.permutations(good.ranks[rank])))
     proof = prove_schedule(broken)
-    weights_late = ViolationKind.ORDER in {v.breach for v in proof.violations}
+    weights_late = ViolationKind.ORDER in {v.kind for v in proof.violations}
     try:
         walk_schedule(broken, StageTimes())
         walked = True

@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: generated, proved, simulated and drawn without torch."""
+"""Pipeline schedules as data: generated, verified and timed without torch."""

@@ -1,10 +1,10 @@
-"""What a pipeline schedule is: for each rank, the actions it does, in order.
+"""A pipeline schedule: the ordered actions of each rank.
 
-This is the form that everything else shares: generators make it, the prover checks it, the walker gives it
-times, the picture draws it and an interpreter may run it. Sends and receives are not written down: they
-follow from the stages of an action and its producer (:func:`producer_of`), so they cannot disagree with it.
+Generators build it, the prover checks it, the walker assigns times, the plot draws it and the interpreter
+runs it. Sends and receives are not listed: they follow from an action and its producer
+(:func:`producer_of`).
 
-Legend: ``pp`` ranks; stages count from 0, the first of the model, and each has one rank as its home.
+Legend: ``pp`` ranks; stage 0 is the first of the model; each stage is on one rank.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class Kind(StrEnum):
     """What an action computes."""
 
     FORWARD = "F"
-    """A stage's forward pass of one micro-batch."""
+    """Forward pass of a stage for one micro-batch."""
     BACKWARD = "B"
-    """Gradients of the stage's input; where the backward pass is not split, those of its weights too."""
+    """Input gradient of a stage; also its weight gradients if the backward pass is not split."""
     WEIGHT = "W"
-    """Gradients of the stage's weights, where the backward pass is split."""
+    """Weight gradients of a stage, in a split backward pass."""
 
 
 class Action(NamedTuple):
-    """One piece of work of one rank: a tuple, because a large schedule has a quarter of a million."""
+    """One action of a rank. It is a tuple, because a large schedule has a quarter of a million."""
 
     kind: Kind
     stage: int
@@ -39,20 +39,24 @@ class Action(NamedTuple):
         return f"{self.kind}(stage {self.stage}, micro-batch {self.micro_batch})"
 
 
+Rows = tuple[tuple[Action, ...], ...]
+"""The actions of every rank, in order."""
+
+
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """A schedule: the order of every rank's actions, and what is needed to read it."""
+    """A schedule: the order of every rank's actions, and the rank of each stage."""
 
     name: str
-    """As ``layout.schedule`` names it."""
+    """Name in ``layout.schedule``, or of the file."""
     micro_batches: int
     stage_ranks: tuple[int, ...]
-    """The rank that holds each stage, first stage to last; any rank may hold any number of them."""
-    ranks: tuple[tuple[Action, ...], ...]
+    """The rank of each stage, first to last; a rank may have any number of stages."""
+    ranks: Rows
     split_backward: bool
-    """Whether gradients of weights are actions of their own."""
+    """Whether weight gradients are separate actions."""
     forward_only: bool = False
-    """Whether there are no backward passes at all: evaluation."""
+    """Whether there are no backward passes: evaluation."""
 
     @property
     def pp(self) -> int:
@@ -61,36 +65,36 @@ class PipelineSchedule:
 
     @property
     def virtual_stages(self) -> int:
-        """Stages of a rank; the most of any, where they differ."""
+        """Stages per rank; the maximum if they differ."""
         return max(Counter(self.stage_ranks).values())
 
     @property
     def stages(self) -> int:
-        """Stages of the whole model."""
+        """Number of stages."""
         return len(self.stage_ranks)
 
     @functools.cached_property
     def positions(self) -> dict[Action, tuple[int, int]]:
-        """The rank of every action, and its position there."""
+        """The rank of every action, and its index there."""
         return {a: (rank, at) for rank, row in enumerate(self.ranks) for at, a in enumerate(row)}
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds a stage."""
+        """The rank of a stage."""
         return self.stage_ranks[stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, first to last."""
+        """The stages of a rank, first to last."""
         return tuple(stage for stage, home in enumerate(self.stage_ranks) if home == rank)
 
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of action that every stage does once for every micro-batch."""
+        """The kinds of action that every stage has once per micro-batch."""
         if self.forward_only:
             return (Kind.FORWARD,)
-        whole = (Kind.FORWARD, Kind.BACKWARD)
-        return (*whole, Kind.WEIGHT) if self.split_backward else whole
+        kinds = (Kind.FORWARD, Kind.BACKWARD)
+        return (*kinds, Kind.WEIGHT) if self.split_backward else kinds
 
     def expected(self) -> Iterator[Action]:
-        """Every action that must be there exactly once."""
+        """Every action that the schedule must have exactly once."""
         for kind in self.kinds():
             for stage in range(self.stages):
                 for micro_batch in range(self.micro_batches):
@@ -98,21 +102,21 @@ class PipelineSchedule:
 
 
 def loop_ranks(pp: int, virtual_stages: int) -> tuple[int, ...]:
-    """Homes of stages that go round the ranks: stage s on rank s mod pp."""
+    """The rank of each stage, looping over the ranks: stage s on rank s mod pp."""
     return tuple(range(pp)) * virtual_stages
 
 
 def v_shaped_ranks(pp: int) -> tuple[int, ...]:
-    """Homes of two stages a rank, down the ranks and up again: the first rank also has the last stage."""
+    """The rank of each stage in a V with two stages per rank: rank 0 has the first and the last stage."""
     return (*range(pp), *reversed(range(pp)))
 
 
 def producer_of(action: Action, stages: int) -> Action | None:
     """The action whose result this one needs; none for the first stage's forward pass.
 
-    A forward pass needs that of the stage before, a backward pass that of the stage behind (the last
-    stage's own forward pass), the weights' gradients the backward pass of their own stage. Where producer
-    and consumer are on different ranks, the result is sent.
+    A forward pass needs that of the previous stage; a backward pass that of the next stage, or the forward
+    pass of the last stage; weight gradients need the backward pass of their stage. If producer and consumer
+    are on different ranks, the result is sent.
     """
     kind, stage, micro_batch = action
     if kind is Kind.FORWARD:
@@ -125,10 +129,10 @@ def producer_of(action: Action, stages: int) -> Action | None:
 
 
 def consumer_of(action: Action, stages: int) -> Action | None:
-    """The action of another stage that needs this one's result; none where the result stays in its stage.
+    """The action of another stage that needs this one's result, if any.
 
-    A forward pass is needed by that of the stage behind, a backward pass by that of the stage before. Nothing
-    follows the last stage's forward pass, the first stage's backward pass, and gradients of weights.
+    The next stage's forward pass needs a forward pass; the previous stage's backward pass needs a backward
+    pass. The last stage's forward pass, the first stage's backward pass and weight gradients have none.
     """
     kind, stage, micro_batch = action
     if kind is Kind.FORWARD and stage < stages - 1:

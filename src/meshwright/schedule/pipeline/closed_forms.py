@@ -1,16 +1,15 @@
-"""Time and peak of a pipeline schedule without walking it: what a planner's search can afford, on arrays.
+"""Closed forms for time and peak memory of pipeline schedules, vectorised for the planner's search.
 
-Every argument of the public functions may be a number or an array; they broadcast together, the schedule
-included (a name, an array of names, or an array of :data:`CODES`). Stages take equal times. Tests hold the
-forms to the walked schedule (``walk.py``).
+Every argument of the public functions may be a number or an array; they broadcast together, including the
+schedule (a name, an array of names, or an array of :data:`CODES`). All stages take equal times. Tests compare
+the forms with the walked schedule (``walk.py``).
 
-Legend, in all formulas: p ranks, v stages a rank, m micro-batches; f, b, w seconds of one stage and one
-micro-batch (forward, gradient of the input, gradient of the weights), g = b + w, c = f + g; t seconds of a
-transfer to the next rank.
+Legend: p ranks, v stages per rank, m micro-batches; f, b, w seconds per stage and micro-batch (forward, input
+gradient, weight gradients), g = b + w, c = f + g; t seconds of a transfer to the next rank.
 
 Sources: GPipe and 1F1B (p - 1) / m and interleaving's 1 / v of it, Narayanan et al. 2021; the zero-bubble
-forms, Qi et al. 2023. What transfers and unequal f, b, w add was found as the longest paths through the
-walked orders.
+forms, Qi et al. 2023. The terms for transfers and unequal f, b, w are the longest paths through the
+walked schedules.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Ints = NDArray[np.int64]
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe-v")
 CODES = {name: code for code, name in enumerate(NAMES)}
-"""Schedules as whole numbers, for arrays."""
+"""Schedules as integers, for arrays."""
 
 
 def pipeline_time(
@@ -40,25 +39,25 @@ def pipeline_time(
     overlap: ArrayLike = True,
     slowest_s: ArrayLike | None = None,
 ) -> Floats:
-    """Seconds from the first action of a step to the last, as the walk has them.
+    """Seconds of a step, from the first action to the last.
 
     Args:
         schedule: Names, or :data:`CODES`.
         pp: Ranks.
-        virtual_stages: Stages of each rank, read for ``interleaved``; those in a V have 2, the others 1.
+        virtual_stages: Stages per rank, for ``interleaved``; V-shaped schedules have 2, others 1.
         micro_batches: Of one step; for ``interleaved`` a multiple of ``pp``, for ``dualpipe-v`` 2 ``pp`` or
             more.
-        forward_s: Of one micro-batch in one stage (1 / v of what the rank holds), mean over the stages.
-        backward_input_s: Gradient of the input, likewise.
-        backward_weight_s: Gradient of the weights, likewise; together with the former where not split.
-        transfer_s: Of one micro-batch's activations, or their gradient, to the next rank.
+        forward_s: Forward pass of one micro-batch in one stage (1 / v of a rank), mean over the stages.
+        backward_input_s: Input gradient, likewise.
+        backward_weight_s: Weight gradients, likewise; a full backward pass takes the sum of both.
+        transfer_s: Transfer of one micro-batch's activations or gradients to the next rank.
         overlap: Whether the sender computes during a transfer. Without it every transfer of the busiest rank
-            is exposed. With it those of filling and draining are; 1F1B also shows up to 2 t a micro-batch in
-            its steady state, because the rank that waits has nothing else it may run. The others hide them
+            is exposed. With it those of fill and drain are. 1F1B also exposes up to 2 t per micro-batch in
+            its steady state, because the waiting rank has no other action to run. The others hide them
             there: interleaved while t <= min(f, g), ZB-H1 while t <= w / 2, ZBV while t <= w + min(f, b).
-        slowest_s: Work of the slowest rank in one micro-batch, all its stages together; where it is more than
-            the mean, v c, the steady state runs at its pace. Exact for GPipe, and for 1F1B with a slow last
-            stage; a little too much where the slow stage comes earlier.
+        slowest_s: Compute time of the slowest rank per micro-batch, over all its stages. If it is above the
+            mean, v c, it limits the steady state. Exact for GPipe, and for 1F1B with a slow last stage;
+            slightly too high if the slow stage comes earlier.
 
     Returns:
         Seconds, of the broadcast shape; a 0-d array for numbers.
@@ -94,7 +93,7 @@ def pipeline_bubble(
     backward_input_s: ArrayLike = 1.0,
     backward_weight_s: ArrayLike = 1.0,
 ) -> Floats:
-    """The idle share of all ranks' time, without transfers; arguments as of :func:`pipeline_time`."""
+    """The idle fraction of all ranks' time, without transfers; arguments as in :func:`pipeline_time`."""
     total = pipeline_time(
         schedule, pp, virtual_stages, micro_batches, forward_s, backward_input_s, backward_weight_s
     )
@@ -110,16 +109,16 @@ def peak_in_flight(
     virtual_stages: ArrayLike,
     micro_batches: ArrayLike,
 ) -> Ints:
-    """Most activations that a rank holds at once, each that of one stage (1 / v of the rank) and micro-batch.
+    """Peak in-flight activations of a rank, each of one stage (1 / v of the rank) and micro-batch.
 
-    An activation is held from the start of its forward pass to the end of its backward pass; where that is
-    split, to the end of W, which still reads it.
+    An activation lives from the start of its forward pass to the end of its backward pass; in a split
+    backward pass to the end of W, which reads it.
 
     Args:
         schedule: Names, or :data:`CODES`.
-        stage_rank: Which rank, 0 to pp - 1.
+        stage_rank: The rank, 0 to pp - 1.
         pp: Ranks.
-        virtual_stages: Stages of each rank, read for ``interleaved``; those in a V have 2, the others 1.
+        virtual_stages: Stages per rank, for ``interleaved``; V-shaped schedules have 2, others 1.
         micro_batches: Of one step.
 
     Returns:
@@ -143,7 +142,7 @@ def encode(schedule: ArrayLike) -> Ints:
     given = np.asarray(schedule)
     if given.dtype.kind in "iu":
         if given.size and not (given.min() >= 0 and given.max() < len(NAMES)):
-            raise ValueError(f"a code of a schedule is not among 0 to {len(NAMES) - 1}: {', '.join(NAMES)}")
+            raise ValueError(f"a schedule code is not in 0 to {len(NAMES) - 1}: {', '.join(NAMES)}")
         return given.astype(np.int64)
     names, inverse = np.unique(given.astype(str), return_inverse=True)
     unknown = [str(name) for name in names if name not in CODES]
@@ -154,13 +153,13 @@ def encode(schedule: ArrayLike) -> Ints:
 
 
 def _stages_per_rank(schedule: Ints, given: Ints) -> Ints:
-    """What is given for ``interleaved``; the others have their own number."""
+    """Stages per rank: as given for ``interleaved``, fixed for the others."""
     own = np.where((schedule == CODES["zbv"]) | (schedule == CODES["dualpipe-v"]), 2, 1)
     return np.where(schedule == CODES["interleaved"], given, own)
 
 
 def _choose(schedule: Ints, forms: tuple[Any, ...]) -> Any:
-    """The form of each element's schedule, which is one of :data:`CODES`."""
+    """The form of each element's schedule."""
     which, *each = np.broadcast_arrays(schedule, *forms)
     return np.select([which == n for n in range(len(each))], each)
 
@@ -172,10 +171,11 @@ def _gpipe(p: Ints, m: Ints, f: Floats, g: Floats, t: Floats, hidden: NDArray[np
 
 
 def _1f1b(p: Ints, m: Ints, f: Floats, g: Floats, t: Floats, hidden: NDArray[np.bool_]) -> Any:
-    """GPipe's time. Transfers: rank 0 may hold p micro-batches, so every p of them wait for a round trip.
+    """GPipe's time, and exposed transfers.
 
-    A path that goes down k ranks and up again takes 2 k transfers and moves the pipeline on by k + 1
-    micro-batches: ceil(m / p) whole round trips, and a shorter one for what is left.
+    Rank 0 has at most p in-flight micro-batches, so every p of them wait for a round trip. A path down k
+    ranks and back takes 2 k transfers and advances the pipeline by k + 1 micro-batches: ceil(m / p) full
+    round trips, and a shorter one for the rest.
     """
     trips = (p - 1) * -(-m // p) + np.maximum(0, (m - 1) % p - 1)
     waits = np.where(p == 2, (m - 1), 2 * (m - 1) - (m > 1))
@@ -186,12 +186,12 @@ def _1f1b(p: Ints, m: Ints, f: Floats, g: Floats, t: Floats, hidden: NDArray[np.
 def _interleaved(
     p: Ints, v: Ints, m: Ints, f: Floats, g: Floats, t: Floats, hidden: NDArray[np.bool_]
 ) -> Any:
-    """(m v + p - 1) (f + g): the same bubble of stages that are v times shorter.
+    """(m v + p - 1) (f + g): 1F1B's bubble with stages that are v times shorter.
 
-    With overlap the first micro-batch's way through all p v stages and the last one's way back are exposed;
-    in between a rank has other stages to run, unless a transfer is longer than one of them. Without it the
-    first and the last rank send 2 v - 1 times a micro-batch and hide one of their waits; ranks between them
-    send 2 v times and set the pace in the end.
+    With overlap, the transfers of the first micro-batch through all p v stages and of the last one back are
+    exposed; in between a rank has other stages to run, unless a transfer takes longer than a stage. Without
+    overlap, the first and last rank send 2 v - 1 times per micro-batch and hide one wait; ranks between them
+    send 2 v times and become the bottleneck.
     """
     c = f + g
     long = (v - 1) * np.maximum(0, m - p) * np.maximum(0, t - np.minimum(f, g))
@@ -204,7 +204,7 @@ def _interleaved(
 
 
 def _zb_h1(p: Ints, m: Ints, f: Floats, b: Floats, w: Floats, t: Floats, hidden: NDArray[np.bool_]) -> Any:
-    """Is m c + (p - 1) max(f, b, f + b - w): p - 1 weight gradients fill what 1F1B waits at the end."""
+    """Is m c + (p - 1) max(f, b, f + b - w): p - 1 weight gradients fill the final bubble of 1F1B."""
     ends, most = m + p - 1, np.maximum(m, p)
     paths = (
         (ends, ends, np.maximum(1, m - p + 1), 4 * (p - 1) * (m >= p)),
@@ -219,10 +219,10 @@ def _zb_h1(p: Ints, m: Ints, f: Floats, b: Floats, w: Floats, t: Floats, hidden:
 
 
 def _zbv(p: Ints, m: Ints, f: Floats, b: Floats, w: Floats, t: Floats, hidden: NDArray[np.bool_]) -> Any:
-    """Is 2 m c + (p - 1) f for f = b = w: only the last rank's wait for its first micro-batch is left.
+    """Is 2 m c + (p - 1) f for f = b = w: only the last rank waits for its first micro-batch.
 
-    Where f, b and w differ, the longest of eight paths; with fewer than 2 (p - 1) micro-batches the steady
-    state is not reached, and two more. All are exact from there on without transfers.
+    If f, b and w differ, it is the longest of eight paths, and of two more with fewer than 2 (p - 1)
+    micro-batches, which do not reach the steady state. It is exact without transfers from there on.
     """
     k, few = 2 * m, np.maximum(0, 2 * (p - 1) - m)
     many = m > p
@@ -248,7 +248,7 @@ def _dualpipe_v(
 ) -> Any:
     """Is 2 m c + (p - 1) max(f, f + b - w, ...): the longest of seven paths, exact without transfers.
 
-    The other two are for transfers longer than a pass: every p micro-batches they wait for a round trip.
+    Two more paths are for transfers longer than a pass: every p micro-batches wait for a round trip.
     """
     q, k, deep = p - 1, 2 * m, 2 * ((p - 1) // 4)
     trips = k // np.maximum(p, 1)
@@ -263,7 +263,7 @@ def _dualpipe_v(
         (k - 1, k + 2 * q, k - 2 * q - 1, 6 * q),
         (trips + 2 * p - 1, k + 2 * q, trips + 1, k - trips + 4 * q - 2),
     )
-    # Ranks that wait for their sends: the first and the last send twice a micro-batch, the others four times.
+    # Ranks that wait for their sends: the first and last send twice per micro-batch, the others four times.
     between = (
         (k + q - 1, k, k, 2 * k + q - 1),
         (k, k + q - 1, k, 2 * k + q - 2),
@@ -276,6 +276,6 @@ def _dualpipe_v(
 
 
 def _longest(paths: tuple[tuple[Any, ...], ...], f: Floats, b: Floats, w: Floats, t: Floats) -> Any:
-    """The longest of some paths, each a number of forward, input and weight passes and of transfers."""
+    """The longest path; each has a number of forward, input and weight passes and of transfers."""
     lengths = [n[0] * f + n[1] * b + n[2] * w + n[3] * t for n in paths]
     return np.maximum.reduce(np.broadcast_arrays(*lengths))

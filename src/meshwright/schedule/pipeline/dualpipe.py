@@ -1,33 +1,31 @@
-"""DualPipe-V: the order that DeepSeek published, in which forward and backward passes meet on every rank.
+"""DualPipe-V, DeepSeek's V-shaped schedule.
 
 It is the V-shaped half of DualPipe (DeepSeek-AI 2024, arXiv 2412.19437; github.com/deepseek-ai/DualPipe, and
-torch's ``ScheduleDualPipeV``). What is published as a pair that runs at once is here F and then B: on one
-stream of computation a dense model gains nothing from running them together, and an order of single actions
-can be proved. A whole backward pass is B with its W directly behind.
+torch's ``ScheduleDualPipeV``). The published order overlaps pairs of a forward and a backward pass. Here a
+pair is F, then B: on one compute stream a dense model gains nothing from overlapping them, and an order of
+single actions can be verified. A full backward pass is B directly followed by its W.
 """
 
 from __future__ import annotations
 
-from meshwright.schedule.pipeline.actions import Action
+from meshwright.schedule.pipeline.actions import Action, Rows
 from meshwright.schedule.pipeline.v_shape import VShapedRow
-
-Rows = tuple[tuple[Action, ...], ...]
 
 
 def order_dualpipe_v(pp: int, micro_batches: int) -> Rows:
-    """Two stages a rank, down the ranks and up again, with as many passes of one arm as of the other.
+    """Two stages per rank, in a V.
 
-    For 2 pp micro-batches or more; the eight phases of rank r, with its lower stage (0), its upper one (1)
-    and G for a whole backward pass:
+    For at least 2 pp micro-batches. The eight phases of rank r, with its lower stage (0), its upper stage (1)
+    and G for a full backward pass:
 
     1. F0, 2 (pp - r - 1) times;
     2. F0 F1, r + 1 times;
     3. B1 W F1, pp - r - 1 times;
-    4. F0 G1 F1 G0, once for each micro-batch that is left to enter: the steady state;
+    4. F0 G1 F1 G0, once for each remaining micro-batch: the steady state;
     5. G1 F1 G0, pp - r - 1 times;
-    6. backward passes of both in turn, r + 1 each: the first half of them whole, the others without W;
+    6. backward passes of both stages, alternating, r + 1 each: the first half full, the others without W;
     7. W B0, pp - r - 1 times;
-    8. the W that are left.
+    8. the remaining W.
     """
     return tuple(_row(rank, pp, micro_batches) for rank in range(pp))
 

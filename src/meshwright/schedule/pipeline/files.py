@@ -1,10 +1,10 @@
-"""Schedules in files: a user's own order is read, proved and from there on like any other.
+"""Reads and writes schedule files: custom schedules, which are proved when they are read.
 
-The form is torch's for schedules without transfers (``_load_csv`` and ``_dump_csv`` with ``compute_only`` in
-``torch.distributed.pipelining``): CSV, a row a rank, a cell an action, as ``2F0`` for stage, letter and
-micro-batch. The letters: F forward, B the whole backward pass, I its gradient of the input, W that of the
-weights; a pair such as ``(0F3;1B2)OVERLAP_F_B`` is its two actions in turn. Empty cells and lines, and what
-follows a ``#``, are passed over.
+The format is torch's compute-only CSV (``_load_csv`` and ``_dump_csv`` with ``compute_only`` in
+``torch.distributed.pipelining``): one row per rank, one cell per action, as ``2F0`` for stage, letter and
+micro-batch. Letters: F forward, B full backward, I input gradient, W weight gradients. A pair such as
+``(0F3;1B2)OVERLAP_F_B`` is its two actions in order. Empty cells and lines, and text after ``#``, are
+ignored.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from meshwright.schedule.pipeline.proof import MAX_VIOLATIONS, prove_schedule
 
 _CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
-_INPUT, _WHOLE = "I", "B"
-"""A file's letters for what :class:`Kind` calls B, where the backward pass is split and where it is not."""
+_INPUT, _FULL = "I", "B"
+"""Letters of a file for :attr:`Kind.BACKWARD`, in a split and in a full backward pass."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    """What a line says: letters as they stand in the file."""
+    """The cells of a line, with the letters of the file."""
 
     line: int
     cells: tuple[tuple[int, str, int], ...]
@@ -36,12 +36,12 @@ class _Row:
 def load_schedule(path: Path) -> PipelineSchedule:
     """Read a schedule and prove it.
 
-    Ranks, stages, their homes and the number of micro-batches are what the file shows. With any I or W in it
-    the backward pass is split, and a whole one (B) is B with W directly behind it.
+    The file determines ranks, stages and the number of micro-batches. With an I or W in it the backward pass
+    is split, and B means an input gradient directly followed by W.
 
     Raises:
-        UserError: The file cannot be read, or is not a schedule of whole pipelines.
-        CheckFailedError: It is one that cannot run; each violation with its line.
+        UserError: The file cannot be read, or is not a complete schedule.
+        CheckFailedError: The schedule cannot run; each violation with its line.
     """
     rows = _read_rows(path)
     split = any(letter in (_INPUT, Kind.WEIGHT) for row in rows for _, letter, _ in row.cells)
@@ -63,7 +63,7 @@ def load_schedule(path: Path) -> PipelineSchedule:
 def write_schedule(schedule: PipelineSchedule, path: Path) -> None:
     """Write a schedule so that :func:`load_schedule` and torch read it.
 
-    A weight gradient directly behind its B is written as the whole backward pass that the two are.
+    An input gradient directly followed by its weight gradients is written as a full backward pass.
 
     Raises:
         UserError: The file cannot be written.
@@ -81,7 +81,7 @@ def _cells(row: tuple[Action, ...], split: bool) -> list[str]:
     for action in row:
         before = f"{action.stage}{_INPUT}{action.micro_batch}"
         if action.kind is Kind.WEIGHT and found and found[-1] == before:
-            found[-1] = f"{action.stage}{_WHOLE}{action.micro_batch}"
+            found[-1] = f"{action.stage}{_FULL}{action.micro_batch}"
         else:
             letter = _INPUT if split and action.kind is Kind.BACKWARD else action.kind.value
             found.append(f"{action.stage}{letter}{action.micro_batch}")
@@ -89,7 +89,7 @@ def _cells(row: tuple[Action, ...], split: bool) -> list[str]:
 
 
 def _actions(stage: int, letter: str, micro_batch: int, split: bool) -> list[Action]:
-    if letter == _WHOLE and split:
+    if letter == _FULL and split:
         kinds = [Kind.BACKWARD, Kind.WEIGHT]
     else:
         kinds = [Kind.BACKWARD if letter == _INPUT else Kind(letter)]
@@ -97,14 +97,14 @@ def _actions(stage: int, letter: str, micro_batch: int, split: bool) -> list[Act
 
 
 def _read_rows(path: Path) -> list[_Row]:
-    """Every line that has cells; all cells that are not actions are named together."""
+    """The lines with cells; reports all cells that are not actions."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         rule = f"cannot be read as a schedule: {why}"
         raise UserError(
-            Problem("schedule-file", rule, path=str(path), fix="Name a CSV file, a row a rank")
+            Problem("schedule-file", rule, path=str(path), fix="Give a CSV file with one row per rank")
         ) from None
     rows, problems = [], []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -124,14 +124,14 @@ def _read_rows(path: Path) -> list[_Row]:
     if problems:
         raise UserError(*problems[:MAX_VIOLATIONS])
     if not rows:
-        rule, fix = "has no actions", "Write a row for each rank, as 0F0,0F1,0B0,0B1"
+        rule, fix = "has no actions", "Write one row per rank, such as 0F0,0F1,0B0,0B1"
         raise UserError(Problem("schedule-file", rule, path=str(path), fix=fix))
     return rows
 
 
 def _not_an_action(path: Path, line: int, cell: str) -> Problem:
     rule = "is not an action: a stage, one of F, B, I and W, and a micro-batch"
-    return Problem("schedule-file-cell", rule, path=f"{path}:{line}", value=cell, fix="Write it as 2F0")
+    return Problem("schedule-file-cell", rule, path=f"{path}:{line}", value=cell, fix="For example 2F0")
 
 
 def _find_homes(path: Path, rows: list[_Row]) -> tuple[int, ...]:
@@ -141,16 +141,15 @@ def _find_homes(path: Path, rows: list[_Row]) -> tuple[int, ...]:
     for rank, row in enumerate(rows):
         for stage in sorted({cell[0] for cell in row.cells}):
             if homes.setdefault(stage, rank) != rank:
-                rule = (
-                    f"has stage {stage}, which is on line {rows[homes[stage]].line} too; a stage has one rank"
-                )
+                other = rows[homes[stage]].line
+                rule = f"has stage {stage}, which is also on line {other}; a stage is on one rank"
                 problems.append((row.line, rule, "Move its actions to one of them"))
         if not row.cells:
-            problems.append((row.line, "has no actions; a rank has a stage or more", "Remove the line"))
+            problems.append((row.line, "has no actions; a rank has at least one stage", "Remove the line"))
     last = max(homes, default=0)
     if not problems and len(homes) <= last:
         gap = next(stage for stage in range(last) if stage not in homes)
-        rule = f"has stage {last} and no stage {gap}; they count from 0 without gaps"
+        rule = f"has stage {last} and no stage {gap}; stages count from 0 without gaps"
         line = rows[homes[last]].line
         problems.append((line, rule, f"Add stage {gap}, or count the stages from 0"))
     if problems:
@@ -164,18 +163,20 @@ def _find_homes(path: Path, rows: list[_Row]) -> tuple[int, ...]:
 
 
 def _count_micro_batches(path: Path, rows: list[_Row], stages: int) -> int:
-    """How many there are; every one below the largest number must be somewhere, and backward passes too."""
+    """The number of micro-batches; checks that there are no gaps, and that there are backward passes."""
     found = {cell[2] for row in rows for cell in row.cells}
     count = max(found) + 1
     if len(found) < count:
         gap = next(m for m in range(count) if m not in found)
-        rule = f"has micro-batch {count - 1} and no micro-batch {gap}; they count from 0 without gaps"
+        rule = (
+            f"has micro-batch {count - 1} and no micro-batch {gap}; micro-batches count from 0 without gaps"
+        )
         fix = f"Add micro-batch {gap}, or count the micro-batches from 0"
         raise UserError(Problem("schedule-file-micro-batches", rule, path=str(path), fix=fix))
     if count * stages * len(Kind) > MAX_ACTIONS:
         rule = f"has {stages:,} stages and {count:,} micro-batches: more than {MAX_ACTIONS:,} actions"
         raise UserError(Problem("schedule-size", rule, path=str(path), fix="Use fewer of either"))
     if all(letter == Kind.FORWARD for row in rows for _, letter, _ in row.cells):
-        rule, fix = "has forward passes only, and a step of training has both", "Add a B for each F"
+        rule, fix = "has only forward passes; a training step needs backward passes", "Add a B for each F"
         raise UserError(Problem("schedule-file-backward", rule, path=str(path), fix=fix))
     return count

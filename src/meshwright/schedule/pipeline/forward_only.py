@@ -1,4 +1,4 @@
-"""The order of an evaluation: forward passes only, through the stages of a schedule that trains."""
+"""The schedule of an evaluation: forward passes only, with the stages of a training schedule."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from meshwright.schedule.pipeline.actions import Action, Kind, PipelineSchedule
 
 
 def order_forward(schedule: PipelineSchedule, micro_batches: int | None = None) -> PipelineSchedule:
-    """A schedule with the same stages on the same ranks, and nothing but forward passes.
+    """A schedule with the same stages on the same ranks, and only forward passes.
 
-    Every rank goes along the same wave: by stage + micro-batch, and of one front the later stage first, whose
-    micro-batch is nearer to its end. What a pass needs lies one front before it, so no rank waits for ever,
-    wherever the stages are.
+    Every rank orders its passes by stage + micro-batch, and at equal sums the later stage first. The input
+    of a pass has a sum one lower, so there is no deadlock wherever the stages are.
 
     Args:
-        schedule: Whose stages are meant.
-        micro_batches: To run; as many as the schedule has if left out.
+        schedule: With the stages.
+        micro_batches: To run; those of the schedule if left out.
     """
     count = schedule.micro_batches if micro_batches is None else micro_batches
     rows = []

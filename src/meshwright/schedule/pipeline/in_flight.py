@@ -1,14 +1,14 @@
-"""Counts what is alive on a pp rank at each of its actions: this follows from the schedule, not from sizes.
+"""Counts the in-flight micro-batches and tensors of a pp rank at each of its actions.
 
-A row has a count for each of these:
+A row has these counts:
 
-- for every stage of the rank, the in-flight micro-batches that wait for their backward pass, and where the
-  backward pass is split, those that wait for their weight gradients; without the action's own micro-batch;
-- the tensors that were sent and are kept, those that were handed to another stage of the rank, and the next
-  receive, posted ahead.
+- for every stage of the rank, the in-flight micro-batches before their backward pass, and in a split backward
+  pass those before their weight gradients, without the micro-batch of the action;
+- send buffers that are still alive, tensors passed to another stage of the rank, and the receive buffer that
+  is posted ahead.
 
-Most actions of a schedule repeat a row. Each row is kept once, with its first action. The memory of a layout
-is a product of this small table with its sizes (``plan.pipeline_memory``).
+Most actions of a schedule repeat a row. Each distinct row is stored once, with its first action. The memory
+of a layout is this small table multiplied with its tensor sizes (``plan.memory.pipeline``).
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from meshwright.schedule.pipeline.actions import Kind, PipelineSchedule
 
 Ints = NDArray[np.int64]
 ROUNDS = 6
-"""Rounds of pp micro-batches with which a step fills, repeats its steady state, and drains."""
+"""Rounds of pp micro-batches that contain fill, a repeated steady state, and drain."""
 STEADY = 4
-"""Rounds after which what is new belongs to the draining."""
+"""Rounds after which new rows belong to the drain."""
 _KINDS = tuple(Kind)
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 _FORWARD, _BACKWARD, _WEIGHT = (_CODES[kind] for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT))
 
 
 class WeightGrads(IntEnum):
-    """Which gradients of a stage exist when an action begins."""
+    """Which gradients of a stage exist when an action starts."""
 
     NONE = 0
     """No backward pass of the stage has run."""
     HALF = 1
-    """A split backward pass has run its first half: those of experts and around the blocks."""
+    """A split backward pass has run its first half: gradients of experts and of the root group exist."""
     ALL = 2
 
 
 class StageState(NamedTuple):
-    """What earlier actions of a step have left with a stage when an action of its rank begins."""
+    """The state of a stage when an action of its rank starts."""
 
     grads: WeightGrads = WeightGrads.NONE
     in_use: bool = False
-    """A forward pass has run, and a backward pass is to come. ZeRO-2 keeps the stage gathered as long."""
+    """A forward pass has run, and a backward pass is still to run. ZeRO-2 keeps the stage unsharded."""
     after_forward: bool = False
-    """Its last pass, weight gradients aside, is a forward pass. ZeRO-3 has its root group gathered then."""
+    """Its last pass, except weight gradients, was a forward pass. ZeRO-3 has its root group unsharded."""
     unreduced: bool = False
-    """Its last pass, forward passes aside, is the first half of a split backward pass. Gradients that this
-    half makes are not reduced before the weight gradients are."""
+    """Its last pass, except forward passes, was an input gradient. Its gradients are reduced with the weight
+    gradients."""
     last: bool = False
-    """At most one of its weight gradient passes is to come; of its backward passes, where none is split."""
+    """At most one of its weight-gradient passes (full backward passes) is still to run."""
 
 
 class RankState(NamedTuple):
@@ -71,31 +71,31 @@ class InFlight:
     """The distinct rows of one pp rank, in the order of their first actions."""
 
     states: tuple[RankState, ...]
-    """The distinct ones."""
+    """The distinct states."""
     state: Ints
-    """Of each row, an index into ``states``."""
+    """For each row an index into ``states``."""
     counts: NDArray[np.int32]
-    """Of each row: micro-batches that wait for backward, a column per stage; those that wait for weight
-    gradients, a column per stage; tensors sent, handed over, and about to be received."""
+    """For each row: micro-batches before backward, per stage; those before weight gradients, per stage;
+    tensors sent, passed on, and about to be received."""
     micro_batch: Ints
-    """Of each row's first action."""
+    """Micro-batch of each row's first action."""
     split_backward: bool
 
     def with_more(self, added: int, steady: int) -> InFlight:
-        """The same rows of a step that repeats its steady state for so many more micro-batches.
+        """The rows of a step with more micro-batches in its steady state.
 
         Args:
-            added: Micro-batches.
-            steady: The first micro-batch that is not behind the steady state.
+            added: Number of additional micro-batches.
+            steady: The first micro-batch after the steady state.
         """
         later = np.where(self.micro_batch >= steady, self.micro_batch + added, self.micro_batch)
         return replace(self, micro_batch=later)
 
 
 def steady_state_from(name: str, pp: int, micro_batches: int) -> int:
-    """The fewest micro-batches with which a schedule has the same rows: its steady state repeats.
+    """The smallest number of micro-batches with the same rows: the steady state repeats.
 
-    Rounds of ``pp`` micro-batches fill the pipeline, repeat, and drain it. GPipe holds all of them.
+    Rounds of ``pp`` micro-batches fill the pipeline, repeat, and drain it. GPipe has all of them in flight.
     """
     if name == "gpipe" or micro_batches < (ROUNDS + 1) * pp:
         return micro_batches
@@ -150,9 +150,9 @@ def _count_rank(schedule: PipelineSchedule, rank: int, row: _Row, position: Ints
 
 
 def _find_distinct(table: Ints) -> tuple[Ints, Ints]:
-    """Where each distinct row of a table is first, in order; and for each row which of them it is.
+    """The first index of each distinct row of a table, in order; and for each row the distinct row it equals.
 
-    A dictionary of the rows' bytes: ``np.unique`` sorts the table, which takes three times as long.
+    It uses a dictionary of the rows' bytes: ``np.unique`` sorts the table and takes three times as long.
     """
     content, width = table.tobytes(), table.shape[1] * table.itemsize
     found: dict[bytes, int] = {}
@@ -161,7 +161,7 @@ def _find_distinct(table: Ints) -> tuple[Ints, Ints]:
 
 
 def _encode_state(row: _Row, stage: int, micro_batches: int, split: bool) -> Ints:
-    """The state of a stage when each action of its rank begins, as a number."""
+    """The state of a stage at each action of its rank, as a number."""
     forward, backward, weight = _find_passes(row, stage)
     whole = weight if split else backward
     forwards, backwards, weights = map(_before, (forward, backward, whole))
@@ -183,20 +183,20 @@ def _decode_state(code: int) -> StageState:
 
 
 def _find_passes(row: _Row, stage: int) -> tuple[NDArray[np.bool_], ...]:
-    """Which actions are the stage's forward passes, backward passes and weight gradients."""
+    """Masks of the stage's forward passes, backward passes and weight gradients."""
     own = row.stage == stage
     return tuple((row.kind == code) & own for code in (_FORWARD, _BACKWARD, _WEIGHT))
 
 
 def _last_is(one: NDArray[np.bool_], other: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Before each action: whether the last of the two kinds is of the one."""
+    """Before each action: whether the last action of the two kinds is of kind ``one``."""
     at = np.arange(1, len(one) + 1)
     ones, others = (np.maximum.accumulate(np.append(0, at * kind))[:-1] for kind in (one, other))
     return np.asarray(ones > others)
 
 
 def _count_waiting(row: _Row, stages: tuple[int, ...], split: bool) -> list[Ints]:
-    """Of each stage how many micro-batches wait for backward; then how many for weight gradients."""
+    """Per stage the micro-batches before backward; then those before weight gradients."""
     forwarded, halved = [], []
     for stage in stages:
         forward, backward, weight = _find_passes(row, stage)
@@ -206,15 +206,15 @@ def _count_waiting(row: _Row, stages: tuple[int, ...], split: bool) -> list[Ints
 
 
 def _before(flags: NDArray[np.bool_]) -> Ints:
-    """How many are set before each."""
+    """Number of set flags before each position."""
     return np.cumsum(flags) - flags
 
 
 def _count_tensors(schedule: PipelineSchedule, rank: int, row: _Row, position: Ints) -> list[Ints]:
-    """Tensors sent and kept, handed to another stage of the rank, and the receive that is posted ahead."""
+    """Live send buffers, tensors passed to another stage of the rank, and the receive posted ahead."""
     step = np.array([1, -1, 0])[row.kind]  # forward goes to the next stage, backward to the one before
     source, target = row.stage - step, row.stage + step
-    homes = np.array([-1, *schedule.stage_ranks, -1])  # -1: nothing comes before the first stage
+    homes = np.array([-1, *schedule.stage_ranks, -1])  # -1: no stage before the first and after the last
     sender, receiver = (np.where(step != 0, homes[stage + 1], -1) for stage in (source, target))
     received, sent = ((peer >= 0) & (peer != rank) for peer in (sender, receiver))
     at = np.arange(len(row.kind))
@@ -234,10 +234,10 @@ def _find_releases(sends: Ints, used: Ints, arrivals: Ints, made: Ints, never: i
 
     Args:
         sends: Positions of the sending actions.
-        used: Positions at the peer of the actions that use what is sent.
-        arrivals: Positions of the actions that use what comes from the peer, in order.
-        made: Positions at the peer of the actions that made it.
-        never: What stands for a send that is kept until the step ends.
+        used: Positions at the peer of the actions that consume the sends.
+        arrivals: Positions of the actions that consume receives from the peer, in order.
+        made: Positions at the peer of the actions that produced them.
+        never: Stands for a send buffer that lives until the step ends.
     """
     following = np.searchsorted(arrivals, sends, side="right")
     padded = np.append(made, np.iinfo(np.int64).max)

@@ -1,17 +1,14 @@
-"""Orders with a whole backward pass: GPipe, 1F1B and interleaved 1F1B.
+"""Schedules with a full backward pass: GPipe, 1F1B and interleaved 1F1B.
 
-GPipe (Huang et al. 2019) runs every forward pass, then every backward pass. 1F1B (PipeDream-flush;
-Narayanan et al. 2021) starts the backward passes as early as they can run, so that a rank holds at most
-``pp`` micro-batches. Interleaved 1F1B gives each rank several stages and goes round the ranks
-``virtual_stages`` times, in groups of
-``pp`` micro-batches.
+GPipe (Huang et al. 2019) runs all forward passes, then all backward passes. 1F1B (PipeDream-flush; Narayanan
+et al. 2021) starts backward passes as early as possible, so that a rank has at most ``pp`` in-flight
+micro-batches. Interleaved 1F1B has ``virtual_stages`` stages per rank and runs groups of ``pp``
+micro-batches.
 """
 
 from __future__ import annotations
 
-from meshwright.schedule.pipeline.actions import Action, Kind
-
-Rows = tuple[tuple[Action, ...], ...]
+from meshwright.schedule.pipeline.actions import Action, Kind, Rows
 
 
 def order_gpipe(pp: int, micro_batches: int) -> Rows:
@@ -23,7 +20,7 @@ def order_gpipe(pp: int, micro_batches: int) -> Rows:
 
 
 def order_1f1b(pp: int, micro_batches: int) -> Rows:
-    """Rank r runs pp - 1 - r forward passes ahead, then one forward and one backward in turn."""
+    """Rank r runs pp - 1 - r warm-up forward passes, then alternates one forward and one backward."""
     rows = []
     for rank in range(pp):
         forwards = [Action(Kind.FORWARD, rank, m) for m in range(micro_batches)]
@@ -33,10 +30,9 @@ def order_1f1b(pp: int, micro_batches: int) -> Rows:
 
 
 def order_interleaved(pp: int, virtual_stages: int, micro_batches: int) -> Rows:
-    """Megatron's order: groups of pp micro-batches through each of the rank's stages in turn.
+    """Megatron's order: groups of pp micro-batches through each of the rank's stages.
 
-    Rank r runs 2 (pp - 1 - r) + (v - 1) pp passes ahead: what it takes for the first micro-batch to come
-    back.
+    Rank r runs 2 (pp - 1 - r) + (v - 1) pp warm-up forward passes, until the first gradient returns.
     """
     rows = []
     for rank in range(pp):
@@ -50,7 +46,7 @@ def order_interleaved(pp: int, virtual_stages: int, micro_batches: int) -> Rows:
 
 
 def _grouped(pp: int, virtual_stages: int, micro_batches: int) -> list[tuple[int, int]]:
-    """Pairs of chunk and micro-batch in the order in which a rank runs them forward."""
+    """Pairs of model chunk and micro-batch, in the order of the forward passes of a rank."""
     return [
         (chunk, m)
         for group in range(0, micro_batches, pp)
@@ -60,7 +56,7 @@ def _grouped(pp: int, virtual_stages: int, micro_batches: int) -> list[tuple[int
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:
-    """So many forward passes ahead, then one of each in turn, then the backward passes that are left."""
+    """``ahead`` warm-up forward passes, then one forward and one backward each, then the rest."""
     ahead = min(ahead, len(forwards))
     row = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):

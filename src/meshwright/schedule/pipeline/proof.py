@@ -1,9 +1,9 @@
-"""Proves that a schedule runs: everything once, nothing before what it needs, no rank waiting for ever.
+"""Proves that a schedule is correct: every action once, after its producer, and without deadlock.
 
-All ranks are walked together without times: each goes on until its next action needs a result that is not
-there. What remains when no rank can go on is a deadlock, whatever the times would have been; if nothing
-remains, every order in which the ranks may happen to run is fine, because results are waited for, never
-taken. Peaks are counted along each rank's own order, and do not depend on times either.
+All ranks advance together without times: each runs until its next action needs a result that does not exist
+yet. Actions that remain when no rank can advance are a deadlock, whatever the times. If none remain, every
+interleaving of the ranks works, because ranks wait for results. Peaks are counted along each rank's order,
+and do not depend on times either.
 """
 
 from __future__ import annotations
@@ -15,66 +15,66 @@ from enum import StrEnum
 from meshwright.schedule.pipeline.actions import Action, Kind, PipelineSchedule, producer_of
 
 MAX_VIOLATIONS = 20
-"""Of each kind; one mistake in a generator breaks every micro-batch."""
+"""Reported violations per kind; one mistake in a generator breaks every micro-batch."""
 
 
 class ViolationKind(StrEnum):
-    """What can be wrong with a schedule."""
+    """Kinds of errors in a schedule."""
 
     MISSING = "missing"
-    """An action that must be there is not."""
+    """A required action is missing."""
     DOUBLED = "doubled"
-    """An action is there more than once."""
+    """An action occurs more than once."""
     STRAY = "stray"
-    """An action of a stage, micro-batch or kind that the schedule does not have, or on the wrong rank."""
+    """An action with an unknown stage, micro-batch or kind, or on the wrong rank."""
     ORDER = "order"
-    """A rank runs an action before another of its own that it needs."""
+    """A rank runs an action before its producer on the same rank."""
     DEADLOCK = "deadlock"
-    """A rank waits for a result that never comes."""
+    """A rank waits for a result that is never computed."""
 
 
 @dataclass(frozen=True)
 class Violation:
-    """One thing that is wrong, with the place."""
+    """One error, with its rank and action."""
 
-    breach: ViolationKind
+    kind: ViolationKind
     rank: int
     action: Action
-    says: str
-    """In words, without rank and action."""
+    message: str
+    """What is wrong, without rank and action."""
 
     def __str__(self) -> str:
-        return f"rank {self.rank}, {self.action}: {self.says}"
+        return f"rank {self.rank}, {self.action}: {self.message}"
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What is known of a schedule without any times."""
+    """The result of a proof."""
 
     violations: tuple[Violation, ...]
-    """None if the schedule is proved."""
+    """Empty if the schedule is correct."""
     actions: int
-    """How many were checked."""
+    """Number of actions."""
     peak_in_flight: tuple[int, ...]
-    """Most activations of one stage and micro-batch that a rank holds at once, a rank each."""
+    """Peak in-flight activations per rank, each of one stage and micro-batch."""
     peak_by_stage: tuple[int, ...]
-    """The same of each stage alone."""
+    """The same per stage."""
 
     @property
     def proved(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no violations."""
         return not self.violations
 
 
 def prove_schedule(schedule: PipelineSchedule) -> Proof:
-    """Check a schedule; what is wrong with it is returned, never raised."""
+    """Check a schedule. Errors are returned, not raised."""
     violations = [*_find_miscounted(schedule), *_find_stuck(schedule)]
     by_rank, by_stage = _count_peaks(schedule)
     return Proof(tuple(violations), sum(map(len, schedule.ranks)), by_rank, by_stage)
 
 
 def _find_miscounted(schedule: PipelineSchedule) -> list[Violation]:
-    """Actions that are missing, doubled or not the rank's own."""
+    """Actions that are missing, duplicated or on a wrong rank."""
     expected = set(schedule.expected())
     seen: Counter[Action] = Counter()
     stray: list[Violation] = []
@@ -87,16 +87,16 @@ def _find_miscounted(schedule: PipelineSchedule) -> list[Violation]:
             elif (home := schedule.rank_of(action.stage)) != rank:
                 stray.append(Violation(ViolationKind.STRAY, rank, action, f"the stage is on rank {home}"))
             elif seen[action] == 2:
-                doubled.append(Violation(ViolationKind.DOUBLED, rank, action, "is there more than once"))
+                doubled.append(Violation(ViolationKind.DOUBLED, rank, action, "occurs more than once"))
     missing = [
-        Violation(ViolationKind.MISSING, schedule.rank_of(action.stage), action, "is not there")
+        Violation(ViolationKind.MISSING, schedule.rank_of(action.stage), action, "is missing")
         for action in sorted(expected - seen.keys(), key=lambda a: (a.micro_batch, a.stage, a.kind))
     ]
     return [found for kind in (missing, doubled, stray) for found in kind[:MAX_VIOLATIONS]]
 
 
 def _find_stuck(schedule: PipelineSchedule) -> list[Violation]:
-    """Ranks that do not come to their end, and what each of them waits for."""
+    """Ranks that cannot finish, and what each of them waits for."""
     positions = _run_untimed(schedule)
     violations = []
     for rank, position in enumerate(positions):
@@ -106,21 +106,21 @@ def _find_stuck(schedule: PipelineSchedule) -> list[Violation]:
         action = row[position]
         needed = producer_of(action, schedule.stages)
         assert needed is not None, "an action that needs nothing never waits"
-        breach, says = ViolationKind.DEADLOCK, f"waits for {needed}, "
+        kind, message = ViolationKind.DEADLOCK, f"waits for {needed}, "
         homes = [r for r, other in enumerate(schedule.ranks) if needed in other[positions[r] :]]
         if rank in homes:
-            breach, says = ViolationKind.ORDER, f"comes before {needed}, which it needs"
+            kind, message = ViolationKind.ORDER, f"comes before {needed}, which it needs"
         elif not homes:
-            says += "which no rank runs"
+            message += "which no rank runs"
         else:
             blocked = schedule.ranks[homes[0]][positions[homes[0]]]
-            says += f"which rank {homes[0]} does not reach: it stands before {blocked}"
-        violations.append(Violation(breach, rank, action, says))
+            message += f"which rank {homes[0]} does not reach: it is blocked at {blocked}"
+        violations.append(Violation(kind, rank, action, message))
     return violations
 
 
 def _run_untimed(schedule: PipelineSchedule) -> list[int]:
-    """How far each rank comes."""
+    """The number of actions that each rank can run."""
     positions = [0] * len(schedule.ranks)
     done: set[Action] = set()
     waiting: dict[Action, list[int]] = {}
@@ -141,10 +141,10 @@ def _run_untimed(schedule: PipelineSchedule) -> list[int]:
 
 
 def _count_peaks(schedule: PipelineSchedule) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Most activations held at once, by rank and by stage.
+    """Peak in-flight activations, per rank and per stage.
 
-    Held from a forward pass to the end of the last pass that reads them: the backward pass; where that is
-    split, W; where there is none, the forward pass itself.
+    An activation lives from its forward pass to the end of the last pass that reads it: the backward pass; W
+    in a split backward pass; in evaluation the forward pass itself.
     """
     release = schedule.kinds()[-1]
     ranks, stages, held = [], [0] * schedule.stages, [0] * schedule.stages

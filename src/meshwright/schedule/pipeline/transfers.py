@@ -1,4 +1,4 @@
-"""What ranks send each other in a schedule, and until when a sender keeps it; both follow from the order."""
+"""The sends between ranks that follow from a schedule, and how long a sender keeps its buffers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshwright.schedule.pipeline.actions import Action, PipelineSchedule, consu
 
 
 def receiver_of(action: Action, schedule: PipelineSchedule) -> int | None:
-    """The other rank that needs an action's result; None if no other does."""
+    """The other rank that needs an action's result, or None."""
     used = consumer_of(action, schedule.stages)
     if used is None:
         return None
@@ -17,15 +17,15 @@ def receiver_of(action: Action, schedule: PipelineSchedule) -> int | None:
 
 
 def list_needed(schedule: PipelineSchedule, rank: int) -> list[Action]:
-    """What a rank's actions wait for from other ranks, in their order."""
+    """The results that a rank receives, in the order of its actions."""
     producers = (producer_of(action, schedule.stages) for action in schedule.ranks[rank])
     return [source for source in producers if source and receiver_of(source, schedule) == rank]
 
 
 def find_releases(schedule: PipelineSchedule, rank: int) -> dict[Action, list[Action]]:
-    """For what a rank receives, its own sends that are over by then.
+    """For each receive of a rank, its own sends that have completed by then.
 
-    The receiver has used a send before it made what now comes from it.
+    The peer consumed such a send before it computed the result that now arrives.
     """
     positions = schedule.positions
     arrivals: dict[int, list[tuple[int, Action]]] = {}
@@ -46,7 +46,7 @@ def find_releases(schedule: PipelineSchedule, rank: int) -> dict[Action, list[Ac
 
 
 def _user(action: Action, schedule: PipelineSchedule) -> Action:
-    """The action that needs what another one made."""
+    """The action that consumes a result that is sent."""
     used = consumer_of(action, schedule.stages)
-    assert used is not None, "what is sent is needed"
+    assert used is not None, "a sent result has a consumer"
     return used

@@ -1,4 +1,4 @@
-"""Builds one rank's actions where each rank has two stages, down the ranks and up again, and B is split."""
+"""Builds the actions of one rank of a V-shaped schedule with a split backward pass."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from collections.abc import Iterable
 from meshwright.schedule.pipeline.actions import Action, Kind
 
 FULL_BACKWARD = "G"
-"""The letter of a step that is B with its own W directly behind it."""
+"""Letter of a full backward pass: B directly followed by its W."""
 _PASSES = {f"{kind}{arm}": (kind, arm) for kind in (Kind.FORWARD, Kind.BACKWARD) for arm in (0, 1)}
-"""The steps that are one pass of the lower (0) or upper (1) stage."""
+"""Steps of one pass of the lower (0) or upper (1) stage."""
 _FULL_BACKWARDS = {f"{FULL_BACKWARD}{arm}": f"{Kind.BACKWARD}{arm}" for arm in (0, 1)}
 
 
 class VShapedRow:
-    """A rank's actions, each kind in the order of the micro-batches; what has run out is passed over."""
+    """The actions of a rank, each kind in micro-batch order; a step without a micro-batch is skipped."""
 
     def __init__(self, rank: int, pp: int, micro_batches: int) -> None:
         self.actions: list[Action] = []
         self.waiting: deque[Action] = deque()
-        """Weight gradients that can run, first come first."""
+        """Deferred weight gradients, first in first out."""
         self._stages = (rank, 2 * pp - 1 - rank)
         self._micro_batches = micro_batches
         self._done = {"F0": 0, "F1": 0, "B0": 0, "B1": 0}
 
     def left(self, step: str) -> int:
-        """Micro-batches for which a step, forward or backward, is still to be added."""
+        """Remaining micro-batches of a step."""
         return self._micro_batches - self._done[step]
 
     def add(self, steps: Iterable[str]) -> None:
-        """Add steps: a letter and the lower (0) or upper (1) of the rank's stages, or W, the next that waits.
+        """Add steps: a letter and the lower (0) or upper (1) stage, or W for the next deferred one.
 
-        The letters are those of the kinds, and G for the whole backward pass.
+        Letters are those of the kinds, and G for a full backward pass.
         """
         for step in steps:
             if step in _PASSES:
@@ -43,7 +43,7 @@ class VShapedRow:
                 self.actions.append(self.waiting.popleft())
 
     def _add_pass(self, step: str, behind: list[Action] | deque[Action]) -> None:
-        """One pass; the weight gradient of a backward pass goes ``behind``."""
+        """Add one pass; the weight gradient of a backward pass goes to ``behind``."""
         micro_batch = self._done[step]
         if micro_batch == self._micro_batches:
             return

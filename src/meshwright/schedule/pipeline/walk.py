@@ -1,8 +1,7 @@
-"""Gives every action of a schedule its start and end, from the times of stages and transfers.
+"""Computes start and end of every action of a schedule, from the times of stages and transfers.
 
-A rank does its actions in order; each begins when the rank is free and what it needs has arrived. Nothing
-is re-ordered, so the walk is exact for the order given. Links are never busy: two transfers do not slow
-each other.
+A rank runs its actions in order; each starts when the rank is free and its inputs have arrived. Actions are
+not reordered, so the walk is exact. Links have no contention: transfers do not slow each other down.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from meshwright.schedule.pipeline.actions import Kind, PipelineSchedule
 
 Times = float | Sequence[float] | NDArray[np.float64]
 Key = tuple[Kind, int, int]
-"""What equals an action, and is made faster."""
+"""Equal to an action, but faster to create."""
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of one micro-batch in each stage: one number for all stages, or one for each."""
+    """Seconds per micro-batch and stage: one number for all stages, or one for each."""
 
     forward_s: Times = 1.0
     backward_input_s: Times = 1.0
@@ -31,29 +30,29 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Walk:
-    """When everything happens."""
+    """The timeline of a schedule."""
 
     start_s: tuple[tuple[float, ...], ...]
-    """Of each action, a row a rank, in the schedule's order."""
+    """Start of each action, per rank, in schedule order."""
     end_s: tuple[tuple[float, ...], ...]
     makespan_s: float
     work_s: tuple[float, ...]
-    """Time of each rank that is spent computing."""
+    """Compute time per rank."""
 
     @property
     def idle_s(self) -> tuple[float, ...]:
-        """Time of each rank, up to the last one's end, that is not."""
+        """Idle time per rank, up to the makespan."""
         return tuple(self.makespan_s - work for work in self.work_s)
 
     @property
     def bubble(self) -> float:
-        """The idle share of all ranks' time: (pp - 1) / (m + pp - 1) for GPipe and 1F1B."""
+        """Idle fraction of all ranks' time: (pp - 1) / (m + pp - 1) for GPipe and 1F1B."""
         total = self.makespan_s * len(self.work_s)
         return sum(self.idle_s) / total if total else 0.0
 
     @property
     def bubble_overhead(self) -> float:
-        """How much longer the step is than the busiest rank's work: (pp - 1) / m for GPipe and 1F1B."""
+        """Makespan over the compute time of the busiest rank, minus 1: (pp - 1) / m for GPipe and 1F1B."""
         busiest = max(self.work_s)
         return self.makespan_s / busiest - 1 if busiest else 0.0
 
@@ -61,18 +60,18 @@ class Walk:
 def walk_schedule(
     schedule: PipelineSchedule, times: StageTimes, transfer_s: Times = 0.0, overlap: bool = True
 ) -> Walk:
-    """Walk a schedule.
+    """Compute the timeline of a schedule.
 
     Args:
-        schedule: One that is proved; see ``proof.py``.
-        times: Of the stages. A backward pass that is not split takes both its parts.
-        transfer_s: Seconds from a stage to the next one where they are on different ranks, either way; one
-            number, or one for each of the ``stages - 1`` borders.
-        overlap: Whether the sender goes on computing. If not, it waits until the transfer is over; the
-            receiver waits for the data only.
+        schedule: A proved one; see ``proof.py``.
+        times: Of the stages. A full backward pass takes the sum of its two parts.
+        transfer_s: Seconds of a transfer between adjacent stages on different ranks, in either direction;
+            one number, or one for each of the ``stages - 1`` boundaries.
+        overlap: Whether the sender computes during a transfer. If not, it waits until the transfer is done;
+            the receiver only waits for the data.
 
     Raises:
-        ValueError: The schedule cannot run to its end, which a proof would have said.
+        ValueError: The schedule has a deadlock.
     """
     durations = _durations(schedule, times)
     borders = _per_stage(transfer_s, schedule.stages - 1, "transfer_s")
@@ -97,7 +96,7 @@ def _durations(schedule: PipelineSchedule, times: StageTimes) -> dict[Kind, list
 
 
 def _per_stage(value: Times, count: int, name: str) -> list[float]:
-    """A plain list: reading single numbers from an array is what makes such loops slow."""
+    """A plain list, because indexing arrays is slow in loops."""
     found = np.atleast_1d(np.asarray(value, dtype=float))
     if found.ndim != 1 or len(found) not in (1, count):
         raise ValueError(f"{name} has the shape {found.shape}; give one number, or {count}")
@@ -105,7 +104,7 @@ def _per_stage(value: Times, count: int, name: str) -> list[float]:
 
 
 class _State:
-    """The ranks at work: each goes on until it needs what is not there, and then waits to be called."""
+    """The simulation: each rank advances until it needs a missing result, and continues when that arrives."""
 
     def __init__(
         self,
@@ -120,12 +119,12 @@ class _State:
         self.start_s: list[list[float]] = [[] for _ in schedule.ranks]
         self.end_s: list[list[float]] = [[] for _ in schedule.ranks]
         self._free_s = [0.0] * schedule.pp
-        self._h2d_done: dict[Key, float] = {}
+        self._arrived: dict[Key, float] = {}
         self._waiting: dict[Key, int] = {}
         self._sends = _send_times(schedule, borders)
 
     def run(self) -> None:
-        """Until every action has its times."""
+        """Run until every action has its times."""
         ready = list(range(self.schedule.pp))
         while ready:
             rank = ready.pop()
@@ -133,18 +132,18 @@ class _State:
         missing = [r for r, row in enumerate(self.schedule.ranks) if len(self.end_s[r]) < len(row)]
         if missing:
             action = self.schedule.ranks[missing[0]][len(self.end_s[missing[0]])]
-            raise ValueError(f"rank {missing[0]} waits for ever before {action}: prove the schedule first")
+            raise ValueError(f"rank {missing[0]} never gets the input of {action}: prove the schedule first")
 
     def _advance(self, rank: int) -> list[int]:
-        """Go on with one rank; the ranks that can go on because of it.
+        """Advance one rank; returns the ranks that were waiting for its results.
 
-        ``producer_of`` is written out here, and everything is a local name: a large step has a quarter of a
-        million actions. A weight gradient waits for nothing: the prover saw it behind its backward pass.
+        ``producer_of`` is inlined and all names are local, for speed: a large step has a quarter of a million
+        actions. A weight gradient does not wait: the proof has checked that it follows its backward pass.
         """
         row, starts, ends = self.schedule.ranks[rank], self.start_s[rank], self.end_s[rank]
-        arrived, waiting, sends, overlap = self._h2d_done, self._waiting, self._sends, self.overlap
+        arrived, waiting, sends, overlap = self._arrived, self._waiting, self._sends, self.overlap
         durations, last = self.durations, self.schedule.stages - 1
-        now, called = self._free_s[rank], []
+        now, resumed = self._free_s[rank], []
         for position in range(len(ends), len(row)):
             action = row[position]
             kind, stage, m = action
@@ -170,13 +169,13 @@ class _State:
                 if not overlap:
                     now += send
                 if action in waiting:
-                    called.append(waiting.pop(action))
+                    resumed.append(waiting.pop(action))
         self._free_s[rank] = now
-        return called
+        return resumed
 
 
 def _send_times(schedule: PipelineSchedule, borders: list[float]) -> dict[Kind, list[float]]:
-    """What it takes to hand a stage's result on; nothing where the next stage is on the same rank."""
+    """Seconds to send a stage's result; 0 if the next stage is on the same rank."""
     ranks = schedule.stage_ranks
     costs = [s if ranks[i] != ranks[i + 1] else 0.0 for i, s in enumerate(borders)]
     return {Kind.FORWARD: [*costs, 0.0], Kind.BACKWARD: [0.0, *costs]}

@@ -1,23 +1,20 @@
-"""Orders that split the backward pass, so that gradients of weights fill the bubbles: ZB-H1 and ZBV.
+"""Zero-bubble schedules: ZB-H1 and ZBV.
 
-The idea is that of Qi et al., "Zero Bubble Pipeline Parallelism" (2023): only the gradient of a stage's
-input (B) is waited for by another rank; that of its weights (W) can run whenever there is time. The orders
-are our own.
+They follow Qi et al., "Zero Bubble Pipeline Parallelism" (2023): the backward pass is split. Another rank
+waits only for the input gradient (B); the weight gradients (W) can fill bubbles. The orders are our own.
 """
 
 from __future__ import annotations
 
-from meshwright.schedule.pipeline.actions import Action, Kind
+from meshwright.schedule.pipeline.actions import Action, Kind, Rows
 from meshwright.schedule.pipeline.v_shape import VShapedRow
-
-Rows = tuple[tuple[Action, ...], ...]
 
 
 def order_zb_h1(pp: int, micro_batches: int) -> Rows:
-    """1F1B whose rank r leaves its last r weight gradients for the end, where it would wait for nothing.
+    """1F1B in which rank r defers its last r weight gradients to the end, where it would be idle.
 
-    Rank r has pp - r micro-batches whose backward pass is to come, as in 1F1B, and r more that wait for W:
-    pp on every rank, what rank 0 of 1F1B holds.
+    Rank r has pp - r in-flight micro-batches before their backward pass, as in 1F1B, and r more before W: pp
+    on every rank, as on rank 0 of 1F1B.
     """
     rows = []
     for rank in range(pp):
@@ -35,18 +32,18 @@ def order_zb_h1(pp: int, micro_batches: int) -> Rows:
 
 
 def order_zbv(pp: int, micro_batches: int) -> Rows:
-    """Two stages a rank, down the ranks and up again, so that the first rank also holds the last stage.
+    """Two stages per rank, in a V: rank 0 has the first and the last stage.
 
-    Rank r, with its lower stage (0) and its upper one (1), counting from when each result can be there:
+    Rank r, with its lower stage (0) and its upper stage (1):
 
-    - filling: 2 (pp - r) - 1 times F0 until the first micro-batch has been to the last rank and back; then F1
-      and F0 in turn, r times, while it goes on to rank 0 and its gradient comes back; then F1 B1 W1, pp - r
-      times, until that has been to the last rank and back;
-    - steady: F0 B0 W0 F1 B1 W1, six actions for each micro-batch and a rank that never waits;
-    - draining: the backward passes that others wait for first, r pairs of them without W, then each with one,
-      and the weight gradients that are left.
+    - fill: 2 (pp - r) - 1 times F0, until the first micro-batch has reached the last rank and returned; then
+      F1 and F0 alternating, r times, while it reaches rank 0 and its gradient returns; then F1 B1 W1, pp - r
+      times, until that gradient has reached the last rank and returned;
+    - steady state: F0 B0 W0 F1 B1 W1 per micro-batch, without idle time;
+    - drain: first backward passes that other ranks wait for, r pairs without W, then each with one W, and the
+      remaining weight gradients.
 
-    It holds 2 pp activations of stages that are half as deep: what rank 0 of 1F1B holds.
+    In flight are 2 pp activations of half-size stages: as much as on rank 0 of 1F1B.
     """
     return tuple(_zbv_row(rank, pp, micro_batches) for rank in range(pp))
 
