@@ -1,1 +1,1 @@
-"""Checks that need the runtime: prove, dry run and benchmarks."""
+"""Checks that run training steps: prove, dry run and benchmarks."""

@@ -1,11 +1,11 @@
-"""The experts that the reference of a proof chose: written down, and taken over by the layout where two tie.
+"""Routing decisions of the reference of a proof: recorded, and replayed by the layout where experts tie.
 
-Which expert a token is sent to is a jump: two scores that differ by less than rounding may come out the other
-way round in another layout, and the token then goes through other matrices. That is no error of the layout.
-Where the last chosen expert and the first not chosen one tie within ``TIE``, ranks take the reference's
-choice, if its scores are as good; how often is counted.
+Routing is discontinuous: two scores that differ by less than rounding may swap in another layout, and the
+token then goes to another expert. That is not an error of the layout. If the last chosen expert and the first
+rejected one tie within ``TIE``, ranks replay the decision of the reference, provided that its scores are as
+good. The number of replayed decisions is counted.
 
-A token is known by the place of its sample in the global batch and by its position in the sequence.
+A token is identified by the position of its sample in the global batch and its position in the sequence.
 
 Shape suffixes: N tokens of this rank, E experts, K experts of a token.
 """
@@ -30,40 +30,40 @@ from meshwright.verify.proof_task import TIE, routing_file
 
 
 class RoutingDecisions(ABC):
-    """What the choices of a step belong to."""
+    """Hooks the routers of a model."""
 
     def __init__(self, trainer: Trainer, folder: Path) -> None:
-        """Hook every router of the trainer's model.
+        """Hook every router.
 
         Args:
             trainer: Of the rank.
-            folder: Where the reference's choices are, or are to be.
+            folder: Of the reference, which has the recorded decisions or will have them.
         """
         self._trainer, self._folder = trainer, folder
         batches = trainer.data.train
-        places = np.arange(trainer.job.train.global_batch)
-        parts = split_into_micro_batches(places, batches.rank, batches.ranks, batches.micro_batch)
+        samples = np.arange(trainer.job.train.global_batch)
+        parts = split_into_micro_batches(samples, batches.rank, batches.ranks, batches.micro_batch)
         self._parts = [torch.from_numpy(part) for part in parts]
         self.micro_batch = 0
-        """The one whose pass is running."""
-        for layer, module in self._list_mixtures():
+        """The one that is running."""
+        for layer, module in self._list_moe_layers():
             module.router.choose = functools.partial(self.choose, layer, module)
 
     @abstractmethod
     def choose(self, layer: str, module: MixtureOfExperts, scores_NE: Tensor, chosen_NK: Tensor) -> Tensor:
-        """The experts to take; see :class:`meshwright.models.routing.Router`."""
+        """The experts to use; see :class:`meshwright.models.routing.Router`."""
 
     @abstractmethod
     def end_step(self) -> None:
         """The weights are updated."""
 
-    def _list_mixtures(self) -> Iterator[tuple[str, MixtureOfExperts]]:
+    def _list_moe_layers(self) -> Iterator[tuple[str, MixtureOfExperts]]:
         for name, module in self._trainer.model.named_modules():
             if isinstance(module, MixtureOfExperts):
                 yield canonical_name(name), module
 
     def _find(self, module: MixtureOfExperts, chosen_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Which of the rank's tokens are real, and for those the sample's place and the position."""
+        """A mask of real tokens, and of those the position of their sample and in the sequence."""
         part, batch = self._parts[self.micro_batch], self._trainer.data.train.micro_batch
         own, device = len(chosen_NK), chosen_NK.device
         sequence_N = module.tokens.sequence_of(own, batch, device)
@@ -73,40 +73,40 @@ class RoutingDecisions(ABC):
 
 
 class RecordedRouting(RoutingDecisions):
-    """Keeps the choices of each step in a file."""
+    """Saves the decisions of each step to a file."""
 
     def __init__(self, trainer: Trainer, folder: Path) -> None:
         super().__init__(trainer, folder)
         self._tables: dict[str, Tensor] = {}
 
     def choose(self, layer: str, module: MixtureOfExperts, scores_NE: Tensor, chosen_NK: Tensor) -> Tensor:
-        """As chosen; written down."""
+        """As chosen; recorded."""
         if layer not in self._tables:
             job = self._trainer.job
             shape = (job.train.global_batch, job.data.seq_len, chosen_NK.shape[1])
             self._tables[layer] = torch.zeros(shape, dtype=torch.int32)
-        real_N, place_N, position_N = self._find(module, chosen_NK)
-        self._tables[layer][place_N, position_N] = chosen_NK[real_N].to("cpu", torch.int32)
+        real_N, sample_N, position_N = self._find(module, chosen_NK)
+        self._tables[layer][sample_N, position_N] = chosen_NK[real_N].to("cpu", torch.int32)
         return chosen_NK
 
     def end_step(self) -> None:
-        """Write the step's."""
+        """Save the decisions of the step."""
         if self._tables:
             save_file(self._tables, self._folder / routing_file(self._trainer.step))
             self._tables = {}
 
 
 class ReplayedRouting(RoutingDecisions):
-    """Takes the reference's choice where experts tie."""
+    """Replays the decision of the reference where experts tie."""
 
     def __init__(self, trainer: Trainer, folder: Path) -> None:
         super().__init__(trainer, folder)
         self.replayed = 0
-        """Tokens of this rank, in all steps and layers, whose choice was the reference's."""
+        """Replayed decisions of this rank, over all steps and layers."""
         self._step, self._tables = -1, dict[str, Tensor]()
 
     def choose(self, layer: str, module: MixtureOfExperts, scores_NE: Tensor, chosen_NK: Tensor) -> Tensor:
-        """As chosen, or as the reference did where nothing decides between the two."""
+        """As chosen, or as the reference where experts tie."""
         per_token = chosen_NK.shape[1]
         if per_token == scores_NE.shape[1]:
             return chosen_NK
@@ -114,9 +114,9 @@ class ReplayedRouting(RoutingDecisions):
         tied_N = best[:, -2] - best[:, -1] < TIE
         if not tied_N.any():
             return chosen_NK
-        real_N, place_N, position_N = self._find(module, chosen_NK)
+        real_N, sample_N, position_N = self._find(module, chosen_NK)
         taken_NK = chosen_NK.clone()
-        taken_NK[real_N] = self._read(layer)[place_N, position_N].to(chosen_NK)
+        taken_NK[real_N] = self._read(layer)[sample_N, position_N].to(chosen_NK)
         theirs_NK = scores_NE.gather(1, taken_NK).sort(dim=-1, descending=True).values
         tied_N &= real_N & ((best[:, :-1] - theirs_NK).amax(-1) < TIE)
         if module.router.is_counting:
@@ -124,7 +124,7 @@ class ReplayedRouting(RoutingDecisions):
         return torch.where(tied_N.unsqueeze(1), taken_NK, chosen_NK)
 
     def end_step(self) -> None:
-        """Nothing is kept of it."""
+        """Nothing to do."""
 
     def _read(self, layer: str) -> Tensor:
         step = self._trainer.step + 1

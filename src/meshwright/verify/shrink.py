@@ -1,8 +1,8 @@
-"""Makes a job small enough to be run twice on this machine, keeping every kind of split that it has.
+"""Shrinks a job that is too large to be proved on this machine, and keeps all its axes.
 
-A degree above one becomes the smallest legal one, layers and widths follow: what is proved is that the parts
-are cut, sent and put together right, which needs two of everything and not a thousand. Nothing is changed
-silently: each change is listed, with the reasons.
+Each degree above one becomes the smallest legal one; layers and widths follow. A proof shows that shards are
+split, sent and joined correctly: that needs two of everything, not a thousand. Every change is listed, with
+the reasons.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from meshwright.spec.load import job_tree
 from meshwright.spec.model import DecoderModel, ResNetModel
 
 MAX_RANKS = 8
-"""Processes that one machine is asked to run for a proof."""
+"""Processes of a proof on one machine."""
 MAX_MEMORY_SHARE = 0.5
-"""Share of the machine's free memory that the state of all ranks may take; the rest is for activations."""
+"""Share of free memory for the state of all ranks; the rest is for activations."""
 MAX_SECONDS = 600.0
-"""Time that the steps of one process may take, at the machine's assumed rate."""
+"""Time of the reference, at the assumed FLOP/s of the machine."""
 FLOAT32_BYTES = 4
 
 SMALL_HEAD = 16
@@ -37,7 +37,7 @@ SMALL_SEQ_LEN = 64
 SMALL_BATCH = 8
 SMALL_IMAGE_WIDTH = 16
 UNREPORTED_KEYS = ("model.preset", "model.hf")
-"""Changed along with the others, and no matter of size."""
+"""Changed with the others, but irrelevant to the reader."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class Change:
 
 @dataclass(frozen=True)
 class ShrunkJob:
-    """A job that can be proved here, and what was done to it."""
+    """A job that can be proved on this machine, and how it was changed."""
 
     job: Job
     reasons: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
 
     def as_dict(self) -> dict[str, Any] | None:
-        """For ``--json``: None if the job is proved as it is."""
+        """For ``--json``; None if the job is unchanged."""
         if not self.reasons:
             return None
         changes = [dataclasses.asdict(change) for change in self.changes]
@@ -66,13 +66,13 @@ class ShrunkJob:
 
 
 def shrink_to_fit(job: Job, steps: int, memory_bytes: int, flops_per_s: float) -> ShrunkJob:
-    """The job itself if it can be run here in two ways, else a smaller one of the same kind.
+    """The job itself if it can be proved on this machine, else a smaller one with the same axes.
 
     Args:
         job: With its layout given.
-        steps: How many of them are run.
-        memory_bytes: What processes may take.
-        flops_per_s: Rate of one process.
+        steps: Of the proof.
+        memory_bytes: Free memory.
+        flops_per_s: Of one process.
     """
     reasons = find_reasons(job, steps, memory_bytes, flops_per_s)
     if not reasons:
@@ -82,11 +82,11 @@ def shrink_to_fit(job: Job, steps: int, memory_bytes: int, flops_per_s: float) -
 
 
 def find_reasons(job: Job, steps: int, memory_bytes: int, flops_per_s: float) -> list[str]:
-    """Why a job is too large, in sentences; none if it is not."""
+    """Why a job is too large, in sentences; empty if it is not."""
     reasons = []
     layout = job.layout
     if layout.world_size > MAX_RANKS:
-        reasons.append(f"{layout.world_size} ranks, and one machine runs {MAX_RANKS}")
+        reasons.append(f"{layout.world_size} ranks, more than the {MAX_RANKS} that one machine runs")
     shards = layout.dp_shard * layout.cp
     state = state_bytes(job) * layout.dp_replicate * (1 if layout.zero == 3 else shards)
     if state > MAX_MEMORY_SHARE * memory_bytes:
@@ -101,7 +101,7 @@ def find_reasons(job: Job, steps: int, memory_bytes: int, flops_per_s: float) ->
 
 
 def state_bytes(job: Job) -> int:
-    """Weights, gradients and optimizer of one process."""
+    """Bytes of weights, gradients and optimizer state in one process."""
     parameters = list_parameters(job.model)
     return (
         2 * FLOAT32_BYTES * count_parameters(job.model) + predict_optimizer(parameters, job.train).state_bytes
@@ -109,7 +109,7 @@ def state_bytes(job: Job) -> int:
 
 
 def shrink(job: Job) -> Job:
-    """The smallest legal job with the same axes: fewest ranks first, then the narrowest model."""
+    """The smallest legal job with the same axes: fewest ranks, then the narrowest model."""
     for layout in _small_layouts(job.layout):
         for widen in (1, 2, 4, 8):
             small = _shrunk(job, layout, widen)
@@ -119,12 +119,12 @@ def shrink(job: Job) -> Job:
 
 
 def is_legal(job: Job) -> bool:
-    """Whether the job can ever run: what is not built yet is said when it is asked to."""
+    """Whether the job is legal; features that are not built yet are reported when it runs."""
     return all(problem.code.endswith("-not-built") for problem in find_problems(job))
 
 
 def list_neighbours(before: Job, after: Job) -> Iterator[Change]:
-    """What differs, key by key."""
+    """The keys that differ."""
     old, new = job_tree(before), job_tree(after)
     for section in ("layout", "model", "data", "train"):
         for key in dict.fromkeys((*old[section], *new[section])):
@@ -134,7 +134,7 @@ def list_neighbours(before: Job, after: Job) -> Iterator[Change]:
 
 
 def _small_layouts(layout: Layout) -> Iterator[Layout]:
-    """Layouts with every degree above one made smaller, fewest ranks first."""
+    """Layouts with small degrees on the same axes, fewest ranks first."""
     axes = [axis for axis in DEGREES if getattr(layout, axis) > 1]
     choices = [sorted({n for n in (2, 3, 4) if n <= getattr(layout, axis)}) for axis in axes]
     stages = min(layout.virtual_stages, 2)
@@ -169,9 +169,9 @@ def _shrunk(job: Job, layout: Layout, widen: int) -> Job:
 def _shrink_decoder(
     model: DecoderModel, layout: Layout, seq_len: int, widen: int, repeated: bool
 ) -> DecoderModel:
-    """Two layers, or one a stage; as many key heads as tp; the proportions of the rest kept, rounded.
+    """Two layers, or one per stage; as many key heads as ``tp``; other widths in proportion, rounded.
 
-    Where key heads are repeated over tp, they still are: there is one.
+    Key heads that are replicated over ``tp`` stay so: there is one.
     """
     dense = min(model.dense_layers, 1)
     windows = model.window_every if model.window else 1
@@ -185,7 +185,7 @@ def _shrink_decoder(
     hidden = min(model.hidden_size, heads * head)
 
     def scaled(width: int) -> int:
-        """In proportion, and divisible by what splits it."""
+        """In proportion, and divisible by ``tp`` and ``etp``."""
         step = 8 * layout.tp * layout.etp
         return min(width, -(-width * hidden // (model.hidden_size * step)) * step)
 
@@ -219,7 +219,7 @@ def _shrink_decoder(
 
 
 def _shrink_resnet(model: ResNetModel, widen: int) -> ResNetModel:
-    """One block a stage and a narrow first stage; images stay as the data have them."""
+    """One block per stage and a narrow first stage; the image size stays that of the data."""
     least = SMALL_IMAGE_WIDTH if model.norm_groups is None and model.norm == "batch" else model.groups
     width = min(model.width, least * widen)
     return dataclasses.replace(model, preset=None, blocks=(1,) * len(model.blocks), width=width)

@@ -1,8 +1,7 @@
-"""The verdict of a proof: equal, or the first module at which the layout leaves the one process.
+"""The verdict of a proof: equal, or the first module at which the layout diverges from the reference.
 
-First is meant in the order of the step: what goes in, the forward pass, the loss, the backward pass
-(gradients in the order in which they are ready), the update, the steps after it. All that is later may follow
-from it.
+First in the order of a step: inputs, forward pass, loss, backward pass (gradients in the order in which they
+become ready), update, later steps. Later differences may be consequences.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from meshwright.verify.proof_task import (
 
 TOLERANCE = {"loss": LOSS_TOLERANCE, "gradient": GRADIENT_TOLERANCE}
 SAME_FACTOR = 1e-3
-"""Gradients that are all this close to one multiple of the reference's are wrong by that factor."""
+"""Tolerance within which all gradients must share one factor for that factor to be reported."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where the layout first leaves the reference."""
+    """Where the layout first diverges from the reference."""
 
     kind: str
     """`input`, `activation`, `loss`, `gradient` or `weight`."""
     module: str
     step: int
     difference: float | None
-    """Relative; None if it is not finite, or there is nothing to compare."""
+    """Relative; None if it is not finite or missing."""
     rank: int | None = None
     parameter: str | None = None
     note: str = ""
@@ -63,13 +62,13 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a proof says."""
+    """The result of a proof."""
 
     equal: bool
     max_rel_diff: float | None
-    """Of the losses; None if one is not there or not finite."""
+    """Of the losses; None if one is missing or not finite."""
     max_grad_diff: float | None
-    """Of the gradients, of their norms; 1 for a missing one, None for one that is not finite."""
+    """Of the gradients, relative to their norms; 1 for a missing one, None for one that is not finite."""
     first_divergence: Divergence | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -84,29 +83,29 @@ class Verdict:
 
 
 def judge(
-    notes: ReferenceRecord,
+    reference: ReferenceRecord,
     findings: Sequence[RankFindings],
     losses: Sequence[float | None],
     reference_losses: Sequence[float | None],
 ) -> Verdict:
-    """Hold what the ranks found against the tolerances.
+    """Compare the findings of the ranks with the tolerances.
 
     Args:
-        notes: Of the reference.
+        reference: What the reference recorded.
         findings: Of every rank of the layout.
-        losses: Of its steps.
-        reference_losses: Of the one process's.
+        losses: Of the layout, by step.
+        reference_losses: Of the reference.
     """
     by_step = [_relative(a, b) for a, b in zip(losses, reference_losses, strict=False)]
     lost = len(losses) != len(reference_losses)
-    gradients = {step: list(_gradients(notes, findings, step)) for step in GRADIENT_STEPS}
+    gradients = {step: list(_gradients(reference, findings, step)) for step in GRADIENT_STEPS}
     rows = [row for step in GRADIENT_STEPS for row in gradients[step]]
     equal = (
         not lost
         and not any(_exceeds(off, LOSS_TOLERANCE) for off in by_step)
         and not any(row.wrong for row in rows)
     )
-    first = None if equal else _first(notes, findings, by_step, gradients)
+    first = None if equal else _first(reference, findings, by_step, gradients)
     return Verdict(
         equal=equal,
         max_rel_diff=None if lost else _largest(by_step),
@@ -117,7 +116,7 @@ def judge(
 
 @dataclass(frozen=True)
 class _Row:
-    """One gradient of one rank, judged."""
+    """One gradient of one rank."""
 
     parameter: str
     rank: int | None
@@ -133,12 +132,12 @@ class _Row:
         return self.missing or _exceeds(self.relative, GRADIENT_TOLERANCE)
 
 
-def _gradients(notes: ReferenceRecord, findings: Sequence[RankFindings], step: int) -> Iterator[_Row]:
-    """Every gradient on every rank that holds a part of it, in the order of the backward pass."""
-    norms = notes.gradient_norms[str(step)]
+def _gradients(reference: ReferenceRecord, findings: Sequence[RankFindings], step: int) -> Iterator[_Row]:
+    """Every gradient on every rank that holds a shard of it, in the order of the backward pass."""
+    norms = reference.gradient_norms[str(step)]
     noise = ROUNDING / GRADIENT_TOLERANCE * math.sqrt(sum(norm**2 for norm in norms.values()))
-    unknown = {name for f in findings for name in f.gradients.get(str(step), {})} - set(notes.parameters)
-    for name in (*sorted(unknown), *notes.parameters):
+    unknown = {name for f in findings for name in f.gradients.get(str(step), {})} - set(reference.parameters)
+    for name in (*sorted(unknown), *reference.parameters):
         held = [
             (f.rank, f.gradients[str(step)][name]) for f in findings if name in f.gradients.get(str(step), {})
         ]
@@ -152,32 +151,32 @@ def _gradients(notes: ReferenceRecord, findings: Sequence[RankFindings], step: i
 
 
 def _first(
-    notes: ReferenceRecord,
+    reference: ReferenceRecord,
     findings: Sequence[RankFindings],
     by_step: Sequence[float | None],
     gradients: dict[int, list[_Row]],
 ) -> Divergence:
-    """The earliest moment at which something is wrong."""
+    """The earliest difference."""
     first_step, last_step = GRADIENT_STEPS[0], GRADIENT_STEPS[-1]
     later = [step for step, off in enumerate(by_step, start=1) if _exceeds(off, LOSS_TOLERANCE)]
     tries: tuple[Callable[[], Divergence | None], ...] = (
-        lambda: first_activation(notes, findings),
+        lambda: first_activation(reference, findings),
         lambda: _loss(by_step, later) if later[:1] == [first_step] else None,
-        lambda: _first_gradient(notes, gradients[first_step], first_step),
-        lambda: _first_weight(notes, findings),
+        lambda: _first_gradient(reference, gradients[first_step], first_step),
+        lambda: _first_weight(reference, findings),
         lambda: _loss(by_step, later) if later else None,
-        lambda: _first_gradient(notes, gradients[last_step], last_step),
+        lambda: _first_gradient(reference, gradients[last_step], last_step),
     )
-    found = (look() for look in tries)
+    found = (find() for find in tries)
     nothing = Divergence("loss", "loss", len(by_step) + 1, None, note="missing")
     return next((divergence for divergence in found if divergence is not None), nothing)
 
 
-def first_activation(notes: ReferenceRecord, findings: Sequence[RankFindings]) -> Divergence | None:
-    """The innermost module that reads what the reference reads and puts out something else.
+def first_activation(reference: ReferenceRecord, findings: Sequence[RankFindings]) -> Divergence | None:
+    """The innermost module with a correct input and a wrong output.
 
-    Modules are taken in the order in which they end. If the first one with a wrong output had a wrong input
-    already, what lies between it and the modules before it is at fault: the module around it.
+    Modules are in the order of their outputs. If the first one with a wrong output also had a wrong input,
+    the cause is between it and the modules before it: then the module around it is named.
     """
     worst: dict[tuple[str, str], tuple[float, int]] = {}
     for found in findings:
@@ -186,21 +185,21 @@ def first_activation(notes: ReferenceRecord, findings: Sequence[RankFindings]) -
             if size > ACTIVATION_TOLERANCE:
                 key = (row.module, row.what)
                 worst[key] = max(worst.get(key, (0.0, 0)), (size, found.rank))
-    culprit = next((name for name in notes.modules if (name, "output") in worst), None)
-    if culprit is None:
-        # The outermost module puts out a loss and no sample's part of it: only what it reads is compared.
+    wrong_module = next((name for name in reference.modules if (name, "output") in worst), None)
+    if wrong_module is None:
+        # The output of the outermost module is a loss without a sample dim: only its input is compared.
         return _input(worst) if ("", "input") in worst else None
-    size, rank = worst[culprit, "output"]
-    while (culprit, "input") in worst:
-        if not culprit:
+    size, rank = worst[wrong_module, "output"]
+    while (wrong_module, "input") in worst:
+        if not wrong_module:
             return _input(worst)
-        culprit = _around(culprit, notes.modules)
+        wrong_module = _around(wrong_module, reference.modules)
     difference = None if math.isinf(size) else size
-    return Divergence("activation", culprit or ROOT_NAME, 1, difference, rank)
+    return Divergence("activation", wrong_module or ROOT_NAME, 1, difference, rank)
 
 
 def _around(name: str, modules: Sequence[str]) -> str:
-    """The nearest module around one that is called itself: a list of blocks is not."""
+    """The nearest enclosing module that is called itself; a ``ModuleList`` is not."""
     outer = name.rpartition(".")[0]
     while outer and outer not in modules:
         outer = outer.rpartition(".")[0]
@@ -213,17 +212,17 @@ def _input(worst: dict[tuple[str, str], tuple[float, int]]) -> Divergence:
 
 
 def _loss(by_step: Sequence[float | None], later: Sequence[int]) -> Divergence:
-    note = "" if later[0] > 1 else "all outputs that were compared are right: how losses are added up is not"
+    note = "" if later[0] > 1 else "all compared outputs are right, so the summation of losses is wrong"
     return Divergence("loss", "loss", later[0], by_step[later[0] - 1], note=note)
 
 
-def _first_gradient(notes: ReferenceRecord, rows: Sequence[_Row], step: int) -> Divergence | None:
+def _first_gradient(reference: ReferenceRecord, rows: Sequence[_Row], step: int) -> Divergence | None:
     row = next((row for row in rows if row.wrong), None)
     if row is None:
         return None
-    module, known = row.parameter.rpartition(".")[0], row.parameter in notes.parameters
+    module, known = row.parameter.rpartition(".")[0], row.parameter in reference.parameters
     note = _factor_note(rows)
-    if shared := notes.shared.get(row.parameter):
+    if shared := reference.shared.get(row.parameter):
         note = "; ".join(part for part in (note, f"it is also {', '.join(shared)}") if part)
     if row.missing:
         note = "missing on every rank" if row.found is None else "missing"
@@ -234,20 +233,20 @@ def _first_gradient(notes: ReferenceRecord, rows: Sequence[_Row], step: int) -> 
 
 
 def _factor_note(rows: Sequence[_Row]) -> str:
-    """Says so where one factor explains all: then no module is at fault, but the loss or its divisor."""
+    """A note if one factor explains all differences: then the loss or its divisor is wrong."""
     wrong = [row.found for row in rows if row.wrong and row.found is not None]
     factors = [f.factor for f in wrong if f.factor is not None and (f.rest or 0.0) < SAME_FACTOR]
     if len(factors) < 2 or len(factors) < len(wrong) or 2 * len(wrong) < len(rows):
         return ""
     if max(factors) - min(factors) > SAME_FACTOR * abs(factors[0]):
         return ""
-    return f"all gradients are {factors[0]:.4g} times the reference's: a wrong divisor or loss scale"
+    return f"all gradients are {factors[0]:.4g} times the reference: a wrong divisor or loss scale"
 
 
-def _first_weight(notes: ReferenceRecord, findings: Sequence[RankFindings]) -> Divergence | None:
-    """The first parameter, in the order of the backward pass, that the first update moved elsewhere."""
-    for name in notes.parameters:
-        moved = notes.update_norms.get(name, 0.0)
+def _first_weight(reference: ReferenceRecord, findings: Sequence[RankFindings]) -> Divergence | None:
+    """The first parameter, in the order of the backward pass, whose first update differs."""
+    for name in reference.parameters:
+        moved = reference.update_norms.get(name, 0.0)
         for found in findings:
             off = found.weights[name].difference if name in found.weights else 0.0
             relative = None if off is None else off / moved if moved else off

@@ -16,9 +16,10 @@ from meshwright.cli.dry_run import dry_run_job
 from meshwright.cli.output import Output
 from meshwright.core.errors import UserError
 from meshwright.measure.collective_counter import CollectiveCounter
-from meshwright.parallel.expert import TokenDispatcher
 from meshwright.plan import predict
-from meshwright.verify.dry_run import EvenExchange, FakeStore, RealIntegers, SharedChunks, choose_round_robin
+from meshwright.verify.dry_run import FakeStore
+from meshwright.verify.even_routing import choose_round_robin, even_counts
+from meshwright.verify.fake_tensors import RealIntegers, SharedChunks
 
 SMALL = ("train.global_batch=12", "data.seq_len=32", "cluster.device=cpu")
 
@@ -76,9 +77,8 @@ def test_the_ledger_of_large_models_is_what_torch_does(dry_run, preset, layout, 
 
 
 @pytest.mark.parametrize(("tokens", "etp"), [(1, 1), (3, 1), (8, 2), (21, 2)])
-def test_ranks_agree_on_what_goes_to_which_experts(monkeypatch, tokens, etp):
+def test_ranks_agree_on_what_goes_to_which_experts(tokens, etp):
     """What one knows to arrive is what the others send, and is even: also of fewer tokens than experts."""
-    monkeypatch.setattr(TokenDispatcher, "exchange_counts", lambda self, told: None)
     ranks, experts = 4, 8
     held = experts * etp // ranks
     nowhere, choice = torch.zeros(tokens, experts), torch.zeros(tokens, 2, dtype=torch.int64)
@@ -87,11 +87,9 @@ def test_ranks_agree_on_what_goes_to_which_experts(monkeypatch, tokens, etp):
     totals = counts.sum(0)
     assert totals.max() - totals.min() <= 1
     for place in range(ranks):
-        exchange = object.__new__(EvenExchange)
-        vars(exchange).update(_experts=experts, _etp=etp, place=place)
         told = counts[place].view(ranks // etp, held).repeat_interleave(etp, 0)
         first = place // etp * held
-        assert torch.equal(exchange.exchange_counts(told), counts[:, first : first + held])
+        assert torch.equal(even_counts(told, place, experts, etp), counts[:, first : first + held])
 
 
 def test_ranks_with_fewer_choices_than_experts_are_rehearsed(dry_run):
@@ -208,7 +206,7 @@ def test_a_wrong_prediction_of_the_peak_is_found(dry_run, monkeypatch):
 
 def test_a_mistake_in_the_layout_itself_is_found(dry_run, monkeypatch):
     """Replicas of shards summed in every micro-batch: twice the all-reduces that the plan has."""
-    monkeypatch.setattr("meshwright.parallel.apply.set_gradient_sync", lambda *_: None)
+    monkeypatch.setattr("meshwright.parallel.data_parallel.set_gradient_sync", lambda *_: None)
     layout = ("layout.dp_replicate=2", "layout.dp_shard=2")
     found, _ = dry_run("tiny", *layout, *SMALL, expect=3)
     assert any("axis dp_replicate, all_reduce in phase step: 6 calls" in d for d in found["differences"])

@@ -9,6 +9,7 @@ from meshwright.models.bf16_weights import WeightCopies
 from meshwright.models.block_backend import convert_to_triton
 from meshwright.plan.probe_runs import PROBE_SUITES, find_cluster, list_runs
 from meshwright.verify.bench import machine
+from meshwright.verify.synthetic_data import RandomTokens
 
 CPU = torch.device("cpu")
 
@@ -56,7 +57,7 @@ def test_steps_are_those_of_a_run_and_its_blocks_can_be_called_alone(monkeypatch
 
 def test_random_words_are_targets_all():
     (run, *_) = list_runs(PROBE_SUITES["cpu"], find_cluster(cpu_only=True))
-    words = machine.RandomTokens(run.plan.job)
+    words = RandomTokens(run.plan.job)
     rows = words.read([0, 1, 2])
     assert rows.tokens.shape == (3, 32)
     assert words.count_targets([0, 1, 2]) == 3 * 32

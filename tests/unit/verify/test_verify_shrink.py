@@ -93,7 +93,7 @@ def test_repeated_key_heads_stay_repeated():
 
 def ranks_of(job) -> list[str]:
     """Four axes of two are sixteen ranks: as few as there can be, and still said."""
-    return [f"{job.layout.world_size} ranks, and one machine runs {MAX_RANKS}"]
+    return [f"{job.layout.world_size} ranks, more than the {MAX_RANKS} that one machine runs"]
 
 
 def test_what_was_changed_is_listed_and_nothing_else():
@@ -107,7 +107,7 @@ def test_what_was_changed_is_listed_and_nothing_else():
     assert "model.vocab_size" not in changes
     told = shrunk.as_dict()
     assert told is not None
-    assert told["reasons"] == ["12 ranks, and one machine runs 8"]
+    assert told["reasons"] == ["12 ranks, more than the 8 that one machine runs"]
     assert {"key": "layout.dp_replicate", "before": 12, "after": 2} in told["changes"]
 
 

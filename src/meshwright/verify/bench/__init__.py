@@ -1,1 +1,1 @@
-"""Benchmarks that run the real thing: the launcher's processes, the trainer, the plan."""
+"""Benchmarks on real ranks: scaling of steps, and the operations that ``probe`` times."""

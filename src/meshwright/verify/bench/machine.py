@@ -1,8 +1,8 @@
 """What ``meshwright probe`` times on one device: single operations as a run calls them, and real steps.
 
-Operands are random: how fast a GPU multiplies depends on what, as it does on how warm it is. So each
-operation is repeated for a while, and on a GPU it is the mean that counts, not the best. On a CPU it is the
-lower quartile of processor time: about what one thread would take on a core that nobody else uses.
+Operands are random: the speed of a GPU depends on the values and on its temperature. So each operation is
+repeated for a while. On a GPU the mean counts, not the best. On a CPU the lower quartile of CPU time counts:
+about the time of one thread on an idle core.
 """
 
 from __future__ import annotations
@@ -16,13 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from meshwright.core.events import EventWriter
-from meshwright.data.dataset import SampleBatch
 from meshwright.launch.assignment import Assignment
 from meshwright.measure.collective_counter import CollectiveCounter
 from meshwright.measure.elapsed import count_calls, elapsed_s
@@ -42,21 +39,21 @@ from meshwright.train.build import build_trainer
 from meshwright.train.loop import run_step, start_meter
 from meshwright.train.optimizer import build_optimizer
 from meshwright.train.trainer import RankContext, Trainer
-from meshwright.verify.dry_run import ZeroDataset
+from meshwright.verify.synthetic_data import RandomTokens
 
 MIN_CALLS = 3
-"""Calls of an operation, however long it takes."""
+"""Calls of an operation, even if they take longer."""
 MAX_CALLS = 1000
 WARM_UP = 2
 WARM_UP_STEPS = 3
 ADAMW_BYTES = 28
-"""What AdamW moves for each float32 element: weight, gradient and two moments read, all but one written.
-With a copy in 16 bits, two more."""
+"""Memory traffic of AdamW per float32 element: weight, gradient and two moments read; all but the gradient
+written. A 16-bit weight copy adds two bytes."""
 UPDATED_ROWS = 64
 
 
 def time_call(device: torch.device, call: Callable[[], object], seconds: float) -> float:
-    """Time of one call, repeated for so many seconds: the mean on a GPU, the lower quartile on a CPU."""
+    """Time of one call, repeated for some seconds: the mean on a GPU, the lower quartile on a CPU."""
     for _ in range(WARM_UP):
         call()
     if device.type != "cuda":
@@ -67,7 +64,7 @@ def time_call(device: torch.device, call: Callable[[], object], seconds: float) 
 
 
 def _quartile_s(call: Callable[[], object], seconds: float) -> float:
-    """The time that a quarter of the calls stay below: other processes make calls longer, never shorter."""
+    """The lower quartile: other processes make calls slower, never faster."""
     times: list[float] = []
     deadline = time.perf_counter() + seconds
     while len(times) < MIN_CALLS or (time.perf_counter() < deadline and len(times) < MAX_CALLS):
@@ -80,12 +77,12 @@ def _quartile_s(call: Callable[[], object], seconds: float) -> float:
 def time_linear(
     device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int], seconds: float
 ) -> tuple[float, float, float]:
-    """A linear layer's product, and those of the gradients of its input and, in float32, of its weight.
+    """The three GEMMs of a linear layer: output, input gradient, and weight gradient in float32.
 
     Args:
-        device: Where.
-        dtype: Of what the products read.
-        sizes: Rows, width of the output, width of the input.
+        device: Of the operands.
+        dtype: Of the operands.
+        sizes: Rows, output features, input features.
         seconds: For each of the three.
     """
     rows, columns, depth = sizes
@@ -103,11 +100,11 @@ def time_linear(
 def time_fp8_linear(
     device: torch.device, sizes: tuple[int, int, int], seconds: float
 ) -> tuple[float, float, float]:
-    """The same of a product in 8 bits, with the casts that a step does for it; its input is cast already.
+    """The same in fp8, with the casts of a step; the input of the forward GEMM is cast already.
 
     Args:
-        device: Where.
-        sizes: Rows, width of the output, width of the input.
+        device: Of the operands.
+        sizes: Rows, output features, input features.
         seconds: For each of the three.
     """
     rows, columns, depth = sizes
@@ -124,9 +121,9 @@ def time_fp8_linear(
 
 
 def time_triton_kernels(device: torch.device, job: Job, seconds: float) -> float:
-    """What our kernels take for both passes of a job's block, with selective recomputation."""
+    """Time of the Triton kernels in both passes of a block, with selective activation checkpointing."""
     model, batch, length = job.model, job.layout.micro_batch or 1, job.data.seq_len
-    assert isinstance(model, DecoderModel), "decoders are probed"
+    assert isinstance(model, DecoderModel), "only decoders are probed"
     width, low, stream = model.hidden_size, torch.bfloat16, RESIDUAL_DTYPES[job.train.residual_dtype]
     parts = (model.num_heads, model.num_kv_heads, model.num_kv_heads)
 
@@ -163,21 +160,21 @@ def time_attention(
     """Causal attention as a block calls it: the forward pass, and the backward pass.
 
     Args:
-        device: Where.
+        device: Of the operands.
         dtype: Of queries, keys and values.
-        heads: Query heads, key heads, and their width.
-        sequences: How many, and their length.
-        seconds: For each of both.
+        heads: Query heads, key heads, head size.
+        sequences: Batch size, sequence length.
+        seconds: For each of the two.
     """
-    asked, known, size = heads
+    num_heads, num_kv_heads, size = heads
     batch, length = sequences
 
     def draw(count: int) -> Tensor:
         drawn = torch.randn(batch, length, count, size, device=device).to(dtype)
         return drawn.transpose(1, 2).requires_grad_()
 
-    q, k, v = draw(asked), draw(known), draw(known)
-    grad = torch.randn(batch, length, asked, size, device=device).to(dtype).transpose(1, 2)
+    q, k, v = draw(num_heads), draw(num_kv_heads), draw(num_kv_heads)
+    grad = torch.randn(batch, length, num_heads, size, device=device).to(dtype).transpose(1, 2)
 
     def both() -> object:
         return torch.autograd.grad(causal_attention(q, k, v, None), (q, k, v), grad)
@@ -189,49 +186,49 @@ def time_attention(
 
 
 def measure_copy(device: torch.device, elements: int, seconds: float) -> float:
-    """Bandwidth of a copy of so many float32 elements, read and written bytes together."""
+    """Bandwidth of a copy of float32 elements; read and written bytes both count."""
     source = torch.randn(elements, device=device)
     target = torch.empty_like(source)
     return 2 * 4 * elements / time_call(device, lambda: target.copy_(source), seconds)
 
 
 def measure_adamw(device: torch.device, job: Job, elements: int, seconds: float) -> float:
-    """Bandwidth of a job's AdamW over a matrix of so many elements, read and written bytes together."""
-    moved = torch.nn.Linear(elements // UPDATED_ROWS, UPDATED_ROWS, bias=False, device=device)
-    (weight,) = moved.parameters()
+    """Bandwidth of the AdamW of a job on one matrix; read and written bytes both count."""
+    linear = torch.nn.Linear(elements // UPDATED_ROWS, UPDATED_ROWS, bias=False, device=device)
+    (weight,) = linear.parameters()
     weight.grad = torch.randn_like(weight)
     low = AUTOCAST_DTYPES.get(job.train.precision)
     copies = {} if low is None or not uses_bf16_weight_copies(job) else {weight: weight.detach().to(low)}
-    optimizer = build_optimizer(moved, job.train, copies, uses_fused_adamw(job))
+    optimizer = build_optimizer(linear, job.train, copies, uses_fused_adamw(job))
     each = ADAMW_BYTES + sum(copy.element_size() for copy in copies.values())
     return each * elements / time_call(device, optimizer.step, seconds)
 
 
 def measure_launch(device: torch.device, seconds: float) -> float:
-    """Time of an operation on almost nothing."""
+    """Time of an operation on one element: the launch overhead."""
     one = torch.zeros(1, device=device)
     return time_call(device, lambda: one.add_(1.0), seconds)
 
 
 def count_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; a CPU has none."""
+    """Of a GPU; 0 on a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 @dataclass(frozen=True)
 class StepTimings:
-    """What a few steps of a small model took."""
+    """Times of a few steps of a small model."""
 
     step_s: float
     """Median."""
     peak_bytes: int | None
-    """Of allocated memory in a step; None on a CPU."""
+    """Peak of allocated memory in a step; None on a CPU."""
     block_s: float | None
-    """Host time for both passes of a block, on a GPU, which goes on meanwhile."""
+    """CPU time to launch both passes of a block on a GPU; None on a CPU."""
 
 
 def time_steps(plan: Plan) -> StepTimings:
-    """Take ``train.steps`` steps of a plan for one process in this one; the first three are not counted."""
+    """Run ``train.steps`` steps of a one-process plan in this process; the first three are warm-up."""
     try:
         return _time_steps(plan)
     finally:
@@ -240,12 +237,12 @@ def time_steps(plan: Plan) -> StepTimings:
 
 def _time_steps(plan: Plan) -> StepTimings:
     counter, events = CollectiveCounter(), EventWriter(Path(os.devnull), 0, 0)
-    nowhere = Assignment(os.devnull, os.devnull, os.devnull)
+    assignment = Assignment(os.devnull, os.devnull, os.devnull)
     mesh = init_mesh(plan.job, counter, rank=0)
     try:
-        words = RandomTokens(plan.job)
-        context = RankContext(plan, nowhere, mesh, counter, events)
-        trainer = build_trainer(context, open_split=lambda _: words)
+        dataset = RandomTokens(plan.job)
+        context = RankContext(plan, assignment, mesh, counter, events)
+        trainer = build_trainer(context, open_split=lambda _: dataset)
         meter, times, device = start_meter(trainer), [], mesh.device
         on_gpu = device.type == "cuda"
         clock = time.perf_counter if on_gpu else time.process_time
@@ -266,15 +263,15 @@ def _time_steps(plan: Plan) -> StepTimings:
 
 
 def time_block_launch(trainer: Trainer) -> float:
-    """How long the host is busy with both passes of one block, of all that it queues one behind the other."""
+    """CPU time to launch both passes of one block, averaged over all blocks."""
     model, device, job = trainer.model, trainer.mesh.device, trainer.job
-    assert isinstance(model, Decoder), "decoders are probed"
+    assert isinstance(model, Decoder), "only decoders are probed"
     blocks, length = list(model.list_blocks()), job.data.seq_len
     shape = (job.layout.micro_batch or 1, length, blocks[0].attention.wo.out_features)
     x = torch.randn(shape, device=device).to(model.residual_dtype).requires_grad_()
     rope, times = (model.rope_cos[:length], model.rope_sin[:length]), []
     for _ in range(WARM_UP + 5):
-        trainer.sharded_state.zero_grads()  # or they would add up
+        trainer.sharded_state.zero_grads()  # they would accumulate
         x.grad = None  # likewise
         _wait(device)
         started = time.perf_counter()
@@ -289,33 +286,13 @@ def time_block_launch(trainer: Trainer) -> float:
 
 
 def _wait(device: torch.device) -> None:
-    """Until the device has done what it was told."""
+    """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _release_memory() -> None:
-    """Give back what the steps held, so that the next ones find room."""
+    """Free the memory of the steps for the next ones."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-class RandomTokens(ZeroDataset):
-    """As many samples as all steps want, of random words; every position is a target."""
-
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self.shard_sample_counts = (job.train.global_batch * job.train.steps,)  # no step repeats another's
-        assert isinstance(job.model, DecoderModel), "decoders are probed"
-        self._words = job.model.vocab_size
-
-    def read(self, indices: npt.ArrayLike) -> SampleBatch:
-        """Drawn, the same each time."""
-        shape = (np.size(indices), self.seq_len)
-        drawn = np.random.default_rng(0).integers(0, self._words, shape)
-        return SampleBatch(drawn, drawn, None)
-
-    def count_targets(self, indices: npt.ArrayLike) -> int:
-        """Every position."""
-        return np.size(indices) * self.seq_len

@@ -1,4 +1,4 @@
-"""One rank of ``meshwright bench scaling``: real steps, and when their buckets are ready and reduced."""
+"""One rank of ``meshwright bench scaling``: times of steps, and when each gradient bucket is reduced."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def run_rank(run_dir: str, listener: Listener | None = None) -> int:
 
 
 def measure(trainer: Trainer) -> None:
-    """Time ``train.steps`` steps and report them, with what the audit needs."""
+    """Time ``train.steps`` steps and write the events that the audit needs."""
     meter = start_meter(trainer)
-    moments = BucketTimes(trainer.mesh.device)
+    times = BucketTimes(trainer.mesh.device)
     if isinstance(trainer.module, FixedBucketDDP):
-        trainer.module.times = moments
+        trainer.module.times = times
     step_s: list[float] = []
     buckets: list[list[tuple[float, float]]] = []
     stopping = False
     while trainer.step < trainer.job.train.steps and not stopping:
-        moments.begin()
+        times.begin()
         started = _now(trainer)
         done = run_step(trainer, meter, audited=trainer.step == 1)  # slower, and in the warm-up
         stopping = done.stop_requested
         step_s.append(_now(trainer) - started)
-        buckets.append(moments.read())
+        buckets.append(times.read())
     if not stopping:
         trainer.events.write("scaling", step_s=step_s, buckets=buckets)
     report_end(trainer, evaluations=0, stopping=stopping)
